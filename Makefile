@@ -1,0 +1,105 @@
+# Ferry's front door. `make help` lists what there is; CONTRIBUTING.md says more.
+#
+# Every target first sets the machine up: distribution packages when root or with sudo without a
+# password (otherwise it lists what is missing), and a private .venv. Nothing global from pip.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+## Variables, e.g. `make demo TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu`
+# The index that torch is taken from; empty: pip's own.
+TORCH_INDEX_URL ?=
+# How many compilers and tests run at once.
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Stages of `make test`, in order; empty: all (`make test STAGES="lint host"`).
+STAGES ?=
+# The program of `make demo`, and arguments for it.
+DEMO ?= examples/moe_lm/train.py
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+export TORCH_INDEX_URL JOBS
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+PYTHON_VENV := .venv/bin/python
+# What the Python package is made of: when one is newer than the stamp, it is built anew.
+PACKAGE_SOURCES = $(shell find include src python tools/ferry cmake CMakeLists.txt pyproject.toml \
+	-type f -not -name '*_test.cpp' -not -path '*/tests/*' -not -name '*.pyc')
+PACKAGE_STAMP := build/python/.installed
+
+.PHONY: help demo test lint conformance docs bench format clean setup-demo setup-test setup-docs \
+	setup-lint host package
+
+help:
+	@echo 'Ferry: carries Mixture-of-Experts tokens to their experts and back.'
+	@echo
+	@echo '  make demo         train a small MoE language model over 4 ranks, tokens carried by Ferry'
+	@echo '  make test         every test of the project (under 30 minutes on 2 cores)'
+	@echo '  make lint         formats, include arrows, headers that compile alone'
+	@echo '  make conformance  the full conformance matrix (long; make test runs a pairwise cover)'
+	@echo '  make bench        Ferry against Gloo and the copy rate of this machine'
+	@echo '  make docs         the documentation, into docs/_build/html'
+	@echo '  make format       write the formats that make lint checks'
+	@echo '  make clean        remove what was built (not .venv)'
+	@echo
+	@echo 'TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu takes a CPU build of torch.'
+
+setup-demo:
+	@tools/setup/install.sh demo
+	@tools/setup/venv.sh demo
+
+setup-test:
+	@tools/setup/install.sh test
+	@tools/setup/venv.sh dev
+
+setup-docs:
+	@tools/setup/install.sh docs
+	@tools/setup/venv.sh dev
+
+setup-lint:
+	@tools/setup/install.sh demo
+	@tools/setup/venv.sh lint
+
+# The Python package with the command line, installed into .venv; build/python keeps the objects.
+package: $(PACKAGE_STAMP)
+
+$(PACKAGE_STAMP): $(PACKAGE_SOURCES)
+	@echo 'building the Python package and the command line into .venv'
+	@$(PYTHON_VENV) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--no-deps --force-reinstall --config-settings=build-dir=build/python \
+		--config-settings=cmake.define.FERRY_TOOLS=ON .
+	@touch $@
+
+demo: setup-demo
+	@$(MAKE) package
+	@.venv/bin/python $(DEMO) $(DEMO_ARGS)
+
+test: setup-test
+	@$(PYTHON_VENV) tests/run_all.py --jobs $(JOBS) $(STAGES)
+
+host:
+	@cmake --preset host
+	@cmake --build --preset host
+
+conformance: setup-test
+	@$(PYTHON_VENV) tests/run_all.py --jobs $(JOBS) conformance
+
+lint: setup-lint
+	@$(PYTHON_VENV) tools/lint/lint.py
+
+format: setup-lint
+	@$(PYTHON_VENV) tools/lint/lint.py --fix
+
+docs: setup-docs
+	@$(MAKE) package
+	@$(PYTHON_VENV) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo 'docs: open docs/_build/html/index.html'
+
+bench: setup-demo
+	@$(MAKE) package
+	@$(PYTHON_VENV) bench/host_exchange.py $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist demo-output docs/_build docs/_doxygen .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

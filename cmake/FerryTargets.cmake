@@ -1,0 +1,63 @@
+# How every Ferry target is compiled. Arithmetic must give the same bits everywhere:
+# no contraction, no fast-math (docs/design.md, Arithmetic).
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
+endif()
+find_package(Threads REQUIRED)
+
+add_library(ferry_options INTERFACE)
+target_compile_options(ferry_options INTERFACE
+  -Wall -Wextra -Wpedantic -Wshadow -ffp-contract=off -fno-math-errno -fno-trapping-math)
+target_include_directories(ferry_options INTERFACE
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
+
+# ferry_add_library(core SOURCES a.cpp b.cpp DEPENDS ferry_x ...)
+# One object library a folder, so that the shared library, the tests and the tools link the same code.
+function(ferry_add_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  if(ARG_SOURCES)
+    add_library(ferry_${name} STATIC ${ARG_SOURCES})
+    target_link_libraries(ferry_${name} PUBLIC ferry_options Threads::Threads ${ARG_DEPENDS})
+  else()
+    add_library(ferry_${name} INTERFACE)
+    target_link_libraries(ferry_${name} INTERFACE ferry_options Threads::Threads ${ARG_DEPENDS})
+  endif()
+endfunction()
+
+# The distribution's GoogleTest; when cross-compiling, built from the sources that its package
+# brings, because the library is there for this machine only.
+macro(ferry_find_gtest)
+  if(CMAKE_CROSSCOMPILING AND NOT TARGET GTest::gtest)
+    set(BUILD_GMOCK OFF)
+    set(INSTALL_GTEST OFF)
+    add_subdirectory(/usr/src/googletest ${PROJECT_BINARY_DIR}/googletest EXCLUDE_FROM_ALL)
+  elseif(NOT TARGET GTest::gtest)
+    find_package(GTest REQUIRED)
+  endif()
+endmacro()
+
+# ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60])
+# A GoogleTest program registered with CTest. Does nothing when tests are off.
+function(ferry_add_test name)
+  if(NOT FERRY_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "NO_GTEST" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ferry_options ${ARG_DEPENDS})
+  if(NOT ARG_NO_GTEST)
+    ferry_find_gtest()
+    target_link_libraries(${name} PRIVATE GTest::gtest GTest::gtest_main)
+  endif()
+  add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${name}> ${ARG_ARGS})
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()

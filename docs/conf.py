@@ -1,0 +1,89 @@
+"""Sphinx: the pages of this folder, the C++ API from Doxygen's XML, the Python API by import.
+
+`make docs` builds the package first, then this; the result lies in docs/_build/html.
+"""
+
+import re
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+project = "Ferry"
+author = "The Ferry authors"
+copyright = author
+release = re.search(r"VERSION (\d+\.\d+\.\d+)", (ROOT / "CMakeLists.txt").read_text())[1]
+
+extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "_doxygen"]
+html_theme = "furo"
+html_title = f"Ferry {release}"
+html_show_copyright = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+# Pages link to files of the repository, which are not pages.
+suppress_warnings = ["myst.xref_missing"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+
+# Doxygen reads the public headers and writes XML; breathe reads that.
+DOXYGEN = f"""
+PROJECT_NAME = ferry
+INPUT = {ROOT}/include/ferry
+RECURSIVE = YES
+OUTPUT_DIRECTORY = {HERE}/_doxygen
+GENERATE_XML = YES
+GENERATE_HTML = NO
+GENERATE_LATEX = NO
+EXTRACT_ALL = YES
+QUIET = YES
+WARN_IF_UNDOCUMENTED = NO
+WARN_AS_ERROR = FAIL_ON_WARNINGS
+MACRO_EXPANSION = YES
+JAVADOC_AUTOBRIEF = YES
+EXCLUDE_SYMBOLS = std::*
+"""
+(HERE / "_doxygen").mkdir(exist_ok=True)
+subprocess.run(["doxygen", "-"], input=DOXYGEN, text=True, check=True, cwd=HERE)
+XML = HERE / "_doxygen" / "xml"
+breathe_projects = {"ferry": str(XML)}
+breathe_default_project = "ferry"
+breathe_default_members = ("members",)
+breathe_show_include = False
+
+
+def directive(kind, name, *options):
+    return "\n".join([f"```{{doxygen{kind}}} {name}", *options, "```", ""])
+
+
+def api_of(header):
+    """The part of api/cpp.md that documents one public header: its classes, then the rest."""
+    first = header.read_text(encoding="utf-8").splitlines()[0]
+    parts = [f"## `ferry/{header.name}`", first.removeprefix("//").strip(), ""]
+    for inner in ElementTree.parse(XML / f"{header.stem}_8hpp.xml").iter("innerclass"):
+        if inner.get("prot", "public") == "public" and inner.text.count("::") == 1:
+            kind = "class" if inner.get("refid").startswith("class") else "struct"
+            parts.append(directive(kind, inner.text, ":members:", ":undoc-members:"))
+    for member in ElementTree.parse(XML / "namespaceferry.xml").iter("memberdef"):
+        if Path(member.find("location").get("file")).name != header.name:
+            continue
+        kind, name = member.get("kind"), f"ferry::{member.findtext('name')}"
+        if kind == "function":
+            parts.append(directive(kind, name + member.findtext("argsstring")))
+        elif kind in ("enum", "typedef", "variable"):
+            parts.append(directive(kind, name))
+    return "\n".join(parts)
+
+
+def fill_in_the_api(_app, page, source):
+    if page == "api/cpp":
+        headers = sorted((ROOT / "include" / "ferry").glob("*.hpp"))
+        source[0] += "\n" + "\n".join(api_of(h) for h in headers if h.name != "ferry.hpp")
+
+
+def setup(app):
+    app.connect("source-read", fill_in_the_api)

@@ -1,0 +1,58 @@
+// How ranks find each other.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace ferry {
+
+/// Called now and then (at least every 50 ms) during a wait; may throw to end the wait
+/// (Python raises KeyboardInterrupt through it).
+using OnWait = std::function<void()>;
+
+/// A handful of small collective calls, used while a group is created and never after.
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// Every rank gives `mine` (any length); every rank gets all of them, in rank order.
+  /// Throws Error(deadline) naming a rank that did not come, Error(peer_failed) naming one that
+  /// died, or whatever `on_wait` throws.
+  virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
+                                                         std::chrono::nanoseconds deadline,
+                                                         const OnWait& on_wait = {}) = 0;
+};
+
+/// Ranks as threads of this process: element r is for the thread that is rank r.
+std::vector<std::shared_ptr<Bootstrap>> thread_bootstrap(int ranks);
+
+/// Where the TCP store listens and who this process is.
+struct TcpOptions {
+  int rank = 0;
+  int size = 1;
+  std::string address = "127.0.0.1";  ///< rank 0 listens there, the others connect to it
+  std::uint16_t port = 0;             ///< must be the same on all ranks, not 0
+  std::string secret{};               ///< the job's secret; the same on all ranks, not empty
+  std::chrono::nanoseconds deadline = std::chrono::seconds(60);
+  OnWait on_wait{};
+};
+
+/// Ranks as processes that meet at a TCP store run by rank 0. Throws Error(refused) with the
+/// reason on a wrong secret, another version, another size, or a rank that is already there.
+std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options);
+
+/// TcpOptions from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (as torchrun sets them) and
+/// FERRY_SECRET. Throws Error(invalid_argument) naming the variable that is missing or wrong.
+TcpOptions tcp_options_from_environment();
+
+/// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.
+using AllGather = std::function<std::vector<std::vector<std::byte>>(std::span<const std::byte>)>;
+std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather);
+
+}  // namespace ferry

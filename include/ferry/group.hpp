@@ -1,0 +1,186 @@
+// A group of ranks that exchange tokens: throughput mode.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ferry/bootstrap.hpp"
+#include "ferry/error.hpp"
+#include "ferry/plan.hpp"
+#include "ferry/stream.hpp"
+#include "ferry/tensor.hpp"
+
+namespace ferry {
+
+class Engine;
+
+/// By which wire ranks reach each other.
+enum class FabricKind : std::uint8_t {
+  automatic,  ///< threads of one process: local; processes of one host: shm
+  local,      ///< threads of one process
+  shm,        ///< processes of one host, POSIX shared memory
+  sim,        ///< threads of one process over an adversarial, seeded network (tests)
+};
+
+/// What runs the exchanges.
+enum class Backend : std::uint8_t { automatic, host, cuda };
+
+/// What all ranks of a group agree on. Every field but `on_wait` must be the same on all ranks;
+/// creation fails with Error(mismatch) naming the rank and the field that differ.
+struct GroupConfig {
+  std::int64_t experts = 0;  ///< in the whole group; contiguous blocks, the first E mod R ranks
+                             ///< hold one more
+  std::chrono::nanoseconds deadline = std::chrono::seconds(60);  ///< of every wait
+  std::size_t memory_bytes = std::size_t{64} << 20;  ///< registered at creation for receive
+                                                     ///< tensors; grows by agreement
+  FabricKind fabric = FabricKind::automatic;
+  Backend backend = Backend::automatic;
+  std::uint64_t sim_seed = 1;  ///< of the sim fabric
+  OnWait on_wait{};            ///< polled in every wait; may throw (Ctrl-C)
+};
+
+/// How the rows of an output (or of a combine's input) are ordered.
+enum class RowOrder : std::uint8_t {
+  rank_major,    ///< one row for each (token, this rank): ascending source rank, then token
+  expert_major,  ///< one row for each slot: blocks of ascending local expert, inside a block in
+                 ///< rank-major order; blocks padded with zero rows to `alignment`
+};
+
+struct PlanOptions {
+  Stream* stream = nullptr;  ///< null: returns when the counts are known
+};
+
+struct DispatchOptions {
+  /// f32 [T, K], carried along; arrives as `Received::topk_weights`, 0 where a slot is not local.
+  std::optional<ConstTensorView> topk_weights{};
+  /// f32 [T, C], any strides, any C ≥ 1: one scale for each token and 128 channels (fp8 input).
+  std::optional<ConstTensorView> scales{};
+  RowOrder order = RowOrder::rank_major;
+  std::int64_t alignment = 1;  ///< expert-major: rows of every expert padded to a multiple
+  /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
+  /// past the last one that arrived are undefined (expert-major: zero), their topk_idx −1. More
+  /// arrivals than this are Error(exhausted).
+  std::int64_t worst_case_rows = 0;
+  /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
+  std::optional<TensorView> out{};
+  Stream* stream = nullptr;  ///< null: returns finished results
+};
+
+/// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
+/// memory, which goes back to the group when the last copy of the tensor is dropped.
+struct Received {
+  Tensor x{};             ///< [N, H] in the requested order, dtype of the input
+  Tensor scales{};        ///< f32 [N, C] when scales were given, in the same order
+  Tensor topk_idx{};      ///< i64 [n, K], rank-major: local expert ids, −1 = not on this rank
+  Tensor topk_weights{};  ///< f32 [n, K], rank-major, when weights were given
+  Tensor source_token{};  ///< i32 [n], rank-major: index of the token at its owner
+  Tensor slot_rows{};     ///< i64 [n, K], expert-major only: row of `x` of each slot, −1 = none
+  /// i64 [local experts + 1], expert-major only: first row of every expert's block and the end.
+  Tensor expert_offsets{};
+  Event event{};  ///< complete when the tensors are valid
+};
+
+struct CombineOptions {
+  RowOrder order = RowOrder::rank_major;
+  std::int64_t alignment = 1;  ///< expert-major: as given to dispatch
+  /// f32 [n, K], rank-major (as `Received::topk_weights`): carried back and summed over ranks into
+  /// `Combined::topk_weights`.
+  std::optional<ConstTensorView> topk_weights{};
+  /// Expert-major only: multiply every slot's row by its weight from `topk_weights`.
+  bool apply_weights = false;
+  /// [T, H], dtype of the rows: added in fp32 after the ranks, in this order.
+  std::optional<ConstTensorView> bias0{};
+  std::optional<ConstTensorView> bias1{};
+  std::optional<TensorView> out{};  ///< [T, H], the caller's own output
+  Stream* stream = nullptr;
+};
+
+struct Combined {
+  Tensor x{};             ///< [T, H], dtype of the rows
+  Tensor topk_weights{};  ///< f32 [T, K] when weights were given
+  Event event{};
+};
+
+/// Bytes that a group holds, exact.
+struct MemoryUse {
+  std::size_t control_bytes = 0;     ///< flags and mailboxes
+  std::size_t arena_bytes = 0;       ///< receive tensors, in use or free
+  std::size_t arena_used_bytes = 0;  ///< of which handed out now
+  std::size_t latency_bytes = 0;     ///< buffers of latency exchanges
+  friend bool operator==(const MemoryUse&, const MemoryUse&) = default;
+};
+
+/// Time that this rank has spent inside exchanges since creation, in nanoseconds.
+struct TimeUse {
+  std::uint64_t exchange_ns = 0;  ///< in plan, dispatch and combine, waits included
+  std::uint64_t wait_ns = 0;      ///< of which waiting for peers
+};
+
+/// R ranks that exchange tokens. All ranks make the same calls in the same order; for concurrent
+/// exchanges make two groups. A group that failed stays failed: every later call throws.
+///
+/// Arithmetic: fp32 accumulation from +0 in ascending rank order, one rounding to nearest even at
+/// the end. From expert-major rows, each rank first sums its own slots in ascending k
+/// (`acc = fma(w, x, acc)`), rounds once to the row's dtype, and that one row crosses the wire.
+class Group {
+ public:
+  /// Collective. Throws Error(mismatch) when ranks were given different configurations.
+  Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
+  ~Group();
+  Group(Group&&) noexcept;
+  Group& operator=(Group&&) noexcept;
+
+  int rank() const;
+  int size() const;
+  std::int64_t experts() const;
+  std::int64_t local_experts() const;
+  const GroupConfig& config() const;
+  /// "local", "shm", "sim".
+  std::string fabric_name() const;
+
+  /// Collective. Counts and swaps. topk_idx: i64 or i32 [T, K], values −1 (unused) or 0 … E−1;
+  /// T may differ between ranks and be 0, K may not differ; 1 ≤ K ≤ 64.
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options = {});
+
+  /// Collective. x: [T, H] dense, any dtype, row bytes a multiple of 16, H and dtype the same on
+  /// all ranks. One copy of a token for each destination rank.
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options = {});
+
+  /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense. Rows in
+  /// memory of `empty()` or of a received tensor are read in place by the peers; others are copied
+  /// once. Returns, for each own token, the sum over the ranks that it went to; 0 for a token that
+  /// went nowhere.
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options = {});
+
+  /// A dense tensor in registered memory. Not collective, so it never grows the arena: throws
+  /// Error(exhausted) when the free registered memory does not hold it.
+  Tensor empty(const Extents& shape, Dtype dtype);
+  /// True when the pointer lies in this rank's registered memory.
+  bool is_registered(const void* pointer) const;
+
+  /// Collective. Returns when every rank has called it.
+  void barrier();
+
+  MemoryUse memory() const;
+  /// What memory() says right after creation with this configuration and number of ranks.
+  static MemoryUse memory_hint(const GroupConfig& config, int ranks);
+  TimeUse time() const;
+
+  /// Leaves the group: not collective, never blocks on peers; peers that still exchange get
+  /// Error(peer_left). Later calls throw Error(destroyed). Tensors stay valid until dropped.
+  void destroy();
+  bool destroyed() const;
+
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace ferry

@@ -1,0 +1,102 @@
+// Latency mode: small batches, fixed-capacity expert-major output, hooks.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "ferry/group.hpp"
+
+namespace ferry {
+
+class LatencyEngine;
+struct LatencyState;
+
+/// What all ranks agree on when they make a latency exchange.
+struct LatencyConfig {
+  std::int64_t capacity = 0;     ///< most tokens a rank sends in one dispatch
+  std::int64_t hidden = 0;       ///< channels of a token; row bytes a multiple of 16
+  int topk = 0;                  ///< most slots of a route
+  Dtype dtype = Dtype::bf16;     ///< of tokens and of combined rows: bf16, f16 or f32
+};
+
+/// How rows are written in flight.
+enum class WireFormat : std::uint8_t {
+  as_is,  ///< the dtype of the input
+  e4m3,   ///< quantised: e4m3 with one scale for each 128 channels (core/number.hpp)
+};
+
+enum class ScaleFormat : std::uint8_t {
+  f32,           ///< scale = amax / 448
+  f32_pow2,      ///< rounded up to a power of two
+  ue8m0_packed,  ///< its exponent byte, four in an i32, the first in the lowest byte
+};
+
+struct LatencyDispatchOptions {
+  WireFormat format = WireFormat::as_is;
+  ScaleFormat scale_format = ScaleFormat::f32;
+  bool hook = false;         ///< true: only send; `receive()` of the result does the rest
+  Stream* stream = nullptr;  ///< null: returns finished (or sent) results
+};
+
+/// What a latency dispatch brings. At most two are alive at a time; a third dispatch throws
+/// Error(exhausted) before anything moves. Dropping the last copy gives its buffer back.
+class LatencyReceived {
+ public:
+  Tensor x{};       ///< [local experts, ranks · capacity, H], e4m3 or the input's dtype; the first
+                    ///< counts[e] rows of expert e are valid: ascending source rank, token, slot
+  Tensor scales{};  ///< e4m3 only. f32 [local experts, ranks · capacity, ceil(H/128)], or i32
+                    ///< [.., ceil(H/512)] packed; column-major: stride 1 along the rows
+  Tensor counts{};        ///< i32 [local experts]
+  Tensor source_token{};  ///< i32 [local experts, ranks · capacity]: token index at its owner
+  Tensor ranges{};        ///< i64 [local experts, ranks]: (first row << 32) | rows
+  Event event{};
+
+  /// With `hook`: receives. Blocks (without a stream) until all rows arrived. Nothing is written
+  /// to the tensors before it is called; calling it twice is Error(invalid_argument).
+  void receive();
+
+  std::shared_ptr<LatencyState> state{};
+};
+
+struct LatencyCombineOptions {
+  bool hook = false;
+  std::optional<TensorView> out{};  ///< [T, H], the caller's own output
+  Stream* stream = nullptr;
+};
+
+class LatencyCombined {
+ public:
+  Tensor x{};  ///< [T, H]: Σ_k w_k · row_k, fp32 fma in ascending k from +0, one rounding
+  Event event{};
+  void receive();  ///< with `hook`, as above
+
+  std::shared_ptr<LatencyState> state{};
+};
+
+/// Fixed buffers of latency mode inside a group. Making one is collective.
+class LatencyExchange {
+ public:
+  LatencyExchange(Group& group, const LatencyConfig& config);
+
+  /// Collective. x: [T, H] dense, T ≤ capacity, the configuration's dtype. topk_idx: i64 or i32
+  /// [T, K], −1 = unused. A token crosses once for each destination rank and fans out there.
+  LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                           const LatencyDispatchOptions& options = {});
+
+  /// Collective. rows: [local experts, ranks · capacity, H] in the configuration's dtype, same row
+  /// order as `received.x`. topk_weights: f32 [T, K] of this rank's own tokens.
+  LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
+                          const ConstTensorView& topk_weights,
+                          const LatencyCombineOptions& options = {});
+
+  const LatencyConfig& config() const;
+  /// Registered bytes of one rank's latency buffers: what creation adds to memory().latency_bytes.
+  static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
+
+ private:
+  std::shared_ptr<LatencyEngine> engine_;
+};
+
+}  // namespace ferry

@@ -1,0 +1,43 @@
+// What the count exchange of one set of routes yields.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace ferry {
+
+struct PlanState;
+
+/// Where every row goes and what arrives. Cheap to copy and to keep: a plan owns no registered
+/// memory. It serves any number of dispatches (cached dispatch) and combines of its group, with
+/// any hidden size and dtype, and throws Error(destroyed) after the group is destroyed.
+///
+/// The first dispatch with a plan also carries the routes; combining from expert-major rows needs
+/// them, so it must come after that.
+class Plan {
+ public:
+  Plan() = default;
+  /// Tokens of this rank, and slots of a route.
+  std::int64_t tokens() const;
+  int topk() const;
+  /// Rows that this rank receives: one for each (token, this rank). Blocks until the counts are
+  /// known when the plan was made on a stream; so do the calls below.
+  std::int64_t recv_rows() const;
+  /// Rows from each source rank, [ranks]. Receive order is ascending source rank, then token.
+  std::vector<std::int64_t> recv_rows_per_rank() const;
+  /// Rows that this rank sends to each rank, [ranks].
+  std::vector<std::int64_t> send_rows_per_rank() const;
+  /// Route slots that name each expert of this rank, [local experts].
+  std::vector<std::int64_t> slots_per_expert() const;
+  /// Rows of the expert-major output when every expert's block is padded to `alignment` rows.
+  std::int64_t expert_major_rows(std::int64_t alignment = 1) const;
+
+  explicit Plan(std::shared_ptr<PlanState> state) : state_(std::move(state)) {}
+  const std::shared_ptr<PlanState>& state() const { return state_; }
+  explicit operator bool() const { return state_ != nullptr; }
+
+ private:
+  std::shared_ptr<PlanState> state_{};
+};
+
+}  // namespace ferry

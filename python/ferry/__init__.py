@@ -1,0 +1,79 @@
+"""Ferry carries Mixture-of-Experts tokens to their experts and back.
+
+NumPy arrays and torch CPU tensors go in and come out without copies. `ferry.torch` adds autograd.
+"""
+
+from __future__ import annotations
+
+import atexit as _atexit
+from typing import TYPE_CHECKING, Any
+
+from ferry import _ferry
+from ferry._ferry import Event, MemoryUse, Plan, Stream, TimeUse
+from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
+from ferry.errors import (
+    DeadlineExceeded,
+    Destroyed,
+    Error,
+    Exhausted,
+    Interrupted,
+    InvalidArgument,
+    Mismatch,
+    PeerFailed,
+    PeerLeft,
+    Refused,
+    SystemFailure,
+    Unsupported,
+)
+from ferry.group import Combined, Group, Received
+from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
+
+if TYPE_CHECKING:
+    from ferry import torch as torch
+
+__version__ = _ferry.version
+
+# Work that still waits for a peer on some stream must not keep the interpreter from ending.
+_atexit.register(_ferry.stop_all_workers)
+
+
+def __getattr__(name: str) -> Any:
+    # `ferry.torch` imports torch, so it is imported when first asked for.
+    if name == "torch":
+        import importlib
+
+        return importlib.import_module("ferry.torch")
+    raise AttributeError(f"module 'ferry' has no attribute {name!r}")
+
+
+__all__ = [
+    "Bootstrap",
+    "Combined",
+    "DeadlineExceeded",
+    "Destroyed",
+    "Error",
+    "Event",
+    "Exhausted",
+    "Group",
+    "Interrupted",
+    "InvalidArgument",
+    "LatencyCombined",
+    "LatencyExchange",
+    "LatencyReceived",
+    "MemoryUse",
+    "Mismatch",
+    "PeerFailed",
+    "PeerLeft",
+    "Plan",
+    "Received",
+    "Refused",
+    "Stream",
+    "SystemFailure",
+    "TimeUse",
+    "Unsupported",
+    "from_all_gather",
+    "from_environment",
+    "from_mpi",
+    "tcp",
+    "threads",
+]

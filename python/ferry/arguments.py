@@ -1,0 +1,83 @@
+"""Plain arguments: checked by name, so that a message says which one, what it got and expected."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from ferry.errors import InvalidArgument
+
+T = TypeVar("T")
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+def describe(value: object) -> str:
+    """A value in a message: short, with its type when that says more."""
+    text = repr(value)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    name = type(value).__name__
+    return f"{text} ({name})" if not isinstance(value, str) else text
+
+
+def refuse(name: str, got: str, expected: str) -> NoReturn:
+    """Raise InvalidArgument in the words that all of Ferry uses."""
+    raise InvalidArgument(f"{name}: got {got}; expected {expected}")
+
+
+def integer(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:
+    """An integer (anything with `__index__`, but no bool) from `low` to `high`."""
+    if isinstance(value, bool):
+        refuse(name, describe(value), "an integer")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        refuse(name, describe(value), "an integer")
+    if not low <= number <= high:
+        refuse(name, str(number), f"{low} to {high}" if high < INT32_MAX else f"at least {low}")
+    return number
+
+
+def seconds(name: str, value: Any) -> float:
+    """A number of seconds; the C++ side checks the range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(name, describe(value), "a number of seconds")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        refuse(name, describe(value), "True or False")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        refuse(name, describe(value), "a string")
+    return value
+
+
+def choice(name: str, value: Any, table: Mapping[str, T]) -> T:
+    """One of the words of `table`."""
+    if isinstance(value, str) and value in table:
+        return table[value]
+    words = ", ".join(f'"{word}"' for word in table)
+    refuse(name, describe(value), f"one of {words}")
+
+
+def instance(name: str, value: Any, cls: type[T], expected: str) -> T:
+    """An object of class `cls`."""
+    if not isinstance(value, cls):
+        refuse(name, describe(value), expected)
+    return value
+
+
+def optional(name: str, value: Any, cls: type[T], expected: str) -> T | None:
+    """An object of class `cls`, or None."""
+    return None if value is None else instance(name, value, cls, f"{expected} or None")

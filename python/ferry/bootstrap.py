@@ -1,0 +1,74 @@
+"""How the ranks of a group find each other. A bootstrap serves while a group is made, not after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ferry import _ferry
+from ferry.arguments import INT32_MAX, integer, refuse, seconds, text
+
+Bootstrap = _ferry.Bootstrap
+
+
+def threads(ranks: int) -> list[Bootstrap]:
+    """Ranks as threads of this process: element r is for the thread that is rank r.
+
+    Make each group in its own thread: creation waits for all ranks.
+    """
+    return _ferry.threads(integer("threads: ranks", ranks, 1, 4096))
+
+
+def tcp(
+    *,
+    rank: int,
+    size: int,
+    port: int,
+    secret: str,
+    address: str = "127.0.0.1",
+    deadline: float = 60.0,
+) -> Bootstrap:
+    """Ranks as processes that meet at a TCP store, which rank 0 runs at `address`:`port`.
+
+    All ranks give the same size, port and secret (not empty). Blocks for at most `deadline`
+    seconds. Raises `Refused` with the reason on a wrong secret, another version, another size or a
+    rank that is already there, `DeadlineExceeded` when the store does not answer.
+    """
+    return _ferry.tcp(
+        integer("tcp: rank", rank, 0, INT32_MAX),
+        integer("tcp: size", size, 1, INT32_MAX),
+        text("tcp: address", address),
+        integer("tcp: port", port, 1, 65535),
+        text("tcp: secret", secret),
+        seconds("tcp: deadline", deadline),
+    )
+
+
+def from_environment(*, deadline: float = 60.0) -> Bootstrap:
+    """The same from the variables that `ferry run` and torchrun set: RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT (or FERRY_PORT), and FERRY_SECRET.
+
+    Raises `InvalidArgument` naming the variable that is missing or wrong.
+    """
+    return _ferry.from_environment(seconds("from_environment: deadline", deadline))
+
+
+def from_all_gather(rank: int, size: int, fn: Callable[[bytes], list[bytes]]) -> Bootstrap:
+    """The caller's own all-gather: `fn(mine)` is collective and returns the bytes of all ranks in
+    rank order. Its deadline and its interruption are its own business."""
+    if not callable(fn):
+        refuse("from_all_gather: fn", f"an object of type {type(fn).__name__}", "a function")
+    size = integer("from_all_gather: size", size, 1, INT32_MAX)
+    return _ferry.from_all_gather(integer("from_all_gather: rank", rank, 0, INT32_MAX), size, fn)
+
+
+def from_mpi(comm: Any) -> Bootstrap:
+    """The ranks of an mpi4py communicator."""
+    for method in ("Get_rank", "Get_size", "allgather"):
+        if not callable(getattr(comm, method, None)):
+            refuse(
+                "from_mpi: comm",
+                f"an object of type {type(comm).__name__} without {method}()",
+                "an mpi4py communicator",
+            )
+    return from_all_gather(comm.Get_rank(), comm.Get_size(), comm.allgather)

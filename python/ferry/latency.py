@@ -1,0 +1,214 @@
+"""Latency mode: small batches, fixed-capacity expert-major output, hooks."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from ferry import _ferry
+from ferry.arguments import INT32_MAX, choice, flag, instance, integer, optional
+from ferry.group import Group
+from ferry.tensors import Like, array, dtype_named, optional_view, view
+
+ArrayT = TypeVar("ArrayT")
+
+FORMATS = {"as_is": _ferry.WireFormat.as_is, "e4m3": _ferry.WireFormat.e4m3}
+SCALE_FORMATS = {
+    "f32": _ferry.ScaleFormat.f32,
+    "f32_pow2": _ferry.ScaleFormat.f32_pow2,
+    "ue8m0_packed": _ferry.ScaleFormat.ue8m0_packed,
+}
+
+
+class LatencyReceived(Generic[ArrayT]):
+    """What a latency dispatch brings. L: local experts, R: ranks, C: capacity.
+
+    At most two are alive at a time; dropping this object and its arrays gives the buffer back.
+    """
+
+    def __init__(self, raw: _ferry.LatencyReceived, like: Like) -> None:
+        self._raw = raw
+        self._like = like
+
+    @cached_property
+    def x(self) -> ArrayT:
+        """[L, R*C, H], e4m3 or the input's dtype. The first counts[e] rows of expert e are valid:
+        ascending source rank, token, slot."""
+        return self._array(self._raw.x)
+
+    @cached_property
+    def scales(self) -> ArrayT | None:
+        """e4m3 only: f32 [L, R*C, ceil(H/128)], or i32 [L, R*C, ceil(H/512)] packed; stride 1 along
+        the rows."""
+        return self._array(self._raw.scales)
+
+    @cached_property
+    def counts(self) -> ArrayT:
+        """i32 [L]: valid rows of each expert."""
+        return self._array(self._raw.counts)
+
+    @cached_property
+    def source_token(self) -> ArrayT:
+        """i32 [L, R*C]: index of the token at its owner."""
+        return self._array(self._raw.source_token)
+
+    @cached_property
+    def ranges(self) -> ArrayT:
+        """i64 [L, R]: (first row << 32) | rows."""
+        return self._array(self._raw.ranges)
+
+    @property
+    def event(self) -> _ferry.Event:
+        """Complete when the arrays are valid."""
+        return self._raw.event
+
+    def receive(self) -> None:
+        """With `hook=True`: receives; blocks, without a stream, until all rows arrived. Nothing is
+        written before. A second call raises `InvalidArgument`."""
+        self._raw.receive()
+
+    def _array(self, tensor: _ferry.Tensor | None) -> Any:
+        return array(tensor, self._like)
+
+
+class LatencyCombined(Generic[ArrayT]):
+    """What a latency combine brings."""
+
+    def __init__(self, raw: _ferry.LatencyCombined, like: Like, out: ArrayT | None) -> None:
+        self._raw = raw
+        self._like = like
+        self._out = out
+
+    @cached_property
+    def x(self) -> ArrayT:
+        """[T, H]: the sum over slots of weight times row: fp32 fma in ascending k from +0, one
+        rounding."""
+        if self._out is not None:
+            return self._out
+        result: ArrayT = array(self._raw.x, self._like)
+        return result
+
+    @property
+    def event(self) -> _ferry.Event:
+        """Complete when `x` is valid."""
+        return self._raw.event
+
+    def receive(self) -> None:
+        """With `hook=True`: receives, as for `LatencyReceived`."""
+        self._raw.receive()
+
+
+class LatencyExchange:
+    """Fixed buffers of latency mode inside a group. Making one is collective.
+
+    Args (the same on all ranks):
+        group: the group whose ranks exchange.
+        capacity: most tokens that a rank sends in one dispatch.
+        hidden: channels of a token; row bytes a multiple of 16.
+        topk: most slots of a route.
+        dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
+    """
+
+    def __init__(
+        self, group: Group, *, capacity: int, hidden: int, topk: int, dtype: Any = "bf16"
+    ) -> None:
+        self._dtype = dtype_named("LatencyExchange: dtype", dtype)
+        self._raw = _ferry.LatencyExchange(
+            instance("LatencyExchange: group", group, Group, "a ferry.Group")._raw,
+            integer("LatencyExchange: capacity", capacity, 1),
+            integer("LatencyExchange: hidden", hidden, 1),
+            integer("LatencyExchange: topk", topk, 1, INT32_MAX),
+            self._dtype,
+        )
+
+    def dispatch(
+        self,
+        x: ArrayT,
+        topk_idx: Any,
+        *,
+        format: str = "as_is",
+        scale_format: str = "f32",
+        hook: bool = False,
+        stream: _ferry.Stream | None = None,
+    ) -> LatencyReceived[ArrayT]:
+        """Collective. Carries tokens to their experts; a token crosses once for each rank and fans
+        out there.
+
+        Args:
+            x: [T, H] dense, T <= capacity, the configured dtype (or uint16 that carries it).
+            topk_idx: i64 or i32 [T, K], -1 = unused.
+            format: "as_is", or "e4m3": quantised in flight, one scale for each 128 channels.
+            scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
+            hook: only send; `receive()` of the result does the rest.
+            stream: None: returns finished (or sent) results.
+
+        A third result alive raises `Exhausted` before anything moves.
+        """
+        x_view, like = self._view("latency dispatch: x", x)
+        raw = self._raw.dispatch(
+            x_view,
+            view("latency dispatch: topk_idx", topk_idx)[0],
+            choice("latency dispatch: format", format, FORMATS),
+            choice("latency dispatch: scale_format", scale_format, SCALE_FORMATS),
+            flag("latency dispatch: hook", hook),
+            optional("latency dispatch: stream", stream, _ferry.Stream, "a ferry.Stream"),
+        )
+        return LatencyReceived(raw, like)
+
+    def combine(
+        self,
+        rows: ArrayT,
+        received: LatencyReceived[Any],
+        topk_weights: Any,
+        *,
+        hook: bool = False,
+        out: ArrayT | None = None,
+        stream: _ferry.Stream | None = None,
+    ) -> LatencyCombined[ArrayT]:
+        """Collective. Brings rows back to the owners of their tokens and sums them.
+
+        Args:
+            rows: [L, R*C, H] in the configured dtype, in the order of `received.x`.
+            received: of the dispatch that this answers.
+            topk_weights: f32 [T, K] of this rank's own tokens.
+            hook: only send; `receive()` of the result does the rest.
+            out: [T, H], the caller's own output.
+            stream: None: returns finished (or sent) results.
+        """
+        name = "latency combine"
+        rows_view, like = self._view(f"{name}: rows", rows)
+        expected = "a ferry.LatencyReceived, as dispatch returns it"
+        raw = self._raw.combine(
+            rows_view,
+            instance(f"{name}: received", received, LatencyReceived, expected)._raw,
+            view(f"{name}: topk_weights", topk_weights)[0],
+            flag(f"{name}: hook", hook),
+            optional_view(f"{name}: out", out, self._carried(out), True),
+            optional(f"{name}: stream", stream, _ferry.Stream, "a ferry.Stream"),
+        )
+        return LatencyCombined(raw, like, out)
+
+    @staticmethod
+    def memory_hint(
+        *, capacity: int, hidden: int, topk: int, experts: int, ranks: int, dtype: Any = "bf16"
+    ) -> int:
+        """Registered bytes of one rank's latency buffers."""
+        return _ferry.LatencyExchange.memory_hint(
+            integer("memory_hint: capacity", capacity, 1),
+            integer("memory_hint: hidden", hidden, 1),
+            integer("memory_hint: topk", topk, 1, INT32_MAX),
+            dtype_named("memory_hint: dtype", dtype),
+            integer("memory_hint: experts", experts, 1),
+            integer("memory_hint: ranks", ranks, 1, INT32_MAX),
+        )
+
+    def _view(self, name: str, value: Any) -> tuple[_ferry.View, Like]:
+        return view(name, value, self._carried(value))
+
+    def _carried(self, value: Any) -> _ferry.Dtype | None:
+        """The configured dtype for a uint16 array, which cannot say it."""
+        carrier = str(getattr(value, "dtype", "")).removeprefix("torch.") == "uint16"
+        return self._dtype if carrier else None
+
+
+__all__ = ["LatencyCombined", "LatencyExchange", "LatencyReceived"]

@@ -1,0 +1,173 @@
+"""Tensors in and out without copies: NumPy, torch, and whatever else speaks DLPack.
+
+A caller's array is read (or, as `out`, written) where it lies. A result is Ferry's own memory as an
+array of the caller's framework; the memory goes back when the last array on it is dropped.
+
+bf16 and fp8 do not exist in NumPy: they come as arrays of `ml_dtypes`, or as uint16 / uint8 beside
+`dtype="bf16"`, and go out the same way. torch's own dtypes need no tag.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from ferry import _ferry
+from ferry.arguments import choice, refuse
+
+Dtype = _ferry.Dtype
+
+DTYPES = {
+    "f32": Dtype.f32,
+    "bf16": Dtype.bf16,
+    "f16": Dtype.f16,
+    "e4m3": Dtype.e4m3,
+    "e5m2": Dtype.e5m2,
+    "i32": Dtype.i32,
+    "i64": Dtype.i64,
+    "u8": Dtype.u8,
+}
+
+# What NumPy, ml_dtypes and torch call them, so that their dtype objects serve as dtypes, too.
+_LONG_NAMES = {
+    "float32": Dtype.f32,
+    "bfloat16": Dtype.bf16,
+    "float16": Dtype.f16,
+    "float8_e4m3fn": Dtype.e4m3,
+    "float8_e5m2": Dtype.e5m2,
+    "int32": Dtype.i32,
+    "int64": Dtype.i64,
+    "uint8": Dtype.u8,
+}
+# The names that NumPy has no dtype of its own for, and the unsigned integer that carries them.
+_CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_ML_NAMES = {Dtype.bf16: "bfloat16", Dtype.e4m3: "float8_e4m3fn", Dtype.e5m2: "float8_e5m2"}
+
+
+class Like(NamedTuple):
+    """What results look like: the framework of an input."""
+
+    framework: str  # "numpy" or "torch"
+    ml_dtypes: bool = False  # NumPy with the dtypes of ml_dtypes
+
+
+NUMPY = Like("numpy")
+TORCH = Like("torch")
+
+
+def dtype_named(name: str, value: Any) -> _ferry.Dtype:
+    """A dtype from "bf16", "bfloat16", a NumPy, ml_dtypes or torch dtype."""
+    if isinstance(value, _ferry.Dtype):
+        return value
+    if isinstance(value, type):
+        value = getattr(value, "__name__", value)  # numpy.float32, ml_dtypes.bfloat16
+    if not isinstance(value, str):
+        own = getattr(value, "name", None)  # numpy.dtype
+        spelled = own if isinstance(own, str) else str(value).removeprefix("torch.")
+        if spelled in _LONG_NAMES:
+            return _LONG_NAMES[spelled]
+    elif value in _LONG_NAMES:
+        return _LONG_NAMES[value]
+    return choice(name, value, DTYPES)
+
+
+def view(
+    name: str, value: Any, dtype: _ferry.Dtype | None = None, writable: bool = False
+) -> tuple[_ferry.View, Like]:
+    """The caller's array as the C++ side reads it, and what results on it should look like."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _view_of_torch(torch, name, value, dtype, writable), TORCH
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _view_of_numpy(name, value, dtype, writable)
+    return _ferry.View(value, name, dtype, writable), NUMPY
+
+
+def optional_view(
+    name: str, value: Any, dtype: _ferry.Dtype | None = None, writable: bool = False
+) -> _ferry.View | None:
+    """The same for an argument that may be None."""
+    return None if value is None else view(name, value, dtype, writable)[0]
+
+
+def _view_of_torch(
+    torch: Any, name: str, value: Any, dtype: _ferry.Dtype | None, writable: bool
+) -> _ferry.View:
+    if value.device.type != "cpu":
+        refuse(
+            name,
+            f"a tensor on device {value.device}",
+            "a tensor in CPU memory (this build has no CUDA engine); call .cpu() on it first",
+        )
+    if value.layout != torch.strided:
+        refuse(name, f"a tensor of layout {value.layout}", "a strided tensor")
+    own = _LONG_NAMES.get(str(value.dtype).removeprefix("torch."))
+    if own in (Dtype.e4m3, Dtype.e5m2):
+        dtype = _agreed(name, own, dtype)
+        value = value.detach().view(torch.uint8)
+    elif value.requires_grad:
+        value = value.detach()
+    return _ferry.View(value, name, dtype, writable)
+
+
+def _view_of_numpy(
+    name: str, value: Any, dtype: _ferry.Dtype | None, writable: bool
+) -> tuple[_ferry.View, Like]:
+    own = value.dtype.name
+    if own in _CARRIERS:
+        dtype = _agreed(name, _LONG_NAMES[own], dtype)
+        carried = value.view(_CARRIERS[own])
+        return _ferry.View(carried, name, dtype, writable), Like("numpy", True)
+    if not value.dtype.isnative or value.dtype.kind not in "fiucb":
+        refuse(name, f"a NumPy array of dtype {value.dtype}", "a native numeric dtype")
+    return _ferry.View(value, name, dtype, writable), NUMPY
+
+
+def _agreed(name: str, own: _ferry.Dtype, tag: _ferry.Dtype | None) -> _ferry.Dtype:
+    if tag is not None and tag != own:
+        refuse(name, f"dtype {own.name}", f'elements of dtype="{tag.name}", as given beside it')
+    return own
+
+
+def array(tensor: _ferry.Tensor | None, like: Like) -> Any:
+    """A result as an array of the caller's framework; shares memory with it."""
+    if tensor is None:
+        return None
+    if like.framework == "torch":
+        return _torch_array(tensor)
+    result = tensor.numpy()
+    if like.ml_dtypes and tensor.dtype in _ML_NAMES:
+        import ml_dtypes
+
+        result = result.view(getattr(ml_dtypes, _ML_NAMES[tensor.dtype]))
+    return result
+
+
+def _torch_array(tensor: _ferry.Tensor) -> Any:
+    result = tensor.torch()
+    if tensor.dtype in (Dtype.e4m3, Dtype.e5m2):
+        torch = sys.modules["torch"]
+        result = result.view(getattr(torch, _ML_NAMES[tensor.dtype]))
+    return result
+
+
+def like_of(name: str, value: Any) -> Like:
+    """From the word "numpy" or "torch", an example array, or None (NumPy)."""
+    if value is None:
+        return NUMPY
+    if isinstance(value, str):
+        return choice(name, value, {"numpy": NUMPY, "torch": TORCH})
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return TORCH
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return Like("numpy", value.dtype.name in _CARRIERS)
+    return refuse(name, f"an object of type {type(value).__name__}", '"numpy", "torch" or an array')
+
+
+def is_torch_dtype(value: Any) -> bool:
+    """True for a dtype object of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.dtype)

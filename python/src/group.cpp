@@ -1,0 +1,183 @@
+#include "group.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "arguments.hpp"
+#include "bind.hpp"
+#include "bootstrap.hpp"
+#include "plan.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace ferry::python {
+namespace {
+
+using HeldReceived = Held<Received>;
+using HeldCombined = Held<Combined>;
+
+GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memory_bytes,
+                        FabricKind fabric, Backend backend, std::uint64_t sim_seed) {
+  GroupConfig config;
+  config.experts = experts;
+  config.deadline = to_nanoseconds(deadline, "Group: deadline");
+  config.memory_bytes = memory_bytes;
+  config.fabric = fabric;
+  config.backend = backend;
+  config.sim_seed = sim_seed;
+  config.on_wait = python_on_wait();
+  return config;
+}
+
+void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
+                double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
+                std::uint64_t sim_seed) {
+  GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, sim_seed);
+  std::shared_ptr<Bootstrap> meeting = bootstrap.get();
+  new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
+}
+
+HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream) {
+  const PlanOptions options{stream_or_null(stream)};
+  const KeepUntilDone keep(stream, {&topk_idx});
+  return HeldPlan(without_gil([&] { return group->plan(topk_idx.read(), options); }));
+}
+
+HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& plan,
+                      const View* topk_weights, const View* scales, RowOrder order,
+                      std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
+                      PythonStream* stream) {
+  DispatchOptions options;
+  options.topk_weights = optional_read(topk_weights);
+  options.scales = optional_read(scales);
+  options.order = order;
+  options.alignment = alignment;
+  options.worst_case_rows = worst_case_rows;
+  options.out = optional_write(out);
+  options.stream = stream_or_null(stream);
+  const KeepUntilDone keep(stream, {&x, topk_weights, scales, out});
+  return HeldReceived(without_gil([&] { return group->dispatch(x.read(), plan.get(), options); }));
+}
+
+HeldCombined combine(const HeldGroup& group, const View& rows, const HeldPlan& plan, RowOrder order,
+                     std::int64_t alignment, const View* topk_weights, bool apply_weights,
+                     const View* bias0, const View* bias1, const View* out, PythonStream* stream) {
+  CombineOptions options;
+  options.order = order;
+  options.alignment = alignment;
+  options.topk_weights = optional_read(topk_weights);
+  options.apply_weights = apply_weights;
+  options.bias0 = optional_read(bias0);
+  options.bias1 = optional_read(bias1);
+  options.out = optional_write(out);
+  options.stream = stream_or_null(stream);
+  const KeepUntilDone keep(stream, {&rows, topk_weights, bias0, bias1, out});
+  return HeldCombined(
+      without_gil([&] { return group->combine(rows.read(), plan.get(), options); }));
+}
+
+HeldTensor empty(const HeldGroup& group, const std::vector<std::int64_t>& shape, Dtype dtype) {
+  return HeldTensor(without_gil([&] { return group->empty(Extents(std::span(shape)), dtype); }));
+}
+
+void bind_enums(nb::module_& m) {
+  nb::enum_<FabricKind>(m, "FabricKind")
+      .value("automatic", FabricKind::automatic)
+      .value("local", FabricKind::local)
+      .value("shm", FabricKind::shm)
+      .value("sim", FabricKind::sim);
+  nb::enum_<Backend>(m, "Backend")
+      .value("automatic", Backend::automatic)
+      .value("host", Backend::host)
+      .value("cuda", Backend::cuda);
+  nb::enum_<RowOrder>(m, "RowOrder")
+      .value("rank_major", RowOrder::rank_major)
+      .value("expert_major", RowOrder::expert_major);
+}
+
+void bind_results(nb::module_& m) {
+  nb::class_<HeldReceived>(m, "Received")
+      .def_prop_ro("x", [](const HeldReceived& r) { return to_python(r->x); })
+      .def_prop_ro("scales", [](const HeldReceived& r) { return to_python(r->scales); })
+      .def_prop_ro("topk_idx", [](const HeldReceived& r) { return to_python(r->topk_idx); })
+      .def_prop_ro("topk_weights", [](const HeldReceived& r) { return to_python(r->topk_weights); })
+      .def_prop_ro("source_token", [](const HeldReceived& r) { return to_python(r->source_token); })
+      .def_prop_ro("slot_rows", [](const HeldReceived& r) { return to_python(r->slot_rows); })
+      .def_prop_ro("expert_offsets",
+                   [](const HeldReceived& r) { return to_python(r->expert_offsets); })
+      .def_prop_ro("event", [](const HeldReceived& r) { return HeldEvent(r->event); });
+  nb::class_<HeldCombined>(m, "Combined")
+      .def_prop_ro("x", [](const HeldCombined& r) { return to_python(r->x); })
+      .def_prop_ro("topk_weights", [](const HeldCombined& r) { return to_python(r->topk_weights); })
+      .def_prop_ro("event", [](const HeldCombined& r) { return HeldEvent(r->event); });
+  nb::class_<MemoryUse>(m, "MemoryUse", "Bytes that a group holds, exact.")
+      .def_ro("control_bytes", &MemoryUse::control_bytes, "Flags and mailboxes.")
+      .def_ro("arena_bytes", &MemoryUse::arena_bytes, "Receive tensors, in use or free.")
+      .def_ro("arena_used_bytes", &MemoryUse::arena_used_bytes, "Of which handed out now.")
+      .def_ro("latency_bytes", &MemoryUse::latency_bytes, "Buffers of latency exchanges.")
+      .def("__eq__", [](const MemoryUse& a, const MemoryUse& b) { return a == b; })
+      .def("__repr__", [](const MemoryUse& u) {
+        return "MemoryUse(control_bytes=" + std::to_string(u.control_bytes) +
+               ", arena_bytes=" + std::to_string(u.arena_bytes) +
+               ", arena_used_bytes=" + std::to_string(u.arena_used_bytes) +
+               ", latency_bytes=" + std::to_string(u.latency_bytes) + ")";
+      });
+  nb::class_<TimeUse>(m, "TimeUse", "Nanoseconds that this rank has spent inside exchanges.")
+      .def_ro("exchange_ns", &TimeUse::exchange_ns,
+              "In plan, dispatch and combine, waits included.")
+      .def_ro("wait_ns", &TimeUse::wait_ns, "Of which waiting for peers.")
+      .def("__repr__", [](const TimeUse& u) {
+        return "TimeUse(exchange_ns=" + std::to_string(u.exchange_ns) +
+               ", wait_ns=" + std::to_string(u.wait_ns) + ")";
+      });
+}
+
+void bind_exchanges(nb::class_<HeldGroup>& group) {
+  group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
+      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan"), nb::arg("topk_weights").none(),
+           nb::arg("scales").none(), nb::arg("order"), nb::arg("alignment"),
+           nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none())
+      .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),
+           nb::arg("alignment"), nb::arg("topk_weights").none(), nb::arg("apply_weights"),
+           nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),
+           nb::arg("stream").none())
+      .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
+      .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); });
+}
+
+}  // namespace
+
+void bind_group(nb::module_& m) {
+  bind_enums(m);
+  bind_results(m);
+  nb::class_<HeldGroup> group(m, "Group");
+  group
+      .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
+           nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("sim_seed"))
+      .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
+      .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })
+      .def_prop_ro("experts", [](const HeldGroup& g) { return g->experts(); })
+      .def_prop_ro("local_experts", [](const HeldGroup& g) { return g->local_experts(); })
+      .def_prop_ro("fabric_name", [](const HeldGroup& g) { return g->fabric_name(); })
+      .def_prop_ro("destroyed", [](const HeldGroup& g) { return g->destroyed(); })
+      .def(
+          "is_registered",
+          [](const HeldGroup& g, std::uintptr_t address) {
+            return g->is_registered(reinterpret_cast<const void*>(address));
+          },
+          nb::arg("address"))
+      .def("memory", [](const HeldGroup& g) { return g->memory(); })
+      .def("time", [](const HeldGroup& g) { return g->time(); })
+      .def("destroy", [](const HeldGroup& g) { without_gil([&] { g->destroy(); }); })
+      .def_static(
+          "memory_hint",
+          [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, int ranks) {
+            return Group::memory_hint(
+                make_config(experts, 60.0, memory_bytes, fabric, Backend::automatic, 1), ranks);
+          },
+          nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("ranks"));
+  bind_exchanges(group);
+}
+
+}  // namespace ferry::python

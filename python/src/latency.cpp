@@ -1,0 +1,138 @@
+#include "ferry/latency.hpp"
+
+#include <nanobind/stl/optional.h>
+
+#include <vector>
+
+#include "bind.hpp"
+#include "group.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace ferry::python {
+namespace {
+
+/// A result with a hook: until it was received, the call's arrays and its stream stay alive.
+template <class Result>
+class Hooked {
+ public:
+  Hooked(Result result, nb::object stream, std::vector<View> views)
+      : result_(std::move(result)), stream_(std::move(stream)), views_(std::move(views)) {}
+
+  Result& get() const { return result_.get(); }
+  void receive() {
+    without_gil([&] { result_->receive(); });
+    if (!stream_.is_none()) nb::cast<PythonStream&>(stream_).keep(std::move(views_));
+    views_.clear();
+  }
+
+ private:
+  Held<Result> result_;
+  nb::object stream_;
+  std::vector<View> views_;
+};
+
+using Received = Hooked<LatencyReceived>;
+using Combined = Hooked<LatencyCombined>;
+using HeldExchange = Held<LatencyExchange>;
+
+PythonStream* stream_pointer(const nb::object& stream) {
+  return stream.is_none() ? nullptr : nb::cast<PythonStream*>(stream);
+}
+
+template <class Result>
+Hooked<Result> hold(Result result, bool hook, const nb::object& stream,
+                    std::initializer_list<const View*> views) {
+  std::vector<View> kept;
+  for (const View* view : views) {
+    if (hook && view != nullptr) kept.push_back(*view);
+  }
+  return Hooked<Result>(std::move(result), hook ? stream : nb::none(), std::move(kept));
+}
+
+void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capacity,
+                   std::int64_t hidden, int topk, Dtype dtype) {
+  LatencyConfig config;
+  config.capacity = capacity;
+  config.hidden = hidden;
+  config.topk = topk;
+  config.dtype = dtype;
+  new (self) HeldExchange(without_gil([&] { return LatencyExchange(group.get(), config); }));
+}
+
+Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_idx,
+                  WireFormat format, ScaleFormat scale_format, bool hook,
+                  const nb::object& stream) {
+  LatencyDispatchOptions options;
+  options.format = format;
+  options.scale_format = scale_format;
+  options.hook = hook;
+  options.stream = stream_or_null(stream_pointer(stream));
+  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx});
+  LatencyReceived result =
+      without_gil([&] { return exchange->dispatch(x.read(), topk_idx.read(), options); });
+  return hold(std::move(result), hook, stream, {&x, &topk_idx});
+}
+
+Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
+                 const View& topk_weights, bool hook, const View* out, const nb::object& stream) {
+  LatencyCombineOptions options;
+  options.hook = hook;
+  options.out = optional_write(out);
+  options.stream = stream_or_null(stream_pointer(stream));
+  const KeepUntilDone keep(stream_pointer(stream), {&rows, &topk_weights, out});
+  LatencyCombined result = without_gil(
+      [&] { return exchange->combine(rows.read(), received.get(), topk_weights.read(), options); });
+  return hold(std::move(result), hook, stream, {&rows, &topk_weights, out});
+}
+
+void bind_formats(nb::module_& m) {
+  nb::enum_<WireFormat>(m, "WireFormat")
+      .value("as_is", WireFormat::as_is)
+      .value("e4m3", WireFormat::e4m3);
+  nb::enum_<ScaleFormat>(m, "ScaleFormat")
+      .value("f32", ScaleFormat::f32)
+      .value("f32_pow2", ScaleFormat::f32_pow2)
+      .value("ue8m0_packed", ScaleFormat::ue8m0_packed);
+}
+
+}  // namespace
+
+void bind_latency(nb::module_& m) {
+  bind_formats(m);
+  nb::class_<Received>(m, "LatencyReceived")
+      .def_prop_ro("x", [](const Received& r) { return to_python(r.get().x); })
+      .def_prop_ro("scales", [](const Received& r) { return to_python(r.get().scales); })
+      .def_prop_ro("counts", [](const Received& r) { return to_python(r.get().counts); })
+      .def_prop_ro("source_token",
+                   [](const Received& r) { return to_python(r.get().source_token); })
+      .def_prop_ro("ranges", [](const Received& r) { return to_python(r.get().ranges); })
+      .def_prop_ro("event", [](const Received& r) { return HeldEvent(r.get().event); })
+      .def("receive", &Received::receive);
+  nb::class_<Combined>(m, "LatencyCombined")
+      .def_prop_ro("x", [](const Combined& c) { return to_python(c.get().x); })
+      .def_prop_ro("event", [](const Combined& c) { return HeldEvent(c.get().event); })
+      .def("receive", &Combined::receive);
+  nb::class_<HeldExchange>(m, "LatencyExchange")
+      .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
+           nb::arg("topk"), nb::arg("dtype"))
+      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("format"),
+           nb::arg("scale_format"), nb::arg("hook"), nb::arg("stream").none(),
+           nb::sig("def dispatch(self, x: View, topk_idx: View, format: WireFormat, scale_format: "
+                   "ScaleFormat, hook: bool, stream: Stream | None) -> LatencyReceived"))
+      .def("combine", &combine, nb::arg("rows"), nb::arg("received"), nb::arg("topk_weights"),
+           nb::arg("hook"), nb::arg("out").none(), nb::arg("stream").none(),
+           nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View, "
+                   "hook: bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
+      .def_static(
+          "memory_hint",
+          [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
+             std::int64_t experts, int ranks) {
+            LatencyConfig config{capacity, hidden, topk, dtype};
+            return LatencyExchange::memory_hint(config, experts, ranks);
+          },
+          nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
+          nb::arg("experts"), nb::arg("ranks"));
+}
+
+}  // namespace ferry::python

@@ -1,0 +1,21 @@
+// The extension module ferry._ferry. The package `ferry` wraps it; nothing else should use it.
+#include "bind.hpp"
+#include "gil.hpp"
+
+NB_MODULE(_ferry, m) {
+  namespace fp = ferry::python;
+  m.doc() = "The C++ side of the package ferry: use the package, not this module.";
+  nanobind::set_leak_warnings(false);  // objects that are alive at exit are no news to a user
+  m.attr("version") = FERRY_VERSION;
+  fp::remember_main_thread();
+  m.def("stop_all_workers", &fp::stop_all_workers,
+        "Ends the waits of all streams, for good: called when the interpreter is about to end.");
+  fp::bind_error(m);
+  fp::bind_dtype(m);
+  fp::bind_tensor(m);
+  fp::bind_stream(m);
+  fp::bind_bootstrap(m);
+  fp::bind_plan(m);
+  fp::bind_group(m);
+  fp::bind_latency(m);
+}

@@ -1,0 +1,45 @@
+#include "plan.hpp"
+
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+
+namespace ferry::python {
+namespace {
+
+template <auto Method>
+auto without_gil_call(const HeldPlan& plan) {
+  return without_gil([&] { return (plan.get().*Method)(); });
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  nb::class_<HeldPlan>(
+      m, "Plan",
+      "Where every row goes and what arrives. Cheap to keep: it owns no registered memory and "
+      "serves any\nnumber of dispatches and combines of its group, with any hidden size and dtype. "
+      "Raises `Destroyed`\nafter the group is destroyed.\n\n"
+      "The methods block until the counts are known when the plan was made on a stream.")
+      .def_prop_ro(
+          "tokens", [](const HeldPlan& p) { return p->tokens(); }, "Tokens of this rank.")
+      .def_prop_ro(
+          "topk", [](const HeldPlan& p) { return p->topk(); }, "Slots of a route.")
+      .def("recv_rows", &without_gil_call<&Plan::recv_rows>,
+           "Rows that this rank receives: one for each (token, this rank).")
+      .def("recv_rows_per_rank", &without_gil_call<&Plan::recv_rows_per_rank>,
+           "Rows from each source rank, [ranks].")
+      .def("send_rows_per_rank", &without_gil_call<&Plan::send_rows_per_rank>,
+           "Rows that this rank sends to each rank, [ranks].")
+      .def("slots_per_expert", &without_gil_call<&Plan::slots_per_expert>,
+           "Route slots that name each expert of this rank, [local experts].")
+      .def(
+          "expert_major_rows",
+          [](const HeldPlan& p, std::int64_t alignment) {
+            return without_gil([&] { return p->expert_major_rows(alignment); });
+          },
+          nb::arg("alignment") = 1,
+          "Rows of the expert-major output when every expert's block is padded to `alignment`.");
+}
+
+}  // namespace ferry::python

@@ -1,0 +1,194 @@
+#include "tensor.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <vector>
+
+#include "bind.hpp"
+#include "ferry/error.hpp"
+
+namespace ferry::python {
+namespace {
+
+using Code = nb::dlpack::dtype_code;
+
+nb::dlpack::dtype make_type(Code code, std::size_t bytes) {
+  return {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bytes * 8), 1};
+}
+
+[[noreturn]] void refuse(const std::string& name, const std::string& got,
+                         const std::string& expected) {
+  throw Error(ErrorKind::invalid_argument, name + ": got " + got + "; expected " + expected);
+}
+
+std::string class_name(nb::handle object) {
+  return nb::cast<std::string>(nb::str(nb::type_name(object.type())));
+}
+
+/// What DLPack says about the elements, as a Ferry dtype. DLPack 1.1 numbers the fp8 formats.
+std::optional<Dtype> natural_dtype(nb::dlpack::dtype type) {
+  if (type.lanes != 1) return std::nullopt;
+  for (Dtype dtype : {Dtype::f32, Dtype::f16}) {
+    if (type == make_type(Code::Float, size_of(dtype))) return dtype;
+  }
+  if (type == make_type(Code::Bfloat, 2)) return Dtype::bf16;
+  if (type == make_type(Code::Int, 4)) return Dtype::i32;
+  if (type == make_type(Code::Int, 8)) return Dtype::i64;
+  if (type == make_type(Code::UInt, 1)) return Dtype::u8;
+  if (type == make_type(Code::Float8_E4M3FN, 1)) return Dtype::e4m3;
+  if (type == make_type(Code::Float8_E5M2, 1)) return Dtype::e5m2;
+  return std::nullopt;
+}
+
+std::string describe(nb::dlpack::dtype type) {
+  const char* kind = "type code ";
+  switch (static_cast<Code>(type.code)) {
+    case Code::Int: kind = "int"; break;
+    case Code::UInt: kind = "uint"; break;
+    case Code::Float: kind = "float"; break;
+    case Code::Bfloat: kind = "bfloat"; break;
+    case Code::Complex: kind = "complex"; break;
+    case Code::Bool: return "bool";
+    default: return kind + std::to_string(type.code);
+  }
+  return kind + std::to_string(type.bits);
+}
+
+Dtype dtype_of(const nb::ndarray<nb::ro>& array, const std::string& name,
+               std::optional<Dtype> tag) {
+  const nb::dlpack::dtype type = array.dtype();
+  const std::optional<Dtype> natural = natural_dtype(type);
+  if (!tag) {
+    if (natural) return *natural;
+    const bool two_bytes = type == make_type(Code::UInt, 2);
+    refuse(name, "dtype " + describe(type),
+           two_bytes ? "dtype=\"bf16\" or dtype=\"f16\" beside a uint16 array, which cannot say it"
+                     : "dtype f32, bf16, f16, e4m3, e5m2, i32, i64 or u8");
+  }
+  const bool carrier = type == make_type(Code::UInt, size_of(*tag));
+  if (natural != tag && !carrier) {
+    refuse(name, "dtype " + describe(type),
+           "elements of dtype=\"" + std::string(name_of(*tag)) + "\", or unsigned integers of " +
+               std::to_string(size_of(*tag)) + " byte(s) that carry them");
+  }
+  return *tag;
+}
+
+nb::ndarray<nb::ro> import_array(nb::handle array, const std::string& name, bool writable) {
+  nb::ndarray<nb::ro> imported;
+  if (!nb::try_cast(array, imported) || !imported.is_valid()) {
+    refuse(name,
+           "an object of type " + class_name(array) + " that gives no DLPack tensor or buffer",
+           "a dense or strided array in CPU memory: a NumPy array or a torch CPU tensor");
+  }
+  nb::ndarray<> for_writing;
+  if (writable && !nb::try_cast(array, for_writing)) {
+    refuse(name, "a read-only array", "one that can be written");
+  }
+  const int device = imported.device_type();
+  if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
+    const bool cuda =
+        device == nb::device::cuda::value || device == nb::device::cuda_managed::value;
+    refuse(name,
+           cuda ? "a CUDA tensor" : "a tensor on DLPack device type " + std::to_string(device),
+           "a tensor in CPU memory (this build has no CUDA engine); call .cpu() on it first");
+  }
+  if (imported.ndim() < 1 || imported.ndim() > static_cast<std::size_t>(Extents::kMaxDims)) {
+    refuse(name, std::to_string(imported.ndim()) + " dimensions", "1 to 3");
+  }
+  return imported;
+}
+
+template <class Framework>
+nb::object export_tensor(const HeldTensor& held, nb::dlpack::dtype type) {
+  const Tensor& tensor = held.get();
+  nb::capsule owner(new HeldTensor(tensor),
+                    [](void* pointer) noexcept { delete static_cast<HeldTensor*>(pointer); });
+  std::vector<std::size_t> shape(tensor.shape().begin(), tensor.shape().end());
+  std::vector<std::int64_t> strides(tensor.view().strides.begin(), tensor.view().strides.end());
+  nb::ndarray<Framework> array(tensor.data(), shape.size(), shape.data(), owner, strides.data(),
+                               type, nb::device::cpu::value);
+  return nb::cast(array);
+}
+
+/// fp8 crosses as uint8: not every version of every framework reads DLPack's fp8 codes.
+nb::dlpack::dtype crossing_type(Dtype dtype, bool has_bf16) {
+  switch (dtype) {
+    case Dtype::f32: return make_type(Code::Float, 4);
+    case Dtype::f16: return make_type(Code::Float, 2);
+    case Dtype::bf16: return make_type(has_bf16 ? Code::Bfloat : Code::UInt, 2);
+    case Dtype::i32: return make_type(Code::Int, 4);
+    case Dtype::i64: return make_type(Code::Int, 8);
+    case Dtype::e4m3:
+    case Dtype::e5m2:
+    case Dtype::u8: break;
+  }
+  return make_type(Code::UInt, 1);
+}
+
+}  // namespace
+
+View::View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable)
+    : array_(import_array(array, name, writable)) {
+  const std::size_t dims = array_.ndim();
+  view_ = ConstTensorView(array_.data(), dtype_of(array_, name, dtype),
+                          Extents(std::span(array_.shape_ptr(), dims)),
+                          Extents(std::span(array_.stride_ptr(), dims)), Device{});
+}
+
+TensorView View::write() const {
+  return {const_cast<void*>(view_.data), view_.dtype, view_.shape, view_.strides, view_.device};
+}
+
+nb::object to_python(const Tensor& tensor) {
+  return tensor ? nb::cast(HeldTensor(tensor)) : nb::none();
+}
+
+std::optional<ConstTensorView> optional_read(const View* view) {
+  return view ? std::optional(view->read()) : std::nullopt;
+}
+
+std::optional<TensorView> optional_write(const View* view) {
+  return view ? std::optional(view->write()) : std::nullopt;
+}
+
+void bind_tensor(nb::module_& m) {
+  nb::class_<View>(m, "View", "A caller's array as Ferry reads it; keeps its memory alive.")
+      .def(
+          "__init__",
+          [](View* self, nb::handle array, const std::string& name, std::optional<Dtype> dtype,
+             bool writable) { new (self) View(array, name, dtype, writable); },
+          nb::arg("array").none(), nb::arg("name"), nb::arg("dtype") = nb::none(),
+          nb::arg("writable") = false)
+      .def_prop_ro("dtype", &View::dtype)
+      .def_prop_ro("address",
+                   [](const View& v) { return reinterpret_cast<std::uintptr_t>(v.read().data); });
+
+  nb::class_<HeldTensor>(m, "Tensor", "Memory that Ferry made; arrays made from it share it.")
+      .def_prop_ro("dtype", [](const HeldTensor& t) { return t->dtype(); })
+      .def_prop_ro(
+          "shape",
+          [](const HeldTensor& t) {
+            nb::list shape;
+            for (std::int64_t extent : t->shape()) shape.append(extent);
+            return nb::tuple(shape);
+          },
+          nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_prop_ro("address",
+                   [](const HeldTensor& t) { return reinterpret_cast<std::uintptr_t>(t->data()); })
+      .def(
+          "numpy",
+          [](const HeldTensor& t) {
+            return export_tensor<nb::numpy>(t, crossing_type(t->dtype(), false));
+          },
+          "A NumPy array of this memory; bf16 as uint16, fp8 as uint8.")
+      .def(
+          "torch",
+          [](const HeldTensor& t) {
+            return export_tensor<nb::pytorch>(t, crossing_type(t->dtype(), true));
+          },
+          "A torch tensor of this memory; fp8 as uint8.");
+}
+
+}  // namespace ferry::python

@@ -1,0 +1,42 @@
+// Tensors that cross between Python and Ferry without a copy.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <optional>
+#include <string>
+
+#include "ferry/tensor.hpp"
+#include "gil.hpp"
+
+namespace ferry::python {
+
+/// A caller's array: what Ferry sees of it, and the reference that keeps its memory alive. Copies
+/// share the reference and may be made and dropped only while holding the GIL.
+class View {
+ public:
+  /// `array`: anything with `__dlpack__` or the buffer protocol, on the CPU. `name` is the argument
+  /// in messages. `dtype`: what the elements are when the array's own dtype cannot say it (uint8
+  /// and uint16 carry fp8, bf16 and fp16).
+  View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable);
+
+  const ConstTensorView& read() const { return view_; }
+  /// Of a view that was made writable.
+  TensorView write() const;
+  Dtype dtype() const { return view_.dtype; }
+
+ private:
+  nb::ndarray<nb::ro> array_;
+  ConstTensorView view_{nullptr, Dtype::u8, Extents{}};
+};
+
+/// A ferry::Tensor in Python. Its memory lives as long as this object or an array made from it.
+using HeldTensor = Held<Tensor>;
+
+/// None for a tensor that is not there.
+nb::object to_python(const Tensor& tensor);
+/// For optional arguments: null is none.
+std::optional<ConstTensorView> optional_read(const View* view);
+std::optional<TensorView> optional_write(const View* view);
+
+}  // namespace ferry::python

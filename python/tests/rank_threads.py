@@ -1,0 +1,33 @@
+"""Runs a test's body on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import ferry
+
+T = TypeVar("T")
+DEADLINE = 20.0  # seconds; a test that reaches it has failed
+
+
+def run_ranks(size: int, body: Callable[[ferry.Group], T], **config: Any) -> list[T]:
+    """`body(group)` on every rank; their results in rank order, or the error that came first."""
+    config = {"experts": 8, "deadline": DEADLINE, "memory_bytes": 1 << 20} | config
+    bootstraps = ferry.threads(size)
+
+    def one(rank: int) -> T:
+        with ferry.Group(bootstraps[rank], **config) as group:
+            result = body(group)
+            group.barrier()
+            return result
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    # A rank that fails leaves; what the others say about that is not the cause.
+    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeft, ferry.PeerFailed)))
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

@@ -1,0 +1,105 @@
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+
+#include <unistd.h>
+
+#include "bootstrap/test_ranks.hpp"
+
+namespace ferry::bootstrap {
+namespace {
+
+class Environment : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRY_PORT",
+                             "FERRY_SECRET", "FERRY_SECRET_FILE"}) {
+      ::unsetenv(name);
+    }
+    set("RANK", "1");
+    set("WORLD_SIZE", "4");
+    set("MASTER_ADDR", "node7");
+    set("MASTER_PORT", "29500");
+    set("FERRY_SECRET", "hush-hush");
+  }
+  static void set(const char* name, const std::string& value) {
+    ::setenv(name, value.c_str(), 1);
+  }
+  static std::string message() {
+    const Error e = error_from([] { tcp_options_from_environment(); });
+    EXPECT_EQ(e.kind(), ErrorKind::invalid_argument) << e.what();
+    EXPECT_FALSE(contains(e, "hush-hush")) << e.what();
+    return e.what();
+  }
+  static void expect_message(const std::string& part) {
+    EXPECT_NE(message().find(part), std::string::npos) << message();
+  }
+};
+
+TEST_F(Environment, GivesTheOptions) {
+  const TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 1);
+  EXPECT_EQ(options.size, 4);
+  EXPECT_EQ(options.address, "node7");
+  EXPECT_EQ(options.port, 29500);
+  EXPECT_EQ(options.secret, "hush-hush");
+}
+
+TEST_F(Environment, FerryPortComesBeforeMasterPort) {
+  set("FERRY_PORT", "31000");
+  EXPECT_EQ(tcp_options_from_environment().port, 31000);
+  set("FERRY_PORT", "0");
+  expect_message("FERRY_PORT is \"0\", expected an integer from 1 to 65535");
+}
+
+TEST_F(Environment, NamesWhatIsMissing) {
+  ::unsetenv("RANK");
+  expect_message("RANK is not set, expected an integer from 0 to 3; start with `ferry run");
+  ::unsetenv("WORLD_SIZE");
+  expect_message("WORLD_SIZE is not set");
+}
+
+TEST_F(Environment, NamesAMissingPortAndDefaultsToLoopback) {
+  ::unsetenv("MASTER_PORT");
+  expect_message("MASTER_PORT is not set, expected an integer from 1 to 65535");
+  set("MASTER_PORT", "1");
+  ::unsetenv("MASTER_ADDR");
+  EXPECT_EQ(tcp_options_from_environment().address, "127.0.0.1");
+  set("MASTER_ADDR", "");
+  expect_message("MASTER_ADDR is empty");
+}
+
+TEST_F(Environment, IntegersAreReadStrictly) {
+  for (const char* bad : {"", " 1", "1 ", "+1", "-1", "0x1", "1.0", "4", "one", "99999999999999"}) {
+    set("RANK", bad);
+    expect_message("RANK is \"" + std::string(bad) + "\", expected an integer from 0 to 3");
+  }
+  set("RANK", "\x1b[31m");
+  expect_message("RANK is \"?[31m\"");
+}
+
+TEST_F(Environment, SaysHowToSetASecret) {
+  set("FERRY_SECRET", "");
+  expect_message("FERRY_SECRET is empty");
+  ::unsetenv("FERRY_SECRET");
+  expect_message("export FERRY_SECRET=$(openssl rand -hex 16)");
+}
+
+TEST_F(Environment, ReadsASecretFile) {
+  const std::string path = ::testing::TempDir() + "ferry_secret_" + std::to_string(::getpid());
+  ::unsetenv("FERRY_SECRET");
+  set("FERRY_SECRET_FILE", path);
+  expect_message("FERRY_SECRET_FILE names a file that cannot be read");
+  std::ofstream(path) << "from a file\n";
+  EXPECT_EQ(tcp_options_from_environment().secret, "from a file");
+  std::ofstream(path) << "\n";
+  expect_message("FERRY_SECRET_FILE names a file with 0 bytes");
+  std::ofstream(path) << std::string(5000, 'x');
+  expect_message("with 5000 bytes, expected 1 to 4096");
+  std::remove(path.c_str());
+}
+
+}  // namespace
+}  // namespace ferry::bootstrap

@@ -1,0 +1,372 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <set>
+#include <stdexcept>
+
+#include "bootstrap/frame.hpp"
+#include "bootstrap/socket.hpp"
+#include "bootstrap/test_ranks.hpp"
+#include "bootstrap/test_tcp.hpp"
+
+namespace ferry::bootstrap {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
+  for (int n : {1, 2, 5}) {
+    const TcpOptions base = fresh_options(n);
+    auto errors = run_ranks(n, [&](int r) {
+      auto boot = tcp_bootstrap(as_rank(base, r));
+      EXPECT_EQ(boot->rank(), r);
+      EXPECT_EQ(boot->size(), n);
+      for (int round = 0; round < 20; ++round) {
+        const std::string mine(std::size_t((r * 7 + round) % 5), char('a' + r));
+        const Parts parts = boot->all_gather(bytes_of(mine), 20s);
+        ASSERT_EQ(parts.size(), std::size_t(n));
+        for (int s = 0; s < n; ++s) {
+          EXPECT_EQ(text_of(parts[std::size_t(s)]),
+                    std::string(std::size_t((s * 7 + round) % 5), char('a' + s)));
+        }
+      }
+    });
+    for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+  }
+}
+
+TEST(TcpBootstrap, Rank0MayComeLast) {
+  const TcpOptions base = fresh_options(3);
+  auto errors = run_ranks(3, [&](int r) {
+    if (r == 0) std::this_thread::sleep_for(300ms);
+    tcp_bootstrap(as_rank(base, r))->all_gather({}, 20s);
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
+// Rank 0 goes right after its last gather; a slow rank still gets a large answer.
+TEST(TcpBootstrap, AnEarlyEndOfRank0LosesNoAnswer) {
+  const TcpOptions base = fresh_options(3);
+  const std::string large(4 << 20, 'x');
+  auto errors = run_ranks(3, [&](int r) {
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    int polls = 0;
+    const Parts parts = boot->all_gather(bytes_of(large), 30s, [&] {
+      if (r == 2 && ++polls < 10) std::this_thread::sleep_for(30ms);
+    });
+    for (const auto& part : parts) EXPECT_EQ(part.size(), large.size());
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
+TEST(TcpBootstrap, MessagesAreBounded) {
+  auto boot = tcp_bootstrap(as_rank(fresh_options(1), 0));
+  const std::vector<std::byte> large(kMaxMessageBytes + 1);
+  const Error e = error_from([&] { boot->all_gather(large, 5s); });
+  EXPECT_EQ(e.kind(), ErrorKind::invalid_argument);
+  EXPECT_EQ(boot->all_gather({}, 5s).size(), 1u);  // nothing was moved, all still works
+}
+
+TEST(TcpBootstrap, TooMuchTogetherIsNamed) {
+  const TcpOptions base = fresh_options(5);
+  const std::vector<std::byte> large(15 << 20);
+  auto errors = run_ranks(5, [&](int r) {
+    tcp_bootstrap(as_rank(base, r))->all_gather(large, 60s);
+  });
+  for (auto& e : errors) {
+    ASSERT_TRUE(e);
+    // Whoever was in the midst of sending when the limit was passed may see the end only.
+    EXPECT_TRUE(e->kind() == ErrorKind::exhausted || e->kind() == ErrorKind::peer_left ||
+                e->kind() == ErrorKind::peer_failed)
+        << e->what();
+  }
+}
+
+TEST(TcpBootstrap, DeadlineNamesTheRanksThatDidNotCome) {
+  const TcpOptions base = fresh_options(4);
+  const auto start = Clock::now();
+  std::atomic<bool> over{false};
+  auto errors = run_ranks(4, [&](int r) {
+    if (r == 3) return;  // never comes
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    if (r == 1) {  // comes, but does not call
+      while (!over) std::this_thread::sleep_for(10ms);
+      return;
+    }
+    try {
+      boot->all_gather({}, r == 0 ? 1000ms : 20000ms);
+    } catch (...) {
+      if (r == 2) over = true;
+      while (!over) std::this_thread::sleep_for(10ms);
+      throw;
+    }
+  });
+  EXPECT_LT(Clock::now() - start, 10s);
+  for (int r : {0, 2}) {
+    ASSERT_TRUE(errors[std::size_t(r)]);
+    const Error& e = *errors[std::size_t(r)];
+    EXPECT_EQ(e.kind(), ErrorKind::deadline) << e.what();
+    EXPECT_EQ(e.rank(), r);
+    EXPECT_EQ(e.peer(), 1);
+    EXPECT_TRUE(contains(e, "rank 3 never reached the store")) << e.what();
+    EXPECT_TRUE(contains(e, "rank 1 reached it but did not call all_gather")) << e.what();
+  }
+}
+
+TEST(TcpBootstrap, ADestroyedRankIsNamedAtOnce) {
+  for (int leaver : {1, 0}) {
+    const TcpOptions base = fresh_options(3);
+    const auto start = Clock::now();
+    auto errors = run_ranks(3, [&](int r) {
+      auto boot = tcp_bootstrap(as_rank(base, r));
+      boot->all_gather({}, 20s);
+      if (r == leaver) {
+        std::this_thread::sleep_for(100ms);
+        return;
+      }
+      boot->all_gather({}, 20s);
+    });
+    EXPECT_LT(Clock::now() - start, 10s);
+    for (int r = 0; r < 3; ++r) {
+      if (r == leaver) continue;
+      ASSERT_TRUE(errors[std::size_t(r)]);
+      EXPECT_EQ(errors[std::size_t(r)]->kind(), ErrorKind::peer_left);
+      EXPECT_EQ(errors[std::size_t(r)]->peer(), leaver) << errors[std::size_t(r)]->what();
+    }
+  }
+}
+
+TEST(TcpBootstrap, OnWaitEndsTheWaitAndTheOthersHearOfIt) {
+  const TcpOptions base = fresh_options(3);
+  std::atomic<bool> thrown{false};
+  auto errors = run_ranks(3, [&](int r) {
+    if (r == 2) return;
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    if (r == 0) {
+      boot->all_gather({}, 20s);
+      return;
+    }
+    int polls = 0;
+    try {
+      boot->all_gather({}, 20s, [&] {
+        if (++polls == 10) throw std::runtime_error("stop");
+      });
+    } catch (const std::runtime_error&) {
+      thrown = true;
+      EXPECT_EQ(error_from([&] { boot->all_gather({}, 1s); }).kind(), ErrorKind::interrupted);
+    }
+  });
+  EXPECT_TRUE(thrown);
+  ASSERT_TRUE(errors[0]);
+  EXPECT_EQ(errors[0]->kind(), ErrorKind::peer_failed);
+  EXPECT_EQ(errors[0]->peer(), 1);
+}
+
+TEST(TcpBootstrap, OnWaitEndsTheConnecting) {
+  TcpOptions options = as_rank(fresh_options(2), 1);
+  options.on_wait = [polls = 0]() mutable {
+    if (++polls == 5) throw std::runtime_error("stop");
+  };
+  EXPECT_THROW(tcp_bootstrap(options), std::runtime_error);
+}
+
+TEST(TcpBootstrap, ConnectingHasADeadline) {
+  TcpOptions options = as_rank(fresh_options(2), 1);
+  options.deadline = 300ms;
+  const auto start = Clock::now();
+  const Error e = error_from([&] { tcp_bootstrap(options); });
+  EXPECT_LT(Clock::now() - start, 5s);
+  EXPECT_EQ(e.kind(), ErrorKind::deadline);
+  EXPECT_EQ(e.peer(), 0);
+  EXPECT_TRUE(contains(e, "Connection refused")) << e.what();
+}
+
+// One group of two; meanwhile `visit` is done to its store; then the group must still work.
+void undisturbed_by(const std::function<void(const TcpOptions&)>& visit) {
+  const TcpOptions base = fresh_options(2);
+  std::atomic<int> joined{0};
+  std::atomic<bool> visited{false};
+  std::thread visitor([&] {
+    while (joined < 2) std::this_thread::sleep_for(1ms);
+    visit(base);
+    visited = true;
+  });
+  auto errors = run_ranks(2, [&](int r) {
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    ++joined;
+    for (bool last = false; !last;) {
+      last = visited;
+      // All ranks must agree on which round is the last.
+      std::vector<std::byte> mine{std::byte(last)};
+      const Parts parts = boot->all_gather(mine, 20s);
+      EXPECT_EQ(parts[std::size_t(r)], mine);
+      last = parts[0][0] == std::byte{1} && parts[1][0] == std::byte{1};
+    }
+  });
+  visitor.join();
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
+void refused(TcpOptions visitor, const std::string& why) {
+  visitor.deadline = 10s;
+  const Error e = error_from([&] { tcp_bootstrap(visitor); });
+  EXPECT_EQ(e.kind(), ErrorKind::refused) << e.what();
+  EXPECT_TRUE(contains(e, why)) << e.what();
+  EXPECT_FALSE(contains(e, visitor.secret)) << e.what();
+}
+
+TEST(TcpBootstrap, RefusesASecondRankAndTheFirstStaysUnharmed) {
+  undisturbed_by([](const TcpOptions& base) {
+    refused(as_rank(base, 1), "another process is already there as rank 1");
+  });
+}
+
+TEST(TcpBootstrap, RefusesAWrongSecret) {
+  undisturbed_by([](const TcpOptions& base) {
+    TcpOptions visitor = as_rank(base, 1);
+    visitor.secret = "guessed-by-a-stranger";
+    refused(visitor, "rank 1: the store at " + Endpoint{base.address, base.port}.text() +
+                         " refused this process: this process has another secret");
+  });
+}
+
+TEST(TcpBootstrap, RefusesAWrongSize) {
+  undisturbed_by([](const TcpOptions& base) {
+    TcpOptions visitor = as_rank(base, 2);
+    visitor.size = 7;
+    refused(visitor, "started for 7 ranks, expected 2");
+  });
+}
+
+TEST(TcpBootstrap, RefusesAnotherVersionWithAFrameThatItCanRead) {
+  undisturbed_by([](const TcpOptions& base) {
+    FrameHeader header{.type = FrameType::hello, .rank = 1, .length = 99};
+    header.version = 7;
+    const auto bytes = encode_header(header);
+    const std::string answer = talk_to(base, {bytes.begin(), bytes.end()});
+    ASSERT_EQ(answer.size(), kHeaderBytes + 20);
+    EXPECT_EQ(answer[6], char(FrameType::refused));
+    EXPECT_EQ(answer[kHeaderBytes], 2);                   // other_version
+    EXPECT_EQ(answer[kHeaderBytes + 4], kStoreVersion);   // expected
+    EXPECT_EQ(answer[kHeaderBytes + 12], 7);              // got
+  });
+}
+
+TEST(TcpBootstrap, GarbageAndSilentVisitorsDisturbNobody) {
+  undisturbed_by([](const TcpOptions& base) {
+    std::vector<Descriptor> silent;
+    for (int i = 0; i < 200; ++i) silent.push_back(connected_to(base));  // half-open, more than 66
+    EXPECT_EQ(talk_to(base, bytes_of("GET / HTTP/1.1\r\nHost: me\r\n\r\n")), "");
+    EXPECT_EQ(talk_to(base, std::vector<std::byte>(1 << 20, std::byte{0xff})), "");
+    // A header that announces much, before anything was proved.
+    const auto bytes = encode_header({.type = FrameType::give, .rank = 1, .length = 0xffffffff});
+    EXPECT_EQ(talk_to(base, {bytes.begin(), bytes.end()}), "");
+    // A rank that knocks now still comes through: it is refused for the right reason.
+    refused(as_rank(base, 1), "already there");
+  });
+}
+
+TEST(TcpBootstrap, WhatIsNoStoreIsSaidToBeNone) {
+  TcpOptions options = as_rank(fresh_options(2), 1);
+  const Descriptor listener = listen_at({options.address, options.port}, 0);
+  std::thread other([&] {
+    int error = 0;
+    Descriptor visitor;
+    while (!(visitor = accept_from(listener, error))) std::this_thread::sleep_for(1ms);
+    write_to(visitor, bytes_of("SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"));
+    std::this_thread::sleep_for(100ms);
+  });
+  const Error e = error_from([&] { tcp_bootstrap(options); });
+  other.join();
+  EXPECT_EQ(e.kind(), ErrorKind::refused);
+  EXPECT_TRUE(contains(e, "is not a Ferry store")) << e.what();
+}
+
+TEST(TcpBootstrap, ATakenPortSaysWhatToDo) {
+  const TcpOptions options = as_rank(fresh_options(2), 0);
+  const Descriptor listener = listen_at({options.address, options.port}, 0);
+  const Error e = error_from([&] { tcp_bootstrap(options); });
+  EXPECT_EQ(e.kind(), ErrorKind::system);
+  EXPECT_TRUE(contains(e, "set FERRY_PORT")) << e.what();
+}
+
+TEST(TcpBootstrap, RefusesBadOptions) {
+  const auto message = [](auto change) {
+    TcpOptions options = as_rank(fresh_options(2), 0);
+    change(options);
+    const Error e = error_from([&] { tcp_bootstrap(options); });
+    EXPECT_EQ(e.kind(), ErrorKind::invalid_argument) << e.what();
+    return std::string(e.what());
+  };
+  EXPECT_NE(message([](auto& o) { o.port = 0; }).find("port is 0"), std::string::npos);
+  EXPECT_NE(message([](auto& o) { o.rank = 2; }).find("rank is 2"), std::string::npos);
+  EXPECT_NE(message([](auto& o) { o.size = 0; }).find("size is 0"), std::string::npos);
+  EXPECT_NE(message([](auto& o) { o.secret = ""; }).find("secret is empty"), std::string::npos);
+  EXPECT_NE(message([](auto& o) { o.address = ""; }).find("address is empty"), std::string::npos);
+  EXPECT_NE(message([](auto& o) { o.address = "192.0.2.1"; }).find("none of this machine"),
+            std::string::npos);
+}
+
+// Two jobs at once, also when somebody gives them the same port.
+TEST(TcpBootstrap, TwoJobsDoNotMeet) {
+  const TcpOptions one = fresh_options(2);
+  TcpOptions two = fresh_options(2);
+  two.secret = "the-other-job";
+  auto errors = run_ranks(4, [&](int i) {
+    auto boot = tcp_bootstrap(as_rank(i < 2 ? one : two, i % 2));
+    for (int round = 0; round < 20; ++round) {
+      const std::string mine = std::to_string(i);
+      const Parts parts = boot->all_gather(bytes_of(mine), 20s);
+      EXPECT_EQ(text_of(parts[0]), i < 2 ? "0" : "2");
+      EXPECT_EQ(text_of(parts[1]), i < 2 ? "1" : "3");
+    }
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+  undisturbed_by([&](const TcpOptions& base) {
+    TcpOptions stray = as_rank(two, 1);
+    stray.port = base.port;
+    refused(stray, "another secret");
+  });
+}
+
+TEST(TcpBootstrap, FiftyCyclesLeakNothing) {
+  const auto cycle = [] {
+    const TcpOptions base = fresh_options(3);
+    auto errors = run_ranks(3, [&](int r) {
+      tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s);
+    });
+    for (auto& e : errors) ASSERT_FALSE(e) << e->what();
+  };
+  cycle();  // what a first use keeps
+  const std::size_t descriptors = entries_of("/proc/self/fd");
+  const std::size_t threads = entries_of("/proc/self/task");
+  for (int i = 0; i < 50; ++i) cycle();
+  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
+  EXPECT_EQ(entries_of("/proc/self/task"), threads);
+}
+
+TEST(TcpBootstrap, SocketsAreClosedOnExec) {
+  const std::set<int> before = open_descriptors();
+  auto boot = tcp_bootstrap(as_rank(fresh_options(1), 0));
+  int checked = 0;
+  for (int fd : open_descriptors()) {
+    if (before.count(fd) > 0) continue;
+    EXPECT_TRUE(::fcntl(fd, F_GETFD) & FD_CLOEXEC) << fd;
+    ++checked;
+  }
+  EXPECT_GE(checked, 4);  // listener, event, both ends of the own connection
+}
+
+TEST(TcpBootstrap, ListensOnlyWhereItWasTold) {
+  const TcpOptions base = fresh_options(1);
+  auto boot = tcp_bootstrap(as_rank(base, 0));
+  TcpOptions elsewhere = base;
+  elsewhere.address = "127.0.0.2";  // the same machine, another address
+  EXPECT_FALSE(connected_to(elsewhere));
+  EXPECT_TRUE(connected_to(base));
+}
+
+}  // namespace
+}  // namespace ferry::bootstrap

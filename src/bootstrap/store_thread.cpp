@@ -1,0 +1,193 @@
+#include "bootstrap/store_thread.hpp"
+
+#include <ferry/error.hpp>
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+#include <utility>
+
+namespace ferry::bootstrap {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::size_t kReadBytes = 64 << 10;
+constexpr auto kAcceptPause = 100ms;
+constexpr auto kLingerAfterFailure = 1s;
+
+// Signals belong to the program's own threads (Python's handlers run in its main thread).
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+Error system_error(const std::string& what) {
+  return Error(ErrorKind::system, "rank 0: the store cannot start: " + what,
+               {.rank = 0, .stage = "bootstrap: listen"});
+}
+
+}  // namespace
+
+StoreThread::StoreThread(Config config)
+    : server_(std::move(config.server)),
+      listener_(std::move(config.listener)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      linger_(config.linger),
+      buffer_(kReadBytes) {
+  if (!wake_) throw system_error(std::generic_category().message(errno));
+  links_[server_.open(Clock::now())].socket = std::move(config.own);
+  const SignalsBlocked blocked;
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& e) {
+    throw system_error(e.what());
+  }
+}
+
+StoreThread::~StoreThread() {
+  stop_.store(true, std::memory_order_release);
+  const std::uint64_t one = 1;
+  // A full counter would mean that the thread has been woken already.
+  [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+  thread_.join();
+}
+
+void StoreThread::run() {
+  while (!stop_.load(std::memory_order_acquire)) serve(1000ms);
+  end();
+}
+
+// One poll, and everything that it found.
+void StoreThread::serve(std::chrono::milliseconds longest) {
+  const Clock::time_point now = Clock::now();
+  Clock::time_point next = now + longest;
+  if (const auto tick = server_.next_tick()) next = std::min(next, *tick);
+  const bool accepting = listener_ && now >= accept_again_;
+  if (listener_ && !accepting) next = std::min(next, accept_again_);
+
+  std::vector<pollfd> polled;
+  std::vector<Connection> ids;
+  polled.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
+  polled.push_back({.fd = accepting ? listener_.get() : -1, .events = POLLIN, .revents = 0});
+  for (const auto& [id, link] : links_) {
+    const bool writing = !server_.output(id).empty();
+    const short events = short((link.ended ? 0 : POLLIN) | (writing ? POLLOUT : 0));
+    polled.push_back({.fd = events ? link.socket.get() : -1, .events = events, .revents = 0});
+    ids.push_back(id);
+  }
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(std::max(next - now, 0ns));
+  if (::poll(polled.data(), polled.size(), int(wait.count())) < 0) {
+    // EINTR, or no memory for a moment: look again, but do not burn the processor.
+    if (errno != EINTR) std::this_thread::sleep_for(10ms);
+    return;
+  }
+  server_.tick(Clock::now());
+  // Reading comes first: a farewell must be known before anybody else's end is judged.
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (polled[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(ids[i], links_.at(ids[i]));
+  }
+  if (polled[1].revents) accept_all();
+  settle();
+}
+
+void StoreThread::accept_all() {
+  int error = 0;
+  while (Descriptor socket = accept_from(listener_, error)) {
+    links_[server_.open(Clock::now())].socket = std::move(socket);
+    settle();  // closes what had to make room
+  }
+  if (error != 0) accept_again_ = Clock::now() + kAcceptPause;
+}
+
+void StoreThread::read(Connection id, Link& link) {
+  if (link.ended) return;
+  // A bounded turn, so that one talker does not keep the others waiting.
+  for (int turn = 0; turn < 16; ++turn) {
+    const Transfer got = read_from(link.socket, buffer_);
+    if (got.ended) {
+      link.ended = true;
+      server_.end_of_stream(id);
+      return;
+    }
+    if (got.bytes == 0) return;
+    server_.receive(id, std::span(buffer_).first(got.bytes));
+  }
+}
+
+void StoreThread::write(Connection id, Link& link) {
+  for (auto rest = server_.output(id); !rest.empty(); rest = server_.output(id)) {
+    const Transfer put = write_to(link.socket, rest);
+    if (put.ended) {
+      // The peer does not take it any more. What it said before may still be there to be read.
+      if (!link.ended) read(id, link);
+      link.ended = true;
+      server_.end_of_stream(id);
+      return;
+    }
+    if (put.bytes == 0) return;
+    server_.written(id, put.bytes);
+  }
+}
+
+// Writes what can be written and closes what has ended, until nothing changes: closing one
+// connection can be news for the others.
+void StoreThread::settle() {
+  for (bool again = true; again;) {
+    again = false;
+    for (auto it = links_.begin(); it != links_.end();) {
+      const auto here = it++;
+      auto& [id, link] = *here;
+      if (!link.ended) write(id, link);
+      const StoreServer::Fate fate = server_.fate(id);
+      if (fate == StoreServer::Fate::ending && !link.ended && !link.shut_down &&
+          server_.output(id).empty()) {
+        ::shutdown(link.socket.get(), SHUT_WR);
+        link.shut_down = true;
+      }
+      if (fate == StoreServer::Fate::dropped || link.ended) {
+        server_.forget(id);
+        links_.erase(here);
+        again = true;
+      }
+    }
+  }
+}
+
+// Everyone has everything: said, and taken by the other side's kernel.
+bool StoreThread::delivered() const {
+  return std::all_of(links_.begin(), links_.end(), [](const auto& entry) {
+    return entry.second.shut_down && unsent_bytes(entry.second.socket) == 0;
+  });
+}
+
+void StoreThread::end() {
+  serve(0ms);  // what rank 0 said last, and whoever left before it
+  listener_.reset();
+  server_.close();
+  settle();
+  auto linger = std::chrono::duration_cast<Clock::duration>(linger_);
+  if (server_.failed()) linger = std::min<Clock::duration>(linger, kLingerAfterFailure);
+  const Clock::time_point due = Clock::now() + linger;
+  while (!delivered() && Clock::now() < due) serve(5ms);
+  links_.clear();
+}
+
+}  // namespace ferry::bootstrap

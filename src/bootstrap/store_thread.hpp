@@ -1,0 +1,61 @@
+// Rank 0's store: one thread, one poll, nonblocking sockets around a StoreServer.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "bootstrap/socket.hpp"
+#include "bootstrap/store_server.hpp"
+
+namespace ferry::bootstrap {
+
+class StoreThread {
+ public:
+  struct Config {
+    StoreServer::Config server{};
+    Descriptor listener;
+    Descriptor own;  ///< rank 0's own connection
+    /// How long the end may take while answers are still on their way to slow ranks.
+    std::chrono::nanoseconds linger = std::chrono::seconds(60);
+  };
+  /// Throws Error(system) if there is no descriptor or thread left.
+  explicit StoreThread(Config config);
+  /// Ends in good order: every answer is delivered first, within `linger`. Not to be called in a
+  /// forked child, which has no such thread.
+  ~StoreThread();
+  StoreThread(const StoreThread&) = delete;
+  StoreThread& operator=(const StoreThread&) = delete;
+
+ private:
+  using Connection = StoreServer::Connection;
+  using Clock = std::chrono::steady_clock;
+  struct Link {
+    Descriptor socket;
+    bool ended = false;      // the peer closed, or the connection broke
+    bool shut_down = false;  // we said everything
+  };
+
+  void run();
+  void serve(std::chrono::milliseconds longest);
+  void end();
+  void accept_all();
+  void read(Connection id, Link& link);
+  void write(Connection id, Link& link);
+  void settle();
+  bool delivered() const;
+
+  StoreServer server_;
+  Descriptor listener_;
+  Descriptor wake_;
+  const std::chrono::nanoseconds linger_;
+  std::map<Connection, Link> links_;
+  std::vector<std::byte> buffer_;
+  Clock::time_point accept_again_{};  // after the process ran out of descriptors
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace ferry::bootstrap

@@ -1,0 +1,73 @@
+#include "core/call.hpp"
+
+#include "ferry/dtype.hpp"
+
+namespace ferry {
+
+const char* name_of(CallKind kind) {
+  switch (kind) {
+    case CallKind::none: return "none";
+    case CallKind::plan: return "plan";
+    case CallKind::dispatch: return "dispatch";
+    case CallKind::combine: return "combine";
+    case CallKind::barrier: return "barrier";
+    case CallKind::grow: return "grow";
+    case CallKind::latency: return "latency exchange";
+  }
+  return "an unknown call";
+}
+
+namespace {
+
+std::string says(const char* what, const std::string& theirs, int their_rank,
+                 const std::string& mine) {
+  return std::string(what) + " is " + theirs + " on rank " + std::to_string(their_rank) +
+         " but " + mine + " here";
+}
+
+const char* yes_no(std::uint32_t value) { return value != 0 ? "given" : "not given"; }
+
+const char* order_name(std::uint32_t order) { return order == 0 ? "rank_major" : "expert_major"; }
+
+std::string dtype_name(std::uint32_t dtype) {
+  return std::string(name_of(static_cast<Dtype>(static_cast<std::uint8_t>(dtype))));
+}
+
+}  // namespace
+
+std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine) {
+  using std::to_string;
+  if (theirs.kind != mine.kind) {
+    return says("the call", name_of(theirs.kind), their_rank, name_of(mine.kind));
+  }
+  if (theirs.topk != mine.topk) {
+    return says("topk", to_string(theirs.topk), their_rank, to_string(mine.topk));
+  }
+  if (theirs.dtype != mine.dtype) {
+    return says("dtype", dtype_name(theirs.dtype), their_rank, dtype_name(mine.dtype));
+  }
+  if (theirs.columns != mine.columns) {
+    return says("hidden", to_string(theirs.columns), their_rank, to_string(mine.columns));
+  }
+  if (theirs.scale_columns != mine.scale_columns) {
+    return says("the number of scales a token", to_string(theirs.scale_columns), their_rank,
+                to_string(mine.scale_columns));
+  }
+  if (theirs.order != mine.order) {
+    return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
+  }
+  if (theirs.weights != mine.weights) {
+    return says("topk_weights", yes_no(theirs.weights), their_rank, yes_no(mine.weights));
+  }
+  if (theirs.plan != mine.plan) {
+    return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
+                to_string(mine.plan));
+  }
+  if (theirs.routes != mine.routes) {
+    return says("first dispatch of the plan", theirs.routes ? "true" : "false", their_rank,
+                mine.routes ? "true" : "false");
+  }
+  return {};
+}
+
+}  // namespace ferry

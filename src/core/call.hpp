@@ -1,0 +1,54 @@
+// What a rank tells its peers about the call it is in, so that ranks that disagree find out before
+// anything moves.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace ferry {
+
+enum class CallKind : std::uint32_t { none, plan, dispatch, combine, barrier, grow, latency };
+
+const char* name_of(CallKind kind);
+
+/// Everything about a call that must be the same on all ranks. Trivially copyable: it crosses.
+struct CallSignature {
+  CallKind kind = CallKind::none;
+  std::uint32_t dtype = 0;
+  std::int64_t columns = 0;
+  std::int64_t scale_columns = 0;
+  std::uint32_t topk = 0;
+  std::uint32_t order = 0;
+  std::uint32_t routes = 0;
+  std::uint32_t weights = 0;
+  std::uint64_t plan = 0;  ///< which plan of the group, by the order of making
+  friend bool operator==(const CallSignature&, const CallSignature&) = default;
+};
+
+/// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
+std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);
+
+enum class StepStatus : std::uint32_t {
+  ok,
+  no_room,    ///< the arena has no free piece of `need_bytes`
+  too_many,   ///< more rows arrive than worst_case_rows; `rows` and `need_bytes` say how many
+  exhausted,  ///< memory could not be registered
+};
+
+/// The fixed head of every message; the counts of a plan or a segment's handle follow it.
+struct StepMessage {
+  CallSignature call{};
+  StepStatus status = StepStatus::ok;
+  std::uint32_t segment = 0;  ///< of the region granted, or where rows are to be read
+  std::uint64_t offset = 0;
+  std::uint64_t side_offset = 0;  ///< of the side region: routes, weights
+  std::uint32_t side_segment = 0;
+  std::uint32_t stage_segment = 0;  ///< combine: granted to peers outside the domain
+  std::uint64_t stage_offset = 0;
+  std::uint64_t stage_side_offset = 0;  ///< the same for weights
+  std::uint32_t stage_side_segment = 0;
+  std::uint32_t handle_bytes = 0;  ///< of a segment's handle that follows
+  std::int64_t rows = 0;           ///< capacity of the granted region, in rows
+  std::uint64_t need_bytes = 0;
+};
+
+}  // namespace ferry

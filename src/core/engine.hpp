@@ -1,0 +1,53 @@
+// What an engine offers to the public classes. The host engine and the CUDA engine implement it;
+// src/api/ picks one when a group is created.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "ferry/group.hpp"
+#include "ferry/latency.hpp"
+
+namespace ferry {
+
+class LatencyEngine {
+ public:
+  virtual ~LatencyEngine() = default;
+  virtual const LatencyConfig& config() const = 0;
+  virtual LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                   const LatencyDispatchOptions& options) = 0;
+  virtual LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
+                                  const ConstTensorView& topk_weights,
+                                  const LatencyCombineOptions& options) = 0;
+};
+
+/// The second half of a call that was made with a hook.
+struct LatencyState {
+  virtual ~LatencyState() = default;
+  virtual void receive() = 0;
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const GroupConfig& config() const = 0;
+  virtual std::string fabric_name() const = 0;
+
+  virtual Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) = 0;
+  virtual Received dispatch(const ConstTensorView& x, const Plan& plan,
+                            const DispatchOptions& options) = 0;
+  virtual Combined combine(const ConstTensorView& rows, const Plan& plan,
+                           const CombineOptions& options) = 0;
+  virtual std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) = 0;
+
+  virtual Tensor empty(const Extents& shape, Dtype dtype) = 0;
+  virtual bool is_registered(const void* pointer) const = 0;
+  virtual void barrier() = 0;
+  virtual MemoryUse memory() const = 0;
+  virtual TimeUse time() const = 0;
+  virtual void destroy() = 0;
+  virtual bool destroyed() const = 0;
+};
+
+}  // namespace ferry

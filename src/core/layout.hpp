@@ -1,0 +1,156 @@
+// Sizes and offsets of everything in registered memory, from one constexpr function for each
+// purpose, for host and device alike.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "core/device.hpp"
+
+namespace ferry {
+
+/// Flags and messages of different ranks never share a cache line (two lines on machines that
+/// fetch pairs).
+inline constexpr std::size_t kLineBytes = 128;
+
+FERRY_FN constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+/// Hands out aligned places in order; `end` is the size.
+struct Carver {
+  std::size_t end = 0;
+  FERRY_FN constexpr std::size_t take(std::size_t bytes, std::size_t align = kLineBytes) {
+    const std::size_t at = round_up(end, align);
+    end = at + bytes;
+    return at;
+  }
+};
+
+/// One rank's control segment, written by its peers.
+struct ControlLayout {
+  std::size_t swap_flags = 0;  ///< [R] lines: generation of source's last message
+  std::size_t delivered = 0;   ///< [R] lines: generation in which source's rows are all here
+  std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
+  std::size_t notices = 0;     ///< [R] lines: failure notices
+  std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited
+  std::size_t mailbox = 0;     ///< [2, R, message_bytes]
+  std::size_t message_bytes = 0;
+  std::size_t bytes = 0;
+
+  FERRY_FN constexpr std::size_t message(std::uint64_t generation, int source, int ranks) const {
+    return mailbox + ((generation % 2) * static_cast<std::size_t>(ranks) +
+                      static_cast<std::size_t>(source)) *
+                         message_bytes;
+  }
+};
+
+/// `body_bytes`: the largest message.
+FERRY_FN constexpr ControlLayout make_control_layout(int ranks, std::size_t body_bytes) {
+  const auto r = static_cast<std::size_t>(ranks);
+  ControlLayout layout{};
+  Carver carver{};
+  layout.swap_flags = carver.take(r * kLineBytes);
+  layout.delivered = carver.take(r * kLineBytes);
+  layout.done = carver.take(r * kLineBytes);
+  layout.notices = carver.take(r * kLineBytes);
+  layout.heartbeat = carver.take(kLineBytes);
+  layout.message_bytes = round_up(body_bytes, kLineBytes);
+  layout.mailbox = carver.take(2 * r * layout.message_bytes);
+  layout.bytes = round_up(carver.end, 4096);
+  return layout;
+}
+
+/// What a dispatch writes into the receive region: rows, then scales, both dense.
+struct ReceiveLayout {
+  std::size_t rows = 0;    ///< [capacity, row_bytes]
+  std::size_t scales = 0;  ///< f32 [capacity, scale_columns]
+  std::size_t bytes = 0;
+};
+
+FERRY_FN constexpr ReceiveLayout make_receive_layout(std::int64_t capacity, std::size_t row_bytes,
+                                                     std::int64_t scale_columns) {
+  const auto n = static_cast<std::size_t>(capacity);
+  ReceiveLayout layout{};
+  Carver carver{};
+  layout.rows = carver.take(n * row_bytes);
+  layout.scales = carver.take(n * static_cast<std::size_t>(scale_columns) * sizeof(float));
+  layout.bytes = carver.end;
+  return layout;
+}
+
+/// What travels beside the rows: source tokens and routes (first dispatch of a plan), weights.
+struct SideLayout {
+  std::size_t source_token = 0;  ///< i32 [rows]
+  std::size_t topk_idx = 0;      ///< i32 [rows, K]
+  std::size_t weights = 0;       ///< f32 [rows, K]
+  std::size_t bytes = 0;
+};
+
+FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool routes,
+                                               bool weights) {
+  const auto n = static_cast<std::size_t>(rows);
+  const auto k = static_cast<std::size_t>(topk);
+  SideLayout layout{};
+  Carver carver{};
+  layout.source_token = carver.take(routes ? n * sizeof(std::int32_t) : 0);
+  layout.topk_idx = carver.take(routes ? n * k * sizeof(std::int32_t) : 0);
+  layout.weights = carver.take(weights ? n * k * sizeof(float) : 0);
+  layout.bytes = carver.end;
+  return layout;
+}
+
+/// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
+/// generations, but for the flags that every generation raises.
+struct LatencyLayout {
+  std::size_t arrived = 0;   ///< [R] lines: rows and counts of source are here
+  std::size_t combined = 0;  ///< [2, R] lines: source's rows for my tokens are here
+  std::size_t released = 0;  ///< [R] lines: receiver has dropped its result of this generation
+  std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included
+  std::size_t scale_at = 0;   ///< of the scales inside a quantised row's slot
+  std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids
+  std::size_t rows = 0;       ///< [2, R, capacity, row_slot]
+  std::size_t metas = 0;      ///< [2, R, capacity, meta_slot]
+  std::size_t counts = 0;     ///< [2, R] lines: rows that source sends
+  std::size_t partials = 0;   ///< [2, capacity, K, combine row bytes]
+  std::size_t outputs = 0;    ///< [2, output_bytes]
+  std::size_t output_bytes = 0;
+  std::size_t bytes = 0;
+};
+
+struct LatencyShape {
+  int ranks = 1;
+  std::int64_t local_experts = 1;  ///< of the rank that has the most
+  std::int64_t capacity = 0;
+  std::int64_t hidden = 0;
+  int topk = 1;
+  std::size_t element_bytes = 2;
+};
+
+FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) {
+  const auto r = static_cast<std::size_t>(shape.ranks);
+  const auto capacity = static_cast<std::size_t>(shape.capacity);
+  const auto hidden = static_cast<std::size_t>(shape.hidden);
+  const auto k = static_cast<std::size_t>(shape.topk);
+  const std::size_t scales = (hidden + 127) / 128 * sizeof(float);
+  const std::size_t plain = hidden * shape.element_bytes;
+  const std::size_t quantized = round_up(hidden, 16) + scales;
+  LatencyLayout layout{};
+  Carver carver{};
+  layout.arrived = carver.take(r * kLineBytes);
+  layout.combined = carver.take(2 * r * kLineBytes);
+  layout.released = carver.take(r * kLineBytes);
+  layout.counts = carver.take(2 * r * kLineBytes);
+  layout.scale_at = round_up(hidden, 16);
+  layout.row_slot = round_up(plain > quantized ? plain : quantized, 16);
+  layout.meta_slot = round_up((1 + k) * sizeof(std::int32_t), 16);
+  layout.rows = carver.take(2 * r * capacity * layout.row_slot);
+  layout.metas = carver.take(2 * r * capacity * layout.meta_slot);
+  layout.partials = carver.take(2 * capacity * k * plain);
+  const std::size_t output_rows = static_cast<std::size_t>(shape.local_experts) * r * capacity;
+  layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
+  layout.outputs = carver.take(2 * layout.output_bytes);
+  layout.bytes = round_up(carver.end, 4096);
+  return layout;
+}
+
+}  // namespace ferry

@@ -1,0 +1,65 @@
+#include "ferry/plan.hpp"
+
+#include <string>
+
+#include "core/engine.hpp"
+#include "core/plan_state.hpp"
+#include "ferry/error.hpp"
+
+namespace ferry {
+
+PlanState& checked(const Plan& plan, const char* caller) {
+  if (!plan) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(caller) + ": plan is empty; expected one that Group::plan returned");
+  }
+  const auto engine = plan.state()->engine.lock();
+  if (!engine || engine->destroyed()) {
+    throw Error(ErrorKind::destroyed,
+                std::string(caller) + ": the group that made this plan is destroyed");
+  }
+  return *plan.state();
+}
+
+const ExchangePlan& counted(const Plan& plan, const char* caller) {
+  PlanState& state = checked(plan, caller);
+  state.ready.wait(std::chrono::hours(24), state.on_wait);
+  return state.exchange;
+}
+
+std::int64_t Plan::tokens() const { return checked(*this, "Plan::tokens").tokens; }
+
+int Plan::topk() const { return checked(*this, "Plan::topk").topk; }
+
+std::int64_t Plan::recv_rows() const { return counted(*this, "Plan::recv_rows").recv_rows(); }
+
+std::vector<std::int64_t> Plan::recv_rows_per_rank() const {
+  const ExchangePlan& plan = counted(*this, "Plan::recv_rows_per_rank");
+  std::vector<std::int64_t> rows;
+  for (std::size_t s = 0; s + 1 < plan.recv_offset.size(); ++s) {
+    rows.push_back(plan.recv_offset[s + 1] - plan.recv_offset[s]);
+  }
+  return rows;
+}
+
+std::vector<std::int64_t> Plan::send_rows_per_rank() const {
+  const ExchangePlan& plan = counted(*this, "Plan::send_rows_per_rank");
+  std::vector<std::int64_t> rows;
+  for (int d = 0; d < plan.ranks(); ++d) rows.push_back(plan.send_rows(d));
+  return rows;
+}
+
+std::vector<std::int64_t> Plan::slots_per_expert() const {
+  return counted(*this, "Plan::slots_per_expert").slots_per_expert();
+}
+
+std::int64_t Plan::expert_major_rows(std::int64_t alignment) const {
+  if (alignment < 1) {
+    throw Error(ErrorKind::invalid_argument,
+                "Plan::expert_major_rows: alignment is " + std::to_string(alignment) +
+                    ", expected at least 1");
+  }
+  return counted(*this, "Plan::expert_major_rows").expert_offsets(alignment).back();
+}
+
+}  // namespace ferry

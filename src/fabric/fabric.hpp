@@ -1,0 +1,71 @@
+// By which wire: registered memory, put, publish, failure notice.
+//
+// What fits behind this interface: threads (local), processes (shm), NVLink peers (a raw pointer
+// into a peer's memory) and a network (put + weak signal, counted, unordered).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace ferry::fabric {
+
+/// Numbers a rank's segments in the order in which it registered them, from 0.
+using SegmentId = std::uint32_t;
+
+/// A place in a rank's registered memory.
+struct Address {
+  SegmentId segment = 0;
+  std::uint64_t offset = 0;  ///< bytes from the segment's start
+};
+
+/// Registered memory of this rank: zeroed, aligned to 4096 bytes, mapped until the fabric ends.
+struct Segment {
+  SegmentId id = 0;
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+  std::vector<std::byte> handle{};  ///< lets a peer attach; at most kMaxHandleBytes
+};
+
+inline constexpr std::size_t kMaxHandleBytes = 192;
+
+enum class PeerState : std::uint8_t { alive, dead, unknown };
+
+class Fabric {
+ public:
+  virtual ~Fabric() = default;
+  virtual std::string_view name() const = 0;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  /// Registers memory of this rank. Throws Error(exhausted) or Error(system).
+  virtual Segment register_memory(std::size_t bytes) = 0;
+  /// Makes a peer's segment reachable. Throws Error(system) naming the peer; the handle comes from
+  /// that peer and is checked before use.
+  virtual void attach(int peer, SegmentId segment, std::size_t bytes,
+                      std::span<const std::byte> handle) = 0;
+  /// Every peer has attached this rank's segment: names and descriptors that served for that go.
+  virtual void seal(SegmentId segment) = 0;
+  /// The peer is known to have failed: remove what it may have left behind (names).
+  virtual void forget(int peer) noexcept = 0;
+
+  /// The peer's segment in this rank's address space; null outside the domain. Own rank: its data.
+  virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
+
+  /// Copies into a peer's segment. Unordered: only `publish` with the same tag tells the peer that
+  /// it has landed. `from` may be reused when the call returns. The range must lie inside the
+  /// attached segment: checked, Error(invalid_argument).
+  virtual void put(int peer, Address to, const void* from, std::size_t bytes,
+                   std::uint64_t tag) = 0;
+  /// Sets a 64-bit flag word of the peer to `value` once all `bytes` that this rank put there with
+  /// this tag have landed, then wakes its waiters. For one flag word, values become visible in
+  /// increasing order.
+  virtual void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
+                       std::uint64_t tag) = 0;
+
+  /// Whether the peer still runs. Cheap enough to call for every peer every 50 ms; never blocks.
+  virtual PeerState peer_state(int peer) noexcept = 0;
+};
+
+}  // namespace ferry::fabric

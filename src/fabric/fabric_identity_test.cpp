@@ -1,0 +1,127 @@
+// Who joins whom: identities and the choice of a fabric.
+#include "fabric/identity.hpp"
+
+#include "fabric/test_ranks.hpp"
+
+namespace ferry::fabric::test {
+namespace {
+
+Identity identity(std::int64_t pid) {
+  Identity made;
+  made.boot_id = "0b5e3f6a-0000-4000-8000-000000000001";
+  made.host = "alpha";
+  made.process = {.pid_namespace = 10, .time_namespace = 11, .start_time = 500, .pid = pid};
+  made.shm_device = 25;
+  made.user = 1000;
+  return made;
+}
+
+void expect_problem(const std::vector<Identity>& ranks, int peer,
+                    const std::vector<std::string>& words) {
+  const Choice choice = choose(ranks);
+  EXPECT_EQ(choice.by, Reachable::nothing);
+  EXPECT_EQ(choice.peer, peer);
+  for (const auto& word : words) {
+    EXPECT_NE(choice.problem.find(word), std::string::npos) << choice.problem;
+  }
+}
+
+TEST(Identity, ThisOneIsKnown) {
+  const Identity self = this_identity();
+  EXPECT_EQ(self.boot_id.size(), 36u);
+  EXPECT_EQ(self.process.pid, getpid());
+  EXPECT_NE(self.process.pid_namespace, 0u);
+  EXPECT_NE(self.process.start_time, 0u);
+  EXPECT_NE(self.shm_device, 0u);
+  EXPECT_EQ(self.user, geteuid());
+  EXPECT_EQ(self, this_identity());
+}
+
+TEST(Identity, SurvivesTheWire) {
+  for (const Identity& sent : {this_identity(), identity(1), Identity{}}) {
+    EXPECT_EQ(identity_from(to_bytes(sent), 0, 1), sent);
+  }
+  const auto bytes = to_bytes(identity(7));
+  for (std::size_t length = 0; length < bytes.size(); ++length) {
+    expect_error(ErrorKind::mismatch, {"rank 3", "rank 5", "same version"},
+                 [&] { identity_from(std::span(bytes).first(length), 3, 5); });
+  }
+  auto other = bytes;
+  other[0] ^= std::byte{1};
+  expect_error(ErrorKind::mismatch, {"cannot be read"}, [&] { identity_from(other, 0, 1); });
+  other = bytes;
+  std::memset(other.data() + 56, 0xff, 8);  // both text lengths
+  expect_error(ErrorKind::mismatch, {"cannot be read"}, [&] { identity_from(other, 0, 1); });
+}
+
+TEST(Choose, OneProcessIsLocal) {
+  EXPECT_EQ(choose(std::vector{identity(5)}).by, Reachable::local);
+  EXPECT_EQ(choose(std::vector{identity(5), identity(5)}).by, Reachable::local);
+  auto no_shm = identity(5);
+  no_shm.shm_device = 0;
+  EXPECT_EQ(choose(std::vector{no_shm, no_shm}).by, Reachable::local);
+}
+
+TEST(Choose, ProcessesOfOneHostShareMemory) {
+  EXPECT_EQ(choose(std::vector{identity(5), identity(6)}).by, Reachable::shm);
+  EXPECT_EQ(choose(std::vector{identity(5), identity(5), identity(6)}).by, Reachable::shm);
+  auto later = identity(5);  // the same number, another process
+  later.process.start_time = 501;
+  EXPECT_EQ(choose(std::vector{identity(5), later}).by, Reachable::shm);
+  auto container = identity(5);  // containers that share /dev/shm
+  container.process.pid_namespace = 77;
+  container.host = "beta";
+  EXPECT_EQ(choose(std::vector{identity(5), container}).by, Reachable::shm);
+}
+
+TEST(Choose, SaysWhyNothingJoinsThem) {
+  auto far = identity(5);
+  far.boot_id = "0b5e3f6a-0000-4000-8000-000000000002";
+  far.host = "beta";
+  expect_problem({identity(5), identity(6), far}, 2,
+                 {"rank 0 on host alpha", "rank 2 on host beta", "different hosts", "later"});
+  far.host = "alpha";  // two hosts of one name
+  expect_problem({identity(5), far}, 1, {"different hosts"});
+  auto container = identity(6);
+  container.shm_device = 26;
+  expect_problem({identity(5), container}, 1, {"different /dev/shm", "--ipc=host"});
+  auto none = identity(6);
+  none.shm_device = 0;
+  expect_problem({identity(5), none}, 1, {"no /dev/shm"});
+  auto user = identity(6);
+  user.user = 0;
+  expect_problem({identity(5), user}, 1, {"different users", "1000 and 0"});
+}
+
+TEST(ProcessWatch, SeesThroughReusedNumbers) {
+  ProcessName self = this_process();
+  EXPECT_EQ(ProcessWatch(self).state(), PeerState::alive);
+  ProcessName parent = self;
+  parent.pid = getppid();
+  parent.start_time = start_time_of(parent.pid).value_or(0);
+  if (parent.pid > 0 && parent.start_time > 0) {
+    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::alive);
+    parent.start_time -= 1;  // an earlier process had this number
+    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::dead);
+    parent.pid_namespace += 1;  // the number means nothing here
+    EXPECT_EQ(ProcessWatch(parent).state(), PeerState::unknown);
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    for (;;) pause();
+  }
+  ProcessName name = self;
+  name.pid = child;
+  name.start_time = start_time_of(child).value_or(0);
+  ProcessWatch watch(name);
+  EXPECT_EQ(watch.state(), PeerState::alive);
+  kill(child, SIGKILL);
+  EXPECT_TRUE(eventually([&] { return watch.state() == PeerState::dead; }, 2s));  // a zombie
+  EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);  // also if watched only from now on
+  waitpid(child, nullptr, 0);
+  EXPECT_EQ(watch.state(), PeerState::dead);
+  EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);
+}
+
+}  // namespace
+}  // namespace ferry::fabric::test

@@ -1,0 +1,77 @@
+// Creating and destroying fabrics 200 times leaves nothing: descriptors, mappings, threads, names.
+#include <dirent.h>
+
+#include <fstream>
+
+#include "fabric/shm/names.hpp"
+#include "fabric/test_ranks.hpp"
+
+namespace ferry::fabric::test {
+namespace {
+
+struct Usage {
+  long descriptors;
+  long mappings;
+  long threads;
+  long names;
+};
+
+long entries(const char* folder, const std::function<bool(const char*)>& counts) {
+  long count = 0;
+  DIR* opened = opendir(folder);
+  if (opened == nullptr) return -1;
+  while (const dirent* entry = readdir(opened)) count += counts(entry->d_name);
+  closedir(opened);
+  return count;
+}
+
+Usage usage() {
+  const auto visible = [](const char* name) { return name[0] != '.'; };
+  std::ifstream maps("/proc/self/maps");
+  long lines = 0;
+  for (std::string line; std::getline(maps, line);) ++lines;
+  return {entries("/proc/self/fd", visible), lines, entries("/proc/self/task", visible),
+          entries("/dev/shm", [](const char* name) {
+            const auto owner = owner_of(name);
+            return owner && owner->pid == getpid();
+          })};
+}
+
+class LeakTest : public ::testing::TestWithParam<Setting> {};
+
+INSTANTIATE_TEST_SUITE_P(Every, LeakTest,
+                         ::testing::Values(Setting{"local", "local", false},
+                                           Setting{"sim", "sim", false},
+                                           Setting{"shm_threads", "shm", false},
+                                           Setting{"shm", "shm", true}),
+                         [](const auto& setting) { return std::string(setting.param.name); });
+
+TEST_P(LeakTest, TwoHundredCyclesLeaveNothing) {
+  run_ranks(GetParam(), 3, [](Rank& me) {
+    const auto cycle = [&me](int i) {
+      const auto fabric = me.make();
+      me.connect(*fabric, 4096);
+      if (i % 3 != 0) return;  // destroyed without use
+      const Segment second = me.connect(*fabric, 100'000);
+      const int next = (me.rank() + 1) % 3;
+      fabric->publish(next, {second.id, 8}, 1, 0, 1);
+      EXPECT_TRUE(await_flag(second, 8, 1));
+      if (i % 2 == 0) fabric->register_memory(4096);  // never attached, never sealed
+    };
+    for (int i = 0; i < 10; ++i) cycle(i);  // allocators and libraries settle
+    me.barrier();
+    const Usage before = usage();
+    me.barrier();
+    for (int i = 0; i < 200; ++i) cycle(i);
+    me.barrier();
+    const Usage after = usage();
+    EXPECT_EQ(after.descriptors, before.descriptors);
+    EXPECT_EQ(after.threads, before.threads);
+    EXPECT_EQ(after.names, 0);
+    EXPECT_LE(after.mappings, before.mappings + 20);  // a leak would be 200 or more
+    me.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::fabric::test

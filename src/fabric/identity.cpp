@@ -1,0 +1,114 @@
+#include "fabric/identity.hpp"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <ferry/error.hpp>
+#include <fstream>
+
+namespace ferry::fabric {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3144495952524546;  // "FERRYID1"
+
+/// The part of an Identity without text; the two texts follow it.
+struct Fixed {
+  std::uint64_t magic = kMagic;
+  ProcessName process{};
+  std::uint64_t shm_device = 0;
+  std::uint64_t user = 0;
+  std::uint32_t boot_id_bytes = 0;
+  std::uint32_t host_bytes = 0;
+};
+
+std::string describe(const Identity& identity, std::size_t rank) {
+  return "rank " + std::to_string(rank) + " on host " +
+         (identity.host.empty() ? "(no name)" : identity.host) + " (pid " +
+         std::to_string(identity.process.pid) + ")";
+}
+
+}  // namespace
+
+Identity this_identity() {
+  Identity identity;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> identity.boot_id;
+  std::array<char, 256> host{};
+  if (gethostname(host.data(), host.size() - 1) == 0) identity.host = host.data();
+  identity.process = this_process();
+  struct stat info{};
+  if (stat("/dev/shm", &info) == 0 && S_ISDIR(info.st_mode)) identity.shm_device = info.st_dev;
+  identity.user = geteuid();
+  return identity;
+}
+
+std::vector<std::byte> to_bytes(const Identity& identity) {
+  const Fixed fixed{.process = identity.process,
+                    .shm_device = identity.shm_device,
+                    .user = identity.user,
+                    .boot_id_bytes = static_cast<std::uint32_t>(identity.boot_id.size()),
+                    .host_bytes = static_cast<std::uint32_t>(identity.host.size())};
+  std::vector<std::byte> bytes;
+  const auto append = [&bytes](const void* data, std::size_t count) {
+    const auto* first = static_cast<const std::byte*>(data);
+    bytes.insert(bytes.end(), first, first + count);
+  };
+  append(&fixed, sizeof fixed);
+  append(identity.boot_id.data(), identity.boot_id.size());
+  append(identity.host.data(), identity.host.size());
+  return bytes;
+}
+
+Identity identity_from(std::span<const std::byte> bytes, int rank, int peer) {
+  Fixed fixed;
+  if (bytes.size() >= sizeof fixed) std::memcpy(&fixed, bytes.data(), sizeof fixed);
+  const std::uint64_t expected =
+      std::uint64_t{sizeof fixed} + fixed.boot_id_bytes + fixed.host_bytes;
+  if (bytes.size() < sizeof fixed || fixed.magic != kMagic || bytes.size() != expected) {
+    throw Error(ErrorKind::mismatch,
+                "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
+                    " says about its process (" + std::to_string(bytes.size()) +
+                    " bytes) cannot be read; use the same version of Ferry on all ranks",
+                {.rank = rank, .peer = peer});
+  }
+  const auto* text = reinterpret_cast<const char*>(bytes.data()) + sizeof fixed;
+  Identity identity;
+  identity.boot_id.assign(text, fixed.boot_id_bytes);
+  identity.host.assign(text + fixed.boot_id_bytes, fixed.host_bytes);
+  identity.process = fixed.process;
+  identity.shm_device = fixed.shm_device;
+  identity.user = fixed.user;
+  return identity;
+}
+
+Choice choose(std::span<const Identity> identities) {
+  bool one_process = true;
+  for (std::size_t r = 0; r < identities.size(); ++r) {
+    const Identity& first = identities.front();
+    const Identity& other = identities[r];
+    const bool one_host = first.boot_id == other.boot_id &&
+                          (!first.boot_id.empty() || first.host == other.host);
+    one_process = one_process && one_host && first.process == other.process;
+    if (one_process) continue;
+    const std::string who = describe(first, 0) + " and " + describe(other, r);
+    std::string problem;
+    if (!one_host) {
+      problem = who + " run on different hosts: Ferry joins the ranks of one host; networks come "
+                      "later. Start all ranks on one host";
+    } else if (first.shm_device == 0 || other.shm_device == 0) {
+      problem = who + " are processes of one host, but one of them has no /dev/shm; mount a tmpfs "
+                      "there";
+    } else if (first.shm_device != other.shm_device) {
+      problem = who + " see different /dev/shm (two containers?); share it between them, for "
+                      "example with --ipc=host";
+    } else if (first.user != other.user) {
+      problem = who + " belong to different users (" + std::to_string(first.user) + " and " +
+                std::to_string(other.user) + "); shared memory is for one user";
+    }
+    if (!problem.empty()) return {Reachable::nothing, problem, static_cast<int>(r)};
+  }
+  return {one_process ? Reachable::local : Reachable::shm, {}, -1};
+}
+
+}  // namespace ferry::fabric

@@ -1,0 +1,123 @@
+#include "fabric/process.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace ferry::fabric {
+namespace {
+
+#if !defined(SYS_pidfd_open)
+constexpr long kPidfdOpen = 434;  // the same on every architecture
+#else
+constexpr long kPidfdOpen = SYS_pidfd_open;
+#endif
+
+std::uint64_t inode_of(const char* path) {
+  struct stat info{};
+  return stat(path, &info) == 0 ? static_cast<std::uint64_t>(info.st_ino) : 0;
+}
+
+struct ProcessStat {
+  char state = '?';  // 'R', 'S', ..., 'Z': ended, its parent has not waited for it
+  std::uint64_t start_time = 0;
+};
+
+/// Reads /proc/<pid>/stat (proc(5): field 3 is the state, field 22 the start time).
+std::optional<ProcessStat> stat_of(std::int64_t pid) noexcept {
+  std::array<char, 64> path{};
+  std::snprintf(path.data(), path.size(), "/proc/%lld/stat", static_cast<long long>(pid));
+  const int fd = open(path.data(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return std::nullopt;
+  std::array<char, 1024> text{};
+  const ssize_t got = read(fd, text.data(), text.size() - 1);
+  close(fd);
+  if (got <= 0) return std::nullopt;
+  // The name in field 2 may hold anything, also ')': fields are counted from the last one.
+  const char* at = std::strrchr(text.data(), ')');
+  if (at == nullptr || at[1] != ' ') return std::nullopt;
+  ProcessStat result;
+  result.state = at[2];
+  for (int field = 2; field < 22; ++field) {
+    at = std::strchr(at + 1, ' ');
+    if (at == nullptr) return std::nullopt;
+  }
+  result.start_time = std::strtoull(at + 1, nullptr, 10);
+  return result;
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> start_time_of(std::int64_t pid) {
+  const auto found = stat_of(pid);
+  if (!found) return std::nullopt;
+  return found->start_time;
+}
+
+ProcessName this_process() {
+  ProcessName name;
+  name.pid_namespace = inode_of("/proc/self/ns/pid");
+  name.time_namespace = inode_of("/proc/self/ns/time");
+  name.pid = getpid();
+  name.start_time = start_time_of(name.pid).value_or(0);
+  return name;
+}
+
+ProcessWatch::ProcessWatch(const ProcessName& process) : process_(process) {
+  const ProcessName self = this_process();
+  if (self == process) return;  // rank and peer are threads of one process
+  if (process.pid_namespace == 0 || process.pid_namespace != self.pid_namespace ||
+      process.time_namespace != self.time_namespace || process.start_time == 0) {
+    fixed_ = PeerState::unknown;  // a number alone could be anybody's
+    return;
+  }
+  // close-on-exec by definition of the call
+  pidfd_ = static_cast<int>(syscall(kPidfdOpen, static_cast<pid_t>(process.pid), 0u));
+  if (pidfd_ < 0 && errno == ESRCH) fixed_ = PeerState::dead;
+  // Looked at after the descriptor was made: if the number belongs to our process still, then so
+  // does the descriptor.
+  const auto start_time = start_time_of(process.pid);
+  if (start_time && *start_time != process.start_time) fixed_ = PeerState::dead;
+}
+
+ProcessWatch::~ProcessWatch() {
+  if (pidfd_ >= 0) close(pidfd_);
+}
+
+ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
+    : process_(other.process_), pidfd_(other.pidfd_), fixed_(other.fixed_.load()) {
+  other.pidfd_ = -1;
+}
+
+PeerState ProcessWatch::state() noexcept {
+  // relaxed: a fact by itself, no data goes with it
+  PeerState state = fixed_.load(std::memory_order_relaxed);
+  if (state != PeerState::alive || process_.pid == getpid()) return state;
+  if (pidfd_ >= 0) {
+    pollfd ended{.fd = pidfd_, .events = POLLIN, .revents = 0};
+    if (poll(&ended, 1, 0) == 1) state = PeerState::dead;
+  } else {
+    state = state_without_pidfd();
+  }
+  if (state == PeerState::dead) fixed_.store(state, std::memory_order_relaxed);
+  return state;
+}
+
+PeerState ProcessWatch::state_without_pidfd() const noexcept {
+  if (kill(static_cast<pid_t>(process_.pid), 0) != 0 && errno == ESRCH) return PeerState::dead;
+  const auto found = stat_of(process_.pid);
+  if (!found) return PeerState::alive;  // it exists, /proc does not say more
+  const bool ended = found->state == 'Z' || found->state == 'X' || found->state == 'x';
+  return ended || found->start_time != process_.start_time ? PeerState::dead : PeerState::alive;
+}
+
+}  // namespace ferry::fabric

@@ -1,0 +1,56 @@
+// What a rank sends so that a peer can attach its segment.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "fabric/fabric.hpp"
+
+namespace ferry::fabric {
+
+/// Which fabric wrote a handle or a greeting.
+enum class Wire : std::uint32_t { local = 1, shm = 2, sim = 3 };
+
+/// 128 bits that only the ranks of one job know.
+using JobKey = std::array<std::uint64_t, 2>;
+
+/// A key from the kernel's random source. Throws Error(system).
+JobKey random_key(int rank);
+
+/// The same bytes on every rank; all of it is checked by the peer that attaches.
+struct SegmentHandle {
+  std::uint32_t magic = kMagic;
+  Wire wire{};
+  std::int32_t rank = -1;
+  SegmentId segment = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t inode = 0;  ///< shm: of the object; otherwise 0
+  JobKey job{};             ///< tells apart two jobs; for shm not the key itself
+
+  static constexpr std::uint32_t kMagic = 0x31594654;  // "TFY1"
+};
+static_assert(sizeof(SegmentHandle) <= kMaxHandleBytes);
+
+std::vector<std::byte> to_bytes(const SegmentHandle& handle);
+
+/// What the caller of `attach` says about the segment.
+struct Attachment {
+  Wire wire{};
+  int self = -1;
+  int peer = -1;
+  SegmentId segment = 0;
+  std::size_t bytes = 0;
+  JobKey job{};
+};
+
+/// Reads a peer's handle and compares it with what is attached. Throws Error(system) naming the peer
+/// and what differs.
+SegmentHandle checked_handle(std::span<const std::byte> bytes, const Attachment& expected);
+
+/// Error(system) about attaching, with rank and peer.
+[[noreturn]] void throw_attach(const Attachment& attachment, std::string_view reason);
+
+}  // namespace ferry::fabric

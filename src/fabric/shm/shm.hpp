@@ -1,0 +1,22 @@
+// The fabric between processes of one host: POSIX shared memory.
+#pragma once
+#include <chrono>
+#include <ferry/bootstrap.hpp>
+#include <memory>
+
+#include "fabric/fabric.hpp"
+
+namespace ferry::fabric {
+
+/// Collective; the ranks are processes (or threads) of one user, one host and one /dev/shm: throws
+/// Error(unsupported) naming a rank that is not, or what the bootstrap throws.
+///
+/// Segments are objects in /dev/shm, mode 0600, with unguessable names that are gone after `seal`.
+/// What a killed rank left is removed by `forget` on a survivor, by a survivor's destructor, or, if
+/// none survived, when the next group of this user is created. All memory is reserved when it is
+/// registered: a full /dev/shm is Error(exhausted), never SIGBUS. In a forked child the destructor
+/// removes nothing.
+std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
+                                        const OnWait& on_wait = {});
+
+}  // namespace ferry::fabric

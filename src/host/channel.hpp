@@ -1,0 +1,152 @@
+// Steps of an exchange on one group: swaps, deliveries, loans, and what becomes of a rank that
+// fails in one. Turns the protocols' statuses into errors with words.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/layout.hpp"
+#include "ferry/group.hpp"
+#include "host/memory.hpp"
+#include "host/reach.hpp"
+#include "protocol/delivery.hpp"
+#include "protocol/notice.hpp"
+#include "protocol/swap.hpp"
+
+namespace ferry::host {
+
+using protocol::Generation;
+
+class GroupWatch;
+
+/// The flags that a wait looks at, so that a rank that is not awaited may leave or die in peace.
+struct Awaited {
+  protocol::FlagRow row{};
+  std::uint64_t wanted = 0;
+  int only = -1;  ///< one source, or -1 for all
+  bool missing(int peer) const;
+};
+
+class Channel {
+ public:
+  /// `control`: this rank's control segment; all peers' are attached as segment 0.
+  Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
+          const fabric::Segment& control, const ControlLayout& layout);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  Generation generation() const { return generation_; }
+  FabricReach& reach() { return reach_; }
+  /// In this process, or null outside the domain.
+  std::byte* pointer(int peer, fabric::Address address) const {
+    std::byte* base = memory_->fabric->pointer(peer, address.segment);
+    return base == nullptr ? nullptr : base + address.offset;
+  }
+
+  /// Starts the next generation: gives every rank this message (head, then body) and waits for
+  /// theirs. `stage` is named in errors: "dispatch: grants".
+  void swap(const char* stage, const StepMessage& head, std::span<const std::byte> body = {});
+  /// The messages of the last swap, valid until the next.
+  StepMessage head(int source) const;
+  const std::byte* body(int source) const;
+  std::size_t max_body_bytes() const { return layout_.message_bytes - sizeof(StepMessage); }
+
+  /// Rows for `peer` are written in the current generation, `bytes` of them outside the domain.
+  void deliver(int peer, std::uint64_t bytes);
+  std::uint64_t delivery_tag() const { return protocol::Delivery<>::tag(generation_); }
+  void await_delivered(const char* stage, int source = -1);
+  /// This rank no longer reads `owner`'s rows of the current generation.
+  void give_back(int owner);
+  /// Waits until the readers (`peers`: those inside the domain) have read this rank's rows.
+  void await_given_back(const char* stage, int reader);
+
+  /// Runs one wait of any protocol under this group's watch; throws what its status says.
+  template <class Wait>
+  void await(const char* stage, const Awaited& awaited, Wait&& wait);
+
+  /// Throws when the group is destroyed or dead.
+  void check_usable(const char* call) const;
+  /// Marks the group dead and tells the peers that this rank failed.
+  void fail(const char* stage, const std::string& reason);
+  /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
+  void leave();
+  bool left() const { return left_.load(std::memory_order_acquire); }
+
+  std::uint64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class GroupWatch;
+  [[noreturn]] void raise(const char* stage, const protocol::Status& status,
+                          const GroupWatch& watch, std::chrono::nanoseconds waited);
+  void die(const Error& error);
+  int blame(const Awaited& awaited, int fallback) const;
+
+  std::shared_ptr<Memory> memory_;
+  const GroupConfig& config_;
+  fabric::Segment control_;
+  ControlLayout layout_;
+  int rank_;
+  int size_;
+  FabricReach reach_;
+  Generation generation_ = 0;
+  protocol::Swap<> swap_;
+  protocol::Delivery<> delivery_;
+  protocol::Loan<> loan_;
+  protocol::Notices<> notices_;
+  alignas(64) std::uint64_t own_notice_ = 0;
+  std::vector<std::byte> outgoing_;
+  std::atomic<bool> left_{false};
+  std::atomic<std::uint64_t> wait_ns_{0};
+  mutable std::mutex dead_mutex_;
+  std::optional<Error> dead_{};
+};
+
+/// The watch of a group's waits: deadline, destroy, notices, dead peers, the caller's `on_wait`.
+class GroupWatch {
+ public:
+  GroupWatch(Channel& channel, const Awaited& awaited);
+  ~GroupWatch();
+  GroupWatch(const GroupWatch&) = delete;
+  GroupWatch& operator=(const GroupWatch&) = delete;
+
+  std::uint64_t spin_ns() const;
+  std::uint64_t slice_ns() const;
+  protocol::Status check();
+
+  const std::optional<protocol::Notice>& notice() const { return notice_; }
+  std::chrono::nanoseconds waited() const { return Clock::now() - start_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void beat(std::uint64_t value);
+
+  Channel& channel_;
+  Awaited awaited_;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point last_look_ = start_;
+  std::optional<protocol::Notice> notice_{};
+};
+
+template <class Wait>
+void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
+  GroupWatch watch(*this, awaited);
+  protocol::Status status;
+  try {
+    status = wait(watch);
+  } catch (const std::exception& thrown) {
+    fail(stage, thrown.what());  // on_wait threw: Ctrl-C
+    throw;
+  }
+  const auto waited = watch.waited();
+  wait_ns_.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+  if (!status.ok()) raise(stage, status, watch, waited);
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,103 @@
+// The host engine: CPU memory, streams are worker threads.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/engine.hpp"
+#include "core/exchange_plan.hpp"
+#include "core/plan_state.hpp"
+#include "host/channel.hpp"
+#include "host/memory.hpp"
+
+namespace ferry::host {
+
+/// Collective: registers the control segment and the arena, and lets the peers attach.
+/// The configuration was checked and is the same on all ranks.
+std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         std::unique_ptr<fabric::Fabric> fabric);
+
+/// What MemoryUse is right after creation.
+MemoryUse host_memory_hint(const GroupConfig& config, int ranks);
+
+/// Largest message of a group: the counts of a plan or a segment's handle, after the head.
+std::size_t message_bytes(std::int64_t experts, int ranks);
+
+/// Segments added later are whole huge pages.
+std::size_t segment_bytes(std::size_t bytes);
+
+class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
+ public:
+  HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
+             const fabric::Segment& control);
+  ~HostEngine() override;
+
+  int rank() const override { return channel_.rank(); }
+  int size() const override { return channel_.size(); }
+  const GroupConfig& config() const override { return config_; }
+  std::string fabric_name() const override { return std::string(memory_->fabric->name()); }
+
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options) override;
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options) override;
+  std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+
+  Tensor empty(const Extents& shape, Dtype dtype) override;
+  bool is_registered(const void* pointer) const override;
+  void barrier() override;
+  MemoryUse memory() const override;
+  TimeUse time() const override;
+  void destroy() override;
+  bool destroyed() const override { return channel_.left(); }
+
+  // For the jobs of this engine (dispatch.cpp, combine.cpp, latency.cpp).
+  Channel& channel() { return channel_; }
+  const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
+  const Placement& placement() const { return placement_; }
+
+  /// Runs work in the order in which calls were made, on `stream` or, without one, here and now.
+  /// `work` keeps alive what it needs; the engine is kept alive for it.
+  Event enter(const char* call, Stream* stream, std::function<void()> work);
+
+  /// Swaps `head`, whose regions `prepare` has just allocated (false: no room), until all ranks
+  /// have room, growing the arenas together in between. Throws Error(mismatch) when ranks are in
+  /// different calls and Error(exhausted) when a rank cannot take what comes; nothing has moved
+  /// then and the group can go on.
+  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare);
+
+  /// Registers one more segment on every rank that wants one (`bytes` > 0 there), and attaches it
+  /// everywhere. Returns this rank's segment (bytes 0: none).
+  fabric::Segment add_segments(const char* stage, std::size_t bytes);
+
+  std::uint64_t next_tag_space() { return ++tag_spaces_; }
+  void count_latency_bytes(std::size_t bytes) { latency_bytes_ += bytes; }
+  std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
+
+ private:
+  class Turn;
+  void check_same_call(const char* stage, const CallSignature& mine);
+
+  GroupConfig config_;
+  std::shared_ptr<Memory> memory_;
+  Placement placement_;
+  Channel channel_;
+  std::size_t control_bytes_;
+  std::atomic<std::size_t> latency_bytes_{0};
+  std::atomic<std::uint64_t> exchange_ns_{0};
+  std::uint64_t plans_ = 0;
+  std::uint64_t tag_spaces_ = 0;
+
+  std::mutex turn_mutex_;
+  std::condition_variable turn_changed_;
+  std::uint64_t next_ticket_ = 0;
+  std::uint64_t serving_ = 0;
+};
+
+}  // namespace ferry::host

@@ -1,0 +1,53 @@
+// The inner loops of the host engine, compiled once for each instruction set and chosen at run
+// time. Every variant gives the same bits.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "ferry/dtype.hpp"
+
+namespace ferry::host {
+
+/// What `sum_rows` adds up: `count` rows, then the biases that are not null.
+struct SumRows {
+  const void* const* rows = nullptr;
+  const float* weights = nullptr;  ///< [count]: acc = fma(w, x, acc); null: acc = acc + x
+  std::int64_t count = 0;
+  const void* bias0 = nullptr;
+  const void* bias1 = nullptr;
+  void* out = nullptr;
+  std::int64_t columns = 0;
+  Dtype dtype = Dtype::f32;  ///< f32, bf16 or f16, of rows, biases and out
+};
+
+/// Quantises one row to e4m3 with one scale for each 128 channels.
+struct QuantizeRow {
+  const void* row = nullptr;
+  Dtype dtype = Dtype::bf16;  ///< f32, bf16 or f16
+  std::int64_t columns = 0;
+  bool round_scale = false;
+  void* codes = nullptr;    ///< [columns] e4m3
+  float* scales = nullptr;  ///< [ceil(columns / 128)]
+};
+
+struct Kernels {
+  const char* name;  ///< "avx512", "avx2", "baseline"
+  /// Sums in fp32 from +0 in the order given, rounds once to nearest even.
+  void (*sum_rows)(const SumRows& sum);
+  void (*quantize_row)(const QuantizeRow& quantize);
+  /// Copies past the caches where the machine can; `stream_fence` must follow before a flag is
+  /// published, because such stores are not ordered by a release store.
+  void (*copy_stream)(void* to, const void* from, std::size_t bytes);
+  void (*stream_fence)();
+};
+
+/// The best variant for this machine.
+const Kernels& kernels();
+
+extern const Kernels kBaselineKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace ferry::host

@@ -1,0 +1,208 @@
+// The only header that knows which memory the protocols run on: host threads and processes, or
+// (FERRY_MODEL) the explorer of tests/model. A device section joins when the CUDA engine comes.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/device.hpp"
+#include "protocol/status.hpp"
+
+#if !defined(FERRY_MODEL)
+#include <atomic>
+#include <chrono>
+
+#include "protocol/futex.hpp"
+#endif
+
+namespace ferry::protocol {
+
+/// How an access orders the accesses around it. No fences: thread sanitizers do not model them.
+enum class order { relaxed, acquire, release };
+
+/// What a wait asks while it sleeps. `spin_ns`: how long to spin before the first sleep (short when
+/// there are fewer cores than ranks). `slice_ns`: the longest sleep before the next `check`.
+/// `check`: not ok ends the wait (deadline, failed peer, interrupt); a check that names no peer gets
+/// the peer of the flag.
+template <class T>
+concept Watch = requires(T& watch) {
+  { watch.spin_ns() } -> std::convertible_to<std::uint64_t>;
+  { watch.slice_ns() } -> std::convertible_to<std::uint64_t>;
+  { watch.check() } -> std::same_as<Status>;
+};
+
+}  // namespace ferry::protocol
+
+#if defined(FERRY_MODEL)
+// Defined by the explorer (tests/model/explorer.cpp).
+namespace ferry::model {
+std::uint64_t load(const std::uint64_t* word, protocol::order o);
+void store(std::uint64_t* word, std::uint64_t value, protocol::order o);
+bool compare_exchange(std::uint64_t* word, std::uint64_t& expected, std::uint64_t desired,
+                      protocol::order o);
+void access(const void* data, std::size_t bytes, bool write);
+
+struct Waited {
+  bool slice_ended;    // the time slice ended first
+  std::uint64_t seen;  // value read
+};
+using Reached = bool (*)(const void* context, std::uint64_t value);
+Waited wait(const std::uint64_t* word, Reached reached, const void* context, protocol::order o);
+}  // namespace ferry::model
+#endif
+
+namespace ferry::protocol {
+
+/// A 64-bit word that another rank can write: 8-byte aligned, alone on its 64-byte line, only ever
+/// growing (a notice: written once).
+struct Flag {
+  std::uint64_t* word;
+
+  /// The value; `order::acquire` makes what its writer did before a release store visible.
+  FERRY_FN std::uint64_t load(order o) const;
+
+  /// Sets the value. Follow with `wake` if someone may wait for it.
+  FERRY_FN void store(std::uint64_t value, order o) const;
+
+  /// Sets `desired` if the word holds `expected`; otherwise loads `expected` and returns false.
+  FERRY_FN bool compare_exchange(std::uint64_t& expected, std::uint64_t desired, order o) const;
+
+  /// Waits until `reached(value)` holds: ok, with `seen` = that value, or the first status of
+  /// `watch.check()` that is not ok, with `seen` = the last value. A flag that is there wins over a
+  /// deadline that passed meanwhile.
+  template <class Reached, class W>
+    requires Watch<W>
+  FERRY_FN Status wait_until(Reached reached, W& watch, order o = order::acquire) const;
+
+  /// Wakes those who sleep in `wait_until` on this word, in any process.
+  FERRY_FN void wake() const;
+};
+
+/// Plain data in memory that another rank also touches: ordered by flags alone, never by itself.
+template <class T>
+FERRY_FN T read(const T* from);
+template <class T>
+FERRY_FN void write(T* to, T value);
+FERRY_FN void read_bytes(void* to, const void* shared_from, std::size_t bytes);
+FERRY_FN void write_bytes(void* shared_to, const void* from, std::size_t bytes);
+
+#if defined(FERRY_MODEL)
+
+FERRY_FN std::uint64_t Flag::load(order o) const { return model::load(word, o); }
+FERRY_FN void Flag::store(std::uint64_t value, order o) const { model::store(word, value, o); }
+FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desired,
+                                     order o) const {
+  return model::compare_exchange(word, expected, desired, o);
+}
+FERRY_FN void Flag::wake() const {}  // the explorer lets a waiter look whenever the word changed
+
+template <class Reached, class W>
+  requires Watch<W>
+FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
+  const auto ask = [](const void* context, std::uint64_t value) {
+    return static_cast<bool>((*static_cast<const Reached*>(context))(value));
+  };
+  for (;;) {
+    const model::Waited waited = model::wait(word, ask, &reached, o);
+    Status status;
+    if (waited.slice_ended) status = watch.check();
+    status.seen = waited.seen;
+    if (!waited.slice_ended || !status.ok()) return status;
+  }
+}
+
+namespace detail {
+inline void shared_access(const void* data, std::size_t bytes, bool write) {
+  model::access(data, bytes, write);
+}
+}  // namespace detail
+
+#else
+
+namespace detail {
+constexpr std::memory_order native(order o) {
+  return o == order::acquire   ? std::memory_order_acquire
+         : o == order::release ? std::memory_order_release
+                               : std::memory_order_relaxed;
+}
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+inline void shared_access(const void*, std::size_t, bool) {}
+}  // namespace detail
+
+FERRY_FN std::uint64_t Flag::load(order o) const {
+  return std::atomic_ref<std::uint64_t>(*word).load(detail::native(o));
+}
+FERRY_FN void Flag::store(std::uint64_t value, order o) const {
+  std::atomic_ref<std::uint64_t>(*word).store(value, detail::native(o));
+}
+FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desired,
+                                     order o) const {
+  // relaxed on failure: the caller gets a value, and nothing else through it.
+  return std::atomic_ref<std::uint64_t>(*word).compare_exchange_strong(
+      expected, desired, detail::native(o), std::memory_order_relaxed);
+}
+FERRY_FN void Flag::wake() const { futex_wake(word); }
+
+template <class Reached, class W>
+  requires Watch<W>
+FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
+  using SteadyClock = std::chrono::steady_clock;
+  Status status;
+  status.seen = load(o);
+  if (reached(status.seen)) return status;
+  if (const std::uint64_t spin_ns = watch.spin_ns(); spin_ns > 0) {
+    const auto end = SteadyClock::now() + std::chrono::nanoseconds(spin_ns);
+    do {
+      for (int i = 0; i < 16; ++i) {
+        detail::pause();
+        status.seen = load(o);
+        if (reached(status.seen)) return status;
+      }
+    } while (SteadyClock::now() < end);
+  }
+  for (;;) {
+    futex_wait(word, status.seen, watch.slice_ns());
+    status.seen = load(o);
+    if (reached(status.seen)) return status;
+    if (Status verdict = watch.check(); !verdict.ok()) {
+      verdict.seen = load(o);
+      if (!reached(verdict.seen)) return verdict;
+      status.seen = verdict.seen;
+      return status;
+    }
+  }
+}
+
+#endif
+
+template <class T>
+FERRY_FN T read(const T* from) {
+  detail::shared_access(from, sizeof(T), false);
+  return *from;
+}
+
+template <class T>
+FERRY_FN void write(T* to, T value) {
+  detail::shared_access(to, sizeof(T), true);
+  *to = value;
+}
+
+FERRY_FN void read_bytes(void* to, const void* shared_from, std::size_t bytes) {
+  detail::shared_access(shared_from, bytes, false);
+  if (bytes > 0) std::memcpy(to, shared_from, bytes);
+}
+
+FERRY_FN void write_bytes(void* shared_to, const void* from, std::size_t bytes) {
+  detail::shared_access(shared_to, bytes, true);
+  if (bytes > 0) std::memcpy(shared_to, from, bytes);
+}
+
+}  // namespace ferry::protocol

@@ -1,0 +1,168 @@
+"""The code in README.md and docs/*.md runs as it stands there.
+
+Every fenced block marked `python` or `cpp` is run: Python as a program, C++ compiled against a
+fresh install and run. An HTML comment on the line before the fence says otherwise:
+
+    <!-- test: ranks=4 -->        run under `ferry run -n 4 --`
+    <!-- test: continue -->       goes on from the block before it (Python)
+    <!-- test: compile -->        compile only
+    <!-- test: skip: reason -->   not a program; say why
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n`]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S
+)
+MARK = re.compile(r"<!-- test: (?P<mark>.*?) -->\s*\Z")
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    mark: str
+    code: str
+
+    @property
+    def ranks(self) -> int:
+        found = re.fullmatch(r"ranks=(\d+)", self.mark)
+        return int(found[1]) if found else 0
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    """The python and cpp blocks of a page, in order; `continue` joins a block to the one before."""
+    blocks: list[Block] = []
+    for found in FENCE.finditer(text):
+        if found["language"] not in ("python", "cpp"):
+            continue
+        before = MARK.search(text[: found.start()])
+        mark = before["mark"] if before else ""
+        line = text.count("\n", 0, found.start()) + 1
+        indent = len(found["indent"])
+        code = "".join(row[indent:] or "\n" for row in found["body"].splitlines(keepends=True))
+        if not re.fullmatch(r"|compile|continue|ranks=\d+|skip: .+", mark):
+            raise ValueError(f"{page}:{line}: unknown mark '{mark}'")
+        if mark == "continue":
+            last = blocks.pop()
+            code = last.code + code
+            blocks.append(Block(page, last.line, last.language, last.mark, code))
+        else:
+            blocks.append(Block(page, line, found["language"], mark, code))
+    return blocks
+
+
+def all_blocks() -> list[Block]:
+    pages = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+    return [
+        block
+        for page in pages
+        for block in blocks_of(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8"))
+        if not block.mark.startswith("skip")
+    ]
+
+
+def run(command: list[str], where: Path) -> str:
+    done = subprocess.run(
+        command, cwd=where, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def under_ferry(block: Block, command: list[str]) -> list[str]:
+    if not block.ranks:
+        return command
+    folder = Path(sys.executable).parent
+    ferry = shutil.which("ferry", path=f"{folder}{os.pathsep}{ROOT / 'build/host/tools/ferry'}")
+    assert ferry, "the command `ferry` is not built: make package"
+    return [ferry, "run", "-n", str(block.ranks), "--", *command]
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prefix with the C++ library, from the build of the preset `host`."""
+    build = ROOT / "build" / "host"
+    assert (build / "CMakeCache.txt").exists(), "not built: cmake --preset host, and build it"
+    prefix = tmp_path_factory.mktemp("prefix")
+    run(["cmake", "--install", str(build), "--prefix", str(prefix)], ROOT)
+    return prefix
+
+
+@pytest.mark.parametrize("block", all_blocks(), ids=lambda block: f"{block.page}:{block.line}")
+def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if block.language == "python":
+        program = tmp_path / "block.py"
+        program.write_text(block.code, encoding="utf-8")
+        if block.mark == "compile":
+            compile(block.code, block.page, "exec")
+        else:
+            run(under_ferry(block, [sys.executable, str(program)]), tmp_path)
+        return
+    prefix: Path = request.getfixturevalue("installed")
+    (tmp_path / "block.cpp").write_text(block.code, encoding="utf-8")
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-Wall", "-Werror"]
+    compiler += ["-I", str(prefix / "include"), "block.cpp"]
+    if block.mark == "compile":
+        run([*compiler, "-fsyntax-only"], tmp_path)
+        return
+    library = next(prefix.rglob("libferry.a"))
+    run([*compiler, "-o", "block", str(library), "-pthread"], tmp_path)
+    run(under_ferry(block, [str(tmp_path / "block")]), tmp_path)
+
+
+PAGE = """
+# A page
+<!-- test: ranks=2 -->
+```python
+a = 1
+```
+between
+<!-- test: continue -->
+```python
+b = 2
+```
+- in a list
+  ```cpp
+  int main() {}
+  ```
+<!-- test: skip: a fragment -->
+```cpp
+foo();
+```
+```text
+not code
+```
+"""
+
+
+def test_blocks_are_found() -> None:
+    python, cpp, skipped = blocks_of("page.md", PAGE)
+    assert (python.code, python.ranks, python.line) == ("a = 1\nb = 2\n", 2, 4)
+    assert (cpp.code, cpp.language, cpp.mark) == ("int main() {}\n", "cpp", "")
+    assert skipped.mark == "skip: a fragment"
+
+
+def test_an_unknown_mark_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"page.md:2: unknown mark 'runn'"):
+        blocks_of("page.md", "<!-- test: runn -->\n```python\n1\n```\n")
+
+
+def test_there_is_something_to_run() -> None:
+    languages = {block.language for block in all_blocks()}
+    assert languages == {"python", "cpp"}, "README.md shows both"

@@ -1,0 +1,334 @@
+"""`make test`: every stage, one after another, its time, and the count of all tests at the end.
+
+    run_all.py [--jobs N] [STAGE ...]
+
+Without stages: all but `conformance`. The last line is "N passed, M failed", alone; the exit status
+is 1 if anything failed. A build that fails counts as one failed test. A stage that cannot run on
+this machine says so in capital letters, and fails when CI=true. Full output: build/logs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build" / "logs"
+LIMIT_S = 30 * 60  # of the whole, on two cores
+COMMAND_LIMIT_S = 20 * 60
+FUZZ_S = 20
+JOBS = "2"
+IN_CI = os.environ.get("CI") == "true"
+
+
+class CannotRunError(Exception):
+    """This machine lacks what a stage needs; the message says what."""
+
+
+@dataclass
+class Result:
+    """What one stage yielded."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    words: list[str] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
+    def step(self, ok: bool, what: str) -> bool:
+        """A step that is no test of its own: it counts only when it fails."""
+        if not ok:
+            self.failed += 1
+            self.words.append(f"{what} failed")
+        return ok
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def run(stage: str, *command: str | Path, quiet: bool = False, **variables: str) -> bool:
+    """Runs a command in the root; its output goes to the stage's log and, line by line, to the
+    terminal. `quiet` shows a line every ten seconds instead, and the end of it when it fails."""
+    words = [str(word) for word in command]
+    say(f"   $ {' '.join(words)}")
+    log = LOGS / f"{stage}.log"
+    last, shown, start = "", time.monotonic(), time.monotonic()
+    tail: list[str] = []
+    with log.open("a") as file:
+        child = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+        def stop() -> None:
+            say(f"   stopped after {COMMAND_LIMIT_S} s: {words[0]}")
+            os.killpg(child.pid, 9)
+
+        timer = threading.Timer(COMMAND_LIMIT_S, stop)
+        timer.start()
+        try:
+            for line in child.stdout or ():
+                file.write(line)
+                last = line.rstrip()
+                tail = [*tail[-79:], last]
+                if not quiet:
+                    say(f"   {last}")
+                elif time.monotonic() - shown > 10:
+                    shown = time.monotonic()
+                    say(f"   ... {int(shown - start)} s: {last[:90]}")
+            code = child.wait()
+        finally:
+            timer.cancel()
+    if code != 0 and quiet:
+        say("\n".join(f"   {line}" for line in tail))
+    return code == 0
+
+
+def read_junit(path: Path) -> Result:
+    """Counts of a JUnit file as CTest and pytest write it; a test that did not run has failed."""
+    result = Result()
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed += 1
+        elif case.find("skipped") is not None:
+            if case.get("status") == "notrun":
+                result.failed += 1
+            else:
+                result.skipped += 1
+        else:
+            result.passed += 1
+    return result
+
+
+def counted(stage: str, *command: str | Path, junit: Path, **variables: str) -> Result:
+    """Runs a test program that writes `junit`; counts what is in there."""
+    junit.unlink(missing_ok=True)
+    ok = run(stage, *command, **variables)
+    result = Result()
+    if junit.exists():
+        result.add(read_junit(junit))
+    if not result.failed:
+        result.step(ok, Path(command[0]).name)
+    if ok and not result.passed:
+        result.step(False, "no test found: the stage")
+    return result
+
+
+def without_aslr() -> list[str]:
+    """The sanitizers of g++ 12 and 13 do not start when mappings have 32 random bits."""
+    wrapper = ["setarch", platform.machine(), "-R"]
+    if shutil.which("setarch") and subprocess.run([*wrapper, "true"], check=False).returncode == 0:
+        return wrapper
+    bits = Path("/proc/sys/vm/mmap_rnd_bits")
+    if bits.exists() and int(bits.read_text()) > 28:
+        say("   setarch -R is not allowed here and vm.mmap_rnd_bits is over 28: if the programs do")
+        say("   not start, have an administrator run: sysctl vm.mmap_rnd_bits=28")
+    return []
+
+
+def build(result: Result, preset: str, *options: str, targets: tuple[str, ...] = ()) -> bool:
+    """Configures and builds a preset."""
+    say(f"   configuring and building the preset {preset}")
+    if not result.step(
+        run(preset, "cmake", "--preset", preset, *options, quiet=True), "configuring"
+    ):
+        return False
+    chosen = ("--target", *targets) if targets else ()
+    command = ("cmake", "--build", "--preset", preset, *chosen)
+    return result.step(run(preset, *command, quiet=True), "building")
+
+
+def ctest(preset: str, *options: str, wrapper: list[str] | None = None) -> Result:
+    """Runs the tests of a preset that is built."""
+    junit = LOGS / f"{preset}.xml"
+    command = [*(wrapper or []), "ctest", "--preset", preset, "-j", JOBS, "--no-tests=error"]
+    return counted(preset, *command, "--output-junit", junit, *options, junit=junit)
+
+
+def stage_host() -> Result:
+    result = Result()
+    if build(result, "host"):
+        result.add(ctest("host"))
+    return result
+
+
+def stage_sanitizer(preset: str) -> Result:
+    result = Result()
+    for file in sorted((ROOT / "tests" / "sanitizers").glob("*.supp")):
+        result.step(file.stat().st_size == 0, f"{file.name} is not empty: it")
+    if build(result, preset):
+        # `slow` programs are slow because they repeat much, not because they reach more code.
+        result.add(ctest(preset, "-LE", "slow|install", wrapper=without_aslr()))
+    return result
+
+
+def stage_arm64() -> Result:
+    result = Result()
+    if platform.machine() == "aarch64":
+        say("   this machine is Arm64: the stage host covers it")
+        result.passed = 1
+        return result
+    missing = [n for n in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(n)]
+    if missing:
+        raise CannotRunError(f"{' and '.join(missing)} not found")
+    # The whole library must compile; the tests of core and protocol run.
+    targets = ("ferry_library", "src/core/all", "src/protocol/all")
+    if build(result, "arm64", targets=targets):
+        result.add(ctest("arm64"))
+    return result
+
+
+def stage_package() -> Result:
+    result = Result()
+    if result.step(run("package", "make", "package", quiet=True), "building the package"):
+        result.passed = 1
+    return result
+
+
+def stage_pytest() -> Result:
+    junit = LOGS / "pytest.xml"
+    command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}")
+    return counted("pytest", *command, junit=junit)
+
+
+def stage_lint() -> Result:
+    ok = run("lint", sys.executable, "tools/lint/lint.py")
+    found = re.findall(r"lint: (\d+) passed, (\d+) failed", (LOGS / "lint.log").read_text())
+    if not found:
+        return Result(failed=1, words=["lint did not end"])
+    result = Result(passed=int(found[-1][0]), failed=int(found[-1][1]))
+    result.step(ok or result.failed > 0, "lint")
+    return result
+
+
+def stage_fuzz() -> Result:
+    probe = ". tools/setup/probe.sh && find_clangxx"
+    found = subprocess.run(
+        ["bash", "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if found.returncode != 0:
+        raise CannotRunError("no clang++ >= 16 with libFuzzer found")
+    result = Result()
+    if not build(result, "fuzz", f"-DCMAKE_CXX_COMPILER={found.stdout.strip()}"):
+        return result
+    programs = [p for p in sorted((ROOT / "build/fuzz").rglob("*_fuzz")) if os.access(p, os.X_OK)]
+    result.step(bool(programs), "no fuzz target found: the stage")
+    wrapper = without_aslr()
+    for program in programs:
+        seeds = ROOT / "tests" / "fuzz" / "corpus" / program.name
+        with tempfile.TemporaryDirectory() as fresh:
+            folders = [fresh, *([seeds] if seeds.is_dir() else [])]
+            seconds = max(1, FUZZ_S // len(programs))
+            options = (f"-max_total_time={seconds}", "-timeout=10", "-print_final_stats=1")
+            crashes = f"-artifact_prefix={LOGS}/{program.name}-"
+            ok = run("fuzz", *wrapper, program, *options, crashes, *folders, quiet=True)
+            result.passed += ok
+            result.step(ok, program.name)
+    return result
+
+
+def stage_docs() -> Result:
+    result = Result()
+    if not shutil.which("doxygen"):
+        raise CannotRunError("doxygen not found")
+    result.passed = int(result.step(run("docs", "make", "docs", quiet=True), "building the docs"))
+    return result
+
+
+def stage_conformance() -> Result:
+    result = Result()
+    if build(result, "host"):
+        os.environ["FERRY_CONFORMANCE"] = "full"
+        result.add(ctest("host", "-L", "conformance", "--timeout", "7200"))
+    return result
+
+
+STAGES: dict[str, Callable[[], Result]] = {
+    "host": stage_host,
+    "package": stage_package,
+    "pytest": stage_pytest,
+    "lint": stage_lint,
+    "asan": lambda: stage_sanitizer("asan"),
+    "tsan": lambda: stage_sanitizer("tsan"),
+    "arm64": stage_arm64,
+    "fuzz": stage_fuzz,
+    "docs": stage_docs,
+    "conformance": stage_conformance,
+}
+ON_DEMAND = ("conformance",)
+
+
+def run_stage(name: str) -> Result:
+    say(f"== {name}")
+    (LOGS / f"{name}.log").unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        result = STAGES[name]()
+    except CannotRunError as reason:
+        result = Result(failed=int(IN_CI), words=[f"DID NOT RUN: {reason}"])
+    result.seconds = time.monotonic() - start
+    say(line_of(name, result))
+    return result
+
+
+def line_of(name: str, result: Result) -> str:
+    counts = f"{result.passed:5} passed {result.failed:4} failed"
+    if result.skipped:
+        counts += f" {result.skipped} skipped"
+    notes = "; ".join(result.words)
+    return f"-- {name:11} {result.seconds:7.1f} s {counts}{'  ' if notes else ''}{notes}"
+
+
+def main() -> int:
+    global JOBS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", default=str(os.cpu_count() or 2))
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    JOBS = arguments.jobs
+    LOGS.mkdir(parents=True, exist_ok=True)
+    names = arguments.stages or [name for name in STAGES if name not in ON_DEMAND]
+    results = {name: run_stage(name) for name in names}
+    total = Result()
+    say("\nAll stages:")
+    for name, result in results.items():
+        total.add(result)
+        total.seconds += result.seconds
+        say(line_of(name, result))
+    say(line_of("total", total))
+    if total.seconds > LIMIT_S and not arguments.stages:
+        say(f"   over the limit of {LIMIT_S} s: make it faster")
+    say(f"\n{total.passed} passed, {total.failed} failed")
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

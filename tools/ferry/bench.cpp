@@ -1,0 +1,212 @@
+// `ferry bench`: how fast exchanges are on this machine.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "bench_board.hpp"
+#include "bench_rank.hpp"
+#include "bench_report.hpp"
+#include "bench_settings.hpp"
+#include "command.hpp"
+#include "ranks.hpp"
+
+namespace ferry::cli {
+namespace {
+
+constexpr int kMostRanks = 64;
+constexpr int kMostTopk = 64;
+
+/// On stderr: a bar on a terminal, else one line for each case.
+class Progress {
+ public:
+  Progress(const BenchSettings& settings, const BenchBoard& board)
+      : board_(board), terminal_(isatty(STDERR_FILENO) == 1) {
+    const int each = settings.warmup + settings.iterations;
+    if (settings.mode != BenchMode::latency) total_ += 5 * each;
+    if (settings.mode != BenchMode::throughput) total_ += each;
+  }
+  ~Progress() {
+    if (terminal_ && shown_) fmt::print(stderr, "\r\x1b[K");
+  }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void show() {
+    const auto done = static_cast<int>(board_.done());
+    const BenchCase now = board_.now();
+    if (done == 0 || done == done_) return;
+    if (terminal_) {
+      const int filled = kWidth * done / total_;
+      fmt::print(stderr, "\r\x1b[K[{:#<{}}{:.<{}}] {:3} %  {}", "", filled, "", kWidth - filled,
+                 100 * done / total_, name_of(now));
+      std::fflush(stderr);
+    } else if (!shown_ || now != now_) {
+      fmt::print(stderr, "bench: {}\n", name_of(now));
+    }
+    shown_ = true;
+    done_ = done;
+    now_ = now;
+  }
+
+ private:
+  static constexpr int kWidth = 40;
+  const BenchBoard& board_;
+  bool terminal_;
+  bool shown_ = false;
+  int total_ = 0;
+  int done_ = 0;
+  BenchCase now_ = BenchCase::plan;
+};
+
+// True when every rank passed; says which did not.
+bool run_mode(const BenchSettings& settings, const BenchBoard& board, Progress& progress,
+              bool latency) {
+  RankRun run;
+  run.ranks = settings.ranks;
+  run.processes = settings.processes;
+  run.tick = [&progress] { progress.show(); };
+  const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
+    (latency ? bench_latency : bench_throughput)(settings, board, std::move(bootstrap));
+  });
+  for (const RankFailure& failure : failures) {
+    fmt::print(stderr, "\nferry bench: rank {}: {}", failure.rank, failure.message);
+  }
+  if (!failures.empty()) fmt::print(stderr, "\n");
+  return failures.empty();
+}
+
+int bench(const BenchSettings& settings, bool json, const CommandLine& line) {
+  const BenchBoard board(settings);
+  {
+    Progress progress(settings, board);
+    const bool throughput = settings.mode != BenchMode::latency;
+    const bool latency = settings.mode != BenchMode::throughput;
+    if (throughput && !run_mode(settings, board, progress, false)) return 1;
+    if (latency && !run_mode(settings, board, progress, true)) return 1;
+  }
+  const std::vector<BenchResult> results = results_of(settings, board);
+  if (json) {
+    std::vector<std::string> command = {"ferry"};
+    command.insert(command.end(), line.own.begin(), line.own.end());
+    fmt::print("{}\n", to_json(settings, results, command).dump(2));
+  } else {
+    fmt::print("{}", table(settings, results));
+  }
+  return 0;
+}
+
+void check(const BenchSettings& s) {
+  if (s.topk > s.experts) {
+    throw CLI::ValidationError(
+        fmt::format("--topk {}: there are only {} experts (--experts)", s.topk, s.experts));
+  }
+  if (s.hidden * static_cast<std::int64_t>(size_of(s.dtype)) % 16 != 0) {
+    throw CLI::ValidationError(fmt::format(
+        "--hidden {}: a row of {} {} is {} bytes, expected a multiple of 16", s.hidden, s.hidden,
+        ferry::name_of(s.dtype), s.hidden * static_cast<std::int64_t>(size_of(s.dtype))));
+  }
+  if (s.processes && (s.fabric == FabricKind::local || s.fabric == FabricKind::sim)) {
+    throw CLI::ValidationError("--fabric local and sim join threads: add --threads");
+  }
+}
+
+template <class T>
+CLI::Option* choice(CLI::App* app, const char* name, T& value, const std::map<std::string, T>& map,
+                    const char* help) {
+  std::string names;
+  std::string chosen;
+  for (const auto& [key, each] : map) {
+    names += (names.empty() ? "" : "|") + key;
+    if (each == value) chosen = key;
+  }
+  return app->add_option(name, value, help)
+      ->transform(CLI::CheckedTransformer(map, CLI::ignore_case).description(""))
+      ->type_name(names)
+      ->default_str(chosen);
+}
+
+void add_number(CLI::App* app, const char* name, std::int64_t& value, const char* help) {
+  app->add_option(name, value, help)
+      ->type_name("N")
+      ->check(CLI::PositiveNumber.description(""))
+      ->capture_default_str();
+}
+
+void add_shape_options(CLI::App* app, BenchSettings& s) {
+  app->add_option("-n,--ranks", s.ranks, "How many ranks, 1 ... 64")
+      ->type_name("N")
+      ->check(CLI::Range(1, kMostRanks).description(""))
+      ->capture_default_str();
+  add_number(app, "--tokens", s.tokens, "Tokens of each rank, throughput mode");
+  add_number(app, "--latency-tokens", s.latency_tokens, "Tokens of each rank, latency mode");
+  add_number(app, "--hidden", s.hidden, "Elements of a row");
+  add_number(app, "--experts", s.experts, "In the whole group");
+  app->add_option("--topk", s.topk, "Experts of a token, 1 ... 64")
+      ->type_name("N")
+      ->check(CLI::Range(1, kMostTopk).description(""))
+      ->capture_default_str();
+  choice<Dtype>(app, "--dtype", s.dtype,
+                {{"bf16", Dtype::bf16},
+                 {"f16", Dtype::f16},
+                 {"f32", Dtype::f32},
+                 {"e4m3", Dtype::e4m3}},
+                "Of dispatched rows; with e4m3, which has scales, combine carries bf16");
+  choice<RouteShape>(app, "--routes", s.routes,
+                     {{"uniform", RouteShape::uniform}, {"zipf", RouteShape::zipf}},
+                     "Which experts are chosen");
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
+  struct Arguments {
+    BenchSettings settings{};
+    bool threads = false;
+    bool processes = false;
+    bool json = false;
+  };
+  auto given = std::make_shared<Arguments>();
+  BenchSettings& s = given->settings;
+  CLI::App* bench_app = app.add_subcommand("bench", "How fast exchanges are on this machine");
+  add_shape_options(bench_app, s);
+  choice<BenchMode>(bench_app, "--mode", s.mode,
+                    {{"all", BenchMode::all},
+                     {"throughput", BenchMode::throughput},
+                     {"latency", BenchMode::latency}},
+                    "What to measure");
+  choice<FabricKind>(bench_app, "--fabric", s.fabric,
+                     {{"automatic", FabricKind::automatic},
+                      {"local", FabricKind::local},
+                      {"shm", FabricKind::shm},
+                      {"sim", FabricKind::sim}},
+                     "What joins the ranks");
+  CLI::Option* threads = bench_app->add_flag("--threads", given->threads, "Ranks as threads");
+  bench_app->add_flag("--processes", given->processes, "Ranks as processes (the default)")
+      ->excludes(threads);
+  bench_app->add_option("--iterations", s.iterations, "Samples")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1000000).description(""))
+      ->capture_default_str();
+  bench_app->add_option("--warmup", s.warmup, "Exchanges before the first sample")
+      ->type_name("N")
+      ->check(CLI::Range(0, 1000000).description(""))
+      ->capture_default_str();
+  bench_app->add_option("--seed", s.seed, "Of routes and rows")
+      ->type_name("N")
+      ->capture_default_str();
+  bench_app->add_flag("--json", given->json, "For programs, with machine, version and command");
+  bench_app->footer(
+      "\nAll data is checked before anything is timed. Progress goes to standard error.\n"
+      "Exit codes: 0 done; 1 an exchange failed or brought wrong data; 2 wrong command line.");
+  bench_app->callback([given, &line, &exit_code] {
+    given->settings.processes = !given->threads;
+    check(given->settings);
+    exit_code = bench(given->settings, given->json, line);
+  });
+}
+
+}  // namespace ferry::cli

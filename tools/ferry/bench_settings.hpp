@@ -1,0 +1,77 @@
+// What `ferry bench` is asked to measure.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "ferry/dtype.hpp"
+#include "ferry/group.hpp"
+
+namespace ferry::cli {
+
+enum class BenchMode : std::uint8_t { all, throughput, latency };
+enum class RouteShape : std::uint8_t {
+  uniform,  ///< every expert is as likely
+  zipf,     ///< expert e is chosen in proportion to 1 / (e + 1)
+};
+
+struct BenchSettings {
+  int ranks = 4;
+  std::int64_t tokens = 1024;         ///< of each rank, throughput mode
+  std::int64_t latency_tokens = 128;  ///< of each rank, latency mode
+  std::int64_t hidden = 4096;
+  int topk = 8;
+  std::int64_t experts = 64;
+  Dtype dtype = Dtype::bf16;  ///< of dispatched rows; with e4m3 combine carries bf16
+  BenchMode mode = BenchMode::all;
+  RouteShape routes = RouteShape::uniform;
+  FabricKind fabric = FabricKind::automatic;
+  bool processes = true;
+  int iterations = 30;
+  int warmup = 5;
+  std::uint64_t seed = 1;
+
+  Dtype combine_dtype() const { return dtype == Dtype::e4m3 ? Dtype::bf16 : dtype; }
+  /// One scale for each 128 channels, with e4m3.
+  std::int64_t scales() const { return dtype == Dtype::e4m3 ? (hidden + 127) / 128 : 0; }
+  std::size_t dispatch_row_bytes() const {
+    return static_cast<std::size_t>(hidden) * size_of(dtype) +
+           static_cast<std::size_t>(scales()) * size_of(Dtype::f32);
+  }
+  std::size_t combine_row_bytes() const {
+    return static_cast<std::size_t>(hidden) * size_of(combine_dtype());
+  }
+};
+
+/// What is measured, in the order of the table.
+enum class BenchCase : std::uint8_t {
+  plan,
+  dispatch_full,
+  dispatch_cached,
+  combine_registered,
+  combine_ordinary,
+  latency_dispatch,
+  latency_combine,
+};
+inline constexpr int kBenchCases = 7;
+
+constexpr std::string_view name_of(BenchCase which) {
+  switch (which) {
+    case BenchCase::plan: return "plan";
+    case BenchCase::dispatch_full: return "dispatch, full";
+    case BenchCase::dispatch_cached: return "dispatch, cached";
+    case BenchCase::combine_registered: return "combine, registered";
+    case BenchCase::combine_ordinary: return "combine, ordinary";
+    case BenchCase::latency_dispatch: return "latency dispatch";
+    case BenchCase::latency_combine: return "latency combine";
+  }
+  return "";
+}
+
+constexpr bool is_latency(BenchCase which) { return which >= BenchCase::latency_dispatch; }
+
+constexpr bool is_measured(BenchCase which, BenchMode mode) {
+  return mode == BenchMode::all || is_latency(which) == (mode == BenchMode::latency);
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,92 @@
+"""`ferry bench` from outside: python3 bench_test.py FERRY [unittest arguments]"""
+
+import json
+import os
+import subprocess
+import sys
+import unittest
+
+FERRY = ""
+TINY = "--tokens 12 --latency-tokens 5 --hidden 256 --experts 6 --topk 3 --iterations 3 --warmup 1"
+THROUGHPUT = [
+    "plan",
+    "dispatch, full",
+    "dispatch, cached",
+    "combine, registered",
+    "combine, ordinary",
+]
+LATENCY = ["latency dispatch", "latency combine"]
+
+
+def bench(arguments):
+    return subprocess.run(
+        [FERRY, "bench", *TINY.split(), *arguments.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Bench(unittest.TestCase):
+    def measured(self, arguments):
+        result = bench(arguments + " --json")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return json.loads(result.stdout)
+
+    def test_json(self):
+        found = self.measured("-n 2 --seed 5")
+        self.assertEqual([line["name"] for line in found["results"]], THROUGHPUT + LATENCY)
+        self.assertTrue(found["data_checked"])
+        self.assertEqual(found["command"][:2], ["ferry", "bench"])
+        self.assertIn("--seed", found["command"])
+        self.assertEqual(found["settings"]["fabric"], "shm")
+        self.assertGreater(found["machine"]["cpu"]["cores"], 0)
+        for line in found["results"]:
+            self.assertGreater(line["p50_us"], 0)
+            self.assertLessEqual(line["min_us"], line["p50_us"])
+            self.assertLessEqual(line["p50_us"], line["p95_us"])
+            self.assertEqual(line["logical_bytes"], line["rows"] * line["row_bytes"])
+            self.assertLessEqual(line["wire_bytes"], line["logical_bytes"])
+        self.assertEqual(found["results"][-1]["rows"], 2 * 5 * 3)
+
+    def test_every_dtype(self):
+        for dtype, row in (("f32", 1024), ("bf16", 512), ("f16", 512), ("e4m3", 256 + 2 * 4)):
+            with self.subTest(dtype=dtype):
+                found = self.measured(f"-n 3 --threads --dtype {dtype} --routes zipf")
+                self.assertEqual(found["settings"]["fabric"], "local")
+                self.assertEqual(found["results"][1]["row_bytes"], row)
+
+    def test_modes_and_ranks(self):
+        found = self.measured("-n 1 --mode throughput")
+        self.assertEqual([line["name"] for line in found["results"]], THROUGHPUT)
+        self.assertTrue(all(line["wire_bytes"] == 0 for line in found["results"]))
+        found = self.measured("-n 5 --threads --mode latency")
+        self.assertEqual([line["name"] for line in found["results"]], LATENCY)
+
+    def test_table(self):
+        before = set(os.listdir("/dev/shm"))
+        result = bench("-n 2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for word in (*THROUGHPUT, *LATENCY, "p50", "p95", "logical GB/s", "wire GB/s"):
+            self.assertIn(word, result.stdout)
+        self.assertIn("bench: dispatch, cached", result.stderr)
+        self.assertEqual(set(os.listdir("/dev/shm")) - before, set())
+
+    def test_wrong_command_lines_are_refused_with_a_reason(self):
+        for arguments, reason in (
+            ("--topk 9", "there are only 6 experts"),
+            ("--hidden 3", "multiple of 16"),
+            ("--dtype i8", "--dtype"),
+            ("--threads --processes", "--processes"),
+            ("--fabric local", "add --threads"),
+            ("--tokens -1", "--tokens"),
+        ):
+            with self.subTest(arguments=arguments):
+                result = bench(arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(reason, result.stdout + result.stderr)
+
+
+if __name__ == "__main__":
+    FERRY = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

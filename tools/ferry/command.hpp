@@ -1,0 +1,24 @@
+// The subcommands of `ferry`. Each registers itself and, when chosen, sets the exit code.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+namespace ferry::cli {
+
+/// Exit code of a wrong command line, for every subcommand.
+inline constexpr int kUsageError = 2;
+
+/// The command line cut in two: what `ferry` reads, and the program that `ferry run` starts
+/// (everything after the first `--`).
+struct CommandLine {
+  std::vector<std::string> own;
+  std::vector<std::string> program;
+  bool separated = false;  ///< there was a `--`
+};
+
+void add_run(CLI::App& app, const CommandLine& line, int& exit_code);
+void add_doctor(CLI::App& app, int& exit_code);
+void add_bench(CLI::App& app, const CommandLine& line, int& exit_code);
+
+}  // namespace ferry::cli

@@ -1,0 +1,266 @@
+// `ferry doctor`: what is here, what Ferry will use, what is missing and how to get it.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "command.hpp"
+#include "machine.hpp"
+#include "self_test.hpp"
+
+namespace ferry::cli {
+namespace {
+
+constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
+constexpr std::uint64_t kSmallSharedMemory = std::uint64_t{1} << 30;
+constexpr std::uint64_t kSmallOpenFiles = 1024;
+
+enum class Weight {
+  error,    // Ferry cannot work
+  warning,  // it works, but not everything or not well
+  note,     // not needed now
+};
+
+constexpr const char* name_of(Weight weight) {
+  switch (weight) {
+    case Weight::error: return "error";
+    case Weight::warning: return "warning";
+    case Weight::note: return "note";
+  }
+  return "";
+}
+
+struct Finding {
+  Weight weight = Weight::note;
+  std::string what{};
+  std::string remedy{};
+};
+
+struct Use {
+  std::string threads{};    // fabric of ranks as threads
+  std::string processes{};  // of ranks as processes; "" if there is none
+  std::string backend{};
+};
+
+struct Diagnosis {
+  Machine machine{};
+  Use use{};
+  std::vector<Finding> findings{};
+  std::vector<SelfTest> tests{};
+  bool usable() const {
+    for (const Finding& finding : findings) {
+      if (finding.weight == Weight::error) return false;
+    }
+    return true;
+  }
+};
+
+void judge_shared_memory(const Machine& m, std::vector<Finding>& findings) {
+  const Machine::SharedMemory& shm = m.shared_memory;
+  if (!shm.present || !shm.writable) {
+    findings.push_back({Weight::error,
+                        shm.present ? "/dev/shm cannot be written: ranks as processes cannot meet"
+                                    : "there is no /dev/shm: ranks as processes cannot meet",
+                        "mount -t tmpfs -o mode=1777 tmpfs /dev/shm (as root); ranks as threads "
+                        "work without"});
+  } else if (shm.free_bytes < kSmallSharedMemory) {
+    findings.push_back(
+        {Weight::warning,
+         fmt::format("/dev/shm has only {} free of {}: large exchanges between processes will not "
+                     "fit",
+                     format_bytes(shm.free_bytes), format_bytes(shm.total_bytes)),
+         m.container.empty() ? "free some, or mount -o remount,size=8G /dev/shm (as root)"
+                             : "start the container with --shm-size=8g or --ipc=host; under "
+                               "Kubernetes mount an emptyDir with medium: Memory on /dev/shm"});
+  }
+}
+
+void judge_kernel(const Machine& m, std::vector<Finding>& findings) {
+  if (!m.kernel.futex) {
+    findings.push_back({Weight::error, "the kernel or a sandbox refuses futex: ranks cannot wait",
+                        "allow the futex system call in the sandbox (seccomp profile)"});
+  }
+  if (!m.kernel.pidfd) {
+    findings.push_back(
+        {Weight::warning,
+         "no pidfd: the death of a process may be noticed only at the deadline",
+         "Linux 5.3 or newer; in a container allow pidfd_open in the seccomp profile"});
+  }
+  if (m.limits.open_files < kSmallOpenFiles) {
+    findings.push_back({Weight::warning,
+                        fmt::format("only {} open files a process are allowed", m.limits.open_files),
+                        "ulimit -n 4096"});
+  }
+  const double usable = m.cpu.quota_cores > 0 ? m.cpu.quota_cores : m.cpu.usable_cores;
+  if (usable < 2) {
+    findings.push_back({Weight::warning,
+                        fmt::format("{} core to run on: ranks take turns", usable),
+                        "more cores, or a larger CPU limit of the container"});
+  }
+}
+
+void judge_devices(const Machine& m, std::vector<Finding>& findings) {
+  if (m.gpus.count > 0 && !m.gpus.library) {
+    findings.push_back(
+        {Weight::note, "NVIDIA GPUs are here, but libcuda.so.1 cannot be loaded",
+         m.container.empty()
+             ? "install the user part of the driver (Debian: libcuda1)"
+             : "start the container with --gpus all (NVIDIA Container Toolkit)"});
+  }
+  if (m.gpus.count > 0 || m.gpus.library) {
+    findings.push_back({Weight::note, "this Ferry has no CUDA engine yet: tensors on the CPU only",
+                        "copy tensors to the CPU before an exchange"});
+  }
+  if (!m.rdma_devices.empty() || m.libfabric) {
+    findings.push_back({Weight::note, "this Ferry has no network fabric yet: one machine only",
+                        "nothing to do"});
+  }
+}
+
+Diagnosis diagnose(bool self_test) {
+  Diagnosis d;
+  // Before look_at_machine, which loads libraries that may start threads.
+  if (self_test) d.tests = run_self_tests();
+  d.machine = look_at_machine();
+  judge_shared_memory(d.machine, d.findings);
+  judge_kernel(d.machine, d.findings);
+  judge_devices(d.machine, d.findings);
+  for (const SelfTest& test : d.tests) {
+    if (test.failure.empty()) continue;
+    d.findings.push_back({Weight::error, fmt::format("{}: {}", test.name, test.failure),
+                          "see the errors above; else report it with `ferry doctor --json`"});
+  }
+  const Machine::SharedMemory& shm = d.machine.shared_memory;
+  d.use = {"local", shm.present && shm.writable ? "shm" : "", "host"};
+  return d;
+}
+
+nlohmann::json to_json(const Diagnosis& d) {
+  nlohmann::json findings = nlohmann::json::array();
+  for (const Finding& finding : d.findings) {
+    findings.push_back({{"weight", name_of(finding.weight)},
+                        {"what", finding.what},
+                        {"remedy", finding.remedy}});
+  }
+  nlohmann::json tests = nlohmann::json::array();
+  for (const SelfTest& test : d.tests) {
+    tests.push_back({{"name", test.name},
+                     {"fabric", test.fabric},
+                     {"seconds", test.seconds},
+                     {"passed", test.failure.empty()},
+                     {"failure", test.failure}});
+  }
+  return {{"version", FERRY_VERSION},
+          {"usable", d.usable()},
+          {"machine", to_json(d.machine)},
+          {"uses",
+           {{"threads", d.use.threads}, {"processes", d.use.processes}, {"backend", d.use.backend}}},
+          {"findings", findings},
+          {"self_tests", tests}};
+}
+
+std::string limit(std::uint64_t value, bool bytes) {
+  if (value == kUnlimited) return "unlimited";
+  return bytes ? format_bytes(value) : std::to_string(value);
+}
+
+std::string yes_no(bool value) { return value ? "yes" : "no"; }
+
+void print_line(const char* name, const std::string& value) {
+  fmt::print("  {:<14} {}\n", name, value);
+}
+
+void print_machine(const Machine& m) {
+  fmt::print("This machine\n");
+  print_line("system", fmt::format("{}, Linux {}{}", m.system.empty() ? "unknown" : m.system,
+                                   m.kernel.release,
+                                   m.container.empty() ? "" : ", in a container: " + m.container));
+  print_line("processor",
+             fmt::format("{} ({})", m.cpu.model.empty() ? "unknown" : m.cpu.model,
+                         m.cpu.architecture));
+  print_line("cores", fmt::format("{}, {} usable{}", m.cpu.cores, m.cpu.usable_cores,
+                                  m.cpu.quota_cores > 0
+                                      ? fmt::format(", limited to {:.3g}", m.cpu.quota_cores)
+                                      : ""));
+  print_line("memory", fmt::format("{}, {} available{}", format_bytes(m.memory.total_bytes),
+                                   format_bytes(m.memory.available_bytes),
+                                   m.memory.limit_bytes > 0
+                                       ? ", limited to " + format_bytes(m.memory.limit_bytes)
+                                       : ""));
+  print_line("/dev/shm", !m.shared_memory.present
+                             ? "absent"
+                             : fmt::format("{}, {} free{}", format_bytes(m.shared_memory.total_bytes),
+                                           format_bytes(m.shared_memory.free_bytes),
+                                           m.shared_memory.writable ? "" : ", not writable"));
+  print_line("limits", fmt::format("open files {} (at most {}), locked memory {}",
+                                   limit(m.limits.open_files, false),
+                                   limit(m.limits.open_files_most, false),
+                                   limit(m.limits.locked_bytes, true)));
+  print_line("kernel", fmt::format("futex {}, pidfd {}, memfd {}", yes_no(m.kernel.futex),
+                                   yes_no(m.kernel.pidfd), yes_no(m.kernel.memfd)));
+  print_line("GPUs", m.gpus.count == 0
+                         ? fmt::format("none seen, libcuda.so.1 {}", yes_no(m.gpus.library))
+                         : fmt::format("{} ({}), driver {}, libcuda.so.1 {}", m.gpus.count,
+                                       fmt::join(m.gpus.names, ", "),
+                                       m.gpus.driver.empty() ? "?" : m.gpus.driver,
+                                       yes_no(m.gpus.library)));
+  print_line("network", fmt::format("RDMA devices: {}; libfabric.so.1 {}",
+                                    m.rdma_devices.empty()
+                                        ? "none"
+                                        : fmt::format("{}", fmt::join(m.rdma_devices, ", ")),
+                                    yes_no(m.libfabric)));
+}
+
+void print(const Diagnosis& d) {
+  fmt::print("ferry {}\n\n", FERRY_VERSION);
+  print_machine(d.machine);
+  fmt::print("\nFerry will use\n");
+  print_line("backend", d.use.backend + " (tensors in CPU memory)");
+  print_line("kernels", d.machine.cpu.simd);
+  print_line("threads", "fabric " + d.use.threads);
+  print_line("processes", d.use.processes.empty() ? "no fabric" : "fabric " + d.use.processes);
+  if (!d.tests.empty()) fmt::print("\nSelf-test\n");
+  for (const SelfTest& test : d.tests) {
+    fmt::print("  {:<22} fabric {:<6} {} ({:.2f} s)\n", test.name, test.fabric,
+               test.failure.empty() ? "passed" : "FAILED", test.seconds);
+  }
+  if (!d.findings.empty()) fmt::print("\nWhat is missing\n");
+  for (const Finding& finding : d.findings) {
+    fmt::print("  {}: {}\n      -> {}\n", name_of(finding.weight), finding.what, finding.remedy);
+  }
+  fmt::print("\n{}\n", d.usable() ? "Ferry works on this machine."
+                                  : "Ferry does not work here: see the errors above.");
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& app, int& exit_code) {
+  struct Arguments {
+    bool json = false;
+    bool no_self_test = false;
+  };
+  auto given = std::make_shared<Arguments>();
+  CLI::App* doctor = app.add_subcommand(
+      "doctor", "What is on this machine, what Ferry will use, what is missing and how to get it");
+  doctor->add_flag("--json", given->json, "The same for programs");
+  doctor->add_flag("--no-self-test", given->no_self_test,
+                   "Only look; do not exchange a few rows between two ranks");
+  doctor->footer("\nExit codes: 0 Ferry works here; 1 it does not; 2 wrong command line.");
+  doctor->callback([given, &exit_code] {
+    const Diagnosis diagnosis = diagnose(!given->no_self_test);
+    if (given->json) {
+      fmt::print("{}\n", to_json(diagnosis).dump(2, ' ', false,
+                                                 nlohmann::json::error_handler_t::replace));
+    } else {
+      print(diagnosis);
+    }
+    exit_code = diagnosis.usable() ? 0 : 1;
+  });
+}
+
+}  // namespace ferry::cli

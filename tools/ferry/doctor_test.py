@@ -1,0 +1,57 @@
+"""`ferry doctor` from outside: python3 doctor_test.py FERRY [unittest arguments]"""
+
+import json
+import os
+import subprocess
+import sys
+import unittest
+
+FERRY = ""
+
+
+def doctor(*arguments):
+    return subprocess.run(
+        [FERRY, "doctor", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+class Doctor(unittest.TestCase):
+    def test_json(self):
+        before = set(os.listdir("/dev/shm"))
+        result = doctor("--json")
+        found = json.loads(result.stdout)
+        self.assertEqual(result.returncode, 0 if found["usable"] else 1)
+        self.assertTrue(found["usable"], found["findings"])
+        machine = found["machine"]
+        self.assertEqual(machine["cpu"]["usable_cores"], len(os.sched_getaffinity(0)))
+        self.assertEqual(machine["cpu"]["architecture"], os.uname().machine)
+        self.assertEqual(machine["kernel"]["release"], os.uname().release)
+        self.assertGreater(machine["memory"]["total_bytes"], 0)
+        shm = os.statvfs("/dev/shm")
+        self.assertEqual(machine["shared_memory"]["total_bytes"], shm.f_blocks * shm.f_frsize)
+        self.assertEqual(found["uses"]["backend"], "host")
+        self.assertEqual(found["uses"]["processes"], "shm")
+        self.assertEqual([test["fabric"] for test in found["self_tests"]], ["shm", "local"])
+        self.assertTrue(all(test["passed"] for test in found["self_tests"]))
+        for finding in found["findings"]:
+            self.assertIn(finding["weight"], ("error", "warning", "note"))
+            self.assertTrue(finding["what"] and finding["remedy"])
+        self.assertEqual(set(os.listdir("/dev/shm")) - before, set())
+
+    def test_for_people(self):
+        result = doctor()
+        self.assertEqual(result.returncode, 0, result.stdout)
+        for heading in ("This machine", "Ferry will use", "Self-test", "Ferry works"):
+            self.assertIn(heading, result.stdout)
+        self.assertEqual(result.stdout.count("passed"), 2)
+
+    def test_without_self_test(self):
+        self.assertEqual(json.loads(doctor("--json", "--no-self-test").stdout)["self_tests"], [])
+
+    def test_wrong_command_line(self):
+        self.assertEqual(doctor("--bogus").returncode, 2)
+
+
+if __name__ == "__main__":
+    FERRY = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,32 @@
+// Ranks that live inside this command: as threads, or as forked processes.
+#pragma once
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ferry/bootstrap.hpp"
+
+namespace ferry::cli {
+
+/// What one rank does. It makes its own group from the bootstrap; an exception is its failure.
+using RankBody = std::function<void(int rank, std::shared_ptr<Bootstrap> bootstrap)>;
+
+struct RankFailure {
+  int rank = 0;
+  std::string message{};
+};
+
+struct RankRun {
+  int ranks = 1;
+  bool processes = false;  ///< forked, without exec; so to be called before any thread exists
+  std::chrono::nanoseconds limit = std::chrono::hours(24);  ///< then processes are killed
+  std::function<void()> tick{};  ///< called every 50 ms while ranks run, from the calling thread
+};
+
+/// Runs `body` as every rank and returns when all have ended: the failures, in rank order. When a
+/// process fails, the others get 5 s and are then killed. Throws when ranks cannot be started.
+std::vector<RankFailure> run_ranks(const RankRun& run, const RankBody& body);
+
+}  // namespace ferry::cli

@@ -1,0 +1,414 @@
+"""`ferry run` from outside: exit codes, output, signals, and that nothing stays behind.
+
+python3 run_test.py FERRY [unittest arguments]
+"""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import unittest
+from pathlib import Path
+
+FERRY = ""
+LIMIT = 30  # seconds: of anything
+
+
+def ferry_run(*arguments, **options):
+    return subprocess.run(
+        [FERRY, "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        stdin=options.pop("stdin", subprocess.DEVNULL) if "input" not in options else None,
+        **options,
+    )
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [FERRY, "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        **options,
+    )
+
+
+def shell(script):
+    return ["--", "sh", "-c", script]
+
+
+def runs(pid):
+    """True while the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def read_pids(process, count):
+    """`count` lines like "[0] pid 123" from the job's output, as {123, ...}."""
+    return {int(process.stdout.readline().split()[-1]) for _ in range(count)}
+
+
+class CommandLine(unittest.TestCase):
+    def test_help_and_version(self):
+        version = subprocess.run([FERRY, "--version"], capture_output=True, text=True, timeout=LIMIT)
+        self.assertEqual(version.returncode, 0)
+        self.assertRegex(version.stdout, r"^ferry \d+\.\d+\.\d+\n$")
+        result = ferry_run("--help")
+        self.assertEqual(result.returncode, 0)
+        for word in ("Exit codes", "--keep-going", "--grace", "OMP_NUM_THREADS", "127"):
+            self.assertIn(word, result.stdout)
+
+    def test_wrong_command_lines_are_refused_with_a_reason(self):
+        for arguments, reason in (
+            ([], "--ranks is required"),
+            (["-n", "2"], "no program given"),
+            (["-n", "2", "--"], "no program given"),
+            (["-n", "0", "--", "true"], "1 to 1024"),
+            (["-n", "two", "--", "true"], "two"),
+            (["-n", "2", "--bogus", "--", "true"], "'--bogus' is no option"),
+            (["-n", "2", "--bogus", "true"], "'--bogus' is no option"),
+            (["-n", "2", "true", "--", "true"], "the program comes after --"),
+            (["-n", "2", "--tty-rank", "2", "--", "true"], "0 ... 1"),
+            (["-n", "2", "--port", "70000", "--", "true"], "65535"),
+        ):
+            with self.subTest(arguments=arguments):
+                result = ferry_run(*arguments)
+                self.assertEqual(result.returncode, 2)
+                self.assertIn(reason, result.stdout + result.stderr)
+
+    def test_options_after_the_program_belong_to_it(self):
+        result = ferry_run("-n", "1", "echo", "-n", "5", "--keep-going")
+        self.assertEqual(result.stdout, "[0] 5 --keep-going\n")
+        result = ferry_run("-n", "1", "--", "printf", "%s|", "a b", "--", "$HOME")
+        self.assertEqual(result.stdout, "[0] a b|--|$HOME|\n")
+
+    def test_a_program_that_cannot_start(self):
+        for program, reason in (
+            ("no-such-program-here", "not in PATH"),
+            ("/no/such/program", "No such file"),
+            ("/etc/passwd", "Permission denied"),
+        ):
+            with self.subTest(program=program):
+                result = ferry_run("-n", "3", "--", program)
+                self.assertEqual(result.returncode, 127)
+                self.assertIn(program, result.stderr)
+                self.assertIn(reason, result.stderr)
+                self.assertEqual(len(result.stderr.splitlines()), 1)
+
+
+class Environment(unittest.TestCase):
+    def variables(self, *arguments, **options):
+        names = (
+            "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FERRY_PORT "
+            "FERRY_SECRET OMP_NUM_THREADS"
+        ).split()
+        script = "echo " + " ".join(f"{name}=${name}" for name in names)
+        result = ferry_run(*arguments, *shell(script), **options)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        lines = sorted(result.stdout.splitlines())
+        return [dict(pair.split("=", 1) for pair in line.split()[1:]) for line in lines]
+
+    def clean(self, **more):
+        dropped = ("FERRY_SECRET", "OMP_NUM_THREADS", "RANK")
+        return {k: v for k, v in os.environ.items() if k not in dropped} | more
+
+    def test_what_every_rank_finds(self):
+        ranks = self.variables("-n", "3", env=self.clean(RANK="7", MASTER_PORT="1"))
+        self.assertEqual([v["RANK"] for v in ranks], ["0", "1", "2"])
+        self.assertEqual([v["LOCAL_RANK"] for v in ranks], ["0", "1", "2"])
+        for v in ranks:
+            self.assertEqual(v["WORLD_SIZE"], "3")
+            self.assertEqual(v["LOCAL_WORLD_SIZE"], "3")
+            self.assertEqual(v["MASTER_ADDR"], "127.0.0.1")
+            self.assertEqual(v["OMP_NUM_THREADS"], "1")
+            self.assertGreaterEqual(int(v["MASTER_PORT"]), 1024)
+            self.assertNotEqual(v["MASTER_PORT"], v["FERRY_PORT"])
+            self.assertRegex(v["FERRY_SECRET"], r"^[0-9a-f]{32}$")
+        for name in ("MASTER_PORT", "FERRY_PORT", "FERRY_SECRET"):
+            self.assertEqual(len({v[name] for v in ranks}), 1)
+
+    def test_what_is_kept(self):
+        env = self.clean(FERRY_SECRET="mine", OMP_NUM_THREADS="5")
+        (only,) = self.variables("-n", "1", "--port", "23456", env=env)
+        self.assertEqual(only["FERRY_SECRET"], "mine")
+        self.assertEqual(only["OMP_NUM_THREADS"], "5")
+        self.assertEqual(only["MASTER_PORT"], "23456")
+        (only,) = self.variables("-n", "1", env=self.clean())
+        self.assertEqual(only["OMP_NUM_THREADS"], "")
+
+    def test_jobs_do_not_meet(self):
+        script = "echo $MASTER_PORT $FERRY_PORT $FERRY_SECRET; sleep 0.5"
+        jobs = [start("-n", "1", *shell(script), env=self.clean()) for _ in range(6)]
+        values = [value for job in jobs for value in job.communicate(timeout=LIMIT)[0].split()[1:]]
+        self.assertEqual(len(values), 18)
+        self.assertEqual(len(set(values)), 18)
+
+    def test_the_secret_is_never_printed(self):
+        for script in ("kill -9 $$", "exit 3", "true"):
+            env = self.clean(FERRY_SECRET="deadbeefcafe")
+            result = ferry_run("-n", "2", *shell(script), env=env)
+            self.assertNotIn("deadbeefcafe", result.stdout + result.stderr)
+
+    def test_a_taken_port_is_refused(self):
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            result = ferry_run("-n", "1", "--port", str(port), "--", "true")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn(f"port {port} is in use", result.stderr)
+
+    def test_stdin_goes_to_rank_0_only(self):
+        result = ferry_run("-n", "3", "--", "cat", input="one\ntwo\n")
+        self.assertEqual(result.stdout, "[0] one\n[0] two\n")
+
+
+class Output(unittest.TestCase):
+    def test_prefixes_on_both_streams(self):
+        result = ferry_run("-n", "2", *shell("echo out; echo err >&2"))
+        self.assertEqual(sorted(result.stdout.splitlines()), ["[0] out", "[1] out"])
+        self.assertEqual(sorted(result.stderr.splitlines()), ["[0] err", "[1] err"])
+
+    def test_no_prefix(self):
+        result = ferry_run("-n", "2", "--no-prefix", *shell("echo out"))
+        self.assertEqual(result.stdout, "out\nout\n")
+
+    def test_prefixes_have_one_width(self):
+        result = ferry_run("-n", "11", *shell("echo x"))
+        self.assertIn("[ 3] x\n", result.stdout)
+        self.assertIn("[10] x\n", result.stdout)
+
+    def test_lines_are_never_torn(self):
+        # Lines longer than a pipe's atomic write, in pieces, from several ranks at once.
+        script = (
+            "import os, sys\n"
+            "r = os.environ['RANK']\n"
+            "for i in range(300):\n"
+            "    sys.stdout.write(r * 3000); sys.stdout.flush()\n"
+            "    sys.stdout.write(r * 3000 + '\\n')\n"
+        )
+        result = ferry_run("-n", "4", "--", sys.executable, "-c", script)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        lines = result.stdout.splitlines()
+        self.assertEqual(len(lines), 1200)
+        wanted = {f"[{r}] " + str(r) * 6000 for r in range(4)}
+        self.assertEqual(set(lines), wanted)
+
+    def test_the_last_line_needs_no_newline(self):
+        self.assertEqual(ferry_run("-n", "1", "--", "printf", "end").stdout, "[0] end\n")
+
+    def test_progress_bars_in_a_file(self):
+        script = r"for i in 1 2 3 4 5; do printf '\r%s0%%' $i >&2; sleep 0.05; done; echo >&2"
+        lines = ferry_run("-n", "1", *shell(script)).stderr.splitlines()
+        self.assertEqual(lines[0], "[0] 10%")
+        self.assertEqual(lines[-1], "[0] 50%")
+        self.assertLess(len(lines), 5)
+
+    def on_terminal(self, *arguments, env=None):
+        pid, fd = pty.fork()
+        if pid == 0:
+            os.execve(FERRY, [FERRY, "run", *arguments], dict(os.environ, TERM="xterm", **env or {}))
+        text = b""
+        while True:
+            try:
+                more = os.read(fd, 65536)
+            except OSError:
+                break
+            if not more:
+                break
+            text += more
+        os.close(fd)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
+        return text.decode()
+
+    def test_terminal(self):
+        script = r"printf '10%%\r20%%\r'; echo done; test -t 1 && echo terminal; true"
+        text = self.on_terminal("-n", "1", *shell(script), env={"NO_COLOR": ""})
+        self.assertIn("\r\x1b[K\x1b[36m[0]\x1b[0m 10%", text)
+        self.assertIn("\r\x1b[K\x1b[36m[0]\x1b[0m done\r\n", text)
+        self.assertNotIn("terminal", text)
+        plain = self.on_terminal("-n", "1", *shell(script), env={"NO_COLOR": "1"})
+        self.assertIn("[0] done", plain)
+        self.assertNotIn("\x1b[36m", plain)
+
+    def test_tty_rank(self):
+        script = r"test -t 1 && echo terminal $RANK || echo pipe $RANK"
+        text = self.on_terminal("-n", "2", "--tty-rank", "1", *shell(script), env={"NO_COLOR": "1"})
+        self.assertEqual(sorted(text.split("\r\n")[:-1]), ["[0] pipe 0", "terminal 1"])
+
+    def test_nobody_reads(self):
+        job = start("-n", "2", *shell("while :; do echo $$; done"))
+        pid = int(job.stdout.readline().split()[-1])
+        job.stdout.close()
+        self.assertEqual(job.wait(LIMIT), 141)
+        job.stderr.close()
+        self.assertFalse(runs(pid))
+
+
+class Failure(unittest.TestCase):
+    def test_exit_codes(self):
+        for script, code in (
+            ("exit 0", 0),
+            ("exit 1", 1),
+            ("[ $RANK = 1 ] && exit 42; true", 42),
+            ("kill -9 $$", 137),
+            ("[ $RANK = 2 ] && kill -TERM $$; true", 143),
+        ):
+            with self.subTest(script=script):
+                self.assertEqual(ferry_run("-n", "3", *shell(script)).returncode, code)
+
+    def test_the_first_failure_counts_and_is_named_once(self):
+        script = "case $RANK in 2) exit 7;; *) sleep 0.3; exit 9;; esac"
+        result = ferry_run("-n", "3", *shell(script))
+        self.assertEqual(result.returncode, 7)
+        self.assertEqual(len(result.stderr.splitlines()), 1)
+        self.assertRegex(result.stderr, r"^ferry run: rank 2 \(pid \d+\) exited with code 7; .*5 s")
+
+    def test_the_group_ends_after_the_grace(self):
+        script = "[ $RANK = 1 ] && kill -9 $$; echo pid $$; sleep 60"
+        begin = time.monotonic()
+        result = ferry_run("-n", "3", "--grace", "0.7", *shell(script))
+        took = time.monotonic() - begin
+        self.assertEqual(result.returncode, 137)
+        self.assertIn("was killed by signal 9 (SIGKILL)", result.stderr)
+        self.assertIn("ending ranks 0, 2", result.stderr)
+        self.assertGreater(took, 0.6)
+        self.assertLess(took, 5)
+        for line in result.stdout.splitlines():
+            self.assertFalse(runs(int(line.split()[-1])))
+
+    def test_the_grace_is_used(self):
+        script = "[ $RANK = 1 ] && exit 3; sleep 0.5; echo survived"
+        result = ferry_run("-n", "2", "--grace", "5", *shell(script))
+        self.assertEqual(result.returncode, 3)
+        self.assertEqual(result.stdout, "[0] survived\n")
+
+    def test_sigterm_comes_before_sigkill(self):
+        script = "[ $RANK = 1 ] && { sleep 0.4; exit 3; }; trap 'echo ended; exit 0' TERM; sleep 60 & wait"
+        result = ferry_run("-n", "2", "--grace", "0.3", *shell(script))
+        self.assertEqual(result.stdout, "[0] ended\n")
+
+    def test_who_ignores_sigterm_is_killed(self):
+        script = "[ $RANK = 1 ] && { sleep 0.4; exit 3; }; trap '' TERM; echo pid $$; sleep 60; sleep 60"
+        begin = time.monotonic()
+        result = ferry_run("-n", "2", "--grace", "0", *shell(script))
+        self.assertEqual(result.returncode, 3)
+        self.assertGreater(time.monotonic() - begin, 1.9)
+        self.assertFalse(runs(int(result.stdout.split()[-1])))
+
+    def test_a_stopped_rank_is_ended_too(self):
+        script = "[ $RANK = 1 ] && { sleep 0.3; exit 3; }; kill -STOP $$; sleep 60"
+        begin = time.monotonic()
+        self.assertEqual(ferry_run("-n", "2", "--grace", "0", *shell(script)).returncode, 3)
+        self.assertLess(time.monotonic() - begin, 5)
+
+    def test_keep_going(self):
+        script = "[ $RANK = 0 ] && exit 5; [ $RANK = 1 ] && { sleep 0.2; exit 6; }; sleep 0.8; echo on"
+        result = ferry_run("-n", "3", "--keep-going", "--grace", "0", *shell(script))
+        self.assertEqual(result.returncode, 5)
+        self.assertEqual(result.stdout, "[2] on\n")
+        self.assertIn("rank 0", result.stderr)
+        self.assertIn("rank 1", result.stderr)
+        self.assertIn("--keep-going", result.stderr)
+
+
+class Signals(unittest.TestCase):
+    def test_the_first_signal_is_passed_on_once(self):
+        script = (
+            "import os, signal, time\n"
+            "got = []\n"
+            "signal.signal(signal.SIGINT, lambda s, f: got.append(s))\n"
+            "signal.signal(signal.SIGTERM, lambda s, f: got.append(s))\n"
+            "print('pid', os.getpid(), flush=True)\n"
+            "end = time.monotonic() + 1\n"
+            "while time.monotonic() < end: time.sleep(0.05)\n"
+            "print(*map(int, got), flush=True)\n"
+        )
+        for which in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(signal=which):
+                job = start("-n", "2", "--", sys.executable, "-c", script)
+                read_pids(job, 2)
+                job.send_signal(which)
+                out, _ = job.communicate(timeout=LIMIT)
+                self.assertEqual(job.returncode, 0)
+                self.assertEqual(sorted(out.splitlines()), [f"[{r}] {int(which)}" for r in (0, 1)])
+
+    def test_the_exit_code_tells_the_signal(self):
+        job = start("-n", "2", *shell("echo pid $$; exec sleep 60"))
+        pids = read_pids(job, 2)
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=LIMIT)
+        self.assertEqual(job.returncode, 143)
+        self.assertFalse(any(runs(pid) for pid in pids))
+
+    def test_the_second_signal_kills(self):
+        job = start("-n", "2", *shell("trap '' INT TERM; echo pid $$; sleep 60; sleep 60"))
+        pids = read_pids(job, 2)
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        self.assertIsNone(job.poll())
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=LIMIT)
+        self.assertEqual(job.returncode, 137)
+        self.assertFalse(any(runs(pid) for pid in pids))
+
+
+class NothingStays(unittest.TestCase):
+    HELPERS = "sleep 61 & echo pid $!; sleep 62 & echo pid $!; echo pid $$;"
+
+    def test_what_a_rank_leaves_behind(self):
+        job = start("-n", "2", *shell(self.HELPERS))
+        pids = read_pids(job, 6)
+        job.communicate(timeout=LIMIT)
+        self.assertEqual(job.returncode, 0)
+        self.assertFalse(any(runs(pid) for pid in pids))
+
+    def test_launcher_killed(self):
+        job = start("-n", "2", *shell(self.HELPERS + "wait"))
+        pids = read_pids(job, 6)
+        self.assertTrue(all(runs(pid) for pid in pids))
+        job.kill()
+        job.wait(LIMIT)
+        self.assertTrue(wait_until(lambda: not any(runs(pid) for pid in pids)))
+        job.stdout.close()
+        job.stderr.close()
+
+    def test_no_process_of_the_launcher_remains(self):
+        mark = f"FERRY_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+        env = dict(os.environ, **dict([mark.split("=")]))
+        for script in (self.HELPERS, "kill -9 $$", self.HELPERS + "exit 3"):
+            ferry_run("-n", "2", "--grace", "0", *shell(script), env=env)
+        left = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and runs(entry.name):
+                try:
+                    if mark.encode() in (entry / "environ").read_bytes():
+                        left.append((entry / "cmdline").read_bytes())
+                except OSError:
+                    pass
+        self.assertEqual(left, [])
+
+    def test_no_descriptor_is_inherited(self):
+        result = ferry_run("-n", "2", *shell("ls -1 /proc/self/fd | sort -n | tail -n 1"))
+        highest = {int(re.sub(r"\[\d\] ", "", line)) for line in result.stdout.splitlines()}
+        self.assertLessEqual(max(highest), 3)  # 3: the folder that ls reads
+
+
+if __name__ == "__main__":
+    FERRY = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,82 @@
+"""Every header compiles alone, so that nobody must know what to include before it.
+
+A file that is meant to be included inside something else (a namespace for each instruction set,
+say) is not a header: it ends in .inc.
+
+check_headers.py [ROOT]      prints the compiler's words for each that does not; exit status 1
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FLAGS = [
+    "-std=c++20",
+    "-fsyntax-only",
+    "-fmax-errors=3",
+    "-Wall",
+    "-Wextra",
+    "-Wpedantic",
+    "-Wshadow",
+    "-Werror",
+]
+
+
+def python_flags() -> list[str]:
+    """Where the headers of Python and nanobind are, for python/src."""
+    import nanobind
+
+    folders = [sysconfig.get_path("include"), nanobind.include_dir()]
+    return [f"-isystem{folder}" for folder in folders]
+
+
+def compile_alone(root: Path, header: Path) -> str:
+    """Empty if the header compiles alone, else what the compiler said."""
+    compiler = os.environ.get("CXX", "g++")
+    include = ["-I", "include"]
+    if header.parts[0] != "include":  # a public header must do without ours
+        include += ["-I", "src"]
+    if header.parts[:2] == ("python", "src"):
+        include += ["-I", "python/src", *python_flags()]
+    source = f'#include "{(root / header).as_posix()}"\n'
+    done = subprocess.run(
+        [compiler, *FLAGS, *include, "-x", "c++", "-"],
+        cwd=root,
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if done.returncode == 0 else f"{header} does not compile alone:\n{done.stderr}"
+
+
+def headers(root: Path) -> list[Path]:
+    found = []
+    for top in ("include", "src", "tools", "python/src", "examples"):
+        for file in sorted((root / top).rglob("*.hpp")):
+            found.append(file.relative_to(root))
+    return found
+
+
+def check(root: Path) -> list[str]:
+    """What is wrong, one entry for each header that does not compile alone."""
+    jobs = int(os.environ.get("JOBS", os.cpu_count() or 2))
+    with ThreadPoolExecutor(jobs) as pool:
+        answers = pool.map(lambda header: compile_alone(root, header), headers(root))
+        return [answer for answer in answers if answer]
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
+    faults = check(root)
+    print("\n".join(faults), end="")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Holds the arrows of the house: who may include whom (docs/design.md, "One question a folder").
+
+    python, tools, examples, bench -> include <- api <- {host, cuda} -> protocol -> core
+    {host, cuda} -> fabric -> core,  bootstrap -> core
+
+`include/ferry` is the vocabulary: it includes nothing of ours but itself, and every floor may
+include it. `src/api` picks the engine, the fabric and the bootstrap, so it may include all of
+src. Besides our own headers, what an outside header stands for has a floor of its own, too: a
+socket is not seen in core, nanobind is not seen outside python/src.
+
+    check_includes.py [ROOT]      prints one line for each wrong include; exit status 1 if any
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = {".hpp", ".cpp", ".h", ".inc", ".cu", ".cuh"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
+
+# A floor: the folder, and the floors that its files may include besides their own.
+FLOORS = {
+    "include/ferry": set(),
+    "src/core": {"include/ferry"},
+    "src/protocol": {"include/ferry", "src/core"},
+    "src/fabric": {"include/ferry", "src/core"},
+    "src/bootstrap": {"include/ferry", "src/core"},
+    "src/host": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
+    "src/cuda": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
+    "src/api": {
+        "include/ferry",
+        "src/core",
+        "src/protocol",
+        "src/fabric",
+        "src/bootstrap",
+        "src/host",
+        "src/cuda",
+    },
+    "tools": {"include/ferry"},
+    "python/src": {"include/ferry"},
+    "examples": {"include/ferry"},
+    "bench": {"include/ferry"},
+}
+# tests/ holds what no folder owns: it may look everywhere.
+UNBOUND = ("tests",)
+
+OUTSIDE = (
+    # (what, headers, floors that may include them; a test may include the first group anywhere)
+    ("test libraries", re.compile(r"^(gtest|gmock|rapidcheck)([./]|$)"), ()),
+    ("Google Benchmark", re.compile(r"^benchmark/"), ("bench",)),
+    (
+        "Python and nanobind",
+        re.compile(r"^(nanobind/|Python\.h|dlpack/|pybind11/)"),
+        ("python/src",),
+    ),
+    (
+        "the CLI and JSON libraries",
+        re.compile(r"^(CLI/|nlohmann/)"),
+        ("tools", "bench", "examples"),
+    ),
+    (
+        "CUDA",
+        re.compile(r"^(cuda|cooperative_groups|cub/|thrust/|nccl)"),
+        ("src/cuda", "src/fabric/cuda"),
+    ),
+    (
+        "sockets",
+        re.compile(r"^(sys/socket\.h|sys/un\.h|netinet/|arpa/|netdb\.h|net/|ifaddrs\.h)"),
+        ("src/fabric", "src/bootstrap", "tools"),
+    ),
+    ("networks' libraries", re.compile(r"^(rdma/|infiniband/)"), ("src/fabric",)),
+    (
+        "the operating system",
+        re.compile(r"^([a-z0-9_]+\.h|sys/.*|linux/.*|asm/.*)$"),
+        (
+            "src/protocol",
+            "src/fabric",
+            "src/bootstrap",
+            "src/host",
+            "src/cuda",
+            "src/api",
+            "tools",
+            "python/src",
+            "bench",
+            "examples",
+        ),
+    ),
+)
+# C headers that only compute, and intrinsics: core may use them.
+HARMLESS = re.compile(
+    r"^(std(int|def|io|lib|arg)|string|math|float|limits|inttypes|assert|errno|"
+    r"[a-z0-9]*intrin|arm_neon|arm_bf16|arm_fp16|cpuid)\.h$"
+)
+# Pure: no threads, no clocks that run, no files of the system's own.
+PURE = {"include/ferry": set(), "src/core": {"thread", "mutex", "condition_variable", "future"}}
+
+
+@dataclass(frozen=True)
+class Fault:
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def floor_of(path: Path) -> str | None:
+    """The floor that a path relative to the root lies on; None: bound by nothing."""
+    text = path.as_posix()
+    return next((floor for floor in FLOORS if text.startswith(floor + "/")), None)
+
+
+def is_test(path: Path) -> bool:
+    return path.stem.endswith("_test") or path.parts[0] in UNBOUND or "tests" in path.parts[:-1]
+
+
+def resolve(root: Path, path: Path, name: str) -> Path | None:
+    """The file of ours that `#include "name"` in `path` means, relative to the root."""
+    for base in (path.parent, Path("src"), Path("include"), Path("python/src"), Path()):
+        candidate = base / name
+        if (root / candidate).is_file():
+            return candidate
+    return None
+
+
+def check_ours(path: Path, line: int, name: str, target: Path) -> list[Fault]:
+    mine, theirs = floor_of(path), floor_of(target)
+    if mine is None or theirs == mine or (theirs is not None and theirs in FLOORS[mine]):
+        return []
+    if theirs is None and is_test(path):
+        return []
+    if theirs is None and target.parts[0] == path.parts[0]:
+        return []
+    allowed = ", ".join(sorted(FLOORS[mine])) or "nothing of ours but itself"
+    return [
+        Fault(
+            path, line, f'"{name}" lies in {theirs or target.parent}; {mine} may include {allowed}'
+        )
+    ]
+
+
+def check_outside(path: Path, line: int, name: str) -> list[Fault]:
+    floor = floor_of(path)
+    if floor is None:
+        return []
+    if name in PURE.get(floor, ()) and not is_test(path):
+        return [Fault(path, line, f"<{name}>: {floor} is pure, it starts and waits for nothing")]
+    if HARMLESS.match(name):
+        return []
+    for what, pattern, floors in OUTSIDE:
+        if not pattern.match(name):
+            continue
+        if is_test(path) and what in ("test libraries", "the operating system"):
+            return []
+        if not any(path.as_posix().startswith(allowed + "/") for allowed in floors):
+            places = ", ".join(floors) or "tests"
+            return [Fault(path, line, f"<{name}>: {what}: only in {places}")]
+        return []
+    if floor == "include/ferry" and ("/" in name or name.endswith((".h", ".hpp"))):
+        return [Fault(path, line, f"<{name}>: public headers include only the standard library")]
+    return []
+
+
+def check_file(root: Path, path: Path) -> list[Fault]:
+    """All faults of one file; `path` is relative to `root`."""
+    faults = []
+    lines = (root / path).read_text(encoding="utf-8").splitlines()
+    if path.suffix in {".hpp", ".cuh"} and not any(x.strip() == "#pragma once" for x in lines):
+        faults.append(Fault(path, 1, "a header starts with #pragma once"))
+    for part in (*path.parts[:-1], path.stem):
+        if part.lower() in FORBIDDEN_NAMES:
+            faults.append(Fault(path, 1, f"'{part}': a helper lives with its user, then in core"))
+    for number, text in enumerate(lines, 1):
+        found = INCLUDE.match(text)
+        if not found:
+            continue
+        quoted, name = found[1] == '"', found[2]
+        if name.startswith(("../", "./", "/")):
+            faults.append(Fault(path, number, f'"{name}": name it from src/ or include/'))
+            continue
+        target = resolve(root, path, name) if quoted or name.startswith("ferry/") else None
+        if target is not None:
+            faults += check_ours(path, number, name, target)
+        elif quoted:
+            faults.append(
+                Fault(path, number, f'"{name}": no such file; use <> for others\' headers')
+            )
+        else:
+            faults += check_outside(path, number, name)
+    return faults
+
+
+def check(root: Path) -> list[Fault]:
+    """All faults below `root`."""
+    faults = []
+    for top in ("include", "src", "tools", "python", "examples", "bench", "tests"):
+        for file in sorted((root / top).rglob("*")):
+            if file.suffix in SUFFIXES and file.is_file() and "build" not in file.parts:
+                faults += check_file(root, file.relative_to(root))
+    return faults
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
+    faults = check(root)
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The include checker lets right arrows through and catches each wrong one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import check_includes
+
+HOUSE = [
+    "include/ferry/error.hpp",
+    "src/core/plan.hpp",
+    "src/protocol/barrier.hpp",
+    "src/fabric/fabric.hpp",
+    "src/fabric/shm/segment.hpp",
+    "src/bootstrap/store.hpp",
+    "src/host/engine.hpp",
+    "src/cuda/engine.hpp",
+    "src/api/group_impl.hpp",
+    "tools/ferry/run.hpp",
+    "python/src/bindings.hpp",
+    "tests/conformance/reference.hpp",
+]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    for name in HOUSE:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#pragma once\n")
+    return tmp_path
+
+
+def faults_of(house: Path, path: str, *includes: str) -> list[str]:
+    file = house / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = ["#pragma once", *(f"#include {include}" for include in includes)]
+    file.write_text("\n".join(lines) + "\n")
+    return [str(fault) for fault in check_includes.check(house)]
+
+
+RIGHT = [
+    ("include/ferry/group.hpp", "<vector>", "<ferry/error.hpp>", '"ferry/error.hpp"'),
+    ("src/core/layout.hpp", '"core/plan.hpp"', '"ferry/error.hpp"', "<immintrin.h>", "<bit>"),
+    ("src/protocol/swap.hpp", '"core/plan.hpp"', "<linux/futex.h>", "<atomic>"),
+    ("src/fabric/shm/shm.cpp", '"fabric/fabric.hpp"', "<sys/mman.h>", "<sys/socket.h>"),
+    ("src/bootstrap/tcp.cpp", '"core/plan.hpp"', "<netinet/in.h>"),
+    ("src/host/dispatch.cpp", '"protocol/barrier.hpp"', '"fabric/fabric.hpp"', "<thread>"),
+    ("src/api/group.cpp", '"host/engine.hpp"', '"cuda/engine.hpp"', '"bootstrap/store.hpp"'),
+    ("src/core/plan_test.cpp", '"core/plan.hpp"', "<gtest/gtest.h>", "<thread>"),
+    ("src/core/q_test.cpp", '"tests/conformance/reference.hpp"'),
+    ("tools/ferry/main.cpp", "<ferry/error.hpp>", '"run.hpp"', "<CLI/CLI.hpp>", "<unistd.h>"),
+    ("python/src/group.cpp", "<ferry/error.hpp>", '"bindings.hpp"', "<nanobind/nanobind.h>"),
+    ("tests/conformance/all_test.cpp", '"host/engine.hpp"', '"reference.hpp"', "<gtest/gtest.h>"),
+]
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case[0])
+def test_right_arrows_pass(house: Path, case: tuple[str, ...]) -> None:
+    assert faults_of(house, *case) == []
+
+
+WRONG = [
+    ("include/ferry/group.hpp", '"core/plan.hpp"'),
+    ("include/ferry/group.hpp", "<sys/mman.h>"),
+    ("include/ferry/group.hpp", "<fmt/format.h>"),
+    ("src/core/plan.cpp", '"protocol/barrier.hpp"'),
+    ("src/core/plan.cpp", '"fabric/fabric.hpp"'),
+    ("src/core/plan.cpp", "<unistd.h>"),
+    ("src/core/plan.cpp", "<thread>"),
+    ("src/core/plan.cpp", "<gtest/gtest.h>"),
+    ("src/core/plan_test.cpp", '"host/engine.hpp"'),
+    ("src/protocol/swap.cpp", '"fabric/fabric.hpp"'),
+    ("src/protocol/swap.cpp", "<sys/socket.h>"),
+    ("src/fabric/local.cpp", '"protocol/barrier.hpp"'),
+    ("src/fabric/local.cpp", '"host/engine.hpp"'),
+    ("src/bootstrap/tcp.cpp", '"fabric/fabric.hpp"'),
+    ("src/host/a.cpp", '"cuda/engine.hpp"'),
+    ("src/host/a.cpp", '"bootstrap/store.hpp"'),
+    ("src/host/a.cpp", '"api/group_impl.hpp"'),
+    ("src/cuda/a.cpp", '"host/engine.hpp"'),
+    ("src/host/a.cpp", "<cuda_runtime.h>"),
+    ("src/host/a.cpp", "<nanobind/nanobind.h>"),
+    ("src/api/a.cpp", '"ferry/run.hpp"'),
+    ("tools/ferry/main.cpp", '"core/plan.hpp"'),
+    ("python/src/a.cpp", '"host/engine.hpp"'),
+    ("src/host/a.cpp", '"../core/plan.hpp"'),
+    ("src/host/a.cpp", '"core/no_such_file.hpp"'),
+    ("src/host/utils.hpp", "<vector>"),
+    ("src/common/a.hpp", "<vector>"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(case))
+def test_wrong_arrows_are_caught(house: Path, case: tuple[str, ...]) -> None:
+    faults = faults_of(house, *case)
+    assert len(faults) == 1
+    assert faults[0].startswith(case[0] + ":")
+
+
+def test_pragma_once_is_asked_for(house: Path) -> None:
+    (house / "src/core/naked.hpp").write_text("int x;\n")
+    assert [fault.line for fault in check_includes.check(house)] == [1]
