@@ -187,8 +187,9 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
       }
       me.board.notes[1].fetch_add(1);
       EXPECT_TRUE(eventually([&] { return me.board.notes[2] == 1; }));  // the parent counted
-      if (forgets && me.rank() == 0) fabric->forget(2);
-      if (forgets && me.rank() == 0) EXPECT_TRUE(names_of({pid_t(me.board.notes[3])}).empty());
+      if (!forgets || me.rank() != 0) return;
+      fabric->forget(2);
+      EXPECT_TRUE(names_of({static_cast<pid_t>(me.board.notes[3])}).empty());
     });
     const auto pids = pids_of(ranks, 3);
     ranks.board().notes[3] = ranks.pid(2);
@@ -264,29 +265,66 @@ TEST(ShmFabric, MoreThanDevShmHoldsIsRefused) {
   });
 }
 
-// The kernel, not the look at free space, must be the one that refuses: two ranks fill it at once.
-TEST(ShmFabric, AFullDevShmIsAnErrorAndNeverASignal) {
-  Processes ranks(kShm, 1, [](Rank& me) {
-    if (unshare(CLONE_NEWNS) != 0 ||
-        mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-        mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4m") != 0) {
-      std::printf("not shown: this test needs the right to mount\n");
-      return;
-    }
+/// A small /dev/shm for this process alone; false without the right to mount.
+bool private_dev_shm(const char* options) {
+  if (unshare(CLONE_NEWNS) == 0 && mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+      mount("tmpfs", "/dev/shm", "tmpfs", 0, options) == 0) {
+    return true;
+  }
+  std::printf("not shown: this test needs the right to mount\n");
+  return false;
+}
+
+TEST(ShmFabric, AFullDevShmIsAnError) {
+  run_ranks(kShm, 1, [](Rank& me) {
+    if (!private_dev_shm("size=4m")) return;
     const auto fabric = me.make();
     std::vector<Segment> segments;
-    expect_error(ErrorKind::exhausted, {"/dev/shm"}, [&] {
+    expect_error(ErrorKind::exhausted, {"rank 0", "/dev/shm", "needed 602112", "free 581632"}, [&] {
       for (int i = 0; i < 100; ++i) {
         segments.push_back(fabric->register_memory(600'000));
         std::memset(segments.back().data, 1, 600'000);
       }
     });
     EXPECT_EQ(segments.size(), 6u);
-    // A hole that only the reservation can find: free space seems to suffice, inodes do not.
-    EXPECT_EQ(mount("tmpfs", "/dev/shm", "tmpfs", MS_REMOUNT, "nr_inodes=1"), 0);
-    (void)me;
   });
-  ranks.expect_success();
+  run_ranks(kShm, 2, [](Rank& me) {
+    if (!private_dev_shm("size=4m,nr_inodes=3")) return;  // the folder and two files
+    if (me.rank() == 1) return;
+    const std::string name = object_name({1, 2}, this_process(), 0, 0);
+    create_object(name + "a", 4096, 0);
+    create_object(name + "b", 4096, 0);
+    expect_error(ErrorKind::exhausted, {"shm_open"}, [&] { create_object(name + "c", 4096, 0); });
+  });
+}
+
+// Free space looks sufficient to both, and is not: the reservation decides, nobody gets SIGBUS.
+TEST(ShmFabric, TwoThatFillDevShmTogetherGetNoSignal) {
+  run_ranks(kShm, 1, [](Rank&) {
+    if (!private_dev_shm("size=4m")) return;
+    const std::string name = object_name({1, 2}, this_process(), 0, 0);
+    std::vector<pid_t> children;
+    for (const char* suffix : {"a", "b"}) {
+      children.push_back(fork());
+      if (children.back() != 0) continue;
+      for (int i = 0; i < 100; ++i) {
+        try {
+          const SharedObject object = create_object(name + suffix, 3 << 20, 0);
+          std::memset(object.memory->data(), 1, 3 << 20);
+          shm_unlink((name + suffix).c_str());
+        } catch (const Error& e) {
+          if (e.kind() != ErrorKind::exhausted) _exit(2);
+          if (access(("/dev/shm" + name + suffix).c_str(), F_OK) == 0) _exit(3);  // a name is left
+        }
+      }
+      _exit(0);
+    }
+    for (const pid_t child : children) {
+      int status = -1;
+      waitpid(child, &status, 0);
+      EXPECT_EQ(status, 0);
+    }
+  });
 }
 
 TEST(ShmFabric, AnObjectThatIsNotThePeersIsRefused) {

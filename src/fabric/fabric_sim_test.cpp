@@ -93,10 +93,15 @@ TEST(SimFabric, AFlagWaitsForBytesSentAfterIt) {
       fabric->put(1, {0, 500}, data.data(), 100, 8);  // another tag does not count
     }
     me.barrier();
-    if (me.rank() == 1) EXPECT_FALSE(await_flag(mine, 0, 1, 30ms));
+    if (me.rank() == 1) {
+      EXPECT_FALSE(await_flag(mine, 0, 1, 30ms));
+    }
     me.barrier();
-    if (me.rank() == 0) fabric->put(1, {0, 200}, data.data(), 40, 7);
-    if (me.rank() == 1) EXPECT_TRUE(await_flag(mine, 0, 1));
+    if (me.rank() == 0) {
+      fabric->put(1, {0, 200}, data.data(), 40, 7);
+    } else {
+      EXPECT_TRUE(await_flag(mine, 0, 1));
+    }
     me.barrier();
   });
 }
@@ -136,7 +141,9 @@ TEST(SimFabric, AFailedRankVanishes) {
       fabric->put(2, {0, 64}, &word, 8, 2);
       fabric->publish(2, {0, 0}, 1, 0, 2);
     }
-    if (me.rank() == 0) EXPECT_TRUE(await_flag(mine, 0, 1));
+    if (me.rank() == 0) {
+      EXPECT_TRUE(await_flag(mine, 0, 1));
+    }
     me.barrier();
     if (me.rank() != 1) {
       EXPECT_FALSE(await_flag(mine, me.rank() == 0 ? 8 : 0, 1, 30ms));

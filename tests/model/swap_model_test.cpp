@@ -45,13 +45,59 @@ Report swap(const Case& what, std::uint64_t seed = 0) {
 }
 
 TEST(SwapModel, IsSound) {
-  expect_sound("2 ranks, 4 generations, 3 preemptions", swap({2, 4, false, {3, 0}}));
-  expect_sound("3 ranks, 3 generations", swap({3, 3, false, {2, 0}}));
-  expect_sound("2 ranks, 4 generations, deadline", swap({2, 4, false, {2, 2}}));
-  expect_sound("3 ranks, 3 generations, deadline", swap({3, 3, false, {2, 1}}));
-  expect_sound("2 ranks, 4 generations, network", swap({2, 4, true, {2, 0, 3000000, kAnyOrder}}));
-  expect_sound("3 ranks, 3 generations, network", swap({3, 3, true, {2, 0}, 1})); expect_sound("3 ranks, 3 generations, network, 2 words", swap({3, 3, true, {2, 0}}));
-  expect_sound("2 ranks, 3 generations, network, deadline", swap({2, 3, true, {2, 1}}));
+  expect_sound("swap, 2 ranks, 4 generations, 3 preemptions", swap({2, 4, false, {3, 0}}));
+  expect_sound("swap, 3 ranks, 3 generations", swap({3, 3, false, {2, 0}}));
+}
+
+TEST(SwapModel, IsSoundWhenDeadlinesEndWaits) {
+  expect_sound("swap, 2 ranks, 4 generations, 2 deadlines", swap({2, 4, false, {2, 2}}));
+  expect_sound("swap, 3 ranks, 2 generations, 1 deadline", swap({3, 2, false, {2, 1}}));
+  expect_sound("swap, 2 ranks, network, 1 deadline", swap({2, 3, true, {2, 1}}));
+}
+
+TEST(SwapModel, IsSoundOnANetwork) {
+  expect_sound("swap, 2 ranks, 4 generations, any order",
+               swap({2, 4, true, {.preemptions = 2, .overtakes = kAnyOrder}}));
+  expect_sound("swap, 3 ranks, 3 generations, 2 overtakes", swap({3, 3, true, {2, 0}}));
+}
+
+TEST(SwapModel, RandomSchedulesOfManyRanks) {
+  for (const bool network : {false, true}) {
+    Case large{network ? 4 : 8, 5, network, {}};
+    large.bounds = {.preemptions = 50, .executions = 300, .overtakes = 50};
+    const Report report = swap(large, 20261121);
+    EXPECT_TRUE(report.passed) << report.failure << "\n" << report.schedule;
+  }
+}
+
+struct OneSlot : SwapTraits {
+  static constexpr std::uint64_t kSlots = 1;
+};
+struct Uncounted : SwapTraits {
+  static constexpr bool kCounted = false;
+};
+
+TEST(SwapModel, MutantsAreCaught) {
+  const Case memory{3, 3, false, {2, 0}};
+  const Case network{2, 3, true, {2, 0}};
+  expect_caught("swap: relaxed publish", swap<SwapTraits, RelaxedPublish>(memory));
+  expect_caught("swap: relaxed await", swap<WithAwait<SwapTraits, RelaxedAwait>>(memory));
+  expect_caught("swap: ==", swap<WithAwait<SwapTraits, EqualAwait>>(memory));
+  expect_caught("swap: previous generation", swap<WithAwait<SwapTraits, PreviousAwait>>(memory));
+  expect_caught("swap: any generation", swap<WithAwait<SwapTraits, AnyAwait>>(memory));
+  expect_caught("swap: last rank not awaited",
+                swap<WithAwait<SwapTraits, NotTheLastAwait>>(memory));
+  expect_caught("swap: one slot", swap<OneSlot>(memory));
+  expect_caught("swap: bytes not counted", swap<Uncounted>(network));
+}
+
+// The bookkeeping of counted signals, under swap: the one protocol whose generations overlap.
+TEST(CountedSignalModel, MutantsAreCaught) {
+  const Case network{2, 3, true, {2, 0}};
+  expect_caught("counted: all tags together", swap<SwapTraits, CountTogether>(network));
+  expect_caught("counted: nothing", swap<SwapTraits, CountNothing>(network));
+  expect_caught("counted: one piece is enough", swap<SwapTraits, CountFirstPiece>(network));
+  expect_caught("counted: flags in any order", swap<SwapTraits, AnyOrder>(network));
 }
 
 }  // namespace

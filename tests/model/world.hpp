@@ -66,8 +66,8 @@ class World {
         int fibers = 0)
       : explorer_(explorer),
         case_(what),
-        one_fiber_a_rank_(fibers == 0),
-        net_(what.ranks, fibers > 0 ? fibers : what.ranks, std::move(channels)) {}
+        fibers_(fibers > 0 ? fibers : what.ranks),
+        net_(what.ranks, fibers_, std::move(channels)) {}
 
   class Reach {
    public:
@@ -123,24 +123,41 @@ class World {
   const Case& what() const { return case_; }
   Explorer& explorer() { return explorer_; }
 
-  /// Completes a scenario: setup, the check of the outcomes, the network.
+  /// Explores `body(fiber)`, which returns its last status. Checks that nobody gives up unless a
+  /// slice ended early. With a seed: random executions instead of all.
   template <class Body>
   Report run(Body body, std::uint64_t seed = 0) {
+    Scenario scenario = scenario_for(body);
+    return seed == 0 ? explorer_.explore(scenario, case_.bounds)
+                     : explorer_.sample(scenario, case_.bounds, seed);
+  }
+
+  /// The same with a rank that never comes; `finish` looks at the outcomes.
+  template <class Body, class Finish>
+  Report run_without_one(Body body, Finish finish) {
+    Scenario scenario = scenario_for(body);
+    scenario.silent_rank = true;
+    scenario.finish = [&] { finish(outcomes_); };
+    return explorer_.explore(scenario, case_.bounds);
+  }
+
+ private:
+  template <class Body>
+  Scenario scenario_for(Body& body) {
     Scenario scenario;
-    scenario.fibers = case_.ranks;
+    scenario.fibers = fibers_;
     scenario.setup = [this] { reset(); };
     scenario.body = [this, &body](int rank) {
       outcomes_[static_cast<std::size_t>(rank)] = body(rank);
     };
     scenario.finish = [this] {
       if (explorer_.slices_used()) return;  // then some ranks may have given up
-      for (int rank = 0; rank < case_.ranks; ++rank) {
-        if (!outcomes_[static_cast<std::size_t>(rank)].ok()) explorer_.fail("gave up without cause");
+      for (int fiber = 0; fiber < fibers_; ++fiber) {
+        if (!outcomes_[static_cast<std::size_t>(fiber)].ok()) explorer_.fail("gave up without cause");
       }
     };
     scenario.wire = case_.network ? &net_ : nullptr;
-    return seed == 0 ? explorer_.explore(scenario, case_.bounds)
-                     : explorer_.sample(scenario, case_.bounds, seed);
+    return scenario;
   }
 
   void reset() {
@@ -150,14 +167,13 @@ class World {
       for (const Named& it : named_) {
         explorer_.name(address(rank, it.place), it.bytes,
                        std::string(it.what) + "@" + std::to_string(rank));
-        if (it.flags && one_fiber_a_rank_) {
+        if (it.flags && fibers_ == case_.ranks) {
           explorer_.only_reader(address(rank, it.place), it.bytes, rank);
         }
       }
     }
   }
 
- private:
   struct Named {
     Place place;
     std::uint64_t bytes;
@@ -166,7 +182,7 @@ class World {
   };
   Explorer& explorer_;
   Case case_;
-  bool one_fiber_a_rank_;
+  int fibers_;
   Net net_;
   std::uint64_t taken_ = 0;
   std::vector<Named> named_;
@@ -189,6 +205,53 @@ inline void expect_payload(const std::byte* at, const Payload& expected, std::ui
     if (got[i] != expected[i]) Explorer::current().fail("wrong data on ", at);
   }
 }
+
+/// An order weakened, a comparison broken, a flag not awaited: mutants of every wait.
+struct RelaxedAwait : protocol::AwaitTraits {
+  static constexpr protocol::order kLoad = protocol::order::relaxed;
+};
+struct EqualAwait : protocol::AwaitTraits {
+  static constexpr bool reached(std::uint64_t seen, std::uint64_t wanted) { return seen == wanted; }
+};
+struct PreviousAwait : protocol::AwaitTraits {
+  static constexpr bool reached(std::uint64_t seen, std::uint64_t wanted) {
+    return seen + 1 >= wanted;
+  }
+};
+struct AnyAwait : protocol::AwaitTraits {  // "something came": forgets the generation
+  static constexpr bool reached(std::uint64_t seen, std::uint64_t) { return seen > 0; }
+};
+struct NotTheLastAwait : protocol::AwaitTraits {
+  static constexpr int awaited(int ranks) { return ranks - 1; }
+};
+template <class Traits, class NewAwait>
+struct WithAwait : Traits {
+  using Await = NewAwait;
+};
+
+/// Mutants of the network's bookkeeping.
+struct CountTogether : Sound {
+  struct Counted : protocol::CountedTraits {
+    static constexpr std::uint64_t counter(std::uint64_t) { return 0; }
+  };
+};
+struct CountNothing : Sound {
+  struct Counted : protocol::CountedTraits {
+    static constexpr bool complete(std::uint64_t, std::uint64_t) { return true; }
+  };
+};
+struct CountFirstPiece : Sound {
+  struct Counted : protocol::CountedTraits {
+    static constexpr bool complete(std::uint64_t landed, std::uint64_t bytes) {
+      return landed > 0 || bytes == 0;
+    }
+  };
+};
+struct AnyOrder : Sound {
+  struct Counted : protocol::CountedTraits {
+    static constexpr bool kInOrder = false;
+  };
+};
 
 /// Everything within the bounds was explored and nothing was wrong.
 inline void expect_sound(const std::string& what, const Report& report) {

@@ -149,12 +149,10 @@ void add_shape_options(CLI::App* app, BenchSettings& s) {
       ->type_name("N")
       ->check(CLI::Range(1, kMostTopk).description(""))
       ->capture_default_str();
-  choice<Dtype>(app, "--dtype", s.dtype,
-                {{"bf16", Dtype::bf16},
-                 {"f16", Dtype::f16},
-                 {"f32", Dtype::f32},
-                 {"e4m3", Dtype::e4m3}},
-                "Of dispatched rows; with e4m3, which has scales, combine carries bf16");
+  choice<Dtype>(
+      app, "--dtype", s.dtype,
+      {{"bf16", Dtype::bf16}, {"f16", Dtype::f16}, {"f32", Dtype::f32}, {"e4m3", Dtype::e4m3}},
+      "Of dispatched rows; with e4m3, which has scales, combine carries bf16");
   choice<RouteShape>(app, "--routes", s.routes,
                      {{"uniform", RouteShape::uniform}, {"zipf", RouteShape::zipf}},
                      "Which experts are chosen");

@@ -79,7 +79,8 @@ void for_each_row(const Exchange& e, const LatencyReceived& received, const Visi
           received.ranges.as<std::int64_t>()[expert * e.settings.ranks + source];
       const std::int64_t first = range >> 32;
       const std::int64_t count = range & 0xffffffff;
-      for (std::int64_t row = expert * stride + first; row < expert * stride + first + count; ++row) {
+      for (std::int64_t row = expert * stride + first; row < expert * stride + first + count;
+           ++row) {
         visit(row, source, received.source_token.as<std::int32_t>()[row]);
       }
     }
@@ -107,8 +108,8 @@ void check_dispatch(const Exchange& e, const LatencyReceived& received) {
     const bool right = e.rows ? quantised_row_is(e, received, row, source, token)
                               : e.pattern.matches(received.x.as<std::byte>() + at, source, token);
     if (!right) {
-      throw std::runtime_error(fmt::format("latency dispatch: row {} is not token {} of rank {}",
-                                           row, token, source));
+      throw std::runtime_error(
+          fmt::format("latency dispatch: row {} is not token {} of rank {}", row, token, source));
     }
     if (e.rows) {
       std::memcpy(e.rows.as<std::byte>() + at, e.pattern.row(source, token), e.pattern.row_bytes());
@@ -158,8 +159,8 @@ void bench_latency(const BenchSettings& settings, const BenchBoard& board,
   config.experts = settings.experts;
   config.fabric = settings.fabric;
   config.sim_seed = settings.seed;
-  const auto most_rows = static_cast<std::size_t>(
-      (settings.experts / settings.ranks + 1) * settings.ranks * settings.latency_tokens);
+  const auto most_rows = static_cast<std::size_t>((settings.experts / settings.ranks + 1) *
+                                                  settings.ranks * settings.latency_tokens);
   config.memory_bytes =
       kSlack + (settings.dtype == Dtype::e4m3 ? most_rows * settings.combine_row_bytes() : 0);
   Group group(std::move(bootstrap), config);

@@ -12,7 +12,9 @@
 namespace ferry::cli {
 namespace {
 
-const char* name_of(RouteShape shape) { return shape == RouteShape::zipf ? "zipf" : "uniform"; }
+const char* name_of(RouteShape shape) {
+  return shape == RouteShape::zipf ? "zipf" : "uniform";
+}
 
 const char* name_of(FabricKind kind, bool processes) {
   switch (kind) {
@@ -54,8 +56,8 @@ BenchResult result_of(const BenchSettings& s, const BenchBoard& board, BenchCase
   }
   std::sort(slowest.begin(), slowest.end());
   result.min_us = slowest.front();
-  result.mean_us = std::accumulate(slowest.begin(), slowest.end(), 0.0) /
-                   static_cast<double>(slowest.size());
+  result.mean_us =
+      std::accumulate(slowest.begin(), slowest.end(), 0.0) / static_cast<double>(slowest.size());
   result.p50_us = percentile(slowest, 0.50);
   result.p95_us = percentile(slowest, 0.95);
   return result;
@@ -90,7 +92,8 @@ std::vector<BenchResult> results_of(const BenchSettings& settings, const BenchBo
 
 std::string table(const BenchSettings& s, const std::vector<BenchResult>& results) {
   std::string text = fmt::format(
-      "{} ranks as {} over {}, {} tokens a rank (latency mode {}), hidden {}, top-{} of {} experts, "
+      "{} ranks as {} over {}, {} tokens a rank (latency mode {}), hidden {}, top-{} of {} "
+      "experts, "
       "{}, {} routes, seed {}\n\n",
       s.ranks, s.processes ? "processes" : "threads", name_of(s.fabric, s.processes), s.tokens,
       s.latency_tokens, s.hidden, s.topk, s.experts, ferry::name_of(s.dtype), name_of(s.routes),
@@ -110,7 +113,8 @@ std::string table(const BenchSettings& s, const std::vector<BenchResult>& result
       "GB/s: 10^9 bytes a second at the median, all ranks together. Logical bytes = rows x row\n"
       "bytes, own rank included; wire bytes without it. Row bytes: dispatch {}, combine {}. Rows:\n"
       "one for each (token, destination rank); latency combine one for each slot.\n"
-      "Registered: rows in Ferry's memory; ordinary: anywhere, copied once. All data was checked.\n",
+      "Registered: rows in Ferry's memory; ordinary: anywhere, copied once. All data was "
+      "checked.\n",
       s.iterations, s.warmup, s.dispatch_row_bytes(), s.combine_row_bytes());
   return text;
 }

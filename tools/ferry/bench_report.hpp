@@ -15,9 +15,9 @@ namespace ferry::cli {
 struct BenchResult {
   BenchCase which = BenchCase::plan;
   std::int64_t rows = 0;
-  std::size_t row_bytes = 0;          ///< 0: no rows move (plan)
-  std::uint64_t logical_bytes = 0;    ///< rows × row bytes, own rank included
-  std::uint64_t wire_bytes = 0;       ///< without own rank
+  std::size_t row_bytes = 0;        ///< 0: no rows move (plan)
+  std::uint64_t logical_bytes = 0;  ///< rows × row bytes, own rank included
+  std::uint64_t wire_bytes = 0;     ///< without own rank
   double min_us = 0;
   double mean_us = 0;
   double p50_us = 0;

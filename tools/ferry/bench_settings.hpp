@@ -68,7 +68,9 @@ constexpr std::string_view name_of(BenchCase which) {
   return "";
 }
 
-constexpr bool is_latency(BenchCase which) { return which >= BenchCase::latency_dispatch; }
+constexpr bool is_latency(BenchCase which) {
+  return which >= BenchCase::latency_dispatch;
+}
 
 constexpr bool is_measured(BenchCase which, BenchMode mode) {
   return mode == BenchMode::all || is_latency(which) == (mode == BenchMode::latency);

@@ -43,11 +43,11 @@ struct Exchange {
   Received dispatch(const Plan& with) const {
     DispatchOptions options;
     if (!scales.empty()) {
-      options.scales = ConstTensorView(scales.data(), Dtype::f32,
-                                       {settings.tokens, settings.scales()});
+      options.scales =
+          ConstTensorView(scales.data(), Dtype::f32, {settings.tokens, settings.scales()});
     }
-    return group.dispatch({tokens.data(), settings.dtype, {settings.tokens, settings.hidden}},
-                          with, options);
+    return group.dispatch({tokens.data(), settings.dtype, {settings.tokens, settings.hidden}}, with,
+                          options);
   }
 };
 
@@ -62,13 +62,14 @@ void check_dispatch(const BenchSettings& s, const Plan& plan, const Received& re
       const std::byte* data =
           received.x.as<std::byte>() + static_cast<std::size_t>(row) * expected.row_bytes();
       if (!expected.matches(data, source, token)) {
-        throw std::runtime_error(fmt::format("dispatch: row {} is not token {} of rank {}", row,
-                                             token, source));
+        throw std::runtime_error(
+            fmt::format("dispatch: row {} is not token {} of rank {}", row, token, source));
       }
     }
   }
   if (row != received.x.rows()) {
-    throw std::runtime_error(fmt::format("dispatch: got {} rows, expected {}", received.x.rows(), row));
+    throw std::runtime_error(
+        fmt::format("dispatch: got {} rows, expected {}", received.x.rows(), row));
   }
 }
 

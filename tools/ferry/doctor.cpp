@@ -87,38 +87,36 @@ void judge_kernel(const Machine& m, std::vector<Finding>& findings) {
   }
   if (!m.kernel.pidfd) {
     findings.push_back(
-        {Weight::warning,
-         "no pidfd: the death of a process may be noticed only at the deadline",
+        {Weight::warning, "no pidfd: the death of a process may be noticed only at the deadline",
          "Linux 5.3 or newer; in a container allow pidfd_open in the seccomp profile"});
   }
   if (m.limits.open_files < kSmallOpenFiles) {
-    findings.push_back({Weight::warning,
-                        fmt::format("only {} open files a process are allowed", m.limits.open_files),
-                        "ulimit -n 4096"});
+    findings.push_back(
+        {Weight::warning,
+         fmt::format("only {} open files a process are allowed", m.limits.open_files),
+         "ulimit -n 4096"});
   }
   const double usable = m.cpu.quota_cores > 0 ? m.cpu.quota_cores : m.cpu.usable_cores;
   if (usable < 2) {
-    findings.push_back({Weight::warning,
-                        fmt::format("{} core to run on: ranks take turns", usable),
+    findings.push_back({Weight::warning, fmt::format("{} core to run on: ranks take turns", usable),
                         "more cores, or a larger CPU limit of the container"});
   }
 }
 
 void judge_devices(const Machine& m, std::vector<Finding>& findings) {
   if (m.gpus.count > 0 && !m.gpus.library) {
-    findings.push_back(
-        {Weight::note, "NVIDIA GPUs are here, but libcuda.so.1 cannot be loaded",
-         m.container.empty()
-             ? "install the user part of the driver (Debian: libcuda1)"
-             : "start the container with --gpus all (NVIDIA Container Toolkit)"});
+    findings.push_back({Weight::note, "NVIDIA GPUs are here, but libcuda.so.1 cannot be loaded",
+                        m.container.empty()
+                            ? "install the user part of the driver (Debian: libcuda1)"
+                            : "start the container with --gpus all (NVIDIA Container Toolkit)"});
   }
   if (m.gpus.count > 0 || m.gpus.library) {
     findings.push_back({Weight::note, "this Ferry has no CUDA engine yet: tensors on the CPU only",
                         "copy tensors to the CPU before an exchange"});
   }
   if (!m.rdma_devices.empty() || m.libfabric) {
-    findings.push_back({Weight::note, "this Ferry has no network fabric yet: one machine only",
-                        "nothing to do"});
+    findings.push_back(
+        {Weight::note, "this Ferry has no network fabric yet: one machine only", "nothing to do"});
   }
 }
 
@@ -143,9 +141,8 @@ Diagnosis diagnose(bool self_test) {
 nlohmann::json to_json(const Diagnosis& d) {
   nlohmann::json findings = nlohmann::json::array();
   for (const Finding& finding : d.findings) {
-    findings.push_back({{"weight", name_of(finding.weight)},
-                        {"what", finding.what},
-                        {"remedy", finding.remedy}});
+    findings.push_back(
+        {{"weight", name_of(finding.weight)}, {"what", finding.what}, {"remedy", finding.remedy}});
   }
   nlohmann::json tests = nlohmann::json::array();
   for (const SelfTest& test : d.tests) {
@@ -155,13 +152,14 @@ nlohmann::json to_json(const Diagnosis& d) {
                      {"passed", test.failure.empty()},
                      {"failure", test.failure}});
   }
-  return {{"version", FERRY_VERSION},
-          {"usable", d.usable()},
-          {"machine", to_json(d.machine)},
-          {"uses",
-           {{"threads", d.use.threads}, {"processes", d.use.processes}, {"backend", d.use.backend}}},
-          {"findings", findings},
-          {"self_tests", tests}};
+  return {
+      {"version", FERRY_VERSION},
+      {"usable", d.usable()},
+      {"machine", to_json(d.machine)},
+      {"uses",
+       {{"threads", d.use.threads}, {"processes", d.use.processes}, {"backend", d.use.backend}}},
+      {"findings", findings},
+      {"self_tests", tests}};
 }
 
 std::string limit(std::uint64_t value, bool bytes) {
@@ -169,7 +167,9 @@ std::string limit(std::uint64_t value, bool bytes) {
   return bytes ? format_bytes(value) : std::to_string(value);
 }
 
-std::string yes_no(bool value) { return value ? "yes" : "no"; }
+std::string yes_no(bool value) {
+  return value ? "yes" : "no";
+}
 
 void print_line(const char* name, const std::string& value) {
   fmt::print("  {:<14} {}\n", name, value);
@@ -180,9 +180,8 @@ void print_machine(const Machine& m) {
   print_line("system", fmt::format("{}, Linux {}{}", m.system.empty() ? "unknown" : m.system,
                                    m.kernel.release,
                                    m.container.empty() ? "" : ", in a container: " + m.container));
-  print_line("processor",
-             fmt::format("{} ({})", m.cpu.model.empty() ? "unknown" : m.cpu.model,
-                         m.cpu.architecture));
+  print_line("processor", fmt::format("{} ({})", m.cpu.model.empty() ? "unknown" : m.cpu.model,
+                                      m.cpu.architecture));
   print_line("cores", fmt::format("{}, {} usable{}", m.cpu.cores, m.cpu.usable_cores,
                                   m.cpu.quota_cores > 0
                                       ? fmt::format(", limited to {:.3g}", m.cpu.quota_cores)
@@ -192,15 +191,16 @@ void print_machine(const Machine& m) {
                                    m.memory.limit_bytes > 0
                                        ? ", limited to " + format_bytes(m.memory.limit_bytes)
                                        : ""));
-  print_line("/dev/shm", !m.shared_memory.present
-                             ? "absent"
-                             : fmt::format("{}, {} free{}", format_bytes(m.shared_memory.total_bytes),
-                                           format_bytes(m.shared_memory.free_bytes),
-                                           m.shared_memory.writable ? "" : ", not writable"));
-  print_line("limits", fmt::format("open files {} (at most {}), locked memory {}",
-                                   limit(m.limits.open_files, false),
-                                   limit(m.limits.open_files_most, false),
-                                   limit(m.limits.locked_bytes, true)));
+  print_line("/dev/shm",
+             !m.shared_memory.present
+                 ? "absent"
+                 : fmt::format("{}, {} free{}", format_bytes(m.shared_memory.total_bytes),
+                               format_bytes(m.shared_memory.free_bytes),
+                               m.shared_memory.writable ? "" : ", not writable"));
+  print_line(
+      "limits",
+      fmt::format("open files {} (at most {}), locked memory {}", limit(m.limits.open_files, false),
+                  limit(m.limits.open_files_most, false), limit(m.limits.locked_bytes, true)));
   print_line("kernel", fmt::format("futex {}, pidfd {}, memfd {}", yes_no(m.kernel.futex),
                                    yes_no(m.kernel.pidfd), yes_no(m.kernel.memfd)));
   print_line("GPUs", m.gpus.count == 0
@@ -254,8 +254,8 @@ void add_doctor(CLI::App& app, int& exit_code) {
   doctor->callback([given, &exit_code] {
     const Diagnosis diagnosis = diagnose(!given->no_self_test);
     if (given->json) {
-      fmt::print("{}\n", to_json(diagnosis).dump(2, ' ', false,
-                                                 nlohmann::json::error_handler_t::replace));
+      fmt::print("{}\n",
+                 to_json(diagnosis).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
     } else {
       print(diagnosis);
     }

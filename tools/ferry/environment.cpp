@@ -66,7 +66,8 @@ UniqueFd claim(std::uint16_t port) {
 std::uint16_t first_ephemeral_port() {
   std::ifstream file("/proc/sys/net/ipv4/ip_local_port_range");
   int first = 0;
-  return file >> first && first > 12000 && first < 65536 ? static_cast<std::uint16_t>(first) : 32768;
+  return file >> first && first > 12000 && first < 65536 ? static_cast<std::uint16_t>(first)
+                                                         : 32768;
 }
 
 constexpr std::uint16_t kFirstPort = 10000;
@@ -119,7 +120,8 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
       {"FERRY_PORT", std::to_string(job.ferry_port)},
       {"FERRY_SECRET", secret},
   };
-  if (job.ranks > 1 && getenv("OMP_NUM_THREADS") == nullptr) ours.emplace_back("OMP_NUM_THREADS", "1");
+  if (job.ranks > 1 && getenv("OMP_NUM_THREADS") == nullptr)
+    ours.emplace_back("OMP_NUM_THREADS", "1");
 
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) {

@@ -20,14 +20,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kKillAfter{2000};      // between SIGTERM and SIGKILL
-constexpr milliseconds kLeftoverTime{500};    // for what a rank left behind to end by itself
-constexpr milliseconds kLooking{20};          // between two looks at what was left behind
+constexpr milliseconds kKillAfter{2000};    // between SIGTERM and SIGKILL
+constexpr milliseconds kLeftoverTime{500};  // for what a rank left behind to end by itself
+constexpr milliseconds kLooking{20};        // between two looks at what was left behind
 constexpr int kBrokenPipeCode = 128 + SIGPIPE;
 
 // A terminal would stop a process of the background that reads from it.
 bool stdin_can_be_passed_on() {
-  struct stat status {};
+  struct stat status{};
   return isatty(STDIN_FILENO) == 0 && fstat(STDIN_FILENO, &status) == 0;
 }
 
@@ -192,7 +192,8 @@ void Job::on_failure(const Rank& rank) {
                                            : "; the other ranks are ended after the grace of ";
   const std::string grace =
       alone || options_.keep_going ? "" : fmt::format("{} s", options_.grace.count() / 1000.0);
-  say(fmt::format("rank {} (pid {}) {}{}{}", rank.rank, rank.pid, describe(*rank.end), next, grace));
+  say(fmt::format("rank {} (pid {}) {}{}{}", rank.rank, rank.pid, describe(*rank.end), next,
+                  grace));
 }
 
 void Job::end_group_in_time() {

@@ -19,8 +19,8 @@ struct JobOptions {
   bool keep_going = false;
   std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
   bool prefix = true;
-  int tty_rank = -1;         ///< this rank's output is the launcher's own, unprefixed
-  std::uint16_t port = 0;    ///< MASTER_PORT; 0: any free one
+  int tty_rank = -1;       ///< this rank's output is the launcher's own, unprefixed
+  std::uint16_t port = 0;  ///< MASTER_PORT; 0: any free one
   std::vector<std::string> command{};
 };
 

@@ -125,7 +125,7 @@ Machine::Memory look_at_memory() {
 
 Machine::SharedMemory look_at_shared_memory() {
   Machine::SharedMemory shm;
-  struct statvfs status {};
+  struct statvfs status{};
   if (statvfs("/dev/shm", &status) != 0) return shm;
   shm.present = true;
   shm.writable = access("/dev/shm", W_OK | X_OK) == 0;

@@ -14,7 +14,7 @@ struct Machine {
     int cores = 0;               ///< logical, online
     int usable_cores = 0;        ///< that this process may run on
     double quota_cores = 0;      ///< of the control group; 0: no limit
-    std::string simd{};          ///< what the host engine uses: "avx512", "avx2", "neon", "baseline"
+    std::string simd{};  ///< what the host engine uses: "avx512", "avx2", "neon", "baseline"
   };
   struct Memory {
     std::uint64_t total_bytes = 0;
@@ -40,8 +40,8 @@ struct Machine {
   };
   struct Gpus {
     int count = 0;
-    std::string driver{};   ///< version of the NVIDIA kernel driver; "" if absent
-    bool library = false;   ///< libcuda.so.1 can be loaded
+    std::string driver{};  ///< version of the NVIDIA kernel driver; "" if absent
+    bool library = false;  ///< libcuda.so.1 can be loaded
     std::vector<std::string> names{};
   };
 

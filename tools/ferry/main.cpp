@@ -36,7 +36,8 @@ int main(int argc, char** argv) try {
   ferry::cli::add_doctor(app, exit_code);
   ferry::cli::add_bench(app, line, exit_code);
 
-  std::vector<std::string> arguments(line.own.rbegin(), line.own.rend());  // CLI11 reads from the back
+  std::vector<std::string> arguments(line.own.rbegin(),
+                                     line.own.rend());  // CLI11 reads from the back
   try {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {

@@ -33,7 +33,8 @@ TEST(LineSplitter, CutsLines) {
 }
 
 TEST(LineSplitter, TellsBarsFromLines) {
-  EXPECT_EQ(split({"1%\r2%\r3%\n"}), (std::vector<Piece>{{"1%", kBar}, {"2%", kBar}, {"3%", kLine}}));
+  EXPECT_EQ(split({"1%\r2%\r3%\n"}),
+            (std::vector<Piece>{{"1%", kBar}, {"2%", kBar}, {"3%", kLine}}));
   EXPECT_EQ(split({"\r1%\r2%"}), (std::vector<Piece>{{"1%", kBar}, {"2%", kLine}}));
   EXPECT_EQ(split({"a\r\nb\r\n"}), (std::vector<Piece>{{"a", kLine}, {"b", kLine}}));
   EXPECT_EQ(split({"a\r", "\nb"}), (std::vector<Piece>{{"a", kLine}, {"b", kLine}}));

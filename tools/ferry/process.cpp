@@ -87,8 +87,9 @@ std::string reason_not_started(const std::string& program, int reason) {
   } else if (reason == EACCES) {
     hint = "; it must be a file with the right to execute (chmod +x)";
   } else if (reason == ENOEXEC) {
-    hint = "; it is not a program of this machine, and a script needs a first line like "
-           "#!/usr/bin/env python3";
+    hint =
+        "; it is not a program of this machine, and a script needs a first line like "
+        "#!/usr/bin/env python3";
   }
   return fmt::format("cannot start '{}': {}{}", program, std::strerror(reason), hint);
 }
@@ -150,7 +151,9 @@ void reap(pid_t pid) {
   }
 }
 
-void signal_group(pid_t group, int signal) { kill(-group, signal); }
+void signal_group(pid_t group, int signal) {
+  kill(-group, signal);
+}
 
 bool group_remains(pid_t group) {
   while (waitpid(-group, nullptr, WNOHANG) > 0) {

@@ -47,9 +47,7 @@ struct RunArguments {
   bool no_prefix = false;
 };
 
-int run(JobOptions options) try {
-  return Job(options).run();
-} catch (const CannotStart& error) {
+int run(JobOptions options) try { return Job(options).run(); } catch (const CannotStart& error) {
   fmt::print(stderr, "ferry run: {}\n", error.what());
   return kCannotStartCode;
 } catch (const std::exception& error) {
@@ -90,16 +88,18 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->check(CLI::Range(1, kMostRanks).description("1 ... 1024"));
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
-  run_app->add_option("--grace", given->grace_s,
-                      "Seconds that the others get to end by themselves when one rank fails; then "
-                      "SIGTERM, and 2 s later SIGKILL")
+  run_app
+      ->add_option("--grace", given->grace_s,
+                   "Seconds that the others get to end by themselves when one rank fails; then "
+                   "SIGTERM, and 2 s later SIGKILL")
       ->type_name("SECONDS")
       ->check(CLI::Range(0.0, 86400.0).description(""))
       ->capture_default_str();
   run_app->add_flag("--no-prefix", given->no_prefix, "Lines without their rank in front");
-  run_app->add_option("--tty-rank", given->job.tty_rank,
-                      "This rank writes straight to this command's output, unprefixed: for "
-                      "programs that draw on a terminal")
+  run_app
+      ->add_option("--tty-rank", given->job.tty_rank,
+                   "This rank writes straight to this command's output, unprefixed: for "
+                   "programs that draw on a terminal")
       ->type_name("RANK")
       ->check(CLI::Range(0, kMostRanks - 1).description(""));
   run_app->add_option("--port", given->job.port, "MASTER_PORT; a free one if not given")

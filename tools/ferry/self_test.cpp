@@ -25,7 +25,8 @@ float value_of(int rank, std::int64_t token, std::int64_t column) {
 
 void expect(bool same, const char* where, std::int64_t row, float got, float expected) {
   if (same) return;
-  throw std::runtime_error(fmt::format("{}: row {}: got {}, expected {}", where, row, got, expected));
+  throw std::runtime_error(
+      fmt::format("{}: row {}: got {}, expected {}", where, row, got, expected));
 }
 
 // Every token goes to both ranks, so rank r receives the rows of rank 0, then those of rank 1, and
@@ -47,8 +48,8 @@ void exchange(const std::shared_ptr<Bootstrap>& bootstrap, FabricKind fabric) {
   const Plan plan = group.plan({routes.data(), Dtype::i64, {kTokens, kRanks}});
   const Received received = group.dispatch({tokens.data(), Dtype::f32, {kTokens, kHidden}}, plan);
   if (received.x.rows() != kRanks * kTokens) {
-    throw std::runtime_error(fmt::format("dispatch: got {} rows, expected {}", received.x.rows(),
-                                         kRanks * kTokens));
+    throw std::runtime_error(
+        fmt::format("dispatch: got {} rows, expected {}", received.x.rows(), kRanks * kTokens));
   }
   for (std::int64_t i = 0; i < kRanks * kTokens * kHidden; ++i) {
     const std::int64_t row = i / kHidden;

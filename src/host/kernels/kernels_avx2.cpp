@@ -11,7 +11,7 @@
 
 namespace ferry::host {
 namespace {
-#include "host/kernels/kernels_impl.hpp"
+#include "host/kernels/kernels.inc"
 
 void copy_stream(void* to, const void* from, std::size_t bytes) {
   auto* target = static_cast<char*>(to);

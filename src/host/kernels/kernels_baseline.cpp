@@ -3,7 +3,7 @@
 
 namespace ferry::host {
 namespace {
-#include "host/kernels/kernels_impl.hpp"
+#include "host/kernels/kernels.inc"
 void copy_plain(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
 void no_fence() {}
 }  // namespace
