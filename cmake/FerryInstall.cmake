@@ -78,3 +78,8 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/ferryConfigVersion.cmake
 install(FILES ${PROJECT_BINARY_DIR}/ferryConfig.cmake ${PROJECT_BINARY_DIR}/ferryConfigVersion.cmake
   DESTINATION ${package_folder})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+# In a wheel the command line goes beside the interpreter (make package asks for it).
+if(SKBUILD AND TARGET ferry_cli)
+  install(TARGETS ferry_cli RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT python)
+endif()

@@ -240,7 +240,7 @@ def stage_fuzz() -> Result:
     result.step(bool(programs), "no fuzz target found: the stage")
     wrapper = without_aslr()
     for program in programs:
-        seeds = ROOT / "tests" / "fuzz" / "corpus" / program.name
+        seeds = ROOT / "tests" / "fuzz" / "corpus" / program.name.removesuffix("_fuzz")
         with tempfile.TemporaryDirectory() as fresh:
             folders = [fresh, *([seeds] if seeds.is_dir() else [])]
             seconds = max(1, FUZZ_S // len(programs))

@@ -5,24 +5,20 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <thread>
 #include <vector>
 
 constexpr int kRanks = 2, kExperts = 4, kTokens = 8, kTopk = 2, kHidden = 128, kSteps = 20;
 
 struct Batch {
-  std::vector<float> x = std::vector<float>(kTokens * kHidden);
-  std::vector<std::int64_t> routes = std::vector<std::int64_t>(kTokens * kTopk);
-  std::vector<float> weights = std::vector<float>(kTokens * kTopk, 0.5f);
-};
+  std::vector<float> x, weights;
+  std::vector<std::int64_t> routes;
 
-Batch make_batch(int rank, int step) {
-  Batch batch;
-  for (int i = 0; i < kTokens * kHidden; ++i) batch.x[i] = float(rank + step + i % 10);
-  for (int i = 0; i < kTokens * kTopk; ++i) batch.routes[i] = (rank + step + i) % kExperts;
-  return batch;
-}
+  Batch(int rank, int step) : weights(kTokens * kTopk, 0.5f) {
+    for (int i = 0; i < kTokens * kHidden; ++i) x.push_back(float(rank + step + i % 10));
+    for (int i = 0; i < kTokens * kTopk; ++i) routes.push_back((rank + step + i) % kExperts);
+  }
+};
 
 // Every expert doubles: the first counts[e] rows of expert e are there.
 void experts_work(const ferry::LatencyReceived& in) {
@@ -39,7 +35,7 @@ int run_rank(std::shared_ptr<ferry::Bootstrap> bootstrap) {
       group, {.capacity = kTokens, .hidden = kHidden, .topk = kTopk, .dtype = ferry::Dtype::f32});
 
   std::vector<Batch> batches;
-  for (int step = 0; step < kSteps; ++step) batches.push_back(make_batch(group.rank(), step));
+  for (int step = 0; step < kSteps; ++step) batches.emplace_back(group.rank(), step);
   const auto send = [&](int step) {
     return exchange.dispatch({batches[step].x.data(), ferry::Dtype::f32, {kTokens, kHidden}},
                              {batches[step].routes.data(), ferry::Dtype::i64, {kTokens, kTopk}},
@@ -55,11 +51,9 @@ int run_rank(std::shared_ptr<ferry::Bootstrap> bootstrap) {
     ferry::LatencyCombined out = exchange.combine(
         in.x, in, {batches[step].weights.data(), ferry::Dtype::f32, {kTokens, kTopk}},
         {.hook = true});
-    // ... attention of another batch would run here, while the results travel ...
-    out.receive();
-    for (int i = 0; i < kTokens * kHidden; ++i) {
-      wrong += out.x.as<float>()[i] != 2 * batches[step].x[i];
-    }
+    out.receive();  // attention of another batch would run before this, while results travel
+    const float* result = out.x.as<float>();
+    for (int i = 0; i < kTokens * kHidden; ++i) wrong += result[i] != 2 * batches[step].x[i];
     in = next;  // drops the batch that is done: its buffer serves the one after
   }
   std::printf("rank %d: %d steps, %d values wrong\n", group.rank(), kSteps, wrong);

@@ -7,15 +7,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <vector>
 
 constexpr std::int64_t kExperts = 16, kTokens = 32, kTopk = 4, kHidden = 128, kAlignment = 8;
 
 // Expert e multiplies by e + 1.
-float factor(std::int64_t expert) {
-  return static_cast<float>(expert + 1);
-}
+constexpr auto factor = [](std::int64_t expert) { return float(expert + 1); };
 
 int run() {
   // RANK, WORLD_SIZE, MASTER_ADDR, ... as `ferry run` (or torchrun, with FERRY_SECRET) sets them.

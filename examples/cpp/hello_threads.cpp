@@ -4,16 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <exception>
 #include <thread>
 #include <vector>
 
 constexpr int kRanks = 4, kExperts = 8, kTokens = 6, kTopk = 2, kHidden = 64;
 
 // Expert e multiplies by e + 1.
-float factor(std::int64_t expert) {
-  return static_cast<float>(expert + 1);
-}
+constexpr auto factor = [](std::int64_t expert) { return float(expert + 1); };
 
 int run_rank(std::shared_ptr<ferry::Bootstrap> bootstrap) {
   ferry::Group group(bootstrap, {.experts = kExperts});

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ferry
-import ferry.torch as ft
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+import ferry
+import ferry.torch as ft
 from data import BYTES
 from settings import Settings
-from torch import nn
 
 
 class Dense(nn.Module):

@@ -89,7 +89,9 @@ def show(
     checks: list[Check],
 ) -> None:
     """Print the curve, the speeds and the checks."""
-    console.print(f"\nTraining loss in nats a byte, {sharded['ranks']} ranks (─ byte bigram)")
+    console.print(
+        f"\nTraining loss in nats a byte, {sharded['ranks']} ranks (─ byte bigram)", highlight=False
+    )
     for line in text_curve(sharded["losses"], bigram):
         console.print(line, highlight=False, markup=False)
     console.print(_speeds([sharded, single]))

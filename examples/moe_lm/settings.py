@@ -29,9 +29,9 @@ class Settings:
     quick_windows: int = 32
 
     # Training.
-    steps: int = 300
+    steps: int = 250
     warm_up: int = 60
     learning_rate: float = 6e-3
     weight_decay: float = 0.01
     balance_rate: float = 0.05
-    evaluate_every: int = 30
+    evaluate_every: int = 25

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import report
-from data import bigram_loss, load_corpus, windows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import report
+from data import bigram_loss, load_corpus, windows
 from settings import Settings
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -120,7 +121,7 @@ def run_ranks(
                     )
         finally:
             end(job)
-    progress.update(task, doing="done")
+    progress.update(task, doing="failed" if job.returncode else "done")
     if job.returncode != 0:
         progress.stop()
         sys.stderr.write((out / "log.txt").read_text(errors="replace"))
@@ -156,4 +157,7 @@ def follow(path: Path, job: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

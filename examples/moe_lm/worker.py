@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import ferry
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+import ferry
 from data import batch_at, load_corpus, windows
 from model import MoeLanguageModel
 from settings import Settings

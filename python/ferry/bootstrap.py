@@ -34,12 +34,15 @@ def tcp(
     seconds. Raises `Refused` with the reason on a wrong secret, another version, another size or a
     rank that is already there, `DeadlineExceeded` when the store does not answer.
     """
+    if text("tcp: secret", secret) == "":
+        refuse("tcp: secret", "an empty string", "the job's secret, the same on all ranks")
+    ranks = integer("tcp: size", size, 1, INT32_MAX)
     return _ferry.tcp(
-        integer("tcp: rank", rank, 0, INT32_MAX),
-        integer("tcp: size", size, 1, INT32_MAX),
+        integer("tcp: rank", rank, 0, ranks - 1),
+        ranks,
         text("tcp: address", address),
         integer("tcp: port", port, 1, 65535),
-        text("tcp: secret", secret),
+        secret,
         seconds("tcp: deadline", deadline),
     )
 
@@ -59,7 +62,7 @@ def from_all_gather(rank: int, size: int, fn: Callable[[bytes], list[bytes]]) ->
     if not callable(fn):
         refuse("from_all_gather: fn", f"an object of type {type(fn).__name__}", "a function")
     size = integer("from_all_gather: size", size, 1, INT32_MAX)
-    return _ferry.from_all_gather(integer("from_all_gather: rank", rank, 0, INT32_MAX), size, fn)
+    return _ferry.from_all_gather(integer("from_all_gather: rank", rank, 0, size - 1), size, fn)
 
 
 def from_mpi(comm: Any) -> Bootstrap:

@@ -11,6 +11,7 @@ from ferry import _ferry
 from ferry.arguments import (
     INT32_MAX,
     choice,
+    describe,
     flag,
     instance,
     integer,
@@ -319,9 +320,7 @@ class Group:
         if chosen == TORCH and "torch" not in sys.modules:
             refuse("empty: like", '"torch"', "torch to be imported first")
         if not isinstance(shape, (tuple, list)):
-            refuse(
-                "empty: shape", f"an object of type {type(shape).__name__}", "a tuple of extents"
-            )
+            refuse("empty: shape", describe(shape), "a tuple of extents")
         extents = [integer("empty: shape", extent) for extent in shape]
         if not 1 <= len(extents) <= 3:
             refuse("empty: shape", f"{len(extents)} dimensions", "1 to 3")
@@ -383,8 +382,8 @@ class Group:
         self.destroy()
 
     def __repr__(self) -> str:
-        if self.destroyed:
-            return "<ferry.Group, destroyed>"
+        if "_raw" not in self.__dict__ or self.destroyed:
+            return "<ferry.Group, not usable>"
         return (
             f"<ferry.Group: rank {self.rank} of {self.size}, {self.experts} experts, "
             f"fabric {self.fabric_name}>"

@@ -152,8 +152,10 @@ def test_without_gradients_and_with_strided_inputs() -> None:
 def test_numeric_gradient() -> None:
     """Finite differences in fp32 of a function with curvature, ranks working together."""
     ref, xs, ws = make(6, 2)
-    direction = [torch.from_numpy(np.random.default_rng(r).standard_normal(x.shape)).float()
-                 for r, x in enumerate(xs)]
+    direction = [
+        torch.from_numpy(np.random.default_rng(r).standard_normal(x.shape)).float()
+        for r, x in enumerate(xs)
+    ]
 
     def body(group: ferry.Group) -> Any:
         r = group.rank
@@ -176,11 +178,11 @@ def test_numeric_gradient() -> None:
 def test_bad_arguments_are_named() -> None:
     def body(group: ferry.Group) -> None:
         plan = group.plan(torch.zeros(2, 1, dtype=torch.int64))
-        with pytest.raises(ferry.InvalidArgument, match="torch.dispatch: x: got .*ndarray"):
+        with pytest.raises(ferry.InvalidArgument, match=r"torch.dispatch: x: got .*ndarray"):
             ft.dispatch(group, plan, np.ones((2, 16), np.float32))  # type: ignore[arg-type]
-        with pytest.raises(ferry.InvalidArgument, match="x: got dtype torch.float64; expected"):
+        with pytest.raises(ferry.InvalidArgument, match=r"x: got dtype torch.float64; expected"):
             ft.dispatch(group, plan, torch.ones(2, 16, dtype=torch.float64))
-        with pytest.raises(ferry.InvalidArgument, match="torch.combine: plan: got None"):
+        with pytest.raises(ferry.InvalidArgument, match=r"torch.combine: plan: got None"):
             ft.combine(group, None, torch.ones(2, 16))  # type: ignore[arg-type]
         with pytest.raises(ferry.InvalidArgument, match="no initialised process group"):
             ft.from_process_group()

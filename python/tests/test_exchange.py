@@ -256,4 +256,4 @@ def test_context_memory_and_time() -> None:
     assert [facts for _, facts in results] == [(0, 2, 8, 4), (1, 2, 8, 4)]
     for group, _ in results:
         assert group.destroyed
-        assert "destroyed" in repr(group)
+        assert "not usable" in repr(group)

@@ -44,9 +44,8 @@ TEST(CustomBootstrap, SaysWhatIsWrongWithTheAnswer) {
 }
 
 TEST(CustomBootstrap, LetsTheFunctionsExceptionThrough) {
-  auto boot = custom_bootstrap(0, 1, [](std::span<const std::byte>) -> Parts {
-    throw std::runtime_error("from torch");
-  });
+  auto boot = custom_bootstrap(
+      0, 1, [](std::span<const std::byte>) -> Parts { throw std::runtime_error("from torch"); });
   EXPECT_THROW(boot->all_gather({}, 1s), std::runtime_error);
 }
 

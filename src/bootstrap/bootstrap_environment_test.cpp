@@ -24,9 +24,7 @@ class Environment : public ::testing::Test {
     set("MASTER_PORT", "29500");
     set("FERRY_SECRET", "hush-hush");
   }
-  static void set(const char* name, const std::string& value) {
-    ::setenv(name, value.c_str(), 1);
-  }
+  static void set(const char* name, const std::string& value) { ::setenv(name, value.c_str(), 1); }
   static std::string message() {
     const Error e = error_from([] { tcp_options_from_environment(); });
     EXPECT_EQ(e.kind(), ErrorKind::invalid_argument) << e.what();

@@ -40,13 +40,11 @@ std::vector<std::byte> header_bytes(FrameHeader header) {
 }
 
 TEST(Frame, HeaderIsLittleEndianAndFixed) {
-  const auto bytes = encode_header({.type = FrameType::part,
-                                    .sequence = 0x1122334455667788,
-                                    .rank = 0x01020304,
-                                    .length = 5});
+  const auto bytes = encode_header(
+      {.type = FrameType::part, .sequence = 0x1122334455667788, .rank = 0x01020304, .length = 5});
   EXPECT_EQ(text_of({bytes.begin(), bytes.end()}),
-            std::string("FRRY\x01\0\x07\0\x88\x77\x66\x55\x44\x33\x22\x11\x04\x03\x02\x01\x05\0\0\0",
-                        24));
+            std::string(
+                "FRRY\x01\0\x07\0\x88\x77\x66\x55\x44\x33\x22\x11\x04\x03\x02\x01\x05\0\0\0", 24));
 }
 
 TEST(Frame, AnyCutGivesTheSameFrames) {

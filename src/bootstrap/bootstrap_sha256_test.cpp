@@ -9,7 +9,9 @@
 namespace ferry::bootstrap {
 namespace {
 
-std::span<const std::byte> bytes(std::string_view text) { return std::as_bytes(std::span(text)); }
+std::span<const std::byte> bytes(std::string_view text) {
+  return std::as_bytes(std::span(text));
+}
 
 std::string hex(const Digest& digest) {
   std::string out;
@@ -38,7 +40,8 @@ TEST(Sha256, PiecesOfAnyLengthGiveTheSameDigest) {
     const std::string_view whole = std::string_view(text).substr(0, length);
     for (std::size_t piece : {1u, 3u, 63u, 64u, 65u, 130u}) {
       Sha256 hash;
-      for (std::size_t at = 0; at < length; at += piece) hash.update(bytes(whole.substr(at, piece)));
+      for (std::size_t at = 0; at < length; at += piece)
+        hash.update(bytes(whole.substr(at, piece)));
       EXPECT_EQ(hex(hash.finish()), hex(sha256(bytes(whole)))) << length << " by " << piece;
     }
   }

@@ -1,8 +1,8 @@
 // The store and its clients in memory: no sockets, no clock but the test's.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <random>
 
@@ -16,7 +16,9 @@ namespace {
 using namespace std::chrono_literals;
 using State = StoreClient::State;
 
-Nonce numbered_nonce(int n) { return sha256(bytes_of("nonce " + std::to_string(n))); }
+Nonce numbered_nonce(int n) {
+  return sha256(bytes_of("nonce " + std::to_string(n)));
+}
 
 // A store and its clients, joined by wires that cut the bytes into random pieces.
 class World {
@@ -290,8 +292,8 @@ TEST(Store, WhatIsAnnouncedIsBoundedTogether) {
   World world(6);
   auto wires = all_joined(world, 6);
   // Five ranks announce 16 MiB each and send only the start: over 64 MiB with the fifth.
-  const auto large = std::make_shared<const SharedPayload>(
-      std::vector<std::byte>(kMaxMessageBytes));
+  const auto large =
+      std::make_shared<const SharedPayload>(std::vector<std::byte>(kMaxMessageBytes));
   for (int r = 1; r < 6; ++r) {
     FrameQueue& output = wires[std::size_t(r)]->client->output();
     output.push_shared({.type = FrameType::give, .rank = std::uint32_t(r)}, large);

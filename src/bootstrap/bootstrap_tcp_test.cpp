@@ -72,9 +72,8 @@ TEST(TcpBootstrap, MessagesAreBounded) {
 TEST(TcpBootstrap, TooMuchTogetherIsNamed) {
   const TcpOptions base = fresh_options(5);
   const std::vector<std::byte> large(15 << 20);
-  auto errors = run_ranks(5, [&](int r) {
-    tcp_bootstrap(as_rank(base, r))->all_gather(large, 60s);
-  });
+  auto errors =
+      run_ranks(5, [&](int r) { tcp_bootstrap(as_rank(base, r))->all_gather(large, 60s); });
   for (auto& e : errors) {
     ASSERT_TRUE(e);
     // Whoever was in the midst of sending when the limit was passed may see the end only.
@@ -248,9 +247,9 @@ TEST(TcpBootstrap, RefusesAnotherVersionWithAFrameThatItCanRead) {
     const std::string answer = talk_to(base, {bytes.begin(), bytes.end()});
     ASSERT_EQ(answer.size(), kHeaderBytes + 20);
     EXPECT_EQ(answer[6], char(FrameType::refused));
-    EXPECT_EQ(answer[kHeaderBytes], 2);                   // other_version
-    EXPECT_EQ(answer[kHeaderBytes + 4], kStoreVersion);   // expected
-    EXPECT_EQ(answer[kHeaderBytes + 12], 7);              // got
+    EXPECT_EQ(answer[kHeaderBytes], 2);                  // other_version
+    EXPECT_EQ(answer[kHeaderBytes + 4], kStoreVersion);  // expected
+    EXPECT_EQ(answer[kHeaderBytes + 12], 7);             // got
   });
 }
 
@@ -334,9 +333,8 @@ TEST(TcpBootstrap, TwoJobsDoNotMeet) {
 TEST(TcpBootstrap, FiftyCyclesLeakNothing) {
   const auto cycle = [] {
     const TcpOptions base = fresh_options(3);
-    auto errors = run_ranks(3, [&](int r) {
-      tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s);
-    });
+    auto errors = run_ranks(
+        3, [&](int r) { tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s); });
     for (auto& e : errors) ASSERT_FALSE(e) << e->what();
   };
   cycle();  // what a first use keeps

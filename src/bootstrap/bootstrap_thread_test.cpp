@@ -122,9 +122,8 @@ TEST(ThreadBootstrap, NegativeAndHugeDeadlines) {
   auto boots = thread_bootstrap(2);
   EXPECT_EQ(error_from([&] { boots[0]->all_gather({}, -1s); }).kind(), ErrorKind::deadline);
   auto others = thread_bootstrap(2);
-  auto errors = run_ranks(2, [&](int r) {
-    others[std::size_t(r)]->all_gather({}, std::chrono::nanoseconds::max());
-  });
+  auto errors = run_ranks(
+      2, [&](int r) { others[std::size_t(r)]->all_gather({}, std::chrono::nanoseconds::max()); });
   EXPECT_FALSE(errors[0] || errors[1]);
 }
 

@@ -20,7 +20,8 @@
 namespace ferry {
 namespace {
 
-constexpr const char* kStart = "start with `ferry run -n 4 -- prog` or torchrun, or set it yourself";
+constexpr const char* kStart =
+    "start with `ferry run -n 4 -- prog` or torchrun, or set it yourself";
 constexpr std::size_t kLongestSecret = 4096;
 
 std::optional<std::string> variable(const char* name) {
@@ -74,16 +75,18 @@ std::string secret_of_file(const std::string& path) {
 std::string secret() {
   if (const auto value = variable("FERRY_SECRET")) {
     if (value->empty()) {
-      refuse("FERRY_SECRET", "is empty, expected a random text, the same on all ranks; "
-                             "`export FERRY_SECRET=$(openssl rand -hex 16)`");
+      refuse("FERRY_SECRET",
+             "is empty, expected a random text, the same on all ranks; "
+             "`export FERRY_SECRET=$(openssl rand -hex 16)`");
     }
     return *value;
   }
   if (const auto path = variable("FERRY_SECRET_FILE")) return secret_of_file(*path);
-  refuse("FERRY_SECRET",
-         "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks; `ferry "
-         "run` sets it, torchrun does not: before torchrun, `export FERRY_SECRET=$(openssl rand "
-         "-hex 16)`");
+  refuse(
+      "FERRY_SECRET",
+      "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks; `ferry "
+      "run` sets it, torchrun does not: before torchrun, `export FERRY_SECRET=$(openssl rand "
+      "-hex 16)`");
 }
 
 }  // namespace

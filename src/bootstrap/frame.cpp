@@ -141,6 +141,8 @@ void FrameParser::finish() {
   have_header_ = false;
 }
 
-std::optional<Frame> FrameParser::take() { return std::exchange(ready_, std::nullopt); }
+std::optional<Frame> FrameParser::take() {
+  return std::exchange(ready_, std::nullopt);
+}
 
 }  // namespace ferry::bootstrap

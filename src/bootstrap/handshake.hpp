@@ -30,10 +30,10 @@ struct Transcript {
 };
 
 struct Proofs {
-  Digest client;      ///< in `proof`
-  Digest store;       ///< in `welcome`
-  Digest to_store;    ///< key of the client's frames
-  Digest to_client;   ///< key of the store's frames
+  Digest client;     ///< in `proof`
+  Digest store;      ///< in `welcome`
+  Digest to_store;   ///< key of the client's frames
+  Digest to_client;  ///< key of the store's frames
 };
 
 Proofs prove(std::string_view secret, const Transcript& transcript);

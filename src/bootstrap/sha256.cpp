@@ -48,8 +48,7 @@ void Sha256::compress(const std::byte* block) {
   std::array<std::uint32_t, 64> w;
   for (std::size_t t = 0; t < 16; ++t) w[t] = load_big_endian(block + 4 * t);
   for (std::size_t t = 16; t < 64; ++t) {
-    const std::uint32_t s0 =
-        std::rotr(w[t - 15], 7) ^ std::rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
+    const std::uint32_t s0 = std::rotr(w[t - 15], 7) ^ std::rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
     const std::uint32_t s1 = std::rotr(w[t - 2], 17) ^ std::rotr(w[t - 2], 19) ^ (w[t - 2] >> 10);
     w[t] = w[t - 16] + s0 + w[t - 7] + s1;
   }

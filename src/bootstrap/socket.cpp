@@ -21,7 +21,9 @@ namespace {
 
 constexpr int kBacklog = 4096;  // the kernel cuts it to its own limit
 
-std::string in_words(int error) { return std::generic_category().message(error); }
+std::string in_words(int error) {
+  return std::generic_category().message(error);
+}
 
 void set(const Descriptor& socket, int level, int option, int value) {
   // Tuning only: a socket without it still works.
@@ -60,14 +62,16 @@ Descriptor listen_on(const Address& address, int& error) {
   const ErrorContext context{.rank = rank, .stage = "bootstrap: listen"};
   if (error == EADDRINUSE) {
     throw Error(ErrorKind::system,
-                start + "another program has that port; choose a free one for all ranks: set "
-                        "FERRY_PORT (under torchrun MASTER_PORT belongs to torch's own store)",
+                start +
+                    "another program has that port; choose a free one for all ranks: set "
+                    "FERRY_PORT (under torchrun MASTER_PORT belongs to torch's own store)",
                 context);
   }
   if (error == EADDRNOTAVAIL) {
     throw Error(ErrorKind::invalid_argument,
-                start + "got an address that is none of this machine's, expected one of them: "
-                        "rank 0 runs the store, so MASTER_ADDR must be rank 0's machine",
+                start +
+                    "got an address that is none of this machine's, expected one of them: "
+                    "rank 0 runs the store, so MASTER_ADDR must be rank 0's machine",
                 context);
   }
   throw Error(ErrorKind::system, start + in_words(error), context);
@@ -91,8 +95,8 @@ std::vector<Address> resolve(const Endpoint& endpoint, std::string& problem) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* list = nullptr;
-  const int code = ::getaddrinfo(endpoint.address.c_str(), std::to_string(endpoint.port).c_str(),
-                                 &hints, &list);
+  const int code =
+      ::getaddrinfo(endpoint.address.c_str(), std::to_string(endpoint.port).c_str(), &hints, &list);
   if (code != 0) {
     problem = code == EAI_SYSTEM ? in_words(errno) : ::gai_strerror(code);
     return {};

@@ -32,16 +32,13 @@ void StoreClient::end_of_stream() {
 
 void StoreClient::on_frame(Frame frame) {
   switch (frame.header.type) {
-    case FrameType::challenge:
-      return on_challenge(frame);
-    case FrameType::welcome:
-      return on_welcome(frame);
+    case FrameType::challenge: return on_challenge(frame);
+    case FrameType::welcome: return on_welcome(frame);
     case FrameType::refused:
       refusal_ = decode_refusal(frame.payload);
       state_ = refusal_ ? State::refused : State::not_a_store;
       return;
-    case FrameType::part:
-      return on_part(std::move(frame));
+    case FrameType::part: return on_part(std::move(frame));
     case FrameType::missing:
       if (frame.header.sequence == sequence_) absences_ = decode_absences(frame.payload);
       return;
@@ -49,9 +46,7 @@ void StoreClient::on_frame(Frame frame) {
       if (!failure_) failure_ = decode_failure(frame.payload);
       if (!failure_) state_ = State::not_a_store;
       return;
-    case FrameType::closing:
-      state_ = State::closed;
-      return;
+    case FrameType::closing: state_ = State::closed; return;
     default:  // a client's own frames, mirrored
       state_ = State::not_a_store;
   }
@@ -112,7 +107,9 @@ std::vector<std::vector<std::byte>> StoreClient::take() {
   return std::exchange(parts_, std::vector<std::vector<std::byte>>(parts_.size()));
 }
 
-void StoreClient::ask() { output_.push(header(FrameType::ask)); }
+void StoreClient::ask() {
+  output_.push(header(FrameType::ask));
+}
 
 void StoreClient::leave(Farewell farewell) {
   if (state_ == State::joined) output_.push(header(FrameType::goodbye), encode(farewell));

@@ -5,7 +5,9 @@
 namespace ferry::bootstrap {
 namespace {
 
-std::string number(std::uint64_t n) { return std::to_string(n); }
+std::string number(std::uint64_t n) {
+  return std::to_string(n);
+}
 
 Error gather_error(ErrorKind kind, const Speaker& who, const GatherState& gather, int peer,
                    const std::string& text) {
@@ -22,22 +24,14 @@ Error gather_error(ErrorKind kind, const Speaker& who, const GatherState& gather
 
 const char* name_of(RefusalCode code) {
   switch (code) {
-    case RefusalCode::wrong_secret:
-      return "a wrong secret";
-    case RefusalCode::other_version:
-      return "another protocol version";
-    case RefusalCode::other_size:
-      return "another number of ranks";
-    case RefusalCode::rank_out_of_range:
-      return "a rank out of range";
-    case RefusalCode::rank_taken:
-      return "a rank that was already there";
-    case RefusalCode::rank_gone:
-      return "a rank that had been here before";
-    case RefusalCode::group_over:
-      return "coming after the ranks had failed to meet";
-    case RefusalCode::none:
-      break;
+    case RefusalCode::wrong_secret: return "a wrong secret";
+    case RefusalCode::other_version: return "another protocol version";
+    case RefusalCode::other_size: return "another number of ranks";
+    case RefusalCode::rank_out_of_range: return "a rank out of range";
+    case RefusalCode::rank_taken: return "a rank that was already there";
+    case RefusalCode::rank_gone: return "a rank that had been here before";
+    case RefusalCode::group_over: return "coming after the ranks had failed to meet";
+    case RefusalCode::none: break;
   }
   return "an unknown reason";
 }
@@ -68,8 +62,7 @@ std::string reason_in_words(const Refusal& refusal) {
     case RefusalCode::group_over:
       return "the ranks have already failed to meet (see the error of rank " + got +
              "); start all ranks anew";
-    case RefusalCode::none:
-      break;
+    case RefusalCode::none: break;
   }
   return "for a reason that this version does not know (code " +
          number(std::uint64_t(refusal.code)) + "); install the same Ferry for all ranks";
@@ -136,8 +129,9 @@ Error failure_error(const Speaker& who, const GatherState& gather, const Failure
                               "; all ranks must make the same calls in the same order");
     case FailureKind::broken_frame:
       return gather_error(ErrorKind::peer_failed, who, gather, peer,
-                          name + " sent something that is no frame of this protocol; its process "
-                                 "or the network in between damages data");
+                          name +
+                              " sent something that is no frame of this protocol; its process "
+                              "or the network in between damages data");
     case FailureKind::too_much:
       return gather_error(ErrorKind::exhausted, who, gather, peer,
                           "the ranks gave " + number(failure.got) + " bytes together with " + name +

@@ -48,8 +48,8 @@ struct RankList {
 
 /// Who has not given yet in the current gather.
 struct Absences {
-  RankList absent;  ///< never reached the store
-  RankList silent;  ///< reached it and did not call all_gather
+  RankList absent;            ///< never reached the store
+  RankList silent;            ///< reached it and did not call all_gather
   std::uint32_t refused = 0;  ///< connections that were refused so far
   RefusalCode last_refusal = RefusalCode::none;
   bool any() const { return absent.total + silent.total > 0; }

@@ -18,8 +18,9 @@ StoreServer::Connection StoreServer::open(TimePoint now) {
   now_ = now;
   if (pending() >= config_.pending_at_most) {
     // An honest handshake takes milliseconds: the oldest is the one that does not hurry.
-    drop(std::find_if(peers_.begin(), peers_.end(), [](auto& p) { return p.second.pending(); })
-             ->second);
+    drop(std::find_if(peers_.begin(), peers_.end(), [](auto& p) {
+           return p.second.pending();
+         })->second);
   }
   const Connection id = next_++;
   peers_[id].due = now + config_.handshake;

@@ -26,7 +26,7 @@ using namespace std::chrono_literals;
 constexpr auto kFirstBackoff = 5ms;
 constexpr auto kLongestBackoff = 200ms;
 constexpr auto kLongestAttempt = 5s;  // then the name's next address has its turn
-constexpr auto kAskBefore = 500ms;  // the deadline: who is missing?
+constexpr auto kAskBefore = 500ms;    // the deadline: who is missing?
 constexpr auto kFarewellFlush = 200ms;
 constexpr std::size_t kReadBytes = 64 << 10;
 
@@ -159,11 +159,8 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
                 {.rank = who_.rank, .peer = 0, .stage = "bootstrap: connect"});
   };
   switch (client_->state()) {
-    case StoreClient::State::refused:
-      throw refusal_error(who_, *client_->refusal());
-    case StoreClient::State::not_a_store:
-      refuse("is not a Ferry store");
-      break;
+    case StoreClient::State::refused: throw refusal_error(who_, *client_->refusal());
+    case StoreClient::State::not_a_store: refuse("is not a Ferry store"); break;
     case StoreClient::State::impostor:
       refuse("is a Ferry store that could not prove the job's secret");
       break;
@@ -173,8 +170,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
                                          : "something is there, but it hung up at once; perhaps "
                                            "another program has that port";
       return false;
-    default:
-      return true;
+    default: return true;
   }
   return false;
 }
@@ -192,8 +188,7 @@ void TcpBootstrap::pause(const TcpOptions& options, Clock::time_point due,
 void TcpBootstrap::raise_unreached(const TcpOptions& options) const {
   throw Error(ErrorKind::deadline,
               "rank " + std::to_string(who_.rank) + ": rank 0's store was not found at " +
-                  who_.store + " within " + spell(options.deadline) +
-                  " (last: " + last_problem_ +
+                  who_.store + " within " + spell(options.deadline) + " (last: " + last_problem_ +
                   "); start rank 0, check MASTER_ADDR and the port, or give a longer deadline",
               {.rank = who_.rank, .peer = 0, .stage = "bootstrap: connect"});
 }
@@ -231,12 +226,9 @@ void TcpBootstrap::read_all() {
 std::optional<Error> TcpBootstrap::trouble() const {
   if (client_->failure()) return failure_error(who_, gather_state(), *client_->failure());
   switch (client_->state()) {
-    case StoreClient::State::joined:
-      return std::nullopt;
-    case StoreClient::State::closed:
-      return store_gone_error(who_, gather_state(), true);
-    case StoreClient::State::lost:
-      return store_gone_error(who_, gather_state(), false);
+    case StoreClient::State::joined: return std::nullopt;
+    case StoreClient::State::closed: return store_gone_error(who_, gather_state(), true);
+    case StoreClient::State::lost: return store_gone_error(who_, gather_state(), false);
     default:
       return failure_error(who_, gather_state(), {.kind = FailureKind::broken_frame, .peer = 0});
   }

@@ -20,8 +20,8 @@ using Parts = std::vector<std::vector<std::byte>>;
 // Why the ranks cannot meet any more. The first reason stays: later ones are its consequences.
 struct Failure {
   ErrorKind kind = ErrorKind::peer_failed;
-  int peer = -1;             // who is named
-  int by = -1;               // deadline: who gave up
+  int peer = -1;               // who is named
+  int by = -1;                 // deadline: who gave up
   std::vector<int> missing{};  // deadline: who had not come
   std::string text{};          // follows "rank N: all_gather G: "
 };
@@ -46,12 +46,12 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable changed_;
   // All below is guarded by mutex_.
-  std::uint64_t round_ = 0;          // rounds finished
-  std::size_t count_ = 0;            // ranks that gave in this round
-  Parts given_;                      // of this round
-  std::vector<bool> here_;           // who gave in this round
+  std::uint64_t round_ = 0;            // rounds finished
+  std::size_t count_ = 0;              // ranks that gave in this round
+  Parts given_;                        // of this round
+  std::vector<bool> here_;             // who gave in this round
   std::shared_ptr<const Parts> last_;  // of round_ - 1; the next cannot finish before all took it
-  int left_ = -1;                    // a rank that left
+  int left_ = -1;                      // a rank that left
   std::optional<Failure> failure_;
 };
 
@@ -80,14 +80,14 @@ void Rendezvous::raise(int rank) const {
     text = "this rank came too late: rank " + std::to_string(f.by) +
            " reached its deadline; give a longer deadline, or see what held this rank up";
   }
-  throw Error(kind,
-              "rank " + std::to_string(rank) + ": all_gather " + std::to_string(round_) + ": " + text,
-              {.rank = rank,
-               .peer = peer,
-               .stage = "bootstrap: all_gather",
-               .generation = round_,
-               .expected = std::uint64_t(size_),
-               .seen = count_});
+  throw Error(
+      kind, "rank " + std::to_string(rank) + ": all_gather " + std::to_string(round_) + ": " + text,
+      {.rank = rank,
+       .peer = peer,
+       .stage = "bootstrap: all_gather",
+       .generation = round_,
+       .expected = std::uint64_t(size_),
+       .seen = count_});
 }
 
 void Rendezvous::give(int rank, std::span<const std::byte> mine) {

@@ -125,9 +125,9 @@ TEST_P(FabricTest, MemoryIsZeroedAlignedAndGrows) {
     const auto fabric = me.make();
     std::vector<Segment> mine;
     const int peer = 1 - me.rank();
-    for (const std::size_t bytes : {std::size_t{1}, std::size_t{4096}, std::size_t{5000},
-                                    std::size_t{2} << 20, (std::size_t{2} << 20) + 1,
-                                    std::size_t{5} << 20}) {
+    for (const std::size_t bytes :
+         {std::size_t{1}, std::size_t{4096}, std::size_t{5000}, std::size_t{2} << 20,
+          (std::size_t{2} << 20) + 1, std::size_t{5} << 20}) {
       mine.push_back(me.connect(*fabric, bytes));
       const Segment& segment = mine.back();
       EXPECT_EQ(segment.id, mine.size() - 1);
@@ -176,7 +176,7 @@ TEST_P(FabricTest, RefusesWhatLiesOutside) {
     refused(peer, {mine.id, 0}, 4001, "of 4000 bytes");
     refused(peer, {mine.id, 4000}, 1, "offset 4000");
     refused(peer, {mine.id, 1}, 4000, "4000 bytes at offset 1");
-    refused(peer, {mine.id, ~0ull}, 2, "offset 18446744073709551615");   // the sum overflows
+    refused(peer, {mine.id, ~0ull}, 2, "offset 18446744073709551615");  // the sum overflows
     refused(peer, {mine.id, 8}, ~std::size_t{0}, "18446744073709551615 bytes");
     refused(peer, {mine.id + 1, 0}, 1, "segment 1 is not attached");
     refused(2, {mine.id, 0}, 1, "expected 0 to 1");
@@ -210,8 +210,7 @@ TEST_P(FabricTest, ChecksAPeersHandle) {
     const int peer = 1 - me.rank();
     const Bytes& good = handles[std::size_t(peer)];
     const auto refused = [&](SegmentId segment, std::size_t bytes, const Bytes& handle) {
-      expect_error(ErrorKind::system,
-                   {"cannot attach segment", "of rank " + std::to_string(peer)},
+      expect_error(ErrorKind::system, {"cannot attach segment", "of rank " + std::to_string(peer)},
                    [&] { fabric->attach(peer, segment, bytes, handle); });
       EXPECT_EQ(fabric->pointer(peer, segment), nullptr);
     };
@@ -290,10 +289,11 @@ TEST_P(FabricTest, ARankMayLeaveFirst) {
       EXPECT_TRUE(await_flag(mine, 0, 1));
       EXPECT_EQ(flag_value(mine, 8), 42u);
     }
-    const Bytes data(1000, std::byte{3});
-    fabric->put(0, {mine.id, 100}, data.data(), data.size(), 2);  // nobody reads it; no fault
-    fabric->publish(0, {mine.id, 16}, 1, 1000, 2);
-    if (has_pointers()) std::memset(fabric->pointer(0, mine.id), 7, 4096);
+    const Bytes data(1000, std::byte{3});  // nobody reads it; no fault
+    const std::size_t place = 1000 * std::size_t(me.rank());
+    fabric->put(0, {mine.id, place}, data.data(), data.size(), 2);
+    fabric->publish(0, {mine.id, 16 * std::size_t(me.rank())}, 1, 1000, 2);
+    if (has_pointers()) std::memset(fabric->pointer(0, mine.id) + place, 7, 1000);
     const int other = 3 - me.rank();
     fabric->publish(other, {mine.id, 24}, 5, 0, 3);
     EXPECT_TRUE(await_flag(mine, 24, 5));

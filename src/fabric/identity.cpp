@@ -87,21 +87,24 @@ Choice choose(std::span<const Identity> identities) {
   for (std::size_t r = 0; r < identities.size(); ++r) {
     const Identity& first = identities.front();
     const Identity& other = identities[r];
-    const bool one_host = first.boot_id == other.boot_id &&
-                          (!first.boot_id.empty() || first.host == other.host);
+    const bool one_host =
+        first.boot_id == other.boot_id && (!first.boot_id.empty() || first.host == other.host);
     one_process = one_process && one_host && first.process == other.process;
     if (one_process) continue;
     const std::string who = describe(first, 0) + " and " + describe(other, r);
     std::string problem;
     if (!one_host) {
-      problem = who + " run on different hosts: Ferry joins the ranks of one host; networks come "
-                      "later. Start all ranks on one host";
+      problem = who +
+                " run on different hosts: Ferry joins the ranks of one host; networks come "
+                "later. Start all ranks on one host";
     } else if (first.shm_device == 0 || other.shm_device == 0) {
-      problem = who + " are processes of one host, but one of them has no /dev/shm; mount a tmpfs "
-                      "there";
+      problem = who +
+                " are processes of one host, but one of them has no /dev/shm; mount a tmpfs "
+                "there";
     } else if (first.shm_device != other.shm_device) {
-      problem = who + " see different /dev/shm (two containers?); share it between them, for "
-                      "example with --ipc=host";
+      problem = who +
+                " see different /dev/shm (two containers?); share it between them, for "
+                "example with --ipc=host";
     } else if (first.user != other.user) {
       problem = who + " belong to different users (" + std::to_string(first.user) + " and " +
                 std::to_string(other.user) + "); shared memory is for one user";

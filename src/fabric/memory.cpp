@@ -22,7 +22,9 @@ constexpr std::size_t kPage = 4096;
 
 }  // namespace
 
-Memory::~Memory() { munmap(data_, mapped_); }
+Memory::~Memory() {
+  munmap(data_, mapped_);
+}
 
 std::size_t whole_pages(std::size_t bytes, int rank) {
   // Room for rounding up to a page and for aligning to a huge page.
@@ -36,13 +38,13 @@ std::shared_ptr<Memory> anonymous_memory(std::size_t bytes, int rank) {
   const std::size_t wanted = whole_pages(bytes, rank);
   const bool huge = wanted >= kHugePage;
   const std::size_t mapped = huge ? wanted + kHugePage - kPage : wanted;
-  void* const at = mmap(nullptr, mapped, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const at =
+      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw_exhausted(bytes, rank, std::strerror(errno));
   auto* start = static_cast<std::byte*>(at);
   if (huge) {  // keep the aligned part, give back both ends
-    const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(at) % kHugePage) %
-                               kHugePage;
+    const std::size_t before =
+        (kHugePage - reinterpret_cast<std::uintptr_t>(at) % kHugePage) % kHugePage;
     const std::size_t after = mapped - before - wanted;
     if (before > 0) munmap(start, before);
     if (after > 0) munmap(start + before + wanted, after);

@@ -25,8 +25,8 @@ ProcessName this_process();
 /// not tell.
 std::optional<std::uint64_t> start_time_of(std::int64_t pid);
 
-/// Tells whether a process still runs. A process that was killed is dead at once, whether or not its
-/// parent has waited for it.
+/// Tells whether a process still runs. A process that was killed is dead at once, whether or not
+/// its parent has waited for it.
 class ProcessWatch {
  public:
   explicit ProcessWatch(const ProcessName& process);

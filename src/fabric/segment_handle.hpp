@@ -46,8 +46,8 @@ struct Attachment {
   JobKey job{};
 };
 
-/// Reads a peer's handle and compares it with what is attached. Throws Error(system) naming the peer
-/// and what differs.
+/// Reads a peer's handle and compares it with what is attached. Throws Error(system) naming the
+/// peer and what differs.
 SegmentHandle checked_handle(std::span<const std::byte> bytes, const Attachment& expected);
 
 /// Error(system) about attaching, with rank and peer.

@@ -48,7 +48,8 @@ struct Board {
 };
 
 inline std::shared_ptr<Board> make_board() {
-  void* at = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* at =
+      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
   return {static_cast<Board*>(at), [](Board* board) { munmap(board, sizeof *board); }};
 }
@@ -124,7 +125,9 @@ struct Setting {
   bool processes;
 };
 
-inline void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
+inline void PrintTo(const Setting& setting, std::ostream* out) {
+  *out << setting.name;
+}
 
 /// One rank of a test.
 struct Rank {

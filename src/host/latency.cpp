@@ -147,7 +147,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;
   std::array<bool, 2> alive_{};
-  protocol::DropOrder drops_{};
+  protocol::DropOrder<> drops_{};
   Generation released_ = 0;
 };
 

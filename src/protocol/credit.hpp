@@ -90,13 +90,20 @@ class Credit {
   FlagRow released_;
 };
 
+/// What the order of drops relies on.
+struct DropTraits {
+  static constexpr bool kHoldBack = true;
+};
+
 /// Turns drops in any order into releases in order: a credit speaks for all generations before it,
 /// so generation g + 1 dropped first must wait for g. Used by one thread; at most 64 in flight.
+template <class Traits = DropTraits>
 class DropOrder {
  public:
   /// Notes that `generation` was dropped; returns the newest generation before which nothing is
   /// alive (0: none yet). Publish it if it grew.
   constexpr Generation drop(Generation generation) {
+    if (!Traits::kHoldBack) return generation;
     if (generation > released_) dropped_ |= 1ull << (generation - released_ - 1);
     while ((dropped_ & 1) != 0) {
       dropped_ >>= 1;

@@ -26,14 +26,16 @@ void check(bool good) {
 
 void decode_all(std::span<const std::byte> payload) {
   if (const auto hello = decode_hello(payload)) check(encode(*hello).size() == payload.size());
-  if (const auto refusal = decode_refusal(payload)) check(encode(*refusal).size() == payload.size());
+  if (const auto refusal = decode_refusal(payload))
+    check(encode(*refusal).size() == payload.size());
   if (const auto farewell = decode_farewell(payload)) check(encode(*farewell).size() == 4);
   if (const auto absences = decode_absences(payload)) {
     check(absences->absent.listed.size() <= RankList::kListed);
     check(absences->silent.listed.size() <= RankList::kListed);
     absences->first();
   }
-  if (const auto failure = decode_failure(payload)) check(encode(*failure).size() == payload.size());
+  if (const auto failure = decode_failure(payload))
+    check(encode(*failure).size() == payload.size());
 }
 
 Outcome parse(std::span<const std::byte> bytes, const std::optional<Digest>& key, Input cuts) {
@@ -61,9 +63,8 @@ std::vector<std::byte> stream(Input& input, const std::optional<Digest>& key) {
   FrameQueue queue;
   if (key) queue.authenticate(*key);
   for (std::size_t frames = input.below(4); frames > 0; --frames) {
-    FrameHeader header{.type = FrameType(input.below(14)),
-                       .sequence = input.word(),
-                       .rank = input.word()};
+    FrameHeader header{
+        .type = FrameType(input.below(14)), .sequence = input.word(), .rank = input.word()};
     header.version = std::uint16_t(kStoreVersion + (input.below(16) == 1));
     const auto payload = input.piece(input.below(80));
     queue.push(header, std::vector<std::byte>(payload.begin(), payload.end()));

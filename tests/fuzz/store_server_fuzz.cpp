@@ -71,11 +71,11 @@ void World::dial(Input& input) {
   if (kind & 1) {
     visitor.rank = int(kind >> 1 & 3);
     const int size = kind & 16 ? kRanks + 1 : std::max(kRanks, visitor.rank + 1);
-    visitor.client = std::make_unique<StoreClient>(
-        StoreClient::Config{.rank = visitor.rank,
-                            .size = size,
-                            .secret = kind & 8 ? "guess" : "secret",
-                            .nonce = next_nonce()});
+    visitor.client =
+        std::make_unique<StoreClient>(StoreClient::Config{.rank = visitor.rank,
+                                                          .size = size,
+                                                          .secret = kind & 8 ? "guess" : "secret",
+                                                          .nonce = next_nonce()});
   }
   visitors_.push_back(std::move(visitor));
 }
@@ -92,8 +92,8 @@ void World::pump(Visitor& visitor, std::size_t piece) {
   for (int turn = 0; turn < 64; ++turn) {
     const auto out = server_.output(visitor.id);
     if (out.empty()) break;
-    const std::vector<std::byte> bytes(out.begin(), out.begin() + std::ptrdiff_t(std::min(
-                                                                      piece, out.size())));
+    const std::vector<std::byte> bytes(out.begin(),
+                                       out.begin() + std::ptrdiff_t(std::min(piece, out.size())));
     server_.written(visitor.id, bytes.size());
     if (visitor.client) visitor.client->receive(bytes);
   }
@@ -144,11 +144,8 @@ void World::act(Visitor& visitor, Input& input) {
         client->output().push(header, std::vector<std::byte>(payload.begin(), payload.end()));
       }
       return;
-    case 6:
-      server_.end_of_stream(visitor.id);
-      return;
-    default:
-      server_.forget(visitor.id);
+    case 6: server_.end_of_stream(visitor.id); return;
+    default: server_.forget(visitor.id);
   }
 }
 

@@ -59,6 +59,8 @@ TEST(SwapModel, IsSoundOnANetwork) {
   expect_sound("swap, 2 ranks, 4 generations, any order",
                swap({2, 4, true, {.preemptions = 2, .overtakes = kAnyOrder}}));
   expect_sound("swap, 3 ranks, 3 generations, 2 overtakes", swap({3, 3, true, {2, 0}}));
+  expect_sound("swap, 3 ranks, 2 generations, 4 overtakes",
+               swap({3, 2, true, {.preemptions = 2, .overtakes = 4}}));
 }
 
 TEST(SwapModel, RandomSchedulesOfManyRanks) {
@@ -79,7 +81,7 @@ struct Uncounted : SwapTraits {
 
 TEST(SwapModel, MutantsAreCaught) {
   const Case memory{3, 3, false, {2, 0}};
-  const Case network{2, 3, true, {2, 0}};
+  const Case network{2, 3, true, {.preemptions = 2, .overtakes = kAnyOrder}};
   expect_caught("swap: relaxed publish", swap<SwapTraits, RelaxedPublish>(memory));
   expect_caught("swap: relaxed await", swap<WithAwait<SwapTraits, RelaxedAwait>>(memory));
   expect_caught("swap: ==", swap<WithAwait<SwapTraits, EqualAwait>>(memory));
@@ -93,7 +95,7 @@ TEST(SwapModel, MutantsAreCaught) {
 
 // The bookkeeping of counted signals, under swap: the one protocol whose generations overlap.
 TEST(CountedSignalModel, MutantsAreCaught) {
-  const Case network{2, 3, true, {2, 0}};
+  const Case network{2, 3, true, {.preemptions = 2, .overtakes = kAnyOrder}};
   expect_caught("counted: all tags together", swap<SwapTraits, CountTogether>(network));
   expect_caught("counted: nothing", swap<SwapTraits, CountNothing>(network));
   expect_caught("counted: one piece is enough", swap<SwapTraits, CountFirstPiece>(network));

@@ -20,7 +20,7 @@ namespace {
 constexpr int kMostRanks = 64;
 constexpr int kMostTopk = 64;
 
-/// On stderr: a bar on a terminal, else one line for each case.
+/// On stderr: a bar on a terminal, else one line for each mode.
 class Progress {
  public:
   Progress(const BenchSettings& settings, const BenchBoard& board)
@@ -30,36 +30,31 @@ class Progress {
     if (settings.mode != BenchMode::throughput) total_ += each;
   }
   ~Progress() {
-    if (terminal_ && shown_) fmt::print(stderr, "\r\x1b[K");
+    if (done_ > 0) fmt::print(stderr, "\r\x1b[K");
   }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
+  void begin(const char* mode) {
+    if (!terminal_) fmt::print(stderr, "bench: {} mode\n", mode);
+  }
+
   void show() {
     const auto done = static_cast<int>(board_.done());
-    const BenchCase now = board_.now();
-    if (done == 0 || done == done_) return;
-    if (terminal_) {
-      const int filled = kWidth * done / total_;
-      fmt::print(stderr, "\r\x1b[K[{:#<{}}{:.<{}}] {:3} %  {}", "", filled, "", kWidth - filled,
-                 100 * done / total_, name_of(now));
-      std::fflush(stderr);
-    } else if (!shown_ || now != now_) {
-      fmt::print(stderr, "bench: {}\n", name_of(now));
-    }
-    shown_ = true;
+    if (!terminal_ || done == done_) return;
+    const int filled = kWidth * done / total_;
+    fmt::print(stderr, "\r\x1b[K[{:#<{}}{:.<{}}] {:3} %  {}", "", filled, "", kWidth - filled,
+               100 * done / total_, name_of(board_.now()));
+    std::fflush(stderr);
     done_ = done;
-    now_ = now;
   }
 
  private:
   static constexpr int kWidth = 40;
   const BenchBoard& board_;
   bool terminal_;
-  bool shown_ = false;
   int total_ = 0;
   int done_ = 0;
-  BenchCase now_ = BenchCase::plan;
 };
 
 // True when every rank passed; says which did not.
@@ -69,6 +64,7 @@ bool run_mode(const BenchSettings& settings, const BenchBoard& board, Progress& 
   run.ranks = settings.ranks;
   run.processes = settings.processes;
   run.tick = [&progress] { progress.show(); };
+  progress.begin(latency ? "latency" : "throughput");
   const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
     (latency ? bench_latency : bench_throughput)(settings, board, std::move(bootstrap));
   });

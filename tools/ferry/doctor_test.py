@@ -6,13 +6,16 @@ import subprocess
 import sys
 import unittest
 
-FERRY = ""
+FERRY = os.environ.get("FERRY_CLI", "")
+
+
+def setUpModule():
+    if not FERRY:
+        raise unittest.SkipTest("give the path of the ferry command (ctest -L cli does)")
 
 
 def doctor(*arguments):
-    return subprocess.run(
-        [FERRY, "doctor", *arguments], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([FERRY, "doctor", *arguments], capture_output=True, text=True, timeout=60)
 
 
 class Doctor(unittest.TestCase):
@@ -53,5 +56,6 @@ class Doctor(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    FERRY = os.path.abspath(sys.argv.pop(1))
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        FERRY = os.path.abspath(sys.argv.pop(1))
     unittest.main()

@@ -28,6 +28,7 @@ int main(int argc, char** argv) try {
   CLI::App app("Ferry carries Mixture-of-Experts tokens to their experts and back.", "ferry");
   app.set_version_flag("--version", "ferry " FERRY_VERSION);
   app.require_subcommand(1);
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.footer(
       "Exit codes: 0 done; 1 it did not work (the reason is on stderr); 2 wrong command line.\n"
       "`ferry run` passes on the exit code of the program: see `ferry run --help`.");

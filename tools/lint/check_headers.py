@@ -9,6 +9,7 @@ check_headers.py [ROOT]      prints the compiler's words for each that does not;
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,11 +56,22 @@ def compile_alone(root: Path, header: Path) -> str:
     return "" if done.returncode == 0 else f"{header} does not compile alone:\n{done.stderr}"
 
 
+def is_proved_by_its_source(root: Path, header: Path) -> bool:
+    """True when the source of the same name includes it before anything else: the build shows it."""
+    source = (root / header).with_suffix(".cpp")
+    if header.parts[0] == "include" or not source.exists():
+        return False
+    first = re.search(r'^#include ["<](.+)[">]', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return first is not None and header.as_posix().endswith("/" + first[1])
+
+
 def headers(root: Path) -> list[Path]:
     found = []
     for top in ("include", "src", "tools", "python/src", "examples"):
         for file in sorted((root / top).rglob("*.hpp")):
-            found.append(file.relative_to(root))
+            header = file.relative_to(root)
+            if not is_proved_by_its_source(root, header):
+                found.append(header)
     return found
 
 

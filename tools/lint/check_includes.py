@@ -116,7 +116,8 @@ def floor_of(path: Path) -> str | None:
 
 
 def is_test(path: Path) -> bool:
-    return path.stem.endswith("_test") or path.parts[0] in UNBOUND or "tests" in path.parts[:-1]
+    by_name = path.stem.endswith("_test") or path.stem.startswith("test_")
+    return by_name or path.parts[0] in UNBOUND or "tests" in path.parts[:-1]
 
 
 def resolve(root: Path, path: Path, name: str) -> Path | None:

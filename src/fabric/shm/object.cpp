@@ -76,8 +76,9 @@ bool means_full(int error) {
     message += "; needed " + std::to_string(bytes) + " bytes, free " + std::to_string(*free);
   }
   if (means_full(error)) {
-    message += "; remount /dev/shm larger (docker: --shm-size, Kubernetes: an emptyDir with medium "
-               "Memory on /dev/shm) or use smaller batches";
+    message +=
+        "; remount /dev/shm larger (docker: --shm-size, Kubernetes: an emptyDir with medium "
+        "Memory on /dev/shm) or use smaller batches";
   }
   throw Error(means_full(error) ? ErrorKind::exhausted : ErrorKind::system, message,
               {.rank = rank});

@@ -197,8 +197,8 @@ PeerState SimFabric::peer_state(int peer) noexcept {
 }
 
 void check_options(const SimOptions& options, int rank, int size) {
-  for (const auto& [name, value] : {std::pair{"fail_rank", options.fail_rank},
-                                    std::pair{"stall_rank", options.stall_rank}}) {
+  for (const auto& [name, value] :
+       {std::pair{"fail_rank", options.fail_rank}, std::pair{"stall_rank", options.stall_rank}}) {
     if (value >= -1 && value < size) continue;
     throw Error(ErrorKind::invalid_argument,
                 "rank " + std::to_string(rank) + ": SimOptions::" + name + " is " +
@@ -210,8 +210,7 @@ void check_options(const SimOptions& options, int rank, int size) {
 }  // namespace
 
 std::unique_ptr<Fabric> make_sim_fabric(Bootstrap& bootstrap, const SimOptions& options,
-                                        std::chrono::nanoseconds deadline,
-                                        const OnWait& on_wait) {
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();
   check_options(options, rank, size);

@@ -80,8 +80,7 @@ void SimTarget::run() {
 void SimTarget::deliver(const SimParcel& parcel) {
   const auto release = [](int /*source*/, const SimSignal& signal) {
     // Release store by the thread that copied the pieces: who sees the flag sees them.
-    auto* word =
-        reinterpret_cast<std::uint64_t*>(signal.flag.memory->data() + signal.flag.offset);
+    auto* word = reinterpret_cast<std::uint64_t*>(signal.flag.memory->data() + signal.flag.offset);
     protocol::publish_in_memory(protocol::Flag{word}, signal.value);
   };
   if (parcel.data) {

@@ -62,12 +62,12 @@ class SimTarget {
   std::mutex mutex_;
   std::condition_variable changed_;  // something to deliver, or the end
   std::condition_variable room_;
-  std::vector<SimParcel> heap_;      // the parcel due first is in front
-  std::size_t under_way_ = 0;        // bytes
+  std::vector<SimParcel> heap_;  // the parcel due first is in front
+  std::size_t under_way_ = 0;    // bytes
   std::uint64_t next_order_ = 0;
   bool stop_ = false;
   protocol::CountedSignals<SimFlag> signals_;  // of the thread alone
-  std::thread thread_;               // last: the rest is there when it starts
+  std::thread thread_;                         // last: the rest is there when it starts
 };
 
 }  // namespace ferry::fabric

@@ -1,0 +1,492 @@
+"""Every kind of bad call is refused before anything moves: the message names the argument, what was
+got and what was expected, and the group works afterwards as if nothing had been said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_threads import run_ranks
+
+import ferry
+
+TOKENS, TOPK, HIDDEN, EXPERTS = 4, 2, 16, 8
+
+
+class Env:
+    """What a call can be made with, on rank 0 of two ranks."""
+
+    def __init__(self, group: ferry.Group) -> None:
+        self.group = group
+        self.routes = np.tile(np.array([0, EXPERTS - 1]), (TOKENS, 1))
+        self.plan = group.plan(self.routes)
+        self.x = np.ones((TOKENS, HIDDEN), np.float32)
+        self.weights = np.ones((TOKENS, TOPK), np.float32)
+        self.received = group.dispatch(self.x, self.plan, topk_weights=self.weights)
+        self.lat = ferry.LatencyExchange(
+            group, capacity=TOKENS, hidden=HIDDEN, topk=TOPK, dtype="f32"
+        )
+
+    def check_it_works(self) -> None:
+        got = self.group.dispatch(self.x, self.plan)
+        assert (got.x == 1).all()
+        assert (self.group.combine(got.x, self.plan).x == self.group.size).all()
+        low = self.lat.dispatch(self.x, self.routes)
+        assert (self.lat.combine(low.x, low, self.weights).x == 2).all()
+
+
+def strided(shape: tuple[int, int]) -> np.ndarray:
+    return np.ones((shape[0], shape[1] * 2), np.float32)[:, ::2]
+
+
+def read_only(shape: tuple[int, int]) -> np.ndarray:
+    array = np.zeros(shape, np.float32)
+    array.setflags(write=False)
+    return array
+
+
+def f32(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def plan(routes: Any) -> Callable[[Env], Any]:
+    return lambda e: e.group.plan(routes)
+
+
+def dispatch(**options: Any) -> Callable[[Env], Any]:
+    x = options.pop("x", "own")
+    return lambda e: e.group.dispatch(
+        e.x if isinstance(x, str) and x == "own" else x, options.pop("plan", e.plan), **options
+    )
+
+
+def combine(**options: Any) -> Callable[[Env], Any]:
+    rows = options.pop("rows", "own")
+    return lambda e: e.group.combine(
+        e.received.x if isinstance(rows, str) and rows == "own" else rows,
+        options.pop("plan", e.plan),
+        **options,
+    )
+
+
+def latency(**config: Any) -> Callable[[Env], Any]:
+    settings = {"capacity": 4, "hidden": 16, "topk": 2, "dtype": "f32"} | config
+    return lambda e: ferry.LatencyExchange(e.group, **settings)
+
+
+def lat_dispatch(**options: Any) -> Callable[[Env], Any]:
+    return lambda e: e.lat.dispatch(
+        options.pop("x", e.x), options.pop("topk_idx", e.routes), **options
+    )
+
+
+def low(rows: Any = None, weights: Any = None, **options: Any) -> Callable[[Env], Any]:
+    def call(e: Env) -> Any:
+        received = e.lat.dispatch(e.x, e.routes)
+        return e.lat.combine(
+            received.x if rows is None else rows,
+            received,
+            e.weights if weights is None else weights,
+            **options,
+        )
+
+    return call
+
+
+def make(**options: Any) -> Callable[[Env], Any]:
+    return lambda e: ferry.Group(
+        **({"bootstrap": ferry.threads(1)[0], "experts": 4, "memory_bytes": 4096} | options)
+    )
+
+
+def tcp(**options: Any) -> Callable[[Env], Any]:
+    settings = {"rank": 0, "size": 1, "port": 9, "secret": "s"} | options
+    return lambda e: ferry.tcp(**settings)
+
+
+I64 = np.int64
+META = torch.zeros(TOKENS, TOPK, dtype=torch.int64, device="meta")
+SPARSE = torch.ones(TOKENS, TOPK).to_sparse()
+
+HUGE = 2**21
+
+# (what is bad, the call, argument, got, expected); the last two are regular expressions.
+CALLS = [
+    # plan
+    ("routes: a list", plan([[0, 1]]), "topk_idx", "list", "NumPy array or a torch CPU tensor"),
+    ("routes: None", plan(None), "topk_idx", "NoneType", "array"),
+    ("routes: dtype", plan(f32(4, 2)), "topk_idx", "f32", "i64 or i32"),
+    ("routes: bool", plan(np.ones((4, 2), bool)), "topk_idx", "bool", "dtype"),
+    ("routes: 1-d", plan(np.zeros(4, I64)), "topk_idx", r"\[4\]", "2 dimensions"),
+    ("routes: 0-d", plan(np.array(3)), "topk_idx", "0 dimensions", "1 to 3"),
+    ("routes: 4-d", plan(np.zeros((1, 1, 1, 1), I64)), "topk_idx", "4 dimensions", "1 to 3"),
+    ("routes: too high", plan(np.full((4, 2), 8)), "topk_idx", "expert 8", "0 … 7"),
+    ("routes: too low", plan(np.full((4, 2), -2)), "topk_idx", "expert -2", "-1"),
+    ("routes: no slots", plan(np.zeros((4, 0), I64)), "topk_idx", "topk 0", "1 … 64"),
+    ("routes: many slots", plan(np.zeros((4, 65), I64)), "topk_idx", "topk 65", "1 … 64"),
+    ("routes: device", plan(META), "topk_idx", "device meta", "CPU memory"),
+    ("routes: sparse", plan(SPARSE), "topk_idx", "sparse", "strided"),
+    ("routes: byte order", plan(np.zeros((4, 2), ">i8")), "topk_idx", ">i8", "native"),
+    ("plan: stream", lambda e: e.group.plan(e.routes, stream=1), "stream", "1", "ferry.Stream"),
+    # dispatch
+    ("x: None", dispatch(x=None), "x", "NoneType", "array"),
+    ("x: dtype", dispatch(x=np.ones((4, 16))), "x", "float64", "f32"),
+    ("x: complex", dispatch(x=np.ones((4, 16), np.complex64)), "x", "complex64", "f32"),
+    ("x: 1-d", dispatch(x=f32(64)), "x", r"\[64\]", "2 dimensions"),
+    ("x: 3-d", dispatch(x=f32(4, 16, 1)), "x", r"\[4, 16, 1\]", "2 dimensions"),
+    ("x: tokens", dispatch(x=f32(5, 16)), "x", "5 rows", "4"),
+    ("x: row bytes", dispatch(x=f32(4, 5)), "x", "20 bytes", "multiple of 16"),
+    ("x: no columns", dispatch(x=f32(4, 0)), "x", "0 bytes", "multiple of 16"),
+    ("x: strides", dispatch(x=strided((4, 16))), "x", r"strides \[32, 2\]", "dense"),
+    ("x: broadcast", dispatch(x=np.broadcast_to(f32(1, 16), (4, 16))), "x", "strides", "dense"),
+    ("x: uint16", dispatch(x=np.ones((4, 16), np.uint16)), "x", "uint16", 'dtype="bf16"'),
+    ("x: device", dispatch(x=torch.ones(4, 16, device="meta")), "x", "meta", "CPU memory"),
+    ("x: object", dispatch(x=np.zeros((4, 16), object)), "x", "object", "numeric"),
+    ("dtype: disagrees", dispatch(dtype="bf16"), "x", "float32", "bf16"),
+    ("dtype: word", dispatch(dtype="bfloat"), "dtype", "bfloat", "bf16"),
+    ("dtype: of torch", dispatch(dtype=torch.float64), "dtype", "float64", "f32"),
+    ("plan: None", dispatch(plan=None), "plan", "None", "ferry.Plan"),
+    ("plan: an array", dispatch(plan=np.zeros(3)), "plan", "ndarray", "ferry.Plan"),
+    ("weights: dtype", dispatch(topk_weights=np.ones((4, 2))), "topk_weights", "float64", "f32"),
+    (
+        "weights: half",
+        dispatch(topk_weights=np.ones((4, 2), np.float16)),
+        "topk_weights",
+        "f16",
+        "f32",
+    ),
+    ("weights: shape", dispatch(topk_weights=f32(4, 3)), "topk_weights", "4, 3", "4, 2"),
+    (
+        "weights: strides",
+        dispatch(topk_weights=strided((4, 2))),
+        "topk_weights",
+        "strides",
+        "dense",
+    ),
+    ("scales: rows", dispatch(scales=f32(3, 1)), "scales", "3, 1", "4"),
+    ("scales: dtype", dispatch(scales=np.ones((4, 1), np.int32)), "scales", "i32", "f32"),
+    ("order: word", dispatch(order="rank-major"), "order", "rank-major", "rank_major"),
+    ("order: type", dispatch(order=0), "order", "0", "rank_major"),
+    ("alignment: 0", dispatch(order="expert_major", alignment=0), "alignment", "0", "at least 1"),
+    (
+        "alignment: huge",
+        dispatch(order="expert_major", alignment=2**21),
+        "alignment",
+        "2097",
+        "1 …",
+    ),
+    ("alignment: rank-major", dispatch(alignment=8), "alignment", "8", "1"),
+    ("alignment: float", dispatch(alignment=1.5), "alignment", "1.5", "integer"),
+    ("alignment: bool", dispatch(alignment=True), "alignment", "True", "integer"),
+    ("worst case: negative", dispatch(worst_case_rows=-1), "worst_case_rows", "-1", "at least 0"),
+    ("worst case: huge", dispatch(worst_case_rows=2**63), "worst_case_rows", "9223", "at least 0"),
+    ("out: read-only", dispatch(out=read_only((4, 16))), "out", "read-only", "written"),
+    ("out: dtype", dispatch(out=np.ones((8, 16), np.float16)), "out", "float16", "f32"),
+    ("out: columns", dispatch(out=f32(8, 20)), "out", "8, 20", "16 columns"),
+    ("stream: type", dispatch(stream="s"), "stream", "s", "ferry.Stream"),
+    # combine
+    ("rows: dtype", combine(rows=np.ones((8, 16), np.int32)), "rows", "i32", "f32, bf16 or f16"),
+    ("rows: count", combine(rows=f32(7, 16)), "rows", "7", "8"),
+    ("rows: expert-major count", combine(rows=f32(7, 16), order="expert_major"), "rows", "7", "8"),
+    ("rows: strides", combine(rows=strided((8, 16))), "rows", "strides", "dense"),
+    (
+        "rows: torch layout",
+        combine(rows=torch.ones(8, 16).to_sparse()),
+        "rows",
+        "sparse",
+        "strided",
+    ),
+    ("plan: word", combine(plan="plan"), "plan", "plan", "ferry.Plan"),
+    ("bias0: shape", combine(bias0=f32(3, 16)), "bias0", "3, 16", "4, 16"),
+    ("bias1: dtype", combine(bias1=np.ones((4, 16), np.float16)), "bias1", "float16", "f32"),
+    ("out: shape", combine(out=f32(5, 16)), "out", "5, 16", "4, 16"),
+    (
+        "apply: rank-major",
+        combine(apply_weights=True),
+        "apply_weights",
+        "rank_major",
+        "expert_major",
+    ),
+    (
+        "apply: no weights",
+        combine(apply_weights=True, order="expert_major"),
+        "apply_weights",
+        "without topk_weights",
+        "topk_weights",
+    ),
+    ("apply: type", combine(apply_weights=1), "apply_weights", "1", "True or False"),
+    ("weights back: shape", combine(topk_weights=f32(4, 2)), "topk_weights", "4, 2", "8, 2"),
+    # memory
+    ("empty: shape", lambda e: e.group.empty(16), "shape", "16", "tuple"),
+    ("empty: negative", lambda e: e.group.empty((-1, 16)), "shape", "-1", "at least 0"),
+    ("empty: 4-d", lambda e: e.group.empty((1, 1, 1, 16)), "shape", "4 dimensions", "1 to 3"),
+    ("empty: dtype", lambda e: e.group.empty((1, 16), "f64"), "dtype", "f64", "f32"),
+    ("empty: like", lambda e: e.group.empty((1, 16), like="jax"), "like", "jax", "numpy"),
+    ("empty: like a list", lambda e: e.group.empty((1, 16), like=[]), "like", "list", "array"),
+    ("registered: a word", lambda e: e.group.is_registered("x"), "pointer", "str", "array"),
+    # creation
+    ("group: bootstrap", make(bootstrap=None), "bootstrap", "None", "ferry.Bootstrap"),
+    ("group: no experts", make(experts=0), "experts", "0", "at least 1"),
+    ("group: many experts", make(experts=2**21), "experts", "2097152", "1 …"),
+    ("group: experts text", make(experts="64"), "experts", "64", "integer"),
+    ("group: deadline 0", make(deadline=0), "deadline", "0 seconds", "more than 0"),
+    ("group: deadline nan", make(deadline=float("nan")), "deadline", "nan", "more than 0"),
+    ("group: deadline text", make(deadline="1"), "deadline", "1", "seconds"),
+    ("group: memory", make(memory_bytes=-1), "memory_bytes", "-1", "at least 0"),
+    ("group: fabric", make(fabric="nvlink"), "fabric", "nvlink", "shm"),
+    ("group: backend", make(backend="gpu"), "backend", "gpu", "host"),
+    ("threads: none", lambda e: ferry.threads(0), "ranks", "0", "1 to 4096"),
+    (
+        "tcp: rank",
+        lambda e: ferry.tcp(rank=2, size=2, port=9, secret="s"),
+        "rank",
+        "2",
+        "0",
+    ),
+    (
+        "tcp: port",
+        lambda e: ferry.tcp(rank=0, size=1, port=0, secret="s"),
+        "port",
+        "0",
+        "1 to 65535",
+    ),
+    (
+        "tcp: secret",
+        lambda e: ferry.tcp(rank=0, size=1, port=9, secret=""),
+        "secret",
+        "empty",
+        "job's secret",
+    ),
+    ("all-gather: fn", lambda e: ferry.from_all_gather(0, 1, b""), "fn", "bytes", "function"),
+    ("mpi: comm", lambda e: ferry.from_mpi(3), "comm", "int", "mpi4py"),
+    # latency mode
+    (
+        "latency: group",
+        lambda e: ferry.LatencyExchange(None, capacity=1, hidden=16, topk=1),
+        "group",
+        "None",
+        "ferry.Group",
+    ),
+    ("latency: capacity", latency(capacity=0), "capacity", "0", "at least 1"),
+    ("latency: hidden", latency(hidden=3), "hidden", "12 bytes", "multiple of 16"),
+    ("latency: topk", latency(topk=65), "topk", "65", "1 … 64"),
+    ("latency: dtype", latency(dtype="e4m3"), "dtype", "e4m3", "f32, bf16 or f16"),
+    ("latency: x dtype", lat_dispatch(x=np.ones((4, 16), np.float16)), "x", "f16", "f32"),
+    ("latency: x hidden", lat_dispatch(x=f32(4, 32)), "x", "hidden 32", "16"),
+    ("latency: x tokens", lat_dispatch(x=f32(5, 16)), "x", "5 tokens", "capacity, 4"),
+    ("latency: routes", lat_dispatch(topk_idx=np.zeros((3, 2), I64)), "topk_idx", "3 tokens", "4"),
+    ("latency: topk_idx", lat_dispatch(topk_idx=np.zeros((4, 3), I64)), "topk_idx", "topk 3", "2"),
+    ("latency: expert", lat_dispatch(topk_idx=np.full((4, 2), 9)), "topk_idx", "expert 9", "… 7"),
+    ("latency: format", lat_dispatch(format="fp8"), "format", "fp8", "e4m3"),
+    (
+        "latency: scale format",
+        lat_dispatch(scale_format="f32_pow2"),
+        "scale_format",
+        "scale",
+        "e4m3",
+    ),
+    ("latency: scale word", lat_dispatch(scale_format="e8"), "scale_format", "e8", "ue8m0_packed"),
+    ("latency: hook", lat_dispatch(hook=None), "hook", "None", "True or False"),
+    ("latency: stream", lat_dispatch(stream=0), "stream", "0", "ferry.Stream"),
+    ("events: deadline", lambda e: ferry.Event().wait(-1.0), "deadline", "-1", "more than 0"),
+]
+# Calls that are only wrong after something collective, so both ranks make them.
+TOGETHER = [
+    ("latency: rows", low(rows=f32(4, 8, 32)), "rows", "4, 8, 32", "4, 8, 16"),
+    ("latency: rows dtype", low(rows=np.ones((4, 8, 16), np.float16)), "rows", "f16", "f32"),
+    ("latency: weights", low(weights=f32(4, 3)), "topk_weights", "4, 3", "4, 2"),
+    ("latency: weights dtype", low(weights=np.ones((4, 2))), "topk_weights", "float64", "f32"),
+    ("latency: out", low(out=f32(3, 16)), "out", "3, 16", "4, 16"),
+    (
+        "latency: received",
+        lambda e: e.lat.combine(f32(4, 8, 16), e.received, e.weights),
+        "received",
+        "Received",
+        "LatencyReceived",
+    ),
+    (
+        "latency: no hook",
+        lambda e: e.lat.dispatch(e.x, e.routes).receive(),
+        "hook",
+        "without hook",
+        "receive",
+    ),
+]
+
+
+def check(call: Callable[[Env], Any], env: Env, argument: str, got: str, expected: str) -> None:
+    with pytest.raises(ferry.InvalidArgument) as caught:
+        call(env)
+    message = str(caught.value)
+    name, _, rest = message.partition("got ")
+    assert argument in re.findall(r"\w+", name), message
+    first, _, last = rest.partition("expected")
+    assert re.search(got, first), message
+    assert re.search(expected, last), message
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "got", "expected"), [c[1:] for c in CALLS], ids=[c[0] for c in CALLS]
+)
+def test_refused_by_one_rank(
+    call: Callable[[Env], Any], argument: str, got: str, expected: str
+) -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        before = group.memory()
+        if group.rank == 0:
+            check(call, env, argument, got, expected)
+        assert group.memory() == before
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "got", "expected"),
+    [c[1:] for c in TOGETHER],
+    ids=[c[0] for c in TOGETHER],
+)
+def test_refused_by_all_ranks(
+    call: Callable[[Env], Any], argument: str, got: str, expected: str
+) -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        check(call, env, argument, got, expected)
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+def test_plan_of_another_group() -> None:
+    """A mismatched handle."""
+
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        with ferry.Group(ferry.threads(1)[0], experts=EXPERTS) as other:
+            stranger = other.plan(env.routes)
+            with pytest.raises(ferry.InvalidArgument, match="plan"):
+                group.dispatch(env.x, stranger)
+            with pytest.raises(ferry.InvalidArgument, match="plan"):
+                group.combine(env.x, stranger)
+        env.check_it_works()
+
+    run_ranks(1, body, experts=EXPERTS)
+
+
+def test_expert_major_combine_before_any_dispatch() -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        fresh = group.plan(env.routes)
+        rows = f32(fresh.expert_major_rows(), HIDDEN)
+        with pytest.raises(ferry.InvalidArgument, match="plan"):
+            group.combine(rows, fresh, order="expert_major")
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+def test_more_rows_than_the_worst_case() -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        with pytest.raises(ferry.Exhausted, match="worst_case_rows"):
+            group.dispatch(env.x, env.plan, worst_case_rows=3)
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+def test_out_with_too_few_rows() -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        with pytest.raises((ferry.InvalidArgument, ferry.Exhausted), match="out"):
+            group.dispatch(env.x, env.plan, out=f32(3, HIDDEN))
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+@pytest.mark.parametrize("field", ["experts", "deadline", "memory_bytes", "fabric", "sim_seed"])
+def test_ranks_that_disagree_about_the_configuration(field: str) -> None:
+    """Every rank is told which rank and which field differ."""
+    other = {"experts": 9, "deadline": 19.0, "memory_bytes": 8192, "fabric": "sim", "sim_seed": 5}
+    bootstraps = ferry.threads(3)
+
+    def one(rank: int) -> None:
+        config: dict[str, Any] = {"experts": 8, "deadline": 20.0, "memory_bytes": 4096}
+        config["fabric"] = "sim" if field == "sim_seed" else "local"
+        if rank == 1:
+            config[field] = other[field]
+        with pytest.raises(ferry.Mismatch, match=field) as caught:
+            ferry.Group(bootstraps[rank], **config)
+        assert "rank 1" in str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(one, range(3)))
+
+
+@pytest.mark.parametrize("what", ["hidden", "dtype", "topk", "call"])
+def test_ranks_that_disagree_about_a_call(what: str) -> None:
+    def body(group: ferry.Group) -> None:
+        other = group.rank == 1
+        routes = np.zeros((4, 2 + (other and what == "topk")), I64)
+        if what == "topk":
+            with pytest.raises(ferry.Mismatch, match="topk"):
+                group.plan(routes)
+            return
+        plan = group.plan(routes)
+        columns = 32 if other and what == "hidden" else 16
+        x = np.ones((4, columns), np.float16 if other and what == "dtype" else np.float32)
+        with pytest.raises(ferry.Mismatch, match="rank"):
+            if what == "call" and other:
+                group.barrier()
+            else:
+                group.dispatch(x, plan)
+
+    bootstraps = ferry.threads(2)
+
+    def one(rank: int) -> None:
+        group = ferry.Group(bootstraps[rank], experts=8, deadline=5.0, memory_bytes=1 << 16)
+        body(group)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+
+
+def test_use_after_destroy() -> None:
+    def body(group: ferry.Group) -> tuple[Env, ferry.Group]:
+        return Env(group), group
+
+    for env, group in run_ranks(2, body, experts=EXPERTS):
+        for call in (
+            lambda: group.plan(env.routes),  # noqa: B023
+            lambda: group.dispatch(env.x, env.plan),  # noqa: B023
+            lambda: group.combine(env.received.x, env.plan),  # noqa: B023
+            lambda: group.barrier(),  # noqa: B023
+            lambda: group.empty((1, 16)),  # noqa: B023
+            lambda: env.plan.recv_rows(),  # noqa: B023
+            lambda: env.lat.dispatch(env.x, env.routes),  # noqa: B023
+            lambda: ferry.LatencyExchange(group, capacity=1, hidden=16, topk=1),  # noqa: B023
+        ):
+            with pytest.raises(ferry.Destroyed):
+                call()
+        group.destroy()  # a second time is nothing
+        assert (env.received.x == 1).all()
+
+
+def test_errors_are_also_pythons_own() -> None:
+    assert issubclass(ferry.InvalidArgument, ValueError)
+    assert issubclass(ferry.DeadlineExceeded, TimeoutError)
+    assert issubclass(ferry.Error, RuntimeError)
+    bootstraps = ferry.threads(2)  # rank 1 never comes
+    with pytest.raises(TimeoutError) as caught:
+        ferry.Group(bootstraps[0], experts=4, deadline=0.2)
+    error = caught.value
+    assert isinstance(error, ferry.DeadlineExceeded)
+    assert (error.kind, error.rank, error.peer) == ("deadline", 0, 1)
+    assert "rank 1" in str(error)

@@ -1,0 +1,241 @@
+"""Latency mode from Python: shapes, dtypes, hooks, buffers; the arithmetic has its own tests in C++."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from exchange_reference import Reference
+from rank_threads import run_ranks
+
+import ferry
+
+RANKS, EXPERTS, CAPACITY, HIDDEN, TOPK = 3, 7, 8, 256, 3
+
+
+class Case:
+    def __init__(self, rng: np.random.Generator) -> None:
+        tokens = [5, 0, CAPACITY]
+        self.routes = [rng.integers(-1, EXPERTS, (t, TOPK)) for t in tokens]
+        self.x = [rng.integers(-8, 9, (t, HIDDEN)).astype(np.float32) for t in tokens]
+        self.weights = [(rng.integers(-8, 9, (t, TOPK)) / 8).astype(np.float32) for t in tokens]
+        self.reference = Reference(self.routes, EXPERTS)
+
+    def arrivals(self, rank: int) -> list[list[tuple[int, int]]]:
+        """For each local expert: (source rank, token), a row for each slot that names it."""
+        return [
+            [
+                (source, token)
+                for source in range(RANKS)
+                for token, route in enumerate(self.routes[source].tolist())
+                for expert in route
+                if expert == global_expert
+            ]
+            for global_expert in self.reference.blocks[rank]
+        ]
+
+    def combined(self, rank: int) -> np.ndarray:
+        factor = np.where(self.routes[rank] >= 0, self.weights[rank], 0).sum(1, keepdims=True)
+        return (self.x[rank] * factor).astype(np.float32)
+
+
+def exchange(group: ferry.Group, dtype: str = "f32") -> ferry.LatencyExchange:
+    return ferry.LatencyExchange(group, capacity=CAPACITY, hidden=HIDDEN, topk=TOPK, dtype=dtype)
+
+
+def check_arrived(case: Case, rank: int, r: Any, rows: np.ndarray) -> None:
+    arrivals = case.arrivals(rank)
+    assert np.array_equal(r.counts, [len(a) for a in arrivals])
+    ranges = np.asarray(r.ranges)
+    for e, expected in enumerate(arrivals):
+        assert np.array_equal(
+            np.asarray(r.source_token)[e, : len(expected)], [t for _, t in expected]
+        )
+        for at, (source, token) in enumerate(expected):
+            assert np.array_equal(rows[e, at], case.x[source][token])
+        for source in range(RANKS):
+            first, count = int(ranges[e, source]) >> 32, int(ranges[e, source]) & 0xFFFFFFFF
+            mine = [s == source for s, _ in expected]
+            assert count == sum(mine)
+            assert all(mine[first : first + count])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_round_trip(rng: np.random.Generator, hook: bool, framework: str) -> None:
+    case = Case(rng)
+
+    def array(data: np.ndarray) -> Any:
+        return torch.from_numpy(data) if framework == "torch" else data
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        outs = []
+        for _ in range(4):  # both buffers, twice
+            r = lat.dispatch(array(case.x[rank]), array(case.routes[rank]), hook=hook)
+            if hook:
+                r.receive()
+            assert group.is_registered(r.x)
+            assert r.scales is None
+            assert tuple(r.x.shape) == (group.local_experts, RANKS * CAPACITY, HIDDEN)
+            check_arrived(case, rank, r, np.asarray(r.x))
+            c = lat.combine(r.x, r, array(case.weights[rank]), hook=hook)
+            if hook:
+                c.receive()
+            outs.append(c.x)
+            assert type(c.x) is type(r.x) is type(array(case.x[rank]))
+        return outs
+
+    for rank, outs in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        for out in outs:
+            assert np.array_equal(out, case.combined(rank))
+
+
+@pytest.mark.parametrize("scale_format", ["f32", "f32_pow2", "ue8m0_packed"])
+def test_e4m3(rng: np.random.Generator, scale_format: str) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group, "bf16")
+        ml = lat.dispatch(
+            case.x[rank].astype(ml_dtypes.bfloat16),
+            case.routes[rank],
+            format="e4m3",
+            scale_format=scale_format,
+        )
+        own = lat.dispatch(
+            torch.from_numpy(case.x[rank]).to(torch.bfloat16),
+            torch.from_numpy(case.routes[rank]),
+            format="e4m3",
+            scale_format=scale_format,
+        )
+        assert ml.x.dtype == ml_dtypes.float8_e4m3fn
+        assert own.x.dtype == torch.float8_e4m3fn
+        assert own.scales is not None
+        assert ml.scales is not None
+        assert own.scales.stride(1) == 1
+        for e, count in enumerate(ml.counts.tolist()):
+            assert torch.equal(
+                own.x[e, :count].view(torch.uint8),
+                torch.from_numpy(ml.x[e, :count].view(np.uint8)),
+            )
+            assert np.array_equal(own.scales[e, :count], ml.scales[e, :count])
+        if scale_format == "ue8m0_packed":
+            assert ml.scales.dtype == np.int32
+            assert ml.scales.shape[2] == 1
+            low = ml.scales.view(np.uint32)
+            scales = np.stack([(low >> (8 * i)) & 0xFF for i in range(2)], -1)[:, :, 0]
+            scales = np.exp2(scales.astype(np.float32) - 127)
+        else:
+            scales = ml.scales
+        back = ml.x.astype(np.float32) * np.repeat(scales, 128, axis=2)
+        for e, arrived in enumerate(case.arrivals(rank)):
+            for at, (source, token) in enumerate(arrived):
+                assert np.allclose(back[e, at], case.x[source][token], rtol=1 / 16, atol=1e-2)
+        return True
+
+    assert all(run_ranks(RANKS, body, experts=EXPERTS, memory_bytes=1 << 22))
+
+
+def test_nothing_arrives_before_the_hook(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        r = lat.dispatch(case.x[rank], case.routes[rank], hook=True)
+        r.counts[:] = 77
+        r.source_token[:] = -5
+        group.barrier()
+        assert (r.counts == 77).all()
+        assert (r.source_token == -5).all()
+        r.receive()
+        check_arrived(case, rank, r, r.x)
+        with pytest.raises(ferry.InvalidArgument, match="receive"):
+            r.receive()
+        out = np.full_like(case.x[rank], 5)
+        c = lat.combine(r.x, r, case.weights[rank], hook=True, out=out)
+        group.barrier()
+        assert (out == 5).all()
+        c.receive()
+        assert c.x is out
+        return out
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert np.array_equal(out, case.combined(rank))
+
+
+def test_streams_and_hooks(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat, stream = exchange(group), ferry.Stream()
+        outs = []
+        for hook in (False, True, False, True):
+            r = lat.dispatch(
+                case.x[rank].copy(), case.routes[rank].copy(), hook=hook, stream=stream
+            )
+            if hook:
+                r.receive()
+            r.event.wait()
+            c = lat.combine(r.x, r, case.weights[rank].copy(), hook=hook, stream=stream)
+            if hook:
+                c.receive()
+            stream.synchronize()
+            outs.append(c.x)
+        return outs
+
+    for rank, outs in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        for out in outs:
+            assert np.array_equal(out, case.combined(rank))
+
+
+def test_two_results_at_a_time(rng: np.random.Generator) -> None:
+    """A third is refused before anything moves; dropping one makes room."""
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        call = (case.x[rank], case.routes[rank])
+        first, second = lat.dispatch(*call), lat.dispatch(*call)
+        with pytest.raises(ferry.Exhausted):
+            lat.dispatch(*call)
+        array = first.x
+        del first
+        with pytest.raises(ferry.Exhausted):  # an array of the result is part of it
+            lat.dispatch(*call)
+        del array
+        third = lat.dispatch(*call)
+        check_arrived(case, rank, second, second.x)
+        check_arrived(case, rank, third, third.x)
+        return True
+
+    assert all(run_ranks(RANKS, body, experts=EXPERTS))
+
+
+def test_bf16_as_uint16_and_memory_hint(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group, "bf16")
+        hint = ferry.LatencyExchange.memory_hint(
+            capacity=CAPACITY, hidden=HIDDEN, topk=TOPK, experts=EXPERTS, ranks=RANKS
+        )
+        assert group.memory().latency_bytes == hint
+        x = case.x[rank].astype(ml_dtypes.bfloat16).view(np.uint16)
+        r = lat.dispatch(x, case.routes[rank])
+        assert r.x.dtype == np.uint16
+        c = lat.combine(r.x, r, case.weights[rank])
+        assert c.x.dtype == np.uint16
+        return c.x.view(ml_dtypes.bfloat16)
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert np.array_equal(out, case.combined(rank).astype(ml_dtypes.bfloat16))

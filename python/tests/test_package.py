@@ -1,0 +1,144 @@
+"""The package itself: quick to import, no torch, typed, documented."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ferry
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_quick_and_imports_no_framework() -> None:
+    code = """
+        import sys, time
+        start = time.perf_counter()
+        import ferry
+        spent = time.perf_counter() - start
+        assert not {"torch", "numpy", "ml_dtypes"} & set(sys.modules)
+        print(spent)
+    """
+    assert min(float(python(code)) for _ in range(3)) < 0.3
+
+
+def test_numpy_users_need_no_torch() -> None:
+    python("""
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        import numpy as np
+        import ferry
+        group = ferry.Group(ferry.threads(1)[0], experts=2)
+        plan = group.plan(np.zeros((2, 1), np.int32))
+        got = group.dispatch(np.ones((2, 16), np.float16), plan)
+        assert (group.combine(got.x, plan).x == 1).all()
+    """)
+
+
+def test_torch_comes_when_asked_for() -> None:
+    python("""
+        import ferry
+        assert ferry.torch.from_process_group
+        import torch
+        assert ferry.torch is not torch
+    """)
+    with pytest.raises(AttributeError, match="nonsense"):
+        ferry.nonsense  # noqa: B018
+
+
+SAMPLE = """
+from typing import assert_type
+import numpy as np
+import torch
+import ferry
+import ferry.torch as ft
+
+boot = ferry.threads(1)[0]
+assert_type(boot, ferry.Bootstrap)
+with ferry.Group(boot, experts=4, deadline=1.0) as group:
+    plan = group.plan(torch.zeros(2, 1, dtype=torch.int64))
+    assert_type(plan, ferry.Plan)
+    x = torch.ones(2, 16)
+    received = group.dispatch(x, plan, order="expert_major", alignment=8)
+    assert_type(received, ferry.Received[torch.Tensor])
+    assert_type(received.x, torch.Tensor)
+    assert_type(received.topk_weights, torch.Tensor | None)
+    assert_type(group.combine(received.x, plan).x, torch.Tensor)
+    assert_type(plan.recv_rows_per_rank(), list[int])
+    rows: np.ndarray = np.ones((2, 16), np.float32)
+    assert_type(group.dispatch(rows, plan).x, np.ndarray)
+    latency = ferry.LatencyExchange(group, capacity=2, hidden=16, topk=1, dtype="f32")
+    low = latency.dispatch(x, torch.zeros(2, 1), hook=True)
+    low.receive()
+    assert_type(low.counts, torch.Tensor)
+    assert_type(latency.combine(low.x, low, torch.ones(2, 1)).x, torch.Tensor)
+    assert_type(ft.dispatch(group, plan, x).x, torch.Tensor)
+    assert_type(ft.combine(group, plan, x), torch.Tensor)
+    event = ferry.Stream().record()
+    event.wait(deadline=1.0)
+    assert_type(group.memory().arena_bytes, int)
+try:
+    ferry.tcp(rank=0, size=1, port=1, secret="s")
+except ferry.Error as error:
+    assert_type(error.peer, int | None)
+"""
+WRONG = {
+    "group.plan()": "Missing positional argument",
+    "group.dispatch(x, 3)": "Argument 2",
+    "group.dispatch(x, plan, 3)": "Too many positional arguments",
+    "ferry.Group(boot)": "Missing named argument",
+    "ferry.threads('2')": "incompatible type",
+    "group.nonsense()": "no attribute",
+}
+
+
+@pytest.mark.timeout(200)
+def test_types(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    sample = tmp_path / "sample.py"
+    bad = [f"{line}  # wrong" for line in WRONG]
+    sample.write_text(SAMPLE + "\n".join(bad) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), str(sample)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"MYPYPATH": str(Path(ferry.__file__).parents[1]), "PATH": "/usr/bin"},
+    )
+    first = len(SAMPLE.splitlines())
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == len(WRONG), done.stdout + done.stderr
+    for number, (line, message) in enumerate(WRONG.items()):
+        found = [e for e in errors if f":{first + number + 1}:" in e]
+        assert found, f"{line}: not refused\n{done.stdout}"
+        assert message in found[0]
+
+
+def test_everything_public_is_documented() -> None:
+    missing = []
+    for name in ferry.__all__:
+        thing = getattr(ferry, name)
+        if not inspect.getdoc(thing):
+            missing.append(name)
+        if not inspect.isclass(thing) or issubclass(thing, Exception):
+            continue
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and not inspect.getdoc(value):
+                missing.append(f"{name}.{member}")
+    assert missing == []

@@ -1,0 +1,235 @@
+"""Ranks as processes: the environment, the store, torch's process groups, the caller's all-gather."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ferry
+
+BODY = """
+import os
+import numpy as np
+import ferry
+
+def exchange(boot):
+    with ferry.Group(boot, experts=6, deadline=20, memory_bytes=1 << 20) as group:
+        tokens = 3 + group.rank
+        x = np.full((tokens, 16), group.rank + 1, np.float32)
+        routes = np.tile(np.arange(group.size) * 6 // group.size, (tokens, 1))
+        plan = group.plan(routes)
+        got = group.dispatch(x, plan)
+        assert group.is_registered(got.x)
+        sources = [3 + r for r in range(group.size)]
+        assert plan.recv_rows_per_rank() == sources
+        assert got.x[:, 0].tolist() == [r + 1 for r in range(group.size) for _ in range(3 + r)]
+        y = group.combine(got.x, plan).x
+        assert (y == group.size * (group.rank + 1)).all()
+        print("good", group.rank, group.fabric_name, flush=True)
+        group.barrier()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(code: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BODY + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+
+
+def finish(children: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    results = []
+    try:
+        for child in children:
+            out, err = child.communicate(timeout=40)
+            results.append((child.returncode, out, err))
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    return results
+
+
+def environment(size: int) -> list[dict[str, str]]:
+    common = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "FERRY_SECRET": os.urandom(8).hex(),
+    }
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+def check_good(results: list[tuple[int, str, str]], fabric: str = "shm") -> None:
+    for rank, (code, out, err) in enumerate(results):
+        assert (code, out) == (0, f"good {rank} {fabric}\n"), err
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "ferry" in path.name}
+
+
+def test_from_environment() -> None:
+    before = shared_memory()
+    variables = environment(3)
+    check_good(finish([start("exchange(ferry.from_environment())", **v) for v in variables]))
+    assert shared_memory() <= before
+
+
+def test_tcp_and_torch_process_group() -> None:
+    """torch's own process group serves as bootstrap, and both may be used side by side."""
+    code = """
+        import torch.distributed as dist
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"],
+                                rank=rank, world_size=size)
+        exchange(ferry.torch.from_process_group())
+        dist.destroy_process_group()
+    """
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        variables = [v | {"MEETING": f"{folder}/meeting"} for v in environment(2)]
+        check_good(finish([start(code, **v) for v in variables]))
+
+
+def test_wrong_secret_is_refused() -> None:
+    variables = environment(2)
+    variables[1]["FERRY_SECRET"] = "wrong"
+    code = """
+        try:
+            ferry.from_environment(deadline=5 if os.environ["RANK"] == "0" else 20)
+            ferry.Group(ferry.from_environment(deadline=2), experts=2)
+        except ferry.Refused as error:
+            print("refused", flush=True)
+        except ferry.Error:
+            print("other", flush=True)
+    """
+    results = finish([start(code, **v) for v in variables])
+    assert results[1][1] == "refused\n", results
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "FERRY_SECRET"])
+def test_missing_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in environment(1)[0].items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(name)
+    monkeypatch.delenv("FERRY_PORT", raising=False)
+    with pytest.raises(ferry.InvalidArgument, match=name):
+        ferry.from_environment(deadline=1.0)
+
+
+class FakeComm:
+    """What from_mpi uses of an mpi4py communicator, for threads."""
+
+    def __init__(self, rank: int, size: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.slots, self.barrier = rank, size, slots, barrier
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return self.rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self.size
+
+    def allgather(self, mine: bytes) -> list[bytes]:
+        self.slots[self.rank] = mine
+        self.barrier.wait(20)
+        everyone = list(self.slots)
+        self.barrier.wait(20)
+        return everyone
+
+
+def test_from_mpi_and_the_callers_own_all_gather() -> None:
+    size = 3
+    slots: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+    results: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        boot = ferry.from_mpi(FakeComm(rank, size, slots, barrier))
+        assert (boot.rank, boot.size) == (rank, size)
+        with ferry.Group(boot, experts=3, deadline=20, memory_bytes=1 << 16) as group:
+            plan = group.plan(np.array([[0, 1, 2]]))
+            got = group.dispatch(np.full((1, 16), rank, np.float32), plan)
+            results[rank] = got.x[:, 0].tolist()
+            group.barrier()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[0.0, 1.0, 2.0]] * size
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "NoneType"),
+        ([], "0 elements"),
+        ([b"", b""], "2 elements"),
+        ([7], "int"),
+        ([b"not mine"], "own|entry"),
+    ],
+)
+def test_all_gather_that_returns_nonsense(returned: Any, message: str) -> None:
+    boot = ferry.from_all_gather(0, 1, lambda mine: returned)
+    with pytest.raises(ferry.InvalidArgument, match=message):
+        ferry.Group(boot, experts=1)
+
+
+def test_what_the_all_gather_raises_comes_out() -> None:
+    def fail(mine: bytes) -> list[bytes]:
+        raise LookupError("from the all-gather")
+
+    with pytest.raises(LookupError, match="from the all-gather"):
+        ferry.Group(ferry.from_all_gather(0, 1, fail), experts=1)
+
+
+def test_a_killed_rank_is_named_within_a_second() -> None:
+    code = """
+        import signal, time
+        boot = ferry.from_environment()
+        group = ferry.Group(boot, experts=6, deadline=30, memory_bytes=1 << 20)
+        routes = np.zeros((4, 1), np.int64)
+        group.plan(routes)
+        if group.rank == 1:
+            print(time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                group.plan(routes)
+        except ferry.PeerFailed as error:
+            print(time.time(), error.peer, flush=True)
+            assert "rank 1" in str(error), error
+    """
+    results = finish([start(code, **v) for v in environment(3)])
+    died = float(results[1][1])
+    for rank in (0, 2):
+        returncode, out, err = results[rank]
+        assert returncode == 0, err
+        seen, peer = out.split()
+        assert peer == "1"
+        assert float(seen) - died < 1.0
+    deadline = time.monotonic() + 2
+    while shared_memory() and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -1,0 +1,151 @@
+// Shared memory objects: a full /dev/shm, objects that are not the peer's, names.
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include "fabric/shm/object.hpp"
+#include "fabric/test_names.hpp"
+#include "fabric/test_ranks.hpp"
+
+namespace ferry::fabric::test {
+namespace {
+
+constexpr Setting kShm{"shm", "shm", true};
+
+TEST(ShmObject, MoreThanDevShmHoldsIsRefused) {
+  run_ranks(kShm, 2, [](Rank& me) {
+    struct statvfs info{};
+    ASSERT_EQ(statvfs("/dev/shm", &info), 0);
+    if (info.f_blocks == 0) GTEST_SKIP() << "/dev/shm has no limit";
+    const auto fabric = me.make();
+    const std::size_t total = info.f_blocks * info.f_frsize;
+    expect_error(ErrorKind::exhausted,
+                 {"/dev/shm", "needed " + std::to_string(total + 4096), "free ", "--shm-size"},
+                 [&] { fabric->register_memory(total + 4096); });
+    EXPECT_TRUE(names_of({getpid()}).empty());
+    EXPECT_EQ(fabric->register_memory(4096).id, 0u);  // the failure took no number
+    me.barrier();
+  });
+}
+
+/// A small /dev/shm for this process alone; false without the right to mount.
+bool private_dev_shm(const char* options) {
+  if (unshare(CLONE_NEWNS) == 0 &&
+      mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+      mount("tmpfs", "/dev/shm", "tmpfs", 0, options) == 0) {
+    return true;
+  }
+  std::printf("not shown: this test needs the right to mount\n");
+  return false;
+}
+
+TEST(ShmObject, AFullDevShmIsAnError) {
+  run_ranks(kShm, 1, [](Rank& me) {
+    if (!private_dev_shm("size=4m")) return;
+    const auto fabric = me.make();
+    std::vector<Segment> segments;
+    expect_error(ErrorKind::exhausted, {"rank 0", "/dev/shm", "needed 602112", "free 581632"}, [&] {
+      for (int i = 0; i < 100; ++i) {
+        segments.push_back(fabric->register_memory(600'000));
+        std::memset(segments.back().data, 1, 600'000);
+      }
+    });
+    EXPECT_EQ(segments.size(), 6u);
+  });
+  run_ranks(kShm, 2, [](Rank& me) {
+    if (!private_dev_shm("size=4m,nr_inodes=3")) return;  // the folder and two files
+    if (me.rank() == 1) return;
+    const std::string name = object_name({1, 2}, this_process(), 0, 0);
+    create_object(name + "a", 4096, 0);
+    create_object(name + "b", 4096, 0);
+    expect_error(ErrorKind::exhausted, {"shm_open"}, [&] { create_object(name + "c", 4096, 0); });
+  });
+}
+
+// Free space looks sufficient to both, and is not: the reservation decides, nobody gets SIGBUS.
+TEST(ShmObject, TwoThatFillDevShmTogetherGetNoSignal) {
+  run_ranks(kShm, 1, [](Rank&) {
+    if (!private_dev_shm("size=4m")) return;
+    const std::string name = object_name({1, 2}, this_process(), 0, 0);
+    std::vector<pid_t> children;
+    for (const char* suffix : {"a", "b"}) {
+      children.push_back(fork());
+      if (children.back() != 0) continue;
+      for (int i = 0; i < 100; ++i) {
+        try {
+          const SharedObject object = create_object(name + suffix, 3 << 20, 0);
+          std::memset(object.memory->data(), 1, 3 << 20);
+          shm_unlink((name + suffix).c_str());
+        } catch (const Error& e) {
+          if (e.kind() != ErrorKind::exhausted) _exit(2);
+          if (access(("/dev/shm" + name + suffix).c_str(), F_OK) == 0) _exit(3);  // a name is left
+        }
+      }
+      _exit(0);
+    }
+    for (const pid_t child : children) {
+      int status = -1;
+      waitpid(child, &status, 0);
+      EXPECT_EQ(status, 0);
+    }
+  });
+}
+
+TEST(ShmObject, AnObjectThatIsNotThePeersIsRefused) {
+  const std::string name = object_name({1, 2}, this_process(), 0, 0);
+  const SharedObject object = create_object(name, 8192, 0);
+  const Attachment attachment{Wire::shm, 1, 0, 0, 8192, {}};
+  EXPECT_NE(open_object(name, attachment, object.inode), nullptr);
+  expect_error(ErrorKind::system, {"rank 0", "is not the object"},
+               [&] { open_object(name, attachment, object.inode + 1); });
+  Attachment larger = attachment;
+  larger.bytes = 8193;
+  expect_error(ErrorKind::system, {"has only 8192 bytes"},
+               [&] { open_object(name, larger, object.inode); });
+  ASSERT_EQ(chmod(("/dev/shm" + name).c_str(), 0660), 0);
+  expect_error(ErrorKind::system, {"is not the object"},
+               [&] { open_object(name, attachment, object.inode); });
+  // A name that is there is never taken over.
+  expect_error(ErrorKind::system, {"shm_open", "exists"}, [&] { create_object(name, 4096, 0); });
+  EXPECT_EQ(access(("/dev/shm" + name).c_str(), F_OK), 0);
+  shm_unlink(name.c_str());
+  expect_error(ErrorKind::system, {"died or left"},
+               [&] { open_object(name, attachment, object.inode); });
+}
+
+TEST(ShmObject, NamesCannotBeGuessedFromOneAnother) {
+  std::set<std::string> names;
+  for (int rank = 0; rank < 8; ++rank) {
+    for (SegmentId segment = 0; segment < 8; ++segment) {
+      for (std::uint64_t key = 0; key < 8; ++key) {
+        const auto name = object_name({key, 0}, this_process(), rank, segment);
+        names.insert(name.substr(name.size() - 32));
+        EXPECT_EQ(owner_of(name.substr(1)), [] {
+          ProcessName owner = this_process();
+          owner.time_namespace = 0;  // not part of the name
+          return owner;
+        }());
+      }
+    }
+  }
+  EXPECT_EQ(names.size(), 512u);
+  // The first vector of the reference implementation with 16 bytes of input, 00 01 .. 0f.
+  EXPECT_EQ(
+      siphash({0x0706050403020100, 0x0f0e0d0c0b0a0908}, 0x0706050403020100, 0x0f0e0d0c0b0a0908),
+      0x3f2acc7f57c29bdbu);
+}
+
+TEST(ShmObject, OtherNamesAreNotOurs) {
+  for (const char* name :
+       {"", "ferry-", "ferry-1.2.3", "ferry-1.2.3-", "ferry-1.2.3-0123456789abcdef0123456789abcde",
+        "ferry-1.2.3-0123456789abcdef0123456789abcdeg",
+        "ferry-1.0.3-0123456789abcdef0123456789abcdef",
+        "ferry-1.-2.3-0123456789abcdef0123456789abcdef", "sem.ferry", "xferry-1.2.3-00"}) {
+    EXPECT_FALSE(owner_of(name)) << name;
+  }
+}
+
+}  // namespace
+}  // namespace ferry::fabric::test

@@ -1,0 +1,233 @@
+#include "fleet.hpp"
+
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <thread>
+
+namespace ferry::conformance {
+namespace {
+
+constexpr int kMaxRanks = 16;
+constexpr int kMaxFailures = 20;
+constexpr std::size_t kTextBytes = 1400;
+constexpr std::size_t kGatherBytes = 4096;
+
+std::int64_t now_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+/// Lies in memory that forked ranks share.
+struct Board {
+  struct Progress {
+    std::atomic<std::int64_t> since_ms{0};
+    std::atomic<bool> ended{false};
+    char what[kTextBytes]{};
+  };
+  struct Gather {
+    std::atomic<std::uint64_t> posted{0};
+    std::uint32_t bytes[2]{};
+    std::byte data[2][kGatherBytes]{};
+  };
+  Progress progress[kMaxRanks];
+  Gather gather[kMaxRanks];
+  std::atomic<int> failures{0};
+  char failure[kMaxFailures][kTextBytes]{};
+
+  void fail(int rank, const std::string& text) {
+    const int slot = failures.fetch_add(1);
+    if (slot >= kMaxFailures) return;
+    const std::string line = "rank " + std::to_string(rank) + ": " + text + "\n    in: " +
+                             progress[rank].what;
+    std::strncpy(failure[slot], line.c_str(), kTextBytes - 1);
+  }
+};
+
+namespace {
+
+/// All-gather over the board: two slots a rank, so that a slot is free again when everybody has
+/// posted the next one.
+AllGather gather_on(Board& board, int rank, int size) {
+  return [&board, rank, size, round = std::uint64_t{0}](std::span<const std::byte> mine) mutable {
+    if (mine.size() > kGatherBytes) throw std::runtime_error("fleet: the all-gather is too small");
+    const std::size_t slot = round++ % 2;
+    Board::Gather& own = board.gather[rank];
+    own.bytes[slot] = static_cast<std::uint32_t>(mine.size());
+    std::copy(mine.begin(), mine.end(), own.data[slot]);
+    own.posted.store(round, std::memory_order_release);
+    std::vector<std::vector<std::byte>> all;
+    for (int peer = 0; peer < size; ++peer) {
+      const Board::Gather& theirs = board.gather[peer];
+      while (theirs.posted.load(std::memory_order_acquire) < round) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+      all.emplace_back(theirs.data[slot], theirs.data[slot] + theirs.bytes[slot]);
+    }
+    return all;
+  };
+}
+
+void run_rank(Rank& rank, Board& board, const std::function<void(Rank&)>& body) {
+  rank.begin("start");
+  try {
+    body(rank);
+  } catch (const std::exception& thrown) {
+    rank.fail(std::string("threw: ") + thrown.what());
+  }
+  board.progress[rank.rank()].ended = true;
+}
+
+/// The rank that has not said anything for too long, or -1.
+int stuck(const Board& board, const Fleet& fleet) {
+  const std::int64_t limit = std::chrono::milliseconds(fleet.deadline).count();
+  for (int r = 0; r < fleet.ranks; ++r) {
+    const Board::Progress& p = board.progress[r];
+    if (!p.ended && p.since_ms != 0 && now_ms() - p.since_ms > limit) return r;
+  }
+  return -1;
+}
+
+void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body) {
+  auto boots = thread_bootstrap(fleet.ranks);
+  std::vector<std::thread> threads;
+  std::atomic<int> left{fleet.ranks};
+  for (int r = 0; r < fleet.ranks; ++r) {
+    threads.emplace_back([&, r] {
+      Rank rank(board, r, fleet.ranks, fleet.fabric, boots[static_cast<std::size_t>(r)]);
+      run_rank(rank, board, body);
+      --left;
+    });
+  }
+  for (int n = 0; left > 0; ++n) {
+    std::this_thread::sleep_for(std::chrono::microseconds(n < 100 ? 200 : 5000));
+    const int rank = stuck(board, fleet);
+    if (rank < 0) continue;
+    std::fprintf(stderr, "HANGS: rank %d, in: %s\n", rank, board.progress[rank].what);
+    for (int i = 0; i < std::min(board.failures.load(), kMaxFailures); ++i) {
+      std::fprintf(stderr, "%s\n", board.failure[i]);
+    }
+    std::_Exit(3);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+[[noreturn]] void child(Board& board, const Fleet& fleet, int r,
+                        const std::function<void(Rank&)>& body) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  {
+    Rank rank(board, r, fleet.ranks, fleet.fabric,
+              custom_bootstrap(r, fleet.ranks, gather_on(board, r, fleet.ranks)));
+    run_rank(rank, board, body);
+  }
+  std::fflush(nullptr);
+  _exit(0);
+}
+
+void run_processes(Board& board, const Fleet& fleet, const std::function<void(Rank&)>& body) {
+  std::fflush(nullptr);
+  std::vector<pid_t> children;
+  for (int r = 0; r < fleet.ranks; ++r) {
+    const pid_t pid = fork();
+    if (pid == 0) child(board, fleet, r, body);
+    if (pid < 0) board.fail(r, "could not be forked");
+    children.push_back(pid);
+  }
+  int left = static_cast<int>(std::count_if(children.begin(), children.end(),
+                                            [](pid_t pid) { return pid > 0; }));
+  bool killed = false;
+  for (int n = 0; left > 0; ++n) {
+    std::this_thread::sleep_for(std::chrono::microseconds(n < 100 ? 200 : 2000));
+    for (int r = 0; r < fleet.ranks; ++r) {
+      pid_t& pid = children[static_cast<std::size_t>(r)];
+      int status = 0;
+      if (pid <= 0 || waitpid(pid, &status, WNOHANG) != pid) continue;
+      pid = 0;
+      --left;
+      if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
+      board.fail(r, WIFSIGNALED(status)
+                        ? "its process was ended by signal " + std::to_string(WTERMSIG(status))
+                        : "its process exited with " + std::to_string(WEXITSTATUS(status)));
+    }
+    const int rank = killed ? -1 : stuck(board, fleet);
+    if (rank < 0) continue;
+    board.fail(rank, "HANGS");
+    killed = true;
+    for (const pid_t pid : children) {
+      if (pid > 0) kill(pid, SIGKILL);
+    }
+  }
+}
+
+}  // namespace
+
+void Rank::begin(const std::string& what) {
+  Board::Progress& mine = board_.progress[rank_];
+  std::strncpy(mine.what, what.c_str(), kTextBytes - 1);
+  mine.since_ms = now_ms();
+}
+
+void Rank::fail(const std::string& text) { board_.fail(rank_, text); }
+
+int Rank::failures() const { return board_.failures; }
+
+bool only_threads() {
+#if defined(__SANITIZE_THREAD__)
+  return true;
+#elif defined(__has_feature)
+  return __has_feature(thread_sanitizer);
+#else
+  return false;
+#endif
+}
+
+std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(Rank&)>& body) {
+  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                      -1, 0);
+  if (memory == MAP_FAILED) return {"the board could not be mapped"};
+  Board* board = new (memory) Board;
+  if (fleet.fabric == FabricKind::shm) {
+    run_processes(*board, fleet, body);
+  } else {
+    run_threads(*board, fleet, body);
+  }
+  std::vector<std::string> lines;
+  for (int i = 0; i < std::min(board->failures.load(), kMaxFailures); ++i) {
+    lines.emplace_back(board->failure[i]);
+  }
+  if (board->failures > kMaxFailures) {
+    lines.push_back("and " + std::to_string(board->failures - kMaxFailures) + " more");
+  }
+  munmap(memory, sizeof(Board));
+  return lines;
+}
+
+std::string joined(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) text += line + "\n";
+  return text;
+}
+
+GroupConfig group_config(const Rank& rank, std::int64_t experts, std::size_t memory_bytes) {
+  GroupConfig config;
+  config.experts = experts;
+  config.deadline = std::chrono::seconds(10);
+  config.memory_bytes = memory_bytes;
+  config.fabric = rank.fabric();
+  return config;
+}
+
+}  // namespace ferry::conformance

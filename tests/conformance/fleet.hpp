@@ -1,0 +1,75 @@
+// Runs ranks as threads or as processes, with a deadline, and collects what they found wrong.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ferry/bootstrap.hpp"
+#include "ferry/group.hpp"
+
+namespace ferry::conformance {
+
+struct Board;
+
+/// One rank of a fleet: who it is, and where it reports. Nothing here throws.
+class Rank {
+ public:
+  Rank(Board& board, int rank, int size, FabricKind fabric,
+       std::shared_ptr<Bootstrap> bootstrap)
+      : board_(board), rank_(rank), size_(size), fabric_(fabric), bootstrap_(std::move(bootstrap)) {}
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  FabricKind fabric() const { return fabric_; }
+  const std::shared_ptr<Bootstrap>& bootstrap() const { return bootstrap_; }
+  /// What is said with every failure from now on; also restarts the deadline.
+  void begin(const std::string& what);
+  void fail(const std::string& text);
+  /// Returns `ok`.
+  bool check(bool ok, const std::string& text) {
+    if (!ok) fail(text);
+    return ok;
+  }
+  template <class A, class B>
+  bool equal(const A& got, const B& expected, const char* what) {
+    if (got == expected) return true;
+    fail(std::string(what) + ": got " + std::to_string(got) + ", expected " +
+         std::to_string(expected));
+    return false;
+  }
+  int failures() const;
+
+ private:
+  Board& board_;
+  int rank_;
+  int size_;
+  FabricKind fabric_;
+  std::shared_ptr<Bootstrap> bootstrap_;
+};
+
+struct Fleet {
+  FabricKind fabric = FabricKind::local;  ///< shm: processes; the others: threads
+  int ranks = 1;
+  /// Between two `begin` of a rank. A fleet of processes that exceeds it is killed; threads cannot
+  /// be, so the program says where it hangs and ends.
+  std::chrono::seconds deadline = std::chrono::seconds(40);
+};
+
+/// Runs `body` once for each rank and returns what went wrong, at most 20 lines. A rank that throws
+/// reports what it threw. No thread of this process may run when processes are asked for.
+std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(Rank&)>& body);
+
+/// All lines as one text.
+std::string joined(const std::vector<std::string>& lines);
+
+/// True where ranks cannot be processes: under the thread sanitizer.
+bool only_threads();
+
+/// A configuration for tests: the fleet's fabric, a deadline of 10 s.
+GroupConfig group_config(const Rank& rank, std::int64_t experts,
+                         std::size_t memory_bytes = std::size_t{4} << 20);
+
+}  // namespace ferry::conformance

@@ -1,0 +1,313 @@
+#include "reference.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/number.hpp"
+
+namespace ferry::conformance {
+namespace {
+
+std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+/// Everybody that a rank receives from, in the order of the definition.
+std::vector<Arrival> arrivals_at(const World& world, int rank) {
+  std::vector<Arrival> rows;
+  for (int source = 0; source < world.ranks; ++source) {
+    for (std::int64_t t = 0; t < world.inputs[index(source)].tokens; ++t) {
+      bool goes = false;
+      for (int k = 0; k < world.topk; ++k) {
+        const std::int64_t id = world.id(source, t, k);
+        goes = goes || (id >= 0 && world.rank_of(id) == rank);
+      }
+      if (goes) rows.push_back({source, t});
+    }
+  }
+  return rows;
+}
+
+/// The local id of a slot at `rank`, −1 if it is elsewhere or unused.
+std::int64_t local_id(const World& world, int rank, const Arrival& arrival, int slot) {
+  const std::int64_t id = world.id(arrival.source, arrival.token, slot);
+  return id >= 0 && world.rank_of(id) == rank ? id - world.first_expert(rank) : -1;
+}
+
+struct ExpertMajor {
+  std::vector<std::int64_t> slots;      // of every expert
+  std::vector<std::int64_t> offsets;    // blocks and the end
+  std::vector<std::int64_t> slot_rows;  // [n, K]
+};
+
+ExpertMajor place_experts(const World& world, int rank, const std::vector<Arrival>& arrivals,
+                          std::int64_t alignment) {
+  ExpertMajor result;
+  const std::int64_t local = world.local_experts(rank);
+  result.slots.assign(index(local), 0);
+  result.slot_rows.assign(arrivals.size() * index(world.topk), -1);
+  std::int64_t next = 0;
+  for (std::int64_t expert = 0; expert < local; ++expert) {
+    result.offsets.push_back(next);
+    for (std::size_t i = 0; i < arrivals.size(); ++i) {
+      for (int k = 0; k < world.topk; ++k) {
+        if (local_id(world, rank, arrivals[i], k) != expert) continue;
+        result.slot_rows[i * index(world.topk) + index(k)] = next++;
+        ++result.slots[index(expert)];
+      }
+    }
+    while (next % alignment != 0) ++next;
+  }
+  result.offsets.push_back(next);
+  return result;
+}
+
+/// Σ in fp32 from +0.
+struct Sum {
+  explicit Sum(std::int64_t hidden) : acc(index(hidden), 0.0f) {}
+  void add(const std::byte* row, Dtype dtype) {
+    for (std::size_t i = 0; i < acc.size(); ++i) {
+      acc[i] = acc[i] + load(row, dtype, static_cast<std::int64_t>(i));
+    }
+  }
+  void add_weighted(float weight, const std::byte* row, Dtype dtype) {
+    for (std::size_t i = 0; i < acc.size(); ++i) {
+      acc[i] = std::fma(weight, load(row, dtype, static_cast<std::int64_t>(i)), acc[i]);
+    }
+  }
+  void round(std::byte* out, Dtype dtype) const {
+    for (std::size_t i = 0; i < acc.size(); ++i) {
+      store(out, dtype, static_cast<std::int64_t>(i), acc[i]);
+    }
+  }
+  std::vector<float> acc;
+};
+
+}  // namespace
+
+float load(const std::byte* row, Dtype dtype, std::int64_t i) {
+  if (dtype == Dtype::f32) {
+    float value;
+    std::memcpy(&value, row + 4 * i, 4);
+    return value;
+  }
+  std::uint16_t bits;
+  std::memcpy(&bits, row + 2 * i, 2);
+  return dtype == Dtype::bf16 ? to_float(Bf16{bits}) : to_float(Fp16{bits});
+}
+
+void store(std::byte* row, Dtype dtype, std::int64_t i, float value) {
+  if (dtype == Dtype::f32) {
+    std::memcpy(row + 4 * i, &value, 4);
+    return;
+  }
+  const std::uint16_t bits =
+      dtype == Dtype::bf16 ? from_float<Bf16>(value).bits : from_float<Fp16>(value).bits;
+  std::memcpy(row + 2 * i, &bits, 2);
+}
+
+std::int64_t World::local_experts(int rank) const {
+  return experts / ranks + (rank < experts % ranks ? 1 : 0);
+}
+
+std::int64_t World::first_expert(int rank) const {
+  std::int64_t first = 0;
+  for (int r = 0; r < rank; ++r) first += local_experts(r);
+  return first;
+}
+
+int World::rank_of(std::int64_t expert) const {
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (expert < local_experts(rank)) return rank;
+    expert -= local_experts(rank);
+  }
+  return -1;
+}
+
+ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,
+                                 std::int64_t alignment) {
+  ExpectedDispatch result;
+  result.arrivals = arrivals_at(world, rank);
+  const std::size_t n = result.arrivals.size();
+  for (int peer = 0; peer < world.ranks; ++peer) {
+    result.recv_rows_per_rank.push_back(
+        std::count_if(result.arrivals.begin(), result.arrivals.end(),
+                      [&](const Arrival& a) { return a.source == peer; }));
+    const auto theirs = arrivals_at(world, peer);
+    result.send_rows_per_rank.push_back(std::count_if(
+        theirs.begin(), theirs.end(), [&](const Arrival& a) { return a.source == rank; }));
+  }
+  const ExpertMajor experts = place_experts(world, rank, result.arrivals, alignment);
+  result.slots_per_expert = experts.slots;
+  result.slot_rows = experts.slot_rows;
+  result.expert_offsets = experts.offsets;
+  const bool by_expert = order == RowOrder::expert_major;
+  result.rows = by_expert ? experts.offsets.back() : static_cast<std::int64_t>(n);
+  const std::size_t row_bytes = world.row_bytes(), columns = index(world.scale_columns);
+  result.x.assign(index(result.rows) * row_bytes, std::byte{0});
+  result.scales.assign(index(result.rows) * columns, 0.0f);
+  for (std::size_t i = 0; i < n; ++i) {
+    const Arrival& arrival = result.arrivals[i];
+    const RankInput& from = world.inputs[index(arrival.source)];
+    result.source_token.push_back(static_cast<std::int32_t>(arrival.token));
+    const auto copy_to = [&](std::int64_t row) {
+      std::copy_n(from.x.begin() + static_cast<std::ptrdiff_t>(index(arrival.token) * row_bytes),
+                  row_bytes, result.x.begin() + static_cast<std::ptrdiff_t>(index(row) * row_bytes));
+      std::copy_n(from.scales.begin() + static_cast<std::ptrdiff_t>(index(arrival.token) * columns),
+                  columns,
+                  result.scales.begin() + static_cast<std::ptrdiff_t>(index(row) * columns));
+    };
+    if (!by_expert) copy_to(static_cast<std::int64_t>(i));
+    for (int k = 0; k < world.topk; ++k) {
+      const std::int64_t id = local_id(world, rank, arrival, k);
+      result.topk_idx.push_back(id);
+      result.topk_weights.push_back(
+          id < 0 || from.weights.empty()
+              ? 0.0f
+              : from.weights[index(arrival.token * world.topk + k)]);
+      if (by_expert && id >= 0) copy_to(experts.slot_rows[i * index(world.topk) + index(k)]);
+    }
+  }
+  return result;
+}
+
+ExpectedCombine expect_combine(const World& world, int rank, const CombineInput& input) {
+  ExpectedCombine result;
+  const std::int64_t tokens = world.inputs[index(rank)].tokens;
+  const std::size_t row_bytes = index(input.hidden) * size_of(input.dtype);
+  std::vector<std::vector<Arrival>> arrivals;
+  std::vector<ExpertMajor> experts;
+  for (int d = 0; d < world.ranks; ++d) {
+    arrivals.push_back(arrivals_at(world, d));
+    experts.push_back(place_experts(world, d, arrivals.back(), input.alignment));
+  }
+  Bytes row(row_bytes), partial(row_bytes);
+  result.x.resize(index(tokens) * row_bytes);
+  if (input.weight) result.topk_weights.assign(index(tokens * world.topk), 0.0f);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    Sum sum(input.hidden);
+    for (int d = 0; d < world.ranks; ++d) {
+      const auto& theirs = arrivals[index(d)];
+      const auto found = std::find_if(theirs.begin(), theirs.end(), [&](const Arrival& a) {
+        return a.source == rank && a.token == t;
+      });
+      if (found == theirs.end()) continue;
+      const std::int64_t i = found - theirs.begin();
+      if (input.order == RowOrder::rank_major) {
+        input.row(d, i, partial.data());
+      } else {
+        Sum slots(input.hidden);
+        for (int k = 0; k < world.topk; ++k) {
+          const std::int64_t place = experts[index(d)].slot_rows[index(i * world.topk + k)];
+          if (place < 0) continue;
+          input.row(d, place, row.data());
+          if (input.apply_weights) {
+            slots.add_weighted(input.weight(d, i, k), row.data(), input.dtype);
+          } else {
+            slots.add(row.data(), input.dtype);
+          }
+        }
+        slots.round(partial.data(), input.dtype);
+      }
+      sum.add(partial.data(), input.dtype);
+      for (int k = 0; input.weight && k < world.topk; ++k) {
+        result.topk_weights[index(t * world.topk + k)] += input.weight(d, i, k);
+      }
+    }
+    for (const Bytes* bias : {input.bias0, input.bias1}) {
+      if (bias != nullptr) sum.add(bias->data() + index(t) * row_bytes, input.dtype);
+    }
+    sum.round(result.x.data() + index(t) * row_bytes, input.dtype);
+  }
+  return result;
+}
+
+ExpectedLatency expect_latency(const World& world, int rank) {
+  ExpectedLatency result;
+  const std::int64_t local = world.local_experts(rank);
+  const std::vector<Arrival> arrivals = arrivals_at(world, rank);
+  result.rows.resize(index(local));
+  for (std::int64_t expert = 0; expert < local; ++expert) {
+    auto& rows = result.rows[index(expert)];
+    for (int source = 0; source < world.ranks; ++source) {
+      const std::size_t first = rows.size();
+      for (const Arrival& arrival : arrivals) {
+        for (int k = 0; k < world.topk; ++k) {
+          if (arrival.source == source && local_id(world, rank, arrival, k) == expert) {
+            rows.push_back({source, arrival.token, k});
+          }
+        }
+      }
+      result.ranges.push_back(static_cast<std::int64_t>(first << 32 | (rows.size() - first)));
+    }
+  }
+  return result;
+}
+
+WireRow expect_wire_row(const World& world, const ExpectedLatency::Row& from, WireFormat format,
+                        ScaleFormat scale_format) {
+  const std::byte* row = world.inputs[index(from.source)].x.data() +
+                         index(from.token) * world.row_bytes();
+  WireRow result;
+  if (format == WireFormat::as_is) {
+    result.x.assign(row, row + world.row_bytes());
+    return result;
+  }
+  for (std::int64_t block = 0; block < world.hidden; block += 128) {
+    const std::int64_t end = std::min(world.hidden, block + 128);
+    float amax = 1e-4f;
+    for (std::int64_t i = block; i < end; ++i) {
+      const float magnitude = std::fabs(load(row, world.dtype, i));
+      if (!std::isnan(magnitude)) amax = std::max(amax, magnitude);
+    }
+    amax = std::min(amax, std::numeric_limits<float>::max());  // infinity
+    float scale = amax / 448.0f, inv = 448.0f / amax;
+    if (scale_format != ScaleFormat::f32) {
+      // The smallest power of two that is at least amax / 448, without rounding.
+      double power = 0x1p-100;
+      while (power * 448.0 < static_cast<double>(amax)) power *= 2.0;
+      scale = static_cast<float>(power);
+      inv = static_cast<float>(1.0 / power);
+    }
+    for (std::int64_t i = block; i < end; ++i) {
+      result.x.push_back(
+          static_cast<std::byte>(from_float<E4m3>(load(row, world.dtype, i) * inv).bits));
+    }
+    std::uint32_t bits;
+    std::memcpy(&bits, &scale, 4);
+    const auto count = static_cast<std::size_t>(block / 128);
+    if (scale_format != ScaleFormat::ue8m0_packed) {
+      result.scales.push_back(bits);
+    } else {
+      if (count % 4 == 0) result.scales.push_back(0);
+      result.scales.back() |= (bits >> 23) << (8 * (count % 4));
+    }
+  }
+  return result;
+}
+
+Bytes expect_latency_combine(const World& world, int rank, const LatencyRowOf& row_of) {
+  std::vector<ExpectedLatency> at;
+  for (int d = 0; d < world.ranks; ++d) at.push_back(expect_latency(world, d));
+  const RankInput& own = world.inputs[index(rank)];
+  Bytes result(index(own.tokens) * world.row_bytes()), row(world.row_bytes());
+  for (std::int64_t t = 0; t < own.tokens; ++t) {
+    Sum sum(world.hidden);
+    for (int k = 0; k < world.topk; ++k) {
+      const std::int64_t id = world.id(rank, t, k);
+      if (id < 0) continue;
+      const int d = world.rank_of(id);
+      const std::int64_t expert = id - world.first_expert(d);
+      const auto& rows = at[index(d)].rows[index(expert)];
+      const auto place = std::find_if(rows.begin(), rows.end(), [&](const auto& r) {
+        return r.source == rank && r.token == t && r.slot == k;
+      });
+      row_of(d, expert, place - rows.begin(), row.data());
+      sum.add_weighted(own.weights[index(t * world.topk + k)], row.data(), world.dtype);
+    }
+    sum.round(result.data() + index(t) * world.row_bytes(), world.dtype);
+  }
+  return result;
+}
+
+}  // namespace ferry::conformance

@@ -1,0 +1,221 @@
+// Is the explorer itself right? Litmus tests with known answers, and failures that it must see.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <utility>
+
+#include "explorer.hpp"
+
+namespace ferry::model {
+namespace {
+
+using protocol::Flag;
+using protocol::order;
+
+std::uint64_t* word(int i) {
+  return reinterpret_cast<std::uint64_t*>(Explorer::current().arena()) + i * 8;
+}
+std::uint64_t* data(int i) { return word(64 + i); }
+
+struct Never {
+  std::uint64_t spin_ns() { return 0; }
+  std::uint64_t slice_ns() { return 0; }
+  protocol::Status check() { return {protocol::Status::Code::kDeadline, -1, 0, 0}; }
+};
+
+Report explore(int fibers, std::function<void(int)> body, std::function<void()> finish = {},
+               Bounds bounds = {.preemptions = 10}) {
+  Explorer explorer;
+  Scenario scenario;
+  scenario.fibers = fibers;
+  scenario.setup = [] {};
+  scenario.body = std::move(body);
+  scenario.finish = std::move(finish);
+  return explorer.explore(scenario, bounds);
+}
+
+using Outcomes = std::set<std::pair<std::uint64_t, std::uint64_t>>;
+
+TEST(Explorer, MessagePassing) {
+  for (const bool sound : {true, false}) {
+    Outcomes seen;
+    std::uint64_t flag = 0, value = 0;
+    const Report report = explore(
+        2,
+        [&](int fiber) {
+          if (fiber == 0) {
+            Flag{word(0)}.store(1, order::relaxed);
+            Flag{word(1)}.store(1, sound ? order::release : order::relaxed);
+          } else {
+            flag = Flag{word(1)}.load(order::acquire);
+            value = Flag{word(0)}.load(order::relaxed);
+          }
+        },
+        [&] { seen.insert({flag, value}); });
+    EXPECT_TRUE(report.passed && report.complete) << report.failure;
+    Outcomes expected{{0, 0}, {0, 1}, {1, 1}};
+    if (!sound) expected.insert({1, 0});
+    EXPECT_EQ(seen, expected);
+  }
+}
+
+TEST(Explorer, StoreBufferingShowsBothZeros) {  // release/acquire does not forbid it
+  Outcomes seen;
+  std::uint64_t got[2] = {};
+  const Report report = explore(
+      2,
+      [&](int fiber) {
+        Flag{word(fiber)}.store(1, order::release);
+        got[fiber] = Flag{word(1 - fiber)}.load(order::acquire);
+      },
+      [&] { seen.insert({got[0], got[1]}); });
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(seen, (Outcomes{{0, 0}, {0, 1}, {1, 0}, {1, 1}}));
+}
+
+TEST(Explorer, OneWordNeverGoesBack) {
+  Outcomes seen;
+  std::uint64_t a = 0, b = 0;
+  const Report report = explore(
+      2,
+      [&](int fiber) {
+        if (fiber == 0) {
+          Flag{word(0)}.store(1, order::relaxed);
+          Flag{word(0)}.store(2, order::relaxed);
+        } else {
+          a = Flag{word(0)}.load(order::relaxed);
+          b = Flag{word(0)}.load(order::relaxed);
+        }
+      },
+      [&] { seen.insert({a, b}); });
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(seen, (Outcomes{{0, 0}, {0, 1}, {0, 2}, {1, 1}, {1, 2}, {2, 2}}));
+}
+
+TEST(Explorer, IndependentReadsMayDisagree) {  // IRIW: allowed without sequential consistency
+  bool disagreed = false;
+  std::uint64_t got[4] = {};
+  const Report report = explore(
+      4,
+      [&](int fiber) {
+        if (fiber < 2) {
+          Flag{word(fiber)}.store(1, order::release);
+        } else {
+          got[(fiber - 2) * 2] = Flag{word(fiber - 2)}.load(order::acquire);
+          got[(fiber - 2) * 2 + 1] = Flag{word(3 - fiber)}.load(order::acquire);
+        }
+      },
+      [&] { disagreed |= got[0] == 1 && got[1] == 0 && got[2] == 1 && got[3] == 0; });
+  EXPECT_TRUE(report.complete);
+  EXPECT_TRUE(disagreed);
+}
+
+TEST(Explorer, CompareExchangeHasOneWinner) {
+  int winners = 0;
+  std::set<std::uint64_t> final_values;
+  const Report report = explore(
+      3,
+      [&](int fiber) {
+        if (fiber == 0) winners = 0;  // fiber 0 may start late: count by the word instead
+        std::uint64_t expected = 0;
+        Flag{word(0)}.compare_exchange(expected, static_cast<std::uint64_t>(fiber) + 1,
+                                       order::relaxed);
+        if (expected != 0 && expected > 3) Explorer::current().fail("value out of thin air");
+      },
+      [&] { final_values.insert(Flag{word(0)}.load(order::relaxed)); });
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(final_values, (std::set<std::uint64_t>{1, 2, 3}));
+}
+
+TEST(Explorer, ReleaseSequenceGoesOnThroughExchange) {
+  const Report report = explore(3, [&](int fiber) {
+    Never watch;
+    if (fiber == 0) {
+      protocol::write(data(0), std::uint64_t{5});
+      Flag{word(0)}.store(1, order::release);
+    } else if (fiber == 1) {
+      std::uint64_t expected = 1;
+      Flag{word(0)}.compare_exchange(expected, 2, order::relaxed);
+    } else {
+      Flag{word(0)}.wait_until([](std::uint64_t v) { return v >= 1; }, watch);
+      if (protocol::read(data(0)) != 5) Explorer::current().fail("wrong data");
+    }
+  });
+  EXPECT_TRUE(report.passed && report.complete) << report.failure << report.schedule;
+}
+
+TEST(Explorer, SeesDataRaces) {
+  const Report report = explore(2, [&](int) { protocol::write(data(0), std::uint64_t{1}); });
+  EXPECT_NE(report.failure.find("data race"), std::string::npos);
+  EXPECT_NE(report.schedule.find("rank 1: write"), std::string::npos) << report.schedule;
+}
+
+TEST(Explorer, SeesDeadlocks) {
+  const Report report = explore(2, [&](int fiber) {
+    Never watch;
+    Flag{word(fiber)}.wait_until([](std::uint64_t v) { return v > 0; }, watch);
+    Flag{word(1 - fiber)}.store(1, order::release);
+  });
+  EXPECT_NE(report.failure.find("deadlock"), std::string::npos);
+}
+
+TEST(Explorer, SeesAValueThatPassedBy) {  // == misses a value that was overwritten in time
+  const Report report = explore(2, [&](int fiber) {
+    Never watch;
+    if (fiber == 0) {
+      Flag{word(0)}.store(1, order::release);
+      Flag{word(0)}.store(2, order::release);
+    } else {
+      Flag{word(0)}.wait_until([](std::uint64_t v) { return v == 1; }, watch);
+    }
+  });
+  EXPECT_NE(report.failure.find("deadlock"), std::string::npos);
+}
+
+TEST(Explorer, EndsSlicesAnywhere) {
+  std::set<int> outcomes;
+  int ok = 0;
+  const Report report = explore(
+      2,
+      [&](int fiber) {
+        Never watch;
+        if (fiber == 0) {
+          Flag{word(0)}.store(1, order::release);
+        } else {
+          ok = Flag{word(0)}.wait_until([](std::uint64_t v) { return v == 1; }, watch).ok() ? 1 : 0;
+        }
+      },
+      [&] { outcomes.insert(ok); }, {.preemptions = 2, .slices = 1});
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(outcomes, (std::set<int>{0, 1}));
+}
+
+TEST(Explorer, ReportsALimit) {
+  const Report report = explore(
+      3, [&](int fiber) { Flag{word(fiber)}.store(1, order::release); Flag{word(3)}.load(order::relaxed); },
+      {}, {.preemptions = 2, .executions = 2});
+  EXPECT_TRUE(report.passed);
+  EXPECT_FALSE(report.complete);
+}
+
+/// A lost update needs exactly one preemption: the bound is what it says.
+TEST(Explorer, CountsPreemptions) {
+  for (const int preemptions : {0, 1}) {
+    std::set<std::uint64_t> totals;
+    explore(
+        2,
+        [&](int fiber) {
+          const std::uint64_t value = Flag{word(0)}.load(order::relaxed);
+          Flag{word(1 + fiber)}.store(1, order::relaxed);
+          if (Flag{word(2 - fiber)}.load(order::acquire) == 0) {
+            Flag{word(0)}.store(value + 1, order::relaxed);
+          }
+        },
+        [&] { totals.insert(Flag{word(0)}.load(order::relaxed)); },
+        {.preemptions = preemptions});
+    EXPECT_TRUE(totals.count(1));
+  }
+}
+
+}  // namespace
+}  // namespace ferry::model

@@ -1,0 +1,142 @@
+#include "processes.hpp"
+
+#include <arpa/inet.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <thread>
+
+namespace ferry::test {
+
+std::uint16_t free_port() {
+  const int probe = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  bind(probe, reinterpret_cast<sockaddr*>(&address), length);
+  getsockname(probe, reinterpret_cast<sockaddr*>(&address), &length);
+  close(probe);
+  return ntohs(address.sin_port);
+}
+
+namespace {
+
+/// Every child so far: other jobs on this machine have names of their own.
+std::vector<pid_t>& children_so_far() {
+  static std::vector<pid_t> pids;
+  return pids;
+}
+
+}  // namespace
+
+std::vector<std::string> shared_memory_names() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().filename();
+    if (!name.starts_with("ferry")) continue;
+    for (pid_t pid : children_so_far()) {
+      if (name.find("." + std::to_string(pid) + ".") != std::string::npos) names.push_back(name);
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void Reporter::line(const std::string& text) const {
+  const std::string whole = text + "\n";
+  if (write(pipe_, whole.data(), whole.size()) < 0) _exit(3);
+}
+
+Ranks::Ranks(int ranks, const Body& body) : children_(static_cast<std::size_t>(ranks)) {
+  const std::uint16_t port = free_port();
+  for (int rank = 0; rank < ranks; ++rank) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    const pid_t pid = fork();
+    if (pid == 0) {
+      close(ends[0]);
+      int code = 0;
+      const Reporter reporter(ends[1]);
+      try {
+        TcpOptions options;
+        options.rank = rank;
+        options.size = ranks;
+        options.port = port;
+        options.secret = "secret of " + std::to_string(port);
+        options.deadline = std::chrono::seconds(30);
+        body(rank, tcp_bootstrap(options), reporter);
+      } catch (const std::exception& error) {
+        reporter.line(std::string("uncaught: ") + error.what());
+        code = 2;
+      }
+      _exit(code);
+    }
+    close(ends[1]);
+    children_so_far().push_back(pid);
+    children_[static_cast<std::size_t>(rank)] = {pid, ends[0], {}, -1};
+  }
+}
+
+Ranks::~Ranks() {
+  for (Child& child : children_) {
+    if (child.status < 0) {
+      kill(child.pid, SIGKILL);
+      waitpid(child.pid, nullptr, 0);
+    }
+    close(child.pipe);
+  }
+}
+
+std::string Ranks::line(int rank, double seconds) {
+  Child& child = children_[static_cast<std::size_t>(rank)];
+  const double end = now() + seconds;
+  while (true) {
+    if (const auto at = child.buffer.find('\n'); at != std::string::npos) {
+      std::string text = child.buffer.substr(0, at);
+      child.buffer.erase(0, at + 1);
+      return text;
+    }
+    const double left = end - now();
+    pollfd waiting{child.pipe, POLLIN, 0};
+    if (left <= 0 || poll(&waiting, 1, static_cast<int>(left * 1000) + 1) <= 0) return {};
+    char bytes[4096];
+    const ssize_t got = read(child.pipe, bytes, sizeof(bytes));
+    if (got <= 0) return {};
+    child.buffer.append(bytes, static_cast<std::size_t>(got));
+  }
+}
+
+void Ranks::signal(int rank, int number) const {
+  kill(children_[static_cast<std::size_t>(rank)].pid, number);
+}
+
+int Ranks::join(int rank, double seconds) {
+  Child& child = children_[static_cast<std::size_t>(rank)];
+  const double end = now() + seconds;
+  while (child.status < 0) {
+    int status = 0;
+    if (waitpid(child.pid, &status, WNOHANG) == child.pid) {
+      child.status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    } else if (now() > end) {
+      return -1;
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  }
+  return child.status;
+}
+
+}  // namespace ferry::test
