@@ -116,7 +116,12 @@ void bind_results(nb::module_& m) {
       .def_ro("arena_bytes", &MemoryUse::arena_bytes, "Receive tensors, in use or free.")
       .def_ro("arena_used_bytes", &MemoryUse::arena_used_bytes, "Of which handed out now.")
       .def_ro("latency_bytes", &MemoryUse::latency_bytes, "Buffers of latency exchanges.")
-      .def("__eq__", [](const MemoryUse& a, const MemoryUse& b) { return a == b; })
+      .def(
+          "__eq__",
+          [](const MemoryUse& a, nb::handle b) {
+            return nb::isinstance<MemoryUse>(b) && a == nb::cast<const MemoryUse&>(b);
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](const MemoryUse& u) {
         return "MemoryUse(control_bytes=" + std::to_string(u.control_bytes) +
                ", arena_bytes=" + std::to_string(u.arena_bytes) +

@@ -141,8 +141,8 @@ TensorView View::write() const {
   return {const_cast<void*>(view_.data), view_.dtype, view_.shape, view_.strides, view_.device};
 }
 
-nb::object to_python(const Tensor& tensor) {
-  return tensor ? nb::cast(HeldTensor(tensor)) : nb::none();
+std::optional<HeldTensor> to_python(const Tensor& tensor) {
+  return tensor ? std::optional<HeldTensor>(std::in_place, tensor) : std::nullopt;
 }
 
 std::optional<ConstTensorView> optional_read(const View* view) {
@@ -182,13 +182,14 @@ void bind_tensor(nb::module_& m) {
           [](const HeldTensor& t) {
             return export_tensor<nb::numpy>(t, crossing_type(t->dtype(), false));
           },
+          nb::sig("def numpy(self) -> typing.Any"),
           "A NumPy array of this memory; bf16 as uint16, fp8 as uint8.")
       .def(
           "torch",
           [](const HeldTensor& t) {
             return export_tensor<nb::pytorch>(t, crossing_type(t->dtype(), true));
           },
-          "A torch tensor of this memory; fp8 as uint8.");
+          nb::sig("def torch(self) -> typing.Any"), "A torch tensor of this memory; fp8 as uint8.");
 }
 
 }  // namespace ferry::python

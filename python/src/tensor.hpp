@@ -34,7 +34,7 @@ class View {
 using HeldTensor = Held<Tensor>;
 
 /// None for a tensor that is not there.
-nb::object to_python(const Tensor& tensor);
+std::optional<HeldTensor> to_python(const Tensor& tensor);
 /// For optional arguments: null is none.
 std::optional<ConstTensorView> optional_read(const View* view);
 std::optional<TensorView> optional_write(const View* view);

@@ -1,4 +1,4 @@
-"""Ranks as processes: the environment, the store, torch's process groups, the caller's all-gather."""
+"""Ranks as processes: the environment, the store, torch's process groups, own all-gathers."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_from_environment() -> None:
     assert shared_memory() <= before
 
 
-def test_tcp_and_torch_process_group() -> None:
-    """torch's own process group serves as bootstrap, and both may be used side by side."""
+def test_torch_process_group(tmp_path: Path) -> None:
+    """torch's own process group serves as the bootstrap."""
     code = """
         import torch.distributed as dist
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -105,11 +105,8 @@ def test_tcp_and_torch_process_group() -> None:
         exchange(ferry.torch.from_process_group())
         dist.destroy_process_group()
     """
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        variables = [v | {"MEETING": f"{folder}/meeting"} for v in environment(2)]
-        check_good(finish([start(code, **v) for v in variables]))
+    variables = [v | {"MEETING": str(tmp_path / "meeting")} for v in environment(2)]
+    check_good(finish([start(code, **v) for v in variables]))
 
 
 def test_wrong_secret_is_refused() -> None:

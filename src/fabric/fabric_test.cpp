@@ -300,6 +300,26 @@ TEST_P(FabricTest, ARankMayLeaveFirst) {
   });
 }
 
+TEST_P(FabricTest, WhatIsSealedOrLeftIsNotAttached) {
+  run(2, [](Rank& me) {
+    auto fabric = me.make();
+    const Segment sealed = fabric->register_memory(4096);
+    const Segment open = fabric->register_memory(4096);
+    const auto first = me.bootstrap.all_gather(sealed.handle, kDeadline, {});
+    const auto second = me.bootstrap.all_gather(open.handle, kDeadline, {});
+    const auto refused = [&](SegmentId segment, const Bytes& handle) {
+      expect_error(ErrorKind::system, {"cannot attach", "of rank 0", "left"},
+                   [&] { fabric->attach(0, segment, 4096, handle); });
+    };
+    if (me.rank() == 0) fabric->seal(sealed.id);
+    me.barrier();
+    if (me.rank() == 1) refused(sealed.id, first[0]);
+    if (me.rank() == 0) fabric.reset();
+    me.barrier();
+    if (me.rank() == 1) refused(open.id, second[0]);
+  });
+}
+
 TEST_P(FabricTest, TwoJobsAtOnceDoNotMeet) {
   run(2, [](Rank& me) {
     const auto first = me.make();

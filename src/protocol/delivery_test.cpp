@@ -27,9 +27,8 @@ std::vector<std::uint64_t> read_row(const std::byte* at) {
   return row;
 }
 
-class OnThreads : public testing::TestWithParam<int> {};
-using DeliveryOnThreads = OnThreads;
-using CreditOnThreads = OnThreads;
+class DeliveryOnThreads : public testing::TestWithParam<int> {};
+class CreditOnThreads : public testing::TestWithParam<int> {};
 
 TEST_P(DeliveryOnThreads, PushesIntoGrantsAndPullsFromLoans) {
   const int ranks = GetParam();
@@ -116,7 +115,8 @@ TEST_P(CreditOnThreads, TwoBuffersInFlight) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, OnThreads, testing::Values(1, 2, 3, 5));
+INSTANTIATE_TEST_SUITE_P(Ranks, DeliveryOnThreads, testing::Values(1, 2, 3, 5));
+INSTANTIATE_TEST_SUITE_P(Ranks, CreditOnThreads, testing::Values(1, 2, 3, 5));
 
 TEST(DropOrder, HoldsBackWhatIsStillAlive) {
   DropOrder<> order;

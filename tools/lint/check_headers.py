@@ -57,7 +57,7 @@ def compile_alone(root: Path, header: Path) -> str:
 
 
 def is_proved_by_its_source(root: Path, header: Path) -> bool:
-    """True when the source of the same name includes it before anything else: the build shows it."""
+    """True when the source of the same name includes it first: then the build shows it."""
     source = (root / header).with_suffix(".cpp")
     if header.parts[0] == "include" or not source.exists():
         return False

@@ -56,8 +56,7 @@ def cpp_format() -> str:
 
 def python_format() -> str:
     """One line for each file that is not formatted as `make format` would."""
-    words = run(BIN / "ruff", "format", "--check", "--output-format=concise", "--preview", ".")
-    return words
+    return run(BIN / "ruff", "format", "--check", "--output-format=concise", "--preview", ".")
 
 
 def shell_syntax() -> str:

@@ -1,0 +1,79 @@
+// The pairwise cover of the matrix, and more cases at random.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <map>
+
+#include "case.hpp"
+#include "fleet.hpp"
+#include "random.hpp"
+#include "session.hpp"
+
+namespace ferry::conformance {
+namespace {
+
+/// Sizes that keep the cover quick: few tokens where rows are long.
+void size_case(Case& c, std::uint64_t seed) {
+  Random random(seed);
+  c.seed = random.next() >> 1;
+  c.tokens = 1 + random.below(c.hidden > 1000 ? 6 : 20);
+  c.capacity = c.hidden > 1000 ? 12 : 40;
+}
+
+void run_all(Mode mode, const std::vector<std::vector<int>>& choices, std::uint64_t seed) {
+  std::map<std::pair<FabricKind, int>, std::vector<Case>> batches;
+  std::uint64_t number = 0;
+  for (const auto& choice : choices) {
+    Case c = make_case(mode, choice);
+    size_case(c, mix(seed, ++number));
+    batches[{c.fabric, c.ranks}].push_back(c);
+  }
+  for (const auto& [key, cases] : batches) {
+    if (key.first == FabricKind::shm && only_threads()) continue;
+    const auto failures = run_fleet({key.first, key.second}, [&](Rank& rank) {
+      Session session(rank);
+      for (const Case& c : cases) run_case(session, c);
+    });
+    EXPECT_TRUE(failures.empty()) << "FERRY_TEST_SEED=" << seed << "\n" << joined(failures);
+  }
+}
+
+class Matrix : public ::testing::TestWithParam<Mode> {};
+
+TEST_P(Matrix, PairwiseCover) {
+  const std::uint64_t seed = base_seed();
+  const auto cover = pairwise_cover(GetParam(), seed);
+  std::printf("FERRY_TEST_SEED=%llu, %zu cases\n", static_cast<unsigned long long>(seed),
+              cover.size());
+  run_all(GetParam(), cover, seed);
+}
+
+TEST_P(Matrix, AtRandom) {
+  const std::uint64_t seed = mix(base_seed(), 1);
+  std::printf("FERRY_TEST_SEED=%llu\n", static_cast<unsigned long long>(base_seed()));
+  run_all(GetParam(), random_choices(GetParam(), 200, seed), seed);
+}
+
+TEST_P(Matrix, CoverHoldsEveryPair) {
+  const auto cover = pairwise_cover(GetParam(), base_seed());
+  const auto& all = axes(GetParam());
+  for (std::size_t a = 0; a < all.size(); ++a) {
+    for (std::size_t b = a + 1; b < all.size(); ++b) {
+      for (int i = 0; i < all[a].choices; ++i) {
+        for (int j = 0; j < all[b].choices; ++j) {
+          bool found = excluded(GetParam(), static_cast<int>(a), i, static_cast<int>(b), j);
+          for (const auto& choice : cover) found = found || (choice[a] == i && choice[b] == j);
+          ASSERT_TRUE(found) << all[a].name << "=" << i << " with " << all[b].name << "=" << j;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, Matrix, ::testing::Values(Mode::throughput, Mode::latency),
+                         [](const auto& info) {
+                           return info.param == Mode::throughput ? "Throughput" : "Latency";
+                         });
+
+}  // namespace
+}  // namespace ferry::conformance

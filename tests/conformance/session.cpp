@@ -1,0 +1,56 @@
+#include "session.hpp"
+
+namespace ferry::conformance {
+
+Group& Session::group(const Case& c) {
+  auto& slot = groups_[{c.experts(), c.small_memory}];
+  if (!slot) {
+    GroupConfig config = group_config(rank_, c.experts(), c.small_memory ? 4096 : 4 << 20);
+    config.sim_seed = c.seed;
+    slot = std::make_unique<Group>(rank_.bootstrap(), config);
+    const MemoryUse hint = Group::memory_hint(config, rank_.size());
+    rank_.check(slot->memory() == hint, "memory() after creation differs from memory_hint()");
+  }
+  return *slot;
+}
+
+LatencyExchange& Session::latency(const Case& c) {
+  Group& owner = group(c);
+  auto& slot = exchanges_[{c.experts(), c.hidden, c.topk, c.dtype, c.capacity}];
+  if (!slot) {
+    const LatencyConfig config{c.capacity, c.hidden, c.topk, c.dtype};
+    const std::size_t before = owner.memory().latency_bytes;
+    slot = std::make_unique<LatencyExchange>(owner, config);
+    rank_.equal(owner.memory().latency_bytes - before,
+                LatencyExchange::memory_hint(config, c.experts(), rank_.size()),
+                "bytes of a latency exchange");
+  }
+  return *slot;
+}
+
+Stream* Session::stream(const Case& c) {
+  if (!c.stream) return nullptr;
+  if (!stream_) stream_.emplace();
+  return &*stream_;
+}
+
+void Session::tidy() {
+  if (exchanges_.size() < 8 && groups_.size() < 8) return;
+  exchanges_.clear();
+  // A rank may leave only when nobody still exchanges.
+  for (auto& [key, group] : groups_) group->barrier();
+  groups_.clear();
+  poisoned_.clear();
+}
+
+void run_case(Session& session, const Case& c) {
+  session.rank().begin(to_string(c));
+  session.tidy();
+  if (c.mode == Mode::throughput) {
+    run_throughput(session, c);
+  } else {
+    run_latency(session, c);
+  }
+}
+
+}  // namespace ferry::conformance
