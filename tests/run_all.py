@@ -203,6 +203,12 @@ def stage_arm64() -> Result:
     return result
 
 
+def stage_cuda() -> Result:
+    result = Result()
+    result.passed = int(build(result, "cuda", targets=("ferry_cuda",)))
+    return result
+
+
 def stage_package() -> Result:
     result = Result()
     if result.step(run("package", "make", "package", quiet=True), "building the package"):
@@ -276,6 +282,7 @@ STAGES: dict[str, Callable[[], Result]] = {
     "asan": lambda: stage_sanitizer("asan"),
     "tsan": lambda: stage_sanitizer("tsan"),
     "arm64": stage_arm64,
+    "cuda": stage_cuda,
     "fuzz": stage_fuzz,
     "docs": stage_docs,
     "conformance": stage_conformance,

@@ -220,7 +220,17 @@ Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
 }
 
 bool HostEngine::is_registered(const void* pointer) const {
-  return memory_->arena.find(pointer, 1).has_value();
+  if (memory_->arena.find(pointer, 1)) return true;
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(latency_mutex_);
+  return std::any_of(latency_segments_.begin(), latency_segments_.end(), [&](const auto& segment) {
+    return std::less_equal<>{}(segment.data, at) && std::less<>{}(at, segment.data + segment.bytes);
+  });
+}
+
+void HostEngine::add_latency_memory(const fabric::Segment& segment) {
+  std::scoped_lock lock(latency_mutex_);
+  latency_segments_.push_back(segment);
 }
 
 void HostEngine::barrier() {
@@ -262,8 +272,12 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
 }
 
 MemoryUse HostEngine::memory() const {
-  return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(),
-          latency_bytes_.load()};
+  std::size_t latency_bytes = 0;
+  {
+    std::scoped_lock lock(latency_mutex_);
+    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
+  }
+  return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(), latency_bytes};
 }
 
 TimeUse HostEngine::time() const {

@@ -77,7 +77,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   fabric::Segment add_segments(const char* stage, std::size_t bytes);
 
   std::uint64_t next_tag_space() { return ++tag_spaces_; }
-  void count_latency_bytes(std::size_t bytes) { latency_bytes_ += bytes; }
+  /// From now on these bytes count in memory() and are registered for is_registered().
+  void add_latency_memory(const fabric::Segment& segment);
   std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
 
  private:
@@ -89,7 +90,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Placement placement_;
   Channel channel_;
   std::size_t control_bytes_;
-  std::atomic<std::size_t> latency_bytes_{0};
+  mutable std::mutex latency_mutex_;
+  std::vector<fabric::Segment> latency_segments_;
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;
   std::uint64_t tag_spaces_ = 0;

@@ -587,7 +587,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     engine->agree("LatencyExchange: configuration", head, [] { return true; });
     segment = engine->add_segments("LatencyExchange: buffers", layout.bytes);
   });
-  engine->count_latency_bytes(segment.bytes);
+  engine->add_latency_memory(segment);
   return std::make_shared<HostLatency>(std::move(engine), config, segment, layout);
 }
 

@@ -135,8 +135,9 @@ class Generation {
       rank_.check(is_poison(before->first, std::min(before->second, received_.x.view().bytes())),
                   "x was written by the sending half");
     }
-    const std::vector<Tensor> all{received_.x, received_.counts, received_.source_token,
-                                  received_.ranges, received_.scales};
+    std::vector<Tensor> all{received_.x, received_.counts, received_.source_token,
+                            received_.ranges};
+    if (quantized()) all.push_back(received_.scales);
     for (const Tensor& tensor : all) poison(tensor);
     group_.barrier();  // now all ranks have sent
     if (c_.fabric == FabricKind::sim) std::this_thread::sleep_for(std::chrono::microseconds(300));

@@ -71,8 +71,8 @@ TEST_P(Matrix, CoverHoldsEveryPair) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, Matrix, ::testing::Values(Mode::throughput, Mode::latency),
-                         [](const auto& info) {
-                           return info.param == Mode::throughput ? "Throughput" : "Latency";
+                         [](const auto& test) {
+                           return test.param == Mode::throughput ? "Throughput" : "Latency";
                          });
 
 }  // namespace

@@ -161,7 +161,7 @@ void Explorer::run_once() {
 /// steps, hence the stores and the plain accesses that it made. What remains is what it knows, and
 /// what the stores that somebody may still read make known.
 bool Explorer::known(int kind) {
-  if (random_ || tracing_ || position_ < path_.size()) return false;
+  if (random_ || tracing_ || bounds_.naive || position_ < path_.size()) return false;
   std::uint64_t h = mix(static_cast<std::uint64_t>(current_), static_cast<std::uint64_t>(kind));
   h = mix(h, static_cast<std::uint64_t>(slices_used_) * 1000 +
                  static_cast<std::uint64_t>(quiet_slices_));
@@ -228,7 +228,7 @@ void Explorer::resume(int next) {
 void Explorer::schedule_point() {
   if (actor_ != current_) return;  // a network delivers; it is no fiber
   Strand& strand = *strands_[static_cast<std::size_t>(current_)];
-  if (!strand.stored) return;
+  if (!strand.stored && !bounds_.naive) return;
   strand.stored = false;
   if (known(kAtOperation)) {
     pruned_ = true;

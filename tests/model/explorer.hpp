@@ -69,7 +69,8 @@ struct Bounds {
   int preemptions = 2;                    ///< switches away from a fiber that could go on
   int slices = 0;                         ///< time slices that end early, anywhere, per execution
   std::uint64_t executions = 3'000'000;  ///< reaching it is a failure
-  int overtakes = 2;  ///< deliveries out of order, or before somebody needs them
+  int overtakes = 2;   ///< deliveries out of order, or before somebody needs them
+  bool naive = false;  ///< without any reduction: what the reductions are tested against
 };
 inline constexpr int kAnyOrder = 1'000'000;
 

@@ -29,11 +29,14 @@ class Progress {
     if (settings.mode != BenchMode::latency) total_ += 5 * each;
     if (settings.mode != BenchMode::throughput) total_ += each;
   }
-  ~Progress() {
-    if (done_ > 0) fmt::print(stderr, "\r\x1b[K");
-  }
+  ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
+
+  void clear() {
+    if (done_ > 0) fmt::print(stderr, "\r\x1b[K");
+    done_ = 0;
+  }
 
   void begin(const char* mode) {
     if (!terminal_) fmt::print(stderr, "bench: {} mode\n", mode);
@@ -68,11 +71,10 @@ bool run_mode(const BenchSettings& settings, const BenchBoard& board, Progress& 
   const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
     (latency ? bench_latency : bench_throughput)(settings, board, std::move(bootstrap));
   });
-  for (const RankFailure& failure : failures) {
-    fmt::print(stderr, "\nferry bench: rank {}: {}", failure.rank, failure.message);
-  }
-  if (!failures.empty()) fmt::print(stderr, "\n");
-  return failures.empty();
+  if (failures.empty()) return true;
+  progress.clear();
+  fmt::print(stderr, "ferry bench: {}\n", summary(failures));
+  return false;
 }
 
 int bench(const BenchSettings& settings, bool json, const CommandLine& line) {

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import unittest
+from pathlib import Path
 
 FERRY = os.environ.get("FERRY_CLI", "")
 TINY = "--tokens 12 --latency-tokens 5 --hidden 256 --experts 6 --topk 3 --iterations 3 --warmup 1"
@@ -75,6 +78,28 @@ class Bench(unittest.TestCase):
         for word in (*THROUGHPUT, *LATENCY, "p50", "p95", "logical GB/s", "wire GB/s"):
             self.assertIn(word, result.stdout)
         self.assertIn("bench: throughput mode", result.stderr)
+        self.assertEqual(set(os.listdir("/dev/shm")) - before, set())
+
+    def test_a_rank_that_is_killed_is_named(self):
+        before = set(os.listdir("/dev/shm"))
+        bench = subprocess.Popen(
+            [FERRY, "bench", *TINY.split(), "-n", "3", "--iterations", "1000000"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        ranks = []
+        end = time.monotonic() + 20
+        while len(ranks) < 3 and time.monotonic() < end:
+            time.sleep(0.1)
+            ranks = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+        time.sleep(0.5)
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        _, errors = bench.communicate(timeout=30)
+        self.assertEqual(bench.returncode, 1)
+        self.assertIn("ferry bench: rank 1: its process was killed by signal 9 (SIGKILL)", errors)
+        self.assertIn("(2 more ranks failed)", errors)
+        self.assertFalse(any(Path(f"/proc/{pid}").exists() for pid in ranks))
         self.assertEqual(set(os.listdir("/dev/shm")) - before, set())
 
     def test_wrong_command_lines_are_refused_with_a_reason(self):

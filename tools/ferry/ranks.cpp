@@ -96,6 +96,27 @@ bool look_at(std::vector<Child>& children, bool& failed) {
   return all;
 }
 
+std::vector<RankFailure> failures_of(const std::vector<Child>& children,
+                                     const SharedArray<Message>& messages, bool ended_by_us) {
+  std::vector<RankFailure> killed;
+  std::vector<RankFailure> others;
+  for (std::size_t r = 0; r < children.size(); ++r) {
+    const ProcessEnd& end = *children[r].end;
+    if (!end.failed()) continue;
+    const int rank = static_cast<int>(r);
+    const std::string said = messages[r].text;
+    if (end.signal == 0) {
+      others.push_back({rank, said.empty() ? "its process " + describe(end) : said});
+    } else if (end.signal == SIGKILL && ended_by_us) {
+      others.push_back({rank, "did not end in time and was killed"});
+    } else {
+      killed.push_back({rank, "its process " + describe(end)});
+    }
+  }
+  killed.insert(killed.end(), others.begin(), others.end());
+  return killed;
+}
+
 std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body) {
   const ReservedPort port;
   const std::string secret = random_secret();
@@ -121,6 +142,7 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
   }
 
   bool failed = false;
+  bool ended_by_us = false;
   Clock::time_point until = Clock::now() + std::chrono::duration_cast<Clock::duration>(run.limit);
   Clock::time_point look = Clock::now();
   std::optional<Clock::time_point> failed_at;
@@ -131,6 +153,7 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
       until = std::min(until, now + kGrace);
     }
     if (now >= until) {
+      ended_by_us = true;
       for (const Child& child : children) {
         if (!child.end) kill(child.pid, SIGKILL);
       }
@@ -141,17 +164,18 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
       run.tick();
     }
   }
-  std::vector<RankFailure> failures;
-  for (int r = 0; r < run.ranks; ++r) {
-    const auto i = static_cast<std::size_t>(r);
-    if (!children[i].end->failed()) continue;
-    const std::string said = messages[i].text;
-    failures.push_back({r, said.empty() ? "the process " + describe(*children[i].end) : said});
-  }
-  return failures;
+  return failures_of(children, messages, ended_by_us);
 }
 
 }  // namespace
+
+std::string summary(const std::vector<RankFailure>& failures) {
+  if (failures.empty()) return {};
+  const std::size_t more = failures.size() - 1;
+  const std::string others =
+      more == 0 ? "" : fmt::format(" ({} more rank{} failed)", more, more == 1 ? "" : "s");
+  return fmt::format("rank {}: {}{}", failures.front().rank, failures.front().message, others);
+}
 
 std::vector<RankFailure> run_ranks(const RankRun& run, const RankBody& body) {
   return run.processes ? run_processes(run, body) : run_threads(run, body);

@@ -17,6 +17,8 @@ struct RankFailure {
   int rank = 0;
   std::string message{};
 };
+/// One line for all of them: "rank 2: ... (2 more ranks failed)".
+std::string summary(const std::vector<RankFailure>& failures);
 
 struct RankRun {
   int ranks = 1;
@@ -25,8 +27,9 @@ struct RankRun {
   std::function<void()> tick{};  ///< called every 50 ms while ranks run, from the calling thread
 };
 
-/// Runs `body` as every rank and returns when all have ended: the failures, in rank order. When a
-/// process fails, the others get 5 s and are then killed. Throws when ranks cannot be started.
+/// Runs `body` as every rank and returns when all have ended: the failures, those that say nothing
+/// because they were killed first, else in rank order. When a process fails, the others get 5 s and
+/// are then killed. Throws when ranks cannot be started.
 std::vector<RankFailure> run_ranks(const RankRun& run, const RankBody& body);
 
 }  // namespace ferry::cli

@@ -79,9 +79,7 @@ SelfTest run_one(bool processes) {
     const auto failures = run_ranks(run, [&](int, const std::shared_ptr<Bootstrap>& bootstrap) {
       exchange(bootstrap, processes ? FabricKind::shm : FabricKind::local);
     });
-    if (!failures.empty()) {
-      test.failure = fmt::format("rank {}: {}", failures.front().rank, failures.front().message);
-    }
+    test.failure = summary(failures);
   } catch (const std::exception& error) {
     test.failure = error.what();
   }
