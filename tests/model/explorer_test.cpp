@@ -267,10 +267,11 @@ TEST(Explorer, ReductionsLoseNoOutcome) {
   SCOPED_TRACE(kSeed);
   std::mt19937_64 random(kSeed);
   std::uint64_t naive_executions = 0, reduced_executions = 0;
-  for (int round = 0; round < 40; ++round) {
+  for (int round = 0; round < 150; ++round) {
     const Program program = random_program(random);
     const int fibers = round % 4 == 0 ? 3 : 2;
-    const std::size_t steps = fibers == 3 ? 2 : 4;
+    const std::size_t steps = fibers == 3 ? 3 : 4;
+    const bool forget = round % 3 == 0;  // what came before the second step
     for (const int preemptions : {0, 1, 2}) {
       std::set<Seen> outcomes[2];
       for (const bool naive : {false, true}) {
@@ -279,7 +280,13 @@ TEST(Explorer, ReductionsLoseNoOutcome) {
             fibers,
             [&](int fiber) {
               const auto f = static_cast<std::size_t>(fiber);
-              for (std::size_t i = 0; i < steps; ++i) seen[f][i] = perform(program[f][i]);
+              for (std::size_t i = 0; i < steps; ++i) {
+                if (forget && i == 1) {
+                  seen[f][0] = 0;
+                  Explorer::current().checkpoint(1);
+                }
+                seen[f][i] = perform(program[f][i]);
+              }
             },
             [&] { outcomes[naive ? 1 : 0].insert(seen); },
             {.preemptions = preemptions, .slices = 1, .naive = naive});

@@ -27,7 +27,7 @@ FLOORS = {
     "include/ferry": set(),
     "src/core": {"include/ferry"},
     "src/protocol": {"include/ferry", "src/core"},
-    "src/fabric": {"include/ferry", "src/core"},
+    "src/fabric": {"include/ferry", "src/core", "src/protocol"},
     "src/bootstrap": {"include/ferry", "src/core"},
     "src/host": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
     "src/cuda": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
