@@ -95,7 +95,7 @@ class Bench:
         self.plan = group.plan(self.topk_idx)
         self.out = torch.empty_like(self.x)
         self.make_gloo_lists(args)
-        rows = self.plan.recv_rows
+        rows = self.plan.recv_rows()
         self.ordinary = torch.ones((rows, args.hidden), dtype=dtype)
         self.copy_from = torch.ones((rows, args.hidden), dtype=dtype)
         self.copy_to = torch.zeros((rows, args.hidden), dtype=dtype)
@@ -108,12 +108,10 @@ class Bench:
         import torch
 
         ranks = self.topk_idx // (args.experts // self.group.size)
-        lists = [
-            (ranks == peer).any(dim=1).nonzero().flatten() for peer in range(self.group.size)
-        ]
+        lists = [(ranks == peer).any(dim=1).nonzero().flatten() for peer in range(self.group.size)]
         self.send_index = torch.cat(lists)
         self.send_splits = [len(rows) for rows in lists]
-        self.recv_splits = list(self.plan.recv_rows_per_rank)
+        self.recv_splits = list(self.plan.recv_rows_per_rank())
 
     def gloo_dispatch(self):
         """Gather, then exchange."""
@@ -139,22 +137,20 @@ class Bench:
 
         if not torch.equal(self.gloo_dispatch(), self.received.x):
             raise SystemExit("Gloo and Ferry received different rows")
-        if not torch.equal(
-            self.gloo_combine(), self.group.combine(self.received.x, self.plan).x
-        ):
+        if not torch.equal(self.gloo_combine(), self.group.combine(self.received.x, self.plan).x):
             raise SystemExit("Gloo and Ferry combined to different sums")
 
     def cases(self) -> list[Case]:
         """In the order in which each round runs them."""
-        group, plan, x = self.group, self.plan, self.x
+        group, plan, x, routes = self.group, self.plan, self.x, self.topk_idx
         row = x.shape[1] * x.element_size()
-        rows = plan.recv_rows * row
+        rows = plan.recv_rows() * row
         both = rows + x.shape[0] * row
         combine = group.combine
         return [
             Case("copy", rows, lambda: self.copy_to.copy_(self.copy_from)),
             Case("ferry dispatch, cached", rows, lambda: group.dispatch(x, plan)),
-            Case("ferry dispatch, full", rows, lambda: group.dispatch(x, group.plan(self.topk_idx))),
+            Case("ferry dispatch, full", rows, lambda: group.dispatch(x, group.plan(routes))),
             Case("ferry combine", both, lambda: combine(self.received.x, plan, out=self.out)),
             Case(
                 "ferry combine, ordinary input",

@@ -25,8 +25,9 @@ from ferry.errors import (
     SystemFailure,
     Unsupported,
 )
-from ferry.group import Combined, Group, Received
+from ferry.group import Group
 from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
+from ferry.results import Combined, Received
 
 if TYPE_CHECKING:
     from ferry import torch as torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = _ferry.version
 
 # Work that still waits for a peer on some stream must not keep the interpreter from ending.
-_atexit.register(_ferry.stop_all_workers)
+_atexit.register(_ferry.interpreter_ends)
 
 
 def __getattr__(name: str) -> Any:

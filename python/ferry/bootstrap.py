@@ -14,7 +14,9 @@ Bootstrap = _ferry.Bootstrap
 def threads(ranks: int) -> list[Bootstrap]:
     """Ranks as threads of this process: element r is for the thread that is rank r.
 
-    Make each group in its own thread: creation waits for all ranks.
+    Make each group in its own thread: creation waits for all ranks. Python runs signal handlers in
+    its main thread only, so Ctrl-C ends the waits of that thread's rank; `Group.destroy` or the
+    deadline ends the others'.
     """
     return _ferry.threads(integer("threads: ranks", ranks, 1, 4096))
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 
 class Error(RuntimeError):
     """Every error of Ferry. The message names rank, peer, stage or argument, what was got, what was
-    expected and, where it helps, what to do.
+    expected and, where it helps, what to do."""
 
-    Attributes:
-        kind: the kind as a word, e.g. "deadline", "peer failed", "invalid argument".
-        rank: the rank that raises; None when the error is not about a rank.
-        peer: the rank that it names: the one that died, is late, differs; or None.
-        stage: "plan: counts", "dispatch: rows", ...; empty outside an exchange.
-        generation: number of the exchange step; 0 outside an exchange.
-        expected, seen: the flag value waited for, and the one found.
-    """
-
+    #: The kind as a word: "deadline", "peer failed", "invalid argument", ...
     kind: str = "error"
+    #: The rank that raises; None when the error is not about a rank.
     rank: int | None
+    #: The rank that it names: the one that died, is late, differs; or None.
     peer: int | None
+    #: "plan: counts", "dispatch: rows", ...; empty outside an exchange.
     stage: str
+    #: Number of the exchange step; 0 outside an exchange.
     generation: int
+    #: The flag value waited for.
     expected: int
+    #: The flag value found.
     seen: int
 
     def __init__(

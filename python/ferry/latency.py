@@ -67,8 +67,9 @@ class LatencyReceived(Generic[ArrayT]):
         written before. A second call raises `InvalidArgument`."""
         self._raw.receive()
 
-    def _array(self, tensor: _ferry.Tensor | None) -> Any:
-        return array(tensor, self._like)
+    def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
+        result: ArrayT = array(tensor, self._like)
+        return result
 
 
 class LatencyCombined(Generic[ArrayT]):
@@ -99,9 +100,10 @@ class LatencyCombined(Generic[ArrayT]):
 
 
 class LatencyExchange:
-    """Fixed buffers of latency mode inside a group. Making one is collective.
+    """Fixed buffers of latency mode inside a group. Making one is collective; the arguments must be
+    the same on all ranks.
 
-    Args (the same on all ranks):
+    Args:
         group: the group whose ranks exchange.
         capacity: most tokens that a rank sends in one dispatch.
         hidden: channels of a token; row bytes a multiple of 16.

@@ -10,6 +10,7 @@ bf16 and fp8 do not exist in NumPy: they come as arrays of `ml_dtypes`, or as ui
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, NamedTuple
 
 from ferry import _ferry
@@ -102,13 +103,18 @@ def _view_of_torch(
         )
     if value.layout != torch.strided:
         refuse(name, f"a tensor of layout {value.layout}", "a strided tensor")
-    own = _LONG_NAMES.get(str(value.dtype).removeprefix("torch."))
+    own = _torch_dtype(value.dtype)
     if own in (Dtype.e4m3, Dtype.e5m2):
         dtype = _agreed(name, own, dtype)
         value = value.detach().view(torch.uint8)
     elif value.requires_grad:
         value = value.detach()
     return _ferry.View(value, name, dtype, writable)
+
+
+@cache
+def _torch_dtype(dtype: Any) -> _ferry.Dtype | None:
+    return _LONG_NAMES.get(str(dtype).removeprefix("torch."))
 
 
 def _view_of_numpy(

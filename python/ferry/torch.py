@@ -47,7 +47,7 @@ def dispatch(
     others: list[Any] = []
     if topk_weights is not None:
         topk_weights = topk_weights.contiguous()
-    out, weights = _Dispatch.apply(
+    out, weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
         group, plan, order, alignment, others, x.contiguous(), topk_weights
     )
     return TorchReceived(out, others[0], weights, others[1], others[2], others[3])
@@ -65,7 +65,8 @@ def combine(
     rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, as dispatch gave them.
     """
     _check("torch.combine", group, plan, rows=rows)
-    result: Tensor = _Combine.apply(group, plan, order, alignment, rows.contiguous())
+    arguments = (group, plan, order, alignment, rows.contiguous())
+    result: Tensor = _Combine.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -96,7 +97,7 @@ class _Dispatch(torch.autograd.Function):
         return received.x, received.topk_weights
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor | None) -> tuple[Any, ...]:
         group, plan, order, alignment = ctx.exchange
         if ctx.local is not None:
@@ -121,7 +122,7 @@ class _Combine(torch.autograd.Function):
         return group.combine(rows, plan, order=order, alignment=alignment).x
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         group, plan, order, alignment = ctx.exchange
         received = group.dispatch(grad.contiguous(), plan, order=order, alignment=alignment)

@@ -1,5 +1,7 @@
 #include "gil.hpp"
 
+#include <thread>
+
 #include "ferry/error.hpp"
 
 namespace ferry::python {
@@ -18,6 +20,10 @@ thread_local std::exception_ptr pending_error;
 void after_fork_in_child() {
   forks.fetch_add(1, std::memory_order_relaxed);
   main_thread.store(PyThread_get_thread_ident(), std::memory_order_relaxed);
+}
+
+bool is_main_thread() {
+  return PyThread_get_thread_ident() == main_thread.load(std::memory_order_relaxed);
 }
 
 void stop_worker_if_told() {
@@ -51,10 +57,15 @@ void remember_main_thread() {
 OnWait python_on_wait() {
   return [] {
     stop_worker_if_told();
-    if (PyThread_get_thread_ident() == main_thread.load(std::memory_order_relaxed)) {
-      run_signal_handlers();
-    }
+    if (is_main_thread()) run_signal_handlers();
   };
+}
+
+ReleasedGil::~ReleasedGil() {
+  while (exiting.load(std::memory_order_relaxed) && !is_main_thread()) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  PyEval_RestoreThread(state_);
 }
 
 std::uint64_t interrupts() {
@@ -63,7 +74,7 @@ std::uint64_t interrupts() {
 void obey(StopFlag flag) {
   worker_stop = std::move(flag);
 }
-void stop_all_workers() {
+void interpreter_ends() {
   exiting.store(true, std::memory_order_relaxed);
 }
 std::uint64_t fork_count() {

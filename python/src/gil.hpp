@@ -40,8 +40,24 @@ std::uint64_t interrupts();
 using StopFlag = std::shared_ptr<std::atomic<bool>>;
 /// From now on `flag` ends waits of the calling (worker) thread.
 void obey(StopFlag flag);
-/// Ends the waits of all workers, for good: the interpreter is about to end.
-void stop_all_workers();
+
+/// The interpreter is about to end: ends the waits of all workers, for good, and keeps threads that
+/// come back from a wait out of it.
+void interpreter_ends();
+
+/// Gives the GIL up while it lives. A thread that would take it back from an interpreter that ends
+/// stays here instead, until the process is gone: Python would end the thread by unwinding it, and
+/// C++ answers that with std::terminate.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ~ReleasedGil();
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 /// How many times this process is a forked child since the module was loaded.
 std::uint64_t fork_count();
@@ -57,7 +73,7 @@ template <class Call>
 auto without_gil(Call&& call) {
   detail::take_pending_error();
   try {
-    nb::gil_scoped_release release;
+    ReleasedGil released;
     return std::forward<Call>(call)();
   } catch (...) {
     if (std::exception_ptr error = detail::take_pending_error()) std::rethrow_exception(error);
@@ -78,7 +94,7 @@ class Held {
     if (fork_count() != forks_) {
       (void)value_.release();
     } else if (PyGILState_Check()) {
-      nb::gil_scoped_release release;
+      ReleasedGil released;
       value_.reset();
     }
   }

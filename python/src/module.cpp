@@ -8,8 +8,8 @@ NB_MODULE(_ferry, m) {
   nanobind::set_leak_warnings(false);  // objects that are alive at exit are no news to a user
   m.attr("version") = FERRY_VERSION;
   fp::remember_main_thread();
-  m.def("stop_all_workers", &fp::stop_all_workers,
-        "Ends the waits of all streams, for good: called when the interpreter is about to end.");
+  m.def("interpreter_ends", &fp::interpreter_ends,
+        "The interpreter is about to end: ends the waits of all streams, for good.");
   fp::bind_error(m);
   fp::bind_dtype(m);
   fp::bind_tensor(m);

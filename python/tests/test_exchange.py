@@ -257,3 +257,17 @@ def test_context_memory_and_time() -> None:
     for group, _ in results:
         assert group.destroyed
         assert "not usable" in repr(group)
+
+
+@pytest.mark.parametrize("fabric", ["local", "sim"])
+def test_fabrics(rng: np.random.Generator, fabric: str) -> None:
+    case = make_case(rng, 3, np.float32)
+
+    def body(group: ferry.Group) -> Any:
+        assert group.fabric_name == fabric
+        plan = group.plan(case.reference.routes[group.rank])
+        return group.combine(group.dispatch(case.x[group.rank], plan).x, plan).x
+
+    arrived = [case.reference.rank_major(case.x, r) for r in range(3)]
+    for r, y in enumerate(run_ranks(3, body, experts=EXPERTS, fabric=fabric, sim_seed=7)):
+        same(y, case.reference.combine(arrived, r))

@@ -128,13 +128,15 @@ def test_e4m3(rng: np.random.Generator, scale_format: str) -> None:
             assert ml.scales.shape[2] == 1
             low = ml.scales.view(np.uint32)
             scales = np.stack([(low >> (8 * i)) & 0xFF for i in range(2)], -1)[:, :, 0]
-            scales = np.exp2(scales.astype(np.float32) - 127)
+            with np.errstate(over="ignore"):  # rows that nothing arrived in hold anything
+                scales = np.exp2(scales.astype(np.float32) - 127)
         else:
             scales = ml.scales
-        back = ml.x.astype(np.float32) * np.repeat(scales, 128, axis=2)
         for e, arrived in enumerate(case.arrivals(rank)):
+            valid = np.repeat(scales[e, : len(arrived)], 128, axis=1)
+            back = ml.x[e, : len(arrived)].astype(np.float32) * valid
             for at, (source, token) in enumerate(arrived):
-                assert np.allclose(back[e, at], case.x[source][token], rtol=1 / 16, atol=1e-2)
+                assert np.allclose(back[at], case.x[source][token], rtol=1 / 16, atol=1e-2)
         return True
 
     assert all(run_ranks(RANKS, body, experts=EXPERTS, memory_bytes=1 << 22))

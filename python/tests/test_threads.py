@@ -95,6 +95,22 @@ ENDINGS = {
     "in a cycle": "c = [group]; c.append(c); d = [group.empty((4, 16), 'f32')]; d.append(d)",
     "an exception": "group.plan(routes); raise SystemExit(0)",
     "after destroy": "p = group.plan(routes); group.destroy()",
+    "a daemon thread that waits": """
+threading.Thread(target=lambda: idle[0].plan(routes), daemon=True).start()
+import time
+time.sleep(0.2)
+del other
+""",
+    "a daemon thread that waits until the very end": """
+class Late:
+    def __del__(self, group=other, sleep=__import__("time").sleep):
+        group.destroy()
+        sleep(0.2)  # in which the thread comes back
+late = Late()
+del other
+threading.Thread(target=lambda: idle[0].plan(routes), daemon=True).start()
+__import__("time").sleep(0.2)
+""",
     "a latency hook": """
 lat = ferry.LatencyExchange(group, capacity=4, hidden=16, topk=1, dtype="f32")
 r = lat.dispatch(x, routes, hook=True)
@@ -162,7 +178,6 @@ def test_forked_child_is_told() -> None:
         got = group.dispatch(x, group.plan(routes))
         assert (group.combine(got.x, plan).x == 3).all()
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False
-    )
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,11 +1,23 @@
 // The public latency mode: forwards to the group's engine.
 #include "ferry/latency.hpp"
 
+#include <string>
+
 #include "core/check.hpp"
 #include "core/engine.hpp"
 #include "host/latency.hpp"
 
 namespace ferry {
+namespace {
+
+LatencyEngine& live(const std::shared_ptr<LatencyEngine>& engine, const char* call) {
+  if (!engine) {
+    throw Error(ErrorKind::destroyed, std::string(call) + ": the exchange was moved from");
+  }
+  return *engine;
+}
+
+}  // namespace
 
 LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
   if (group.destroyed()) {
@@ -17,21 +29,28 @@ LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
 LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x,
                                           const ConstTensorView& topk_idx,
                                           const LatencyDispatchOptions& options) {
-  return engine_->dispatch(x, topk_idx, options);
+  return live(engine_, "latency dispatch").dispatch(x, topk_idx, options);
 }
 
 LatencyCombined LatencyExchange::combine(const ConstTensorView& rows,
                                          const LatencyReceived& received,
                                          const ConstTensorView& topk_weights,
                                          const LatencyCombineOptions& options) {
-  return engine_->combine(rows, received, topk_weights, options);
+  return live(engine_, "latency combine").combine(rows, received, topk_weights, options);
 }
 
-const LatencyConfig& LatencyExchange::config() const { return engine_->config(); }
+const LatencyConfig& LatencyExchange::config() const {
+  return live(engine_, "config").config();
+}
 
 std::size_t LatencyExchange::memory_hint(const LatencyConfig& config, std::int64_t experts,
                                          int ranks) {
   check_config(config);
+  if (experts < 1 || experts > (1 << 20) || ranks < 1 || ranks > kMaxRanks) {
+    refuse("LatencyExchange::memory_hint", "experts, ranks",
+           std::to_string(experts) + ", " + std::to_string(ranks),
+           "1 … 1048576 experts, 1 … " + std::to_string(kMaxRanks) + " ranks");
+  }
   return host::latency_memory_hint(config, experts, ranks);
 }
 

@@ -50,8 +50,10 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     return says("hidden", to_string(theirs.columns), their_rank, to_string(mine.columns));
   }
   if (theirs.scale_columns != mine.scale_columns) {
-    return says("the number of scales a token", to_string(theirs.scale_columns), their_rank,
-                to_string(mine.scale_columns));
+    // A latency exchange's configuration crosses with its capacity here.
+    const bool latency = mine.kind == CallKind::latency;
+    return says(latency ? "capacity" : "the number of scales a token",
+                to_string(theirs.scale_columns), their_rank, to_string(mine.scale_columns));
   }
   if (theirs.order != mine.order) {
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));

@@ -1,6 +1,8 @@
 #include "core/check.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 
 namespace ferry {
 namespace {
@@ -17,6 +19,23 @@ void check_row_bytes(std::string_view call, std::string_view name, std::size_t b
   if (bytes == 0 || bytes % 16 != 0) {
     refuse(call, name, to_string(bytes) + " bytes a row", "a multiple of 16, at least 16");
   }
+  if (bytes > kMaxRowBytes) {
+    refuse(call, name, to_string(bytes) + " bytes a row", "at most " + to_string(kMaxRowBytes));
+  }
+}
+
+void check_aligned(std::string_view call, std::string_view name, const ConstTensorView& tensor) {
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
+  if (address % size_of(tensor.dtype) != 0) {
+    refuse(call, name, "a pointer that is not aligned to its " + text(tensor.dtype) + " elements",
+           "a multiple of " + to_string(size_of(tensor.dtype)) + " bytes (copy the tensor first)");
+  }
+}
+
+bool overlap(const ConstTensorView& a, const ConstTensorView& b) {
+  const auto x = reinterpret_cast<std::uintptr_t>(a.data);
+  const auto y = reinterpret_cast<std::uintptr_t>(b.data);
+  return a.bytes() > 0 && b.bytes() > 0 && x < y + b.bytes() && y < x + a.bytes();
 }
 
 void check_on_cpu(std::string_view call, std::string_view name, const Device& device) {
@@ -38,6 +57,24 @@ void refuse(std::string_view call, std::string_view argument, const std::string&
             const std::string& expected) {
   throw Error(ErrorKind::invalid_argument, std::string(call) + ": " + std::string(argument) +
                                                ": got " + got + "; expected " + expected);
+}
+
+std::size_t checked_bytes(std::string_view call, std::string_view name, const Extents& shape,
+                          Dtype dtype) {
+  std::int64_t bytes = static_cast<std::int64_t>(size_of(dtype));
+  bool empty = false;
+  for (std::int64_t extent : shape) {
+    if (extent < 0) refuse(call, name, "shape " + to_string(shape), "no negative extent");
+    empty = empty || extent == 0;
+  }
+  for (std::int64_t extent : shape) {
+    // Not only the product: strides are products of some of the extents.
+    if (__builtin_mul_overflow(bytes, std::max<std::int64_t>(extent, 1), &bytes) ||
+        bytes > (std::int64_t{1} << 62)) {
+      refuse(call, name, "shape " + to_string(shape), "at most 2^62 bytes");
+    }
+  }
+  return empty ? 0 : static_cast<std::size_t>(bytes);
 }
 
 void check_config(const GroupConfig& config, int ranks) {
@@ -72,15 +109,27 @@ void check_config(const LatencyConfig& config) {
   }
 }
 
+void check_size(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
+  // In doubles: the product of the four has no place in 64 bits.
+  const double rows = static_cast<double>(ranks) * static_cast<double>(config.capacity);
+  const double bytes = 2 * rows * static_cast<double>(local_experts + config.topk + 1) *
+                       (static_cast<double>(config.hidden) * 4.5 + 1024);
+  if (rows > static_cast<double>(kMaxRows) || bytes > static_cast<double>(1ull << 46)) {
+    refuse("LatencyExchange", "capacity",
+           to_string(config.capacity) + " tokens of " + to_string(config.hidden) +
+               " channels on " + to_string(ranks) + " ranks with " + to_string(local_experts) +
+               " experts each",
+           "buffers of less than 64 TiB and 2^31 rows an expert; use a smaller capacity");
+  }
+}
+
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                   int dims) {
   check_on_cpu(call, name, tensor.device);
   if (tensor.dims() != dims) {
     refuse(call, name, "shape " + to_string(tensor.shape), to_string(dims) + " dimensions");
   }
-  for (std::int64_t extent : tensor.shape) {
-    if (extent < 0) refuse(call, name, "shape " + to_string(tensor.shape), "no negative extent");
-  }
+  checked_bytes(call, name, tensor.shape, tensor.dtype);
   if (!tensor.is_dense()) {
     refuse(call, name, "strides " + to_string(tensor.strides) + " for shape " +
                            to_string(tensor.shape),
@@ -89,6 +138,7 @@ void check_tensor(std::string_view call, std::string_view name, const ConstTenso
   if (tensor.data == nullptr && tensor.shape.product() != 0) {
     refuse(call, name, "a null pointer with shape " + to_string(tensor.shape), "data");
   }
+  if (tensor.shape.product() != 0) check_aligned(call, name, tensor);
 }
 
 void check_exact(std::string_view call, std::string_view name, const ConstTensorView& tensor,
@@ -116,7 +166,12 @@ std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTenso
   if (tokens < 0 || tokens > (std::int64_t{1} << 30)) {
     refuse(call, "topk_idx", to_string(tokens) + " tokens", "0 … 2^30");
   }
+  if (tokens * topk > kMaxRows) {
+    refuse(call, "topk_idx", to_string(tokens) + " tokens × " + to_string(topk) + " slots",
+           "at most 2^31 - 1 slots");
+  }
   if (topk_idx.data == nullptr && tokens != 0) refuse(call, "topk_idx", "a null pointer", "data");
+  if (tokens != 0) check_aligned(call, "topk_idx", topk_idx);
   std::vector<std::int32_t> routes(static_cast<std::size_t>(tokens * topk));
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t k = 0; k < topk; ++k) {
@@ -152,6 +207,10 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
   if (options.worst_case_rows < 0) {
     refuse(kCall, "worst_case_rows", to_string(options.worst_case_rows), "0 (exact) or more");
   }
+  if (options.worst_case_rows > kMaxRows) {
+    refuse(kCall, "worst_case_rows", to_string(options.worst_case_rows),
+           "at most " + to_string(kMaxRows));
+  }
   if (options.topk_weights) {
     check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32, {tokens, topk});
   }
@@ -165,7 +224,12 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
       refuse(kCall, "scales", "shape " + to_string(scales.shape),
              "[" + to_string(tokens) + ", scales a token ≥ 1]");
     }
+    if (scales.shape[1] > static_cast<std::int64_t>(kMaxRowBytes / sizeof(float))) {
+      refuse(kCall, "scales", to_string(scales.shape[1]) + " scales a token",
+             "at most " + to_string(kMaxRowBytes / sizeof(float)));
+    }
     if (scales.data == nullptr && tokens != 0) refuse(kCall, "scales", "a null pointer", "data");
+    if (tokens != 0) check_aligned(kCall, "scales", scales);
   }
   if (options.out) {
     check_tensor(kCall, "out", *options.out, 2);
@@ -176,7 +240,7 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
   }
 }
 
-void check_combine(const ConstTensorView& rows, std::int64_t tokens,
+void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
                    const CombineOptions& options) {
   constexpr std::string_view kCall = "combine";
   if (!is_float(rows.dtype)) {
@@ -189,7 +253,24 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens,
   const Extents own{tokens, rows.columns()};
   if (options.bias0) check_exact(kCall, "bias0", *options.bias0, rows.dtype, own);
   if (options.bias1) check_exact(kCall, "bias1", *options.bias1, rows.dtype, own);
-  if (options.out) check_exact(kCall, "out", *options.out, rows.dtype, own);
+  if (options.out) {
+    check_exact(kCall, "out", *options.out, rows.dtype, own);
+    if (overlap(*options.out, rows)) {
+      refuse(kCall, "out", "memory that overlaps rows", "memory of its own: peers read the rows "
+             "while out is written");
+    }
+  }
+  if (options.topk_weights) {
+    const ConstTensorView& weights = *options.topk_weights;
+    if (weights.dtype != Dtype::f32) {
+      refuse(kCall, "topk_weights", "dtype " + text(weights.dtype), "f32");
+    }
+    check_tensor(kCall, "topk_weights", weights, 2);
+    if (weights.shape[1] != topk) {
+      refuse(kCall, "topk_weights", "shape " + to_string(weights.shape),
+             to_string(topk) + " weights a row, the topk of the plan");
+    }
+  }
   if (options.apply_weights && options.order != RowOrder::expert_major) {
     refuse(kCall, "apply_weights", "true with rank_major rows",
            "expert_major (rank-major rows hold one row for all slots of a rank)");

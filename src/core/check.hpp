@@ -18,11 +18,20 @@ namespace ferry {
 
 inline constexpr int kMaxTopk = 64;
 inline constexpr int kMaxRanks = 4096;
+/// Rows of one rank are numbered by 32 bits; a row has at most 1 GiB.
+inline constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;
+inline constexpr std::size_t kMaxRowBytes = std::size_t{1} << 30;
+
+/// Bytes of a dense tensor. Refuses a negative extent, and sizes beyond 2^62 bytes.
+std::size_t checked_bytes(std::string_view call, std::string_view name, const Extents& shape,
+                          Dtype dtype);
 
 void check_config(const GroupConfig& config, int ranks);
 void check_config(const LatencyConfig& config);
+/// Whether the buffers of such an exchange can be numbered and addressed at all.
+void check_size(const LatencyConfig& config, std::int64_t local_experts, int ranks);
 
-/// CPU memory, not null unless empty, `dims` dimensions, dense.
+/// CPU memory, not null unless empty, aligned to its elements, `dims` dimensions, dense.
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                   int dims);
 /// The same, and exactly this shape and dtype.
@@ -35,7 +44,8 @@ std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTenso
 
 void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
                     const DispatchOptions& options);
-void check_combine(const ConstTensorView& rows, std::int64_t tokens, const CombineOptions& options);
+void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
+                   const CombineOptions& options);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options);
 

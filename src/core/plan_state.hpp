@@ -22,14 +22,14 @@ struct ReceivedRoutes {
 
 struct PlanState {
   std::weak_ptr<Engine> engine{};
-  std::uint64_t number = 0;  ///< by the order of making in the group, from 1
+  std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
   std::int64_t tokens = 0;
   int topk = 0;
   Event ready{};          ///< complete when `exchange` is filled
   ExchangePlan exchange{};
   ReceivedRoutes routes{};
   /// Set when a dispatch that will carry the routes was entered, and when it has brought them.
-  bool routes_sent = false;
+  std::atomic<bool> routes_sent{false};
   std::atomic<bool> routes_known{false};
   std::function<void()> on_wait{};
 };

@@ -32,6 +32,8 @@ inline constexpr std::size_t kMaxHandleBytes = 192;
 
 enum class PeerState : std::uint8_t { alive, dead, unknown };
 
+/// One thread at a time registers, attaches, seals and forgets; meanwhile other threads may put,
+/// publish and ask for pointers (results are dropped and groups destroyed on any thread).
 class Fabric {
  public:
   virtual ~Fabric() = default;
@@ -52,6 +54,8 @@ class Fabric {
 
   /// The peer's segment in this rank's address space; null outside the domain. Own rank: its data.
   virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
+  /// Bytes of an attached segment, inside the domain or not; 0 if it is not attached.
+  virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
 
   /// Copies into a peer's segment. Unordered: only `publish` with the same tag tells the peer that
   /// it has landed. `from` may be reused when the call returns. The range must lie inside the

@@ -7,9 +7,6 @@
 namespace ferry::fabric {
 namespace {
 
-/// Far beyond what growth by doubling needs; keeps a wrong number from taking all memory.
-constexpr SegmentId kMaxSegments = 1u << 20;
-
 [[noreturn]] void refuse(int self, int peer, std::string_view call, const std::string& reason) {
   throw Error(ErrorKind::invalid_argument,
               std::string(call) + ": rank " + std::to_string(self) + " to rank " +
@@ -24,13 +21,34 @@ void check_peer(int peer, int ranks, int self, std::string_view call) {
   refuse(self, peer, call, "no such rank, expected 0 to " + std::to_string(ranks - 1));
 }
 
+SegmentTable::~SegmentTable() {
+  for (int rank = 0; rank < ranks_; ++rank) {
+    // relaxed: nobody else uses the table any more.
+    for (const auto& entry : slots_[std::size_t(rank)].entries) {
+      delete entry.load(std::memory_order_relaxed);
+    }
+  }
+}
+
 SegmentId SegmentTable::count(int rank) const noexcept {
-  return static_cast<SegmentId>(ranks_[static_cast<std::size_t>(rank)].size());
+  if (rank < 0 || rank >= ranks_) return 0;
+  // relaxed: a number by itself; `find` acquires.
+  return slots_[std::size_t(rank)].count.load(std::memory_order_relaxed);
+}
+
+SegmentId SegmentTable::next() const {
+  const SegmentId id = count(self_);
+  if (id < kMaxSegments) return id;
+  throw Error(ErrorKind::exhausted,
+              "rank " + std::to_string(self_) + " has registered " + std::to_string(id) +
+                  " segments, the most that a rank can have; register more memory at once "
+                  "(GroupConfig::memory_bytes), or make fewer latency exchanges",
+              {.rank = self_});
 }
 
 void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memory,
                        std::size_t bytes) {
-  auto& segments = ranks_[static_cast<std::size_t>(rank)];
+  check_peer(rank, ranks_, self_, "add");
   if (segment >= kMaxSegments || find(rank, segment) != nullptr) {
     throw Error(ErrorKind::system,
                 "rank " + std::to_string(self_) + ": segment " + std::to_string(segment) +
@@ -39,20 +57,21 @@ void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memo
                                              : " is attached already"),
                 {.rank = self_, .peer = rank});
   }
-  if (segments.size() <= segment) segments.resize(std::size_t{segment} + 1);
-  segments[segment] = {std::move(memory), bytes};
+  Slots& slots = slots_[std::size_t(rank)];
+  // Release: who finds the entry sees what it holds.
+  slots.entries[segment].store(new Entry{std::move(memory), bytes}, std::memory_order_release);
+  const SegmentId end = segment + 1;
+  if (count(rank) < end) slots.count.store(end, std::memory_order_relaxed);
 }
 
 const SegmentTable::Entry* SegmentTable::find(int rank, SegmentId segment) const noexcept {
-  if (rank < 0 || static_cast<std::size_t>(rank) >= ranks_.size()) return nullptr;
-  const auto& segments = ranks_[static_cast<std::size_t>(rank)];
-  if (segment >= segments.size() || !segments[segment].memory) return nullptr;
-  return &segments[segment];
+  if (rank < 0 || rank >= ranks_ || segment >= kMaxSegments) return nullptr;
+  return slots_[std::size_t(rank)].entries[segment].load(std::memory_order_acquire);
 }
 
 const SegmentTable::Entry& SegmentTable::checked(int peer, Address to, std::uint64_t bytes,
                                                  std::string_view call) const {
-  check_peer(peer, static_cast<int>(ranks_.size()), self_, call);
+  check_peer(peer, ranks_, self_, call);
   const Entry* entry = find(peer, to.segment);
   if (entry == nullptr) {
     refuse(self_, peer, call, "segment " + std::to_string(to.segment) + " is not attached");

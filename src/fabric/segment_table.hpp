@@ -1,5 +1,7 @@
 // Which segments of which rank this rank can reach, and whether a range lies inside them.
 #pragma once
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,22 +13,38 @@
 
 namespace ferry::fabric {
 
-/// For one rank. Several threads may look things up, but not while one adds.
+/// Segments of one rank at most. Growth adds at least half of what is there, so that this is far.
+inline constexpr SegmentId kMaxSegments = 256;
+
+/// For one rank. Any number of threads may look things up while one thread adds: entries are
+/// published with release, found with acquire, never moved, and freed only with the table.
 class SegmentTable {
  public:
   struct Entry {
-    std::shared_ptr<Memory> memory{};  ///< null: not attached
+    std::shared_ptr<Memory> memory{};
     std::size_t bytes = 0;
   };
 
-  SegmentTable(int self, int ranks) : self_(self), ranks_(static_cast<std::size_t>(ranks)) {}
+  SegmentTable(int self, int ranks)
+      : self_(self), ranks_(ranks), slots_(std::make_unique<Slots[]>(std::size_t(ranks))) {}
+  ~SegmentTable();
+  SegmentTable(const SegmentTable&) = delete;
+  SegmentTable& operator=(const SegmentTable&) = delete;
 
-  /// Segments registered by `rank` so far: the id of its next one.
+  /// One past the highest segment of `rank` that was added; 0 for none, or no such rank.
   SegmentId count(int rank) const noexcept;
-  /// Throws Error(system) if the segment is there already or its number cannot be right.
+  /// The id of this rank's next segment. Throws Error(exhausted) when it has kMaxSegments.
+  SegmentId next() const;
+  /// One thread at a time. Throws Error(system) if the segment is there already or its number
+  /// cannot be right.
   void add(int rank, SegmentId segment, std::shared_ptr<Memory> memory, std::size_t bytes);
   /// Null if it is not there, or there is no such rank.
   const Entry* find(int rank, SegmentId segment) const noexcept;
+  /// Bytes of the segment; 0 if it is not there.
+  std::size_t bytes(int rank, SegmentId segment) const noexcept {
+    const Entry* entry = find(rank, segment);
+    return entry == nullptr ? 0 : entry->bytes;
+  }
 
   /// The entry that holds [to.offset, to.offset + bytes). Throws Error(invalid_argument), saying
   /// which of peer, segment and range is wrong; `call` starts the message.
@@ -35,8 +53,14 @@ class SegmentTable {
   const Entry& checked_flag(int peer, Address flag, std::string_view call) const;
 
  private:
+  struct Slots {
+    std::array<std::atomic<const Entry*>, kMaxSegments> entries{};
+    std::atomic<SegmentId> count{0};
+  };
+
   int self_;
-  std::vector<std::vector<Entry>> ranks_;
+  int ranks_;
+  std::unique_ptr<Slots[]> slots_;  // [ranks]
 };
 
 /// Throws Error(invalid_argument) unless 0 <= peer < ranks.

@@ -18,7 +18,8 @@ constexpr fabric::SegmentId kControl = 0;
 constexpr auto kSlice = std::chrono::milliseconds(40);
 /// A rank that waits looks at its watch every slice; one that has not for this long is stopped or
 /// busy elsewhere.
-constexpr auto kFreshBeat = std::chrono::milliseconds(500);
+constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
+constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
 
 FlagLayout flags_at(int ranks, std::size_t offset) {
   return {ranks, Place{kControl, offset}, kLineBytes};
@@ -92,41 +93,65 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
 void Channel::swap(const char* stage, const StepMessage& head, std::span<const std::byte> body) {
   std::memcpy(outgoing_.data(), &head, sizeof(head));
   if (!body.empty()) std::memcpy(outgoing_.data() + sizeof(head), body.data(), body.size());
-  ++generation_;
-  swap_.post_all(reach_, generation_, outgoing_.data(), 0);
-  const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, generation_};
-  await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(generation_, watch); });
+  const Generation g = generation() + 1;
+  generation_.store(g, std::memory_order_relaxed);
+  swap_.post_all(reach_, g, outgoing_.data(), 0);
+  const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, g};
+  await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
 }
 
 StepMessage Channel::head(int source) const {
   StepMessage message;
-  std::memcpy(&message, swap_.message(source, generation_), sizeof(message));
+  std::memcpy(&message, swap_.message(source, generation()), sizeof(message));
   return message;
 }
 
 const std::byte* Channel::body(int source) const {
-  return swap_.message(source, generation_) + sizeof(StepMessage);
+  return swap_.message(source, generation()) + sizeof(StepMessage);
+}
+
+std::byte* Channel::checked(const char* stage, int peer, fabric::Address address,
+                            std::uint64_t bytes) {
+  const std::uint64_t room = memory_->fabric->bytes(peer, address.segment);
+  // Not offset + bytes: that could overflow.
+  if (room == 0 || address.offset > room || bytes > room - address.offset ||
+      address.offset % sizeof(float) != 0) {
+    distrust(stage, peer,
+             "named " + std::to_string(bytes) + " bytes at offset " +
+                 std::to_string(address.offset) + " of its segment " +
+                 std::to_string(address.segment) + ", which has " + std::to_string(room) +
+                 " bytes here");
+  }
+  return pointer(peer, address);
+}
+
+void Channel::distrust(const char* stage, int peer, const std::string& what) {
+  const std::string text = rank_text(rank_) + ": " + stage + " (generation " +
+                           std::to_string(generation()) + "): " + rank_text(peer) + " " + what +
+                           ". Its memory is damaged, or it runs another version of Ferry";
+  fail(stage, text, ErrorKind::mismatch);
+  throw Error(ErrorKind::mismatch, text, {rank_, peer, stage, generation(), 0, 0});
 }
 
 void Channel::deliver(int peer, std::uint64_t bytes) {
-  delivery_.deliver(reach_, peer, generation_, bytes);
+  delivery_.deliver(reach_, peer, generation(), bytes);
 }
 
 void Channel::await_delivered(const char* stage, int source) {
-  const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, generation_,
+  const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, generation(),
                         source};
   await(stage, awaited, [&](GroupWatch& watch) {
-    return source < 0 ? delivery_.await(generation_, watch)
-                      : delivery_.await_from(source, generation_, watch);
+    return source < 0 ? delivery_.await(generation(), watch)
+                      : delivery_.await_from(source, generation(), watch);
   });
 }
 
-void Channel::give_back(int owner) { loan_.give_back(reach_, owner, generation_); }
+void Channel::give_back(int owner) { loan_.give_back(reach_, owner, generation()); }
 
 void Channel::await_given_back(const char* stage, int reader) {
   const protocol::FlagRow row{control_.data + layout_.done, kLineBytes, size_};
-  await(stage, {row, generation_, reader}, [&](GroupWatch& watch) {
-    return protocol::await_flag(row[reader], reader, generation_, protocol::kAnyAhead, watch);
+  await(stage, {row, generation(), reader}, [&](GroupWatch& watch) {
+    return protocol::await_flag(row[reader], reader, generation(), protocol::kAnyAhead, watch);
   });
 }
 
@@ -148,21 +173,22 @@ void Channel::die(const Error& error) {
   if (!dead_) dead_ = error;
 }
 
-void Channel::fail(const char* stage, const std::string& reason) {
-  const protocol::Notice notice =
-      notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation_);
-  (void)notice;
-  die(Error(ErrorKind::interrupted, std::string(stage) + ": " + reason,
-            {rank_, rank_, stage, generation_, 0, 0}));
+void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
+  if (left()) return;  // who destroyed the group tells the peers so
+  notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
+  die(Error(kind, std::string(stage) + ": " + reason, {rank_, rank_, stage, generation(), 0, 0}));
 }
 
 void Channel::leave() {
   if (left_.exchange(true, std::memory_order_acq_rel)) return;
-  notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation_);
+  notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation());
 }
 
 int Channel::blame(const Awaited& awaited, int fallback) const {
   const std::uint64_t now = now_ns();
+  // With a short deadline, a rank that was stopped in its wait must not look alive at the end of it.
+  const auto fresh = static_cast<std::uint64_t>(
+      std::clamp(config_.deadline / 2, kLeastFreshBeat, kFreshBeat).count());
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     const std::byte* control = memory_->fabric->pointer(peer, kControl);
@@ -171,8 +197,7 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
         const_cast<std::byte*>(control) + layout_.heartbeat);
     // relaxed: a time stamp; nothing is read on the strength of it.
     const std::uint64_t beat = std::atomic_ref<std::uint64_t>(*word).load(std::memory_order_relaxed);
-    const bool waits = beat != 0 && (beat > now || now - beat < static_cast<std::uint64_t>(
-                                         std::chrono::nanoseconds(kFreshBeat).count()));
+    const bool waits = beat != 0 && (beat > now || now - beat < fresh);
     if (!waits) return peer;  // those that wait are held up themselves
   }
   return fallback;
@@ -180,9 +205,9 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
 
 void Channel::raise(const char* stage, const Status& status, const GroupWatch& watch,
                     std::chrono::nanoseconds waited) {
-  ErrorContext context{rank_, status.peer, stage, generation_, status.expected, status.seen};
+  ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
   const std::string where = rank_text(rank_) + ": " + stage + " (generation " +
-                            std::to_string(generation_) + "): ";
+                            std::to_string(generation()) + "): ";
   ErrorKind kind = ErrorKind::peer_failed;
   std::string text;
   switch (status.code) {
@@ -193,7 +218,7 @@ void Channel::raise(const char* stage, const Status& status, const GroupWatch& w
       kind = ErrorKind::deadline;
       context.peer = status.peer;
       const Notice spread =
-          notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation_);
+          notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation());
       context.peer = spread.culprit;
       text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) +
@@ -205,16 +230,16 @@ void Channel::raise(const char* stage, const Status& status, const GroupWatch& w
         kind = kind_of(watch.notice()->kind);
         context.peer = watch.notice()->culprit;
         text = told(*watch.notice(), rank_) + ", seen after " + seconds(waited);
-        notices_.raise(reach_, watch.notice()->kind, context.peer, generation_);
+        notices_.raise(reach_, watch.notice()->kind, context.peer, generation());
       } else {
-        notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation_);
+        notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation());
         text = rank_text(context.peer) + " died: its process has ended, seen after " +
                seconds(waited);
       }
       break;
     default:
       kind = ErrorKind::mismatch;
-      notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation_);
+      notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
       text = rank_text(context.peer) + " is ahead: this rank was left behind (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")";
       break;
@@ -268,10 +293,12 @@ Status GroupWatch::check() {
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its notice wins over its own death.
-  const auto notice = channel_.notices_.scan();
-  const bool counts = notice && (notice->kind != Notice::Kind::kLeft ||
-                                 awaited_.missing(notice->culprit));
-  if (counts) {
+  const auto notice = channel_.notices_.scan([this](const Notice& told) {
+    // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
+    return told.kind != Notice::Kind::kLeft || awaited_.missing(told.reporter) ||
+           awaited_.missing(told.culprit);
+  });
+  if (notice) {
     notice_ = notice;
     status.code = Status::Code::kPeerFailed;
     status.peer = notice->culprit;

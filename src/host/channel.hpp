@@ -42,13 +42,20 @@ class Channel {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  Generation generation() const { return generation_; }
+  /// relaxed: read by other threads for their messages and notices alone.
+  Generation generation() const { return generation_.load(std::memory_order_relaxed); }
   FabricReach& reach() { return reach_; }
   /// In this process, or null outside the domain.
   std::byte* pointer(int peer, fabric::Address address) const {
     std::byte* base = memory_->fabric->pointer(peer, address.segment);
     return base == nullptr ? nullptr : base + address.offset;
   }
+
+  /// Where a peer said that `bytes` lie: its address in this process, or null outside the domain.
+  /// Fails the group with Error(mismatch) unless they lie inside a segment of the peer.
+  std::byte* checked(const char* stage, int peer, fabric::Address address, std::uint64_t bytes);
+  /// A peer sent what cannot be: fails the group with Error(mismatch) naming it.
+  [[noreturn]] void distrust(const char* stage, int peer, const std::string& what);
 
   /// Starts the next generation: gives every rank this message (head, then body) and waits for
   /// theirs. `stage` is named in errors: "dispatch: grants".
@@ -73,8 +80,9 @@ class Channel {
 
   /// Throws when the group is destroyed or dead.
   void check_usable(const char* call) const;
-  /// Marks the group dead and tells the peers that this rank failed.
-  void fail(const char* stage, const std::string& reason);
+  /// Marks the group dead, unless it is already, and tells the peers that this rank failed.
+  void fail(const char* stage, const std::string& reason,
+            ErrorKind kind = ErrorKind::interrupted);
   /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
   void leave();
   bool left() const { return left_.load(std::memory_order_acquire); }
@@ -95,7 +103,7 @@ class Channel {
   int rank_;
   int size_;
   FabricReach reach_;
-  Generation generation_ = 0;
+  std::atomic<Generation> generation_{0};  // written by the thread whose turn it is
   protocol::Swap<> swap_;
   protocol::Delivery<> delivery_;
   protocol::Loan<> loan_;
@@ -142,6 +150,9 @@ void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
     status = wait(watch);
   } catch (const std::exception& thrown) {
     fail(stage, thrown.what());  // on_wait threw: Ctrl-C
+    throw;
+  } catch (...) {
+    fail(stage, "on_wait threw");
     throw;
   }
   const auto waited = watch.waited();

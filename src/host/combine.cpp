@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
@@ -14,6 +15,7 @@ namespace ferry::host {
 namespace {
 
 constexpr const char* kCall = "combine";
+constexpr const char* kStage = "combine: rows";
 
 /// One combine, from its arguments to its results.
 class CombineJob {
@@ -51,6 +53,7 @@ class CombineJob {
   }
 
   void agree();
+  void check_places();
   void place_rows();
   void reduce_slots();
   void push();
@@ -85,11 +88,7 @@ void CombineJob::check() const {
   }
   if (has_weights()) {
     const ConstTensorView& weights = *options_.topk_weights;
-    if (weights.dtype != Dtype::f32) {
-      refuse(kCall, "topk_weights", "dtype " + std::string(name_of(weights.dtype)), "f32");
-    }
-    check_tensor(kCall, "topk_weights", weights, 2);
-    if (weights.shape[0] < plan().recv_rows() || weights.shape[1] != plan_->topk) {
+    if (weights.shape[0] < plan().recv_rows()) {
       refuse(kCall, "topk_weights", "shape " + to_string(weights.shape),
              to_string(Extents{plan().recv_rows(), plan_->topk}) +
                  ", one row for each received row");
@@ -98,18 +97,15 @@ void CombineJob::check() const {
 }
 
 void CombineJob::run() {
-  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
-  try {
-    check();
-    if (expert_major() && !plan_->routes_known.load(std::memory_order_acquire)) {
-      refuse(kCall, "plan", "a plan whose first dispatch failed", "a new plan");
-    }
-  } catch (const Error& error) {
-    channel().fail(kCall, error.what());  // too late to refuse: the peers are in this call
-    throw;
+  engine_.await_counts(*plan_);
+  if (expert_major() && !plan_->routes_known.load(std::memory_order_acquire)) {
+    engine_.all_ranks_throw();  // that dispatch failed on all of them
+    refuse(kCall, "plan", "a plan whose first dispatch failed", "one more dispatch, or a new plan");
   }
+  check();  // too late to refuse now: the peers are in this call, so it fails the group
   for (int peer = 0; peer < engine_.size(); ++peer) outsiders_ |= !in_domain(peer);
   agree();
+  check_places();
   regions_.promise();
   if (outsiders_) {
     push();
@@ -143,7 +139,7 @@ void CombineJob::agree() {
       outsiders_ ? sent * row_bytes : 0, outsiders_ ? sent * weight_bytes() : 0};
   head.need_bytes = Regions::total(sizes);
   bool taken = false;
-  engine_.agree("combine: rows", head, [&] {
+  engine_.agree(kStage, head, [&] {
     if (taken) return true;
     const auto regions = regions_.take(sizes);
     if (!regions) return false;
@@ -168,6 +164,30 @@ void CombineJob::agree() {
     place_rows();  // before the message says that they are there
     return true;
   });
+}
+
+void CombineJob::check_places() {
+  const std::size_t row_bytes = rows_.row_bytes();
+  const auto ranks = static_cast<std::size_t>(engine_.size());
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    const StepMessage theirs = channel().head(peer);
+    const auto check = [&](std::uint32_t segment, std::uint64_t offset, std::int64_t rows,
+                           std::size_t bytes) {
+      channel().checked(kStage, peer, {segment, offset}, static_cast<std::uint64_t>(rows) * bytes);
+    };
+    if (in_domain(peer)) {  // read in place
+      const std::int64_t rows = plan().recv_rows_of(peer);
+      check(theirs.segment, theirs.offset, rows, row_bytes);
+      check(theirs.side_segment, theirs.side_offset, rows, weight_bytes());
+    } else {  // pushed to its stage: all rows that it sent to anybody
+      const auto first = plan().rank_tokens.begin() +
+                         static_cast<std::ptrdiff_t>(static_cast<std::size_t>(peer) * ranks);
+      const std::int64_t rows =
+          std::accumulate(first, first + static_cast<std::ptrdiff_t>(ranks), std::int64_t{0});
+      check(theirs.stage_segment, theirs.stage_offset, rows, row_bytes);
+      check(theirs.stage_side_segment, theirs.stage_side_offset, rows, weight_bytes());
+    }
+  }
 }
 
 void CombineJob::place_rows() {
@@ -324,19 +344,22 @@ void CombineJob::give_back() {
 
 Combined HostEngine::combine(const ConstTensorView& rows, const Plan& plan,
                              const CombineOptions& options) {
-  channel_.check_usable(kCall);
+  Call call(*this, kCall);
   PlanState& state = checked(plan, kCall);
   if (state.engine.lock().get() != this) {
     refuse(kCall, "plan", "a plan of another group", "one of this group");
   }
-  check_combine(rows, state.tokens, options);
-  if (options.order == RowOrder::expert_major && !state.routes_sent) {
+  check_combine(rows, state.tokens, state.topk, options);
+  if (options.order == RowOrder::expert_major && !state.routes_sent.load()) {
     refuse(kCall, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");
   }
   auto job = std::make_shared<CombineJob>(*this, rows, plan.state(), options);
-  if (state.ready.ready()) job->check();
-  const Event event = enter(kCall, options.stream, [job] { job->run(); });
+  if (state.ready.ready()) {
+    state.ready.wait();  // throws what the plan's work threw
+    job->check();
+  }
+  const Event event = enter(kCall, options.stream, [job] { job->run(); }, &call);
   Combined result = job->result();
   result.event = event;
   return result;

@@ -12,6 +12,7 @@ namespace ferry::host {
 namespace {
 
 constexpr const char* kCall = "dispatch";
+constexpr const char* kStage = "dispatch: grants";
 /// Above this many bytes an exchange does not stay in the caches, so stores go past them.
 constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
@@ -26,7 +27,7 @@ class DispatchJob {
         options_(options),
         regions_(engine.shared_memory()) {
     options_.stream = nullptr;
-    carries_routes_ = !plan_->routes_sent;
+    carries_routes_ = !plan_->routes_sent.load();  // for the sizes; `run` decides
   }
 
   /// Learns the count if the output is exact, and allocates the result tensors if there is room now.
@@ -47,7 +48,7 @@ class DispatchJob {
     return allocate_regions();
   }
   /// The dispatch will take place: if it is the plan's first, it brings the routes.
-  void enter() { plan_->routes_sent = true; }
+  void enter() { plan_->routes_sent.store(true); }
 
   void run();
   const Received& result() const { return result_; }
@@ -67,14 +68,17 @@ class DispatchJob {
 
   std::vector<std::size_t> region_sizes() const;
   bool allocate_regions();
+  bool allocate_side();
   void make_tensors();
   StepMessage grant() const;
   void agree();
+  void check_grants();
   void push();
   void push_rows();
   void push_side(int peer, const StepMessage& theirs);
   void write(int peer, fabric::Address to, const void* from, std::size_t bytes);
   void finish_side();
+  void check_routes();
   void fan_out();
 
   HostEngine& engine_;
@@ -105,7 +109,7 @@ std::vector<std::size_t> DispatchJob::region_sizes() const {
 }
 
 bool DispatchJob::allocate_regions() {
-  if (allocated_) return true;
+  if (allocated_) return allocate_side();
   const auto taken = regions_.take(region_sizes());
   if (!taken) return false;
   rank_region_ = (*taken)[0];
@@ -114,6 +118,15 @@ bool DispatchJob::allocate_regions() {
   allocated_ = true;
   make_tensors();
   return true;
+}
+
+/// The dispatch before failed, so this one carries the routes, for which it has no room yet.
+bool DispatchJob::allocate_side() {
+  const std::size_t bytes = region_sizes()[1];
+  if (bytes <= side_region_.bytes) return true;
+  const auto taken = regions_.take({bytes});
+  if (taken) side_region_ = taken->front();
+  return taken.has_value();
 }
 
 void DispatchJob::make_tensors() {
@@ -168,7 +181,7 @@ void DispatchJob::agree() {
     head.need_bytes = Regions::total(region_sizes());
   }
   try {
-    engine_.agree("dispatch: grants", head, [&] {
+    engine_.agree(kStage, head, [&] {
       if (!allocate_regions()) return false;
       head.segment = rank_region_.address.segment;
       head.offset = rank_region_.address.offset;
@@ -178,14 +191,17 @@ void DispatchJob::agree() {
       return true;
     });
   } catch (const Error&) {
-    if (carries_routes_) plan_->routes_sent = false;
+    if (carries_routes_) plan_->routes_sent.store(false);
     throw;
   }
 }
 
 void DispatchJob::run() {
-  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
+  engine_.await_counts(*plan_);
+  // Now it is known what became of the dispatches before; all ranks find the same.
+  carries_routes_ = !plan_->routes_known.load(std::memory_order_acquire);
   agree();
+  check_grants();
   regions_.promise();
   push();
   channel().await_delivered("dispatch: rows");
@@ -196,6 +212,21 @@ void DispatchJob::run() {
     std::memcpy(options_.out->data, landed_.data(), landed_.view().bytes());
   }
   regions_.release_all();
+}
+
+void DispatchJob::check_grants() {
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    const StepMessage theirs = channel().head(peer);
+    if (theirs.rows < plan().recv_rows_of(peer) || theirs.rows > kMaxRows) {
+      channel().distrust(kStage, peer, "granted room for " + std::to_string(theirs.rows) +
+                                           " rows, expected at least " +
+                                           std::to_string(plan().recv_rows_of(peer)));
+    }
+    const auto rows = make_receive_layout(theirs.rows, x_.row_bytes(), scale_columns());
+    const auto side = make_side_layout(theirs.rows, plan_->topk, carries_routes_, has_weights());
+    channel().checked(kStage, peer, {theirs.segment, theirs.offset}, rows.bytes);
+    channel().checked(kStage, peer, {theirs.side_segment, theirs.side_offset}, side.bytes);
+  }
 }
 
 void DispatchJob::write(int peer, fabric::Address to, const void* from, std::size_t bytes) {
@@ -311,6 +342,7 @@ void DispatchJob::finish_side() {
     const auto* routes = reinterpret_cast<const std::int32_t*>(side_region_.data + side.topk_idx);
     plan_->routes.source_token.assign(tokens, tokens + rows);
     plan_->routes.topk_idx.assign(routes, routes + slots);
+    check_routes();
     plan_->routes_known.store(true, std::memory_order_release);
   }
   auto* ids = result_.topk_idx.as<std::int64_t>();
@@ -324,6 +356,30 @@ void DispatchJob::finish_side() {
     auto* weights = result_.topk_weights.as<float>();
     if (slots > 0) std::memcpy(weights, side_region_.data + side.weights, slots * sizeof(float));
     std::fill(weights + slots, weights + all, 0.0f);
+  }
+}
+
+void DispatchJob::check_routes() {
+  // What came in decides where rows are written from here on: it must be what the counts said.
+  const auto local = static_cast<std::size_t>(plan().local_experts());
+  const auto topk = static_cast<std::size_t>(plan_->topk);
+  std::vector<std::int32_t> slots(local);
+  for (int source = 0; source < engine_.size(); ++source) {
+    const auto s = static_cast<std::size_t>(source);
+    std::fill(slots.begin(), slots.end(), 0);
+    bool possible = true;
+    for (auto i = static_cast<std::size_t>(plan().recv_offset[s]) * topk;
+         i < static_cast<std::size_t>(plan().recv_offset[s + 1]) * topk; ++i) {
+      const std::int32_t id = plan_->routes.topk_idx[i];
+      if (id == -1) continue;
+      possible = possible && id >= 0 && static_cast<std::size_t>(id) < local;
+      if (possible) ++slots[static_cast<std::size_t>(id)];
+    }
+    if (!possible || !std::equal(slots.begin(), slots.end(),
+                                 plan().expert_slots.begin() +
+                                     static_cast<std::ptrdiff_t>(s * local))) {
+      channel().distrust("dispatch: rows", source, "sent routes that are not those it counted");
+    }
   }
 }
 
@@ -363,7 +419,7 @@ void DispatchJob::fan_out() {
 
 Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,
                               const DispatchOptions& options) {
-  channel_.check_usable(kCall);
+  Call call(*this, kCall);
   PlanState& state = checked(plan, kCall);
   if (state.engine.lock().get() != this) {
     refuse(kCall, "plan", "a plan of another group", "one of this group");
@@ -371,10 +427,10 @@ Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   check_dispatch(x, state.tokens, state.topk, options);
   auto job = std::make_shared<DispatchJob>(*this, x, plan.state(), options);
   const bool room = job->allocate();
-  job->enter();
-  const Event event = enter(kCall, options.stream, [job] { job->run(); });
+  const Event event = enter(kCall, options.stream, [job] { job->run(); }, &call,
+                            [job] { job->enter(); });
   // An exact size blocks the caller for the count only; without room now, for the whole call.
-  if (!room) event.wait(config_.deadline, config_.on_wait);
+  if (!room) finish(kCall, event);
   Received result = job->result();
   result.event = event;
   return result;

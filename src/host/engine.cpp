@@ -14,9 +14,13 @@
 namespace ferry::host {
 
 Tensor heap_tensor(const Extents& shape, Dtype dtype) {
-  const auto bytes = static_cast<std::size_t>(shape.product()) * size_of(dtype);
+  const std::size_t bytes = checked_bytes("result", "shape", shape, dtype);
   constexpr std::align_val_t kAlign{64};
-  void* data = ::operator new(std::max<std::size_t>(bytes, 1), kAlign);
+  void* data = ::operator new(std::max<std::size_t>(bytes, 1), kAlign, std::nothrow);
+  if (data == nullptr) {
+    throw Error(ErrorKind::exhausted, "no memory for a result of " + std::to_string(bytes) +
+                                          " bytes, shape " + to_string(shape));
+  }
   std::shared_ptr<void> owner(data, [](void* p) { ::operator delete(p, std::align_val_t{64}); });
   return {TensorView(data, dtype, shape), std::move(owner)};
 }
@@ -32,44 +36,101 @@ std::size_t segment_bytes(std::size_t bytes) {
   return round_up(bytes, kHugePage);
 }
 
-/// A call's place in the group's order: the constructor waits for it, the destructor passes it on.
+namespace {
+constexpr auto kLook = std::chrono::milliseconds(40);  // between two looks at the caller's wishes
+}
+
+void HostEngine::check_waiting(const char* call) {
+  channel_.check_usable(call);
+  if (!config_.on_wait) return;
+  try {
+    config_.on_wait();
+  } catch (const std::exception& thrown) {
+    // This rank leaves its place in the order, and with it the agreement with the peers.
+    channel_.fail(call, std::string("interrupted while an earlier call runs: ") + thrown.what());
+    throw;
+  }
+}
+
+void HostEngine::pass_turn() {
+  running_ = false;
+  ++serving_;
+  while (given_up_.erase(serving_) > 0) ++serving_;
+  turn_changed_.notify_all();
+}
+
+/// A call's turn in the group's order: the constructor waits for it, the destructor passes it on.
 class HostEngine::Turn {
  public:
-  Turn(HostEngine& engine, std::uint64_t ticket) : engine_(engine) {
+  Turn(HostEngine& engine, std::uint64_t ticket, const char* call) : engine_(engine) {
+    using Clock = std::chrono::steady_clock;
     std::unique_lock lock(engine_.turn_mutex_);
+    std::uint64_t served = engine_.serving_;
+    auto idle_since = Clock::now();
     while (engine_.serving_ != ticket) {
-      engine_.turn_changed_.wait_for(lock, std::chrono::milliseconds(40));
-      if (engine_.serving_ != ticket && engine_.config_.on_wait) {
-        lock.unlock();
-        try {
-          engine_.config_.on_wait();
-        } catch (...) {
-          // The place in the order is lost, and with it the agreement with the peers.
-          engine_.channel_.fail("waiting for an earlier call", "interrupted");
-          lock.lock();
-          engine_.turn_changed_.wait(lock, [&] { return engine_.serving_ == ticket; });
-          ++engine_.serving_;
-          lock.unlock();
-          engine_.turn_changed_.notify_all();
-          throw;
-        }
+      engine_.turn_changed_.wait_for(lock, kLook);
+      if (engine_.serving_ == ticket) break;
+      // A call that runs has deadlines of its own; what must not last is that none runs.
+      if (engine_.running_ || engine_.serving_ != served) idle_since = Clock::now();
+      served = engine_.serving_;
+      lock.unlock();
+      try {
+        engine_.check_waiting(call);
+        if (Clock::now() - idle_since >= engine_.config_.deadline) blocked(call);
+      } catch (...) {
         lock.lock();
+        if (engine_.serving_ == ticket) {
+          engine_.pass_turn();
+        } else {
+          engine_.given_up_.insert(ticket);
+        }
+        throw;
       }
+      lock.lock();
     }
+    engine_.running_ = true;
   }
   ~Turn() {
-    {
-      std::scoped_lock lock(engine_.turn_mutex_);
-      ++engine_.serving_;
-    }
-    engine_.turn_changed_.notify_all();
+    std::scoped_lock lock(engine_.turn_mutex_);
+    engine_.pass_turn();
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
  private:
+  [[noreturn]] void blocked(const char* call) {
+    const std::string text =
+        "rank " + std::to_string(engine_.rank()) + ": " + call +
+        ": an earlier call of this group, submitted to a stream, did not begin within the "
+        "deadline; is other work blocking that stream?";
+    engine_.channel_.fail(call, text, ErrorKind::deadline);
+    throw Error(ErrorKind::deadline, text,
+                {engine_.rank(), engine_.rank(), call, engine_.channel_.generation(), 0, 0});
+  }
+
   HostEngine& engine_;
 };
+
+HostEngine::Call::Call(HostEngine& engine, const char* call) : engine_(engine) {
+  engine_.channel_.check_usable(call);
+  std::unique_lock lock(engine_.turn_mutex_);
+  // The thread inside waits for nothing without a deadline.
+  while (engine_.calling_) {
+    engine_.turn_changed_.wait_for(lock, kLook);
+    if (!engine_.calling_) break;
+    lock.unlock();
+    engine_.check_waiting(call);
+    lock.lock();
+  }
+  engine_.calling_ = true;
+}
+
+void HostEngine::Call::end() {
+  if (!std::exchange(inside_, false)) return;
+  std::scoped_lock lock(engine_.turn_mutex_);
+  engine_.calling_ = false;
+  engine_.turn_changed_.notify_all();
+}
 
 HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
                        const fabric::Segment& control)
@@ -85,39 +146,82 @@ HostEngine::~HostEngine() { destroy(); }
 
 void HostEngine::destroy() { channel_.leave(); }
 
-Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> work) {
+Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> work, Call* inside,
+                        const std::function<void()>& entered) {
   channel_.check_usable(call);
-  std::uint64_t ticket;
-  {
-    std::scoped_lock lock(turn_mutex_);
-    ticket = next_ticket_++;
-  }
-  auto run = [self = shared_from_this(), call, ticket, work = std::move(work)] {
-    const Turn turn(*self, ticket);
+  std::unique_lock lock(turn_mutex_);
+  auto run = [self = shared_from_this(), call, ticket = next_ticket_, work = std::move(work)] {
+    const Turn turn(*self, ticket, call);
     self->channel_.check_usable(call);
-    const auto start = std::chrono::steady_clock::now();
-    const auto count = [&] {
-      self->exchange_ns_.fetch_add(
-          static_cast<std::uint64_t>((std::chrono::steady_clock::now() - start).count()),
-          std::memory_order_relaxed);
-    };
-    try {
-      work();
-    } catch (...) {
-      count();
-      throw;
-    }
-    count();
+    self->run_work(call, work);
   };
-  if (stream != nullptr) return stream->submit(std::move(run));
-  run();
-  return {};
+  // Under the lock, so that the order on the stream is the order of the tickets.
+  if (entered) entered();
+  Event event;
+  if (stream != nullptr) event = stream->submit(std::move(run));
+  ++next_ticket_;
+  lock.unlock();
+  if (inside != nullptr) inside->end();
+  if (stream == nullptr) run();
+  return event;
+}
+
+void HostEngine::run_work(const char* call, const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto count = [&] {
+    exchange_ns_.fetch_add(
+        static_cast<std::uint64_t>((std::chrono::steady_clock::now() - start).count()),
+        std::memory_order_relaxed);
+  };
+  all_throw_ = false;
+  try {
+    work();
+  } catch (const Error& error) {
+    count();
+    if (!all_throw_) channel_.fail(call, error.what(), error.kind());
+    throw;
+  } catch (const std::exception& error) {
+    count();
+    if (!all_throw_) channel_.fail(call, error.what(), ErrorKind::system);
+    throw;
+  } catch (...) {
+    count();
+    if (!all_throw_) channel_.fail(call, "an exception of unknown type", ErrorKind::system);
+    throw;
+  }
+  count();
+}
+
+void HostEngine::finish(const char* call, const Event& event) {
+  constexpr auto kLong = std::chrono::hours(24);  // each wait of the work has its own deadline
+  try {
+    event.wait(kLong, config_.on_wait);
+  } catch (const std::exception& thrown) {
+    if (event.ready()) throw;
+    channel_.fail(call, thrown.what());
+    try {
+      event.wait(kLong);
+    } catch (const std::exception&) {  // what made us stop is the news
+    }
+    throw;
+  }
+}
+
+void HostEngine::await_counts(const PlanState& plan) {
+  try {
+    plan.ready.wait(config_.deadline, config_.on_wait);
+  } catch (...) {
+    // A plan that failed without failing the group failed on all ranks.
+    if (plan.ready.ready()) all_ranks_throw();
+    throw;
+  }
 }
 
 void HostEngine::check_same_call(const char* stage, const CallSignature& mine) {
   for (int peer = 0; peer < size(); ++peer) {
     const std::string differs = difference(channel_.head(peer).call, peer, mine);
     if (!differs.empty()) {
+      all_ranks_throw();  // whoever differs from one rank is differed from by all others
       throw Error(ErrorKind::mismatch,
                   std::string(stage) + ": rank " + std::to_string(rank()) + " and rank " +
                       std::to_string(peer) + " made different calls: " + differs,
@@ -138,6 +242,7 @@ void HostEngine::agree(const char* stage, StepMessage& head,
     for (int peer = 0; peer < size(); ++peer) {
       const StepMessage theirs = channel_.head(peer);
       if (theirs.status == StepStatus::too_many) {
+        all_ranks_throw();
         throw Error(ErrorKind::exhausted,
                     std::string(stage) + ": rank " + std::to_string(peer) + " would receive " +
                         std::to_string(theirs.need_bytes) + " rows but gave worst_case_rows = " +
@@ -147,66 +252,80 @@ void HostEngine::agree(const char* stage, StepMessage& head,
       room = room && theirs.status == StepStatus::ok;
     }
     if (room) return;
-    const fabric::Segment added =
-        add_segments("grow", head.status == StepStatus::no_room ? head.need_bytes : 0);
-    if (added.bytes > 0) memory_->arena.add(added);
+    // At least half of what there is, so that the number of segments stays small.
+    const bool grow = head.status == StepStatus::no_room;
+    const AddedSegments added =
+        add_segments("grow", grow ? head.need_bytes : 0, memory_->arena.total_bytes() / 2);
+    if (added.mine.bytes > 0) memory_->arena.add(added.mine);
   }
 }
 
-fabric::Segment HostEngine::add_segments(const char* stage, std::size_t bytes) {
-  StepMessage head;
-  head.call.kind = CallKind::grow;
-  fabric::Segment added;
-  std::string reason;
-  if (bytes > 0) {
+fabric::Segment HostEngine::try_register(std::size_t bytes, std::size_t wanted,
+                                         std::string& reason) {
+  if (wanted > bytes) {
     try {
-      added = memory_->fabric->register_memory(segment_bytes(bytes));
-      head.segment = added.id;
-      head.need_bytes = added.bytes;
-      head.handle_bytes = static_cast<std::uint32_t>(added.handle.size());
-    } catch (const Error& error) {
-      head.status = StepStatus::exhausted;
-      head.need_bytes = bytes;
-      reason = error.what();
+      return memory_->fabric->register_memory(segment_bytes(wanted));
+    } catch (const Error&) {  // then no more than what is needed
     }
   }
-  channel_.swap(stage, head, added.handle);
+  try {
+    return memory_->fabric->register_memory(segment_bytes(bytes));
+  } catch (const Error& error) {
+    reason = error.what();
+  }
+  return {};
+}
+
+AddedSegments HostEngine::add_segments(const char* stage, std::size_t bytes, std::size_t wanted) {
+  StepMessage head;
+  head.call.kind = CallKind::grow;
+  AddedSegments added;
+  std::string reason;
+  if (bytes > 0) {
+    added.mine = try_register(bytes, wanted, reason);
+    head.status = added.mine.bytes > 0 ? StepStatus::ok : StepStatus::exhausted;
+    head.segment = added.mine.id;
+    head.need_bytes = added.mine.bytes > 0 ? added.mine.bytes : bytes;
+    head.handle_bytes = static_cast<std::uint32_t>(added.mine.handle.size());
+  }
+  channel_.swap(stage, head, added.mine.handle);
   check_same_call(stage, head.call);
+  int poor = -1;
+  std::uint64_t missing = 0;
   for (int peer = 0; peer < size(); ++peer) {
     const StepMessage theirs = channel_.head(peer);
-    if (theirs.status == StepStatus::exhausted) {
-      throw Error(ErrorKind::exhausted,
-                  std::string(stage) + ": rank " + std::to_string(peer) + " could not register " +
-                      std::to_string(theirs.need_bytes) + " more bytes" +
-                      (peer == rank() ? ": " + reason : std::string()),
-                  {rank(), peer, stage, channel_.generation(), 0, 0});
+    added.ids.push_back(theirs.segment);
+    added.bytes.push_back(theirs.handle_bytes == 0 ? 0 : theirs.need_bytes);
+    if (theirs.status == StepStatus::exhausted && poor < 0) {
+      poor = peer;
+      missing = theirs.need_bytes;
     }
     if (peer == rank() || theirs.handle_bytes == 0) continue;
-    try {
-      if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
-        throw Error(ErrorKind::mismatch, "rank " + std::to_string(peer) +
-                                             " sent a handle of impossible size");
-      }
-      memory_->fabric->attach(peer, theirs.segment, theirs.need_bytes,
-                              {channel_.body(peer), theirs.handle_bytes});
-    } catch (const std::exception& thrown) {
-      channel_.fail(stage, thrown.what());
-      throw;
+    if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
+      channel_.distrust(stage, peer, "sent a segment's handle of " +
+                                         std::to_string(theirs.handle_bytes) + " bytes");
     }
+    memory_->fabric->attach(peer, theirs.segment, theirs.need_bytes,
+                            {channel_.body(peer), theirs.handle_bytes});
   }
   StepMessage attached;
   attached.call.kind = CallKind::grow;
   channel_.swap(stage, attached);
-  if (added.bytes > 0) memory_->fabric->seal(added.id);
-  return added;
+  check_same_call(stage, attached.call);
+  if (added.mine.bytes > 0) memory_->fabric->seal(added.mine.id);
+  if (poor < 0) return added;
+  if (added.mine.bytes > 0) memory_->arena.add(added.mine);  // attached everywhere: not lost
+  all_ranks_throw();
+  throw Error(ErrorKind::exhausted,
+              std::string(stage) + ": rank " + std::to_string(poor) + " could not register " +
+                  std::to_string(missing) + " more bytes" +
+                  (poor == rank() ? ": " + reason : std::string()) + "; nothing was sent",
+              {rank(), poor, stage, channel_.generation(), 0, 0});
 }
 
 Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
   channel_.check_usable("empty");
-  for (std::int64_t extent : shape) {
-    if (extent < 0) refuse("empty", "shape", to_string(shape), "no negative extent");
-  }
-  const auto bytes = static_cast<std::size_t>(shape.product()) * size_of(dtype);
+  const std::size_t bytes = checked_bytes("empty", "shape", shape, dtype);
   const auto region = memory_->arena.allocate(bytes);
   if (!region) {
     throw Error(ErrorKind::exhausted,
@@ -242,15 +361,39 @@ void HostEngine::barrier() {
   });
 }
 
+void HostEngine::check_counts(std::span<const std::int32_t> counts) {
+  constexpr const char* kStage = "plan: counts";
+  const auto ranks = static_cast<std::size_t>(size());
+  const auto experts = static_cast<std::size_t>(placement_.experts);
+  for (int source = 0; source < size(); ++source) {
+    const auto row = counts.subspan(static_cast<std::size_t>(source) * (ranks + experts));
+    for (int target = 0; target < size(); ++target) {
+      const std::int64_t tokens = row[static_cast<std::size_t>(target)];
+      std::int64_t slots = 0;
+      bool possible = tokens >= 0;
+      for (std::int64_t e = placement_.first_expert(target);
+           e < placement_.first_expert(target + 1); ++e) {
+        const std::int32_t count = row[ranks + static_cast<std::size_t>(e)];
+        possible = possible && count >= 0;
+        slots += count;
+      }
+      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
+        channel_.distrust(kStage, source, "said that it sends " + std::to_string(tokens) +
+                                              " tokens in " + std::to_string(slots) +
+                                              " slots to rank " + std::to_string(target));
+      }
+    }
+  }
+}
+
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
-  channel_.check_usable("plan");
+  Call call(*this, "plan");
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
-  state->number = ++plans_;
   state->ready = enter("plan", options.stream, [this, state, ids = std::move(routes)]() mutable {
     RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
     std::vector<std::int32_t> counts(own.tokens_per_rank);
@@ -266,8 +409,10 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
       std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
                   each * sizeof(std::int32_t));
     }
+    check_counts(all);
     state->exchange = make_plan(std::move(own), all, placement_, rank());
-  });
+    state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
+  }, &call);
   return Plan(state);
 }
 

@@ -6,6 +6,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "core/call.hpp"
@@ -30,6 +33,13 @@ std::size_t message_bytes(std::int64_t experts, int ranks);
 
 /// Segments added later are whole huge pages.
 std::size_t segment_bytes(std::size_t bytes);
+
+/// What `add_segments` yields: this rank's segment (bytes 0: none), and every rank's number for it.
+struct AddedSegments {
+  fabric::Segment mine{};
+  std::vector<fabric::SegmentId> ids{};    ///< [ranks], meaningless where nothing was added
+  std::vector<std::uint64_t> bytes{};      ///< [ranks]
+};
 
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
@@ -62,9 +72,26 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
   const Placement& placement() const { return placement_; }
 
+  /// A thread is inside a call, before the call has its place in the order. A second thread waits
+  /// until the first has its place, so that what a call decides before (plan, buffer) is decided in
+  /// that order too. Ends with `enter`, or with the object.
+  class Call;
+
   /// Runs work in the order in which calls were made, on `stream` or, without one, here and now.
-  /// `work` keeps alive what it needs; the engine is kept alive for it.
-  Event enter(const char* call, Stream* stream, std::function<void()> work);
+  /// `work` keeps alive what it needs; the engine is kept alive for it. Whatever work throws fails
+  /// the group, unless it said `all_ranks_throw`.
+  /// `entered` runs once the call has its place and before the work begins.
+  Event enter(const char* call, Stream* stream, std::function<void()> work, Call* inside = nullptr,
+              const std::function<void()>& entered = {});
+  /// Waits for work that uses the caller's memory: returns or throws when it has ended, and not
+  /// before. Ctrl-C fails the group, which ends the work soon.
+  void finish(const char* call, const Event& event);
+
+  /// Said by work before it throws what every rank throws in this step, before anything moved: the
+  /// group can go on.
+  void all_ranks_throw() { all_throw_ = true; }
+  /// Waits for a plan's counts, from inside work.
+  void await_counts(const PlanState& plan);
 
   /// Swaps `head`, whose regions `prepare` has just allocated (false: no room), until all ranks
   /// have room, growing the arenas together in between. Throws Error(mismatch) when ranks are in
@@ -73,8 +100,9 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare);
 
   /// Registers one more segment on every rank that wants one (`bytes` > 0 there), and attaches it
-  /// everywhere. Returns this rank's segment (bytes 0: none).
-  fabric::Segment add_segments(const char* stage, std::size_t bytes);
+  /// everywhere. Takes `wanted` bytes if they are to be had, else `bytes`. If some rank has no
+  /// memory, every rank throws Error(exhausted), and what others registered joins their arenas.
+  AddedSegments add_segments(const char* stage, std::size_t bytes, std::size_t wanted = 0);
 
   std::uint64_t next_tag_space() { return ++tag_spaces_; }
   /// From now on these bytes count in memory() and are registered for is_registered().
@@ -84,6 +112,12 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
  private:
   class Turn;
   void check_same_call(const char* stage, const CallSignature& mine);
+  void check_counts(std::span<const std::int32_t> counts);
+  fabric::Segment try_register(std::size_t bytes, std::size_t wanted, std::string& reason);
+  void run_work(const char* call, const std::function<void()>& work);
+  /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.
+  void check_waiting(const char* call);
+  void pass_turn();  // with turn_mutex_ held
 
   GroupConfig config_;
   std::shared_ptr<Memory> memory_;
@@ -93,13 +127,32 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
   std::atomic<std::uint64_t> exchange_ns_{0};
-  std::uint64_t plans_ = 0;
+  std::uint64_t plans_ = 0;  // of the thread whose turn it is
   std::uint64_t tag_spaces_ = 0;
 
   std::mutex turn_mutex_;
   std::condition_variable turn_changed_;
+  bool calling_ = false;  // a thread is in a Call
   std::uint64_t next_ticket_ = 0;
   std::uint64_t serving_ = 0;
+  bool running_ = false;               // the call `serving_` has begun
+  std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
+
+  bool all_throw_ = false;  // of the thread whose turn it is
+};
+
+class HostEngine::Call {
+ public:
+  Call(HostEngine& engine, const char* call);
+  ~Call() { end(); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  void end();
+
+ private:
+  friend class HostEngine;
+  HostEngine& engine_;
+  bool inside_ = true;
 };
 
 }  // namespace ferry::host

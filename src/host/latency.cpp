@@ -45,12 +45,14 @@ class BufferLease {
   BufferLease(std::shared_ptr<HostLatency> engine, Generation generation)
       : engine_(std::move(engine)), generation_(generation) {}
   ~BufferLease();
+  void take() { taken_ = true; }
   BufferLease(const BufferLease&) = delete;
   BufferLease& operator=(const BufferLease&) = delete;
 
  private:
   std::shared_ptr<HostLatency> engine_;
   Generation generation_;
+  bool taken_ = false;
 };
 
 /// One generation, from its dispatch to its combine.
@@ -71,7 +73,7 @@ struct Exchange {
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
-              const fabric::Segment& segment, const LatencyLayout& layout);
+              const AddedSegments& segments, const LatencyLayout& layout);
 
   const LatencyConfig& config() const override { return config_; }
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
@@ -83,8 +85,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void drop(Generation generation);
   void receive_rows(Exchange& exchange);
   void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out);
-  Event enter(const char* call, Stream* stream, std::function<void()> work) {
-    return engine_->enter(call, stream, std::move(work));
+  Event enter(const char* call, Stream* stream, std::function<void()> work,
+              HostEngine::Call* inside = nullptr) {
+    return engine_->enter(call, stream, std::move(work), inside);
   }
 
  private:
@@ -175,25 +178,27 @@ protocol::FlagLayout flags(int ranks, fabric::SegmentId segment, std::size_t off
 }
 
 HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
-                         const fabric::Segment& segment, const LatencyLayout& layout)
+                         const AddedSegments& segments, const LatencyLayout& layout)
     : engine_(std::move(engine)),
       config_(config),
-      segment_(segment),
+      segment_(segments.mine),
       layout_(layout),
-      reach_(*engine_->shared_memory()->fabric, engine_->next_tag_space()),
-      credit_({flags(engine_->size(), segment.id, layout.arrived),
-               flags(engine_->size(), segment.id, layout.released)},
-              engine_->rank(), segment.data + layout.arrived, segment.data + layout.released),
-      combined_{protocol::Delivery<>(flags(engine_->size(), segment.id, layout.combined),
-                                     engine_->rank(), segment.data + layout.combined),
+      reach_(*engine_->shared_memory()->fabric, engine_->next_tag_space(), segments.ids),
+      credit_({flags(engine_->size(), segment_.id, layout.arrived),
+               flags(engine_->size(), segment_.id, layout.released)},
+              engine_->rank(), segment_.data + layout.arrived, segment_.data + layout.released),
+      combined_{protocol::Delivery<>(flags(engine_->size(), segment_.id, layout.combined),
+                                     engine_->rank(), segment_.data + layout.combined),
                 protocol::Delivery<>(
-                    flags(engine_->size(), segment.id,
+                    flags(engine_->size(), segment_.id,
                           layout.combined + static_cast<std::size_t>(engine_->size()) * kLineBytes),
                     engine_->rank(),
-                    segment.data + layout.combined +
+                    segment_.data + layout.combined +
                         static_cast<std::size_t>(engine_->size()) * kLineBytes)} {}
 
-BufferLease::~BufferLease() { engine_->drop(generation_); }
+BufferLease::~BufferLease() {
+  if (taken_) engine_->drop(generation_);
+}
 
 void HostLatency::drop(Generation generation) {
   std::scoped_lock lock(mutex_);
@@ -230,16 +235,20 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   exchange->tokens = x.rows();
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
   std::scoped_lock lock(mutex_);
-  if (alive_[buffer(generation_ + 1)]) {
+  const Generation next = generation_ + 1;
+  if (alive_[buffer(next)]) {
     throw Error(ErrorKind::exhausted,
                 std::string(kDispatchCall) +
                     ": two results are alive already; drop the older one (LatencyReceived, its "
                     "tensors and its LatencyCombined) before a third dispatch",
                 {engine_->rank(), engine_->rank(), kDispatchCall, generation_, 0, 0});
   }
-  exchange->generation = ++generation_;
-  alive_[buffer(generation_)] = true;
-  exchange->lease = std::make_shared<BufferLease>(shared_from_this(), generation_);
+  exchange->generation = next;
+  make_tensors(*exchange);
+  // Nothing fails any more: from here on the peers count on this generation.
+  exchange->lease->take();
+  generation_ = next;
+  alive_[buffer(next)] = true;
   return exchange;
 }
 
@@ -247,6 +256,7 @@ void HostLatency::make_tensors(Exchange& exchange) {
   const std::int64_t experts = local_experts(), rows = output_rows(), hidden = config_.hidden;
   const bool quantized = exchange.options.format == WireFormat::e4m3;
   LatencyReceived& result = exchange.result;
+  exchange.lease = std::make_shared<BufferLease>(shared_from_this(), exchange.generation);
   std::byte* output = segment_.data + layout_.outputs +
                       buffer(exchange.generation) * layout_.output_bytes;
   result.x = {TensorView(output, quantized ? Dtype::e4m3 : config_.dtype, {experts, rows, hidden}),
@@ -268,9 +278,8 @@ void HostLatency::make_tensors(Exchange& exchange) {
 
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
-  engine_->channel().check_usable(kDispatchCall);
+  HostEngine::Call call(*engine_, kDispatchCall);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
-  make_tensors(*exchange);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();
   state->exchange = exchange;
@@ -281,7 +290,7 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
                          self->await_credits(exchange->generation);
                          self->send_rows(*exchange, x);
                          if (!hook) self->receive_rows(*exchange);
-                       });
+                       }, &call);
   if (!options.hook) state->called = true;
   return result;
 }
@@ -369,7 +378,7 @@ const SourceHeader& HostLatency::checked_header(const Exchange& exchange, int so
     const std::string text = "rank " + std::to_string(engine_->rank()) + ": " + kDispatchCall +
                              ": rank " + std::to_string(source) +
                              " used another format or scale_format in this call";
-    engine_->channel().fail(kDispatchCall, text);
+    engine_->channel().fail(kDispatchCall, text, ErrorKind::mismatch);
     throw Error(ErrorKind::mismatch, text,
                 {engine_->rank(), source, kDispatchCall, exchange.generation,
                  static_cast<std::uint64_t>(exchange.options.format), header.format});
@@ -421,7 +430,13 @@ void HostLatency::receive_rows(Exchange& exchange) {
           reinterpret_cast<const std::int32_t*>(segment_.data + meta_offset(g, source, r));
       for (int k = 0; k < config_.topk; ++k) {
         const std::int32_t expert = meta[1 + k];
-        if (expert < 0 || expert >= experts || counts[expert] >= rows) continue;
+        if (expert == -1) continue;
+        if (expert < 0 || expert >= experts || counts[expert] >= rows || meta[0] < 0 ||
+            meta[0] >= config_.capacity) {  // they decide where rows are written from here on
+          engine_->channel().distrust("latency dispatch: rows", source,
+                                      "sent token " + std::to_string(meta[0]) +
+                                          " for local expert " + std::to_string(expert));
+        }
         const std::int32_t place = counts[expert]++;
         place_row(exchange, wire, expert, place);
         const auto index = static_cast<std::size_t>(expert * rows + place);
@@ -441,7 +456,7 @@ void HostLatency::receive_rows(Exchange& exchange) {
 LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
                                      const ConstTensorView& topk_weights,
                                      const LatencyCombineOptions& options) {
-  engine_->channel().check_usable(kCombineCall);
+  HostEngine::Call call(*engine_, kCombineCall);
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kCombineCall, "received", "a result of another exchange, or none",
@@ -481,7 +496,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
                          if (hook) return;
                          self->sum_rows(*later->exchange, later->weights, later->out);
                          later->exchange.reset();  // the buffer may go back now
-                       });
+                       }, &call);
   if (!options.hook) later->called = true;
   return result;
 }
@@ -557,6 +572,7 @@ void SumRowsLater::receive() {
 }  // namespace
 
 LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks) {
+  check_size(config, Placement{experts, ranks}.local_experts(0), ranks);
   LatencyShape shape;
   shape.ranks = ranks;
   shape.local_experts = Placement{experts, ranks}.local_experts(0);  // rank 0 has the most
@@ -576,7 +592,8 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
   check_config(config);
   const LatencyLayout layout =
       latency_layout(config, engine->placement().experts, engine->size());
-  fabric::Segment segment;
+  AddedSegments segments;
+  std::shared_ptr<HostLatency> made;  // inside the call: its number among all is the same everywhere
   engine->enter("LatencyExchange", nullptr, [&] {
     StepMessage head;
     head.call.kind = CallKind::latency;
@@ -585,10 +602,20 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
     engine->agree("LatencyExchange: configuration", head, [] { return true; });
-    segment = engine->add_segments("LatencyExchange: buffers", layout.bytes);
+    constexpr const char* kStage = "LatencyExchange: buffers";
+    segments = engine->add_segments(kStage, layout.bytes);
+    for (int peer = 0; peer < engine->size(); ++peer) {
+      const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
+      if (bytes < layout.bytes) {
+        engine->channel().distrust(kStage, peer, "registered " + std::to_string(bytes) +
+                                                     " bytes, expected at least " +
+                                                     std::to_string(layout.bytes));
+      }
+    }
+    engine->add_latency_memory(segments.mine);
+    made = std::make_shared<HostLatency>(engine, config, segments, layout);
   });
-  engine->add_latency_memory(segment);
-  return std::make_shared<HostLatency>(std::move(engine), config, segment, layout);
+  return made;
 }
 
 }  // namespace ferry::host

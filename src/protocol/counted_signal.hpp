@@ -1,5 +1,5 @@
-// Counted signals: the target's side of a network that keeps no order. Pieces of data and signals of
-// one source come in any order; a flag may change only when all bytes that its signal counts are
+// Counted signals: the target's side of a network that keeps no order. Pieces of data and signals
+// of one source come in any order; a flag may change only when all bytes that its signal counts are
 // there, and one flag takes its values only in the order in which the source published them.
 #pragma once
 
@@ -36,8 +36,8 @@ struct ArrivedSignal {
   std::uint64_t bytes = 0;
 };
 
-/// Counts for one target. Plain state for one progress thread; makes no system call. Both calls take
-/// `release(source, signal)` and call it for every signal that is now complete: it should
+/// Counts for one target. Plain state for one progress thread; makes no system call. Both calls
+/// take `release(source, signal)` and call it for every signal that is now complete: it should
 /// `publish_in_memory`.
 template <class FlagRef, class Traits = CountedTraits>
 class CountedSignals {
@@ -54,8 +54,8 @@ class CountedSignals {
     for (auto& entry : from.streams) release_complete(source, from, entry.second, release);
   }
 
-  /// A signal of `source` came, before or after its pieces. Mismatch, and no effect, if its sequence
-  /// number was used before.
+  /// A signal of `source` came, before or after its pieces. Mismatch, and no effect, if its
+  /// sequence number was used before.
   template <class Release>
   Status signal(int source, const Arrived& arrived, Release&& release) {
     Source& from = sources_[static_cast<std::size_t>(source)];

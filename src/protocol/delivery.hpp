@@ -81,8 +81,8 @@ class Loan {
   template <class R>
     requires Reach<R>
   FERRY_FN void give_back(R& reach, int owner, Generation generation) const {
-    reach.publish(owner, Signal{layout_.place(self_), generation,
-                                make_tag(Channel::kLoan, generation), 0});
+    reach.publish(
+        owner, Signal{layout_.place(self_), generation, make_tag(Channel::kLoan, generation), 0});
   }
 
   /// The owner waits until every reader gave back `generation`.

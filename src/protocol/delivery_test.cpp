@@ -51,8 +51,7 @@ TEST_P(DeliveryOnThreads, PushesIntoGrantsAndPullsFromLoans) {
     DeadlineWatch watch = patient();
     for (Generation g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
-        const std::uint64_t offset =
-            region.at(static_cast<std::uint64_t>(peer) * kRowBytes).offset;
+        const std::uint64_t offset = region.at(static_cast<std::uint64_t>(peer) * kRowBytes).offset;
         swap.post(reach, peer, g, &offset);
       }
       if (g > 1) {
@@ -98,16 +97,14 @@ TEST_P(CreditOnThreads, TwoBuffersInFlight) {
     for (Generation g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
         ASSERT_TRUE(credit.await_credit(peer, g, watch).ok());
-        reach.write(peer, slot(g, rank), row_of(rank, peer, g).data(), kRowBytes,
-                    Credit<>::tag(g));
+        reach.write(peer, slot(g, rank), row_of(rank, peer, g).data(), kRowBytes, Credit<>::tag(g));
         credit.announce(reach, peer, g, kRowBytes);
       }
       if (g % 2 != 0) continue;  // hold both, look at the newer first
       for (const Generation held : {g, g - 1}) {
         ASSERT_TRUE(credit.await_arrivals(held, watch).ok());
         for (int source = 0; source < ranks; ++source) {
-          ASSERT_EQ(read_row(group.address(rank, slot(held, source))),
-                    row_of(source, rank, held));
+          ASSERT_EQ(read_row(group.address(rank, slot(held, source))), row_of(source, rank, held));
         }
         if (const Generation upto = order.drop(held); upto > 0) credit.release(reach, upto);
       }

@@ -12,8 +12,8 @@ namespace ferry::protocol {
 /// Flags of different ranks lie on lines of their own.
 inline constexpr std::uint64_t kFlagStride = 64;
 
-/// Where a row of flags lies, at the same place in every rank's memory: flag[r] of rank p is written
-/// by rank r alone.
+/// Where a row of flags lies, at the same place in every rank's memory: flag[r] of rank p is
+/// written by rank r alone.
 struct FlagLayout {
   int ranks = 0;
   Place flags;
@@ -34,7 +34,8 @@ struct FlagRow {
   int ranks = 0;
 
   FERRY_FN Flag operator[](int writer) const {
-    return Flag{reinterpret_cast<std::uint64_t*>(base + static_cast<std::uint64_t>(writer) * stride)};
+    return Flag{
+        reinterpret_cast<std::uint64_t*>(base + static_cast<std::uint64_t>(writer) * stride)};
   }
 };
 

@@ -84,13 +84,20 @@ class Notices {
 
   /// The notice to believe: the strongest kind, then the lowest reporter. Nothing: nobody reported.
   FERRY_FN std::optional<Notice> scan() const {
+    return scan([](const Notice&) { return true; });
+  }
+
+  /// The same among those that `counts` lets pass: one that does not concern this wait must not
+  /// hide one that does.
+  template <class Counts>
+  FERRY_FN std::optional<Notice> scan(Counts counts) const {
     Notice best;
     for (int reporter = 0; reporter < Traits::scanned(row_.ranks); ++reporter) {
       // relaxed: the word is the whole message; nothing else is read on the strength of it.
       const std::uint64_t word = row_[reporter].load(order::relaxed);
       if (word == 0) continue;
       const Notice notice = unpack_notice(word, reporter);
-      if (Traits::stronger(notice, best)) best = notice;
+      if (Traits::stronger(notice, best) && counts(notice)) best = notice;
     }
     if (best.kind == Notice::Kind::kNone) return std::nullopt;
     return best;

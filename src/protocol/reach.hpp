@@ -20,8 +20,8 @@ struct Place {
   friend FERRY_FN constexpr auto operator<=>(const Place&, const Place&) = default;
 };
 
-/// Which flag a tag belongs to. The protocols of one generation must not share tags, or the bytes of
-/// one would be counted for another.
+/// Which flag a tag belongs to. The protocols of one generation must not share tags, or the bytes
+/// of one would be counted for another.
 enum class Channel : std::uint8_t { kSwap = 1, kBarrier, kDelivery, kLoan, kArrival, kCredit };
 
 /// Names the bytes that one signal counts: unique for each (source, target, signal).
@@ -39,10 +39,10 @@ struct Signal {
 
 /// A way to reach every rank, the own rank included.
 /// `write`: puts bytes into a peer's memory; the source may be reused at once. `publish`: the flag
-/// takes the value after all bytes of the signal's tag; whoever reads it with acquire sees them, and
-/// all that this rank wrote there in memory before. Values of one flag become visible in the order
-/// of their `publish`; different flags keep no order. `notify`: sets a notice word at once, behind
-/// nothing.
+/// takes the value after all bytes of the signal's tag; whoever reads it with acquire sees them,
+/// and all that this rank wrote there in memory before. Values of one flag become visible in the
+/// order of their `publish`; different flags keep no order. `notify`: sets a notice word at once,
+/// behind nothing.
 template <class T>
 concept Reach = requires(T& reach, int peer, Place place, const void* from, std::size_t bytes,
                          std::uint64_t value, const Signal& signal) {

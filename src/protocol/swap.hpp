@@ -60,8 +60,8 @@ class Swap {
     if (bytes > 0) {
       reach.write(peer, layout_.slots.at(slot_offset(self_, generation)), message, bytes, tag);
     }
-    reach.publish(peer, Signal{layout_.flags.place(self_), generation, tag,
-                               Traits::kCounted ? bytes : 0});
+    reach.publish(
+        peer, Signal{layout_.flags.place(self_), generation, tag, Traits::kCounted ? bytes : 0});
   }
 
   /// Gives every rank its message; message p begins at `messages + p * stride` (0: the same one).

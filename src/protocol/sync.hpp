@@ -24,8 +24,8 @@ enum class order { relaxed, acquire, release };
 
 /// What a wait asks while it sleeps. `spin_ns`: how long to spin before the first sleep (short when
 /// there are fewer cores than ranks). `slice_ns`: the longest sleep before the next `check`.
-/// `check`: not ok ends the wait (deadline, failed peer, interrupt); a check that names no peer gets
-/// the peer of the flag.
+/// `check`: not ok ends the wait (deadline, failed peer, interrupt); a check that names no peer
+/// gets the peer of the flag.
 template <class T>
 concept Watch = requires(T& watch) {
   { watch.spin_ns() } -> std::convertible_to<std::uint64_t>;
@@ -90,8 +90,12 @@ FERRY_FN void write_bytes(void* shared_to, const void* from, std::size_t bytes);
 
 #if defined(FERRY_MODEL)
 
-FERRY_FN std::uint64_t Flag::load(order o) const { return model::load(word, o); }
-FERRY_FN void Flag::store(std::uint64_t value, order o) const { model::store(word, value, o); }
+FERRY_FN std::uint64_t Flag::load(order o) const {
+  return model::load(word, o);
+}
+FERRY_FN void Flag::store(std::uint64_t value, order o) const {
+  model::store(word, value, o);
+}
 FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desired,
                                      order o) const {
   return model::compare_exchange(word, expected, desired, o);
@@ -149,7 +153,9 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
   return std::atomic_ref<std::uint64_t>(*word).compare_exchange_strong(
       expected, desired, detail::native(o), std::memory_order_relaxed);
 }
-FERRY_FN void Flag::wake() const { futex_wake(word); }
+FERRY_FN void Flag::wake() const {
+  futex_wake(word);
+}
 
 template <class Reached, class W>
   requires Watch<W>

@@ -32,7 +32,8 @@ TEST(Wait, DeadlineFiresOnTime) {
     EXPECT_EQ(status.code, Status::Code::kDeadline);
     EXPECT_EQ(status.seen, 3u);
     EXPECT_GE(since(start), timeout);
-    EXPECT_LT(since(start), timeout + milliseconds(500));  // a loaded machine, not a missed deadline
+    EXPECT_LT(since(start),
+              timeout + milliseconds(500));  // a loaded machine, not a missed deadline
   }
 }
 

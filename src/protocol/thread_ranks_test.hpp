@@ -53,7 +53,9 @@ class ThreadRanks {
 };
 
 /// Never reached unless a test hangs.
-inline DeadlineWatch patient() { return DeadlineWatch(std::chrono::seconds(60)); }
+inline DeadlineWatch patient() {
+  return DeadlineWatch(std::chrono::seconds(60));
+}
 
 /// What word `i` of a message holds.
 inline std::uint64_t word_of(int source, int target, Generation g, std::uint64_t i) {

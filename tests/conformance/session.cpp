@@ -43,8 +43,8 @@ void Session::tidy() {
   poisoned_.clear();
 }
 
-void run_case(Session& session, const Case& c) {
-  session.rank().begin(to_string(c));
+void run_case(Session& session, const Case& c, const std::string& label) {
+  session.rank().begin(label + to_string(c));
   session.tidy();
   if (c.mode == Mode::throughput) {
     run_throughput(session, c);

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "case.hpp"
@@ -37,7 +38,8 @@ class Session {
 };
 
 /// Runs one case on this rank and reports what differs from the reference. Collective.
-void run_case(Session& session, const Case& c);
+/// `label` is said before the case's line.
+void run_case(Session& session, const Case& c, const std::string& label = {});
 void run_throughput(Session& session, const Case& c);
 void run_latency(Session& session, const Case& c);
 

@@ -29,8 +29,7 @@ Report barrier(const Case& what, std::uint64_t seed = 0) {
             protocol::write(own, g);
           } else {
             for (int peer = 0; peer < what.ranks; ++peer) {
-              const auto* theirs =
-                  reinterpret_cast<const Generation*>(world.address(peer, cell));
+              const auto* theirs = reinterpret_cast<const Generation*>(world.address(peer, cell));
               if (protocol::read(theirs) != g - 1) world.explorer().fail("wrong data on ", theirs);
             }
           }

@@ -99,6 +99,8 @@ TEST(CreditModel, IsSound) {
                credits({2, 4, false, {2, 0}}, Use::kOutOfOrder));
   expect_sound("credit, 2 ranks, 4 generations, 2 deadlines",
                credits({2, 4, false, {2, 2}}, Use::kPipelined));
+  expect_sound("credit, 3 ranks, 2 generations, 1 deadline",
+               credits({3, 2, false, {2, 1}}, Use::kAtOnce));
 }
 
 TEST(CreditModel, IsSoundOnANetwork) {

@@ -69,7 +69,8 @@ Report push(const Case& what, std::uint64_t seed = 0) {
       seed);
 }
 
-/// Pull: descriptors by swap, readers read the owner's memory, give it back, the owner writes again.
+/// Pull: descriptors by swap, readers read the owner's memory, give it back, the owner writes
+/// again.
 template <class Traits = LoanTraits, class Base = Sound>
 Report pull(const Case& what, std::uint64_t seed = 0) {
   Explorer explorer;
@@ -110,19 +111,20 @@ TEST(DeliveryModel, PushIsSound) {
   expect_sound("push, 2 ranks, 3 generations, 3 preemptions", push({2, 3, false, {3, 0}}));
   expect_sound("push, 3 ranks, 3 generations", push({3, 3, false, {2, 0}}));
   expect_sound("push, 2 ranks, 3 generations, 2 deadlines", push({2, 3, false, {2, 2}}));
+  expect_sound("push, 3 ranks, 2 generations, 1 deadline", push({3, 2, false, {2, 1}}));
 }
 
 TEST(DeliveryModel, PushIsSoundOnANetwork) {
   expect_sound("push, 2 ranks, 3 generations, any order",
                push({2, 3, true, {.preemptions = 2, .overtakes = kAnyOrder}}));
-  expect_sound("push, 3 ranks, 2 generations, 1 overtake",
-               push({3, 2, true, {.preemptions = 2, .overtakes = 1}, 1}));
+  expect_sound("push, 3 ranks, 3 generations, 2 overtakes", push({3, 3, true, {2, 0}, 1}));
 }
 
 TEST(DeliveryModel, PullIsSound) {
   expect_sound("pull, 2 ranks, 3 generations, 3 preemptions", pull({2, 3, false, {3, 0}}));
   expect_sound("pull, 3 ranks, 3 generations", pull({3, 3, false, {2, 0}}));
   expect_sound("pull, 2 ranks, 3 generations, 2 deadlines", pull({2, 3, false, {2, 2}}));
+  expect_sound("pull, 3 ranks, 2 generations, 1 deadline", pull({3, 2, false, {2, 1}}));
 }
 
 TEST(DeliveryModel, RandomSchedulesOfManyRanks) {
@@ -145,7 +147,8 @@ TEST(DeliveryModel, MutantsAreCaught) {
   const Case network{2, 2, true, {2, 0}};
   expect_caught("push: relaxed publish", push<DeliveryTraits, RelaxedPublish>(memory));
   expect_caught("push: relaxed await", push<WithAwait<DeliveryTraits, RelaxedAwait>>(memory));
-  expect_caught("push: previous generation", push<WithAwait<DeliveryTraits, PreviousAwait>>(memory));
+  expect_caught("push: previous generation",
+                push<WithAwait<DeliveryTraits, PreviousAwait>>(memory));
   expect_caught("push: any generation", push<WithAwait<DeliveryTraits, AnyAwait>>(memory));
   expect_caught("push: last source not awaited",
                 push<WithAwait<DeliveryTraits, NotTheLastAwait>>(memory));

@@ -7,9 +7,9 @@
 //
 // The memory: C++20's release/acquire/relaxed over vector clocks; the modification order of a word
 // follows the order of execution (exact for words with one writer; compare-exchange reads the
-// newest value, as the standard says). A wait is one step: it takes any visible store that satisfies
-// it. Reads of values that do not satisfy it are left out, since they could only add order. A wait
-// whose newest store no longer satisfies it may also miss the older one that did.
+// newest value, as the standard says). A wait is one step: it takes any visible store that
+// satisfies it. Reads of values that do not satisfy it are left out, since they could only add
+// order. A wait whose newest store no longer satisfies it may also miss the older one that did.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@
 
 namespace ferry::model {
 
-inline constexpr int kMaxActors = 40;            // fibers, network links, the observer
+inline constexpr int kMaxActors = 40;             // fibers, network links, the observer
 inline constexpr int kObserver = kMaxActors - 1;  // looks at the memory when all is over
-inline constexpr std::size_t kArenaBytes = 64 << 10;
+inline constexpr std::size_t kArenaBytes = 16 << 10;
 
 /// Who knows which step of whom.
 struct Clock {
@@ -58,18 +58,18 @@ class Wire {
 /// must hold nothing on their stack that needs a destructor. Shared memory lies in the arena.
 struct Scenario {
   int fibers = 0;
-  std::function<void()> setup;      ///< before each execution; the arena is zero
-  std::function<void(int)> body;    ///< one fiber
-  std::function<void()> finish;     ///< after an execution in which all fibers ended
+  std::function<void()> setup;    ///< before each execution; the arena is zero
+  std::function<void(int)> body;  ///< one fiber
+  std::function<void()> finish;   ///< after an execution in which all fibers ended
   Wire* wire = nullptr;
   bool silent_rank = false;  ///< somebody never comes: waits may end by deadline when all wait
 };
 
 struct Bounds {
-  int preemptions = 2;                    ///< switches away from a fiber that could go on
-  int slices = 0;                         ///< time slices that end early, anywhere, per execution
+  int preemptions = 2;                   ///< switches away from a fiber that could go on
+  int slices = 0;                        ///< time slices that end early, anywhere, per execution
   std::uint64_t executions = 3'000'000;  ///< reaching it is a failure
-  int overtakes = 2;   ///< deliveries out of order, or before somebody needs them
+  int overtakes = 2;                     ///< deliveries out of order, or before somebody needs them
   bool naive = false;  ///< without any reduction: what the reductions are tested against
 };
 inline constexpr int kAnyOrder = 1'000'000;
@@ -144,7 +144,7 @@ class Explorer {
   struct Word {
     std::vector<Store> stores;
     std::array<std::uint16_t, kMaxActors> seen{};  // newest store that each actor knows
-    int reader = -1;  // the only fiber that loads it; -1: any
+    int reader = -1;                               // the only fiber that loads it; -1: any
     bool used = false;
   };
   struct Granule {  // 8 bytes of plain data
@@ -176,7 +176,8 @@ class Explorer {
   void run_once();
   bool advance();
   std::size_t choose(std::size_t n);
-  bool known(int kind);
+  enum class At { kOperation, kBlock, kWait };
+  bool known(At at);
   void schedule_point();
   void block();
   void resume(int next);

@@ -18,7 +18,9 @@ using protocol::order;
 std::uint64_t* word(int i) {
   return reinterpret_cast<std::uint64_t*>(Explorer::current().arena()) + i * 8;
 }
-std::uint64_t* data(int i) { return word(64 + i); }
+std::uint64_t* data(int i) {
+  return word(64 + i);
+}
 
 struct Never {
   std::uint64_t spin_ns() { return 0; }
@@ -191,9 +193,12 @@ TEST(Explorer, EndsSlicesAnywhere) {
 }
 
 TEST(Explorer, ReportsALimit) {
-  const Report report = explore(
-      3, [&](int fiber) { Flag{word(fiber)}.store(1, order::release); Flag{word(3)}.load(order::relaxed); },
-      {}, {.preemptions = 2, .executions = 2});
+  const Report report = explore(3,
+                                [&](int fiber) {
+                                  Flag{word(fiber)}.store(1, order::release);
+                                  Flag{word(3)}.load(order::relaxed);
+                                },
+                                {}, {.preemptions = 2, .executions = 2});
   EXPECT_TRUE(report.passed);
   EXPECT_FALSE(report.complete);
 }
@@ -246,13 +251,9 @@ std::uint64_t perform(const Operation& operation) {
   Never watch;
   std::uint64_t expected = operation.value - 1;
   switch (operation.kind) {
-    case 0:
-      return flag.load(operation.how);
-    case 1:
-      flag.store(operation.value, operation.how);
-      return 0;
-    case 2:
-      return flag.compare_exchange(expected, operation.value, operation.how) ? 100 : expected;
+    case 0: return flag.load(operation.how);
+    case 1: flag.store(operation.value, operation.how); return 0;
+    case 2: return flag.compare_exchange(expected, operation.value, operation.how) ? 100 : expected;
     default: {
       const std::uint64_t wanted = operation.value;
       const protocol::Status status =

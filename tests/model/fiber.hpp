@@ -1,5 +1,5 @@
-// A fiber: a stack of its own on the same OS thread. Built on ucontext; address sanitizer is told of
-// every switch. Thread sanitizer cannot follow: the explorer is not built with it.
+// A fiber: a stack of its own on the same OS thread. Built on ucontext; address sanitizer is told
+// of every switch. Thread sanitizer cannot follow: the explorer is not built with it.
 #pragma once
 
 #include <ucontext.h>
@@ -71,7 +71,9 @@ class Fiber {
   static constexpr std::size_t kStackBytes = 128 << 10;
 
 #if defined(FERRY_MODEL_ASAN)
-  static void arrived(Fiber* here) { __sanitizer_finish_switch_fiber(here->fake_, nullptr, nullptr); }
+  static void arrived(Fiber* here) {
+    __sanitizer_finish_switch_fiber(here->fake_, nullptr, nullptr);
+  }
   void* fake_ = nullptr;
   const void* bottom_ = nullptr;  // the thread's own stack, learned at the first switch away
   std::size_t bytes_ = 0;

@@ -1,6 +1,6 @@
-// A network in the explorer: a put falls into pieces, pieces and signals of one source arrive in any
-// order, and the production bookkeeping (protocol/counted_signal.hpp) at the target makes flags of
-// them. Each link and channel is an actor of its own: a piece knows what its sender knew when it
+// A network in the explorer: a put falls into pieces, pieces and signals of one source arrive in
+// any order, and the production bookkeeping (protocol/counted_signal.hpp) at the target makes flags
+// of them. Each link and channel is an actor of its own: a piece knows what its sender knew when it
 // sent it, and nothing of the other pieces.
 #pragma once
 
@@ -97,11 +97,11 @@ class Network : public Wire {
   };
   struct Link {
     std::vector<Item> under_way;
-    std::array<std::uint16_t, 8> sent{};           // by channel
+    std::array<std::uint16_t, 8> sent{};  // by channel
     std::map<std::uint64_t*, std::uint64_t> sequences;
-    std::map<std::uint64_t, Clock> landed;          // by tag: what the landed pieces know
-    std::map<std::uint64_t*, Clock> released;       // by flag: what its last value knew
-    std::map<std::uint64_t, Item> signals;          // arrived, by tag
+    std::map<std::uint64_t, Clock> landed;     // by tag: what the landed pieces know
+    std::map<std::uint64_t*, Clock> released;  // by flag: what its last value knew
+    std::map<std::uint64_t, Item> signals;     // arrived, by tag
   };
 
   Link& link(int source, int target) {

@@ -16,8 +16,8 @@ using protocol::NoticeTraits;
 using protocol::order;
 using Kind = protocol::Notice::Kind;
 
-/// Rank 0 has two threads (fibers 0 and `ranks`) that blame different ranks at once; everybody looks
-/// twice. One notice of rank 0 may exist in the world, and a notice once seen never changes.
+/// Rank 0 has two threads (fibers 0 and `ranks`) that blame different ranks at once; everybody
+/// looks twice. One notice of rank 0 may exist in the world, and a notice once seen never changes.
 template <class Traits = NoticeTraits>
 Report two_threads(const Case& what) {
   Explorer explorer;
@@ -94,8 +94,7 @@ Report death(const Case& what) {
         if (rank == last) notices.raise(reach, Kind::kDied, 0, 1);
         NoticeWatch<Traits> watch{&notices};
         if (rank == 1) {  // its own suspicion is out: it waits for the truth alone
-          return Flag{reinterpret_cast<std::uint64_t*>(
-                          world.address(rank, layout.place(last)))}
+          return Flag{reinterpret_cast<std::uint64_t*>(world.address(rank, layout.place(last)))}
               .wait_until([](std::uint64_t word) { return word != 0; }, watch, order::relaxed);
         }
         return barrier.await(1, watch);

@@ -153,7 +153,8 @@ class World {
     scenario.finish = [this] {
       if (explorer_.slices_used()) return;  // then some ranks may have given up
       for (int fiber = 0; fiber < fibers_; ++fiber) {
-        if (!outcomes_[static_cast<std::size_t>(fiber)].ok()) explorer_.fail("gave up without cause");
+        if (!outcomes_[static_cast<std::size_t>(fiber)].ok())
+          explorer_.fail("gave up without cause");
       }
     };
     scenario.wire = case_.network ? &net_ : nullptr;

@@ -76,7 +76,7 @@ WRONG = [
     ("src/core/plan_test.cpp", '"host/engine.hpp"'),
     ("src/protocol/swap.cpp", '"fabric/fabric.hpp"'),
     ("src/protocol/swap.cpp", "<sys/socket.h>"),
-    ("src/fabric/local.cpp", '"protocol/barrier.hpp"'),
+    ("src/protocol/swap.cpp", '"host/engine.hpp"'),
     ("src/fabric/local.cpp", '"host/engine.hpp"'),
     ("src/bootstrap/tcp.cpp", '"fabric/fabric.hpp"'),
     ("src/host/a.cpp", '"cuda/engine.hpp"'),

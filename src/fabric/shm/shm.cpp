@@ -76,7 +76,7 @@ Segment ShmFabric::register_memory(std::size_t bytes) {
                     " segments that its peers have not attached yet; let them attach and seal",
                 {.rank = rank()});
   }
-  const SegmentId id = segments().count(rank());
+  const SegmentId id = segments().next();
   const std::string name = object_of(rank(), id);
   named_.insert(id);  // before the object: whatever happens, the destructor unlinks it
   SharedObject object;

@@ -64,6 +64,9 @@ class SimFabric final : public Fabric {
   void seal(SegmentId segment) override { network_->hub.withdraw(rank_, segment); }
   void forget(int /*peer*/) noexcept override {}
   std::byte* pointer(int peer, SegmentId segment) const noexcept override;
+  std::size_t bytes(int peer, SegmentId segment) const noexcept override {
+    return segments_.bytes(peer, segment);
+  }
   void put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) override;
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
@@ -104,7 +107,7 @@ SimFabric::SimFabric(int rank, int size, std::shared_ptr<Network> network)
 
 Segment SimFabric::register_memory(std::size_t bytes) {
   auto memory = anonymous_memory(bytes, rank_);
-  const SegmentId id = segments_.count(rank_);
+  const SegmentId id = segments_.next();
   Segment segment{id, memory->data(), bytes, network_->hub.offer(rank_, id, bytes, memory)};
   segments_.add(rank_, id, std::move(memory), bytes);
   return segment;

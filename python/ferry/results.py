@@ -1,0 +1,103 @@
+"""What the exchanges of throughput mode bring."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from ferry import _ferry
+from ferry.tensors import Like, array
+
+ArrayT = TypeVar("ArrayT")
+"""A NumPy array or a torch CPU tensor: what goes in decides what comes out."""
+
+
+class Received(Generic[ArrayT]):
+    """What a dispatch brings. The arrays lie in registered memory, which goes back to the group
+    when this object and the arrays taken from it are dropped.
+
+    n: rows received, one for each (token, this rank), ascending source rank, then token.
+    N: rows of `x`: n, or those of the expert-major output, or `worst_case_rows`.
+    """
+
+    def __init__(self, raw: _ferry.Received, like: Like, out: ArrayT | None) -> None:
+        self._raw = raw
+        self._like = like
+        self._out = out
+
+    @cached_property
+    def x(self) -> ArrayT:
+        """[N, H] in the requested order, dtype of the input."""
+        if self._out is None:
+            return self._array(self._raw.x)
+        tensor = self._raw.x
+        whole: Any = self._out
+        rows = whole.shape[0] if tensor is None else tensor.shape[0]
+        return self._out if rows == whole.shape[0] else whole[:rows]
+
+    @cached_property
+    def scales(self) -> ArrayT | None:
+        """f32 [N, C] when scales were given, in the order of `x`."""
+        return self._array(self._raw.scales)
+
+    @cached_property
+    def topk_idx(self) -> ArrayT:
+        """i64 [n, K], rank-major: local expert ids, -1 = not on this rank."""
+        return self._array(self._raw.topk_idx)
+
+    @cached_property
+    def topk_weights(self) -> ArrayT | None:
+        """f32 [n, K], rank-major, when weights were given: 0 where a slot is not local."""
+        return self._array(self._raw.topk_weights)
+
+    @cached_property
+    def source_token(self) -> ArrayT:
+        """i32 [n], rank-major: index of the token at its owner."""
+        return self._array(self._raw.source_token)
+
+    @cached_property
+    def slot_rows(self) -> ArrayT | None:
+        """i64 [n, K], expert-major only: row of `x` of each slot, -1 = none."""
+        return self._array(self._raw.slot_rows)
+
+    @cached_property
+    def expert_offsets(self) -> ArrayT | None:
+        """i64 [local experts + 1], expert-major only: first row of every expert; the end."""
+        return self._array(self._raw.expert_offsets)
+
+    @property
+    def event(self) -> _ferry.Event:
+        """Complete when the arrays are valid; so it is at once for a call without a stream."""
+        return self._raw.event
+
+    def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
+        result: ArrayT = array(tensor, self._like)
+        return result
+
+
+class Combined(Generic[ArrayT]):
+    """What a combine brings. T: this rank's own tokens."""
+
+    def __init__(self, raw: _ferry.Combined, like: Like, out: ArrayT | None) -> None:
+        self._raw = raw
+        self._like = like
+        self._out = out
+
+    @cached_property
+    def x(self) -> ArrayT:
+        """[T, H], dtype of the rows: the sum over the ranks that a token went to."""
+        if self._out is not None:
+            return self._out
+        result: ArrayT = array(self._raw.x, self._like)
+        return result
+
+    @cached_property
+    def topk_weights(self) -> ArrayT | None:
+        """f32 [T, K] when weights were given: their sum over ranks."""
+        result: ArrayT | None = array(self._raw.topk_weights, self._like)
+        return result
+
+    @property
+    def event(self) -> _ferry.Event:
+        """Complete when the arrays are valid."""
+        return self._raw.event

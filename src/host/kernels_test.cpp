@@ -1,0 +1,177 @@
+// Every variant of the kernels that this machine can run gives the bits of the baseline.
+#include "host/kernels/kernels.hpp"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/number.hpp"
+#include "host/test_groups.hpp"
+
+namespace ferry::host::test {
+namespace {
+
+std::vector<const Kernels*> variants() {
+  std::vector<const Kernels*> all{&kernels()};
+#if defined(__x86_64__)
+  if (std::string(kernels().name) == "avx512") all.push_back(&kAvx2Kernels);
+#endif
+  return all;
+}
+
+template <class T>
+T from_bits(std::uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return std::bit_cast<T>(bits);
+  } else {
+    return std::bit_cast<T>(static_cast<std::uint16_t>(bits));
+  }
+}
+
+/// Random bits: NaN, infinities, subnormals and both zeros among them; half of them small numbers,
+/// so that sums are not all NaN.
+template <class T>
+std::vector<T> values(std::mt19937& random, std::size_t count) {
+  std::vector<T> all(count);
+  for (T& value : all) {
+    value = random() % 2 == 0
+                ? from_bits<T>(static_cast<std::uint32_t>(random()))
+                : from_float<T>(static_cast<float>(static_cast<int>(random() % 4001) - 2000) / 128);
+  }
+  return all;
+}
+
+template <class T>
+void same_sums(Dtype dtype) {
+  std::mt19937 random(kSeed);
+  SCOPED_TRACE("seed " + std::to_string(kSeed));
+  for (const std::int64_t columns : {1, 3, 8, 15, 16, 31, 33, 127, 500, 512, 513, 1031}) {
+    for (const std::int64_t count : {0, 1, 2, 5, 8}) {
+      const auto n = static_cast<std::size_t>(columns);
+      std::vector<std::vector<T>> rows;
+      std::vector<const void*> pointers;
+      std::vector<float> weights;
+      for (std::int64_t r = 0; r < count; ++r) {
+        rows.push_back(values<T>(random, n));
+        weights.push_back(static_cast<float>(random() % 1000) / 256 - 1);
+      }
+      for (const auto& row : rows) pointers.push_back(row.data());
+      const auto bias0 = values<T>(random, n), bias1 = values<T>(random, n);
+      for (const bool weighted : {false, true}) {
+        for (int biases = 0; biases < 3; ++biases) {
+          std::vector<T> expected(n + 1, from_bits<T>(0x5a5a5a5a)), got = expected;
+          SumRows sum{.rows = pointers.data(),
+                      .weights = weighted ? weights.data() : nullptr,
+                      .count = count,
+                      .bias0 = biases > 0 ? bias0.data() : nullptr,
+                      .bias1 = biases > 1 ? bias1.data() : nullptr,
+                      .out = expected.data(),
+                      .columns = columns,
+                      .dtype = dtype};
+          kBaselineKernels.sum_rows(sum);
+          for (const Kernels* variant : variants()) {
+            got.assign(n + 1, from_bits<T>(0x5a5a5a5a));
+            sum.out = got.data();
+            variant->sum_rows(sum);
+            ASSERT_EQ(std::memcmp(got.data(), expected.data(), (n + 1) * sizeof(T)), 0)
+                << variant->name << ", " << name_of(dtype) << ", columns " << columns << ", rows "
+                << count << (weighted ? ", weighted" : "") << ", biases " << biases;
+          }
+          if (weighted || biases > 0) continue;
+          // The baseline itself, against the definition.
+          for (std::size_t i = 0; i < n; ++i) {
+            float acc = 0;
+            for (const auto& row : rows) acc += to_float(row[i]);
+            const T want = from_float<T>(acc);
+            const bool nan = std::isnan(acc);
+            ASSERT_TRUE(nan ? std::isnan(to_float(expected[i]))
+                            : std::memcmp(&want, &expected[i], sizeof(T)) == 0)
+                << name_of(dtype) << ", column " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Kernels, SumsF32) {
+  same_sums<float>(Dtype::f32);
+}
+TEST(Kernels, SumsBf16) {
+  same_sums<Bf16>(Dtype::bf16);
+}
+TEST(Kernels, SumsFp16) {
+  same_sums<Fp16>(Dtype::f16);
+}
+
+template <class T>
+void same_codes(Dtype dtype) {
+  std::mt19937 random(kSeed + 1);
+  SCOPED_TRACE("seed " + std::to_string(kSeed + 1));
+  for (const std::size_t columns : {1u, 8u, 16u, 127u, 128u, 129u, 257u, 1024u, 2880u}) {
+    for (const int kind : {0, 1, 2, 3}) {
+      auto row = values<T>(random, columns);
+      if (kind == 1) row.assign(columns, from_float<T>(0.0f));
+      if (kind == 2) row.assign(columns, from_float<T>(INFINITY));
+      if (kind == 3) {
+        for (auto& value : row) value = from_float<T>(static_cast<float>(random() % 977) / 64);
+      }
+      for (const bool round_scale : {false, true}) {
+        const std::size_t scales = (columns + 127) / 128;
+        std::vector<std::uint8_t> expected(columns + 1, 0x5a), got;
+        std::vector<float> expected_scales(scales + 1, -7), got_scales;
+        kBaselineKernels.quantize_row({row.data(), dtype, static_cast<std::int64_t>(columns),
+                                       round_scale, expected.data(), expected_scales.data()});
+        for (const Kernels* variant : variants()) {
+          got.assign(columns + 1, 0x5a);
+          got_scales.assign(scales + 1, -7);
+          variant->quantize_row({row.data(), dtype, static_cast<std::int64_t>(columns), round_scale,
+                                 got.data(), got_scales.data()});
+          ASSERT_EQ(got, expected) << variant->name << ", columns " << columns << ", kind " << kind;
+          ASSERT_EQ(
+              std::memcmp(got_scales.data(), expected_scales.data(), (scales + 1) * sizeof(float)),
+              0)
+              << variant->name << ", columns " << columns << ", kind " << kind;
+        }
+      }
+    }
+  }
+}
+
+TEST(Kernels, QuantizesF32) {
+  same_codes<float>(Dtype::f32);
+}
+TEST(Kernels, QuantizesBf16) {
+  same_codes<Bf16>(Dtype::bf16);
+}
+TEST(Kernels, QuantizesFp16) {
+  same_codes<Fp16>(Dtype::f16);
+}
+
+TEST(Kernels, CopiesAnySizeToAnyPlace) {
+  std::mt19937 random(kSeed + 2);
+  std::vector<std::uint8_t> from(1000), to(1200);
+  for (auto& byte : from) byte = static_cast<std::uint8_t>(random());
+  for (const Kernels* variant : variants()) {
+    for (std::size_t bytes : {0u, 1u, 15u, 16u, 31u, 32u, 63u, 64u, 65u, 127u, 128u, 200u, 777u}) {
+      for (std::size_t at = 1; at < 130; at += 7) {
+        std::fill(to.begin(), to.end(), 0xee);
+        const std::uint8_t* source = from.data() + at % 13;
+        variant->copy_stream(to.data() + at, source, bytes);
+        variant->stream_fence();
+        ASSERT_EQ(std::memcmp(to.data() + at, source, bytes), 0) << variant->name << " " << bytes;
+        ASSERT_EQ(to[at - 1], 0xee) << variant->name << " " << bytes;
+        ASSERT_EQ(to[at + bytes], 0xee) << variant->name << " " << bytes;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ferry::host::test

@@ -1,0 +1,160 @@
+// The full product of the matrix.
+//
+//   conformance_full [--every N] [--only TEXT] [--case NUMBER] [--deadline SECONDS]
+//
+// --every N: only every Nth case. --only TEXT: only cases whose line contains TEXT. --case NUMBER:
+// one case. FERRY_TEST_SEED sets the seed. Without arguments and without FERRY_CONFORMANCE=full,
+// as in `make test`, it runs one case in 400: a check of this program itself.
+#include <malloc.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <tuple>
+
+#include "case.hpp"
+#include "fleet.hpp"
+#include "random.hpp"
+#include "session.hpp"
+
+namespace ferry::conformance {
+namespace {
+
+struct Options {
+  std::int64_t every = 1;
+  std::int64_t only_case = -1;
+  std::string only{};
+  std::chrono::seconds deadline{40};
+};
+
+/// The axes that the product is taken over; the others are drawn for each case.
+bool is_product_axis(Mode mode, const char* name) {
+  for (const char* axis : {"fabric", "ranks", "hidden", "topk", "routes", "dtype"}) {
+    if (std::strcmp(axis, name) == 0) return true;
+  }
+  return std::strcmp(name, mode == Mode::throughput ? "layout" : "wire") == 0 ||
+         std::strcmp(name, "hook") == 0;
+}
+
+/// Case `number` of a mode: its product axes count up, the others follow from the seed.
+Case numbered_case(Mode mode, std::int64_t number, std::uint64_t seed) {
+  Random random(mix(seed, 121 + static_cast<std::uint64_t>(mode),
+                    static_cast<std::uint64_t>(number)));
+  std::vector<int> choice;
+  for (const Axis& axis : axes(mode)) {
+    if (is_product_axis(mode, axis.name)) {
+      choice.push_back(static_cast<int>(number % axis.choices));
+      number /= axis.choices;
+    } else {
+      choice.push_back(static_cast<int>(random.below(axis.choices)));
+    }
+  }
+  for (std::size_t a = 0; a < choice.size(); ++a) {
+    for (std::size_t b = a + 1; b < choice.size(); ++b) {
+      // Of two choices that cannot meet the later one gives way.
+      while (excluded(mode, static_cast<int>(a), choice[a], static_cast<int>(b), choice[b])) {
+        choice[b] = (choice[b] + 1) % axes(mode)[b].choices;
+      }
+    }
+  }
+  Case c = make_case(mode, choice);
+  c.seed = random.next() >> 1;
+  const std::int64_t most = c.hidden > 5000 ? 2 : c.hidden > 1000 ? 3 : 8;
+  c.tokens = 1 + random.below(most);
+  c.capacity = 2 * most;
+  return c;
+}
+
+std::int64_t product(Mode mode) {
+  std::int64_t count = 1;
+  for (const Axis& axis : axes(mode)) count *= is_product_axis(mode, axis.name) ? axis.choices : 1;
+  return count;
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Cases that share their ranks, in order; a fleet runs all of them.
+using Batch = std::vector<std::pair<std::int64_t, Case>>;
+using BatchKey = std::tuple<FabricKind, int, std::int64_t, int>;
+
+int run(const Options& options) {
+  const std::uint64_t seed = base_seed();
+  std::map<BatchKey, Batch> batches;
+  std::int64_t number = 0, total = 0;
+  for (Mode mode : {Mode::throughput, Mode::latency}) {
+    for (std::int64_t i = 0; i < product(mode); ++i, ++number) {
+      if (options.only_case >= 0 ? number != options.only_case : number % options.every != 0) {
+        continue;
+      }
+      const Case c = numbered_case(mode, i, seed);
+      if (c.fabric == FabricKind::shm && only_threads()) continue;
+      if (to_string(c).find(options.only) == std::string::npos) continue;
+      batches[{c.fabric, c.ranks, c.hidden, c.topk}].emplace_back(number, c);
+      ++total;
+    }
+  }
+  std::printf("conformance: %lld of %lld cases, FERRY_TEST_SEED=%llu\n",
+              static_cast<long long>(total), static_cast<long long>(number),
+              static_cast<unsigned long long>(seed));
+  const auto start = std::chrono::steady_clock::now();
+  auto said = start;
+  std::int64_t done = 0, failed = 0;
+  for (auto& [key, batch] : batches) {
+    // Neighbours share groups and latency exchanges.
+    std::stable_sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) {
+      const auto shared = [](const Case& c) {
+        return std::tuple(c.expert_kind, c.small_memory, c.mode, c.dtype);
+      };
+      return shared(a.second) < shared(b.second);
+    });
+    const auto failures = run_fleet({std::get<0>(key), std::get<1>(key), options.deadline},
+                                    [&](Rank& rank) {
+                                      Session session(rank);
+                                      for (const auto& [n, c] : batch) {
+                                        run_case(session, c, "case " + std::to_string(n) + ": ");
+                                      }
+                                    });
+    done += static_cast<std::int64_t>(batch.size());
+    if (!failures.empty()) {
+      failed += static_cast<std::int64_t>(failures.size());
+      std::printf("FAILED:\n%s", joined(failures).c_str());
+    }
+    if (seconds_since(said) > 10 || done == total) {
+      said = std::chrono::steady_clock::now();
+      std::printf("%lld of %lld cases (%.0f %%), %.0f s, %lld failures\n",
+                  static_cast<long long>(done), static_cast<long long>(total),
+                  100.0 * static_cast<double>(done) / static_cast<double>(total),
+                  seconds_since(start), static_cast<long long>(failed));
+    }
+    std::fflush(stdout);
+  }
+  std::printf("%s: %lld cases, %.1f s\n", failed == 0 ? "PASSED" : "FAILED",
+              static_cast<long long>(done), seconds_since(start));
+  return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace ferry::conformance
+
+int main(int argc, char** argv) {
+  // Freed memory stays here: most of the time would go into the kernel's fresh pages otherwise.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  ferry::conformance::Options options;
+  const char* mode = std::getenv("FERRY_CONFORMANCE");
+  if (argc == 1 && (mode == nullptr || std::strcmp(mode, "full") != 0)) options.every = 400;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i];
+    if (name == "--every") options.every = std::atoll(argv[i + 1]);
+    else if (name == "--only") options.only = argv[i + 1];
+    else if (name == "--case") options.only_case = std::atoll(argv[i + 1]);
+    else if (name == "--deadline") options.deadline = std::chrono::seconds(std::atoll(argv[i + 1]));
+    else return std::fprintf(stderr, "unknown option %s\n", argv[i]), 2;
+  }
+  return ferry::conformance::run(options);
+}
