@@ -1,0 +1,306 @@
+// Plans against their definition: everything is found again by looking at all routes of all ranks.
+#include "core/exchange_plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <set>
+
+namespace ferry {
+namespace {
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::int64_t below(std::int64_t count) {  // SplitMix64
+    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ULL);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return static_cast<std::int64_t>((z ^ (z >> 31)) % static_cast<std::uint64_t>(count));
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+std::uint64_t base_seed() {
+  const char* text = std::getenv("FERRY_TEST_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 0) : 20261121;
+}
+
+std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+
+/// The routes of all ranks, and every rank's plan.
+struct World {
+  Placement placement{};
+  int topk = 1;
+  std::vector<std::vector<std::int32_t>> routes{};
+  std::vector<ExchangePlan> plans{};
+
+  std::int64_t tokens(int rank) const {
+    return static_cast<std::int64_t>(routes[index(rank)].size()) / topk;
+  }
+  std::int32_t id(int rank, std::int64_t token, int slot) const {
+    return routes[index(rank)][index(token * topk + slot)];
+  }
+  /// By counting blocks: the first E mod R ranks hold one more.
+  int holder(std::int64_t expert) const {
+    for (int rank = 0;; ++rank) {
+      expert -= placement.experts / placement.ranks +
+                (rank < placement.experts % placement.ranks ? 1 : 0);
+      if (expert < 0) return rank;
+    }
+  }
+  std::int64_t slots_at(int source, std::int64_t token, int target) const {
+    std::int64_t count = 0;
+    for (int k = 0; k < topk; ++k) {
+      const std::int32_t e = id(source, token, k);
+      count += e >= 0 && holder(e) == target ? 1 : 0;
+    }
+    return count;
+  }
+  /// (source, token) of every row that a rank receives, in order.
+  std::vector<std::pair<int, std::int64_t>> arrivals(int target) const {
+    std::vector<std::pair<int, std::int64_t>> rows;
+    for (int s = 0; s < placement.ranks; ++s) {
+      for (std::int64_t t = 0; t < tokens(s); ++t) {
+        if (slots_at(s, t, target) > 0) rows.emplace_back(s, t);
+      }
+    }
+    return rows;
+  }
+
+  void make_plans() {
+    std::vector<std::int32_t> counts;
+    std::vector<RouteCounts> own;
+    for (int r = 0; r < placement.ranks; ++r) {
+      own.push_back(count_routes(routes[index(r)], tokens(r), topk, placement));
+      counts.insert(counts.end(), own.back().tokens_per_rank.begin(),
+                    own.back().tokens_per_rank.end());
+      counts.insert(counts.end(), own.back().slots_per_expert.begin(),
+                    own.back().slots_per_expert.end());
+    }
+    for (int r = 0; r < placement.ranks; ++r) {
+      plans.push_back(make_plan(own[index(r)], counts, placement, r));
+    }
+  }
+};
+
+World any_world(Random& random) {
+  World world;
+  world.placement.ranks = 1 + static_cast<int>(random.below(9));
+  world.placement.experts = 1 + random.below(20);
+  world.topk = random.below(20) == 0 ? 64 : 1 + static_cast<int>(random.below(10));
+  const std::int64_t unused = random.below(4);  // how often of 8 a slot is −1
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    const std::int64_t tokens = random.below(3) == 0 ? 0 : random.below(20);
+    std::vector<std::int32_t> routes;
+    for (std::int64_t i = 0; i < tokens * world.topk; ++i) {
+      routes.push_back(random.below(8) < unused
+                           ? -1
+                           : static_cast<std::int32_t>(random.below(world.placement.experts)));
+    }
+    world.routes.push_back(routes);
+  }
+  world.make_plans();
+  return world;
+}
+
+/// Each test looks at many worlds; the seed says which.
+class ExchangePlanTest : public ::testing::Test {
+ protected:
+  template <class Check>
+  void for_many(Check&& check) {
+    std::printf("FERRY_TEST_SEED=%llu\n", static_cast<unsigned long long>(base_seed()));
+    for (std::uint64_t i = 0; i < 200 && !HasFailure(); ++i) {
+      SCOPED_TRACE("world " + std::to_string(i));
+      Random random(base_seed() + i * 1000003);
+      const World world = any_world(random);
+      for (int r = 0; r < world.placement.ranks && !HasFailure(); ++r) {
+        SCOPED_TRACE("rank " + std::to_string(r));
+        check(world, world.plans[index(r)], r);
+      }
+    }
+  }
+};
+
+TEST(PlacementTest, ContiguousBlocksOfNearlyOneSize) {
+  for (std::int64_t experts = 1; experts < 40; ++experts) {
+    for (int ranks = 1; ranks < 20; ++ranks) {
+      const Placement placement{experts, ranks};
+      ASSERT_EQ(placement.first_expert(0), 0);
+      ASSERT_EQ(placement.first_expert(ranks), experts);
+      for (int r = 0; r < ranks; ++r) {
+        ASSERT_EQ(placement.local_experts(r), experts / ranks + (r < experts % ranks ? 1 : 0));
+        for (std::int64_t e = placement.first_expert(r); e < placement.first_expert(r + 1); ++e) {
+          ASSERT_EQ(placement.rank_of(e), r) << experts << " experts, " << ranks << " ranks";
+        }
+      }
+    }
+  }
+}
+
+TEST_F(ExchangePlanTest, CountsAreThoseOfTheRoutes) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    ASSERT_EQ(plan.own.tokens, world.tokens(r));
+    std::vector<std::int64_t> slots(index(plan.local_experts()), 0);
+    for (int s = 0; s < plan.ranks(); ++s) {
+      std::int64_t rows = 0, sent = 0;
+      for (std::int64_t t = 0; t < world.tokens(s); ++t) {
+        rows += world.slots_at(s, t, r) > 0 ? 1 : 0;
+        for (int k = 0; k < world.topk; ++k) {
+          const std::int32_t e = world.id(s, t, k);
+          if (e >= 0 && world.holder(e) == r) {
+            ++slots[index(e - plan.placement.first_expert(r))];
+          }
+        }
+      }
+      for (std::int64_t t = 0; t < world.tokens(r); ++t) {
+        sent += world.slots_at(r, t, s) > 0 ? 1 : 0;
+      }
+      EXPECT_EQ(plan.recv_offset[index(s) + 1] - plan.recv_offset[index(s)], rows);
+      EXPECT_EQ(plan.send_rows(s), sent);
+    }
+    EXPECT_EQ(plan.slots_per_expert(), slots);
+    EXPECT_EQ(plan.recv_rows(), static_cast<std::int64_t>(world.arrivals(r).size()));
+  });
+}
+
+TEST_F(ExchangePlanTest, EveryRowHasOnePlace) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    for (int d = 0; d < plan.ranks(); ++d) {
+      const auto arrivals = world.arrivals(d);
+      EXPECT_EQ(plan.recv_rows_of(d), static_cast<std::int64_t>(arrivals.size()));
+      for (std::int64_t i = 0; i < plan.send_rows(d); ++i) {
+        const std::int64_t token = plan.send_tokens[index(plan.send_offset[index(d)] + i)];
+        const auto row = index(plan.peer_row[index(d)] + i);
+        ASSERT_LT(row, arrivals.size());
+        EXPECT_EQ(arrivals[row], std::pair(r, token));
+      }
+      EXPECT_EQ(plan.first_row(d, r), plan.peer_row[index(d)]);
+    }
+  });
+}
+
+TEST_F(ExchangePlanTest, LanesAreTheRanksOfATokenAscending) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    ASSERT_EQ(static_cast<std::int64_t>(plan.lane_offset.size()), world.tokens(r) + 1);
+    for (std::int64_t t = 0; t < world.tokens(r); ++t) {
+      std::vector<int> expected, got;
+      for (int d = 0; d < plan.ranks(); ++d) {
+        if (world.slots_at(r, t, d) > 0) expected.push_back(d);
+      }
+      for (std::int64_t l = plan.lane_offset[index(t)]; l < plan.lane_offset[index(t) + 1]; ++l) {
+        const Lane lane = plan.lanes[index(l)];
+        got.push_back(lane.rank);
+        EXPECT_EQ(plan.send_tokens[index(plan.send_offset[index(lane.rank)] + lane.row)], t);
+      }
+      EXPECT_EQ(got, expected);
+    }
+  });
+}
+
+TEST_F(ExchangePlanTest, LocalRoutesNameLocalExpertsAlone) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    for (int d = 0; d < plan.ranks(); ++d) {
+      std::vector<std::int32_t> got(index(plan.send_rows(d) * world.topk), -7), expected;
+      local_routes(plan, d, got.data());
+      for (std::int64_t t = 0; t < world.tokens(r); ++t) {
+        if (world.slots_at(r, t, d) == 0) continue;
+        for (int k = 0; k < world.topk; ++k) {
+          const std::int32_t e = world.id(r, t, k);
+          const bool local = e >= 0 && world.holder(e) == d;
+          expected.push_back(
+              local ? e - static_cast<std::int32_t>(plan.placement.first_expert(d)) : -1);
+        }
+      }
+      EXPECT_EQ(got, expected);
+    }
+  });
+}
+
+TEST_F(ExchangePlanTest, ExpertMajorRowsAreDisjointOrderedAndAligned) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    std::vector<std::int32_t> routes;  // of the rows that this rank receives
+    for (const auto& [source, token] : world.arrivals(r)) {
+      for (int k = 0; k < world.topk; ++k) {
+        const std::int32_t e = world.id(source, token, k);
+        const bool local = e >= 0 && world.holder(e) == r;
+        routes.push_back(
+            local ? e - static_cast<std::int32_t>(plan.placement.first_expert(r)) : -1);
+      }
+    }
+    for (std::int64_t alignment : {1, 3, 8, 128}) {
+      const auto offsets = plan.expert_offsets(alignment);
+      ASSERT_EQ(static_cast<std::int64_t>(offsets.size()), plan.local_experts() + 1);
+      const auto slots = plan.slots_per_expert();
+      for (std::size_t e = 0; e < slots.size(); ++e) {
+        EXPECT_EQ(offsets[e] % alignment, 0);
+        EXPECT_GE(offsets[e + 1] - offsets[e], slots[e]);
+        EXPECT_LT(offsets[e + 1] - offsets[e], slots[e] + alignment);
+      }
+      const auto rows = place_slots(routes, offsets);
+      std::vector<std::int64_t> next(offsets.begin(), offsets.end());
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        // Inside a block in rank-major order, then slot: without gaps.
+        EXPECT_EQ(rows[i], routes[i] < 0 ? -1 : next[index(routes[i])]++);
+      }
+      for (std::size_t e = 0; e < slots.size(); ++e) EXPECT_EQ(next[e], offsets[e] + slots[e]);
+    }
+  });
+}
+
+TEST_F(ExchangePlanTest, RegionsOfSendersCoverARankWithoutOverlap) {
+  for_many([](const World& world, const ExchangePlan&, int d) {
+    std::set<std::int64_t> rows;
+    std::int64_t total = 0;
+    for (const ExchangePlan& sender : world.plans) {
+      for (std::int64_t i = 0; i < sender.send_rows(d); ++i, ++total) {
+        rows.insert(sender.peer_row[index(d)] + i);
+      }
+    }
+    EXPECT_EQ(static_cast<std::int64_t>(rows.size()), total);
+    EXPECT_EQ(total, world.plans[index(d)].recv_rows());
+    EXPECT_TRUE(rows.empty() || (*rows.begin() == 0 && *rows.rbegin() == total - 1));
+  });
+}
+
+TEST(ExchangePlanExampleTest, TwoRanksByHand) {
+  // 3 experts on 2 ranks: rank 0 holds 0 and 1, rank 1 holds 2.
+  World world;
+  world.placement = {3, 2};
+  world.topk = 2;
+  world.routes = {{0, 2, 2, 2, -1, -1}, {1, 0, -1, 2}};
+  world.make_plans();
+  const ExchangePlan& zero = world.plans[0];
+  EXPECT_EQ(zero.own.tokens_per_rank, (std::vector<std::int32_t>{1, 2}));
+  EXPECT_EQ(zero.own.slots_per_expert, (std::vector<std::int32_t>{1, 0, 3}));
+  EXPECT_EQ(zero.send_tokens, (std::vector<std::int32_t>{0, 0, 1}));
+  EXPECT_EQ(zero.recv_offset, (std::vector<std::int64_t>{0, 1, 2}));
+  EXPECT_EQ(zero.slots_per_expert(), (std::vector<std::int64_t>{2, 1}));
+  EXPECT_EQ(zero.expert_offsets(4), (std::vector<std::int64_t>{0, 4, 8}));
+  EXPECT_EQ(zero.lane_offset, (std::vector<std::int64_t>{0, 2, 3, 3}));
+  const ExchangePlan& one = world.plans[1];
+  EXPECT_EQ(one.recv_rows(), 3);
+  EXPECT_EQ(one.slots_per_expert(), (std::vector<std::int64_t>{4}));
+  EXPECT_EQ(one.peer_row, (std::vector<std::int64_t>{1, 2}));
+}
+
+TEST(ExchangePlanExampleTest, RanksWithoutExperts) {
+  World world;
+  world.placement = {1, 3};
+  world.topk = 1;
+  world.routes = {{0}, {0, -1}, {}};
+  world.make_plans();
+  EXPECT_EQ(world.plans[0].recv_rows(), 2);
+  EXPECT_EQ(world.plans[1].recv_rows(), 0);
+  EXPECT_EQ(world.plans[2].local_experts(), 0);
+  EXPECT_TRUE(world.plans[2].slots_per_expert().empty());
+  EXPECT_EQ(world.plans[2].expert_offsets(8), std::vector<std::int64_t>{0});
+}
+
+}  // namespace
+}  // namespace ferry

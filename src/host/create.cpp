@@ -73,7 +73,8 @@ std::vector<std::vector<std::byte>> together(
   return all;
 }
 
-void attach_all(fabric::Fabric& fabric, const std::vector<std::vector<std::byte>>& cards) {
+void attach_all(fabric::Fabric& fabric, const std::vector<std::vector<std::byte>>& cards,
+                const Cards& mine) {
   for (int peer = 0; peer < fabric.size(); ++peer) {
     const auto& bytes = cards[static_cast<std::size_t>(peer)];
     Cards theirs;
@@ -85,6 +86,17 @@ void attach_all(fabric::Fabric& fabric, const std::vector<std::vector<std::byte>
     }
     std::memcpy(theirs.data(), bytes.data(), sizeof(theirs));
     if (peer == fabric.rank()) continue;
+    for (std::size_t i = 0; i < theirs.size(); ++i) {  // flags are written there unchecked later on
+      if (theirs[i].id != mine[i].id || theirs[i].bytes != mine[i].bytes) {
+        throw Error(ErrorKind::mismatch,
+                    "Group: rank " + std::to_string(peer) + " registered " +
+                        std::to_string(theirs[i].bytes) + " bytes as segment " +
+                        std::to_string(theirs[i].id) + ", expected " +
+                        std::to_string(mine[i].bytes) + " bytes as segment " +
+                        std::to_string(mine[i].id),
+                    {fabric.rank(), peer, "Group: attach", 0, 0, 0});
+      }
+    }
     for (const Card& card : theirs) {
       if (card.handle_bytes > sizeof(card.handle)) {
         throw Error(ErrorKind::mismatch,
@@ -115,7 +127,7 @@ std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig
   });
   memory->arena.add(arena);
   together(bootstrap, config, "Group: attach", [&] {
-    attach_all(wire, cards);
+    attach_all(wire, cards, {card_of(control), card_of(arena)});
     return std::vector<std::byte>();
   });
   wire.seal(control.id);

@@ -1,9 +1,10 @@
-// Properties that hold for any routes (RapidCheck shrinks what breaks them). RC_PARAMS, e.g.
-// "seed=7", repeats a run.
+// Properties that hold for any routes; RapidCheck shrinks what breaks them. FERRY_TEST_SEED, or
+// RC_PARAMS with what a failure prints, repeats a run.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>  // after gtest.h
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -15,6 +16,11 @@ namespace ferry::conformance {
 namespace {
 
 constexpr std::int64_t kHidden = 8;
+
+/// RapidCheck reads RC_PARAMS at its first property; it prints the seed itself.
+const bool kSeeded = [] {
+  return setenv("RC_PARAMS", ("seed=" + std::to_string(base_seed())).c_str(), 0) == 0;
+}();
 
 /// The routes of all ranks.
 struct Setting {
