@@ -15,10 +15,10 @@ struct LatencyState;
 
 /// What all ranks agree on when they make a latency exchange.
 struct LatencyConfig {
-  std::int64_t capacity = 0;     ///< most tokens a rank sends in one dispatch
-  std::int64_t hidden = 0;       ///< channels of a token; row bytes a multiple of 16
-  int topk = 0;                  ///< most slots of a route
-  Dtype dtype = Dtype::bf16;     ///< of tokens and of combined rows: bf16, f16 or f32
+  std::int64_t capacity = 0;  ///< most tokens a rank sends in one dispatch
+  std::int64_t hidden = 0;    ///< channels of a token; row bytes a multiple of 16
+  int topk = 0;               ///< most slots of a route
+  Dtype dtype = Dtype::bf16;  ///< of tokens and of combined rows: bf16, f16 or f32
 };
 
 /// How rows are written in flight.
@@ -48,7 +48,7 @@ class LatencyReceived {
                     ///< counts[e] rows of expert e are valid: ascending source rank, token, slot
   Tensor scales{};  ///< e4m3 only. f32 [local experts, ranks · capacity, ceil(H/128)], or i32
                     ///< [.., ceil(H/512)] packed; column-major: stride 1 along the rows
-  Tensor counts{};        ///< i32 [local experts]
+  Tensor counts{};  ///< i32 [local experts]
   Tensor source_token{};  ///< i32 [local experts, ranks · capacity]: token index at its owner
   Tensor ranges{};        ///< i64 [local experts, ranks]: (first row << 32) | rows
   Event event{};

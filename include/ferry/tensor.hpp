@@ -62,7 +62,11 @@ struct BasicTensorView {
   BasicTensorView() = default;
   /// A dense row-major tensor.
   BasicTensorView(Pointer pointer, Dtype type, Extents extents, Device where = {})
-      : data(pointer), dtype(type), shape(extents), strides(dense_strides(extents)), device(where) {}
+      : data(pointer),
+        dtype(type),
+        shape(extents),
+        strides(dense_strides(extents)),
+        device(where) {}
   /// A tensor with strides, in elements.
   BasicTensorView(Pointer pointer, Dtype type, Extents extents, Extents steps, Device where)
       : data(pointer), dtype(type), shape(extents), strides(steps), device(where) {}

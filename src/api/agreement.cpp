@@ -44,7 +44,8 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
     return y.substr(0, y.find('=')) + " is " + value(x).substr(0, 80) + " on rank " +
            std::to_string(rank) + " but " + value(y) + " on rank 0";
   }
-  return "rank " + std::to_string(rank) + " describes its configuration in another way: it runs "
+  return "rank " + std::to_string(rank) +
+         " describes its configuration in another way: it runs "
          "another version of Ferry";
 }
 
@@ -52,8 +53,8 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
 
 void agree_on(Bootstrap& bootstrap, const GroupConfig& config) {
   const std::string mine = to_text(fields_of(config, bootstrap.size()));
-  const auto all = bootstrap.all_gather(std::as_bytes(std::span(mine)), config.deadline,
-                                        config.on_wait);
+  const auto all =
+      bootstrap.all_gather(std::as_bytes(std::span(mine)), config.deadline, config.on_wait);
   std::vector<std::string> texts;
   for (const auto& bytes : all) {
     texts.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());

@@ -23,8 +23,8 @@ FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
   const auto all = bootstrap.all_gather(mine, config.deadline, config.on_wait);
   std::vector<fabric::Identity> identities;
   for (int peer = 0; peer < bootstrap.size(); ++peer) {
-    identities.push_back(fabric::identity_from(all[static_cast<std::size_t>(peer)],
-                                               bootstrap.rank(), peer));
+    identities.push_back(
+        fabric::identity_from(all[static_cast<std::size_t>(peer)], bootstrap.rank(), peer));
   }
   const fabric::Choice choice = fabric::choose(identities);
   switch (choice.by) {
@@ -82,14 +82,24 @@ Group& Group::operator=(Group&& other) noexcept {
   return *this;
 }
 
-int Group::rank() const { return live(engine_, "rank").rank(); }
-int Group::size() const { return live(engine_, "size").size(); }
-std::int64_t Group::experts() const { return config().experts; }
+int Group::rank() const {
+  return live(engine_, "rank").rank();
+}
+int Group::size() const {
+  return live(engine_, "size").size();
+}
+std::int64_t Group::experts() const {
+  return config().experts;
+}
 std::int64_t Group::local_experts() const {
   return Placement{experts(), size()}.local_experts(rank());
 }
-const GroupConfig& Group::config() const { return live(engine_, "config").config(); }
-std::string Group::fabric_name() const { return live(engine_, "fabric_name").fabric_name(); }
+const GroupConfig& Group::config() const {
+  return live(engine_, "config").config();
+}
+std::string Group::fabric_name() const {
+  return live(engine_, "fabric_name").fabric_name();
+}
 
 Plan Group::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   return live(engine_, "plan").plan(topk_idx, options);
@@ -108,14 +118,24 @@ Tensor Group::empty(const Extents& shape, Dtype dtype) {
 bool Group::is_registered(const void* pointer) const {
   return live(engine_, "is_registered").is_registered(pointer);
 }
-void Group::barrier() { live(engine_, "barrier").barrier(); }
-MemoryUse Group::memory() const { return live(engine_, "memory").memory(); }
+void Group::barrier() {
+  live(engine_, "barrier").barrier();
+}
+MemoryUse Group::memory() const {
+  return live(engine_, "memory").memory();
+}
 MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
   check_config(config, ranks);
   return host::host_memory_hint(config, ranks);
 }
-TimeUse Group::time() const { return live(engine_, "time").time(); }
-void Group::destroy() { live(engine_, "destroy").destroy(); }
-bool Group::destroyed() const { return !engine_ || engine_->destroyed(); }
+TimeUse Group::time() const {
+  return live(engine_, "time").time();
+}
+void Group::destroy() {
+  live(engine_, "destroy").destroy();
+}
+bool Group::destroyed() const {
+  return !engine_ || engine_->destroyed();
+}
 
 }  // namespace ferry

@@ -26,8 +26,7 @@ LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
   engine_ = group.engine()->make_latency(config);
 }
 
-LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x,
-                                          const ConstTensorView& topk_idx,
+LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                           const LatencyDispatchOptions& options) {
   return live(engine_, "latency dispatch").dispatch(x, topk_idx, options);
 }

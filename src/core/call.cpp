@@ -21,13 +21,17 @@ namespace {
 
 std::string says(const char* what, const std::string& theirs, int their_rank,
                  const std::string& mine) {
-  return std::string(what) + " is " + theirs + " on rank " + std::to_string(their_rank) +
-         " but " + mine + " here";
+  return std::string(what) + " is " + theirs + " on rank " + std::to_string(their_rank) + " but " +
+         mine + " here";
 }
 
-const char* yes_no(std::uint32_t value) { return value != 0 ? "given" : "not given"; }
+const char* yes_no(std::uint32_t value) {
+  return value != 0 ? "given" : "not given";
+}
 
-const char* order_name(std::uint32_t order) { return order == 0 ? "rank_major" : "expert_major"; }
+const char* order_name(std::uint32_t order) {
+  return order == 0 ? "rank_major" : "expert_major";
+}
 
 std::string dtype_name(std::uint32_t dtype) {
   return std::string(name_of(static_cast<Dtype>(static_cast<std::uint8_t>(dtype))));

@@ -9,7 +9,9 @@ namespace {
 
 using std::to_string;
 
-std::string text(Dtype dtype) { return std::string(name_of(dtype)); }
+std::string text(Dtype dtype) {
+  return std::string(name_of(dtype));
+}
 
 bool is_float(Dtype dtype) {
   return dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16;
@@ -102,8 +104,7 @@ void check_config(const LatencyConfig& config) {
   if (config.hidden < 1 || config.hidden > (1 << 24)) {
     refuse(kCall, "hidden", to_string(config.hidden), "1 … 16777216 channels");
   }
-  check_row_bytes(kCall, "hidden",
-                  static_cast<std::size_t>(config.hidden) * size_of(config.dtype));
+  check_row_bytes(kCall, "hidden", static_cast<std::size_t>(config.hidden) * size_of(config.dtype));
   if (config.topk < 1 || config.topk > kMaxTopk) {
     refuse(kCall, "topk", to_string(config.topk), "1 … 64");
   }
@@ -116,9 +117,8 @@ void check_size(const LatencyConfig& config, std::int64_t local_experts, int ran
                        (static_cast<double>(config.hidden) * 4.5 + 1024);
   if (rows > static_cast<double>(kMaxRows) || bytes > static_cast<double>(1ull << 46)) {
     refuse("LatencyExchange", "capacity",
-           to_string(config.capacity) + " tokens of " + to_string(config.hidden) +
-               " channels on " + to_string(ranks) + " ranks with " + to_string(local_experts) +
-               " experts each",
+           to_string(config.capacity) + " tokens of " + to_string(config.hidden) + " channels on " +
+               to_string(ranks) + " ranks with " + to_string(local_experts) + " experts each",
            "buffers of less than 64 TiB and 2^31 rows an expert; use a smaller capacity");
   }
 }
@@ -131,8 +131,8 @@ void check_tensor(std::string_view call, std::string_view name, const ConstTenso
   }
   checked_bytes(call, name, tensor.shape, tensor.dtype);
   if (!tensor.is_dense()) {
-    refuse(call, name, "strides " + to_string(tensor.strides) + " for shape " +
-                           to_string(tensor.shape),
+    refuse(call, name,
+           "strides " + to_string(tensor.strides) + " for shape " + to_string(tensor.shape),
            "a dense row-major tensor (call contiguous() first)");
   }
   if (tensor.data == nullptr && tensor.shape.product() != 0) {
@@ -180,8 +180,8 @@ std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTenso
                                   ? static_cast<const std::int64_t*>(topk_idx.data)[at]
                                   : static_cast<const std::int32_t*>(topk_idx.data)[at];
       if (id < -1 || id >= experts) {
-        refuse(call, "topk_idx", "expert " + to_string(id) + " at [" + to_string(t) + ", " +
-                                     to_string(k) + "]",
+        refuse(call, "topk_idx",
+               "expert " + to_string(id) + " at [" + to_string(t) + ", " + to_string(k) + "]",
                "-1 (unused) or 0 … " + to_string(experts - 1));
       }
       routes[static_cast<std::size_t>(t * topk + k)] = static_cast<std::int32_t>(id);
@@ -256,7 +256,8 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
   if (options.out) {
     check_exact(kCall, "out", *options.out, rows.dtype, own);
     if (overlap(*options.out, rows)) {
-      refuse(kCall, "out", "memory that overlaps rows", "memory of its own: peers read the rows "
+      refuse(kCall, "out", "memory that overlaps rows",
+             "memory of its own: peers read the rows "
              "while out is written");
     }
   }

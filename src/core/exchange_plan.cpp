@@ -102,9 +102,9 @@ ExchangePlan make_plan(RouteCounts own, std::span<const std::int32_t> counts,
   }
   plan.recv_offset.assign(1, 0);
   for (int s = 0; s < placement.ranks; ++s) {
-    plan.recv_offset.push_back(plan.recv_offset.back() +
-                               plan.rank_tokens[static_cast<std::size_t>(s) * ranks +
-                                                static_cast<std::size_t>(rank)]);
+    plan.recv_offset.push_back(
+        plan.recv_offset.back() +
+        plan.rank_tokens[static_cast<std::size_t>(s) * ranks + static_cast<std::size_t>(rank)]);
   }
   for (int d = 0; d < placement.ranks; ++d) plan.peer_row.push_back(plan.first_row(d, rank));
   place_own_tokens(plan);
@@ -120,7 +120,9 @@ std::int64_t ExchangePlan::first_row(int peer, int source) const {
   return row;
 }
 
-std::int64_t ExchangePlan::recv_rows_of(int peer) const { return first_row(peer, ranks()); }
+std::int64_t ExchangePlan::recv_rows_of(int peer) const {
+  return first_row(peer, ranks());
+}
 
 std::vector<std::int64_t> ExchangePlan::slots_per_expert() const {
   std::vector<std::int64_t> slots(static_cast<std::size_t>(local_experts()), 0);

@@ -13,8 +13,8 @@ namespace ferry {
 struct RouteCounts {
   int topk = 0;
   std::int64_t tokens = 0;
-  std::vector<std::int32_t> topk_idx;         ///< [T, K], global expert ids, −1 = unused
-  std::vector<std::int32_t> tokens_per_rank;  ///< [R]: a token counts once for each rank
+  std::vector<std::int32_t> topk_idx;          ///< [T, K], global expert ids, −1 = unused
+  std::vector<std::int32_t> tokens_per_rank;   ///< [R]: a token counts once for each rank
   std::vector<std::int32_t> slots_per_expert;  ///< [E]: every slot counts, duplicates too
 };
 
@@ -37,12 +37,12 @@ struct ExchangePlan {
   std::vector<std::int32_t> rank_tokens;   ///< [R, R]: row s, column d: tokens that s sends to d
   std::vector<std::int32_t> expert_slots;  ///< [R, local experts]: slots of s for my experts
 
-  std::vector<std::int32_t> send_tokens;   ///< own tokens by destination rank, then token
-  std::vector<std::int64_t> send_offset;   ///< [R + 1] into send_tokens
-  std::vector<std::int64_t> peer_row;      ///< [R]: at rank d, my rows begin at this row
-  std::vector<std::int64_t> recv_offset;   ///< [R + 1]: rows of source s at my rank
-  std::vector<std::int64_t> lane_offset;   ///< [T + 1] into lanes
-  std::vector<Lane> lanes;                 ///< of own tokens, ascending rank
+  std::vector<std::int32_t> send_tokens;  ///< own tokens by destination rank, then token
+  std::vector<std::int64_t> send_offset;  ///< [R + 1] into send_tokens
+  std::vector<std::int64_t> peer_row;     ///< [R]: at rank d, my rows begin at this row
+  std::vector<std::int64_t> recv_offset;  ///< [R + 1]: rows of source s at my rank
+  std::vector<std::int64_t> lane_offset;  ///< [T + 1] into lanes
+  std::vector<Lane> lanes;                ///< of own tokens, ascending rank
 
   int ranks() const { return placement.ranks; }
   std::int64_t local_experts() const { return placement.local_experts(rank); }

@@ -31,7 +31,9 @@ std::uint64_t base_seed() {
   return text != nullptr ? std::strtoull(text, nullptr, 0) : 20261121;
 }
 
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
 
 /// The routes of all ranks, and every rank's plan.
 struct World {
@@ -213,8 +215,8 @@ TEST_F(ExchangePlanTest, LocalRoutesNameLocalExpertsAlone) {
         for (int k = 0; k < world.topk; ++k) {
           const std::int32_t e = world.id(r, t, k);
           const bool local = e >= 0 && world.holder(e) == d;
-          expected.push_back(
-              local ? e - static_cast<std::int32_t>(plan.placement.first_expert(d)) : -1);
+          expected.push_back(local ? e - static_cast<std::int32_t>(plan.placement.first_expert(d))
+                                   : -1);
         }
       }
       EXPECT_EQ(got, expected);
@@ -229,8 +231,8 @@ TEST_F(ExchangePlanTest, ExpertMajorRowsAreDisjointOrderedAndAligned) {
       for (int k = 0; k < world.topk; ++k) {
         const std::int32_t e = world.id(source, token, k);
         const bool local = e >= 0 && world.holder(e) == r;
-        routes.push_back(
-            local ? e - static_cast<std::int32_t>(plan.placement.first_expert(r)) : -1);
+        routes.push_back(local ? e - static_cast<std::int32_t>(plan.placement.first_expert(r))
+                               : -1);
       }
     }
     for (std::int64_t alignment : {1, 3, 8, 128}) {

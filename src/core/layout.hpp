@@ -38,9 +38,9 @@ struct ControlLayout {
   std::size_t bytes = 0;
 
   FERRY_FN constexpr std::size_t message(std::uint64_t generation, int source, int ranks) const {
-    return mailbox + ((generation % 2) * static_cast<std::size_t>(ranks) +
-                      static_cast<std::size_t>(source)) *
-                         message_bytes;
+    return mailbox +
+           ((generation % 2) * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(source)) *
+               message_bytes;
   }
 };
 
@@ -102,9 +102,9 @@ FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
 /// generations, but for the flags that every generation raises.
 struct LatencyLayout {
-  std::size_t arrived = 0;   ///< [R] lines: rows and counts of source are here
-  std::size_t combined = 0;  ///< [2, R] lines: source's rows for my tokens are here
-  std::size_t released = 0;  ///< [R] lines: receiver has dropped its result of this generation
+  std::size_t arrived = 0;    ///< [R] lines: rows and counts of source are here
+  std::size_t combined = 0;   ///< [2, R] lines: source's rows for my tokens are here
+  std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
   std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included
   std::size_t scale_at = 0;   ///< of the scales inside a quantised row's slot
   std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids

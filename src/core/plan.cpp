@@ -27,11 +27,17 @@ const ExchangePlan& counted(const Plan& plan, const char* caller) {
   return state.exchange;
 }
 
-std::int64_t Plan::tokens() const { return checked(*this, "Plan::tokens").tokens; }
+std::int64_t Plan::tokens() const {
+  return checked(*this, "Plan::tokens").tokens;
+}
 
-int Plan::topk() const { return checked(*this, "Plan::topk").topk; }
+int Plan::topk() const {
+  return checked(*this, "Plan::topk").topk;
+}
 
-std::int64_t Plan::recv_rows() const { return counted(*this, "Plan::recv_rows").recv_rows(); }
+std::int64_t Plan::recv_rows() const {
+  return counted(*this, "Plan::recv_rows").recv_rows();
+}
 
 std::vector<std::int64_t> Plan::recv_rows_per_rank() const {
   const ExchangePlan& plan = counted(*this, "Plan::recv_rows_per_rank");
@@ -55,9 +61,9 @@ std::vector<std::int64_t> Plan::slots_per_expert() const {
 
 std::int64_t Plan::expert_major_rows(std::int64_t alignment) const {
   if (alignment < 1) {
-    throw Error(ErrorKind::invalid_argument,
-                "Plan::expert_major_rows: alignment is " + std::to_string(alignment) +
-                    ", expected at least 1");
+    throw Error(ErrorKind::invalid_argument, "Plan::expert_major_rows: alignment is " +
+                                                 std::to_string(alignment) +
+                                                 ", expected at least 1");
   }
   return counted(*this, "Plan::expert_major_rows").expert_offsets(alignment).back();
 }

@@ -25,7 +25,7 @@ struct PlanState {
   std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
   std::int64_t tokens = 0;
   int topk = 0;
-  Event ready{};          ///< complete when `exchange` is filled
+  Event ready{};  ///< complete when `exchange` is filled
   ExchangePlan exchange{};
   ReceivedRoutes routes{};
   /// Set when a dispatch that will carry the routes was entered, and when it has brought them.

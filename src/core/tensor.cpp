@@ -11,8 +11,8 @@ Extents::Extents(std::initializer_list<std::int64_t> values)
 
 Extents::Extents(std::span<const std::int64_t> values) {
   if (values.size() > kMaxDims) {
-    throw Error(ErrorKind::invalid_argument, "a tensor has at most 3 dimensions, got " +
-                                                 std::to_string(values.size()));
+    throw Error(ErrorKind::invalid_argument,
+                "a tensor has at most 3 dimensions, got " + std::to_string(values.size()));
   }
   std::copy(values.begin(), values.end(), values_.begin());
   size_ = static_cast<int>(values.size());

@@ -3,7 +3,9 @@
 
 namespace ferry::cuda {
 
-bool available() { return false; }
+bool available() {
+  return false;
+}
 
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig&,
                                          std::unique_ptr<fabric::Fabric>) {

@@ -14,8 +14,8 @@ void Arena::add(const fabric::Segment& segment) {
 }
 
 std::optional<Region> Arena::allocate(std::size_t bytes) {
-  const std::size_t units = std::max<std::size_t>(1, (bytes + kRegionAlignment - 1) /
-                                                         kRegionAlignment);
+  const std::size_t units =
+      std::max<std::size_t>(1, (bytes + kRegionAlignment - 1) / kRegionAlignment);
   const std::size_t need = units * kRegionAlignment;
   if (need < bytes) return std::nullopt;  // overflow
   std::scoped_lock lock(mutex_);

@@ -31,8 +31,7 @@ protocol::SwapLayout swap_layout(int ranks, const ControlLayout& layout) {
 }
 
 std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(
-      std::chrono::steady_clock::now().time_since_epoch().count());
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
 std::string seconds(std::chrono::nanoseconds time) {
@@ -40,7 +39,9 @@ std::string seconds(std::chrono::nanoseconds time) {
   return text.substr(0, text.find('.') + 3) + " s";
 }
 
-std::string rank_text(int rank) { return "rank " + std::to_string(rank); }
+std::string rank_text(int rank) {
+  return "rank " + std::to_string(rank);
+}
 
 ErrorKind kind_of(Notice::Kind kind) {
   switch (kind) {
@@ -52,10 +53,9 @@ ErrorKind kind_of(Notice::Kind kind) {
 
 std::string told(const Notice& notice, int self) {
   const std::string culprit = rank_text(notice.culprit);
-  const std::string by =
-      notice.reporter == self || notice.reporter == notice.culprit
-          ? std::string()
-          : " (reported by " + rank_text(notice.reporter) + ")";
+  const std::string by = notice.reporter == self || notice.reporter == notice.culprit
+                             ? std::string()
+                             : " (reported by " + rank_text(notice.reporter) + ")";
   switch (notice.kind) {
     case Notice::Kind::kLate: return culprit + " missed the deadline" + by;
     case Notice::Kind::kLeft:
@@ -86,8 +86,7 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
             control.data + layout.swap_flags),
       delivery_(flags_at(size_, layout.delivered), rank_, control.data + layout.delivered),
       loan_(flags_at(size_, layout.done), rank_, control.data + layout.done),
-      notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices,
-               &own_notice_),
+      notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices, &own_notice_),
       outgoing_(layout.message_bytes) {}
 
 void Channel::swap(const char* stage, const StepMessage& head, std::span<const std::byte> body) {
@@ -138,15 +137,17 @@ void Channel::deliver(int peer, std::uint64_t bytes) {
 }
 
 void Channel::await_delivered(const char* stage, int source) {
-  const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, generation(),
-                        source};
+  const Awaited awaited{
+      {control_.data + layout_.delivered, kLineBytes, size_}, generation(), source};
   await(stage, awaited, [&](GroupWatch& watch) {
     return source < 0 ? delivery_.await(generation(), watch)
                       : delivery_.await_from(source, generation(), watch);
   });
 }
 
-void Channel::give_back(int owner) { loan_.give_back(reach_, owner, generation()); }
+void Channel::give_back(int owner) {
+  loan_.give_back(reach_, owner, generation());
+}
 
 void Channel::await_given_back(const char* stage, int reader) {
   const protocol::FlagRow row{control_.data + layout_.done, kLineBytes, size_};
@@ -162,8 +163,10 @@ void Channel::check_usable(const char* call) const {
   std::scoped_lock lock(dead_mutex_);
   if (dead_) {
     throw Error(dead_->kind(),
-                std::string(call) + ": the group failed earlier and stays failed; make a new one. "
-                                    "It failed with: " + dead_->what(),
+                std::string(call) +
+                    ": the group failed earlier and stays failed; make a new one. "
+                    "It failed with: " +
+                    dead_->what(),
                 dead_->context());
   }
 }
@@ -186,17 +189,19 @@ void Channel::leave() {
 
 int Channel::blame(const Awaited& awaited, int fallback) const {
   const std::uint64_t now = now_ns();
-  // With a short deadline, a rank that was stopped in its wait must not look alive at the end of it.
+  // With a short deadline, a rank that was stopped in its wait must not look alive at the end of
+  // it.
   const auto fresh = static_cast<std::uint64_t>(
       std::clamp(config_.deadline / 2, kLeastFreshBeat, kFreshBeat).count());
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     const std::byte* control = memory_->fabric->pointer(peer, kControl);
     if (control == nullptr) continue;
-    auto* word = reinterpret_cast<std::uint64_t*>(
-        const_cast<std::byte*>(control) + layout_.heartbeat);
+    auto* word =
+        reinterpret_cast<std::uint64_t*>(const_cast<std::byte*>(control) + layout_.heartbeat);
     // relaxed: a time stamp; nothing is read on the strength of it.
-    const std::uint64_t beat = std::atomic_ref<std::uint64_t>(*word).load(std::memory_order_relaxed);
+    const std::uint64_t beat =
+        std::atomic_ref<std::uint64_t>(*word).load(std::memory_order_relaxed);
     const bool waits = beat != 0 && (beat > now || now - beat < fresh);
     if (!waits) return peer;  // those that wait are held up themselves
   }
@@ -206,8 +211,8 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
 void Channel::raise(const char* stage, const Status& status, const GroupWatch& watch,
                     std::chrono::nanoseconds waited) {
   ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
-  const std::string where = rank_text(rank_) + ": " + stage + " (generation " +
-                            std::to_string(generation()) + "): ";
+  const std::string where =
+      rank_text(rank_) + ": " + stage + " (generation " + std::to_string(generation()) + "): ";
   ErrorKind kind = ErrorKind::peer_failed;
   std::string text;
   switch (status.code) {
@@ -217,8 +222,7 @@ void Channel::raise(const char* stage, const Status& status, const GroupWatch& w
     case Status::Code::kDeadline: {
       kind = ErrorKind::deadline;
       context.peer = status.peer;
-      const Notice spread =
-          notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation());
+      const Notice spread = notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation());
       context.peer = spread.culprit;
       text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) +
@@ -233,8 +237,8 @@ void Channel::raise(const char* stage, const Status& status, const GroupWatch& w
         notices_.raise(reach_, watch.notice()->kind, context.peer, generation());
       } else {
         notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation());
-        text = rank_text(context.peer) + " died: its process has ended, seen after " +
-               seconds(waited);
+        text =
+            rank_text(context.peer) + " died: its process has ended, seen after " + seconds(waited);
       }
       break;
     default:
@@ -255,11 +259,13 @@ GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)
   beat(now_ns());
 }
 
-GroupWatch::~GroupWatch() { beat(0); }
+GroupWatch::~GroupWatch() {
+  beat(0);
+}
 
 void GroupWatch::beat(std::uint64_t value) {
-  auto* word = reinterpret_cast<std::uint64_t*>(channel_.control_.data +
-                                                channel_.layout_.heartbeat);
+  auto* word =
+      reinterpret_cast<std::uint64_t*>(channel_.control_.data + channel_.layout_.heartbeat);
   // relaxed: a time stamp for the peers' blame; nothing is read on the strength of it.
   std::atomic_ref<std::uint64_t>(*word).store(value, std::memory_order_relaxed);
 }

@@ -37,8 +37,8 @@ struct Awaited {
 class Channel {
  public:
   /// `control`: this rank's control segment; all peers' are attached as segment 0.
-  Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
-          const fabric::Segment& control, const ControlLayout& layout);
+  Channel(std::shared_ptr<Memory> memory, const GroupConfig& config, const fabric::Segment& control,
+          const ControlLayout& layout);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -81,8 +81,7 @@ class Channel {
   /// Throws when the group is destroyed or dead.
   void check_usable(const char* call) const;
   /// Marks the group dead, unless it is already, and tells the peers that this rank failed.
-  void fail(const char* stage, const std::string& reason,
-            ErrorKind kind = ErrorKind::interrupted);
+  void fail(const char* stage, const std::string& reason, ErrorKind kind = ErrorKind::interrupted);
   /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
   void leave();
   bool left() const { return left_.load(std::memory_order_acquire); }

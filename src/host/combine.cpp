@@ -69,18 +69,18 @@ class CombineJob {
   CombineOptions options_;
   Regions regions_;
   Combined result_{};
-  bool outsiders_ = false;               // some peer is outside the domain
-  std::byte* mine_ = nullptr;            // rank-major rows, in registered memory
-  std::byte* mine_weights_ = nullptr;    // their weights, likewise
-  std::byte* stage_ = nullptr;           // rows pushed from outside, then their weights
+  bool outsiders_ = false;             // some peer is outside the domain
+  std::byte* mine_ = nullptr;          // rank-major rows, in registered memory
+  std::byte* mine_weights_ = nullptr;  // their weights, likewise
+  std::byte* stage_ = nullptr;         // rows pushed from outside, then their weights
   std::byte* stage_weights_ = nullptr;
-  std::vector<const std::byte*> row_base_{};     // for each rank: its first row of mine
+  std::vector<const std::byte*> row_base_{};  // for each rank: its first row of mine
   std::vector<const std::byte*> weight_base_{};
 };
 
 void CombineJob::check() const {
-  const std::int64_t needed = expert_major() ? plan().expert_offsets(options_.alignment).back()
-                                             : plan().recv_rows();
+  const std::int64_t needed =
+      expert_major() ? plan().expert_offsets(options_.alignment).back() : plan().recv_rows();
   if (rows_.rows() < needed) {
     refuse(kCall, "rows", std::to_string(rows_.rows()) + " rows",
            std::to_string(needed) + (expert_major() ? ", the plan's expert-major rows"
@@ -89,9 +89,9 @@ void CombineJob::check() const {
   if (has_weights()) {
     const ConstTensorView& weights = *options_.topk_weights;
     if (weights.shape[0] < plan().recv_rows()) {
-      refuse(kCall, "topk_weights", "shape " + to_string(weights.shape),
-             to_string(Extents{plan().recv_rows(), plan_->topk}) +
-                 ", one row for each received row");
+      refuse(
+          kCall, "topk_weights", "shape " + to_string(weights.shape),
+          to_string(Extents{plan().recv_rows(), plan_->topk}) + ", one row for each received row");
     }
   }
 }
@@ -134,9 +134,9 @@ void CombineJob::agree() {
   head.call.order = static_cast<std::uint32_t>(options_.order);
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
-  const std::vector<std::size_t> sizes{
-      registered ? 0 : received * row_bytes, received * weight_bytes(),
-      outsiders_ ? sent * row_bytes : 0, outsiders_ ? sent * weight_bytes() : 0};
+  const std::vector<std::size_t> sizes{registered ? 0 : received * row_bytes,
+                                       received * weight_bytes(), outsiders_ ? sent * row_bytes : 0,
+                                       outsiders_ ? sent * weight_bytes() : 0};
   head.need_bytes = Regions::total(sizes);
   bool taken = false;
   engine_.agree(kStage, head, [&] {
@@ -243,9 +243,9 @@ void CombineJob::push() {
     // At the owner, rows lie by expert rank: before mine come those of lower ranks.
     std::size_t before = 0;
     for (int d = 0; d < engine_.rank(); ++d) {
-      before += static_cast<std::size_t>(
-          plan().rank_tokens[s * static_cast<std::size_t>(engine_.size()) +
-                             static_cast<std::size_t>(d)]);
+      before +=
+          static_cast<std::size_t>(plan().rank_tokens[s * static_cast<std::size_t>(engine_.size()) +
+                                                      static_cast<std::size_t>(d)]);
     }
     if (rows > 0) {
       channel().reach().write(owner,
@@ -253,8 +253,7 @@ void CombineJob::push() {
                               mine_ + first * row_bytes, rows * row_bytes, tag);
       if (has_weights()) {
         channel().reach().write(
-            owner,
-            {theirs.stage_side_segment, theirs.stage_side_offset + before * weight_bytes()},
+            owner, {theirs.stage_side_segment, theirs.stage_side_offset + before * weight_bytes()},
             mine_weights_ + first * weight_bytes(), rows * weight_bytes(), tag);
       }
     }
@@ -276,8 +275,7 @@ void CombineJob::find_rows() {
     const auto first = static_cast<std::size_t>(plan().peer_row[d]);
     const std::byte* rows = channel().pointer(peer, {theirs.segment, theirs.offset});
     if (rows != nullptr) {
-      const std::byte* weights =
-          channel().pointer(peer, {theirs.side_segment, theirs.side_offset});
+      const std::byte* weights = channel().pointer(peer, {theirs.side_segment, theirs.side_offset});
       row_base_.push_back(rows + first * row_bytes);
       weight_base_.push_back(weights + first * weight_bytes());
     } else {
@@ -304,9 +302,8 @@ void CombineJob::sum_tokens() {
     sum.count = 0;
     for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
       const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
-      rows[static_cast<std::size_t>(sum.count++)] =
-          row_base_[static_cast<std::size_t>(lane.rank)] +
-          static_cast<std::size_t>(lane.row) * row_bytes;
+      rows[static_cast<std::size_t>(sum.count++)] = row_base_[static_cast<std::size_t>(lane.rank)] +
+                                                    static_cast<std::size_t>(lane.row) * row_bytes;
     }
     sum.bias0 = at(options_.bias0, token);
     sum.bias1 = at(options_.bias1, token);
@@ -322,9 +319,9 @@ void CombineJob::sum_weights() {
   for (std::size_t token = 0; token < static_cast<std::size_t>(plan_->tokens); ++token) {
     for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
       const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
-      const auto* weights = reinterpret_cast<const float*>(
-          weight_base_[static_cast<std::size_t>(lane.rank)] +
-          static_cast<std::size_t>(lane.row) * weight_bytes());
+      const auto* weights =
+          reinterpret_cast<const float*>(weight_base_[static_cast<std::size_t>(lane.rank)] +
+                                         static_cast<std::size_t>(lane.row) * weight_bytes());
       for (std::size_t k = 0; k < topk; ++k) out[token * topk + k] += weights[k];
     }
   }

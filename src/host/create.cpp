@@ -45,9 +45,9 @@ Card card_of(const fabric::Segment& segment) {
 
 /// A step that every rank takes and that may fail on one: all learn of it, so nobody waits for a
 /// rank that gave up. Returns what the ranks' steps yielded.
-std::vector<std::vector<std::byte>> together(
-    Bootstrap& bootstrap, const GroupConfig& config, const char* stage,
-    const std::function<std::vector<std::byte>()>& step) {
+std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupConfig& config,
+                                             const char* stage,
+                                             const std::function<std::vector<std::byte>()>& step) {
   std::exception_ptr failure;
   std::string message(1, '\0');  // first byte 1: the rest says why this rank failed
   try {
@@ -57,8 +57,8 @@ std::vector<std::vector<std::byte>> together(
     failure = std::current_exception();
     message = std::string(1, '\1') + error.what();
   }
-  auto all = bootstrap.all_gather(std::as_bytes(std::span(message)), config.deadline,
-                                  config.on_wait);
+  auto all =
+      bootstrap.all_gather(std::as_bytes(std::span(message)), config.deadline, config.on_wait);
   if (failure) std::rethrow_exception(failure);
   for (std::size_t peer = 0; peer < all.size(); ++peer) {
     const std::string theirs(reinterpret_cast<const char*>(all[peer].data()), all[peer].size());
@@ -79,10 +79,9 @@ void attach_all(fabric::Fabric& fabric, const std::vector<std::vector<std::byte>
     const auto& bytes = cards[static_cast<std::size_t>(peer)];
     Cards theirs;
     if (bytes.size() != sizeof(theirs)) {
-      throw Error(ErrorKind::mismatch, "Group: rank " + std::to_string(peer) + " sent " +
-                                           std::to_string(bytes.size()) +
-                                           " bytes of segment handles, expected " +
-                                           std::to_string(sizeof(theirs)));
+      throw Error(ErrorKind::mismatch,
+                  "Group: rank " + std::to_string(peer) + " sent " + std::to_string(bytes.size()) +
+                      " bytes of segment handles, expected " + std::to_string(sizeof(theirs)));
     }
     std::memcpy(theirs.data(), bytes.data(), sizeof(theirs));
     if (peer == fabric.rank()) continue;

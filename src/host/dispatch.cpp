@@ -30,8 +30,8 @@ class DispatchJob {
     carries_routes_ = !plan_->routes_sent.load();  // for the sizes; `run` decides
   }
 
-  /// Learns the count if the output is exact, and allocates the result tensors if there is room now.
-  /// False: `run` will make room.
+  /// Learns the count if the output is exact, and allocates the result tensors if there is room
+  /// now. False: `run` will make room.
   bool allocate() {
     if (options_.worst_case_rows == 0) {
       plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
@@ -62,8 +62,7 @@ class DispatchJob {
 
   /// Rows of the output that this plan fills.
   std::int64_t needed_rows() const {
-    return expert_major() ? plan().expert_offsets(options_.alignment).back()
-                          : plan().recv_rows();
+    return expert_major() ? plan().expert_offsets(options_.alignment).back() : plan().recv_rows();
   }
 
   std::vector<std::size_t> region_sizes() const;
@@ -218,9 +217,10 @@ void DispatchJob::check_grants() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     const StepMessage theirs = channel().head(peer);
     if (theirs.rows < plan().recv_rows_of(peer) || theirs.rows > kMaxRows) {
-      channel().distrust(kStage, peer, "granted room for " + std::to_string(theirs.rows) +
-                                           " rows, expected at least " +
-                                           std::to_string(plan().recv_rows_of(peer)));
+      channel().distrust(kStage, peer,
+                         "granted room for " + std::to_string(theirs.rows) +
+                             " rows, expected at least " +
+                             std::to_string(plan().recv_rows_of(peer)));
     }
     const auto rows = make_receive_layout(theirs.rows, x_.row_bytes(), scale_columns());
     const auto side = make_side_layout(theirs.rows, plan_->topk, carries_routes_, has_weights());
@@ -375,9 +375,9 @@ void DispatchJob::check_routes() {
       possible = possible && id >= 0 && static_cast<std::size_t>(id) < local;
       if (possible) ++slots[static_cast<std::size_t>(id)];
     }
-    if (!possible || !std::equal(slots.begin(), slots.end(),
-                                 plan().expert_slots.begin() +
-                                     static_cast<std::ptrdiff_t>(s * local))) {
+    if (!possible ||
+        !std::equal(slots.begin(), slots.end(),
+                    plan().expert_slots.begin() + static_cast<std::ptrdiff_t>(s * local))) {
       channel().distrust("dispatch: rows", source, "sent routes that are not those it counted");
     }
   }
@@ -427,8 +427,8 @@ Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   check_dispatch(x, state.tokens, state.topk, options);
   auto job = std::make_shared<DispatchJob>(*this, x, plan.state(), options);
   const bool room = job->allocate();
-  const Event event = enter(kCall, options.stream, [job] { job->run(); }, &call,
-                            [job] { job->enter(); });
+  const Event event =
+      enter(kCall, options.stream, [job] { job->run(); }, &call, [job] { job->enter(); });
   // An exact size blocks the caller for the count only; without room now, for the whole call.
   if (!room) finish(kCall, event);
   Received result = job->result();

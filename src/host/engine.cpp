@@ -142,9 +142,13 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
                                    message_bytes(config.experts, memory_->fabric->size()))),
       control_bytes_(control.bytes) {}
 
-HostEngine::~HostEngine() { destroy(); }
+HostEngine::~HostEngine() {
+  destroy();
+}
 
-void HostEngine::destroy() { channel_.leave(); }
+void HostEngine::destroy() {
+  channel_.leave();
+}
 
 Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> work, Call* inside,
                         const std::function<void()>& entered) {
@@ -230,8 +234,7 @@ void HostEngine::check_same_call(const char* stage, const CallSignature& mine) {
   }
 }
 
-void HostEngine::agree(const char* stage, StepMessage& head,
-                       const std::function<bool()>& prepare) {
+void HostEngine::agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare) {
   while (true) {
     if (head.status != StepStatus::too_many) {
       head.status = prepare() ? StepStatus::ok : StepStatus::no_room;
@@ -302,8 +305,9 @@ AddedSegments HostEngine::add_segments(const char* stage, std::size_t bytes, std
     }
     if (peer == rank() || theirs.handle_bytes == 0) continue;
     if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
-      channel_.distrust(stage, peer, "sent a segment's handle of " +
-                                         std::to_string(theirs.handle_bytes) + " bytes");
+      channel_.distrust(
+          stage, peer,
+          "sent a segment's handle of " + std::to_string(theirs.handle_bytes) + " bytes");
     }
     memory_->fabric->attach(peer, theirs.segment, theirs.need_bytes,
                             {channel_.body(peer), theirs.handle_bytes});
@@ -329,7 +333,8 @@ Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
   const auto region = memory_->arena.allocate(bytes);
   if (!region) {
     throw Error(ErrorKind::exhausted,
-                "empty: " + std::to_string(bytes) + " bytes do not fit into the registered memory (" +
+                "empty: " + std::to_string(bytes) +
+                    " bytes do not fit into the registered memory (" +
                     std::to_string(memory_->arena.used_bytes()) + " of " +
                     std::to_string(memory_->arena.total_bytes()) +
                     " bytes are used); give the group more with GroupConfig::memory_bytes",
@@ -378,9 +383,9 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
         slots += count;
       }
       if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel_.distrust(kStage, source, "said that it sends " + std::to_string(tokens) +
-                                              " tokens in " + std::to_string(slots) +
-                                              " slots to rank " + std::to_string(target));
+        channel_.distrust(kStage, source,
+                          "said that it sends " + std::to_string(tokens) + " tokens in " +
+                              std::to_string(slots) + " slots to rank " + std::to_string(target));
       }
     }
   }
@@ -394,25 +399,28 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
-  state->ready = enter("plan", options.stream, [this, state, ids = std::move(routes)]() mutable {
-    RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
-    std::vector<std::int32_t> counts(own.tokens_per_rank);
-    counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
-    StepMessage head;
-    head.call.kind = CallKind::plan;
-    head.call.topk = static_cast<std::uint32_t>(state->topk);
-    channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
-    check_same_call("plan: counts", head.call);
-    const std::size_t each = counts.size();
-    std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
-    for (int s = 0; s < size(); ++s) {
-      std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
-                  each * sizeof(std::int32_t));
-    }
-    check_counts(all);
-    state->exchange = make_plan(std::move(own), all, placement_, rank());
-    state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
-  }, &call);
+  state->ready = enter(
+      "plan", options.stream,
+      [this, state, ids = std::move(routes)]() mutable {
+        RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
+        std::vector<std::int32_t> counts(own.tokens_per_rank);
+        counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
+        StepMessage head;
+        head.call.kind = CallKind::plan;
+        head.call.topk = static_cast<std::uint32_t>(state->topk);
+        channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
+        check_same_call("plan: counts", head.call);
+        const std::size_t each = counts.size();
+        std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
+        for (int s = 0; s < size(); ++s) {
+          std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
+                      each * sizeof(std::int32_t));
+        }
+        check_counts(all);
+        state->exchange = make_plan(std::move(own), all, placement_, rank());
+        state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
+      },
+      &call);
   return Plan(state);
 }
 

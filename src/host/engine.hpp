@@ -37,8 +37,8 @@ std::size_t segment_bytes(std::size_t bytes);
 /// What `add_segments` yields: this rank's segment (bytes 0: none), and every rank's number for it.
 struct AddedSegments {
   fabric::Segment mine{};
-  std::vector<fabric::SegmentId> ids{};    ///< [ranks], meaningless where nothing was added
-  std::vector<std::uint64_t> bytes{};      ///< [ranks]
+  std::vector<fabric::SegmentId> ids{};  ///< [ranks], meaningless where nothing was added
+  std::vector<std::uint64_t> bytes{};    ///< [ranks]
 };
 
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
@@ -135,7 +135,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   bool calling_ = false;  // a thread is in a Call
   std::uint64_t next_ticket_ = 0;
   std::uint64_t serving_ = 0;
-  bool running_ = false;               // the call `serving_` has begun
+  bool running_ = false;              // the call `serving_` has begun
   std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
 
   bool all_throw_ = false;  // of the thread whose turn it is

@@ -92,9 +92,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
 
  private:
   int ranks() const { return engine_->size(); }
-  std::int64_t local_experts() const {
-    return engine_->placement().local_experts(engine_->rank());
-  }
+  std::int64_t local_experts() const { return engine_->placement().local_experts(engine_->rank()); }
   std::int64_t output_rows() const { return ranks() * config_.capacity; }
   std::size_t plain_bytes() const {
     return static_cast<std::size_t>(config_.hidden) * size_of(config_.dtype);
@@ -120,11 +118,10 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   }
   std::size_t partial_offset(Generation generation, std::int64_t token, int k) const {
     const auto capacity = static_cast<std::size_t>(config_.capacity);
-    return layout_.partials +
-           ((buffer(generation) * capacity + static_cast<std::size_t>(token)) *
-                static_cast<std::size_t>(config_.topk) +
-            static_cast<std::size_t>(k)) *
-               plain_bytes();
+    return layout_.partials + ((buffer(generation) * capacity + static_cast<std::size_t>(token)) *
+                                   static_cast<std::size_t>(config_.topk) +
+                               static_cast<std::size_t>(k)) *
+                                  plain_bytes();
   }
 
   void check_expert_capacity(const std::vector<std::int32_t>& routes) const;
@@ -216,8 +213,9 @@ void HostLatency::check_expert_capacity(const std::vector<std::int32_t>& routes)
   std::vector<std::int64_t> slots(static_cast<std::size_t>(engine_->placement().experts), 0);
   for (std::int32_t id : routes) {
     if (id >= 0 && ++slots[static_cast<std::size_t>(id)] > config_.capacity) {
-      refuse(kDispatchCall, "topk_idx", "more than " + std::to_string(config_.capacity) +
-                                            " slots for expert " + std::to_string(id),
+      refuse(kDispatchCall, "topk_idx",
+             "more than " + std::to_string(config_.capacity) + " slots for expert " +
+                 std::to_string(id),
              "at most the capacity for one expert");
     }
   }
@@ -228,8 +226,7 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const LatencyDispatchOptions& options) {
   check_latency_dispatch(x, topk_idx, config_, options);
   auto exchange = std::make_shared<Exchange>();
-  exchange->routes =
-      checked_routes(kDispatchCall, topk_idx, engine_->placement().experts);
+  exchange->routes = checked_routes(kDispatchCall, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
   exchange->options = options;
   exchange->tokens = x.rows();
@@ -257,8 +254,8 @@ void HostLatency::make_tensors(Exchange& exchange) {
   const bool quantized = exchange.options.format == WireFormat::e4m3;
   LatencyReceived& result = exchange.result;
   exchange.lease = std::make_shared<BufferLease>(shared_from_this(), exchange.generation);
-  std::byte* output = segment_.data + layout_.outputs +
-                      buffer(exchange.generation) * layout_.output_bytes;
+  std::byte* output =
+      segment_.data + layout_.outputs + buffer(exchange.generation) * layout_.output_bytes;
   result.x = {TensorView(output, quantized ? Dtype::e4m3 : config_.dtype, {experts, rows, hidden}),
               std::shared_ptr<void>(exchange.lease, output)};
   result.counts = heap_tensor({experts}, Dtype::i32);
@@ -268,8 +265,7 @@ void HostLatency::make_tensors(Exchange& exchange) {
     const auto scales = static_cast<std::int64_t>(scale_count(static_cast<std::size_t>(hidden)));
     const bool packed = exchange.options.scale_format == ScaleFormat::ue8m0_packed;
     const std::int64_t columns = packed ? (scales + 3) / 4 : scales;
-    const Tensor stored =
-        heap_tensor({experts, columns, rows}, packed ? Dtype::i32 : Dtype::f32);
+    const Tensor stored = heap_tensor({experts, columns, rows}, packed ? Dtype::i32 : Dtype::f32);
     result.scales = {TensorView(stored.data(), stored.dtype(), {experts, rows, columns},
                                 {columns * rows, 1, rows}, {}),
                      stored.owner()};
@@ -285,12 +281,14 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   state->exchange = exchange;
   LatencyReceived result = exchange->result;
   result.state = state;
-  result.event = enter(kDispatchCall, options.stream,
-                       [self = shared_from_this(), exchange, x, hook = options.hook] {
-                         self->await_credits(exchange->generation);
-                         self->send_rows(*exchange, x);
-                         if (!hook) self->receive_rows(*exchange);
-                       }, &call);
+  result.event = enter(
+      kDispatchCall, options.stream,
+      [self = shared_from_this(), exchange, x, hook = options.hook] {
+        self->await_credits(exchange->generation);
+        self->send_rows(*exchange, x);
+        if (!hook) self->receive_rows(*exchange);
+      },
+      &call);
   if (!options.hook) state->called = true;
   return result;
 }
@@ -299,10 +297,9 @@ void HostLatency::await_credits(Generation generation) {
   if (generation <= 2) return;
   const protocol::FlagRow row{segment_.data + layout_.released, kLineBytes, ranks()};
   for (int peer = 0; peer < ranks(); ++peer) {
-    engine_->channel().await("latency dispatch: credit", {row, generation - 2, peer},
-                             [&](GroupWatch& watch) {
-                               return credit_.await_credit(peer, generation, watch);
-                             });
+    engine_->channel().await(
+        "latency dispatch: credit", {row, generation - 2, peer},
+        [&](GroupWatch& watch) { return credit_.await_credit(peer, generation, watch); });
   }
 }
 
@@ -369,11 +366,11 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) 
 const SourceHeader& HostLatency::checked_header(const Exchange& exchange, int source) {
   const auto& header = *reinterpret_cast<const SourceHeader*>(
       segment_.data + header_offset(exchange.generation, source));
-  const bool same = header.generation == exchange.generation &&
-                    header.format == static_cast<std::uint32_t>(exchange.options.format) &&
-                    header.scale_format ==
-                        static_cast<std::uint32_t>(exchange.options.scale_format) &&
-                    header.rows >= 0 && header.rows <= config_.capacity;
+  const bool same =
+      header.generation == exchange.generation &&
+      header.format == static_cast<std::uint32_t>(exchange.options.format) &&
+      header.scale_format == static_cast<std::uint32_t>(exchange.options.scale_format) &&
+      header.rows >= 0 && header.rows <= config_.capacity;
   if (!same) {
     const std::string text = "rank " + std::to_string(engine_->rank()) + ": " + kDispatchCall +
                              ": rank " + std::to_string(source) +
@@ -490,13 +487,15 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   LatencyCombined result;
   result.x = later->out;
   result.state = later;
-  result.event = enter(kCombineCall, options.stream,
-                       [self = shared_from_this(), later, rows, hook = options.hook] {
-                         self->send_results(*later->exchange, rows);
-                         if (hook) return;
-                         self->sum_rows(*later->exchange, later->weights, later->out);
-                         later->exchange.reset();  // the buffer may go back now
-                       }, &call);
+  result.event = enter(
+      kCombineCall, options.stream,
+      [self = shared_from_this(), later, rows, hook = options.hook] {
+        self->send_results(*later->exchange, rows);
+        if (hook) return;
+        self->sum_rows(*later->exchange, later->weights, later->out);
+        later->exchange.reset();  // the buffer may go back now
+      },
+      &call);
   if (!options.hook) later->called = true;
   return result;
 }
@@ -525,12 +524,10 @@ void HostLatency::sum_rows(const Exchange& exchange, const std::vector<float>& w
                            const Tensor& out) {
   const Generation g = exchange.generation;
   const protocol::FlagRow row{
-      segment_.data + layout_.combined +
-          buffer(g) * static_cast<std::size_t>(ranks()) * kLineBytes,
+      segment_.data + layout_.combined + buffer(g) * static_cast<std::size_t>(ranks()) * kLineBytes,
       kLineBytes, ranks()};
-  engine_->channel().await("latency combine: rows", {row, g}, [&](GroupWatch& watch) {
-    return combined_[buffer(g)].await(g, watch);
-  });
+  engine_->channel().await("latency combine: rows", {row, g},
+                           [&](GroupWatch& watch) { return combined_[buffer(g)].await(g, watch); });
   const auto topk = static_cast<std::size_t>(exchange.topk);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
@@ -564,8 +561,7 @@ void ReceiveRows::receive() {
 
 void SumRowsLater::receive() {
   if (called.exchange(true)) refuse_second_call(kCombineCall);
-  engine->enter(kCombineCall, nullptr,
-                [this] { engine->sum_rows(*exchange, weights, out); });
+  engine->enter(kCombineCall, nullptr, [this] { engine->sum_rows(*exchange, weights, out); });
   exchange.reset();  // the buffer may go back now
 }
 
@@ -590,10 +586,10 @@ std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t expert
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
                                                  const LatencyConfig& config) {
   check_config(config);
-  const LatencyLayout layout =
-      latency_layout(config, engine->placement().experts, engine->size());
+  const LatencyLayout layout = latency_layout(config, engine->placement().experts, engine->size());
   AddedSegments segments;
-  std::shared_ptr<HostLatency> made;  // inside the call: its number among all is the same everywhere
+  std::shared_ptr<HostLatency>
+      made;  // inside the call: its number among all is the same everywhere
   engine->enter("LatencyExchange", nullptr, [&] {
     StepMessage head;
     head.call.kind = CallKind::latency;
@@ -607,9 +603,9 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     for (int peer = 0; peer < engine->size(); ++peer) {
       const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
       if (bytes < layout.bytes) {
-        engine->channel().distrust(kStage, peer, "registered " + std::to_string(bytes) +
-                                                     " bytes, expected at least " +
-                                                     std::to_string(layout.bytes));
+        engine->channel().distrust(kStage, peer,
+                                   "registered " + std::to_string(bytes) +
+                                       " bytes, expected at least " + std::to_string(layout.bytes));
       }
     }
     engine->add_latency_memory(segments.mine);

@@ -14,14 +14,13 @@ namespace ferry::host {
 class FabricReach {
  public:
   /// `tag_space` keeps the tags of several exchanges on one fabric apart. `segments`: each rank's
-  /// number of the one segment that this reach is for, because ranks that grew at other times number
-  /// theirs otherwise; empty: the same number everywhere.
+  /// number of the one segment that this reach is for, because ranks that grew at other times
+  /// number theirs otherwise; empty: the same number everywhere.
   explicit FabricReach(fabric::Fabric& fabric, std::uint64_t tag_space = 0,
                        std::vector<fabric::SegmentId> segments = {})
       : fabric_(&fabric), tag_space_(tag_space << 40), segments_(std::move(segments)) {}
 
-  void write(int peer, protocol::Place to, const void* from, std::size_t bytes,
-             std::uint64_t tag) {
+  void write(int peer, protocol::Place to, const void* from, std::size_t bytes, std::uint64_t tag) {
     const fabric::SegmentId segment = segment_of(peer, to);
     if (std::byte* base = fabric_->pointer(peer, segment)) {
       protocol::write_bytes(base + to.offset, from, bytes);

@@ -120,9 +120,13 @@ struct Stream::Worker {
 
 Stream::Stream() : worker_(std::make_shared<Worker>()) {}
 
-Event Stream::submit(std::function<void()> work) { return worker_->push(std::move(work)); }
+Event Stream::submit(std::function<void()> work) {
+  return worker_->push(std::move(work));
+}
 
-Event Stream::record() { return worker_->push({}); }
+Event Stream::record() {
+  return worker_->push({});
+}
 
 void Stream::wait(const Event& event) {
   // An event whose work failed does not stop this stream: whoever needs the result sees the error.

@@ -41,8 +41,7 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
     Tensor sums;
     if (latency) {
       const LatencyReceived received = latency->dispatch(view, ids);
-      sums = latency->combine(received.x, received,
-                              {weights.data(), Dtype::f32, {kTokens, 2}}).x;
+      sums = latency->combine(received.x, received, {weights.data(), Dtype::f32, {kTokens, 2}}).x;
     } else {
       const Plan plan = group.plan(ids);
       sums = group.combine(group.dispatch(view, plan).x, plan).x;
@@ -66,7 +65,8 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
 /// Reports "kind peer seconds message" of the error that ends the exchanges.
 Ranks::Body exchanging(Mode mode, std::chrono::nanoseconds deadline) {
   return [=](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
-    Group group(std::move(bootstrap), {.experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20});
+    Group group(std::move(bootstrap),
+                {.experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20});
     try {
       exchange(group, mode, reporter);
     } catch (const Error& error) {

@@ -51,8 +51,7 @@ std::vector<std::string> shared_memory_names() {
 }
 
 double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 void Reporter::line(const std::string& text) const {

@@ -87,7 +87,7 @@ FERRY_INLINE_FN constexpr BlockScale block_scale(float amax, bool round_scale) {
 /// the scale. T: float, Bf16, Fp16; Q: E4m3, E5m2. `codes` overlaps nothing.
 template <class Q, class T>
 FERRY_INLINE_FN constexpr float quantize_block(const T* FERRY_RESTRICT values, std::size_t count,
-                                        Q* FERRY_RESTRICT codes, bool round_scale = false) {
+                                               Q* FERRY_RESTRICT codes, bool round_scale = false) {
   const BlockScale block = block_scale<Q>(block_amax(values, count), round_scale);
   for (std::size_t i = 0; i < count; ++i) {
     codes[i] = from_float<Q>(to_float(values[i]) * block.inv);
@@ -99,15 +99,15 @@ FERRY_INLINE_FN constexpr float quantize_block(const T* FERRY_RESTRICT values, s
 /// T.
 template <class Q, class T>
 FERRY_INLINE_FN constexpr void dequantize_block(const Q* FERRY_RESTRICT codes, std::size_t count,
-                                         float scale, T* FERRY_RESTRICT values) {
+                                                float scale, T* FERRY_RESTRICT values) {
   for (std::size_t i = 0; i < count; ++i) values[i] = from_float<T>(to_float(codes[i]) * scale);
 }
 
 /// Quantises a row: writes `hidden` codes and scale_count(hidden) scales.
 template <class Q, class T>
 FERRY_INLINE_FN constexpr void quantize_row(const T* FERRY_RESTRICT values, std::size_t hidden,
-                                     Q* FERRY_RESTRICT codes, float* FERRY_RESTRICT scales,
-                                     bool round_scale = false) {
+                                            Q* FERRY_RESTRICT codes, float* FERRY_RESTRICT scales,
+                                            bool round_scale = false) {
   for (std::size_t block = 0, at = 0; at < hidden; ++block, at += kScaleBlock) {
     const std::size_t count = hidden - at < kScaleBlock ? hidden - at : kScaleBlock;
     scales[block] = quantize_block(values + at, count, codes + at, round_scale);
@@ -117,8 +117,8 @@ FERRY_INLINE_FN constexpr void quantize_row(const T* FERRY_RESTRICT values, std:
 /// The inverse of quantize_row, up to its rounding.
 template <class Q, class T>
 FERRY_INLINE_FN constexpr void dequantize_row(const Q* FERRY_RESTRICT codes,
-                                       const float* FERRY_RESTRICT scales, std::size_t hidden,
-                                       T* FERRY_RESTRICT values) {
+                                              const float* FERRY_RESTRICT scales,
+                                              std::size_t hidden, T* FERRY_RESTRICT values) {
   for (std::size_t block = 0, at = 0; at < hidden; ++block, at += kScaleBlock) {
     const std::size_t count = hidden - at < kScaleBlock ? hidden - at : kScaleBlock;
     dequantize_block(codes + at, count, scales[block], values + at);

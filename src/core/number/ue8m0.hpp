@@ -35,7 +35,7 @@ FERRY_INLINE_FN constexpr std::size_t ue8m0_word_count(std::size_t scales) {
 
 /// Packs `count` power-of-two scales into ue8m0_word_count(count) words.
 FERRY_INLINE_FN constexpr void pack_ue8m0(const float* FERRY_RESTRICT scales, std::size_t count,
-                                   std::uint32_t* FERRY_RESTRICT words) {
+                                          std::uint32_t* FERRY_RESTRICT words) {
   for (std::size_t first = 0; first < count; first += 4) {
     std::uint32_t word = 0;
     for (std::size_t i = first; i < count && i < first + 4; ++i) {
@@ -46,8 +46,8 @@ FERRY_INLINE_FN constexpr void pack_ue8m0(const float* FERRY_RESTRICT scales, st
 }
 
 /// Unpacks `count` scales.
-FERRY_INLINE_FN constexpr void unpack_ue8m0(const std::uint32_t* FERRY_RESTRICT words, std::size_t count,
-                                     float* FERRY_RESTRICT scales) {
+FERRY_INLINE_FN constexpr void unpack_ue8m0(const std::uint32_t* FERRY_RESTRICT words,
+                                            std::size_t count, float* FERRY_RESTRICT scales) {
   for (std::size_t i = 0; i < count; ++i) {
     scales[i] = scale_from_ue8m0(static_cast<std::uint8_t>(words[i / 4] >> (8 * (i % 4))));
   }

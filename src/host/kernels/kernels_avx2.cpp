@@ -25,7 +25,9 @@ void copy_stream(void* to, const void* from, std::size_t bytes) {
   }
   std::memcpy(target + at, source + at, bytes - at);
 }
-void stream_fence() { _mm_sfence(); }
+void stream_fence() {
+  _mm_sfence();
+}
 }  // namespace
 const Kernels kAvx2Kernels{"avx2", &sum_rows, &quantize, &copy_stream, &stream_fence};
 }  // namespace ferry::host

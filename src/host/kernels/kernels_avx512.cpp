@@ -3,7 +3,8 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
@@ -25,7 +26,9 @@ void copy_stream(void* to, const void* from, std::size_t bytes) {
   }
   std::memcpy(target + at, source + at, bytes - at);
 }
-void stream_fence() { _mm_sfence(); }
+void stream_fence() {
+  _mm_sfence();
+}
 }  // namespace
 const Kernels kAvx512Kernels{"avx512", &sum_rows, &quantize, &copy_stream, &stream_fence};
 }  // namespace ferry::host

@@ -4,7 +4,9 @@
 namespace ferry::host {
 namespace {
 #include "host/kernels/kernels.inc"
-void copy_plain(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void copy_plain(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
 void no_fence() {}
 }  // namespace
 const Kernels kBaselineKernels{"baseline", &sum_rows, &quantize, &copy_plain, &no_fence};
