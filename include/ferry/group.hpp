@@ -95,7 +95,7 @@ struct CombineOptions {
   /// [T, H], dtype of the rows: added in fp32 after the ranks, in this order.
   std::optional<ConstTensorView> bias0{};
   std::optional<ConstTensorView> bias1{};
-  std::optional<TensorView> out{};  ///< [T, H], the caller's own output
+  std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
 };
 

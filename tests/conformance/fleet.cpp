@@ -15,6 +15,9 @@
 #include <stdexcept>
 #include <thread>
 
+// There under the address sanitizer, which otherwise looks at exit() alone.
+extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
+
 namespace ferry::conformance {
 namespace {
 
@@ -132,6 +135,9 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
     Rank rank(board, r, fleet.ranks, fleet.fabric,
               custom_bootstrap(r, fleet.ranks, gather_on(board, r, fleet.ranks)));
     run_rank(rank, board, body);
+  }
+  if (__lsan_do_recoverable_leak_check != nullptr && __lsan_do_recoverable_leak_check() != 0) {
+    board.fail(r, "its process leaks memory");
   }
   std::fflush(nullptr);
   _exit(0);

@@ -1,0 +1,98 @@
+// One dispatch of the host engine, from its arguments to its results.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/check.hpp"
+#include "host/engine.hpp"
+#include "host/regions.hpp"
+
+namespace ferry::host {
+
+inline constexpr const char* kDispatch = "dispatch";
+
+/// dispatch.cpp: grants and results; dispatch_push.cpp: rows on their way; dispatch_finish.cpp:
+/// what has arrived.
+class DispatchJob {
+ public:
+  DispatchJob(HostEngine& engine, const ConstTensorView& x, std::shared_ptr<PlanState> plan,
+              const DispatchOptions& options)
+      : engine_(engine),
+        plan_(std::move(plan)),
+        x_(x),
+        options_(options),
+        regions_(engine.shared_memory()) {
+    options_.stream = nullptr;
+    carries_routes_ = !plan_->routes_sent.load();  // for the sizes; `run` decides
+  }
+
+  /// Learns the count if the output is exact, and allocates the result tensors if there is room
+  /// now. False: `run` will make room.
+  bool allocate() {
+    if (options_.worst_case_rows == 0) {
+      plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
+      rank_rows_ = plan().recv_rows();
+      out_rows_ = needed_rows();
+    } else {
+      // Every row that arrives fills at least one expert-major row, so this bounds both.
+      rank_rows_ = out_rows_ = options_.worst_case_rows;
+    }
+    if (options_.out && options_.out->rows() < out_rows_) {
+      refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
+             "at least " + std::to_string(out_rows_));
+    }
+    return allocate_regions();
+  }
+  /// The dispatch will take place: if it is the plan's first, it brings the routes.
+  void enter() { plan_->routes_sent.store(true); }
+
+  void run();
+  const Received& result() const { return result_; }
+
+ private:
+  bool expert_major() const { return options_.order == RowOrder::expert_major; }
+  bool has_weights() const { return options_.topk_weights.has_value(); }
+  std::int64_t scale_columns() const { return options_.scales ? options_.scales->shape[1] : 0; }
+  Channel& channel() { return engine_.channel(); }
+  const ExchangePlan& plan() const { return plan_->exchange; }
+
+  /// Rows of the output that this plan fills.
+  std::int64_t needed_rows() const {
+    return expert_major() ? plan().expert_offsets(options_.alignment).back() : plan().recv_rows();
+  }
+
+  std::vector<std::size_t> region_sizes() const;
+  bool allocate_regions();
+  bool allocate_side();
+  void make_tensors();
+  StepMessage grant() const;
+  void agree();
+  void check_grants();
+  void push();
+  void push_rows();
+  void push_side(int peer, const StepMessage& theirs);
+  void write(int peer, fabric::Address to, const void* from, std::size_t bytes);
+  void finish_side();
+  void check_routes();
+  void fan_out();
+
+  HostEngine& engine_;
+  std::shared_ptr<PlanState> plan_;
+  ConstTensorView x_;
+  DispatchOptions options_;
+  Regions regions_;
+  Received result_{};
+  Tensor landed_{};  // x in registered memory
+  bool carries_routes_ = false;
+  bool allocated_ = false;
+  std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
+  std::int64_t out_rows_ = 0;
+  Region rank_region_{};
+  Region side_region_{};
+  Region expert_region_{};
+  std::vector<std::uint64_t> put_bytes_{};  // outside the domain, for each peer
+};
+
+}  // namespace ferry::host
