@@ -21,6 +21,10 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 export TORCH_INDEX_URL JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Presets and the package compile much of the same: with ccache, once.
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
+export CCACHE_DIR ?= $(CURDIR)/build/ccache
+export CCACHE_NOHASHDIR := 1
 
 PYTHON_VENV := .venv/bin/python
 # What the Python package is made of: when one is newer than the stamp, it is built anew.

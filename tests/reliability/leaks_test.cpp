@@ -60,21 +60,21 @@ Counts quiet_count() {
   return last;
 }
 
-bool same(const Counts& a, const Counts& b) {
-  return a.descriptors == b.descriptors && a.threads == b.threads &&
+bool no_more(const Counts& a, const Counts& b) {
+  return a.descriptors <= b.descriptors && a.threads == b.threads &&
          a.shared_mappings == b.shared_mappings;
 }
 
 /// The counts when they are as before, or after two seconds: a peer's goodbye may be under way.
 Counts settled(const Counts& before) {
   const double end = now() + 2;
-  while (!same(count(), before) && now() < end) usleep(10'000);
+  while (!no_more(count(), before) && now() < end) usleep(10'000);
   return count();
 }
 
 void expect_same(const Counts& before) {
   const Counts after = settled(before);
-  EXPECT_EQ(after.descriptors, before.descriptors);
+  EXPECT_LE(after.descriptors, before.descriptors);
   EXPECT_EQ(after.threads, before.threads);
   EXPECT_EQ(after.shared_mappings, before.shared_mappings);
   // The allocator may keep a few mappings; two hundred leaked ones would show.
@@ -114,9 +114,10 @@ TEST(Leaks, TwoHundredGroupsOfProcesses) {
     }
     const Counts after = settled(before);
     std::ostringstream text;
-    text << after.descriptors - before.descriptors << " " << after.threads - before.threads << " "
-         << after.shared_mappings - before.shared_mappings << " "
-         << (after.mappings - before.mappings < kCycles / 4 ? 0 : 1);
+    // Fewer is no leak: the store may have closed a connection of its start meanwhile.
+    text << std::max<std::ptrdiff_t>(0, after.descriptors - before.descriptors) << " "
+         << after.threads - before.threads << " " << after.shared_mappings - before.shared_mappings
+         << " " << (after.mappings - before.mappings < kCycles / 4 ? 0 : 1);
     reporter.line(text.str());
   });
   for (int rank = 0; rank < 2; ++rank) {

@@ -108,6 +108,7 @@ collect_missing() {
     need "GoogleTest" "libgtest-dev" have_header gtest/gtest.h
     need "RapidCheck" "librapidcheck-dev" have_header rapidcheck.h
     need "Google Benchmark" "libbenchmark-dev" have_header benchmark/benchmark.h
+    need "ccache" "ccache" have ccache
     need "setarch" "util-linux" have setarch
     need "clang with libFuzzer" "$(clang_packages)" find_clangxx
     if [[ $(uname -m) != aarch64 ]]; then
