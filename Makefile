@@ -69,10 +69,7 @@ setup-lint:
 package: $(PACKAGE_STAMP)
 
 $(PACKAGE_STAMP): $(PACKAGE_SOURCES)
-	@echo 'building the Python package and the command line into .venv'
-	@$(PYTHON_VENV) -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		--no-deps --force-reinstall --config-settings=build-dir=build/python \
-		--config-settings=cmake.define.FERRY_TOOLS=ON .
+	@tools/setup/package.sh
 	@touch $@
 
 demo: setup-demo
@@ -102,7 +99,9 @@ docs: setup-docs
 
 bench: setup-demo
 	@$(MAKE) package
-	@$(PYTHON_VENV) bench/host_exchange.py $(BENCH_ARGS)
+	@mkdir -p bench/results
+	@$(PYTHON_VENV) bench/host_exchange.py --json bench/results/host_exchange.json $(BENCH_ARGS)
+	@echo 'figures: bench/results/host_exchange.json'
 
 clean:
 	rm -rf build dist demo-output docs/_build docs/_doxygen .pytest_cache .ruff_cache .mypy_cache

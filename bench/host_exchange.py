@@ -2,7 +2,8 @@
 
     python bench/host_exchange.py [--tokens 1024] [--hidden 4096] [--json FILE]
 
-Every rank is a process with one torch thread. In each round, aligned by a barrier, every rank times
+Every rank is a process with one torch thread. In each round, after an untimed call of the same kind
+and aligned by a barrier, every rank times
 
 - copy: one copy of as many bytes as it receives, between two warm buffers of its own,
 - Ferry: dispatch with a cached plan, full dispatch (plan included), combine from registered rows,
@@ -171,6 +172,7 @@ def measure(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
     times = torch.zeros((rounds, len(cases)), dtype=torch.float64)
     for at in range(-2, rounds):  # two rounds to warm up
         for i, case in enumerate(cases):
+            case.call()  # each is timed in its own steady state, not in the cache of the one before
             bench.group.barrier()
             start = time.perf_counter()
             case.call()

@@ -53,10 +53,14 @@ def main() -> int:
     checks = report.check(sharded, single, bigram)
     report.save(arguments.out, sharded, single, bigram, checks)
     report.show(console, sharded, single, bigram, checks)
+    passed = all(check.passed for check in checks)
+    console.print(f"\nthe loss curve as a picture: {arguments.out / report.PICTURE}")
     console.print(
-        f"{time.perf_counter() - started:.0f} s in all; curve: {arguments.out / report.PICTURE}"
+        f"{'PASS' if passed else 'FAIL'} in {time.perf_counter() - started:.0f} s",
+        style="bold green" if passed else "bold red",
+        highlight=False,
     )
-    return 0 if all(check.passed for check in checks) else 1
+    return 0 if passed else 1
 
 
 def parse_arguments() -> argparse.Namespace:

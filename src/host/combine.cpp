@@ -291,20 +291,31 @@ void CombineJob::sum_tokens() {
   const auto at = [&](const std::optional<ConstTensorView>& bias, std::size_t token) {
     return bias ? static_cast<const std::byte*>(bias->data) + token * row_bytes : nullptr;
   };
-  const Kernels& run = kernels();
-  std::array<const void*, kMaxTopk> rows{};
-  SumRows sum;
-  sum.rows = rows.data();
-  sum.columns = rows_.columns();
-  sum.dtype = rows_.dtype;
-  auto* out = static_cast<std::byte*>(result_.x.data());
-  for (std::size_t token = 0; token < static_cast<std::size_t>(plan_->tokens); ++token) {
-    sum.count = 0;
+  const auto tokens = static_cast<std::size_t>(plan_->tokens);
+  // Two sets of pointers in turn: while one token is summed, the rows of the next are fetched.
+  std::array<std::array<const void*, kMaxTopk>, 2> rows{};
+  const auto find = [&](std::size_t token) {
+    std::int64_t count = 0;
+    if (token == tokens) return count;
     for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
       const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
-      rows[static_cast<std::size_t>(sum.count++)] = row_base_[static_cast<std::size_t>(lane.rank)] +
-                                                    static_cast<std::size_t>(lane.row) * row_bytes;
+      rows[token % 2][static_cast<std::size_t>(count++)] =
+          row_base_[static_cast<std::size_t>(lane.rank)] +
+          static_cast<std::size_t>(lane.row) * row_bytes;
     }
+    return count;
+  };
+  const Kernels& run = kernels();
+  SumRows sum;
+  sum.columns = rows_.columns();
+  sum.dtype = rows_.dtype;
+  sum.next_count = find(0);
+  auto* out = static_cast<std::byte*>(result_.x.data());
+  for (std::size_t token = 0; token < tokens; ++token) {
+    sum.rows = rows[token % 2].data();
+    sum.count = sum.next_count;
+    sum.next_rows = rows[(token + 1) % 2].data();
+    sum.next_count = find(token + 1);
     sum.bias0 = at(options_.bias0, token);
     sum.bias1 = at(options_.bias1, token);
     sum.out = out + token * row_bytes;

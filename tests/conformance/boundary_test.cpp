@@ -68,7 +68,8 @@ TEST_P(Boundaries, RowsOfEveryKindOfLength) {
   std::vector<Case> cases;
   // Bytes a row: the least, odd multiples of 16, both sides of a cache line, of a page and of the
   // 512 columns that are summed at a time.
-  for (std::int64_t hidden : {4, 8, 12, 20, 28, 32, 36, 124, 132, 508, 512, 516, 1020, 1024, 1028}) {
+  for (std::int64_t hidden :
+       {4, 8, 12, 20, 28, 32, 36, 124, 132, 508, 512, 516, 1020, 1024, 1028}) {
     Case c = throughput(hidden, 4, Dtype::f32, 7);
     c.combine_dtype = hidden % 8 == 0 ? Dtype::bf16 : Dtype::f32;
     c.biases = 2;
@@ -117,8 +118,8 @@ TEST_P(Boundaries, ExchangesPastTheCaches) {
 TEST_P(Boundaries, QuantisedRowsOfEveryKindOfLength) {
   std::vector<Case> cases;
   for (std::int64_t hidden : {8, 16, 120, 128, 136, 256, 504, 512, 520, 640, 1032}) {
-    for (WireKind wire : {WireKind::as_is, WireKind::scale_f32, WireKind::scale_pow2,
-                          WireKind::scale_packed}) {
+    for (WireKind wire :
+         {WireKind::as_is, WireKind::scale_f32, WireKind::scale_pow2, WireKind::scale_packed}) {
       cases.push_back(latency(hidden, 3, hidden % 16 == 0 ? Dtype::f16 : Dtype::bf16, wire));
     }
     cases.push_back(latency(hidden, 2, Dtype::f32, WireKind::scale_packed));

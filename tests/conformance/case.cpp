@@ -18,11 +18,20 @@ constexpr std::array<std::int64_t, 4> kAlignments{0, 1, 8, 128};  // 0: rank-maj
 
 // Axes that both modes share come first.
 enum Common { kFabric, kRank, kHiddenSize, kK, kRoute, kExperts, kIndex, kStream, kOut, kSpecial };
-enum Throughput { kDtype = kSpecial + 1, kLayout, kSumDtype, kRows, kWeights, kBias, kSize, kMemory };
+enum Throughput {
+  kDtype = kSpecial + 1,
+  kLayout,
+  kSumDtype,
+  kRows,
+  kWeights,
+  kBias,
+  kSize,
+  kMemory
+};
 enum Latency { kFloat = kSpecial + 1, kWire, kHook, kAlive };
 
 std::vector<Axis> with_common(std::vector<Axis> own) {
-  std::vector<Axis> all{{"fabric", 3}, {"ranks", 6},  {"hidden", 4}, {"topk", 4}, {"routes", 8},
+  std::vector<Axis> all{{"fabric", 3},  {"ranks", 6}, {"hidden", 4}, {"topk", 4}, {"routes", 8},
                         {"experts", 4}, {"index", 3}, {"stream", 2}, {"out", 2},  {"special", 2}};
   all.insert(all.end(), own.begin(), own.end());
   return all;
@@ -95,9 +104,14 @@ std::string to_string(const Case& c) {
 }
 
 const std::vector<Axis>& axes(Mode mode) {
-  static const std::vector<Axis> throughput =
-      with_common({{"dtype", 5}, {"layout", 4}, {"combine dtype", 3}, {"rows", 3}, {"weights", 3},
-                   {"biases", 3}, {"size", 3}, {"small memory", 2}});
+  static const std::vector<Axis> throughput = with_common({{"dtype", 5},
+                                                           {"layout", 4},
+                                                           {"combine dtype", 3},
+                                                           {"rows", 3},
+                                                           {"weights", 3},
+                                                           {"biases", 3},
+                                                           {"size", 3},
+                                                           {"small memory", 2}});
   static const std::vector<Axis> latency =
       with_common({{"dtype", 3}, {"wire", 4}, {"hook", 4}, {"two alive", 2}});
   return mode == Mode::throughput ? throughput : latency;

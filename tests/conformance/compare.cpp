@@ -57,8 +57,8 @@ bool same_values(Rank& rank, const char* what, Dtype dtype, const void* got, con
     const auto row = i / static_cast<std::size_t>(columns);
     rank.fail(std::string(what) + ": row " + std::to_string(row) + " of " + std::to_string(rows) +
               ", channel " + std::to_string(i % static_cast<std::size_t>(columns)) + ": got " +
-              hex(a, size) + ", expected " + hex(b, size) + " (" +
-              std::string(name_of(dtype)) + ")");
+              hex(a, size) + ", expected " + hex(b, size) + " (" + std::string(name_of(dtype)) +
+              ")");
     return false;
   }
   return true;
@@ -68,8 +68,8 @@ bool same_shape(Rank& rank, const char* what, const Tensor& got, Dtype dtype,
                 const Extents& expected) {
   return rank.check(got.dtype() == dtype && got.shape() == expected,
                     std::string(what) + ": got " + std::string(name_of(got.dtype())) + " " +
-                        to_string(got.shape()) + ", expected " + std::string(name_of(dtype)) +
-                        " " + to_string(expected));
+                        to_string(got.shape()) + ", expected " + std::string(name_of(dtype)) + " " +
+                        to_string(expected));
 }
 
 void poison(const TensorView& tensor) {
@@ -78,8 +78,7 @@ void poison(const TensorView& tensor) {
 
 bool is_poison(const void* data, std::size_t bytes) {
   const auto* at = static_cast<const unsigned char*>(data);
-  return bytes == 0 ||
-         (at[0] == kPoison && std::memcmp(at, at + 1, bytes - 1) == 0);
+  return bytes == 0 || (at[0] == kPoison && std::memcmp(at, at + 1, bytes - 1) == 0);
 }
 
 }  // namespace ferry::conformance

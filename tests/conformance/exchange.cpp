@@ -10,7 +10,9 @@ namespace {
 
 constexpr auto kWait = std::chrono::seconds(20);
 
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
 
 }  // namespace
 
@@ -81,8 +83,8 @@ float Exchange::weight(std::uint64_t round, int rank, std::int64_t row, int slot
 }
 
 Combined Exchange::combine(std::uint64_t round) {
-  const auto rows = std::make_shared<Bytes>(
-      index(expected_.rows) * world(0).row_bytes() + 16, static_cast<std::byte>(kPoison));
+  const auto rows = std::make_shared<Bytes>(index(expected_.rows) * world(0).row_bytes() + 16,
+                                            static_cast<std::byte>(kPoison));
   const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
   const auto put = [&](std::int64_t row) {
     fill(round, rank_.rank(), row, rows->data() + index(row) * world(0).row_bytes());
@@ -94,8 +96,8 @@ Combined Exchange::combine(std::uint64_t round) {
   }
   const auto weights = std::make_shared<std::vector<float>>();
   for (std::int64_t i = 0; i < n * case_.topk; ++i) {
-    weights->push_back(weight(round, rank_.rank(), i / case_.topk,
-                              static_cast<int>(i % case_.topk)));
+    weights->push_back(
+        weight(round, rank_.rank(), i / case_.topk, static_cast<int>(i % case_.topk)));
   }
   inputs_.push_back(rows);
   inputs_.push_back(weights);
@@ -122,8 +124,7 @@ void Exchange::check(const Combined& got, std::uint64_t round) {
   if (!same_shape(rank_, "combined x", got.x, case_.dtype, {tokens, case_.hidden})) return;
   same_values(rank_, "combined x", case_.dtype, got.x.data(), expected.x.data(), tokens,
               case_.hidden);
-  same_vector(rank_, "combined topk_weights", got.topk_weights.as<float>(),
-              expected.topk_weights);
+  same_vector(rank_, "combined topk_weights", got.topk_weights.as<float>(), expected.topk_weights);
 }
 
 }  // namespace ferry::conformance

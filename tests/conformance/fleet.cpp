@@ -54,8 +54,8 @@ struct Board {
   void fail(int rank, const std::string& text) {
     const int slot = failures.fetch_add(1);
     if (slot >= kMaxFailures) return;
-    const std::string line = "rank " + std::to_string(rank) + ": " + text + "\n    in: " +
-                             progress[rank].what;
+    const std::string line =
+        "rank " + std::to_string(rank) + ": " + text + "\n    in: " + progress[rank].what;
     std::strncpy(failure[slot], line.c_str(), kTextBytes - 1);
   }
 };
@@ -152,8 +152,8 @@ void run_processes(Board& board, const Fleet& fleet, const std::function<void(Ra
     if (pid < 0) board.fail(r, "could not be forked");
     children.push_back(pid);
   }
-  int left = static_cast<int>(std::count_if(children.begin(), children.end(),
-                                            [](pid_t pid) { return pid > 0; }));
+  int left = static_cast<int>(
+      std::count_if(children.begin(), children.end(), [](pid_t pid) { return pid > 0; }));
   bool killed = false;
   for (int n = 0; left > 0; ++n) {
     std::this_thread::sleep_for(std::chrono::microseconds(n < 100 ? 200 : 2000));
@@ -186,9 +186,13 @@ void Rank::begin(const std::string& what) {
   mine.since_ms = now_ms();
 }
 
-void Rank::fail(const std::string& text) { board_.fail(rank_, text); }
+void Rank::fail(const std::string& text) {
+  board_.fail(rank_, text);
+}
 
-int Rank::failures() const { return board_.failures; }
+int Rank::failures() const {
+  return board_.failures;
+}
 
 bool only_threads() {
 #if defined(__SANITIZE_THREAD__)
@@ -201,8 +205,8 @@ bool only_threads() {
 }
 
 std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(Rank&)>& body) {
-  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return {"the board could not be mapped"};
   Board* board = new (memory) Board;
   if (fleet.fabric == FabricKind::shm) {

@@ -17,9 +17,12 @@ struct Board;
 /// One rank of a fleet: who it is, and where it reports. Nothing here throws.
 class Rank {
  public:
-  Rank(Board& board, int rank, int size, FabricKind fabric,
-       std::shared_ptr<Bootstrap> bootstrap)
-      : board_(board), rank_(rank), size_(size), fabric_(fabric), bootstrap_(std::move(bootstrap)) {}
+  Rank(Board& board, int rank, int size, FabricKind fabric, std::shared_ptr<Bootstrap> bootstrap)
+      : board_(board),
+        rank_(rank),
+        size_(size),
+        fabric_(fabric),
+        bootstrap_(std::move(bootstrap)) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -30,10 +30,9 @@ class OnFabric : public ::testing::TestWithParam<FabricKind> {
   }
 };
 
-#define FERRY_ON_EVERY_FABRIC(suite)                                                          \
-  INSTANTIATE_TEST_SUITE_P(Fabrics, suite,                                                    \
-                           ::testing::Values(FabricKind::local, FabricKind::shm,              \
-                                             FabricKind::sim),                                \
+#define FERRY_ON_EVERY_FABRIC(suite)                                                               \
+  INSTANTIATE_TEST_SUITE_P(Fabrics, suite,                                                         \
+                           ::testing::Values(FabricKind::local, FabricKind::shm, FabricKind::sim), \
                            [](const auto& test) { return name_of_fabric(test.param); })
 
 /// Runs `call`, which must throw a ferry::Error of this kind; returns its text.

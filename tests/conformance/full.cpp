@@ -41,8 +41,8 @@ bool is_product_axis(Mode mode, const char* name) {
 
 /// Case `number` of a mode: its product axes count up, the others follow from the seed.
 Case numbered_case(Mode mode, std::int64_t number, std::uint64_t seed) {
-  Random random(mix(seed, 121 + static_cast<std::uint64_t>(mode),
-                    static_cast<std::uint64_t>(number)));
+  Random random(
+      mix(seed, 121 + static_cast<std::uint64_t>(mode), static_cast<std::uint64_t>(number)));
   std::vector<int> choice;
   for (const Axis& axis : axes(mode)) {
     if (is_product_axis(mode, axis.name)) {
@@ -112,13 +112,13 @@ int run(const Options& options) {
       };
       return shared(a.second) < shared(b.second);
     });
-    const auto failures = run_fleet({std::get<0>(key), std::get<1>(key), options.deadline},
-                                    [&](Rank& rank) {
-                                      Session session(rank);
-                                      for (const auto& [n, c] : batch) {
-                                        run_case(session, c, "case " + std::to_string(n) + ": ");
-                                      }
-                                    });
+    const auto failures =
+        run_fleet({std::get<0>(key), std::get<1>(key), options.deadline}, [&](Rank& rank) {
+          Session session(rank);
+          for (const auto& [n, c] : batch) {
+            run_case(session, c, "case " + std::to_string(n) + ": ");
+          }
+        });
     done += static_cast<std::int64_t>(batch.size());
     if (!failures.empty()) {
       failed += static_cast<std::int64_t>(failures.size());
@@ -150,11 +150,16 @@ int main(int argc, char** argv) {
   if (argc == 1 && (mode == nullptr || std::strcmp(mode, "full") != 0)) options.every = 400;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
-    if (name == "--every") options.every = std::atoll(argv[i + 1]);
-    else if (name == "--only") options.only = argv[i + 1];
-    else if (name == "--case") options.only_case = std::atoll(argv[i + 1]);
-    else if (name == "--deadline") options.deadline = std::chrono::seconds(std::atoll(argv[i + 1]));
-    else return std::fprintf(stderr, "unknown option %s\n", argv[i]), 2;
+    if (name == "--every")
+      options.every = std::atoll(argv[i + 1]);
+    else if (name == "--only")
+      options.only = argv[i + 1];
+    else if (name == "--case")
+      options.only_case = std::atoll(argv[i + 1]);
+    else if (name == "--deadline")
+      options.deadline = std::chrono::seconds(std::atoll(argv[i + 1]));
+    else
+      return std::fprintf(stderr, "unknown option %s\n", argv[i]), 2;
   }
   return ferry::conformance::run(options);
 }

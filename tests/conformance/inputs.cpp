@@ -83,8 +83,7 @@ std::int64_t draw(const Case& c, Random& random, const std::int64_t* before, int
       const Range range = one_rank(c);
       return range.first + random.below(range.count);
     }
-    case RouteKind::holes:
-      return random.below(5) < 2 ? -1 : random.below(experts);
+    case RouteKind::holes: return random.below(5) < 2 ? -1 : random.below(experts);
     case RouteKind::duplicates:
       return k > 0 && random.one_in(2) ? before[random.below(k)] : random.below(experts);
     default: break;
@@ -100,8 +99,7 @@ std::int64_t draw(const Case& c, Random& random, const std::int64_t* before, int
 
 }  // namespace
 
-void fill_row(std::uint64_t seed, Dtype dtype, bool special, std::int64_t columns,
-              std::byte* out) {
+void fill_row(std::uint64_t seed, Dtype dtype, bool special, std::int64_t columns, std::byte* out) {
   Random random(seed);
   if (dtype != Dtype::f32 && dtype != Dtype::bf16 && dtype != Dtype::f16) {
     const auto bytes = static_cast<std::size_t>(columns) * size_of(dtype);
@@ -114,7 +112,8 @@ void fill_row(std::uint64_t seed, Dtype dtype, bool special, std::int64_t column
   for (std::int64_t i = 0; i < columns; i += 2) {
     const std::uint64_t word = random.next();
     store(out, dtype, i, plain_value(static_cast<std::uint32_t>(word)));
-    if (i + 1 < columns) store(out, dtype, i + 1, plain_value(static_cast<std::uint32_t>(word >> 32)));
+    if (i + 1 < columns)
+      store(out, dtype, i + 1, plain_value(static_cast<std::uint32_t>(word >> 32)));
   }
   if (!special) return;
   for (std::int64_t n = random.below(1 + std::max<std::int64_t>(1, columns / 12)); n > 0; --n) {
@@ -151,8 +150,10 @@ std::vector<std::int64_t> make_routes(const Case& c, int rank, std::int64_t toke
       route[k] = nowhere ? -1 : draw(c, random, route, k);
       if (route[k] < 0) continue;
       auto& count = used[static_cast<std::size_t>(route[k])];
-      if (limit > 0 && count >= limit) route[k] = -1;
-      else ++count;
+      if (limit > 0 && count >= limit)
+        route[k] = -1;
+      else
+        ++count;
     }
   }
   return routes;
@@ -171,12 +172,15 @@ World make_world(const Case& c, std::uint64_t round) {
     RankInput input;
     input.tokens = tokens_of(c, rank);
     input.topk_idx = make_routes(c, rank, input.tokens, c.mode == Mode::latency ? c.capacity : 0);
-    input.x = make_rows(mix(c.seed, 14, r, round), c.dtype, c.special_values, input.tokens, c.hidden);
+    input.x =
+        make_rows(mix(c.seed, 14, r, round), c.dtype, c.special_values, input.tokens, c.hidden);
     for (std::int64_t i = 0; i < input.tokens * world.scale_columns; ++i) {
-      input.scales.push_back(std::fabs(make_weight(mix(c.seed, 15 + round, r, static_cast<std::uint64_t>(i)))));
+      input.scales.push_back(
+          std::fabs(make_weight(mix(c.seed, 15 + round, r, static_cast<std::uint64_t>(i)))));
     }
     for (std::int64_t i = 0; i < input.tokens * c.topk; ++i) {
-      input.weights.push_back(make_weight(mix(c.seed, 1016 + round, r, static_cast<std::uint64_t>(i))));
+      input.weights.push_back(
+          make_weight(mix(c.seed, 1016 + round, r, static_cast<std::uint64_t>(i))));
     }
     world.inputs.push_back(std::move(input));
   }

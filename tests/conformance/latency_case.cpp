@@ -38,8 +38,8 @@ class Generation {
       index32_.assign(own().topk_idx.begin(), own().topk_idx.end());
       index = {index32_.data(), Dtype::i32, index.shape};
     }
-    received_ = exchange_.dispatch({own().x.data(), c_.dtype, {own().tokens, c_.hidden}}, index,
-                                   options);
+    received_ =
+        exchange_.dispatch({own().x.data(), c_.dtype, {own().tokens, c_.hidden}}, index, options);
     if (!options.hook) {
       received_.event.wait(kWait);
       return;
@@ -63,8 +63,8 @@ class Generation {
       }
       for (std::size_t i = 0; i < theirs.size(); ++i) {
         const std::int64_t place = e * rows + static_cast<std::int64_t>(i);
-        const WireRow row = expect_wire_row(world_, theirs[i], options_.format,
-                                            options_.scale_format);
+        const WireRow row =
+            expect_wire_row(world_, theirs[i], options_.format, options_.scale_format);
         const std::byte* got =
             received_.x.as<std::byte>() + static_cast<std::size_t>(place) * row_bytes;
         if (quantized()) {
@@ -107,9 +107,8 @@ class Generation {
     }
     got.event.wait(kWait);
     const Bytes expected = expect_latency_combine(
-        world_, rank_.rank(), [&](int d, std::int64_t e, std::int64_t place, std::byte* to) {
-          fill(d, e, place, to);
-        });
+        world_, rank_.rank(),
+        [&](int d, std::int64_t e, std::int64_t place, std::byte* to) { fill(d, e, place, to); });
     if (!same_shape(rank_, "combined x", got.x, c_.dtype, {tokens, c_.hidden})) return;
     same_values(rank_, "latency combine: x", c_.dtype, got.x.data(), expected.data(), tokens,
                 c_.hidden);
@@ -158,9 +157,9 @@ class Generation {
     rank_.equal(scales.strides[1], 1, "stride of scales along the rows");
     const auto* bits = static_cast<const std::uint32_t*>(scales.data);
     for (std::int64_t c = 0; c < columns; ++c) {
-      rank_.equal(bits[expert * scales.strides[0] + place * scales.strides[1] +
-                       c * scales.strides[2]],
-                  row.scales[static_cast<std::size_t>(c)], "bits of a scale");
+      rank_.equal(
+          bits[expert * scales.strides[0] + place * scales.strides[1] + c * scales.strides[2]],
+          row.scales[static_cast<std::size_t>(c)], "bits of a scale");
     }
   }
 

@@ -21,7 +21,8 @@ constexpr std::int64_t kCapacity = 6;
 /// A latency exchange over f32, with tokens whose value says who they are.
 struct Small {
   explicit Small(Rank& r, std::int64_t experts)
-      : rank(r), group(r.bootstrap(), group_config(r, experts)),
+      : rank(r),
+        group(r.bootstrap(), group_config(r, experts)),
         exchange(group, {kCapacity, kHidden, kTopk, Dtype::f32}) {}
 
   LatencyReceived dispatch(std::int64_t tokens, const std::vector<std::int64_t>& ids,
@@ -83,9 +84,8 @@ TEST_P(Latency, AThirdResultIsRefused) {
     // A copy of a tensor keeps the buffer.
     std::optional<Tensor> copy = first->x;
     first.reset();
-    expect_error(rank, ErrorKind::exhausted, "a third dispatch beside a copy", [&] {
-      (void)small.dispatch(3, small.some_routes(3, 3));
-    });
+    expect_error(rank, ErrorKind::exhausted, "a third dispatch beside a copy",
+                 [&] { (void)small.dispatch(3, small.some_routes(3, 3)); });
     copy.reset();
     for (std::uint64_t i = 0; i < 6; ++i) {
       first = small.dispatch(3, small.some_routes(3, 10 + i));

@@ -11,7 +11,9 @@ namespace {
 class Lifetime : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Lifetime);
 
-std::uint64_t seed(std::uint64_t which) { return mix(base_seed(), 81, which) >> 1; }
+std::uint64_t seed(std::uint64_t which) {
+  return mix(base_seed(), 81, which) >> 1;
+}
 
 TEST_P(Lifetime, TwoLivePlansInterleaved) {
   run(4, [](Rank& rank) {
@@ -54,7 +56,8 @@ TEST_P(Lifetime, ManyPlansUsedInAnyOrder) {
       c.topk = 1 + static_cast<int>(random.below(6));
       c.order = random.one_in(2) ? RowOrder::expert_major : RowOrder::rank_major;
       all.push_back(std::make_unique<Exchange>(rank, group, c));
-      Exchange& any = *all[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i) + 1))];
+      Exchange& any =
+          *all[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i) + 1))];
       any.run(i % 3);
       if (all.size() > 6 && random.one_in(2)) all.front()->run(1);
     }
@@ -132,8 +135,8 @@ TEST_P(Lifetime, TensorsOutliveTheGroup) {
 
 TEST_P(Lifetime, HintsEqualWhatIsAllocated) {
   run(3, [](Rank& rank) {
-    for (std::size_t memory : {std::size_t{0}, std::size_t{1}, std::size_t{4097},
-                               std::size_t{3} << 20}) {
+    for (std::size_t memory :
+         {std::size_t{0}, std::size_t{1}, std::size_t{4097}, std::size_t{3} << 20}) {
       for (std::int64_t experts : {1, 7, 1000}) {
         const GroupConfig config = group_config(rank, experts, memory);
         Group group(rank.bootstrap(), config);

@@ -65,8 +65,8 @@ class Cover {
     std::vector<int> order(static_cast<std::size_t>(count()));
     std::iota(order.begin(), order.end(), 0);
     for (std::size_t n = order.size(); n > 1; --n) {
-      std::swap(order[n - 1], order[static_cast<std::size_t>(
-                                  random_.below(static_cast<std::int64_t>(n)))]);
+      std::swap(order[n - 1],
+                order[static_cast<std::size_t>(random_.below(static_cast<std::int64_t>(n)))]);
     }
     for (int axis : order) {
       if (choice[static_cast<std::size_t>(axis)] < 0) choose(axis, choice);
@@ -111,8 +111,8 @@ class Cover {
   void take(const std::vector<int>& choice) {
     for (int a = 0; a < count(); ++a) {
       for (int b = a + 1; b < count(); ++b) {
-        missing_.erase({a, choice[static_cast<std::size_t>(a)], b,
-                        choice[static_cast<std::size_t>(b)]});
+        missing_.erase(
+            {a, choice[static_cast<std::size_t>(a)], b, choice[static_cast<std::size_t>(b)]});
       }
     }
   }
@@ -139,8 +139,8 @@ std::vector<std::vector<int>> random_choices(Mode mode, int count, std::uint64_t
     bool allowed = true;
     for (std::size_t a = 0; a < choice.size(); ++a) {
       for (std::size_t b = a + 1; b < choice.size(); ++b) {
-        allowed = allowed && !excluded(mode, static_cast<int>(a), choice[a], static_cast<int>(b),
-                                       choice[b]);
+        allowed = allowed &&
+                  !excluded(mode, static_cast<int>(a), choice[a], static_cast<int>(b), choice[b]);
       }
     }
     if (allowed) all.push_back(choice);

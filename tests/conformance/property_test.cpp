@@ -252,7 +252,8 @@ RC_GTEST_PROP(Property, PermutedRanksPermuteWhatTheyReceive, ()) {
     auto& routes = permuted.routes[to(r)];
     routes = s.routes[static_cast<std::size_t>(r)];
     for (auto& e : routes) {
-      if (e >= 0) e = static_cast<std::int64_t>(to(static_cast<int>(e / block))) * block + e % block;
+      if (e >= 0)
+        e = static_cast<std::int64_t>(to(static_cast<int>(e / block))) * block + e % block;
     }
   }
   const std::vector<Got> before = exchange(s, integer);
@@ -267,9 +268,9 @@ RC_GTEST_PROP(Property, PermutedRanksPermuteWhatTheyReceive, ()) {
     std::sort(ours.begin(), ours.end());
     RC_ASSERT(ours == theirs);
     for (int source = 0; source < s.ranks; ++source) {
-      RC_ASSERT(after[to(d)].rows_per_source[to(source)] ==
-                before[static_cast<std::size_t>(d)]
-                    .rows_per_source[static_cast<std::size_t>(source)]);
+      RC_ASSERT(
+          after[to(d)].rows_per_source[to(source)] ==
+          before[static_cast<std::size_t>(d)].rows_per_source[static_cast<std::size_t>(source)]);
     }
     // Sums of integers are exact in any order.
     RC_ASSERT(after[to(d)].combined == before[static_cast<std::size_t>(d)].combined);

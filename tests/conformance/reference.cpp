@@ -10,7 +10,9 @@
 namespace ferry::conformance {
 namespace {
 
-std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
 
 /// Everybody that a rank receives from, in the order of the definition.
 std::vector<Arrival> arrivals_at(const World& world, int rank) {
@@ -152,7 +154,8 @@ ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,
     result.source_token.push_back(static_cast<std::int32_t>(arrival.token));
     const auto copy_to = [&](std::int64_t row) {
       std::copy_n(from.x.begin() + static_cast<std::ptrdiff_t>(index(arrival.token) * row_bytes),
-                  row_bytes, result.x.begin() + static_cast<std::ptrdiff_t>(index(row) * row_bytes));
+                  row_bytes,
+                  result.x.begin() + static_cast<std::ptrdiff_t>(index(row) * row_bytes));
       std::copy_n(from.scales.begin() + static_cast<std::ptrdiff_t>(index(arrival.token) * columns),
                   columns,
                   result.scales.begin() + static_cast<std::ptrdiff_t>(index(row) * columns));
@@ -161,10 +164,9 @@ ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,
     for (int k = 0; k < world.topk; ++k) {
       const std::int64_t id = local_id(world, rank, arrival, k);
       result.topk_idx.push_back(id);
-      result.topk_weights.push_back(
-          id < 0 || from.weights.empty()
-              ? 0.0f
-              : from.weights[index(arrival.token * world.topk + k)]);
+      result.topk_weights.push_back(id < 0 || from.weights.empty()
+                                        ? 0.0f
+                                        : from.weights[index(arrival.token * world.topk + k)]);
       if (by_expert && id >= 0) copy_to(experts.slot_rows[i * index(world.topk) + index(k)]);
     }
   }
@@ -246,8 +248,8 @@ ExpectedLatency expect_latency(const World& world, int rank) {
 
 WireRow expect_wire_row(const World& world, const ExpectedLatency::Row& from, WireFormat format,
                         ScaleFormat scale_format) {
-  const std::byte* row = world.inputs[index(from.source)].x.data() +
-                         index(from.token) * world.row_bytes();
+  const std::byte* row =
+      world.inputs[index(from.source)].x.data() + index(from.token) * world.row_bytes();
   WireRow result;
   if (format == WireFormat::as_is) {
     result.x.assign(row, row + world.row_bytes());

@@ -13,7 +13,9 @@ namespace {
 class Refusals : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Refusals);
 
-std::uint64_t seed(std::uint64_t which) { return mix(base_seed(), 101, which) >> 1; }
+std::uint64_t seed(std::uint64_t which) {
+  return mix(base_seed(), 101, which) >> 1;
+}
 
 TEST_P(Refusals, DifferentConfigurations) {
   struct Difference {
@@ -187,17 +189,15 @@ TEST_P(Refusals, OutputTooSmall) {
     Bytes x(1 << 16);
     DispatchOptions options;
     options.out = TensorView(x.data(), c.dtype, {exchange.expected_rows() - 1, c.hidden});
-    const std::string text =
-        expect_error(rank, ErrorKind::invalid_argument, "out", [&] {
-          (void)group.dispatch({x.data(), c.dtype, {c.tokens, c.hidden}}, exchange.plan(), options);
-        });
+    const std::string text = expect_error(rank, ErrorKind::invalid_argument, "out", [&] {
+      (void)group.dispatch({x.data(), c.dtype, {c.tokens, c.hidden}}, exchange.plan(), options);
+    });
     expect_text(rank, text, "out");
     exchange.run(0);
-    const std::string rows =
-        expect_error(rank, ErrorKind::invalid_argument, "combine rows", [&] {
-          (void)group.combine({x.data(), c.dtype, {exchange.expected_rows() - 1, c.hidden}},
-                              exchange.plan());
-        });
+    const std::string rows = expect_error(rank, ErrorKind::invalid_argument, "combine rows", [&] {
+      (void)group.combine({x.data(), c.dtype, {exchange.expected_rows() - 1, c.hidden}},
+                          exchange.plan());
+    });
     expect_text(rank, rows, "rows");
     exchange.run(1);
     group.barrier();

@@ -10,7 +10,9 @@ namespace {
 class Repeated : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Repeated);
 
-int repetitions() { return only_threads() ? 200 : 1000; }
+int repetitions() {
+  return only_threads() ? 200 : 1000;
+}
 
 /// A case that differs from the last in routes, sizes, order and values, on the same group.
 Case vary(const Rank& rank, int i) {

@@ -13,9 +13,13 @@ namespace {
 class Streams : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Streams);
 
-std::uint64_t seed(std::uint64_t which) { return mix(base_seed(), 91, which) >> 1; }
+std::uint64_t seed(std::uint64_t which) {
+  return mix(base_seed(), 91, which) >> 1;
+}
 
-void pause(std::int64_t ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+void pause(std::int64_t ms) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
 
 TEST_P(Streams, CallsReturnBeforePeersCome) {
   run(3, [](Rank& rank) {
@@ -181,9 +185,9 @@ TEST_P(Streams, LatencyOnAStream) {
       const RankInput& own = world.inputs[static_cast<std::size_t>(rank.rank())];
       LatencyDispatchOptions options;
       options.stream = &stream;
-      LatencyReceived received = exchange.dispatch(
-          {own.x.data(), c.dtype, {own.tokens, c.hidden}},
-          {own.topk_idx.data(), Dtype::i64, {own.tokens, c.topk}}, options);
+      LatencyReceived received =
+          exchange.dispatch({own.x.data(), c.dtype, {own.tokens, c.hidden}},
+                            {own.topk_idx.data(), Dtype::i64, {own.tokens, c.topk}}, options);
       LatencyCombineOptions combine;
       combine.stream = &stream;
       // The rows are what arrived: enqueued before it did.
@@ -192,8 +196,9 @@ TEST_P(Streams, LatencyOnAStream) {
       combined.event.wait(std::chrono::seconds(10));
       const Bytes expected = expect_latency_combine(
           world, rank.rank(), [&](int d, std::int64_t e, std::int64_t place, std::byte* to) {
-            const auto row = expect_latency(world, d)
-                                 .rows[static_cast<std::size_t>(e)][static_cast<std::size_t>(place)];
+            const auto row =
+                expect_latency(world, d)
+                    .rows[static_cast<std::size_t>(e)][static_cast<std::size_t>(place)];
             const Bytes& x = world.inputs[static_cast<std::size_t>(row.source)].x;
             std::copy_n(x.data() + static_cast<std::size_t>(row.token) * world.row_bytes(),
                         world.row_bytes(), to);

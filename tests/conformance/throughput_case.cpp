@@ -20,7 +20,8 @@ struct OwnOutput {
         memory(bytes + kGuard, static_cast<std::byte>(kPoison)),
         view(memory.data(), dtype, {rows, columns}) {}
   void check_guard(Rank& rank, const char* what) const {
-    rank.check(is_poison(memory.data() + bytes, kGuard), std::string(what) + ": wrote past its end");
+    rank.check(is_poison(memory.data() + bytes, kGuard),
+               std::string(what) + ": wrote past its end");
   }
   std::size_t bytes;
   Bytes memory;
@@ -30,7 +31,10 @@ struct OwnOutput {
 class ThroughputCase {
  public:
   ThroughputCase(Session& session, const Case& c)
-      : session_(session), rank_(session.rank()), c_(c), group_(session.group(c)),
+      : session_(session),
+        rank_(session.rank()),
+        c_(c),
+        group_(session.group(c)),
         stream_(session.stream(c)) {}
 
   void run() {
@@ -235,8 +239,10 @@ class ThroughputCase {
     const auto seed_of = [&](std::uint64_t which) {
       return mix(c_.seed, which, static_cast<std::uint64_t>(me()));
     };
-    const Bytes bias0 = make_rows(seed_of(33), c_.combine_dtype, c_.special_values, tokens, c_.hidden);
-    const Bytes bias1 = make_rows(seed_of(34), c_.combine_dtype, c_.special_values, tokens, c_.hidden);
+    const Bytes bias0 =
+        make_rows(seed_of(33), c_.combine_dtype, c_.special_values, tokens, c_.hidden);
+    const Bytes bias1 =
+        make_rows(seed_of(34), c_.combine_dtype, c_.special_values, tokens, c_.hidden);
     const Extents shape{tokens, c_.hidden};
     if (c_.biases > 0) {
       input.bias0 = &bias0;
@@ -301,6 +307,8 @@ class ThroughputCase {
 
 }  // namespace
 
-void run_throughput(Session& session, const Case& c) { ThroughputCase(session, c).run(); }
+void run_throughput(Session& session, const Case& c) {
+  ThroughputCase(session, c).run();
+}
 
 }  // namespace ferry::conformance

@@ -13,6 +13,10 @@ struct SumRows {
   const void* const* rows = nullptr;
   const float* weights = nullptr;  ///< [count]: acc = fma(w, x, acc); null: acc = acc + x
   std::int64_t count = 0;
+  /// The rows of the next sum, fetched into the caches meanwhile: they lie far apart, and the
+  /// machine's own prefetching starts anew with every row.
+  const void* const* next_rows = nullptr;
+  std::int64_t next_count = 0;
   const void* bias0 = nullptr;
   const void* bias1 = nullptr;
   void* out = nullptr;
