@@ -21,7 +21,8 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 export TORCH_INDEX_URL JOBS
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-# Presets and the package compile much of the same: with ccache, once.
+# Presets and the package compile much of the same: with ccache, and one name of the compiler, once.
+export CXX
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export CCACHE_NOHASHDIR := 1

@@ -15,6 +15,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,7 @@ def run(
 
         def stop() -> None:
             say(f"   stopped after {limit} s: {words[0]}")
-            os.killpg(child.pid, 9)
+            os.killpg(child.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit, stop)
         timer.start()
@@ -112,6 +113,9 @@ def run(
                     shown = time.monotonic()
                     say(f"   ... {int(shown - start)} s: {last[:90]}")
             code = child.wait()
+        except BaseException:  # Ctrl-C: the child has a session of its own and does not see it
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
         finally:
             timer.cancel()
     if code != 0 and quiet:
@@ -369,4 +373,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -40,7 +40,8 @@ struct LatencyDispatchOptions {
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results
 };
 
-/// What a latency dispatch brings. At most two are alive at a time; a third dispatch throws
+/// What a latency dispatch brings. Two buffers are used in turn, so at most two results are alive
+/// at a time: a dispatch while the result of the one before the last is alive throws
 /// Error(exhausted) before anything moves. Dropping the last copy gives its buffer back.
 class LatencyReceived {
  public:

@@ -40,6 +40,10 @@ def exchange(boot):
 """
 
 
+STARTED: list[int] = []
+"""Processes of these tests: other jobs on this machine have objects of their own."""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,13 +51,15 @@ def free_port() -> int:
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [sys.executable, "-c", BODY + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | variables,
     )
+    STARTED.append(child.pid)
+    return child
 
 
 def finish(children: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -85,14 +91,15 @@ def check_good(results: list[tuple[int, str, str]], fabric: str = "shm") -> None
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if "ferry" in path.name}
+    """Names of what the processes of these tests made there: ferry-<namespace>.<pid>.<...>."""
+    names = {path.name for path in Path("/dev/shm").iterdir() if "ferry" in path.name}
+    return {name for name in names if any(f".{pid}." in name for pid in STARTED)}
 
 
 def test_from_environment() -> None:
-    before = shared_memory()
     variables = environment(3)
     check_good(finish([start("exchange(ferry.from_environment())", **v) for v in variables]))
-    assert shared_memory() <= before
+    assert not shared_memory()
 
 
 def test_torch_process_group(tmp_path: Path) -> None:
@@ -217,7 +224,8 @@ def test_a_killed_rank_is_named_within_a_second() -> None:
             print(time.time(), error.peer, flush=True)
             assert "rank 1" in str(error), error
     """
-    results = finish([start(code, **v) for v in environment(3)])
+    children = [start(code, **v) for v in environment(3)]
+    results = finish(children)
     died = float(results[1][1])
     for rank in (0, 2):
         returncode, out, err = results[rank]
@@ -228,3 +236,4 @@ def test_a_killed_rank_is_named_within_a_second() -> None:
     deadline = time.monotonic() + 2
     while shared_memory() and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert not shared_memory()

@@ -36,12 +36,6 @@ struct ControlLayout {
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
-
-  FERRY_FN constexpr std::size_t message(std::uint64_t generation, int source, int ranks) const {
-    return mailbox +
-           ((generation % 2) * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(source)) *
-               message_bytes;
-  }
 };
 
 /// `body_bytes`: the largest message.

@@ -40,8 +40,9 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   if (alive_[buffer(next)]) {
     throw Error(ErrorKind::exhausted,
                 std::string(kLatencyDispatch) +
-                    ": two results are alive already; drop the older one (LatencyReceived, its "
-                    "tensors and its LatencyCombined) before a third dispatch",
+                    ": the result of the dispatch before the last is still alive, and the two "
+                    "buffers are used in turn; drop it (LatencyReceived, its tensors and its "
+                    "LatencyCombined) before this dispatch",
                 {engine_->rank(), engine_->rank(), kLatencyDispatch, generation_, 0, 0});
   }
   exchange->generation = next;

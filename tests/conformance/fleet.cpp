@@ -1,5 +1,6 @@
 #include "fleet.hpp"
 
+#include <malloc.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>

@@ -5,8 +5,6 @@
 // --every N: only every Nth case. --only TEXT: only cases whose line contains TEXT. --case NUMBER:
 // one case. FERRY_TEST_SEED sets the seed. Without arguments and without FERRY_CONFORMANCE=full,
 // as in `make test`, it runs one case in 400: a check of this program itself.
-#include <malloc.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -105,12 +103,8 @@ int run(const Options& options) {
   auto said = start;
   std::int64_t done = 0, failed = 0;
   for (auto& [key, batch] : batches) {
-    // Neighbours share groups and latency exchanges.
     std::stable_sort(batch.begin(), batch.end(), [](const auto& a, const auto& b) {
-      const auto shared = [](const Case& c) {
-        return std::tuple(c.expert_kind, c.small_memory, c.mode, c.dtype);
-      };
-      return shared(a.second) < shared(b.second);
+      return shares_before(a.second, b.second);
     });
     const auto failures =
         run_fleet({std::get<0>(key), std::get<1>(key), options.deadline}, [&](Rank& rank) {
@@ -142,9 +136,6 @@ int run(const Options& options) {
 }  // namespace ferry::conformance
 
 int main(int argc, char** argv) {
-  // Freed memory stays here: most of the time would go into the kernel's fresh pages otherwise.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
   ferry::conformance::Options options;
   const char* mode = std::getenv("FERRY_CONFORMANCE");
   if (argc == 1 && (mode == nullptr || std::strcmp(mode, "full") != 0)) options.every = 400;

@@ -1,8 +1,10 @@
 // The rules of latency mode: two buffers, their order, and what is refused.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <thread>
 
 #include "compare.hpp"
 #include "exchange.hpp"
@@ -109,6 +111,59 @@ TEST_P(Latency, ResultsDroppedInAnyOrder) {
       (order.one_in(2) ? first : second).reset();
     }
     small.round_trip(6);
+    small.group.barrier();
+  });
+}
+
+TEST_P(Latency, RowsWaitForASlowReceiver) {
+  // Rank 1 has not received two generations when the others already send the third: they must wait
+  // for its credit, not write over what it has not read.
+  run(3, [](Rank& rank) {
+    Small small(rank, 6);
+    const auto every = [&](std::uint64_t g) {  // all tokens of generation g to all of six experts
+      Random random(mix(base_seed(), 13, g));
+      std::vector<std::int64_t> ids;
+      for (std::int64_t t = 0; t < kCapacity; ++t) {
+        const std::int64_t first = random.below(6);
+        ids.insert(ids.end(), {first, (first + 1 + random.below(5)) % 6});
+      }
+      return ids;
+    };
+    const auto check = [&](const LatencyReceived& received, std::uint64_t g) {
+      // Everybody has the same routes, so what arrives follows from this rank's own.
+      const std::vector<std::int64_t> ids = every(g);
+      for (std::int64_t e = 0; e < 2; ++e) {
+        std::size_t place = 0;
+        for (int source = 0; source < rank.size(); ++source) {
+          for (std::size_t i = 0; i < ids.size(); ++i) {
+            if (ids[i] != rank.rank() * 2 + e) continue;
+            const auto row = static_cast<std::size_t>(e * rank.size() * kCapacity) + place++;
+            rank.equal(received.x.as<float>()[row * kHidden],
+                       static_cast<float>(source * 1000 + static_cast<int>(i) / kTopk),
+                       "a row that waited");
+          }
+        }
+        rank.equal(received.counts.as<std::int32_t>()[e], static_cast<std::int32_t>(place),
+                   "rows that waited");
+      }
+    };
+    for (std::uint64_t g = 0; g < 6; g += 2) {
+      std::optional<LatencyReceived> one = small.dispatch(kCapacity, every(g), true);
+      std::optional<LatencyReceived> two;
+      if (rank.rank() == 1) {
+        two = small.dispatch(kCapacity, every(g + 1), true);
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        one->receive();
+        check(*one, g);
+      } else {
+        one->receive();
+        check(*one, g);
+        one.reset();
+        two = small.dispatch(kCapacity, every(g + 1), true);
+      }
+      two->receive();
+      check(*two, g + 1);
+    }
     small.group.barrier();
   });
 }

@@ -133,6 +133,64 @@ TEST_P(Lifetime, TensorsOutliveTheGroup) {
   });
 }
 
+TEST_P(Lifetime, TwoGroupsAtOnce) {
+  run(3, [](Rank& rank) {
+    const Case a = small_case(rank, seed(20));
+    Case b = small_case(rank, seed(21));
+    b.expert_kind = ExpertKind::many;
+    b.order = RowOrder::expert_major;
+    Group first(rank.bootstrap(), group_config(rank, a.experts()));
+    Group second(rank.bootstrap(), group_config(rank, b.experts()));
+    Stream streams[2];
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      // Ranks enter the two groups in different orders: one never waits for the other.
+      Exchange one(rank, first, a, &streams[0]), two(rank, second, b, &streams[1]);
+      Received x, y;
+      Combined u, v;
+      const auto use_first = [&] {
+        x = one.dispatch(i, 200);
+        u = one.combine(i);
+      };
+      const auto use_second = [&] {
+        y = two.dispatch(i, 200);
+        v = two.combine(i);
+      };
+      if (rank.rank() == 1) {
+        use_second();
+        use_first();
+      } else {
+        use_first();
+        use_second();
+      }
+      one.check(x, i);
+      one.check(u, i);
+      two.check(y, i);
+      two.check(v, i);
+    }
+    first.barrier();
+    second.barrier();
+  });
+}
+
+TEST_P(Lifetime, TensorsDroppedOnAnotherThread) {
+  run(2, [](Rank& rank) {
+    const Case c = small_case(rank, seed(22));
+    Group group(rank.bootstrap(), group_config(rank, c.experts(), 1 << 16));
+    Exchange exchange(rank, group, c);
+    {
+      Stream janitor;
+      for (std::uint64_t i = 0; i < 100; ++i) {
+        auto received = std::make_shared<Received>(exchange.dispatch_and_check(i % 3));
+        exchange.combine_and_check(i % 3);
+        janitor.submit([received = std::move(received)] { poison(received->x); });
+      }
+      janitor.synchronize();
+    }
+    rank.equal(group.memory().arena_used_bytes, std::size_t{0}, "bytes in use at the end");
+    group.barrier();
+  });
+}
+
 TEST_P(Lifetime, HintsEqualWhatIsAllocated) {
   run(3, [](Rank& rank) {
     for (std::size_t memory :

@@ -43,6 +43,13 @@ void Session::tidy() {
   poisoned_.clear();
 }
 
+bool shares_before(const Case& a, const Case& b) {
+  const auto shared = [](const Case& c) {
+    return std::tuple(c.expert_kind, c.small_memory, c.mode, c.dtype, c.hidden, c.topk);
+  };
+  return shared(a) < shared(b);
+}
+
 void run_case(Session& session, const Case& c, const std::string& label) {
   session.rank().begin(label + to_string(c));
   session.tidy();

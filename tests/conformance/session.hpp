@@ -40,6 +40,8 @@ class Session {
 /// Runs one case on this rank and reports what differs from the reference. Collective.
 /// `label` is said before the case's line.
 void run_case(Session& session, const Case& c, const std::string& label = {});
+/// An order in which neighbours share groups and latency exchanges.
+bool shares_before(const Case& a, const Case& b);
 void run_throughput(Session& session, const Case& c);
 void run_latency(Session& session, const Case& c);
 
