@@ -77,7 +77,16 @@ struct BasicTensorView {
   std::int64_t columns() const { return shape.size() > 0 ? shape[shape.size() - 1] : 1; }
   std::size_t row_bytes() const { return static_cast<std::size_t>(columns()) * size_of(dtype); }
   std::size_t bytes() const { return static_cast<std::size_t>(shape.product()) * size_of(dtype); }
-  bool is_dense() const { return shape.product() == 0 || strides == dense_strides(shape); }
+  /// Row-major without gaps; strides of extents below 2 say nothing.
+  bool is_dense() const {
+    if (shape.product() == 0) return true;
+    if (strides.size() != shape.size()) return false;
+    const Extents dense = dense_strides(shape);
+    for (int i = 0; i < shape.size(); ++i) {
+      if (shape[i] > 1 && strides[i] != dense[i]) return false;
+    }
+    return true;
+  }
 };
 
 using TensorView = BasicTensorView<void*>;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <utility>
 
 namespace ferry {
 namespace {
@@ -259,6 +260,14 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
       refuse(kCall, "out", "memory that overlaps rows",
              "memory of its own: peers read the rows "
              "while out is written");
+    }
+    for (const auto& [name, bias] :
+         {std::pair("bias0", &options.bias0), {"bias1", &options.bias1}}) {
+      // The same memory is fine: each row is read before it is written.
+      if (*bias && (*bias)->data != options.out->data && overlap(*options.out, **bias)) {
+        refuse(kCall, "out", std::string("memory that overlaps ") + name,
+               "memory of its own, or exactly that of the bias");
+      }
     }
   }
   if (options.topk_weights) {

@@ -36,16 +36,20 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
                         static_cast<std::size_t>(engine_->size()) * kLineBytes)} {}
 
 BufferLease::~BufferLease() {
-  if (taken_) engine_->drop(generation_);
+  if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));
 }
 
 void refuse_second_receive(const char* call) {
   refuse(call, "hook", "a second receive(), or one without hook = true", "one receive()");
 }
 
-void HostLatency::drop(Generation generation) {
+void HostLatency::drop(Generation generation, bool received) {
   std::scoped_lock lock(mutex_);
   alive_[buffer(generation)] = false;
+  if (!received) {
+    unreceived_.push_back(generation);
+    return;
+  }
   const Generation upto = drops_.drop(generation);
   if (upto > released_ && !engine_->destroyed()) {
     released_ = upto;

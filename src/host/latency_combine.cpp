@@ -63,10 +63,9 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
 void HostLatency::send_results(const Exchange& exchange, const ConstTensorView& rows) {
   const Generation g = exchange.generation;
   const auto* from = static_cast<const std::byte*>(rows.data);
-  const auto* counts = exchange.result.counts.as<std::int32_t>();
   std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
   for (std::int64_t e = 0; e < local_experts(); ++e) {
-    for (std::int32_t r = 0; r < counts[e]; ++r) {
+    for (std::int32_t r = 0; r < exchange.counts[static_cast<std::size_t>(e)]; ++r) {
       const auto index = static_cast<std::size_t>(e * output_rows() + r);
       const Origin& origin = exchange.origins[index];
       reach_.write(origin.source, at(partial_offset(g, origin.token, origin.slot)),

@@ -47,6 +47,7 @@ class BufferLease {
       : engine_(std::move(engine)), generation_(generation) {}
   ~BufferLease();
   void take() { taken_ = true; }
+  void mark_received() { received_.store(true, std::memory_order_release); }
   BufferLease(const BufferLease&) = delete;
   BufferLease& operator=(const BufferLease&) = delete;
 
@@ -54,6 +55,7 @@ class BufferLease {
   std::shared_ptr<HostLatency> engine_;
   Generation generation_;
   bool taken_ = false;
+  std::atomic<bool> received_{false};
 };
 
 /// One generation, from its dispatch to its combine.
@@ -66,6 +68,7 @@ struct Exchange {
   std::vector<std::int32_t> routes{};  // own, [T, K]
   // Filled by the receive, [local experts, ranks · capacity]; valid are the first counts[e].
   std::vector<Origin> origins{};
+  std::vector<std::int32_t> counts{};  // [local experts]; the caller may write into its tensor
   std::atomic<bool> received{false};
   std::atomic<bool> combined{false};
   LatencyReceived result{};  // the tensors alone, without owner of this state
@@ -85,7 +88,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                           const ConstTensorView& topk_weights,
                           const LatencyCombineOptions& options) override;
 
-  void drop(Generation generation);
+  /// A result is gone. If it was never received, its rows may still be on their way: then the
+  /// buffer goes back to the senders only when the next dispatch has seen them arrive.
+  void drop(Generation generation, bool received);
   void receive_rows(Exchange& exchange);
   void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out);
   Event enter(const char* call, Stream* stream, std::function<void()> work,
@@ -131,6 +136,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::shared_ptr<Exchange> begin(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                   const LatencyDispatchOptions& options);
   void make_tensors(Exchange& exchange);
+  void settle_unreceived();
   void await_credits(Generation generation);
   void send_rows(const Exchange& exchange, const ConstTensorView& x);
   std::size_t encode(const Exchange& exchange, const std::byte* row, std::byte* wire) const;
@@ -152,6 +158,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::array<bool, 2> alive_{};
   protocol::DropOrder<> drops_{};
   Generation released_ = 0;
+  std::vector<Generation> unreceived_{};  // dropped before their rows were received
 };
 
 /// A hook serves once.

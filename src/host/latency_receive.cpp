@@ -93,6 +93,8 @@ void HostLatency::receive_rows(Exchange& exchange) {
           (counts[e] - first[static_cast<std::size_t>(e)]);
     }
   }
+  exchange.counts.assign(counts, counts + experts);
+  exchange.lease->mark_received();
   exchange.received.store(true, std::memory_order_release);
 }
 

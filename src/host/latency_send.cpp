@@ -89,6 +89,7 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {
+        self->settle_unreceived();
         self->await_credits(exchange->generation);
         self->send_rows(*exchange, x);
         if (!hook) self->receive_rows(*exchange);
@@ -96,6 +97,22 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
       &call);
   if (!options.hook) state->called = true;
   return result;
+}
+
+void HostLatency::settle_unreceived() {
+  std::vector<Generation> dropped;
+  {
+    std::scoped_lock lock(mutex_);
+    dropped.swap(unreceived_);
+  }
+  std::sort(dropped.begin(), dropped.end());
+  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
+  for (const Generation generation : dropped) {
+    engine_->channel().await(
+        "latency dispatch: rows of a dropped result", {row, generation},
+        [&](GroupWatch& watch) { return credit_.await_arrivals(generation, watch); });
+    drop(generation, true);
+  }
 }
 
 void HostLatency::await_credits(Generation generation) {

@@ -156,6 +156,7 @@ void Job::read_signals() {
 // The first is for the ranks to end in their own way; whoever asks twice means it.
 void Job::on_stop_signal(int signal) {
   signal_all(stop_requested_ ? SIGKILL : signal);
+  signal_all(SIGCONT);  // a stopped rank would not hear of it
   stop_requested_ = true;
 }
 

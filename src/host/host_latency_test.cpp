@@ -1,0 +1,83 @@
+// Latency mode of the host engine: what a caller may do with results.
+#include <algorithm>
+
+#include "host/test_groups.hpp"
+
+namespace ferry::host::test {
+namespace {
+
+ConstTensorView ones(const std::vector<float>& values, std::int64_t tokens) {
+  return {values.data(), Dtype::f32, {tokens, 1}};
+}
+
+TEST(HostLatency, WritingIntoTheCountsChangesNothing) {
+  with_groups(2, {}, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    const std::vector<float> weights(4, 1.0F);
+    for (const std::int32_t nonsense : {100'000'000, 0, -1}) {
+      const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+      auto* counts = received.counts.as<std::int32_t>();
+      std::fill_n(counts, group.local_experts(), nonsense);
+      const LatencyCombined back = latency.combine(received.x, received, ones(weights, 4));
+      EXPECT_TRUE(same_rows(back.x, batch)) << "counts " << nonsense;
+    }
+  });
+}
+
+void drop_unreceived(FabricKind fabric, int ranks) {
+  GroupConfig config;
+  config.fabric = fabric;
+  with_groups(ranks, config, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    const std::vector<float> weights(4, 1.0F);
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    for (int round = 0; round < 20; ++round) {
+      for (int i = 0; i < round % 5; ++i) latency.dispatch(batch.x(), batch.ids(), hook);
+      const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+      EXPECT_TRUE(same_rows(latency.combine(received.x, received, ones(weights, 4)).x, batch));
+    }
+    group.barrier();
+  });
+}
+
+TEST(HostLatency, ResultsMayBeDroppedUnreceived) {
+  drop_unreceived(FabricKind::local, 2);
+  drop_unreceived(FabricKind::local, 4);
+}
+
+TEST(HostLatency, ResultsMayBeDroppedUnreceivedOverANetwork) {
+  drop_unreceived(FabricKind::sim, 3);
+}
+
+TEST(HostLatency, StridesOfExtentsBelowTwoSayNothing) {
+  with_groups(1, {}, [](Group& group) {
+    const std::vector<float> row(16, 3.0F);
+    const std::int64_t route = 0;
+    const ConstTensorView x(row.data(), Dtype::f32, {1, 16}, {999, 1}, {});
+    const Plan plan = group.plan({&route, Dtype::i64, {1, 1}});
+    EXPECT_EQ(group.dispatch(x, plan).x.as<float>()[15], 3.0F);
+  });
+}
+
+TEST(HostCombine, OutMayBeTheBiasButNotOverlapIt) {
+  with_groups(1, {}, [](Group& group) {
+    const Batch batch(0, 4, 16, 0);
+    std::vector<float> memory(6 * 16, 1.0F);
+    const Plan plan = group.plan(batch.ids());
+    const Received received = group.dispatch(batch.x(), plan);
+    CombineOptions options;
+    options.bias0 = ConstTensorView(memory.data(), Dtype::f32, {4, 16});
+    options.out = TensorView(memory.data() + 16, Dtype::f32, {4, 16});
+    expect_error(ErrorKind::invalid_argument, {"out", "bias0"},
+                 [&] { group.combine(received.x, plan, options); });
+    options.out = TensorView(memory.data(), Dtype::f32, {4, 16});
+    group.combine(received.x, plan, options);
+    EXPECT_EQ(memory[16], 2.0F);  // token 1 plus a bias of 1
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test
