@@ -108,7 +108,7 @@ void Explorer::run_once() {
     strand->hash = 1;
     strand->fiber.start([] {
       Explorer& self = current();
-      Fiber::entered(self.main_);
+      Fiber::entered(self.main_, self.strands_[static_cast<std::size_t>(self.current_)]->fiber);
       self.scenario_->body(self.current_);
       self.finish_fiber();
     });
