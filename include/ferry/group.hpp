@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ferry/bootstrap.hpp"
@@ -28,6 +29,27 @@ enum class FabricKind : std::uint8_t {
 
 /// What runs the exchanges.
 enum class Backend : std::uint8_t { automatic, host, cuda };
+
+/// The name used in messages: "automatic", "local", ...
+constexpr std::string_view name_of(FabricKind kind) {
+  switch (kind) {
+    case FabricKind::automatic: return "automatic";
+    case FabricKind::local: return "local";
+    case FabricKind::shm: return "shm";
+    case FabricKind::sim: return "sim";
+  }
+  return "unknown";
+}
+
+/// "automatic", "host", "cuda".
+constexpr std::string_view name_of(Backend backend) {
+  switch (backend) {
+    case Backend::automatic: return "automatic";
+    case Backend::host: return "host";
+    case Backend::cuda: return "cuda";
+  }
+  return "unknown";
+}
 
 /// What all ranks of a group agree on. Every field but `on_wait` must be the same on all ranks;
 /// creation fails with Error(mismatch) naming the rank and the field that differ.
@@ -86,7 +108,7 @@ struct Received {
 
 struct CombineOptions {
   RowOrder order = RowOrder::rank_major;
-  std::int64_t alignment = 1;  ///< expert-major: as given to dispatch
+  std::int64_t alignment = 1;  ///< expert-major: as given to dispatch; rank-major: 1
   /// f32 [n, K], rank-major (as `Received::topk_weights`): carried back and summed over ranks into
   /// `Combined::topk_weights`.
   std::optional<ConstTensorView> topk_weights{};
@@ -128,7 +150,8 @@ struct TimeUse {
 /// (`acc = fma(w, x, acc)`), rounds once to the row's dtype, and that one row crosses the wire.
 class Group {
  public:
-  /// Collective. Throws Error(mismatch) when ranks were given different configurations.
+  /// Collective. Throws Error(mismatch) when ranks were given different configurations, and on the
+  /// others when one rank's is invalid (which throws Error(invalid_argument) there).
   Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Group();
   Group(Group&&) noexcept;
@@ -151,7 +174,8 @@ class Group {
   Received dispatch(const ConstTensorView& x, const Plan& plan,
                     const DispatchOptions& options = {});
 
-  /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense. Rows in
+  /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense, with
+  /// exactly the rows of that order and alignment (or of the dispatch's worst_case_rows). Rows in
   /// memory of `empty()` or of a received tensor are read in place by the peers; others are copied
   /// once. Returns, for each own token, the sum over the ranks that it went to; 0 for a token that
   /// went nowhere.

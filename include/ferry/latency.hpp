@@ -43,6 +43,10 @@ struct LatencyDispatchOptions {
 /// What a latency dispatch brings. Two buffers are used in turn, so at most two results are alive
 /// at a time: a dispatch while the result of the one before the last is alive throws
 /// Error(exhausted) before anything moves. Dropping the last copy gives its buffer back.
+///
+/// With a hook the result may be dropped before `receive()`: its rows are thrown away unread, no
+/// tensor is written, and it cannot be combined on this rank. The next dispatch of this rank then
+/// waits until those rows have arrived, and only then gives the buffer back to the senders.
 class LatencyReceived {
  public:
   Tensor x{};       ///< [local experts, ranks · capacity, H], e4m3 or the input's dtype; the first
@@ -76,13 +80,16 @@ class LatencyCombined {
   std::shared_ptr<LatencyState> state{};
 };
 
-/// Fixed buffers of latency mode inside a group. Making one is collective.
+/// Fixed buffers of latency mode inside a group. Making one is collective: ranks with different
+/// configurations get Error(mismatch), and if one rank's is invalid the others are told which.
 class LatencyExchange {
  public:
   LatencyExchange(Group& group, const LatencyConfig& config);
 
   /// Collective. x: [T, H] dense, T ≤ capacity, the configuration's dtype. topk_idx: i64 or i32
-  /// [T, K], −1 = unused. A token crosses once for each destination rank and fans out there.
+  /// [T, K], K ≤ topk, −1 = unused. A token crosses once for each destination rank and fans out
+  /// there. At most `capacity` slots of a rank may name one expert, which only ids that repeat
+  /// inside a route can exceed; more are Error(invalid_argument) before anything moves.
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options = {});
 

@@ -1,16 +1,22 @@
 #include "api/agreement.hpp"
 
-#include <algorithm>
-#include <cstring>
+#include <chrono>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
+
+#include "core/text.hpp"
 
 namespace ferry {
 namespace {
 
 using Field = std::pair<std::string, std::string>;
+
+constexpr std::string_view kInvalid = "invalid: ";  // then why
+constexpr std::size_t kMostText = 300;              // of another rank, shown
+constexpr std::size_t kMostValue = 80;
 
 /// Every field that must be the same, as text: it is compared and shown, never interpreted.
 std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
@@ -18,10 +24,10 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
   return {{"Ferry's version", FERRY_VERSION},
           {"the number of ranks", number(ranks)},
           {"experts", number(config.experts)},
-          {"deadline (ns)", number(config.deadline.count())},
+          {"deadline", exact_seconds(config.deadline)},
           {"memory_bytes", number(config.memory_bytes)},
-          {"fabric", number(static_cast<int>(config.fabric))},
-          {"backend", number(static_cast<int>(config.backend))},
+          {"fabric", std::string(name_of(config.fabric))},
+          {"backend", std::string(name_of(config.backend))},
           {"sim_seed", number(config.sim_seed)}};
 }
 
@@ -40,8 +46,10 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
     const bool more_b = static_cast<bool>(std::getline(b, y));
     if (!more_a || !more_b) break;
     if (x == y) continue;
-    const auto value = [](const std::string& line) { return line.substr(line.find('=') + 1); };
-    return y.substr(0, y.find('=')) + " is " + value(x).substr(0, 80) + " on rank " +
+    const auto value = [](const std::string& line) {
+      return printable(line.substr(line.find('=') + 1), kMostValue);
+    };
+    return printable(y.substr(0, y.find('=')), kMostValue) + " is " + value(x) + " on rank " +
            std::to_string(rank) + " but " + value(y) + " on rank 0";
   }
   return "rank " + std::to_string(rank) +
@@ -51,13 +59,33 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
 
 }  // namespace
 
-void agree_on(Bootstrap& bootstrap, const GroupConfig& config) {
-  const std::string mine = to_text(fields_of(config, bootstrap.size()));
-  const auto all =
-      bootstrap.all_gather(std::as_bytes(std::span(mine)), config.deadline, config.on_wait);
+void agree_on(Bootstrap& bootstrap, const GroupConfig& config,
+              const std::optional<Error>& invalid) {
+  const std::string mine = invalid ? std::string(kInvalid) + printable(invalid->what(), kMostText)
+                                   : to_text(fields_of(config, bootstrap.size()));
+  // An invalid deadline is no deadline to wait by.
+  const auto deadline = invalid ? GroupConfig{}.deadline : config.deadline;
+  std::vector<std::vector<std::byte>> all;
+  try {
+    all = bootstrap.all_gather(std::as_bytes(std::span(mine)), deadline, config.on_wait);
+  } catch (const Error& error) {
+    if (invalid) throw *invalid;
+    if (error.kind() != ErrorKind::deadline) throw;
+    throw Error(error.kind(),
+                std::string("Group: not all ranks came to create the group: ") + error.what(),
+                error.context());
+  }
+  if (invalid) throw *invalid;
   std::vector<std::string> texts;
   for (const auto& bytes : all) {
     texts.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    if (!texts[rank].starts_with(kInvalid)) continue;
+    throw Error(ErrorKind::mismatch,
+                "Group: rank " + std::to_string(rank) + " was given a configuration that is " +
+                    printable(texts[rank], kMostText) + " (on that rank)",
+                {bootstrap.rank(), static_cast<int>(rank), "Group: configuration", 0, 0, 0});
   }
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
     if (texts[rank] == texts[0]) continue;

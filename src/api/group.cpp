@@ -32,7 +32,7 @@ FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
     case fabric::Reachable::shm: return FabricKind::shm;
     case fabric::Reachable::nothing: break;
   }
-  throw Error(ErrorKind::unsupported, "Group: " + choice.problem,
+  throw Error(choice.kind, "Group: " + choice.problem,
               {bootstrap.rank(), choice.peer, "Group: fabric", 0, 0, 0});
 }
 
@@ -60,8 +60,14 @@ Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
 
 Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   if (!bootstrap) refuse("Group", "bootstrap", "null", "a bootstrap");
-  check_config(config, bootstrap->size());
-  agree_on(*bootstrap, config);
+  check_ranks(bootstrap->size());
+  std::optional<Error> invalid;
+  try {
+    check_config(config);
+  } catch (const Error& error) {
+    invalid = error;
+  }
+  agree_on(*bootstrap, config, invalid);
   auto fabric = make_fabric(*bootstrap, config);
   engine_ = config.backend == Backend::cuda
                 ? cuda::make_cuda_engine(*bootstrap, config, std::move(fabric))
@@ -125,7 +131,8 @@ MemoryUse Group::memory() const {
   return live(engine_, "memory").memory();
 }
 MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
-  check_config(config, ranks);
+  check_ranks(ranks);
+  check_config(config);
   return host::host_memory_hint(config, ranks);
 }
 TimeUse Group::time() const {

@@ -7,8 +7,10 @@
 
 #include "bootstrap/frame.hpp"
 #include "bootstrap/socket.hpp"
+#include "bootstrap/store_errors.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
+#include "core/test_files.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -343,6 +345,49 @@ TEST(TcpBootstrap, FiftyCyclesLeakNothing) {
   for (int i = 0; i < 50; ++i) cycle();
   EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
   EXPECT_EQ(entries_of("/proc/self/task"), threads);
+}
+
+TEST(TcpBootstrap, WithoutFileDescriptorsARankSaysSoAtOnce) {
+  const TcpOptions base = fresh_options(2);
+  const auto start = Clock::now();
+  for (int rank = 0; rank < 2; ++rank) {
+    const NoFilesLeft none;
+    const Error e = error_from([&] { tcp_bootstrap(as_rank(base, rank)); });
+    EXPECT_EQ(e.kind(), ErrorKind::exhausted) << e.what();
+    for (const char* word : {"too many open files", "96", "ulimit -n"}) {
+      EXPECT_TRUE(contains(e, word)) << e.what();
+    }
+    EXPECT_TRUE(contains(e, "rank " + std::to_string(rank))) << e.what();
+  }
+  EXPECT_LT(Clock::now() - start, 10s);
+}
+
+TEST(TcpBootstrap, AStoreWithoutFileDescriptorsSaysThatItLetsNobodyIn) {
+  const TcpOptions base = fresh_options(2);
+  auto boot = tcp_bootstrap(as_rank(base, 0));
+  NoFilesLeft none;
+  none.give_back();
+  const Descriptor visitor = connected_to(base);  // takes the one that is left
+  const Error e = error_from([&] { boot->all_gather({}, 700ms); });
+  EXPECT_EQ(e.kind(), ErrorKind::exhausted) << e.what();
+  EXPECT_TRUE(contains(e, "could not let all ranks in")) << e.what();
+  EXPECT_TRUE(contains(e, "too many open files")) << e.what();
+}
+
+TEST(StoreErrors, RefusedVisitorsAreSaidInSentences) {
+  const Speaker who{.rank = 0, .size = 2, .store = "there:1"};
+  Absences absences;
+  absences.absent.listed = {1};
+  absences.absent.total = 1;
+  absences.refused = 1;
+  absences.last_refusal = RefusalCode::wrong_secret;
+  EXPECT_TRUE(contains(deadline_error(who, {}, 1s, absences),
+                       "the store refused 1 connection: it had a wrong secret"));
+  absences.refused = 3;
+  absences.last_refusal = RefusalCode::group_over;
+  EXPECT_TRUE(contains(deadline_error(who, {}, 1s, absences),
+                       "the store refused 3 connections: the last one came after the ranks had "
+                       "failed to meet"));
 }
 
 TEST(TcpBootstrap, SocketsAreClosedOnExec) {

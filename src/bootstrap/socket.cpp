@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <linux/sockios.h>
@@ -16,14 +17,12 @@
 #include <cstring>
 #include <thread>
 
+#include "core/open_files.hpp"
+
 namespace ferry::bootstrap {
 namespace {
 
 constexpr int kBacklog = 4096;  // the kernel cuts it to its own limit
-
-std::string in_words(int error) {
-  return std::generic_category().message(error);
-}
 
 void set(const Descriptor& socket, int level, int option, int value) {
   // Tuning only: a socket without it still works.
@@ -74,10 +73,17 @@ Descriptor listen_on(const Address& address, int& error) {
                     "rank 0 runs the store, so MASTER_ADDR must be rank 0's machine",
                 context);
   }
-  throw Error(ErrorKind::system, start + in_words(error), context);
+  throw Error(too_many_files(error) ? ErrorKind::exhausted : ErrorKind::system,
+              start + error_text(error), context);
 }
 
 }  // namespace
+
+std::string error_text(int error) {
+  rlimit limit{};
+  const bool known = getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  return ferry::error_text(error, known ? limit.rlim_cur : 0);
+}
 
 void Descriptor::reset() {
   if (fd_ >= 0) ::close(fd_);
@@ -89,16 +95,25 @@ std::string Endpoint::text() const {
   return (v6 ? "[" + address + "]" : address) + ":" + std::to_string(port);
 }
 
-std::vector<Address> resolve(const Endpoint& endpoint, std::string& problem) {
+std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& problem) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* list = nullptr;
+  errno = 0;
   const int code =
       ::getaddrinfo(endpoint.address.c_str(), std::to_string(endpoint.port).c_str(), &hints, &list);
   if (code != 0) {
-    problem = code == EAI_SYSTEM ? in_words(errno) : ::gai_strerror(code);
+    // Without a descriptor for its files the resolver may say that there is no such name.
+    const bool short_of_files = too_many_files(errno);
+    problem = code == EAI_SYSTEM || short_of_files ? error_text(errno) : ::gai_strerror(code);
+    if (short_of_files) {
+      throw Error(ErrorKind::exhausted,
+                  "rank " + std::to_string(rank) + ": cannot look up \"" + endpoint.address +
+                      "\": " + problem,
+                  {.rank = rank, .stage = "bootstrap: connect"});
+    }
     return {};
   }
   std::vector<Address> out;
@@ -114,7 +129,7 @@ std::vector<Address> resolve(const Endpoint& endpoint, std::string& problem) {
 
 Descriptor listen_at(const Endpoint& endpoint, int rank) {
   std::string problem;
-  const std::vector<Address> addresses = resolve(endpoint, problem);
+  const std::vector<Address> addresses = resolve(endpoint, rank, problem);
   if (addresses.empty()) {
     throw Error(ErrorKind::invalid_argument,
                 "rank " + std::to_string(rank) + ": address is \"" + endpoint.address +
@@ -188,8 +203,8 @@ Descriptor accept_from(const Descriptor& listener, int& error) {
 std::pair<Descriptor, Descriptor> socket_pair(int rank) {
   int fds[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) != 0) {
-    throw Error(ErrorKind::system,
-                "rank " + std::to_string(rank) + ": socketpair failed: " + in_words(errno),
+    throw Error(too_many_files(errno) ? ErrorKind::exhausted : ErrorKind::system,
+                "rank " + std::to_string(rank) + ": no sockets for the store: " + error_text(errno),
                 {.rank = rank, .stage = "bootstrap: listen"});
   }
   return {Descriptor(fds[0]), Descriptor(fds[1])};

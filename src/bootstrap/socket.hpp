@@ -42,8 +42,12 @@ struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
 };
-/// The endpoint's addresses, in the resolver's order. None: `problem` says why.
-std::vector<Address> resolve(const Endpoint& endpoint, std::string& problem);
+/// What an errno says; where descriptors are short, with the limit and what to do.
+std::string error_text(int error);
+
+/// The endpoint's addresses, in the resolver's order. None: `problem` says why. Throws
+/// Error(exhausted) naming `rank` when no file can be opened to look it up.
+std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& problem);
 
 /// Listens at exactly that address. Throws Error: invalid_argument if it is none of this machine,
 /// system (with what to do) if the port is taken or the system refuses.

@@ -1,5 +1,6 @@
 #include "bootstrap/store_errors.hpp"
 
+#include "bootstrap/socket.hpp"
 #include "bootstrap/wait.hpp"
 
 namespace ferry::bootstrap {
@@ -22,18 +23,19 @@ Error gather_error(ErrorKind kind, const Speaker& who, const GatherState& gather
                 .seen = gather.arrived});
 }
 
-const char* name_of(RefusalCode code) {
+/// What a refused visitor did, after "it".
+const char* fault_of(RefusalCode code) {
   switch (code) {
-    case RefusalCode::wrong_secret: return "a wrong secret";
-    case RefusalCode::other_version: return "another protocol version";
-    case RefusalCode::other_size: return "another number of ranks";
-    case RefusalCode::rank_out_of_range: return "a rank out of range";
-    case RefusalCode::rank_taken: return "a rank that was already there";
-    case RefusalCode::rank_gone: return "a rank that had been here before";
-    case RefusalCode::group_over: return "coming after the ranks had failed to meet";
+    case RefusalCode::wrong_secret: return "had a wrong secret";
+    case RefusalCode::other_version: return "spoke another version of the protocol";
+    case RefusalCode::other_size: return "was started for another number of ranks";
+    case RefusalCode::rank_out_of_range: return "had a rank out of range";
+    case RefusalCode::rank_taken: return "had a rank that was already there";
+    case RefusalCode::rank_gone: return "had a rank that had been there before";
+    case RefusalCode::group_over: return "came after the ranks had failed to meet";
     case RefusalCode::none: break;
   }
-  return "an unknown reason";
+  return "was refused for an unknown reason";
 }
 
 std::string reason_in_words(const Refusal& refusal) {
@@ -80,7 +82,8 @@ std::string spell_absences(const Absences& absences) {
   }
   if (absences.refused > 0) {
     text += "; the store refused " + number(absences.refused) + " connection" +
-            (absences.refused == 1 ? "" : "s") + ", the last for " + name_of(absences.last_refusal);
+            (absences.refused == 1 ? ": it " : "s: the last one ") +
+            fault_of(absences.last_refusal);
   }
   return text;
 }
@@ -142,7 +145,13 @@ Error failure_error(const Speaker& who, const GatherState& gather, const Failure
 }
 
 Error deadline_error(const Speaker& who, const GatherState& gather,
-                     std::chrono::nanoseconds deadline, const std::optional<Absences>& absences) {
+                     std::chrono::nanoseconds deadline, const std::optional<Absences>& absences,
+                     int accept_error) {
+  if (accept_error != 0) {
+    return gather_error(ErrorKind::exhausted, who, gather, who.rank,
+                        "the store on this rank could not let all ranks in within " +
+                            spell(deadline) + ": " + error_text(accept_error));
+  }
   const std::string after = " within " + spell(deadline);
   if (!absences) {
     return gather_error(ErrorKind::deadline, who, gather, 0,

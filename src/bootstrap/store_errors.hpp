@@ -27,9 +27,11 @@ struct GatherState {
 };
 
 Error failure_error(const Speaker& who, const GatherState& gather, const Failure& failure);
-/// `absences`: the store's last answer; none means that the store itself is silent.
+/// `absences`: the store's last answer; none means that the store itself is silent. `accept_error`:
+/// the errno that keeps the store on this rank from letting others in.
 Error deadline_error(const Speaker& who, const GatherState& gather,
-                     std::chrono::nanoseconds deadline, const std::optional<Absences>& absences);
+                     std::chrono::nanoseconds deadline, const std::optional<Absences>& absences,
+                     int accept_error = 0);
 /// The connection to rank 0 ended: in good order, or not.
 Error store_gone_error(const Speaker& who, const GatherState& gather, bool in_good_order);
 

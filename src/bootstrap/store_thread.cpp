@@ -14,6 +14,8 @@
 #include <system_error>
 #include <utility>
 
+#include "core/open_files.hpp"
+
 namespace ferry::bootstrap {
 namespace {
 
@@ -39,8 +41,8 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-Error system_error(const std::string& what) {
-  return Error(ErrorKind::system, "rank 0: the store cannot start: " + what,
+Error start_error(const std::string& what, ErrorKind kind = ErrorKind::system) {
+  return Error(kind, "rank 0: the store cannot start: " + what,
                {.rank = 0, .stage = "bootstrap: listen"});
 }
 
@@ -52,13 +54,16 @@ StoreThread::StoreThread(Config config)
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       linger_(config.linger),
       buffer_(kReadBytes) {
-  if (!wake_) throw system_error(std::generic_category().message(errno));
+  if (!wake_) {
+    throw start_error(error_text(errno),
+                      too_many_files(errno) ? ErrorKind::exhausted : ErrorKind::system);
+  }
   links_[server_.open(Clock::now())].socket = std::move(config.own);
   const SignalsBlocked blocked;
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& e) {
-    throw system_error(e.what());
+    throw start_error(e.what());
   }
 }
 
@@ -114,6 +119,7 @@ void StoreThread::accept_all() {
     links_[server_.open(Clock::now())].socket = std::move(socket);
     settle();  // closes what had to make room
   }
+  accept_error_.store(error, std::memory_order_relaxed);
   if (error != 0) accept_again_ = Clock::now() + kAcceptPause;
 }
 

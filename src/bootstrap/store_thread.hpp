@@ -29,6 +29,9 @@ class StoreThread {
   StoreThread(const StoreThread&) = delete;
   StoreThread& operator=(const StoreThread&) = delete;
 
+  /// Why the last visitor could not be let in (an errno, such as EMFILE); 0: it could.
+  int accept_error() const { return accept_error_.load(std::memory_order_relaxed); }
+
  private:
   using Connection = StoreServer::Connection;
   using Clock = std::chrono::steady_clock;
@@ -54,6 +57,7 @@ class StoreThread {
   std::map<Connection, Link> links_;
   std::vector<std::byte> buffer_;
   Clock::time_point accept_again_{};  // after the process ran out of descriptors
+  std::atomic<int> accept_error_{0};  // relaxed: nothing else is read on the strength of it
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

@@ -16,6 +16,7 @@
 #include "bootstrap/store_errors.hpp"
 #include "bootstrap/store_thread.hpp"
 #include "bootstrap/wait.hpp"
+#include "core/open_files.hpp"
 
 namespace ferry {
 namespace {
@@ -99,7 +100,8 @@ void TcpBootstrap::connect(const TcpOptions& options, Clock::time_point due) {
   std::chrono::milliseconds backoff = kFirstBackoff;
   std::vector<Address> addresses;
   for (;;) {
-    if (addresses.empty()) addresses = resolve({options.address, options.port}, last_problem_);
+    if (addresses.empty())
+      addresses = resolve({options.address, options.port}, who_.rank, last_problem_);
     for (const Address& address : addresses) {
       if (try_address(address, options, due)) return;
     }
@@ -115,6 +117,12 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
   int error = 0;
   socket_ = connect_to(address, error);
   if (!socket_) {
+    if (too_many_files(error)) {
+      throw Error(ErrorKind::exhausted,
+                  "rank " + std::to_string(who_.rank) +
+                      ": no socket to reach the store: " + error_text(error),
+                  {.rank = who_.rank, .stage = "bootstrap: connect"});
+    }
     last_problem_ = std::generic_category().message(error);
     return false;
   }
@@ -284,7 +292,8 @@ void TcpBootstrap::wait_for_parts(std::chrono::nanoseconds deadline, const OnWai
     const Clock::time_point now = Clock::now();
     if (now >= due) {
       say_farewell(Farewell::deadline);
-      throw deadline_error(who_, gather_state(), deadline, client_->absences());
+      throw deadline_error(who_, gather_state(), deadline, client_->absences(),
+                           store_ ? store_->accept_error() : 0);
     }
     if (now >= ask_at) {
       client_->ask();

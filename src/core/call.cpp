@@ -12,9 +12,32 @@ const char* name_of(CallKind kind) {
     case CallKind::combine: return "combine";
     case CallKind::barrier: return "barrier";
     case CallKind::grow: return "grow";
-    case CallKind::latency: return "latency exchange";
+    case CallKind::latency: return "LatencyExchange";
+    case CallKind::latency_dispatch: return "latency dispatch";
+    case CallKind::latency_combine: return "latency combine";
   }
   return "an unknown call";
+}
+
+CallKind call_named(std::string_view name) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::latency_combine); ++i) {
+    if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
+  }
+  return CallKind::none;
+}
+
+std::uint64_t pack(const CallWord& word) {
+  return (std::uint64_t{static_cast<std::uint32_t>(word.kind)} << 32) | word.exchange;
+}
+
+CallWord unpack_call(std::uint64_t word) {
+  return {static_cast<CallKind>(word >> 32), static_cast<std::uint32_t>(word)};
+}
+
+std::string to_string(const CallWord& word) {
+  if (word.kind == CallKind::none) return "no call of this group";
+  const std::string name = name_of(word.kind);
+  return word.exchange == 0 ? name : name + " of exchange " + std::to_string(word.exchange);
 }
 
 namespace {

@@ -3,12 +3,36 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace ferry {
 
-enum class CallKind : std::uint32_t { none, plan, dispatch, combine, barrier, grow, latency };
+enum class CallKind : std::uint32_t {
+  none,
+  plan,
+  dispatch,
+  combine,
+  barrier,
+  grow,
+  latency,           ///< the making of a latency exchange
+  latency_dispatch,  ///< these two swap nothing; they are for `CallWord`
+  latency_combine,
+};
 
 const char* name_of(CallKind kind);
+/// The call whose name_of this is; none for another name.
+CallKind call_named(std::string_view name);
+
+/// The call that a rank is in, as one word that its peers may read: for messages alone.
+struct CallWord {
+  CallKind kind = CallKind::none;
+  std::uint32_t exchange = 0;  ///< which latency exchange of the group, by the order of making
+  friend bool operator==(const CallWord&, const CallWord&) = default;
+};
+std::uint64_t pack(const CallWord& word);
+CallWord unpack_call(std::uint64_t word);
+/// "latency dispatch of exchange 2", "no call of this group".
+std::string to_string(const CallWord& word);
 
 /// Everything about a call that must be the same on all ranks. Trivially copyable: it crosses.
 struct CallSignature {
@@ -32,6 +56,7 @@ enum class StepStatus : std::uint32_t {
   no_room,    ///< the arena has no free piece of `need_bytes`
   too_many,   ///< more rows arrive than worst_case_rows; `rows` and `need_bytes` say how many
   exhausted,  ///< memory could not be registered
+  invalid,    ///< latency: the configuration cannot be; `handle_bytes` of words follow
 };
 
 /// The fixed head of every message; the counts of a plan or a segment's handle follow it.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/exchange_plan.hpp"
+#include "core/plan_state.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"
 
@@ -15,6 +16,11 @@ namespace ferry {
 /// Throws Error(invalid_argument): "dispatch: x has …; expected …".
 [[noreturn]] void refuse(std::string_view call, std::string_view argument, const std::string& got,
                          const std::string& expected);
+
+/// "bf16", or what a number outside the enumeration is.
+std::string dtype_text(Dtype dtype);
+/// f32, bf16, f16: what combine adds.
+bool is_float(Dtype dtype);
 
 inline constexpr int kMaxTopk = 64;
 inline constexpr int kMaxRanks = 4096;
@@ -26,11 +32,18 @@ inline constexpr std::size_t kMaxRowBytes = std::size_t{1} << 30;
 std::size_t checked_bytes(std::string_view call, std::string_view name, const Extents& shape,
                           Dtype dtype);
 
-void check_config(const GroupConfig& config, int ranks);
+void check_ranks(int ranks);
+void check_config(const GroupConfig& config);
 void check_config(const LatencyConfig& config);
 /// Whether the buffers of such an exchange can be numbered and addressed at all.
 void check_size(const LatencyConfig& config, std::int64_t local_experts, int ranks);
 
+/// A multiple of 16 bytes, at most kMaxRowBytes.
+void check_row_bytes(std::string_view call, std::string_view name, std::size_t bytes);
+/// CPU memory, a known dtype, a stride for each dimension.
+void check_view(std::string_view call, std::string_view name, const ConstTensorView& tensor);
+/// Not null and aligned to its elements, unless empty.
+void check_data(std::string_view call, std::string_view name, const ConstTensorView& tensor);
 /// CPU memory, not null unless empty, aligned to its elements, `dims` dimensions, dense.
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                   int dims);
@@ -46,6 +59,13 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
                     const DispatchOptions& options);
 void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
                    const CombineOptions& options);
+/// After the counts are known: exactly the rows that the plan has in this layout, or the
+/// worst_case_rows of one of its dispatches (`dispatched`) in this layout.
+void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
+                        std::int64_t rows, const RowLayout& layout);
+/// The same for the weights of received rows, shape [n, topk].
+void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
+                           const Extents& shape, int topk);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options);
 

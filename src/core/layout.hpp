@@ -32,7 +32,8 @@ struct ControlLayout {
   std::size_t delivered = 0;   ///< [R] lines: generation in which source's rows are all here
   std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
   std::size_t notices = 0;     ///< [R] lines: failure notices
-  std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited
+  std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, then
+                               ///< the call that it is in (core/call.hpp, CallWord)
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;

@@ -1,6 +1,8 @@
 // Who joins whom: identities and the choice of a fabric.
 #include "fabric/identity.hpp"
 
+#include "core/test_files.hpp"
+#include "fabric/shm/object.hpp"
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {
@@ -91,6 +93,27 @@ TEST(Choose, SaysWhyNothingJoinsThem) {
   auto user = identity(6);
   user.user = 0;
   expect_problem({identity(5), user}, 1, {"different users", "1000 and 0"});
+}
+
+TEST(Choose, NamesARankWithoutFileDescriptorsAndNoOtherHost) {
+  Identity poor;
+  {
+    const NoFilesLeft none;
+    poor = this_identity();
+  }
+  EXPECT_NE(poor.problem.find("this process may have 96"), std::string::npos) << poor.problem;
+  poor = identity_from(to_bytes(poor), 0, 1);
+  expect_problem({this_identity(), poor}, 1, {"rank 1", "too many open files", "96", "ulimit -n"});
+  EXPECT_EQ(choose(std::vector{this_identity(), poor}).kind, ErrorKind::exhausted);
+  poor.problem = "\n" + std::string(10'000, 'x');
+  EXPECT_LT(choose(std::vector{poor}).problem.size(), 700u);
+}
+
+TEST(Choose, SharedMemoryWithoutFileDescriptorsSaysSo) {
+  const std::string name = "/ferry-test-no-files-" + std::to_string(getpid());
+  const NoFilesLeft none;
+  expect_error(ErrorKind::exhausted, {"rank 3", "too many open files", "96", "ulimit -n"},
+               [&] { create_object(name, 4096, 3); });
 }
 
 TEST(ProcessWatch, SeesThroughReusedNumbers) {

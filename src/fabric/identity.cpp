@@ -1,19 +1,24 @@
 #include "fabric/identity.hpp"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <ferry/error.hpp>
-#include <fstream>
+#include <string_view>
+
+#include "core/open_files.hpp"
+#include "core/text.hpp"
 
 namespace ferry::fabric {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x3144495952524546;  // "FERRYID1"
 
-/// The part of an Identity without text; the two texts follow it.
+/// The part of an Identity without text; the three texts follow it.
 struct Fixed {
   std::uint64_t magic = kMagic;
   ProcessName process{};
@@ -21,7 +26,10 @@ struct Fixed {
   std::uint64_t user = 0;
   std::uint32_t boot_id_bytes = 0;
   std::uint32_t host_bytes = 0;
+  std::uint64_t problem_bytes = 0;
 };
+
+constexpr std::size_t kMostProblem = 300;
 
 std::string describe(const Identity& identity, std::size_t rank) {
   return "rank " + std::to_string(rank) + " on host " +
@@ -29,11 +37,25 @@ std::string describe(const Identity& identity, std::size_t rank) {
          std::to_string(identity.process.pid) + ")";
 }
 
+/// The first line of a file; empty when it cannot be read, and `error` says why.
+std::string line_of(const char* path, int& error) {
+  const int fd = open(path, O_RDONLY | O_CLOEXEC);
+  error = fd < 0 ? errno : 0;
+  if (fd < 0) return {};
+  std::array<char, 256> text{};
+  const ssize_t got = read(fd, text.data(), text.size());
+  close(fd);
+  const std::string_view line(text.data(), got > 0 ? static_cast<std::size_t>(got) : 0);
+  return std::string(line.substr(0, line.find('\n')));
+}
+
 }  // namespace
 
 Identity this_identity() {
   Identity identity;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> identity.boot_id;
+  int error = 0;
+  identity.boot_id = line_of("/proc/sys/kernel/random/boot_id", error);
+  if (too_many_files(error)) identity.problem = error_text(error);
   std::array<char, 256> host{};
   if (gethostname(host.data(), host.size() - 1) == 0) identity.host = host.data();
   identity.process = this_process();
@@ -48,7 +70,8 @@ std::vector<std::byte> to_bytes(const Identity& identity) {
                     .shm_device = identity.shm_device,
                     .user = identity.user,
                     .boot_id_bytes = static_cast<std::uint32_t>(identity.boot_id.size()),
-                    .host_bytes = static_cast<std::uint32_t>(identity.host.size())};
+                    .host_bytes = static_cast<std::uint32_t>(identity.host.size()),
+                    .problem_bytes = identity.problem.size()};
   std::vector<std::byte> bytes;
   const auto append = [&bytes](const void* data, std::size_t count) {
     const auto* first = static_cast<const std::byte*>(data);
@@ -57,15 +80,16 @@ std::vector<std::byte> to_bytes(const Identity& identity) {
   append(&fixed, sizeof fixed);
   append(identity.boot_id.data(), identity.boot_id.size());
   append(identity.host.data(), identity.host.size());
+  append(identity.problem.data(), identity.problem.size());
   return bytes;
 }
 
 Identity identity_from(std::span<const std::byte> bytes, int rank, int peer) {
   Fixed fixed;
   if (bytes.size() >= sizeof fixed) std::memcpy(&fixed, bytes.data(), sizeof fixed);
-  const std::uint64_t expected =
-      std::uint64_t{sizeof fixed} + fixed.boot_id_bytes + fixed.host_bytes;
-  if (bytes.size() < sizeof fixed || fixed.magic != kMagic || bytes.size() != expected) {
+  const std::uint64_t before = std::uint64_t{sizeof fixed} + fixed.boot_id_bytes + fixed.host_bytes;
+  if (bytes.size() < sizeof fixed || fixed.magic != kMagic || bytes.size() < before ||
+      bytes.size() - before != fixed.problem_bytes) {
     throw Error(ErrorKind::mismatch,
                 "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
                     " says about its process (" + std::to_string(bytes.size()) +
@@ -76,6 +100,7 @@ Identity identity_from(std::span<const std::byte> bytes, int rank, int peer) {
   Identity identity;
   identity.boot_id.assign(text, fixed.boot_id_bytes);
   identity.host.assign(text + fixed.boot_id_bytes, fixed.host_bytes);
+  identity.problem.assign(text + fixed.boot_id_bytes + fixed.host_bytes, fixed.problem_bytes);
   identity.process = fixed.process;
   identity.shm_device = fixed.shm_device;
   identity.user = fixed.user;
@@ -83,6 +108,12 @@ Identity identity_from(std::span<const std::byte> bytes, int rank, int peer) {
 }
 
 Choice choose(std::span<const Identity> identities) {
+  for (std::size_t r = 0; r < identities.size(); ++r) {
+    if (identities[r].problem.empty()) continue;
+    return {Reachable::nothing,
+            describe(identities[r], r) + ": " + printable(identities[r].problem, kMostProblem),
+            static_cast<int>(r), ErrorKind::exhausted};
+  }
   bool one_process = true;
   for (std::size_t r = 0; r < identities.size(); ++r) {
     const Identity& first = identities.front();
@@ -109,9 +140,11 @@ Choice choose(std::span<const Identity> identities) {
       problem = who + " belong to different users (" + std::to_string(first.user) + " and " +
                 std::to_string(other.user) + "); shared memory is for one user";
     }
-    if (!problem.empty()) return {Reachable::nothing, problem, static_cast<int>(r)};
+    if (!problem.empty()) {
+      return {Reachable::nothing, problem, static_cast<int>(r), ErrorKind::unsupported};
+    }
   }
-  return {one_process ? Reachable::local : Reachable::shm, {}, -1};
+  return {one_process ? Reachable::local : Reachable::shm, {}, -1, ErrorKind::unsupported};
 }
 
 }  // namespace ferry::fabric

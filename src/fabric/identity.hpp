@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <ferry/error.hpp>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@ struct Identity {
   ProcessName process{};         ///< which process
   std::uint64_t shm_device = 0;  ///< which file system /dev/shm is; 0: there is none
   std::uint64_t user = 0;        ///< effective user id
+  std::string problem{};         ///< why the rest could not be found out; empty: it could
 
   friend bool operator==(const Identity&, const Identity&) = default;
 };
@@ -36,6 +38,7 @@ struct Choice {
   Reachable by = Reachable::nothing;
   std::string problem{};  ///< why nothing does: which ranks, which hosts, what to do
   int peer = -1;          ///< first rank that rank 0 cannot reach
+  ErrorKind kind = ErrorKind::unsupported;
 };
 
 /// By rank. The same on every rank that is given the same list. One process: local. One host, one

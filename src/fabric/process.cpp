@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,6 +13,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include "core/open_files.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -61,6 +64,12 @@ std::optional<std::uint64_t> start_time_of(std::int64_t pid) {
   const auto found = stat_of(pid);
   if (!found) return std::nullopt;
   return found->start_time;
+}
+
+std::string error_text(int error) {
+  rlimit limit{};
+  const bool known = getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  return ferry::error_text(error, known ? limit.rlim_cur : 0);
 }
 
 ProcessName this_process() {

@@ -46,4 +46,7 @@ class ProcessWatch {
   std::atomic<PeerState> fixed_ = PeerState::alive;  // dead or unknown: no need to look
 };
 
+/// What an errno says; where descriptors are short, with the limit and what to do.
+std::string error_text(int error);
+
 }  // namespace ferry::fabric

@@ -1,8 +1,10 @@
 // What all ranks must agree on inside a call: that it is the same call, and that there is room.
 #include <algorithm>
 #include <string>
+#include <string_view>
 #include <utility>
 
+#include "core/text.hpp"
 #include "host/engine.hpp"
 
 namespace ferry::host {
@@ -18,6 +20,32 @@ void HostEngine::check_same_call(const char* stage, const CallSignature& mine) {
                   {rank(), peer, stage, channel_.generation(), 0, 0});
     }
   }
+}
+
+void HostEngine::agree_on_validity(const char* stage, StepMessage head,
+                                   const std::optional<Error>& invalid) {
+  constexpr std::size_t kMost = 300;
+  const std::string mine =
+      invalid ? printable(invalid->what(), std::min(kMost, channel_.max_body_bytes())) : "";
+  head.status = invalid ? StepStatus::invalid : StepStatus::ok;
+  head.handle_bytes = static_cast<std::uint32_t>(mine.size());
+  channel_.swap(stage, head, std::as_bytes(std::span(mine)));
+  if (invalid) {
+    all_ranks_throw();
+    throw *invalid;
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    const StepMessage theirs = channel_.head(peer);
+    if (theirs.call.kind != head.call.kind || theirs.status != StepStatus::invalid) continue;
+    const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
+                                 std::min<std::size_t>(theirs.handle_bytes, kMost));
+    all_ranks_throw();
+    throw Error(ErrorKind::mismatch,
+                std::string(stage) + ": rank " + std::to_string(peer) +
+                    " was given an invalid one: " + printable(words, kMost) + " (on that rank)",
+                {rank(), peer, stage, channel_.generation(), 0, 0});
+  }
+  check_same_call(stage, head.call);
 }
 
 void HostEngine::agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare) {
@@ -44,7 +72,8 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
     // At least half of what there is, so that the number of segments stays small.
     const bool grow = head.status == StepStatus::no_room;
     const AddedSegments added =
-        add_segments("grow", grow ? head.need_bytes : 0, memory_->arena.total_bytes() / 2);
+        add_segments(stage, "rows, columns and worst_case_rows", grow ? head.need_bytes : 0,
+                     memory_->arena.total_bytes() / 2);
     if (added.mine.bytes > 0) memory_->arena.add(added.mine);
   }
 }
@@ -65,7 +94,8 @@ fabric::Segment HostEngine::try_register(std::size_t bytes, std::size_t wanted,
   return {};
 }
 
-AddedSegments HostEngine::add_segments(const char* stage, std::size_t bytes, std::size_t wanted) {
+AddedSegments HostEngine::add_segments(const char* stage, const char* sized_by, std::size_t bytes,
+                                       std::size_t wanted) {
   StepMessage head;
   head.call.kind = CallKind::grow;
   AddedSegments added;
@@ -108,7 +138,7 @@ AddedSegments HostEngine::add_segments(const char* stage, std::size_t bytes, std
   all_ranks_throw();
   throw Error(ErrorKind::exhausted,
               std::string(stage) + ": rank " + std::to_string(poor) + " could not register " +
-                  std::to_string(missing) + " more bytes" +
+                  std::to_string(missing) + " more bytes (" + sized_by + " give this size)" +
                   (poor == rank() ? ": " + reason : std::string()) + "; nothing was sent",
               {rank(), poor, stage, channel_.generation(), 0, 0});
 }

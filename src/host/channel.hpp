@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,6 +37,9 @@ struct Awaited {
 
 class Channel {
  public:
+  /// The segment with flags, mailbox and what a rank says about itself, the same on all ranks.
+  static constexpr fabric::SegmentId kControl = 0;
+
   /// `control`: this rank's control segment; all peers' are attached as segment 0.
   Channel(std::shared_ptr<Memory> memory, const GroupConfig& config, const fabric::Segment& control,
           const ControlLayout& layout);
@@ -78,6 +82,9 @@ class Channel {
   template <class Wait>
   void await(const char* stage, const Awaited& awaited, Wait&& wait);
 
+  /// Says which call this rank is in, for the peers' messages; stays after a failure.
+  void enter_call(const CallWord& call);
+
   /// Throws when the group is destroyed or dead.
   void check_usable(const char* call) const;
   /// Marks the group dead, unless it is already, and tells the peers that this rank failed.
@@ -94,6 +101,12 @@ class Channel {
                           const GroupWatch& watch, std::chrono::nanoseconds waited);
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
+  /// A word of a rank's own line, or null when its memory is not in this process.
+  std::uint64_t* own_word(int peer, std::size_t index) const;
+  bool waits(int peer) const;
+  std::optional<CallWord> call_of(int peer) const;
+  /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
+  std::string whereabouts(std::initializer_list<int> ranks) const;
 
   std::shared_ptr<Memory> memory_;
   const GroupConfig& config_;
@@ -133,6 +146,7 @@ class GroupWatch {
  private:
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
+  bool may_be_under_way(const protocol::Notice& left, Clock::time_point now) const;
 
   Channel& channel_;
   Awaited awaited_;

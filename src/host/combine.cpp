@@ -1,15 +1,10 @@
 // Combine: every rank says where its rows are; owners read them in place inside the domain, and
 // get them pushed from outside; sums in ascending rank order.
-#include <algorithm>
-#include <array>
-#include <cstring>
 #include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
-#include "host/engine.hpp"
-#include "host/kernels/kernels.hpp"
-#include "host/regions.hpp"
+#include "host/combine_job.hpp"
 
 namespace ferry::host {
 namespace {
@@ -17,82 +12,12 @@ namespace {
 constexpr const char* kCall = "combine";
 constexpr const char* kStage = "combine: rows";
 
-/// One combine, from its arguments to its results.
-class CombineJob {
- public:
-  CombineJob(HostEngine& engine, const ConstTensorView& rows, std::shared_ptr<PlanState> plan,
-             const CombineOptions& options)
-      : engine_(engine),
-        plan_(std::move(plan)),
-        rows_(rows),
-        options_(options),
-        regions_(engine.shared_memory()) {
-    options_.stream = nullptr;
-    const Extents own{plan_->tokens, rows_.columns()};
-    if (options_.out) {
-      result_.x = {*options_.out, std::shared_ptr<void>(options_.out->data, [](void*) {})};
-    } else {
-      result_.x = heap_tensor(own, rows_.dtype);
-    }
-    if (has_weights()) result_.topk_weights = heap_tensor({plan_->tokens, plan_->topk}, Dtype::f32);
-  }
-
-  /// Throws when the rows do not fit the plan. Needs the counts.
-  void check() const;
-  void run();
-  const Combined& result() const { return result_; }
-
- private:
-  bool expert_major() const { return options_.order == RowOrder::expert_major; }
-  bool has_weights() const { return options_.topk_weights.has_value(); }
-  Channel& channel() { return engine_.channel(); }
-  const ExchangePlan& plan() const { return plan_->exchange; }
-  bool in_domain(int peer) { return channel().pointer(peer, {0, 0}) != nullptr; }
-  std::size_t weight_bytes() const {
-    return has_weights() ? static_cast<std::size_t>(plan_->topk) * sizeof(float) : 0;
-  }
-
-  void agree();
-  void check_places();
-  void place_rows();
-  void reduce_slots();
-  void push();
-  void wait_for_pushed();
-  void find_rows();
-  void sum_tokens();
-  void sum_weights();
-  void give_back();
-
-  HostEngine& engine_;
-  std::shared_ptr<PlanState> plan_;
-  ConstTensorView rows_;
-  CombineOptions options_;
-  Regions regions_;
-  Combined result_{};
-  bool outsiders_ = false;             // some peer is outside the domain
-  std::byte* mine_ = nullptr;          // rank-major rows, in registered memory
-  std::byte* mine_weights_ = nullptr;  // their weights, likewise
-  std::byte* stage_ = nullptr;         // rows pushed from outside, then their weights
-  std::byte* stage_weights_ = nullptr;
-  std::vector<const std::byte*> row_base_{};  // for each rank: its first row of mine
-  std::vector<const std::byte*> weight_base_{};
-};
+}  // namespace
 
 void CombineJob::check() const {
-  const std::int64_t needed =
-      expert_major() ? plan().expert_offsets(options_.alignment).back() : plan().recv_rows();
-  if (rows_.rows() < needed) {
-    refuse(kCall, "rows", std::to_string(rows_.rows()) + " rows",
-           std::to_string(needed) + (expert_major() ? ", the plan's expert-major rows"
-                                                    : ", the rows that the plan brought"));
-  }
+  check_combine_rows(plan(), dispatched_, rows_.rows(), {options_.order, options_.alignment});
   if (has_weights()) {
-    const ConstTensorView& weights = *options_.topk_weights;
-    if (weights.shape[0] < plan().recv_rows()) {
-      refuse(
-          kCall, "topk_weights", "shape " + to_string(weights.shape),
-          to_string(Extents{plan().recv_rows(), plan_->topk}) + ", one row for each received row");
-    }
+    check_combine_weights(plan(), dispatched_, options_.topk_weights->shape, plan_->topk);
   }
 }
 
@@ -190,47 +115,6 @@ void CombineJob::check_places() {
   }
 }
 
-void CombineJob::place_rows() {
-  const auto received = static_cast<std::size_t>(plan().recv_rows());
-  if (expert_major()) {
-    reduce_slots();
-  } else if (mine_ != rows_.data && received > 0) {
-    std::memcpy(mine_, rows_.data, received * rows_.row_bytes());
-  }
-  if (has_weights() && received > 0) {
-    std::memcpy(mine_weights_, options_.topk_weights->data, received * weight_bytes());
-  }
-}
-
-void CombineJob::reduce_slots() {
-  const auto offsets = plan().expert_offsets(options_.alignment);
-  const auto slot_rows = place_slots(plan_->routes.topk_idx, offsets);
-  const auto topk = static_cast<std::size_t>(plan_->topk);
-  const auto* from = static_cast<const std::byte*>(rows_.data);
-  const auto* weights =
-      options_.apply_weights ? static_cast<const float*>(options_.topk_weights->data) : nullptr;
-  const Kernels& run = kernels();
-  std::array<const void*, kMaxTopk> rows{};
-  std::array<float, kMaxTopk> factors{};
-  SumRows sum;
-  sum.rows = rows.data();
-  sum.weights = weights == nullptr ? nullptr : factors.data();
-  sum.columns = rows_.columns();
-  sum.dtype = rows_.dtype;
-  for (std::size_t i = 0; i < static_cast<std::size_t>(plan().recv_rows()); ++i) {
-    sum.count = 0;
-    for (std::size_t k = 0; k < topk; ++k) {
-      const std::int64_t row = slot_rows[i * topk + k];
-      if (row < 0) continue;
-      const auto n = static_cast<std::size_t>(sum.count++);
-      rows[n] = from + static_cast<std::size_t>(row) * rows_.row_bytes();
-      if (weights != nullptr) factors[n] = weights[i * topk + k];
-    }
-    sum.out = mine_ + i * rows_.row_bytes();
-    run.sum_rows(sum);
-  }
-}
-
 void CombineJob::push() {
   const std::size_t row_bytes = rows_.row_bytes();
   const std::uint64_t tag = channel().delivery_tag();
@@ -267,77 +151,6 @@ void CombineJob::wait_for_pushed() {
   }
 }
 
-void CombineJob::find_rows() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    const auto d = static_cast<std::size_t>(peer);
-    const StepMessage theirs = channel().head(peer);
-    const auto first = static_cast<std::size_t>(plan().peer_row[d]);
-    const std::byte* rows = channel().pointer(peer, {theirs.segment, theirs.offset});
-    if (rows != nullptr) {
-      const std::byte* weights = channel().pointer(peer, {theirs.side_segment, theirs.side_offset});
-      row_base_.push_back(rows + first * row_bytes);
-      weight_base_.push_back(weights + first * weight_bytes());
-    } else {
-      const auto staged = static_cast<std::size_t>(plan().send_offset[d]);
-      row_base_.push_back(stage_ + staged * row_bytes);
-      weight_base_.push_back(stage_weights_ + staged * weight_bytes());
-    }
-  }
-}
-
-void CombineJob::sum_tokens() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  const auto at = [&](const std::optional<ConstTensorView>& bias, std::size_t token) {
-    return bias ? static_cast<const std::byte*>(bias->data) + token * row_bytes : nullptr;
-  };
-  const auto tokens = static_cast<std::size_t>(plan_->tokens);
-  // Two sets of pointers in turn: while one token is summed, the rows of the next are fetched.
-  std::array<std::array<const void*, kMaxTopk>, 2> rows{};
-  const auto find = [&](std::size_t token) {
-    std::int64_t count = 0;
-    if (token == tokens) return count;
-    for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
-      const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
-      rows[token % 2][static_cast<std::size_t>(count++)] =
-          row_base_[static_cast<std::size_t>(lane.rank)] +
-          static_cast<std::size_t>(lane.row) * row_bytes;
-    }
-    return count;
-  };
-  const Kernels& run = kernels();
-  SumRows sum;
-  sum.columns = rows_.columns();
-  sum.dtype = rows_.dtype;
-  sum.next_count = find(0);
-  auto* out = static_cast<std::byte*>(result_.x.data());
-  for (std::size_t token = 0; token < tokens; ++token) {
-    sum.rows = rows[token % 2].data();
-    sum.count = sum.next_count;
-    sum.next_rows = rows[(token + 1) % 2].data();
-    sum.next_count = find(token + 1);
-    sum.bias0 = at(options_.bias0, token);
-    sum.bias1 = at(options_.bias1, token);
-    sum.out = out + token * row_bytes;
-    run.sum_rows(sum);
-  }
-}
-
-void CombineJob::sum_weights() {
-  const auto topk = static_cast<std::size_t>(plan_->topk);
-  auto* out = result_.topk_weights.as<float>();
-  std::fill(out, out + static_cast<std::size_t>(plan_->tokens) * topk, 0.0f);
-  for (std::size_t token = 0; token < static_cast<std::size_t>(plan_->tokens); ++token) {
-    for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
-      const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
-      const auto* weights =
-          reinterpret_cast<const float*>(weight_base_[static_cast<std::size_t>(lane.rank)] +
-                                         static_cast<std::size_t>(lane.row) * weight_bytes());
-      for (std::size_t k = 0; k < topk; ++k) out[token * topk + k] += weights[k];
-    }
-  }
-}
-
 void CombineJob::give_back() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     if (in_domain(peer)) channel().give_back(peer);
@@ -347,8 +160,6 @@ void CombineJob::give_back() {
     if (in_domain(peer)) channel().await_given_back("combine: readers", peer);
   }
 }
-
-}  // namespace
 
 Combined HostEngine::combine(const ConstTensorView& rows, const Plan& plan,
                              const CombineOptions& options) {

@@ -46,7 +46,10 @@ class DispatchJob {
     return allocate_regions();
   }
   /// The dispatch will take place: if it is the plan's first, it brings the routes.
-  void enter() { plan_->routes_sent.store(true); }
+  void enter() {
+    plan_->routes_sent.store(true);
+    plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
+  }
 
   void run();
   const Received& result() const { return result_; }

@@ -57,11 +57,12 @@ Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
   const auto region = memory_->arena.allocate(bytes);
   if (!region) {
     throw Error(ErrorKind::exhausted,
-                "empty: " + std::to_string(bytes) +
-                    " bytes do not fit into the registered memory (" +
-                    std::to_string(memory_->arena.used_bytes()) + " of " +
+                "empty: shape " + to_string(shape) + " of " + std::string(name_of(dtype)) +
+                    " needs " + std::to_string(bytes) + " bytes, but " +
+                    std::to_string(memory_->arena.used_bytes()) + " of the group's " +
                     std::to_string(memory_->arena.total_bytes()) +
-                    " bytes are used); give the group more with GroupConfig::memory_bytes",
+                    " bytes of registered memory are used, and it holds the tensor in one piece; "
+                    "use a smaller shape, drop tensors, or make the group with larger memory_bytes",
                 {rank(), rank(), "empty", channel_.generation(), 0, 0});
   }
   return {TensorView(region->data, dtype, shape), lease(memory_, *region)};

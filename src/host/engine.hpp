@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -99,12 +100,20 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// then and the group can go on.
   void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare);
 
-  /// Registers one more segment on every rank that wants one (`bytes` > 0 there), and attaches it
-  /// everywhere. Takes `wanted` bytes if they are to be had, else `bytes`. If some rank has no
-  /// memory, every rank throws Error(exhausted), and what others registered joins their arenas.
-  AddedSegments add_segments(const char* stage, std::size_t bytes, std::size_t wanted = 0);
+  /// Swaps `head`, and whether this rank's arguments can be: `invalid` says why not. Then this rank
+  /// throws it and the others Error(mismatch) with its words; likewise when the calls differ.
+  /// Nothing has moved and the group can go on.
+  void agree_on_validity(const char* stage, StepMessage head, const std::optional<Error>& invalid);
 
-  std::uint64_t next_tag_space() { return ++tag_spaces_; }
+  /// Registers one more segment on every rank that wants one (`bytes` > 0 there), and attaches it
+  /// everywhere. `sized_by` names the arguments that give its size. Takes `wanted` bytes if they
+  /// are to be had, else `bytes`. If some rank has no memory, every rank throws Error(exhausted),
+  /// and what others registered joins their arenas.
+  AddedSegments add_segments(const char* stage, const char* sized_by, std::size_t bytes,
+                             std::size_t wanted = 0);
+
+  /// The number of a latency exchange, from 1, the same on all ranks: also its space of tags.
+  std::uint32_t next_exchange() { return ++exchanges_; }
   /// From now on these bytes count in memory() and are registered for is_registered().
   void add_latency_memory(const fabric::Segment& segment);
   std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
@@ -128,7 +137,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::vector<fabric::Segment> latency_segments_;
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::uint64_t plans_ = 0;  // of the thread whose turn it is
-  std::uint64_t tag_spaces_ = 0;
+  std::uint32_t exchanges_ = 0;
 
   std::mutex turn_mutex_;
   std::condition_variable turn_changed_;

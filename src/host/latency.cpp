@@ -1,6 +1,7 @@
 // Latency mode: the buffers, how they are made and given back.
 #include "host/latency.hpp"
 
+#include <optional>
 #include <utility>
 
 #include "core/check.hpp"
@@ -20,9 +21,10 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
                          const AddedSegments& segments, const LatencyLayout& layout)
     : engine_(std::move(engine)),
       config_(config),
+      number_(engine_->next_exchange()),
       segment_(segments.mine),
       layout_(layout),
-      reach_(*engine_->shared_memory()->fabric, engine_->next_tag_space(), segments.ids),
+      reach_(*engine_->shared_memory()->fabric, number_, segments.ids),
       credit_({flags(engine_->size(), segment_.id, layout.arrived),
                flags(engine_->size(), segment_.id, layout.released)},
               engine_->rank(), segment_.data + layout.arrived, segment_.data + layout.released),
@@ -75,8 +77,14 @@ std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t expert
 
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
                                                  const LatencyConfig& config) {
-  check_config(config);
-  const LatencyLayout layout = latency_layout(config, engine->placement().experts, engine->size());
+  LatencyLayout layout{};
+  std::optional<Error> invalid;
+  try {
+    check_config(config);
+    layout = latency_layout(config, engine->placement().experts, engine->size());
+  } catch (const Error& error) {
+    invalid = error;
+  }
   AddedSegments segments;
   std::shared_ptr<HostLatency>
       made;  // inside the call: its number among all is the same everywhere
@@ -87,9 +95,9 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.columns = config.hidden;
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
-    engine->agree("LatencyExchange: configuration", head, [] { return true; });
+    engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
-    segments = engine->add_segments(kStage, layout.bytes);
+    segments = engine->add_segments(kStage, "capacity, hidden, topk and experts", layout.bytes);
     for (int peer = 0; peer < engine->size(); ++peer) {
       const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
       if (bytes < layout.bytes) {

@@ -95,7 +95,11 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out);
   Event enter(const char* call, Stream* stream, std::function<void()> work,
               HostEngine::Call* inside = nullptr) {
-    return engine_->enter(call, stream, std::move(work), inside);
+    auto run = [this, call, work = std::move(work)] {
+      engine_->channel().enter_call({call_named(call), number_});
+      work();
+    };
+    return engine_->enter(call, stream, std::move(run), inside);
   }
 
  private:
@@ -147,6 +151,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
 
   std::shared_ptr<HostEngine> engine_;
   LatencyConfig config_;
+  std::uint32_t number_;  ///< among the group's exchanges, the same on all ranks
   fabric::Segment segment_;
   LatencyLayout layout_;
   FabricReach reach_;

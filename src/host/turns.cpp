@@ -134,18 +134,23 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work) {
         std::memory_order_relaxed);
   };
   all_throw_ = false;
+  channel_.enter_call({call_named(call), 0});
   try {
     work();
+    channel_.enter_call({});
   } catch (const Error& error) {
     count();
+    if (all_throw_) channel_.enter_call({});
     if (!all_throw_) channel_.fail(call, error.what(), error.kind());
     throw;
   } catch (const std::exception& error) {
     count();
+    if (all_throw_) channel_.enter_call({});
     if (!all_throw_) channel_.fail(call, error.what(), ErrorKind::system);
     throw;
   } catch (...) {
     count();
+    if (all_throw_) channel_.enter_call({});
     if (!all_throw_) channel_.fail(call, "an exception of unknown type", ErrorKind::system);
     throw;
   }

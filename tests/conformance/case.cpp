@@ -37,15 +37,6 @@ std::vector<Axis> with_common(std::vector<Axis> own) {
   return all;
 }
 
-const char* name_of(FabricKind kind) {
-  switch (kind) {
-    case FabricKind::local: return "local";
-    case FabricKind::shm: return "shm";
-    case FabricKind::sim: return "sim";
-    default: return "automatic";
-  }
-}
-
 template <class Kind, std::size_t N>
 const char* pick(const std::array<const char*, N>& names, Kind kind) {
   return names[static_cast<std::size_t>(kind)];

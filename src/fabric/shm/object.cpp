@@ -12,6 +12,9 @@
 #include <ferry/error.hpp>
 #include <optional>
 
+#include "core/open_files.hpp"
+#include "fabric/process.hpp"
+
 namespace ferry::fabric {
 namespace {
 
@@ -71,17 +74,17 @@ bool means_full(int error) {
 [[noreturn]] void throw_failed(int rank, std::size_t bytes, const char* call, int error) {
   std::string message = "rank " + std::to_string(rank) + " cannot register " +
                         std::to_string(bytes) + " bytes in /dev/shm: " + call + ": " +
-                        std::strerror(error);
-  if (const auto free = free_in_dev_shm()) {
-    message += "; needed " + std::to_string(bytes) + " bytes, free " + std::to_string(*free);
-  }
+                        error_text(error);
   if (means_full(error)) {
+    if (const auto free = free_in_dev_shm()) {
+      message += "; needed " + std::to_string(bytes) + " bytes, free " + std::to_string(*free);
+    }
     message +=
         "; remount /dev/shm larger (docker: --shm-size, Kubernetes: an emptyDir with medium "
         "Memory on /dev/shm) or use smaller batches";
   }
-  throw Error(means_full(error) ? ErrorKind::exhausted : ErrorKind::system, message,
-              {.rank = rank});
+  const bool exhausted = means_full(error) || too_many_files(error);
+  throw Error(exhausted ? ErrorKind::exhausted : ErrorKind::system, message, {.rank = rank});
 }
 
 std::shared_ptr<Memory> mapped(int fd, std::size_t bytes) {
@@ -142,7 +145,7 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
                                     std::uint64_t inode) {
   const Descriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
   if (fd.get() < 0) {
-    throw_attach(attachment, "shm_open " + name + ": " + std::strerror(errno) +
+    throw_attach(attachment, "shm_open " + name + ": " + error_text(errno) +
                                  (errno == ENOENT ? " (sealed, or the rank died or left)" : ""));
   }
   struct stat info{};

@@ -1,0 +1,194 @@
+// What arguments are refused, and in which words.
+#include "core/check.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/open_files.hpp"
+#include "core/text.hpp"
+
+namespace ferry {
+namespace {
+
+void expect_refused(const std::vector<std::string>& words, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::invalid_argument) << e.what();
+    for (const auto& word : words) {
+      EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
+          << "\"" << e.what() << "\" does not say \"" << word << "\"";
+    }
+    return;
+  }
+  ADD_FAILURE() << "not refused: " << words.front();
+}
+
+constexpr auto kNoDtype = static_cast<Dtype>(77);
+
+const std::vector<float>& memory() {
+  static const std::vector<float> values(64 * 16, 0.0F);
+  return values;
+}
+
+ConstTensorView tensor(std::int64_t rows, Dtype dtype = Dtype::f32) {
+  return {memory().data(), dtype, {rows, 16}};
+}
+
+TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
+  DispatchOptions dispatch;
+  expect_refused({"x", "77"}, [&] { check_dispatch(tensor(4, kNoDtype), 4, 2, dispatch); });
+  dispatch.order = static_cast<RowOrder>(5);
+  expect_refused({"order", "5", "rank_major"}, [&] { check_dispatch(tensor(4), 4, 2, dispatch); });
+  CombineOptions combine;
+  combine.order = static_cast<RowOrder>(5);
+  expect_refused({"order", "5", "rank_major"}, [&] { check_combine(tensor(4), 4, 2, combine); });
+  expect_refused({"rows", "77"}, [&] { check_combine(tensor(4, kNoDtype), 4, 2, {}); });
+  expect_refused({"dtype", "77"}, [] { checked_bytes("empty", "shape", {4, 4}, kNoDtype); });
+  expect_refused({"topk_idx", "77"}, [&] { checked_routes("plan", tensor(4, kNoDtype), 8); });
+
+  const LatencyConfig config{8, 16, 2, Dtype::f32};
+  const std::vector<std::int64_t> ids(8, 0);
+  const ConstTensorView routes{ids.data(), Dtype::i64, {4, 2}};
+  LatencyDispatchOptions latency;
+  latency.format = static_cast<WireFormat>(7);
+  expect_refused({"format", "7", "e4m3"},
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
+  expect_refused({"scale_format", "9", "f32_pow2"},
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+  expect_refused({"dtype", "77"}, [] { check_config(LatencyConfig{8, 16, 2, kNoDtype}); });
+
+  GroupConfig group;
+  group.experts = 4;
+  group.fabric = static_cast<FabricKind>(11);
+  expect_refused({"fabric", "11", "shm"}, [&] { check_config(group); });
+  group.fabric = FabricKind::automatic;
+  group.backend = static_cast<Backend>(12);
+  expect_refused({"backend", "12", "host"}, [&] { check_config(group); });
+}
+
+TEST(Check, StridesOfAnotherNumberOfDimensionsAreRefused) {
+  const std::vector<std::int64_t> ids(8, 0);
+  for (const Extents& strides : {Extents{2}, Extents{}}) {
+    const ConstTensorView routes{ids.data(), Dtype::i64, {4, 2}, strides, {}};
+    expect_refused({"topk_idx", "strides", "each dimension"},
+                   [&] { checked_routes("plan", routes, 8); });
+    const ConstTensorView x{memory().data(), Dtype::f32, {4, 16}, strides, {}};
+    expect_refused({"x", "strides"}, [&] { check_dispatch(x, 4, 2, {}); });
+    DispatchOptions options;
+    options.scales = ConstTensorView{memory().data(), Dtype::f32, {4, 1}, strides, {}};
+    expect_refused({"scales", "strides"}, [&] { check_dispatch(tensor(4), 4, 2, options); });
+  }
+}
+
+TEST(Check, CombineRefusesAnAlignmentOfRankMajorRowsAsDispatchDoes) {
+  CombineOptions combine;
+  combine.alignment = 4;
+  expect_refused({"combine", "alignment", "4", "rank_major"},
+                 [&] { check_combine(tensor(4), 4, 2, combine); });
+  DispatchOptions dispatch;
+  dispatch.alignment = 4;
+  expect_refused({"dispatch", "alignment", "4", "rank_major"},
+                 [&] { check_dispatch(tensor(4), 4, 2, dispatch); });
+}
+
+/// One rank, two experts with five and three slots: eight rows in rank-major order.
+ExchangePlan five_and_three() {
+  const Placement placement{2, 1};
+  RouteCounts own = count_routes({0, 0, 0, 0, 0, 1, 1, 1}, 8, 1, placement);
+  const std::vector<std::int32_t> counts{8, 5, 3};
+  return make_plan(std::move(own), counts, placement, 0);
+}
+
+TEST(Check, CombineTakesExactlyTheRowsOfTheDispatch) {
+  const ExchangePlan plan = five_and_three();
+  const RowLayout rank_major, by_three{RowOrder::expert_major, 3, 0},
+      by_six{RowOrder::expert_major, 6, 0};
+  const auto check = [&](const std::vector<RowLayout>& used, std::int64_t rows, RowLayout layout) {
+    check_combine_rows(plan, used, rows, layout);
+  };
+  check({}, 8, rank_major);
+  check({by_six}, 12, by_six);
+  check({rank_major}, 9, by_three);  // the caller's own expert-major rows
+  for (const std::int64_t rows : {7, 9, 12}) {
+    expect_refused({"rows", std::to_string(rows), "8", "rank_major"},
+                   [&] { check({by_six}, rows, rank_major); });
+  }
+  expect_refused({"rows", "8 rows", "12"}, [&] { check({by_six}, 8, by_six); });
+  expect_refused({"alignment", "got 3", "expected 6"}, [&] { check({by_six}, 9, by_three); });
+  expect_refused({"alignment", "got 3", "expected 6"}, [&] { check({by_six}, 12, by_three); });
+}
+
+TEST(Check, CombineTakesTheRowsOfAWorstCaseDispatch) {
+  const ExchangePlan plan = five_and_three();
+  const RowLayout worst{RowOrder::expert_major, 4, 40}, worst_rank{RowOrder::rank_major, 1, 20};
+  const RowLayout expert{RowOrder::expert_major, 4, 0}, rank;
+  check_combine_rows(plan, {worst}, 40, expert);
+  check_combine_rows(plan, {worst}, 12, expert);
+  check_combine_rows(plan, {worst, worst_rank}, 20, rank);
+  expect_refused({"rows", "40", "8"}, [&] { check_combine_rows(plan, {worst}, 40, rank); });
+  expect_refused({"rows", "39", "12 or 40 (worst_case_rows)"},
+                 [&] { check_combine_rows(plan, {worst}, 39, expert); });
+  check_combine_weights(plan, {worst}, {40, 1}, 1);
+  check_combine_weights(plan, {worst}, {8, 1}, 1);
+  expect_refused({"topk_weights", "[9, 1]", "[8, 1]"},
+                 [&] { check_combine_weights(plan, {worst}, {9, 1}, 1); });
+}
+
+TEST(Check, LayoutsOfAPlanDoNotGrowWithoutBound) {
+  RowLayouts layouts;
+  for (int i = 0; i < 1000; ++i) {
+    layouts.add({RowOrder::rank_major, 1, i % 100});
+    layouts.add({RowOrder::expert_major, 8, 0});
+  }
+  EXPECT_LE(layouts.all().size(), 64u);
+  EXPECT_EQ(layouts.all().back(), (RowLayout{RowOrder::expert_major, 8, 0}));
+}
+
+TEST(Text, OfAnotherRankIsOneLineOfBoundedLength) {
+  EXPECT_EQ(printable("a\nb\tc\x7f", 100), "a b c ");
+  EXPECT_EQ(printable("0 … 5", 4), "0 ");  // not in the middle of a character
+  EXPECT_EQ(printable("0 … 5", 5), "0 …");
+  EXPECT_EQ(printable(std::string(5000, 'x'), 300).size(), 300u);
+}
+
+TEST(Text, SecondsAreExact) {
+  using namespace std::chrono_literals;
+  EXPECT_EQ(exact_seconds(1500ms), "1.5 s");
+  EXPECT_EQ(exact_seconds(60s), "60 s");
+  EXPECT_NE(exact_seconds(24h), exact_seconds(24h - 1ns));
+}
+
+TEST(CallWord, SurvivesTheWire) {
+  for (const CallWord& word : {CallWord{}, CallWord{CallKind::barrier, 0},
+                               CallWord{CallKind::latency_dispatch, 0xffffffff}}) {
+    EXPECT_EQ(unpack_call(pack(word)), word);
+  }
+  EXPECT_EQ(to_string(CallWord{CallKind::latency_combine, 2}), "latency combine of exchange 2");
+  EXPECT_EQ(to_string(CallWord{}), "no call of this group");
+  EXPECT_EQ(to_string(unpack_call(~0ull)).substr(0, 15), "an unknown call");
+  for (const char* name : {"plan", "dispatch", "combine", "barrier", "LatencyExchange",
+                           "latency dispatch", "latency combine"}) {
+    EXPECT_STREQ(name_of(call_named(name)), name);
+  }
+}
+
+TEST(OpenFiles, TheTextSaysTheLimitAndWhatToDo) {
+  EXPECT_TRUE(too_many_files(EMFILE));
+  EXPECT_TRUE(too_many_files(ENFILE));
+  EXPECT_FALSE(too_many_files(ENOENT));
+  EXPECT_NE(error_text(EMFILE, 96).find("too many open files"), std::string::npos);
+  EXPECT_NE(error_text(EMFILE, 96).find("may have 96;"), std::string::npos);
+  EXPECT_NE(error_text(EMFILE, 96).find("ulimit -n"), std::string::npos);
+  EXPECT_NE(error_text(ENFILE, 96).find("this machine"), std::string::npos);
+  EXPECT_EQ(error_text(ENOENT, 96).find("limit"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace ferry

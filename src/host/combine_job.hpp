@@ -1,0 +1,77 @@
+// One combine of the host engine, from its arguments to its results.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "host/engine.hpp"
+#include "host/regions.hpp"
+
+namespace ferry::host {
+
+/// combine.cpp: its steps; combine_rows.cpp: where rows are and their sums.
+class CombineJob {
+ public:
+  CombineJob(HostEngine& engine, const ConstTensorView& rows, std::shared_ptr<PlanState> plan,
+             const CombineOptions& options)
+      : engine_(engine),
+        plan_(std::move(plan)),
+        dispatched_(plan_->layouts.all()),
+        rows_(rows),
+        options_(options),
+        regions_(engine.shared_memory()) {
+    options_.stream = nullptr;
+    const Extents own{plan_->tokens, rows_.columns()};
+    if (options_.out) {
+      result_.x = {*options_.out, std::shared_ptr<void>(options_.out->data, [](void*) {})};
+    } else {
+      result_.x = heap_tensor(own, rows_.dtype);
+    }
+    if (has_weights()) result_.topk_weights = heap_tensor({plan_->tokens, plan_->topk}, Dtype::f32);
+  }
+
+  /// Throws when the rows do not fit the plan. Needs the counts.
+  void check() const;
+  void run();
+  const Combined& result() const { return result_; }
+
+ private:
+  bool expert_major() const { return options_.order == RowOrder::expert_major; }
+  bool has_weights() const { return options_.topk_weights.has_value(); }
+  Channel& channel() { return engine_.channel(); }
+  const ExchangePlan& plan() const { return plan_->exchange; }
+  bool in_domain(int peer) { return channel().pointer(peer, {0, 0}) != nullptr; }
+  std::size_t weight_bytes() const {
+    return has_weights() ? static_cast<std::size_t>(plan_->topk) * sizeof(float) : 0;
+  }
+
+  void agree();
+  void check_places();
+  void place_rows();
+  void reduce_slots();
+  void push();
+  void wait_for_pushed();
+  void find_rows();
+  void sum_tokens();
+  void sum_weights();
+  void give_back();
+
+  HostEngine& engine_;
+  std::shared_ptr<PlanState> plan_;
+  std::vector<RowLayout> dispatched_;  // before this combine
+  ConstTensorView rows_;
+  CombineOptions options_;
+  Regions regions_;
+  Combined result_{};
+  bool outsiders_ = false;             // some peer is outside the domain
+  std::byte* mine_ = nullptr;          // rank-major rows, in registered memory
+  std::byte* mine_weights_ = nullptr;  // their weights, likewise
+  std::byte* stage_ = nullptr;         // rows pushed from outside, then their weights
+  std::byte* stage_weights_ = nullptr;
+  std::vector<const std::byte*> row_base_{};  // for each rank: its first row of mine
+  std::vector<const std::byte*> weight_base_{};
+};
+
+}  // namespace ferry::host
