@@ -41,6 +41,8 @@ help:
 	@echo
 	@echo '  make demo         train a small MoE language model over 4 ranks, tokens carried by Ferry'
 	@echo '  make test         every test of the project (under 30 minutes on 2 cores)'
+	@echo '  make package      build the Python package and the command `ferry` into .venv'
+	@echo '  make host         build the C++ library, the command line and their tests (build/host)'
 	@echo '  make lint         formats, include arrows, headers that compile alone'
 	@echo '  make conformance  the full conformance matrix (long; make test runs a pairwise cover)'
 	@echo '  make bench        Ferry against Gloo and the copy rate of this machine'
@@ -70,18 +72,17 @@ setup-lint:
 package: $(PACKAGE_STAMP)
 	@:
 
-$(PACKAGE_STAMP): $(PACKAGE_SOURCES)
+$(PACKAGE_STAMP): $(PACKAGE_SOURCES) | setup-demo
 	@tools/setup/package.sh
 	@touch $@
 
-demo: setup-demo
-	@$(MAKE) package
+demo: package
 	@.venv/bin/python $(DEMO) $(DEMO_ARGS)
 
 test: setup-test
 	@$(PYTHON_VENV) tests/run_all.py --jobs $(JOBS) $(STAGES)
 
-host:
+host: setup-test
 	@cmake --preset host
 	@cmake --build --preset host
 
@@ -99,8 +100,7 @@ docs: setup-docs
 	@$(PYTHON_VENV) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs: open docs/_build/html/index.html'
 
-bench: setup-demo
-	@$(MAKE) package
+bench: package
 	@mkdir -p bench/results
 	@$(PYTHON_VENV) bench/host_exchange.py --json bench/results/host_exchange.json $(BENCH_ARGS)
 	@echo 'figures: bench/results/host_exchange.json'

@@ -13,11 +13,16 @@ T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+UINT64_MAX = 2**64 - 1
+_BOUNDS = {INT64_MAX: "2^63 - 1", UINT64_MAX: "2^64 - 1", INT32_MAX: "2^31 - 1", 2**46: "64 TiB"}
 
 
 def describe(value: object) -> str:
     """A value in a message: short, with its type when that says more."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python likes to print
+        text = "an object that cannot be printed"
     if len(text) > 60:
         text = text[:57] + "..."
     name = type(value).__name__
@@ -37,9 +42,12 @@ def integer(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:
         number = operator.index(value)
     except TypeError:
         refuse(name, describe(value), "an integer")
-    if not low <= number <= high:
-        refuse(name, str(number), f"{low} to {high}" if high < INT32_MAX else f"at least {low}")
-    return number
+    if low <= number <= high:
+        return number
+    got = str(number) if number.bit_length() <= 128 else f"a number of {number.bit_length()} bits"
+    if high not in _BOUNDS:
+        refuse(name, got, f"{low} to {high}")
+    refuse(name, got, f"at least {low}" if number < low else f"at most {_BOUNDS[high]}")
 
 
 def seconds(name: str, value: Any) -> float:

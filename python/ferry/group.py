@@ -9,6 +9,7 @@ from typing import Any
 from ferry import _ferry
 from ferry.arguments import (
     INT32_MAX,
+    UINT64_MAX,
     choice,
     describe,
     flag,
@@ -18,6 +19,7 @@ from ferry.arguments import (
     refuse,
     seconds,
 )
+from ferry.errors import Error
 from ferry.results import ArrayT, Combined, Received
 from ferry.tensors import (
     TORCH,
@@ -45,7 +47,10 @@ ORDERS = {
     "rank_major": _ferry.RowOrder.rank_major,
     "expert_major": _ferry.RowOrder.expert_major,
 }
+ROUTE_DTYPES = "i64 or i32"
+SUM_DTYPES = 'f32, bf16 or f16 (dtype="bf16" or dtype="f16" beside a uint16 array)'
 DEFAULT_MEMORY_BYTES = 64 << 20
+MOST_MEMORY_BYTES = 64 << 40
 
 
 class Group:
@@ -84,10 +89,10 @@ class Group:
             instance("Group: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
             integer("Group: experts", experts, 1),
             seconds("Group: deadline", deadline),
-            integer("Group: memory_bytes", memory_bytes),
+            integer("Group: memory_bytes", memory_bytes, 0, MOST_MEMORY_BYTES),
             choice("Group: fabric", fabric, FABRICS),
             choice("Group: backend", backend, BACKENDS),
-            integer("Group: sim_seed", sim_seed, 0, 2**64 - 1),
+            integer("Group: sim_seed", sim_seed, 0, UINT64_MAX),
         )
 
     @property
@@ -126,7 +131,9 @@ class Group:
         topk_idx: i64 or i32 [T, K], values -1 (unused) or 0 to E-1. T may differ between ranks and
         be 0, K may not differ; 1 <= K <= 64. Without a stream: returns when the counts are known.
         """
-        return self._raw.plan(view("plan: topk_idx", topk_idx)[0], _stream("plan", stream))
+        return self._raw.plan(
+            view("plan: topk_idx", topk_idx, expected=ROUTE_DTYPES)[0], _stream("plan", stream)
+        )
 
     def dispatch(
         self,
@@ -163,8 +170,8 @@ class Group:
         raw = self._raw.dispatch(
             x_view,
             _plan("dispatch", plan),
-            optional_view("dispatch: topk_weights", topk_weights),
-            optional_view("dispatch: scales", scales),
+            optional_view("dispatch: topk_weights", topk_weights, expected="f32"),
+            optional_view("dispatch: scales", scales, expected="f32"),
             choice("dispatch: order", order, ORDERS),
             integer("dispatch: alignment", alignment, 1),
             integer("dispatch: worst_case_rows", worst_case_rows),
@@ -204,13 +211,15 @@ class Group:
             dtype: of rows, where its array cannot say it.
             stream: as for dispatch.
         """
-        rows_view, like = view("combine: rows", rows, _optional_dtype("combine: dtype", dtype))
+        rows_view, like = view(
+            "combine: rows", rows, _optional_dtype("combine: dtype", dtype), expected=SUM_DTYPES
+        )
         raw = self._raw.combine(
             rows_view,
             _plan("combine", plan),
             choice("combine: order", order, ORDERS),
             integer("combine: alignment", alignment, 1),
-            optional_view("combine: topk_weights", topk_weights),
+            optional_view("combine: topk_weights", topk_weights, expected="f32"),
             flag("combine: apply_weights", apply_weights),
             optional_view("combine: bias0", bias0, rows_view.dtype),
             optional_view("combine: bias1", bias1, rows_view.dtype),
@@ -241,7 +250,9 @@ class Group:
     def is_registered(self, pointer: Any) -> bool:
         """True when an array's first element, or an address, lies in registered memory."""
         if isinstance(pointer, int):
-            return self._raw.is_registered(integer("is_registered: pointer", pointer, 0, 2**64 - 1))
+            return self._raw.is_registered(
+                integer("is_registered: pointer", pointer, 0, UINT64_MAX)
+            )
         carrier = None
         if getattr(getattr(pointer, "dtype", None), "name", None) == "uint16":
             carrier = _ferry.Dtype.bf16
@@ -266,7 +277,7 @@ class Group:
         """What `memory` says right after creation with these arguments and number of ranks."""
         return _ferry.Group.memory_hint(
             integer("memory_hint: experts", experts, 1),
-            integer("memory_hint: memory_bytes", memory_bytes),
+            integer("memory_hint: memory_bytes", memory_bytes, 0, MOST_MEMORY_BYTES),
             choice("memory_hint: fabric", fabric, FABRICS),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
         )
@@ -292,12 +303,15 @@ class Group:
         self.destroy()
 
     def __repr__(self) -> str:
-        if "_raw" not in self.__dict__ or self.destroyed:
-            return "<ferry.Group, not usable>"
-        return (
-            f"<ferry.Group: rank {self.rank} of {self.size}, {self.experts} experts, "
-            f"fabric {self.fabric_name}>"
-        )
+        try:
+            if "_raw" in self.__dict__ and not self.destroyed:
+                return (
+                    f"<ferry.Group: rank {self.rank} of {self.size}, {self.experts} experts, "
+                    f"fabric {self.fabric_name}>"
+                )
+        except Error:  # in a forked child; or destroyed by another thread meanwhile
+            pass
+        return "<ferry.Group, not usable>"
 
 
 def _stream(call: str, stream: Any) -> _ferry.Stream | None:

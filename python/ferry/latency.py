@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, choice, flag, instance, integer, optional
-from ferry.group import Group
+from ferry.group import ROUTE_DTYPES, Group
+from ferry.results import summary
 from ferry.tensors import Like, array, dtype_named, optional_view, view
 
 ArrayT = TypeVar("ArrayT")
@@ -67,6 +68,9 @@ class LatencyReceived(Generic[ArrayT]):
         written before. A second call raises `InvalidArgument`."""
         self._raw.receive()
 
+    def __repr__(self) -> str:
+        return summary("LatencyReceived", self._raw, ("x", "scales"))
+
     def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
         result: ArrayT = array(tensor, self._like)
         return result
@@ -98,6 +102,9 @@ class LatencyCombined(Generic[ArrayT]):
         """With `hook=True`: receives, as for `LatencyReceived`."""
         self._raw.receive()
 
+    def __repr__(self) -> str:
+        return summary("LatencyCombined", self._raw, ("x",), self._out)
+
 
 class LatencyExchange:
     """Fixed buffers of latency mode inside a group. Making one is collective; the arguments must be
@@ -122,6 +129,10 @@ class LatencyExchange:
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
         )
+        self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
+
+    def __repr__(self) -> str:
+        return f"<ferry.LatencyExchange: {self._words}>"
 
     def dispatch(
         self,
@@ -149,7 +160,7 @@ class LatencyExchange:
         x_view, like = self._view("latency dispatch: x", x)
         raw = self._raw.dispatch(
             x_view,
-            view("latency dispatch: topk_idx", topk_idx)[0],
+            view("latency dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES)[0],
             choice("latency dispatch: format", format, FORMATS),
             choice("latency dispatch: scale_format", scale_format, SCALE_FORMATS),
             flag("latency dispatch: hook", hook),
@@ -183,7 +194,7 @@ class LatencyExchange:
         raw = self._raw.combine(
             rows_view,
             instance(f"{name}: received", received, LatencyReceived, expected)._raw,
-            view(f"{name}: topk_weights", topk_weights)[0],
+            view(f"{name}: topk_weights", topk_weights, expected="f32")[0],
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True),
             optional(f"{name}: stream", stream, _ferry.Stream, "a ferry.Stream"),

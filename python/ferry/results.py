@@ -6,10 +6,29 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
+from ferry.errors import Unsupported
 from ferry.tensors import Like, array
 
 ArrayT = TypeVar("ArrayT")
 """A NumPy array or a torch CPU tensor: what goes in decides what comes out."""
+
+
+def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> str:
+    """A repr of a result: the dtypes and shapes of its tensors, and whether they are there yet."""
+    words = []
+    try:
+        for field in fields:
+            tensor = getattr(raw, field)
+            if field == "x" and tensor is None:
+                tensor = out
+            if tensor is not None:
+                dtype = getattr(tensor.dtype, "name", str(tensor.dtype).removeprefix("torch."))
+                words.append(f"{field} {dtype} {list(tensor.shape)}")
+        if not raw.event.ready():
+            words.append("under way")
+    except Unsupported:  # in a forked child
+        return f"<ferry.{name}, not usable>"
+    return f"<ferry.{name}: {', '.join(words)}>"
 
 
 class Received(Generic[ArrayT]):
@@ -70,6 +89,9 @@ class Received(Generic[ArrayT]):
         """Complete when the arrays are valid; so it is at once for a call without a stream."""
         return self._raw.event
 
+    def __repr__(self) -> str:
+        return summary("Received", self._raw, ("x", "scales", "topk_weights"), self._out)
+
     def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
         result: ArrayT = array(tensor, self._like)
         return result
@@ -101,3 +123,6 @@ class Combined(Generic[ArrayT]):
     def event(self) -> _ferry.Event:
         """Complete when the arrays are valid."""
         return self._raw.event
+
+    def __repr__(self) -> str:
+        return summary("Combined", self._raw, ("x", "topk_weights"), self._out)

@@ -73,28 +73,42 @@ def dtype_named(name: str, value: Any) -> _ferry.Dtype:
 
 
 def view(
-    name: str, value: Any, dtype: _ferry.Dtype | None = None, writable: bool = False
+    name: str,
+    value: Any,
+    dtype: _ferry.Dtype | None = None,
+    writable: bool = False,
+    expected: str = "",
 ) -> tuple[_ferry.View, Like]:
-    """The caller's array as the C++ side reads it, and what results on it should look like."""
+    """The caller's array as the C++ side reads it, and what results on it should look like.
+
+    expected: the dtypes that the argument takes, for messages; empty: every dtype.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _view_of_torch(torch, name, value, dtype, writable), TORCH
+        plain, dtype = _plain_torch(torch, name, value, dtype, writable)
+        return _ferry.View(plain, name, dtype, writable, expected), TORCH
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return _view_of_numpy(name, value, dtype, writable)
-    return _ferry.View(value, name, dtype, writable), NUMPY
+        plain, dtype, like = _plain_numpy(name, value, dtype, expected)
+        return _ferry.View(plain, name, dtype, writable, expected), like
+    return _ferry.View(value, name, dtype, writable, expected), NUMPY
 
 
 def optional_view(
-    name: str, value: Any, dtype: _ferry.Dtype | None = None, writable: bool = False
+    name: str,
+    value: Any,
+    dtype: _ferry.Dtype | None = None,
+    writable: bool = False,
+    expected: str = "",
 ) -> _ferry.View | None:
     """The same for an argument that may be None."""
-    return None if value is None else view(name, value, dtype, writable)[0]
+    return None if value is None else view(name, value, dtype, writable, expected)[0]
 
 
-def _view_of_torch(
+def _plain_torch(
     torch: Any, name: str, value: Any, dtype: _ferry.Dtype | None, writable: bool
-) -> _ferry.View:
+) -> tuple[Any, _ferry.Dtype | None]:
+    """A tensor whose memory is what it says, and its dtype when DLPack cannot say it."""
     if value.device.type != "cpu":
         refuse(
             name,
@@ -103,13 +117,22 @@ def _view_of_torch(
         )
     if value.layout != torch.strided:
         refuse(name, f"a tensor of layout {value.layout}", "a strided tensor")
+    if value.requires_grad:
+        value = value.detach()
+    if value.is_neg():  # the memory holds the elements without their sign
+        lazy = "a tensor with torch's negative bit (a lazy view)"
+        if writable:
+            refuse(name, lazy, "one that can be written as it lies; call .resolve_neg() on it")
+        try:
+            value = value.resolve_neg()
+        except NotImplementedError:  # torch cannot negate fp8
+            refuse(
+                name, f"{lazy} of dtype {value.dtype}", "one without, as torch cannot resolve it"
+            )
     own = _torch_dtype(value.dtype)
     if own in (Dtype.e4m3, Dtype.e5m2):
-        dtype = _agreed(name, own, dtype)
-        value = value.detach().view(torch.uint8)
-    elif value.requires_grad:
-        value = value.detach()
-    return _ferry.View(value, name, dtype, writable)
+        return value.view(torch.uint8), _agreed(name, own, dtype)
+    return value, dtype
 
 
 @cache
@@ -117,22 +140,35 @@ def _torch_dtype(dtype: Any) -> _ferry.Dtype | None:
     return _LONG_NAMES.get(str(dtype).removeprefix("torch."))
 
 
-def _view_of_numpy(
-    name: str, value: Any, dtype: _ferry.Dtype | None, writable: bool
-) -> tuple[_ferry.View, Like]:
+def _plain_numpy(
+    name: str, value: Any, dtype: _ferry.Dtype | None, expected: str
+) -> tuple[Any, _ferry.Dtype | None, Like]:
+    """The same for NumPy, and what results on it should look like."""
+    size = value.itemsize
+    if any(
+        extent > 1 and stride % size
+        for extent, stride in zip(value.shape, value.strides)
+        if size > 0
+    ):
+        refuse(
+            name,
+            f"a NumPy array with strides of {value.strides} bytes over elements of {size} bytes, "
+            "like a field of a structured array",
+            "strides of whole elements; call numpy.ascontiguousarray on it first",
+        )
     own = value.dtype.name
     if own in _CARRIERS:
         dtype = _agreed(name, _LONG_NAMES[own], dtype)
-        carried = value.view(_CARRIERS[own])
-        return _ferry.View(carried, name, dtype, writable), Like("numpy", True)
+        return value.view(_CARRIERS[own]), dtype, Like("numpy", True)
     if not value.dtype.isnative or value.dtype.kind not in "fiucb":
-        refuse(name, f"a NumPy array of dtype {value.dtype}", "a native numeric dtype")
-    return _ferry.View(value, name, dtype, writable), NUMPY
+        wanted = f"a native numeric dtype{f': {expected}' if expected else ''}"
+        refuse(name, f"a NumPy array of dtype {value.dtype}", wanted)
+    return value, dtype, NUMPY
 
 
 def _agreed(name: str, own: _ferry.Dtype, tag: _ferry.Dtype | None) -> _ferry.Dtype:
     if tag is not None and tag != own:
-        refuse(name, f"dtype {own.name}", f'elements of dtype="{tag.name}", as given beside it')
+        refuse(name, f"dtype {own.name}", f"dtype {tag.name}")
     return own
 
 

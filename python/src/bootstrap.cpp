@@ -7,6 +7,7 @@
 
 #include "arguments.hpp"
 #include "bind.hpp"
+#include "repr.hpp"
 
 namespace ferry::python {
 namespace {
@@ -94,6 +95,13 @@ nb::list all_gather(const HeldBootstrap& bootstrap, const nb::bytes& mine, doubl
   return list;
 }
 
+std::string repr(const HeldBootstrap& bootstrap) {
+  return repr_of("Bootstrap", [&] {
+    return "rank " + std::to_string(bootstrap.get()->rank()) + " of " +
+           std::to_string(bootstrap.get()->size());
+  });
+}
+
 }  // namespace
 
 void bind_bootstrap(nb::module_& m) {
@@ -102,7 +110,8 @@ void bind_bootstrap(nb::module_& m) {
       .def_prop_ro("size", [](const HeldBootstrap& b) { return b.get()->size(); })
       .def("all_gather", &all_gather, nb::arg("mine"), nb::arg("deadline") = 60.0,
            nb::sig("def all_gather(self, mine: bytes, deadline: float = 60.0) -> list[bytes]"),
-           "Collective: every rank gets the bytes of all ranks, in rank order.");
+           "Collective: every rank gets the bytes of all ranks, in rank order.")
+      .def("__repr__", &repr);
   m.def("threads", &threads, nb::arg("ranks"),
         nb::sig("def threads(ranks: int) -> list[Bootstrap]"));
   m.def("tcp", &tcp, nb::arg("rank"), nb::arg("size"), nb::arg("address"), nb::arg("port"),

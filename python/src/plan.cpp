@@ -1,8 +1,10 @@
 #include "plan.hpp"
 
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "repr.hpp"
 
 namespace ferry::python {
 namespace {
@@ -10,6 +12,12 @@ namespace {
 template <auto Method>
 auto without_gil_call(const HeldPlan& plan) {
   return without_gil([&] { return (plan.get().*Method)(); });
+}
+
+std::string repr(const HeldPlan& plan) {
+  return repr_of("Plan", [&] {
+    return std::to_string(plan->tokens()) + " tokens, top-" + std::to_string(plan->topk());
+  });
 }
 
 }  // namespace
@@ -39,7 +47,8 @@ void bind_plan(nb::module_& m) {
             return without_gil([&] { return p->expert_major_rows(alignment); });
           },
           nb::arg("alignment") = 1,
-          "Rows of the expert-major output when every expert's block is padded to `alignment`.");
+          "Rows of the expert-major output when every expert's block is padded to `alignment`.")
+      .def("__repr__", &repr);
 }
 
 }  // namespace ferry::python

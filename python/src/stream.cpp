@@ -1,9 +1,11 @@
 #include "stream.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include "arguments.hpp"
 #include "bind.hpp"
+#include "repr.hpp"
 
 namespace ferry::python {
 
@@ -58,6 +60,12 @@ void PythonStream::synchronize() {
   drop_finished();
 }
 
+std::size_t PythonStream::under_way() {
+  (void)stream_.get();
+  drop_finished();
+  return kept_.size();
+}
+
 void PythonStream::drop_finished() {
   while (!kept_.empty() && kept_.front().end.ready()) kept_.pop_front();
 }
@@ -104,7 +112,10 @@ void bind_stream(nb::module_& m) {
           },
           nb::arg("deadline") = nb::none(),
           "Blocks until the event is complete; raises what the work raised. `deadline`: seconds, "
-          "None = 24 hours.");
+          "None = 24 hours.")
+      .def("__repr__", [](const HeldEvent& e) {
+        return repr_of("Event", [&] { return e->ready() ? "complete" : "under way"; });
+      });
 
   nb::class_<PythonStream>(m, "Stream", "A queue of work with one worker thread.")
       .def(nb::init<>())
@@ -115,7 +126,11 @@ void bind_stream(nb::module_& m) {
           "wait", [](PythonStream& s, const HeldEvent& event) { s.wait(event.get()); },
           nb::arg("event"), "Later work of this stream starts after `event`.")
       .def("synchronize", &PythonStream::synchronize,
-           "Blocks until the queue is empty; raises the first exception since the last call.");
+           "Blocks until the queue is empty; raises the first exception since the last call.")
+      .def("__repr__", [](PythonStream& s) {
+        return repr_of("Stream",
+                       [&] { return std::to_string(s.under_way()) + " calls under way"; });
+      });
 }
 
 }  // namespace ferry::python

@@ -28,6 +28,8 @@ class PythonStream {
   void wait(const Event& event);
   /// Waits, interruptibly, until the queue is empty; throws the first exception since last time.
   void synchronize();
+  /// Calls whose work has not ended.
+  std::size_t under_way();
 
  private:
   struct Kept {

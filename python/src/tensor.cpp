@@ -55,12 +55,13 @@ std::string describe(nb::dlpack::dtype type) {
   return kind + std::to_string(type.bits);
 }
 
-Dtype dtype_of(const nb::ndarray<nb::ro>& array, const std::string& name,
-               std::optional<Dtype> tag) {
+Dtype dtype_of(const nb::ndarray<nb::ro>& array, const std::string& name, std::optional<Dtype> tag,
+               const std::string& expected) {
   const nb::dlpack::dtype type = array.dtype();
   const std::optional<Dtype> natural = natural_dtype(type);
   if (!tag) {
     if (natural) return *natural;
+    if (!expected.empty()) refuse(name, "dtype " + describe(type), "dtype " + expected);
     const bool two_bytes = type == make_type(Code::UInt, 2);
     refuse(name, "dtype " + describe(type),
            two_bytes ? "dtype=\"bf16\" or dtype=\"f16\" beside a uint16 array, which cannot say it"
@@ -68,9 +69,10 @@ Dtype dtype_of(const nb::ndarray<nb::ro>& array, const std::string& name,
   }
   const bool carrier = type == make_type(Code::UInt, size_of(*tag));
   if (natural != tag && !carrier) {
+    const std::size_t bits = 8 * size_of(*tag);
     refuse(name, "dtype " + describe(type),
-           "elements of dtype=\"" + std::string(name_of(*tag)) + "\", or unsigned integers of " +
-               std::to_string(size_of(*tag)) + " byte(s) that carry them");
+           "dtype " + std::string(name_of(*tag)) +
+               (bits <= 16 ? ", or uint" + std::to_string(bits) + " that carries it" : ""));
   }
   return *tag;
 }
@@ -129,10 +131,11 @@ nb::dlpack::dtype crossing_type(Dtype dtype, bool has_bf16) {
 
 }  // namespace
 
-View::View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable)
+View::View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable,
+           const std::string& expected)
     : array_(import_array(array, name, writable)) {
   const std::size_t dims = array_.ndim();
-  view_ = ConstTensorView(array_.data(), dtype_of(array_, name, dtype),
+  view_ = ConstTensorView(array_.data(), dtype_of(array_, name, dtype, expected),
                           Extents(std::span(array_.shape_ptr(), dims)),
                           Extents(std::span(array_.stride_ptr(), dims)), Device{});
 }
@@ -158,9 +161,11 @@ void bind_tensor(nb::module_& m) {
       .def(
           "__init__",
           [](View* self, nb::handle array, const std::string& name, std::optional<Dtype> dtype,
-             bool writable) { new (self) View(array, name, dtype, writable); },
+             bool writable, const std::string& expected) {
+            new (self) View(array, name, dtype, writable, expected);
+          },
           nb::arg("array").none(), nb::arg("name"), nb::arg("dtype") = nb::none(),
-          nb::arg("writable") = false)
+          nb::arg("writable") = false, nb::arg("expected") = "")
       .def_prop_ro("dtype", &View::dtype)
       .def_prop_ro("address",
                    [](const View& v) { return reinterpret_cast<std::uintptr_t>(v.read().data); });

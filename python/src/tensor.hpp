@@ -17,8 +17,10 @@ class View {
  public:
   /// `array`: anything with `__dlpack__` or the buffer protocol, on the CPU. `name` is the argument
   /// in messages. `dtype`: what the elements are when the array's own dtype cannot say it (uint8
-  /// and uint16 carry fp8, bf16 and fp16).
-  View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable);
+  /// and uint16 carry fp8, bf16 and fp16). `expected`: the dtypes that the argument takes, for
+  /// messages; empty: all.
+  View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable,
+       const std::string& expected = "");
 
   const ConstTensorView& read() const { return view_; }
   /// Of a view that was made writable.

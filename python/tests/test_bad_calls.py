@@ -113,6 +113,9 @@ I64 = np.int64
 META = torch.zeros(TOKENS, TOPK, dtype=torch.int64, device="meta")
 SPARSE = torch.ones(TOKENS, TOPK).to_sparse()
 
+FP8 = torch.ones(4, 16).to(torch.float8_e4m3fn)
+STRUCT = np.zeros((4, 16), [("x", np.float32), ("other", np.int8)])
+
 HUGE = 2**21
 
 # (what is bad, the call, argument, got, expected); the last two are regular expressions.
@@ -121,7 +124,11 @@ CALLS = [
     ("routes: a list", plan([[0, 1]]), "topk_idx", "list", "NumPy array or a torch CPU tensor"),
     ("routes: None", plan(None), "topk_idx", "NoneType", "array"),
     ("routes: dtype", plan(f32(4, 2)), "topk_idx", "f32", "i64 or i32"),
-    ("routes: bool", plan(np.ones((4, 2), bool)), "topk_idx", "bool", "dtype"),
+    ("routes: bool", plan(np.ones((4, 2), bool)), "topk_idx", "dtype bool", " dtype i64 or i32$"),
+    ("routes: torch bool", plan(torch.ones(4, 2) > 0), "topk_idx", "bool", " dtype i64 or i32$"),
+    ("routes: u64", plan(np.ones((4, 2), np.uint64)), "topk_idx", "uint64", " dtype i64 or i32$"),
+    ("routes: u16", plan(np.ones((4, 2), np.uint16)), "topk_idx", "uint16", " dtype i64 or i32$"),
+    ("routes: text", plan(np.full((4, 2), "a")), "topk_idx", "<U1", "native .* i64 or i32$"),
     ("routes: 1-d", plan(np.zeros(4, I64)), "topk_idx", r"\[4\]", "2 dimensions"),
     ("routes: 0-d", plan(np.array(3)), "topk_idx", "0 dimensions", "1 to 3"),
     ("routes: 4-d", plan(np.zeros((1, 1, 1, 1), I64)), "topk_idx", "4 dimensions", "1 to 3"),
@@ -152,7 +159,7 @@ CALLS = [
     ("dtype: of torch", dispatch(dtype=torch.float64), "dtype", "float64", "f32"),
     ("plan: None", dispatch(plan=None), "plan", "None", "ferry.Plan"),
     ("plan: an array", dispatch(plan=np.zeros(3)), "plan", "ndarray", "ferry.Plan"),
-    ("weights: dtype", dispatch(topk_weights=np.ones((4, 2))), "topk_weights", "float64", "f32"),
+    ("weights: dtype", dispatch(topk_weights=np.ones((4, 2))), "topk_weights", "float64", " f32$"),
     (
         "weights: half",
         dispatch(topk_weights=np.ones((4, 2), np.float16)),
@@ -169,6 +176,7 @@ CALLS = [
         "dense",
     ),
     ("scales: rows", dispatch(scales=f32(3, 1)), "scales", "3, 1", "4"),
+    ("scales: double", dispatch(scales=np.ones((4, 1))), "scales", "float64", " dtype f32$"),
     ("scales: dtype", dispatch(scales=np.ones((4, 1), np.int32)), "scales", "i32", "f32"),
     ("order: word", dispatch(order="rank-major"), "order", "rank-major", "rank_major"),
     ("order: type", dispatch(order=0), "order", "0", "rank_major"),
@@ -184,13 +192,23 @@ CALLS = [
     ("alignment: float", dispatch(alignment=1.5), "alignment", "1.5", "integer"),
     ("alignment: bool", dispatch(alignment=True), "alignment", "True", "integer"),
     ("worst case: negative", dispatch(worst_case_rows=-1), "worst_case_rows", "-1", "at least 0"),
-    ("worst case: huge", dispatch(worst_case_rows=2**63), "worst_case_rows", "9223", "at least 0"),
+    (
+        "worst case: huge",
+        dispatch(worst_case_rows=2**63),
+        "worst_case_rows",
+        "9223",
+        "at most 2.63 - 1$",
+    ),
     ("out: read-only", dispatch(out=read_only((4, 16))), "out", "read-only", "written"),
-    ("out: dtype", dispatch(out=np.ones((8, 16), np.float16)), "out", "float16", "f32"),
+    ("out: dtype", dispatch(out=np.ones((8, 16), np.float16)), "out", "float16", " dtype f32$"),
+    ("out: lazy", dispatch(out=torch._neg_view(torch.ones(8, 16))), "out", "lazy", "resolve_neg"),
+    ("x: lazy fp8", dispatch(x=torch._neg_view(FP8)), "x", "lazy.*float8_e4m3fn", "without"),
+    ("x: field", dispatch(x=STRUCT["x"]), "x", r"strides of \(80, 5\)", "ascontiguousarray"),
     ("out: columns", dispatch(out=f32(8, 20)), "out", "8, 20", "16 columns"),
     ("stream: type", dispatch(stream="s"), "stream", "s", "ferry.Stream"),
     # combine
     ("rows: dtype", combine(rows=np.ones((8, 16), np.int32)), "rows", "i32", "f32, bf16 or f16"),
+    ("rows: double", combine(rows=np.ones((8, 16))), "rows", "float64", "dtype f32, bf16 or f16 "),
     ("rows: count", combine(rows=f32(7, 16)), "rows", "7", "8"),
     ("rows: expert-major count", combine(rows=f32(7, 16), order="expert_major"), "rows", "7", "8"),
     ("rows: strides", combine(rows=strided((8, 16))), "rows", "strides", "dense"),
@@ -238,6 +256,10 @@ CALLS = [
     ("group: deadline nan", make(deadline=float("nan")), "deadline", "nan", "more than 0"),
     ("group: deadline text", make(deadline="1"), "deadline", "1", "seconds"),
     ("group: memory", make(memory_bytes=-1), "memory_bytes", "-1", "at least 0"),
+    ("group: much", make(memory_bytes=2**63), "memory_bytes", "9223.*808", " at most 64 TiB$"),
+    ("group: seed", make(sim_seed=2**64), "sim_seed", "18446.*616", r" at most 2\^64 - 1$"),
+    ("group: digits", make(sim_seed=10**5000), "sim_seed", "16610 bits", r" at most 2\^64 - 1$"),
+    ("group: word of digits", make(fabric=10**5000), "fabric", "int", '"shm"'),
     ("group: fabric", make(fabric="nvlink"), "fabric", "nvlink", "shm"),
     ("group: backend", make(backend="gpu"), "backend", "gpu", "host"),
     ("threads: none", lambda e: ferry.threads(0), "ranks", "0", "1 to 4096"),
@@ -273,9 +295,6 @@ CALLS = [
         "ferry.Group",
     ),
     ("latency: capacity", latency(capacity=0), "capacity", "0", "at least 1"),
-    ("latency: hidden", latency(hidden=3), "hidden", "12 bytes", "multiple of 16"),
-    ("latency: topk", latency(topk=65), "topk", "65", "1 … 64"),
-    ("latency: dtype", latency(dtype="e4m3"), "dtype", "e4m3", "f32, bf16 or f16"),
     ("latency: x dtype", lat_dispatch(x=np.ones((4, 16), np.float16)), "x", "f16", "f32"),
     ("latency: x hidden", lat_dispatch(x=f32(4, 32)), "x", "hidden 32", "16"),
     ("latency: x tokens", lat_dispatch(x=f32(5, 16)), "x", "5 tokens", "capacity, 4"),
@@ -295,12 +314,15 @@ CALLS = [
     ("latency: stream", lat_dispatch(stream=0), "stream", "0", "ferry.Stream"),
     ("events: deadline", lambda e: ferry.Event().wait(-1.0), "deadline", "-1", "more than 0"),
 ]
-# Calls that are only wrong after something collective, so both ranks make them.
+# Calls that are wrong in or after something collective, so both ranks make them.
 TOGETHER = [
+    ("latency: hidden", latency(hidden=3), "hidden", "12 bytes", "multiple of 16"),
+    ("latency: topk", latency(topk=65), "topk", "65", "1 … 64"),
+    ("latency: dtype", latency(dtype="e4m3"), "dtype", "e4m3", "f32, bf16 or f16"),
     ("latency: rows", low(rows=f32(4, 8, 32)), "rows", "4, 8, 32", "4, 8, 16"),
     ("latency: rows dtype", low(rows=np.ones((4, 8, 16), np.float16)), "rows", "f16", "f32"),
     ("latency: weights", low(weights=f32(4, 3)), "topk_weights", "4, 3", "4, 2"),
-    ("latency: weights dtype", low(weights=np.ones((4, 2))), "topk_weights", "float64", "f32"),
+    ("latency: weights dtype", low(weights=np.ones((4, 2))), "topk_weights", "float64", " f32$"),
     ("latency: out", low(out=f32(3, 16)), "out", "3, 16", "4, 16"),
     (
         "latency: received",

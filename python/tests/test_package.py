@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,39 @@ def test_types(tmp_path: Path) -> None:
         found = [e for e in errors if f":{first + number + 1}:" in e]
         assert found, f"{line}: not refused\n{done.stdout}"
         assert message in found[0]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_all_places_ask_for_the_same_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = project["project"]["requires-python"]
+    assert project["tool"]["ruff"]["target-version"] == "py" + wanted[2:].replace(".", "")
+    probe = (ROOT / "tools/setup/probe.sh").read_text()
+    found = re.search(r"sys.version_info >= \((\d+), (\d+)\)", probe)
+    assert found and f">={found[1]}.{found[2]}" == wanted
+    assert set(re.findall(r"Python (>= [\d.]+)", probe)) == {wanted.replace("=", "= ")}
+    for cmake in ("python/CMakeLists.txt", "tools/ferry/CMakeLists.txt"):
+        found = re.search(r"find_package\(Python3? ([\d.]+) ", (ROOT / cmake).read_text())
+        assert found and f">={found[1]}" == wanted, cmake
+
+
+def test_an_installed_extension_carries_no_debug_sections() -> None:
+    extension = Path(ferry._ferry.__file__)
+    if extension.parent.parent.name not in ("site-packages", "dist-packages"):
+        pytest.skip("not installed: the build tree keeps its line numbers")
+    content = extension.read_bytes()
+    assert b".debug_info\0" not in content and b".symtab\0" not in content
+    assert len(content) < 4 << 20
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"\.PHONY: ((?:.*\\\n)*.*)", makefile)
+    assert phony
+    targets = {t for t in phony[1].replace("\\", "").split() if not t.startswith("setup-")}
+    assert targets - {"help"} == set(re.findall(r"@echo '  make (\w+) ", makefile))
 
 
 def test_everything_public_is_documented() -> None:

@@ -126,7 +126,7 @@ Status GroupWatch::check() {
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its notice wins over its own death.
-  const auto notice = channel_.notices_.scan([this](const Notice& told) {
+  const auto notice = channel_.notices_.scan([this, now](const Notice& told) {
     // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
     if (told.kind != Notice::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;

@@ -5,12 +5,14 @@ fresh install and run. An HTML comment on the line before the fence says otherwi
 
     <!-- test: ranks=4 -->        run under `ferry run -n 4 --`
     <!-- test: continue -->       goes on from the block before it (Python)
+    <!-- test: needs=mpi4py -->   skipped where this Python module is missing
     <!-- test: compile -->        compile only
     <!-- test: skip: reason -->   not a program; say why
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -44,6 +46,10 @@ class Block:
         found = re.fullmatch(r"ranks=(\d+)", self.mark)
         return int(found[1]) if found else 0
 
+    @property
+    def needs(self) -> str:
+        return self.mark.removeprefix("needs=") if self.mark.startswith("needs=") else ""
+
 
 def blocks_of(page: str, text: str) -> list[Block]:
     """The python and cpp blocks of a page, in order; `continue` joins a block to the one before."""
@@ -56,7 +62,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
         line = text.count("\n", 0, found.start()) + 1
         indent = len(found["indent"])
         code = "".join(row[indent:] or "\n" for row in found["body"].splitlines(keepends=True))
-        if not re.fullmatch(r"|compile|continue|ranks=\d+|skip: .+", mark):
+        if not re.fullmatch(r"|compile|continue|ranks=\d+|needs=\w+|skip: .+", mark):
             raise ValueError(f"{page}:{line}: unknown mark '{mark}'")
         if mark == "continue":
             last = blocks.pop()
@@ -106,6 +112,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("block", all_blocks(), ids=lambda block: f"{block.page}:{block.line}")
 def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if block.needs and importlib.util.find_spec(block.needs) is None:
+        pytest.skip(f"{block.needs} is not installed")
     if block.language == "python":
         program = tmp_path / "block.py"
         program.write_text(block.code, encoding="utf-8")
@@ -156,6 +164,11 @@ def test_blocks_are_found() -> None:
     assert (python.code, python.ranks, python.line) == ("a = 1\nb = 2\n", 2, 4)
     assert (cpp.code, cpp.language, cpp.mark) == ("int main() {}\n", "cpp", "")
     assert skipped.mark == "skip: a fragment"
+
+
+def test_a_block_says_which_module_it_needs() -> None:
+    (block,) = blocks_of("page.md", "<!-- test: needs=mpi4py -->\n```python\n1\n```\n")
+    assert (block.needs, block.ranks) == ("mpi4py", 0)
 
 
 def test_an_unknown_mark_is_refused() -> None:

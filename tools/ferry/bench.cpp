@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +14,7 @@
 #include "bench_report.hpp"
 #include "bench_settings.hpp"
 #include "command.hpp"
+#include "number.hpp"
 #include "ranks.hpp"
 
 namespace ferry::cli {
@@ -19,6 +22,10 @@ namespace {
 
 constexpr int kMostRanks = 64;
 constexpr int kMostTopk = 64;
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 20;
+constexpr std::int64_t kMostHidden = std::int64_t{1} << 24;
+constexpr std::int64_t kMostExperts = std::int64_t{1} << 20;
+constexpr int kMostIterations = 1000000;
 
 /// On stderr: a bar on a terminal, else one line for each mode.
 class Progress {
@@ -122,30 +129,39 @@ CLI::Option* choice(CLI::App* app, const char* name, T& value, const std::map<st
     if (each == value) chosen = key;
   }
   return app->add_option(name, value, help)
-      ->transform(CLI::CheckedTransformer(map, CLI::ignore_case).description(""))
+      ->transform(CLI::Validator(
+          [map, names](std::string& word) {
+            const auto known = map.find(CLI::detail::to_lower(word));
+            if (known == map.end()) return fmt::format("'{}': must be one of {}", word, names);
+            word = std::to_string(static_cast<int>(known->second));  // as CLI11 reads an enum
+            return std::string();
+          },
+          ""))
       ->type_name(names)
       ->default_str(chosen);
 }
 
-void add_number(CLI::App* app, const char* name, std::int64_t& value, const char* help) {
+void add_number(CLI::App* app, const char* name, std::int64_t& value, std::int64_t most,
+                const char* help) {
   app->add_option(name, value, help)
       ->type_name("N")
-      ->check(CLI::PositiveNumber.description(""))
+      ->check(whole_number(1, most))
       ->capture_default_str();
 }
 
 void add_shape_options(CLI::App* app, BenchSettings& s) {
   app->add_option("-n,--ranks", s.ranks, "How many ranks, 1 ... 64")
       ->type_name("N")
-      ->check(CLI::Range(1, kMostRanks).description(""))
+      ->check(whole_number(1, kMostRanks))
       ->capture_default_str();
-  add_number(app, "--tokens", s.tokens, "Tokens of each rank, throughput mode");
-  add_number(app, "--latency-tokens", s.latency_tokens, "Tokens of each rank, latency mode");
-  add_number(app, "--hidden", s.hidden, "Elements of a row");
-  add_number(app, "--experts", s.experts, "In the whole group");
+  add_number(app, "--tokens", s.tokens, kMostTokens, "Tokens of each rank, throughput mode");
+  add_number(app, "--latency-tokens", s.latency_tokens, kMostTokens,
+             "Tokens of each rank, latency mode");
+  add_number(app, "--hidden", s.hidden, kMostHidden, "Elements of a row");
+  add_number(app, "--experts", s.experts, kMostExperts, "In the whole group");
   app->add_option("--topk", s.topk, "Experts of a token, 1 ... 64")
       ->type_name("N")
-      ->check(CLI::Range(1, kMostTopk).description(""))
+      ->check(whole_number(1, kMostTopk))
       ->capture_default_str();
   choice<Dtype>(
       app, "--dtype", s.dtype,
@@ -185,14 +201,15 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->excludes(threads);
   bench_app->add_option("--iterations", s.iterations, "Samples")
       ->type_name("N")
-      ->check(CLI::Range(1, 1000000).description(""))
+      ->check(whole_number(1, kMostIterations))
       ->capture_default_str();
   bench_app->add_option("--warmup", s.warmup, "Exchanges before the first sample")
       ->type_name("N")
-      ->check(CLI::Range(0, 1000000).description(""))
+      ->check(whole_number(0, kMostIterations))
       ->capture_default_str();
   bench_app->add_option("--seed", s.seed, "Of routes and rows")
       ->type_name("N")
+      ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->capture_default_str();
   bench_app->add_flag("--json", given->json, "For programs, with machine, version and command");
   bench_app->footer(

@@ -116,7 +116,12 @@ class Bench(unittest.TestCase):
         for arguments, reason in (
             ("--topk 9", "there are only 6 experts"),
             ("--hidden 3", "multiple of 16"),
-            ("--dtype i8", "--dtype"),
+            ("--dtype i8", "--dtype: 'i8': must be one of bf16|e4m3|f16|f32\n"),
+            ("--tokens 0", "--tokens: 0: must be at least 1\n"),
+            ("--tokens 99999999999999999999", "must be at most 1048576\n"),
+            ("--tokens ten", "--tokens: 'ten': must be a whole number\n"),
+            ("--ranks 65", "--ranks: 65: must be at most 64\n"),
+            ("--seed -1", "--seed: -1: must be at least 0\n"),
             ("--threads --processes", "--processes"),
             ("--fabric local", "add --threads"),
             ("--tokens -1", "--tokens"),

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "command.hpp"
@@ -19,6 +20,45 @@ ferry::cli::CommandLine split(int argc, char** argv) {
   line.separated = separator != all.end();
   if (line.separated) line.program.assign(separator + 1, all.end());
   return line;
+}
+
+// How many letters must be changed, added, left out or swapped with the next to get `b` from `a`.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<std::size_t>> d(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
+  for (std::size_t i = 0; i <= a.size(); ++i) {
+    for (std::size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        d[i][j] = i + j;
+        continue;
+      }
+      d[i][j] = std::min(
+          {d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1)});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+      }
+    }
+  }
+  return d[a.size()][b.size()];
+}
+
+// What to say about a first word that is no command; "" when it is one, or an option.
+std::string complaint(const CLI::App& app, const std::vector<std::string>& own) {
+  if (own.empty() || own.front().starts_with('-')) return "";
+  const std::string word = own.front().substr(0, 40);
+  std::string names;
+  std::string nearest;
+  std::size_t fewest = 3;  // more letters off is no slip
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    const std::string name = command->get_name();
+    if (name == own.front()) return "";
+    names += (names.empty() ? "" : ", ") + name;
+    if (const std::size_t off = distance(word, name); off < fewest) {
+      fewest = off;
+      nearest = name;
+    }
+  }
+  return fmt::format("unknown command '{}'; ", word) +
+         (nearest.empty() ? "the commands are " + names : "did you mean " + nearest + "?");
 }
 
 }  // namespace
@@ -37,6 +77,10 @@ int main(int argc, char** argv) try {
   ferry::cli::add_doctor(app, exit_code);
   ferry::cli::add_bench(app, line, exit_code);
 
+  if (const std::string words = complaint(app, line.own); !words.empty()) {
+    fmt::print(stderr, "ferry: {}\nRun ferry --help for more information.\n", words);
+    return ferry::cli::kUsageError;
+  }
   std::vector<std::string> arguments(line.own.rbegin(),
                                      line.own.rend());  // CLI11 reads from the back
   try {

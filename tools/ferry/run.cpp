@@ -8,11 +8,13 @@
 
 #include "command.hpp"
 #include "job.hpp"
+#include "number.hpp"
 
 namespace ferry::cli {
 namespace {
 
 constexpr int kMostRanks = 1024;
+constexpr double kLongestGrace = 86400.0;
 constexpr int kCannotStartCode = 127;
 
 constexpr const char* kFooter = R"(
@@ -45,6 +47,14 @@ struct RunArguments {
   JobOptions job{};
   double grace_s = 5.0;
   bool no_prefix = false;
+};
+
+/// Says in the usage line where the program goes.
+class RunFormatter : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App*, std::string) const override {
+    return "Usage: ferry run -n N [OPTIONS] -- PROGRAM ARGS\n";
+  }
 };
 
 int run(JobOptions options) try { return Job(options).run(); } catch (const CannotStart& error) {
@@ -81,11 +91,12 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
   CLI::App* run_app = app.add_subcommand(
       "run", "Start a program once for each rank: ferry run -n 4 -- python train.py");
   run_app->prefix_command();
+  run_app->formatter(std::make_shared<RunFormatter>());
   run_app->footer(kFooter);
   run_app->add_option("-n,--ranks", given->job.ranks, "How many ranks")
       ->required()
       ->type_name("N")
-      ->check(CLI::Range(1, kMostRanks).description("1 ... 1024"));
+      ->check(whole_number(1, kMostRanks).description("1 ... 1024"));
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
   run_app
@@ -93,7 +104,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
                    "Seconds that the others get to end by themselves when one rank fails; then "
                    "SIGTERM, and 2 s later SIGKILL")
       ->type_name("SECONDS")
-      ->check(CLI::Range(0.0, 86400.0).description(""))
+      ->check(seconds(kLongestGrace))
       ->capture_default_str();
   run_app->add_flag("--no-prefix", given->no_prefix, "Lines without their rank in front");
   run_app
@@ -101,10 +112,10 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
                    "This rank writes straight to this command's output, unprefixed: for "
                    "programs that draw on a terminal")
       ->type_name("RANK")
-      ->check(CLI::Range(0, kMostRanks - 1).description(""));
+      ->check(whole_number(0, kMostRanks - 1));
   run_app->add_option("--port", given->job.port, "MASTER_PORT; a free one if not given")
       ->type_name("PORT")
-      ->check(CLI::Range(1, 65535).description("1 ... 65535"));
+      ->check(whole_number(1, 65535).description("1 ... 65535"));
   run_app->callback([given, &line, run_app, &exit_code] {
     given->job.command = program_of(line, *run_app);
     given->job.prefix = !given->no_prefix;

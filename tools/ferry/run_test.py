@@ -77,15 +77,37 @@ class CommandLine(unittest.TestCase):
         self.assertRegex(version.stdout, r"^ferry \d+\.\d+\.\d+\n$")
         result = ferry_run("--help")
         self.assertEqual(result.returncode, 0)
+        self.assertIn("Usage: ferry run -n N [OPTIONS] -- PROGRAM ARGS\n", result.stdout)
         for word in ("Exit codes", "--keep-going", "--grace", "OMP_NUM_THREADS", "127"):
             self.assertIn(word, result.stdout)
+
+    def test_an_unknown_command_is_named(self):
+        for word, answer in (
+            ("doctr", "did you mean doctor?"),
+            ("docotr", "did you mean doctor?"),
+            ("rnu", "did you mean run?"),
+            ("benchmark", "the commands are run, doctor, bench"),
+        ):
+            with self.subTest(word=word):
+                result = subprocess.run(
+                    [FERRY, word, "--", "true"], capture_output=True, text=True, timeout=LIMIT
+                )
+                self.assertEqual(result.returncode, 2)
+                first = result.stderr.splitlines()[0]
+                self.assertEqual(first, f"ferry: unknown command '{word}'; {answer}")
 
     def test_wrong_command_lines_are_refused_with_a_reason(self):
         for arguments, reason in (
             ([], "--ranks is required"),
             (["-n", "2"], "no program given"),
             (["-n", "2", "--"], "no program given"),
-            (["-n", "0", "--", "true"], "1 to 1024"),
+            (["-n", "0", "--", "true"], "--ranks: 0: must be at least 1\n"),
+            (["-n", "1025", "--", "true"], "--ranks: 1025: must be at most 1024\n"),
+            (["-n", "2", "--grace", "-1", "--", "true"], "--grace: -1: must be at least 0\n"),
+            (["-n", "2", "--grace", "1e9", "--", "true"], "must be at most 86400\n"),
+            (["-n", "2", "--grace", "1e999", "--", "true"], "must be at most 86400\n"),
+            (["-n", "2", "--grace", "soon", "--", "true"], "must be a number of seconds\n"),
+            (["-n", "2", "--grace", "nan", "--", "true"], "must be a number of seconds\n"),
             (["-n", "two", "--", "true"], "two"),
             (["-n", "2", "--bogus", "--", "true"], "'--bogus' is no option"),
             (["-n", "2", "--bogus", "true"], "'--bogus' is no option"),
