@@ -13,7 +13,9 @@ import pytest
 LIMIT = 1.0  # seconds from the signal to the end of the process
 
 START = """
-import sys, threading, time
+import signal, sys, threading, time
+# A job in the background of a shell starts with SIGINT ignored, and so does what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np
 import ferry
 boots = ferry.threads(2)
