@@ -13,13 +13,15 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 TORCH_INDEX_URL ?=
 # How many compilers and tests run at once.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# 1: `make package` builds the CUDA engine; 0: it does not; empty: where there is a GPU.
+FERRY_CUDA ?=
 # Stages of `make test`, in order; empty: all (`make test STAGES="lint host"`).
 STAGES ?=
 # The program of `make demo`, and arguments for it.
 DEMO ?= examples/moe_lm/train.py
 DEMO_ARGS ?=
 BENCH_ARGS ?=
-export TORCH_INDEX_URL JOBS
+export TORCH_INDEX_URL JOBS FERRY_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Presets and the package compile much of the same: with ccache, and one name of the compiler, once.
 export CXX
@@ -31,7 +33,7 @@ PYTHON_VENV := .venv/bin/python
 # What the Python package is made of: when one is newer than the stamp, it is built anew.
 PACKAGE_SOURCES = $(shell find include src python tools/ferry cmake CMakeLists.txt pyproject.toml \
 	-type f -not -name '*_test.cpp' -not -path '*/tests/*' -not -name '*.pyc')
-PACKAGE_STAMP := build/python/.installed
+PACKAGE_STAMP := build/python/.installed$(if $(FERRY_CUDA),-cuda-$(FERRY_CUDA))
 
 .PHONY: help demo test lint conformance docs bench format clean setup-demo setup-test setup-docs \
 	setup-lint host package

@@ -12,8 +12,9 @@ endif()
 find_package(Threads REQUIRED)
 
 add_library(ferry_options INTERFACE)
+# Not for nvcc, which does not know them (FerryCuda.cmake).
 target_compile_options(ferry_options INTERFACE
-  -Wall -Wextra -Wpedantic -Wshadow -ffp-contract=off -fno-math-errno -fno-trapping-math)
+  "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-ffp-contract=off;-fno-math-errno;-fno-trapping-math>")
 target_include_directories(ferry_options INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +12,12 @@ import ferry
 import ferry.torch as ft
 from data import BYTES
 from settings import Settings
+
+
+def by_share(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function` of shares `[S, ...]`. On a GPU one share after the other: kernels there are chosen
+    by shape, and a share must give the same bits whatever other shares its rank has."""
+    return torch.cat([function(part) for part in x.split(1)]) if x.is_cuda else function(x)
 
 
 class Dense(nn.Module):
@@ -76,14 +84,14 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shares of tokens `[S, T, H]` → experts (int64 `[S·T, K]`) and weights (`[S·T, K]`)."""
-        logits = (x @ self.gate(len(x))).flatten(0, 1)
+        logits = by_share(lambda part: part @ self.gate(len(part)), x).flatten(0, 1)
         chosen = (logits.detach() + self.bias).topk(self.top_k, dim=1).indices
         self.load = torch.bincount(chosen.flatten(), minlength=len(self.bias)).double()
         return chosen, logits.gather(1, chosen).softmax(dim=1)
 
     def rebalance(self, load: torch.Tensor, rate: float) -> None:
         """Move the bias against `load`, the tokens of each expert over all ranks."""
-        self.bias -= (rate * (load / load.mean() - 1)).to(self.bias.dtype)
+        self.bias -= (rate * (load / load.mean() - 1)).to(self.bias)
 
 
 class Experts(nn.Module):
@@ -150,7 +158,7 @@ class Block(nn.Module):
         self.moe = MoeLayer(settings, group, local, generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mixer(_normalised(x))
+        x = x + by_share(self.mixer, _normalised(x))
         return x + self.moe(_normalised(x))
 
 
@@ -169,13 +177,16 @@ class MoeLanguageModel(nn.Module):
         self.head = Dense(_random(generator, width, BYTES))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        shares = len(tokens)
-        entry = tokens + BYTES * torch.arange(shares)[:, None, None]
-        x = F.embedding(entry, self.byte(shares).flatten(0, 1)) + self.place(shares)[:, None]
-        x = x.flatten(1, 2)
+        x = by_share(self._embedded, tokens)
         for block in self.blocks:
             x = block(x)
-        return _normalised(x) @ self.head(shares)
+        return by_share(lambda part: part @ self.head(len(part)), _normalised(x))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        shares = len(tokens)
+        entry = tokens + BYTES * torch.arange(shares, device=tokens.device)[:, None, None]
+        x = F.embedding(entry, self.byte(shares).flatten(0, 1)) + self.place(shares)[:, None]
+        return x.flatten(1, 2)
 
     def moe_layers(self) -> list[MoeLayer]:
         """The layers that hold experts, first to last."""

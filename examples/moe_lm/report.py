@@ -24,6 +24,8 @@ _ZEROED_FACTOR = 1.05
 _COMPARED_STEPS = 100
 _STEP_TOLERANCE = 1e-4
 _FINAL_TOLERANCE = 0.01
+CPU_STEPS = 10
+_CPU_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,17 @@ def check(sharded: dict[str, Any], single: dict[str, Any], bigram: float) -> lis
             final <= _FINAL_TOLERANCE,
         ),
     ]
+
+
+def check_first_losses(sharded: dict[str, Any], on_cpu: dict[str, Any]) -> Check:
+    """Hold a run on GPUs against the first steps of one on the CPU."""
+    pairs = list(zip(sharded["losses"], on_cpu["losses"]))[:CPU_STEPS]
+    worst = max(abs(a - b) / abs(b) for a, b in pairs)
+    return Check(
+        f"GPUs = CPU: {CPU_STEPS} losses within {_CPU_TOLERANCE:.0e}",
+        f"{worst:.1e}",
+        len(pairs) == CPU_STEPS and worst <= _CPU_TOLERANCE,
+    )
 
 
 def save(

@@ -3,6 +3,8 @@
 Runs it twice, experts sharded over 4 ranks and on 1 rank, and compares the two:
 
     python examples/moe_lm/train.py
+
+On a machine with GPUs, and a Ferry built with the CUDA engine, the ranks run on GPUs, round-robin.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import ferry
 import report
 from data import bigram_loss, load_corpus, windows
 from settings import Settings
@@ -47,10 +51,16 @@ def main() -> int:
         f"to beat: a byte-bigram model at {bigram:.3f} nats a byte (smoothing {smoothing:g})\n",
         highlight=False,
     )
+    if arguments.device == "cuda":
+        console.print(f"ranks on {torch.cuda.device_count()} GPUs, round-robin\n", highlight=False)
     with progress_bar(console) as progress:
         sharded = run_ranks(arguments.ranks, arguments, settings, progress)
         single = run_ranks(1, arguments, settings, progress)
+        if arguments.device == "cuda":
+            first = run_ranks(1, arguments, settings, progress, report.CPU_STEPS)
     checks = report.check(sharded, single, bigram)
+    if arguments.device == "cuda":
+        checks.append(report.check_first_losses(sharded, first))
     report.save(arguments.out, sharded, single, bigram, checks)
     report.show(console, sharded, single, bigram, checks)
     passed = all(check.passed for check in checks)
@@ -73,8 +83,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("demo-output"), help="default: %(default)s"
     )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs where there are some and Ferry has its CUDA engine",
+    )
     parser.add_argument("--ferry", help="the `ferry` program; default: this Python's, or on PATH")
     arguments = parser.parse_args()
+    gpus = torch.cuda.device_count() if ferry.has_cuda else 0
+    if arguments.device == "cuda" and not gpus:
+        parser.error("--device cuda: no GPU here, or a build of Ferry without the CUDA engine")
+    if arguments.device == "auto":
+        arguments.device = "cuda" if gpus else "cpu"
     beside = Path(sys.executable).with_name("ferry")
     arguments.ferry = arguments.ferry or shutil.which(beside) or shutil.which("ferry")
     if arguments.ferry is None:
@@ -97,16 +118,26 @@ def progress_bar(console: Console) -> Progress:
 
 
 def run_ranks(
-    ranks: int, arguments: argparse.Namespace, settings: Settings, progress: Progress
+    ranks: int,
+    arguments: argparse.Namespace,
+    settings: Settings,
+    progress: Progress,
+    cpu_steps: int = 0,
 ) -> dict[str, Any]:
-    """Train on `ranks` processes under `ferry run`; returns rank 0's `result.json`."""
-    out = arguments.out / f"ranks-{ranks}"
+    """Train on `ranks` processes under `ferry run`; returns rank 0's `result.json`.
+
+    cpu_steps: > 0: only so many steps, on the CPU.
+    """
+    device = "cpu" if cpu_steps else arguments.device
+    steps = cpu_steps or settings.steps
+    out = arguments.out / f"ranks-{ranks}{'-cpu' if cpu_steps else ''}"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    name = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    task = progress.add_task(name, total=settings.steps, loss="–", doing="starting")
+    name = f"{ranks} rank{'s' if ranks > 1 else ''}{', CPU' if cpu_steps else ''}"
+    task = progress.add_task(name, total=steps, loss="–", doing="starting")
     command = [arguments.ferry, "run", "-n", str(ranks), "--", sys.executable, str(_WORKER)]
     command += ["--out", str(out), "--steps", str(settings.steps)]
+    command += ["--device", device, "--stop-after", str(steps)]
     # One thread a rank, also in libraries that torch loads; gloo stays on this machine.
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     started = time.perf_counter()
@@ -114,13 +145,13 @@ def run_ranks(
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             for line in follow(out / "progress.jsonl", job):
-                last = line["step"] == settings.steps
+                last = line["step"] == steps
                 doing = "evaluating" if last else "training"
                 loss = f"{line['loss']:.3f}"
                 progress.update(task, completed=line["step"], loss=loss, doing=doing)
                 if "held_out" in line and not progress.console.is_terminal:
                     progress.console.print(
-                        f"{name}: step {line['step']} of {settings.steps}, "
+                        f"{name}: step {line['step']} of {steps}, "
                         f"loss {loss}, held out {line['held_out']:.3f}"
                     )
         finally:

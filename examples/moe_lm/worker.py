@@ -34,7 +34,10 @@ class Trainer:
         self.settings, self.group, self.rank, self.ranks = settings, group, rank, ranks
         self.corpus = load_corpus()
         self.all_reduce_seconds = 0.0
+        self.device = torch.device(group.device)
+        # Drawn on the CPU: the same start on either device.
         self.model = MoeLanguageModel(settings, group, local_experts(settings, rank, ranks))
+        self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
@@ -67,7 +70,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
             for part in scored.split(s.quick_windows):
-                total += self._losses(self._share(part)).double().sum()
+                total += self._losses(self._share(part)).double().sum().cpu()
         for layer in self.model.moe_layers():
             layer.zeroed = False
         dist.all_reduce(total)
@@ -82,7 +85,7 @@ class Trainer:
     def _share(self, sequences: torch.Tensor) -> torch.Tensor:
         """This rank's shares `[S, B, C + 1]` of all `sequences` `[shares · B, C + 1]`."""
         shares = sequences.view(self.settings.shares, -1, sequences.shape[1])
-        return shares.tensor_split(self.ranks)[self.rank]
+        return shares.tensor_split(self.ranks)[self.rank].to(self.device)
 
     def _losses(self, shares: torch.Tensor) -> torch.Tensor:
         """The loss of each token of these shares, in nats."""
@@ -95,7 +98,7 @@ class Trainer:
         routers = [layer.router for layer in self.model.moe_layers()]
         parts = [p.grad.flatten() for p in dense]
         parts += [router.load for router in routers] + [loss.detach().reshape(1)]
-        flat = torch.cat(parts)
+        flat = torch.cat(parts).cpu()
         before = time.perf_counter()
         dist.all_reduce(flat)
         self.all_reduce_seconds += time.perf_counter() - before
@@ -122,12 +125,14 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def train(trainer: Trainer, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run all steps, with a line for `report` after each; returns what the run came to."""
+def train(
+    trainer: Trainer, report: Callable[[dict[str, Any]], None], stop_after: int
+) -> dict[str, Any]:
+    """Run the steps, with a line for `report` after each; returns what the run came to."""
     s = trainer.settings
     losses, held_out = [], []
     stepping, exchanging, waiting = 0.0, 0, 0
-    for number in range(s.steps):
+    for number in range(stop_after):
         # The clocks run in steps alone: evaluation is not training.
         before, used = time.perf_counter(), trainer.group.time()
         losses.append(trainer.step(number))
@@ -144,13 +149,14 @@ def train(trainer: Trainer, report: Callable[[dict[str, Any]], None]) -> dict[st
     shares = trainer.mean_over_ranks([seconds / stepping for seconds in spent])
     result = {
         "ranks": trainer.ranks,
+        "device": trainer.device.type,
         "fabric": trainer.group.fabric_name,
         "settings": asdict(s),
         "losses": losses,
         "held_out": held_out,
         "final_held_out": trainer.held_out_loss(s.held_out_windows),
         "zeroed_held_out": trainer.held_out_loss(s.held_out_windows, zeroed=True),
-        "tokens_per_second": s.steps * s.batch * s.context / stepping,
+        "tokens_per_second": stop_after * s.batch * s.context / stepping,
         "exchange_share": shares[0],
         "exchange_wait_share": shares[1],
         "all_reduce_share": shares[2],
@@ -164,6 +170,17 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def use_gpu(rank: int) -> int:
+    """This rank's GPU, ranks round-robin, and arithmetic that gives the same bits in every run."""
+    device = rank % torch.cuda.device_count()
+    torch.cuda.set_device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    return device
+
+
 def main() -> None:
     """Read the arguments and the environment of `ferry run`, then train.
 
@@ -172,9 +189,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for this run's files")
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--stop-after", type=int, help="steps of these that are run; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    where: dict[str, Any] = {}
+    if arguments.device == "cuda":
+        where = {"backend": "cuda", "device": use_gpu(rank)}
     # Gloo sums the dense gradients, and only those. It meets through a file, so that the address
     # of `ferry run` stays Ferry's.
     meeting = (arguments.out / "gloo").resolve()
@@ -189,11 +211,12 @@ def main() -> None:
     # Every rank writes; only rank 0's is kept.
     name = arguments.out / "progress.jsonl" if rank == 0 else os.devnull
     with (
-        ferry.Group(ferry.from_environment(), experts=settings.experts) as group,
+        ferry.Group(ferry.from_environment(), experts=settings.experts, **where) as group,
         open(name, "w", buffering=1) as progress,
     ):
         trainer = Trainer(settings, group)
-        result = train(trainer, lambda line: print(json.dumps(line), file=progress))
+        stop_after = arguments.stop_after or settings.steps
+        result = train(trainer, lambda line: print(json.dumps(line), file=progress), stop_after)
     if rank == 0:
         (arguments.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()

@@ -51,8 +51,8 @@ constexpr std::string_view name_of(Backend backend) {
   return "unknown";
 }
 
-/// What all ranks of a group agree on. Every field but `on_wait` must be the same on all ranks;
-/// creation fails with Error(mismatch) naming the rank and the field that differ.
+/// What all ranks of a group agree on. Every field but `on_wait` and `device` must be the same on
+/// all ranks; creation fails with Error(mismatch) naming the rank and the field that differ.
 struct GroupConfig {
   std::int64_t experts = 0;  ///< in the whole group; contiguous blocks, the first E mod R ranks
                              ///< hold one more
@@ -61,6 +61,7 @@ struct GroupConfig {
                                                      ///< tensors; grows by agreement
   FabricKind fabric = FabricKind::automatic;
   Backend backend = Backend::automatic;
+  int device = -1;             ///< CUDA ordinal of this rank; −1: the current device
   std::uint64_t sim_seed = 1;  ///< of the sim fabric
   OnWait on_wait{};            ///< polled in every wait; may throw (Ctrl-C)
 };
@@ -90,6 +91,10 @@ struct DispatchOptions {
   /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
+  /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
+  /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. The host engine
+  /// has none.
+  int sms = 0;
 };
 
 /// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
@@ -119,6 +124,7 @@ struct CombineOptions {
   std::optional<ConstTensorView> bias1{};
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
+  int sms = 0;  ///< as in DispatchOptions
 };
 
 struct Combined {
@@ -136,7 +142,9 @@ struct MemoryUse {
   friend bool operator==(const MemoryUse&, const MemoryUse&) = default;
 };
 
-/// Time that this rank has spent inside exchanges since creation, in nanoseconds.
+/// Time that this rank has spent inside exchanges since creation, in nanoseconds. Of the CUDA
+/// engine only what the CPU waited for finished results, in both: calls on streams run on the GPU
+/// beside the caller and are not counted (CUDA events around them tell).
 struct TimeUse {
   std::uint64_t exchange_ns = 0;  ///< in plan, dispatch and combine, waits included
   std::uint64_t wait_ns = 0;      ///< of which waiting for peers
@@ -188,6 +196,12 @@ class Group {
   /// True when the pointer lies in this rank's registered memory.
   bool is_registered(const void* pointer) const;
 
+  /// Memory of this group that holds `pointer` is used by work on this CUDA stream, too: once its
+  /// tensor is dropped, the memory is not used again before that work has ended. Only for streams
+  /// other than the one that the tensor was made on (every stream, when it was made without one).
+  /// Throws Error(invalid_argument) for other memory. The host engine has nothing to do.
+  void record_stream(const void* pointer, const Stream& stream);
+
   /// Collective. Returns when every rank has called it.
   void barrier();
 
@@ -195,6 +209,8 @@ class Group {
   /// What memory() says right after creation with this configuration and number of ranks.
   static MemoryUse memory_hint(const GroupConfig& config, int ranks);
   TimeUse time() const;
+  /// Whether this build has that backend; the machine may lack its devices all the same.
+  static bool has_backend(Backend backend);
 
   /// Leaves the group: not collective, never blocks on peers; peers that still exchange get
   /// Error(peer_left). Later calls throw Error(destroyed). Tensors stay valid until dropped.

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "ferry/bootstrap.hpp"
+#include "ferry/tensor.hpp"
 
 namespace ferry {
 
@@ -12,7 +13,8 @@ namespace ferry {
 class Event {
  public:
   Event() = default;
-  /// True when all work before the event has ended (well or not). Never blocks.
+  /// True when all work before the event has ended (well or not). Never blocks. The event of a call
+  /// that was captured into a CUDA graph is complete: order such work by the graph.
   bool ready() const;
   /// Blocks until the event is complete; throws what the work threw. Throws Error(deadline) when
   /// `deadline` passes first. `on_wait` is polled at least every 50 ms.
@@ -27,12 +29,18 @@ class Event {
   std::shared_ptr<State> state_{};
 };
 
-/// A queue of work with one worker thread. Work runs in the order it was submitted. The first
-/// exception of a piece of work is kept by its event; later work still runs.
-/// Copies share the queue; the last one waits for the queue to drain.
+/// A queue of work: one worker thread (host engine), or the caller's own CUDA stream. Work runs in
+/// the order it was submitted. The first exception of a piece of work is kept by its event; later
+/// work still runs. Copies share the queue; the last one waits for a worker's queue to drain.
 class Stream {
  public:
+  /// A worker thread.
   Stream();
+  /// The caller's CUDA stream (a cudaStream_t; null: the default stream) on that device, which must
+  /// outlive every tensor that was made or used on it. `submit` runs work in a thread of the
+  /// driver, where no CUDA call is allowed. Throws Error(unsupported) when this build has no CUDA
+  /// engine.
+  static Stream of_cuda(void* cuda_stream, int device);
   /// Runs `work` after everything submitted before. Never blocks.
   Event submit(std::function<void()> work);
   /// An event that is complete when everything submitted so far has ended.
@@ -42,10 +50,17 @@ class Stream {
   /// Blocks until the queue is empty; throws the first exception since the last call.
   void synchronize();
 
-  struct Worker;
+  /// The CPU for a worker thread.
+  Device device() const;
+  /// The cudaStream_t; null for a worker thread, and for CUDA's default stream.
+  void* native() const;
+
+  struct Queue;
+  explicit Stream(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
+  const std::shared_ptr<Queue>& queue() const { return queue_; }
 
  private:
-  std::shared_ptr<Worker> worker_;
+  std::shared_ptr<Queue> queue_;
 };
 
 }  // namespace ferry

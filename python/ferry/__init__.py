@@ -1,6 +1,7 @@
 """Ferry carries Mixture-of-Experts tokens to their experts and back.
 
-NumPy arrays and torch CPU tensors go in and come out without copies. `ferry.torch` adds autograd.
+NumPy arrays, torch tensors and what else speaks DLPack, on CPUs and (backend="cuda") on GPUs, go in
+and come out without copies. `ferry.torch` adds autograd and torch.compile.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ferry import torch as torch
 
 __version__ = _ferry.version
+#: Whether this build has the CUDA engine, for `Group(..., backend="cuda")`.
+has_cuda: bool = _ferry.has_cuda
 
 # Work that still waits for a peer on some stream must not keep the interpreter from ending.
 _atexit.register(_ferry.interpreter_ends)
@@ -75,6 +78,7 @@ __all__ = [
     "from_all_gather",
     "from_environment",
     "from_mpi",
+    "has_cuda",
     "tcp",
     "threads",
 ]

@@ -15,12 +15,13 @@ from ferry.arguments import (
     flag,
     instance,
     integer,
-    optional,
     refuse,
     seconds,
 )
 from ferry.errors import Error
+from ferry.handles import register
 from ferry.results import ArrayT, Combined, Received
+from ferry.streams import Streams, chosen_gpu, current_handle
 from ferry.tensors import (
     TORCH,
     Like,
@@ -66,8 +67,17 @@ class Group:
         deadline: seconds, of every wait. What is late raises `DeadlineExceeded`.
         memory_bytes: registered at creation for receive tensors; grows by agreement.
         fabric: "automatic", "local" (threads), "shm" (processes), "sim" (adversarial, for tests).
-        backend: "automatic", "host", "cuda".
+        backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank.
+        device: cuda: the GPU of this rank, an ordinal, "cuda:1" or a torch.device; None: torch's
+            current one. Ranks may differ in it and may share a GPU.
         sim_seed: of the sim fabric.
+
+    On GPUs every call takes a place in the order of a CUDA stream: `stream` is a torch.cuda.Stream,
+    a cudaStream_t as an integer or a ferry.Stream. None is torch's current stream when the call's
+    first tensor is torch's, and nothing blocks the CPU but a dispatch of exact size, which waits
+    for the counts; for other arrays it is the default stream, and results are finished. A result
+    belongs to the stream that it was made on: before it is used on another one, order the two and
+    call `ferry.torch.record_stream`.
 
     Use it as a context manager to leave the group at the end of the block. Exchanges are not
     differentiable by themselves: `ferry.torch` is. A group cannot be used in a process that was
@@ -83,17 +93,32 @@ class Group:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         fabric: str = "automatic",
         backend: str = "automatic",
+        device: Any = None,
         sim_seed: int = 1,
     ) -> None:
+        chosen = choice("Group: backend", backend, BACKENDS)
+        if device is not None and chosen != _ferry.Backend.cuda:
+            refuse("Group: device", describe(device), 'None, or backend="cuda"')
+        gpu = None
+        if chosen == _ferry.Backend.cuda:
+            gpu = chosen_gpu(device) if _ferry.has_cuda else -1
         self._raw = _ferry.Group(
             instance("Group: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
             integer("Group: experts", experts, 1),
             seconds("Group: deadline", deadline),
             integer("Group: memory_bytes", memory_bytes, 0, MOST_MEMORY_BYTES),
             choice("Group: fabric", fabric, FABRICS),
-            choice("Group: backend", backend, BACKENDS),
+            chosen,
+            -1 if gpu is None else gpu,
             integer("Group: sim_seed", sim_seed, 0, UINT64_MAX),
         )
+        if gpu == -1:
+            gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
+        self._gpu = gpu
+        self._streams = Streams(gpu)
+        # Plain attributes: torch.compile reads them without running any code of ours.
+        self._local_experts = self._raw.local_experts
+        self._handle = register(self)
 
     @property
     def rank(self) -> int:
@@ -113,7 +138,17 @@ class Group:
     @property
     def local_experts(self) -> int:
         """Experts on this rank."""
-        return self._raw.local_experts
+        return self._local_experts
+
+    @property
+    def device(self) -> str:
+        """Where all tensors of this rank lie: "cpu", "cuda:0", ..."""
+        return "cpu" if self._gpu is None else f"cuda:{self._gpu}"
+
+    @property
+    def handle(self) -> int:
+        """Names this group in calls of `torch.ops.ferry`; good while the group exists."""
+        return self._handle
 
     @property
     def fabric_name(self) -> str:
@@ -125,15 +160,20 @@ class Group:
         """True after `destroy`."""
         return self._raw.destroyed
 
-    def plan(self, topk_idx: Any, *, stream: _ferry.Stream | None = None) -> _ferry.Plan:
+    def plan(self, topk_idx: Any, *, stream: Any = None) -> _ferry.Plan:
         """Collective. Counts and swaps: where every row goes and what arrives.
 
         topk_idx: i64 or i32 [T, K], values -1 (unused) or 0 to E-1. T may differ between ranks and
-        be 0, K may not differ; 1 <= K <= 64. Without a stream: returns when the counts are known.
+        be 0, K may not differ; 1 <= K <= 64. Without a stream on the host engine: returns when the
+        counts are known.
         """
-        return self._raw.plan(
-            view("plan: topk_idx", topk_idx, expected=ROUTE_DTYPES)[0], _stream("plan", stream)
+        place = self._streams.place("plan", stream, topk_idx)
+        raw = self._raw.plan(
+            view("plan: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place)[0], place.stream
         )
+        if place.finish:
+            raw.recv_rows()
+        return raw
 
     def dispatch(
         self,
@@ -147,7 +187,8 @@ class Group:
         worst_case_rows: int = 0,
         out: ArrayT | None = None,
         dtype: Any = None,
-        stream: _ferry.Stream | None = None,
+        stream: Any = None,
+        sms: int = 0,
     ) -> Received[ArrayT]:
         """Collective. Carries every token to the ranks that its route names, one copy a rank.
 
@@ -163,22 +204,27 @@ class Group:
                 for the count. More arrivals raise `Exhausted`.
             out: the caller's own output [rows, H] instead of registered memory: one copy more.
             dtype: of x, where its array cannot say it ("bf16" beside uint16, ...).
-            stream: None: returns finished results. Otherwise they are valid after `event`, and the
-                arrays given are kept until then.
+            stream: host engine: None: returns finished results; a ferry.Stream: they are valid
+                after `event`, and the arrays given are kept until then. GPUs: see above.
+            sms: on GPUs: how many multiprocessors move the rows, 1 to all; 0: a default.
         """
-        x_view, like = view("dispatch: x", x, _optional_dtype("dispatch: dtype", dtype))
+        place = self._streams.place("dispatch", stream, x)
+        x_view, like = view(
+            "dispatch: x", x, _optional_dtype("dispatch: dtype", dtype), place=place
+        )
         raw = self._raw.dispatch(
             x_view,
             _plan("dispatch", plan),
-            optional_view("dispatch: topk_weights", topk_weights, expected="f32"),
-            optional_view("dispatch: scales", scales, expected="f32"),
+            optional_view("dispatch: topk_weights", topk_weights, expected="f32", place=place),
+            optional_view("dispatch: scales", scales, expected="f32", place=place),
             choice("dispatch: order", order, ORDERS),
             integer("dispatch: alignment", alignment, 1),
             integer("dispatch: worst_case_rows", worst_case_rows),
-            optional_view("dispatch: out", out, x_view.dtype, True),
-            _stream("dispatch", stream),
+            optional_view("dispatch: out", out, x_view.dtype, True, place=place),
+            place.stream,
+            integer("dispatch: sms", sms, 0, INT32_MAX),
         )
-        return Received(raw, like, out)
+        return Received(place.finished(raw), like, out)
 
     def combine(
         self,
@@ -193,7 +239,8 @@ class Group:
         bias1: Any = None,
         out: ArrayT | None = None,
         dtype: Any = None,
-        stream: _ferry.Stream | None = None,
+        stream: Any = None,
+        sms: int = 0,
     ) -> Combined[ArrayT]:
         """Collective. For each own token: the sum over the ranks that it went to, 0 if it went
         nowhere. fp32, from +0 in ascending rank order, one rounding to nearest even at the end.
@@ -209,33 +256,41 @@ class Group:
             bias0, bias1: [T, H], dtype of the rows: added in fp32 after the ranks, in this order.
             out: [T, H], the caller's own output.
             dtype: of rows, where its array cannot say it.
-            stream: as for dispatch.
+            stream, sms: as for dispatch.
         """
+        place = self._streams.place("combine", stream, rows)
         rows_view, like = view(
-            "combine: rows", rows, _optional_dtype("combine: dtype", dtype), expected=SUM_DTYPES
+            "combine: rows",
+            rows,
+            _optional_dtype("combine: dtype", dtype),
+            expected=SUM_DTYPES,
+            place=place,
         )
         raw = self._raw.combine(
             rows_view,
             _plan("combine", plan),
             choice("combine: order", order, ORDERS),
             integer("combine: alignment", alignment, 1),
-            optional_view("combine: topk_weights", topk_weights, expected="f32"),
+            optional_view("combine: topk_weights", topk_weights, expected="f32", place=place),
             flag("combine: apply_weights", apply_weights),
-            optional_view("combine: bias0", bias0, rows_view.dtype),
-            optional_view("combine: bias1", bias1, rows_view.dtype),
-            optional_view("combine: out", out, rows_view.dtype, True),
-            _stream("combine", stream),
+            optional_view("combine: bias0", bias0, rows_view.dtype, place=place),
+            optional_view("combine: bias1", bias1, rows_view.dtype, place=place),
+            optional_view("combine: out", out, rows_view.dtype, True, place=place),
+            place.stream,
+            integer("combine: sms", sms, 0, INT32_MAX),
         )
-        return Combined(raw, like, out)
+        return Combined(place.finished(raw), like, out)
 
     def empty(self, shape: tuple[int, ...], dtype: Any = "bf16", like: Any = None) -> Any:
         """A dense array in registered memory, not set to anything. Not collective.
 
         shape: one to three extents. dtype: "f32", "bf16", ... or a dtype of NumPy or torch. like:
-        "numpy", "torch" or an array: what comes back; None: torch for a dtype of torch, else NumPy.
+        "numpy", "torch" or an array: what comes back; None: torch for a dtype of torch or on a GPU,
+        else NumPy.
         Raises `Exhausted` when the free registered memory does not hold it.
         """
-        chosen = TORCH if like is None and is_torch_dtype(dtype) else like_of("empty: like", like)
+        of_torch = like is None and is_torch_dtype(dtype)
+        chosen = TORCH if of_torch else like_of("empty: like", like, self._gpu)
         if chosen == TORCH and "torch" not in sys.modules:
             refuse("empty: like", '"torch"', "torch to be imported first")
         if not isinstance(shape, (tuple, list)):
@@ -256,7 +311,24 @@ class Group:
         carrier = None
         if getattr(getattr(pointer, "dtype", None), "name", None) == "uint16":
             carrier = _ferry.Dtype.bf16
-        return self._raw.is_registered(view("is_registered: pointer", pointer, carrier)[0].address)
+        return self._raw.is_registered(_address("is_registered", pointer, carrier))
+
+    def record_stream(self, pointer: Any, stream: Any = None) -> None:
+        """On GPUs: memory of this group is used by work on this stream, too. Once its array is
+        dropped, the memory is not used again before what is on the stream now has ended.
+
+        pointer: an array, or an address in it. stream: as for dispatch; None: torch's current one.
+        Raises `InvalidArgument` for memory that is not the group's. The host engine has nothing to
+        do.
+        """
+        if self._gpu is None:
+            return
+        if stream is None:
+            stream = current_handle(self._gpu) or 0
+        if not isinstance(pointer, int):
+            pointer = _address("record_stream", pointer, None)
+        raw, _ = self._streams.given("record_stream", stream)
+        self._raw.record_stream(integer("record_stream: pointer", pointer, 0, UINT64_MAX), raw)
 
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
@@ -273,12 +345,14 @@ class Group:
         ranks: int,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         fabric: str = "automatic",
+        backend: str = "automatic",
     ) -> _ferry.MemoryUse:
         """What `memory` says right after creation with these arguments and number of ranks."""
         return _ferry.Group.memory_hint(
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: memory_bytes", memory_bytes, 0, MOST_MEMORY_BYTES),
             choice("memory_hint: fabric", fabric, FABRICS),
+            choice("memory_hint: backend", backend, BACKENDS),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
         )
 
@@ -305,17 +379,23 @@ class Group:
     def __repr__(self) -> str:
         try:
             if "_raw" in self.__dict__ and not self.destroyed:
+                words = "" if self._gpu is None else f", {self.device}"
                 return (
                     f"<ferry.Group: rank {self.rank} of {self.size}, {self.experts} experts, "
-                    f"fabric {self.fabric_name}>"
+                    f"fabric {self.fabric_name}{words}>"
                 )
         except Error:  # in a forked child; or destroyed by another thread meanwhile
             pass
         return "<ferry.Group, not usable>"
 
 
-def _stream(call: str, stream: Any) -> _ferry.Stream | None:
-    return optional(f"{call}: stream", stream, _ferry.Stream, "a ferry.Stream")
+def _address(call: str, value: Any, carrier: _ferry.Dtype | None) -> int:
+    """Of an array's first element."""
+    if isinstance(value, _ferry.Tensor):
+        return value.address
+    if type(value).__module__.partition(".")[0] == "cupy":
+        return int(value.data.ptr)
+    return view(f"{call}: pointer", value, carrier, place=None)[0].address
 
 
 def _plan(call: str, plan: Any) -> _ferry.Plan:

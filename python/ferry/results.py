@@ -10,7 +10,7 @@ from ferry.errors import Unsupported
 from ferry.tensors import Like, array
 
 ArrayT = TypeVar("ArrayT")
-"""A NumPy array or a torch CPU tensor: what goes in decides what comes out."""
+"""A NumPy array, a torch tensor, a CuPy array: what goes in decides what comes out."""
 
 
 def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> str:

@@ -1,4 +1,4 @@
-"""Tensors in and out without copies: NumPy, torch, and whatever else speaks DLPack.
+"""Tensors in and out without copies: NumPy, torch, and whatever else speaks DLPack, on CPU and GPU.
 
 A caller's array is read (or, as `out`, written) where it lies. A result is Ferry's own memory as an
 array of the caller's framework; the memory goes back when the last array on it is dropped.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ferry import _ferry
 from ferry.arguments import choice, refuse
+from ferry.streams import CPU, Place
 
 Dtype = _ferry.Dtype
 
@@ -48,12 +49,14 @@ _ML_NAMES = {Dtype.bf16: "bfloat16", Dtype.e4m3: "float8_e4m3fn", Dtype.e5m2: "f
 class Like(NamedTuple):
     """What results look like: the framework of an input."""
 
-    framework: str  # "numpy" or "torch"
+    framework: str  # "numpy", "torch", "cupy"; "dlpack": a ferry Tensor, which speaks DLPack
     ml_dtypes: bool = False  # NumPy with the dtypes of ml_dtypes
 
 
 NUMPY = Like("numpy")
 TORCH = Like("torch")
+CUPY = Like("cupy")
+DLPACK = Like("dlpack")
 
 
 def dtype_named(name: str, value: Any) -> _ferry.Dtype:
@@ -78,20 +81,32 @@ def view(
     dtype: _ferry.Dtype | None = None,
     writable: bool = False,
     expected: str = "",
+    place: Place | None = CPU,
 ) -> tuple[_ferry.View, Like]:
     """The caller's array as the C++ side reads it, and what results on it should look like.
 
-    expected: the dtypes that the argument takes, for messages; empty: every dtype.
+    expected: the dtypes that the argument takes, for messages; empty: every dtype. place: where it
+    must lie; None: anywhere.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
+        _check_place(name, value.device.type, value.device.index, place)
         plain, dtype = _plain_torch(torch, name, value, dtype, writable)
+        if value.device.type == "cuda":
+            ordered = place is not None and place.ordered
+            return _gpu_view(torch, name, plain, dtype, expected, ordered), TORCH
         return _ferry.View(plain, name, dtype, writable, expected), TORCH
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
+        _check_place(name, "cpu", None, place)
         plain, dtype, like = _plain_numpy(name, value, dtype, expected)
         return _ferry.View(plain, name, dtype, writable, expected), like
-    return _ferry.View(value, name, dtype, writable, expected), NUMPY
+    if place is not None and place.gpu is not None:
+        return _dlpack_view(name, value, dtype, writable, expected, place)
+    made = _ferry.View(value, name, dtype, writable, expected)
+    if made.gpu is not None:
+        _check_place(name, "cuda", made.gpu, place)
+    return made, NUMPY
 
 
 def optional_view(
@@ -100,21 +115,99 @@ def optional_view(
     dtype: _ferry.Dtype | None = None,
     writable: bool = False,
     expected: str = "",
+    place: Place | None = CPU,
 ) -> _ferry.View | None:
     """The same for an argument that may be None."""
-    return None if value is None else view(name, value, dtype, writable, expected)[0]
+    return None if value is None else view(name, value, dtype, writable, expected, place)[0]
+
+
+def _check_place(name: str, kind: str, index: int | None, place: Place | None) -> None:
+    """Refuse a tensor that lies elsewhere than the group works."""
+    if place is None:
+        if kind in ("cpu", "cuda"):
+            return
+    elif place.gpu is None:
+        if kind == "cpu":
+            return
+    elif kind == "cuda" and index == place.gpu:
+        return
+    got = f"a tensor on device {kind if index is None else f'{kind}:{index}'}"
+    if place is None or place.gpu is None:
+        more = ', or make the group with backend="cuda"' if kind == "cuda" else ""
+        refuse(
+            name,
+            got,
+            "a tensor in CPU memory, because this group runs on the host engine; call .cpu() on it "
+            f"first{more}",
+        )
+    refuse(
+        name, got, f'one on {place.words}, the GPU of this rank; call .to("{place.words}") first'
+    )
+
+
+def _gpu_view(
+    torch: Any, name: str, value: Any, dtype: _ferry.Dtype | None, expected: str, ordered: bool
+) -> _ferry.View:
+    """Of a torch tensor on a GPU. Without DLPack, which would order streams: ours are ordered."""
+    own = _torch_dtype(value.dtype)
+    spelled = str(value.dtype).removeprefix("torch.")
+    if dtype is None:
+        if own is None:
+            refuse(name, f"dtype {spelled}", f"dtype {expected or ', '.join(DTYPES)}")
+        dtype = own
+    elif own != dtype:
+        carriers = {Dtype.bf16: "uint16", Dtype.f16: "uint16"}
+        carriers |= {Dtype.e4m3: "uint8", Dtype.e5m2: "uint8"}
+        carrier = carriers.get(dtype)
+        if spelled != carrier:
+            more = f", or {carrier} that carries it" if carrier else ""
+            refuse(name, f"dtype {spelled}", f"dtype {dtype.name}{more}")
+    return _ferry.View.of_gpu(
+        value,
+        name,
+        value.data_ptr(),
+        value.shape,
+        value.stride(),
+        dtype,
+        value.device.index,
+        ordered,
+    )
+
+
+def _dlpack_view(
+    name: str,
+    value: Any,
+    dtype: _ferry.Dtype | None,
+    writable: bool,
+    expected: str,
+    place: Place,
+) -> tuple[_ferry.View, Like]:
+    """Of any other array on a GPU, which makes its memory ready for the call's stream."""
+    export = getattr(value, "__dlpack__", None)
+    device = getattr(value, "__dlpack_device__", None)
+    if not callable(export) or not callable(device):
+        refuse(
+            name,
+            f"an object of type {type(value).__name__} that gives no DLPack tensor",
+            f"a torch tensor on {place.words}, or an array there that speaks DLPack",
+        )
+    kind, index = device()
+    on_gpu = int(kind) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+    _check_place(name, "cuda" if on_gpu else "cpu", int(index) if on_gpu else None, place)
+    legacy_default = 1
+    capsule = export(stream=place.handle or legacy_default)
+    like = CUPY if type(value).__module__.partition(".")[0] == "cupy" else _dlpack_like()
+    return _ferry.View(capsule, name, dtype, writable, expected), like
+
+
+def _dlpack_like() -> Like:
+    return TORCH if "torch" in sys.modules else DLPACK
 
 
 def _plain_torch(
     torch: Any, name: str, value: Any, dtype: _ferry.Dtype | None, writable: bool
 ) -> tuple[Any, _ferry.Dtype | None]:
     """A tensor whose memory is what it says, and its dtype when DLPack cannot say it."""
-    if value.device.type != "cpu":
-        refuse(
-            name,
-            f"a tensor on device {value.device}",
-            "a tensor in CPU memory (this build has no CUDA engine); call .cpu() on it first",
-        )
     if value.layout != torch.strided:
         refuse(name, f"a tensor of layout {value.layout}", "a strided tensor")
     if value.requires_grad:
@@ -178,6 +271,10 @@ def array(tensor: _ferry.Tensor | None, like: Like) -> Any:
         return None
     if like.framework == "torch":
         return _torch_array(tensor)
+    if like.framework == "dlpack":
+        return tensor
+    if like.framework == "cupy":
+        return tensor.cupy()
     result = tensor.numpy()
     if like.ml_dtypes and tensor.dtype in _ML_NAMES:
         import ml_dtypes
@@ -187,26 +284,35 @@ def array(tensor: _ferry.Tensor | None, like: Like) -> Any:
 
 
 def _torch_array(tensor: _ferry.Tensor) -> Any:
-    result = tensor.torch()
+    torch = sys.modules["torch"]
+    if tensor.gpu is None:
+        result = tensor.torch()
+    else:
+        torch.cuda.init()
+        result = torch.utils.dlpack.from_dlpack(tensor.dlpack())
     if tensor.dtype in (Dtype.e4m3, Dtype.e5m2):
-        torch = sys.modules["torch"]
         result = result.view(getattr(torch, _ML_NAMES[tensor.dtype]))
     return result
 
 
-def like_of(name: str, value: Any) -> Like:
-    """From the word "numpy" or "torch", an example array, or None (NumPy)."""
+def like_of(name: str, value: Any, gpu: int | None = None) -> Like:
+    """From the word "numpy" or "torch", an example array, or None: NumPy, or on a GPU torch."""
+    words = {"numpy": NUMPY} if gpu is None else {"cupy": CUPY}
+    words["torch"] = TORCH
     if value is None:
-        return NUMPY
+        return NUMPY if gpu is None else _dlpack_like()
     if isinstance(value, str):
-        return choice(name, value, {"numpy": NUMPY, "torch": TORCH})
+        return choice(name, value, words)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return TORCH
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if gpu is None and numpy is not None and isinstance(value, numpy.ndarray):
         return Like("numpy", value.dtype.name in _CARRIERS)
-    return refuse(name, f"an object of type {type(value).__name__}", '"numpy", "torch" or an array')
+    if gpu is not None and type(value).__module__.partition(".")[0] == "cupy":
+        return CUPY
+    listed = ", ".join(f'"{word}"' for word in words)
+    return refuse(name, f"an object of type {type(value).__name__}", f"{listed} or an array")
 
 
 def is_torch_dtype(value: Any) -> bool:

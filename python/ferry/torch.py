@@ -1,13 +1,19 @@
-"""Ferry for torch: dispatch and combine that autograd goes through, and torch's process groups.
+"""Ferry for torch: dispatch and combine that autograd goes through, torch.compile, streams, and
+torch's process groups.
 
 The gradient of a dispatch is a combine and the other way round, so backward is collective, too.
 Every rank must reach the backward of every exchange that it went through forward, in the same
 order: requires_grad must be the same on all ranks, and a rank that received no rows must still use
 the empty result in its loss. Gradients that autograd leaves out are sent as zeros.
+
+With a plan of `plan` here, a `TorchPlan`, the exchanges are operators of `torch.ops.ferry` that
+torch.compile takes in whole (`fullgraph=True`); with one of `Group.plan` they are plain Python. On
+GPUs both run on torch's current stream, and so does the backward.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +23,18 @@ from torch.autograd.function import once_differentiable
 from ferry._ferry import Bootstrap, Plan
 from ferry.arguments import instance, refuse
 from ferry.bootstrap import from_all_gather
+from ferry.errors import InvalidArgument
 from ferry.group import Group
+from ferry.handles import everything
+from ferry.torch_ops import without_tail  # importing it defines torch.ops.ferry
+
+
+class TorchPlan(NamedTuple):
+    """A plan that crosses into compiled code: made by `plan`, for one group."""
+
+    tensor: Tensor  # i64 [1] on the CPU: names the plan, and keeps it while its memory lives
+    tokens: int  # of this rank
+    topk: int
 
 
 class TorchReceived(NamedTuple):
@@ -31,42 +48,79 @@ class TorchReceived(NamedTuple):
     expert_offsets: Tensor | None  # i64 [local experts + 1], expert-major only
 
 
+def plan(group: Group, topk_idx: Tensor) -> TorchPlan:
+    """Collective. `Group.plan` as an operator that torch.compile takes in."""
+    instance("torch.plan: group", group, Group, "a ferry.Group")
+    instance("torch.plan: topk_idx", topk_idx, Tensor, "a torch.Tensor")
+    if topk_idx.dim() != 2:
+        refuse("torch.plan: topk_idx", f"{topk_idx.dim()} dimensions", "2: [T, K]")
+    tensor = torch.ops.ferry.plan(topk_idx, group.handle)
+    return TorchPlan(tensor, topk_idx.shape[0], topk_idx.shape[1])
+
+
 def dispatch(
     group: Group,
-    plan: Plan,
+    plan: Plan | TorchPlan,
     x: Tensor,
     topk_weights: Tensor | None = None,
     order: str = "rank_major",
     alignment: int = 1,
+    worst_case_rows: int = 0,
+    sms: int = 0,
 ) -> TorchReceived:
     """Collective, forward and backward. `Group.dispatch` with gradients for x and topk_weights.
 
     x: f32, bf16 or f16 [T, H], copied only if it is not contiguous. topk_weights: f32 [T, K].
+    With worst_case_rows, rows that did not arrive are zero.
     """
     _check("torch.dispatch", group, plan, x=x, topk_weights=topk_weights)
+    if isinstance(plan, TorchPlan):
+        layout = (order, alignment, worst_case_rows, sms)
+        x, ids, weights, tokens, slots, offsets = torch.ops.ferry.dispatch(
+            x, plan.tensor, topk_weights, group.handle, plan.topk, group.local_experts, *layout
+        )
+        expert_major = order == "expert_major"
+        return TorchReceived(
+            x,
+            ids,
+            None if topk_weights is None else weights,
+            tokens,
+            slots if expert_major else None,
+            offsets if expert_major else None,
+        )
     others: list[Any] = []
     if topk_weights is not None:
         topk_weights = topk_weights.contiguous()
+    exchange = (group, plan, order, alignment, worst_case_rows, sms)
     out, weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
-        group, plan, order, alignment, others, x.contiguous(), topk_weights
+        exchange, others, x.contiguous(), topk_weights
     )
     return TorchReceived(out, others[0], weights, others[1], others[2], others[3])
 
 
 def combine(
     group: Group,
-    plan: Plan,
+    plan: Plan | TorchPlan,
     rows: Tensor,
     order: str = "rank_major",
     alignment: int = 1,
+    worst_case_rows: int = 0,
+    sms: int = 0,
 ) -> Tensor:
     """Collective, forward and backward. `Group.combine` with a gradient for rows: [T, H].
 
-    rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, as dispatch gave them.
+    rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, as dispatch gave them; order,
+    alignment and worst_case_rows as given to dispatch.
     """
     _check("torch.combine", group, plan, rows=rows)
-    arguments = (group, plan, order, alignment, rows.contiguous())
-    result: Tensor = _Combine.apply(*arguments)  # type: ignore[no-untyped-call]
+    if isinstance(plan, TorchPlan):
+        layout = (order, alignment, worst_case_rows, sms)
+        summed: Tensor = torch.ops.ferry.combine(
+            rows, plan.tensor, group.handle, plan.tokens, *layout
+        )
+        return summed
+    exchange = (group, plan, order, alignment, worst_case_rows, sms)
+    result: Tensor = _Combine.apply(exchange, rows.contiguous())  # type: ignore[no-untyped-call]
     return result
 
 
@@ -74,24 +128,19 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        group: Group,
-        plan: Plan,
-        order: str,
-        alignment: int,
+        exchange: tuple[Any, ...],
         others: list[Any],
         x: Tensor,
         topk_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        received = group.dispatch(
-            x, plan, topk_weights=topk_weights, order=order, alignment=alignment
-        )
+        ctx.exchange = exchange
+        received = _dispatched(exchange, x, topk_weights)
         others += [
             received.topk_idx,
             received.source_token,
             received.slot_rows,
             received.expert_offsets,
         ]
-        ctx.exchange = (group, plan, order, alignment)
         # Weights arrive as 0 where a slot is not local, whatever they are: no gradient from there.
         ctx.local = received.topk_idx >= 0 if topk_weights is not None else None
         return received.x, received.topk_weights
@@ -99,7 +148,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        group, plan, order, alignment = ctx.exchange
+        group, plan, order, alignment, _, sms = ctx.exchange
         if ctx.local is not None:
             assert grad_weights is not None  # materialised by autograd
             grad_weights = torch.where(ctx.local, grad_weights, 0.0)
@@ -109,29 +158,45 @@ class _Dispatch(torch.autograd.Function):
             order=order,
             alignment=alignment,
             topk_weights=grad_weights if ctx.local is not None else None,
+            sms=sms,
         )
-        return None, None, None, None, None, combined.x, combined.topk_weights
+        return None, None, combined.x, combined.topk_weights
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, group: Group, plan: Plan, order: str, alignment: int, rows: Tensor
-    ) -> Tensor:
-        ctx.exchange = (group, plan, order, alignment)
-        return group.combine(rows, plan, order=order, alignment=alignment).x
+    def forward(ctx: Any, exchange: tuple[Any, ...], rows: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        group, plan, order, alignment, _, sms = exchange
+        return group.combine(rows, plan, order=order, alignment=alignment, sms=sms).x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        group, plan, order, alignment = ctx.exchange
-        received = group.dispatch(grad.contiguous(), plan, order=order, alignment=alignment)
-        return None, None, None, None, received.x
+        return None, _dispatched(ctx.exchange, grad.contiguous(), None).x
+
+
+def _dispatched(exchange: tuple[Any, ...], x: Tensor, topk_weights: Tensor | None) -> Any:
+    group, plan, order, alignment, worst_case_rows, sms = exchange
+    received = group.dispatch(
+        x,
+        plan,
+        topk_weights=topk_weights,
+        order=order,
+        alignment=alignment,
+        worst_case_rows=worst_case_rows,
+        sms=sms,
+    )
+    if worst_case_rows > 0 and order == "rank_major":
+        without_tail(received.x, received.topk_idx)
+    return received
 
 
 def _check(call: str, group: Any, plan: Any, **tensors: Any) -> None:
     instance(f"{call}: group", group, Group, "a ferry.Group")
-    instance(f"{call}: plan", plan, Plan, "a ferry.Plan, as Group.plan returns it")
+    if not isinstance(plan, TorchPlan):
+        expected = "a ferry.Plan, as Group.plan returns it, or a TorchPlan of ferry.torch.plan"
+        instance(f"{call}: plan", plan, Plan, expected)
     for name, value in tensors.items():
         if value is None and name == "topk_weights":
             continue
@@ -144,8 +209,37 @@ def _check(call: str, group: Any, plan: Any, **tensors: Any) -> None:
             refuse(f"{call}: {name}", f"dtype {value.dtype}", "float32, bfloat16 or float16")
 
 
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """`tensor` is used by work on this stream, too (None: the current one): once it is dropped, its
+    memory is not used again before what is on the stream now has ended.
+
+    What `Tensor.record_stream` does for torch's memory, for Ferry's as well: received rows and all
+    other results belong to the stream that their call ran on, and torch cannot tell. The streams
+    themselves are yours to order: `stream.wait_stream(...)`. Nothing to do for CPU tensors.
+    """
+    instance("record_stream: tensor", tensor, Tensor, "a torch.Tensor")
+    if tensor.device.type != "cuda":
+        return
+    if stream is None:
+        stream = torch.cuda.current_stream(tensor.device)
+    instance("record_stream: stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
+    for group in everything():
+        if not isinstance(group, Group) or group.device != str(tensor.device):
+            continue
+        try:
+            group.record_stream(tensor.data_ptr(), stream)
+            return
+        except InvalidArgument:  # not this group's memory
+            continue
+    tensor.record_stream(stream)
+
+
 def from_process_group(pg: Any = None) -> Bootstrap:
-    """The ranks of a torch.distributed process group (None: the default one), any backend."""
+    """The ranks of a torch.distributed process group (None: the default one), any backend.
+
+    An NCCL group gathers through the GPU that it is bound to (`init_process_group(device_id=...)`)
+    or else the current one, which must differ between its ranks (`torch.cuda.set_device`).
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -154,13 +248,24 @@ def from_process_group(pg: Any = None) -> Bootstrap:
             "no initialised process group",
             "torch.distributed.init_process_group to be called first",
         )
+    bound = getattr(pg if pg is not None else dist.group.WORLD, "bound_device_id", None)
+    on_gpu = isinstance(bound, torch.device) and bound.type == "cuda"
 
     def all_gather(mine: bytes) -> list[bytes]:
         everyone: list[Any] = [None] * dist.get_world_size(pg)
-        dist.all_gather_object(everyone, mine, group=pg)
+        with torch.cuda.device(bound) if on_gpu else nullcontext():
+            dist.all_gather_object(everyone, mine, group=pg)
         return everyone
 
     return from_all_gather(dist.get_rank(pg), dist.get_world_size(pg), all_gather)
 
 
-__all__ = ["TorchReceived", "combine", "dispatch", "from_process_group"]
+__all__ = [
+    "TorchPlan",
+    "TorchReceived",
+    "combine",
+    "dispatch",
+    "from_process_group",
+    "plan",
+    "record_stream",
+]

@@ -18,13 +18,14 @@ using HeldReceived = Held<Received>;
 using HeldCombined = Held<Combined>;
 
 GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memory_bytes,
-                        FabricKind fabric, Backend backend, std::uint64_t sim_seed) {
+                        FabricKind fabric, Backend backend, int device, std::uint64_t sim_seed) {
   GroupConfig config;
   config.experts = experts;
   config.deadline = to_nanoseconds(deadline, "Group: deadline");
   config.memory_bytes = memory_bytes;
   config.fabric = fabric;
   config.backend = backend;
+  config.device = device;
   config.sim_seed = sim_seed;
   config.on_wait = python_on_wait();
   return config;
@@ -32,8 +33,9 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
 
 void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
                 double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
-                std::uint64_t sim_seed) {
-  GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, sim_seed);
+                int device, std::uint64_t sim_seed) {
+  GroupConfig config =
+      make_config(experts, deadline, memory_bytes, fabric, backend, device, sim_seed);
   std::shared_ptr<Bootstrap> meeting = bootstrap.get();
   new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
 }
@@ -47,8 +49,9 @@ HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream
 HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& plan,
                       const View* topk_weights, const View* scales, RowOrder order,
                       std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
-                      PythonStream* stream) {
+                      PythonStream* stream, int sms) {
   DispatchOptions options;
+  options.sms = sms;
   options.topk_weights = optional_read(topk_weights);
   options.scales = optional_read(scales);
   options.order = order;
@@ -62,8 +65,10 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& pla
 
 HeldCombined combine(const HeldGroup& group, const View& rows, const HeldPlan& plan, RowOrder order,
                      std::int64_t alignment, const View* topk_weights, bool apply_weights,
-                     const View* bias0, const View* bias1, const View* out, PythonStream* stream) {
+                     const View* bias0, const View* bias1, const View* out, PythonStream* stream,
+                     int sms) {
   CombineOptions options;
+  options.sms = sms;
   options.order = order;
   options.alignment = alignment;
   options.topk_weights = optional_read(topk_weights);
@@ -142,11 +147,12 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
   group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan"), nb::arg("topk_weights").none(),
            nb::arg("scales").none(), nb::arg("order"), nb::arg("alignment"),
-           nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none())
+           nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none(),
+           nb::arg("sms"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),
            nb::arg("alignment"), nb::arg("topk_weights").none(), nb::arg("apply_weights"),
            nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),
-           nb::arg("stream").none())
+           nb::arg("stream").none(), nb::arg("sms"))
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); });
 }
@@ -159,7 +165,8 @@ void bind_group(nb::module_& m) {
   nb::class_<HeldGroup> group(m, "Group");
   group
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
-           nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("sim_seed"))
+           nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("device"),
+           nb::arg("sim_seed"))
       .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
       .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })
       .def_prop_ro("experts", [](const HeldGroup& g) { return g->experts(); })
@@ -172,16 +179,24 @@ void bind_group(nb::module_& m) {
             return g->is_registered(reinterpret_cast<const void*>(address));
           },
           nb::arg("address"))
+      .def(
+          "record_stream",
+          [](const HeldGroup& g, std::uintptr_t address, PythonStream& stream) {
+            g->record_stream(reinterpret_cast<const void*>(address), stream.stream());
+          },
+          nb::arg("address"), nb::arg("stream"))
       .def("memory", [](const HeldGroup& g) { return g->memory(); })
       .def("time", [](const HeldGroup& g) { return g->time(); })
       .def("destroy", [](const HeldGroup& g) { without_gil([&] { g->destroy(); }); })
       .def_static(
           "memory_hint",
-          [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, int ranks) {
+          [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, Backend backend,
+             int ranks) {
             return Group::memory_hint(
-                make_config(experts, 60.0, memory_bytes, fabric, Backend::automatic, 1), ranks);
+                make_config(experts, 60.0, memory_bytes, fabric, backend, -1, 1), ranks);
           },
-          nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("ranks"));
+          nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"),
+          nb::arg("ranks"));
   bind_exchanges(group);
 }
 

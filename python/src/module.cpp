@@ -7,6 +7,7 @@ NB_MODULE(_ferry, m) {
   m.doc() = "The C++ side of the package ferry: use the package, not this module.";
   nanobind::set_leak_warnings(false);  // objects that are alive at exit are no news to a user
   m.attr("version") = FERRY_VERSION;
+  m.attr("has_cuda") = static_cast<bool>(FERRY_HAS_CUDA);
   fp::remember_main_thread();
   m.def("interpreter_ends", &fp::interpreter_ends,
         "The interpreter is about to end: ends the waits of all streams, for good.");

@@ -24,7 +24,7 @@ std::string repr(const HeldPlan& plan) {
 
 void bind_plan(nb::module_& m) {
   nb::class_<HeldPlan>(
-      m, "Plan",
+      m, "Plan", nb::is_weak_referenceable(),
       "Where every row goes and what arrives. Cheap to keep: it owns no registered memory and "
       "serves any\nnumber of dispatches and combines of its group, with any hidden size and dtype. "
       "Raises `Destroyed`\nafter the group is destroyed.\n\n"

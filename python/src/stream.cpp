@@ -13,6 +13,9 @@ PythonStream::PythonStream() : stream_(Stream()) {
   stream_->submit([stop = stop_] { obey(stop); });
 }
 
+PythonStream::PythonStream(std::uintptr_t cuda_stream, int device)
+    : stream_(Stream::of_cuda(reinterpret_cast<void*>(cuda_stream), device)) {}
+
 PythonStream::~PythonStream() {
   try {
     stream_.get();
@@ -22,7 +25,8 @@ PythonStream::~PythonStream() {
     }
     return;
   }
-  drain();
+  drop_finished();
+  if (!is_cuda() || !kept_.empty()) drain();
 }
 
 Stream& PythonStream::stream() {
@@ -41,6 +45,10 @@ Event PythonStream::record() {
 }
 
 void PythonStream::wait(const Event& event) {
+  if (is_cuda()) {
+    without_gil([&] { stream_->wait(event); });  // the GPU waits, for an event of a GPU
+    return;
+  }
   // Not Stream::wait: this wait ends when the stream is told to stop. What the event's work threw
   // is for those who wait for the event itself.
   stream().submit([event, on_wait = python_on_wait()] {
@@ -66,8 +74,16 @@ std::size_t PythonStream::under_way() {
   return kept_.size();
 }
 
+bool PythonStream::ended(const Event& end) {
+  try {
+    return end.ready();
+  } catch (const Error&) {
+    return true;
+  }
+}
+
 void PythonStream::drop_finished() {
-  while (!kept_.empty() && kept_.front().end.ready()) kept_.pop_front();
+  while (!kept_.empty() && ended(kept_.front().end)) kept_.pop_front();
 }
 
 void PythonStream::drain() noexcept {
@@ -89,12 +105,16 @@ KeepUntilDone::KeepUntilDone(PythonStream* stream, std::initializer_list<const V
     : stream_(stream) {
   if (stream == nullptr) return;
   for (const View* view : views) {
-    if (view != nullptr) views_.push_back(*view);
+    if (view != nullptr && !view->ordered()) views_.push_back(*view);
   }
 }
 
 KeepUntilDone::~KeepUntilDone() {
-  if (stream_ != nullptr) stream_->keep(std::move(views_));
+  if (stream_ == nullptr || (stream_->is_cuda() && views_.empty())) return;
+  try {
+    stream_->keep(std::move(views_));
+  } catch (const std::exception&) {  // a GPU that has failed uses nothing any more
+  }
 }
 
 void bind_stream(nb::module_& m) {
@@ -117,8 +137,30 @@ void bind_stream(nb::module_& m) {
         return repr_of("Event", [&] { return e->ready() ? "complete" : "under way"; });
       });
 
-  nb::class_<PythonStream>(m, "Stream", "A queue of work with one worker thread.")
+  nb::class_<PythonStream>(m, "Stream",
+                           "A queue of work: one worker thread, or (`of_cuda`) the caller's CUDA "
+                           "stream.")
       .def(nb::init<>())
+      .def_static(
+          "of_cuda",
+          [](std::uintptr_t handle, int device) { return new PythonStream(handle, device); },
+          nb::arg("handle"), nb::arg("device"), nb::rv_policy::take_ownership,
+          "The CUDA stream with this handle (a cudaStream_t as an integer, 0: the default stream) "
+          "on that\ndevice. It must outlive everything made or used on it. Raises `Unsupported` in "
+          "a build without the\nCUDA engine.")
+      .def_prop_ro(
+          "device",
+          [](const PythonStream& s) -> std::optional<int> {
+            return s.is_cuda() ? std::optional(s.device().index) : std::nullopt;
+          },
+          "Ordinal of its GPU; None: a worker thread.")
+      .def_prop_ro(
+          "cuda_stream",
+          [](const PythonStream& s) -> std::optional<std::uintptr_t> {
+            return s.is_cuda() ? std::optional(reinterpret_cast<std::uintptr_t>(s.native()))
+                               : std::nullopt;
+          },
+          "The handle; None: a worker thread.")
       .def(
           "record", [](PythonStream& s) { return HeldEvent(s.record()); },
           "An event that is complete when everything submitted so far has ended.")

@@ -13,10 +13,13 @@ namespace ferry::python {
 using HeldEvent = Held<Event>;
 
 /// A Stream in Python. Arrays that its work uses are dropped by Python threads only, so that the
-/// worker never needs the GIL.
+/// worker never needs the GIL. A CUDA stream is the caller's: nothing waits for its end but for
+/// the arrays that it still uses.
 class PythonStream {
  public:
   PythonStream();
+  /// The caller's CUDA stream, by its cudaStream_t.
+  PythonStream(std::uintptr_t cuda_stream, int device);
   ~PythonStream();
   PythonStream(const PythonStream&) = delete;
   PythonStream& operator=(const PythonStream&) = delete;
@@ -30,6 +33,9 @@ class PythonStream {
   void synchronize();
   /// Calls whose work has not ended.
   std::size_t under_way();
+  Device device() const { return stream_->device(); }
+  bool is_cuda() const { return stream_->device().kind == DeviceKind::cuda; }
+  void* native() const { return stream_->native(); }
 
  private:
   struct Kept {
@@ -37,6 +43,8 @@ class PythonStream {
     std::vector<View> views;
   };
   void drop_finished();
+  /// Whether work has ended; also when nobody can tell: a point of a stream that was captured.
+  static bool ended(const Event& end);
   /// Waits for the end of all work; a signal, or an earlier Ctrl-C, makes the work stop waiting.
   void drain() noexcept;
 
@@ -52,7 +60,8 @@ inline Stream* stream_or_null(PythonStream* stream) {
 }
 
 /// Around a call on a stream: keeps the arrays that are there until the stream has done what the
-/// call submitted, whether the call threw or not. Nothing without a stream.
+/// call submitted, whether the call threw or not. Nothing without a stream, and no arrays whose
+/// memory goes back in the stream's order.
 class KeepUntilDone {
  public:
   KeepUntilDone(PythonStream* stream, std::initializer_list<const View*> views);

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <vector>
 
@@ -88,29 +89,38 @@ nb::ndarray<nb::ro> import_array(nb::handle array, const std::string& name, bool
   if (writable && !nb::try_cast(array, for_writing)) {
     refuse(name, "a read-only array", "one that can be written");
   }
-  const int device = imported.device_type();
-  if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
-    const bool cuda =
-        device == nb::device::cuda::value || device == nb::device::cuda_managed::value;
-    refuse(name,
-           cuda ? "a CUDA tensor" : "a tensor on DLPack device type " + std::to_string(device),
-           "a tensor in CPU memory (this build has no CUDA engine); call .cpu() on it first");
-  }
   if (imported.ndim() < 1 || imported.ndim() > static_cast<std::size_t>(Extents::kMaxDims)) {
     refuse(name, std::to_string(imported.ndim()) + " dimensions", "1 to 3");
   }
   return imported;
 }
 
-template <class Framework>
+/// Where an array lies. Memory of the CPU that a GPU reaches, too, is memory of the CPU.
+Device device_of(const nb::ndarray<nb::ro>& array, const std::string& name) {
+  switch (array.device_type()) {
+    case nb::device::cpu::value:
+    case nb::device::cuda_host::value: return {};
+    case nb::device::cuda::value:
+    case nb::device::cuda_managed::value: return {DeviceKind::cuda, array.device_id()};
+    default: break;
+  }
+  refuse(name, "a tensor on DLPack device type " + std::to_string(array.device_type()),
+         "one in CPU memory or on a CUDA GPU");
+}
+
+/// Without a framework: a DLPack capsule.
+template <class... Framework>
 nb::object export_tensor(const HeldTensor& held, nb::dlpack::dtype type) {
   const Tensor& tensor = held.get();
   nb::capsule owner(new HeldTensor(tensor),
                     [](void* pointer) noexcept { delete static_cast<HeldTensor*>(pointer); });
   std::vector<std::size_t> shape(tensor.shape().begin(), tensor.shape().end());
   std::vector<std::int64_t> strides(tensor.view().strides.begin(), tensor.view().strides.end());
-  nb::ndarray<Framework> array(tensor.data(), shape.size(), shape.data(), owner, strides.data(),
-                               type, nb::device::cpu::value);
+  const Device device = tensor.view().device;
+  const bool cpu = device.kind == DeviceKind::cpu;
+  nb::ndarray<Framework...> array(tensor.data(), shape.size(), shape.data(), owner, strides.data(),
+                                  type, cpu ? nb::device::cpu::value : nb::device::cuda::value,
+                                  device.index);
   return nb::cast(array);
 }
 
@@ -137,7 +147,12 @@ View::View(nb::handle array, const std::string& name, std::optional<Dtype> dtype
   const std::size_t dims = array_.ndim();
   view_ = ConstTensorView(array_.data(), dtype_of(array_, name, dtype, expected),
                           Extents(std::span(array_.shape_ptr(), dims)),
-                          Extents(std::span(array_.stride_ptr(), dims)), Device{});
+                          Extents(std::span(array_.stride_ptr(), dims)), device_of(array_, name));
+}
+
+View::View(nb::object owner, const std::string& name, const ConstTensorView& view, bool ordered)
+    : owner_(std::move(owner)), view_(view), ordered_(ordered) {
+  if (view.dims() < 1) refuse(name, "0 dimensions", "1 to 3");
 }
 
 TensorView View::write() const {
@@ -166,7 +181,31 @@ void bind_tensor(nb::module_& m) {
           },
           nb::arg("array").none(), nb::arg("name"), nb::arg("dtype") = nb::none(),
           nb::arg("writable") = false, nb::arg("expected") = "")
+      .def_static(
+          "of_gpu",
+          [](nb::object owner, const std::string& name, std::uintptr_t address,
+             const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
+             Dtype dtype, int device, bool ordered) {
+            if (shape.size() > static_cast<std::size_t>(Extents::kMaxDims)) {
+              refuse(name, std::to_string(shape.size()) + " dimensions", "1 to 3");
+            }
+            return View(std::move(owner), name,
+                        ConstTensorView(reinterpret_cast<const void*>(address), dtype,
+                                        Extents(std::span(shape)), Extents(std::span(strides)),
+                                        Device{DeviceKind::cuda, device}),
+                        ordered);
+          },
+          nb::arg("owner"), nb::arg("name"), nb::arg("address"), nb::arg("shape"),
+          nb::arg("strides"), nb::arg("dtype"), nb::arg("device"), nb::arg("ordered"),
+          "Memory of `owner` on a GPU. `ordered`: it goes back in the order of the call's stream.")
       .def_prop_ro("dtype", &View::dtype)
+      .def_prop_ro(
+          "gpu",
+          [](const View& v) -> std::optional<int> {
+            const Device device = v.read().device;
+            return device.kind == DeviceKind::cuda ? std::optional(device.index) : std::nullopt;
+          },
+          "Ordinal of the GPU that holds it; None: CPU memory.")
       .def_prop_ro("address",
                    [](const View& v) { return reinterpret_cast<std::uintptr_t>(v.read().data); });
 
@@ -180,6 +219,13 @@ void bind_tensor(nb::module_& m) {
             return nb::tuple(shape);
           },
           nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_prop_ro(
+          "gpu",
+          [](const HeldTensor& t) -> std::optional<int> {
+            const Device device = t->view().device;
+            return device.kind == DeviceKind::cuda ? std::optional(device.index) : std::nullopt;
+          },
+          "Ordinal of the GPU that holds it; None: CPU memory.")
       .def_prop_ro("address",
                    [](const HeldTensor& t) { return reinterpret_cast<std::uintptr_t>(t->data()); })
       .def(
@@ -194,7 +240,35 @@ void bind_tensor(nb::module_& m) {
           [](const HeldTensor& t) {
             return export_tensor<nb::pytorch>(t, crossing_type(t->dtype(), true));
           },
-          nb::sig("def torch(self) -> typing.Any"), "A torch tensor of this memory; fp8 as uint8.");
+          nb::sig("def torch(self) -> typing.Any"), "A torch tensor of this memory; fp8 as uint8.")
+      .def(
+          "cupy",
+          [](const HeldTensor& t) {
+            return export_tensor<nb::cupy>(t, crossing_type(t->dtype(), false));
+          },
+          nb::sig("def cupy(self) -> typing.Any"),
+          "A CuPy array of this memory; bf16 as uint16, fp8 as uint8.")
+      .def(
+          "__dlpack__",
+          [](const HeldTensor& t, const nb::kwargs&) {
+            return export_tensor<>(t, crossing_type(t->dtype(), true));
+          },
+          nb::sig("def __dlpack__(self, **kwargs: typing.Any) -> typing.Any"),
+          "For from_dlpack of any framework; fp8 as uint8. The caller orders the streams.")
+      .def(
+          "__dlpack_device__",
+          [](const HeldTensor& t) {
+            const Device device = t->view().device;
+            const bool cpu = device.kind == DeviceKind::cpu;
+            return nb::make_tuple(cpu ? nb::device::cpu::value : nb::device::cuda::value,
+                                  device.index);
+          },
+          nb::sig("def __dlpack_device__(self) -> tuple[int, int]"))
+      .def(
+          "dlpack",
+          [](const HeldTensor& t) { return export_tensor<>(t, crossing_type(t->dtype(), true)); },
+          nb::sig("def dlpack(self) -> typing.Any"),
+          "A DLPack capsule of this memory, without a word about streams; fp8 as uint8.");
 }
 
 }  // namespace ferry::python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,9 @@ with ferry.Group(boot, experts=4, deadline=1.0) as group:
     assert_type(low.counts, torch.Tensor)
     assert_type(latency.combine(low.x, low, torch.ones(2, 1)).x, torch.Tensor)
     assert_type(ft.dispatch(group, plan, x).x, torch.Tensor)
+    assert_type(ft.dispatch(group, ft.plan(group, x), x).x, torch.Tensor)
+    assert_type(group.device, str)
+    assert_type(ferry.Stream.of_cuda(0, 0).cuda_stream, int | None)
     assert_type(ft.combine(group, plan, x), torch.Tensor)
     event = ferry.Stream().record()
     event.wait(deadline=1.0)
@@ -150,13 +154,52 @@ def test_all_places_ask_for_the_same_python() -> None:
         assert found and f">={found[1]}" == wanted, cmake
 
 
+@pytest.mark.parametrize(
+    ("release", "asked", "with_engine"),
+    [
+        ("12.3", None, False),
+        ("12.4", None, True),
+        ("13.0", None, True),
+        ("13.0", "0", False),
+        ("12.3", "1", True),
+        (None, None, False),
+    ],
+)
+def test_a_build_of_the_package_says_whether_it_has_the_cuda_engine(
+    tmp_path: Path, release: str | None, asked: str | None, with_engine: bool
+) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    if release is None and Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("this machine has an nvcc where CMake looks for it")
+    if release is not None:
+        nvcc = tmp_path / "nvcc"
+        nvcc.write_text(
+            f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n"
+        )
+        nvcc.chmod(0o755)
+    done = subprocess.run(
+        [cmake, "-P", str(ROOT / "cmake/FerryCudaChoice.cmake")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env={"PATH": str(tmp_path)} | ({} if asked is None else {"FERRY_CUDA": asked}),
+    )
+    words = "with the CUDA engine" if with_engine else "without the CUDA engine"
+    assert f"Ferry: {words}: " in done.stdout, done.stdout + done.stderr
+    if asked is not None:
+        assert f"FERRY_CUDA={asked} in the environment" in done.stdout
+
+
 def test_an_installed_extension_carries_no_debug_sections() -> None:
     extension = Path(ferry._ferry.__file__)
     if extension.parent.parent.name not in ("site-packages", "dist-packages"):
         pytest.skip("not installed: the build tree keeps its line numbers")
     content = extension.read_bytes()
     assert b".debug_info\0" not in content and b".symtab\0" not in content
-    assert len(content) < 4 << 20
+    assert len(content) < (64 if ferry.has_cuda else 4) << 20  # kernels of four architectures
 
 
 def test_make_help_names_every_target() -> None:

@@ -124,6 +124,9 @@ Tensor Group::empty(const Extents& shape, Dtype dtype) {
 bool Group::is_registered(const void* pointer) const {
   return live(engine_, "is_registered").is_registered(pointer);
 }
+void Group::record_stream(const void* pointer, const Stream& stream) {
+  live(engine_, "record_stream").record_stream(pointer, stream);
+}
 void Group::barrier() {
   live(engine_, "barrier").barrier();
 }
@@ -133,10 +136,14 @@ MemoryUse Group::memory() const {
 MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
   check_ranks(ranks);
   check_config(config);
-  return host::host_memory_hint(config, ranks);
+  return config.backend == Backend::cuda ? cuda::cuda_memory_hint(config, ranks)
+                                         : host::host_memory_hint(config, ranks);
 }
 TimeUse Group::time() const {
   return live(engine_, "time").time();
+}
+bool Group::has_backend(Backend backend) {
+  return backend != Backend::cuda || cuda::available();
 }
 void Group::destroy() {
   live(engine_, "destroy").destroy();

@@ -35,7 +35,7 @@ std::optional<std::string> variable(const char* name) {
 }
 
 // What is shown of a value that is no number: short, and nothing that a terminal obeys.
-std::string quoted(std::string_view value) {
+std::string in_quotes(std::string_view value) {
   std::string out = "\"";
   for (char c : value.substr(0, 40)) out += c >= ' ' && c <= '~' ? c : '?';
   return out + (value.size() > 40 ? "...\"" : "\"");
@@ -50,7 +50,7 @@ int integer(const char* name, int lowest, int highest, const std::string& what_t
   const char* const end = value->data() + value->size();
   const auto [stop, error] = std::from_chars(value->data(), end, number);
   if (error != std::errc() || stop != end || number < lowest || number > highest) {
-    refuse(name, "is " + quoted(*value) + ", " + expected + "; " + what_to_do);
+    refuse(name, "is " + in_quotes(*value) + ", " + expected + "; " + what_to_do);
   }
   return number;
 }
@@ -59,8 +59,8 @@ std::string secret_of_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!file) {
-    refuse("FERRY_SECRET_FILE",
-           "names a file that cannot be read (" + quoted(path) + "), expected one with the secret");
+    refuse("FERRY_SECRET_FILE", "names a file that cannot be read (" + in_quotes(path) +
+                                    "), expected one with the secret");
   }
   if (text.ends_with('\n')) text.pop_back();
   if (text.ends_with('\r')) text.pop_back();

@@ -16,6 +16,10 @@ bool known(Dtype dtype) {
   return size_of(dtype) != 0;
 }
 
+std::string device_text(const Device& device) {
+  return device.kind == DeviceKind::cpu ? "cpu" : "cuda:" + to_string(device.index);
+}
+
 }  // namespace
 
 std::string dtype_text(Dtype dtype) {
@@ -36,10 +40,13 @@ void check_row_bytes(std::string_view call, std::string_view name, std::size_t b
   }
 }
 
-void check_view(std::string_view call, std::string_view name, const ConstTensorView& tensor) {
-  if (tensor.device.kind != DeviceKind::cpu) {
-    refuse(call, name, "device cuda:" + to_string(tensor.device.index),
-           "cpu, because this group runs on the host engine");
+void check_view(std::string_view call, std::string_view name, const ConstTensorView& tensor,
+                const Device& where) {
+  const bool cpu = where.kind == DeviceKind::cpu;
+  if (cpu ? tensor.device.kind != DeviceKind::cpu : tensor.device != where) {
+    refuse(call, name, "device " + device_text(tensor.device),
+           cpu ? "cpu, because this group runs on the host engine"
+               : device_text(where) + ", the GPU of this rank");
   }
   if (!known(tensor.dtype)) {
     refuse(call, name, "dtype " + dtype_text(tensor.dtype), "one of ferry::Dtype");
@@ -61,6 +68,16 @@ void check_data(std::string_view call, std::string_view name, const ConstTensorV
            "a pointer that is not aligned to its " + dtype_text(tensor.dtype) + " elements",
            "a multiple of " + to_string(size_of(tensor.dtype)) + " bytes (copy the tensor first)");
   }
+}
+
+void check_stream(std::string_view call, const Stream* stream, const Device& where) {
+  if (stream == nullptr) return;
+  const Device theirs = stream->device();
+  if (where.kind == DeviceKind::cpu ? theirs.kind == DeviceKind::cpu : theirs == where) return;
+  refuse(call, "stream", "a stream of " + device_text(theirs),
+         where.kind == DeviceKind::cpu
+             ? "ferry::Stream(), because this group runs on the host engine"
+             : "Stream::of_cuda of " + device_text(where));
 }
 
 void refuse(std::string_view call, std::string_view argument, const std::string& got,
@@ -108,6 +125,9 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "fabric", "number " + to_string(static_cast<int>(config.fabric)),
            "automatic, local, shm or sim");
   }
+  if (config.device < -1) {
+    refuse("Group", "device", to_string(config.device), "a CUDA ordinal, or -1: the current one");
+  }
   if (config.backend > Backend::cuda) {
     refuse("Group", "backend", "number " + to_string(static_cast<int>(config.backend)),
            "automatic, host or cuda");
@@ -143,8 +163,8 @@ void check_size(const LatencyConfig& config, std::int64_t local_experts, int ran
 }
 
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
-                  int dims) {
-  check_view(call, name, tensor);
+                  int dims, const Device& where) {
+  check_view(call, name, tensor, where);
   if (tensor.dims() != dims) {
     refuse(call, name, "shape " + to_string(tensor.shape), to_string(dims) + " dimensions");
   }
@@ -158,10 +178,10 @@ void check_tensor(std::string_view call, std::string_view name, const ConstTenso
 }
 
 void check_exact(std::string_view call, std::string_view name, const ConstTensorView& tensor,
-                 Dtype dtype, const Extents& shape) {
+                 Dtype dtype, const Extents& shape, const Device& where) {
   if (tensor.dtype != dtype)
     refuse(call, name, "dtype " + dtype_text(tensor.dtype), dtype_text(dtype));
-  check_tensor(call, name, tensor, shape.size());
+  check_tensor(call, name, tensor, shape.size(), where);
   if (tensor.shape != shape) {
     refuse(call, name, "shape " + to_string(tensor.shape), to_string(shape));
   }

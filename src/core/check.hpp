@@ -40,25 +40,30 @@ void check_size(const LatencyConfig& config, std::int64_t local_experts, int ran
 
 /// A multiple of 16 bytes, at most kMaxRowBytes.
 void check_row_bytes(std::string_view call, std::string_view name, std::size_t bytes);
-/// CPU memory, a known dtype, a stride for each dimension.
-void check_view(std::string_view call, std::string_view name, const ConstTensorView& tensor);
+/// Memory of `where`, a known dtype, a stride for each dimension.
+void check_view(std::string_view call, std::string_view name, const ConstTensorView& tensor,
+                const Device& where = {});
 /// Not null and aligned to its elements, unless empty.
 void check_data(std::string_view call, std::string_view name, const ConstTensorView& tensor);
-/// CPU memory, not null unless empty, aligned to its elements, `dims` dimensions, dense.
+/// Memory of `where`, not null unless empty, aligned to its elements, `dims` dimensions, dense.
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
-                  int dims);
+                  int dims, const Device& where = {});
 /// The same, and exactly this shape and dtype.
 void check_exact(std::string_view call, std::string_view name, const ConstTensorView& tensor,
-                 Dtype dtype, const Extents& shape);
+                 Dtype dtype, const Extents& shape, const Device& where = {});
 
+/// Everything about routes but the ids.
+void check_routes(std::string_view call, const ConstTensorView& topk_idx, const Device& where = {});
+/// A stream for work on `where`; null is fine.
+void check_stream(std::string_view call, const Stream* stream, const Device& where = {});
 /// Checks dtype, shape and every id; returns the ids as i32 [T, K]. Strides are allowed.
 std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTensorView& topk_idx,
                                          std::int64_t experts);
 
 void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
-                    const DispatchOptions& options);
+                    const DispatchOptions& options, const Device& where = {});
 void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
-                   const CombineOptions& options);
+                   const CombineOptions& options, const Device& where = {});
 /// After the counts are known: exactly the rows that the plan has in this layout, or the
 /// worst_case_rows of one of its dispatches (`dispatched`) in this layout.
 void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,

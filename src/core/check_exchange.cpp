@@ -32,9 +32,8 @@ void check_order(std::string_view call, RowOrder order, std::int64_t alignment) 
 
 }  // namespace
 
-std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTensorView& topk_idx,
-                                         std::int64_t experts) {
-  check_view(call, "topk_idx", topk_idx);
+void check_routes(std::string_view call, const ConstTensorView& topk_idx, const Device& where) {
+  check_view(call, "topk_idx", topk_idx, where);
   if (topk_idx.dtype != Dtype::i64 && topk_idx.dtype != Dtype::i32) {
     refuse(call, "topk_idx", "dtype " + dtype_text(topk_idx.dtype), "i64 or i32");
   }
@@ -53,6 +52,12 @@ std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTenso
            "at most 2^31 - 1 slots");
   }
   check_data(call, "topk_idx", topk_idx);
+}
+
+std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTensorView& topk_idx,
+                                         std::int64_t experts) {
+  check_routes(call, topk_idx);
+  const std::int64_t tokens = topk_idx.shape[0], topk = topk_idx.shape[1];
   std::vector<std::int32_t> routes(static_cast<std::size_t>(tokens * topk));
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t k = 0; k < topk; ++k) {
@@ -72,9 +77,10 @@ std::vector<std::int32_t> checked_routes(std::string_view call, const ConstTenso
 }
 
 void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
-                    const DispatchOptions& options) {
+                    const DispatchOptions& options, const Device& where) {
   constexpr std::string_view kCall = "dispatch";
-  check_tensor(kCall, "x", x, 2);
+  check_stream(kCall, options.stream, where);
+  check_tensor(kCall, "x", x, 2, where);
   if (x.shape[0] != tokens) {
     refuse(kCall, "x", to_string(x.shape[0]) + " rows",
            to_string(tokens) + ", the tokens of the plan");
@@ -89,11 +95,11 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
            "at most " + to_string(kMaxRows));
   }
   if (options.topk_weights) {
-    check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32, {tokens, topk});
+    check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32, {tokens, topk}, where);
   }
   if (options.scales) {
     const ConstTensorView& scales = *options.scales;
-    check_view(kCall, "scales", scales);
+    check_view(kCall, "scales", scales, where);
     if (scales.dtype != Dtype::f32) {
       refuse(kCall, "scales", "dtype " + dtype_text(scales.dtype), "f32");
     }
@@ -108,7 +114,7 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
     check_data(kCall, "scales", scales);
   }
   if (options.out) {
-    check_tensor(kCall, "out", *options.out, 2);
+    check_tensor(kCall, "out", *options.out, 2, where);
     if (options.out->dtype != x.dtype || options.out->columns() != x.columns()) {
       refuse(kCall, "out", dtype_text(options.out->dtype) + " " + to_string(options.out->shape),
              dtype_text(x.dtype) + " with " + to_string(x.columns()) + " columns, as x");
@@ -117,20 +123,21 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
 }
 
 void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
-                   const CombineOptions& options) {
+                   const CombineOptions& options, const Device& where) {
   constexpr std::string_view kCall = "combine";
   if (!is_float(rows.dtype)) {
     refuse(kCall, "rows", "dtype " + dtype_text(rows.dtype),
            "f32, bf16 or f16 (dispatch carries any dtype, combine adds)");
   }
-  check_tensor(kCall, "rows", rows, 2);
+  check_stream(kCall, options.stream, where);
+  check_tensor(kCall, "rows", rows, 2, where);
   check_row_bytes(kCall, "rows", rows.row_bytes());
   check_order(kCall, options.order, options.alignment);
   const Extents own{tokens, rows.columns()};
-  if (options.bias0) check_exact(kCall, "bias0", *options.bias0, rows.dtype, own);
-  if (options.bias1) check_exact(kCall, "bias1", *options.bias1, rows.dtype, own);
+  if (options.bias0) check_exact(kCall, "bias0", *options.bias0, rows.dtype, own, where);
+  if (options.bias1) check_exact(kCall, "bias1", *options.bias1, rows.dtype, own, where);
   if (options.out) {
-    check_exact(kCall, "out", *options.out, rows.dtype, own);
+    check_exact(kCall, "out", *options.out, rows.dtype, own, where);
     if (overlap(*options.out, rows)) {
       refuse(kCall, "out", "memory that overlaps rows",
              "memory of its own: peers read the rows "
@@ -147,7 +154,7 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
   }
   if (options.topk_weights) {
     const ConstTensorView& weights = *options.topk_weights;
-    check_tensor(kCall, "topk_weights", weights, 2);
+    check_tensor(kCall, "topk_weights", weights, 2, where);
     if (weights.dtype != Dtype::f32) {
       refuse(kCall, "topk_weights", "dtype " + dtype_text(weights.dtype), "f32");
     }

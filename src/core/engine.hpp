@@ -43,6 +43,7 @@ class Engine {
 
   virtual Tensor empty(const Extents& shape, Dtype dtype) = 0;
   virtual bool is_registered(const void* pointer) const = 0;
+  virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
   virtual MemoryUse memory() const = 0;
   virtual TimeUse time() const = 0;

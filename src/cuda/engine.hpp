@@ -1,4 +1,4 @@
-// The CUDA engine. Until it exists, a stub that says so.
+// The CUDA engine, or a stub that says how to get it.
 #pragma once
 #include <memory>
 
@@ -13,5 +13,8 @@ bool available();
 /// Throws Error(unsupported) saying how to get it when this build does not have it.
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                          std::unique_ptr<fabric::Fabric> fabric);
+
+/// What MemoryUse is right after creation.
+MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks);
 
 }  // namespace ferry::cuda

@@ -10,9 +10,23 @@ bool available() {
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig&,
                                          std::unique_ptr<fabric::Fabric>) {
   throw Error(ErrorKind::unsupported,
-              "Group: backend: got cuda; this build of Ferry has the host engine only (the CUDA "
-              "engine is not there yet); expected host or automatic",
+              "Group: backend: got cuda; this build of Ferry has the host engine only; expected "
+              "host or automatic, or a build with FERRY_CUDA=ON",
               {bootstrap.rank(), -1, "Group: backend", 0, 0, 0});
 }
 
+MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
+  return {0, config.memory_bytes, 0, 0};
+}
+
 }  // namespace ferry::cuda
+
+namespace ferry {
+
+Stream Stream::of_cuda(void* /*cuda_stream*/, int /*device*/) {
+  throw Error(ErrorKind::unsupported,
+              "Stream::of_cuda: this build of Ferry has the host engine only; configure it with "
+              "FERRY_CUDA=ON");
+}
+
+}  // namespace ferry

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/regions.hpp"
 #include "host/engine.hpp"
-#include "host/regions.hpp"
 
 namespace ferry::host {
 

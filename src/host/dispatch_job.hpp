@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "engine/regions.hpp"
 #include "host/engine.hpp"
-#include "host/regions.hpp"
 
 namespace ferry::host {
 

@@ -28,11 +28,6 @@ std::size_t message_bytes(std::int64_t experts, int ranks) {
   return sizeof(StepMessage) + std::max(counts, fabric::kMaxHandleBytes);
 }
 
-std::size_t segment_bytes(std::size_t bytes) {
-  constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  return round_up(bytes, kHugePage);
-}
-
 HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
                        const fabric::Segment& control)
     : config_(config),
@@ -87,7 +82,7 @@ void HostEngine::barrier() {
     StepMessage head;
     head.call.kind = CallKind::barrier;
     channel_.swap("barrier", head);
-    check_same_call("barrier", head.call);
+    engine::check_same_call(channel_, "barrier", head.call);
   });
 }
 
@@ -118,6 +113,7 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
 
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   Call call(*this, "plan");
+  check_stream("plan", options.stream);
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
@@ -134,7 +130,7 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
         head.call.kind = CallKind::plan;
         head.call.topk = static_cast<std::uint32_t>(state->topk);
         channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
-        check_same_call("plan: counts", head.call);
+        engine::check_same_call(channel_, "plan: counts", head.call);
         const std::size_t each = counts.size();
         std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
         for (int s = 0; s < size(); ++s) {

@@ -16,10 +16,25 @@
 #include "core/engine.hpp"
 #include "core/exchange_plan.hpp"
 #include "core/plan_state.hpp"
-#include "host/channel.hpp"
-#include "host/memory.hpp"
+#include "engine/channel.hpp"
+#include "engine/growth.hpp"
+#include "engine/memory.hpp"
+#include "engine/regions.hpp"
 
 namespace ferry::host {
+
+using engine::AddedSegments;
+using engine::Arena;
+using engine::Awaited;
+using engine::Channel;
+using engine::FabricReach;
+using engine::GroupWatch;
+using engine::lease;
+using engine::Memory;
+using engine::Region;
+using engine::Regions;
+using engine::segment_bytes;
+using protocol::Generation;
 
 /// Collective: registers the control segment and the arena, and lets the peers attach.
 /// The configuration was checked and is the same on all ranks.
@@ -32,15 +47,8 @@ MemoryUse host_memory_hint(const GroupConfig& config, int ranks);
 /// Largest message of a group: the counts of a plan or a segment's handle, after the head.
 std::size_t message_bytes(std::int64_t experts, int ranks);
 
-/// Segments added later are whole huge pages.
-std::size_t segment_bytes(std::size_t bytes);
-
-/// What `add_segments` yields: this rank's segment (bytes 0: none), and every rank's number for it.
-struct AddedSegments {
-  fabric::Segment mine{};
-  std::vector<fabric::SegmentId> ids{};  ///< [ranks], meaningless where nothing was added
-  std::vector<std::uint64_t> bytes{};    ///< [ranks]
-};
+/// A dense tensor in ordinary memory, not initialised.
+Tensor heap_tensor(const Extents& shape, Dtype dtype);
 
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
@@ -90,7 +98,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
   /// Said by work before it throws what every rank throws in this step, before anything moved: the
   /// group can go on.
-  void all_ranks_throw() { all_throw_ = true; }
+  void all_ranks_throw() { channel_.all_ranks_throw(); }
   /// Waits for a plan's counts, from inside work.
   void await_counts(const PlanState& plan);
 
@@ -105,12 +113,10 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// Nothing has moved and the group can go on.
   void agree_on_validity(const char* stage, StepMessage head, const std::optional<Error>& invalid);
 
-  /// Registers one more segment on every rank that wants one (`bytes` > 0 there), and attaches it
-  /// everywhere. `sized_by` names the arguments that give its size. Takes `wanted` bytes if they
-  /// are to be had, else `bytes`. If some rank has no memory, every rank throws Error(exhausted),
-  /// and what others registered joins their arenas.
-  AddedSegments add_segments(const char* stage, const char* sized_by, std::size_t bytes,
-                             std::size_t wanted = 0);
+  /// Registers one more segment on every rank that wants one, and attaches it everywhere.
+  AddedSegments add_segments(const engine::Growth& growth) {
+    return engine::add_segments(channel_, *memory_, growth);
+  }
 
   /// The number of a latency exchange, from 1, the same on all ranks: also its space of tags.
   std::uint32_t next_exchange() { return ++exchanges_; }
@@ -120,9 +126,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
-  void check_same_call(const char* stage, const CallSignature& mine);
   void check_counts(std::span<const std::int32_t> counts);
-  fabric::Segment try_register(std::size_t bytes, std::size_t wanted, std::string& reason);
   void run_work(const char* call, const std::function<void()>& work);
   /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.
   void check_waiting(const char* call);
@@ -146,8 +150,6 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::uint64_t serving_ = 0;
   bool running_ = false;              // the call `serving_` has begun
   std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
-
-  bool all_throw_ = false;  // of the thread whose turn it is
 };
 
 class HostEngine::Call {

@@ -3,9 +3,11 @@
 #include <future>
 #include <mutex>
 
-#include "host/test_groups.hpp"
+#include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
+
+using namespace engine::test;
 namespace {
 
 GroupConfig small(std::chrono::nanoseconds deadline = 20s) {

@@ -3,9 +3,11 @@
 #include <map>
 #include <mutex>
 
-#include "host/test_groups.hpp"
+#include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
+
+using namespace engine::test;
 namespace {
 
 /// The first error of each rank.

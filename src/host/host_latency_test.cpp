@@ -1,9 +1,11 @@
 // Latency mode of the host engine: what a caller may do with results.
 #include <algorithm>
 
-#include "host/test_groups.hpp"
+#include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
+
+using namespace engine::test;
 namespace {
 
 ConstTensorView ones(const std::vector<float>& values, std::int64_t tokens) {

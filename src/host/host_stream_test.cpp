@@ -4,9 +4,11 @@
 #include <memory>
 #include <stdexcept>
 
-#include "host/test_groups.hpp"
+#include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
+
+using namespace engine::test;
 namespace {
 
 TEST(Stream, WorkRunsInOrderAndErrorsStayWithTheirEvents) {

@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "core/number.hpp"
-#include "host/test_groups.hpp"
+#include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
+
+using namespace engine::test;
 namespace {
 
 std::vector<const Kernels*> variants() {

@@ -97,7 +97,8 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.topk = static_cast<std::uint32_t>(config.topk);
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
-    segments = engine->add_segments(kStage, "capacity, hidden, topk and experts", layout.bytes);
+    segments =
+        engine->add_segments({kStage, "capacity, hidden, topk and experts", layout.bytes, 0});
     for (int peer = 0; peer < engine->size(); ++peer) {
       const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
       if (bytes < layout.bytes) {

@@ -10,9 +10,9 @@
 
 #include "core/engine.hpp"
 #include "core/layout.hpp"
+#include "engine/reach.hpp"
 #include "host/engine.hpp"
 #include "host/latency.hpp"
-#include "host/reach.hpp"
 #include "protocol/credit.hpp"
 #include "protocol/delivery.hpp"
 

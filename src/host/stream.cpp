@@ -9,11 +9,14 @@
 #include <thread>
 #include <utility>
 
+#include "core/stream_state.hpp"
 #include "ferry/error.hpp"
 
 namespace ferry {
 
-struct Event::State {
+namespace {
+
+struct WorkEvent final : Event::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
@@ -27,53 +30,52 @@ struct Event::State {
     }
     changed.notify_all();
   }
+
+  bool ready() override {
+    std::scoped_lock lock(mutex);
+    return done;
+  }
+
+  void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override {
+    using Clock = std::chrono::steady_clock;
+    const auto start = Clock::now();
+    std::unique_lock lock(mutex);
+    while (!done) {
+      const auto left = deadline - (Clock::now() - start);
+      if (left <= std::chrono::nanoseconds(0)) {
+        throw Error(ErrorKind::deadline, "event: work on the stream did not end within " +
+                                             std::to_string(deadline.count() / 1000000) + " ms");
+      }
+      changed.wait_for(lock,
+                       std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(40)));
+      if (!done && on_wait) {
+        lock.unlock();
+        on_wait();
+        lock.lock();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+  }
 };
 
-bool Event::ready() const {
-  if (!state_) return true;
-  std::scoped_lock lock(state_->mutex);
-  return state_->done;
-}
-
-void Event::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) const {
-  if (!state_) return;
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  std::unique_lock lock(state_->mutex);
-  while (!state_->done) {
-    const auto left = deadline - (Clock::now() - start);
-    if (left <= std::chrono::nanoseconds(0)) {
-      throw Error(ErrorKind::deadline, "event: work on the stream did not end within " +
-                                           std::to_string(deadline.count() / 1000000) + " ms");
-    }
-    state_->changed.wait_for(
-        lock, std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds(40)));
-    if (!state_->done && on_wait) {
-      lock.unlock();
-      on_wait();
-      lock.lock();
-    }
-  }
-  if (state_->error) std::rethrow_exception(state_->error);
-}
-
-struct Stream::Worker {
+class Worker final : public Stream::Queue {
+ public:
   struct Item {
     std::function<void()> work;
-    std::shared_ptr<Event::State> event;
+    std::shared_ptr<WorkEvent> event;
   };
   // Shared with the thread, so that dropping the last stream from its own worker is safe.
-  struct Queue {
+  struct Items {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<Item> items;
     bool stopping = false;
     std::exception_ptr first_error;
   };
-  std::shared_ptr<Queue> queue = std::make_shared<Queue>();
+  std::shared_ptr<Items> queue = std::make_shared<Items>();
   std::thread thread{[shared = queue] { run(*shared); }};
 
-  ~Worker() {
+  ~Worker() override {
     {
       std::scoped_lock lock(queue->mutex);
       queue->stopping = true;
@@ -87,7 +89,7 @@ struct Stream::Worker {
   }
 
   Event push(std::function<void()> work) {
-    auto event = std::make_shared<Event::State>();
+    auto event = std::make_shared<WorkEvent>();
     {
       std::scoped_lock lock(queue->mutex);
       queue->items.push_back({std::move(work), event});
@@ -96,7 +98,7 @@ struct Stream::Worker {
     return Event(event);
   }
 
-  static void run(Queue& queue) {
+  static void run(Items& queue) {
     std::unique_lock lock(queue.mutex);
     while (true) {
       queue.changed.wait(lock, [&] { return queue.stopping || !queue.items.empty(); });
@@ -116,34 +118,28 @@ struct Stream::Worker {
       if (error && !queue.first_error) queue.first_error = error;
     }
   }
+
+  Event submit(std::function<void()> work) override { return push(std::move(work)); }
+  Event record() override { return push({}); }
+  void wait(const Event& event) override {
+    // An event whose work failed does not stop this stream: whoever needs the result sees the
+    // error.
+    push([event] {
+      try {
+        event.wait();
+      } catch (...) {
+      }
+    });
+  }
+  void synchronize() override {
+    record().wait();
+    std::scoped_lock lock(queue->mutex);
+    if (auto error = std::exchange(queue->first_error, nullptr)) std::rethrow_exception(error);
+  }
 };
 
-Stream::Stream() : worker_(std::make_shared<Worker>()) {}
+}  // namespace
 
-Event Stream::submit(std::function<void()> work) {
-  return worker_->push(std::move(work));
-}
-
-Event Stream::record() {
-  return worker_->push({});
-}
-
-void Stream::wait(const Event& event) {
-  // An event whose work failed does not stop this stream: whoever needs the result sees the error.
-  worker_->push([event] {
-    try {
-      event.wait();
-    } catch (...) {
-    }
-  });
-}
-
-void Stream::synchronize() {
-  record().wait();
-  std::scoped_lock lock(worker_->queue->mutex);
-  if (auto error = std::exchange(worker_->queue->first_error, nullptr)) {
-    std::rethrow_exception(error);
-  }
-}
+Stream::Stream() : queue_(std::make_shared<Worker>()) {}
 
 }  // namespace ferry

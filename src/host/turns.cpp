@@ -133,25 +133,34 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work) {
         static_cast<std::uint64_t>((std::chrono::steady_clock::now() - start).count()),
         std::memory_order_relaxed);
   };
-  all_throw_ = false;
+  channel_.all_ranks_threw();
   channel_.enter_call({call_named(call), 0});
   try {
     work();
     channel_.enter_call({});
   } catch (const Error& error) {
     count();
-    if (all_throw_) channel_.enter_call({});
-    if (!all_throw_) channel_.fail(call, error.what(), error.kind());
+    if (channel_.all_ranks_threw()) {
+      channel_.enter_call({});
+    } else {
+      channel_.fail(call, error.what(), error.kind());
+    }
     throw;
   } catch (const std::exception& error) {
     count();
-    if (all_throw_) channel_.enter_call({});
-    if (!all_throw_) channel_.fail(call, error.what(), ErrorKind::system);
+    if (channel_.all_ranks_threw()) {
+      channel_.enter_call({});
+    } else {
+      channel_.fail(call, error.what(), ErrorKind::system);
+    }
     throw;
   } catch (...) {
     count();
-    if (all_throw_) channel_.enter_call({});
-    if (!all_throw_) channel_.fail(call, "an exception of unknown type", ErrorKind::system);
+    if (channel_.all_ranks_threw()) {
+      channel_.enter_call({});
+    } else {
+      channel_.fail(call, "an exception of unknown type", ErrorKind::system);
+    }
     throw;
   }
   count();

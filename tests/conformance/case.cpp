@@ -16,7 +16,13 @@ constexpr std::array kTopk{1, 2, 8, 10};
 constexpr std::array kDtypes{Dtype::f32, Dtype::bf16, Dtype::f16, Dtype::e4m3, Dtype::u8};
 constexpr std::array<std::int64_t, 4> kAlignments{0, 1, 8, 128};  // 0: rank-major
 
-// Axes that both modes share come first.
+constexpr std::array kDeviceFabrics{FabricKind::shm, FabricKind::local};
+constexpr std::array kDeviceRanks{1, 2, 3, 4, 8};
+constexpr std::array<std::int64_t, 5> kDeviceHidden{16, 128, 2880, 7168, 8192};
+constexpr std::array kDeviceTopk{1, 2, 8, 10, 16};
+constexpr std::array kDeviceSms{1, 3, 16, 132};
+
+// Axes that the modes share come first.
 enum Common { kFabric, kRank, kHiddenSize, kK, kRoute, kExperts, kIndex, kStream, kOut, kSpecial };
 enum Throughput {
   kDtype = kSpecial + 1,
@@ -26,7 +32,8 @@ enum Throughput {
   kWeights,
   kBias,
   kSize,
-  kMemory
+  kMemory,
+  kSms  // of Mode::device alone
 };
 enum Latency { kFloat = kSpecial + 1, kWire, kHook, kAlive };
 
@@ -60,6 +67,7 @@ std::int64_t Case::experts() const {
     case ExpertKind::odd: return 2 * ranks + 1;
     case ExpertKind::many: return 5 * ranks + ranks / 2;
     case ExpertKind::few: return std::max(1, ranks - 1);
+    case ExpertKind::huge: return 384;
   }
   return 1;
 }
@@ -86,6 +94,7 @@ std::string to_string(const Case& c) {
         << " rows=" << pick(kRowsNames, c.rows) << " weights=" << pick(kWeightNames, c.weights)
         << " biases=" << c.biases << " size=" << pick(kSizeNames, c.size)
         << " small_memory=" << c.small_memory;
+    if (c.sms > 0) out << " sms=" << c.sms;
   } else {
     out << " wire=" << pick(kWireNames, c.wire) << " hook=" << pick(kHookNames, c.hook)
         << " two_alive=" << c.two_alive << " capacity=" << c.capacity;
@@ -105,13 +114,23 @@ const std::vector<Axis>& axes(Mode mode) {
                                                            {"small memory", 2}});
   static const std::vector<Axis> latency =
       with_common({{"dtype", 3}, {"wire", 4}, {"hook", 4}, {"two alive", 2}});
-  return mode == Mode::throughput ? throughput : latency;
+  static const std::vector<Axis> device = [] {
+    std::vector<Axis> all = throughput;
+    all[kFabric].choices = static_cast<int>(kDeviceFabrics.size());
+    all[kRank].choices = static_cast<int>(kDeviceRanks.size());
+    all[kHiddenSize].choices = static_cast<int>(kDeviceHidden.size());
+    all[kK].choices = static_cast<int>(kDeviceTopk.size());
+    all[kExperts].choices = 5;
+    all.push_back({"sms", static_cast<int>(kDeviceSms.size())});
+    return all;
+  }();
+  return mode == Mode::device ? device : mode == Mode::throughput ? throughput : latency;
 }
 
 bool excluded(Mode mode, int axis_a, int a, int axis_b, int b) {
   if (axis_a > axis_b) return excluded(mode, axis_b, b, axis_a, a);
   // Weights are applied to expert-major rows only.
-  return mode == Mode::throughput && axis_a == kLayout && a == 0 && axis_b == kWeights &&
+  return mode != Mode::latency && axis_a == kLayout && a == 0 && axis_b == kWeights &&
          b == static_cast<int>(WeightKind::applied);
 }
 
@@ -121,11 +140,19 @@ Case make_case(Mode mode, const std::vector<int>& choice) {
     return values[static_cast<std::size_t>(get(axis))];
   };
   Case c;
-  c.mode = mode;
-  c.fabric = of(kFabrics, kFabric);
-  c.ranks = of(kRanks, kRank);
-  c.hidden = of(kHidden, kHiddenSize);
-  c.topk = of(kTopk, kK);
+  if (mode == Mode::device) {
+    c.fabric = of(kDeviceFabrics, kFabric);
+    c.ranks = of(kDeviceRanks, kRank);
+    c.hidden = of(kDeviceHidden, kHiddenSize);
+    c.topk = of(kDeviceTopk, kK);
+    c.sms = of(kDeviceSms, kSms);
+  } else {
+    c.mode = mode;
+    c.fabric = of(kFabrics, kFabric);
+    c.ranks = of(kRanks, kRank);
+    c.hidden = of(kHidden, kHiddenSize);
+    c.topk = of(kTopk, kK);
+  }
   c.routes = at<RouteKind>(get(kRoute));
   c.expert_kind = at<ExpertKind>(get(kExperts));
   c.index = at<IndexKind>(get(kIndex));

@@ -10,7 +10,11 @@
 
 namespace ferry::conformance {
 
-enum class Mode : std::uint8_t { throughput, latency };
+enum class Mode : std::uint8_t {
+  throughput,
+  latency,
+  device,  ///< throughput mode on GPUs: axes of its own; its cases have mode `throughput`
+};
 enum class RouteKind : std::uint8_t {
   uniform,
   zipf,
@@ -21,7 +25,13 @@ enum class RouteKind : std::uint8_t {
   duplicates,  ///< ids repeat inside a route
   uneven,      ///< 0 to 2 N tokens
 };
-enum class ExpertKind : std::uint8_t { even, odd, many, few };  ///< few: fewer than ranks
+enum class ExpertKind : std::uint8_t {
+  even,
+  odd,
+  many,
+  few,   ///< fewer than ranks
+  huge,  ///< 384
+};
 enum class RowsKind : std::uint8_t {
   ordinary,  ///< combine's input in ordinary memory
   received,  ///< written over the received tensor
@@ -56,6 +66,7 @@ struct Case {
   int biases = 0;
   SizeKind size = SizeKind::exact;
   bool small_memory = false;  ///< the arena has to grow
+  int sms = 0;                ///< at most those of the GPU
 
   // Latency mode.
   WireKind wire = WireKind::as_is;
@@ -86,5 +97,13 @@ Case make_case(Mode mode, const std::vector<int>& choice);
 std::vector<std::vector<int>> pairwise_cover(Mode mode, std::uint64_t seed);
 /// `count` cases drawn at random.
 std::vector<std::vector<int>> random_choices(Mode mode, int count, std::uint64_t seed);
+
+/// Cases of the product over the main axes (fabric, ranks, hidden, topk, routes, dtype, layout,
+/// wire, hook).
+std::int64_t product(Mode mode);
+/// Case `number` of it: its main axes count up, the others and the sizes follow from the seed.
+Case numbered_case(Mode mode, std::int64_t number, std::uint64_t seed);
+/// Gives a case its own seed, and few tokens where rows are long.
+void size_case(Case& c, std::uint64_t seed);
 
 }  // namespace ferry::conformance

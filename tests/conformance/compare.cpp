@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "device.hpp"
+
 namespace ferry::conformance {
 namespace {
 
@@ -73,7 +75,7 @@ bool same_shape(Rank& rank, const char* what, const Tensor& got, Dtype dtype,
 }
 
 void poison(const TensorView& tensor) {
-  if (tensor.data != nullptr) std::memset(tensor.data, kPoison, tensor.bytes());
+  if (tensor.data != nullptr) fill_bytes(tensor.data, kPoison, tensor.bytes(), tensor.device);
 }
 
 bool is_poison(const void* data, std::size_t bytes) {

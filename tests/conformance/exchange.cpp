@@ -3,12 +3,13 @@
 #include <cstring>
 
 #include "compare.hpp"
+#include "device.hpp"
 #include "random.hpp"
 
 namespace ferry::conformance {
 namespace {
 
-constexpr auto kWait = std::chrono::seconds(20);
+constexpr auto kWait = std::chrono::seconds(60);
 
 std::size_t index(std::int64_t value) {
   return static_cast<std::size_t>(value);
@@ -33,7 +34,12 @@ Exchange::Exchange(Rank& rank, Group& group, const Case& c, Stream* stream)
     : rank_(rank), group_(group), case_(c), stream_(stream) {
   const RankInput& own = world(0).inputs[index(rank.rank())];
   expected_ = expect_dispatch(world(0), rank.rank(), c.order, c.alignment);
-  plan_ = group.plan({own.topk_idx.data(), Dtype::i64, {own.tokens, c.topk}}, {stream});
+  plan_ = group.plan(put({own.topk_idx.data(), Dtype::i64, {own.tokens, c.topk}}), {stream});
+}
+
+ConstTensorView Exchange::put(const ConstTensorView& tensor) {
+  arrays_.push_back(to_device(tensor, rank_.where()));
+  return arrays_.back();
 }
 
 const World& Exchange::world(std::uint64_t round) {
@@ -50,12 +56,21 @@ Received Exchange::dispatch(std::uint64_t round, std::int64_t worst_case_rows) {
   options.alignment = case_.alignment;
   options.worst_case_rows = worst_case_rows;
   options.stream = stream_;
-  options.topk_weights = ConstTensorView(own.weights.data(), Dtype::f32, {own.tokens, case_.topk});
-  return group_.dispatch({own.x.data(), case_.dtype, {own.tokens, case_.hidden}}, plan_, options);
+  options.topk_weights = put({own.weights.data(), Dtype::f32, {own.tokens, case_.topk}});
+  return group_.dispatch(put({own.x.data(), case_.dtype, {own.tokens, case_.hidden}}), plan_,
+                         options);
 }
 
-void Exchange::check(const Received& got, std::uint64_t round) {
-  got.event.wait(kWait);
+void Exchange::check(const Received& received, std::uint64_t round) {
+  received.event.wait(kWait);
+  const Received got{to_cpu(received.x),
+                     {},
+                     to_cpu(received.topk_idx),
+                     to_cpu(received.topk_weights),
+                     to_cpu(received.source_token),
+                     to_cpu(received.slot_rows),
+                     to_cpu(received.expert_offsets),
+                     {}};
   const ExpectedDispatch expected =
       expect_dispatch(world(round), rank_.rank(), case_.order, case_.alignment);
   if (!rank_.check(got.x.rows() >= expected.rows, "x has too few rows")) return;
@@ -64,7 +79,7 @@ void Exchange::check(const Received& got, std::uint64_t round) {
   same_vector(rank_, "topk_idx", got.topk_idx.as<std::int64_t>(), expected.topk_idx);
   same_vector(rank_, "topk_weights", got.topk_weights.as<float>(), expected.topk_weights);
   same_vector(rank_, "source_token", got.source_token.as<std::int32_t>(), expected.source_token);
-  rank_.check(group_.destroyed() || group_.is_registered(got.x.data()), "x is not registered");
+  rank_.check(group_.destroyed() || group_.is_registered(received.x.data()), "x is not registered");
   if (case_.order != RowOrder::expert_major) return;
   same_vector(rank_, "slot_rows", got.slot_rows.as<std::int64_t>(), expected.slot_rows);
   same_vector(rank_, "expert_offsets", got.expert_offsets.as<std::int64_t>(),
@@ -86,13 +101,13 @@ Combined Exchange::combine(std::uint64_t round) {
   const auto rows = std::make_shared<Bytes>(index(expected_.rows) * world(0).row_bytes() + 16,
                                             static_cast<std::byte>(kPoison));
   const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
-  const auto put = [&](std::int64_t row) {
+  const auto make = [&](std::int64_t row) {
     fill(round, rank_.rank(), row, rows->data() + index(row) * world(0).row_bytes());
   };
   const bool by_expert = case_.order == RowOrder::expert_major;
-  for (std::int64_t i = 0; i < n && !by_expert; ++i) put(i);
+  for (std::int64_t i = 0; i < n && !by_expert; ++i) make(i);
   for (std::int64_t row : expected_.slot_rows) {
-    if (by_expert && row >= 0) put(row);
+    if (by_expert && row >= 0) make(row);
   }
   const auto weights = std::make_shared<std::vector<float>>();
   for (std::int64_t i = 0; i < n * case_.topk; ++i) {
@@ -105,14 +120,15 @@ Combined Exchange::combine(std::uint64_t round) {
   options.order = case_.order;
   options.alignment = case_.alignment;
   options.stream = stream_;
-  options.topk_weights = ConstTensorView(weights->data(), Dtype::f32, {n, case_.topk});
+  options.topk_weights = put({weights->data(), Dtype::f32, {n, case_.topk}});
   options.apply_weights = by_expert;
-  return group_.combine({rows->data(), case_.dtype, {expected_.rows, case_.hidden}}, plan_,
+  return group_.combine(put({rows->data(), case_.dtype, {expected_.rows, case_.hidden}}), plan_,
                         options);
 }
 
-void Exchange::check(const Combined& got, std::uint64_t round) {
-  got.event.wait(kWait);
+void Exchange::check(const Combined& combined, std::uint64_t round) {
+  combined.event.wait(kWait);
+  const Combined got{to_cpu(combined.x), to_cpu(combined.topk_weights), {}};
   CombineInput input{case_.order, case_.alignment, case_.dtype, case_.hidden};
   input.row = [&](int rank, std::int64_t row, std::byte* out) { fill(round, rank, row, out); };
   input.weight = [&](int rank, std::int64_t row, int slot) {

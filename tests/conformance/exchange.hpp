@@ -42,6 +42,8 @@ class Exchange {
   const World& world(std::uint64_t round);
 
  private:
+  /// Where calls of this rank read; kept as long as the exchange.
+  ConstTensorView put(const ConstTensorView& tensor);
   void fill(std::uint64_t round, int rank, std::int64_t row, std::byte* out) const;
   float weight(std::uint64_t round, int rank, std::int64_t row, int slot) const;
 
@@ -53,6 +55,7 @@ class Exchange {
   ExpectedDispatch expected_{};  // of round 0: the routes
   Plan plan_{};
   std::vector<std::shared_ptr<void>> inputs_{};  // held until the end, for streams
+  std::vector<Tensor> arrays_{};
 };
 
 /// A small case: 4 experts a rank and one more, bf16, topk 3, hidden 64.

@@ -16,6 +16,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "device.hpp"
+
 // There under the address sanitizer, which otherwise looks at exit() alone.
 extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
 
@@ -25,7 +27,7 @@ namespace {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxFailures = 20;
 constexpr std::size_t kTextBytes = 1400;
-constexpr std::size_t kGatherBytes = 4096;
+constexpr std::size_t kGatherBytes = 16384;
 
 std::int64_t now_ms() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -49,6 +51,7 @@ struct Board {
   };
   Progress progress[kMaxRanks];
   Gather gather[kMaxRanks];
+  Gather left[kMaxRanks];  // of the ranks that are left when one is gone
   std::atomic<int> failures{0};
   char failure[kMaxFailures][kTextBytes]{};
 
@@ -65,17 +68,17 @@ namespace {
 
 /// All-gather over the board: two slots a rank, so that a slot is free again when everybody has
 /// posted the next one.
-AllGather gather_on(Board& board, int rank, int size) {
-  return [&board, rank, size, round = std::uint64_t{0}](std::span<const std::byte> mine) mutable {
+AllGather gather_on(Board::Gather* gather, int rank, int size) {
+  return [gather, rank, size, round = std::uint64_t{0}](std::span<const std::byte> mine) mutable {
     if (mine.size() > kGatherBytes) throw std::runtime_error("fleet: the all-gather is too small");
     const std::size_t slot = round++ % 2;
-    Board::Gather& own = board.gather[rank];
+    Board::Gather& own = gather[rank];
     own.bytes[slot] = static_cast<std::uint32_t>(mine.size());
     std::copy(mine.begin(), mine.end(), own.data[slot]);
     own.posted.store(round, std::memory_order_release);
     std::vector<std::vector<std::byte>> all;
     for (int peer = 0; peer < size; ++peer) {
-      const Board::Gather& theirs = board.gather[peer];
+      const Board::Gather& theirs = gather[peer];
       while (theirs.posted.load(std::memory_order_acquire) < round) {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
       }
@@ -85,9 +88,14 @@ AllGather gather_on(Board& board, int rank, int size) {
   };
 }
 
+Device device_of(const Fleet& fleet, int rank) {
+  return fleet.gpus > 0 ? Device{DeviceKind::cuda, rank % fleet.gpus} : Device{};
+}
+
 void run_rank(Rank& rank, Board& board, const std::function<void(Rank&)>& body) {
   rank.begin("start");
   try {
+    use_device(rank.where());
     body(rank);
   } catch (const std::exception& thrown) {
     rank.fail(std::string("threw: ") + thrown.what());
@@ -111,7 +119,8 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
   std::atomic<int> left{fleet.ranks};
   for (int r = 0; r < fleet.ranks; ++r) {
     threads.emplace_back([&, r] {
-      Rank rank(board, r, fleet.ranks, fleet.fabric, boots[static_cast<std::size_t>(r)]);
+      Rank rank(board, r, fleet.ranks, fleet.fabric, boots[static_cast<std::size_t>(r)],
+                device_of(fleet, r));
       run_rank(rank, board, body);
       --left;
     });
@@ -134,7 +143,8 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   {
     Rank rank(board, r, fleet.ranks, fleet.fabric,
-              custom_bootstrap(r, fleet.ranks, gather_on(board, r, fleet.ranks)));
+              custom_bootstrap(r, fleet.ranks, gather_on(board.gather, r, fleet.ranks)),
+              device_of(fleet, r));
     run_rank(rank, board, body);
   }
   if (__lsan_do_recoverable_leak_check != nullptr && __lsan_do_recoverable_leak_check() != 0) {
@@ -165,6 +175,10 @@ void run_processes(Board& board, const Fleet& fleet, const std::function<void(Ra
       pid = 0;
       --left;
       if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) continue;
+      if (r == fleet.victim && WIFSIGNALED(status)) {
+        board.progress[r].ended = true;
+        continue;
+      }
       board.fail(r, WIFSIGNALED(status)
                         ? "its process was ended by signal " + std::to_string(WTERMSIG(status))
                         : "its process exited with " + std::to_string(WEXITSTATUS(status)));
@@ -179,16 +193,41 @@ void run_processes(Board& board, const Fleet& fleet, const std::function<void(Ra
   }
 }
 
+/// Threads in one child, which alone calls CUDA.
+void run_threads_in_child(Board& board, const Fleet& fleet,
+                          const std::function<void(Rank&)>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = fork();
+  if (pid == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    run_threads(board, fleet, body);
+    std::fflush(nullptr);
+    _exit(0);
+  }
+  int status = 0;
+  if (pid < 0 || waitpid(pid, &status, 0) != pid || status != 0) {
+    board.fail(0, "the process of all ranks ended with status " + std::to_string(status));
+  }
+}
+
 }  // namespace
 
+Rank Rank::without(int dead) const {
+  const int rank = rank_ - (rank_ > dead ? 1 : 0);
+  Rank left(board_, rank, size_ - 1, fabric_,
+            custom_bootstrap(rank, size_ - 1, gather_on(board_.left, rank, size_ - 1)), where_);
+  left.seat_ = seat_;
+  return left;
+}
+
 void Rank::begin(const std::string& what) {
-  Board::Progress& mine = board_.progress[rank_];
+  Board::Progress& mine = board_.progress[seat_];
   std::strncpy(mine.what, what.c_str(), kTextBytes - 1);
   mine.since_ms = now_ms();
 }
 
 void Rank::fail(const std::string& text) {
-  board_.fail(rank_, text);
+  board_.fail(seat_, text);
 }
 
 int Rank::failures() const {
@@ -212,6 +251,8 @@ std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(
   Board* board = new (memory) Board;
   if (fleet.fabric == FabricKind::shm) {
     run_processes(*board, fleet, body);
+  } else if (fleet.gpus > 0) {
+    run_threads_in_child(*board, fleet, body);
   } else {
     run_threads(*board, fleet, body);
   }
@@ -238,6 +279,12 @@ GroupConfig group_config(const Rank& rank, std::int64_t experts, std::size_t mem
   config.deadline = std::chrono::seconds(10);
   config.memory_bytes = memory_bytes;
   config.fabric = rank.fabric();
+  config.backend = Backend::host;
+  if (rank.where().kind == DeviceKind::cuda) {
+    config.backend = Backend::cuda;
+    config.device = rank.where().index;
+    config.deadline = std::chrono::seconds(30);
+  }
   return config;
 }
 

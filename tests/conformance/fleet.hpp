@@ -9,6 +9,7 @@
 
 #include "ferry/bootstrap.hpp"
 #include "ferry/group.hpp"
+#include "ferry/tensor.hpp"
 
 namespace ferry::conformance {
 
@@ -17,17 +18,26 @@ struct Board;
 /// One rank of a fleet: who it is, and where it reports. Nothing here throws.
 class Rank {
  public:
-  Rank(Board& board, int rank, int size, FabricKind fabric, std::shared_ptr<Bootstrap> bootstrap)
+  Rank(Board& board, int rank, int size, FabricKind fabric, std::shared_ptr<Bootstrap> bootstrap,
+       Device where = {})
       : board_(board),
+        seat_(rank),
         rank_(rank),
         size_(size),
         fabric_(fabric),
-        bootstrap_(std::move(bootstrap)) {}
+        bootstrap_(std::move(bootstrap)),
+        where_(where) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }
   FabricKind fabric() const { return fabric_; }
   const std::shared_ptr<Bootstrap>& bootstrap() const { return bootstrap_; }
+  /// Where its arrays lie: a GPU for the CUDA engine.
+  Device where() const { return where_; }
+  /// This rank among those that are left when `dead` is gone. Of processes, once in a fleet.
+  Rank without(int dead) const;
+  /// Collective: returns when every rank has called it.
+  void meet() const { bootstrap_->all_gather({}, std::chrono::seconds(100)); }
   /// What is said with every failure from now on; also restarts the deadline.
   void begin(const std::string& what);
   void fail(const std::string& text);
@@ -47,10 +57,12 @@ class Rank {
 
  private:
   Board& board_;
+  int seat_;  // on the board
   int rank_;
   int size_;
   FabricKind fabric_;
   std::shared_ptr<Bootstrap> bootstrap_;
+  Device where_;
 };
 
 struct Fleet {
@@ -59,6 +71,8 @@ struct Fleet {
   /// Between two `begin` of a rank. A fleet of processes that exceeds it is killed; threads cannot
   /// be, so the program says where it hangs and ends.
   std::chrono::seconds deadline = std::chrono::seconds(40);
+  int gpus = 0;  ///< > 0: the CUDA engine, rank r on GPU r mod `gpus`; ranks never in this process
+  int victim = -1;  ///< of processes: this rank is expected to be killed
 };
 
 /// Runs `body` once for each rank and returns what went wrong, at most 20 lines. A rank that throws
@@ -71,7 +85,8 @@ std::string joined(const std::vector<std::string>& lines);
 /// True where ranks cannot be processes: under the thread sanitizer.
 bool only_threads();
 
-/// A configuration for tests: the fleet's fabric, a deadline of 10 s.
+/// A configuration for tests: the fleet's fabric and device, a deadline of 10 s (GPUs: 30 s,
+/// because ranks that share one take turns).
 GroupConfig group_config(const Rank& rank, std::int64_t experts,
                          std::size_t memory_bytes = std::size_t{4} << 20);
 

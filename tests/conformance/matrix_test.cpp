@@ -13,15 +13,6 @@
 namespace ferry::conformance {
 namespace {
 
-/// Sizes that keep the cover quick: few tokens where rows are long.
-void size_case(Case& c, std::uint64_t seed) {
-  Random random(seed);
-  c.seed = random.next() >> 1;
-  const std::int64_t most = c.hidden > 5000 ? 4 : c.hidden > 1000 ? 6 : 20;
-  c.tokens = 1 + random.below(most);
-  c.capacity = 2 * most;
-}
-
 void run_all(Mode mode, const std::vector<std::vector<int>>& choices, std::uint64_t seed) {
   std::map<std::pair<FabricKind, int>, std::vector<Case>> batches;
   std::uint64_t number = 0;

@@ -1,5 +1,7 @@
 #include "session.hpp"
 
+#include "device.hpp"
+
 namespace ferry::conformance {
 
 Group& Session::group(const Case& c) {
@@ -30,8 +32,8 @@ LatencyExchange& Session::latency(const Case& c) {
 
 Stream* Session::stream(const Case& c) {
   if (!c.stream) return nullptr;
-  if (!stream_) stream_.emplace();
-  return &*stream_;
+  if (!stream_) stream_ = make_stream(rank_.where());
+  return stream_.get();
 }
 
 void Session::tidy() {

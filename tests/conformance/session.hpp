@@ -2,7 +2,6 @@
 #pragma once
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 
@@ -31,10 +30,10 @@ class Session {
   using GroupKey = std::pair<std::int64_t, bool>;
   using LatencyKey = std::tuple<std::int64_t, std::int64_t, int, Dtype, std::int64_t>;
   Rank& rank_;
+  std::shared_ptr<Stream> stream_{};  // outlives the groups' memory
   std::map<GroupKey, std::unique_ptr<Group>> groups_{};
   std::map<LatencyKey, std::unique_ptr<LatencyExchange>> exchanges_{};
   std::map<void*, std::size_t> poisoned_{};
-  std::optional<Stream> stream_{};
 };
 
 /// Runs one case on this rank and reports what differs from the reference. Collective.

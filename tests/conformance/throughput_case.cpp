@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "compare.hpp"
+#include "device.hpp"
 #include "inputs.hpp"
 #include "random.hpp"
 #include "session.hpp"
@@ -11,22 +12,38 @@ namespace ferry::conformance {
 namespace {
 
 constexpr std::size_t kGuard = 256;
-constexpr auto kWait = std::chrono::seconds(10);
+constexpr auto kWait = std::chrono::seconds(60);
 
 /// Poisoned memory for an output, with a guard behind it.
 struct OwnOutput {
-  OwnOutput(std::int64_t rows, std::int64_t columns, Dtype dtype)
+  OwnOutput(std::int64_t rows, std::int64_t columns, Dtype dtype, Device where)
       : bytes(static_cast<std::size_t>(rows * columns) * size_of(dtype)),
-        memory(bytes + kGuard, static_cast<std::byte>(kPoison)),
-        view(memory.data(), dtype, {rows, columns}) {}
+        memory(allocate(bytes + kGuard, where)),
+        view(memory.get(), dtype, {rows, columns}, where) {
+    fill_bytes(memory.get(), kPoison, bytes + kGuard, where);
+  }
   void check_guard(Rank& rank, const char* what) const {
-    rank.check(is_poison(memory.data() + bytes, kGuard),
-               std::string(what) + ": wrote past its end");
+    Bytes guard(kGuard);
+    copy_bytes(guard.data(), static_cast<std::byte*>(memory.get()) + bytes, kGuard, view.device);
+    rank.check(is_poison(guard.data(), kGuard), std::string(what) + ": wrote past its end");
   }
   std::size_t bytes;
-  Bytes memory;
+  std::shared_ptr<void> memory;
   TensorView view;
 };
+
+/// Everything that a dispatch brought, in ordinary memory.
+Received on_cpu(const Received& got) {
+  Received cpu;
+  cpu.x = to_cpu(got.x);
+  cpu.scales = to_cpu(got.scales);
+  cpu.topk_idx = to_cpu(got.topk_idx);
+  cpu.topk_weights = to_cpu(got.topk_weights);
+  cpu.source_token = to_cpu(got.source_token);
+  cpu.slot_rows = to_cpu(got.slot_rows);
+  cpu.expert_offsets = to_cpu(got.expert_offsets);
+  return cpu;
+}
 
 class ThroughputCase {
  public:
@@ -35,7 +52,8 @@ class ThroughputCase {
         rank_(session.rank()),
         c_(c),
         group_(session.group(c)),
-        stream_(session.stream(c)) {}
+        stream_(session.stream(c)),
+        sms_(std::min(c.sms, sms_of(rank_.where()))) {}
 
   void run() {
     World world = make_world(c_);
@@ -63,6 +81,12 @@ class ThroughputCase {
 
  private:
   int me() const { return rank_.rank(); }
+  Device where() const { return rank_.where(); }
+  /// Where calls of this rank read; kept until the case ends.
+  ConstTensorView put(const ConstTensorView& tensor) {
+    inputs_.push_back(to_device(tensor, where()));
+    return inputs_.back();
+  }
   const RankInput& own(const World& world) const {
     return world.inputs[static_cast<std::size_t>(me())];
   }
@@ -81,7 +105,7 @@ class ThroughputCase {
       }
       view = ConstTensorView(index64_.data(), Dtype::i64, Extents{t, k}, Extents{1, t}, Device{});
     }
-    plan_ = group_.plan(view, {stream_});
+    plan_ = group_.plan(put(view), {stream_});
   }
 
   void check_plan() {
@@ -112,32 +136,35 @@ class ThroughputCase {
     const std::int64_t t = mine.tokens, columns = world.scale_columns;
     DispatchOptions options;
     if (c_.weights != WeightKind::none) {
-      options.topk_weights = ConstTensorView(weights_.data(), Dtype::f32, {t, c_.topk});
+      options.topk_weights = put({weights_.data(), Dtype::f32, {t, c_.topk}});
     }
     if (columns > 0) {
-      options.scales = ConstTensorView(scales_.data(), Dtype::f32, {t, columns});
+      ConstTensorView scales(scales_.data(), Dtype::f32, {t, columns});
       if ((c_.seed >> 9) % 2 == 0) {  // column-major
         for (std::int64_t i = 0; i < t * columns; ++i) {
           scales_[static_cast<std::size_t>(i % columns * t + i / columns)] =
               mine.scales[static_cast<std::size_t>(i)];
         }
-        options.scales = ConstTensorView(scales_.data(), Dtype::f32, Extents{t, columns},
-                                         Extents{1, t}, Device{});
+        scales = {scales_.data(), Dtype::f32, Extents{t, columns}, Extents{1, t}, Device{}};
       }
+      options.scales = put(scales);
     }
     options.order = c_.order;
     options.alignment = c_.alignment;
     if (c_.size != SizeKind::exact) options.worst_case_rows = output_rows();
     if (c_.own_output) {
-      out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden, c_.dtype);
+      out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden, c_.dtype,
+                   where());
       options.out = out_->view;
     }
     options.stream = stream_;
-    return group_.dispatch({x_.data(), c_.dtype, {t, c_.hidden}}, plan_, options);
+    options.sms = sms_;
+    return group_.dispatch(put({x_.data(), c_.dtype, {t, c_.hidden}}), plan_, options);
   }
 
-  void check(const Received& got, const World& world) {
-    got.event.wait(kWait);
+  void check(const Received& received, const World& world) {
+    received.event.wait(kWait);
+    const Received got = on_cpu(received);
     const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
     const std::int64_t rows = output_rows();
     const bool by_expert = c_.order == RowOrder::expert_major;
@@ -145,10 +172,10 @@ class ThroughputCase {
     if (!same_shape(rank_, "x", got.x, c_.dtype, {rows, c_.hidden})) return;
     if (!same_shape(rank_, "topk_idx", got.topk_idx, Dtype::i64, {side_rows, c_.topk})) return;
     if (c_.own_output) {
-      rank_.check(got.x.data() == out_->view.data, "x is not the caller's output");
+      rank_.check(received.x.data() == out_->view.data, "x is not the caller's output");
       out_->check_guard(rank_, "dispatch: out");
     } else {
-      rank_.check(group_.is_registered(got.x.data()), "x does not lie in registered memory");
+      rank_.check(group_.is_registered(received.x.data()), "x does not lie in registered memory");
     }
     same_bytes(rank_, "dispatch: x", got.x.data(), expected_.x.data(),
                static_cast<std::size_t>(expected_.rows), world.row_bytes());
@@ -204,20 +231,21 @@ class ThroughputCase {
         rank_.check(error.kind() == ErrorKind::exhausted, error.what());
       }
     }
-    rows_memory_.assign(bytes + kGuard, std::byte{0});
-    return rows_memory_.data();
+    rows_memory_ = allocate(bytes + kGuard, where());
+    return rows_memory_.get();
   }
 
   void combine(const World& world, const Received& received, bool pipelined) {
     const std::int64_t rows = output_rows();
     const std::size_t row_bytes = static_cast<std::size_t>(c_.hidden) * size_of(c_.combine_dtype);
     Tensor holder;
-    auto* data = static_cast<std::byte*>(place_rows(received, rows, holder));
+    void* data = place_rows(received, rows, holder);
     // Padding, and rows past the last one, must not be read.
-    std::memset(data, kPoison, static_cast<std::size_t>(rows) * row_bytes);
+    Bytes made(static_cast<std::size_t>(rows) * row_bytes, static_cast<std::byte>(kPoison));
     for_each_row([&](std::int64_t row) {
-      fill_combine_row(me(), row, data + static_cast<std::size_t>(row) * row_bytes);
+      fill_combine_row(me(), row, made.data() + static_cast<std::size_t>(row) * row_bytes);
     });
+    copy_bytes(data, made.data(), made.size(), where());
     CombineInput input{c_.order, c_.alignment, c_.combine_dtype, c_.hidden};
     input.row = [&](int d, std::int64_t row, std::byte* out) { fill_combine_row(d, row, out); };
     input.apply_weights = c_.weights == WeightKind::applied;
@@ -226,6 +254,7 @@ class ThroughputCase {
     options.alignment = c_.alignment;
     options.apply_weights = input.apply_weights;
     options.stream = stream_;
+    options.sms = sms_;
     std::vector<float> weights;
     const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
     if (c_.weights != WeightKind::none) {
@@ -233,7 +262,7 @@ class ThroughputCase {
       for (std::int64_t i = 0; i < n * c_.topk; ++i) {
         weights.push_back(combine_weight(me(), i / c_.topk, static_cast<int>(i % c_.topk)));
       }
-      options.topk_weights = ConstTensorView(weights.data(), Dtype::f32, {n, c_.topk});
+      options.topk_weights = put({weights.data(), Dtype::f32, {n, c_.topk}});
     }
     const std::int64_t tokens = own(world).tokens;
     const auto seed_of = [&](std::uint64_t which) {
@@ -246,19 +275,20 @@ class ThroughputCase {
     const Extents shape{tokens, c_.hidden};
     if (c_.biases > 0) {
       input.bias0 = &bias0;
-      options.bias0 = ConstTensorView(bias0.data(), c_.combine_dtype, shape);
+      options.bias0 = put({bias0.data(), c_.combine_dtype, shape});
     }
     if (c_.biases > 1) {
       input.bias1 = &bias1;
-      options.bias1 = ConstTensorView(bias1.data(), c_.combine_dtype, shape);
+      options.bias1 = put({bias1.data(), c_.combine_dtype, shape});
     }
-    OwnOutput out(tokens, c_.hidden, c_.combine_dtype);
+    OwnOutput out(tokens, c_.hidden, c_.combine_dtype, where());
     if (c_.own_output) options.out = out.view;
-    const Combined got =
-        group_.combine({data, c_.combine_dtype, {rows, c_.hidden}}, plan_, options);
+    const Combined combined =
+        group_.combine({data, c_.combine_dtype, {rows, c_.hidden}, where()}, plan_, options);
     if (pipelined) check(received, world);
-    got.event.wait(kWait);
-    if (c_.own_output) rank_.check(got.x.data() == out.view.data, "combine: x is not `out`");
+    combined.event.wait(kWait);
+    const Combined got{to_cpu(combined.x), to_cpu(combined.topk_weights), {}};
+    if (c_.own_output) rank_.check(combined.x.data() == out.view.data, "combine: x is not `out`");
     out.check_guard(rank_, "combine: out");
     const ExpectedCombine expected = expect_combine(world, me(), input);
     if (!same_shape(rank_, "combine: x", got.x, c_.combine_dtype, shape)) return;
@@ -294,6 +324,7 @@ class ThroughputCase {
   const Case& c_;
   Group& group_;
   Stream* stream_;
+  int sms_;
   Plan plan_{};
   ExpectedDispatch expected_{};
   std::vector<std::int64_t> index64_{};
@@ -302,7 +333,8 @@ class ThroughputCase {
   std::vector<float> weights_{};
   std::vector<float> scales_{};
   std::optional<OwnOutput> out_{};
-  Bytes rows_memory_{};
+  std::shared_ptr<void> rows_memory_{};
+  std::vector<Tensor> inputs_{};
 };
 
 }  // namespace

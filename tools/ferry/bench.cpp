@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <memory>
 #include <string>
 
 #include "bench_board.hpp"
+#include "bench_gpu.hpp"
 #include "bench_rank.hpp"
 #include "bench_report.hpp"
 #include "bench_settings.hpp"
@@ -84,7 +86,28 @@ bool run_mode(const BenchSettings& settings, const BenchBoard& board, Progress& 
   return false;
 }
 
-int bench(const BenchSettings& settings, bool json, const CommandLine& line) {
+std::vector<std::string> command_of(const CommandLine& line) {
+  std::vector<std::string> command = {"ferry"};
+  command.insert(command.end(), line.own.begin(), line.own.end());
+  return command;
+}
+
+// Writes to the file, or to standard output when it has no name.
+int put(const std::string& file, const std::string& text) {
+  if (file.empty()) {
+    fmt::print("{}\n", text);
+    return 0;
+  }
+  std::ofstream out(file);
+  out << text << '\n';
+  out.close();
+  if (!out.fail()) return 0;
+  fmt::print(stderr, "ferry bench: cannot write {}\n", file);
+  return 1;
+}
+
+int bench(const BenchSettings& settings, bool json, const std::string& json_file,
+          const CommandLine& line) {
   const BenchBoard board(settings);
   {
     Progress progress(settings, board);
@@ -94,14 +117,8 @@ int bench(const BenchSettings& settings, bool json, const CommandLine& line) {
     if (latency && !run_mode(settings, board, progress, true)) return 1;
   }
   const std::vector<BenchResult> results = results_of(settings, board);
-  if (json) {
-    std::vector<std::string> command = {"ferry"};
-    command.insert(command.end(), line.own.begin(), line.own.end());
-    fmt::print("{}\n", to_json(settings, results, command).dump(2));
-  } else {
-    fmt::print("{}", table(settings, results));
-  }
-  return 0;
+  if (!json || !json_file.empty()) fmt::print("{}", table(settings, results));
+  return json ? put(json_file, to_json(settings, results, command_of(line)).dump(2)) : 0;
 }
 
 void check(const BenchSettings& s) {
@@ -172,6 +189,60 @@ void add_shape_options(CLI::App* app, BenchSettings& s) {
                      "Which experts are chosen");
 }
 
+void add_gpu_options(CLI::App* app, Backend& backend, GpuBenchSettings& s, std::string& plot_file,
+                     CLI::Option* json) {
+  choice<Backend>(app, "--backend", backend, {{"host", Backend::host}, {"cuda", Backend::cuda}},
+                  "What runs the exchanges");
+  const char* group = "With --backend cuda (throughput mode)";
+  app->add_option("--sms", s.sms, "Numbers of SMs that move the rows")
+      ->type_name("N,...")
+      ->delimiter(',')
+      ->check(whole_number(1, 1024))
+      ->group(group)
+      ->default_str("16");
+  app->add_option("--token-sweep", s.tokens, "Numbers of tokens of each rank, instead of --tokens")
+      ->type_name("N,...")
+      ->delimiter(',')
+      ->check(whole_number(1, kMostTokens))
+      ->group(group)
+      ->default_str("");
+  app->add_option("--chain", s.chain, "Calls that are timed together")
+      ->type_name("N")
+      ->check(whole_number(1, 32))
+      ->group(group)
+      ->capture_default_str();
+  app->add_option("--alignment", s.alignment, "Rows of expert-major blocks")
+      ->type_name("N")
+      ->check(whole_number(1, 4096))
+      ->group(group)
+      ->capture_default_str();
+  app->add_option("--plot", plot_file, "Draw the JSON (python3 with matplotlib)")
+      ->type_name("FILE")
+      ->group(group)
+      ->needs(json);
+}
+
+// What was not given is the shape of docs/benchmarks.md, in bf16 and in e4m3.
+void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu) {
+  if (app.count("--hidden") == 0) shape.hidden = 7168;
+  if (app.count("--experts") == 0) shape.experts = 256;
+  if (app.count("--token-sweep") == 0) {
+    gpu.tokens = {app.count("--tokens") == 0 ? 4096 : shape.tokens};
+  }
+  if (app.count("--dtype") > 0) gpu.dtypes = {shape.dtype};
+  if (app.count("--mode") > 0 && shape.mode != BenchMode::throughput) {
+    throw CLI::ValidationError("--backend cuda measures --mode throughput");
+  }
+  if (shape.fabric == FabricKind::sim) {
+    throw CLI::ValidationError("--fabric sim: only with --backend host");
+  }
+  for (const Dtype dtype : gpu.dtypes) {
+    shape.dtype = dtype;
+    check(shape);
+  }
+  gpu.shape = shape;
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
@@ -179,7 +250,10 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
     BenchSettings settings{};
     bool threads = false;
     bool processes = false;
-    bool json = false;
+    std::string json_file{};
+    std::string plot_file{};
+    Backend backend = Backend::host;
+    GpuBenchSettings gpu{};
   };
   auto given = std::make_shared<Arguments>();
   BenchSettings& s = given->settings;
@@ -211,14 +285,35 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->type_name("N")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->capture_default_str();
-  bench_app->add_flag("--json", given->json, "For programs, with machine, version and command");
+  CLI::Option* json = bench_app
+                          ->add_option("--json", given->json_file,
+                                       "For programs, with machine, version and command: into "
+                                       "FILE beside the table, or instead of the table")
+                          ->type_name("[FILE]")
+                          ->expected(0, 1);
+  add_gpu_options(bench_app, given->backend, given->gpu, given->plot_file, json);
   bench_app->footer(
       "\nAll data is checked before anything is timed. Progress goes to standard error.\n"
       "Exit codes: 0 done; 1 an exchange failed or brought wrong data; 2 wrong command line.");
-  bench_app->callback([given, &line, &exit_code] {
+  bench_app->callback([given, bench_app, json, &line, &exit_code] {
     given->settings.processes = !given->threads;
-    check(given->settings);
-    exit_code = bench(given->settings, given->json, line);
+    const bool wants_json = json->count() > 0;
+    if (given->backend != Backend::cuda) {
+      for (const char* name : {"--sms", "--token-sweep", "--chain", "--alignment", "--plot"}) {
+        if (bench_app->count(name) > 0) {
+          throw CLI::ValidationError(fmt::format("{}: only with --backend cuda", name));
+        }
+      }
+      check(given->settings);
+      exit_code = bench(given->settings, wants_json, given->json_file, line);
+      return;
+    }
+    settle_gpu(*bench_app, given->settings, given->gpu);
+    if (!given->plot_file.empty() && given->json_file.empty()) {
+      throw CLI::ValidationError("--plot: needs --json FILE, which it draws");
+    }
+    exit_code = run_gpu_bench(given->gpu, {wants_json, given->json_file, given->plot_file},
+                              command_of(line));
   });
 }
 

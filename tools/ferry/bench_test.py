@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 from pathlib import Path
@@ -112,6 +113,27 @@ class Bench(unittest.TestCase):
         self.assertFalse(any(Path(f"/proc/{pid}").exists() for pid in ranks))
         self.assertEqual(left_in_shared_memory(before), set())
 
+    def test_json_into_a_file_leaves_the_table(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            result = bench(f"-n 2 --mode throughput --json {path}")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("logical GB/s", result.stdout)
+            self.assertEqual(
+                [line["name"] for line in json.loads(path.read_text())["results"]], THROUGHPUT
+            )
+            result = bench(f"-n 2 --mode throughput --json {folder}/none/found.json")
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("cannot write", result.stderr)
+
+    def test_without_a_gpu_it_says_so(self):
+        result = bench("--backend cuda -n 2 --sms 1,16 --token-sweep 1,20")
+        if result.returncode == 0:  # there is one
+            self.assertIn("dispatch, expert-major", result.stdout)
+            return
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("there is no GPU, or this build has no CUDA engine", result.stderr)
+
     def test_wrong_command_lines_are_refused_with_a_reason(self):
         for arguments, reason in (
             ("--topk 9", "there are only 6 experts"),
@@ -125,6 +147,12 @@ class Bench(unittest.TestCase):
             ("--threads --processes", "--processes"),
             ("--fabric local", "add --threads"),
             ("--tokens -1", "--tokens"),
+            ("--sms 4", "--sms: only with --backend cuda"),
+            ("--backend cuda --sms 4,x", "--sms: 'x': must be a whole number\n"),
+            ("--backend cuda --sms 0", "--sms: 0: must be at least 1\n"),
+            ("--backend cuda --mode latency", "measures --mode throughput"),
+            ("--backend cuda --json --plot a.png", "needs --json FILE"),
+            ("--backend cuda --topk 9", "there are only 6 experts"),
         ):
             with self.subTest(arguments=arguments):
                 result = bench(arguments)

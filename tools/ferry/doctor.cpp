@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "bench_gpu.hpp"
 #include "command.hpp"
+#include "ferry/group.hpp"
 #include "machine.hpp"
 #include "self_test.hpp"
 
@@ -45,6 +47,7 @@ struct Use {
   std::string threads{};    // fabric of ranks as threads
   std::string processes{};  // of ranks as processes; "" if there is none
   std::string backend{};
+  bool cuda = false;  // there is a GPU, and this Ferry has the engine for it
 };
 
 struct Diagnosis {
@@ -110,9 +113,10 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
                             ? "install the user part of the driver (Debian: libcuda1)"
                             : "start the container with --gpus all (NVIDIA Container Toolkit)"});
   }
-  if (m.gpus.count > 0 || m.gpus.library) {
-    findings.push_back({Weight::note, "this Ferry has no CUDA engine yet: tensors on the CPU only",
-                        "copy tensors to the CPU before an exchange"});
+  if ((m.gpus.count > 0 || m.gpus.library) && !Group::has_backend(Backend::cuda)) {
+    findings.push_back({Weight::note,
+                        "this Ferry was built without the CUDA engine: tensors on the CPU only",
+                        "build it with FERRY_CUDA=ON, or copy tensors to the CPU"});
   }
   if (!m.rdma_devices.empty() || m.libfabric) {
     findings.push_back(
@@ -123,7 +127,8 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
 Diagnosis diagnose(bool self_test) {
   Diagnosis d;
   // Before look_at_machine, which loads libraries that may start threads.
-  if (self_test) d.tests = run_self_tests();
+  const int gpus = bench_gpu_count();
+  if (self_test) d.tests = run_self_tests(gpus);
   d.machine = look_at_machine();
   judge_shared_memory(d.machine, d.findings);
   judge_kernel(d.machine, d.findings);
@@ -134,7 +139,7 @@ Diagnosis diagnose(bool self_test) {
                           "see the errors above; else report it with `ferry doctor --json`"});
   }
   const Machine::SharedMemory& shm = d.machine.shared_memory;
-  d.use = {"local", shm.present && shm.writable ? "shm" : "", "host"};
+  d.use = {"local", shm.present && shm.writable ? "shm" : "", "host", gpus > 0};
   return d;
 }
 
@@ -152,14 +157,16 @@ nlohmann::json to_json(const Diagnosis& d) {
                      {"passed", test.failure.empty()},
                      {"failure", test.failure}});
   }
-  return {
-      {"version", FERRY_VERSION},
-      {"usable", d.usable()},
-      {"machine", to_json(d.machine)},
-      {"uses",
-       {{"threads", d.use.threads}, {"processes", d.use.processes}, {"backend", d.use.backend}}},
-      {"findings", findings},
-      {"self_tests", tests}};
+  return {{"version", FERRY_VERSION},
+          {"usable", d.usable()},
+          {"machine", to_json(d.machine)},
+          {"uses",
+           {{"threads", d.use.threads},
+            {"processes", d.use.processes},
+            {"backend", d.use.backend},
+            {"cuda", d.use.cuda}}},
+          {"findings", findings},
+          {"self_tests", tests}};
 }
 
 std::string limit(std::uint64_t value, bool bytes) {
@@ -205,10 +212,12 @@ void print_machine(const Machine& m) {
                                    yes_no(m.kernel.pidfd), yes_no(m.kernel.memfd)));
   print_line("GPUs", m.gpus.count == 0
                          ? fmt::format("none seen, libcuda.so.1 {}", yes_no(m.gpus.library))
-                         : fmt::format("{} ({}), driver {}, libcuda.so.1 {}", m.gpus.count,
+                         : fmt::format("{} ({}), driver {}, CUDA {}, libcuda.so.1 {}", m.gpus.count,
                                        fmt::join(m.gpus.names, ", "),
                                        m.gpus.driver.empty() ? "?" : m.gpus.driver,
+                                       m.gpus.cuda.empty() ? "does not start" : m.gpus.cuda,
                                        yes_no(m.gpus.library)));
+  for (const std::string& line : describe(m.gpus)) print_line("", line);
   print_line("network", fmt::format("RDMA devices: {}; libfabric.so.1 {}",
                                     m.rdma_devices.empty()
                                         ? "none"
@@ -221,6 +230,9 @@ void print(const Diagnosis& d) {
   print_machine(d.machine);
   fmt::print("\nFerry will use\n");
   print_line("backend", d.use.backend + " (tensors in CPU memory)");
+  if (d.use.cuda) {
+    print_line("", "cuda (tensors in GPU memory) when asked: --backend cuda, Backend::cuda");
+  }
   print_line("kernels", d.machine.cpu.simd);
   print_line("threads", "fabric " + d.use.threads);
   print_line("processes", d.use.processes.empty() ? "no fabric" : "fabric " + d.use.processes);

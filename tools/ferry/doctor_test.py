@@ -45,7 +45,12 @@ class Doctor(unittest.TestCase):
         self.assertEqual(machine["shared_memory"]["total_bytes"], shm.f_blocks * shm.f_frsize)
         self.assertEqual(found["uses"]["backend"], "host")
         self.assertEqual(found["uses"]["processes"], "shm")
-        self.assertEqual([test["fabric"] for test in found["self_tests"]], ["shm", "local"])
+        self.assertEqual(
+            [test["fabric"] for test in found["self_tests"]],
+            ["shm", "shm", "local"] if found["uses"]["cuda"] else ["shm", "local"],
+        )
+        if machine["gpus"]["all"] and not found["uses"]["cuda"]:
+            self.assertTrue(any("CUDA engine" in f["what"] for f in found["findings"]))
         self.assertTrue(all(test["passed"] for test in found["self_tests"]))
         for finding in found["findings"]:
             self.assertIn(finding["weight"], ("error", "warning", "note"))
@@ -57,7 +62,7 @@ class Doctor(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout)
         for heading in ("This machine", "Ferry will use", "Self-test", "Ferry works"):
             self.assertIn(heading, result.stdout)
-        self.assertEqual(result.stdout.count("passed"), 2)
+        self.assertEqual(result.stdout.count("passed"), 3 if "cuda (" in result.stdout else 2)
 
     def test_without_self_test(self):
         self.assertEqual(json.loads(doctor("--json", "--no-self-test").stdout)["self_tests"], [])

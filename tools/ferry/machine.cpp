@@ -169,7 +169,7 @@ Machine::Gpus look_at_gpus() {
   gpus.count = static_cast<int>(gpus.names.size());
   std::istringstream version(read_text("/sys/module/nvidia/version"));
   version >> gpus.driver;
-  gpus.library = can_load("libcuda.so.1");
+  ask_driver(gpus);
   return gpus;
 }
 
@@ -229,11 +229,7 @@ nlohmann::json to_json(const Machine& m) {
         {"pidfd", m.kernel.pidfd},
         {"memfd", m.kernel.memfd},
         {"futex", m.kernel.futex}}},
-      {"gpus",
-       {{"count", m.gpus.count},
-        {"driver", m.gpus.driver},
-        {"library", m.gpus.library},
-        {"names", m.gpus.names}}},
+      {"gpus", to_json(m.gpus)},
       {"rdma_devices", m.rdma_devices},
       {"libfabric", m.libfabric},
   };

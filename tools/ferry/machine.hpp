@@ -38,8 +38,31 @@ struct Machine {
     bool memfd = false;
     bool futex = false;
   };
+  struct Gpu {
+    std::string name{};
+    std::string bus{};           ///< PCI place
+    std::string architecture{};  ///< "sm_90"
+    int multiprocessors = 0;
+    std::uint64_t memory_bytes = 0;
+    int links = 0;  ///< NVLinks that are up
+    bool vmm = false;
+    bool descriptors = false;  ///< memory shared by POSIX file descriptors
+    bool fabric_handles = false;
+    bool dma_buf = false;
+    bool rdma = false;  ///< GPUDirect RDMA to VMM memory
+    bool multicast = false;
+  };
+  struct GpuPair {
+    int from = 0;
+    int to = 0;
+    bool p2p = false;     ///< loads and stores of `from` reach memory of `to`
+    bool nvlink = false;  ///< by NVLink
+  };
   struct Gpus {
     int count = 0;
+    std::string cuda{};      ///< the newest CUDA that the driver serves; "" if it does not start
+    std::vector<Gpu> all{};  ///< those that CUDA sees, by ordinal
+    std::vector<GpuPair> pairs{};
     std::string driver{};  ///< version of the NVIDIA kernel driver; "" if absent
     bool library = false;  ///< libcuda.so.1 can be loaded
     std::vector<std::string> names{};
@@ -61,6 +84,12 @@ struct Machine {
 Machine look_at_machine();
 
 nlohmann::json to_json(const Machine& machine);
+
+/// Fills in what the CUDA driver and NVML know, where they are.
+void ask_driver(Machine::Gpus& gpus);
+nlohmann::json to_json(const Machine::Gpus& gpus);
+/// A short line for each GPU, then how each reaches the others; none without GPUs.
+std::vector<std::string> describe(const Machine::Gpus& gpus);
 
 /// "64.0 MiB", "23.5 GiB".
 std::string format_bytes(std::uint64_t bytes);

@@ -3,6 +3,9 @@
 A file that is meant to be included inside something else (a namespace for each instruction set,
 say) is not a header: it ends in .inc.
 
+Headers that need CUDA's are left out where CUDA is not installed; the build of the preset cuda
+still compiles them.
+
 check_headers.py [ROOT]      prints the compiler's words for each that does not; exit status 1
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +40,32 @@ def python_flags() -> list[str]:
     return [f"-isystem{folder}" for folder in folders]
 
 
+def cuda_include(root: Path) -> Path | None:
+    """Where CUDA's headers are, if this machine has them (tools/setup/cuda.sh fetches them)."""
+    compiler = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    homes = [Path("/usr/local/cuda"), root / ".venv/cuda/nvidia/cu13"]
+    if compiler:
+        homes.insert(0, Path(compiler).resolve().parents[1])
+    folders = [home / "include" for home in homes]
+    return next((folder for folder in folders if (folder / "cuda_runtime_api.h").exists()), None)
+
+
+def needs_cuda(root: Path, header: Path) -> bool:
+    """True when the header reaches one of CUDA's, itself or by another of ours."""
+    seen: set[Path] = set()
+    waiting = [root / header]
+    while waiting:
+        text = waiting.pop().read_text(encoding="utf-8")
+        for name in re.findall(r'^#include ["<](.+)[">]', text, re.MULTILINE):
+            if re.match(r"cuda[^/]*\.h$", name):
+                return True
+            for ours in (root / "src" / name, root / "tools" / name):
+                if ours.exists() and ours not in seen:
+                    seen.add(ours)
+                    waiting.append(ours)
+    return False
+
+
 def compile_alone(root: Path, header: Path) -> str:
     """Empty if the header compiles alone, else what the compiler said."""
     compiler = os.environ.get("CXX", "g++")
@@ -44,6 +74,11 @@ def compile_alone(root: Path, header: Path) -> str:
         include += ["-I", "src"]
     if header.parts[:2] == ("python", "src"):
         include += ["-I", "python/src", *python_flags()]
+    cuda = cuda_include(root)
+    if cuda is not None:
+        include += [f"-isystem{cuda}"]
+    elif needs_cuda(root, header):
+        return ""
     source = f'#include "{(root / header).as_posix()}"\n'
     done = subprocess.run(
         [compiler, *FLAGS, *include, "-x", "c++", "-"],

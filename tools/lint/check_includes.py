@@ -1,7 +1,7 @@
 """Holds the arrows of the house: who may include whom (docs/design.md, "One question a folder").
 
-    python, tools, examples, bench -> include <- api <- {host, cuda} -> protocol -> core
-    {host, cuda} -> fabric -> core,  bootstrap -> core
+    python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
+    engine -> {protocol, fabric} -> core,  bootstrap -> core
 
 `include/ferry` is the vocabulary: it includes nothing of ours but itself, and every floor may
 include it. `src/api` picks the engine, the fabric and the bootstrap, so it may include all of
@@ -29,14 +29,16 @@ FLOORS = {
     "src/protocol": {"include/ferry", "src/core"},
     "src/fabric": {"include/ferry", "src/core", "src/protocol"},
     "src/bootstrap": {"include/ferry", "src/core"},
-    "src/host": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
-    "src/cuda": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
+    "src/engine": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
+    "src/host": {"include/ferry", "src/core", "src/protocol", "src/fabric", "src/engine"},
+    "src/cuda": {"include/ferry", "src/core", "src/protocol", "src/fabric", "src/engine"},
     "src/api": {
         "include/ferry",
         "src/core",
         "src/protocol",
         "src/fabric",
         "src/bootstrap",
+        "src/engine",
         "src/host",
         "src/cuda",
     },
@@ -65,7 +67,7 @@ OUTSIDE = (
     (
         "CUDA",
         re.compile(r"^(cuda|cooperative_groups|cub/|thrust/|nccl)"),
-        ("src/cuda", "src/fabric/cuda"),
+        ("src/cuda", "src/fabric/cuda", "tools"),  # tools: ferry bench measures on GPUs
     ),
     (
         "sockets",
@@ -80,6 +82,7 @@ OUTSIDE = (
             "src/protocol",
             "src/fabric",
             "src/bootstrap",
+            "src/engine",
             "src/host",
             "src/cuda",
             "src/api",

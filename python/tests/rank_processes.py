@@ -1,0 +1,105 @@
+"""Runs a test's body on ranks that are processes, which stay for the next test.
+
+A body is a function of a module in this folder. `device` "cpu" takes the host engine; "cuda" the
+CUDA engine, ranks on the GPUs round-robin: several ranks may share one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import secrets
+import socket
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE = 30.0  # seconds; a test that reaches it has failed
+PATIENCE = 150.0  # seconds, for a body that compiles
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(pipe: Connection, device: str, rank: int) -> None:
+    """The life of a rank: calls bodies until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    import ferry
+
+    torch.set_num_threads(1)
+    where: dict[str, Any] = {"backend": "host"}
+    if device == "cuda":
+        gpu = rank % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
+        where = {"backend": "cuda", "device": gpu}
+    while True:
+        try:
+            module, name, meeting, config, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            body = getattr(importlib.import_module(module), name)
+            boot = ferry.tcp(**meeting, deadline=DEADLINE)
+            with ferry.Group(boot, **where, **config) as group:
+                result = body(group, *arguments)
+                if not group.destroyed:
+                    group.barrier()
+            pipe.send((True, result))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, traceback.format_exc())))
+
+
+class RankProcesses:
+    """`size` processes on a device."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device
+        self.children: list[tuple[Any, Connection]] = []
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            child = context.Process(target=serve, args=(theirs, self.device, rank), daemon=True)
+            child.start()
+            theirs.close()
+            self.children.append((child, mine))
+
+    def stop(self) -> None:
+        for child, pipe in self.children:
+            pipe.close()
+            child.join(5)
+            child.kill()
+            child.join()
+        self.children.clear()
+
+    def run(self, body: Any, *arguments: Any, **config: Any) -> list[Any]:
+        """`body(group, *arguments)` on every rank; results in rank order. Ranks that failed are
+        replaced before the next run."""
+        if not self.children:
+            self.start()
+        config = {"experts": 8, "deadline": DEADLINE, "memory_bytes": 1 << 20} | config
+        common = {"size": self.size, "port": free_port(), "secret": secrets.token_hex(8)}
+        for rank, (_, pipe) in enumerate(self.children):
+            meeting = common | {"rank": rank}
+            pipe.send((body.__module__, body.__name__, meeting, config, arguments))
+        answers: list[tuple[bool, Any]] = []
+        for _, pipe in self.children:
+            try:
+                late = not pipe.poll(PATIENCE)
+                answers.append((False, ("Late", "no answer")) if late else pipe.recv())
+            except EOFError:
+                answers.append((False, ("Dead", "the process died")))
+        failed = [(r, *what) for r, (ok, what) in enumerate(answers) if not ok]
+        if failed:
+            self.stop()
+            # A rank that fails leaves; what the others say about that is not the cause.
+            failed.sort(key=lambda entry: entry[1] in ("PeerLeft", "PeerFailed", "Late"))
+            raise AssertionError("\n".join(f"rank {r}: {text}" for r, _, text in failed))
+        return [what for _, what in answers]

@@ -1,0 +1,162 @@
+#include "cuda/call.hpp"
+
+#include <chrono>
+#include <cstddef>
+#include <utility>
+
+#include "cuda/cuda_engine.hpp"
+#include "cuda/event.hpp"
+
+namespace ferry::cuda {
+
+Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
+    : engine_(engine),
+      turn_(engine.turn_, std::defer_lock),
+      record_(std::make_shared<CallRecord>()),
+      blocking_(stream == nullptr) {
+  constexpr auto kLook = std::chrono::milliseconds(40);
+  record_->call = call;
+  engine_.check_usable(call);
+  while (!turn_.try_lock_for(kLook)) {
+    engine_.check_usable(call);
+    if (engine_.config_.on_wait) engine_.config_.on_wait();
+  }
+  engine_.check_usable(call);
+  here_.emplace(engine_.device().index);
+  stream_ = blocking_ ? engine_.gpu().own().stream : static_cast<cudaStream_t>(stream->native());
+  if (!blocking_) capture_ = capture_of(stream_);
+  // A stream that is captured cannot be asked, and keeps its handle for as long as that matters.
+  stream_id_ = capture_.active ? reinterpret_cast<std::uintptr_t>(stream_) : id_of(stream_);
+  engine_.throw_untold(call);
+  record_->slot = engine_.failures_->take();
+  record_->failure = reinterpret_cast<Failure*>(record_->slot.get());
+  order_after_last();
+}
+
+void Launch::order_after_last() {
+  if (capture_.active) {
+    // A graph knows nothing of what ran before it: whoever launches it orders that.
+    const bool same = engine_.captured_last_ && engine_.capture_id_ == capture_.id;
+    if (same && engine_.captured_stream_ != stream_id_) {
+      check(cudaStreamWaitEvent(stream_, engine_.captured_last_.get(), 0), "cudaStreamWaitEvent");
+    }
+  } else if (engine_.last_ && engine_.last_stream_ != stream_id_) {
+    check(cudaStreamWaitEvent(stream_, engine_.last_.get(), 0), "cudaStreamWaitEvent");
+  }
+}
+
+std::byte* Launch::temporary(Held held) {
+  std::byte* data = held.data();
+  temporaries_.push_back(std::move(held));
+  return data;
+}
+
+void Launch::outlives(const std::shared_ptr<void>& owner) {
+  if (capture_.active) graph_.push_back(owner);
+}
+
+void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
+  if (data == nullptr) return;
+  if (capture_.active) {
+    if (owner) graph_.push_back(owner);
+  } else {
+    engine_.gpu().record_stream(data, stream_);
+  }
+}
+
+std::uint64_t Launch::enter(const CallSignature& signature) {
+  record_->signature = signature;
+  entered_ = true;
+  const std::uint64_t number = ++engine_.calls_;
+  engine_.channel_.count(number);
+  // As long as no graph runs calls, each call has one generation.
+  if (!capture_.active && !engine_.has_graphs_) record_->generation = number;
+  return number;
+}
+
+/// Beside calls of graphs the CPU cannot number the generations, so the GPU says how a call ended.
+void Launch::watch_end() {
+  if (capture_.active || record_->generation != 0) return;
+  auto* word = reinterpret_cast<std::uint64_t*>(record_->slot.get() + sizeof(Failure));
+  const DeviceControlLayout& layout = engine_.parts_.layout;
+  run(cudaMemcpyAsync(word,
+                      engine_.parts_.control.data + layout.local + offsetof(LocalWords, failed),
+                      sizeof(*word), cudaMemcpyDeviceToHost, stream_),
+      "cudaMemcpyAsync");
+  record_->dead_then = word;
+}
+
+void Launch::capture_end(GpuEvent event) {
+  engine_.has_graphs_ = true;
+  engine_.captured_last_ = std::move(event);
+  engine_.captured_stream_ = stream_id_;
+  engine_.capture_id_ = capture_.id;
+  for (const Held& held : temporaries_) graph_.push_back(held.owner);
+  graph_.insert(graph_.end(), kept_.begin(), kept_.end());
+  graph_.push_back(record_);
+  graph_.push_back(engine_.words_.slot);
+  engine_.captured_.push_back(record_);
+  keep_with_graph(capture_.graph, std::move(graph_));
+}
+
+void Launch::run(cudaError_t result, const char* kernel) {
+  if (result == cudaSuccess) return;
+  try {
+    check(result, kernel);
+  } catch (const Error& error) {
+    // The peers are in this call, or will be.
+    engine_.channel_.fail(name(), error.what(), error.kind());
+    engine_.words_.raise_abort();
+    throw;
+  }
+}
+
+Event Launch::finish() {
+  watch_end();
+  GpuEvent event = engine_.gpu().events()->take();
+  run(cudaEventRecord(event.get(), stream_), "cudaEventRecord");
+  record_->done = event;
+  ended_ = true;
+  if (capture_.active) {
+    capture_end(std::move(event));
+    turn_.unlock();
+    return {};
+  }
+  engine_.last_ = event;
+  engine_.last_stream_ = stream_id_;
+  auto state = std::make_shared<CallEvent>(engine_.weak_from_this(), record_, engine_.words_,
+                                           engine_.device().index);
+  record_->event = state;
+  for (const Held& held : temporaries_) {
+    if (held.owner.use_count() == 1) engine_.gpu().settle(held, event);  // else a result's
+  }
+  temporaries_.clear();
+  {
+    std::scoped_lock lock(engine_.flight_mutex_);
+    engine_.channel_.enter_call({call_named(name()), 0});
+    engine_.in_flight_.push_back({record_, std::move(kept_)});
+  }
+  turn_.unlock();
+  return Event(std::move(state));
+}
+
+Launch::~Launch() {
+  if (ended_ || !entered_) return;
+  // Something failed after the first kernel: later calls still come after it, and its pinned memory
+  // stays until it has ended.
+  try {
+    if (capture_.active) {
+      capture_end(nullptr);
+      return;
+    }
+    record_->done = engine_.gpu().events()->record(stream_);
+    if (!record_->done) return;  // the GPU is going away
+    engine_.last_ = record_->done;
+    engine_.last_stream_ = stream_id_;
+    std::scoped_lock lock(engine_.flight_mutex_);
+    engine_.in_flight_.push_back({record_, std::move(kept_)});
+  } catch (...) {  // no memory is left
+  }
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,116 @@
+// One call of a group on its way: its place in the order, its stream, what it holds.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/call.hpp"
+#include "cuda/gpu_memory.hpp"
+#include "cuda/kernels/group_view.hpp"
+#include "ferry/error.hpp"
+#include "ferry/stream.hpp"
+
+namespace ferry::cuda {
+
+class CudaEngine;
+
+/// What the kernels of a group tell the CPU about its end; pinned memory. Events keep it.
+struct GroupWords {
+  std::shared_ptr<std::byte> slot{};
+  Failure* fatal = nullptr;        ///< the first fatal failure
+  std::uint32_t* abort = nullptr;  ///< not 0 asks waiting kernels to stop
+  /// Acquire: the record behind it can be read then.
+  bool failed() const {
+    return std::atomic_ref(fatal->written).load(std::memory_order_acquire) != 0;
+  }
+  void raise_abort() const { std::atomic_ref(*abort).store(1, std::memory_order_release); }
+};
+
+/// What is known of a call after its launch.
+struct CallRecord {
+  const char* call = "";
+  CallSignature signature{};
+  std::int64_t worst_case_rows = 0;
+  std::shared_ptr<std::byte> slot{};  ///< pinned, holds `failure`
+  Failure* failure = nullptr;         ///< reasons that are not fatal
+  GpuEvent done{};
+  std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
+  const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
+  std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
+  std::weak_ptr<void> event{};                       ///< while it lives, somebody may still ask
+  std::function<void()> on_failure{};                ///< once, when the failure is seen
+  std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
+  std::atomic<bool> told{false};        ///< somebody has seen how it ended
+  std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure
+
+  bool refused() const {
+    return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
+  }
+  /// Whether it had ended when the group failed. To be asked when `done` is complete.
+  bool ended_before(const Failure& fatal) const {
+    return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;
+  }
+};
+
+/// The making of one call. Calls of a group are made one at a time; on the GPU each runs after the
+/// one before, whatever streams they are on.
+class Launch {
+ public:
+  /// `stream` null: the group's own, and the call returns when it has ended.
+  Launch(CudaEngine& engine, const char* call, const Stream* stream);
+  ~Launch();
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  const char* name() const { return record_->call; }
+  cudaStream_t stream() const { return stream_; }
+  const Capture& capture() const { return capture_; }
+  bool blocking() const { return blocking_; }
+  User user() const { return {stream_, stream_id_, capture_.active}; }
+  const std::shared_ptr<CallRecord>& record() const { return record_; }
+
+  /// Keeps a piece until the call has ended (captured: as long as the graph).
+  std::byte* temporary(Held held);
+  /// Keeps what a result or a plan holds as long as the graph, when there is one.
+  void outlives(const std::shared_ptr<void>& owner);
+  /// Memory that was made on any stream is used on this one. A graph keeps it instead: its stream
+  /// may be gone when the graph goes.
+  void use(const void* data, const std::shared_ptr<void>& owner);
+  /// Keeps pinned memory that the kernels use until the call has ended, and as long as the graph.
+  /// Not GPU memory: it goes back in stream order while its streams are sure to exist.
+  void keep(std::shared_ptr<void> used) { kept_.push_back(std::move(used)); }
+  /// Just before the first kernel that waits for peers: the number of this call in the group, the
+  /// same on all ranks. From here on the call takes place.
+  std::uint64_t enter(const CallSignature& signature);
+  /// Fails the group when a kernel could not be launched.
+  void run(cudaError_t result, const char* kernel);
+  /// All kernels are launched. The event of the call; other calls may be made now.
+  Event finish();
+
+ private:
+  void order_after_last();
+  void watch_end();
+  void capture_end(GpuEvent event);
+
+  CudaEngine& engine_;
+  std::unique_lock<std::timed_mutex> turn_;
+  std::optional<OnDevice> here_;
+  std::shared_ptr<CallRecord> record_;
+  cudaStream_t stream_ = nullptr;
+  unsigned long long stream_id_ = 0;
+  bool blocking_ = false;
+  Capture capture_{};
+  std::vector<Held> temporaries_;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::vector<std::shared_ptr<void>> graph_;
+  bool entered_ = false;
+  bool ended_ = false;
+};
+
+}  // namespace ferry::cuda

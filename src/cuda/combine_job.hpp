@@ -1,0 +1,52 @@
+// One combine of the CUDA engine, from its arguments to its launched kernels.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "cuda/cuda_engine.hpp"
+
+namespace ferry::cuda {
+
+inline constexpr const char* kCombine = "combine";
+
+class CombineJob {
+ public:
+  CombineJob(CudaEngine& engine, Launch& launch, const ConstTensorView& rows,
+             std::shared_ptr<CudaPlan> plan, const CombineOptions& options);
+  Combined run();
+
+ private:
+  bool expert_major() const { return options_.order == RowOrder::expert_major; }
+  bool has_weights() const { return options_.topk_weights.has_value(); }
+
+  void check_rows();
+  CallSignature signature() const;
+  bool reserve();
+  bool place_rows();
+  void sum_slots();
+  /// i64 [capacity, K]: made by a dispatch of this alignment, or now.
+  Tensor slot_rows();
+  Held copied(const void* from, std::size_t bytes, Held to);
+  const std::byte* aligned(const std::optional<ConstTensorView>& tensor);
+  void pull(bool room);
+
+  CudaEngine& engine_;
+  Launch& launch_;
+  ConstTensorView rows_;
+  std::shared_ptr<CudaPlan> plan_;
+  const CombineOptions& options_;
+  int sms_ = 1;
+  std::int64_t brought_ = 0;  // rank-major rows that peers may read
+  std::int64_t need_bytes_ = 0;
+  fabric::Address at_{};       // of the rank-major rows
+  fabric::Address side_at_{};  // of their weights
+  Held sums_{};                // expert-major: the rows' sums
+  Tensor slots_{};             // in use until the call is launched
+  const std::byte* bias0_ = nullptr;
+  const std::byte* bias1_ = nullptr;
+  std::byte* out_ = nullptr;  // aligned
+  Combined result_{};
+};
+
+}  // namespace ferry::cuda

@@ -1,0 +1,206 @@
+// The CUDA engine, throughput mode: everything that ranks tell each other in a call they tell on
+// the GPU; the CPU launches, hands out memory, and looks after the peers.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/engine.hpp"
+#include "core/placement.hpp"
+#include "core/plan_state.hpp"
+#include "cuda/call.hpp"
+#include "cuda/gpu_memory.hpp"
+#include "cuda/kernels/throughput.hpp"
+#include "cuda/pinned.hpp"
+#include "cuda/segment_exchange.hpp"
+#include "engine/channel.hpp"
+#include "engine/memory.hpp"
+
+namespace ferry::cuda {
+
+/// What creation yields (create.cpp).
+struct Parts {
+  std::shared_ptr<engine::Memory> cpu{};  ///< the host's fabric
+  fabric::Segment cpu_control{};
+  std::shared_ptr<GpuMemory> gpu{};
+  fabric::Segment control{};  ///< in GPU memory: flags, mailboxes, then the table of segments
+  DeviceControlLayout layout{};
+  int sharing = 1;  ///< ranks on this GPU
+  int sms = 1;      ///< of this GPU
+};
+
+class CudaPlan;
+
+class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
+ public:
+  CudaEngine(const GroupConfig& config, Parts parts);
+  ~CudaEngine() override;
+  /// After creation: fills the table of segments and starts the monitor.
+  void start();
+
+  int rank() const override { return channel_.rank(); }
+  int size() const override { return channel_.size(); }
+  const GroupConfig& config() const override { return config_; }
+  std::string fabric_name() const override { return std::string(parts_.cpu->fabric->name()); }
+
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options) override;
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options) override;
+  std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+
+  Tensor empty(const Extents& shape, Dtype dtype) override;
+  bool is_registered(const void* pointer) const override;
+  void record_stream(const void* pointer, const Stream& stream) override;
+  void barrier() override;
+  MemoryUse memory() const override;
+  TimeUse time() const override;
+  void destroy() override;
+  bool destroyed() const override { return channel_.left(); }
+
+  // For the jobs of this engine (plan.cpp, dispatch.cpp, combine.cpp) and their events.
+  engine::Channel& channel() { return channel_; }
+  GpuMemory& gpu() { return *parts_.gpu; }
+  Device device() const { return {DeviceKind::cuda, parts_.gpu->device()}; }
+  const GroupView& view() const { return view_; }
+  const GroupWords& words() const { return words_; }
+  const Placement& placement() const { return placement_; }
+  /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
+  int sms_for(const char* call, int asked) const;
+  /// For what a call does in this GPU's memory alone: all of this rank's share.
+  int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
+  /// Registered pieces for a call, all of them or none; makes room first if there is none. None:
+  /// the GPU's memory is exhausted.
+  std::optional<std::vector<Held>> take_registered(Launch& launch,
+                                                   const std::vector<std::size_t>& sizes);
+  Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
+  /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
+  void finish(const char* call, const Event& event);
+  /// The state of a plan of this group; refuses others.
+  std::shared_ptr<CudaPlan> plan_of(const Plan& plan, const char* call);
+  /// Throws how the call ended, if not well. The call has ended on the GPU.
+  void check_ended(CallRecord& record);
+  /// The error of a group whose kernels have told of a fatal failure: made once (failure.cpp).
+  Error fatal_error();
+  /// The words for a failure that every rank sees (failure.cpp).
+  Error refusal(const CallRecord& record, const Failure& failure) const;
+
+ private:
+  friend class Launch;
+  void check_usable(const char* call);
+  void throw_untold(const char* call);
+  void forget_states(const CudaPlan& plan);
+  bool grow(const char* call, std::size_t bytes);
+  void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
+  void load_copies();
+  bool drain(std::chrono::nanoseconds most);
+  void monitor();
+  void look_after_peers();
+  void serve_offers();
+  std::uint64_t ended_calls();
+  /// Whether the call that runs on the GPU now still needs something from this peer.
+  bool awaits(int peer);
+  void read_control(std::byte* to, std::size_t offset, std::size_t bytes);
+  void wait_aux(std::chrono::nanoseconds most);
+
+  GroupConfig config_;
+  Parts parts_;
+  Placement placement_;
+  engine::Channel channel_;
+  SegmentExchange segments_;
+  std::shared_ptr<PinnedPool> failures_;
+  std::shared_ptr<PinnedPool> counts_;
+  std::size_t count_words_ = 0;
+  GroupWords words_{};
+  GroupView view_{};
+  cudaStream_t aux_ = nullptr;  // small copies beside running calls
+
+  std::timed_mutex turn_;  // of calls
+  GpuEvent last_{};        // of the last call that was not captured
+  unsigned long long last_stream_ = 0;
+  GpuEvent captured_last_{};  // of the last one that was
+  unsigned long long captured_stream_ = 0;
+  unsigned long long capture_id_ = 0;
+  bool has_graphs_ = false;  // or had
+  std::uint64_t calls_ = 0;
+  std::size_t control_bytes_ = 0;
+
+  std::mutex flight_mutex_;
+  struct Flight {
+    std::shared_ptr<CallRecord> record{};
+    std::vector<std::shared_ptr<void>> kept{};  ///< until the call has ended
+  };
+  std::deque<Flight> in_flight_;
+  std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
+  std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
+
+  std::mutex wire_mutex_;                 // registering, attaching, the table, aux_
+  std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
+  std::mutex fatal_mutex_;
+  std::optional<Error> fatal_{};
+  std::atomic<std::uint64_t> exchange_ns_{0};
+  std::atomic<std::uint64_t> wait_ns_{0};
+  std::atomic<bool> leaving_{false};
+  std::atomic<bool> stopping_{false};
+  std::thread monitor_{};
+};
+
+/// A plan in the memory of this GPU.
+class CudaPlan final : public PlanState {
+ public:
+  Held memory{};
+  PlanView view{};
+  bool captured = false;
+  std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
+  std::shared_ptr<CallRecord> made{};  ///< by this call
+  std::shared_ptr<std::byte> slot{};   ///< pinned counts
+  HostCounts* counts = nullptr;
+  std::int32_t* count_words = nullptr;
+
+  /// Of received rows, once a dispatch has brought them. Guarded by the group's turn.
+  struct Routes {
+    Held side{};                           ///< registered: tokens and ids, as peers wrote them
+    const std::int32_t* ids = nullptr;     ///< i32 [rows, K], local ids
+    std::int32_t* source_token = nullptr;  ///< i32 [rows], inside `side`
+    std::int64_t rows = 0;
+    Tensor topk_idx{};                      ///< i64 [≥ rows, K]
+    Tensor tokens{};                        ///< i32 [≥ rows]
+    std::shared_ptr<CallRecord> carrier{};  ///< the dispatch that brought them
+  };
+  Routes gpu_routes{};
+  /// gpu_routes.carrier, for those who have not the turn: only to be compared.
+  std::atomic<const CallRecord*> carrier{nullptr};
+  struct Slots {
+    std::int64_t alignment = 1;
+    Tensor rows{};                        ///< i64 [capacity, K]
+    std::shared_ptr<CallRecord> maker{};  ///< the dispatch
+  };
+  std::vector<Slots> slot_rows{};  ///< of the expert-major dispatches, one for each alignment
+
+  /// For calls that use the routes: the GPU refuses them, on all ranks alike, unless a dispatch has
+  /// brought them.
+  PlanView routed() const {
+    PlanView same = view;
+    same.layout.state = routes_state;
+    return same;
+  }
+  /// The GPU has said what became of the counts.
+  bool told() const { return std::atomic_ref(counts->done).load(std::memory_order_acquire) != 0; }
+  /// They are in `exchange`; false: not there (yet).
+  bool counts_known();
+
+ private:
+  void fill_exchange();
+
+  std::once_flag filled_;
+};
+
+}  // namespace ferry::cuda

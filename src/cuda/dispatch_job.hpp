@@ -1,0 +1,65 @@
+// One dispatch of the CUDA engine, from its arguments to its launched kernels.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/cuda_engine.hpp"
+#include "engine/regions.hpp"
+
+namespace ferry::cuda {
+
+inline constexpr const char* kDispatch = "dispatch";
+
+class DispatchJob {
+ public:
+  /// Learns the count if the output is exact.
+  DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
+              std::shared_ptr<CudaPlan> plan, const DispatchOptions& options);
+  Received run();
+
+ private:
+  bool expert_major() const { return options_.order == RowOrder::expert_major; }
+  bool has_weights() const { return options_.topk_weights.has_value(); }
+  std::int64_t scale_columns() const { return options_.scales ? options_.scales->shape[1] : 0; }
+
+  void learn_counts();
+  bool reserve();
+  bool take_regions();
+  CallSignature signature() const;
+  /// Dense and aligned to 16 bytes.
+  const std::byte* input();
+  void make_slot_tensors();
+  void push(bool room);
+  /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
+  /// it runs.
+  bool lasting() const { return !launch_.capture().active || plan_->captured; }
+  void place_routes();
+  bool make_route_tensors();
+  void remember_routes();
+  void bring_routes();
+  void fan_out();
+  void make_rows();
+  void use_of_others();
+
+  CudaEngine& engine_;
+  Launch& launch_;
+  ConstTensorView x_;
+  std::shared_ptr<CudaPlan> plan_;
+  const DispatchOptions& options_;
+  int sms_ = 1;
+  bool carries_routes_ = false;
+  std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
+  std::int64_t out_rows_ = 0;
+  std::int64_t need_bytes_ = 0;
+  CudaPlan::Routes routes_{};
+  Held rank_{};
+  Held side_{};
+  Held expert_{};
+  const std::byte* input_ = nullptr;
+  bool fills_routes_ = false;  // the tensors of the routes are new
+  std::byte* scratch_ = nullptr;
+  Received result_{};
+};
+
+}  // namespace ferry::cuda

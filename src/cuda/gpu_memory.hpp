@@ -1,0 +1,65 @@
+// The GPU memory of one rank, shared by the engine and by every tensor that lies in it.
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/runtime.hpp"
+#include "cuda/stream_arena.hpp"
+#include "fabric/cuda/block.hpp"
+#include "fabric/cuda/device_memory.hpp"
+#include "ferry/tensor.hpp"
+
+namespace ferry::cuda {
+
+/// A piece of memory with its owner: it goes back with the last copy.
+struct Held {
+  engine::Region region{};
+  std::shared_ptr<void> owner{};
+  explicit operator bool() const { return owner != nullptr; }
+  std::byte* data() const { return region.data; }
+};
+
+/// Registered memory, which peers read and write, and local memory, which only this GPU uses: plans
+/// and results. Tensors keep it alive, so they stay valid after the group is destroyed.
+class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
+ public:
+  /// That device must be current.
+  explicit GpuMemory(std::unique_ptr<fabric::DeviceMemory> registered);
+  ~GpuMemory();
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+
+  int device() const { return device_; }
+  const std::shared_ptr<EventPool>& events() const { return events_; }
+  /// The stream of calls without one. It lives as long as the tensors that were made on it.
+  const User& own() const { return own_; }
+  fabric::DeviceMemory& wire() { return *wire_; }
+  StreamArena& registered() { return registered_; }
+  StreamArena& local() { return local_; }
+
+  /// Nothing when there is no room; the engine can make some.
+  Held take_registered(std::size_t bytes, const User& user);
+  /// Grows as needed. Throws Error(exhausted).
+  Held take_local(std::size_t bytes, const User& user);
+  void settle(const Held& held, const GpuEvent& event);
+  /// False: the pointer is not in this memory.
+  bool record_stream(const void* pointer, cudaStream_t stream);
+
+ private:
+  Held hold(StreamArena& arena, const engine::Region& region);
+  void grow_local(std::size_t bytes);
+
+  int device_;
+  std::shared_ptr<EventPool> events_;
+  User own_{};
+  std::unique_ptr<fabric::DeviceMemory> wire_;
+  std::shared_ptr<fabric::DeviceContext> context_;
+  std::mutex mutex_;  // of blocks_
+  std::vector<std::shared_ptr<fabric::DeviceBlock>> blocks_;
+  StreamArena registered_;
+  StreamArena local_;
+};
+
+}  // namespace ferry::cuda

@@ -1,0 +1,221 @@
+// Entry and end of a call: the swap of heads by which every block of every rank takes the same
+// decision. Every function here is for whole blocks.
+//
+//   std::uint64_t generation;
+//   if (!begin_call(group, generation)) return;
+//   if (blockIdx.x == 0) post_entry(group, generation, call, [&](DeviceHead& head) { ... });
+//   if (!await_entry(group, generation, stage)) return;
+//   const Verdict verdict = judge_entry(group, generation, call, needed);
+//   if (verdict.reason != Reason::none) { refuse_call(...); return; }
+//   ... work; then one block, when no other reads the generation any more: end_call(...)
+#pragma once
+#include <cstddef>
+#include <new>
+
+#include "cuda/kernels/wait.cuh"
+
+namespace ferry::cuda::device {
+
+static_assert(sizeof(CallSignature) == 48 && sizeof(DeviceHead) == 96,
+              "the heads cross as whole words without padding");
+
+/// First in a kernel that is launched early: until the kernel before it in the stream has ended and
+/// its writes are visible. Nothing that any kernel wrote is read before.
+__device__ __forceinline__ void await_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/// The blocks of the next kernel may come; it still waits for all of this one.
+__device__ __forceinline__ void let_next_kernel_come() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Whole block: false when the group has failed before. `generation`: of this call.
+__device__ inline bool begin_call(const GroupView& group, std::uint64_t& generation) {
+  generation = load_relaxed(&local_words(group)->generation) + 1;
+  return __syncthreads_or(has_failed(group)) == 0;
+}
+
+inline constexpr int kHeadWords = static_cast<int>(sizeof(DeviceHead) / 8);
+
+/// A message without a body.
+struct NoBody {
+  __device__ int words(int) const { return 0; }
+  __device__ std::int32_t word(int, int) const { return 0; }
+};
+
+/// Whole block 0: this rank's message to every peer: the head, of which `fill(head)` (one thread)
+/// sets all but the call, then body.words(peer) words body.word(peer, i).
+template <class Fill, class Body = NoBody>
+__device__ inline void post_entry(const GroupView& group, std::uint64_t generation,
+                                  const CallSignature& call, const Fill& fill,
+                                  const Body& body = Body{}) {
+  __shared__ alignas(16) std::uint64_t head[kHeadWords];
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int warps = static_cast<int>(blockDim.x / 32);
+  // Where the first message goes, looked up while one thread fills the head.
+  std::byte* control =
+      warp < group.ranks ? control_of(group, (group.rank + warp) % group.ranks) : nullptr;
+  if (threadIdx.x == 0) {
+    auto* mine = new (head) DeviceHead{};
+    mine->call = call;
+    fill(*mine);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = warp; i < group.ranks; i += warps) {
+    const int peer = (group.rank + i) % group.ranks;
+    if (i != warp) control = control_of(group, peer);
+    std::byte* slot = mailbox_slot(group, control, group.rank, generation);
+    if (lane < kHeadWords) reinterpret_cast<std::uint64_t*>(slot)[lane] = head[lane];
+    auto* words = reinterpret_cast<std::int32_t*>(slot + sizeof(DeviceHead));
+    const int count = body.words(peer);
+#pragma unroll 1
+    for (int w = lane; w < count; w += 32) words[w] = body.word(peer, w);
+    __syncwarp();
+    if (lane == 0) store_release(flag_at(control, group.layout.entered, group.rank), generation);
+  }
+}
+
+/// Whole block: waits for the heads of all ranks.
+__device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage) {
+  return await_all(group, group.layout.entered, generation, stage);
+}
+
+/// none: the call goes on. The same on every rank but for the peer of a mismatch.
+struct Verdict {
+  Reason reason = Reason::none;
+  int peer = -1;
+};
+
+// Words of a head; 16 lanes of a warp hold one head, a word each.
+inline constexpr int kHeadLanes = 16;
+inline constexpr int kCallWords = static_cast<int>(sizeof(CallSignature) / 8);
+inline constexpr int kStatusWord = static_cast<int>(offsetof(DeviceHead, status) / 8);
+inline constexpr int kOffsetWord = static_cast<int>(offsetof(DeviceHead, offset) / 8);
+inline constexpr int kSideWord = static_cast<int>(offsetof(DeviceHead, side_segment) / 8);
+inline constexpr int kSideOffsetWord = static_cast<int>(offsetof(DeviceHead, side_offset) / 8);
+inline constexpr int kRowsWord = static_cast<int>(offsetof(DeviceHead, rows) / 8);
+static_assert(kHeadWords <= kHeadLanes && offsetof(DeviceHead, segment) % 8 == 4 &&
+              offsetof(DeviceHead, refused) % 8 == 4);
+
+/// Sixteen lanes: their word of `peer`'s head. All words come in one trip to the memory.
+__device__ __forceinline__ std::uint64_t load_head_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation) {
+  const int word = static_cast<int>(threadIdx.x % kHeadLanes);
+  if (word >= kHeadWords) return 0;
+  return load_relaxed(reinterpret_cast<const std::uint64_t*>(head_from(group, peer, generation)) +
+                      word);
+}
+
+inline constexpr std::uint32_t kNoComplaint = 5;
+
+/// Sixteen lanes, each with its word: what this lane finds wrong with the head, as a number: the
+/// lower, the earlier it is reported. `needed`: rows that arrive there.
+__device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const CallSignature& call,
+                                                   std::int64_t needed) {
+  const int word = static_cast<int>(threadIdx.x % kHeadLanes);
+  if (word < kCallWords) {
+    return value == reinterpret_cast<const std::uint64_t*>(&call)[word] ? kNoComplaint : 0;
+  }
+  if (word == kSideWord) {
+    const auto refused = static_cast<Reason>(value >> 32);
+    if (refused != Reason::none) return refused == Reason::bad_route ? 1 : 2;
+  }
+  if (word == kStatusWord) {
+    const auto status = static_cast<StepStatus>(value & 0xffffffff);
+    return status == StepStatus::ok ? kNoComplaint : status == StepStatus::too_many ? 4 : 3;
+  }
+  if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 4;
+  return kNoComplaint;
+}
+
+/// Whole block: the verdict of the worst of all threads' complaints, `what << 16 | peer`.
+__device__ inline Verdict worst_of(std::uint32_t found) {
+  __shared__ std::uint32_t worst;
+  if (__syncthreads_and(found >> 16 == kNoComplaint) != 0) return {};
+  if (threadIdx.x == 0) worst = found;
+  __syncthreads();
+  atomicMin(&worst, found);
+  __syncthreads();
+  const std::uint32_t all = worst;
+  __syncthreads();
+  const int peer = static_cast<int>(all & 0xffff);
+  switch (all >> 16) {
+    case 0: return {Reason::mismatch, peer};
+    case 1: return {Reason::bad_route, peer};
+    case 2: return {Reason::bad_plan, peer};
+    case 3: return {Reason::no_room, peer};
+    case 4: return {Reason::too_many, peer};
+    default: return {};
+  }
+}
+
+/// Whole block, after await_entry. `call`: this rank's signature. `needed`: rows that arrive at
+/// each rank (a dispatch), null: rows are not granted.
+__device__ inline Verdict judge_entry(const GroupView& group, std::uint64_t generation,
+                                      const CallSignature& call, const std::int64_t* needed) {
+  std::uint32_t found = kNoComplaint << 16;
+  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks;
+       peer += static_cast<int>(blockDim.x / kHeadLanes)) {
+    const std::int64_t rows = needed != nullptr ? needed[peer] : INT64_MIN;
+    const std::uint32_t what = complaint(load_head_word(group, peer, generation), call, rows);
+    const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
+    if (what != kNoComplaint && mine < found) found = mine;
+  }
+  return worst_of(found);
+}
+
+/// One thread: tells the host why this call moved nothing.
+__device__ inline void report(const GroupView& group, std::uint64_t generation, Verdict verdict,
+                              Stage stage, const std::int64_t* needed, Failure* failure) {
+  if (failure == nullptr) return;
+  const DeviceHead* head = head_from(group, verdict.peer, generation);
+  failure->reason = verdict.reason;
+  failure->stage = stage;
+  failure->peer = verdict.peer;
+  // Too many received rows are known here; too many rows of its output only the peer knows.
+  const auto status =
+      static_cast<StepStatus>(load_relaxed(reinterpret_cast<const std::uint32_t*>(&head->status)));
+  failure->detail =
+      needed != nullptr && verdict.reason == Reason::too_many && status != StepStatus::too_many
+          ? needed[verdict.peer]
+          : load_relaxed(&head->detail);
+  const auto* theirs = reinterpret_cast<const std::uint64_t*>(&head->call);
+  auto* copy = reinterpret_cast<std::uint64_t*>(&failure->theirs);
+  for (int i = 0; i < static_cast<int>(sizeof(CallSignature) / 8); ++i) {
+    copy[i] = load_relaxed(theirs + i);
+  }
+  store_release(&failure->written, generation);
+}
+
+/// One thread of the last block that needs the generation: the call has ended.
+__device__ inline void end_call(const GroupView& group, std::uint64_t generation) {
+  store_relaxed(&local_words(group)->generation, generation);
+}
+
+/// Whole grid, every block: ends a call that moves nothing, in peace. Uses arrived[3].
+__device__ inline void refuse_call(const GroupView& group, std::uint64_t generation,
+                                   Verdict verdict, Stage stage, const std::int64_t* needed,
+                                   Failure* failure) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    report(group, generation, verdict, stage, needed, failure);
+  }
+  if (arrive_last(group, 3) && threadIdx.x == 0) {
+    store_relaxed(&local_words(group)->refused, generation);
+    end_call(group, generation);
+  }
+}
+
+/// Whether the last call of the group moved its rows: what local kernels after it ask before they
+/// touch them.
+__device__ inline bool last_call_moved(const GroupView& group) {
+  const LocalWords* words = local_words(group);
+  return load_relaxed(&words->failed) == 0 &&
+         load_relaxed(&words->refused) != load_relaxed(&words->generation);
+}
+
+}  // namespace ferry::cuda::device

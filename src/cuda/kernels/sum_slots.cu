@@ -1,0 +1,137 @@
+// The slots of each received row summed, on the rank that has them: what crosses the wire in a
+// combine from expert-major rows.
+#include <algorithm>
+
+#include "cuda/kernels/combine_sm80.cuh"
+#include "cuda/kernels/combine_sm90.cuh"
+#include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/load.hpp"
+#include "cuda/kernels/sum_shape.hpp"
+#include "cuda/kernels/throughput.hpp"
+
+namespace ferry::cuda {
+namespace {
+
+using namespace device;
+
+struct SumSlotsLaunch {
+  SumSlotsParameters p{};
+  SumShape shape{};
+  std::int64_t row_bytes = 0;
+};
+
+/// Entry j of a received row: its slot j.
+struct SlotSource {
+  const SumSlotsParameters* p;
+  std::int64_t row_bytes;
+
+  struct Raw {
+    std::int64_t row;
+    float weight;
+  };
+  __device__ int entries() const { return p->plan.topk; }
+  __device__ Raw load(std::uint32_t token, int j) const {
+    const std::int64_t at = static_cast<std::int64_t>(token) * p->plan.topk + j;
+    return {__ldg(p->slot_rows + at), p->weights == nullptr ? 0.0f : __ldg(p->weights + at)};
+  }
+  __device__ Entry resolve(const Raw& raw, std::uint32_t, int) const {
+    if (raw.row < 0 || raw.row >= p->input_rows) return {nullptr, 0.0f};
+    return {p->rows + raw.row * row_bytes, raw.weight};
+  }
+};
+
+template <class T, int kVectors, bool kWeighted>
+__global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
+    sum_slots_kernel(const __grid_constant__ SumSlotsLaunch launch) {
+  const SumSlotsParameters& p = launch.p;
+  const PlanLayout& layout = p.plan.layout;
+  const bool counted = *reinterpret_cast<const std::uint64_t*>(p.plan.data + layout.state) == 1;
+  if (__syncthreads_or(has_failed(p.group) || !counted) != 0) return;
+  const std::int64_t received =
+      reinterpret_cast<const std::int64_t*>(p.plan.data + layout.recv_offset)[p.group.ranks];
+  SumWork work;
+  work.out = p.out;
+  work.row_bytes = launch.row_bytes;
+  work.rows = static_cast<std::uint32_t>(min(received, p.capacity));
+  work.pieces = launch.shape.pieces;
+  work.piece_bytes = kVectors * 512;
+  const auto warps = static_cast<std::uint32_t>(launch.shape.warps);
+  work.first = first_item(launch.shape.spread, warps);
+  work.stride = gridDim.x * warps;
+  const SlotSource source{&p, launch.row_bytes};
+#if __CUDA_ARCH__ >= 900
+  const SumStart<SlotSource> start(source, work);
+  const std::uint64_t generation = load_relaxed(&local_words(p.group)->generation) + 1;
+  sum_rows<T, kVectors, kWeighted>(start, ring_of_warp(p.group, generation, launch.shape.warps,
+                                                       launch.shape.stages, kVectors * 512));
+#else
+  sum_rows_by_loads<T, kVectors, kWeighted>(source, work);
+#endif
+}
+
+using SumSlotsKernel = void (*)(SumSlotsLaunch);
+
+template <class T, bool kWeighted>
+SumSlotsKernel kernel_for(int vectors) {
+  switch (vectors) {
+    case 1: return sum_slots_kernel<T, 1, kWeighted>;
+    case 2: return sum_slots_kernel<T, 2, kWeighted>;
+    case 4: return sum_slots_kernel<T, 4, kWeighted>;
+    case 7: return sum_slots_kernel<T, 7, kWeighted>;
+    case 8: return sum_slots_kernel<T, 8, kWeighted>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+SumSlotsKernel kernel_for(int vectors, bool weighted) {
+  return weighted ? kernel_for<T, true>(vectors) : kernel_for<T, false>(vectors);
+}
+
+SumSlotsKernel kernel_for(Dtype dtype, int vectors, bool weighted) {
+  switch (dtype) {
+    case Dtype::f32: return kernel_for<float>(vectors, weighted);
+    case Dtype::bf16: return kernel_for<Bf16>(vectors, weighted);
+    case Dtype::f16: return kernel_for<Fp16>(vectors, weighted);
+    default: return nullptr;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t stream,
+                             const SumTuning& tuning) {
+  SumSlotsLaunch launch;
+  launch.p = parameters;
+  launch.row_bytes = parameters.columns * static_cast<std::int64_t>(size_of(parameters.dtype));
+  if (const cudaError_t error = make_sum_shape(tuning, launch.row_bytes, 0, launch.shape);
+      error != cudaSuccess) {
+    return error;
+  }
+  const SumSlotsKernel kernel =
+      kernel_for(parameters.dtype, launch.shape.vectors, parameters.weights != nullptr);
+  if (kernel == nullptr || parameters.sms < 1) return cudaErrorInvalidValue;
+  kernel<<<parameters.sms, launch.shape.warps * 32, launch.shape.shared_bytes, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t stream) {
+  return launch_sum_slots(parameters, stream, SumTuning{});
+}
+
+cudaError_t load_sum_slots_kernels() {
+  KernelLimits limits;
+  if (const cudaError_t error = kernel_limits(limits); error != cudaSuccess) return error;
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+    for (const int vectors : kPieceVectors) {
+      for (const bool weighted : {false, true}) {
+        const auto* kernel = reinterpret_cast<const void*>(kernel_for(dtype, vectors, weighted));
+        const cudaError_t error = load_kernel(kernel, limits.shared_bytes - kOwnShared);
+        if (error != cudaSuccess) return error;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace ferry::cuda

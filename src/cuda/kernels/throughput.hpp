@@ -1,0 +1,218 @@
+// The kernels of throughput mode as the engine launches them: parameters and launchers. Nothing
+// here needs nvcc.
+//
+// Every call is one generation: entry swap (heads to all, heads from all), its work, and at its end
+// LocalWords::generation = this generation. What a call needs the CPU for is none of it.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/placement.hpp"
+#include "cuda/kernels/group_view.hpp"
+#include "ferry/dtype.hpp"
+
+namespace ferry::cuda {
+
+/// Lane j of a token is the j-th rank, ascending, that the token goes to; rank −1 ends the list.
+struct alignas(8) DeviceLane {
+  std::int32_t rank;
+  std::int32_t row;  ///< ordinal among the rows that this rank sends there
+};
+
+/// A plan in device memory (one region of the arena; `layout` says where).
+struct PlanLayout {
+  std::size_t lanes = 0;         ///< DeviceLane [T, L], L = min(K, R)
+  std::size_t ids = 0;           ///< i32 [T, K]: routes, global ids, −1 = unused
+  std::size_t rank_tokens = 0;   ///< i32 [R, R]: row s, column d: tokens that s sends to d
+  std::size_t expert_slots = 0;  ///< i32 [R, local experts]: slots of s for my experts
+  std::size_t peer_row = 0;      ///< i64 [R]: at rank d, my rows begin at this row
+  std::size_t peer_rows = 0;     ///< i64 [R]: rows that arrive at rank d, from all
+  std::size_t recv_offset = 0;   ///< i64 [R + 1]: rows of source s at my rank; the end = recv rows
+  std::size_t state = 0;         ///< u64: 1 when the plan holds counts, 0 when it failed
+  std::size_t bytes = 0;
+};
+
+FERRY_FN constexpr int lanes_of(int topk, int ranks) {
+  return topk < ranks ? topk : ranks;
+}
+
+FERRY_FN constexpr PlanLayout make_plan_layout(std::int64_t tokens, int topk, int ranks,
+                                               std::int64_t local_experts) {
+  const auto t = static_cast<std::size_t>(tokens);
+  const auto r = static_cast<std::size_t>(ranks);
+  PlanLayout layout{};
+  Carver carver{};
+  layout.lanes = carver.take(t * static_cast<std::size_t>(lanes_of(topk, ranks)) * 8);
+  layout.ids = carver.take(t * static_cast<std::size_t>(topk) * 4);
+  layout.rank_tokens = carver.take(r * r * 4);
+  layout.expert_slots = carver.take(r * static_cast<std::size_t>(local_experts) * 4);
+  layout.peer_row = carver.take(r * 8);
+  layout.peer_rows = carver.take(r * 8);
+  layout.recv_offset = carver.take((r + 1) * 8);
+  layout.state = carver.take(8);
+  layout.bytes = carver.end;
+  return layout;
+}
+
+struct PlanView {
+  std::byte* data = nullptr;
+  PlanLayout layout{};
+  std::int64_t tokens = 0;
+  int topk = 1;
+  Placement placement{};
+};
+
+/// What the CPU learns from a plan; pinned host memory, [1 + R*R + R*local experts] words after it.
+/// `done` is stored last: the generation. Then rank_tokens, then expert_slots.
+struct HostCounts {
+  std::uint64_t done = 0;
+  Failure failure{};  ///< reason none: the counts are there
+};
+
+struct PlanParameters {
+  GroupView group{};
+  const void* topk_idx = nullptr;  ///< [T, K]
+  bool wide = true;                ///< i64, else i32
+  std::int64_t token_stride = 0;   ///< in elements
+  std::int64_t slot_stride = 1;
+  PlanView plan{};
+  CallSignature call{};
+  HostCounts* counts = nullptr;
+  std::int32_t* count_words = nullptr;  ///< rank_tokens [R,R], expert_slots [R, local experts]
+  std::int32_t* scratch = nullptr;      ///< plan_scratch_bytes(), of the call alone
+};
+/// 0 when the slots of all experts are counted in shared memory.
+std::size_t plan_scratch_bytes(std::int64_t experts);
+
+/// Count, swap, place. One block.
+cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream);
+
+struct DispatchParameters {
+  GroupView group{};
+  PlanView plan{};
+  CallSignature call{};
+  const std::byte* x = nullptr;   ///< [T, row_bytes] dense, 16-byte aligned
+  std::int64_t row_bytes = 0;     ///< a multiple of 16
+  const float* scales = nullptr;  ///< [T, C], any strides; null: none
+  std::int64_t scale_columns = 0;
+  std::int64_t scale_token_stride = 0;
+  std::int64_t scale_column_stride = 1;
+  const float* weights = nullptr;  ///< [T, K] dense; null: none
+  bool carries_routes = false;     ///< write source_token and local ids into the side region
+  // The grant: where peers write. capacity rows; layouts by make_receive_layout and
+  // make_side_layout of this capacity.
+  StepStatus status = StepStatus::ok;  ///< no_room: nothing is granted
+  std::int64_t need_bytes = 0;         ///< then
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t side_segment = 0;
+  std::uint64_t side_offset = 0;
+  std::int64_t capacity = 0;
+  /// Expert-major output of a worst case: its rows, every expert's padded to `out_alignment`, must
+  /// fit, too. 0: they do.
+  std::int64_t out_capacity = 0;
+  std::int64_t out_alignment = 1;
+  Failure* failure = nullptr;  ///< pinned, of this call: reasons that are not fatal
+  int sms = 0;                 ///< blocks, one for each SM
+};
+
+/// Entry swap, push of every row to its final place, delivery. Ends when all rows are here.
+cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t stream);
+
+/// After launch_dispatch with routes: what the caller and the plan get of them. Local work only.
+struct RoutesParameters {
+  GroupView group{};
+  PlanView plan{};
+  std::int64_t capacity = 0;               ///< rows of the outputs; rows past the last: −1 and 0
+  const std::int32_t* side_ids = nullptr;  ///< [capacity, K] local ids, as peers wrote them
+  std::int64_t* topk_idx = nullptr;        ///< i64 [capacity, K]
+  std::int32_t* source_token = nullptr;    ///< i32 [capacity], written by peers; tail filled here
+  float* weights = nullptr;                ///< f32 [capacity, K] or null; tail filled here
+  /// Not null: becomes 1 when the dispatch brought the routes, else 0. Calls that use them take it
+  /// for the plan's state.
+  std::uint64_t* came = nullptr;
+  int sms = 0;
+};
+cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream);
+
+/// Expert-major output from the rank-major rows that launch_dispatch brought. Local work only.
+struct FanOutParameters {
+  GroupView group{};
+  PlanView plan{};
+  const std::int32_t* ids = nullptr;  ///< [capacity, K] local ids of received rows
+  const std::byte* rows = nullptr;    ///< [capacity, row_bytes] rank-major
+  const float* scales = nullptr;      ///< [capacity, C] or null
+  std::int64_t row_bytes = 0;
+  std::int64_t scale_columns = 0;
+  std::int64_t capacity = 0;  ///< of the rank-major rows
+  std::int64_t alignment = 1;
+  std::int64_t out_capacity = 0;           ///< rows of `out`
+  std::byte* out = nullptr;                ///< [out_capacity, row_bytes]; padding and tail are zero
+  float* out_scales = nullptr;             ///< [out_capacity, C]
+  std::int64_t* slot_rows = nullptr;       ///< [capacity, K]: row of `out` of each slot, −1 = none
+  std::int64_t* expert_offsets = nullptr;  ///< [local experts + 1]
+  std::int32_t* scratch = nullptr;         ///< fan_out_scratch_bytes()
+  bool after_dispatch = true;              ///< only if the call before it moved its rows
+  int sms = 0;
+};
+std::size_t fan_out_scratch_bytes(std::int64_t capacity, std::int64_t local_experts);
+cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream);
+
+/// Each received row's slots summed, before a combine from expert-major rows: `acc = fma(w, x,
+/// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only.
+struct SumSlotsParameters {
+  GroupView group{};
+  PlanView plan{};
+  const std::int64_t* slot_rows = nullptr;  ///< [capacity, K]
+  const std::byte* rows = nullptr;          ///< [M, H] expert-major
+  std::int64_t input_rows = 0;              ///< M: a slot's row that is not below it is not read
+  const float* weights = nullptr;           ///< f32 [capacity, K]; null: unweighted
+  Dtype dtype = Dtype::bf16;                ///< f32, bf16, f16
+  std::int64_t columns = 0;                 ///< H
+  std::int64_t capacity = 0;
+  std::byte* out = nullptr;  ///< [capacity, H]: the first recv rows are written
+  int sms = 0;
+};
+cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t stream);
+
+struct CombineParameters {
+  GroupView group{};
+  PlanView plan{};
+  CallSignature call{};
+  // Where this rank's rows are: registered memory, rank-major, `rows` of them.
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t side_segment = 0;  ///< weights f32 [rows, K], registered too
+  std::uint64_t side_offset = 0;
+  std::int64_t rows = 0;
+  StepStatus status = StepStatus::ok;
+  std::int64_t need_bytes = 0;
+  bool has_weights = false;
+  Dtype dtype = Dtype::bf16;         ///< f32, bf16, f16
+  std::int64_t columns = 0;          ///< H; row bytes are a multiple of 16
+  const std::byte* bias0 = nullptr;  ///< [T, H] or null
+  const std::byte* bias1 = nullptr;
+  std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
+  float* out_weights = nullptr;  ///< f32 [T, K] when has_weights
+  Failure* failure = nullptr;
+  int sms = 0;
+};
+
+/// Entry swap, the owner pulls the rows of each of its tokens in ascending rank order, sums in fp32
+/// from +0, adds bias0 then bias1, rounds once; then tells the owners of the rows. Ends when all
+/// peers have read this rank's rows.
+cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t stream);
+
+struct BarrierParameters {
+  GroupView group{};
+  CallSignature call{};
+  Failure* failure = nullptr;
+};
+cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);
+
+/// Loads every kernel of throughput mode on the current device, so that none is loaded inside a
+/// wait, and allows its shared memory.
+cudaError_t load_throughput_kernels();
+
+}  // namespace ferry::cuda

@@ -1,0 +1,33 @@
+// Pinned host memory that kernels write to, in slots of one size. Allocating it may wait for the
+// GPU, so there is enough from the beginning.
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace ferry::cuda {
+
+/// Thread-safe. A slot comes zeroed and goes back with its last owner; by then no kernel may use
+/// it. The memory lives as long as the pool or a slot.
+class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
+ public:
+  /// Throws Error(exhausted).
+  static std::shared_ptr<PinnedPool> make(std::size_t slot_bytes, std::size_t slots);
+  ~PinnedPool();
+  PinnedPool(const PinnedPool&) = delete;
+  PinnedPool& operator=(const PinnedPool&) = delete;
+
+  std::shared_ptr<std::byte> take();
+
+ private:
+  explicit PinnedPool(std::size_t slot_bytes) : slot_bytes_(slot_bytes) {}
+  void add(std::size_t slots);
+
+  std::size_t slot_bytes_;
+  std::mutex mutex_;
+  std::vector<void*> slabs_;
+  std::vector<std::byte*> free_;
+};
+
+}  // namespace ferry::cuda

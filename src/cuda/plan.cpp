@@ -1,0 +1,113 @@
+// Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/layout.hpp"
+#include "cuda/cuda_engine.hpp"
+#include "cuda/event.hpp"
+
+namespace ferry::cuda {
+
+void CudaPlan::fill_exchange() {
+  const auto ranks = static_cast<std::size_t>(view.placement.ranks);
+  const auto self = static_cast<std::size_t>(exchange.rank);
+  exchange.placement = view.placement;
+  exchange.own.topk = topk;
+  exchange.own.tokens = tokens;
+  exchange.rank_tokens.assign(count_words, count_words + ranks * ranks);
+  const std::size_t slots = ranks * static_cast<std::size_t>(exchange.local_experts());
+  exchange.expert_slots.assign(count_words + ranks * ranks, count_words + ranks * ranks + slots);
+  exchange.recv_offset.assign(1, 0);
+  exchange.send_offset.assign(1, 0);
+  for (std::size_t other = 0; other < ranks; ++other) {
+    exchange.recv_offset.push_back(exchange.recv_offset.back() +
+                                   exchange.rank_tokens[other * ranks + self]);
+    exchange.send_offset.push_back(exchange.send_offset.back() +
+                                   exchange.rank_tokens[self * ranks + other]);
+    exchange.peer_row.push_back(exchange.first_row(static_cast<int>(other), exchange.rank));
+  }
+}
+
+bool CudaPlan::counts_known() {
+  if (captured || !told() || counts->failure.reason != Reason::none) return false;
+  std::call_once(filled_, [this] { fill_exchange(); });
+  return true;
+}
+
+std::shared_ptr<CudaPlan> CudaEngine::plan_of(const Plan& plan, const char* call) {
+  if (checked(plan, call).engine.lock().get() != this) {
+    refuse(call, "plan", "a plan of another group", "one of this group");
+  }
+  return std::static_pointer_cast<CudaPlan>(plan.state());  // this engine made it
+}
+
+/// A plan in a graph holds nothing before the graph has run; the memory was somebody else's.
+void CudaEngine::forget_states(const CudaPlan& plan) {
+  const cudaStream_t own = gpu().own().stream;
+  for (const std::size_t state : {plan.view.layout.state, plan.routes_state}) {
+    check(cudaMemsetAsync(plan.memory.data() + state, 0, sizeof(std::uint64_t), own),
+          "cudaMemsetAsync");
+  }
+  const GpuEvent done = gpu().events()->take();
+  check(cudaEventRecord(done.get(), own), "cudaEventRecord");
+  poll([&] { return is_done(done); }, config_.deadline, config_.on_wait);
+}
+
+Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  check_usable("plan");
+  check_stream("plan", options.stream, device());
+  check_routes("plan", topk_idx, device());
+  Launch launch(*this, "plan", options.stream);
+  auto state = std::make_shared<CudaPlan>();
+  state->engine = weak_from_this();
+  state->tokens = topk_idx.shape[0];
+  state->topk = static_cast<int>(topk_idx.shape[1]);
+  state->on_wait = config_.on_wait;
+  state->captured = launch.capture().active;
+  state->made = launch.record();
+  state->exchange.rank = rank();
+  state->exchange.placement = placement_;
+  state->view.tokens = state->tokens;
+  state->view.topk = state->topk;
+  state->view.placement = placement_;
+  state->view.layout =
+      make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
+  state->routes_state = round_up(state->view.layout.bytes, 16);
+  state->memory = gpu().take_local(state->routes_state + sizeof(std::uint64_t), launch.user());
+  state->view.data = state->memory.data();
+  if (state->captured) forget_states(*state);
+  state->slot = counts_->take();
+  state->counts = new (state->slot.get()) HostCounts();
+  state->count_words =
+      reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
+
+  PlanParameters parameters;
+  parameters.group = view_;
+  parameters.topk_idx = topk_idx.data;
+  parameters.wide = topk_idx.dtype == Dtype::i64;
+  parameters.token_stride = topk_idx.strides[0];
+  parameters.slot_stride = topk_idx.strides[1];
+  parameters.plan = state->view;
+  parameters.call.kind = CallKind::plan;
+  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
+  parameters.counts = state->counts;
+  parameters.count_words = state->count_words;
+  if (const std::size_t scratch = plan_scratch_bytes(config_.experts); scratch > 0) {
+    parameters.scratch =
+        reinterpret_cast<std::int32_t*>(launch.temporary(gpu().take_local(scratch, launch.user())));
+  }
+  launch.outlives(state);
+  state->ready =
+      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
+  state->number = launch.enter(parameters.call);
+  launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
+  const bool blocking = launch.blocking();
+  launch.keep(state->slot);
+  launch.finish();
+  if (blocking) finish("plan", state->ready);
+  return Plan(state);
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,139 @@
+#include "cuda/runtime.hpp"
+
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "ferry/error.hpp"
+
+namespace ferry::cuda {
+
+void check(cudaError_t result, const char* call) {
+  if (result == cudaSuccess) return;
+  const bool memory = result == cudaErrorMemoryAllocation;
+  throw Error(memory ? ErrorKind::exhausted : ErrorKind::system,
+              std::string("CUDA: ") + call + ": " + cudaGetErrorName(result) + ", " +
+                  cudaGetErrorString(result));
+}
+
+OnDevice::OnDevice(int device) {
+  int current = -1;
+  check(cudaGetDevice(&current), "cudaGetDevice");
+  if (current != device) {
+    check(cudaSetDevice(device), "cudaSetDevice");
+    before_ = current;
+  }
+  cudaThreadExchangeStreamCaptureMode(&mode_);
+}
+
+OnDevice::~OnDevice() {
+  cudaThreadExchangeStreamCaptureMode(&mode_);
+  if (before_ >= 0) cudaSetDevice(before_);
+}
+
+Capture capture_of(cudaStream_t stream) {
+  Capture capture;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+#if CUDART_VERSION >= 13000
+  const cudaError_t result = cudaStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph,
+                                                      nullptr, nullptr, nullptr);
+#else
+  const cudaError_t result =
+      cudaStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph, nullptr, nullptr);
+#endif
+  if (result == cudaErrorStreamCaptureImplicit) {
+    (void)cudaGetLastError();
+    throw Error(ErrorKind::unsupported,
+                "the default CUDA stream cannot be used while another stream is captured into a "
+                "graph; give a stream of your own");
+  }
+  check(result, "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    throw Error(ErrorKind::unsupported, "the capture of this CUDA stream has been invalidated");
+  }
+  capture.active = status == cudaStreamCaptureStatusActive;
+  return capture;
+}
+
+bool is_capturing(cudaStream_t stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return true;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
+unsigned long long id_of(cudaStream_t stream) {
+  unsigned long long id = 0;
+  check(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  return id;
+}
+
+namespace {
+
+using Things = std::vector<std::shared_ptr<void>>;
+
+/// Runs in a thread of the driver, where no CUDA call is allowed; what ends there may make some.
+void CUDART_CB drop_things(void* pointer) {
+  std::thread([things = static_cast<Things*>(pointer)] { delete things; }).detach();
+}
+
+}  // namespace
+
+void keep_with_graph(cudaGraph_t graph, Things things) {
+  auto held = std::make_unique<Things>(std::move(things));
+  cudaUserObject_t object = nullptr;
+  check(cudaUserObjectCreate(&object, held.get(), drop_things, 1, cudaUserObjectNoDestructorSync),
+        "cudaUserObjectCreate");
+  held.release();  // the object's now
+  const cudaError_t result = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+  if (result != cudaSuccess) cudaUserObjectRelease(object, 1);
+  check(result, "cudaGraphRetainUserObject");
+}
+
+EventPool::~EventPool() {
+  for (cudaEvent_t event : free_) cudaEventDestroy(event);
+}
+
+GpuEvent EventPool::take() {
+  cudaEvent_t event = nullptr;
+  {
+    std::scoped_lock lock(mutex_);
+    if (!free_.empty()) {
+      event = free_.back();
+      free_.pop_back();
+    }
+  }
+  if (event == nullptr) {
+    const OnDevice here(device_);
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  return {event, [pool = shared_from_this()](cudaEvent_t done) {
+            std::scoped_lock lock(pool->mutex_);
+            pool->free_.push_back(done);
+          }};
+}
+
+GpuEvent EventPool::record(cudaStream_t stream) noexcept {
+  try {
+    const OnDevice here(device_);  // whose default stream is meant
+    GpuEvent event = take();
+    if (cudaEventRecord(event.get(), stream) == cudaSuccess) return event;
+    (void)cudaGetLastError();
+  } catch (...) {  // the GPU or the process is going away
+  }
+  return nullptr;
+}
+
+bool is_done(const GpuEvent& event) {
+  const cudaError_t result = cudaEventQuery(event.get());
+  if (result == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check(result, "cudaEventQuery");
+  return true;
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,72 @@
+// CUDA's runtime as the engine uses it: errors with words, the device of a call, events that are
+// used again, and what is known of a stream that is being captured into a graph.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <vector>
+
+namespace ferry::cuda {
+
+/// Throws Error(exhausted) when memory is missing, else Error(system), unless the call succeeded.
+void check(cudaError_t result, const char* call);
+
+/// While it lives, this thread uses `device`, and may make any call while some stream is captured
+/// into a graph: what the engine asks then concerns other streams.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = -1;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+/// The capture that a stream takes part in; `active` false: none.
+struct Capture {
+  bool active = false;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+};
+/// Throws Error(unsupported) for the default stream while another stream is captured.
+Capture capture_of(cudaStream_t stream);
+/// Whether nothing may be recorded on the stream now. Never throws.
+bool is_capturing(cudaStream_t stream) noexcept;
+
+/// The stream's number, unlike that of any stream before: handles are used again. Not
+/// for one that is being captured.
+unsigned long long id_of(cudaStream_t stream);
+
+/// Keeps `things` as long as the graph or anything made of it can run.
+void keep_with_graph(cudaGraph_t graph, std::vector<std::shared_ptr<void>> things);
+
+/// An event without time stamps; goes back to its pool with the last copy.
+using GpuEvent = std::shared_ptr<std::remove_pointer_t<cudaEvent_t>>;
+
+/// Thread-safe. Events live as long as the pool, and that as long as an event is out.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  explicit EventPool(int device) : device_(device) {}
+  ~EventPool();
+  int device() const { return device_; }
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+  GpuEvent take();
+  /// Takes one and records it. Never throws: null when that is not possible.
+  GpuEvent record(cudaStream_t stream) noexcept;
+
+ private:
+  int device_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+/// Never blocks. Throws Error(system) when the GPU has failed.
+bool is_done(const GpuEvent& event);
+
+}  // namespace ferry::cuda

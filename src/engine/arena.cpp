@@ -1,0 +1,83 @@
+#include "engine/arena.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+
+namespace ferry::engine {
+
+void Arena::add(const fabric::Segment& segment) {
+  std::scoped_lock lock(mutex_);
+  Pool pool{segment, {}};
+  pool.free[0] = segment.bytes / kRegionAlignment * kRegionAlignment;
+  pools_.push_back(std::move(pool));
+}
+
+std::optional<Region> Arena::allocate(std::size_t bytes) {
+  const std::size_t units =
+      std::max<std::size_t>(1, (bytes + kRegionAlignment - 1) / kRegionAlignment);
+  const std::size_t need = units * kRegionAlignment;
+  if (need < bytes) return std::nullopt;  // overflow
+  std::scoped_lock lock(mutex_);
+  for (Pool& pool : pools_) {
+    const auto piece = std::find_if(pool.free.begin(), pool.free.end(),
+                                    [&](const auto& free) { return free.second >= need; });
+    if (piece == pool.free.end()) continue;
+    const auto [offset, size] = *piece;
+    pool.free.erase(piece);
+    if (size > need) pool.free[offset + need] = size - need;
+    used_ += need;
+    return Region{{pool.segment.id, offset}, pool.segment.data + offset, need};
+  }
+  return std::nullopt;
+}
+
+void Arena::release(const Region& region) {
+  std::scoped_lock lock(mutex_);
+  const auto pool = std::find_if(pools_.begin(), pools_.end(), [&](const Pool& p) {
+    return p.segment.id == region.address.segment;
+  });
+  if (pool == pools_.end()) return;
+  used_ -= region.bytes;
+  auto at = pool->free.emplace(region.address.offset, region.bytes).first;
+  if (const auto next = std::next(at);
+      next != pool->free.end() && at->first + at->second == next->first) {
+    at->second += next->second;
+    pool->free.erase(next);
+  }
+  if (at != pool->free.begin()) {
+    const auto before = std::prev(at);
+    if (before->first + before->second == at->first) {
+      before->second += at->second;
+      pool->free.erase(at);
+    }
+  }
+}
+
+std::optional<fabric::Address> Arena::find(const void* pointer, std::size_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(mutex_);
+  for (const Pool& pool : pools_) {
+    const std::byte* begin = pool.segment.data;
+    const std::byte* end = begin + pool.segment.bytes;
+    if (std::less_equal<>{}(begin, at) && std::less<>{}(at, end) &&
+        bytes <= static_cast<std::size_t>(end - at)) {
+      return fabric::Address{pool.segment.id, static_cast<std::uint64_t>(at - begin)};
+    }
+  }
+  return std::nullopt;
+}
+
+std::size_t Arena::total_bytes() const {
+  std::scoped_lock lock(mutex_);
+  std::size_t total = 0;
+  for (const Pool& pool : pools_) total += pool.segment.bytes;
+  return total;
+}
+
+std::size_t Arena::used_bytes() const {
+  std::scoped_lock lock(mutex_);
+  return used_;
+}
+
+}  // namespace ferry::engine

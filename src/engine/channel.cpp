@@ -1,0 +1,98 @@
+#include "engine/channel.hpp"
+
+#include <cstring>
+#include <utility>
+
+namespace ferry::engine {
+namespace {
+
+using protocol::FlagLayout;
+using protocol::Place;
+
+FlagLayout flags_at(int ranks, std::size_t offset) {
+  return {ranks, Place{Channel::kControl, offset}, kLineBytes};
+}
+
+protocol::SwapLayout swap_layout(int ranks, const ControlLayout& layout) {
+  return {layout.message_bytes, Place{Channel::kControl, layout.mailbox}, layout.message_bytes,
+          flags_at(ranks, layout.swap_flags)};
+}
+
+}  // namespace
+
+Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
+                 const fabric::Segment& control, const ControlLayout& layout)
+    : memory_(std::move(memory)),
+      config_(config),
+      control_(control),
+      layout_(layout),
+      rank_(memory_->fabric->rank()),
+      size_(memory_->fabric->size()),
+      reach_(*memory_->fabric),
+      swap_(swap_layout(size_, layout), rank_, control.data + layout.mailbox,
+            control.data + layout.swap_flags),
+      delivery_(flags_at(size_, layout.delivered), rank_, control.data + layout.delivered),
+      loan_(flags_at(size_, layout.done), rank_, control.data + layout.done),
+      notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices, &own_notice_),
+      outgoing_(layout.message_bytes) {}
+
+void Channel::swap(const char* stage, const StepMessage& head, std::span<const std::byte> body) {
+  std::memcpy(outgoing_.data(), &head, sizeof(head));
+  if (!body.empty()) std::memcpy(outgoing_.data() + sizeof(head), body.data(), body.size());
+  const Generation g = generation() + 1;
+  generation_.store(g, std::memory_order_relaxed);
+  swap_.post_all(reach_, g, outgoing_.data(), 0);
+  const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, g};
+  await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
+}
+
+StepMessage Channel::head(int source) const {
+  StepMessage message;
+  std::memcpy(&message, swap_.message(source, generation()), sizeof(message));
+  return message;
+}
+
+const std::byte* Channel::body(int source) const {
+  return swap_.message(source, generation()) + sizeof(StepMessage);
+}
+
+std::byte* Channel::checked(const char* stage, int peer, fabric::Address address,
+                            std::uint64_t bytes) {
+  const std::uint64_t room = memory_->fabric->bytes(peer, address.segment);
+  // Not offset + bytes: that could overflow.
+  if (room == 0 || address.offset > room || bytes > room - address.offset ||
+      address.offset % sizeof(float) != 0) {
+    distrust(stage, peer,
+             "named " + std::to_string(bytes) + " bytes at offset " +
+                 std::to_string(address.offset) + " of its segment " +
+                 std::to_string(address.segment) + ", which has " + std::to_string(room) +
+                 " bytes here");
+  }
+  return pointer(peer, address);
+}
+
+void Channel::deliver(int peer, std::uint64_t bytes) {
+  delivery_.deliver(reach_, peer, generation(), bytes);
+}
+
+void Channel::await_delivered(const char* stage, int source) {
+  const Awaited awaited{
+      {control_.data + layout_.delivered, kLineBytes, size_}, generation(), source};
+  await(stage, awaited, [&](GroupWatch& watch) {
+    return source < 0 ? delivery_.await(generation(), watch)
+                      : delivery_.await_from(source, generation(), watch);
+  });
+}
+
+void Channel::give_back(int owner) {
+  loan_.give_back(reach_, owner, generation());
+}
+
+void Channel::await_given_back(const char* stage, int reader) {
+  const protocol::FlagRow row{control_.data + layout_.done, kLineBytes, size_};
+  await(stage, {row, generation(), reader}, [&](GroupWatch& watch) {
+    return protocol::await_flag(row[reader], reader, generation(), protocol::kAnyAhead, watch);
+  });
+}
+
+}  // namespace ferry::engine

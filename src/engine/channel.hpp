@@ -1,0 +1,206 @@
+// Steps of an exchange on one group: swaps, deliveries, loans, and what becomes of a rank that
+// fails in one. Turns the protocols' statuses into errors with words.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/layout.hpp"
+#include "engine/memory.hpp"
+#include "engine/reach.hpp"
+#include "ferry/group.hpp"
+#include "protocol/delivery.hpp"
+#include "protocol/notice.hpp"
+#include "protocol/swap.hpp"
+
+namespace ferry::engine {
+
+using protocol::Generation;
+
+class GroupWatch;
+
+/// The flags that a wait looks at, so that a rank that is not awaited may leave or die in peace.
+struct Awaited {
+  protocol::FlagRow row{};
+  std::uint64_t wanted = 0;
+  int only = -1;  ///< one source, or -1 for all
+  bool missing(int peer) const;
+};
+
+class Channel {
+ public:
+  /// The segment with flags, mailbox and what a rank says about itself, the same on all ranks.
+  static constexpr fabric::SegmentId kControl = 0;
+
+  /// `control`: this rank's control segment; all peers' are attached as segment 0.
+  Channel(std::shared_ptr<Memory> memory, const GroupConfig& config, const fabric::Segment& control,
+          const ControlLayout& layout);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// relaxed: read by other threads for their messages and notices alone.
+  Generation generation() const { return generation_.load(std::memory_order_relaxed); }
+  FabricReach& reach() { return reach_; }
+  /// In this process, or null outside the domain.
+  std::byte* pointer(int peer, fabric::Address address) const {
+    std::byte* base = memory_->fabric->pointer(peer, address.segment);
+    return base == nullptr ? nullptr : base + address.offset;
+  }
+
+  /// Where a peer said that `bytes` lie: its address in this process, or null outside the domain.
+  /// Fails the group with Error(mismatch) unless they lie inside a segment of the peer.
+  std::byte* checked(const char* stage, int peer, fabric::Address address, std::uint64_t bytes);
+  /// A peer sent what cannot be: fails the group with Error(mismatch) naming it.
+  [[noreturn]] void distrust(const char* stage, int peer, const std::string& what);
+
+  /// Starts the next generation: gives every rank this message (head, then body) and waits for
+  /// theirs. `stage` is named in errors: "dispatch: grants".
+  void swap(const char* stage, const StepMessage& head, std::span<const std::byte> body = {});
+  /// The messages of the last swap, valid until the next.
+  StepMessage head(int source) const;
+  const std::byte* body(int source) const;
+  std::size_t max_body_bytes() const { return layout_.message_bytes - sizeof(StepMessage); }
+
+  /// Rows for `peer` are written in the current generation, `bytes` of them outside the domain.
+  void deliver(int peer, std::uint64_t bytes);
+  std::uint64_t delivery_tag() const { return protocol::Delivery<>::tag(generation_); }
+  void await_delivered(const char* stage, int source = -1);
+  /// This rank no longer reads `owner`'s rows of the current generation.
+  void give_back(int owner);
+  /// Waits until the readers (`peers`: those inside the domain) have read this rank's rows.
+  void await_given_back(const char* stage, int reader);
+
+  /// Runs one wait of any protocol under this group's watch; throws what its status says.
+  template <class Wait>
+  void await(const char* stage, const Awaited& awaited, Wait&& wait);
+
+  /// Says which call this rank is in, for the peers' messages; stays after a failure.
+  void enter_call(const CallWord& call);
+
+  /// Said by a call before it throws what every rank throws in this step, before anything moved:
+  /// the group can go on.
+  void all_ranks_throw() { all_throw_ = true; }
+  /// Whether it was said since the last time that this was asked.
+  bool all_ranks_threw() { return std::exchange(all_throw_, false); }
+
+  /// Throws when the group is destroyed or dead.
+  void check_usable(const char* call) const;
+  /// Marks the group dead, unless it is already, and tells the peers that this rank failed.
+  void fail(const char* stage, const std::string& reason, ErrorKind kind = ErrorKind::interrupted);
+  /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
+  void leave();
+
+  // For an engine whose waits run on a GPU (channel_gpu.cpp).
+
+  /// The error that the group failed with.
+  std::optional<Error> dead() const;
+  /// Looks once whether a peer has failed, or has died or left while this rank needs it. Then the
+  /// group is dead and the peers are told. `awaits(peer)`: whether the call that runs now does.
+  /// `ended()`: calls that have ended here; a rank that left after more is not missed. Both are
+  /// asked only when a rank has died or left.
+  std::optional<Error> look(const char* stage, const std::function<Generation()>& ended,
+                            const std::function<bool(int)>& awaits);
+  /// Of `ended`: every rank that left is missed.
+  static constexpr Generation kUnknownEnd = ~Generation{0};
+  /// A wait for `peer` on the GPU reached its deadline: the group is dead and the peers are told.
+  Error late(const char* stage, int peer, std::uint64_t expected, std::uint64_t seen);
+  /// Whether this rank waits for peers now, for their blame. To be said at least every 100 ms.
+  void beat(bool waiting);
+  /// How many calls there were, for messages and notices.
+  void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }
+
+  bool left() const { return left_.load(std::memory_order_acquire); }
+
+  std::uint64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class GroupWatch;
+  [[noreturn]] void raise(const char* stage, const protocol::Status& status,
+                          const std::optional<protocol::Notice>& notice,
+                          std::chrono::nanoseconds waited);
+  void die(const Error& error);
+  int blame(const Awaited& awaited, int fallback) const;
+  /// A word of a rank's own line, or null when its memory is not in this process.
+  std::uint64_t* own_word(int peer, std::size_t index) const;
+  bool waits(int peer) const;
+  std::optional<CallWord> call_of(int peer) const;
+  /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
+  std::string whereabouts(std::initializer_list<int> ranks) const;
+
+  std::shared_ptr<Memory> memory_;
+  const GroupConfig& config_;
+  fabric::Segment control_;
+  ControlLayout layout_;
+  int rank_;
+  int size_;
+  FabricReach reach_;
+  std::atomic<Generation> generation_{0};  // written by the thread whose turn it is
+  protocol::Swap<> swap_;
+  protocol::Delivery<> delivery_;
+  protocol::Loan<> loan_;
+  protocol::Notices<> notices_;
+  alignas(64) std::uint64_t own_notice_ = 0;
+  std::vector<std::byte> outgoing_;
+  bool all_throw_ = false;  // of the thread whose turn it is
+  std::atomic<bool> left_{false};
+  std::atomic<std::uint64_t> wait_ns_{0};
+  mutable std::mutex dead_mutex_;
+  std::optional<Error> dead_{};
+};
+
+/// The watch of a group's waits: deadline, destroy, notices, dead peers, the caller's `on_wait`.
+class GroupWatch {
+ public:
+  GroupWatch(Channel& channel, const Awaited& awaited);
+  ~GroupWatch();
+  GroupWatch(const GroupWatch&) = delete;
+  GroupWatch& operator=(const GroupWatch&) = delete;
+
+  std::uint64_t spin_ns() const;
+  std::uint64_t slice_ns() const;
+  protocol::Status check();
+
+  const std::optional<protocol::Notice>& notice() const { return notice_; }
+  std::chrono::nanoseconds waited() const { return Clock::now() - start_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void beat(std::uint64_t value);
+  bool may_be_under_way(const protocol::Notice& left, Clock::time_point now) const;
+
+  Channel& channel_;
+  Awaited awaited_;
+  Clock::time_point start_ = Clock::now();
+  Clock::time_point last_look_ = start_;
+  std::optional<protocol::Notice> notice_{};
+};
+
+template <class Wait>
+void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
+  GroupWatch watch(*this, awaited);
+  protocol::Status status;
+  try {
+    status = wait(watch);
+  } catch (const std::exception& thrown) {
+    fail(stage, thrown.what());  // on_wait threw: Ctrl-C
+    throw;
+  } catch (...) {
+    fail(stage, "on_wait threw");
+    throw;
+  }
+  const auto waited = watch.waited();
+  wait_ns_.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+  if (!status.ok()) raise(stage, status, watch.notice(), waited);
+}
+
+}  // namespace ferry::engine

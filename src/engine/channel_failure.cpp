@@ -1,0 +1,150 @@
+// What becomes of a rank whose exchange fails: what it says, whom it names, what it tells the
+// peers.
+#include <set>
+
+#include "engine/channel.hpp"
+
+namespace ferry::engine {
+namespace {
+
+using protocol::Notice;
+using protocol::Status;
+
+std::string seconds(std::chrono::nanoseconds time) {
+  std::string text = std::to_string(static_cast<double>(time.count()) * 1e-9);
+  return text.substr(0, text.find('.') + 3) + " s";
+}
+
+std::string rank_text(int rank) {
+  return "rank " + std::to_string(rank);
+}
+
+ErrorKind kind_of(Notice::Kind kind) {
+  switch (kind) {
+    case Notice::Kind::kLate: return ErrorKind::deadline;
+    case Notice::Kind::kLeft: return ErrorKind::peer_left;
+    default: return ErrorKind::peer_failed;
+  }
+}
+
+std::string told(const Notice& notice, int self) {
+  const std::string culprit = rank_text(notice.culprit);
+  const std::string by = notice.reporter == self || notice.reporter == notice.culprit
+                             ? std::string()
+                             : " (reported by " + rank_text(notice.reporter) + ")";
+  switch (notice.kind) {
+    case Notice::Kind::kLate: return culprit + " missed the deadline" + by;
+    case Notice::Kind::kLeft:
+      return culprit + " destroyed its group while others still exchange" + by;
+    case Notice::Kind::kFailed: return culprit + " failed and gave up" + by;
+    default: return culprit + " died" + by;
+  }
+}
+
+}  // namespace
+
+void Channel::check_usable(const char* call) const {
+  if (left()) {
+    throw Error(ErrorKind::destroyed, std::string(call) + ": the group is destroyed");
+  }
+  std::scoped_lock lock(dead_mutex_);
+  if (dead_) {
+    throw Error(dead_->kind(),
+                std::string(call) +
+                    ": the group failed earlier and stays failed; make a new one. "
+                    "It failed with: " +
+                    dead_->what(),
+                dead_->context());
+  }
+}
+
+void Channel::die(const Error& error) {
+  std::scoped_lock lock(dead_mutex_);
+  if (!dead_) dead_ = error;
+}
+
+void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
+  if (left()) return;  // who destroyed the group tells the peers so
+  notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
+  const bool says_where = reason.find(stage) != std::string::npos;
+  die(Error(kind, (says_where ? std::string() : std::string(stage) + ": ") + reason,
+            {rank_, rank_, stage, generation(), 0, 0}));
+}
+
+void Channel::leave() {
+  if (left_.exchange(true, std::memory_order_acq_rel)) return;
+  notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation());
+}
+
+void Channel::distrust(const char* stage, int peer, const std::string& what) {
+  const std::string text = rank_text(rank_) + ": " + stage + " (generation " +
+                           std::to_string(generation()) + "): " + rank_text(peer) + " " + what +
+                           ". Its memory is damaged, or it runs another version of Ferry";
+  fail(stage, text, ErrorKind::mismatch);
+  throw Error(ErrorKind::mismatch, text, {rank_, peer, stage, generation(), 0, 0});
+}
+
+std::string Channel::whereabouts(std::initializer_list<int> ranks) const {
+  std::string text;
+  std::set<int> named;
+  for (const int peer : ranks) {
+    const auto call = call_of(peer);
+    if (!call || !named.insert(peer).second) continue;
+    text += text.empty() ? "; " : ", ";
+    text += peer == rank_ ? "this rank" : rank_text(peer);
+    text += std::string(waits(peer) ? " waits in " : " is in ") + to_string(*call);
+  }
+  return text;
+}
+
+void Channel::raise(const char* stage, const Status& status, const std::optional<Notice>& notice,
+                    std::chrono::nanoseconds waited) {
+  ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
+  const std::string where =
+      rank_text(rank_) + ": " + stage + " (generation " + std::to_string(generation()) + "): ";
+  ErrorKind kind = ErrorKind::peer_failed;
+  std::string text;
+  switch (status.code) {
+    case Status::Code::kInterrupted:
+      throw Error(ErrorKind::destroyed, where + "the group was destroyed during the exchange",
+                  context);
+    case Status::Code::kDeadline: {
+      kind = ErrorKind::deadline;
+      context.peer = status.peer;
+      const Notice spread = notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation());
+      context.peer = spread.culprit;
+      text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
+             std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")" +
+             whereabouts({context.peer, rank_}) +
+             ". Is it running, and does it make the same calls in the same order?";
+      break;
+    }
+    case Status::Code::kPeerFailed:
+      if (notice) {
+        kind = kind_of(notice->kind);
+        context.peer = notice->culprit;
+        text = told(*notice, rank_) + ", seen after " + seconds(waited);
+        if (notice->kind == Notice::Kind::kLate) {
+          text += whereabouts({context.peer, notice->reporter, rank_});
+        }
+        notices_.raise(reach_, notice->kind, context.peer, generation());
+      } else {
+        notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation());
+        text =
+            rank_text(context.peer) + " died: its process has ended, seen after " + seconds(waited);
+      }
+      break;
+    default:
+      kind = ErrorKind::mismatch;
+      notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
+      text = rank_text(context.peer) + " is ahead: this rank was left behind (expected " +
+             std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")";
+      break;
+  }
+  if (kind == ErrorKind::peer_failed) memory_->fabric->forget(context.peer);
+  const Error error(kind, where + text, context);
+  die(error);
+  throw error;
+}
+
+}  // namespace ferry::engine

@@ -1,0 +1,155 @@
+// How a rank waits, and what it can see of the others meanwhile: who is dead, who waits, in which
+// call.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "engine/channel.hpp"
+
+namespace ferry::engine {
+namespace {
+
+using protocol::Notice;
+using protocol::Status;
+
+constexpr auto kSlice = std::chrono::milliseconds(40);
+/// A rank that waits looks at its watch every slice; one that has not for this long is stopped or
+/// busy elsewhere.
+constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
+constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
+constexpr std::chrono::nanoseconds kOvertaken = std::chrono::seconds(1);
+/// Of the line in which a rank says how it is: when it last looked up from a wait, and its call.
+constexpr std::size_t kBeatWord = 0, kCallWord = 1;
+
+std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+}  // namespace
+
+bool Awaited::missing(int peer) const {
+  if (only >= 0 && peer != only) return false;
+  // relaxed: only decides whom to look after; the wait itself acquires.
+  return row[peer].load(protocol::order::relaxed) < wanted;
+}
+
+void Channel::enter_call(const CallWord& call) {
+  // relaxed: words for messages; nothing is read on the strength of them.
+  std::atomic_ref(*own_word(rank_, kCallWord)).store(pack(call), std::memory_order_relaxed);
+}
+
+std::uint64_t* Channel::own_word(int peer, std::size_t index) const {
+  std::byte* control = peer == rank_ ? control_.data : memory_->fabric->pointer(peer, kControl);
+  if (control == nullptr) return nullptr;
+  return reinterpret_cast<std::uint64_t*>(control + layout_.heartbeat) + index;
+}
+
+bool Channel::waits(int peer) const {
+  // With a short deadline, a rank that was stopped in its wait must not look alive at the end of
+  // it.
+  const auto fresh = static_cast<std::uint64_t>(
+      std::clamp(config_.deadline / 2, kLeastFreshBeat, kFreshBeat).count());
+  std::uint64_t* word = own_word(peer, kBeatWord);
+  if (word == nullptr) return false;
+  const std::uint64_t now = now_ns();
+  // relaxed: a time stamp; nothing is read on the strength of it.
+  const std::uint64_t beat = std::atomic_ref(*word).load(std::memory_order_relaxed);
+  return beat != 0 && (beat > now || now - beat < fresh);
+}
+
+std::optional<CallWord> Channel::call_of(int peer) const {
+  std::uint64_t* word = own_word(peer, kCallWord);
+  if (word == nullptr) return std::nullopt;
+  // relaxed: words for messages; nothing is read on the strength of them.
+  return unpack_call(std::atomic_ref(*word).load(std::memory_order_relaxed));
+}
+
+int Channel::blame(const Awaited& awaited, int fallback) const {
+  int other_call = -1;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || !awaited.missing(peer)) continue;
+    if (own_word(peer, kBeatWord) == nullptr) continue;
+    if (!waits(peer)) return peer;  // those that wait are held up themselves
+    if (other_call < 0 && call_of(peer) != call_of(rank_)) other_call = peer;
+  }
+  return other_call >= 0 ? other_call : fallback;
+}
+
+GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)
+    : channel_(channel), awaited_(awaited) {
+  beat(now_ns());
+}
+
+GroupWatch::~GroupWatch() {
+  beat(0);
+}
+
+void GroupWatch::beat(std::uint64_t value) {
+  // relaxed: a time stamp for the peers' blame; nothing is read on the strength of it.
+  std::atomic_ref(*channel_.own_word(channel_.rank_, kBeatWord))
+      .store(value, std::memory_order_relaxed);
+}
+
+std::uint64_t GroupWatch::spin_ns() const {
+  static const unsigned cores = std::thread::hardware_concurrency();
+  return static_cast<unsigned>(channel_.size_) > cores ? 1'000 : 20'000;
+}
+
+std::uint64_t GroupWatch::slice_ns() const {
+  const auto left = channel_.config_.deadline - (Clock::now() - start_);
+  return static_cast<std::uint64_t>(
+      std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
+}
+
+/// Outside the domain a notice overtakes the flags that its reporter raised before it left: those
+/// of its last generation get time to arrive.
+bool GroupWatch::may_be_under_way(const Notice& left, Clock::time_point now) const {
+  return left.reporter == left.culprit && awaited_.wanted <= left.generation &&
+         channel_.own_word(left.culprit, kBeatWord) == nullptr && now - start_ < kOvertaken;
+}
+
+Status GroupWatch::check() {
+  Status status;
+  const auto now = Clock::now();
+  const bool late = now - start_ >= channel_.config_.deadline;
+  if (!late && now - last_look_ < kSlice / 2) return status;
+  last_look_ = now;
+  beat(now_ns());
+  if (channel_.left()) {
+    status.code = Status::Code::kInterrupted;
+    return status;
+  }
+  int dead = -1;
+  for (int peer = 0; peer < channel_.size_ && dead < 0; ++peer) {
+    if (peer == channel_.rank_ || !awaited_.missing(peer)) continue;
+    if (channel_.memory_->fabric->peer_state(peer) == fabric::PeerState::dead) dead = peer;
+  }
+  // After looking at the processes: a rank that failed because of another has said so before it
+  // ended, so its notice wins over its own death.
+  const auto notice = channel_.notices_.scan([this, now](const Notice& told) {
+    // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
+    if (told.kind != Notice::Kind::kLeft) return true;
+    if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
+    return !may_be_under_way(told, now);
+  });
+  if (notice) {
+    notice_ = notice;
+    status.code = Status::Code::kPeerFailed;
+    status.peer = notice->culprit;
+  } else if (dead >= 0) {
+    status.code = Status::Code::kPeerFailed;
+    status.peer = dead;
+  } else if (late) {
+    status.code = Status::Code::kDeadline;
+    int lowest = -1;
+    for (int peer = channel_.size_; peer-- > 0;) {
+      if (awaited_.missing(peer)) lowest = peer;
+    }
+    status.peer = channel_.blame(awaited_, lowest);
+  } else if (channel_.config_.on_wait) {
+    channel_.config_.on_wait();
+  }
+  return status;
+}
+
+}  // namespace ferry::engine

@@ -1,0 +1,141 @@
+// Channels: what a peer says is checked, and who is named when several ranks leave.
+#include "engine/channel.hpp"
+
+#include <latch>
+
+#include "core/layout.hpp"
+#include "engine/test_groups.hpp"
+#include "fabric/local/local.hpp"
+
+namespace ferry::engine::test {
+namespace {
+
+constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
+
+/// One rank: a local fabric with its control segment attached everywhere, and a channel on it.
+struct Seat {
+  GroupConfig config;
+  std::shared_ptr<Memory> memory;
+  ControlLayout layout;
+  fabric::Segment control;
+  std::unique_ptr<Channel> channel;
+
+  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline) {
+    config.deadline = deadline;
+    memory = std::make_shared<Memory>(fabric::make_local_fabric(bootstrap, 20s));
+    layout = make_control_layout(bootstrap.size(), kMessage);
+    control = memory->fabric->register_memory(layout.bytes);
+    const auto handles = bootstrap.all_gather(control.handle, 20s);
+    for (int peer = 0; peer < bootstrap.size(); ++peer) {
+      if (peer == bootstrap.rank()) continue;
+      memory->fabric->attach(peer, 0, layout.bytes, handles[static_cast<std::size_t>(peer)]);
+    }
+    bootstrap.all_gather({}, 20s);
+    channel = std::make_unique<Channel>(memory, config, control, layout);
+  }
+};
+
+void with_seats(int ranks, const std::function<void(Channel&, std::size_t)>& body,
+                std::chrono::nanoseconds deadline = 20s) {
+  const auto bootstraps = thread_bootstrap(ranks);
+  on_ranks(ranks, [&](int r) {
+    Seat seat(*bootstraps[static_cast<std::size_t>(r)], deadline);
+    body(*seat.channel, seat.layout.bytes);
+  });
+}
+
+TEST(Channel, PlacesOfAPeerAreCheckedBeforeUse) {
+  struct Place {
+    std::uint32_t segment;
+    std::uint64_t offset, bytes;
+    bool good;
+  };
+  const std::uint64_t end = make_control_layout(2, kMessage).bytes;
+  for (const Place& place :
+       {Place{0, 0, end, true}, Place{0, end, 0, true}, Place{0, 64, end - 64, true},
+        Place{0, 64, end - 63, false}, Place{0, end + 64, 0, false}, Place{1, 0, 0, false},
+        Place{0, 2, 8, false}, Place{0, ~0ull - 63, 128, false}, Place{0, 64, ~0ull - 32, false},
+        Place{99999, 0, 8, false}}) {
+    with_seats(2, [&](Channel& channel, std::size_t) {
+      StepMessage head;
+      head.segment = place.segment;
+      head.offset = place.offset;
+      channel.swap("test", head);
+      if (channel.rank() != 0) return;
+      const StepMessage theirs = channel.head(1);
+      const auto check = [&] {
+        channel.checked("test: rows", 1, {theirs.segment, theirs.offset}, place.bytes);
+      };
+      if (place.good) {
+        EXPECT_NO_THROW(check());
+        EXPECT_NO_THROW(channel.check_usable("later"));
+      } else {
+        expect_error(ErrorKind::mismatch, {"rank 1", "test: rows", "segment"}, check);
+        expect_error(ErrorKind::mismatch, {"later", "rank 1"},
+                     [&] { channel.check_usable("later"); });
+      }
+    });
+  }
+}
+
+TEST(Channel, ARankThatLeftInPeaceDoesNotHideOneThatIsMissed) {
+  std::latch left(3);
+  with_seats(3, [&](Channel& channel, std::size_t) {
+    channel.swap("together", {});
+    if (channel.rank() < 2) {
+      if (channel.rank() == 0) channel.deliver(2, 0);  // rank 0 has done its part, rank 1 has not
+      channel.leave();
+      left.arrive_and_wait();
+      return;
+    }
+    left.arrive_and_wait();
+    const auto start = Clock::now();
+    expect_error(ErrorKind::peer_left, {"rank 1", "destroyed"},
+                 [&] { channel.await_delivered("rows", 1); });
+    EXPECT_LT(Clock::now() - start, 10s);
+  });
+}
+
+TEST(Channel, NewsOfARankThatLeftReachesThoseWhoWaitForTheReporter) {
+  with_seats(3, [&](Channel& channel, std::size_t) {
+    channel.swap("together", {});
+    const auto start = Clock::now();
+    if (channel.rank() == 0) {
+      channel.deliver(2, 0);
+      channel.leave();
+    } else if (channel.rank() == 1) {  // waits for rank 0
+      expect_error(ErrorKind::peer_left, {"rank 0"}, [&] { channel.await_delivered("rows", 0); });
+    } else {  // waits for rank 1 alone
+      try {
+        channel.await_delivered("rows", 1);
+        ADD_FAILURE() << "rank 1 never delivered";
+      } catch (const Error& e) {
+        EXPECT_EQ(e.peer(), 0) << e.what();
+      }
+    }
+    EXPECT_LT(Clock::now() - start, 10s);
+  });
+}
+
+TEST(Channel, TheDeadlineIsOfEachWaitAndNamesTheRankThatDoesNotWait) {
+  std::latch over(3);
+  with_seats(
+      3,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        const auto start = Clock::now();
+        if (channel.rank() == 0) {
+          over.arrive_and_wait();  // alive, but elsewhere
+          return;
+        }
+        if (channel.rank() == 1) std::this_thread::sleep_for(150ms);
+        expect_error(ErrorKind::deadline, {"rank 0"}, [&] { channel.swap("again", {}); });
+        EXPECT_GE(Clock::now() - start, 290ms);
+        EXPECT_LT(Clock::now() - start, 10s);
+        over.arrive_and_wait();
+      },
+      300ms);
+}
+
+}  // namespace
+}  // namespace ferry::engine::test

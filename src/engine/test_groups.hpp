@@ -1,0 +1,89 @@
+// For the tests of this folder: ranks as threads, each with its group, always bounded in time.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <ferry/ferry.hpp>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace ferry::engine::test {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+inline constexpr unsigned kSeed = 20261121;  // of every random choice in these tests
+
+/// Runs `body(rank)` on a thread for each rank; what escapes is a failure.
+inline void on_ranks(int ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        body(r);
+      } catch (const std::exception& e) {
+        ADD_FAILURE() << "rank " << r << ": " << e.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+/// The same, with a group for each rank.
+inline void with_groups(int ranks, GroupConfig config, const std::function<void(Group&)>& body) {
+  if (config.experts == 0) config.experts = 8;
+  const auto bootstraps = thread_bootstrap(ranks);
+  on_ranks(ranks, [&](int r) {
+    Group group(bootstraps[static_cast<std::size_t>(r)], config);
+    body(group);
+  });
+}
+
+/// Expects ferry::Error of `kind` whose message holds all of `words`.
+inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
+                         const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), kind) << e.what();
+    for (const auto& word : words) {
+      EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
+          << "\"" << e.what() << "\" does not say \"" << word << "\"";
+    }
+    return;
+  }
+  ADD_FAILURE() << "no error was thrown, expected one about " << (words.empty() ? "" : words[0]);
+}
+
+/// Tokens of one rank: row t holds 1000 · rank + t everywhere, all routes name `expert`.
+struct Batch {
+  std::int64_t tokens;
+  std::int64_t hidden;
+  std::vector<float> rows;
+  std::vector<std::int64_t> routes;
+
+  Batch(int rank, std::int64_t count, std::int64_t width, std::int64_t expert)
+      : tokens(count), hidden(width), routes(static_cast<std::size_t>(count), expert) {
+    for (std::int64_t t = 0; t < count; ++t) {
+      rows.insert(rows.end(), static_cast<std::size_t>(width), static_cast<float>(1000 * rank + t));
+    }
+  }
+  ConstTensorView x() const { return {rows.data(), Dtype::f32, {tokens, hidden}}; }
+  ConstTensorView ids() const { return {routes.data(), Dtype::i64, {tokens, 1}}; }
+};
+
+/// Whether `got` is what `batch` sent, `times` over.
+inline bool same_rows(const Tensor& got, const Batch& batch, float times = 1) {
+  const auto* values = got.as<float>();
+  for (std::size_t i = 0; i < batch.rows.size(); ++i) {
+    if (values[i] != times * batch.rows[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace ferry::engine::test

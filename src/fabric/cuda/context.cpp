@@ -1,0 +1,111 @@
+#include "fabric/cuda/context.hpp"
+
+#include <cstring>
+#include <thread>
+
+namespace ferry::fabric {
+namespace {
+
+bool attribute(CUdevice device, CUdevice_attribute which) {
+  int value = 0;
+  return driver().cuDeviceGetAttribute(&value, which, device) == CUDA_SUCCESS && value != 0;
+}
+
+DeviceAbilities abilities_of(CUdevice device) {
+  return {attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) &&
+              attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
+          attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+          !attribute(device, CU_DEVICE_ATTRIBUTE_INTEGRATED)};
+}
+
+}  // namespace
+
+DeviceContext::DeviceContext(int ordinal) : ordinal_(ordinal) {
+  const Driver& cu = driver();
+  check(cu.cuDeviceGet(&device_, ordinal), "cuDeviceGet");
+  std::array<char, 96> text{};
+  check(cu.cuDeviceGetName(text.data(), 64, device_), "cuDeviceGetName");
+  name_ = text.data();
+  if (cu.cuDeviceGetPCIBusId(text.data(), 64, device_) == CUDA_SUCCESS) {
+    name_ += std::string(" at ") + text.data();
+  }
+  CUuuid uuid{};
+  check(cu.cuDeviceGetUuid(&uuid, device_), "cuDeviceGetUuid");
+  std::memcpy(uuid_.data(), uuid.bytes, uuid_.size());
+  abilities_ = abilities_of(device_);
+  if (abilities_.vmm) {
+    CUmemAllocationProp properties{};
+    properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_};
+    std::size_t pages = 0;
+    check(
+        cu.cuMemGetAllocationGranularity(&pages, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+    if (pages > granularity_) granularity_ = pages;
+  }
+  check(cu.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  try {
+    const Current current(*this);
+    word_ = std::make_shared<std::uint64_t>(0);
+    check(cu.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  } catch (...) {
+    cu.cuDevicePrimaryCtxRelease(device_);
+    throw;
+  }
+}
+
+DeviceContext::~DeviceContext() {
+  if (!usable()) return;
+  try {
+    const Current current(*this);
+    driver().cuStreamDestroy(stream_);
+  } catch (const CallRefused&) {
+    // The driver has shut down: the process ends.
+  }
+  driver().cuDevicePrimaryCtxRelease(device_);
+}
+
+bool DeviceContext::zero(CUdeviceptr to, std::size_t bytes,
+                         std::chrono::steady_clock::time_point until) {
+  check(driver().cuMemsetD8Async(to, 0, bytes, stream_), "cuMemsetD8Async");
+  return finished(until);
+}
+
+bool DeviceContext::write(CUdeviceptr to, std::uint64_t word,
+                          std::chrono::steady_clock::time_point until) {
+  *word_ = word;
+  check(driver().cuMemcpyHtoDAsync(to, word_.get(), sizeof word, stream_), "cuMemcpyHtoDAsync");
+  return finished(until);
+}
+
+bool DeviceContext::read(CUdeviceptr from, std::uint64_t& word,
+                         std::chrono::steady_clock::time_point until) {
+  check(driver().cuMemcpyDtoHAsync(word_.get(), from, sizeof word, stream_), "cuMemcpyDtoHAsync");
+  const bool done = finished(until);
+  if (done) word = *word_;
+  return done;
+}
+
+bool DeviceContext::finished(std::chrono::steady_clock::time_point until) {
+  for (;;) {
+    const CUresult result = driver().cuStreamQuery(stream_);
+    if (result == CUDA_SUCCESS) return true;
+    if (result != CUDA_ERROR_NOT_READY) check(result, "cuStreamQuery");
+    if (std::chrono::steady_clock::now() >= until) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+Current::Current(const DeviceContext& context) {
+  check(driver().cuCtxPushCurrent(context.context()), "cuCtxPushCurrent");
+  driver().cuThreadExchangeStreamCaptureMode(&mode_);
+}
+
+Current::~Current() {
+  driver().cuThreadExchangeStreamCaptureMode(&mode_);
+  CUcontext popped = nullptr;
+  driver().cuCtxPopCurrent(&popped);
+}
+
+}  // namespace ferry::fabric

@@ -1,0 +1,77 @@
+// Registered GPU memory of one rank, and the peers' as this GPU sees it. All ranks of the group lie
+// in one domain: every GPU can load from and store to every other one.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <ferry/bootstrap.hpp>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "fabric/fabric.hpp"
+
+namespace ferry::fabric {
+
+/// Device segments of one rank at most.
+inline constexpr SegmentId kMaxDeviceSegments = 64;
+
+/// How memory of one process becomes memory of another. One way for the whole group; ranks of one
+/// process always share the mapping itself.
+enum class DeviceWay : std::uint32_t {
+  automatic = 0,   ///< the first of those below that works between all ranks
+  local = 1,       ///< all ranks are threads of one process
+  vmm_pidfd = 2,   ///< driver VMM; the peer takes the file descriptor (pidfd_getfd)
+  vmm_socket = 3,  ///< driver VMM; the owner hands the file descriptor over a unix socket
+  ipc = 4,         ///< classic CUDA IPC
+  // A later step: fabric handles between hosts (CU_MEM_HANDLE_TYPE_FABRIC), before vmm_pidfd.
+};
+
+/// "automatic", "local", "vmm-pidfd", "vmm-socket", "ipc".
+std::string_view name_of(DeviceWay way);
+
+struct DeviceMemoryOptions {
+  int device = 0;                        ///< CUDA ordinal in this process
+  DeviceWay way = DeviceWay::automatic;  ///< the same on all ranks; forced by tests
+  std::chrono::nanoseconds deadline = std::chrono::seconds(60);  ///< of creation, of zeroing
+  OnWait on_wait{};                                              ///< for creation only
+};
+
+/// One thread at a time registers, attaches and seals; meanwhile others may ask for pointers. All
+/// memory stays until the object ends; by then no kernel may use it, here or at a peer. The device
+/// that is current in the calling thread is left as it was. Never throws at its end; in a forked
+/// child the end does nothing.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual int device() const = 0;  ///< CUDA ordinal
+  virtual DeviceWay way() const = 0;
+
+  /// Zeroed device memory of at least `bytes` (> 0); Segment::bytes says how much: rounded_bytes.
+  /// `data` is a device pointer. Throws Error(exhausted) when the GPU has no room (nothing is left
+  /// behind), Error(deadline), Error(system).
+  virtual Segment register_memory(std::size_t bytes) = 0;
+  /// What register_memory makes of `bytes`: whole pages of the GPU. The same on every call.
+  virtual std::size_t rounded_bytes(std::size_t bytes) const = 0;
+  /// Maps a peer's segment on this GPU; own rank: nothing. `handle` and `bytes` come from that peer
+  /// (Segment::handle, Segment::bytes) and are checked before use. Throws Error(system) naming it.
+  virtual void attach(int peer, SegmentId segment, std::size_t bytes,
+                      std::span<const std::byte> handle) = 0;
+  /// Every peer has attached this rank's segment: its file descriptor goes.
+  virtual void seal(SegmentId segment) noexcept = 0;
+
+  /// The segment as this GPU sees it; null if it is not attached. Own rank: its data.
+  virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
+  /// 0 if it is not attached.
+  virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
+};
+
+/// Collective; a handful of all-gathers. Tries with a small segment of every rank what works
+/// between all of them. Throws on every rank alike: Error(unsupported) naming two ranks and their
+/// GPUs that cannot reach each other, or the rank that has no such GPU or no driver;
+/// Error(mismatch) when options differ; or what the bootstrap throws.
+std::unique_ptr<DeviceMemory> make_device_memory(Bootstrap& bootstrap,
+                                                 const DeviceMemoryOptions& options);
+
+}  // namespace ferry::fabric

@@ -1,0 +1,87 @@
+#include "fabric/cuda/greeting.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <ferry/error.hpp>
+
+#include "core/text.hpp"
+
+namespace ferry::fabric {
+namespace {
+
+template <typename T>
+std::vector<std::byte> bytes_of(const T& value) {
+  const auto* first = reinterpret_cast<const std::byte*>(&value);
+  return {first, first + sizeof value};
+}
+
+}  // namespace
+
+std::vector<std::byte> to_bytes(const DeviceGreeting& greeting) {
+  std::vector<std::byte> bytes = bytes_of(greeting.fixed);
+  const auto identity = to_bytes(greeting.identity);
+  bytes.insert(bytes.end(), identity.begin(), identity.end());
+  return bytes;
+}
+
+DeviceGreeting device_greeting_from(std::span<const std::byte> bytes, int rank, int peer) {
+  DeviceGreeting greeting;
+  const std::size_t fixed = sizeof greeting.fixed;
+  if (bytes.size() >= fixed) std::memcpy(&greeting.fixed, bytes.data(), fixed);
+  if (bytes.size() < fixed || greeting.fixed.magic != DeviceGreeting::Fixed::kMagic) {
+    throw Error(ErrorKind::mismatch,
+                "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
+                    " says about its GPU (" + std::to_string(bytes.size()) +
+                    " bytes) cannot be read; use the same version and backend on all ranks",
+                {.rank = rank, .peer = peer});
+  }
+  greeting.identity = identity_from(bytes.subspan(fixed), rank, peer);
+  return greeting;
+}
+
+void put_text(std::string_view text, std::span<char> field) {
+  const std::size_t count = std::min(text.size(), field.size() - 1);
+  std::copy_n(text.begin(), count, field.begin());
+  std::fill(field.begin() + static_cast<std::ptrdiff_t>(count), field.end(), '\0');
+}
+
+std::string text_of(std::span<const char> field) {
+  const auto end = std::find(field.begin(), field.end(), '\0');
+  return printable({field.data(), static_cast<std::size_t>(end - field.begin())}, field.size());
+}
+
+std::vector<std::byte> to_bytes(const DeviceHandle& handle) {
+  return bytes_of(handle);
+}
+
+void throw_attach(const DeviceAttachment& attachment, std::string_view reason) {
+  throw Error(ErrorKind::system,
+              "rank " + std::to_string(attachment.self) + " cannot attach device segment " +
+                  std::to_string(attachment.segment) + " of rank " +
+                  std::to_string(attachment.peer) + " (" + std::to_string(attachment.bytes) +
+                  " bytes, " + std::string(name_of(attachment.way)) + "): " + std::string(reason),
+              {.rank = attachment.self, .peer = attachment.peer});
+}
+
+DeviceHandle checked_handle(std::span<const std::byte> bytes, const DeviceAttachment& expected) {
+  DeviceHandle handle;
+  if (bytes.size() != sizeof handle) {
+    throw_attach(expected, "its handle has " + std::to_string(bytes.size()) + " bytes, expected " +
+                               std::to_string(sizeof handle));
+  }
+  std::memcpy(&handle, bytes.data(), sizeof handle);
+  if (handle.magic != DeviceHandle::kMagic || handle.way != expected.way) {
+    throw_attach(expected, "its handle was not written by this fabric");
+  }
+  if (handle.job != expected.job) throw_attach(expected, "its handle belongs to another group");
+  if (handle.rank != expected.peer || handle.segment != expected.segment) {
+    throw_attach(expected, "its handle is for segment " + std::to_string(handle.segment) +
+                               " of rank " + std::to_string(handle.rank));
+  }
+  if (handle.bytes != expected.bytes || expected.bytes == 0) {
+    throw_attach(expected, "its handle is for " + std::to_string(handle.bytes) + " bytes");
+  }
+  return handle;
+}
+
+}  // namespace ferry::fabric

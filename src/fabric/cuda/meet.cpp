@@ -1,0 +1,144 @@
+// Ranks tell each other which GPU they have; ranks that cannot reach each other find out here.
+#include <algorithm>
+#include <cstring>
+#include <ferry/error.hpp>
+#include <string>
+
+#include "fabric/cuda/sharing.hpp"
+#include "fabric/rendezvous.hpp"
+
+namespace ferry::fabric {
+namespace {
+
+std::string describe(const DeviceGreeting& greeting, int rank) {
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(greeting.identity.process.pid) +
+         ", GPU " + std::to_string(greeting.fixed.ordinal) + ": " + text_of(greeting.fixed.gpu) +
+         ")";
+}
+
+/// This rank's GPU; null, and the greeting says why, if it has none.
+std::shared_ptr<DeviceContext> open_device(const DeviceMemoryOptions& options,
+                                           DeviceGreeting& greeting) {
+  DeviceGreeting::Fixed& fixed = greeting.fixed;
+  fixed.ordinal = options.device;
+  int count = 0;
+  std::string problem = driver().problem;
+  try {
+    if (problem.empty()) check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+    if (problem.empty() && (options.device < 0 || options.device >= count)) {
+      problem = "device " + std::to_string(options.device) + " does not exist: this process sees " +
+                std::to_string(count) + " (CUDA_VISIBLE_DEVICES)";
+    }
+    if (problem.empty()) {
+      auto context = std::make_shared<DeviceContext>(options.device);
+      fixed.uuid = context->uuid();
+      fixed.vmm = context->abilities().vmm;
+      fixed.ipc = context->abilities().ipc;
+      put_text(context->name(), fixed.gpu);
+      return context;
+    }
+  } catch (const CallRefused& refused) {
+    problem = refused.what();
+  }
+  put_text(problem, fixed.problem);
+  return nullptr;
+}
+
+/// Throws what is wrong with the ranks as a whole; every rank finds the same.
+void check_ranks(const DeviceDomain& domain) {
+  const auto refuse = [&](ErrorKind kind, int peer, const std::string& message) {
+    throw Error(kind, message, {.rank = domain.rank, .peer = peer});
+  };
+  for (int peer = 0; peer < domain.size(); ++peer) {
+    const DeviceGreeting& greeting = domain.of(peer);
+    if (!text_of(greeting.fixed.problem).empty()) {
+      refuse(ErrorKind::unsupported, peer,
+             "rank " + std::to_string(peer) +
+                 " has no GPU for the CUDA engine: " + text_of(greeting.fixed.problem));
+    }
+    const DeviceGreeting& first = domain.of(0);
+    if (greeting.fixed.forced != first.fixed.forced) {
+      refuse(ErrorKind::mismatch, peer,
+             "rank 0 wants device memory to be shared by " +
+                 std::string(name_of(first.fixed.forced)) + ", rank " + std::to_string(peer) +
+                 " by " + std::string(name_of(greeting.fixed.forced)) +
+                 "; give all ranks the same options");
+    }
+    const bool one_host =
+        first.identity.boot_id == greeting.identity.boot_id &&
+        (!first.identity.boot_id.empty() || first.identity.host == greeting.identity.host);
+    if (!one_host || first.identity.user != greeting.identity.user) {
+      refuse(ErrorKind::unsupported, peer,
+             describe(first, 0) + " and " + describe(greeting, peer) +
+                 (one_host ? " belong to different users" : " run on different hosts") +
+                 ": the CUDA engine joins the ranks of one host and user; networks come later");
+    }
+  }
+}
+
+/// The peer's GPU in this process, or −1 when it is not visible here.
+int visible(const DeviceUuid& uuid) {
+  int count = 0;
+  if (driver().cuDeviceGetCount(&count) != CUDA_SUCCESS) return -1;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CUdevice device = 0;
+    CUuuid found{};
+    if (driver().cuDeviceGet(&device, ordinal) != CUDA_SUCCESS) continue;
+    if (driver().cuDeviceGetUuid(&found, device) != CUDA_SUCCESS) continue;
+    if (std::memcmp(found.bytes, uuid.data(), uuid.size()) == 0) return device;
+  }
+  return -1;
+}
+
+DeviceOutcome check_peers(const DeviceDomain& domain, const DeviceContext& context) {
+  DeviceOutcome outcome;
+  for (int peer = 0; peer < domain.size(); ++peer) {
+    const DeviceGreeting& other = domain.of(peer);
+    if (other.fixed.uuid == context.uuid()) continue;
+    const int device = visible(other.fixed.uuid);
+    int can = 1;  // not visible here: the probe tells
+    if (device >= 0 &&
+        driver().cuDeviceCanAccessPeer(&can, context.device(), device) != CUDA_SUCCESS) {
+      can = 0;
+    }
+    if (can != 0) continue;
+    outcome.peer = peer;
+    put_text(describe(domain.of(domain.rank), domain.rank) + " and " + describe(other, peer) +
+                 " have no peer access to each other's memory; `ferry doctor` shows which GPUs "
+                 "have. Use GPUs joined by NVLink or PCIe P2P",
+             outcome.text);
+    return outcome;
+  }
+  return outcome;
+}
+
+}  // namespace
+
+DeviceDomain meet(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
+                  std::shared_ptr<DeviceContext>& context) {
+  const Countdown countdown(options.deadline);
+  DeviceDomain domain;
+  domain.rank = bootstrap.rank();
+  DeviceGreeting mine;
+  mine.identity = this_identity();
+  mine.fixed.forced = options.way;
+  mine.fixed.socket = random_key(domain.rank);
+  if (domain.rank == 0) mine.fixed.job = random_key(domain.rank);
+  context = open_device(options, mine);
+  const auto all = bootstrap.all_gather(to_bytes(mine), countdown.left(), options.on_wait);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    domain.ranks.push_back(device_greeting_from(all[r], domain.rank, static_cast<int>(r)));
+  }
+  domain.job = domain.of(0).fixed.job;
+  check_ranks(domain);
+  const auto outcomes =
+      gather_outcomes(bootstrap, check_peers(domain, *context), countdown.left(), options.on_wait);
+  for (const DeviceOutcome& outcome : outcomes) {
+    if (!outcome.failed()) continue;
+    throw Error(ErrorKind::unsupported, text_of(outcome.text),
+                {.rank = domain.rank, .peer = outcome.peer});
+  }
+  return domain;
+}
+
+}  // namespace ferry::fabric

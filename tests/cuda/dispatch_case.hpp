@@ -1,0 +1,97 @@
+// One exchange of a KernelGroup: random inputs, what a naive reading of the definition expects of
+// plan, dispatch and routes, and the comparison of every byte.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/throughput.hpp"
+#include "kernel_group.hpp"
+
+namespace ferry::cuda::test {
+
+enum class Pattern { uniform, holes, duplicates, one_rank, nothing };
+
+struct DispatchCase {
+  int ranks = 1;
+  int topk = 1;
+  std::int64_t experts = 1;
+  std::int64_t row_bytes = 16;
+  std::int64_t scale_columns = 0;  ///< 0: none
+  bool strided_scales = false;     ///< token stride C + 3, column stride 2
+  bool weights = false;
+  bool wide = true;
+  bool strided_ids = false;  ///< token stride K + 3
+  Pattern pattern = Pattern::uniform;
+  std::vector<std::int64_t> tokens{};
+  std::int64_t slack = 0;  ///< rows of capacity past what arrives
+  int sms = 2;
+};
+std::string describe(const DispatchCase& c);
+
+struct RankInput {
+  std::vector<std::int64_t> ids;  ///< [T, K]
+  std::vector<std::byte> x;       ///< [T, row_bytes]
+  std::vector<float> scales;      ///< [T, C]
+  std::vector<float> weights;     ///< [T, K]
+};
+
+/// A row that arrives somewhere.
+struct Arrival {
+  int source;
+  std::int64_t token;
+};
+
+/// Inputs and what follows from them by definition.
+struct World {
+  DispatchCase c;
+  Placement placement;
+  std::vector<RankInput> inputs;
+  std::vector<std::vector<Arrival>> arrivals;  ///< [ranks]: rows in order
+  std::int64_t recv_rows(int rank) const;
+  std::int64_t wire_rows(int rank) const;  ///< that `rank` sends to others
+  std::int32_t local_id(int rank, const Arrival& from, int slot) const;
+};
+World make_world(const DispatchCase& c, std::uint64_t seed);
+
+/// What lies on the GPUs for a world.
+struct Placed {
+  std::vector<Piece> ids, x, scales, weights;            // inputs
+  std::vector<Piece> plan, scratch, rows, side, routes;  // plan, regions, i64 routes
+  std::vector<HostCounts*> counts;
+  std::vector<std::int32_t*> count_words;
+};
+
+class DispatchRun {
+ public:
+  DispatchRun(KernelGroup& group, const World& world);
+
+  PlanParameters plan_parameters(int rank) const;
+  DispatchParameters dispatch_parameters(int rank, bool routes) const;
+  RoutesParameters routes_parameters(int rank) const;
+  std::int64_t capacity(int rank) const;
+  const Placed& placed() const { return placed_; }
+
+  void launch_plans();
+  void launch_dispatches(bool routes);
+  void launch_all_routes();
+
+  /// Each stops the program at the first byte that differs. After the streams are idle.
+  void check_plan(int rank) const;
+  void check_rows(int rank) const;
+  /// `tails`: launch_routes has run.
+  void check_side(int rank, bool routes) const;
+  /// Poisons what a dispatch writes.
+  void poison();
+
+ private:
+  [[noreturn]] void wrong(int rank, const std::string& what) const;
+  void compare(int rank, const std::string& what, const std::vector<std::byte>& expected,
+               const void* on_gpu) const;
+
+  KernelGroup& group_;
+  const World& world_;
+  Placed placed_;
+};
+
+}  // namespace ferry::cuda::test

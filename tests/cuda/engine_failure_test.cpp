@@ -1,0 +1,216 @@
+// What goes wrong with the CUDA engine, and what must not: refused calls, ranks that end, failures
+// that come later. Skips without a GPU.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstddef>
+#include <thread>
+
+#include "cuda/cuda_engine.hpp"
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261122;
+
+/// The kind of error that the event throws; `deadline` when it does not.
+ErrorKind kind_of(const Event& event) {
+  try {
+    event.wait(60s);
+  } catch (const Error& error) {
+    return error.kind();
+  }
+  return ErrorKind::deadline;
+}
+
+TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    for (int i = 0; i < 3; ++i) {
+      const Plan plan = seat.group.plan(mine.routes_view());
+      DispatchOptions options;
+      options.stream = &own.stream;
+      options.worst_case_rows = 1;
+      const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
+      options.worst_case_rows = 200;
+      const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
+      options.order = RowOrder::expert_major;
+      const Received slots = seat.group.dispatch(mine.x_view(), plan, options);
+      CombineOptions back;
+      back.stream = &own.stream;
+      back.order = RowOrder::expert_major;
+      const Combined combined = seat.group.combine(slots.x, plan, back);
+      for (const Event& event : {carrier.event, rows.event, slots.event, combined.event}) {
+        need(kind_of(event) == ErrorKind::exhausted, "a call without its routes went on");
+      }
+      Trip trip;
+      trip.order = i % 2 == 0 ? RowOrder::expert_major : RowOrder::rank_major;
+      round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    }
+  });
+}
+
+TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 1);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    Trip trip;
+    trip.order = RowOrder::expert_major;
+    trip.alignment = 4;
+    DispatchOptions options;
+    options.topk_weights = mine.weights_view();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    const Received routes = seat.group.dispatch(mine.x_view(), plan, options);
+    options.order = trip.order;
+    options.alignment = trip.alignment;
+    const Received rows =
+        seat.group.dispatch(mine.x_view(), seat.group.plan(mine.routes_view()), options);
+    DispatchOptions tight;
+    tight.worst_case_rows = 1;
+    try {
+      (void)seat.group.dispatch(mine.x_view(), plan, tight);
+      need(false, "too many rows were taken");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::exhausted, error.what());
+    }
+    CombineOptions back;
+    back.order = trip.order;
+    back.alignment = trip.alignment;
+    back.topk_weights = routes.topk_weights;
+    back.apply_weights = true;
+    check_combined(world, seat.rank(), trip, seat.group.combine(rows.x, plan, back), seat.copier);
+  });
+}
+
+TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
+  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
+  const Shape shape;
+  for (const bool graphs : {false, true}) {
+    each(shape, [&](Seat& seat) {
+      const World world(seat.size(), shape, kSeed + 2);
+      const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                       seat.copier);
+      OwnStream own(seat.device);
+      seat.meet();
+      const Plan plan = seat.group.plan(mine.routes_view());
+      DispatchOptions options;
+      options.stream = &own.stream;
+      options.worst_case_rows = 200;
+      if (graphs) {  // the CPU cannot number the calls any more
+        cudaGraph_t graph = nullptr;
+        need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal), "capture");
+        {
+          const Received captured = seat.group.dispatch(mine.x_view(), plan, options);
+        }
+        need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
+        need(cudaGraphDestroy(graph), "cudaGraphDestroy");
+      }
+      // A flag of rank 1 that cannot be, between the two calls.
+      const auto engine = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine());
+      const std::uint64_t lie = 1000000;
+      const Received good = seat.group.dispatch(mine.x_view(), plan, options);
+      if (seat.rank() == 0) {
+        const auto& view = engine->view();
+        need(cudaMemcpyAsync(view.control + view.layout.entered + kLineBytes, &lie, sizeof lie,
+                             cudaMemcpyHostToDevice, own.raw),
+             "cudaMemcpyAsync");
+        const Received bad = seat.group.dispatch(mine.x_view(), plan, options);
+        while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(10us);
+        good.event.wait(60s);
+        need(kind_of(bad.event) == ErrorKind::mismatch, "the later call did not fail");
+      } else {
+        good.event.wait(60s);
+      }
+      seat.meet();
+    });
+  }
+}
+
+TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const Shape shape;
+  const auto problems = run_ranks(
+      2, 1,
+      [&](Bootstrap& bootstrap) {
+        int gpus = 0;
+        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+        const int device = bootstrap.rank() % gpus;
+        need(cudaSetDevice(device), "cudaSetDevice");
+        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+        const Copier copier;
+        const World world(2, shape, kSeed + 3);
+        const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
+                         copier);
+        bootstrap.all_gather({}, 60s);
+        const Plan plan = group.plan(mine.routes_view());
+        round_trip(group, world, mine, plan, {}, copier);
+        if (bootstrap.rank() == 1) _exit(0);
+        std::this_thread::sleep_for(1s);
+        (void)group.empty({4, 4}, Dtype::f32);
+        try {
+          group.barrier();
+          need(false, "a barrier without rank 1");
+        } catch (const Error& error) {
+          need(error.kind() == ErrorKind::peer_failed && error.peer() == 1, error.what());
+        }
+      },
+      90);
+  ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems[0]);
+  EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
+}
+
+TEST(EngineEndTest, TensorsOutliveTheGroup) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const Shape shape;
+  const auto problems = run_ranks(2, 2, [&](Bootstrap& bootstrap) {
+    const int device = bootstrap.rank() % gpu_count();
+    need(cudaSetDevice(device), "cudaSetDevice");
+    const Copier copier;
+    const World world(2, shape, kSeed + 4);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
+                     copier);
+    bootstrap.all_gather({}, 60s);
+    Received received;
+    {
+      Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+      DispatchOptions options;
+      options.topk_weights = mine.weights_view();
+      received = group.dispatch(mine.x_view(), group.plan(mine.routes_view()), options);
+      bootstrap.all_gather({}, 60s);
+    }
+    check_received(world, bootstrap.rank(), {}, received, copier);
+    received = {};  // its memory goes back in the order of a stream of the group
+    need(cudaGetLastError(), "an error is left");
+    bootstrap.all_gather({}, 60s);
+  });
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+TEST(EngineStreamTest, ANumberIsNeverUsedAgain) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const auto problems = run_ranks(1, 1, [&](Bootstrap&) {
+    unsigned long long last = 0;
+    for (int i = 0; i < 10; ++i) {
+      cudaStream_t stream = nullptr;
+      need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+      const auto id = cuda::id_of(stream);
+      need(id != last, "a stream has the number of one before");
+      last = id;
+      need(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    }
+  });
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+}  // namespace
+}  // namespace ferry::test

@@ -1,0 +1,158 @@
+// The CUDA engine in CUDA graphs: who keeps whose memory, and for how long. Skips without a GPU.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261123;
+
+/// A graph and what runs it.
+class Graph {
+ public:
+  Graph(cudaStream_t stream, const std::function<void()>& calls) : stream_(stream) {
+    need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
+         "cudaStreamBeginCapture");
+    calls();
+    need(cudaStreamEndCapture(stream, &graph_), "cudaStreamEndCapture");
+    need(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
+    need(cudaGraphUpload(exec_, stream), "cudaGraphUpload");
+    need(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+  ~Graph() {
+    cudaGraphExecDestroy(exec_);
+    cudaGraphDestroy(graph_);
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  void run() const {
+    need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch");
+    while (cudaStreamQuery(stream_) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+/// What one captured exchange leaves.
+struct Exchanged {
+  Plan plan;
+  Received received;
+  Combined combined;
+};
+
+void exchange(Seat& seat, const OnGpu& mine, Stream& stream, std::int64_t worst, Exchanged& got) {
+  DispatchOptions options;
+  options.topk_weights = mine.weights_view();
+  options.worst_case_rows = worst;
+  options.stream = &stream;
+  got.received = seat.group.dispatch(mine.x_view(), got.plan, options);
+  CombineOptions back;
+  back.topk_weights = got.received.topk_weights;
+  back.stream = &stream;
+  got.combined = seat.group.combine(got.received.x, got.plan, back);
+}
+
+/// Waits until so many bytes are handed out: a graph's go back in a thread of their own.
+void await_used(const Group& group, std::size_t bytes) {
+  const auto until = std::chrono::steady_clock::now() + 10s;
+  while (group.memory().arena_used_bytes != bytes) {
+    need(std::chrono::steady_clock::now() < until, std::to_string(group.memory().arena_used_bytes) +
+                                                       " bytes are handed out, expected " +
+                                                       std::to_string(bytes));
+    std::this_thread::sleep_for(1ms);
+  }
+}
+
+TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    World world(seat.size(), shape, kSeed);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    Exchanged got{seat.group.plan(mine.routes_view()), {}, {}};
+    round_trip(seat.group, world, mine, got.plan, {}, seat.copier);
+    const Graph graph(own.raw, [&] { exchange(seat, mine, own.stream, 0, got); });
+    for (int i = 0; i < 4; ++i) {
+      for (Sent& sent : world.ranks) {  // other rows and weights, the same routes
+        for (float& value : sent.x) value += 0.5f;
+        for (float& value : sent.weights) value += 0.25f;
+      }
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      graph.run();
+      check_received(world, seat.rank(), {}, got.received, seat.copier);
+      check_combined(world, seat.rank(), {}, got.combined, seat.copier);
+      round_trip(seat.group, world, mine, got.plan, {}, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
+TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const World world(seat.size(), shape, kSeed + 1);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    Trip trip;
+    trip.worst_case_rows = 150;
+    PlanOptions planning;
+    planning.stream = &own.stream;
+    {
+      const Plan plan = seat.group.plan(mine.routes_view());
+      round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    }
+    const std::size_t before = seat.group.memory().arena_used_bytes;
+    const auto captured = [&](Exchanged& got) {
+      return std::make_unique<Graph>(own.raw, [&] {
+        got.plan = seat.group.plan(mine.routes_view(), planning);
+        exchange(seat, mine, own.stream, trip.worst_case_rows, got);
+      });
+    };
+    const auto others = [&] {  // would use memory that went back too early
+      for (int i = 0; i < 3; ++i) {
+        const Plan plan = seat.group.plan(mine.routes_view());
+        round_trip(seat.group, world, mine, plan, {}, seat.copier);
+      }
+    };
+    seat.meet();
+    Exchanged got;
+    auto graph = captured(got);
+    seat.meet();
+    graph->run();
+    graph.reset();
+    others();
+    check_received(world, seat.rank(), trip, got.received, seat.copier);
+    check_combined(world, seat.rank(), trip, got.combined, seat.copier);
+    got = {};
+    await_used(seat.group, before);
+    seat.meet();
+    graph = captured(got);
+    got = {};
+    for (int i = 0; i < 3; ++i) {
+      seat.meet();
+      others();
+      seat.meet();
+      graph->run();
+    }
+    others();
+    need(seat.group.memory().arena_used_bytes > before, "the graph lost its memory");
+    graph.reset();
+    await_used(seat.group, before);
+    seat.meet();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::test

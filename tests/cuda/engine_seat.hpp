@@ -1,0 +1,93 @@
+// One rank of an engine's test, as a thread or a process; the tests of all numbers of ranks.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <string>
+
+#include "engine_case.hpp"
+#include "shared_ranks.hpp"
+
+namespace ferry::test {
+
+using namespace std::chrono_literals;
+
+/// Ranks that are threads of one process wait for each other on one GPU: their streams must not
+/// share its queues, of which there are 8 unless it is told otherwise.
+inline const bool kQueues = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
+
+/// What a rank's body is given.
+struct Seat {
+  Group& group;
+  Bootstrap& bootstrap;
+  int device;
+  Copier copier{};
+  int rank() const { return group.rank(); }
+  int size() const { return group.size(); }
+  void meet() const { bootstrap.all_gather({}, 60s); }
+};
+
+inline GroupConfig config_for(const Shape& shape) {
+  GroupConfig config;
+  config.experts = shape.experts;
+  config.backend = Backend::cuda;
+  config.deadline = 20s;
+  config.memory_bytes = std::size_t{8} << 20;
+  return config;
+}
+
+/// Runs the body on ranks that are threads of one process, or processes of their own.
+inline void on_ranks(int ranks, bool threads, GroupConfig config,
+                     const std::function<void(Seat&)>& body) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  ASSERT_TRUE(kQueues);
+  const auto problems = run_ranks(
+      ranks, threads ? ranks : 1,
+      [&](Bootstrap& bootstrap) {
+        int gpus = 0;
+        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+        const int device = bootstrap.rank() % gpus;
+        need(cudaSetDevice(device), "cudaSetDevice");
+        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config);
+        Seat seat{group, bootstrap, device};
+        body(seat);
+        group.destroy();
+      },
+      120);
+  for (const std::string& problem : problems) ADD_FAILURE() << problem;
+}
+
+/// A stream of the caller's.
+struct OwnStream {
+  cudaStream_t raw = nullptr;
+  Stream stream;
+  explicit OwnStream(int device) : stream(make(device, raw)) {}
+  ~OwnStream() { cudaStreamDestroy(raw); }
+  static Stream make(int device, cudaStream_t& raw) {
+    need(cudaStreamCreateWithFlags(&raw, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    return Stream::of_cuda(raw, device);
+  }
+};
+
+struct Ranks {
+  int ranks;
+  bool threads;
+};
+
+class EngineTest : public ::testing::TestWithParam<Ranks> {
+ protected:
+  void each(const Shape& shape, const std::function<void(Seat&)>& body) {
+    on_ranks(GetParam().ranks, GetParam().threads, config_for(shape), body);
+  }
+};
+
+inline const auto kAllRanks = ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
+                                                Ranks{1, false}, Ranks{2, false}, Ranks{3, false});
+
+inline std::string ranks_name(const ::testing::TestParamInfo<Ranks>& at) {
+  return (at.param.threads ? "threads" : "processes") + std::to_string(at.param.ranks);
+}
+
+}  // namespace ferry::test

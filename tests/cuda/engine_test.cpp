@@ -1,0 +1,259 @@
+// The CUDA engine, through the public API: ranks as threads and as processes, on the GPUs that are
+// there; against what the definition says. Skips without a GPU.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261121;
+
+INSTANTIATE_TEST_SUITE_P(Ranks, EngineTest, kAllRanks, ranks_name);
+
+TEST_P(EngineTest, MemoryIsWhatTheHintSays) {
+  each({}, [](Seat& seat) {
+    need(seat.group.memory() == Group::memory_hint(seat.group.config(), seat.size()),
+         "memory() is not memory_hint()");
+    seat.group.barrier();
+  });
+}
+
+TEST_P(EngineTest, RoundTrips) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    need(plan.recv_rows() == static_cast<std::int64_t>(world.arrivals(seat.rank()).size()),
+         "recv_rows");
+    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+      for (const std::int64_t worst : {0, 200}) {
+        for (const bool registered : {true, false}) {
+          Trip trip;
+          trip.order = order;
+          trip.worst_case_rows = worst;
+          trip.registered = registered;
+          trip.alignment = order == RowOrder::expert_major ? 4 : 1;
+          trip.sms = registered ? 0 : 3;
+          round_trip(seat.group, world, mine, plan, trip, seat.copier);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(EngineTest, TwoStreamsInOrder) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 1);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream a(seat.device), b(seat.device);
+    seat.meet();
+    for (int i = 0; i < 10; ++i) {
+      Stream& first = i % 2 == 0 ? a.stream : b.stream;
+      Stream& second = i % 3 == 0 ? a.stream : b.stream;
+      PlanOptions planning;
+      planning.stream = &first;
+      const Plan plan = seat.group.plan(mine.routes_view(), planning);
+      Trip trip;
+      trip.worst_case_rows = 150;
+      trip.stream = &second;
+      round_trip(seat.group, world, mine, plan, trip, seat.copier);
+      trip.worst_case_rows = 0;
+      trip.stream = &first;
+      round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    }
+  });
+}
+
+TEST_P(EngineTest, GrowsWhenThereIsNoRoom) {
+  Shape shape;
+  shape.tokens = 600;
+  shape.hidden = 8192;  // 20 MB a rank at most, and the group has 8
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 2);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    Trip worst;
+    worst.worst_case_rows = 2500;
+    round_trip(seat.group, world, mine, plan, worst, seat.copier);
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+  });
+}
+
+TEST_P(EngineTest, RefusesWhatCannotBe) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    World world(seat.size(), shape, kSeed + 3);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    // Rank 0 gives a route that is no expert.
+    Sent bad = world.ranks[static_cast<std::size_t>(seat.rank())];
+    if (seat.rank() == 0) bad.routes[5] = shape.experts;
+    const OnGpu wrong(bad, shape, seat.device, seat.copier);
+    seat.meet();
+    try {
+      seat.group.plan(wrong.routes_view());
+      need(false, "a bad route was taken");
+    } catch (const Error& error) {
+      need(error.peer() == 0, std::string("names another rank: ") + error.what());
+      const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::peer_failed;
+      need(error.kind() == wanted, error.what());
+    }
+    // More rows than worst_case_rows.
+    const Plan plan = seat.group.plan(mine.routes_view());
+    DispatchOptions options;
+    options.worst_case_rows = 1;
+    try {
+      (void)seat.group.dispatch(mine.x_view(), plan, options);
+      need(false, "too many rows were taken");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::exhausted, error.what());
+    }
+    // Received rows fit, expert-major rows do not.
+    options.worst_case_rows = seat.size() == 1 ? 40 : 80;
+    options.order = RowOrder::expert_major;
+    options.alignment = 64;
+    try {
+      (void)seat.group.dispatch(mine.x_view(), plan, options);
+      need(false, "too many expert-major rows were taken");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::exhausted, error.what());
+    }
+    // The group goes on.
+    Trip trip;
+    trip.order = RowOrder::expert_major;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);
+  });
+}
+
+TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    constexpr std::int64_t kWorst = 200;
+    const World first(seat.size(), shape, kSeed + 4);
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const OnGpu mine(first.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    {  // once without a graph
+      const Plan plan = seat.group.plan(mine.routes_view());
+      round_trip(seat.group, first, mine, plan, {}, seat.copier);
+    }
+    seat.meet();
+    cudaGraph_t graph = nullptr;
+    need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal),
+         "cudaStreamBeginCapture");
+    PlanOptions planning;
+    planning.stream = &own.stream;
+    const Plan plan = seat.group.plan(mine.routes_view(), planning);
+    DispatchOptions options;
+    options.topk_weights = mine.weights_view();
+    options.worst_case_rows = kWorst;
+    options.stream = &own.stream;
+    const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+    CombineOptions back;
+    back.topk_weights = received.topk_weights;
+    back.stream = &own.stream;
+    const Combined combined = seat.group.combine(received.x, plan, back);
+    need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
+    cudaGraphExec_t exec = nullptr;
+    need(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+    need(cudaGraphUpload(exec, own.raw), "cudaGraphUpload");
+    need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
+    Trip trip;
+    trip.worst_case_rows = kWorst;
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      const World world(seat.size(), shape, kSeed + 10 + i);
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
+      while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
+      check_received(world, seat.rank(), trip, received, seat.copier);
+      check_combined(world, seat.rank(), trip, combined, seat.copier);
+    }
+    seat.meet();
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  });
+}
+
+TEST_P(EngineTest, DestroyedRanksAreNamed) {
+  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 5);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    if (seat.rank() == 1) {
+      seat.group.destroy();
+      seat.meet();
+      return;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      seat.group.barrier();
+      need(false, "a rank that left was waited for in vain");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::peer_left && error.peer() == 1, error.what());
+    }
+    need(std::chrono::steady_clock::now() - start < 3s, "it took too long");
+    seat.meet();
+  });
+}
+
+TEST(EngineKillTest, SurvivorsNameTheDead) {
+  const int ranks = 3, victim = 1;
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const Shape shape;
+  const auto problems = run_ranks(
+      ranks, 1,
+      [&](Bootstrap& bootstrap) {
+        int gpus = 0;
+        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+        const int device = bootstrap.rank() % gpus;
+        need(cudaSetDevice(device), "cudaSetDevice");
+        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+        const Copier copier;
+        const World world(ranks, shape, kSeed + 6);
+        const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
+                         copier);
+        bootstrap.all_gather({}, 60s);
+        const Plan plan = group.plan(mine.routes_view());
+        round_trip(group, world, mine, plan, {}, copier);
+        if (bootstrap.rank() == victim) kill(getpid(), SIGKILL);
+        const auto start = std::chrono::steady_clock::now();
+        try {
+          for (;;) round_trip(group, world, mine, plan, {}, copier);
+        } catch (const Error& error) {
+          need(error.kind() == ErrorKind::peer_failed && error.peer() == victim, error.what());
+        }
+        need(std::chrono::steady_clock::now() - start < 3s, "it took too long");
+        // The GPU is usable.
+        const Buffer after(1 << 20);
+        need(cudaMemset(after.data(), 0, 1 << 20), "cudaMemset");
+        need(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+      },
+      90);
+  ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
+  EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
+}
+
+}  // namespace
+}  // namespace ferry::test

@@ -1,0 +1,49 @@
+// Random expert-major rows for tests and benchmarks of the kernels.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/sum_shape.hpp"
+#include "kernel_exchange.hpp"
+
+namespace ferry::cuda::test {
+
+struct ExpertCase {
+  ExchangeShape shape;
+  Dtype dtype = Dtype::bf16;
+  std::int64_t row_bytes = 16;
+  std::int64_t scale_columns = 0;
+  std::int64_t alignment = 1;
+  std::int64_t spare = 0;      ///< rows of capacity beyond what arrives
+  std::int64_t out_spare = 0;  ///< rows of out beyond the last expert
+  bool weighted = false;
+  int sms = 1;
+  SumTuning sum;
+  FanOutTuning fan_out;
+
+  std::string text() const;
+};
+
+/// One rank's received rows with their routes, and where they belong.
+struct ExpertRows {
+  PlanView plan;
+  std::vector<std::int32_t> ids;
+  ExpertMajor expected;
+  std::int64_t received = 0, capacity = 0, out_capacity = 0, experts = 0;
+};
+
+ExpertRows make_expert_rows(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank);
+
+/// A call that moves rows must have come before a fan-out.
+void run_barrier(KernelGroup& group);
+
+/// `count` elements of a rank's arena, and a guard behind them.
+template <class T>
+T* take(KernelGroup& group, int rank, std::int64_t count) {
+  return reinterpret_cast<T*>(
+      group.take(rank, static_cast<std::size_t>(count) * sizeof(T) + kGuard).data);
+}
+
+void bench_expert_major(int argc, char** argv);
+
+}  // namespace ferry::cuda::test

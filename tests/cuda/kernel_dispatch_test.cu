@@ -1,0 +1,278 @@
+// plan, dispatch and routes on GPUs against a naive reading of their definition; failures; times.
+//   kernel_dispatch_test [--seed N] [--repeat N] [--bench]
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "cuda/kernels/load.hpp"
+#include "dispatch_bench.hpp"
+#include "dispatch_case.hpp"
+
+namespace ferry::cuda::test {
+
+namespace {
+
+std::size_t body_bytes(int ranks) {
+  return static_cast<std::size_t>(ranks + 10000) * 4;
+}
+
+void load_kernels() {
+  for (int i = 0; i < gpu_count(); ++i) {
+    FERRY_CUDA_CHECK(cudaSetDevice(i));
+    for (const auto load :
+         {load_plan_kernels, load_dispatch_kernels, load_routes_kernels, load_barrier_kernels}) {
+      FERRY_CUDA_CHECK(load());
+    }
+  }
+}
+
+DispatchCase random_case(int ranks, int topk, std::int64_t row_bytes, Random& random) {
+  DispatchCase c;
+  c.ranks = ranks;
+  c.topk = topk;
+  c.row_bytes = row_bytes;
+  const std::int64_t experts[] = {ranks * 8 + 3, 256, 1, 384, ranks > 1 ? ranks - 1 : 2, 10000};
+  c.experts = experts[random.below(6)];
+  c.scale_columns = random.below(2) == 0 ? 0 : 1 + random.below(60);
+  if (c.scale_columns > 4 && random.below(2) == 0) c.scale_columns = c.scale_columns / 4 * 4;
+  c.strided_scales = random.below(3) == 0;
+  c.weights = random.below(2) == 0;
+  c.wide = random.below(2) == 0;
+  c.strided_ids = random.below(3) == 0;
+  c.pattern = static_cast<Pattern>(random.below(8) > 3 ? 0 : 1 + random.below(4));
+  const std::int64_t most = std::min<std::int64_t>(400, 3'000'000 / row_bytes + 8);
+  for (int r = 0; r < ranks; ++r) {
+    c.tokens.push_back(random.below(5) == 0 ? random.below(3) : random.below(most));
+  }
+  if (row_bytes <= 256 && random.below(3) == 0) c.tokens[0] += 9000;  // several rounds of a plan
+  c.slack = random.below(2) == 0 ? 0 : random.below(40);
+  c.sms = 1 + static_cast<int>(random.below(12));
+  return c;
+}
+
+void run_case(KernelGroup& group, const DispatchCase& c, std::uint64_t seed) {
+  group.reset_arena();
+  const World world = make_world(c, seed);
+  DispatchRun run(group, world);
+  run.launch_plans();
+  run.launch_dispatches(true);
+  run.launch_all_routes();
+  group.wait_well();
+  for (int r = 0; r < c.ranks; ++r) {
+    run.check_plan(r);
+    run.check_rows(r);
+    run.check_side(r, true);
+  }
+  run.poison();
+  run.launch_dispatches(false);  // cached
+  group.wait_well();
+  for (int r = 0; r < c.ranks; ++r) {
+    run.check_rows(r);
+    run.check_side(r, false);
+  }
+}
+
+void run_matrix(std::uint64_t seed, int repeat) {
+  int cases = 0;
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    KernelGroup group({ranks, std::size_t{384} << 20, body_bytes(ranks), 20'000'000'000});
+    for (int round = 0; round < repeat; ++round) {
+      for (const int topk : {1, 2, 8, 16}) {
+        for (const std::int64_t row : {16, 256, 5760, 14336, 16384, 40000}) {
+          const std::uint64_t own = seed * 1000003 + static_cast<std::uint64_t>(cases++);
+          Random random(own);
+          run_case(group, random_case(ranks, topk, row, random), own);
+        }
+      }
+    }
+    std::printf("ranks %d: %d cases so far\n", ranks, cases);
+    std::fflush(stdout);
+  }
+}
+
+/// Masks of several words, tokens with more than 32 lanes. Streams that share a hardware queue
+/// would wait for each other, so this needs enough GPUs.
+void run_many_ranks(std::uint64_t seed) {
+  for (const int ranks : {40, kMaxDomain}) {
+    if (ranks > 30 * gpu_count()) continue;
+    KernelGroup group({ranks, std::size_t{64} << 20, body_bytes(ranks), 20'000'000'000});
+    for (const int topk : {8, 64}) {
+      for (const std::int64_t row : {16, 7168}) {
+        const std::uint64_t own = seed * 1000033 + static_cast<std::uint64_t>(topk + row);
+        Random random(own);
+        DispatchCase c = random_case(ranks, topk, row, random);
+        c.sms = 1;
+        for (std::int64_t& tokens : c.tokens) tokens = std::min<std::int64_t>(tokens, 40);
+        if (row == 16) c.tokens[1] = 3000;
+        run_case(group, c, own);
+      }
+    }
+    std::printf("ranks %d: good\n", ranks);
+  }
+}
+
+DispatchCase small_case(int ranks) {
+  DispatchCase c;
+  c.ranks = ranks;
+  c.topk = 2;
+  c.experts = 4 * ranks;
+  c.row_bytes = 256;
+  c.tokens.assign(static_cast<std::size_t>(ranks), 50);
+  return c;
+}
+
+void expect(const char* what, const Failure& got, Reason reason, Stage stage, int peer,
+            std::int64_t detail = -1) {
+  if (got.written != 0 && got.reason == reason && got.stage == stage &&
+      (peer < 0 || got.peer == peer) && (detail < 0 || got.detail == detail)) {
+    return;
+  }
+  stop(std::string(what) + ": " + describe(got) + "; expected reason " +
+       std::to_string(static_cast<int>(reason)) + ", stage " +
+       std::to_string(static_cast<int>(stage)) + ", peer " + std::to_string(peer) + ", detail " +
+       std::to_string(detail));
+}
+
+/// Rank 1 is not launched: the others name it, and their later calls return at once.
+void test_missing_rank(bool plan_too, bool abort) {
+  const World world = make_world(small_case(3), 7);
+  KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 50'000'000});
+  DispatchRun run(group, world);
+  if (!plan_too) run.launch_plans();
+  group.wait_well();
+  if (abort) {
+    group.set_deadline(10'000'000'000);
+    group.set_abort(0, 1);
+    group.set_abort(2, 1);
+  }
+  for (int again = 0; again < 2; ++again) {
+    group.launch([&](int r) {
+      if (r == 1) return;
+      FERRY_CUDA_CHECK(plan_too
+                           ? launch_plan(run.plan_parameters(r), group.stream(r))
+                           : launch_dispatch(run.dispatch_parameters(r, true), group.stream(r)));
+    });
+    group.wait(5);
+  }
+  for (const int r : {0, 2}) {
+    expect("missing rank", group.fatal(r), abort ? Reason::aborted : Reason::deadline,
+           plan_too ? Stage::counts : Stage::grants, 1);
+  }
+}
+
+/// `change` spoils one rank's dispatch; every rank reports the same, and the group goes on.
+template <class Change>
+void test_refusal(const char* what, Reason reason, int peer, std::int64_t detail,
+                  const Change& change) {
+  const DispatchCase c = small_case(3);
+  const World world = make_world(c, 11);
+  KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 5'000'000'000});
+  DispatchRun run(group, world);
+  run.launch_plans();
+  for (const bool with_routes : {false, true}) {
+    group.launch([&](int r) {
+      DispatchParameters p = run.dispatch_parameters(r, true);
+      change(r, p);
+      FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
+    });
+    if (with_routes) run.launch_all_routes();  // finds nothing, and trusts nothing
+    group.wait(10);
+    for (int r = 0; r < 3; ++r) {
+      if (group.fatal(r).written != 0) stop(std::string(what) + " is fatal");
+      // In a mismatch the odd one names the lowest of the others.
+      const int named = reason == Reason::mismatch && r == peer ? 0 : peer;
+      expect(what, *group.failure(r), reason, Stage::grants, named, detail);
+    }
+    group.clear_failures();
+  }
+  run.poison();
+  run.launch_dispatches(true);
+  run.launch_all_routes();
+  group.wait_well();
+  for (int r = 0; r < 3; ++r) run.check_rows(r), run.check_side(r, true);
+}
+
+void test_bad_route() {
+  World world = make_world(small_case(3), 13);
+  world.inputs[1].ids[2 * 17 + 1] = world.c.experts;
+  world.inputs[1].ids[2 * 30] = -2;
+  KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 5'000'000'000});
+  DispatchRun run(group, world);
+  run.launch_plans();
+  run.launch_dispatches(true);
+  run.launch_all_routes();
+  group.wait(10);
+  for (int r = 0; r < 3; ++r) {
+    const HostCounts& counts = *run.placed().counts[KernelGroup::index(r)];
+    if (counts.done != 1) stop("bad route: done is not set");
+    expect("bad route", counts.failure, Reason::bad_route, Stage::counts, 1, 17 * 64 + 1);
+    expect("bad plan", *group.failure(r), Reason::bad_plan, Stage::grants, 0);
+    if (group.fatal(r).written != 0) stop("a bad route is fatal");
+  }
+}
+
+void test_distrust() {
+  const World world = make_world(small_case(2), 17);
+  KernelGroup group({2, std::size_t{8} << 20, body_bytes(2), 100'000'000});
+  DispatchRun run(group, world);
+  run.launch_plans();
+  group.launch([&](int r) {
+    DispatchParameters p = run.dispatch_parameters(r, true);
+    if (r == 1) p.offset = (std::size_t{8} << 20) - 256;
+    FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
+  });
+  group.wait(10);
+  expect("distrust", group.fatal(0), Reason::distrust, Stage::grants, 1);
+}
+
+void test_failures() {
+  for (const bool plan_too : {true, false}) {
+    for (const bool abort : {false, true}) test_missing_rank(plan_too, abort);
+  }
+  test_refusal("mismatch", Reason::mismatch, 2, -1, [](int r, DispatchParameters& p) {
+    if (r == 2) p.call.columns = 999;
+  });
+  test_refusal("no room", Reason::no_room, 1, 12345, [](int r, DispatchParameters& p) {
+    if (r == 1) p.status = StepStatus::no_room, p.need_bytes = 12345;
+  });
+  test_refusal("too many", Reason::too_many, 0, -1, [](int r, DispatchParameters& p) {
+    if (r == 0) p.capacity -= 1;
+  });
+  test_bad_route();
+  test_distrust();
+  std::printf("failures: as expected\n");
+}
+
+}  // namespace
+
+int run_main(int argc, char** argv) {
+  std::uint64_t seed = 1;
+  int repeat = 1;
+  bool bench = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--bench") bench = true;
+    if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
+    if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
+  }
+  prepare_process();
+  std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
+  load_kernels();
+  if (bench) {
+    run_dispatch_bench(seed);
+  } else {
+    test_failures();
+    run_many_ranks(seed);
+    run_matrix(seed, repeat);
+  }
+  std::printf("OK\n");
+  return 0;
+}
+
+}  // namespace ferry::cuda::test
+
+int main(int argc, char** argv) {
+  return ferry::cuda::test::run_main(argc, argv);
+}

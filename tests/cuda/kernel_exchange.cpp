@@ -1,0 +1,289 @@
+#include "kernel_exchange.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "core/number.hpp"
+
+namespace ferry::cuda::test {
+namespace {
+
+std::size_t at(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+/// Where every token goes: its row at each rank, in the order of sources and tokens.
+void place_tokens(Exchange& x) {
+  const int ranks = x.shape.ranks, topk = x.shape.topk, lanes = lanes_of(topk, ranks);
+  x.arrivals.assign(at(ranks), {});
+  x.lanes.assign(at(ranks), {});
+  x.rows_at.assign(at(ranks), {});
+  for (int s = 0; s < ranks; ++s) {
+    std::vector<std::int32_t> sent(at(ranks), 0);
+    for (std::int64_t t = 0; t < x.tokens(s); ++t) {
+      std::vector<bool> goes(at(ranks), false);
+      for (int k = 0; k < topk; ++k) {
+        const std::int32_t id = x.ids[at(s)][at(t * topk + k)];
+        if (id >= 0) goes[at(x.placement.rank_of(id))] = true;
+      }
+      int used = 0;
+      for (int d = 0; d < ranks; ++d) {
+        x.rows_at[at(s)].push_back(goes[at(d)] ? x.received(d) : -1);
+        if (!goes[at(d)]) continue;
+        x.lanes[at(s)].insert(x.lanes[at(s)].end(), {d, sent[at(d)]++});
+        x.arrivals[at(d)].push_back({s, t});
+        ++used;
+      }
+      for (; used < lanes; ++used) x.lanes[at(s)].insert(x.lanes[at(s)].end(), {-1, 0});
+    }
+  }
+}
+
+}  // namespace
+
+std::int64_t Exchange::sent(int rank, bool others_only) const {
+  std::int64_t count = 0;
+  for (int d = 0; d < shape.ranks; ++d) {
+    if (others_only && d == rank) continue;
+    count += std::count_if(arrivals[at(d)].begin(), arrivals[at(d)].end(),
+                           [&](const Arrival& a) { return a.source == rank; });
+  }
+  return count;
+}
+
+std::vector<std::int32_t> Exchange::local_ids(int rank) const {
+  const auto first = static_cast<std::int32_t>(placement.first_expert(rank));
+  const auto end = static_cast<std::int32_t>(placement.first_expert(rank + 1));
+  std::vector<std::int32_t> local;
+  for (const Arrival& a : arrivals[at(rank)]) {
+    for (int k = 0; k < shape.topk; ++k) {
+      const std::int32_t id = ids[at(a.source)][at(a.token * shape.topk + k)];
+      local.push_back(id >= first && id < end ? id - first : -1);
+    }
+  }
+  return local;
+}
+
+Exchange make_exchange(const ExchangeShape& shape, Random& random) {
+  Exchange x;
+  x.shape = shape;
+  x.placement = {shape.experts, shape.ranks};
+  for (int s = 0; s < shape.ranks; ++s) {
+    std::vector<std::int32_t> ids;
+    for (std::int64_t t = 0; t < x.tokens(s); ++t) {
+      const std::size_t begin = ids.size();
+      for (int k = 0; k < shape.topk; ++k) {
+        auto id = static_cast<std::int32_t>(random.below(shape.experts));
+        // Distinct where there are enough, as a router's are; else the odd repeat.
+        for (int tries = 0; tries < 8 && std::find(ids.begin() + static_cast<std::ptrdiff_t>(begin),
+                                                   ids.end(), id) != ids.end();
+             ++tries) {
+          id = static_cast<std::int32_t>(random.below(shape.experts));
+        }
+        ids.push_back(random.below(100) < shape.unused_percent ? -1 : id);
+      }
+    }
+    x.ids.push_back(std::move(ids));
+  }
+  place_tokens(x);
+  return x;
+}
+
+PlanView upload_plan(KernelGroup& group, const Exchange& x, int rank) {
+  const int ranks = x.shape.ranks;
+  const std::int64_t local = x.placement.local_experts(rank);
+  PlanView plan;
+  plan.tokens = x.tokens(rank);
+  plan.topk = x.shape.topk;
+  plan.placement = x.placement;
+  plan.layout = make_plan_layout(plan.tokens, plan.topk, ranks, local);
+  Bytes bytes(plan.layout.bytes, std::byte{0xCB});
+  const auto put = [&](std::size_t offset, const auto& words) {
+    if (!words.empty()) {
+      std::memcpy(bytes.data() + offset, words.data(), words.size() * sizeof(words[0]));
+    }
+  };
+  std::vector<std::int32_t> rank_tokens(at(ranks * ranks), 0), slots(at(ranks * local), 0);
+  std::vector<std::int64_t> peer_row(at(ranks), 0), peer_rows, recv_offset(at(ranks + 1), 0);
+  for (int d = 0; d < ranks; ++d) {
+    peer_rows.push_back(x.received(d));
+    for (const Arrival& a : x.arrivals[at(d)]) {
+      ++rank_tokens[at(a.source * ranks + d)];
+      if (a.source < rank) ++peer_row[at(d)];
+    }
+  }
+  for (int s = 0; s < ranks; ++s) {
+    recv_offset[at(s + 1)] = recv_offset[at(s)] + rank_tokens[at(s * ranks + rank)];
+  }
+  const std::vector<std::int32_t> ids = x.local_ids(rank);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const Arrival& a = x.arrivals[at(rank)][i / at(plan.topk)];
+    if (ids[i] >= 0) ++slots[at(a.source * local + ids[i])];
+  }
+  put(plan.layout.lanes, x.lanes[at(rank)]);
+  put(plan.layout.ids, x.ids[at(rank)]);
+  put(plan.layout.rank_tokens, rank_tokens);
+  put(plan.layout.expert_slots, slots);
+  put(plan.layout.peer_row, peer_row);
+  put(plan.layout.peer_rows, peer_rows);
+  put(plan.layout.recv_offset, recv_offset);
+  put(plan.layout.state, std::vector<std::uint64_t>{1});
+  plan.data = group.upload(rank, bytes).data;
+  return plan;
+}
+
+ExpertMajor place_expert_major(const std::vector<std::int32_t>& ids, std::int64_t local_experts,
+                               std::int64_t alignment) {
+  ExpertMajor result;
+  result.slot_rows.assign(ids.size(), -1);
+  std::int64_t next = 0;
+  for (std::int64_t expert = 0; expert < local_experts; ++expert) {
+    result.offsets.push_back(next);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] == expert) result.slot_rows[i] = next++;
+    }
+    while (next % alignment != 0) ++next;
+  }
+  result.offsets.push_back(next);
+  return result;
+}
+
+float load_element(const std::byte* row, Dtype dtype, std::int64_t i) {
+  if (dtype == Dtype::f32) {
+    float value;
+    std::memcpy(&value, row + 4 * i, 4);
+    return value;
+  }
+  std::uint16_t bits;
+  std::memcpy(&bits, row + 2 * i, 2);
+  return dtype == Dtype::bf16 ? to_float(Bf16{bits}) : to_float(Fp16{bits});
+}
+
+void store_element(std::byte* row, Dtype dtype, std::int64_t i, float value) {
+  if (dtype == Dtype::f32) {
+    std::memcpy(row + 4 * i, &value, 4);
+    return;
+  }
+  const std::uint16_t bits =
+      dtype == Dtype::bf16 ? from_float<Bf16>(value).bits : from_float<Fp16>(value).bits;
+  std::memcpy(row + 2 * i, &bits, 2);
+}
+
+std::vector<float> random_floats(Random& random, std::int64_t count) {
+  std::vector<float> values(at(count));
+  for (float& value : values) {
+    value = static_cast<float>(random.below(1 << 20)) / float(1 << 19) - 1.0f;
+  }
+  return values;
+}
+
+Bytes random_elements(Random& random, Dtype dtype, std::int64_t count) {
+  Bytes row(at(count) * size_of(dtype));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint64_t word = random.next();
+    if (word % 64 == 0) {  // any bits
+      const auto bits = static_cast<std::uint32_t>(word >> 32);
+      std::memcpy(row.data() + at(i) * size_of(dtype), &bits, size_of(dtype));
+    } else if (word % 64 == 1) {  // near the smallest numbers
+      const auto code = static_cast<std::uint32_t>(word >> 32 & 0x8000000fu);
+      const std::uint32_t bits = dtype == Dtype::f32 ? code : (code >> 16 | (code & 15u));
+      std::memcpy(row.data() + at(i) * size_of(dtype), &bits, size_of(dtype));
+    } else {
+      const float value = static_cast<float>(static_cast<std::int32_t>(word >> 32)) * 0x1p-29f;
+      store_element(row.data(), dtype, i, value);
+    }
+  }
+  return row;
+}
+
+std::int64_t first_difference(const std::byte* got, const std::byte* expected, Dtype dtype,
+                              std::int64_t count) {
+  if (std::memcmp(got, expected, at(count) * size_of(dtype)) == 0) return -1;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::size_t offset = at(i) * size_of(dtype);
+    if (std::memcmp(got + offset, expected + offset, size_of(dtype)) == 0) continue;
+    const bool nans = dtype == Dtype::f32 && std::isnan(load_element(got, dtype, i)) &&
+                      std::isnan(load_element(expected, dtype, i));
+    if (!nans) return i;
+  }
+  return -1;
+}
+
+int fair_sms(int ranks) {
+  int sms = 0;
+  FERRY_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  const int sharing = (ranks + gpu_count() - 1) / gpu_count();
+  return std::max(1, sms / sharing - 1);
+}
+
+bool has_option(int argc, char** argv, const char* name) {
+  return std::any_of(argv + 1, argv + argc, [&](const char* a) { return std::string(a) == name; });
+}
+
+std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise) {
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]) == name) return std::atoll(argv[i + 1]);
+  }
+  return otherwise;
+}
+
+std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise) {
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]) != name) continue;
+    std::vector<int> values;
+    for (const char* p = argv[i + 1]; *p != 0;) {
+      char* end = nullptr;
+      values.push_back(static_cast<int>(std::strtol(p, &end, 10)));
+      if (end == p) stop(std::string("not a list of numbers: ") + argv[i + 1]);
+      p = *end == ',' ? end + 1 : end;
+    }
+    return values;
+  }
+  return otherwise;
+}
+
+std::vector<double> time_calls(KernelGroup& group, Gate& gate, int calls,
+                               const std::function<void(int)>& call) {
+  constexpr int kSamples = 30, kWarm = 3;
+  const auto ranks = at(group.ranks());
+  std::vector<cudaEvent_t> begin(ranks), end(ranks);
+  group.launch([&](int r) {
+    FERRY_CUDA_CHECK(cudaEventCreate(&begin[at(r)]));
+    FERRY_CUDA_CHECK(cudaEventCreate(&end[at(r)]));
+  });
+  std::vector<double> samples;
+  for (int i = 0; i < kWarm + kSamples; ++i) {
+    gate.close();
+    group.launch([&](int r) {
+      gate.hold(group.stream(r));
+      BarrierParameters barrier;
+      barrier.group = group.view(r);
+      barrier.call.kind = CallKind::barrier;
+      barrier.failure = group.failure(r);
+      FERRY_CUDA_CHECK(launch_barrier(barrier, group.stream(r)));
+      FERRY_CUDA_CHECK(cudaEventRecord(begin[at(r)], group.stream(r)));
+      for (int c = 0; c < calls; ++c) call(r);
+      FERRY_CUDA_CHECK(cudaEventRecord(end[at(r)], group.stream(r)));
+    });
+    gate.open();
+    group.wait_well();
+    double worst = 0;
+    for (std::size_t r = 0; r < ranks; ++r) {
+      float ms = 0;
+      FERRY_CUDA_CHECK(cudaEventElapsedTime(&ms, begin[r], end[r]));
+      worst = std::max(worst, double{ms} * 1e3 / calls);
+    }
+    if (i >= kWarm) samples.push_back(worst);
+  }
+  group.launch([&](int r) {
+    cudaEventDestroy(begin[at(r)]);
+    cudaEventDestroy(end[at(r)]);
+  });
+  std::sort(samples.begin(), samples.end());
+  return samples;
+}
+
+}  // namespace ferry::cuda::test

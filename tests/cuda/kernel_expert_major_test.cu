@@ -1,0 +1,273 @@
+// launch_fan_out and launch_sum_slots against the definition, every byte; --bench for their speed,
+// alone and with the exchange they belong to.
+//   kernel_expert_major_test [--seed n] [--repeat n]
+//   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
+//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "cuda/kernels/load.hpp"
+#include "expert_major_case.hpp"
+
+namespace ferry::cuda::test {
+namespace {
+
+std::size_t at(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+template <class T, std::size_t N>
+T pick(Random& random, const T (&values)[N]) {
+  return values[random.below(static_cast<std::int64_t>(N))];
+}
+
+ExpertCase random_case(Random& random, int ranks) {
+  ExpertCase c;
+  c.shape.ranks = ranks;
+  c.shape.topk = pick(random, {1, 2, 3, 4, 8, 16, 33, 64});
+  // 5000 local experts do not fit the counters in shared memory.
+  c.shape.experts = pick<std::int64_t>(random, {1, 3, 8, 64, 256, 384, 2000, 5000});
+  c.shape.unused_percent = pick(random, {0, 0, 20, 90});
+  c.dtype = pick(random, {Dtype::f32, Dtype::bf16, Dtype::f16});
+  c.row_bytes =
+      pick<std::int64_t>(random, {16, 48, 512, 528, 2048, 4096, 4112, 5760, 14336, 40000});
+  c.scale_columns = pick<std::int64_t>(random, {0, 1, 3, 56, 112});
+  c.alignment = pick<std::int64_t>(random, {1, 1, 8, 16, 128});
+  // Padding and slots stay small enough for the CPU's arithmetic.
+  if (c.shape.experts / ranks * c.alignment * c.row_bytes > 4 << 20) c.alignment = 1;
+  c.spare = pick<std::int64_t>(random, {0, 1, 77});
+  c.out_spare = pick<std::int64_t>(random, {0, 1, 77});
+  const std::int64_t most =
+      std::clamp<std::int64_t>((12 << 20) / (c.row_bytes * c.shape.topk * ranks), 1, 120);
+  for (int r = 0; r < ranks; ++r) {
+    c.shape.tokens.push_back(random.below(6) == 0 ? 0 : random.below(most) + 1);
+  }
+  c.weighted = random.below(2) == 0;
+  c.sms = pick(random, {1, 2, 5, 16, 132});
+  c.sum.vectors = pick(random, {0, 1, 2, 4, 7, 8});
+  c.sum.warps = pick(random, {0, 1, 3, 16});
+  c.sum.stages = pick(random, {0, 1, 2, 5});
+  c.sum.spread = random.below(2) == 0;
+  c.fan_out.piece_bytes = pick(random, {0, 16, 512, 1040, 4096});
+  c.fan_out.stages = pick(random, {0, 3, 5});
+  return c;
+}
+
+FanOutParameters fan_out_parameters(KernelGroup& group, const ExpertCase& c,
+                                    const ExpertRows& local, int rank, const Bytes& rows,
+                                    const std::vector<float>& scales) {
+  FanOutParameters p;
+  p.group = group.view(rank);
+  p.plan = local.plan;
+  const std::int64_t topk = c.shape.topk;
+  auto* ids = take<std::int32_t>(group, rank, local.capacity * topk);
+  group.copy_in(rank, ids, local.ids.data(), local.ids.size() * sizeof(std::int32_t));
+  p.ids = ids;
+  p.rows = group.upload(rank, rows).data;
+  p.row_bytes = c.row_bytes;
+  p.capacity = local.capacity;
+  p.alignment = c.alignment;
+  p.out_capacity = local.out_capacity;
+  p.out = take<std::byte>(group, rank, local.out_capacity * c.row_bytes);
+  if (c.scale_columns > 0) {
+    p.scales = reinterpret_cast<const float*>(group.upload(rank, scales).data);
+    p.scale_columns = c.scale_columns;
+    p.out_scales = take<float>(group, rank, local.out_capacity * c.scale_columns);
+  }
+  p.slot_rows = take<std::int64_t>(group, rank, local.capacity * topk);
+  p.expert_offsets = take<std::int64_t>(group, rank, local.experts + 1);
+  const auto scratch = static_cast<std::int64_t>(fan_out_scratch_bytes(p.capacity, local.experts));
+  p.scratch = reinterpret_cast<std::int32_t*>(take<std::byte>(group, rank, scratch));
+  p.sms = c.sms;
+  return p;
+}
+
+/// `bytes` as expected, then untouched poison.
+void check_bytes(KernelGroup& group, int rank, const void* got_at, const void* expected,
+                 std::size_t bytes, const std::string& what) {
+  const Bytes got = group.download<std::byte>(rank, got_at, bytes + kGuard);
+  const auto* e = static_cast<const std::byte*>(expected);
+  for (std::size_t i = 0; i < bytes + kGuard; ++i) {
+    if (got[i] == (i < bytes ? e[i] : std::byte{0xCB})) continue;
+    stop(what + ": rank " + std::to_string(rank) + ": byte " + std::to_string(i) + " of " +
+         std::to_string(bytes) + " is " + std::to_string(static_cast<int>(got[i])));
+  }
+}
+
+void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
+                   const FanOutParameters& p, const Bytes& rows, const std::vector<float>& scales) {
+  const std::int64_t topk = c.shape.topk, columns = c.scale_columns;
+  Bytes out(at(local.out_capacity * c.row_bytes), std::byte{0});
+  std::vector<float> out_scales(at(local.out_capacity * columns), 0.0f);
+  std::vector<std::int64_t> slots = local.expected.slot_rows;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] < 0) continue;
+    const std::int64_t row = static_cast<std::int64_t>(i) / topk;
+    std::copy_n(rows.begin() + row * c.row_bytes, c.row_bytes,
+                out.begin() + slots[i] * c.row_bytes);
+    std::copy_n(scales.begin() + row * columns, columns, out_scales.begin() + slots[i] * columns);
+  }
+  slots.resize(at(local.capacity * topk), -1);
+  const std::string text = "fan-out, " + c.text();
+  check_bytes(group, rank, p.slot_rows, slots.data(), slots.size() * 8, text + ": slot rows");
+  check_bytes(group, rank, p.expert_offsets, local.expected.offsets.data(),
+              local.expected.offsets.size() * 8, text + ": offsets");
+  check_bytes(group, rank, p.out, out.data(), out.size(), text + ": rows");
+  if (columns > 0) {
+    check_bytes(group, rank, p.out_scales, out_scales.data(), out_scales.size() * 4,
+                text + ": scales");
+  }
+}
+
+Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
+                  const std::vector<float>& weights) {
+  const std::int64_t topk = c.shape.topk;
+  const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
+  Bytes out(at(local.received * c.row_bytes));
+  std::vector<float> acc(at(columns));
+  for (std::int64_t row = 0; row < local.received; ++row) {
+    std::fill(acc.begin(), acc.end(), 0.0f);
+    for (std::int64_t k = 0; k < topk; ++k) {
+      const std::int64_t slot = local.expected.slot_rows[at(row * topk + k)];
+      if (slot < 0) continue;
+      const std::byte* from = rows.data() + slot * c.row_bytes;
+      for (std::int64_t i = 0; i < columns; ++i) {
+        const float x = load_element(from, c.dtype, i);
+        acc[at(i)] =
+            c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
+      }
+    }
+    for (std::int64_t i = 0; i < columns; ++i) {
+      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
+    }
+  }
+  return out;
+}
+
+/// With the slot rows that the fan-out has made.
+SumSlotsParameters sum_parameters(KernelGroup& group, const ExpertCase& c, const ExpertRows& local,
+                                  int rank, const FanOutParameters& fan_out, const Bytes& rows,
+                                  const std::vector<float>& weights) {
+  SumSlotsParameters p;
+  p.group = group.view(rank);
+  p.plan = local.plan;
+  p.slot_rows = fan_out.slot_rows;
+  p.rows = group.upload(rank, rows).data;
+  p.input_rows = local.out_capacity;
+  if (c.weighted) p.weights = reinterpret_cast<const float*>(group.upload(rank, weights).data);
+  p.dtype = c.dtype;
+  p.columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
+  p.capacity = local.capacity;
+  p.out = take<std::byte>(group, rank, local.capacity * c.row_bytes);
+  p.sms = c.sms;
+  return p;
+}
+
+void check_sums(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
+                const SumSlotsParameters& p, const Bytes& expected) {
+  const std::int64_t count = local.received * p.columns;
+  const Bytes got = group.download<std::byte>(rank, p.out, expected.size() + kGuard);
+  const std::int64_t differs = first_difference(got.data(), expected.data(), c.dtype, count);
+  if (differs >= 0) {
+    stop("sum of slots, " + c.text() + ": rank " + std::to_string(rank) + ", row " +
+         std::to_string(differs / p.columns) + ", column " + std::to_string(differs % p.columns) +
+         ": got " + std::to_string(load_element(got.data(), c.dtype, differs)) + ", expected " +
+         std::to_string(load_element(expected.data(), c.dtype, differs)));
+  }
+  for (std::size_t i = expected.size(); i < got.size(); ++i) {
+    if (got[i] != std::byte{0xCB}) stop("sum of slots wrote rows that have not come: " + c.text());
+  }
+}
+
+void run_case(KernelGroup& group, const ExpertCase& c, Random& random) {
+  group.reset_arena();
+  const Exchange x = make_exchange(c.shape, random);
+  for (int r = 0; r < c.shape.ranks; ++r) {  // local work: one rank after another
+    FERRY_CUDA_CHECK(cudaSetDevice(group.device(r)));
+    const ExpertRows local = make_expert_rows(group, c, x, r);
+    const Bytes rows = random_elements(random, Dtype::f32, local.capacity * c.row_bytes / 4);
+    const auto scales = random_floats(random, local.capacity * c.scale_columns);
+    const FanOutParameters p = fan_out_parameters(group, c, local, r, rows, scales);
+    FERRY_CUDA_CHECK(launch_fan_out(p, group.stream(r), c.fan_out));
+    group.wait_well();
+    check_fan_out(group, c, local, r, p, rows, scales);
+    const auto element = static_cast<std::int64_t>(size_of(c.dtype));
+    const Bytes outputs =
+        random_elements(random, c.dtype, local.out_capacity * c.row_bytes / element);
+    const auto weights = random_floats(random, local.capacity * c.shape.topk);
+    const auto sums = sum_parameters(group, c, local, r, p, outputs, weights);
+    FERRY_CUDA_CHECK(launch_sum_slots(sums, group.stream(r), c.sum));
+    group.wait_well();
+    check_sums(group, c, local, r, sums, expect_sums(c, local, outputs, weights));
+  }
+}
+
+/// A peer that sends ids of no expert, or other routes than it counted, is caught; nothing is
+/// written outside `out`.
+void distrusts(Random& random, std::int32_t lie) {
+  KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{32} << 20});
+  run_barrier(group);
+  ExpertCase c;
+  c.shape = {2, 16, 4, {50, 50}, 0};
+  c.row_bytes = 4112;
+  c.sms = 3;
+  const Exchange x = make_exchange(c.shape, random);
+  ExpertRows local = make_expert_rows(group, c, x, 0);
+  std::int32_t& last = local.ids.back();  // rank 1 sent it
+  last = last == lie ? lie + 1 : lie;
+  const Bytes rows = random_elements(random, Dtype::f32, local.capacity * c.row_bytes / 4);
+  const FanOutParameters p = fan_out_parameters(group, c, local, 0, rows, {});
+  group.settle();
+  FERRY_CUDA_CHECK(cudaSetDevice(group.device(0)));
+  FERRY_CUDA_CHECK(launch_fan_out(p, group.stream(0)));
+  group.wait();
+  const Failure& fatal = group.fatal(0);
+  const int peer = lie < -1 || lie >= local.experts ? 1 : -1;
+  if (fatal.reason != Reason::distrust || fatal.peer != peer) {
+    stop("the lie " + std::to_string(lie) + " was not found: " + describe(fatal));
+  }
+  const Bytes guard =
+      group.download<std::byte>(0, p.out + local.out_capacity * c.row_bytes, kGuard);
+  for (const std::byte b : guard) {
+    if (b != std::byte{0xCB}) stop("bytes behind out were written");
+  }
+}
+
+void test(int argc, char** argv) {
+  const auto seed = static_cast<std::uint64_t>(option(argc, argv, "--seed", 1));
+  const auto repeat = option(argc, argv, "--repeat", 40);
+  std::printf("seed %llu, %lld cases for each number of ranks, %d GPUs\n",
+              static_cast<unsigned long long>(seed), static_cast<long long>(repeat), gpu_count());
+  for (const int ranks : {1, 2, 3, 4, 8}) {
+    Random random(seed * 1000003 + static_cast<std::uint64_t>(ranks));
+    KernelGroup group({.ranks = ranks, .arena_bytes = std::size_t{384} << 20});
+    run_barrier(group);
+    for (std::int64_t i = 0; i < repeat; ++i) run_case(group, random_case(random, ranks), random);
+    std::printf("%d ranks: all bytes as expected\n", ranks);
+    std::fflush(stdout);
+  }
+  Random random(seed);
+  for (const std::int32_t lie : {8, -2, 0x7fffffff, 3}) distrusts(random, lie);
+  std::printf("PASSED\n");
+}
+
+}  // namespace
+}  // namespace ferry::cuda::test
+
+int main(int argc, char** argv) {
+  using namespace ferry::cuda;
+  test::prepare_process();
+  for (int device = 0; device < test::gpu_count(); ++device) {
+    FERRY_CUDA_CHECK(cudaSetDevice(device));
+    FERRY_CUDA_CHECK(load_throughput_kernels());
+  }
+  if (test::has_option(argc, argv, "--bench")) {
+    test::bench_expert_major(argc, argv);
+  } else {
+    test::test(argc, argv);
+  }
+  return 0;
+}

@@ -1,0 +1,136 @@
+"""What the compiler makes of the kernels: rules over PTX and over what ptxas says.
+
+Every rule is a function from a Compiled to a list of complaints; machine_code_test.py applies them
+to the kernels and shows that each can fail.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# What the build gives nvcc, as far as it changes code (cmake/FerryCuda.cmake).
+FLAGS = ("-std=c++20", "--fmad=false", "-O3")
+# Kernels that meet peers, those that move rows in bulk where the GPU can, and those that may not
+# touch local memory because they are waited for.
+MEETING = ("plan_kernel", "dispatch_kernel", "combine_kernel", "barrier_kernel")
+BULK = ("dispatch_kernel", "combine_kernel")
+FORBIDDEN = {
+    "trap": r"^\s*(@%?\w+\s+)?trap;",
+    "printf": r"\bvprintf\b",
+    "flush of subnormals": r"\.ftz\b",
+    "approximate arithmetic": r"\.(approx|full)\.(ftz\.)?f(32|64)\b",
+    "NVLink multicast": r"\bmultimem\b",
+}
+
+
+@dataclass
+class Compiled:
+    """One source for one architecture."""
+
+    source: str
+    architecture: int
+    ptx: str
+    spills: dict[str, int] = field(default_factory=dict)  # entry: bytes stored and loaded again
+
+    def entries(self) -> dict[str, str]:
+        """Body of every kernel; functions that were not inlined count as part of each."""
+        pieces = re.split(r"^(?=(?:\.\w+\s+)*\.(?:entry|func)\b)", self.ptx, flags=re.MULTILINE)
+        functions = "".join(piece for piece in pieces if re.match(r"(?:\.\w+\s+)*\.func\b", piece))
+        found = {}
+        for piece in pieces:
+            name = re.match(r"(?:\.\w+\s+)*\.entry\s+(\w+)", piece)
+            if name:
+                found[name.group(1)] = piece + functions
+        return found
+
+    def of(self, kernels: tuple[str, ...]) -> dict[str, str]:
+        # In a mangled name the length stands before the name: no kernel is part of another's name.
+        words = [f"{len(kernel)}{kernel}" for kernel in kernels]
+        return {n: body for n, body in self.entries().items() if any(w in n for w in words)}
+
+
+def instructions(ptx: str) -> str:
+    """Without comments, and without the debug sections at the end."""
+    return re.sub(r"//[^\n]*", "", ptx.split(".section\t.debug")[0])
+
+
+def meets_at_system_scope(compiled: Compiled) -> list[str]:
+    return [
+        f"{name}: no {what}"
+        for name, body in compiled.of(MEETING).items()
+        for what in ("ld.acquire.sys", "st.release.sys")
+        if not re.search(rf"\b{re.escape(what)}\b", instructions(body))
+    ]
+
+
+def moves_in_bulk(compiled: Compiled) -> list[str]:
+    complaints = []
+    for name, body in compiled.of(BULK).items():
+        bulk = "cp.async.bulk." in instructions(body)
+        if bulk != (compiled.architecture >= 90):
+            complaints.append(f"{name}: cp.async.bulk {'found' if bulk else 'not found'}")
+    return complaints
+
+
+def never_spills(compiled: Compiled) -> list[str]:
+    return [f"{name}: spills {count} bytes" for name, count in compiled.spills.items() if count]
+
+
+def nothing_forbidden(compiled: Compiled) -> list[str]:
+    text = instructions(compiled.ptx)
+    return [w for w, pattern in FORBIDDEN.items() if re.search(pattern, text, re.MULTILINE)]
+
+
+RULES = (meets_at_system_scope, moves_in_bulk, never_spills, nothing_forbidden)
+
+
+def read_spills(said: str) -> dict[str, int]:
+    """From what `ptxas -v` says."""
+    found = {}
+    name = ""
+    for line in said.splitlines():
+        entry = re.search(r"Function properties for (\w+)", line)
+        if entry:
+            name = entry.group(1)
+        count = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        if count and name:
+            found[name] = int(count.group(1)) + int(count.group(2))
+    return found
+
+
+def compile_source(
+    nvcc: str, root: Path, source: Path, architecture: int, extra: tuple[str, ...] = ()
+) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        includes = (f"-I{root / 'src'}", f"-I{root / 'include'}")
+        steps = (
+            (nvcc, *FLAGS, *includes, f"-arch=compute_{architecture}", "-ptx", source, "-o", ptx),
+            (
+                nvcc,
+                f"-arch=sm_{architecture}",
+                *extra,
+                "-Xptxas=-v",
+                "-cubin",
+                ptx,
+                "-o",
+                "/dev/null",
+            ),
+        )
+        said = ""
+        for step in steps:
+            done = subprocess.run(
+                [str(word) for word in step],
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
+            if done.returncode != 0:
+                raise RuntimeError(f"{source.name}, sm_{architecture}: {done.stderr[-2000:]}")
+            said = done.stderr + done.stdout
+        return Compiled(source.name, architecture, ptx.read_text(), read_spills(said))

@@ -1,0 +1,47 @@
+#include <cuda_runtime.h>
+
+#include "touch.hpp"
+
+namespace ferry::test {
+namespace {
+
+__global__ void store_words(unsigned long long* to, unsigned long long value, std::size_t words) {
+  for (std::size_t i = threadIdx.x; i < words; i += blockDim.x) to[i] = value + i;
+}
+
+/// The first word that is not value + i * step; `words` if all are.
+__global__ void find_wrong(const unsigned long long* from, unsigned long long value,
+                           unsigned long long step, std::size_t words, unsigned long long* first) {
+  for (std::size_t i = threadIdx.x + std::size_t{blockIdx.x} * blockDim.x; i < words;
+       i += std::size_t{blockDim.x} * gridDim.x) {
+    if (from[i] != value + i * step) atomicMin(first, static_cast<unsigned long long>(i));
+  }
+}
+
+}  // namespace
+
+std::string store(std::byte* to, std::uint64_t value, std::size_t words) {
+  store_words<<<1, 256>>>(reinterpret_cast<unsigned long long*>(to), value, words);
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+std::string expect(const std::byte* from, std::uint64_t value, std::uint64_t step,
+                   std::size_t words) {
+  unsigned long long* first = nullptr;
+  unsigned long long seen = words;
+  cudaError_t error = cudaMalloc(&first, sizeof *first);
+  if (error == cudaSuccess) error = cudaMemcpy(first, &seen, sizeof seen, cudaMemcpyHostToDevice);
+  if (error == cudaSuccess) {
+    find_wrong<<<64, 256>>>(reinterpret_cast<const unsigned long long*>(from), value, step, words,
+                            first);
+    error = cudaGetLastError();
+  }
+  if (error == cudaSuccess) error = cudaMemcpy(&seen, first, sizeof seen, cudaMemcpyDeviceToHost);
+  cudaFree(first);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return seen == words ? "" : "word " + std::to_string(seen) + " is wrong";
+}
+
+}  // namespace ferry::test

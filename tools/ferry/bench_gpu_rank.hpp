@@ -1,0 +1,94 @@
+// One rank of `ferry bench --backend cuda`: its arrays on the GPU, its calls, the checks.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bench_gpu.hpp"
+#include "ferry/ferry.hpp"
+
+namespace ferry::cli {
+
+/// Throws std::runtime_error unless the call succeeded.
+void need(cudaError_t result, const char* call);
+
+/// Memory of the current GPU.
+class GpuBuffer {
+ public:
+  explicit GpuBuffer(std::size_t bytes);
+  ~GpuBuffer() { cudaFree(data_); }
+  GpuBuffer(const GpuBuffer&) = delete;
+  GpuBuffer& operator=(const GpuBuffer&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+/// The stream that all calls are made on.
+struct GpuStream {
+  explicit GpuStream(int device);
+  ~GpuStream() { cudaStreamDestroy(raw); }
+  GpuStream(const GpuStream&) = delete;
+  GpuStream& operator=(const GpuStream&) = delete;
+  void upload(void* to, const void* from, std::size_t bytes) const;
+  void download(void* to, const void* from, std::size_t bytes) const;
+  template <class T>
+  std::vector<T> get(const Tensor& tensor) const {
+    std::vector<T> values(static_cast<std::size_t>(tensor.shape().product()));
+    download(values.data(), tensor.data(), values.size() * sizeof(T));
+    return values;
+  }
+
+  cudaStream_t raw = nullptr;
+  std::optional<Stream> stream{};
+};
+
+/// What a call makes; dropped outside the measured time.
+struct GpuMade {
+  Plan plan{};
+  Received received{};
+  Combined combined{};
+};
+
+/// One configuration on one rank.
+class GpuExchange {
+ public:
+  GpuExchange(const GpuBenchSettings& settings, const BenchSettings& one, Group& group,
+              GpuStream& stream, int device);
+
+  /// Every kind of call once, all bytes compared. Throws std::runtime_error.
+  void check(bool combines);
+  /// One call of that kind, on the stream.
+  GpuMade call(GpuCase which, int sms);
+  BenchRows rows() const;
+  std::int64_t worst_case_rows() const { return s_.ranks * s_.tokens; }
+
+ private:
+  Plan plan();
+  Received dispatch(const Plan& with, RowOrder order, std::int64_t worst_case_rows, int sms);
+  void check_ranks(const Received& received);
+  void check_experts(const Received& received);
+  void check_combined(const Combined& combined, bool every_slot);
+  void make_combine_rows(const Received& by_rank, const Received& by_expert);
+  float scale(int rank, std::int64_t token, std::int64_t column) const;
+
+  const GpuBenchSettings& settings_;
+  const BenchSettings s_;
+  Group& group_;
+  GpuStream& stream_;
+  Device device_;
+  std::vector<std::int64_t> routes_;
+  GpuBuffer x_, ids_, scales_, weights_;
+  Plan plan_{};
+  std::vector<int> source_of_row_{};
+  Tensor registered_{};
+  std::unique_ptr<GpuBuffer> ordinary_{};
+  Tensor expert_rows_{};
+  std::unique_ptr<GpuBuffer> slot_weights_{};
+};
+
+}  // namespace ferry::cli

@@ -1,0 +1,16 @@
+// In place of bench_gpu.cpp in a build without the CUDA engine.
+#include <stdexcept>
+
+#include "bench_gpu.hpp"
+
+namespace ferry::cli {
+
+int bench_gpu_count() {
+  return 0;
+}
+
+void bench_gpu(const GpuBenchSettings&, const GpuBoard&, std::shared_ptr<Bootstrap>) {
+  throw std::runtime_error("this build has no CUDA engine");
+}
+
+}  // namespace ferry::cli
