@@ -30,9 +30,12 @@ void CombineJob::check_rows() {
     return used.worst_case_rows > 0 && used.order == options_.order &&
            used.alignment == options_.alignment && used.worst_case_rows == rows_.rows();
   };
-  if (!plan_->counts_known() && std::none_of(dispatched.begin(), dispatched.end(), of_worst_case)) {
+  const bool like_weights = !has_weights() || options_.topk_weights->shape[0] == rows_.rows();
+  const bool worst_case = std::any_of(dispatched.begin(), dispatched.end(), of_worst_case);
+  if (!plan_->counts_known() && !(worst_case && like_weights)) {
     if (plan_->captured || launch_.capture().active) {
-      refuse(kCombine, "rows", std::to_string(rows_.rows()) + " rows",
+      refuse(kCombine, worst_case ? "topk_weights" : "rows",
+             std::to_string(worst_case ? options_.topk_weights->shape[0] : rows_.rows()) + " rows",
              "the worst_case_rows of a dispatch of this plan, whose counts the CPU does not know "
              "while its stream is captured");
     }
@@ -48,12 +51,6 @@ void CombineJob::check_rows() {
     return;
   }
   brought_ = rows_.rows();  // of expert-major rows at most as many
-  if (!has_weights()) return;
-  const std::int64_t weights = options_.topk_weights->shape[0];
-  if (weights != rows_.rows()) {
-    refuse(kCombine, "topk_weights", "shape " + to_string(options_.topk_weights->shape),
-           std::to_string(rows_.rows()) + " rows, as dispatch returned them");
-  }
 }
 
 CallSignature CombineJob::signature() const {
