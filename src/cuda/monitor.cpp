@@ -19,7 +19,10 @@ void CudaEngine::wait_aux(std::chrono::nanoseconds most) {
   poll(
       [this] {
         const cudaError_t result = cudaStreamQuery(aux_);
-        if (result == cudaErrorNotReady) return false;
+        if (result == cudaErrorNotReady) {
+          (void)cudaGetLastError();  // or the next launch of this thread would find it
+          return false;
+        }
         check(result, "cudaStreamQuery");
         return true;
       },

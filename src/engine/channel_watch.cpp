@@ -65,14 +65,22 @@ std::optional<CallWord> Channel::call_of(int peer) const {
 }
 
 int Channel::blame(const Awaited& awaited, int fallback) const {
-  int other_call = -1;
+  int other_call = -1;  // waits, but in another call
+  int quiet = -1;       // in this call, but does not wait: stopped, or its deadline has just ended
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     if (own_word(peer, kBeatWord) == nullptr) continue;
-    if (!waits(peer)) return peer;  // those that wait are held up themselves
-    if (other_call < 0 && call_of(peer) != call_of(rank_)) other_call = peer;
+    const bool same_call = call_of(peer) == call_of(rank_);
+    if (waits(peer)) {  // those that wait in this call are held up themselves
+      if (!same_call && other_call < 0) other_call = peer;
+    } else if (!same_call) {
+      return peer;
+    } else if (quiet < 0) {
+      quiet = peer;
+    }
   }
-  return other_call >= 0 ? other_call : fallback;
+  if (other_call >= 0) return other_call;
+  return quiet >= 0 ? quiet : fallback;
 }
 
 GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)
