@@ -136,6 +136,9 @@ Status GroupWatch::check() {
   // ended, so its notice wins over its own death.
   const auto notice = channel_.notices_.scan([this, now](const Notice& told) {
     // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
+    // A rank that hears that it is late passes that on; whom to believe is the one who waited for
+    // it.
+    if (told.kind == Notice::Kind::kLate && told.reporter == told.culprit) return false;
     if (told.kind != Notice::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
     return !may_be_under_way(told, now);
