@@ -6,12 +6,12 @@
 #include <cstdio>
 #include <fstream>
 #include <limits>
-#include <map>
 #include <memory>
 #include <string>
 
 #include "bench_board.hpp"
 #include "bench_gpu.hpp"
+#include "bench_options.hpp"
 #include "bench_rank.hpp"
 #include "bench_report.hpp"
 #include "bench_settings.hpp"
@@ -24,7 +24,6 @@ namespace {
 
 constexpr int kMostRanks = 64;
 constexpr int kMostTopk = 64;
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 20;
 constexpr std::int64_t kMostHidden = std::int64_t{1} << 24;
 constexpr std::int64_t kMostExperts = std::int64_t{1} << 20;
 constexpr int kMostIterations = 1000000;
@@ -121,43 +120,6 @@ int bench(const BenchSettings& settings, bool json, const std::string& json_file
   return json ? put(json_file, to_json(settings, results, command_of(line)).dump(2)) : 0;
 }
 
-void check(const BenchSettings& s) {
-  if (s.topk > s.experts) {
-    throw CLI::ValidationError(
-        fmt::format("--topk {}: there are only {} experts (--experts)", s.topk, s.experts));
-  }
-  if (s.hidden * static_cast<std::int64_t>(size_of(s.dtype)) % 16 != 0) {
-    throw CLI::ValidationError(fmt::format(
-        "--hidden {}: a row of {} {} is {} bytes, expected a multiple of 16", s.hidden, s.hidden,
-        ferry::name_of(s.dtype), s.hidden * static_cast<std::int64_t>(size_of(s.dtype))));
-  }
-  if (s.processes && (s.fabric == FabricKind::local || s.fabric == FabricKind::sim)) {
-    throw CLI::ValidationError("--fabric local and sim join threads: add --threads");
-  }
-}
-
-template <class T>
-CLI::Option* choice(CLI::App* app, const char* name, T& value, const std::map<std::string, T>& map,
-                    const char* help) {
-  std::string names;
-  std::string chosen;
-  for (const auto& [key, each] : map) {
-    names += (names.empty() ? "" : "|") + key;
-    if (each == value) chosen = key;
-  }
-  return app->add_option(name, value, help)
-      ->transform(CLI::Validator(
-          [map, names](std::string& word) {
-            const auto known = map.find(CLI::detail::to_lower(word));
-            if (known == map.end()) return fmt::format("'{}': must be one of {}", word, names);
-            word = std::to_string(static_cast<int>(known->second));  // as CLI11 reads an enum
-            return std::string();
-          },
-          ""))
-      ->type_name(names)
-      ->default_str(chosen);
-}
-
 void add_number(CLI::App* app, const char* name, std::int64_t& value, std::int64_t most,
                 const char* help) {
   app->add_option(name, value, help)
@@ -189,61 +151,22 @@ void add_shape_options(CLI::App* app, BenchSettings& s) {
                      "Which experts are chosen");
 }
 
-void add_gpu_options(CLI::App* app, Backend& backend, GpuBenchSettings& s, std::string& plot_file,
-                     CLI::Option* json) {
-  choice<Backend>(app, "--backend", backend, {{"host", Backend::host}, {"cuda", Backend::cuda}},
-                  "What runs the exchanges");
-  const char* group = "With --backend cuda (throughput mode)";
-  app->add_option("--sms", s.sms, "Numbers of SMs that move the rows")
-      ->type_name("N,...")
-      ->delimiter(',')
-      ->check(whole_number(1, 1024))
-      ->group(group)
-      ->default_str("16");
-  app->add_option("--token-sweep", s.tokens, "Numbers of tokens of each rank, instead of --tokens")
-      ->type_name("N,...")
-      ->delimiter(',')
-      ->check(whole_number(1, kMostTokens))
-      ->group(group)
-      ->default_str("");
-  app->add_option("--chain", s.chain, "Calls that are timed together")
-      ->type_name("N")
-      ->check(whole_number(1, 32))
-      ->group(group)
-      ->capture_default_str();
-  app->add_option("--alignment", s.alignment, "Rows of expert-major blocks")
-      ->type_name("N")
-      ->check(whole_number(1, 4096))
-      ->group(group)
-      ->capture_default_str();
-  app->add_option("--plot", plot_file, "Draw the JSON (python3 with matplotlib)")
-      ->type_name("FILE")
-      ->group(group)
-      ->needs(json);
-}
-
-// What was not given is the shape of docs/benchmarks.md, in bf16 and in e4m3.
-void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu) {
-  if (app.count("--hidden") == 0) shape.hidden = 7168;
-  if (app.count("--experts") == 0) shape.experts = 256;
-  if (app.count("--token-sweep") == 0) {
-    gpu.tokens = {app.count("--tokens") == 0 ? 4096 : shape.tokens};
-  }
-  if (app.count("--dtype") > 0) gpu.dtypes = {shape.dtype};
-  if (app.count("--mode") > 0 && shape.mode != BenchMode::throughput) {
-    throw CLI::ValidationError("--backend cuda measures --mode throughput");
-  }
-  if (shape.fabric == FabricKind::sim) {
-    throw CLI::ValidationError("--fabric sim: only with --backend host");
-  }
-  for (const Dtype dtype : gpu.dtypes) {
-    shape.dtype = dtype;
-    check(shape);
-  }
-  gpu.shape = shape;
-}
-
 }  // namespace
+
+void check(const BenchSettings& s) {
+  if (s.topk > s.experts) {
+    throw CLI::ValidationError(
+        fmt::format("--topk {}: there are only {} experts (--experts)", s.topk, s.experts));
+  }
+  if (s.hidden * static_cast<std::int64_t>(size_of(s.dtype)) % 16 != 0) {
+    throw CLI::ValidationError(fmt::format(
+        "--hidden {}: a row of {} {} is {} bytes, expected a multiple of 16", s.hidden, s.hidden,
+        ferry::name_of(s.dtype), s.hidden * static_cast<std::int64_t>(size_of(s.dtype))));
+  }
+  if (s.processes && (s.fabric == FabricKind::local || s.fabric == FabricKind::sim)) {
+    throw CLI::ValidationError("--fabric local and sim join threads: add --threads");
+  }
+}
 
 void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
   struct Arguments {
@@ -251,9 +174,7 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
     bool threads = false;
     bool processes = false;
     std::string json_file{};
-    std::string plot_file{};
-    Backend backend = Backend::host;
-    GpuBenchSettings gpu{};
+    GpuArguments gpu{};
   };
   auto given = std::make_shared<Arguments>();
   BenchSettings& s = given->settings;
@@ -291,29 +212,26 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
                                        "FILE beside the table, or instead of the table")
                           ->type_name("[FILE]")
                           ->expected(0, 1);
-  add_gpu_options(bench_app, given->backend, given->gpu, given->plot_file, json);
+  add_gpu_options(bench_app, given->gpu, json);
   bench_app->footer(
       "\nAll data is checked before anything is timed. Progress goes to standard error.\n"
       "Exit codes: 0 done; 1 an exchange failed or brought wrong data; 2 wrong command line.");
   bench_app->callback([given, bench_app, json, &line, &exit_code] {
     given->settings.processes = !given->threads;
     const bool wants_json = json->count() > 0;
-    if (given->backend != Backend::cuda) {
-      for (const char* name : {"--sms", "--token-sweep", "--chain", "--alignment", "--plot"}) {
-        if (bench_app->count(name) > 0) {
-          throw CLI::ValidationError(fmt::format("{}: only with --backend cuda", name));
-        }
-      }
+    if (given->gpu.backend != Backend::cuda) {
+      refuse_gpu_options(*bench_app);
       check(given->settings);
       exit_code = bench(given->settings, wants_json, given->json_file, line);
       return;
     }
-    settle_gpu(*bench_app, given->settings, given->gpu);
-    if (!given->plot_file.empty() && given->json_file.empty()) {
+    settle_gpu(*bench_app, given->settings, given->gpu.settings);
+    if (!given->gpu.plot_file.empty() && given->json_file.empty()) {
       throw CLI::ValidationError("--plot: needs --json FILE, which it draws");
     }
-    exit_code = run_gpu_bench(given->gpu, {wants_json, given->json_file, given->plot_file},
-                              command_of(line));
+    exit_code =
+        run_gpu_bench(given->gpu.settings, given->gpu.nccl,
+                      {wants_json, given->json_file, given->gpu.plot_file}, command_of(line));
   });
 }
 

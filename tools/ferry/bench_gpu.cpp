@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -146,6 +147,8 @@ void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
   config.device = device;
   config.memory_bytes = memory_for(settings);
   GpuStream stream(device);
+  std::optional<NcclRank> nccl;
+  if (!settings.nccl.library.empty()) nccl.emplace(settings.nccl, *bootstrap);
   Group group(std::move(bootstrap), config);
   Aligner aligner(settings, group, stream, device);
 
@@ -160,7 +163,8 @@ void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
     for (; end < board.lines.size() && same(board.lines[end]); ++end) {
       combines = combines || is_combine(board.lines[end].which);
     }
-    GpuExchange exchange(settings, settings.with(first.tokens, first.dtype), group, stream, device);
+    GpuExchange exchange(settings, settings.with(first.tokens, first.dtype), group, stream, device,
+                         nccl ? &*nccl : nullptr);
     board.rows(first.tokens_index, group.rank()) = exchange.rows();
     exchange.check(combines);
     for (; at < end; ++at) measure(settings, board, at, aligner, exchange, group, stream);

@@ -11,6 +11,7 @@
 #include "bench_data.hpp"
 #include "bench_settings.hpp"
 #include "ferry/bootstrap.hpp"
+#include "nccl.hpp"
 #include "shared_array.hpp"
 
 namespace ferry::cli {
@@ -23,9 +24,10 @@ enum class GpuCase : std::uint8_t {
   dispatch_expert,  ///< expert-major, cached
   combine_registered,
   combine_ordinary,
-  combine_expert,  ///< from expert-major rows, weights applied
+  combine_expert,   ///< from expert-major rows, weights applied
+  nccl_all_to_all,  ///< the bytes of a dispatch, gathered before; no counts
 };
-inline constexpr int kGpuCases = 8;
+inline constexpr int kGpuCases = 9;
 
 constexpr std::string_view name_of(GpuCase which) {
   switch (which) {
@@ -37,12 +39,18 @@ constexpr std::string_view name_of(GpuCase which) {
     case GpuCase::combine_registered: return "combine, registered";
     case GpuCase::combine_ordinary: return "combine, ordinary";
     case GpuCase::combine_expert: return "combine, expert-major";
+    case GpuCase::nccl_all_to_all: return "NCCL all-to-all alone";
   }
   return "";
 }
 
 constexpr bool is_combine(GpuCase which) {
-  return which >= GpuCase::combine_registered;
+  return which >= GpuCase::combine_registered && which <= GpuCase::combine_expert;
+}
+
+/// Runs on a number of SMs that the caller chooses.
+constexpr bool has_sms(GpuCase which) {
+  return which != GpuCase::plan && which != GpuCase::nccl_all_to_all;
 }
 
 struct GpuBenchSettings {
@@ -53,6 +61,7 @@ struct GpuBenchSettings {
   int chain = 4;                 ///< calls in one pair of events
   std::int64_t alignment = 128;  ///< of expert-major blocks
   std::uint64_t data_seed = 1;   ///< of rows; routes follow shape.seed
+  Nccl nccl{};                   ///< measured beside Ferry if there is a library
 
   /// One configuration, as the parts of the host's benchmark know it.
   BenchSettings with(std::int64_t tokens_of, Dtype dtype) const {
@@ -68,7 +77,7 @@ struct GpuLine {
   std::size_t tokens_index = 0;
   std::int64_t tokens = 0;
   Dtype dtype = Dtype::bf16;
-  int sms = 0;
+  int sms = 0;  ///< 0: not ours to choose
   GpuCase which = GpuCase::plan;
 };
 /// In the order in which they are measured. Combine carries bf16 where dispatch carries e4m3, so
@@ -149,7 +158,8 @@ struct GpuOutput {
   std::string json_file{};  ///< "": standard output
   std::string plot_file{};  ///< "": none
 };
-int run_gpu_bench(GpuBenchSettings settings, const GpuOutput& output,
+/// `nccl`: as find_nccl takes it.
+int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuOutput& output,
                   const std::vector<std::string>& command);
 
 }  // namespace ferry::cli

@@ -23,6 +23,10 @@ void need(cudaError_t result, const char* call) {
   }
 }
 
+float scale_of(int rank, std::int64_t token, std::int64_t column) {
+  return static_cast<float>((token * 131 + column * 7 + rank * 1009) % 8191 + 1);
+}
+
 GpuBuffer::GpuBuffer(std::size_t bytes) {
   need(cudaMalloc(&data_, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
 }
@@ -45,7 +49,7 @@ void GpuStream::download(void* to, const void* from, std::size_t bytes) const {
 }
 
 GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& one, Group& group,
-                         GpuStream& stream, int device)
+                         GpuStream& stream, int device, const NcclRank* nccl)
     : settings_(settings),
       s_(one),
       group_(group),
@@ -63,17 +67,16 @@ GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& 
   stream.upload(ids_.data(), routes_.data(), routes_.size() * sizeof(std::int64_t));
   std::vector<float> scales;
   for (std::int64_t t = 0; t < s_.tokens; ++t) {
-    for (std::int64_t c = 0; c < s_.scales(); ++c) scales.push_back(scale(group.rank(), t, c));
+    for (std::int64_t c = 0; c < s_.scales(); ++c) scales.push_back(scale_of(group.rank(), t, c));
   }
   stream.upload(scales_.data(), scales.data(), scales.size() * sizeof(float));
   const std::vector<float> weights(routes_.size(), 1.0f);
   stream.upload(weights_.data(), weights.data(), weights.size() * sizeof(float));
   plan_ = plan();
   (void)plan_.recv_rows();
-}
-
-float GpuExchange::scale(int rank, std::int64_t token, std::int64_t column) const {
-  return static_cast<float>((token * 131 + column * 7 + rank * 1009) % 8191 + 1);
+  if (nccl != nullptr) {
+    nccl_ = std::make_unique<NcclExchange>(*nccl, one, settings.data_seed, group.rank(), stream);
+  }
 }
 
 BenchRows GpuExchange::rows() const {
@@ -135,6 +138,7 @@ GpuMade GpuExchange::call(GpuCase which, int sms) {
           ConstTensorView(slot_weights_->data(), Dtype::f32, {plan_.recv_rows(), s_.topk}, device_);
       made.combined = group_.combine(expert_rows_, plan_, back);
       break;
+    case GpuCase::nccl_all_to_all: nccl_->call(); break;
   }
   return made;
 }
@@ -151,6 +155,7 @@ void GpuExchange::check(bool combines) {
     made.received.event.wait(kWait);
     check_ranks(made.received);
   }
+  if (nccl_) nccl_->check();
   if (!combines) return;
   make_combine_rows(by_rank, by_expert);
   by_rank = {};
@@ -184,7 +189,7 @@ void GpuExchange::check_ranks(const Received& received) {
       for (std::int64_t c = 0; c < s_.scales(); ++c) {
         need_equal(
             scales[at * static_cast<std::size_t>(s_.scales()) + static_cast<std::size_t>(c)] ==
-                scale(source, tokens[at], c),
+                scale_of(source, tokens[at], c),
             "dispatch: scales", row);
       }
       source_of_row_.push_back(source);

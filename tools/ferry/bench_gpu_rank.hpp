@@ -9,6 +9,7 @@
 
 #include "bench_gpu.hpp"
 #include "ferry/ferry.hpp"
+#include "nccl.hpp"
 
 namespace ferry::cli {
 
@@ -47,6 +48,9 @@ struct GpuStream {
   std::optional<Stream> stream{};
 };
 
+/// The scale that a token carries for a block of channels.
+float scale_of(int rank, std::int64_t token, std::int64_t column);
+
 /// What a call makes; dropped outside the measured time.
 struct GpuMade {
   Plan plan{};
@@ -54,11 +58,30 @@ struct GpuMade {
   Combined combined{};
 };
 
+/// The rows of a dispatch by NCCL: gathered beforehand, each with its scales behind it.
+class NcclExchange {
+ public:
+  NcclExchange(const NcclRank& nccl, const BenchSettings& one, std::uint64_t data_seed, int rank,
+               const GpuStream& stream);
+
+  void call() const;
+  /// One exchange, all bytes compared. Throws std::runtime_error.
+  void check() const;
+
+ private:
+  const NcclRank& nccl_;
+  const GpuStream& stream_;
+  std::vector<NcclBlock> blocks_{};
+  std::vector<std::byte> expected_{};
+  std::unique_ptr<GpuBuffer> send_{}, receive_{};
+};
+
 /// One configuration on one rank.
 class GpuExchange {
  public:
+  /// `nccl` may be null.
   GpuExchange(const GpuBenchSettings& settings, const BenchSettings& one, Group& group,
-              GpuStream& stream, int device);
+              GpuStream& stream, int device, const NcclRank* nccl);
 
   /// Every kind of call once, all bytes compared. Throws std::runtime_error.
   void check(bool combines);
@@ -74,7 +97,6 @@ class GpuExchange {
   void check_experts(const Received& received);
   void check_combined(const Combined& combined, bool every_slot);
   void make_combine_rows(const Received& by_rank, const Received& by_expert);
-  float scale(int rank, std::int64_t token, std::int64_t column) const;
 
   const GpuBenchSettings& settings_;
   const BenchSettings s_;
@@ -89,6 +111,7 @@ class GpuExchange {
   std::unique_ptr<GpuBuffer> ordinary_{};
   Tensor expert_rows_{};
   std::unique_ptr<GpuBuffer> slot_weights_{};
+  std::unique_ptr<NcclExchange> nccl_{};
 };
 
 }  // namespace ferry::cli

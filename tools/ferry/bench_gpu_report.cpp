@@ -70,7 +70,12 @@ std::vector<GpuLine> lines_of(const GpuBenchSettings& s) {
           if (which == GpuCase::plan && (dtype != s.dtypes.front() || sms != s.sms.front())) {
             continue;  // the same for all
           }
-          lines.push_back({t, s.tokens[t], dtype, sms, which});
+          if (which == GpuCase::nccl_all_to_all &&
+              (s.nccl.library.empty() || sms != s.sms.back())) {
+            continue;  // the same for all numbers of SMs
+          }
+          const bool nccl = which == GpuCase::nccl_all_to_all;
+          lines.push_back({t, s.tokens[t], dtype, nccl ? 0 : sms, which});
         }
       }
       combined = combined || dtype == Dtype::bf16 || dtype == Dtype::e4m3;
@@ -120,7 +125,7 @@ std::string table(const GpuBenchSettings& s, const std::vector<GpuResult>& resul
     }
     before = &line;
     text += fmt::format("{:<28}{:>5}{:>10.1f}{:>10.1f}{:>10.1f}", name_of(line.which),
-                        line.which == GpuCase::plan ? std::string("-") : std::to_string(line.sms),
+                        has_sms(line.which) ? std::to_string(line.sms) : std::string("-"),
                         r.chained.p50, r.chained.p95, r.alone.p50);
     text += r.row_bytes == 0 ? fmt::format("{:>14}{:>12}\n", "-", "-")
                              : fmt::format("{:>14.1f}{:>12.1f}\n", r.logical_gbps(), r.wire_gbps());
@@ -139,6 +144,13 @@ std::string table(const GpuBenchSettings& s, const std::vector<GpuResult>& resul
       "copied once. Expert-major: blocks aligned to {}, combine applies the weights. All data was "
       "checked.\n",
       s.shape.iterations, s.shape.warmup, s.chain, s.alignment);
+  text += s.nccl.library.empty()
+              ? fmt::format("NCCL is not in the table: {} (--nccl PATH names a library)\n",
+                            s.nccl.reason)
+              : fmt::format(
+                    "NCCL {}: grouped sends and receives of the same rows, gathered before; no "
+                    "counts.\n",
+                    s.nccl.version);
   return text;
 }
 
@@ -164,7 +176,8 @@ nlohmann::json to_json(const GpuBenchSettings& s, const std::vector<GpuResult>& 
             {"chain", s.chain},
             {"alignment", s.alignment},
             {"seed", s.shape.seed},
-            {"data_seed", s.data_seed}}},
+            {"data_seed", s.data_seed},
+            {"nccl", s.nccl.version}}},
           {"bytes",
            "logical = rows x row_bytes, a row for each (token, destination rank), all ranks; wire "
            "without own rank; GB/s = bytes / ranks / p50"},

@@ -47,6 +47,63 @@ TEST(GpuLines, CombineIsMeasuredBesideE4m3Alone) {
             2 * 2 * 3);
 }
 
+TEST(GpuLines, TakeAnyNumbersOfSms) {
+  GpuBenchSettings s = small();
+  s.sms = {1, 3, 7};
+  std::set<int> seen;
+  for (const GpuLine& line : lines_of(s)) {
+    if (has_sms(line.which)) seen.insert(line.sms);
+  }
+  EXPECT_EQ(seen, (std::set<int>{1, 3, 7}));
+}
+
+TEST(GpuLines, NcclIsThereOnceForEachConfigurationIfThereIsALibrary) {
+  GpuBenchSettings s = small();
+  const auto is_nccl = [](const GpuLine& line) { return line.which == GpuCase::nccl_all_to_all; };
+  auto lines = lines_of(s);
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(), is_nccl), 0);
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  lines = lines_of(s);
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(), is_nccl), 2 * 2);
+  // Last of its configuration, and on no number of SMs.
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    if (!is_nccl(lines[i])) continue;
+    EXPECT_EQ(lines[i].sms, 0);
+    EXPECT_TRUE(i + 1 == lines.size() || lines[i + 1].dtype != lines[i].dtype ||
+                lines[i + 1].tokens != lines[i].tokens);
+  }
+}
+
+TEST(GpuResults, OfNcclAreTheBytesOfADispatch) {
+  GpuBenchSettings s = small();
+  s.dtypes = {Dtype::e4m3};
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  const GpuBoard board(s);
+  for (int r = 0; r < 2; ++r) board.rows(0, r) = {100, 40, 0, 0};
+  const auto results = results_of(s, board);
+  const auto named = [&](GpuCase which) {
+    return *std::find_if(results.begin(), results.end(),
+                         [&](const GpuResult& result) { return result.line.which == which; });
+  };
+  const GpuResult nccl = named(GpuCase::nccl_all_to_all);
+  EXPECT_EQ(nccl.row_bytes, 256u + 2 * 4);
+  EXPECT_EQ(nccl.logical_bytes, named(GpuCase::dispatch_cached).logical_bytes);
+  EXPECT_EQ(nccl.wire_bytes, 120u * (256 + 2 * 4));
+  const auto json = to_json(s, {nccl}, {"ferry"});
+  EXPECT_EQ(json["results"][0]["name"], "NCCL all-to-all alone");
+  EXPECT_EQ(json["results"][0]["dtype"], "e4m3");
+  EXPECT_EQ(json["settings"]["nccl"], "2.28.9");
+}
+
+TEST(GpuTable, SaysWhyNcclIsNotThere) {
+  GpuBenchSettings s = small();
+  s.nccl.reason = "libnccl.so.2: no such file";
+  EXPECT_NE(table(s, {}).find("NCCL is not in the table: libnccl.so.2: no such file"),
+            std::string::npos);
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  EXPECT_NE(table(s, {}).find("NCCL 2.28.9: grouped sends"), std::string::npos);
+}
+
 TEST(GpuResults, AreAGpuAndOfTheSlowestRank) {
   const GpuBenchSettings s = small();
   const GpuBoard board(s);

@@ -5,7 +5,9 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <random>
 #include <string_view>
@@ -71,7 +73,7 @@ int report(const GpuBenchSettings& settings, const GpuBoard& board, const GpuOut
 
 }  // namespace
 
-int run_gpu_bench(GpuBenchSettings settings, const GpuOutput& output,
+int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuOutput& output,
                   const std::vector<std::string>& command) {
   const int gpus = bench_gpu_count();
   if (gpus == 0) {
@@ -88,6 +90,15 @@ int run_gpu_bench(GpuBenchSettings settings, const GpuOutput& output,
     }
     fmt::print(stderr, "ferry bench: {} ranks share {} GPUs: the figures say little\n",
                settings.shape.ranks, gpus);
+  }
+  // Unless the user has said otherwise: an all-to-all uses no multicast, and NCCL may hang while it
+  // sets that up.
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  try {
+    settings.nccl = find_nccl(nccl);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "ferry bench: {}\n", error.what());
+    return 1;
   }
   settings.data_seed = std::random_device{}();
   const GpuBoard board(settings);

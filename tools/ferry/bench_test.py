@@ -127,9 +127,10 @@ class Bench(unittest.TestCase):
             self.assertIn("cannot write", result.stderr)
 
     def test_without_a_gpu_it_says_so(self):
-        result = bench("--backend cuda -n 2 --sms 1,16 --token-sweep 1,20")
+        result = bench("--backend cuda -n 2 --sms 1,3,7 --token-sweep 1,20 --nccl off")
         if result.returncode == 0:  # there is one
             self.assertIn("dispatch, expert-major", result.stdout)
+            self.assertIn("NCCL is not in the table: --nccl off", result.stdout)
             return
         self.assertEqual(result.returncode, 1)
         self.assertIn("there is no GPU, or this build has no CUDA engine", result.stderr)
@@ -148,6 +149,7 @@ class Bench(unittest.TestCase):
             ("--fabric local", "add --threads"),
             ("--tokens -1", "--tokens"),
             ("--sms 4", "--sms: only with --backend cuda"),
+            ("--nccl off", "--nccl: only with --backend cuda"),
             ("--backend cuda --sms 4,x", "--sms: 'x': must be a whole number\n"),
             ("--backend cuda --sms 0", "--sms: 0: must be at least 1\n"),
             ("--backend cuda --mode latency", "measures --mode throughput"),
