@@ -4,7 +4,8 @@
 
 One row of axes for each number of tokens a rank: logical GB/s and microseconds over the number of
 SMs; measurements that have no SMs of their own (NCCL) are dashed lines. With one number of SMs and
-several of tokens the axis is the tokens.
+several of tokens the axis is the tokens, and times are drawn log-log: what a call costs at least,
+and from where on its bytes decide.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def series_of(lines: list[dict], axis: str) -> dict[str, list[dict]]:
-    """Lines that differ in `axis` only, by their label; those that move no rows are left out."""
+def series_of(lines: list[dict], axis: str, key: str) -> dict[str, list[dict]]:
+    """Lines that differ in `axis` only, by their label. Those that move no rows (plan) have a time
+    that depends on the tokens alone."""
     series: dict[str, list[dict]] = {}
     for line in lines:
-        if not line["row_bytes"]:
+        moves = line["row_bytes"] > 0
+        if not moves and (axis, key) != ("tokens", "p50_us"):
             continue
-        label = f"{line['name']}, {line['dtype']}"
+        label = f"{line['name']}, {line['dtype']}" if moves else line["name"]
         series.setdefault(label, []).append(line)
     for points in series.values():
         points.sort(key=lambda line: line[axis])
@@ -38,17 +41,23 @@ def series_of(lines: list[dict], axis: str) -> dict[str, list[dict]]:
 
 def draw(axes, lines: list[dict], axis: str, key: str) -> None:
     """One set of axes: a curve for each series, a dashed line for one without SMs."""
-    for label, points in sorted(series_of(lines, axis).items()):
+    for label, points in sorted(series_of(lines, axis, key).items()):
         if axis == "sms" and all(not point["sms"] for point in points):
             axes.axhline(points[0][key], linestyle="--", linewidth=1, label=label, color="gray")
             continue
-        axes.plot([p[axis] for p in points], [p[key] for p in points], marker="o", label=label)
+        style = "-" if any(point["sms"] for point in points) else "--"
+        axes.plot(
+            [p[axis] for p in points], [p[key] for p in points], style, marker="o", label=label
+        )
     axes.set_xlabel("SMs" if axis == "sms" else "tokens a rank")
     axes.set_ylabel("logical GB/s and GPU" if key == "logical_gbps" else "µs a call (median)")
     if axis == "tokens":
         axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    if (axis, key) == ("tokens", "p50_us"):
+        axes.set_yscale("log", base=10)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3, which="both")
 
 
 def main() -> int:
@@ -62,6 +71,7 @@ def main() -> int:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    matplotlib.rcParams["axes.prop_cycle"] = plt.cycler(color=plt.get_cmap("tab20").colors)
     runs = [json.loads(path.read_text()) for path in args.json]
     lines = [line for run in runs for line in run["results"]]
     tokens = sorted({line["tokens"] for line in lines})
