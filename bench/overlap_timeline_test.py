@@ -66,7 +66,7 @@ class Summary(unittest.TestCase):
             import matplotlib  # noqa: F401
         except ImportError:
             self.skipTest("matplotlib is missing")
-        settings = dict(ranks=2, tokens=8, hidden=128, topk=2, experts=4, sms=16)
+        settings = {"ranks": 2, "tokens": 8, "hidden": 128, "topk": 2, "experts": 4, "sms": 16}
         with tempfile.TemporaryDirectory() as folder:
             image = Path(folder) / "timeline.png"
             overlap.draw({"runs": RUNS, "settings": settings}, image)

@@ -1,5 +1,6 @@
 // launch_combine against the definition, every byte; --bench for its speed.
 //   kernel_combine_test [--seed n] [--repeat n] [--ranks n]
+//   kernel_combine_test --small [--ranks n]      a few short cases, for sanitize.sh
 //   kernel_combine_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8] [--vectors 2,4,8]
 //                       [--warps 16] [--stages 0] [--spread 0,1]
 #include <algorithm>
@@ -111,6 +112,25 @@ void run_case(KernelGroup& group, const CombineCase& c, Random& random) {
   for (int r = 0; r < c.shape.ranks; ++r) check_rank(group, c, setup, r);
 }
 
+/// Every path once, a few tokens each.
+void run_small(std::uint64_t seed, int ranks) {
+  Random random(seed);
+  KernelGroup group({.ranks = ranks, .arena_bytes = std::size_t{16} << 20});
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+    for (const std::int64_t bytes : {16, 528, 5760}) {
+      CombineCase c = random_case(random, ranks);
+      c.shape.topk = 4;
+      c.dtype = dtype;
+      c.columns = bytes / static_cast<std::int64_t>(size_of(dtype));
+      c.sms = 2;
+      c.tuning = {};
+      for (std::int64_t& tokens : c.shape.tokens) tokens = 5 + tokens % 20;
+      run_case(group, c, random);
+    }
+  }
+  std::printf("%d ranks: small cases as expected\nPASSED\n", ranks);
+}
+
 CombineCase small_case(int ranks) {
   CombineCase c;
   c.shape = {ranks, 16, 4, std::vector<std::int64_t>(at(ranks), 20), 0};
@@ -211,6 +231,8 @@ int main(int argc, char** argv) {
   }
   if (test::has_option(argc, argv, "--bench")) {
     test::bench_combine(argc, argv);
+  } else if (test::has_option(argc, argv, "--small")) {
+    test::run_small(1, static_cast<int>(test::option(argc, argv, "--ranks", 1)));
   } else {
     test::test(argc, argv);
   }

@@ -1,5 +1,6 @@
 // plan, dispatch and routes on GPUs against a naive reading of their definition; failures; times.
 //   kernel_dispatch_test [--seed N] [--repeat N] [--bench]
+//   kernel_dispatch_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -90,6 +91,28 @@ void run_matrix(std::uint64_t seed, int repeat) {
     std::printf("ranks %d: %d cases so far\n", ranks, cases);
     std::fflush(stdout);
   }
+}
+
+/// Every path once, a few tokens each.
+void run_small(std::uint64_t seed, int ranks) {
+  KernelGroup group({ranks, std::size_t{16} << 20, body_bytes(ranks), 20'000'000'000});
+  int cases = 0;
+  for (const int topk : {2, 8}) {
+    for (const std::int64_t row : {16, 5760}) {
+      for (const std::int64_t scales : {0, 3}) {
+        const std::uint64_t own = seed * 1000003 + static_cast<std::uint64_t>(cases++);
+        Random random(own);
+        DispatchCase c = random_case(ranks, topk, row, random);
+        c.experts = 8 * ranks + 3;
+        c.scale_columns = scales;
+        c.weights = scales > 0;
+        c.sms = 2;
+        for (std::int64_t& tokens : c.tokens) tokens = 5 + tokens % 20;
+        run_case(group, c, own);
+      }
+    }
+  }
+  std::printf("ranks %d: %d small cases\n", ranks, cases);
 }
 
 /// Masks of several words, tokens with more than 32 lanes. Streams that share a hardware queue
@@ -250,10 +273,13 @@ void test_failures() {
 int run_main(int argc, char** argv) {
   std::uint64_t seed = 1;
   int repeat = 1;
-  bool bench = false;
+  int ranks = 1;
+  bool bench = false, small = false;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--bench") bench = true;
+    if (word == "--small") small = true;
+    if (word == "--ranks" && i + 1 < argc) ranks = std::atoi(argv[++i]);
     if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
     if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
   }
@@ -262,6 +288,8 @@ int run_main(int argc, char** argv) {
   load_kernels();
   if (bench) {
     run_dispatch_bench(seed);
+  } else if (small) {
+    run_small(seed, ranks);
   } else {
     test_failures();
     run_many_ranks(seed);

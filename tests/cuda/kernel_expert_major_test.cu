@@ -1,6 +1,7 @@
 // launch_fan_out and launch_sum_slots against the definition, every byte; --bench for their speed,
 // alone and with the exchange they belong to.
 //   kernel_expert_major_test [--seed n] [--repeat n]
+//   kernel_expert_major_test --small [--ranks n] a few short cases, for sanitize.sh
 //   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
 //                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
 #include <algorithm>
@@ -205,6 +206,30 @@ void run_case(KernelGroup& group, const ExpertCase& c, Random& random) {
   }
 }
 
+/// Every path once, a few tokens each.
+void run_small(std::uint64_t seed, int ranks) {
+  Random random(seed);
+  KernelGroup group({.ranks = ranks, .arena_bytes = std::size_t{32} << 20});
+  run_barrier(group);
+  for (const std::int64_t bytes : {16, 528, 5760}) {
+    for (const std::int64_t scales : {0, 3}) {
+      ExpertCase c = random_case(random, ranks);
+      c.shape.topk = 4;
+      c.shape.experts = 8 * ranks;
+      c.row_bytes = bytes;
+      c.scale_columns = scales;
+      c.alignment = scales > 0 ? 8 : 1;
+      c.weighted = scales > 0;
+      c.sms = 3;
+      c.sum = {};
+      c.fan_out = {};
+      for (std::int64_t& tokens : c.shape.tokens) tokens = 5 + tokens % 20;
+      run_case(group, c, random);
+    }
+  }
+  std::printf("%d ranks: small cases as expected\nPASSED\n", ranks);
+}
+
 /// A peer that sends ids of no expert, or other routes than it counted, is caught; nothing is
 /// written outside `out`.
 void distrusts(Random& random, std::int32_t lie) {
@@ -266,6 +291,8 @@ int main(int argc, char** argv) {
   }
   if (test::has_option(argc, argv, "--bench")) {
     test::bench_expert_major(argc, argv);
+  } else if (test::has_option(argc, argv, "--small")) {
+    test::run_small(1, static_cast<int>(test::option(argc, argv, "--ranks", 1)));
   } else {
     test::test(argc, argv);
   }

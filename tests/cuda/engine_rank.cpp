@@ -1,0 +1,77 @@
+// One rank of a few small exchanges through the engine, alone in its process: for tools that watch
+// one process (sanitize.sh). All data is checked.
+//   engine_rank                                a group of one
+//   ferry run -n 2 -- [TOOL ...] engine_rank   a group of two
+#include <cstdio>
+#include <cstdlib>
+
+#include "engine_case.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261121;
+
+std::shared_ptr<Bootstrap> find_ranks() {
+  if (std::getenv("RANK") == nullptr) return thread_bootstrap(1).front();
+  TcpOptions options = tcp_options_from_environment();
+  options.deadline = std::chrono::minutes(5);
+  return tcp_bootstrap(options);
+}
+
+void exchange(Group& group, const Shape& shape, int device, const Copier& copier) {
+  const World world(group.size(), shape, kSeed);
+  const OnGpu mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, copier);
+  const Plan plan = group.plan(mine.routes_view());
+  for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+    for (const bool registered : {true, false}) {
+      Trip trip;
+      trip.order = order;
+      trip.registered = registered;
+      trip.worst_case_rows = registered ? 0 : 100;
+      trip.alignment = order == RowOrder::expert_major ? 4 : 1;
+      trip.sms = 3;
+      round_trip(group, world, mine, plan, trip, copier);
+    }
+  }
+}
+
+int run() {
+  int gpus = 0;
+  if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) {
+    std::printf("SKIPPED: NO GPU\n");
+    return 77;
+  }
+  const auto bootstrap = find_ranks();
+  const int device = bootstrap->rank() % gpus;
+  need(cudaSetDevice(device), "cudaSetDevice");
+  GroupConfig config;
+  config.experts = Shape{}.experts;
+  config.backend = Backend::cuda;
+  config.device = device;
+  config.deadline = std::chrono::minutes(5);
+  config.memory_bytes = std::size_t{8} << 20;
+  Group group(bootstrap, config);
+  const Copier copier;
+  for (const std::int64_t hidden : {4, 1028}) {
+    Shape shape;
+    shape.tokens = 20;
+    shape.hidden = hidden;
+    exchange(group, shape, device, copier);
+  }
+  group.barrier();
+  std::printf("rank %d of %d: PASSED\n", group.rank(), group.size());
+  return 0;
+}
+
+}  // namespace
+}  // namespace ferry::test
+
+int main() {
+  try {
+    return ferry::test::run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "FAILED: %s\n", error.what());
+    return 1;
+  }
+}
