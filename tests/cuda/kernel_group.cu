@@ -63,8 +63,10 @@ void prepare_process() {
 int gpu_count() {
   static const int count = [] {
     int found = 0;
-    FERRY_CUDA_CHECK(cudaGetDeviceCount(&found));
-    if (found == 0) {
+    const cudaError_t asked = cudaGetDeviceCount(&found);
+    const bool none = asked == cudaErrorNoDevice || asked == cudaErrorInsufficientDriver;
+    if (!none) FERRY_CUDA_CHECK(asked);
+    if (none || found == 0) {
       std::printf("SKIPPED: NO GPU\n");
       std::exit(77);  // CTest: skipped
     }
