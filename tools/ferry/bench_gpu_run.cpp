@@ -95,7 +95,9 @@ int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuO
   // sets that up.
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   try {
-    settings.nccl = find_nccl(nccl);
+    settings.nccl = settings.shape.ranks > gpus
+                        ? Nccl{"", "", "ranks share GPUs, which its communicators do not"}
+                        : find_nccl(nccl);
   } catch (const std::exception& error) {
     fmt::print(stderr, "ferry bench: {}\n", error.what());
     return 1;
