@@ -175,9 +175,7 @@ def _dispatch_fake(
         x.new_empty(brought, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.int64),
         x.new_empty(local_experts + 1 if expert_major else 0, dtype=torch.int64),
-        x.new_empty(
-            (rows, (x.shape[1] + 127) // 128) if quantised else (0,), dtype=torch.float32
-        ),
+        x.new_empty((rows, (x.shape[1] + 127) // 128) if quantised else (0,), dtype=torch.float32),
     )
 
 
