@@ -73,6 +73,18 @@ enum class RowOrder : std::uint8_t {
                  ///< rank-major order; blocks padded with zero rows to `alignment`
 };
 
+/// How rows are written in flight.
+enum class WireFormat : std::uint8_t {
+  as_is,  ///< the dtype of the input
+  e4m3,   ///< quantised: e4m3 with one scale for each 128 channels (core/number.hpp)
+};
+
+enum class ScaleFormat : std::uint8_t {
+  f32,           ///< scale = amax / 448
+  f32_pow2,      ///< rounded up to a power of two
+  ue8m0_packed,  ///< its exponent byte, four in an i32, the first in the lowest byte
+};
+
 struct PlanOptions {
   Stream* stream = nullptr;  ///< null: returns when the counts are known
 };
@@ -82,6 +94,10 @@ struct DispatchOptions {
   std::optional<ConstTensorView> topk_weights{};
   /// f32 [T, C], any strides, any C ≥ 1: one scale for each token and 128 channels (fp8 input).
   std::optional<ConstTensorView> scales{};
+  /// e4m3: f32, bf16 or f16 rows are quantised on the way, H a multiple of 16; instead of `scales`.
+  /// Some ranks may do so while others bring e4m3 rows and scales.
+  WireFormat format = WireFormat::as_is;
+  ScaleFormat scale_format = ScaleFormat::f32;  ///< of format e4m3: f32 or f32_pow2
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;  ///< expert-major: rows of every expert padded to a multiple
   /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
@@ -89,6 +105,7 @@ struct DispatchOptions {
   /// arrivals than this are Error(exhausted).
   std::int64_t worst_case_rows = 0;
   /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
+  /// Of the dtype that arrives.
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
@@ -100,8 +117,9 @@ struct DispatchOptions {
 /// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
 /// memory, which goes back to the group when the last copy of the tensor is dropped.
 struct Received {
-  Tensor x{};             ///< [N, H] in the requested order, dtype of the input
-  Tensor scales{};        ///< f32 [N, C] when scales were given, in the same order
+  Tensor x{};  ///< [N, H] in the requested order, dtype of the input or e4m3
+  /// f32 [N, C] when scales were given, in the same order; of format e4m3: C = ceil(H / 128).
+  Tensor scales{};
   Tensor topk_idx{};      ///< i64 [n, K], rank-major: local expert ids, −1 = not on this rank
   Tensor topk_weights{};  ///< f32 [n, K], rank-major, when weights were given
   Tensor source_token{};  ///< i32 [n], rank-major: index of the token at its owner

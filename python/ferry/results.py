@@ -46,7 +46,7 @@ class Received(Generic[ArrayT]):
 
     @cached_property
     def x(self) -> ArrayT:
-        """[N, H] in the requested order, dtype of the input."""
+        """[N, H] in the requested order, dtype of the input, or e4m3."""
         if self._out is None:
             return self._array(self._raw.x)
         tensor = self._raw.x
@@ -56,7 +56,7 @@ class Received(Generic[ArrayT]):
 
     @cached_property
     def scales(self) -> ArrayT | None:
-        """f32 [N, C] when scales were given, in the order of `x`."""
+        """f32 [N, C] when scales were given or made, in the order of `x`."""
         return self._array(self._raw.scales)
 
     @cached_property

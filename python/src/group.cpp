@@ -47,10 +47,13 @@ HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream
 }
 
 HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& plan,
-                      const View* topk_weights, const View* scales, RowOrder order,
-                      std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
-                      PythonStream* stream, int sms) {
+                      const View* topk_weights, const View* scales, WireFormat format,
+                      ScaleFormat scale_format, RowOrder order, std::int64_t alignment,
+                      std::int64_t worst_case_rows, const View* out, PythonStream* stream,
+                      int sms) {
   DispatchOptions options;
+  options.format = format;
+  options.scale_format = scale_format;
   options.sms = sms;
   options.topk_weights = optional_read(topk_weights);
   options.scales = optional_read(scales);
@@ -99,6 +102,13 @@ void bind_enums(nb::module_& m) {
   nb::enum_<RowOrder>(m, "RowOrder")
       .value("rank_major", RowOrder::rank_major)
       .value("expert_major", RowOrder::expert_major);
+  nb::enum_<WireFormat>(m, "WireFormat")
+      .value("as_is", WireFormat::as_is)
+      .value("e4m3", WireFormat::e4m3);
+  nb::enum_<ScaleFormat>(m, "ScaleFormat")
+      .value("f32", ScaleFormat::f32)
+      .value("f32_pow2", ScaleFormat::f32_pow2)
+      .value("ue8m0_packed", ScaleFormat::ue8m0_packed);
 }
 
 void bind_results(nb::module_& m) {
@@ -146,9 +156,9 @@ void bind_results(nb::module_& m) {
 void bind_exchanges(nb::class_<HeldGroup>& group) {
   group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan"), nb::arg("topk_weights").none(),
-           nb::arg("scales").none(), nb::arg("order"), nb::arg("alignment"),
-           nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none(),
-           nb::arg("sms"))
+           nb::arg("scales").none(), nb::arg("format"), nb::arg("scale_format"), nb::arg("order"),
+           nb::arg("alignment"), nb::arg("worst_case_rows"), nb::arg("out").none(),
+           nb::arg("stream").none(), nb::arg("sms"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),
            nb::arg("alignment"), nb::arg("topk_weights").none(), nb::arg("apply_weights"),
            nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),

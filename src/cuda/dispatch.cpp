@@ -11,7 +11,12 @@ namespace ferry::cuda {
 
 DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
                          std::shared_ptr<CudaPlan> plan, const DispatchOptions& options)
-    : engine_(engine), launch_(launch), x_(x), plan_(std::move(plan)), options_(options) {
+    : engine_(engine),
+      launch_(launch),
+      x_(x),
+      row_(wire_row(x, options)),
+      plan_(std::move(plan)),
+      options_(options) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
   carries_routes_ = !plan_->routes_sent.load();
   if (options_.worst_case_rows == 0) {
@@ -42,10 +47,10 @@ void DispatchJob::learn_counts() {
 
 bool DispatchJob::take_regions() {
   std::vector<std::size_t> sizes{
-      make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes,
+      receive_layout(rank_rows_).bytes,
       make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights()).bytes};
   if (expert_major()) {
-    sizes.push_back(make_receive_layout(out_rows_, x_.row_bytes(), scale_columns()).bytes);
+    sizes.push_back(receive_layout(out_rows_).bytes);
   }
   need_bytes_ = static_cast<std::int64_t>(engine::Regions::total(sizes));
   auto taken = engine_.take_registered(launch_, sizes);
@@ -60,9 +65,9 @@ bool DispatchJob::take_regions() {
 CallSignature DispatchJob::signature() const {
   CallSignature call;
   call.kind = CallKind::dispatch;
-  call.dtype = static_cast<std::uint32_t>(x_.dtype);
-  call.columns = x_.columns();
-  call.scale_columns = scale_columns();
+  call.dtype = static_cast<std::uint32_t>(row_.dtype);
+  call.columns = row_.columns;
+  call.scale_columns = row_.scale_columns;
   call.topk = static_cast<std::uint32_t>(plan_->topk);
   call.order = static_cast<std::uint32_t>(options_.order);
   call.routes = carries_routes_ ? 1 : 0;
@@ -77,10 +82,13 @@ void DispatchJob::push(bool room) {
   parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
   parameters.call = signature();
   parameters.x = input_;
-  parameters.row_bytes = static_cast<std::int64_t>(x_.row_bytes());
+  parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
+  parameters.scale_columns = row_.scale_columns;
+  parameters.quantize = row_.quantized;
+  parameters.round_scale = row_.round_scale;
+  parameters.x_dtype = x_.dtype;
   if (options_.scales) {
     parameters.scales = static_cast<const float*>(options_.scales->data);
-    parameters.scale_columns = scale_columns();
     parameters.scale_token_stride = options_.scales->strides[0];
     parameters.scale_column_stride = options_.scales->strides[1];
   }
@@ -212,20 +220,20 @@ void DispatchJob::bring_routes() {
 }
 
 void DispatchJob::fan_out() {
-  const auto from = make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns());
-  const auto to = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
+  const auto from = receive_layout(rank_rows_);
+  const auto to = receive_layout(out_rows_);
   FanOutParameters parameters;
   parameters.group = engine_.view();
   parameters.plan = plan_->view;
   parameters.ids = routes_.ids;
   parameters.rows = rank_.data() + from.rows;
-  parameters.row_bytes = static_cast<std::int64_t>(x_.row_bytes());
-  parameters.scale_columns = scale_columns();
+  parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
+  parameters.scale_columns = row_.scale_columns;
   parameters.capacity = rank_rows_;
   parameters.alignment = options_.alignment;
   parameters.out_capacity = out_rows_;
   parameters.out = expert_.data() + to.rows;
-  if (options_.scales) {
+  if (row_.scale_columns > 0) {
     parameters.scales = reinterpret_cast<const float*>(rank_.data() + from.scales);
     parameters.out_scales = reinterpret_cast<float*>(expert_.data() + to.scales);
   }
@@ -242,12 +250,12 @@ void DispatchJob::fan_out() {
 
 void DispatchJob::make_rows() {
   const Held& rows = expert_major() ? expert_ : rank_;
-  const auto layout = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
-  const Extents shape{out_rows_, x_.columns()};
-  result_.x = {TensorView(rows.data(), x_.dtype, shape, engine_.device()), rows.owner};
-  if (options_.scales) {
+  const auto layout = receive_layout(out_rows_);
+  const Extents shape{out_rows_, row_.columns};
+  result_.x = {TensorView(rows.data(), row_.dtype, shape, engine_.device()), rows.owner};
+  if (row_.scale_columns > 0) {
     result_.scales = {TensorView(rows.data() + layout.scales, Dtype::f32,
-                                 {out_rows_, scale_columns()}, engine_.device()),
+                                 {out_rows_, row_.scale_columns}, engine_.device()),
                       rows.owner};
   }
   if (!options_.out) return;
@@ -257,7 +265,7 @@ void DispatchJob::make_rows() {
                           launch_.stream()),
           "cudaMemcpyAsync");
   }
-  result_.x = {TensorView(data, x_.dtype, shape, engine_.device()),
+  result_.x = {TensorView(data, row_.dtype, shape, engine_.device()),
                std::shared_ptr<void>(data, [](void*) {})};
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/wire_row.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "engine/regions.hpp"
 
@@ -21,7 +22,9 @@ class DispatchJob {
  private:
   bool expert_major() const { return options_.order == RowOrder::expert_major; }
   bool has_weights() const { return options_.topk_weights.has_value(); }
-  std::int64_t scale_columns() const { return options_.scales ? options_.scales->shape[1] : 0; }
+  ReceiveLayout receive_layout(std::int64_t rows) const {
+    return make_receive_layout(rows, row_.bytes(), row_.scale_columns);
+  }
 
   void learn_counts();
   bool reserve();
@@ -45,6 +48,7 @@ class DispatchJob {
   CudaEngine& engine_;
   Launch& launch_;
   ConstTensorView x_;
+  WireRow row_;
   std::shared_ptr<CudaPlan> plan_;
   const DispatchOptions& options_;
   int sms_ = 1;

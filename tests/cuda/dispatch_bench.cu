@@ -128,6 +128,8 @@ void run_dispatch_bench(std::uint64_t seed) {
     c.row_bytes = 7168;
     c.scale_columns = 56;
     run_shape(group, gate, events, "fp8", c, seed);
+    c.quantize = true;
+    run_shape(group, gate, events, "bf16 to fp8", c, seed);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/number.hpp"
+
 namespace ferry::cuda::test {
 
 namespace {
@@ -34,15 +36,54 @@ void put(std::vector<std::byte>& image, std::size_t offset, const T& value) {
   std::memcpy(image.data() + offset, &value, sizeof(T));
 }
 
+/// A row to be quantised: ordinary values, any bits (NaN, infinity and huge values among them),
+/// zeros, subnormals, or one that dwarfs its neighbours.
+template <class T>
+void fill_raw(T* row, std::int64_t columns, Random& random) {
+  const std::int64_t kind = random.below(6);
+  for (std::int64_t i = 0; i < columns; ++i) {
+    const std::uint64_t word = random.next();
+    const auto any = number_detail::float_of(static_cast<std::uint32_t>(word));
+    const float plain = (static_cast<float>(word >> 40) - 0x1p23f) * 0x1p-20f;
+    float value = plain;
+    if (kind == 1 || (kind == 2 && word % 97 == 0)) value = any;
+    if (kind == 3) value = number_detail::float_of(static_cast<std::uint32_t>(word) & 0x80000000u);
+    if (kind == 4) value = plain * 1e-7f;
+    row[i] = from_float<T>(value);
+  }
+  if (kind == 5) row[random.below(columns)] = from_float<T>(-60000.0f);
+}
+
+template <class T>
+void make_quantised(const DispatchCase& c, std::int64_t tokens, Random& random, RankInput& input) {
+  input.raw.resize(at(tokens * c.row_bytes) * sizeof(T));
+  auto* raw = reinterpret_cast<T*>(input.raw.data());
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    T* row = raw + t * c.row_bytes;
+    fill_raw(row, c.row_bytes, random);
+    quantize_row(row, at(c.row_bytes), reinterpret_cast<E4m3*>(input.x.data() + t * c.row_bytes),
+                 input.scales.data() + t * c.scale_columns, c.round_scale);
+  }
+}
+
+void quantise_input(const DispatchCase& c, std::int64_t tokens, Random& random, RankInput& input) {
+  switch (c.x_dtype) {
+    case Dtype::bf16: return make_quantised<Bf16>(c, tokens, random, input);
+    case Dtype::f16: return make_quantised<Fp16>(c, tokens, random, input);
+    default: return make_quantised<float>(c, tokens, random, input);
+  }
+}
+
 }  // namespace
 
 std::string describe(const DispatchCase& c) {
   std::string text = "R " + std::to_string(c.ranks) + " K " + std::to_string(c.topk) + " E " +
                      std::to_string(c.experts) + " row " + std::to_string(c.row_bytes) + " C " +
                      std::to_string(c.scale_columns) + (c.strided_scales ? " strided" : "") +
-                     (c.weights ? " weights" : "") + (c.wide ? " i64" : " i32") +
-                     (c.strided_ids ? " strided ids" : "") + " pattern " +
-                     std::to_string(static_cast<int>(c.pattern)) + " slack " +
+                     (c.quantize ? std::string(" of ").append(name_of(c.x_dtype)) : "") +
+                     (c.round_scale ? " pow2" : "") + (c.weights ? " weights" : "") +
+                     (c.wide ? " i64" : " i32") + (c.strided_ids ? " strided ids" : "") +
+                     " pattern " + std::to_string(static_cast<int>(c.pattern)) + " slack " +
                      std::to_string(c.slack) + " sms " + std::to_string(c.sms) + " T";
   for (const std::int64_t t : c.tokens) text += " " + std::to_string(t);
   return text;
@@ -82,7 +123,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed) {
       const std::uint64_t word = random.next();
       std::memcpy(input.x.data() + i, &word, 8);
     }
-    for (float& v : input.scales) v = static_cast<float>(random.below(1 << 24)) * 0x1p-12f;
+    if (c.quantize) quantise_input(c, tokens, random, input);
+    for (float& v : input.scales)
+      v = c.quantize ? v : static_cast<float>(random.below(1 << 24)) * 0x1p-12f;
     for (float& v : input.weights) v = static_cast<float>(random.below(1 << 24)) * 0x1p-24f;
     for (std::int64_t t = 0; t < tokens; ++t) {
       std::int64_t* ids = input.ids.data() + t * c.topk;
@@ -115,7 +158,7 @@ DispatchRun::DispatchRun(KernelGroup& group, const World& world) : group_(group)
       narrow[to] = static_cast<std::int32_t>(in.ids[at(i)]);
     }
     p.ids.push_back(c.wide ? group.upload(r, ids) : group.upload(r, narrow));
-    p.x.push_back(group.upload(r, in.x));
+    p.x.push_back(group.upload(r, c.quantize ? in.raw : in.x));
     std::vector<float> scales = in.scales;
     if (c.strided_scales) {
       scales.assign(at(tokens * (2 * c.scale_columns + 3)), -7.0f);
@@ -176,9 +219,12 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
   p.call.routes = routes;
   p.x = placed_.x[at(rank)].data;
   p.row_bytes = c.row_bytes;
-  if (c.scale_columns > 0) {
+  p.quantize = c.quantize;
+  p.round_scale = c.round_scale;
+  p.x_dtype = c.x_dtype;
+  p.scale_columns = c.scale_columns;
+  if (c.scale_columns > 0 && !c.quantize) {
     p.scales = reinterpret_cast<const float*>(placed_.scales[at(rank)].data);
-    p.scale_columns = c.scale_columns;
     p.scale_token_stride = c.strided_scales ? 2 * c.scale_columns + 3 : c.scale_columns;
     p.scale_column_stride = c.strided_scales ? 2 : 1;
   }

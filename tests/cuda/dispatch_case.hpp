@@ -16,9 +16,12 @@ struct DispatchCase {
   int ranks = 1;
   int topk = 1;
   std::int64_t experts = 1;
-  std::int64_t row_bytes = 16;
+  std::int64_t row_bytes = 16;     ///< as it arrives
   std::int64_t scale_columns = 0;  ///< 0: none
-  bool strided_scales = false;     ///< token stride C + 3, column stride 2
+  bool quantize = false;           ///< e4m3 rows are made of x_dtype ones on the way, scales too
+  bool round_scale = false;
+  Dtype x_dtype = Dtype::bf16;
+  bool strided_scales = false;  ///< token stride C + 3, column stride 2
   bool weights = false;
   bool wide = true;
   bool strided_ids = false;  ///< token stride K + 3
@@ -31,8 +34,9 @@ std::string describe(const DispatchCase& c);
 
 struct RankInput {
   std::vector<std::int64_t> ids;  ///< [T, K]
-  std::vector<std::byte> x;       ///< [T, row_bytes]
-  std::vector<float> scales;      ///< [T, C]
+  std::vector<std::byte> x;       ///< [T, row_bytes], as it arrives
+  std::vector<float> scales;      ///< [T, C], likewise
+  std::vector<std::byte> raw;     ///< [T, row_bytes] of x_dtype, before it is quantised
   std::vector<float> weights;     ///< [T, K]
 };
 

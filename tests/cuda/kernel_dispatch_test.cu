@@ -115,6 +115,33 @@ void run_small(std::uint64_t seed, int ranks) {
   std::printf("ranks %d: %d small cases\n", ranks, cases);
 }
 
+/// Hidden sizes around blocks, steps and pieces; scales that suit the copy engine, and not.
+void run_quantised(std::uint64_t seed, int repeat) {
+  int cases = 0;
+  for (const int ranks : {1, 3, 4}) {
+    KernelGroup group({ranks, std::size_t{384} << 20, body_bytes(ranks), 20'000'000'000});
+    for (int round = 0; round < repeat; ++round) {
+      for (const Dtype dtype : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+        for (const std::int64_t hidden :
+             {16, 112, 128, 144, 512, 528, 640, 2048, 2880, 4096, 7168, 7184, 8192, 12304}) {
+          const std::uint64_t own = seed * 1000037 + static_cast<std::uint64_t>(cases++);
+          Random random(own);
+          DispatchCase c = random_case(ranks, random.below(2) == 0 ? 2 : 8, hidden, random);
+          for (std::int64_t& tokens : c.tokens) tokens = std::min<std::int64_t>(tokens, 300);
+          c.scale_columns = (hidden + 127) / 128;
+          c.strided_scales = false;
+          c.quantize = true;
+          c.round_scale = random.below(3) == 0;
+          c.x_dtype = dtype;
+          run_case(group, c, own);
+        }
+      }
+    }
+  }
+  std::printf("quantised: %d cases good\n", cases);
+  std::fflush(stdout);
+}
+
 /// Masks of several words, tokens with more than 32 lanes. Streams that share a hardware queue
 /// would wait for each other, so this needs enough GPUs.
 void run_many_ranks(std::uint64_t seed) {
@@ -292,6 +319,7 @@ int run_main(int argc, char** argv) {
     run_small(seed, ranks);
   } else {
     test_failures();
+    run_quantised(seed, repeat);
     run_many_ranks(seed);
     run_matrix(seed, repeat);
   }

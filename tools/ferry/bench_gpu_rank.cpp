@@ -11,11 +11,11 @@ namespace {
 
 constexpr auto kWait = std::chrono::minutes(2);
 
+}  // namespace
+
 void need_equal(bool equal, const char* what, std::int64_t row) {
   if (!equal) throw std::runtime_error(fmt::format("{}: row {} is wrong", what, row));
 }
-
-}  // namespace
 
 void need(cudaError_t result, const char* call) {
   if (result != cudaSuccess) {
@@ -72,6 +72,7 @@ GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& 
   stream.upload(scales_.data(), scales.data(), scales.size() * sizeof(float));
   const std::vector<float> weights(routes_.size(), 1.0f);
   stream.upload(weights_.data(), weights.data(), weights.size() * sizeof(float));
+  if (s_.dtype == Dtype::e4m3) make_unquantized();
   plan_ = plan();
   (void)plan_.recv_rows();
   if (nccl != nullptr) {
@@ -121,6 +122,7 @@ GpuMade GpuExchange::call(GpuCase which, int sms) {
     case GpuCase::dispatch_expert:
       made.received = dispatch(plan_, RowOrder::expert_major, 0, sms);
       break;
+    case GpuCase::dispatch_quantized: made.received = dispatch_quantized(sms); break;
     case GpuCase::combine_registered:
       made.combined = group_.combine(registered_, plan_, back);
       break;
@@ -156,6 +158,11 @@ void GpuExchange::check(bool combines) {
     check_ranks(made.received);
   }
   if (nccl_) nccl_->check();
+  if (unquantized_) {
+    const Received quantized = call(GpuCase::dispatch_quantized, 0).received;
+    quantized.event.wait(kWait);
+    check_quantized(quantized);
+  }
   if (!combines) return;
   make_combine_rows(by_rank, by_expert);
   by_rank = {};

@@ -17,8 +17,10 @@ using namespace device;
 
 constexpr int kMaxRowWarps = 16;
 constexpr int kBulkRowWarps = 7;  ///< of a piece that is not short: more warps gain nothing
+constexpr int kQuantizeRowWarps = 10;
 constexpr int kSideWarps = 4;
 constexpr int kMaxThreads = (kMaxRowWarps + kSideWarps) * 32;
+constexpr int kQuantizeThreads = (kQuantizeRowWarps + kSideWarps) * 32;
 constexpr std::int64_t kMaxPiece = 8192;
 constexpr std::uint32_t kShortStage = 2048;
 constexpr std::int64_t kMaxRidingScales = 4096;
@@ -168,7 +170,8 @@ __device__ void deliver(const GroupView& group, std::uint64_t generation, std::b
   if (__all_sync(~0u, there) != 0 && lane == 0) end_call(group, generation);
 }
 
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <bool kQuantizes>
+__global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParameters p,
                     const __grid_constant__ PushShape shape) {
   extern __shared__ __align__(128) std::byte shared[];
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   bool good = true;
   if (row_warp) {
-    good = push_rows(p, shape, targets, generation, shared, lanes);
+    good = push_rows<kQuantizes>(p, shape, targets, generation, shared, lanes);
   } else {
     push_side(p, shape, targets);
   }
@@ -207,11 +210,36 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   deliver(p.group, generation, control);
 }
 
+const void* dispatch_kernel_for(bool quantize) {
+  return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true>)
+                  : reinterpret_cast<const void*>(&dispatch_kernel<false>);
+}
+
 /// Scales ride with the rows when their places suit the copy engine.
 bool scales_ride(const DispatchParameters& p) {
   return p.scale_column_stride == 1 && p.scale_columns % 4 == 0 && p.scale_token_stride % 4 == 0 &&
          p.scale_columns * 4 <= kMaxRidingScales &&
          reinterpret_cast<std::uintptr_t>(p.scales) % 16 == 0;
+}
+
+/// What goes through the stages of row warps. `ride`: the scales do.
+void cut_rows(const DispatchParameters& p, bool ride, PushShape& shape) {
+  const std::size_t element = p.quantize ? size_of(p.x_dtype) : 1;
+  shape.x_row_bytes = p.row_bytes * static_cast<std::int64_t>(element);
+  const std::int64_t pieces =
+      std::max<std::int64_t>(1, (shape.x_row_bytes + kMaxPiece - 1) / kMaxPiece);
+  const auto piece = static_cast<std::size_t>((shape.x_row_bytes + pieces - 1) / pieces);
+  // Whole steps, so that the scales of a piece begin at 16 bytes, too.
+  shape.piece =
+      static_cast<std::uint32_t>(round_up(piece, p.quantize ? element * kStepChannels : 16));
+  shape.pieces = static_cast<int>((shape.x_row_bytes + shape.piece - 1) / shape.piece);
+  shape.scale_bytes = ride ? static_cast<std::uint32_t>(p.scale_columns * 4) : 0;
+  const std::size_t made = p.quantize ? shape.piece / element / kScaleBlock * sizeof(float) : 0;
+  shape.stage_bytes =
+      static_cast<std::uint32_t>(round_up(shape.piece + shape.scale_bytes + made, 128));
+  const bool brief = shape.stage_bytes <= kShortStage && !p.quantize;
+  shape.stages = brief ? 4 : 3;
+  if (!brief && !p.quantize) shape.row_warps = kBulkRowWarps;
 }
 
 PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
@@ -223,20 +251,12 @@ PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
   while (shape.width < p.plan.topk && shape.width < 32) shape.width *= 2;
   shape.block = static_cast<std::int32_t>(p.plan.placement.experts / p.group.ranks);
   shape.larger = static_cast<std::int32_t>(p.plan.placement.experts % p.group.ranks);
-  shape.row_warps = kMaxRowWarps;
+  shape.row_warps = p.quantize ? kQuantizeRowWarps : kMaxRowWarps;
   if (!limits.bulk_copies) {
     shape.shared_bytes = make_push_shared(p.group.ranks, 0, 0, 0).bytes;
     return shape;
   }
-  const std::int64_t pieces = std::max<std::int64_t>(1, (p.row_bytes + kMaxPiece - 1) / kMaxPiece);
-  const std::int64_t piece = (p.row_bytes + pieces - 1) / pieces;
-  shape.piece = static_cast<std::uint32_t>(round_up(static_cast<std::size_t>(piece), 16));
-  shape.pieces = static_cast<int>((p.row_bytes + shape.piece - 1) / shape.piece);
-  shape.scale_bytes = ride ? static_cast<std::uint32_t>(p.scale_columns * 4) : 0;
-  shape.stage_bytes = static_cast<std::uint32_t>(round_up(shape.piece + shape.scale_bytes, 128));
-  const bool brief = shape.stage_bytes <= kShortStage;
-  shape.stages = brief ? 4 : 3;
-  if (!brief) shape.row_warps = kBulkRowWarps;
+  cut_rows(p, ride, shape);
   while (shape.row_warps > 1 &&
          make_push_shared(p.group.ranks, shape.row_warps, shape.stages, shape.stage_bytes).bytes >
              static_cast<std::size_t>(limits.shared_bytes)) {
@@ -269,7 +289,7 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   PushShape shape = make_shape(parameters, limits);
   void* arguments[] = {&copy, &shape};
   const auto threads = static_cast<unsigned>((shape.row_warps + shape.side_warps) * 32);
-  return launch(reinterpret_cast<const void*>(&dispatch_kernel),
+  return launch(dispatch_kernel_for(parameters.quantize),
                 {static_cast<unsigned>(parameters.sms), threads, shape.shared_bytes}, arguments,
                 stream, limits.bulk_copies);
 }
@@ -278,8 +298,9 @@ cudaError_t load_dispatch_kernels() {
   KernelLimits limits;
   const cudaError_t error = dispatch_limits(limits);
   if (error != cudaSuccess) return error;
-  return load_kernel(reinterpret_cast<const void*>(&dispatch_kernel),
-                     limits.bulk_copies ? limits.shared_bytes : 0);
+  const int shared = limits.bulk_copies ? limits.shared_bytes : 0;
+  const cudaError_t loaded = load_kernel(dispatch_kernel_for(false), shared);
+  return loaded == cudaSuccess ? load_kernel(dispatch_kernel_for(true), shared) : loaded;
 }
 
 }  // namespace ferry::cuda

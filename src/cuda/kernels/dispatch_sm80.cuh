@@ -1,5 +1,6 @@
 // Pushing rows by 16-byte loads and stores: before sm_90.
 #pragma once
+#include "cuda/kernels/dispatch_quantize_sm80.cuh"
 #include "cuda/kernels/push_lanes.cuh"
 
 namespace ferry::cuda::device {
@@ -49,10 +50,19 @@ __device__ inline LaneWords first_lanes(const DispatchParameters&, const PushSha
 __device__ inline void begin_rows(const DispatchParameters&, const PushShape&, std::byte*) {}
 __device__ inline void drop_rows(const DispatchParameters&, const PushShape&, std::uint64_t,
                                  std::byte*) {}
+template <bool kQuantizes>
 __device__ inline bool push_rows(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t, std::byte*,
                                  const LaneWords&) {
-  return push_rows_by_stores(p, shape, targets);
+  if constexpr (kQuantizes) {
+    switch (p.x_dtype) {
+      case Dtype::bf16: return push_quantized_rows_by_stores<Bf16>(p, shape, targets);
+      case Dtype::f16: return push_quantized_rows_by_stores<Fp16>(p, shape, targets);
+      default: return push_quantized_rows_by_stores<float>(p, shape, targets);
+    }
+  } else {
+    return push_rows_by_stores(p, shape, targets);
+  }
 }
 #endif
 

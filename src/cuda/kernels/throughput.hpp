@@ -92,8 +92,13 @@ struct DispatchParameters {
   GroupView group{};
   PlanView plan{};
   CallSignature call{};
-  const std::byte* x = nullptr;   ///< [T, row_bytes] dense, 16-byte aligned
-  std::int64_t row_bytes = 0;     ///< a multiple of 16
+  const std::byte* x = nullptr;  ///< [T, row_bytes] dense, 16-byte aligned
+  std::int64_t row_bytes = 0;    ///< as it arrives; a multiple of 16
+  /// Rows are quantised on the way: `x` is [T, row_bytes] elements of x_dtype (f32, bf16 or f16),
+  /// `scales` is null, `scale_columns` says how many are made.
+  bool quantize = false;
+  bool round_scale = false;  ///< then: scales are powers of two
+  Dtype x_dtype = Dtype::bf16;
   const float* scales = nullptr;  ///< [T, C], any strides; null: none
   std::int64_t scale_columns = 0;
   std::int64_t scale_token_stride = 0;
