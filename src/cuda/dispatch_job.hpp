@@ -2,9 +2,11 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cuda/cuda_engine.hpp"
+#include "cuda/following_fan_out.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -30,6 +32,8 @@ class DispatchJob {
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
   void make_slot_tensors();
+  bool tells_progress() const;
+  bool follows() const;
   void push(bool room);
   /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
   /// it runs.
@@ -38,6 +42,8 @@ class DispatchJob {
   bool make_route_tensors();
   void remember_routes();
   void bring_routes();
+  FanOutParameters fan_out_parameters() const;
+  void follow();
   void fan_out();
   void make_rows();
   void use_of_others();
@@ -59,7 +65,9 @@ class DispatchJob {
   const std::byte* input_ = nullptr;
   bool fills_routes_ = false;  // the tensors of the routes are new
   std::byte* scratch_ = nullptr;
+  ArrivalSteps steps_{};
   Received result_{};
+  std::optional<FollowingFanOut> following_{};  // the last: joined before what it uses goes back
 };
 
 }  // namespace ferry::cuda

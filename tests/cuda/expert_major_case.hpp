@@ -34,6 +34,13 @@ struct ExpertRows {
 
 ExpertRows make_expert_rows(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank);
 
+/// `bytes` as expected, then untouched poison.
+void check_bytes(KernelGroup& group, int rank, const void* got_at, const void* expected,
+                 std::size_t bytes, const std::string& what);
+/// What the fan-out made of received rows and their scales.
+void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
+                   const FanOutParameters& p, const Bytes& rows, const std::vector<float>& scales);
+
 /// A call that moves rows must have come before a fan-out.
 void run_barrier(KernelGroup& group);
 
@@ -45,5 +52,9 @@ T* take(KernelGroup& group, int rank, std::int64_t count) {
 }
 
 void bench_expert_major(int argc, char** argv);
+
+// Fan-outs that follow their dispatch (following_case.cu).
+void test_following(std::uint64_t seed, std::int64_t repeat);
+void bench_following(int argc, char** argv);
 
 }  // namespace ferry::cuda::test
