@@ -1,6 +1,6 @@
 // launch_fan_out and launch_sum_slots against the definition, every byte; --bench for their speed,
 // alone and with the exchange they belong to.
-//   kernel_expert_major_test [--seed n] [--repeat n]
+//   kernel_expert_major_test [--seed n] [--repeat n] [--following]
 //   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
 //                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
 //   kernel_expert_major_test --bench-following [--ranks n] [--tokens n] [--sms 8,16]
@@ -203,6 +203,11 @@ void distrusts(Random& random, std::int32_t lie) {
 void test(int argc, char** argv) {
   const auto seed = static_cast<std::uint64_t>(option(argc, argv, "--seed", 1));
   const auto repeat = option(argc, argv, "--repeat", 40);
+  if (has_option(argc, argv, "--following")) {
+    test_following(seed, repeat);
+    std::printf("PASSED\n");
+    return;
+  }
   std::printf("seed %llu, %lld cases for each number of ranks, %d GPUs\n",
               static_cast<unsigned long long>(seed), static_cast<long long>(repeat), gpu_count());
   for (const int ranks : {1, 2, 3, 4, 8}) {
