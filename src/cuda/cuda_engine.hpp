@@ -16,6 +16,7 @@
 #include "core/placement.hpp"
 #include "core/plan_state.hpp"
 #include "cuda/call.hpp"
+#include "cuda/following_fan_out.hpp"
 #include "cuda/gpu_memory.hpp"
 #include "cuda/kernels/throughput.hpp"
 #include "cuda/pinned.hpp"
@@ -77,6 +78,10 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   int sms_for(const char* call, int asked) const;
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
+  /// For local work beside a running call; null: the driver has none, or ranks share this GPU.
+  SideStream* side_stream() const { return side_.get(); }
+  /// The steps of a call that is followed. Its turn is held.
+  ArrivalSteps next_steps() { return make_steps(gate_base_); }
   /// Registered pieces for a call, all of them or none; makes room first if there is none. None:
   /// the GPU's memory is exhausted.
   std::optional<std::vector<Held>> take_registered(Launch& launch,
@@ -100,6 +105,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void forget_states(const CudaPlan& plan);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
+  void make_side_stream();
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
   void monitor();
@@ -122,6 +128,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   GroupWords words_{};
   GroupView view_{};
   cudaStream_t aux_ = nullptr;  // small copies beside running calls
+
+  std::unique_ptr<SideStream> side_{};
+  std::uint32_t gate_base_ = 0;
 
   std::timed_mutex turn_;  // of calls
   GpuEvent last_{};        // of the last call that was not captured

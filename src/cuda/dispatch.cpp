@@ -76,6 +76,21 @@ CallSignature DispatchJob::signature() const {
   return call;
 }
 
+/// Long exchanges tell of progress, so that those who receive much may begin before the end.
+bool DispatchJob::tells_progress() const {
+  constexpr std::size_t kLeast = std::size_t{4} << 20;
+  return expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
+}
+
+/// Whether the fan-out follows the rows while they come. A graph's nodes cannot wait for a word
+/// that a node beside them raises, and ranks that share a GPU take turns.
+bool DispatchJob::follows() const {
+  constexpr std::size_t kLeast = std::size_t{32} << 20;
+  return expert_major() && !launch_.capture().active && engine_.side_stream() != nullptr &&
+         engine_.local_sms() > sms_ &&
+         static_cast<std::size_t>(rank_rows_) * row_.bytes() >= kLeast;
+}
+
 void DispatchJob::push(bool room) {
   DispatchParameters parameters;
   parameters.group = engine_.view();
@@ -105,6 +120,8 @@ void DispatchJob::push(bool room) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
   }
+  parameters.tells_progress = tells_progress();
+  parameters.steps = steps_;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   launch_.enter(parameters.call);
@@ -219,7 +236,7 @@ void DispatchJob::bring_routes() {
   }
 }
 
-void DispatchJob::fan_out() {
+FanOutParameters DispatchJob::fan_out_parameters() const {
   const auto from = receive_layout(rank_rows_);
   const auto to = receive_layout(out_rows_);
   FanOutParameters parameters;
@@ -240,8 +257,25 @@ void DispatchJob::fan_out() {
   parameters.slot_rows = result_.slot_rows.as<std::int64_t>();
   parameters.expert_offsets = result_.expert_offsets.as<std::int64_t>();
   parameters.scratch = reinterpret_cast<std::int32_t*>(scratch_);
+  parameters.steps = steps_;
   parameters.sms = engine_.local_sms();
-  launch_.run(launch_fan_out(parameters, launch_.stream()), "launch_fan_out");
+  return parameters;
+}
+
+/// Directly after the dispatch: all of the fan-out but its last step, on the SMs that are left.
+void DispatchJob::follow() {
+  FanOutParameters parameters = fan_out_parameters();
+  parameters.sms -= sms_;
+  following_.emplace(parameters, *engine_.side_stream(), launch_.stream());
+  launch_.run(following_->error(), "a fan-out beside its dispatch");
+}
+
+void DispatchJob::fan_out() {
+  if (following_) {
+    launch_.run(following_->finish(engine_.local_sms()), "launch_fan_out_step");
+  } else {
+    launch_.run(launch_fan_out(fan_out_parameters(), launch_.stream()), "launch_fan_out");
+  }
   if (!lasting()) return;
   auto& known = plan_->slot_rows;
   std::erase_if(known, [&](const auto& old) { return old.alignment == options_.alignment; });
@@ -287,6 +321,7 @@ Received DispatchJob::run() {
   use_of_others();
   launch_.outlives(plan_);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
+  if (room && follows()) steps_ = engine_.next_steps();
   push(room);
   if (!room) {
     const Event event = launch_.finish();  // every rank learns of it
@@ -294,6 +329,7 @@ Received DispatchJob::run() {
     throw Error(ErrorKind::exhausted,
                 std::string(kDispatch) + ": no room for " + std::to_string(need_bytes_) + " bytes");
   }
+  if (steps_.count > 0) follow();
   plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
   remember_routes();
   bring_routes();

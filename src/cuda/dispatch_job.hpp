@@ -2,10 +2,12 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/wire_row.hpp"
 #include "cuda/cuda_engine.hpp"
+#include "cuda/following_fan_out.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -33,6 +35,8 @@ class DispatchJob {
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
   void make_slot_tensors();
+  bool tells_progress() const;
+  bool follows() const;
   void push(bool room);
   /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
   /// it runs.
@@ -41,6 +45,8 @@ class DispatchJob {
   bool make_route_tensors();
   void remember_routes();
   void bring_routes();
+  FanOutParameters fan_out_parameters() const;
+  void follow();
   void fan_out();
   void make_rows();
   void use_of_others();
@@ -63,7 +69,9 @@ class DispatchJob {
   const std::byte* input_ = nullptr;
   bool fills_routes_ = false;  // the tensors of the routes are new
   std::byte* scratch_ = nullptr;
+  ArrivalSteps steps_{};
   Received result_{};
+  std::optional<FollowingFanOut> following_{};  // the last: joined before what it uses goes back
 };
 
 }  // namespace ferry::cuda

@@ -75,6 +75,30 @@ TEST_P(EngineTest, TwoStreamsInOrder) {
   });
 }
 
+/// Enough rows that their fan-out follows them while they come.
+TEST_P(EngineTest, FanOutFollowsTheRows) {
+  Shape shape;
+  shape.tokens = 1300;
+  shape.hidden = 8192;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 7);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    Trip trip;
+    trip.order = RowOrder::expert_major;
+    trip.alignment = 4;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);  // brings the routes
+    trip.stream = &own.stream;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    trip.worst_case_rows = 5000;
+    trip.alignment = 1;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);
+  });
+}
+
 TEST_P(EngineTest, GrowsWhenThereIsNoRoom) {
   Shape shape;
   shape.tokens = 600;

@@ -13,6 +13,7 @@ struct ExpertCase {
   Dtype dtype = Dtype::bf16;
   std::int64_t row_bytes = 16;
   std::int64_t scale_columns = 0;
+  bool quantize = false;  ///< of a following case: rows are sent as bf16 and arrive as e4m3
   std::int64_t alignment = 1;
   std::int64_t spare = 0;      ///< rows of capacity beyond what arrives
   std::int64_t out_spare = 0;  ///< rows of out beyond the last expert
@@ -34,6 +35,13 @@ struct ExpertRows {
 
 ExpertRows make_expert_rows(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank);
 
+/// `bytes` as expected, then untouched poison.
+void check_bytes(KernelGroup& group, int rank, const void* got_at, const void* expected,
+                 std::size_t bytes, const std::string& what);
+/// What the fan-out made of received rows and their scales.
+void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
+                   const FanOutParameters& p, const Bytes& rows, const std::vector<float>& scales);
+
 /// A call that moves rows must have come before a fan-out.
 void run_barrier(KernelGroup& group);
 
@@ -45,5 +53,9 @@ T* take(KernelGroup& group, int rank, std::int64_t count) {
 }
 
 void bench_expert_major(int argc, char** argv);
+
+// Fan-outs that follow their dispatch (following_case.cu).
+void test_following(std::uint64_t seed, std::int64_t repeat);
+void bench_following(int argc, char** argv);
 
 }  // namespace ferry::cuda::test

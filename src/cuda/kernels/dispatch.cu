@@ -1,11 +1,13 @@
 // Dispatch: entry swap with grants, every row to its final place, delivery.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/kernels/dispatch_sm80.cuh"
 #include "cuda/kernels/dispatch_sm90.cuh"
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push.hpp"
 #include "cuda/kernels/throughput.hpp"
 
@@ -18,7 +20,7 @@ using namespace device;
 constexpr int kMaxRowWarps = 16;
 constexpr int kBulkRowWarps = 7;  ///< of a piece that is not short: more warps gain nothing
 constexpr int kQuantizeRowWarps = 10;
-constexpr int kSideWarps = 4;
+constexpr int kSideWarps = 4;  ///< with the one that watches, if any: registers are for so many
 constexpr int kMaxThreads = (kMaxRowWarps + kSideWarps) * 32;
 constexpr int kQuantizeThreads = (kQuantizeRowWarps + kSideWarps) * 32;
 constexpr std::int64_t kMaxPiece = 8192;
@@ -170,10 +172,10 @@ __device__ void deliver(const GroupView& group, std::uint64_t generation, std::b
   if (__all_sync(~0u, there) != 0 && lane == 0) end_call(group, generation);
 }
 
-template <bool kQuantizes>
-__global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchParameters p,
-                    const __grid_constant__ PushShape shape) {
+/// Whole block: true when the rows of this call have moved. `kFollowed`: rows are told of, or
+/// waited for, on the way.
+template <bool kQuantizes, bool kFollowed>
+__device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape) {
   extern __shared__ __align__(128) std::byte shared[];
   await_kernel_before();
   // All that is known to be needed is asked for at once: one trip to the memory.
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
   std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return;
+  if (!begin_call(p.group, generation)) return false;
   if (row_warp) begin_rows(p, shape, shared);
   if (blockIdx.x == 0) {
     const bool holds_counts = plan_state == 1;
@@ -197,22 +199,39 @@ __global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1
   auto* targets = reinterpret_cast<PushTarget*>(shared);
   if (!agree(p, shape, generation, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
-    return;
+    return false;
   }
   bool good = true;
   if (row_warp) {
-    good = push_rows<kQuantizes>(p, shape, targets, generation, shared, lanes);
-  } else {
+    good = push_rows<kQuantizes, kFollowed>(p, shape, targets, generation, shared, lanes);
+  } else if (!kFollowed ||
+             static_cast<int>(threadIdx.x / 32) < shape.row_warps + shape.side_warps) {
     push_side(p, shape, targets);
+    if (kFollowed) tell_routes(p, shape, generation);
+  } else if (blockIdx.x == 0) {
+    good = watch_rows(p, generation);
   }
   let_next_kernel_come();
-  if (__syncthreads_and(good) == 0) return;
+  if (__syncthreads_and(good) == 0) return false;
   deliver(p.group, generation, control);
+  return true;
 }
 
-const void* dispatch_kernel_for(bool quantize) {
-  return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true>)
-                  : reinterpret_cast<const void*>(&dispatch_kernel<false>);
+template <bool kQuantizes, bool kFollowed>
+__global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1)
+    dispatch_kernel(const __grid_constant__ DispatchParameters p,
+                    const __grid_constant__ PushShape shape) {
+  if (run_dispatch<kQuantizes, kFollowed>(p, shape) || !kFollowed) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) abandon_gate(p);
+}
+
+const void* dispatch_kernel_for(bool quantize, bool followed) {
+  const auto kernel = [&](auto follow) {
+    constexpr bool kFollowed = decltype(follow)::value;
+    return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true, kFollowed>)
+                    : reinterpret_cast<const void*>(&dispatch_kernel<false, kFollowed>);
+  };
+  return followed ? kernel(std::true_type{}) : kernel(std::false_type{});
 }
 
 /// Scales ride with the rows when their places suit the copy engine.
@@ -247,7 +266,9 @@ PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
   const bool scales = p.scales != nullptr && p.scale_columns > 0;
   const bool ride = limits.bulk_copies && scales && scales_ride(p);
   shape.side_scales = scales && !ride;
-  shape.side_warps = p.carries_routes || p.weights != nullptr || shape.side_scales ? kSideWarps : 0;
+  shape.watch_warps = p.steps.count > 0 ? 1 : 0;
+  const bool beside = p.carries_routes || p.weights != nullptr || shape.side_scales;
+  shape.side_warps = beside ? kSideWarps - shape.watch_warps : 0;
   while (shape.width < p.plan.topk && shape.width < 32) shape.width *= 2;
   shape.block = static_cast<std::int32_t>(p.plan.placement.experts / p.group.ranks);
   shape.larger = static_cast<std::int32_t>(p.plan.placement.experts % p.group.ranks);
@@ -287,9 +308,13 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   }
   DispatchParameters copy = parameters;
   PushShape shape = make_shape(parameters, limits);
+  // Scales of the side warps come at any time.
+  if (shape.side_scales) copy.tells_progress = false;
   void* arguments[] = {&copy, &shape};
-  const auto threads = static_cast<unsigned>((shape.row_warps + shape.side_warps) * 32);
-  return launch(dispatch_kernel_for(parameters.quantize),
+  const bool followed = copy.tells_progress || copy.steps.count > 0;
+  const auto threads =
+      static_cast<unsigned>((shape.row_warps + shape.side_warps + shape.watch_warps) * 32);
+  return launch(dispatch_kernel_for(parameters.quantize, followed),
                 {static_cast<unsigned>(parameters.sms), threads, shape.shared_bytes}, arguments,
                 stream, limits.bulk_copies);
 }
@@ -298,9 +323,14 @@ cudaError_t load_dispatch_kernels() {
   KernelLimits limits;
   const cudaError_t error = dispatch_limits(limits);
   if (error != cudaSuccess) return error;
-  const int shared = limits.bulk_copies ? limits.shared_bytes : 0;
-  const cudaError_t loaded = load_kernel(dispatch_kernel_for(false), shared);
-  return loaded == cudaSuccess ? load_kernel(dispatch_kernel_for(true), shared) : loaded;
+  for (const bool quantize : {false, true}) {
+    for (const bool followed : {false, true}) {
+      const cudaError_t loaded = load_kernel(dispatch_kernel_for(quantize, followed),
+                                             limits.bulk_copies ? limits.shared_bytes : 0);
+      if (loaded != cudaSuccess) return loaded;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda

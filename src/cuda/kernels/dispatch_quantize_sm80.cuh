@@ -1,5 +1,6 @@
 // Pushing rows that are quantised on the way by 16-byte loads and ordinary stores: before sm_90.
 #pragma once
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push_lanes.cuh"
 #include "cuda/kernels/quantize.cuh"
 
@@ -43,20 +44,24 @@ __device__ __forceinline__ void quantize_step(const DispatchParameters& p,
 }
 
 /// One row warp. Always true.
-template <class T>
+template <class T, bool kTells>
 __device__ inline bool push_quantized_rows_by_stores(const DispatchParameters& p,
                                                      const PushShape& shape,
-                                                     const PushTarget* targets) {
+                                                     const PushTarget* targets,
+                                                     std::uint64_t generation) {
   const std::int64_t stride = std::int64_t{gridDim.x} * shape.row_warps;
   std::int64_t token = std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
+  PushProgress progress(p);
   TokenLanes lanes = load_lanes(p, token);
   for (; token < p.plan.tokens; token += stride) {
+    if (kTells && progress.due(token)) progress.pass(p, shape, generation, token);
     const TokenLanes next = load_lanes(p, token + stride);
     for (std::int64_t first = 0; first < p.row_bytes; first += kStepChannels) {
       quantize_step<T>(p, targets, lanes, token, first);
     }
     lanes = next;
   }
+  if (kTells) progress.pass_all(p, shape, generation);
   return true;
 }
 

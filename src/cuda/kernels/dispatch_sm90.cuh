@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/kernels/bulk_copy_sm90.cuh"
 #include "cuda/kernels/dispatch_quantize_sm90.cuh"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push_lanes.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -162,7 +163,7 @@ __device__ __forceinline__ void send_to_all(const DispatchParameters& p, const P
   if (threadIdx.x % 32 == 0) bulk_commit();
 }
 
-template <class Rows, int kStages>
+template <class Rows, int kStages, bool kTells>
 __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
                                  const RowRing& ring, LaneWords next) {
@@ -178,6 +179,8 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
   int going = 0, coming = kAhead % shape.pieces, coming_token = kAhead / shape.pieces;
   int stage = 0, good = 1;
   std::uint32_t parity = 0;
+  PushProgress progress(p);
+  std::int64_t last = -1;  // token of the piece before
   while (tokens[0] >= 0) {
     if (leader) {
       std::int64_t brought = tokens[0];
@@ -197,6 +200,15 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
     std::byte* ready = ring.stages + stage * shape.stage_bytes;
     Rows::prepare(p, shape, piece_bytes(shape, going), ready, ring.barriers + stage, parity);
     send_to_all<Rows>(p, shape, targets, lanes, tokens[0], going, ready);
+    if (kTells && progress.due(last)) {
+      // All but this piece and the one before, so nobody stands still: the others have long gone.
+      if (leader) {
+        bulk_wait<2>();
+        fence_proxy_async();
+      }
+      progress.pass(p, shape, generation, last);
+    }
+    if (kTells) last = tokens[0];
     if (++going == shape.pieces) {
       going = 0, --coming_token;
 #pragma unroll
@@ -212,29 +224,29 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
     bulk_wait<0>();
     fence_proxy_async();
   }
+  if (kTells && __shfl_sync(~0u, good, 0) != 0) progress.pass_all(p, shape, generation);
   return good != 0;
 }
 
 /// One row warp, after begin_rows: pushes rows until no token is left. `first`: what first_lanes
-/// gave. False: the group has failed.
-template <bool kQuantizes>
+/// gave. `kTells`: as the parameters have it. False: the group has failed.
+template <bool kQuantizes, bool kTells>
 __device__ inline bool push_rows(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
                                  std::byte* shared, const LaneWords& first) {
   const RowRing ring = row_ring(p, shape, shared);
+  const auto push = [&]<class Rows, int kStages>() {
+    return push_rows_staged<Rows, kStages, kTells>(p, shape, targets, generation, ring, first);
+  };
   if constexpr (kQuantizes) {
     switch (p.x_dtype) {
-      case Dtype::bf16:
-        return push_rows_staged<Quantized<Bf16>, 3>(p, shape, targets, generation, ring, first);
-      case Dtype::f16:
-        return push_rows_staged<Quantized<Fp16>, 3>(p, shape, targets, generation, ring, first);
-      default:
-        return push_rows_staged<Quantized<float>, 3>(p, shape, targets, generation, ring, first);
+      case Dtype::bf16: return push.template operator()<Quantized<Bf16>, 3>();
+      case Dtype::f16: return push.template operator()<Quantized<Fp16>, 3>();
+      default: return push.template operator()<Quantized<float>, 3>();
     }
   } else {
-    return shape.stages == 3
-               ? push_rows_staged<AsIs, 3>(p, shape, targets, generation, ring, first)
-               : push_rows_staged<AsIs, 4>(p, shape, targets, generation, ring, first);
+    return shape.stages == 3 ? push.template operator()<AsIs, 3>()
+                             : push.template operator()<AsIs, 4>();
   }
 }
 

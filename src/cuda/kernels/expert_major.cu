@@ -3,6 +3,7 @@
 
 #include "cuda/kernels/expert_major.cuh"
 #include "cuda/kernels/fan_out_copy.cuh"
+#include "cuda/kernels/fan_out_step.cuh"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/sum_shape.hpp"
 
@@ -33,9 +34,8 @@ __global__ void __launch_bounds__(kThreads)
     const std::int32_t id = p.ids[i];
     if (id >= 0 && id < experts) atomicAdd(own + id, 1);
     if (id < -1 || id >= experts) {
-      const std::uint64_t generation = load_relaxed(&local_words(p.group)->generation);
-      fail(p.group, generation, Reason::distrust, Stage::rows, source_of(p, i / p.plan.topk),
-           {0, 0, id});
+      fail(p.group, generation_of_rows(p), Reason::distrust, Stage::rows,
+           source_of(p, i / p.plan.topk), {0, 0, id});
     }
   }
   __syncthreads();
@@ -101,8 +101,7 @@ __device__ std::int64_t find_places(const FanOutLaunch& launch, std::int32_t* co
     if (block != 0) continue;
     p.expert_offsets[e] = begin;
     if (total != planned_slots(p, experts, e)) {
-      fail(p.group, load_relaxed(&local_words(p.group)->generation), Reason::distrust, Stage::rows,
-           -1, {0, 0, e});
+      fail(p.group, generation_of_rows(p), Reason::distrust, Stage::rows, -1, {0, 0, e});
     }
   }
   if (block == 0 && threadIdx.x == 0) p.expert_offsets[experts] = begin_of_tile;
@@ -167,6 +166,39 @@ __global__ void __launch_bounds__(kThreads, 1)
   zero_padding(launch, received, end);
 }
 
+/// All of fan_out_kernel but the copies.
+__global__ void __launch_bounds__(kThreads)
+    fan_out_place_kernel(const __grid_constant__ FanOutLaunch launch) {
+  __shared__ std::int32_t shared[kFanOutSharedCounters];
+  const FanOutParameters& p = launch.p;
+  if (__syncthreads_and(has_rows(p)) == 0) return;
+  std::int32_t* counters = block_counters(launch, shared);
+  const std::int64_t end = find_places(launch, counters);
+  const std::int64_t received = received_rows(p);
+  SlotPlacer placer(launch, counters + static_cast<std::int64_t>(threadIdx.x / 32) * launch.experts,
+                    share_of_warp(received));
+  for (std::int64_t row = placer.rows.begin; row < placer.rows.end; ++row) placer.place(row);
+  zero_padding(launch, received, end);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    fan_out_step_kernel(const __grid_constant__ FanOutLaunch launch, int step) {
+  __shared__ StepRows rows;
+  const FanOutParameters& p = launch.p;
+  const bool last = step == p.steps.count - 1;
+  const bool come = last ? still_moves(p, 1) && last_call_moved(p.group)
+                         : still_moves(p, static_cast<std::uint32_t>(step + 2));
+  if (__syncthreads_and(come) == 0) return;
+  find_step_rows(p, step, rows);
+#if __CUDA_ARCH__ >= 900
+  copy_step(launch, rows,
+            ring_of_warp(p.group, generation_of_rows(p), kFanOutWarps, launch.stages,
+                         launch.piece_bytes));
+#else
+  copy_step_by_loads(launch, rows);
+#endif
+}
+
 /// Blocks that may fan out, so that the tables of counts stay small however many experts there are.
 int most_blocks(std::int64_t experts) {
   constexpr std::int64_t kMost = 256, kEntries = std::int64_t{1} << 20;
@@ -201,8 +233,11 @@ std::size_t fan_out_scratch_bytes(std::int64_t, std::int64_t local_experts) {
   return sizeof(std::uint64_t) + blocks * (kFanOutWarps + 1 + 2) * experts * sizeof(std::int32_t);
 }
 
-cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
-                           const FanOutTuning& tuning) {
+namespace {
+
+/// How the work is cut, for kernels of one fan-out alike.
+cudaError_t prepare(const FanOutParameters& parameters, const FanOutTuning& tuning,
+                    FanOutLaunch& launch, int& blocks, int& shared_bytes) {
   constexpr std::int64_t kMostRows = 0x7fffffff;
   const std::int64_t experts = parameters.plan.placement.local_experts(parameters.group.rank);
   if (parameters.sms < 1 || parameters.row_bytes <= 0 || parameters.row_bytes % 16 != 0 ||
@@ -210,20 +245,26 @@ cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stre
       parameters.alignment < 1) {
     return cudaErrorInvalidValue;
   }
-  FanOutLaunch launch;
   launch.p = parameters;
   launch.experts = static_cast<int>(experts);
-  const int blocks = std::min(parameters.sms, most_blocks(experts));
+  blocks = std::min(parameters.sms, most_blocks(experts));
   launch.ticket = reinterpret_cast<unsigned long long*>(parameters.scratch);
   launch.counts = parameters.scratch + 2;
   launch.totals = launch.counts + static_cast<std::int64_t>(blocks) * kFanOutWarps * experts;
   launch.pads = launch.totals + static_cast<std::int64_t>(blocks) * experts;
-  int shared_bytes = 0;
-  if (const cudaError_t error = cut(tuning, launch, shared_bytes); error != cudaSuccess) {
-    return error;
-  }
+  return cut(tuning, launch, shared_bytes);
+}
+
+}  // namespace
+
+cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
+                           const FanOutTuning& tuning) {
+  FanOutLaunch launch;
+  int blocks = 0, shared_bytes = 0;
+  cudaError_t error = prepare(parameters, tuning, launch, blocks, shared_bytes);
+  if (error != cudaSuccess) return error;
   fan_out_count_kernel<<<blocks, kThreads, 0, stream>>>(launch);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  if (error = cudaGetLastError(); error != cudaSuccess) return error;
   fan_out_kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch);
   return cudaGetLastError();
 }
@@ -232,12 +273,42 @@ cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stre
   return launch_fan_out(parameters, stream, FanOutTuning{});
 }
 
+cudaError_t launch_fan_out_places(const FanOutParameters& parameters, cudaStream_t stream) {
+  FanOutLaunch launch;
+  int blocks = 0, shared_bytes = 0;
+  cudaError_t error = prepare(parameters, {}, launch, blocks, shared_bytes);
+  if (error != cudaSuccess) return error;
+  fan_out_count_kernel<<<blocks, kThreads, 0, stream>>>(launch);
+  if (error = cudaGetLastError(); error != cudaSuccess) return error;
+  fan_out_place_kernel<<<blocks, kThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream,
+                                const FanOutTuning& tuning) {
+  FanOutLaunch launch;
+  int blocks = 0, shared_bytes = 0;
+  const cudaError_t error = prepare(parameters, tuning, launch, blocks, shared_bytes);
+  if (error != cudaSuccess) return error;
+  if (step < 0 || step >= parameters.steps.count) return cudaErrorInvalidValue;
+  fan_out_step_kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch, step);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream) {
+  return launch_fan_out_step(parameters, step, stream, FanOutTuning{});
+}
+
 cudaError_t load_expert_major_kernels() {
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error != cudaSuccess) return error;
   const int shared = limits.shared_bytes - kOwnShared - kFanOutSharedCounters * 4;
   error = load_kernel(reinterpret_cast<const void*>(fan_out_count_kernel), 0);
+  if (error != cudaSuccess) return error;
+  error = load_kernel(reinterpret_cast<const void*>(fan_out_place_kernel), 0);
+  if (error != cudaSuccess) return error;
+  error = load_kernel(reinterpret_cast<const void*>(fan_out_step_kernel), shared);
   if (error != cudaSuccess) return error;
   error = load_kernel(reinterpret_cast<const void*>(fan_out_kernel), shared);
   return error != cudaSuccess ? error : load_sum_slots_kernels();

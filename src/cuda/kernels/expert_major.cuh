@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda::device {
@@ -45,8 +46,22 @@ __device__ inline std::int64_t received_rows(const FanOutParameters& p) {
   return min(offsets[p.group.ranks], p.capacity);
 }
 
+/// Whether a call still runs or has ended well of which `over` on the gate has been seen. Once
+/// false it stays so, so what earlier kernels of the call left is whole where a later one asks.
+__device__ inline bool still_moves(const FanOutParameters& p, std::uint32_t over) {
+  const std::uint32_t seen = gate_over(p.group, p.steps.base);
+  return seen >= over && seen < ArrivalSteps::kAbandoned;
+}
+
+/// Of the call whose rows these are.
+__device__ inline std::uint64_t generation_of_rows(const FanOutParameters& p) {
+  const LocalWords* words = local_words(p.group);
+  return load_relaxed(p.steps.count > 0 ? &words->moving : &words->generation);
+}
+
 /// Whole grid alike: whether there is anything to fan out.
 __device__ inline bool has_rows(const FanOutParameters& p) {
+  if (p.steps.count > 0) return still_moves(p, 1);
   return (p.after_dispatch ? last_call_moved(p.group) : !has_failed(p.group)) &&
          *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state) == 1;
 }

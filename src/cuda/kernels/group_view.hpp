@@ -15,6 +15,8 @@ namespace ferry::cuda {
 inline constexpr int kMaxSegments = 64;
 /// Ranks of one NVLink domain.
 inline constexpr int kMaxDomain = 72;
+/// In so many equal parts of its tokens a source may tell which of its rows have come.
+inline constexpr int kProgressParts = 16;
 
 /// A peer's segment as this GPU sees it; bytes 0: not attached.
 struct PeerSegment {
@@ -56,7 +58,9 @@ struct DeviceControlLayout {
   std::size_t entered = 0;    ///< [R] lines: generation of source's last head
   std::size_t delivered = 0;  ///< [R] lines: generation in which source's rows are all here
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
+  std::size_t progress = 0;   ///< [R] lines of kProgressParts words (kernels/progress.cuh)
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
+  std::size_t come = 0;       ///< i32 [kProgressParts, R], local: rows of each source, by step
   std::size_t mailbox = 0;    ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
@@ -68,6 +72,9 @@ struct LocalWords {
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
+  std::uint32_t pushed[kProgressParts];  ///< warps that have pushed a part; 0 between calls
+  std::uint64_t moving;                  ///< generation of the call whose rows come
+  std::uint32_t gate;  ///< how far they have come (ArrivalSteps); kernels beside the call wait
 };
 
 /// `body_bytes`: what follows the head in the largest message.
@@ -79,7 +86,9 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.entered = carver.take(r * kLineBytes);
   layout.delivered = carver.take(r * kLineBytes);
   layout.done = carver.take(r * kLineBytes);
+  layout.progress = carver.take(r * kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
+  layout.come = carver.take(kProgressParts * r * sizeof(std::int32_t));
   layout.message_bytes = round_up(sizeof(DeviceHead) + body_bytes, kLineBytes);
   layout.mailbox = carver.take(2 * r * layout.message_bytes);
   layout.bytes = round_up(carver.end, 4096);

@@ -58,6 +58,8 @@ cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t 
                              const SumTuning& tuning);
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
                            const FanOutTuning& tuning);
+cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream,
+                                const FanOutTuning& tuning);
 
 /// For load_expert_major_kernels.
 cudaError_t load_sum_slots_kernels();

@@ -88,6 +88,17 @@ std::size_t plan_scratch_bytes(std::int64_t experts);
 /// Count, swap, place. One block.
 cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream);
 
+/// What follows rows while they come: a step begins when so many parts of every source's tokens
+/// (of kProgressParts) are here. LocalWords::gate goes up from `base`: +1, the call moves its rows
+/// and their routes are here; +2 + i, step i may begin. The last step comes after the dispatch.
+struct ArrivalSteps {
+  static constexpr std::uint32_t kAbandoned = 64;  ///< the gate's last word of a call that failed
+  static constexpr std::uint32_t kStride = 128;    ///< from the base of one call to the next
+  std::uint32_t base = 0;
+  int count = 0;                           ///< 0: nothing follows
+  std::uint8_t ends[kProgressParts] = {};  ///< ascending; the last is kProgressParts
+};
+
 struct DispatchParameters {
   GroupView group{};
   PlanView plan{};
@@ -118,6 +129,9 @@ struct DispatchParameters {
   /// fit, too. 0: they do.
   std::int64_t out_capacity = 0;
   std::int64_t out_alignment = 1;
+  /// Peers learn on the way how far this rank's rows have come; else at the end only.
+  bool tells_progress = false;
+  ArrivalSteps steps{};        ///< of what follows the rows that come to this rank
   Failure* failure = nullptr;  ///< pinned, of this call: reasons that are not fatal
   int sms = 0;                 ///< blocks, one for each SM
 };
@@ -159,10 +173,17 @@ struct FanOutParameters {
   std::int64_t* expert_offsets = nullptr;  ///< [local experts + 1]
   std::int32_t* scratch = nullptr;         ///< fan_out_scratch_bytes()
   bool after_dispatch = true;              ///< only if the call before it moved its rows
+  ArrivalSteps steps{};                    ///< as the dispatch has them; none: all at once
   int sms = 0;
 };
 std::size_t fan_out_scratch_bytes(std::int64_t capacity, std::int64_t local_experts);
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream);
+
+// The same in steps, while the rows come. Each kernel does nothing when the call has failed.
+/// After gate + 1: where every slot goes, and all padding.
+cudaError_t launch_fan_out_places(const FanOutParameters& parameters, cudaStream_t stream);
+/// After gate + 2 + step, the last after the dispatch: the rows of one step.
+cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream);
 
 /// Each received row's slots summed, before a combine from expert-major rows: `acc = fma(w, x,
 /// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only.

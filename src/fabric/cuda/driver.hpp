@@ -20,7 +20,7 @@ namespace ferry::fabric {
   X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)                                 \
   X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)                               \
   X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamQuery) X(cuMemsetD8Async)                        \
-  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)
+  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamWaitValue32)
 // clang-format on
 
 /// A member for each; cuda.h's macros rename declaration and use alike.
