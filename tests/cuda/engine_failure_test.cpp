@@ -115,15 +115,19 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
         need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
         need(cudaGraphDestroy(graph), "cudaGraphDestroy");
       }
-      // A flag of rank 1 that cannot be, between the two calls.
+      // A message of rank 1 that cannot be, between the two calls.
       const auto engine = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine());
-      const std::uint64_t lie = 1000000;
+      const std::uint64_t lie = std::uint64_t{1000000} << 32;
       const Received good = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
         const auto& view = engine->view();
-        need(cudaMemcpyAsync(view.control + view.layout.entered + kLineBytes, &lie, sizeof lie,
-                             cudaMemcpyHostToDevice, own.raw),
-             "cudaMemcpyAsync");
+        for (std::size_t slot = 0; slot < cuda::kMailboxDepth; ++slot) {
+          const std::size_t message = slot * static_cast<std::size_t>(seat.size()) + 1;
+          need(cudaMemcpyAsync(
+                   view.control + view.layout.mailbox + message * view.layout.message_bytes, &lie,
+                   sizeof lie, cudaMemcpyHostToDevice, own.raw),
+               "cudaMemcpyAsync");
+        }
         const Received bad = seat.group.dispatch(mine.x_view(), plan, options);
         while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(10us);
         good.event.wait(60s);

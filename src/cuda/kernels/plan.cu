@@ -28,14 +28,15 @@ struct CountBody {
 
 /// What one thread found of the peers' messages.
 struct Findings {
-  bool there = true;                         ///< all flags came
+  bool there = true;                         ///< all messages came
   std::uint32_t found = kNoComplaint << 16;  ///< as worst_of takes it
   int liar = -1;                             ///< a peer that counted what cannot be
   std::int32_t lie = 0;
 };
 
-/// One warp: the counts of source `s` to the plan, to the CPU and to `matrix` [R, R].
-__device__ __forceinline__ void collect(const PlanParameters& p, const PlanShape& shape,
+/// One warp: waits for the counts of source `s`; they go to the plan, to the CPU and to `matrix`
+/// [R, R]. Head and counts come in one trip to the memory. False: the group has failed.
+__device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
                                         std::uint64_t generation, int s, std::int32_t* matrix,
                                         Findings& mine) {
   constexpr int kBatch = 6;  // words of one lane on their way at the same time
@@ -44,35 +45,57 @@ __device__ __forceinline__ void collect(const PlanParameters& p, const PlanShape
   auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
   auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto* body = reinterpret_cast<const std::int32_t*>(
-      mailbox_slot(p.group, p.group.control, s, generation) + sizeof(DeviceHead));
-  const std::uint64_t head = load_head_word(p.group, s, generation);
-  const std::int32_t to_me = load_relaxed(body + me);
+  const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
+  const std::byte* head_at = posted_word(p.group, s, generation, head_lane);
+  const auto* body =
+      reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, kHeadWords));
+  const std::byte* kind_at = posted_word(p.group, s, generation, 0);
+  TaggedPair head{};
+  std::uint64_t word[kBatch], own = 0;
+  bool there = true;
 #pragma unroll 1
-  for (int first = lane; first < words; first += 32 * kBatch) {
-    std::int32_t count[kBatch];
+  for (int first = lane; first - lane < words; first += 32 * kBatch) {
+    there = await_words(p.group, generation, Stage::counts, s, [&] {
+      TagCheck check;
+      head = load_pair(head_at);
+      const TaggedPair kind = load_pair(kind_at);
+      own = load_relaxed(body + me);
 #pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      count[u] = first + 32 * u < words ? load_relaxed(body + first + 32 * u) : 0;
-    }
+      for (int u = 0; u < kBatch; ++u) {
+        word[u] = load_relaxed(body + min(first + 32 * u, words - 1));
+      }
+      check.look_at_head(head, generation);
+      check.look_at_head(kind, generation);
+      // Who is in another call sends no counts.
+      if (static_cast<CallKind>(kind.low) != CallKind::plan) return check;
+      check.look_at_body(own, generation);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);
+      return check;
+    });
+    if (__all_sync(~0u, there) == 0) return false;
+    const auto to_me = static_cast<std::int32_t>(own);
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) {
       const int i = first + 32 * u;
       if (i >= words) break;
+      const auto count = static_cast<std::int32_t>(word[u]);
       const std::int64_t most = i < ranks ? INT32_MAX : std::int64_t{to_me} * p.plan.topk;
-      if (count[u] < 0 || count[u] > most) mine.liar = s, mine.lie = count[u];
+      if (count < 0 || count > most) mine.liar = s, mine.lie = count;
       const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
-      if (i < ranks) matrix[at] = count[u];
-      (i < ranks ? tokens : slots)[at] = count[u];
+      if (i < ranks) matrix[at] = count;
+      (i < ranks ? tokens : slots)[at] = count;
       if (p.count_words != nullptr) {
-        p.count_words[i < ranks ? at : ranks * ranks + at] = count[u];
+        p.count_words[i < ranks ? at : ranks * ranks + at] = count;
       }
     }
   }
-  const std::uint32_t what = complaint(head, p.call, INT64_MIN);
+  const std::uint32_t what =
+      lane % kHeadLanes < kHeadWords ? complaint(data_of(head), p.call, INT64_MIN) : kNoComplaint;
   if (what != kNoComplaint) {
     mine.found = min(mine.found, what << 16 | static_cast<std::uint32_t>(s));
   }
+  return true;
 }
 
 __device__ void set_state(const PlanParameters& p, std::uint64_t state) {
@@ -84,22 +107,15 @@ __device__ void tell_host(const PlanParameters& p, std::uint64_t generation) {
   if (p.counts != nullptr) store_release(&p.counts->done, generation);
 }
 
-/// Whole block: waits for everybody's counts and keeps them, a warp for each source: head and
-/// counts come in one trip to the memory, and one barrier says that all is well. What a refused
-/// plan keeps is worth nothing: its state stays 0, and the CPU is given the reason. True: go on.
+/// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one barrier
+/// says that all is well. What a refused plan keeps is worth nothing: its state stays 0, and the CPU is given the reason. True: go on.
 __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
                             std::uint64_t generation, std::int32_t* matrix) {
   Findings mine;
   for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks; s += kWarps) {
-    // Every lane asks for itself, and so may read what the flag was raised for.
-    mine.there = await_flag(p.group, p.group.layout.entered, s, generation, Stage::counts);
-    if (__all_sync(~0u, mine.there) == 0) {
-      mine.there = false;
-      break;
-    }
-    collect(p, shape, generation, s, matrix, mine);
+    mine.there = collect(p, shape, generation, s, matrix, mine);
+    if (!mine.there) break;
   }
-  let_next_kernel_come();
   const bool good = mine.there && mine.found >> 16 == kNoComplaint && mine.liar < 0;
   if (__syncthreads_and(good) != 0) return true;
   if (__syncthreads_and(mine.there) == 0) return false;
@@ -170,7 +186,12 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) bad = ~0ull;
   prepare(p, shape, work);
   if (__syncthreads_or(failed) != 0) return;
-  if (threadIdx.x == 0) set_state(p, 0);
+  if (threadIdx.x == 0) {
+    set_state(p, 0);
+    // For a dispatch that comes while this kernel runs.
+    store_relaxed(&local_words(p.group)->planning, generation);
+    fence_device();
+  }
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
@@ -181,6 +202,7 @@ __global__ void __launch_bounds__(kThreads)
         head.detail = static_cast<std::int64_t>(bad);
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
+  let_next_kernel_come();
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
   // The last warp waits for the bus while the first place the ranks.
@@ -221,7 +243,7 @@ cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream) {
   const std::size_t body =
       (static_cast<std::size_t>(ranks) + static_cast<std::size_t>(placement.local_experts(0))) * 4;
   if (ranks > kMaxDomain || placement.experts > INT32_MAX ||
-      sizeof(DeviceHead) + body > parameters.group.layout.message_bytes ||
+      2 * (sizeof(DeviceHead) + body) > parameters.group.layout.message_bytes ||
       (plan_scratch_bytes(placement.experts) > 0 && parameters.scratch == nullptr)) {
     return cudaErrorInvalidValue;
   }
