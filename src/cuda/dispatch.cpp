@@ -49,8 +49,7 @@ WideSideLayout DispatchJob::side_layout() const {
 
 bool DispatchJob::take_regions() {
   std::vector<std::size_t> sizes{
-      make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes,
-      side_layout().bytes};
+      make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes, side_layout().bytes};
   if (expert_major()) {
     sizes.push_back(make_receive_layout(out_rows_, x_.row_bytes(), scale_columns()).bytes);
   }
@@ -107,6 +106,8 @@ void DispatchJob::push(bool room) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
   }
+  // A graph's memory is its own, so nobody has used it since the plan.
+  parameters.early = launch_.follows_in_graph(plan_->number) && parameters.out_capacity == 0;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   launch_.enter(parameters.call);
@@ -206,9 +207,9 @@ void DispatchJob::bring_routes() {
       TensorView(routes_.tokens.data(), Dtype::i32, {rank_rows_}, engine_.device()),
       routes_.tokens.owner()};
   if (has_weights()) {
-    result_.topk_weights = {TensorView(side_.data() + side_layout().weights, Dtype::f32, shape,
-                                       engine_.device()),
-                            side_.owner};
+    result_.topk_weights = {
+        TensorView(side_.data() + side_layout().weights, Dtype::f32, shape, engine_.device()),
+        side_.owner};
   }
 }
 

@@ -78,8 +78,9 @@ bool CudaEngine::awaits(int peer) {
   const std::uint64_t running = words.last + 1;
   const auto message = [&](int source) {
     const auto slot = static_cast<std::size_t>(running % kMailboxDepth);
-    return at.mailbox + (slot * static_cast<std::size_t>(size()) +
-                         static_cast<std::size_t>(source)) * at.message_bytes;
+    return at.mailbox +
+           (slot * static_cast<std::size_t>(size()) + static_cast<std::size_t>(source)) *
+               at.message_bytes;
   };
   const auto source = static_cast<std::size_t>(peer);
   read(offsetof(PeerWords, own), message(rank()), 8);

@@ -25,6 +25,7 @@ struct DispatchCase {
   Pattern pattern = Pattern::uniform;
   std::vector<std::int64_t> tokens{};
   std::int64_t slack = 0;  ///< rows of capacity past what arrives
+  bool early = false;      ///< the first dispatch posts its head while the plan runs
   int sms = 2;
 };
 std::string describe(const DispatchCase& c);
@@ -56,8 +57,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed);
 
 /// What lies on the GPUs for a world.
 struct Placed {
-  std::vector<Piece> ids, x, scales, weights;            // inputs
-  std::vector<Piece> plan, scratch, rows, side, routes;  // plan, regions, i64 routes
+  std::vector<Piece> ids, x, scales, weights;      // inputs
+  std::vector<Piece> plan, scratch, rows, side;    // plan, regions
+  std::vector<Piece> came, more_ids, more_tokens;  // of routes; more of them
   std::vector<HostCounts*> counts;
   std::vector<std::int32_t*> count_words;
 };
@@ -72,6 +74,9 @@ class DispatchRun {
   std::int64_t capacity(int rank) const;
   const Placed& placed() const { return placed_; }
 
+  /// Whether the plan's routes have come, as the GPU has it.
+  bool came(int rank) const;
+
   void launch_plans();
   void launch_dispatches(bool routes);
   void launch_all_routes();
@@ -79,8 +84,9 @@ class DispatchRun {
   /// Each stops the program at the first byte that differs. After the streams are idle.
   void check_plan(int rank) const;
   void check_rows(int rank) const;
-  /// `tails`: launch_routes has run.
   void check_side(int rank, bool routes) const;
+  /// What launch_routes has made of routes that have come, or have not.
+  void check_more_routes(int rank, bool there) const;
   /// Poisons what a dispatch writes.
   void poison();
 

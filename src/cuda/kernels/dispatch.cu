@@ -162,8 +162,8 @@ __device__ void tell_delivered(const GroupView& group, std::uint64_t generation,
   }
 }
 
-/// Whole block 0: waits until all blocks of all ranks, this one's too, have delivered; then the call
-/// has ended.
+/// Whole block 0: waits until all blocks of all ranks, this one's too, have delivered; then the
+/// call has ended.
 __device__ void await_delivered(const DispatchParameters& p, const PushTarget* targets,
                                 std::uint64_t generation) {
   const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
@@ -180,9 +180,9 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
   end_call(p.group, generation);
 }
 
-/// Whole block 0, before anything that ran before this kernel is known to have ended: posts the head
-/// while the plan, which comes directly before in the group's calls, still swaps its counts. What
-/// the head grants has had no user since. Gives the generation; 0: the group has failed.
+/// Whole block 0, before anything that ran before this kernel is known to have ended: posts the
+/// head while the plan, which comes directly before in the group's calls, still swaps its counts.
+/// What the head grants has had no user since. Gives the generation; 0: the group has failed.
 __device__ std::uint64_t post_early(const DispatchParameters& p) {
   const std::uint64_t generation = load_acquire(&local_words(p.group)->planning) + 1;
   const bool failed = has_failed(p.group);

@@ -127,13 +127,12 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   const std::byte* at = posted_word(group, peer, generation, word);
   TaggedPair pair{};
-  const bool there =
-      word >= kHeadWords || await_words(group, generation, stage, peer, [&] {
-        TagCheck check;
-        pair = load_pair(at);
-        check.look_at_head(pair, generation);
-        return check;
-      });
+  const bool there = word >= kHeadWords || await_words(group, generation, stage, peer, [&] {
+                       TagCheck check;
+                       pair = load_pair(at);
+                       check.look_at_head(pair, generation);
+                       return check;
+                     });
   value = data_of(pair);
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
@@ -181,8 +180,9 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   }
 }
 
-/// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows that
-/// arrive at each rank, null: rows are not granted. False: the group has failed, return at once.
+/// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
+/// that arrive at each rank, null: rows are not granted. False: the group has failed, return at
+/// once.
 __device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
                                    const CallSignature& call, const std::int64_t* needed,
                                    Verdict& verdict) {

@@ -18,8 +18,8 @@ inline constexpr int kMaxDomain = 72;
 /// Blocks of a dispatch, at most: each has a flag of its own at every peer.
 inline constexpr int kMaxBlocks = 192;
 /// Generations whose messages lie in a mailbox at the same time. A rank posts call g + 1 at the
-/// earliest when its call g - 1 has ended; a peer may then still be in call g - 2 (it was early, too,
-/// and call g - 1 was refused, which takes nothing but heads).
+/// earliest when its call g - 1 has ended; a peer may then still be in call g - 2 (it was early,
+/// too, and call g - 1 was refused, which takes nothing but heads).
 inline constexpr int kMailboxDepth = 4;
 
 /// A peer's segment as this GPU sees it; bytes 0: not attached.
@@ -53,8 +53,8 @@ struct DeviceHead {
   /// bad_route: this rank's ids are no experts; bad_plan: its plan holds no counts; else none.
   Reason refused = Reason::none;
   std::uint64_t side_offset = 0;
-  std::int64_t rows = 0;    ///< capacity of the granted region in rows (side region alike)
-  std::int64_t detail = 0;  ///< no_room: bytes that are missing; bad route: token * 64 + slot
+  std::int64_t rows = 0;     ///< capacity of the granted region in rows (side region alike)
+  std::int64_t detail = 0;   ///< no_room: bytes that are missing; bad route: token * 64 + slot
   std::uint32_t blocks = 0;  ///< dispatch: so many say that they have delivered
   std::uint32_t reserved = 0;
 };

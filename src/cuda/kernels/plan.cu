@@ -107,8 +107,9 @@ __device__ void tell_host(const PlanParameters& p, std::uint64_t generation) {
   if (p.counts != nullptr) store_release(&p.counts->done, generation);
 }
 
-/// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one barrier
-/// says that all is well. What a refused plan keeps is worth nothing: its state stays 0, and the CPU is given the reason. True: go on.
+/// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one
+/// barrier says that all is well. What a refused plan keeps is worth nothing: its state stays 0,
+/// and the CPU is given the reason. True: go on.
 __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
                             std::uint64_t generation, std::int32_t* matrix) {
   Findings mine;

@@ -1,4 +1,5 @@
-// The routes of a plan for a caller that wants more rows of them than the dispatch that brought them.
+// The routes of a plan for a caller that wants more rows of them than the dispatch that brought
+// them.
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/throughput.hpp"

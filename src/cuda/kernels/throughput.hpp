@@ -144,13 +144,13 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
 /// The routes that an earlier dispatch brought, once more with more rows. Local work only.
 struct RoutesParameters {
   GroupView group{};
-  PlanView plan{};            ///< its state says whether the routes have come
-  std::int64_t brought = 0;   ///< rows of the dispatch that brought them
-  std::int64_t capacity = 0;  ///< rows of the outputs; rows past the last: -1
-  const std::int32_t* ids = nullptr;      ///< [brought, K] local ids
-  const std::int32_t* tokens = nullptr;   ///< [brought]
-  std::int64_t* topk_idx = nullptr;       ///< i64 [capacity, K]
-  std::int32_t* source_token = nullptr;   ///< i32 [capacity]
+  PlanView plan{};                       ///< its state says whether the routes have come
+  std::int64_t brought = 0;              ///< rows of the dispatch that brought them
+  std::int64_t capacity = 0;             ///< rows of the outputs; rows past the last: -1
+  const std::int32_t* ids = nullptr;     ///< [brought, K] local ids
+  const std::int32_t* tokens = nullptr;  ///< [brought]
+  std::int64_t* topk_idx = nullptr;      ///< i64 [capacity, K]
+  std::int32_t* source_token = nullptr;  ///< i32 [capacity]
   int sms = 0;
 };
 cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream);
