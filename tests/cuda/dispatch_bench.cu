@@ -94,23 +94,33 @@ void run_shape(KernelGroup& group, Gate& gate, const Events& events, const char*
   both("plan quiet", 1, [&](int r) { plan(r, true); });
   const bool small = base.tokens[0] <= 128;
   for (const int sms : small ? std::vector{8, 16, 24, 32} : std::vector{4, 8, 16, 24, 64}) {
-    const auto dispatch = [&](int r, bool routes, bool early) {
+    const auto dispatch = [&](int r, bool routes, bool early, bool glued) {
       DispatchParameters p = run.dispatch_parameters(r, routes);
       p.sms = sms;
       p.early = early;
+      p.glued = glued;
       FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
     };
-    both("cached", sms, [&](int r) { dispatch(r, false, false); });
-    both("full", sms, [&](int r) { plan(r, false), dispatch(r, true, false); });
-    both("full early", sms, [&](int r) { plan(r, false), dispatch(r, true, true); });
+    both("cached", sms, [&](int r) { dispatch(r, false, false, false); });
+    both("full", sms, [&](int r) { plan(r, false), dispatch(r, true, false, false); });
+    both("full early", sms, [&](int r) { plan(r, false), dispatch(r, true, true, false); });
+    both("full glued", sms, [&](int r) { plan(r, false), dispatch(r, true, true, true); });
     if (!small || sms != 24) continue;
-    both("full quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, false); });
-    both("full early quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true); });
+    both("full quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, false, false); });
+    both("full early quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true, false); });
     // As the engine launches in a stream: each call records an event behind it.
     both("full event", sms, [&](int r) {
       plan(r, false);
       FERRY_CUDA_CHECK(cudaEventRecord(events.end[KernelGroup::index(r)], group.stream(r)));
-      dispatch(r, true, false);
+      dispatch(r, true, false, false);
+    });
+  }
+  if (base.scale_columns > 0) return;
+  for (const int sms : {8, 16, 24}) {
+    both("combine", sms, [&](int r) {
+      CombineParameters p = run.combine_parameters(r);
+      p.sms = sms;
+      FERRY_CUDA_CHECK(launch_combine(p, group.stream(r)));
     });
   }
 }

@@ -46,7 +46,7 @@ std::string describe(const DispatchCase& c) {
                      (c.strided_ids ? " strided ids" : "") + " pattern " +
                      std::to_string(static_cast<int>(c.pattern)) + " slack " +
                      std::to_string(c.slack) + " sms " + std::to_string(c.sms) +
-                     (c.early ? " early" : "") + " T";
+                     (c.early ? " early" : "") + (c.glued ? " glued" : "") + " T";
   for (const std::int64_t t : c.tokens) text += " " + std::to_string(t);
   return text;
 }
@@ -135,6 +135,7 @@ DispatchRun::DispatchRun(KernelGroup& group, const World& world) : group_(group)
     p.rows.push_back(
         group.take(r, make_receive_layout(rows, at(c.row_bytes), c.scale_columns).bytes));
     p.side.push_back(group.take(r, make_wide_side_layout(rows, c.topk, true, true).bytes));
+    p.out.push_back(group.take(r, at(tokens * c.row_bytes)));
     p.came.push_back(group.take(r, 8));
     p.more_ids.push_back(group.take(r, at((rows + kMoreRows) * c.topk) * 8));
     p.more_tokens.push_back(group.take(r, at(rows + kMoreRows) * 4));
@@ -218,6 +219,21 @@ RoutesParameters DispatchRun::routes_parameters(int rank) const {
   return p;
 }
 
+CombineParameters DispatchRun::combine_parameters(int rank) const {
+  const DispatchCase& c = world_.c;
+  CombineParameters p;
+  p.group = group_.view(rank);
+  p.plan = plan_parameters(rank).plan;
+  p.call.kind = CallKind::combine;
+  p.segment = placed_.rows[at(rank)].segment;
+  p.offset = placed_.rows[at(rank)].offset;
+  p.rows = capacity(rank);
+  p.columns = c.row_bytes / 2;
+  p.out = placed_.out[at(rank)].data;
+  p.failure = group_.failure(rank);
+  return p;
+}
+
 bool DispatchRun::came(int rank) const {
   return group_.download<std::uint64_t>(rank, placed_.came[at(rank)].data, 1)[0] == 1;
 }
@@ -231,6 +247,7 @@ void DispatchRun::launch_dispatches(bool routes) {
   group_.launch([&](int r) {
     DispatchParameters p = dispatch_parameters(r, routes);
     p.early = routes && world_.c.early;
+    p.glued = routes && world_.c.glued;
     FERRY_CUDA_CHECK(launch_dispatch(p, group_.stream(r)));
   });
 }

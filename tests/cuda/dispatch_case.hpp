@@ -26,6 +26,7 @@ struct DispatchCase {
   std::vector<std::int64_t> tokens{};
   std::int64_t slack = 0;  ///< rows of capacity past what arrives
   bool early = false;      ///< the first dispatch posts its head while the plan runs
+  bool glued = false;      ///< and does not wait for the end of the plan's kernel
   int sms = 2;
 };
 std::string describe(const DispatchCase& c);
@@ -57,9 +58,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed);
 
 /// What lies on the GPUs for a world.
 struct Placed {
-  std::vector<Piece> ids, x, scales, weights;      // inputs
-  std::vector<Piece> plan, scratch, rows, side;    // plan, regions
-  std::vector<Piece> came, more_ids, more_tokens;  // of routes; more of them
+  std::vector<Piece> ids, x, scales, weights;         // inputs
+  std::vector<Piece> plan, scratch, rows, side, out;  // plan, regions
+  std::vector<Piece> came, more_ids, more_tokens;     // of routes; more of them
   std::vector<HostCounts*> counts;
   std::vector<std::int32_t*> count_words;
 };
@@ -71,6 +72,8 @@ class DispatchRun {
   PlanParameters plan_parameters(int rank) const;
   DispatchParameters dispatch_parameters(int rank, bool routes) const;
   RoutesParameters routes_parameters(int rank) const;
+  /// Of the rows that have come, as bf16, without weights.
+  CombineParameters combine_parameters(int rank) const;
   std::int64_t capacity(int rank) const;
   const Placed& placed() const { return placed_; }
 

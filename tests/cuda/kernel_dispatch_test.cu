@@ -21,8 +21,8 @@ std::size_t body_bytes(int ranks) {
 void load_kernels() {
   for (int i = 0; i < gpu_count(); ++i) {
     FERRY_CUDA_CHECK(cudaSetDevice(i));
-    for (const auto load :
-         {load_plan_kernels, load_dispatch_kernels, load_routes_kernels, load_barrier_kernels}) {
+    for (const auto load : {load_plan_kernels, load_dispatch_kernels, load_routes_kernels,
+                            load_barrier_kernels, load_combine_kernels}) {
       FERRY_CUDA_CHECK(load());
     }
   }
@@ -50,6 +50,7 @@ DispatchCase random_case(int ranks, int topk, std::int64_t row_bytes, Random& ra
   c.slack = random.below(2) == 0 ? 0 : random.below(40);
   c.sms = 1 + static_cast<int>(random.below(12));
   c.early = random.below(2) == 0;
+  c.glued = random.below(2) == 0;
   return c;
 }
 
@@ -170,7 +171,7 @@ template <class Change>
 void test_refusal(const char* what, bool early, Reason reason, int peer, std::int64_t detail,
                   const Change& change) {
   DispatchCase c = small_case(3);
-  c.early = early;
+  c.early = c.glued = early;
   c.weights = true;
   c.slack = 7;
   const World world = make_world(c, 11);
@@ -179,7 +180,7 @@ void test_refusal(const char* what, bool early, Reason reason, int peer, std::in
   const auto refused = [&](bool routes) {
     group.launch([&](int r) {
       DispatchParameters p = run.dispatch_parameters(r, routes);
-      p.early = routes && early;
+      p.early = p.glued = routes && early;
       change(r, p);
       FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
     });
@@ -212,7 +213,7 @@ void test_refusal(const char* what, bool early, Reason reason, int peer, std::in
 
 void test_bad_route(bool early) {
   DispatchCase c = small_case(3);
-  c.early = early;
+  c.early = c.glued = early;
   World world = make_world(c, 13);
   world.inputs[1].ids[2 * 17 + 1] = world.c.experts;
   world.inputs[1].ids[2 * 30] = -2;

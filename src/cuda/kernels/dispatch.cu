@@ -61,6 +61,17 @@ __device__ void fill_head(const DispatchParameters& p, bool holds_counts, std::i
   }
 }
 
+/// What the plan says of a peer: rows that arrive there, and the first of mine.
+struct PeerRows {
+  std::int64_t all;
+  std::int64_t mine;
+};
+__device__ PeerRows rows_at(const PlanView& plan, int peer) {
+  if (peer >= plan.placement.ranks) return {};
+  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
+          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
+}
+
 /// What a peer granted.
 struct Grant {
   std::uint32_t segment, side_segment;
@@ -115,9 +126,8 @@ __device__ bool find_target(const DispatchParameters& p, int peer, const Grant& 
 /// count is sorted out only when there is one. Whether the plan holds counts every rank knows
 /// alike, and an early head cannot say it.
 __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::uint64_t generation,
-                      bool holds_counts, PushTarget* targets) {
+                      bool holds_counts, const PeerRows& first, PushTarget* targets) {
   const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
-  const auto* before = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_row);
   constexpr std::uint32_t kBadPlan = 2;
   std::uint32_t found = (holds_counts ? kNoComplaint : kBadPlan) << 16;
   int liar = -1;
@@ -125,7 +135,8 @@ __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < p.group.ranks;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
-    const std::int64_t rows = needed[peer], mine = before[peer];
+    const bool is_first = peer == static_cast<int>(threadIdx.x / kHeadLanes);
+    const auto [rows, mine] = is_first ? first : rows_at(p.plan, peer);
     std::uint64_t word;
     there = await_head(p.group, peer, generation, Stage::grants, word);
     if (!there) break;
@@ -192,18 +203,43 @@ __device__ std::uint64_t post_early(const DispatchParameters& p) {
   return generation;
 }
 
+/// Whole block: until the plan, which still runs, has ended as a call. False: the group has failed.
+__device__ bool await_plan(const GroupView& group) {
+  bool there = true;
+  if (threadIdx.x == 0) {
+    const std::uint64_t planning = load_acquire(&local_words(group)->planning);
+    Patience patience;
+    while (there && load_acquire(&local_words(group)->generation) < planning) {
+      Reason reason;
+      if (!patience.over(group, reason)) continue;
+      there = false;
+      if (reason != Reason::none) fail(group, planning, reason, Stage::counts, group.rank);
+    }
+  }
+  if (__syncthreads_and(there) == 0) return false;
+#if __CUDA_ARCH__ >= 900
+  fence_proxy_async();  // the rows, which TMA reads, were written before the plan
+#endif
+  return true;
+}
+
 __global__ void __launch_bounds__(kMaxThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParameters p,
                     const __grid_constant__ PushShape shape) {
   extern __shared__ __align__(128) std::byte shared[];
   const std::uint64_t posted = p.early && blockIdx.x == 0 ? post_early(p) : 0;
-  await_kernel_before();
+  if (p.glued) {
+    if (!await_plan(p.group)) return;
+  } else {
+    await_kernel_before();
+  }
   // All that is known to be needed is asked for at once: one trip to the memory.
   const bool holds_counts =
       *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state) == 1;
   const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
   LaneWords lanes{};
   if (row_warp) lanes = first_lanes(p, shape);
+  const PeerRows first = rows_at(p.plan, static_cast<int>(threadIdx.x / kHeadLanes));
   std::byte* control = static_cast<int>(threadIdx.x) < min(p.group.ranks, 32)
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
@@ -219,7 +255,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!agree(p, shape, generation, holds_counts, targets)) {
+  if (!agree(p, shape, generation, holds_counts, first, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
     return;
   }
@@ -232,7 +268,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   let_next_kernel_come();
   if (__syncthreads_and(good) == 0) return;
   tell_delivered(p.group, generation, control);
-  if (blockIdx.x == 0) await_delivered(p, targets, generation);
+  if (blockIdx.x != 0) return;
+  await_delivered(p, targets, generation);
+  if (p.glued) await_kernel_before();  // the kernels after this one are after the plan's, too
 }
 
 /// Scales ride with the rows when their places suit the copy engine.

@@ -62,13 +62,14 @@ struct TagCheck {
   }
 };
 
-/// One thread: the newest generation of which `source` has given this rank a message.
-__device__ inline std::uint64_t last_posted(const GroupView& group, int source,
-                                            std::uint64_t generation) {
+/// One thread: the newest generation of which a source has posted a message. `message`: its first
+/// place in the mailbox; the others follow `step` bytes apart.
+__device__ __noinline__ std::uint64_t last_posted(const std::byte* message, std::uint64_t step,
+                                                  std::uint64_t generation) {
   std::uint64_t last = 0;
-  for (std::uint64_t slot = 0; slot < kMailboxDepth; ++slot) {
-    const std::uint64_t word = load_relaxed(
-        reinterpret_cast<const std::uint64_t*>(mailbox_slot(group, group.control, source, slot)));
+#pragma unroll 1
+  for (int slot = 0; slot < kMailboxDepth; ++slot, message += step) {
+    const std::uint64_t word = load_relaxed(reinterpret_cast<const std::uint64_t*>(message));
     const auto behind =
         static_cast<std::uint32_t>(generation) - static_cast<std::uint32_t>(word >> 32);
     if (behind <= generation) last = max(last, generation - behind);
@@ -82,21 +83,22 @@ template <class Look>
 __device__ __forceinline__ bool await_words(const GroupView& group, std::uint64_t generation,
                                             Stage stage, int source, const Look& look) {
   Patience patience;
-  for (;;) {
+  Reason reason;
+  std::int32_t ahead;
+  do {
     const TagCheck check = look();
     if (check.there) return true;
     // What comes in this slot after this generation cannot come before it has ended.
-    if (check.ahead > 0) {
-      return fail(group, generation, Reason::distrust, stage, source,
-                  {generation, generation + static_cast<std::uint32_t>(check.ahead), 0});
-    }
-    Reason reason;
-    if (patience.over(group, reason)) {
-      if (reason == Reason::none) return false;
-      return fail(group, generation, reason, stage, source,
-                  {generation, last_posted(group, source, generation), 0});
-    }
-  }
+    reason = Reason::distrust;
+    ahead = check.ahead;
+  } while (ahead <= 0 && !patience.over(group, reason));
+  if (reason == Reason::none) return false;
+  const std::uint64_t seen =
+      ahead > 0 ? generation + static_cast<std::uint32_t>(ahead)
+                : last_posted(mailbox_slot(group, group.control, source, 0),
+                              static_cast<std::uint64_t>(group.ranks) * group.layout.message_bytes,
+                              generation);
+  return fail(group, generation, reason, stage, source, {generation, seen, 0});
 }
 
 }  // namespace ferry::cuda::device

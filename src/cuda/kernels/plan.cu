@@ -34,64 +34,65 @@ struct Findings {
   std::int32_t lie = 0;
 };
 
-/// One warp: waits for the counts of source `s`; they go to the plan, to the CPU and to `matrix`
-/// [R, R]. Head and counts come in one trip to the memory. False: the group has failed.
+/// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
+/// and counts come in one trip to the memory. False: the group has failed.
 __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
                                         std::uint64_t generation, int s, std::int32_t* matrix,
                                         Findings& mine) {
-  constexpr int kBatch = 6;  // words of one lane on their way at the same time
+  constexpr int kBatch = 3;  // words of one lane on their way at the same time
   const int ranks = p.group.ranks, me = p.group.rank;
   const int local = shape.local_experts(me), words = ranks + local;
   auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
   auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
-  const std::byte* head_at = posted_word(p.group, s, generation, head_lane);
-  const auto* body =
-      reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, kHeadWords));
-  const std::byte* kind_at = posted_word(p.group, s, generation, 0);
-  TaggedPair head{};
-  std::uint64_t word[kBatch], own = 0;
-  bool there = true;
+  const auto* message =
+      reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, 0));
+  std::uint64_t head = 0;
+  std::int32_t count[kBatch], to_me = 0;
 #pragma unroll 1
   for (int first = lane; first - lane < words; first += 32 * kBatch) {
-    there = await_words(p.group, generation, Stage::counts, s, [&] {
+    const bool there = await_words(p.group, generation, Stage::counts, s, [&] {
       TagCheck check;
-      head = load_pair(head_at);
-      const TaggedPair kind = load_pair(kind_at);
-      own = load_relaxed(body + me);
+      const std::uint64_t kind = load_relaxed(message);
+      const std::uint64_t own = load_relaxed(message + 2 * kHeadWords + me);
+      std::uint64_t word[kBatch];
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
-        word[u] = load_relaxed(body + min(first + 32 * u, words - 1));
+        word[u] = own;
+        if (first + 32 * u < words)
+          word[u] = load_relaxed(message + 2 * kHeadWords + first + 32 * u);
       }
-      check.look_at_head(head, generation);
-      check.look_at_head(kind, generation);
+      // Last: what comes after an acquire waits for it.
+      const TaggedPair pair =
+          load_pair(reinterpret_cast<const std::byte*>(message + 2 * head_lane));
+      check.look_at_head(pair, generation);
+      check.look_at_body(kind, generation);
+      head = data_of(pair);
+      to_me = static_cast<std::int32_t>(own);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) count[u] = static_cast<std::int32_t>(word[u]);
       // Who is in another call sends no counts.
-      if (static_cast<CallKind>(kind.low) != CallKind::plan) return check;
+      if (static_cast<CallKind>(kind) != CallKind::plan) return check;
       check.look_at_body(own, generation);
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);
       return check;
     });
     if (__all_sync(~0u, there) == 0) return false;
-    const auto to_me = static_cast<std::int32_t>(own);
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) {
       const int i = first + 32 * u;
       if (i >= words) break;
-      const auto count = static_cast<std::int32_t>(word[u]);
       const std::int64_t most = i < ranks ? INT32_MAX : std::int64_t{to_me} * p.plan.topk;
-      if (count < 0 || count > most) mine.liar = s, mine.lie = count;
+      if (count[u] < 0 || count[u] > most) mine.liar = s, mine.lie = count[u];
       const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
-      if (i < ranks) matrix[at] = count;
-      (i < ranks ? tokens : slots)[at] = count;
-      if (p.count_words != nullptr) {
-        p.count_words[i < ranks ? at : ranks * ranks + at] = count;
-      }
+      if (i < ranks) matrix[at] = count[u];
+      (i < ranks ? tokens : slots)[at] = count[u];
     }
   }
   const std::uint32_t what =
-      lane % kHeadLanes < kHeadWords ? complaint(data_of(head), p.call, INT64_MIN) : kNoComplaint;
+      lane % kHeadLanes < kHeadWords ? complaint(head, p.call, INT64_MIN) : kNoComplaint;
   if (what != kNoComplaint) {
     mine.found = min(mine.found, what << 16 | static_cast<std::uint32_t>(s));
   }
@@ -105,6 +106,25 @@ __device__ void set_state(const PlanParameters& p, std::uint64_t state) {
 /// One thread: the counts, or the reason why there are none, are in the CPU's memory.
 __device__ void tell_host(const PlanParameters& p, std::uint64_t generation) {
   if (p.counts != nullptr) store_release(&p.counts->done, generation);
+}
+
+/// Whole block: the counts to the CPU, behind all that a GPU waits for.
+__device__ void tell_counts(const PlanParameters& p, const PlanShape& shape,
+                            std::uint64_t generation) {
+  if (p.count_words != nullptr) {
+    const int ranks = p.group.ranks, tokens = ranks * ranks;
+    const auto* rank_tokens =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
+    const auto* slots =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
+    const int all = tokens + ranks * shape.local_experts(p.group.rank);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < all; i += kThreads) {
+      p.count_words[i] = i < tokens ? rank_tokens[i] : slots[i - tokens];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tell_host(p, generation);
 }
 
 /// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one
@@ -206,13 +226,14 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_come();
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
-  // The last warp waits for the bus while the first place the ranks.
-  if (threadIdx.x == kThreads - 1) tell_host(p, generation);
   place_ranks(p, matrix);
+  __syncthreads();
   if (threadIdx.x == 0) {
     set_state(p, 1);
+    fence_device();  // for a dispatch that waits for the word, not for the end of this kernel
     end_call(p.group, generation);
   }
+  tell_counts(p, shape, generation);
 }
 
 std::uint64_t magic_of(std::int32_t divisor) {

@@ -121,6 +121,9 @@ struct DispatchParameters {
   /// The call before is the plan's, on this stream, and nobody has used the granted memory since it
   /// was made: the head may be posted while the plan still runs.
   bool early = false;
+  /// The plan's kernel is directly before this one in the stream: it has ended as soon as it says
+  /// so in memory, with what it still tells the CPU under way.
+  bool glued = false;
   // The grant: where peers write. capacity rows; layouts by make_receive_layout and
   // make_wide_side_layout of this capacity. Routes and weights of rows past the last: -1 and 0.
   StepStatus status = StepStatus::ok;  ///< no_room: nothing is granted
