@@ -64,8 +64,9 @@ struct TagCheck {
 
 /// One thread: the newest generation of which a source has posted a message. `message`: its first
 /// place in the mailbox; the others follow `step` bytes apart.
-__device__ __noinline__ std::uint64_t last_posted(const std::byte* message, std::uint64_t step,
-                                                  std::uint64_t generation) {
+__device__ __noinline__ inline std::uint64_t last_posted(const std::byte* message,
+                                                         std::uint64_t step,
+                                                         std::uint64_t generation) {
   std::uint64_t last = 0;
 #pragma unroll 1
   for (int slot = 0; slot < kMailboxDepth; ++slot, message += step) {
