@@ -203,18 +203,14 @@ __device__ std::uint64_t post_early(const DispatchParameters& p) {
   return generation;
 }
 
-/// Whole block: until the plan, which still runs, has ended as a call. False: the group has failed.
+/// Whole block: until the plan, whose kernel runs and bounds its own waits, has ended as a call.
+/// False: the group has failed.
 __device__ bool await_plan(const GroupView& group) {
   bool there = true;
   if (threadIdx.x == 0) {
-    const std::uint64_t planning = load_acquire(&local_words(group)->planning);
-    Patience patience;
-    while (there && load_acquire(&local_words(group)->generation) < planning) {
-      Reason reason;
-      if (!patience.over(group, reason)) continue;
-      there = false;
-      if (reason != Reason::none) fail(group, planning, reason, Stage::counts, group.rank);
-    }
+    const LocalWords* words = local_words(group);
+    const std::uint64_t planning = load_acquire(&words->planning);
+    while (there && load_acquire(&words->generation) < planning) there = !has_failed(group);
   }
   if (__syncthreads_and(there) == 0) return false;
 #if __CUDA_ARCH__ >= 900
