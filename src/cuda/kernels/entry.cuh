@@ -40,7 +40,7 @@ __device__ inline bool begin_call(const GroupView& group, std::uint64_t& generat
   const bool failed = has_failed(group);
   // What the kernels before did comes before what block 0 posts, for whoever reads it: rows that a
   // combine offers, reads of the memory that a dispatch grants. Here it costs next to nothing.
-  if (blockIdx.x == 0) fence_system();
+  if (blockIdx.x == 0 && threadIdx.x / 32 < static_cast<unsigned>(group.ranks)) fence_system();
   return __syncthreads_or(failed) == 0;
 }
 

@@ -207,12 +207,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) bad = ~0ull;
   prepare(p, shape, work);
   if (__syncthreads_or(failed) != 0) return;
-  if (threadIdx.x == 0) {
-    set_state(p, 0);
-    // For a dispatch that comes while this kernel runs.
-    store_relaxed(&local_words(p.group)->planning, generation);
-    fence_device();
-  }
+  if (threadIdx.x == 0) set_state(p, 0);
+  const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
+  if (last) store_relaxed(&local_words(p.group)->planning, generation);
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
@@ -223,6 +220,7 @@ __global__ void __launch_bounds__(kThreads)
         head.detail = static_cast<std::int64_t>(bad);
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
+  if (last) fence_device();  // a dispatch that comes now looks at `planning`
   let_next_kernel_come();
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
