@@ -64,6 +64,11 @@ void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
   }
 }
 
+bool Launch::follows_in_graph(std::uint64_t number) const {
+  return capture_.active && engine_.captured_last_ && engine_.capture_id_ == capture_.id &&
+         engine_.calls_ == number;
+}
+
 std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;

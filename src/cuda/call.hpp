@@ -85,6 +85,9 @@ class Launch {
   /// Keeps pinned memory that the kernels use until the call has ended, and as long as the graph.
   /// Not GPU memory: it goes back in stream order while its streams are sure to exist.
   void keep(std::shared_ptr<void> used) { kept_.push_back(std::move(used)); }
+  /// Whether the call before this one has that number and is captured into the same graph. Before
+  /// `enter`.
+  bool follows_in_graph(std::uint64_t number) const;
   /// Just before the first kernel that waits for peers: the number of this call in the group, the
   /// same on all ranks. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);

@@ -39,6 +39,16 @@ struct Parts {
 
 class CudaPlan;
 
+/// What the monitor reads to know whether a call still waits for a peer.
+struct PeerWords {
+  std::uint64_t last;    ///< call that has ended here
+  std::uint64_t own;     ///< first word of this rank's message in the call after it
+  std::uint64_t theirs;  ///< of the peer's
+  std::uint64_t blocks;  ///< of the peer's dispatch
+  std::uint64_t delivered[kMaxBlocks];
+  std::uint64_t done;
+};
+
 class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
  public:
   CudaEngine(const GroupConfig& config, Parts parts);
@@ -180,8 +190,8 @@ class CudaPlan final : public PlanState {
     const std::int32_t* ids = nullptr;     ///< i32 [rows, K], local ids
     std::int32_t* source_token = nullptr;  ///< i32 [rows], inside `side`
     std::int64_t rows = 0;
-    Tensor topk_idx{};                      ///< i64 [≥ rows, K]
-    Tensor tokens{};                        ///< i32 [≥ rows]
+    Tensor topk_idx{};                      ///< i64 [≥ rows, K]; of `rows` rows: inside `side`
+    Tensor tokens{};                        ///< i32 [≥ rows]; the same
     std::shared_ptr<CallRecord> carrier{};  ///< the dispatch that brought them
   };
   Routes gpu_routes{};

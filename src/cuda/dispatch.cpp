@@ -18,7 +18,10 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
       plan_(std::move(plan)),
       options_(options) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
-  carries_routes_ = !plan_->routes_sent.load();
+  // Whether or not anybody has asked how their carrier ended: every rank sees that alike.
+  const auto& carrier = plan_->gpu_routes.carrier;
+  const bool lost = !plan_->captured && carrier && carrier->refused();
+  carries_routes_ = !plan_->routes_sent.load() || lost;
   if (options_.worst_case_rows == 0) {
     learn_counts();
     rank_rows_ = plan_->exchange.recv_rows();
@@ -45,10 +48,12 @@ void DispatchJob::learn_counts() {
   plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
 }
 
+WideSideLayout DispatchJob::side_layout() const {
+  return make_wide_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights());
+}
+
 bool DispatchJob::take_regions() {
-  std::vector<std::size_t> sizes{
-      receive_layout(rank_rows_).bytes,
-      make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights()).bytes};
+  std::vector<std::size_t> sizes{receive_layout(rank_rows_).bytes, side_layout().bytes};
   if (expert_major()) {
     sizes.push_back(receive_layout(out_rows_).bytes);
   }
@@ -109,6 +114,9 @@ void DispatchJob::push(bool room) {
   }
   if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
+  if (carries_routes_ && lasting()) {
+    parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
+  }
   parameters.status = room ? StepStatus::ok : StepStatus::no_room;
   parameters.need_bytes = need_bytes_;
   parameters.segment = rank_.region.address.segment;
@@ -122,6 +130,8 @@ void DispatchJob::push(bool room) {
   }
   parameters.tells_progress = tells_progress();
   parameters.steps = steps_;
+  // A graph's memory is its own, so nobody has used it since the plan.
+  parameters.early = launch_.follows_in_graph(plan_->number) && parameters.out_capacity == 0;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   launch_.enter(parameters.call);
@@ -154,7 +164,7 @@ bool DispatchJob::reserve() {
     if (!take_regions()) return false;
     input_ = input();
     if (carries_routes_) place_routes();
-    fills_routes_ = make_route_tensors();
+    more_routes_ = extend_routes();
     if (expert_major()) make_slot_tensors();
     return true;
   } catch (const Error& error) {
@@ -165,12 +175,18 @@ bool DispatchJob::reserve() {
 
 /// This dispatch brings the routes: where they will be.
 void DispatchJob::place_routes() {
-  const auto layout = make_side_layout(rank_rows_, plan_->topk, true, has_weights());
+  const WideSideLayout layout = side_layout();
   routes_ = {};
   routes_.side = side_;
   routes_.ids = reinterpret_cast<const std::int32_t*>(side_.data() + layout.topk_idx);
   routes_.source_token = reinterpret_cast<std::int32_t*>(side_.data() + layout.source_token);
   routes_.rows = rank_rows_;
+  // The tensors are the registered memory itself.
+  routes_.topk_idx = {TensorView(side_.data() + layout.wide_ids, Dtype::i64,
+                                 {rank_rows_, plan_->topk}, engine_.device()),
+                      side_.owner};
+  routes_.tokens = {TensorView(routes_.source_token, Dtype::i32, {rank_rows_}, engine_.device()),
+                    side_.owner};
   routes_.carrier = launch_.record();
 }
 
@@ -186,42 +202,25 @@ void DispatchJob::remember_routes() {
   };
 }
 
-/// The tensors of the routes, of at least this dispatch's rows; true: they are to be filled.
-bool DispatchJob::make_route_tensors() {
-  if (routes_.topk_idx && routes_.topk_idx.rows() >= rank_rows_) return false;
+/// Routes that have come before, for more rows than those: true when they need new tensors.
+bool DispatchJob::extend_routes() {
+  if (routes_.topk_idx.rows() >= rank_rows_) return false;
   routes_.topk_idx = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  if (routes_.rows == rank_rows_) {  // the tensor is the registered memory itself
-    routes_.tokens = {TensorView(routes_.source_token, Dtype::i32, {rank_rows_}, engine_.device()),
-                      routes_.side.owner};
-    return true;
-  }
   routes_.tokens = engine_.local_tensor(launch_, {rank_rows_}, Dtype::i32);
-  const std::size_t bytes =
-      static_cast<std::size_t>(std::min(routes_.rows, rank_rows_)) * sizeof(std::int32_t);
-  if (bytes > 0) {
-    check(cudaMemcpyAsync(routes_.tokens.data(), routes_.source_token, bytes,
-                          cudaMemcpyDeviceToDevice, launch_.stream()),
-          "cudaMemcpyAsync");
-  }
   return true;
 }
 
 void DispatchJob::bring_routes() {
-  const auto layout = make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights());
-  auto* weights = has_weights() ? reinterpret_cast<float*>(side_.data() + layout.weights) : nullptr;
-  const bool tail = options_.worst_case_rows > 0 && has_weights();
-  if (fills_routes_ || tail) {
+  if (more_routes_) {
     RoutesParameters parameters;
     parameters.group = engine_.view();
-    parameters.plan = plan_->view;
+    parameters.plan = plan_->routed();
+    parameters.brought = routes_.rows;
     parameters.capacity = rank_rows_;
-    parameters.side_ids = routes_.ids;
+    parameters.ids = routes_.ids;
+    parameters.tokens = routes_.source_token;
     parameters.topk_idx = routes_.topk_idx.as<std::int64_t>();
     parameters.source_token = routes_.tokens.as<std::int32_t>();
-    parameters.weights = weights;
-    if (carries_routes_ && lasting()) {
-      parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
-    }
     parameters.sms = sms_;
     launch_.run(launch_routes(parameters, launch_.stream()), "launch_routes");
   }
@@ -232,7 +231,9 @@ void DispatchJob::bring_routes() {
       TensorView(routes_.tokens.data(), Dtype::i32, {rank_rows_}, engine_.device()),
       routes_.tokens.owner()};
   if (has_weights()) {
-    result_.topk_weights = {TensorView(weights, Dtype::f32, shape, engine_.device()), side_.owner};
+    result_.topk_weights = {
+        TensorView(side_.data() + side_layout().weights, Dtype::f32, shape, engine_.device()),
+        side_.owner};
   }
 }
 

@@ -31,6 +31,7 @@ class DispatchJob {
   void learn_counts();
   bool reserve();
   bool take_regions();
+  WideSideLayout side_layout() const;
   CallSignature signature() const;
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
@@ -42,7 +43,7 @@ class DispatchJob {
   /// it runs.
   bool lasting() const { return !launch_.capture().active || plan_->captured; }
   void place_routes();
-  bool make_route_tensors();
+  bool extend_routes();
   void remember_routes();
   void bring_routes();
   FanOutParameters fan_out_parameters() const;
@@ -67,7 +68,7 @@ class DispatchJob {
   Held side_{};
   Held expert_{};
   const std::byte* input_ = nullptr;
-  bool fills_routes_ = false;  // the tensors of the routes are new
+  bool more_routes_ = false;  // their tensors are new: more rows than came with them
   std::byte* scratch_ = nullptr;
   ArrivalSteps steps_{};
   Received result_{};

@@ -28,6 +28,8 @@ struct DispatchCase {
   Pattern pattern = Pattern::uniform;
   std::vector<std::int64_t> tokens{};
   std::int64_t slack = 0;  ///< rows of capacity past what arrives
+  bool early = false;      ///< the first dispatch posts its head while the plan runs
+  bool glued = false;      ///< and does not wait for the end of the plan's kernel
   int sms = 2;
 };
 std::string describe(const DispatchCase& c);
@@ -60,8 +62,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed);
 
 /// What lies on the GPUs for a world.
 struct Placed {
-  std::vector<Piece> ids, x, scales, weights;            // inputs
-  std::vector<Piece> plan, scratch, rows, side, routes;  // plan, regions, i64 routes
+  std::vector<Piece> ids, x, scales, weights;         // inputs
+  std::vector<Piece> plan, scratch, rows, side, out;  // plan, regions
+  std::vector<Piece> came, more_ids, more_tokens;     // of routes; more of them
   std::vector<HostCounts*> counts;
   std::vector<std::int32_t*> count_words;
 };
@@ -73,8 +76,13 @@ class DispatchRun {
   PlanParameters plan_parameters(int rank) const;
   DispatchParameters dispatch_parameters(int rank, bool routes) const;
   RoutesParameters routes_parameters(int rank) const;
+  /// Of the rows that have come, as bf16, without weights.
+  CombineParameters combine_parameters(int rank) const;
   std::int64_t capacity(int rank) const;
   const Placed& placed() const { return placed_; }
+
+  /// Whether the plan's routes have come, as the GPU has it.
+  bool came(int rank) const;
 
   void launch_plans();
   void launch_dispatches(bool routes);
@@ -83,8 +91,9 @@ class DispatchRun {
   /// Each stops the program at the first byte that differs. After the streams are idle.
   void check_plan(int rank) const;
   void check_rows(int rank) const;
-  /// `tails`: launch_routes has run.
   void check_side(int rank, bool routes) const;
+  /// What launch_routes has made of routes that have come, or have not.
+  void check_more_routes(int rank, bool there) const;
   /// Poisons what a dispatch writes.
   void poison();
 

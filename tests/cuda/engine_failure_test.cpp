@@ -92,6 +92,46 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   });
 }
 
+/// Refused calls between others that use the same plan: of as many rows as the carrier of the
+/// routes had, and of more.
+TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 7);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    Trip trip;
+    trip.worst_case_rows = 200;
+    DispatchOptions options;
+    options.topk_weights = mine.weights_view();
+    options.worst_case_rows = trip.worst_case_rows;
+    const Plan plan = seat.group.plan(mine.routes_view());
+    const Received first = seat.group.dispatch(mine.x_view(), plan, options);
+    for (const std::int64_t rows : {200, 300}) {
+      DispatchOptions tight = options;
+      tight.worst_case_rows = rows;
+      tight.order = RowOrder::expert_major;
+      tight.alignment = 1024;
+      try {
+        (void)seat.group.dispatch(mine.x_view(), plan, tight);
+        need(false, "too many expert-major rows were taken");
+      } catch (const Error& error) {
+        need(error.kind() == ErrorKind::exhausted, error.what());
+      }
+      check_received(world, seat.rank(), trip, first, seat.copier);
+      for (const std::int64_t worst : {std::int64_t{0}, trip.worst_case_rows, rows, rows + 10}) {
+        for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+          Trip again;
+          again.worst_case_rows = worst;
+          again.order = order;
+          round_trip(seat.group, world, mine, plan, again, seat.copier);
+        }
+      }
+    }
+  });
+}
+
 TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
   if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
@@ -115,15 +155,19 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
         need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
         need(cudaGraphDestroy(graph), "cudaGraphDestroy");
       }
-      // A flag of rank 1 that cannot be, between the two calls.
+      // A message of rank 1 that cannot be, between the two calls.
       const auto engine = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine());
-      const std::uint64_t lie = 1000000;
+      const std::uint64_t lie = std::uint64_t{1000000} << 32;
       const Received good = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
         const auto& view = engine->view();
-        need(cudaMemcpyAsync(view.control + view.layout.entered + kLineBytes, &lie, sizeof lie,
-                             cudaMemcpyHostToDevice, own.raw),
-             "cudaMemcpyAsync");
+        for (std::size_t slot = 0; slot < cuda::kMailboxDepth; ++slot) {
+          const std::size_t message = slot * static_cast<std::size_t>(seat.size()) + 1;
+          need(cudaMemcpyAsync(
+                   view.control + view.layout.mailbox + message * view.layout.message_bytes, &lie,
+                   sizeof lie, cudaMemcpyHostToDevice, own.raw),
+               "cudaMemcpyAsync");
+        }
         const Received bad = seat.group.dispatch(mine.x_view(), plan, options);
         while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(10us);
         good.event.wait(60s);

@@ -61,7 +61,7 @@ void Following::make_rows(int r, bool routes) {
   }
   const auto layout = make_receive_layout(capacity, at(c_.row_bytes), columns);
   const Piece receive = group_.take(r, layout.bytes);
-  const auto beside = make_side_layout(capacity, static_cast<int>(topk), true, false);
+  const auto beside = make_wide_side_layout(capacity, static_cast<int>(topk), true, false);
   const Piece side = group_.take(r, beside.bytes);
 
   DispatchParameters& d = mine.dispatch;

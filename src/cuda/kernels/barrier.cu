@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(kThreads)
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return;
   post_entry(p.group, generation, p.call, [](DeviceHead&) {});
-  if (!await_entry(p.group, generation, Stage::barrier)) return;
-  const Verdict verdict = judge_entry(p.group, generation, p.call, nullptr);
+  Verdict verdict;
+  if (!await_entry(p.group, generation, Stage::barrier, p.call, nullptr, verdict)) return;
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::barrier, nullptr, p.failure);
   } else if (threadIdx.x == 0) {

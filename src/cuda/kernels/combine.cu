@@ -101,9 +101,9 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
   }
   const SumStart<CombineSource> start(source, work);
 #endif
-  if (!await_entry(p.group, generation, Stage::descriptors)) return;
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
-  const Verdict verdict = judge_entry(p.group, generation, p.call, needed);
+  Verdict verdict;
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict)) return;
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
     return;

@@ -67,11 +67,11 @@ __device__ inline PeerRows peer_rows_of(const PlanView& plan, int peer) {
 __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t generation, int peer,
                                  const PeerRows& plan, Bases& bases) {
   const CombineParameters& p = launch.p;
-  const DeviceHead* head = head_from(p.group, peer, generation);
-  const std::uint32_t segment = load_relaxed(&head->segment);  // all four in flight at once
-  const std::uint64_t offset = load_relaxed(&head->offset);
-  const std::uint32_t side_segment = load_relaxed(&head->side_segment);
-  const std::uint64_t side_offset = load_relaxed(&head->side_offset);
+  const auto word = [&](int i) { return head_word(p.group, peer, generation, i); };
+  const auto segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
+  const std::uint64_t offset = word(kOffsetWord);
+  const auto side_segment = static_cast<std::uint32_t>(word(kSideWord));
+  const std::uint64_t side_offset = word(kSideOffsetWord);
   const auto [rows, mine] = plan;
   const std::size_t weight_bytes =
       p.has_weights ? static_cast<std::size_t>(p.plan.topk) * sizeof(float) : 0;

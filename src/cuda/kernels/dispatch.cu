@@ -58,10 +58,22 @@ __device__ void fill_head(const DispatchParameters& p, bool holds_counts, std::i
   head.refused = holds_counts ? Reason::none : Reason::bad_plan;
   head.rows = p.capacity;
   head.detail = p.need_bytes;
+  head.blocks = gridDim.x;
   if (p.status == StepStatus::ok && out_rows > p.out_capacity) {
     head.status = StepStatus::too_many;
     head.detail = out_rows;
   }
+}
+
+/// What the plan says of a peer: rows that arrive there, and the first of mine.
+struct PeerRows {
+  std::int64_t all;
+  std::int64_t mine;
+};
+__device__ PeerRows rows_at(const PlanView& plan, int peer) {
+  if (peer >= plan.placement.ranks) return {};
+  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
+          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
 }
 
 /// What a peer granted.
@@ -69,6 +81,7 @@ struct Grant {
   std::uint32_t segment, side_segment;
   std::uint64_t offset, side_offset;
   std::int64_t rows;
+  std::uint32_t blocks;
 };
 
 /// Sixteen lanes, each with its word of the peer's head.
@@ -81,6 +94,7 @@ __device__ Grant grant_of(std::uint64_t word) {
   grant.side_segment = static_cast<std::uint32_t>(get(kSideWord));
   grant.side_offset = get(kSideOffsetWord);
   grant.rows = static_cast<std::int64_t>(get(kRowsWord));
+  grant.blocks = static_cast<std::uint32_t>(get(kBlocksWord));
   return grant;
 }
 
@@ -88,12 +102,12 @@ __device__ Grant grant_of(std::uint64_t word) {
 /// inside its segments.
 __device__ bool find_target(const DispatchParameters& p, int peer, const Grant& grant,
                             std::int64_t mine, PushTarget& target) {
-  if (grant.rows < 0 || grant.rows > kMaxRows) return false;
+  if (grant.rows < 0 || grant.rows > kMaxRows || grant.blocks > kMaxBlocks) return false;
   const int topk = p.plan.topk;
   const ReceiveLayout receive =
       make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);
-  const SideLayout side =
-      make_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
+  const WideSideLayout side =
+      make_wide_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
   // An empty region may lie nowhere. Both places are looked up before either is judged.
   const PeerSegment rows_in = segment_of(p.group, peer, grant.segment);
   const PeerSegment side_in = segment_of(p.group, peer, grant.side_segment);
@@ -105,30 +119,31 @@ __device__ bool find_target(const DispatchParameters& p, int peer, const Grant& 
   target.scales = reinterpret_cast<float*>(to + receive.scales) + mine * p.scale_columns;
   target.source_token = reinterpret_cast<std::int32_t*>(beside + side.source_token) + mine;
   target.ids = reinterpret_cast<std::int32_t*>(beside + side.topk_idx) + mine * topk;
+  target.wide_ids = reinterpret_cast<std::int64_t*>(beside + side.wide_ids) + mine * topk;
   target.weights = reinterpret_cast<float*>(beside + side.weights) + mine * topk;
+  target.blocks = static_cast<std::int32_t>(grant.blocks);
   return true;
 }
 
 /// Whole grid: waits for the heads; true when this rank may push to `targets`. Sixteen threads look
 /// at one peer, and one barrier tells the block that all is well; the order in which complaints
-/// count is sorted out only when there is one.
+/// count is sorted out only when there is one. Whether the plan holds counts every rank knows
+/// alike, and an early head cannot say it.
 __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::uint64_t generation,
-                      PushTarget* targets) {
+                      bool holds_counts, const PeerRows& first, PushTarget* targets) {
   const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
-  const auto* before = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_row);
-  std::uint32_t found = kNoComplaint << 16;
+  constexpr std::uint32_t kBadPlan = 2;
+  std::uint32_t found = (holds_counts ? kNoComplaint : kBadPlan) << 16;
   int liar = -1;
   std::int64_t lie = 0;
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < p.group.ranks;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
-    const std::int64_t rows = needed[peer], mine = before[peer];
-    there = await_flag(p.group, p.group.layout.entered, peer, generation, Stage::grants);
-    if (__all_sync(0xffffu << (threadIdx.x & 16), there) == 0) {
-      there = false;
-      break;
-    }
-    const std::uint64_t word = load_head_word(p.group, peer, generation);
+    const bool is_first = peer == static_cast<int>(threadIdx.x / kHeadLanes);
+    const auto [rows, mine] = is_first ? first : rows_at(p.plan, peer);
+    std::uint64_t word;
+    there = await_head(p.group, peer, generation, Stage::grants, word);
+    if (!there) break;
     const std::uint32_t what = complaint(word, p.call, rows);
     if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
     const Grant grant = grant_of(word);
@@ -149,27 +164,63 @@ __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::
   return false;
 }
 
-/// Whole grid, after a barrier behind all pushes of the block: when all blocks have pushed, every
-/// peer learns it; block 0 stays until all rows that come to this rank are here. One warp does it:
-/// the barrier orders what the other threads did before what it does. `control`: of peer `lane`.
-__device__ void deliver(const GroupView& group, std::uint64_t generation, std::byte* control) {
+/// Whole grid, after a barrier behind all pushes of the block: one warp tells every peer that this
+/// block has delivered. The barrier orders what the other threads did before what it tells.
+/// `control`: of peer `lane`.
+__device__ void tell_delivered(const GroupView& group, std::uint64_t generation,
+                               std::byte* control) {
   if (threadIdx.x >= 32) return;
-  const int lane = static_cast<int>(threadIdx.x);
-  const bool counted = lane == 0 && count_block(group, 0);
-  if (__any_sync(~0u, counted) != 0) {
-    if (lane == 0) local_words(group)->arrived[kTokenCounter] = 0;  // nobody asks any more
-    __syncwarp();  // what lane 0 has seen comes before what the other lanes release
-    for (int peer = lane; peer < group.ranks; peer += 32) {
-      if (peer != lane) control = control_of(group, peer);
-      store_release(flag_at(control, group.layout.delivered, group.rank), generation);
+  const int block = static_cast<int>(blockIdx.x);
+  for (int peer = static_cast<int>(threadIdx.x); peer < group.ranks; peer += 32) {
+    if (peer >= 32) control = control_of(group, peer);
+    store_release(delivered_flag(group, control, group.rank, block), generation);
+  }
+}
+
+/// Whole block 0: waits until all blocks of all ranks, this one's too, have delivered; then the
+/// call has ended.
+__device__ void await_delivered(const DispatchParameters& p, const PushTarget* targets,
+                                std::uint64_t generation) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
+  bool there = true;
+  for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks && there; s += warps) {
+    for (int block = lane; block < targets[s].blocks && there; block += 32) {
+      const auto* flag = delivered_flag(p.group, p.group.control, s, block);
+      there = await_flag(p.group, flag, s, generation, Stage::rows);
     }
   }
-  if (blockIdx.x != 0) return;
+  if (__syncthreads_and(there) == 0 || threadIdx.x != 0) return;
+  local_words(p.group)->arrived[kTokenCounter] = 0;  // nobody asks any more
+  if (p.came != nullptr) *p.came = 1;
+  end_call(p.group, generation);
+}
+
+/// Whole block 0, before anything that ran before this kernel is known to have ended: posts the
+/// head while the plan, which comes directly before in the group's calls, still swaps its counts.
+/// What the head grants has had no user since. Gives the generation; 0: the group has failed.
+__device__ std::uint64_t post_early(const DispatchParameters& p) {
+  const std::uint64_t generation = load_acquire(&local_words(p.group)->planning) + 1;
+  const bool failed = has_failed(p.group);
+  fence_system();
+  if (__syncthreads_or(failed) != 0) return 0;
+  post_entry(p.group, generation, p.call, [&](DeviceHead& head) { fill_head(p, true, 0, head); });
+  return generation;
+}
+
+/// Whole block: until the plan, whose kernel runs and bounds its own waits, has ended as a call.
+/// False: the group has failed.
+__device__ bool await_plan(const GroupView& group) {
   bool there = true;
-  for (int peer = lane; peer < group.ranks && there; peer += 32) {
-    there = await_flag(group, group.layout.delivered, peer, generation, Stage::rows);
+  if (threadIdx.x == 0) {
+    const LocalWords* words = local_words(group);
+    const std::uint64_t planning = load_acquire(&words->planning);
+    while (there && load_acquire(&words->generation) < planning) there = !has_failed(group);
   }
-  if (__all_sync(~0u, there) != 0 && lane == 0) end_call(group, generation);
+  if (__syncthreads_and(there) == 0) return false;
+#if __CUDA_ARCH__ >= 900
+  fence_proxy_async();  // the rows, which TMA reads, were written before the plan
+#endif
+  return true;
 }
 
 /// Whole block: true when the rows of this call have moved. `kFollowed`: rows are told of, or
@@ -177,13 +228,19 @@ __device__ void deliver(const GroupView& group, std::uint64_t generation, std::b
 template <bool kQuantizes, bool kFollowed>
 __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape) {
   extern __shared__ __align__(128) std::byte shared[];
-  await_kernel_before();
+  const std::uint64_t posted = p.early && blockIdx.x == 0 ? post_early(p) : 0;
+  if (p.glued) {
+    if (!await_plan(p.group)) return false;
+  } else {
+    await_kernel_before();
+  }
   // All that is known to be needed is asked for at once: one trip to the memory.
-  const std::uint64_t plan_state =
-      *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state);
+  const bool holds_counts =
+      *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state) == 1;
   const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
   LaneWords lanes{};
   if (row_warp) lanes = first_lanes(p, shape);
+  const PeerRows first = rows_at(p.plan, static_cast<int>(threadIdx.x / kHeadLanes));
   std::byte* control = static_cast<int>(threadIdx.x) < min(p.group.ranks, 32)
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
@@ -191,13 +248,15 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
   if (!begin_call(p.group, generation)) return false;
   if (row_warp) begin_rows(p, shape, shared);
   if (blockIdx.x == 0) {
-    const bool holds_counts = plan_state == 1;
-    const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
-    post_entry(p.group, generation, p.call,
-               [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
+    if (threadIdx.x == 0 && p.came != nullptr) *p.came = 0;
+    if (posted == 0) {
+      const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
+      post_entry(p.group, generation, p.call,
+                 [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
+    }
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!agree(p, shape, generation, targets)) {
+  if (!agree(p, shape, generation, holds_counts, first, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
     return false;
   }
@@ -209,11 +268,14 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
     push_side(p, shape, targets);
     if (kFollowed) tell_routes(p, shape, generation);
   } else if (blockIdx.x == 0) {
-    good = watch_rows(p, generation);
+    good = watch_rows(p, targets, generation);
   }
   let_next_kernel_come();
   if (__syncthreads_and(good) == 0) return false;
-  deliver(p.group, generation, control);
+  tell_delivered(p.group, generation, control);
+  if (blockIdx.x != 0) return true;
+  await_delivered(p, targets, generation);
+  if (p.glued) await_kernel_before();  // the kernels after this one are after the plan's, too
   return true;
 }
 
@@ -303,7 +365,8 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   if (error != cudaSuccess) return error;
   const bool aligned = parameters.row_bytes > 0 && parameters.row_bytes % 16 == 0 &&
                        reinterpret_cast<std::uintptr_t>(parameters.x) % 16 == 0;
-  if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain) {
+  if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain ||
+      parameters.sms > kMaxBlocks || (parameters.early && parameters.out_capacity > 0)) {
     return cudaErrorInvalidValue;
   }
   DispatchParameters copy = parameters;

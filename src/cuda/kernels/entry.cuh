@@ -4,19 +4,20 @@
 //   std::uint64_t generation;
 //   if (!begin_call(group, generation)) return;
 //   if (blockIdx.x == 0) post_entry(group, generation, call, [&](DeviceHead& head) { ... });
-//   if (!await_entry(group, generation, stage)) return;
-//   const Verdict verdict = judge_entry(group, generation, call, needed);
+//   Verdict verdict;
+//   if (!await_entry(group, generation, stage, call, needed, verdict)) return;
 //   if (verdict.reason != Reason::none) { refuse_call(...); return; }
 //   ... work; then one block, when no other reads the generation any more: end_call(...)
 #pragma once
 #include <cstddef>
 #include <new>
 
+#include "cuda/kernels/message.cuh"
 #include "cuda/kernels/wait.cuh"
 
 namespace ferry::cuda::device {
 
-static_assert(sizeof(CallSignature) == 48 && sizeof(DeviceHead) == 96,
+static_assert(sizeof(CallSignature) == 48 && sizeof(DeviceHead) == 104,
               "the heads cross as whole words without padding");
 
 /// First in a kernel that is launched early: until the kernel before it in the stream has ended and
@@ -36,10 +37,16 @@ __device__ __forceinline__ void let_next_kernel_come() {
 /// Whole block: false when the group has failed before. `generation`: of this call.
 __device__ inline bool begin_call(const GroupView& group, std::uint64_t& generation) {
   generation = load_relaxed(&local_words(group)->generation) + 1;
-  return __syncthreads_or(has_failed(group)) == 0;
+  const bool failed = has_failed(group);
+  // What the kernels before did comes before what block 0 posts, for whoever reads it: rows that a
+  // combine offers, reads of the memory that a dispatch grants. Here it costs next to nothing.
+  if (blockIdx.x == 0 && threadIdx.x / 32 < static_cast<unsigned>(group.ranks)) fence_system();
+  return __syncthreads_or(failed) == 0;
 }
 
 inline constexpr int kHeadWords = static_cast<int>(sizeof(DeviceHead) / 8);
+/// In a mailbox; the body follows, 8 bytes a word.
+inline constexpr std::size_t kPostedHeadBytes = 2 * sizeof(DeviceHead);
 
 /// A message without a body.
 struct NoBody {
@@ -48,7 +55,8 @@ struct NoBody {
 };
 
 /// Whole block 0: this rank's message to every peer: the head, of which `fill(head)` (one thread)
-/// sets all but the call, then body.words(peer) words body.word(peer, i).
+/// sets all but the call, then body.words(peer) words body.word(peer, i). What must come before the
+/// message for its readers stands behind a fence_system (begin_call).
 template <class Fill, class Body = NoBody>
 __device__ inline void post_entry(const GroupView& group, std::uint64_t generation,
                                   const CallSignature& call, const Fill& fill,
@@ -70,19 +78,14 @@ __device__ inline void post_entry(const GroupView& group, std::uint64_t generati
     const int peer = (group.rank + i) % group.ranks;
     if (i != warp) control = control_of(group, peer);
     std::byte* slot = mailbox_slot(group, control, group.rank, generation);
-    if (lane < kHeadWords) reinterpret_cast<std::uint64_t*>(slot)[lane] = head[lane];
-    auto* words = reinterpret_cast<std::int32_t*>(slot + sizeof(DeviceHead));
+    if (lane < kHeadWords) store_pair(slot + lane * 16, head[lane], generation);
+    auto* words = reinterpret_cast<std::uint64_t*>(slot + kPostedHeadBytes);
     const int count = body.words(peer);
 #pragma unroll 1
-    for (int w = lane; w < count; w += 32) words[w] = body.word(peer, w);
-    __syncwarp();
-    if (lane == 0) store_release(flag_at(control, group.layout.entered, group.rank), generation);
+    for (int w = lane; w < count; w += 32) {
+      store_relaxed(words + w, tagged(static_cast<std::uint32_t>(body.word(peer, w)), generation));
+    }
   }
-}
-
-/// Whole block: waits for the heads of all ranks.
-__device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage) {
-  return await_all(group, group.layout.entered, generation, stage);
 }
 
 /// none: the call goes on. The same on every rank but for the peer of a mismatch.
@@ -99,16 +102,39 @@ inline constexpr int kOffsetWord = static_cast<int>(offsetof(DeviceHead, offset)
 inline constexpr int kSideWord = static_cast<int>(offsetof(DeviceHead, side_segment) / 8);
 inline constexpr int kSideOffsetWord = static_cast<int>(offsetof(DeviceHead, side_offset) / 8);
 inline constexpr int kRowsWord = static_cast<int>(offsetof(DeviceHead, rows) / 8);
+inline constexpr int kDetailWord = static_cast<int>(offsetof(DeviceHead, detail) / 8);
+inline constexpr int kBlocksWord = static_cast<int>(offsetof(DeviceHead, blocks) / 8);
 static_assert(kHeadWords <= kHeadLanes && offsetof(DeviceHead, segment) % 8 == 4 &&
               offsetof(DeviceHead, refused) % 8 == 4);
 
-/// Sixteen lanes: their word of `peer`'s head. All words come in one trip to the memory.
-__device__ __forceinline__ std::uint64_t load_head_word(const GroupView& group, int peer,
-                                                        std::uint64_t generation) {
+/// Where a word of `peer`'s head comes.
+__device__ __forceinline__ const std::byte* posted_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation, int word) {
+  return mailbox_slot(group, group.control, peer, generation) + word * 16;
+}
+
+/// A word of a head that is known to have come.
+__device__ __forceinline__ std::uint64_t head_word(const GroupView& group, int peer,
+                                                   std::uint64_t generation, int word) {
+  return data_of(load_pair_relaxed(posted_word(group, peer, generation, word)));
+}
+
+/// Sixteen lanes: wait for `peer`'s head, of which each gets its word. False, in all of them: the
+/// group has failed.
+__device__ __forceinline__ bool await_head(const GroupView& group, int peer,
+                                           std::uint64_t generation, Stage stage,
+                                           std::uint64_t& value) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
-  if (word >= kHeadWords) return 0;
-  return load_relaxed(reinterpret_cast<const std::uint64_t*>(head_from(group, peer, generation)) +
-                      word);
+  const std::byte* at = posted_word(group, peer, generation, word);
+  TaggedPair pair{};
+  const bool there = word >= kHeadWords || await_words(group, generation, stage, peer, [&] {
+                       TagCheck check;
+                       pair = load_pair(at);
+                       check.look_at_head(pair, generation);
+                       return check;
+                     });
+  value = data_of(pair);
+  return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
 
 inline constexpr std::uint32_t kNoComplaint = 5;
@@ -154,41 +180,44 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   }
 }
 
-/// Whole block, after await_entry. `call`: this rank's signature. `needed`: rows that arrive at
-/// each rank (a dispatch), null: rows are not granted.
-__device__ inline Verdict judge_entry(const GroupView& group, std::uint64_t generation,
-                                      const CallSignature& call, const std::int64_t* needed) {
+/// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
+/// that arrive at each rank, null: rows are not granted. False: the group has failed, return at
+/// once.
+__device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
+                                   const CallSignature& call, const std::int64_t* needed,
+                                   Verdict& verdict) {
   std::uint32_t found = kNoComplaint << 16;
-  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks;
+  bool there = true;
+  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
     const std::int64_t rows = needed != nullptr ? needed[peer] : INT64_MIN;
-    const std::uint32_t what = complaint(load_head_word(group, peer, generation), call, rows);
+    std::uint64_t word;
+    there = await_head(group, peer, generation, stage, word);
+    const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
     if (what != kNoComplaint && mine < found) found = mine;
   }
-  return worst_of(found);
+  if (__syncthreads_and(there) == 0) return false;
+  verdict = worst_of(found);
+  return true;
 }
 
 /// One thread: tells the host why this call moved nothing.
 __device__ inline void report(const GroupView& group, std::uint64_t generation, Verdict verdict,
                               Stage stage, const std::int64_t* needed, Failure* failure) {
   if (failure == nullptr) return;
-  const DeviceHead* head = head_from(group, verdict.peer, generation);
+  const auto word = [&](int i) { return head_word(group, verdict.peer, generation, i); };
   failure->reason = verdict.reason;
   failure->stage = stage;
   failure->peer = verdict.peer;
   // Too many received rows are known here; too many rows of its output only the peer knows.
-  const auto status =
-      static_cast<StepStatus>(load_relaxed(reinterpret_cast<const std::uint32_t*>(&head->status)));
+  const auto status = static_cast<StepStatus>(word(kStatusWord) & 0xffffffff);
   failure->detail =
       needed != nullptr && verdict.reason == Reason::too_many && status != StepStatus::too_many
           ? needed[verdict.peer]
-          : load_relaxed(&head->detail);
-  const auto* theirs = reinterpret_cast<const std::uint64_t*>(&head->call);
+          : static_cast<std::int64_t>(word(kDetailWord));
   auto* copy = reinterpret_cast<std::uint64_t*>(&failure->theirs);
-  for (int i = 0; i < static_cast<int>(sizeof(CallSignature) / 8); ++i) {
-    copy[i] = load_relaxed(theirs + i);
-  }
+  for (int i = 0; i < kCallWords; ++i) copy[i] = word(i);
   store_release(&failure->written, generation);
 }
 

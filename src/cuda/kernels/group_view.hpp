@@ -17,6 +17,12 @@ inline constexpr int kMaxSegments = 64;
 inline constexpr int kMaxDomain = 72;
 /// In so many equal parts of its tokens a source may tell which of its rows have come.
 inline constexpr int kProgressParts = 16;
+/// Blocks of a dispatch, at most: each has a flag of its own at every peer.
+inline constexpr int kMaxBlocks = 192;
+/// Generations whose messages lie in a mailbox at the same time. A rank posts call g + 1 at the
+/// earliest when its call g - 1 has ended; a peer may then still be in call g - 2 (it was early,
+/// too, and call g - 1 was refused, which takes nothing but heads).
+inline constexpr int kMailboxDepth = 4;
 
 /// A peer's segment as this GPU sees it; bytes 0: not attached.
 struct PeerSegment {
@@ -49,19 +55,20 @@ struct DeviceHead {
   /// bad_route: this rank's ids are no experts; bad_plan: its plan holds no counts; else none.
   Reason refused = Reason::none;
   std::uint64_t side_offset = 0;
-  std::int64_t rows = 0;    ///< capacity of the granted region in rows (side region alike)
-  std::int64_t detail = 0;  ///< no_room: bytes that are missing; bad route: token * 64 + slot
+  std::int64_t rows = 0;     ///< capacity of the granted region in rows (side region alike)
+  std::int64_t detail = 0;   ///< no_room: bytes that are missing; bad route: token * 64 + slot
+  std::uint32_t blocks = 0;  ///< dispatch: so many say that they have delivered
+  std::uint32_t reserved = 0;
 };
 
 /// One rank's control segment: written by its peers, but for `local`.
 struct DeviceControlLayout {
-  std::size_t entered = 0;    ///< [R] lines: generation of source's last head
-  std::size_t delivered = 0;  ///< [R] lines: generation in which source's rows are all here
+  std::size_t delivered = 0;  ///< u64 [R, kMaxBlocks]: generation in which a block's rows are here
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
   std::size_t progress = 0;   ///< [R] lines of kProgressParts words (kernels/progress.cuh)
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
   std::size_t come = 0;       ///< i32 [kProgressParts, R], local: rows of each source, by step
-  std::size_t mailbox = 0;    ///< [2, R, message_bytes]
+  std::size_t mailbox = 0;    ///< [kMailboxDepth, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
 };
@@ -69,6 +76,7 @@ struct DeviceControlLayout {
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
   std::uint64_t generation;  ///< of the last call that has ended
+  std::uint64_t planning;    ///< of the last plan that has begun
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
@@ -77,20 +85,20 @@ struct LocalWords {
   std::uint32_t gate;  ///< how far they have come (ArrivalSteps); kernels beside the call wait
 };
 
-/// `body_bytes`: what follows the head in the largest message.
+/// `body_bytes`: what follows the head in the largest message. In a mailbox 4 bytes of a message
+/// take 8: the generation stands beside them.
 FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
                                                                   std::size_t body_bytes) {
   const auto r = static_cast<std::size_t>(ranks);
   DeviceControlLayout layout{};
   Carver carver{};
-  layout.entered = carver.take(r * kLineBytes);
-  layout.delivered = carver.take(r * kLineBytes);
+  layout.delivered = carver.take(r * kMaxBlocks * sizeof(std::uint64_t));
   layout.done = carver.take(r * kLineBytes);
   layout.progress = carver.take(r * kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
   layout.come = carver.take(kProgressParts * r * sizeof(std::int32_t));
-  layout.message_bytes = round_up(sizeof(DeviceHead) + body_bytes, kLineBytes);
-  layout.mailbox = carver.take(2 * r * layout.message_bytes);
+  layout.message_bytes = round_up(2 * (sizeof(DeviceHead) + body_bytes), kLineBytes);
+  layout.mailbox = carver.take(kMailboxDepth * r * layout.message_bytes);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }

@@ -28,33 +28,58 @@ struct CountBody {
 
 /// What one thread found of the peers' messages.
 struct Findings {
-  bool there = true;                         ///< all flags came
+  bool there = true;                         ///< all messages came
   std::uint32_t found = kNoComplaint << 16;  ///< as worst_of takes it
   int liar = -1;                             ///< a peer that counted what cannot be
   std::int32_t lie = 0;
 };
 
-/// One warp: the counts of source `s` to the plan, to the CPU and to `matrix` [R, R].
-__device__ __forceinline__ void collect(const PlanParameters& p, const PlanShape& shape,
+/// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
+/// and counts come in one trip to the memory. False: the group has failed.
+__device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
                                         std::uint64_t generation, int s, std::int32_t* matrix,
                                         Findings& mine) {
-  constexpr int kBatch = 6;  // words of one lane on their way at the same time
+  constexpr int kBatch = 3;  // words of one lane on their way at the same time
   const int ranks = p.group.ranks, me = p.group.rank;
   const int local = shape.local_experts(me), words = ranks + local;
   auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
   auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto* body = reinterpret_cast<const std::int32_t*>(
-      mailbox_slot(p.group, p.group.control, s, generation) + sizeof(DeviceHead));
-  const std::uint64_t head = load_head_word(p.group, s, generation);
-  const std::int32_t to_me = load_relaxed(body + me);
+  const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
+  const auto* message =
+      reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, 0));
+  std::uint64_t head = 0;
+  std::int32_t count[kBatch], to_me = 0;
 #pragma unroll 1
-  for (int first = lane; first < words; first += 32 * kBatch) {
-    std::int32_t count[kBatch];
+  for (int first = lane; first - lane < words; first += 32 * kBatch) {
+    const bool there = await_words(p.group, generation, Stage::counts, s, [&] {
+      TagCheck check;
+      const std::uint64_t kind = load_relaxed(message);
+      const std::uint64_t own = load_relaxed(message + 2 * kHeadWords + me);
+      std::uint64_t word[kBatch];
 #pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      count[u] = first + 32 * u < words ? load_relaxed(body + first + 32 * u) : 0;
-    }
+      for (int u = 0; u < kBatch; ++u) {
+        word[u] = own;
+        if (first + 32 * u < words)
+          word[u] = load_relaxed(message + 2 * kHeadWords + first + 32 * u);
+      }
+      // Last: what comes after an acquire waits for it.
+      const TaggedPair pair =
+          load_pair(reinterpret_cast<const std::byte*>(message + 2 * head_lane));
+      check.look_at_head(pair, generation);
+      check.look_at_body(kind, generation);
+      head = data_of(pair);
+      to_me = static_cast<std::int32_t>(own);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) count[u] = static_cast<std::int32_t>(word[u]);
+      // Who is in another call sends no counts.
+      if (static_cast<CallKind>(kind) != CallKind::plan) return check;
+      check.look_at_body(own, generation);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);
+      return check;
+    });
+    if (__all_sync(~0u, there) == 0) return false;
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) {
       const int i = first + 32 * u;
@@ -64,15 +89,14 @@ __device__ __forceinline__ void collect(const PlanParameters& p, const PlanShape
       const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
       if (i < ranks) matrix[at] = count[u];
       (i < ranks ? tokens : slots)[at] = count[u];
-      if (p.count_words != nullptr) {
-        p.count_words[i < ranks ? at : ranks * ranks + at] = count[u];
-      }
     }
   }
-  const std::uint32_t what = complaint(head, p.call, INT64_MIN);
+  const std::uint32_t what =
+      lane % kHeadLanes < kHeadWords ? complaint(head, p.call, INT64_MIN) : kNoComplaint;
   if (what != kNoComplaint) {
     mine.found = min(mine.found, what << 16 | static_cast<std::uint32_t>(s));
   }
+  return true;
 }
 
 __device__ void set_state(const PlanParameters& p, std::uint64_t state) {
@@ -84,22 +108,35 @@ __device__ void tell_host(const PlanParameters& p, std::uint64_t generation) {
   if (p.counts != nullptr) store_release(&p.counts->done, generation);
 }
 
-/// Whole block: waits for everybody's counts and keeps them, a warp for each source: head and
-/// counts come in one trip to the memory, and one barrier says that all is well. What a refused
-/// plan keeps is worth nothing: its state stays 0, and the CPU is given the reason. True: go on.
+/// Whole block: the counts to the CPU, behind all that a GPU waits for.
+__device__ void tell_counts(const PlanParameters& p, const PlanShape& shape,
+                            std::uint64_t generation) {
+  if (p.count_words != nullptr) {
+    const int ranks = p.group.ranks, tokens = ranks * ranks;
+    const auto* rank_tokens =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
+    const auto* slots =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
+    const int all = tokens + ranks * shape.local_experts(p.group.rank);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < all; i += kThreads) {
+      p.count_words[i] = i < tokens ? rank_tokens[i] : slots[i - tokens];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tell_host(p, generation);
+}
+
+/// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one
+/// barrier says that all is well. What a refused plan keeps is worth nothing: its state stays 0,
+/// and the CPU is given the reason. True: go on.
 __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
                             std::uint64_t generation, std::int32_t* matrix) {
   Findings mine;
   for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks; s += kWarps) {
-    // Every lane asks for itself, and so may read what the flag was raised for.
-    mine.there = await_flag(p.group, p.group.layout.entered, s, generation, Stage::counts);
-    if (__all_sync(~0u, mine.there) == 0) {
-      mine.there = false;
-      break;
-    }
-    collect(p, shape, generation, s, matrix, mine);
+    mine.there = collect(p, shape, generation, s, matrix, mine);
+    if (!mine.there) break;
   }
-  let_next_kernel_come();
   const bool good = mine.there && mine.found >> 16 == kNoComplaint && mine.liar < 0;
   if (__syncthreads_and(good) != 0) return true;
   if (__syncthreads_and(mine.there) == 0) return false;
@@ -171,6 +208,8 @@ __global__ void __launch_bounds__(kThreads)
   prepare(p, shape, work);
   if (__syncthreads_or(failed) != 0) return;
   if (threadIdx.x == 0) set_state(p, 0);
+  const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
+  if (last) store_relaxed(&local_words(p.group)->planning, generation);
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
@@ -181,15 +220,18 @@ __global__ void __launch_bounds__(kThreads)
         head.detail = static_cast<std::int64_t>(bad);
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
+  if (last) fence_device();  // a dispatch that comes now looks at `planning`
+  let_next_kernel_come();
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
-  // The last warp waits for the bus while the first place the ranks.
-  if (threadIdx.x == kThreads - 1) tell_host(p, generation);
   place_ranks(p, matrix);
+  __syncthreads();
   if (threadIdx.x == 0) {
     set_state(p, 1);
+    fence_device();  // for a dispatch that waits for the word, not for the end of this kernel
     end_call(p.group, generation);
   }
+  tell_counts(p, shape, generation);
 }
 
 std::uint64_t magic_of(std::int32_t divisor) {
@@ -221,7 +263,7 @@ cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream) {
   const std::size_t body =
       (static_cast<std::size_t>(ranks) + static_cast<std::size_t>(placement.local_experts(0))) * 4;
   if (ranks > kMaxDomain || placement.experts > INT32_MAX ||
-      sizeof(DeviceHead) + body > parameters.group.layout.message_bytes ||
+      2 * (sizeof(DeviceHead) + body) > parameters.group.layout.message_bytes ||
       (plan_scratch_bytes(placement.experts) > 0 && parameters.scratch == nullptr)) {
     return cudaErrorInvalidValue;
   }

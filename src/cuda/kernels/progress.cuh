@@ -131,18 +131,21 @@ __device__ inline void tell_routes(const DispatchParameters& p, const PushShape&
   tell_peers(p.group, generation, 0, [](int) { return std::int64_t{0}; });
 }
 
-/// One thread waits until `source` has told of `part`, or delivered all: its rows that are here,
-/// `all` of them at most. Negative: the group has failed.
-__device__ inline std::int64_t await_part(const GroupView& group, int source, int part,
+/// One thread waits until `source` has told of `part`, or all its `blocks` have delivered: its rows
+/// that are here, `all` of them at most. Negative: the group has failed.
+__device__ inline std::int64_t await_part(const GroupView& group, int source, int part, int blocks,
                                           std::uint64_t generation, std::int64_t all) {
   const std::uint64_t* word = progress_word(group, group.control, source, part);
-  const std::uint64_t* end = flag_at(group.control, group.layout.delivered, source);
   Patience patience;
+  int block = 0;  // those before have delivered
   for (;;) {
     const std::uint64_t told = load_acquire(word);
     if (is_of(told, generation)) return min(static_cast<std::int64_t>(told & 0xffffffff), all);
-    const std::uint64_t seen = load_acquire(end);
-    if (seen >= generation) return all;
+    const std::uint64_t seen = load_acquire(delivered_flag(group, group.control, source, block));
+    if (seen >= generation) {
+      if (++block >= blocks) return all;
+      continue;
+    }
     Reason reason;
     if (patience.over(group, reason)) {
       if (reason != Reason::none) {
@@ -177,7 +180,8 @@ __device__ __forceinline__ std::int32_t* come_at(const GroupView& group, int ste
 
 /// One warp of block 0, once the call moves: raises the gate as the rows come. False: the group has
 /// failed.
-__device__ inline bool watch_rows(const DispatchParameters& p, std::uint64_t generation) {
+__device__ inline bool watch_rows(const DispatchParameters& p, const PushTarget* targets,
+                                  std::uint64_t generation) {
   const GroupView& group = p.group;
   const auto* offsets =
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
@@ -187,8 +191,8 @@ __device__ inline bool watch_rows(const DispatchParameters& p, std::uint64_t gen
     for (int source = lane; source < group.ranks && there; source += 32) {
       if (step < 0 && !p.carries_routes) break;
       const int part = step < 0 ? 0 : p.steps.ends[step];
-      const std::int64_t rows =
-          await_part(group, source, part, generation, offsets[source + 1] - offsets[source]);
+      const std::int64_t rows = await_part(group, source, part, targets[source].blocks, generation,
+                                           offsets[source + 1] - offsets[source]);
       there = rows >= 0;
       if (step < 0) continue;
       const std::int32_t before = step > 0 ? come_at(group, step - 1)[source] : 0;

@@ -39,9 +39,11 @@ struct PushTarget {
   float* scales;
   std::int32_t* source_token;
   std::int32_t* ids;
+  std::int64_t* wide_ids;
   float* weights;
   std::int32_t first_expert;
   std::int32_t local_experts;
+  std::int32_t blocks;  ///< of the peer's dispatch
 };
 
 /// Places in dynamic shared memory.

@@ -88,6 +88,21 @@ std::size_t plan_scratch_bytes(std::int64_t experts);
 /// Count, swap, place. One block.
 cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream);
 
+/// What travels beside the rows, on GPUs: what core says, and with routes the ids once more, as the
+/// caller is given them.
+struct WideSideLayout : SideLayout {
+  std::size_t wide_ids = 0;  ///< i64 [rows, K]
+};
+FERRY_FN constexpr WideSideLayout make_wide_side_layout(std::int64_t rows, int topk, bool routes,
+                                                        bool weights) {
+  WideSideLayout layout{make_side_layout(rows, topk, routes, weights)};
+  Carver carver{layout.bytes};
+  const std::int64_t slots = routes ? rows * topk : 0;
+  layout.wide_ids = carver.take(static_cast<std::size_t>(slots) * sizeof(std::int64_t));
+  layout.bytes = carver.end;
+  return layout;
+}
+
 /// What follows rows while they come: a step begins when so many parts of every source's tokens
 /// (of kProgressParts) are here. LocalWords::gate goes up from `base`: +1, the call moves its rows
 /// and their routes are here; +2 + i, step i may begin. The last step comes after the dispatch.
@@ -116,8 +131,17 @@ struct DispatchParameters {
   std::int64_t scale_column_stride = 1;
   const float* weights = nullptr;  ///< [T, K] dense; null: none
   bool carries_routes = false;     ///< write source_token and local ids into the side region
+  /// Not null: becomes 1 when this dispatch has brought the routes, 0 when it has not. Calls that
+  /// use them take it for the plan's state.
+  std::uint64_t* came = nullptr;
+  /// The call before is the plan's, on this stream, and nobody has used the granted memory since it
+  /// was made: the head may be posted while the plan still runs.
+  bool early = false;
+  /// The plan's kernel is directly before this one in the stream: it has ended as soon as it says
+  /// so in memory, with what it still tells the CPU under way.
+  bool glued = false;
   // The grant: where peers write. capacity rows; layouts by make_receive_layout and
-  // make_side_layout of this capacity.
+  // make_wide_side_layout of this capacity. Routes and weights of rows past the last: -1 and 0.
   StepStatus status = StepStatus::ok;  ///< no_room: nothing is granted
   std::int64_t need_bytes = 0;         ///< then
   std::uint32_t segment = 0;
@@ -139,18 +163,16 @@ struct DispatchParameters {
 /// Entry swap, push of every row to its final place, delivery. Ends when all rows are here.
 cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t stream);
 
-/// After launch_dispatch with routes: what the caller and the plan get of them. Local work only.
+/// The routes that an earlier dispatch brought, once more with more rows. Local work only.
 struct RoutesParameters {
   GroupView group{};
-  PlanView plan{};
-  std::int64_t capacity = 0;               ///< rows of the outputs; rows past the last: −1 and 0
-  const std::int32_t* side_ids = nullptr;  ///< [capacity, K] local ids, as peers wrote them
-  std::int64_t* topk_idx = nullptr;        ///< i64 [capacity, K]
-  std::int32_t* source_token = nullptr;    ///< i32 [capacity], written by peers; tail filled here
-  float* weights = nullptr;                ///< f32 [capacity, K] or null; tail filled here
-  /// Not null: becomes 1 when the dispatch brought the routes, else 0. Calls that use them take it
-  /// for the plan's state.
-  std::uint64_t* came = nullptr;
+  PlanView plan{};                       ///< its state says whether the routes have come
+  std::int64_t brought = 0;              ///< rows of the dispatch that brought them
+  std::int64_t capacity = 0;             ///< rows of the outputs; rows past the last: -1
+  const std::int32_t* ids = nullptr;     ///< [brought, K] local ids
+  const std::int32_t* tokens = nullptr;  ///< [brought]
+  std::int64_t* topk_idx = nullptr;      ///< i64 [capacity, K]
+  std::int32_t* source_token = nullptr;  ///< i32 [capacity]
   int sms = 0;
 };
 cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream);

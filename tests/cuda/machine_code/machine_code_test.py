@@ -64,6 +64,9 @@ class Kernels(unittest.TestCase):
     def test_meets_at_system_scope(self) -> None:
         self.assertEqual(self.complaints(code.meets_at_system_scope), [])
 
+    def test_swaps_tagged_words(self) -> None:
+        self.assertEqual(self.complaints(code.swaps_tagged_words), [])
+
     def test_moves_in_bulk(self) -> None:
         self.assertEqual(self.complaints(code.moves_in_bulk), [])
 
@@ -87,6 +90,17 @@ class Kernels(unittest.TestCase):
             ):
                 bad = replace(good, ptx=good.ptx.replace(what, other))
                 self.assertTrue(code.meets_at_system_scope(bad), f"{kernel}: {other}")
+            for what, other in (
+                ("st.relaxed.sys.global.v2.u64", "st.relaxed.gpu.global.v2.u64"),
+                ("ld.acquire.sys.global.v2.u64", "ld.relaxed.sys.global.v2.u64"),
+            ):
+                bad = replace(good, ptx=good.ptx.replace(what, other))
+                self.assertTrue(code.swaps_tagged_words(bad), f"{kernel}: {other}")
+        for kernel in code.OFFERING:
+            good = self.one(kernel, 90)
+            for other in ("fence.acq_rel.gpu", "fence.proxy.async"):
+                bad = replace(good, ptx=good.ptx.replace("fence.acq_rel.sys", other))
+                self.assertTrue(code.swaps_tagged_words(bad), f"{kernel}: {other}")
         for kernel in code.BULK:
             self.assertTrue(code.moves_in_bulk(replace(self.one(kernel, 90), architecture=80)))
             self.assertTrue(code.moves_in_bulk(replace(self.one(kernel, 80), architecture=90)))
