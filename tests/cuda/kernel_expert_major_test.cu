@@ -2,9 +2,9 @@
 // alone and with the exchange they belong to.
 //   kernel_expert_major_test [--seed n] [--repeat n]
 //   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
-//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
+//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0] [--sum-sms 116]
+//                            [--only-sums]
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -122,31 +122,6 @@ void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& lo
   }
 }
 
-Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
-                  const std::vector<float>& weights) {
-  const std::int64_t topk = c.shape.topk;
-  const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
-  Bytes out(at(local.received * c.row_bytes));
-  std::vector<float> acc(at(columns));
-  for (std::int64_t row = 0; row < local.received; ++row) {
-    std::fill(acc.begin(), acc.end(), 0.0f);
-    for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int64_t slot = local.expected.slot_rows[at(row * topk + k)];
-      if (slot < 0) continue;
-      const std::byte* from = rows.data() + slot * c.row_bytes;
-      for (std::int64_t i = 0; i < columns; ++i) {
-        const float x = load_element(from, c.dtype, i);
-        acc[at(i)] =
-            c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
-      }
-    }
-    for (std::int64_t i = 0; i < columns; ++i) {
-      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
-    }
-  }
-  return out;
-}
-
 /// With the slot rows that the fan-out has made.
 SumSlotsParameters sum_parameters(KernelGroup& group, const ExpertCase& c, const ExpertRows& local,
                                   int rank, const FanOutParameters& fan_out, const Bytes& rows,
@@ -251,6 +226,7 @@ void test(int argc, char** argv) {
   }
   Random random(seed);
   for (const std::int32_t lie : {8, -2, 0x7fffffff, 3}) distrusts(random, lie);
+  test_combine_beside_sums(seed, repeat);
   std::printf("PASSED\n");
 }
 

@@ -56,11 +56,15 @@ struct DeviceControlLayout {
   std::size_t entered = 0;    ///< [R] lines: generation of source's last head
   std::size_t delivered = 0;  ///< [R] lines: generation in which source's rows are all here
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
+  std::size_t summed = 0;     ///< a line: how far this rank's sums of slots are; peers look
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
   std::size_t mailbox = 0;    ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
 };
+
+/// Slices of a rank's sums of slots, at most: each is told to the peers when it is complete.
+inline constexpr int kMostSlices = 32;
 
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
@@ -68,6 +72,7 @@ struct LocalWords {
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
+  std::uint32_t summed[kMostSlices];  ///< warps that have done with a slice of sums; 0 between
 };
 
 /// `body_bytes`: what follows the head in the largest message.
@@ -79,6 +84,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.entered = carver.take(r * kLineBytes);
   layout.delivered = carver.take(r * kLineBytes);
   layout.done = carver.take(r * kLineBytes);
+  layout.summed = carver.take(kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
   layout.message_bytes = round_up(sizeof(DeviceHead) + body_bytes, kLineBytes);
   layout.mailbox = carver.take(2 * r * layout.message_bytes);
@@ -87,7 +93,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
 }
 
 /// Where in a call a kernel gave up.
-enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, loans, barrier };
+enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, sums, loans, barrier };
 
 FERRY_FN constexpr bool is_fatal(Reason reason) {
   return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::distrust;
