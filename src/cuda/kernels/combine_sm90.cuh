@@ -17,18 +17,18 @@ template <class Source>
 struct EntryCursor {
   const Source& source;
   const SumWork& work;
-  Item step, step_and_one;  // 32 entries further: so many items, or one more
-  int advance;              // and so many entries
+  Item stride;  // to this warp's next item
+  Item step;    // 32 entries further: so many items, or one more
+  int advance;  // and so many entries
   Item item;
   int entry;
 
   __device__ EntryCursor(const Source& from, const SumWork& what) : source(from), work(what) {
     const int entries = source.entries(), lane = threadIdx.x % 32;
-    const std::uint64_t stride = work.stride;
-    step = Item::at(stride * (32 / entries), work.pieces);
-    step_and_one = Item::at(stride * (32 / entries + 1), work.pieces);
+    stride = Item::at(work.stride, work.pieces);
+    step = Item::at(std::uint64_t{work.stride} * (32 / entries), work.pieces);
     advance = 32 % entries;
-    item = Item::at(work.first + stride * (lane / entries), work.pieces);
+    item = Item::at(work.first + std::uint64_t{work.stride} * (lane / entries), work.pieces);
     entry = lane % entries;
   }
   __device__ bool valid() const { return item.token < work.rows; }
@@ -39,7 +39,8 @@ struct EntryCursor {
     entry += advance;
     const bool one_more = entry >= source.entries();
     if (one_more) entry -= source.entries();
-    item.step(one_more ? step_and_one : step, work.pieces);
+    item.step(step, work.pieces);
+    if (one_more) item.step(stride, work.pieces);
   }
 };
 
@@ -222,7 +223,6 @@ __device__ bool sum_rows(const SumStart<Source>& start, const Ring& ring, Count&
   cursor.next();
   typename Source::Raw raw = cursor.load();
   Item item = Item::at(work.first, work.pieces);
-  const Item stride = Item::at(work.stride, work.pieces);
   const int entries = source.entries();
   int entry = 0;
   float acc[kVectors * kPerVector<T>] = {};
@@ -243,7 +243,7 @@ __device__ bool sum_rows(const SumStart<Source>& start, const Ring& ring, Count&
       if (entry == entries) {
         store_piece<T, kVectors>(work, source.row_of(item.token), item, acc);
         entry = 0;
-        item.step(stride, work.pieces);
+        item.step(cursor.stride, work.pieces);
         done.reached(item.token);
       }
     }
