@@ -102,7 +102,7 @@ bool CombineJob::place_rows() {
     sums_ = taken->front();
     at_ = sums_.region.address;
     launch_.temporary(sums_);
-    sum_slots();
+    prepare_sums();
   } else {
     at_ = copied(rows_.data, row_bytes, taken->front()).region.address;
   }
@@ -149,23 +149,27 @@ Tensor CombineJob::slot_rows() {
   return rows;
 }
 
-void CombineJob::sum_slots() {
-  SumSlotsParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = plan_->routed();
+void CombineJob::prepare_sums() {
+  sum_.group = engine_.view();
+  sum_.plan = plan_->routed();
   slots_ = slot_rows();
-  parameters.slot_rows = slots_.as<std::int64_t>();
-  parameters.rows = aligned(rows_);
-  parameters.input_rows = rows_.rows();
+  sum_.slot_rows = slots_.as<std::int64_t>();
+  sum_.rows = aligned(rows_);
+  sum_.input_rows = rows_.rows();
   if (options_.apply_weights) {
-    parameters.weights = static_cast<const float*>(options_.topk_weights->data);
+    sum_.weights = static_cast<const float*>(options_.topk_weights->data);
   }
-  parameters.dtype = rows_.dtype;
-  parameters.columns = rows_.columns();
-  parameters.capacity = brought_;
-  parameters.out = sums_.data();
-  parameters.sms = engine_.local_sms();
-  launch_.run(launch_sum_slots(parameters, launch_.stream()), "launch_sum_slots");
+  sum_.dtype = rows_.dtype;
+  sum_.columns = rows_.columns();
+  sum_.capacity = brought_;
+  sum_.out = sums_.data();
+  share_sms();
+}
+
+void CombineJob::share_sms() {
+  const int share = engine_.local_sms();
+  sum_.sms = std::max({1, share / 4, share - sms_});
+  sms_ = std::min(sms_, std::max(1, share - sum_.sms));
 }
 
 const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tensor) {
@@ -197,7 +201,11 @@ void CombineJob::pull(bool room) {
   parameters.out_weights = room && has_weights() ? result_.topk_weights.as<float>() : nullptr;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
+  parameters.after_sums = room && expert_major();
   launch_.enter(parameters.call);
+  if (parameters.after_sums) {
+    launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");
+  }
   launch_.run(launch_combine(parameters, launch_.stream()), "launch_combine");
   if (room && out_ != result_.x.data()) {
     check(cudaMemcpyAsync(result_.x.data(), out_, result_.x.view().bytes(),

@@ -24,7 +24,10 @@ class CombineJob {
   CallSignature signature() const;
   bool reserve();
   bool place_rows();
-  void sum_slots();
+  /// All that the sums need, before the call is entered.
+  void prepare_sums();
+  /// Of this rank's SMs, which sums and combine use side by side.
+  void share_sms();
   /// i64 [capacity, K]: made by a dispatch of this alignment, or now.
   Tensor slot_rows();
   Held copied(const void* from, std::size_t bytes, Held to);
@@ -42,6 +45,7 @@ class CombineJob {
   fabric::Address at_{};       // of the rank-major rows
   fabric::Address side_at_{};  // of their weights
   Held sums_{};                // expert-major: the rows' sums
+  SumSlotsParameters sum_{};   // of sums_
   Tensor slots_{};             // in use until the call is launched
   const std::byte* bias0_ = nullptr;
   const std::byte* bias1_ = nullptr;

@@ -17,6 +17,7 @@ const char* stage_name(Stage stage) {
     case Stage::grants: return "dispatch: grants";
     case Stage::rows: return "dispatch: rows";
     case Stage::descriptors: return "combine: rows";
+    case Stage::sums: return "combine: sums";
     case Stage::loans: return "combine: readers";
     case Stage::barrier: return "barrier";
     case Stage::none: break;

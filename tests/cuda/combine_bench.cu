@@ -17,7 +17,8 @@ void bench_shape(KernelGroup& group, Gate& gate, const CombineCase& c, const Com
     wire += double(x.sent(r, true)) * double(c.row_bytes()) / c.shape.ranks;
   }
   SumShape shape;
-  FERRY_CUDA_CHECK(make_sum_shape(c.tuning, c.row_bytes(), c.weights ? kWeightWarps : 0, shape));
+  FERRY_CUDA_CHECK(make_sum_shape(c.tuning, c.row_bytes(), c.weights ? kWeightWarps : 0,
+                                  combine_pulls(c.sms), shape));
   const auto samples = time_calls(group, gate, 4, [&](int r) {
     CombineParameters p = setup.parameters[at(r)];
     p.sms = c.sms;
@@ -45,6 +46,7 @@ void bench_combine(int argc, char** argv) {
   c.shape = {ranks, 256, 8, std::vector<std::int64_t>(at(ranks), tokens), 0};
   c.columns = option(argc, argv, "--hidden", 7168);
   c.weights = has_option(argc, argv, "--weights");
+  const bool spread = option(argc, argv, "--spread", 1) != 0;
   const std::size_t rows = at(tokens) * at(ranks) + at(4 * tokens) + 1024;
   KernelGroup group({.ranks = ranks,
                      .arena_bytes = rows * at(c.row_bytes()) + (256u << 20),
@@ -56,10 +58,10 @@ void bench_combine(int argc, char** argv) {
     for (const int vectors : option_list(argc, argv, "--vectors", {0})) {
       for (const int warps : option_list(argc, argv, "--warps", {0})) {
         for (const int stages : option_list(argc, argv, "--stages", {0})) {
-          for (const int spread : option_list(argc, argv, "--spread", {1})) {
+          for (const int pulls : option_list(argc, argv, "--pulls", {0})) {
             if (sms > fair_sms(ranks)) continue;  // ranks that share a GPU must all be resident
             c.sms = sms;
-            c.tuning = {vectors, warps, stages, spread != 0};
+            c.tuning = {vectors, warps, stages, spread, pulls};
             bench_shape(group, gate, c, setup);
           }
         }

@@ -89,7 +89,7 @@ std::string describe(const DispatchCase& c) {
           std::to_string(static_cast<int>(c.pattern)) + " slack " + std::to_string(c.slack) +
           " sms " + std::to_string(c.sms) + (c.early ? " early" : "") + (c.glued ? " glued" : "") +
           " T";
-  for (const std::int64_t t : c.tokens) text += " " + std::to_string(t);
+  for (const std::int64_t t : c.tokens) text.append(" ").append(std::to_string(t));
   return text;
 }
 

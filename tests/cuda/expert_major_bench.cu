@@ -46,6 +46,7 @@ void bench_combine(KernelGroup& group, const ExpertCase& c, BenchRank& b, int ra
   p.columns = c.row_bytes / 2;
   p.out = group.take(rank, at(c.shape.tokens[at(rank)] * c.row_bytes)).data;
   p.failure = group.failure(rank);
+  p.after_sums = true;
 }
 
 BenchRank bench_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank) {
@@ -92,20 +93,34 @@ void print(const char* name, const ExpertCase& c, const Exchange& x,
   const double median = samples[samples.size() / 2];
   std::printf(
       "{\"bench\": \"%s\", \"ranks\": %d, \"gpus\": %d, \"tokens\": %lld, \"row_bytes\": %lld, "
-      "\"sms\": %d, \"piece_bytes\": %d, \"stages\": %d, \"vectors\": %d, \"warps\": %d, "
+      "\"sms\": %d, \"sum_sms\": %d, \"piece_bytes\": %d, \"stages\": %d, \"vectors\": %d, "
+      "\"warps\": %d, "
       "\"us\": %.1f, \"p95_us\": %.1f, \"logical_gbs\": %.1f, \"wire_gbs\": %.1f}\n",
       name, c.shape.ranks, gpu_count(), static_cast<long long>(c.shape.tokens[0]),
-      static_cast<long long>(c.row_bytes), c.sms, c.fan_out.piece_bytes, c.fan_out.stages,
-      c.sum.vectors, c.sum.warps, median, samples[samples.size() * 95 / 100],
+      static_cast<long long>(c.row_bytes), c.sms, c.sum_sms, c.fan_out.piece_bytes,
+      c.fan_out.stages, c.sum.vectors, c.sum.warps, median, samples[samples.size() * 95 / 100],
       logical / median / 1e3, wire / median / 1e3);
   std::fflush(stdout);
+}
+
+/// Sums beside the combine, which reads them as they come.
+void bench_sums(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchange& x,
+                std::vector<BenchRank>& ranks) {
+  for (BenchRank& b : ranks) {
+    b.combine.sms = c.sms;
+    b.sums.sms = c.sum_sms;
+  }
+  print("sums beside combine", c, x, time_calls(group, gate, 4, [&](int r) {
+          FERRY_CUDA_CHECK(launch_sum_slots(ranks[at(r)].sums, group.stream(r), c.sum));
+          FERRY_CUDA_CHECK(launch_combine(ranks[at(r)].combine, group.stream(r)));
+        }));
 }
 
 /// `local` SMs for the local kernel, c.sms for the exchange.
 void bench_sms(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchange& x,
                std::vector<BenchRank>& ranks, int local) {
   for (BenchRank& b : ranks) {
-    b.dispatch.sms = b.combine.sms = c.sms;
+    b.dispatch.sms = c.sms;
     b.fan_out.sms = b.sums.sms = local;
   }
   const auto fan_out = [&](int r) {
@@ -122,10 +137,6 @@ void bench_sms(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchan
   print(("dispatch + fan_out" + suffix).c_str(), c, x, time_calls(group, gate, 4, [&](int r) {
           FERRY_CUDA_CHECK(launch_dispatch(ranks[at(r)].dispatch, group.stream(r)));
           fan_out(r);
-        }));
-  print(("sum_slots + combine" + suffix).c_str(), c, x, time_calls(group, gate, 4, [&](int r) {
-          sums(r);
-          FERRY_CUDA_CHECK(launch_combine(ranks[at(r)].combine, group.stream(r)));
         }));
 }
 
@@ -157,7 +168,12 @@ void bench_expert_major(int argc, char** argv) {
             if (sms > fair_sms(ranks)) continue;  // ranks that share a GPU must all be resident
             c.sms = sms;
             c.fan_out = {piece, stages};
-            c.sum = {vectors, warps, stages, true};
+            c.sum = {vectors, warps, stages, true, 0};
+            for (const int sum_sms : option_list(argc, argv, "--sum-sms", {most - sms})) {
+              c.sum_sms = sum_sms;
+              bench_sums(group, gate, c, x, all);
+            }
+            if (has_option(argc, argv, "--only-sums")) continue;
             bench_sms(group, gate, c, x, all, sms);
             bench_sms(group, gate, c, x, all, most);
           }

@@ -1,9 +1,9 @@
 #include "expert_major_case.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace ferry::cuda::test {
-
 namespace {
 
 std::size_t at(std::int64_t value) {
@@ -19,7 +19,8 @@ std::string ExpertCase::text() const {
        std::to_string(scale_columns) + (quantize ? " (quantised)" : "") + ", alignment " +
        std::to_string(alignment) + ", spare " + std::to_string(spare) + ", out spare " +
        std::to_string(out_spare) + ", " + std::string(name_of(dtype)) + ", weighted " +
-       std::to_string(weighted) + ", sms " + std::to_string(sms) + ", piece " +
+       std::to_string(weighted) + ", sms " + std::to_string(sms) + ", for sums " +
+       std::to_string(sum_sms) + ", pulls " + std::to_string(sum.pulls) + ", piece " +
        std::to_string(fan_out.piece_bytes) + ", stages " + std::to_string(fan_out.stages) + "/" +
        std::to_string(sum.stages) + ", vectors " + std::to_string(sum.vectors) + ", warps " +
        std::to_string(sum.warps);
@@ -73,6 +74,31 @@ void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& lo
     check_bytes(group, rank, p.out_scales, out_scales.data(), out_scales.size() * 4,
                 text + ": scales");
   }
+}
+
+Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
+                  const std::vector<float>& weights) {
+  const std::int64_t topk = c.shape.topk;
+  const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
+  Bytes out(at(local.received * c.row_bytes));
+  std::vector<float> acc(at(columns));
+  for (std::int64_t row = 0; row < local.received; ++row) {
+    std::fill(acc.begin(), acc.end(), 0.0f);
+    for (std::int64_t k = 0; k < topk; ++k) {
+      const std::int64_t slot = local.expected.slot_rows[at(row * topk + k)];
+      if (slot < 0) continue;
+      const std::byte* from = rows.data() + slot * c.row_bytes;
+      for (std::int64_t i = 0; i < columns; ++i) {
+        const float x = load_element(from, c.dtype, i);
+        acc[at(i)] =
+            c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
+      }
+    }
+    for (std::int64_t i = 0; i < columns; ++i) {
+      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
+    }
+  }
+  return out;
 }
 
 void run_barrier(KernelGroup& group) {

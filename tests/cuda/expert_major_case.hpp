@@ -19,6 +19,7 @@ struct ExpertCase {
   std::int64_t out_spare = 0;  ///< rows of out beyond the last expert
   bool weighted = false;
   int sms = 1;
+  int sum_sms = 1;  ///< of sums beside a combine
   SumTuning sum;
   FanOutTuning fan_out;
 
@@ -41,6 +42,10 @@ void check_bytes(KernelGroup& group, int rank, const void* got_at, const void* e
 /// What the fan-out made of received rows and their scales.
 void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
                    const FanOutParameters& p, const Bytes& rows, const std::vector<float>& scales);
+/// Each received row's slots summed as the definition has it. `rows`: expert-major; `weights`:
+/// [received, K].
+Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
+                  const std::vector<float>& weights);
 
 /// A call that moves rows must have come before a fan-out.
 void run_barrier(KernelGroup& group);
@@ -52,6 +57,7 @@ T* take(KernelGroup& group, int rank, std::int64_t count) {
       group.take(rank, static_cast<std::size_t>(count) * sizeof(T) + kGuard).data);
 }
 
+void test_combine_beside_sums(std::uint64_t seed, std::int64_t repeat);
 void bench_expert_major(int argc, char** argv);
 
 // Fan-outs that follow their dispatch (following_case.cu).

@@ -3,10 +3,10 @@
 //   kernel_expert_major_test [--seed n] [--repeat n] [--following]
 //   kernel_expert_major_test --small [--ranks n] a few short cases, for sanitize.sh
 //   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
-//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
+//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0] [--sum-sms 116]
+//                            [--only-sums]
 //   kernel_expert_major_test --bench-following [--ranks n] [--tokens n] [--sms 8,16]
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -16,10 +16,6 @@
 
 namespace ferry::cuda::test {
 namespace {
-
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
 
 template <class T, std::size_t N>
 T pick(Random& random, const T (&values)[N]) {
@@ -85,31 +81,6 @@ FanOutParameters fan_out_parameters(KernelGroup& group, const ExpertCase& c,
   p.scratch = reinterpret_cast<std::int32_t*>(take<std::byte>(group, rank, scratch));
   p.sms = c.sms;
   return p;
-}
-
-Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
-                  const std::vector<float>& weights) {
-  const std::int64_t topk = c.shape.topk;
-  const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
-  Bytes out(at(local.received * c.row_bytes));
-  std::vector<float> acc(at(columns));
-  for (std::int64_t row = 0; row < local.received; ++row) {
-    std::fill(acc.begin(), acc.end(), 0.0f);
-    for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int64_t slot = local.expected.slot_rows[at(row * topk + k)];
-      if (slot < 0) continue;
-      const std::byte* from = rows.data() + slot * c.row_bytes;
-      for (std::int64_t i = 0; i < columns; ++i) {
-        const float x = load_element(from, c.dtype, i);
-        acc[at(i)] =
-            c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
-      }
-    }
-    for (std::int64_t i = 0; i < columns; ++i) {
-      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
-    }
-  }
-  return out;
 }
 
 /// With the slot rows that the fan-out has made.
@@ -245,6 +216,7 @@ void test(int argc, char** argv) {
   }
   Random random(seed);
   for (const std::int32_t lie : {8, -2, 0x7fffffff, 3}) distrusts(random, lie);
+  test_combine_beside_sums(seed, repeat);
   test_following(seed, repeat);
   std::printf("PASSED\n");
 }

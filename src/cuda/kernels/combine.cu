@@ -1,8 +1,11 @@
 // Combine: ranks say where their rows lie, owners pull and sum them, then tell that they have read.
+#include <type_traits>
+
 #include "cuda/kernels/combine_sm80.cuh"
 #include "cuda/kernels/combine_sm90.cuh"
 #include "cuda/kernels/combine_source.cuh"
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/sum_shape.hpp"
 #include "cuda/kernels/throughput.hpp"
@@ -69,29 +72,60 @@ __device__ void finish(const GroupView& group, std::uint64_t generation) {
   if (threadIdx.x == 0) end_call(group, generation);
 }
 
-template <class T, int kVectors>
-__global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
-    combine_kernel(const __grid_constant__ CombineLaunch launch) {
+/// Warps of a block beside those that sum rows: they sum weights, the last may watch the sums.
+int warps_beside(const CombineParameters& p) {
+  return (p.has_weights ? kWeightWarps : 0) + (p.after_sums ? 1 : 0);
+}
+
+template <bool kAfterSums>
+using SourceFor = std::conditional_t<kAfterSums, SummedSource, CombineSource>;
+
+/// By the warps beside.
+template <bool kAfterSums>
+__device__ void work_beside(const CombineParameters& p, const SourceFor<kAfterSums>& source,
+                            int warp, SummedRows& summed) {
+  const bool weighs = p.has_weights && warp < kWeightWarps;
+  if constexpr (kAfterSums) {
+    if (!weighs) {
+      watch_sums(
+          p.group, source.generation,
+          plan_part<std::int32_t>(p.plan, p.plan.layout.rank_tokens) + p.group.rank * p.group.ranks,
+          plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows), summed);
+    }
+  }
+  if (weighs) sum_weights(p, source, warp);
+}
+
+/// False: a failure or a refusal, of which the host knows.
+template <class T, int kVectors, bool kAfterSums>
+__device__ __forceinline__ bool combine(const CombineLaunch& launch) {
   __shared__ Bases bases;
+  __shared__ SummedRows summed;
   const CombineParameters& p = launch.p;
   std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return;
+  if (!begin_call(p.group, generation)) return false;
   if (blockIdx.x == 0) post_head(p, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
-  const int lane_count = lanes_of(p.plan.topk, p.group.ranks);
-  const CombineSource source{plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
-                             lane_count,
-                             lane_count + launch.bias_count,
-                             p.group.ranks,
-                             &bases,
-                             launch.biases,
-                             launch.row_bytes};
+  SourceFor<kAfterSums> source;
+  static_cast<CombineSource&>(source) = {plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
+                                         launch.lane_count,
+                                         launch.entry_count,
+                                         p.group.ranks,
+                                         &bases,
+                                         launch.biases,
+                                         launch.row_bytes};
   const SumWork work = work_of_warp<kVectors>(launch);
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const bool sums = warp < launch.shape.warps;  // the others sum weights
+  const bool sums = warp < launch.shape.warps;
   PeerRows plan{};
-  if (threadIdx.x < static_cast<unsigned>(p.group.ranks)) {
-    plan = peer_rows_of(p.plan, static_cast<int>(threadIdx.x));
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < p.group.ranks) plan = peer_rows_of(p.plan, thread, p.segment, p.group);
+  if constexpr (kAfterSums) {
+    source.group = &p.group;
+    source.generation = generation;
+    source.summed = &summed;
+    source.group_bits = launch.group_bits;
+    for (int i = thread; i < p.group.ranks; i += static_cast<int>(blockDim.x)) summed.rows[i] = 0;
   }
 #if __CUDA_ARCH__ >= 900
   Ring ring{};
@@ -99,49 +133,74 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
     ring =
         ring_of_warp(p.group, generation, launch.shape.warps, launch.shape.stages, kVectors * 512);
   }
-  const SumStart<CombineSource> start(source, work);
+  const SumStart<SourceFor<kAfterSums>> start(source, work);
 #endif
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
   Verdict verdict;
-  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict)) return;
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict)) return false;
+  HeadPlace place{};
+  if (thread < p.group.ranks) place = place_from(p.group, thread, generation);
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
-    return;
+    return false;
   }
-  if (!find_bases(launch, generation, plan, bases)) return;
-  bool summed = true;
+  if (!find_bases(launch, generation, plan, place, bases)) return false;
+  bool summed_all = true;
+  NoCount count;
   if (!sums) {
-    sum_weights(p, source, warp - launch.shape.warps);
+    work_beside<kAfterSums>(p, source, warp - launch.shape.warps, summed);
   } else {
 #if __CUDA_ARCH__ >= 900
-    summed = sum_rows<T, kVectors, false>(start, ring);
+    summed_all = sum_rows<T, kVectors, false>(start, ring, count);
 #else
-    sum_rows_by_loads<T, kVectors, false>(source, work);
+    summed_all = sum_rows_by_loads<T, kVectors, false>(source, work, count);
 #endif
   }
-  if (__syncthreads_and(summed) == 0) return;
+  let_next_kernel_come();
+  if (__syncthreads_and(summed_all) == 0) return false;
   finish(p.group, generation);
+  return true;
+}
+
+template <class T, int kVectors, bool kAfterSums>
+__global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
+    combine_kernel(const __grid_constant__ CombineLaunch launch) {
+  // The sums before it let it come only when all kernels before them had ended; what those wrote
+  // has only to be looked for anew.
+  if constexpr (kAfterSums) {
+    fence_device();
+  } else {
+    await_kernel_before();
+  }
+  combine<T, kVectors, kAfterSums>(launch);
+  // Whoever comes next in the stream finds the sums ended, too.
+  if constexpr (kAfterSums) await_kernel_before();
 }
 
 using CombineKernel = void (*)(CombineLaunch);
 
-template <class T>
+template <class T, bool kAfterSums>
 CombineKernel kernel_for(int vectors) {
   switch (vectors) {
-    case 1: return combine_kernel<T, 1>;
-    case 2: return combine_kernel<T, 2>;
-    case 4: return combine_kernel<T, 4>;
-    case 7: return combine_kernel<T, 7>;
-    case 8: return combine_kernel<T, 8>;
+    case 1: return combine_kernel<T, 1, kAfterSums>;
+    case 2: return combine_kernel<T, 2, kAfterSums>;
+    case 4: return combine_kernel<T, 4, kAfterSums>;
+    case 7: return combine_kernel<T, 7, kAfterSums>;
+    case 8: return combine_kernel<T, 8, kAfterSums>;
     default: return nullptr;
   }
 }
 
-CombineKernel kernel_for(Dtype dtype, int vectors) {
+template <class T>
+CombineKernel kernel_for(int vectors, bool after_sums) {
+  return after_sums ? kernel_for<T, true>(vectors) : kernel_for<T, false>(vectors);
+}
+
+CombineKernel kernel_for(Dtype dtype, int vectors, bool after_sums) {
   switch (dtype) {
-    case Dtype::f32: return kernel_for<float>(vectors);
-    case Dtype::bf16: return kernel_for<Bf16>(vectors);
-    case Dtype::f16: return kernel_for<Fp16>(vectors);
+    case Dtype::f32: return kernel_for<float>(vectors, after_sums);
+    case Dtype::bf16: return kernel_for<Bf16>(vectors, after_sums);
+    case Dtype::f16: return kernel_for<Fp16>(vectors, after_sums);
     default: return nullptr;
   }
 }
@@ -162,18 +221,27 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
     if (!is_aligned(bias)) return cudaErrorMisalignedAddress;
   }
   if (!is_aligned(parameters.out)) return cudaErrorMisalignedAddress;
-  const int beside = parameters.has_weights ? kWeightWarps : 0;
-  if (const cudaError_t error = make_sum_shape(tuning, launch.row_bytes, beside, launch.shape);
-      error != cudaSuccess) {
-    return error;
+  if (parameters.sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
+  launch.lane_count = lanes_of(parameters.plan.topk, parameters.group.ranks);
+  launch.entry_count = launch.lane_count + launch.bias_count;
+  launch.group_bits = SummedSource::group_bits_for(parameters.plan.tokens);
+  const int beside = warps_beside(parameters);
+  KernelLimits limits;
+  cudaError_t error = kernel_limits(limits);
+  if (error == cudaSuccess) {
+    error = make_sum_shape(tuning, launch.row_bytes, beside, combine_pulls(parameters.sms),
+                           launch.shape);
   }
-  const CombineKernel kernel = kernel_for(parameters.dtype, launch.shape.vectors);
-  if (kernel == nullptr || parameters.sms < 1 || parameters.group.ranks > kMaxDomain) {
-    return cudaErrorInvalidValue;
-  }
-  const int threads = (launch.shape.warps + beside) * 32;
-  kernel<<<parameters.sms, threads, launch.shape.shared_bytes, stream>>>(launch);
-  return cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  const CombineKernel kernel =
+      kernel_for(parameters.dtype, launch.shape.vectors, parameters.after_sums);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  void* arguments[] = {&launch};
+  return ferry::cuda::launch(reinterpret_cast<const void*>(kernel),
+                             {static_cast<unsigned>(parameters.sms),
+                              static_cast<unsigned>((launch.shape.warps + beside) * 32),
+                              static_cast<std::size_t>(launch.shape.shared_bytes)},
+                             arguments, stream, limits.bulk_copies);
 }
 
 cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t stream) {
@@ -185,9 +253,11 @@ cudaError_t load_combine_kernels() {
   if (const cudaError_t error = kernel_limits(limits); error != cudaSuccess) return error;
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
     for (const int vectors : kPieceVectors) {
-      const auto* kernel = reinterpret_cast<const void*>(kernel_for(dtype, vectors));
-      const cudaError_t error = load_kernel(kernel, limits.shared_bytes - kOwnShared);
-      if (error != cudaSuccess) return error;
+      for (const bool after_sums : {false, true}) {
+        const auto* kernel = reinterpret_cast<const void*>(kernel_for(dtype, vectors, after_sums));
+        const cudaError_t error = load_kernel(kernel, limits.shared_bytes - kOwnShared);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;

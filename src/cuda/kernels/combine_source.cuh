@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/sum_shape.hpp"
+#include "cuda/kernels/sum_slices.cuh"
 #include "cuda/kernels/sum_work.cuh"
 #include "cuda/kernels/throughput.hpp"
 
@@ -13,6 +14,9 @@ struct CombineLaunch {
   std::int64_t row_bytes = 0;
   const std::byte* biases[2] = {nullptr, nullptr};  // those that there are, in their order
   int bias_count = 0;
+  int lane_count = 1;   // of a token
+  int entry_count = 1;  // and with the biases
+  int group_bits = 0;   // SummedSource: rows are waited for by groups, named in few bits
 };
 
 template <class T>
@@ -37,6 +41,8 @@ struct CombineSource {
   std::int64_t row_bytes;
 
   using Raw = int2;
+  static constexpr bool kWaits = false;
+  __device__ std::uint32_t row_of(std::uint32_t token) const { return token; }
   __device__ int entries() const { return entry_count; }
   __device__ Raw load(std::uint32_t token, int j) const {
     if (j >= lane_count) return {-1, 0};
@@ -52,37 +58,84 @@ struct CombineSource {
   }
 };
 
-/// What the plan says of a peer: its rows in all, and the first of mine.
-struct PeerRows {
-  std::uint64_t rows;
-  std::int64_t mine;
+/// The same while the ranks still sum the rows.
+struct SummedSource : CombineSource {
+  const GroupView* group;
+  std::uint64_t generation;
+  const SummedRows* summed;
+
+  int group_bits;
+
+  static constexpr bool kWaits = true;
+  static constexpr int kRankBits = 7, kGroups = 1 << (kDueBits - 1 - kRankBits);
+  static_assert(kMaxDomain <= 1 << kRankBits);
+  /// For so many tokens, which are at least as many as the rows of one rank.
+  static int group_bits_for(std::int64_t tokens) {
+    int bits = 7;
+    while (tokens >> bits >= kGroups) ++bits;
+    return bits;
+  }
+  __device__ std::uint32_t due(const Raw& raw, int j) const {
+    const auto row = static_cast<std::uint32_t>(raw.y);
+    const auto rank = static_cast<std::uint32_t>(raw.x);
+    if (j >= lane_count || rank >= static_cast<unsigned>(ranks)) return 0;
+    if (load_acquire_block(&summed->rows[rank]) > row) return 0;
+    return (min(row >> group_bits, kGroups - 1) << kRankBits | rank) + 1;
+  }
+  __device__ bool await(std::uint32_t due) const {
+    const std::uint32_t group_number = (due - 1) >> kRankBits;
+    return await_sum(*group, generation, static_cast<int>((due - 1) % (1u << kRankBits)),
+                     (group_number + 1) << group_bits, *summed);
+  }
 };
-__device__ inline PeerRows peer_rows_of(const PlanView& plan, int peer) {
+
+/// What is known of a peer's rows before its head has come.
+struct PeerRows {
+  std::uint64_t rows;   ///< in all
+  std::int64_t mine;    ///< the first of mine
+  PeerSegment segment;  ///< where they likely are: in that of the number `guess`
+};
+__device__ inline PeerRows peer_rows_of(const PlanView& plan, int peer, std::uint32_t guess,
+                                        const GroupView& group) {
   return {static_cast<std::uint64_t>(plan_part<std::int64_t>(plan, plan.layout.peer_rows)[peer]),
-          plan_part<std::int64_t>(plan, plan.layout.peer_row)[peer]};
+          plan_part<std::int64_t>(plan, plan.layout.peer_row)[peer],
+          segment_of(group, peer, guess)};
+}
+
+/// What a peer's head says of them.
+struct HeadPlace {
+  std::uint32_t segment, side_segment;
+  std::uint64_t offset, side_offset;
+};
+__device__ inline HeadPlace place_from(const GroupView& group, int peer, std::uint64_t generation) {
+  const auto word = [&](int i) { return head_word(group, peer, generation, i); };
+  HeadPlace place{};  // all four in flight at once
+  place.segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
+  place.offset = word(kOffsetWord);
+  place.side_segment = static_cast<std::uint32_t>(word(kSideWord));
+  place.side_offset = word(kSideOffsetWord);
+  return place;
 }
 
 /// One thread: where a peer says that its rows are, if that can be. A rank that got nothing need
 /// not have any.
 __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t generation, int peer,
-                                 const PeerRows& plan, Bases& bases) {
+                                 const PeerRows& plan, const HeadPlace& head, Bases& bases) {
   const CombineParameters& p = launch.p;
-  const auto word = [&](int i) { return head_word(p.group, peer, generation, i); };
-  const auto segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
-  const std::uint64_t offset = word(kOffsetWord);
-  const auto side_segment = static_cast<std::uint32_t>(word(kSideWord));
-  const std::uint64_t side_offset = word(kSideOffsetWord);
-  const auto [rows, mine] = plan;
+  const auto [rows, mine, likely] = plan;
   const std::size_t weight_bytes =
       p.has_weights ? static_cast<std::size_t>(p.plan.topk) * sizeof(float) : 0;
   bases.rows[peer] = nullptr;
   bases.weights[peer] = nullptr;
   if (rows == 0) return true;
-  const std::byte* at = checked_place(p.group, peer, segment, offset,
-                                      rows * static_cast<std::uint64_t>(launch.row_bytes));
-  const std::byte* weights_at =
-      p.has_weights ? checked_place(p.group, peer, side_segment, side_offset, rows * weight_bytes)
-                    : at;
+  // An entry of the table that was empty may have been filled since.
+  const bool guessed = head.segment == p.segment && likely.data != nullptr;
+  const PeerSegment segment = guessed ? likely : segment_of(p.group, peer, head.segment);
+  const std::byte* at =
+      place_in(segment, head.offset, rows * static_cast<std::uint64_t>(launch.row_bytes));
+  const std::byte* weights_at = p.has_weights ? checked_place(p.group, peer, head.side_segment,
+                                                              head.side_offset, rows * weight_bytes)
+                                              : at;
   if (at == nullptr || weights_at == nullptr) {
     return fail(p.group, generation, Reason::distrust, Stage::descriptors, peer);
   }
@@ -94,15 +147,17 @@ __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t gene
   return true;
 }
 
-/// Whole block. `first`: of the peer whose number is that of the thread.
+/// Whole block. `first`, `place`: of the peer whose number is that of the thread.
 __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t generation,
-                                  const PeerRows& first, Bases& bases) {
+                                  const PeerRows& first, const HeadPlace& place, Bases& bases) {
+  const GroupView& group = launch.p.group;
   bool found = true;
   const int thread = static_cast<int>(threadIdx.x);
-  for (int peer = thread; peer < launch.p.group.ranks && found;
-       peer += static_cast<int>(blockDim.x)) {
-    const PeerRows plan = peer == thread ? first : peer_rows_of(launch.p.plan, peer);
-    found = find_base(launch, generation, peer, plan, bases);
+  for (int peer = thread; peer < group.ranks && found; peer += static_cast<int>(blockDim.x)) {
+    const bool own = peer == thread;
+    found = find_base(launch, generation, peer,
+                      own ? first : peer_rows_of(launch.p.plan, peer, launch.p.segment, group),
+                      own ? place : place_from(group, peer, generation), bases);
   }
   return __syncthreads_and(found) != 0;
 }

@@ -66,12 +66,16 @@ struct DeviceControlLayout {
   std::size_t delivered = 0;  ///< u64 [R, kMaxBlocks]: generation in which a block's rows are here
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
   std::size_t progress = 0;   ///< [R] lines of kProgressParts words (kernels/progress.cuh)
+  std::size_t summed = 0;     ///< a line: how far this rank's sums of slots are; peers look
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
   std::size_t come = 0;       ///< i32 [kProgressParts, R], local: rows of each source, by step
   std::size_t mailbox = 0;    ///< [kMailboxDepth, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
 };
+
+/// Slices of a rank's sums of slots, at most: each is told to the peers when it is complete.
+inline constexpr int kMostSlices = 32;
 
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
@@ -83,6 +87,7 @@ struct LocalWords {
   std::uint32_t pushed[kProgressParts];  ///< warps that have pushed a part; 0 between calls
   std::uint64_t moving;                  ///< generation of the call whose rows come
   std::uint32_t gate;  ///< how far they have come (ArrivalSteps); kernels beside the call wait
+  std::uint32_t summed[kMostSlices];  ///< warps that have done with a slice of sums; 0 between
 };
 
 /// `body_bytes`: what follows the head in the largest message. In a mailbox 4 bytes of a message
@@ -95,6 +100,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.delivered = carver.take(r * kMaxBlocks * sizeof(std::uint64_t));
   layout.done = carver.take(r * kLineBytes);
   layout.progress = carver.take(r * kLineBytes);
+  layout.summed = carver.take(kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
   layout.come = carver.take(kProgressParts * r * sizeof(std::int32_t));
   layout.message_bytes = round_up(2 * (sizeof(DeviceHead) + body_bytes), kLineBytes);
@@ -104,7 +110,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
 }
 
 /// Where in a call a kernel gave up.
-enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, loans, barrier };
+enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, sums, loans, barrier };
 
 FERRY_FN constexpr bool is_fatal(Reason reason) {
   return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::distrust;

@@ -27,14 +27,14 @@ int default_vectors(std::int64_t row_bytes, bool bulk_copies) {
   return best;
 }
 
-/// Pulls that an SM's copy engine may have in flight: with 64 and more, it loses up to two thirds
-/// of its speed as soon as they miss the L2 cache (measured on an H200; their length matters
-/// little).
-constexpr int kMostPulls = 48;
-
 }  // namespace
 
-cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int beside,
+int combine_pulls(int sms) {
+  constexpr int kOfAll = 768;  // what 16 SMs have
+  return std::clamp(kOfAll / sms, 12, kMostPulls);
+}
+
+cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int beside, int pulls,
                            SumShape& shape) {
   if (row_bytes <= 0 || row_bytes % 16 != 0) return cudaErrorInvalidValue;
   KernelLimits limits;
@@ -42,7 +42,9 @@ cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int 
   shape.vectors =
       tuning.vectors > 0 ? tuning.vectors : default_vectors(row_bytes, limits.bulk_copies);
   shape.warps = most_warps(shape.vectors) - beside;
-  if (tuning.warps > 0) shape.warps = std::min(shape.warps, tuning.warps);
+  if (tuning.pulls > 0) pulls = tuning.pulls;
+  // A warp that has but one stage waits for the whole way of every piece.
+  shape.warps = std::min(shape.warps, tuning.warps > 0 ? tuning.warps : std::max(1, pulls / 2));
   shape.spread = tuning.spread;
   shape.piece_bytes = static_cast<std::uint32_t>(shape.vectors) * 512;
   const std::int64_t pieces = (row_bytes + shape.piece_bytes - 1) / shape.piece_bytes;
@@ -53,7 +55,7 @@ cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int 
   int most = room / (stage * shape.warps);
   while (most < 2 && shape.warps > 1) most = room / (stage * --shape.warps);
   if (most < 1) return cudaErrorInvalidConfiguration;
-  const int wish = std::clamp(kMostPulls / shape.warps, 1, 16);
+  const int wish = std::clamp(pulls / shape.warps, 1, 16);
   shape.stages = std::min(most, tuning.stages > 0 ? tuning.stages : wish);
   shape.shared_bytes = stage * shape.warps * shape.stages;
   return cudaSuccess;

@@ -15,6 +15,7 @@ struct SumTuning {
   int warps = 0;       ///< that sum, in a block
   int stages = 0;      ///< pieces in flight for each warp
   bool spread = true;  ///< neighbouring pieces go to different SMs, else to the same one
+  int pulls = 0;       ///< that an SM may have in flight
 };
 
 /// What becomes of a tuning.
@@ -45,10 +46,19 @@ struct FanOutTuning {
 };
 
 /// Of a block's shared memory, left to the kernels' own variables.
-inline constexpr int kOwnShared = 2048;
+inline constexpr int kOwnShared = 4096;
 
-/// `beside`: warps of a block that do something else.
-cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int beside,
+/// Pulls that an SM's copy engine may have in flight: with 64 and more, it loses up to two thirds
+/// of its speed as soon as they miss the L2 cache (measured on an H200; their length matters
+/// little).
+inline constexpr int kMostPulls = 48;
+
+/// Of a combine with so many SMs: together they fill the wires long before each has kMostPulls in
+/// flight, and more only stand in line there (measured on 4 H200).
+int combine_pulls(int sms);
+
+/// `beside`: warps of a block that do something else. `pulls`: as in SumTuning, unless that says.
+cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int beside, int pulls,
                            SumShape& shape);
 
 /// As in throughput.hpp, cut as the caller says.

@@ -208,7 +208,9 @@ cudaError_t launch_fan_out_places(const FanOutParameters& parameters, cudaStream
 cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream);
 
 /// Each received row's slots summed, before a combine from expert-major rows: `acc = fma(w, x,
-/// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only.
+/// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only. All
+/// sources' rows are made side by side, each source's in their order; peers see how far it is, so
+/// that the combine may run at the same time.
 struct SumSlotsParameters {
   GroupView group{};
   PlanView plan{};
@@ -241,6 +243,9 @@ struct CombineParameters {
   std::int64_t columns = 0;          ///< H; row bytes are a multiple of 16
   const std::byte* bias0 = nullptr;  ///< [T, H] or null
   const std::byte* bias1 = nullptr;
+  /// launch_sum_slots has come just before it in the stream, with `rows` as its `out`, on every
+  /// rank that has room: rows are read when their rank says that they are summed.
+  bool after_sums = false;
   std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
   float* out_weights = nullptr;  ///< f32 [T, K] when has_weights
   Failure* failure = nullptr;
