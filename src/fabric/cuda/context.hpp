@@ -42,6 +42,8 @@ class DeviceContext {
 
   /// The three run on a stream of their own and wait until `until`; false: not done by then, the
   /// memory may still be written or read. Throw CallRefused.
+  /// `zero` is done by a copy engine, as a memset would wait for a free SM, and a kernel that has all
+  /// of them may wait for this rank.
   bool zero(CUdeviceptr to, std::size_t bytes, std::chrono::steady_clock::time_point until);
   bool write(CUdeviceptr to, std::uint64_t word, std::chrono::steady_clock::time_point until);
   bool read(CUdeviceptr from, std::uint64_t& word, std::chrono::steady_clock::time_point until);
@@ -54,6 +56,8 @@ class DeviceContext {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
+  void* zeros_ = nullptr;                ///< pinned; of zero
+  bool late_ = false;                    ///< a copy of them may still run
   std::shared_ptr<std::uint64_t> word_;  ///< of write and read; outlives a copy that is late
   DeviceUuid uuid_{};
   std::string name_{};

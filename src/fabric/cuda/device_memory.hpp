@@ -36,7 +36,7 @@ struct DeviceMemoryOptions {
   OnWait on_wait{};                                              ///< for creation only
 };
 
-/// One thread at a time registers, attaches and seals; meanwhile others may ask for pointers. All
+/// One thread at a time registers and seals, one attaches; meanwhile others may ask for pointers. All
 /// memory stays until the object ends; by then no kernel may use it, here or at a peer. The device
 /// that is current in the calling thread is left as it was. Never throws at its end; in a forked
 /// child the end does nothing.
