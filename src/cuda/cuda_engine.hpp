@@ -98,6 +98,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void check_usable(const char* call);
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
+  void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void load_copies();
@@ -142,7 +143,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 
-  std::mutex wire_mutex_;                 // registering, attaching, the table, aux_
+  std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
   std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};

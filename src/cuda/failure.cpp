@@ -24,6 +24,10 @@ const char* stage_name(Stage stage) {
   return "exchange";
 }
 
+std::string size_of_what(Stage stage) {
+  return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
+}
+
 }  // namespace
 
 Error CudaEngine::fatal_error() {
@@ -84,8 +88,8 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " could not register " +
                        to_string(failure.detail) +
-                       " more bytes (rows, columns and worst_case_rows give this size); nothing "
-                       "was sent",
+                       " more bytes (" + size_of_what(failure.stage) +
+                       " give this size); nothing was sent",
                    context);
     case Reason::too_many:
       return Error(ErrorKind::exhausted,

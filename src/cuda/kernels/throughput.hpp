@@ -207,6 +207,9 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
 struct BarrierParameters {
   GroupView group{};
   CallSignature call{};
+  Stage stage = Stage::barrier;
+  StepStatus status = StepStatus::ok;  ///< no_room: takes part in another call, only to say that
+  std::int64_t need_bytes = 0;         ///< then
   Failure* failure = nullptr;
 };
 cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);
