@@ -45,6 +45,10 @@ void Launch::order_after_last() {
   }
 }
 
+User Launch::user() const {
+  return {stream_, stream_id_, capture_.active, &engine_.config_.on_wait};
+}
+
 std::byte* Launch::temporary(Held held) {
   std::byte* data = held.data();
   temporaries_.push_back(std::move(held));
@@ -68,7 +72,8 @@ std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;
   const std::uint64_t number = ++engine_.calls_;
-  engine_.channel_.count(number);
+  // A captured call runs when its graph does; only the GPU counts those.
+  if (!capture_.active) engine_.channel_.count(number);
   // As long as no graph runs calls, each call has one generation.
   if (!capture_.active && !engine_.has_graphs_) record_->generation = number;
   return number;

@@ -72,7 +72,7 @@ class Launch {
   cudaStream_t stream() const { return stream_; }
   const Capture& capture() const { return capture_; }
   bool blocking() const { return blocking_; }
-  User user() const { return {stream_, stream_id_, capture_.active}; }
+  User user() const;
   const std::shared_ptr<CallRecord>& record() const { return record_; }
 
   /// Keeps a piece until the call has ended (captured: as long as the graph).
