@@ -29,7 +29,7 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   stream_id_ = capture_.active ? reinterpret_cast<std::uintptr_t>(stream_) : id_of(stream_);
   engine_.throw_untold(call);
   record_->slot = engine_.failures_->take();
-  record_->failure = reinterpret_cast<Failure*>(record_->slot.get());
+  record_->failure = &record_->pinned().failure;
   order_after_last();
 }
 
@@ -82,7 +82,7 @@ std::uint64_t Launch::enter(const CallSignature& signature) {
 /// Beside calls of graphs the CPU cannot number the generations, so the GPU says how a call ended.
 void Launch::watch_end() {
   if (capture_.active || record_->generation != 0) return;
-  auto* word = reinterpret_cast<std::uint64_t*>(record_->slot.get() + sizeof(Failure));
+  std::uint64_t* word = &record_->pinned().dead_then;
   const DeviceControlLayout& layout = engine_.parts_.layout;
   run(cudaMemcpyAsync(word,
                       engine_.parts_.control.data + layout.local + offsetof(LocalWords, failed),

@@ -22,6 +22,7 @@
 #include "cuda/segment_exchange.hpp"
 #include "engine/channel.hpp"
 #include "engine/memory.hpp"
+#include "engine/row_guess.hpp"
 
 namespace ferry::cuda {
 
@@ -77,11 +78,26 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   int sms_for(const char* call, int asked) const;
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
-  /// Registered pieces for a call, all of them or none; makes room first if there is none. None:
-  /// the GPU's memory is exhausted.
+  enum class Pieces {
+    any,    ///< makes room first if there is none
+    spare,  ///< of what there is
+    idle,   ///< as any, for kernels that run already: of pieces that nobody uses any more
+  };
+  /// Registered pieces for a call, all of them or none. None: the GPU's memory is exhausted.
   std::optional<std::vector<Held>> take_registered(Launch& launch,
-                                                   const std::vector<std::size_t>& sizes);
+                                                   const std::vector<std::size_t>& sizes,
+                                                   Pieces pieces = Pieces::any);
+  /// What calls that guess their rows share; guarded by the group's turn.
+  engine::RowGuess& row_guess() { return row_guess_; }
+  /// Of dispatches that guessed; for tests and benchmarks.
+  struct Guesses {
+    std::atomic<std::uint64_t> made{0};
+    std::atomic<std::uint64_t> too_low{0};
+  };
+  Guesses& guesses() { return guesses_; }
   Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
+  /// Fails the group in the midst of a call.
+  void give_up(const char* call, const std::exception& why);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
   /// The state of a plan of this group; refuses others.
@@ -132,6 +148,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   unsigned long long capture_id_ = 0;
   bool has_graphs_ = false;  // or had
   std::uint64_t calls_ = 0;
+  engine::RowGuess row_guess_{};
+  Guesses guesses_{};
   std::size_t control_bytes_ = 0;
 
   std::mutex flight_mutex_;

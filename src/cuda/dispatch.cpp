@@ -14,14 +14,14 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
     : engine_(engine), launch_(launch), x_(x), plan_(std::move(plan)), options_(options) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
   carries_routes_ = !plan_->routes_sent.load();
-  if (options_.worst_case_rows == 0) {
-    learn_counts();
-    rank_rows_ = plan_->exchange.recv_rows();
-    out_rows_ =
-        expert_major() ? plan_->exchange.expert_offsets(options_.alignment).back() : rank_rows_;
-  } else {
+  // Of an input without room for its copy nothing is used; it must only be readable.
+  const auto* data = static_cast<const std::byte*>(x_.data);
+  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+  if (options_.worst_case_rows > 0) {
     // Every row that arrives fills at least one expert-major row, so this bounds both.
     rank_rows_ = out_rows_ = options_.worst_case_rows;
+  } else if (!guess_rows()) {
+    know_rows();
   }
   if (options_.out && options_.out->rows() < out_rows_) {
     refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
@@ -29,18 +29,7 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
   }
 }
 
-void DispatchJob::learn_counts() {
-  if (plan_->counts_known()) return;
-  if (launch_.capture().active) {
-    throw Error(ErrorKind::unsupported,
-                "dispatch: its stream is being captured into a CUDA graph, where the CPU cannot "
-                "wait for the counts of the plan; give worst_case_rows, or a plan whose counts "
-                "are known");
-  }
-  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
-}
-
-bool DispatchJob::take_regions() {
+bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
   std::vector<std::size_t> sizes{
       make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes,
       make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights()).bytes};
@@ -48,8 +37,9 @@ bool DispatchJob::take_regions() {
     sizes.push_back(make_receive_layout(out_rows_, x_.row_bytes(), scale_columns()).bytes);
   }
   need_bytes_ = static_cast<std::int64_t>(engine::Regions::total(sizes));
-  auto taken = engine_.take_registered(launch_, sizes);
+  auto taken = engine_.take_registered(launch_, sizes, pieces);
   if (!taken) return false;
+  granted_rows_ = rank_rows_;
   rank_ = std::move((*taken)[0]);
   side_ = std::move((*taken)[1]);
   if (expert_major()) expert_ = std::move((*taken)[2]);
@@ -71,7 +61,7 @@ CallSignature DispatchJob::signature() const {
   return call;
 }
 
-void DispatchJob::push(bool room) {
+void DispatchJob::push(StepStatus status) {
   DispatchParameters parameters;
   parameters.group = engine_.view();
   parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
@@ -86,13 +76,15 @@ void DispatchJob::push(bool room) {
   }
   if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
-  parameters.status = room ? StepStatus::ok : StepStatus::no_room;
-  parameters.need_bytes = need_bytes_;
+  parameters.status = status;
+  parameters.need_bytes =
+      status == StepStatus::too_many ? std::max(rank_rows_, out_rows_) : need_bytes_;
   parameters.segment = rank_.region.address.segment;
   parameters.offset = rank_.region.address.offset;
   parameters.side_segment = side_.region.address.segment;
   parameters.side_offset = side_.region.address.offset;
   parameters.capacity = rank_rows_;
+  if (guessed_) parameters.second = &launch_.record()->pinned().second;
   if (expert_major() && options_.worst_case_rows > 0) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
@@ -121,13 +113,10 @@ void DispatchJob::make_slot_tensors() {
 }
 
 /// All memory of the call, before it is entered. False: there is none, which every rank must learn.
-bool DispatchJob::reserve() {
-  // Of an input without room for its copy nothing is used; it must only be readable.
-  const auto* data = static_cast<const std::byte*>(x_.data);
-  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+bool DispatchJob::reserve(CudaEngine::Pieces pieces) {
   try {
-    if (!take_regions()) return false;
-    input_ = input();
+    if (!take_regions(pieces)) return false;
+    if (pieces != CudaEngine::Pieces::idle) input_ = input();  // else the kernel has it
     if (carries_routes_) place_routes();
     fills_routes_ = make_route_tensors();
     if (expert_major()) make_slot_tensors();
@@ -182,7 +171,7 @@ bool DispatchJob::make_route_tensors() {
 }
 
 void DispatchJob::bring_routes() {
-  const auto layout = make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights());
+  const auto layout = make_side_layout(granted_rows_, plan_->topk, carries_routes_, has_weights());
   auto* weights = has_weights() ? reinterpret_cast<float*>(side_.data() + layout.weights) : nullptr;
   const bool tail = options_.worst_case_rows > 0 && has_weights();
   if (fills_routes_ || tail) {
@@ -242,7 +231,8 @@ void DispatchJob::fan_out() {
 
 void DispatchJob::make_rows() {
   const Held& rows = expert_major() ? expert_ : rank_;
-  const auto layout = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
+  const std::int64_t held = expert_major() ? out_rows_ : granted_rows_;
+  const auto layout = make_receive_layout(held, x_.row_bytes(), scale_columns());
   const Extents shape{out_rows_, x_.columns()};
   result_.x = {TensorView(rows.data(), x_.dtype, shape, engine_.device()), rows.owner};
   if (options_.scales) {
@@ -275,11 +265,17 @@ Received DispatchJob::run() {
     // In a graph the GPU alone knows how the run of a call ended.
     if (!plan_->captured) launch_.record()->needs.push_back(routes_.carrier);
   }
-  const bool room = reserve();
-  use_of_others();
   launch_.outlives(plan_);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
-  push(room);
+  if (plan_error_) fail_with_plan();
+  bool room = guessed_ && reserve_guess();
+  if (guessed_ && !room) know_rows();
+  if (plan_error_) fail_with_plan();
+  const bool countable = std::max(rank_rows_, out_rows_) <= kMaxRows;
+  if (!guessed_) room = countable && reserve(CudaEngine::Pieces::any);
+  use_of_others();
+  push(!countable ? StepStatus::too_many : room ? StepStatus::ok : StepStatus::no_room);
+  if (guessed_) room = settle_guess();
   if (!room) {
     const Event event = launch_.finish();  // every rank learns of it
     engine_.finish(kDispatch, event);

@@ -1,6 +1,7 @@
 // One dispatch of the CUDA engine, from its arguments to its launched kernels.
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -13,7 +14,7 @@ inline constexpr const char* kDispatch = "dispatch";
 
 class DispatchJob {
  public:
-  /// Learns the count if the output is exact.
+  /// Learns or guesses the count if the output is exact.
   DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
               std::shared_ptr<CudaPlan> plan, const DispatchOptions& options);
   Received run();
@@ -23,14 +24,23 @@ class DispatchJob {
   bool has_weights() const { return options_.topk_weights.has_value(); }
   std::int64_t scale_columns() const { return options_.scales ? options_.scales->shape[1] : 0; }
 
+  // dispatch_rows.cpp: how many rows there will be.
   void learn_counts();
-  bool reserve();
-  bool take_regions();
+  void know_rows();
+  bool guess_rows();
+  bool reserve_guess();
+  bool settle_guess();
+  void narrow(std::int64_t rows);
+  bool grant_again(std::int64_t rows);
+  [[noreturn]] void fail_with_plan();
+
+  bool reserve(CudaEngine::Pieces pieces);
+  bool take_regions(CudaEngine::Pieces pieces);
   CallSignature signature() const;
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
   void make_slot_tensors();
-  void push(bool room);
+  void push(StepStatus status);
   /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
   /// it runs.
   bool lasting() const { return !launch_.capture().active || plan_->captured; }
@@ -49,8 +59,11 @@ class DispatchJob {
   const DispatchOptions& options_;
   int sms_ = 1;
   bool carries_routes_ = false;
-  std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
+  bool guessed_ = false;
+  std::exception_ptr plan_error_{};  // the plan's own call failed, on all ranks
+  std::int64_t rank_rows_ = 0;       // of the rank-major tensors
   std::int64_t out_rows_ = 0;
+  std::int64_t granted_rows_ = 0;  // of the rank-major regions
   std::int64_t need_bytes_ = 0;
   CudaPlan::Routes routes_{};
   Held rank_{};

@@ -129,7 +129,8 @@ void StreamArena::shrink(const engine::Region& region, std::size_t bytes) {
   const auto at = live_.find(region.data);
   if (at == live_.end() || kept >= at->second.bytes) return;
   const std::size_t rest = std::exchange(at->second.bytes, kept) - kept;
-  arena_.release({{region.address.segment, region.address.offset + kept}, region.data + kept, rest});
+  arena_.release(
+      {{region.address.segment, region.address.offset + kept}, region.data + kept, rest});
 }
 
 bool StreamArena::at_rest() {

@@ -23,8 +23,8 @@ namespace ferry::cuda {
 /// Who takes memory, and for how long.
 struct User {
   cudaStream_t stream = nullptr;
-  unsigned long long id = 0;  ///< of the stream
-  bool captured = false;      ///< into a graph: the pieces live as long as the graph
+  unsigned long long id = 0;        ///< of the stream
+  bool captured = false;            ///< into a graph: the pieces live as long as the graph
   const OnWait* on_wait = nullptr;  ///< for the taking alone
 };
 

@@ -295,6 +295,30 @@ TEST_F(DeviceMemoryAlone, TheEndInAForkedChildDoesNothing) {
   });
 }
 
+TEST_F(DeviceMemoryAlone, RegisteringNeedsNoFreeSm) {
+  // A kernel that waits for this rank may have all of them.
+  run(1, 1, [](Bootstrap& bootstrap) {
+    auto memory = make(bootstrap, DeviceWay::automatic, 1);
+    memory->register_memory(1);
+    void* pinned = nullptr;
+    cudaStream_t stream = nullptr;
+    need(cudaHostAlloc(&pinned, 4, cudaHostAllocDefault) == cudaSuccess, "cudaHostAlloc");
+    auto* end = static_cast<volatile std::uint32_t*>(pinned);
+    need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "stream");
+    *end = 1;
+    take_all_sms(stream, end);
+    need(cudaStreamSynchronize(stream) == cudaSuccess, "take_all_sms");
+    *end = 0;
+    take_all_sms(stream, end);
+    const auto start = std::chrono::steady_clock::now();
+    const Segment more = memory->register_memory(std::size_t{100} << 20);
+    const auto took = std::chrono::steady_clock::now() - start;
+    *end = 1;
+    need(took < 5s, "it waited for the kernel");
+    need_none(expect(more.data, 0, 0, more.bytes / 8), "zeroed");
+  });
+}
+
 TEST_F(DeviceMemoryAlone, TheCurrentDeviceStays) {
   run(1, 1, [](Bootstrap& bootstrap) {
     const int last = gpu_count() - 1;

@@ -7,6 +7,7 @@
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/push.hpp"
+#include "cuda/kernels/second_grant.cuh"
 #include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda {
@@ -54,6 +55,7 @@ __device__ void fill_head(const DispatchParameters& p, bool holds_counts, std::i
   head.refused = holds_counts ? Reason::none : Reason::bad_plan;
   head.rows = p.capacity;
   head.detail = p.need_bytes;
+  if (p.status == StepStatus::ok && p.second != nullptr) head.status = StepStatus::guessed;
   if (p.status == StepStatus::ok && out_rows > p.out_capacity) {
     head.status = StepStatus::too_many;
     head.detail = out_rows;
@@ -124,7 +126,11 @@ __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::
       there = false;
       break;
     }
-    const std::uint64_t word = load_head_word(p.group, peer, generation);
+    std::uint64_t word = load_head_word(p.group, peer, generation);
+    if (!take_second(p, peer, generation, rows, word)) {
+      there = false;
+      break;
+    }
     const std::uint32_t what = complaint(word, p.call, rows);
     if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
     const Grant grant = grant_of(word);
@@ -143,6 +149,14 @@ __device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::
     fail(p.group, generation, Reason::distrust, Stage::grants, liar, {0, 0, lie});
   }
   return false;
+}
+
+/// Whole block 0: whether more rows arrive than this rank has guessed.
+__device__ __forceinline__ bool guessed_too_few(const DispatchParameters& p, bool holds_counts) {
+  if (p.second == nullptr || p.status != StepStatus::ok || !holds_counts) return false;
+  const auto* arriving =
+      reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
+  return arriving[p.group.rank] > p.capacity;
 }
 
 /// Whole grid, after a barrier behind all pushes of the block: when all blocks have pushed, every
@@ -185,14 +199,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return;
   if (row_warp) begin_rows(p, shape, shared);
+  bool granted = true;
   if (blockIdx.x == 0) {
     const bool holds_counts = plan_state == 1;
     const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
     post_entry(p.group, generation, p.call,
                [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
+    if (guessed_too_few(p, holds_counts)) granted = grant_again(p, generation);
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!agree(p, shape, generation, targets)) {
+  if (!granted || !agree(p, shape, generation, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
     return;
   }

@@ -102,13 +102,15 @@ inline constexpr int kRowsWord = static_cast<int>(offsetof(DeviceHead, rows) / 8
 static_assert(kHeadWords <= kHeadLanes && offsetof(DeviceHead, segment) % 8 == 4 &&
               offsetof(DeviceHead, refused) % 8 == 4);
 
-/// Sixteen lanes: their word of `peer`'s head. All words come in one trip to the memory.
-__device__ __forceinline__ std::uint64_t load_head_word(const GroupView& group, int peer,
-                                                        std::uint64_t generation) {
+/// Sixteen lanes: their word of a head. All words come in one trip to the memory.
+__device__ __forceinline__ std::uint64_t load_head_word(const DeviceHead* head) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   if (word >= kHeadWords) return 0;
-  return load_relaxed(reinterpret_cast<const std::uint64_t*>(head_from(group, peer, generation)) +
-                      word);
+  return load_relaxed(reinterpret_cast<const std::uint64_t*>(head) + word);
+}
+__device__ __forceinline__ std::uint64_t load_head_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation) {
+  return load_head_word(head_from(group, peer, generation));
 }
 
 inline constexpr std::uint32_t kNoComplaint = 5;
@@ -127,7 +129,8 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   }
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
-    return status == StepStatus::ok ? kNoComplaint : status == StepStatus::too_many ? 4 : 3;
+    if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
+    return status == StepStatus::too_many ? 4 : 3;
   }
   if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 4;
   return kNoComplaint;
@@ -169,21 +172,27 @@ __device__ inline Verdict judge_entry(const GroupView& group, std::uint64_t gene
   return worst_of(found);
 }
 
+__device__ __forceinline__ StepStatus status_of(const DeviceHead* head) {
+  return static_cast<StepStatus>(
+      load_relaxed(reinterpret_cast<const std::uint32_t*>(&head->status)));
+}
+
 /// One thread: tells the host why this call moved nothing.
 __device__ inline void report(const GroupView& group, std::uint64_t generation, Verdict verdict,
                               Stage stage, const std::int64_t* needed, Failure* failure) {
   if (failure == nullptr) return;
   const DeviceHead* head = head_from(group, verdict.peer, generation);
+  const bool size = verdict.reason == Reason::no_room || verdict.reason == Reason::too_many;
+  if (size && status_of(head) == StepStatus::guessed) {
+    head = second_head_from(group, verdict.peer, generation);
+  }
   failure->reason = verdict.reason;
   failure->stage = stage;
   failure->peer = verdict.peer;
   // Too many received rows are known here; too many rows of its output only the peer knows.
-  const auto status =
-      static_cast<StepStatus>(load_relaxed(reinterpret_cast<const std::uint32_t*>(&head->status)));
-  failure->detail =
-      needed != nullptr && verdict.reason == Reason::too_many && status != StepStatus::too_many
-          ? needed[verdict.peer]
-          : load_relaxed(&head->detail);
+  const bool counted = needed != nullptr && verdict.reason == Reason::too_many &&
+                       status_of(head) != StepStatus::too_many;
+  failure->detail = counted ? needed[verdict.peer] : load_relaxed(&head->detail);
   const auto* theirs = reinterpret_cast<const std::uint64_t*>(&head->call);
   auto* copy = reinterpret_cast<std::uint64_t*>(&failure->theirs);
   for (int i = 0; i < static_cast<int>(sizeof(CallSignature) / 8); ++i) {

@@ -58,6 +58,7 @@ struct DeviceControlLayout {
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
   std::size_t mailbox = 0;    ///< [2, R, message_bytes]
+  std::size_t second = 0;     ///< [2, R] heads: second grants; in a dispatch `done` tells of them
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
 };
@@ -69,6 +70,8 @@ struct LocalWords {
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
 };
+
+inline constexpr std::size_t kSecondBytes = round_up(sizeof(DeviceHead), kLineBytes);
 
 /// `body_bytes`: what follows the head in the largest message.
 FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
@@ -82,6 +85,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.local = carver.take(sizeof(LocalWords));
   layout.message_bytes = round_up(sizeof(DeviceHead) + body_bytes, kLineBytes);
   layout.mailbox = carver.take(2 * r * layout.message_bytes);
+  layout.second = carver.take(2 * r * kSecondBytes);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }
@@ -104,6 +108,19 @@ struct Failure {
   std::uint64_t seen = 0;
   std::int64_t detail = 0;
   CallSignature theirs{};
+};
+
+/// What the CPU grants when more rows arrive than it guessed; in pinned memory.
+struct SecondGrant {
+  std::uint64_t written = 0;  ///< not 0: the rest is there; stored last (release)
+  StepStatus status = StepStatus::ok;
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t side_segment = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t side_offset = 0;
+  std::int64_t rows = 0;
+  std::int64_t detail = 0;  ///< as in DeviceHead
 };
 
 struct GroupView {

@@ -109,6 +109,7 @@ struct DispatchParameters {
   std::uint32_t side_segment = 0;
   std::uint64_t side_offset = 0;
   std::int64_t capacity = 0;
+  const SecondGrant* second = nullptr;  ///< not null: capacity is a guess; else the CPU stores here
   /// Expert-major output of a worst case: its rows, every expert's padded to `out_alignment`, must
   /// fit, too. 0: they do.
   std::int64_t out_capacity = 0;

@@ -86,6 +86,18 @@ __device__ __forceinline__ const DeviceHead* head_from(const GroupView& group, i
       mailbox_slot(group, group.control, source, generation));
 }
 
+/// The same for second grants.
+__device__ __forceinline__ std::byte* second_slot(const GroupView& group, std::byte* control,
+                                                  int source, std::uint64_t generation) {
+  const std::size_t slot =
+      (generation % 2) * static_cast<std::size_t>(group.ranks) + static_cast<std::size_t>(source);
+  return control + group.layout.second + slot * kSecondBytes;
+}
+__device__ __forceinline__ const DeviceHead* second_head_from(const GroupView& group, int source,
+                                                              std::uint64_t generation) {
+  return reinterpret_cast<const DeviceHead*>(second_slot(group, group.control, source, generation));
+}
+
 /// A segment that a peer names; an empty one when there is none of that number.
 __device__ __forceinline__ PeerSegment segment_of(const GroupView& group, int peer,
                                                   std::uint32_t segment) {

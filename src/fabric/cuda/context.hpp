@@ -42,8 +42,8 @@ class DeviceContext {
 
   /// The three run on a stream of their own and wait until `until`; false: not done by then, the
   /// memory may still be written or read. Throw CallRefused.
-  /// `zero` is done by a copy engine, as a memset would wait for a free SM, and a kernel that has all
-  /// of them may wait for this rank.
+  /// `zero` is done by a copy engine, as a memset would wait for a free SM, and a kernel that has
+  /// all of them may wait for this rank.
   bool zero(CUdeviceptr to, std::size_t bytes, std::chrono::steady_clock::time_point until);
   bool write(CUdeviceptr to, std::uint64_t word, std::chrono::steady_clock::time_point until);
   bool read(CUdeviceptr from, std::uint64_t& word, std::chrono::steady_clock::time_point until);

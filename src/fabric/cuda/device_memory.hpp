@@ -36,10 +36,10 @@ struct DeviceMemoryOptions {
   OnWait on_wait{};                                              ///< for creation only
 };
 
-/// One thread at a time registers and seals, one attaches; meanwhile others may ask for pointers. All
-/// memory stays until the object ends; by then no kernel may use it, here or at a peer. The device
-/// that is current in the calling thread is left as it was. Never throws at its end; in a forked
-/// child the end does nothing.
+/// One thread at a time registers and seals, one attaches; meanwhile others may ask for pointers.
+/// All memory stays until the object ends; by then no kernel may use it, here or at a peer. The
+/// device that is current in the calling thread is left as it was. Never throws at its end; in a
+/// forked child the end does nothing.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
