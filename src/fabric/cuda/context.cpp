@@ -13,10 +13,12 @@ bool attribute(CUdevice device, CUdevice_attribute which) {
 }
 
 DeviceAbilities abilities_of(CUdevice device) {
-  return {attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) &&
-              attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
-          attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
-          !attribute(device, CU_DEVICE_ATTRIBUTE_INTEGRATED)};
+  const bool mapped = attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+  return {
+      mapped && attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
+      attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+      !attribute(device, CU_DEVICE_ATTRIBUTE_INTEGRATED),
+      mapped && attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)};
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ struct DeviceAbilities {
   bool vmm = false;       ///< virtual memory with POSIX file descriptors between processes
   bool rdma_vmm = false;  ///< a NIC may reach such memory
   bool ipc = false;       ///< not on integrated GPUs
+  bool fabric = false;    ///< handles of VMM memory for other hosts; IMEX may still refuse them
 };
 
 using DeviceUuid = std::array<std::uint8_t, 16>;
