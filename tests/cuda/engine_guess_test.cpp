@@ -110,18 +110,19 @@ TEST_P(EngineTest, GuessedRowsAreNarrowed) {
 }
 
 TEST_P(EngineTest, WhatIsGuessedTooLowIsGrantedAnew) {
-  for (const std::int64_t hidden : {256, 16384}) {  // with room; and the arena must grow meanwhile
+  for (const bool wide : {false, true}) {  // with room; and the arena must grow meanwhile
     Shape shape;
     shape.tokens = 160;
-    shape.hidden = hidden;
-    each(shape, [&](Seat& seat) {
+    shape.hidden = wide ? 4096 : 256;
+    GroupConfig config = config_for(shape);
+    if (wide) config.memory_bytes = std::size_t{2} << 20;  // holds 32 rows, but not 160
+    on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
       const auto self = static_cast<std::size_t>(seat.rank());
       OwnStream own(seat.device);
       warm_up(seat, own);
       const World away = world_to(seat.size(), shape, seat.size() == 1 ? -1 : shape.experts - 1);
       const World here = world_to(seat.size(), shape, 0);
       const OnGpu mine(away.ranks[self], shape, seat.device, seat.copier);
-      const bool wide = hidden > 256;
       if (!wide) {
         for (int i = 0; i < 8; ++i) guessed_trip(seat, away, mine, own);
       } else {

@@ -2,6 +2,7 @@
 // when there is none. Skips without a GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -269,6 +270,7 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
   shape.experts = kExperts * GetParam().ranks;
   each(shape, [&](Seat& seat) {
     World world(seat.size(), shape, kSeed + 4);
+    for (Sent& sent : world.ranks) std::fill(sent.routes.begin(), sent.routes.end(), -1);
     Sent& first = world.ranks[0];
     for (std::size_t i = 0; i < first.routes.size(); ++i) {
       first.routes[i] = static_cast<std::int64_t>(i) % kExperts;  // rank 0's
