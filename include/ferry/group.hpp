@@ -109,8 +109,8 @@ struct DispatchOptions {
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
-  /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. The host engine
-  /// has none.
+  /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
+  /// groups that may run at once must find their SMs beside each other. The host engine has none.
   int sms = 0;
 };
 

@@ -29,7 +29,7 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   stream_id_ = capture_.active ? reinterpret_cast<std::uintptr_t>(stream_) : id_of(stream_);
   engine_.throw_untold(call);
   record_->slot = engine_.failures_->take();
-  record_->failure = reinterpret_cast<Failure*>(record_->slot.get());
+  record_->failure = &record_->pinned().failure;
   order_after_last();
 }
 
@@ -43,6 +43,10 @@ void Launch::order_after_last() {
   } else if (engine_.last_ && engine_.last_stream_ != stream_id_) {
     check(cudaStreamWaitEvent(stream_, engine_.last_.get(), 0), "cudaStreamWaitEvent");
   }
+}
+
+User Launch::user() const {
+  return {stream_, stream_id_, capture_.active, &engine_.config_.on_wait};
 }
 
 std::byte* Launch::temporary(Held held) {
@@ -73,7 +77,8 @@ std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;
   const std::uint64_t number = ++engine_.calls_;
-  engine_.channel_.count(number);
+  // A captured call runs when its graph does; only the GPU counts those.
+  if (!capture_.active) engine_.channel_.count(number);
   // As long as no graph runs calls, each call has one generation.
   if (!capture_.active && !engine_.has_graphs_) record_->generation = number;
   return number;
@@ -82,7 +87,7 @@ std::uint64_t Launch::enter(const CallSignature& signature) {
 /// Beside calls of graphs the CPU cannot number the generations, so the GPU says how a call ended.
 void Launch::watch_end() {
   if (capture_.active || record_->generation != 0) return;
-  auto* word = reinterpret_cast<std::uint64_t*>(record_->slot.get() + sizeof(Failure));
+  std::uint64_t* word = &record_->pinned().dead_then;
   const DeviceControlLayout& layout = engine_.parts_.layout;
   run(cudaMemcpyAsync(word,
                       engine_.parts_.control.data + layout.local + offsetof(LocalWords, failed),

@@ -32,12 +32,19 @@ struct GroupWords {
   void raise_abort() const { std::atomic_ref(*abort).store(1, std::memory_order_release); }
 };
 
+/// What a call has in pinned memory.
+struct CallSlot {
+  Failure failure{};
+  std::uint64_t dead_then = 0;  ///< LocalWords::failed at its end, if the CPU asked for it
+  SecondGrant second{};
+};
+
 /// What is known of a call after its launch.
 struct CallRecord {
   const char* call = "";
   CallSignature signature{};
   std::int64_t worst_case_rows = 0;
-  std::shared_ptr<std::byte> slot{};  ///< pinned, holds `failure`
+  std::shared_ptr<std::byte> slot{};  ///< pinned, a CallSlot
   Failure* failure = nullptr;         ///< reasons that are not fatal
   GpuEvent done{};
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
@@ -49,6 +56,7 @@ struct CallRecord {
   std::atomic<bool> told{false};        ///< somebody has seen how it ended
   std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure
 
+  CallSlot& pinned() const { return *reinterpret_cast<CallSlot*>(slot.get()); }
   bool refused() const {
     return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
   }
@@ -72,7 +80,7 @@ class Launch {
   cudaStream_t stream() const { return stream_; }
   const Capture& capture() const { return capture_; }
   bool blocking() const { return blocking_; }
-  User user() const { return {stream_, stream_id_, capture_.active}; }
+  User user() const;
   const std::shared_ptr<CallRecord>& record() const { return record_; }
 
   /// Keeps a piece until the call has ended (captured: as long as the graph).

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "cuda/combine_job.hpp"
+#include "cuda/event.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -39,7 +40,7 @@ void CombineJob::check_rows() {
              "the worst_case_rows of a dispatch of this plan, whose counts the CPU does not know "
              "while its stream is captured");
     }
-    plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
+    plan_->ready.wait(kUntilItEnds, engine_.config().on_wait);
   }
   if (plan_->counts_known()) {
     check_combine_rows(plan_->exchange, dispatched, rows_.rows(),

@@ -39,7 +39,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   constexpr std::size_t kCalls = 256;           // records of calls in flight or kept by events
   constexpr std::size_t kPlanBytes = 1u << 20;  // of counts, unless four plans need more
   const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
-  failures_ = PinnedPool::make(sizeof(Failure) + sizeof(std::uint64_t), kCalls);
+  failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
   counts_ = PinnedPool::make(slot, std::clamp<std::size_t>(kPlanBytes / slot, 4, 64));
   words_.slot = PinnedPool::make(2 * kLineBytes + sizeof(Failure), 1)->take();
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
@@ -122,12 +122,14 @@ void CudaEngine::destroy() {
   constexpr auto kPolite = 500ms;  // for calls that need no more than their own time
   constexpr auto kMost = 2s;       // for kernels that were told to stop
   bool drained = false;
+  std::uint64_t ended = 0;  // unknown: missed in every call
   try {
     const OnDevice here(device().index);
     drained = !channel_.dead() && drain(kPolite);
-    if (drained) channel_.count(ended_calls());
+    ended = ended_calls();
   } catch (...) {  // the GPU has failed: leave all the same
   }
+  channel_.count(ended);  // who still needs this rank in a later call misses it
   channel_.leave();
   words_.raise_abort();
   try {
@@ -169,19 +171,21 @@ int CudaEngine::sms_for(const char* call, int asked) const {
   return std::min(asked == 0 ? kDefault : asked, std::max(1, parts_.sms / parts_.sharing));
 }
 
-std::optional<std::vector<Held>> CudaEngine::take_registered(
-    Launch& launch, const std::vector<std::size_t>& sizes) {
+std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,
+                                                             const std::vector<std::size_t>& sizes,
+                                                             Pieces pieces) {
   constexpr int kTries = 4;  // other threads may take what was added
   for (int i = 0; i < kTries; ++i) {
     std::vector<Held> taken;
     for (const std::size_t bytes : sizes) {
-      Held held = gpu().take_registered(bytes, launch.user());
+      Held held = pieces == Pieces::idle ? gpu().take_idle(bytes, launch.user())
+                                         : gpu().take_registered(bytes, launch.user());
       if (!held) break;
       taken.push_back(std::move(held));
     }
     if (taken.size() == sizes.size()) return taken;
     taken.clear();
-    if (!grow(launch.name(), engine::Regions::total(sizes))) break;
+    if (pieces == Pieces::spare || !grow(launch.name(), engine::Regions::total(sizes))) break;
   }
   return std::nullopt;
 }
@@ -251,9 +255,13 @@ std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& /*c
               "latency mode");
 }
 
+void CudaEngine::give_up(const char* call, const std::exception& why) {
+  channel_.fail(call, why.what());
+  words_.raise_abort();
+}
+
 void CudaEngine::finish(const char* call, const Event& event) {
-  constexpr auto kLong = std::chrono::hours(24);  // each wait of the call has its own deadline
-  constexpr auto kMost = 10s;                     // for kernels that were told to stop
+  constexpr auto kMost = 10s;  // for kernels that were told to stop
   const auto start = std::chrono::steady_clock::now();
   const auto count = [&] {
     const auto ns = (std::chrono::steady_clock::now() - start).count();
@@ -261,13 +269,12 @@ void CudaEngine::finish(const char* call, const Event& event) {
     wait_ns_.fetch_add(static_cast<std::uint64_t>(ns), std::memory_order_relaxed);
   };
   try {
-    event.wait(kLong, config_.on_wait);
+    event.wait(kUntilItEnds, config_.on_wait);
     count();
   } catch (const std::exception& thrown) {
     count();
     if (event.ready()) throw;
-    channel_.fail(call, thrown.what());
-    words_.raise_abort();
+    give_up(call, thrown);
     try {
       event.wait(kMost);
     } catch (const std::exception&) {  // what made us stop is the news

@@ -23,6 +23,7 @@
 #include "cuda/segment_exchange.hpp"
 #include "engine/channel.hpp"
 #include "engine/memory.hpp"
+#include "engine/row_guess.hpp"
 
 namespace ferry::cuda {
 
@@ -92,11 +93,26 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   SideStream* side_stream() const { return side_.get(); }
   /// The steps of a call that is followed. Its turn is held.
   ArrivalSteps next_steps() { return make_steps(gate_base_); }
-  /// Registered pieces for a call, all of them or none; makes room first if there is none. None:
-  /// the GPU's memory is exhausted.
+  enum class Pieces {
+    any,    ///< makes room first if there is none
+    spare,  ///< of what there is
+    idle,   ///< as any, for kernels that run already: of pieces that nobody uses any more
+  };
+  /// Registered pieces for a call, all of them or none. None: the GPU's memory is exhausted.
   std::optional<std::vector<Held>> take_registered(Launch& launch,
-                                                   const std::vector<std::size_t>& sizes);
+                                                   const std::vector<std::size_t>& sizes,
+                                                   Pieces pieces = Pieces::any);
+  /// What calls that guess their rows share; guarded by the group's turn.
+  engine::RowGuess& row_guess() { return row_guess_; }
+  /// Of dispatches that guessed; for tests and benchmarks.
+  struct Guesses {
+    std::atomic<std::uint64_t> made{0};
+    std::atomic<std::uint64_t> too_low{0};
+  };
+  Guesses& guesses() { return guesses_; }
   Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
+  /// Fails the group in the midst of a call.
+  void give_up(const char* call, const std::exception& why);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
   /// The state of a plan of this group; refuses others.
@@ -113,6 +129,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void check_usable(const char* call);
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
+  void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void make_side_stream();
@@ -150,6 +167,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   unsigned long long capture_id_ = 0;
   bool has_graphs_ = false;  // or had
   std::uint64_t calls_ = 0;
+  engine::RowGuess row_guess_{};
+  Guesses guesses_{};
   std::size_t control_bytes_ = 0;
 
   std::mutex flight_mutex_;
@@ -161,7 +180,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 
-  std::mutex wire_mutex_;                 // registering, attaching, the table, aux_
+  std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
   std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};

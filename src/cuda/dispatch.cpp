@@ -1,4 +1,4 @@
-// Dispatch: regions, the push on the GPU, routes, the fan-out to expert-major order.
+// Dispatch: regions, the push on the GPU, what the caller gets.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -22,14 +22,14 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
   const auto& carrier = plan_->gpu_routes.carrier;
   const bool lost = !plan_->captured && carrier && carrier->refused();
   carries_routes_ = !plan_->routes_sent.load() || lost;
-  if (options_.worst_case_rows == 0) {
-    learn_counts();
-    rank_rows_ = plan_->exchange.recv_rows();
-    out_rows_ =
-        expert_major() ? plan_->exchange.expert_offsets(options_.alignment).back() : rank_rows_;
-  } else {
+  // Of an input without room for its copy nothing is used; it must only be readable.
+  const auto* data = static_cast<const std::byte*>(x_.data);
+  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+  if (options_.worst_case_rows > 0) {
     // Every row that arrives fills at least one expert-major row, so this bounds both.
     rank_rows_ = out_rows_ = options_.worst_case_rows;
+  } else if (!guess_rows()) {
+    know_rows();
   }
   if (options_.out && options_.out->rows() < out_rows_) {
     refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
@@ -37,28 +37,14 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
   }
 }
 
-void DispatchJob::learn_counts() {
-  if (plan_->counts_known()) return;
-  if (launch_.capture().active) {
-    throw Error(ErrorKind::unsupported,
-                "dispatch: its stream is being captured into a CUDA graph, where the CPU cannot "
-                "wait for the counts of the plan; give worst_case_rows, or a plan whose counts "
-                "are known");
-  }
-  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
-}
-
-WideSideLayout DispatchJob::side_layout() const {
-  return make_wide_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights());
-}
-
-bool DispatchJob::take_regions() {
+bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
+  granted_rows_ = rank_rows_;
   std::vector<std::size_t> sizes{receive_layout(rank_rows_).bytes, side_layout().bytes};
   if (expert_major()) {
     sizes.push_back(receive_layout(out_rows_).bytes);
   }
   need_bytes_ = static_cast<std::int64_t>(engine::Regions::total(sizes));
-  auto taken = engine_.take_registered(launch_, sizes);
+  auto taken = engine_.take_registered(launch_, sizes, pieces);
   if (!taken) return false;
   rank_ = std::move((*taken)[0]);
   side_ = std::move((*taken)[1]);
@@ -81,22 +67,7 @@ CallSignature DispatchJob::signature() const {
   return call;
 }
 
-/// Long exchanges tell of progress, so that those who receive much may begin before the end.
-bool DispatchJob::tells_progress() const {
-  constexpr std::size_t kLeast = std::size_t{4} << 20;
-  return expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
-}
-
-/// Whether the fan-out follows the rows while they come. A graph's nodes cannot wait for a word
-/// that a node beside them raises, and ranks that share a GPU take turns.
-bool DispatchJob::follows() const {
-  constexpr std::size_t kLeast = std::size_t{32} << 20;
-  return expert_major() && !launch_.capture().active && engine_.side_stream() != nullptr &&
-         engine_.local_sms() > sms_ &&
-         static_cast<std::size_t>(rank_rows_) * row_.bytes() >= kLeast;
-}
-
-void DispatchJob::push(bool room) {
+void DispatchJob::push(StepStatus status) {
   DispatchParameters parameters;
   parameters.group = engine_.view();
   parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
@@ -117,13 +88,15 @@ void DispatchJob::push(bool room) {
   if (carries_routes_ && lasting()) {
     parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
   }
-  parameters.status = room ? StepStatus::ok : StepStatus::no_room;
-  parameters.need_bytes = need_bytes_;
+  parameters.status = status;
+  parameters.need_bytes =
+      status == StepStatus::too_many ? std::max(rank_rows_, out_rows_) : need_bytes_;
   parameters.segment = rank_.region.address.segment;
   parameters.offset = rank_.region.address.offset;
   parameters.side_segment = side_.region.address.segment;
   parameters.side_offset = side_.region.address.offset;
   parameters.capacity = rank_rows_;
+  if (guessed_) parameters.second = &launch_.record()->pinned().second;
   if (expert_major() && options_.worst_case_rows > 0) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
@@ -147,22 +120,11 @@ const std::byte* DispatchJob::input() {
   return copy;
 }
 
-void DispatchJob::make_slot_tensors() {
-  const std::int64_t local = engine_.placement().local_experts(engine_.rank());
-  result_.slot_rows = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  result_.expert_offsets = engine_.local_tensor(launch_, {local + 1}, Dtype::i64);
-  scratch_ = launch_.temporary(
-      engine_.gpu().take_local(fan_out_scratch_bytes(rank_rows_, local), launch_.user()));
-}
-
 /// All memory of the call, before it is entered. False: there is none, which every rank must learn.
-bool DispatchJob::reserve() {
-  // Of an input without room for its copy nothing is used; it must only be readable.
-  const auto* data = static_cast<const std::byte*>(x_.data);
-  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+bool DispatchJob::reserve(CudaEngine::Pieces pieces) {
   try {
-    if (!take_regions()) return false;
-    input_ = input();
+    if (!take_regions(pieces)) return false;
+    if (pieces != CudaEngine::Pieces::idle) input_ = input();  // else the kernel has it
     if (carries_routes_) place_routes();
     more_routes_ = extend_routes();
     if (expert_major()) make_slot_tensors();
@@ -173,119 +135,9 @@ bool DispatchJob::reserve() {
   }
 }
 
-/// This dispatch brings the routes: where they will be.
-void DispatchJob::place_routes() {
-  const WideSideLayout layout = side_layout();
-  routes_ = {};
-  routes_.side = side_;
-  routes_.ids = reinterpret_cast<const std::int32_t*>(side_.data() + layout.topk_idx);
-  routes_.source_token = reinterpret_cast<std::int32_t*>(side_.data() + layout.source_token);
-  routes_.rows = rank_rows_;
-  // The tensors are the registered memory itself.
-  routes_.topk_idx = {TensorView(side_.data() + layout.wide_ids, Dtype::i64,
-                                 {rank_rows_, plan_->topk}, engine_.device()),
-                      side_.owner};
-  routes_.tokens = {TensorView(routes_.source_token, Dtype::i32, {rank_rows_}, engine_.device()),
-                    side_.owner};
-  routes_.carrier = launch_.record();
-}
-
-void DispatchJob::remember_routes() {
-  if (lasting()) plan_->gpu_routes = routes_;
-  if (!carries_routes_ || !lasting()) return;
-  plan_->slot_rows.clear();
-  plan_->carrier.store(routes_.carrier.get());
-  plan_->routes_sent.store(true);
-  launch_.record()->on_failure = [plan = std::weak_ptr(plan_), record = launch_.record().get()] {
-    const auto state = plan.lock();
-    if (state && state->carrier.load() == record) state->routes_sent.store(false);
-  };
-}
-
-/// Routes that have come before, for more rows than those: true when they need new tensors.
-bool DispatchJob::extend_routes() {
-  if (routes_.topk_idx.rows() >= rank_rows_) return false;
-  routes_.topk_idx = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  routes_.tokens = engine_.local_tensor(launch_, {rank_rows_}, Dtype::i32);
-  return true;
-}
-
-void DispatchJob::bring_routes() {
-  if (more_routes_) {
-    RoutesParameters parameters;
-    parameters.group = engine_.view();
-    parameters.plan = plan_->routed();
-    parameters.brought = routes_.rows;
-    parameters.capacity = rank_rows_;
-    parameters.ids = routes_.ids;
-    parameters.tokens = routes_.source_token;
-    parameters.topk_idx = routes_.topk_idx.as<std::int64_t>();
-    parameters.source_token = routes_.tokens.as<std::int32_t>();
-    parameters.sms = sms_;
-    launch_.run(launch_routes(parameters, launch_.stream()), "launch_routes");
-  }
-  const Extents shape{rank_rows_, plan_->topk};
-  result_.topk_idx = {TensorView(routes_.topk_idx.data(), Dtype::i64, shape, engine_.device()),
-                      routes_.topk_idx.owner()};
-  result_.source_token = {
-      TensorView(routes_.tokens.data(), Dtype::i32, {rank_rows_}, engine_.device()),
-      routes_.tokens.owner()};
-  if (has_weights()) {
-    result_.topk_weights = {
-        TensorView(side_.data() + side_layout().weights, Dtype::f32, shape, engine_.device()),
-        side_.owner};
-  }
-}
-
-FanOutParameters DispatchJob::fan_out_parameters() const {
-  const auto from = receive_layout(rank_rows_);
-  const auto to = receive_layout(out_rows_);
-  FanOutParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = plan_->view;
-  parameters.ids = routes_.ids;
-  parameters.rows = rank_.data() + from.rows;
-  parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
-  parameters.scale_columns = row_.scale_columns;
-  parameters.capacity = rank_rows_;
-  parameters.alignment = options_.alignment;
-  parameters.out_capacity = out_rows_;
-  parameters.out = expert_.data() + to.rows;
-  if (row_.scale_columns > 0) {
-    parameters.scales = reinterpret_cast<const float*>(rank_.data() + from.scales);
-    parameters.out_scales = reinterpret_cast<float*>(expert_.data() + to.scales);
-  }
-  parameters.slot_rows = result_.slot_rows.as<std::int64_t>();
-  parameters.expert_offsets = result_.expert_offsets.as<std::int64_t>();
-  parameters.scratch = reinterpret_cast<std::int32_t*>(scratch_);
-  parameters.steps = steps_;
-  parameters.sms = engine_.local_sms();
-  return parameters;
-}
-
-/// Directly after the dispatch: all of the fan-out but its last step, on the SMs that are left.
-void DispatchJob::follow() {
-  FanOutParameters parameters = fan_out_parameters();
-  parameters.sms -= sms_;
-  following_.emplace(parameters, *engine_.side_stream(), launch_.stream());
-  launch_.run(following_->error(), "a fan-out beside its dispatch");
-}
-
-void DispatchJob::fan_out() {
-  if (following_) {
-    launch_.run(following_->finish(engine_.local_sms()), "launch_fan_out_step");
-  } else {
-    launch_.run(launch_fan_out(fan_out_parameters(), launch_.stream()), "launch_fan_out");
-  }
-  if (!lasting()) return;
-  auto& known = plan_->slot_rows;
-  std::erase_if(known, [&](const auto& old) { return old.alignment == options_.alignment; });
-  known.push_back({options_.alignment, result_.slot_rows, launch_.record()});
-}
-
 void DispatchJob::make_rows() {
   const Held& rows = expert_major() ? expert_ : rank_;
-  const auto layout = receive_layout(out_rows_);
+  const auto layout = receive_layout(expert_major() ? out_rows_ : granted_rows_);
   const Extents shape{out_rows_, row_.columns};
   result_.x = {TensorView(rows.data(), row_.dtype, shape, engine_.device()), rows.owner};
   if (row_.scale_columns > 0) {
@@ -318,12 +170,18 @@ Received DispatchJob::run() {
     // In a graph the GPU alone knows how the run of a call ended.
     if (!plan_->captured) launch_.record()->needs.push_back(routes_.carrier);
   }
-  const bool room = reserve();
-  use_of_others();
   launch_.outlives(plan_);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
+  if (plan_error_) fail_with_plan();
+  bool room = guessed_ && reserve_guess();
+  if (guessed_ && !room) know_rows();
+  if (plan_error_) fail_with_plan();
+  const bool countable = std::max(rank_rows_, out_rows_) <= kMaxRows;
+  if (!guessed_) room = countable && reserve(CudaEngine::Pieces::any);
+  use_of_others();
   if (room && follows()) steps_ = engine_.next_steps();
-  push(room);
+  push(!countable ? StepStatus::too_many : room ? StepStatus::ok : StepStatus::no_room);
+  if (guessed_) room = settle_guess();
   if (!room) {
     const Event event = launch_.finish();  // every rank learns of it
     engine_.finish(kDispatch, event);

@@ -1,6 +1,7 @@
 // One dispatch of the CUDA engine, from its arguments to its launched kernels.
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -16,7 +17,7 @@ inline constexpr const char* kDispatch = "dispatch";
 
 class DispatchJob {
  public:
-  /// Learns the count if the output is exact.
+  /// Learns or guesses the count if the output is exact.
   DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
               std::shared_ptr<CudaPlan> plan, const DispatchOptions& options);
   Received run();
@@ -28,29 +29,42 @@ class DispatchJob {
     return make_receive_layout(rows, row_.bytes(), row_.scale_columns);
   }
 
+  // dispatch_rows.cpp: how many rows there will be.
   void learn_counts();
-  bool reserve();
-  bool take_regions();
-  WideSideLayout side_layout() const;
+  void know_rows();
+  bool guess_rows();
+  bool reserve_guess();
+  bool settle_guess();
+  void narrow(std::int64_t rows);
+  bool grant_again(std::int64_t rows);
+  [[noreturn]] void fail_with_plan();
+
+  bool reserve(CudaEngine::Pieces pieces);
+  bool take_regions(CudaEngine::Pieces pieces);
   CallSignature signature() const;
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
-  void make_slot_tensors();
-  bool tells_progress() const;
-  bool follows() const;
-  void push(bool room);
+  void push(StepStatus status);
+  void make_rows();
+  void use_of_others();
   /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
   /// it runs.
   bool lasting() const { return !launch_.capture().active || plan_->captured; }
+
+  // dispatch_routes.cpp
+  WideSideLayout side_layout() const;
   void place_routes();
   bool extend_routes();
   void remember_routes();
   void bring_routes();
+
+  // dispatch_fan_out.cpp
+  void make_slot_tensors();
+  bool tells_progress() const;
+  bool follows() const;
   FanOutParameters fan_out_parameters() const;
   void follow();
   void fan_out();
-  void make_rows();
-  void use_of_others();
 
   CudaEngine& engine_;
   Launch& launch_;
@@ -60,8 +74,11 @@ class DispatchJob {
   const DispatchOptions& options_;
   int sms_ = 1;
   bool carries_routes_ = false;
-  std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
+  bool guessed_ = false;
+  std::exception_ptr plan_error_{};  // the plan's own call failed, on all ranks
+  std::int64_t rank_rows_ = 0;       // of the rank-major tensors
   std::int64_t out_rows_ = 0;
+  std::int64_t granted_rows_ = 0;  // of the rank-major regions
   std::int64_t need_bytes_ = 0;
   CudaPlan::Routes routes_{};
   Held rank_{};

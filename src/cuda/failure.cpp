@@ -2,6 +2,7 @@
 #include <string>
 #include <utility>
 
+#include "core/check.hpp"
 #include "cuda/cuda_engine.hpp"
 
 namespace ferry::cuda {
@@ -23,6 +24,20 @@ const char* stage_name(Stage stage) {
     case Stage::none: break;
   }
   return "exchange";
+}
+
+/// What a rank that receives too many rows has given.
+std::string most_rows(const CallRecord& record, const Failure& failure, bool own) {
+  if (failure.detail > kMaxRows && (!own || record.worst_case_rows == 0)) {
+    return "no worst_case_rows, and a rank has at most " + to_string(kMaxRows) +
+           " (topk_idx and alignment give this number)";
+  }
+  return own ? "worst_case_rows = " + to_string(record.worst_case_rows)
+             : std::string("a smaller worst_case_rows");
+}
+
+std::string size_of_what(Stage stage) {
+  return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
 }
 
 }  // namespace
@@ -84,16 +99,13 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
     case Reason::no_room:
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " could not register " +
-                       to_string(failure.detail) +
-                       " more bytes (rows, columns and worst_case_rows give this size); nothing "
-                       "was sent",
+                       to_string(failure.detail) + " more bytes (" + size_of_what(failure.stage) +
+                       " give this size); nothing was sent",
                    context);
     case Reason::too_many:
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " would receive " + to_string(failure.detail) +
-                       " rows but gave " +
-                       (peer == rank() ? "worst_case_rows = " + to_string(record.worst_case_rows)
-                                       : std::string("a smaller worst_case_rows")) +
+                       " rows but gave " + most_rows(record, failure, peer == rank()) +
                        "; nothing was sent",
                    context);
     case Reason::bad_route: {

@@ -111,7 +111,7 @@ bool CudaEngine::grow(const char* call, std::size_t bytes) {
   const std::size_t wanted = engine::grown_by(gpu().registered().total_bytes());
   for (const std::size_t size : {std::max(bytes, wanted), bytes}) {
     try {
-      std::scoped_lock lock(wire_mutex_);
+      // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
       segment = gpu().wire().register_memory(size);
       break;
     } catch (const Error& error) {
@@ -121,20 +121,14 @@ bool CudaEngine::grow(const char* call, std::size_t bytes) {
   if (segment.bytes == 0) return false;
   write_table(rank(), segment.id, segment.data, segment.bytes);
   segments_.offer(call, segment);
-  {
-    std::scoped_lock lock(wire_mutex_);
-    gpu().wire().seal(segment.id);
-  }
+  gpu().wire().seal(segment.id);
   gpu().registered().add(segment);
   return true;
 }
 
 void CudaEngine::serve_offers() {
   while (const auto offer = segments_.next()) {
-    {
-      std::scoped_lock lock(wire_mutex_);
-      gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
-    }
+    gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
     write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
                 gpu().wire().bytes(offer->peer, offer->segment));
     segments_.taken(*offer);

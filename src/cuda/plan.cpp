@@ -55,6 +55,20 @@ void CudaEngine::forget_states(const CudaPlan& plan) {
   poll([&] { return is_done(done); }, config_.deadline, config_.on_wait);
 }
 
+/// Takes part in a call for which this rank has no memory, so that every rank learns of it.
+void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes) {
+  BarrierParameters parameters;
+  parameters.group = view_;
+  parameters.call = call;
+  parameters.stage = Stage::counts;
+  parameters.status = StepStatus::no_room;
+  parameters.need_bytes = static_cast<std::int64_t>(bytes);
+  parameters.failure = launch.record()->failure;
+  launch.enter(call);
+  launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
+  finish(launch.name(), launch.finish());
+}
+
 Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   check_usable("plan");
   check_stream("plan", options.stream, device());
@@ -75,7 +89,22 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->view.layout =
       make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
   state->routes_state = round_up(state->view.layout.bytes, 16);
-  state->memory = gpu().take_local(state->routes_state + sizeof(std::uint64_t), launch.user());
+  PlanParameters parameters;
+  parameters.call.kind = CallKind::plan;
+  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
+  const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
+  const std::size_t scratch = plan_scratch_bytes(config_.experts);
+  try {
+    state->memory = gpu().take_local(bytes, launch.user());
+    if (scratch > 0) {
+      parameters.scratch = reinterpret_cast<std::int32_t*>(
+          launch.temporary(gpu().take_local(scratch, launch.user())));
+    }
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+    tell_no_room(launch, parameters.call, bytes + scratch);
+    throw;
+  }
   state->view.data = state->memory.data();
   if (state->captured) forget_states(*state);
   state->slot = counts_->take();
@@ -83,21 +112,14 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->count_words =
       reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
 
-  PlanParameters parameters;
   parameters.group = view_;
   parameters.topk_idx = topk_idx.data;
   parameters.wide = topk_idx.dtype == Dtype::i64;
   parameters.token_stride = topk_idx.strides[0];
   parameters.slot_stride = topk_idx.strides[1];
   parameters.plan = state->view;
-  parameters.call.kind = CallKind::plan;
-  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
   parameters.counts = state->counts;
   parameters.count_words = state->count_words;
-  if (const std::size_t scratch = plan_scratch_bytes(config_.experts); scratch > 0) {
-    parameters.scratch =
-        reinterpret_cast<std::int32_t*>(launch.temporary(gpu().take_local(scratch, launch.user())));
-  }
   launch.outlives(state);
   state->ready =
       Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));

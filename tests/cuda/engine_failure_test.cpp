@@ -180,6 +180,40 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
   }
 }
 
+TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
+  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 5);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    DispatchOptions options;
+    options.worst_case_rows = 200;
+    options.stream = &own.stream;
+    if (seat.rank() == 1) {
+      const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+      seat.group.destroy();
+      seat.meet();
+      seat.meet();
+      return;
+    }
+    seat.meet();
+    const auto start = std::chrono::steady_clock::now();
+    const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+    try {
+      received.event.wait(60s);
+      need(false, "a rank that left in the midst of a call was waited for in vain");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::peer_left && error.peer() == 1, error.what());
+    }
+    need(std::chrono::steady_clock::now() - start < 5s, "it took too long");
+    seat.meet();
+  });
+}
+
 TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;

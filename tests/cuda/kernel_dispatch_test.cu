@@ -359,6 +359,9 @@ int run_main(int argc, char** argv) {
   prepare_process();
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
+  KernelLimits limits;
+  FERRY_CUDA_CHECK(kernel_limits(limits));
+  std::printf("paths of %s\n", limits.bulk_copies ? "sm_90" : "sm_80");
   if (bench) {
     run_dispatch_bench(seed);
   } else if (small) {

@@ -5,6 +5,7 @@
 #include "cuda/kernels/dispatch_sm80.cuh"
 #include "cuda/kernels/dispatch_sm90.cuh"
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/grants.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/progress.cuh"
@@ -26,143 +27,6 @@ constexpr int kQuantizeThreads = (kQuantizeRowWarps + kSideWarps) * 32;
 constexpr std::int64_t kMaxPiece = 8192;
 constexpr std::uint32_t kShortStage = 2048;
 constexpr std::int64_t kMaxRidingScales = 4096;
-constexpr std::int64_t kMaxRows = 0x7fffffff;
-
-/// Whole block: rows of the expert-major output; 0 when they need not be known.
-__device__ std::int64_t count_out_rows(const DispatchParameters& p, const PushShape& shape,
-                                       bool holds_counts) {
-  __shared__ unsigned long long rows;
-  if (p.out_capacity == 0 || !holds_counts) return 0;
-  if (threadIdx.x == 0) rows = 0;
-  __syncthreads();
-  const auto* slots =
-      reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
-  const int experts = shape.local_experts(p.group.rank);
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-    std::int64_t total = 0;
-    for (int s = 0; s < p.group.ranks; ++s) total += slots[std::int64_t{s} * experts + e];
-    const std::int64_t padded = (total + p.out_alignment - 1) / p.out_alignment * p.out_alignment;
-    atomicAdd(&rows, static_cast<unsigned long long>(padded));
-  }
-  __syncthreads();
-  return static_cast<std::int64_t>(rows);
-}
-
-__device__ void fill_head(const DispatchParameters& p, bool holds_counts, std::int64_t out_rows,
-                          DeviceHead& head) {
-  head.status = p.status;
-  head.segment = p.segment;
-  head.offset = p.offset;
-  head.side_segment = p.side_segment;
-  head.side_offset = p.side_offset;
-  head.refused = holds_counts ? Reason::none : Reason::bad_plan;
-  head.rows = p.capacity;
-  head.detail = p.need_bytes;
-  head.blocks = gridDim.x;
-  if (p.status == StepStatus::ok && out_rows > p.out_capacity) {
-    head.status = StepStatus::too_many;
-    head.detail = out_rows;
-  }
-}
-
-/// What the plan says of a peer: rows that arrive there, and the first of mine.
-struct PeerRows {
-  std::int64_t all;
-  std::int64_t mine;
-};
-__device__ PeerRows rows_at(const PlanView& plan, int peer) {
-  if (peer >= plan.placement.ranks) return {};
-  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
-          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
-}
-
-/// What a peer granted.
-struct Grant {
-  std::uint32_t segment, side_segment;
-  std::uint64_t offset, side_offset;
-  std::int64_t rows;
-  std::uint32_t blocks;
-};
-
-/// Sixteen lanes, each with its word of the peer's head.
-__device__ Grant grant_of(std::uint64_t word) {
-  const unsigned lanes = 0xffffu << (threadIdx.x & 16);
-  const auto get = [&](int i) { return __shfl_sync(lanes, word, i, kHeadLanes); };
-  Grant grant;
-  grant.segment = static_cast<std::uint32_t>(get(kStatusWord) >> 32);
-  grant.offset = get(kOffsetWord);
-  grant.side_segment = static_cast<std::uint32_t>(get(kSideWord));
-  grant.side_offset = get(kSideOffsetWord);
-  grant.rows = static_cast<std::int64_t>(get(kRowsWord));
-  grant.blocks = static_cast<std::uint32_t>(get(kBlocksWord));
-  return grant;
-}
-
-/// Where this rank's rows go at `peer`, the first of them at row `mine`, if what it granted lies
-/// inside its segments.
-__device__ bool find_target(const DispatchParameters& p, int peer, const Grant& grant,
-                            std::int64_t mine, PushTarget& target) {
-  if (grant.rows < 0 || grant.rows > kMaxRows || grant.blocks > kMaxBlocks) return false;
-  const int topk = p.plan.topk;
-  const ReceiveLayout receive =
-      make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);
-  const WideSideLayout side =
-      make_wide_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
-  // An empty region may lie nowhere. Both places are looked up before either is judged.
-  const PeerSegment rows_in = segment_of(p.group, peer, grant.segment);
-  const PeerSegment side_in = segment_of(p.group, peer, grant.side_segment);
-  std::byte* to = place_in(rows_in, grant.offset, receive.bytes);
-  std::byte* beside = place_in(side_in, grant.side_offset, side.bytes);
-  if (to == nullptr && receive.bytes > 0) return false;
-  if (beside == nullptr && side.bytes > 0) return false;
-  target.rows = to + receive.rows + mine * p.row_bytes;
-  target.scales = reinterpret_cast<float*>(to + receive.scales) + mine * p.scale_columns;
-  target.source_token = reinterpret_cast<std::int32_t*>(beside + side.source_token) + mine;
-  target.ids = reinterpret_cast<std::int32_t*>(beside + side.topk_idx) + mine * topk;
-  target.wide_ids = reinterpret_cast<std::int64_t*>(beside + side.wide_ids) + mine * topk;
-  target.weights = reinterpret_cast<float*>(beside + side.weights) + mine * topk;
-  target.blocks = static_cast<std::int32_t>(grant.blocks);
-  return true;
-}
-
-/// Whole grid: waits for the heads; true when this rank may push to `targets`. Sixteen threads look
-/// at one peer, and one barrier tells the block that all is well; the order in which complaints
-/// count is sorted out only when there is one. Whether the plan holds counts every rank knows
-/// alike, and an early head cannot say it.
-__device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::uint64_t generation,
-                      bool holds_counts, const PeerRows& first, PushTarget* targets) {
-  const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
-  constexpr std::uint32_t kBadPlan = 2;
-  std::uint32_t found = (holds_counts ? kNoComplaint : kBadPlan) << 16;
-  int liar = -1;
-  std::int64_t lie = 0;
-  bool there = true;
-  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < p.group.ranks;
-       peer += static_cast<int>(blockDim.x / kHeadLanes)) {
-    const bool is_first = peer == static_cast<int>(threadIdx.x / kHeadLanes);
-    const auto [rows, mine] = is_first ? first : rows_at(p.plan, peer);
-    std::uint64_t word;
-    there = await_head(p.group, peer, generation, Stage::grants, word);
-    if (!there) break;
-    const std::uint32_t what = complaint(word, p.call, rows);
-    if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
-    const Grant grant = grant_of(word);
-    PushTarget target{};
-    if (!find_target(p, peer, grant, mine, target)) liar = peer, lie = grant.rows;
-    target.first_expert = shape.first_expert(peer);
-    target.local_experts = shape.local_experts(peer);
-    if (threadIdx.x % kHeadLanes == 0) targets[peer] = target;
-  }
-  if (__syncthreads_and(there && found >> 16 == kNoComplaint && liar < 0) != 0) return true;
-  if (__syncthreads_and(there) == 0) return false;
-  const Verdict verdict = worst_of(found);
-  if (verdict.reason != Reason::none) {
-    refuse_call(p.group, generation, verdict, Stage::grants, needed, p.failure);
-  } else if (liar >= 0) {
-    fail(p.group, generation, Reason::distrust, Stage::grants, liar, {0, 0, lie});
-  }
-  return false;
-}
 
 /// Whole grid, after a barrier behind all pushes of the block: one warp tells every peer that this
 /// block has delivered. The barrier orders what the other threads did before what it tells.
@@ -195,34 +59,6 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
   end_call(p.group, generation);
 }
 
-/// Whole block 0, before anything that ran before this kernel is known to have ended: posts the
-/// head while the plan, which comes directly before in the group's calls, still swaps its counts.
-/// What the head grants has had no user since. Gives the generation; 0: the group has failed.
-__device__ std::uint64_t post_early(const DispatchParameters& p) {
-  const std::uint64_t generation = load_acquire(&local_words(p.group)->planning) + 1;
-  const bool failed = has_failed(p.group);
-  fence_system();
-  if (__syncthreads_or(failed) != 0) return 0;
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) { fill_head(p, true, 0, head); });
-  return generation;
-}
-
-/// Whole block: until the plan, whose kernel runs and bounds its own waits, has ended as a call.
-/// False: the group has failed.
-__device__ bool await_plan(const GroupView& group) {
-  bool there = true;
-  if (threadIdx.x == 0) {
-    const LocalWords* words = local_words(group);
-    const std::uint64_t planning = load_acquire(&words->planning);
-    while (there && load_acquire(&words->generation) < planning) there = !has_failed(group);
-  }
-  if (__syncthreads_and(there) == 0) return false;
-#if __CUDA_ARCH__ >= 900
-  fence_proxy_async();  // the rows, which TMA reads, were written before the plan
-#endif
-  return true;
-}
-
 /// Whole block: true when the rows of this call have moved. `kFollowed`: rows are told of, or
 /// waited for, on the way.
 template <bool kQuantizes, bool kFollowed>
@@ -240,13 +76,14 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
   const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
   LaneWords lanes{};
   if (row_warp) lanes = first_lanes(p, shape);
-  const PeerRows first = rows_at(p.plan, static_cast<int>(threadIdx.x / kHeadLanes));
+  const PlannedRows first = rows_at(p.plan, static_cast<int>(threadIdx.x / kHeadLanes));
   std::byte* control = static_cast<int>(threadIdx.x) < min(p.group.ranks, 32)
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return false;
   if (row_warp) begin_rows(p, shape, shared);
+  bool granted = true;
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0 && p.came != nullptr) *p.came = 0;
     if (posted == 0) {
@@ -254,9 +91,10 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
       post_entry(p.group, generation, p.call,
                  [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
     }
+    if (guessed_too_few(p, holds_counts)) granted = grant_again(p, generation);
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!agree(p, shape, generation, holds_counts, first, targets)) {
+  if (!granted || !agree(p, shape, generation, holds_counts, first, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
     return false;
   }

@@ -10,7 +10,7 @@ namespace ferry::cuda::device {
 template <bool kTells>
 __device__ inline bool push_rows_by_stores(const DispatchParameters& p, const PushShape& shape,
                                            const PushTarget* targets, std::uint64_t generation) {
-  constexpr int kUnroll = 8;  // 4 KiB of a row in a warp's registers
+  constexpr int kUnroll = kTells ? 7 : 8;  // 4 KiB of a row in a warp's registers, or almost
   const std::int64_t stride = std::int64_t{gridDim.x} * shape.row_warps;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int64_t words = p.row_bytes / 16;

@@ -136,15 +136,21 @@ __device__ inline void begin_rows(const DispatchParameters& p, const PushShape& 
   }
 }
 
-/// One row warp, instead of push_rows: nothing may fly into the shared memory of a block that ends.
+/// Pieces that begin_rows brings.
+__device__ __forceinline__ int first_pieces(const DispatchParameters& p, const PushShape& shape) {
+  int count = 0;
+  while (count < pieces_ahead(shape.stages) && fixed_token(p, shape, count / shape.pieces) >= 0) {
+    ++count;
+  }
+  return count;
+}
+
+/// One row warp, instead of push_rows.
 __device__ inline void drop_rows(const DispatchParameters& p, const PushShape& shape,
-                                 std::uint64_t generation, std::byte* shared) {
+                                 std::uint64_t /*generation*/, std::byte* shared) {
   if (threadIdx.x % 32 != 0) return;
   const RowRing ring = row_ring(p, shape, shared);
-  for (int s = 0; s < pieces_ahead(shape.stages); ++s) {
-    if (fixed_token(p, shape, s / shape.pieces) < 0) break;
-    await_piece(p, generation, ring.barriers + s, 0);
-  }
+  for (int s = first_pieces(p, shape); s-- > 0;) drain_load(ring.barriers + s, 0);
 }
 
 /// Whole warp: the piece in `stage` to all ranks of its token.
@@ -179,6 +185,7 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
   int going = 0, coming = kAhead % shape.pieces, coming_token = kAhead / shape.pieces;
   int stage = 0, good = 1;
   std::uint32_t parity = 0;
+  int flying = first_pieces(p, shape);  // pieces on their way: into `stage` and those after it
   PushProgress progress(p);
   std::int64_t last = -1;  // token of the piece before
   while (tokens[0] >= 0) {
@@ -192,8 +199,10 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
       if (brought >= 0) {
         bring(p, shape, brought, coming, ring.stages + free * shape.stage_bytes,
               ring.barriers + free);
+        ++flying;
       }
       good = await_piece(p, generation, ring.barriers + stage, parity);
+      flying -= good;
     }
     if (++coming == shape.pieces) coming = 0, ++coming_token;
     if (__shfl_sync(~0u, good, 0) == 0) break;
@@ -221,6 +230,10 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   if (leader) {
+    for (; flying > 0; --flying) {  // the group has failed
+      drain_load(ring.barriers + stage, parity);
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
     bulk_wait<0>();
     fence_proxy_async();
   }

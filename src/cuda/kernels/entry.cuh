@@ -113,6 +113,12 @@ __device__ __forceinline__ const std::byte* posted_word(const GroupView& group, 
   return mailbox_slot(group, group.control, peer, generation) + word * 16;
 }
 
+/// The same of its second grant (second_grant.cuh).
+__device__ __forceinline__ const std::byte* second_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation, int word) {
+  return second_slot(group, group.control, peer, generation) + word * 16;
+}
+
 /// A word of a head that is known to have come.
 __device__ __forceinline__ std::uint64_t head_word(const GroupView& group, int peer,
                                                    std::uint64_t generation, int word) {
@@ -153,7 +159,8 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   }
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
-    return status == StepStatus::ok ? kNoComplaint : status == StepStatus::too_many ? 4 : 3;
+    if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
+    return status == StepStatus::too_many ? 4 : 3;
   }
   if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 4;
   return kNoComplaint;
@@ -206,16 +213,23 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
 __device__ inline void report(const GroupView& group, std::uint64_t generation, Verdict verdict,
                               Stage stage, const std::int64_t* needed, Failure* failure) {
   if (failure == nullptr) return;
-  const auto word = [&](int i) { return head_word(group, verdict.peer, generation, i); };
+  const auto first = [&](int i) { return head_word(group, verdict.peer, generation, i); };
+  const auto status_in = [](std::uint64_t word) {
+    return static_cast<StepStatus>(static_cast<std::uint32_t>(word));
+  };
+  const bool size = verdict.reason == Reason::no_room || verdict.reason == Reason::too_many;
+  const bool again = size && status_in(first(kStatusWord)) == StepStatus::guessed;
+  const auto word = [&](int i) {
+    return again ? data_of(load_pair_relaxed(second_word(group, verdict.peer, generation, i)))
+                 : first(i);
+  };
   failure->reason = verdict.reason;
   failure->stage = stage;
   failure->peer = verdict.peer;
   // Too many received rows are known here; too many rows of its output only the peer knows.
-  const auto status = static_cast<StepStatus>(word(kStatusWord) & 0xffffffff);
-  failure->detail =
-      needed != nullptr && verdict.reason == Reason::too_many && status != StepStatus::too_many
-          ? needed[verdict.peer]
-          : static_cast<std::int64_t>(word(kDetailWord));
+  const bool counted = needed != nullptr && verdict.reason == Reason::too_many &&
+                       status_in(word(kStatusWord)) != StepStatus::too_many;
+  failure->detail = counted ? needed[verdict.peer] : static_cast<std::int64_t>(word(kDetailWord));
   auto* copy = reinterpret_cast<std::uint64_t*>(&failure->theirs);
   for (int i = 0; i < kCallWords; ++i) copy[i] = word(i);
   store_release(&failure->written, generation);

@@ -99,7 +99,16 @@ __device__ inline bool copy_rows(const FanOutLaunch& launch, SlotPlacer& placer,
       if (pulls) cursor.pull_next(p, ring, refill);
       if (++refill == ring.stages) refill = 0;
       const bool come = await_stage(ring, stage, parity);
-      if (!__all_sync(0xffffffffu, come)) return false;
+      if (!__all_sync(0xffffffffu, come)) {
+        // Pieces that have come or are on their way: this one and those pulled after it.
+        const std::int64_t left = (rows.end - row) * pieces - piece;
+        for (std::int64_t i = min(left, std::int64_t{ring.stages - kLag + 1}); i > 0; --i) {
+          drain_load(ring.barriers + stage, parity);
+          if (++stage == ring.stages) stage = 0, parity ^= 1u;
+        }
+        bulk_wait<0>();
+        return false;
+      }
       const std::int64_t offset = static_cast<std::int64_t>(piece) * ring.piece_bytes;
       const std::int64_t left = p.row_bytes - offset;
       const auto bytes =

@@ -120,7 +120,14 @@ __device__ inline void copy_step(const FanOutLaunch& launch, const StepRows& row
     if (pulls) pull_next(refill);
     if (++refill == ring.stages) refill = 0;
     const bool come = await_stage(ring, stage, parity);
-    if (!__all_sync(0xffffffffu, come)) break;
+    if (!__all_sync(0xffffffffu, come)) {
+      // Pieces that have come or are on their way: this one and those pulled after it.
+      for (std::int64_t n = share.end - i - left; pulls && n > 0; --n) {
+        drain_load(ring.barriers + stage, parity);
+        if (++stage == ring.stages) stage = 0, parity ^= 1u;
+      }
+      break;
+    }
     const std::byte* data = ring.data + static_cast<std::uint32_t>(stage) * ring.piece_bytes;
     const std::int64_t offset = static_cast<std::int64_t>(at.piece) * ring.piece_bytes;
     const std::uint32_t bytes = piece_size(p, ring, at.piece);

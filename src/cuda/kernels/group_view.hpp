@@ -70,6 +70,7 @@ struct DeviceControlLayout {
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
   std::size_t come = 0;       ///< i32 [kProgressParts, R], local: rows of each source, by step
   std::size_t mailbox = 0;    ///< [kMailboxDepth, R, message_bytes]
+  std::size_t second = 0;  ///< [kMailboxDepth, R, kSecondBytes]: second grants, posted like heads
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
 };
@@ -90,6 +91,8 @@ struct LocalWords {
   std::uint32_t summed[kMostSlices];  ///< warps that have done with a slice of sums; 0 between
 };
 
+inline constexpr std::size_t kSecondBytes = round_up(2 * sizeof(DeviceHead), kLineBytes);
+
 /// `body_bytes`: what follows the head in the largest message. In a mailbox 4 bytes of a message
 /// take 8: the generation stands beside them.
 FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
@@ -105,6 +108,7 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.come = carver.take(kProgressParts * r * sizeof(std::int32_t));
   layout.message_bytes = round_up(2 * (sizeof(DeviceHead) + body_bytes), kLineBytes);
   layout.mailbox = carver.take(kMailboxDepth * r * layout.message_bytes);
+  layout.second = carver.take(kMailboxDepth * r * kSecondBytes);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }
@@ -127,6 +131,19 @@ struct Failure {
   std::uint64_t seen = 0;
   std::int64_t detail = 0;
   CallSignature theirs{};
+};
+
+/// What the CPU grants when more rows arrive than it guessed; in pinned memory.
+struct SecondGrant {
+  std::uint64_t written = 0;  ///< not 0: the rest is there; stored last (release)
+  StepStatus status = StepStatus::ok;
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t side_segment = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t side_offset = 0;
+  std::int64_t rows = 0;
+  std::int64_t detail = 0;  ///< as in DeviceHead
 };
 
 struct GroupView {

@@ -55,6 +55,7 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
     const bool there = await_words(p.group, generation, Stage::counts, s, [&] {
       TagCheck check;
       const std::uint64_t kind = load_relaxed(message);
+      const std::uint64_t status = load_relaxed(message + 2 * kStatusWord);
       const std::uint64_t own = load_relaxed(message + 2 * kHeadWords + me);
       std::uint64_t word[kBatch];
 #pragma unroll
@@ -68,12 +69,16 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
           load_pair(reinterpret_cast<const std::byte*>(message + 2 * head_lane));
       check.look_at_head(pair, generation);
       check.look_at_body(kind, generation);
+      check.look_at_body(status, generation);
       head = data_of(pair);
       to_me = static_cast<std::int32_t>(own);
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) count[u] = static_cast<std::int32_t>(word[u]);
-      // Who is in another call sends no counts.
-      if (static_cast<CallKind>(kind) != CallKind::plan) return check;
+      // Who is in another call, or has no memory for a plan, sends no counts.
+      if (static_cast<CallKind>(kind) != CallKind::plan ||
+          static_cast<StepStatus>(status) != StepStatus::ok) {
+        return check;
+      }
       check.look_at_body(own, generation);
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);

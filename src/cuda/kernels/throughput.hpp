@@ -149,6 +149,7 @@ struct DispatchParameters {
   std::uint32_t side_segment = 0;
   std::uint64_t side_offset = 0;
   std::int64_t capacity = 0;
+  const SecondGrant* second = nullptr;  ///< not null: capacity is a guess; else the CPU stores here
   /// Expert-major output of a worst case: its rows, every expert's padded to `out_alignment`, must
   /// fit, too. 0: they do.
   std::int64_t out_capacity = 0;
@@ -260,6 +261,9 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
 struct BarrierParameters {
   GroupView group{};
   CallSignature call{};
+  Stage stage = Stage::barrier;
+  StepStatus status = StepStatus::ok;  ///< no_room: takes part in another call, only to say that
+  std::int64_t need_bytes = 0;         ///< then
   Failure* failure = nullptr;
 };
 cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);

@@ -86,6 +86,14 @@ __device__ __forceinline__ std::uint64_t* delivered_flag(const GroupView& group,
          block;
 }
 
+/// The same for `source`'s second grant, which few calls have.
+__device__ __forceinline__ std::byte* second_slot(const GroupView& group, std::byte* control,
+                                                  int source, std::uint64_t generation) {
+  const std::size_t slot = (generation % kMailboxDepth) * static_cast<std::size_t>(group.ranks) +
+                           static_cast<std::size_t>(source);
+  return control + group.layout.second + slot * kSecondBytes;
+}
+
 /// A segment that a peer names; an empty one when there is none of that number.
 __device__ __forceinline__ PeerSegment segment_of(const GroupView& group, int peer,
                                                   std::uint32_t segment) {
