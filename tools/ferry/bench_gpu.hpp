@@ -28,7 +28,7 @@ enum class GpuCase : std::uint8_t {
   combine_expert,   ///< from expert-major rows, weights applied
   nccl_all_to_all,  ///< the bytes of a dispatch, gathered before; no counts
 };
-inline constexpr int kGpuCases = 9;
+inline constexpr int kGpuCases = static_cast<int>(GpuCase::nccl_all_to_all) + 1;
 
 constexpr std::string_view name_of(GpuCase which) {
   switch (which) {
