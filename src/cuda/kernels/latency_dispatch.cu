@@ -1,0 +1,188 @@
+// Latency dispatch: header and rows out, rows in and to their experts. One kernel; with a hook,
+// two.
+#include <algorithm>
+
+#include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/latency_receive.cuh"
+#include "cuda/kernels/launch.hpp"
+#include "cuda/kernels/load.hpp"
+
+namespace ferry::cuda {
+
+namespace {
+
+using namespace device;
+
+/// Warps that count routes for a header: as many as their counters fit.
+constexpr int kCounterBytes = 32 << 10;
+
+int header_warps(std::int64_t local_experts) {
+  const std::int64_t fit = kCounterBytes / 4 / std::max<std::int64_t>(local_experts, 1);
+  return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kLatencyWarps));
+}
+
+/// Whole block: who takes part, once they have read what this buffer held before.
+__device__ bool await_credits(const LatencyPlaces& at, std::uint32_t call, bool* open) {
+  const LatencyView& v = at.v;
+  bool stopped = false;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
+    const std::uint64_t needed = at.generation > 2 ? at.generation - 2 : 0;
+    const Came came =
+        await_flag_or_mask(v, call, at.released(own_memory(v), r), needed, r, Stage::loans);
+    open[r] = came == Came::here;
+    stopped |= came == Came::stop;
+  }
+  return __syncthreads_or(stopped) == 0;
+}
+
+/// Whole block: tells all ranks that their buffers of generations up to `upto` are free.
+__device__ void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
+  const LatencyView& v = at.v;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
+    store_release(at.released(v.peers[r], v.group.rank), upto);
+  }
+}
+
+template <class T, bool kQuantized>
+__device__ bool send_half(const LatencyDispatchParameters& p, std::uint64_t& generation,
+                          std::uint32_t& call, std::uint32_t* counters, int warps, bool* open) {
+  const LatencyView& v = p.view;
+  const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  // Where there are blocks enough, those that make headers send no rows.
+  const int row_blocks = blocks > 4 * v.group.ranks ? blocks - v.group.ranks : blocks;
+  RowSender<T, kQuantized> sender(p, block, row_blocks);
+  call = load_relaxed(&v.words->calls) + 1;
+  generation = load_relaxed(&v.words->generation) + 1;
+  const LatencyPlaces at{v, generation};
+  // Of the results before the last none is alive, read or not.
+  if (block == 0 && generation > 2 && load_relaxed(&v.words->released) < generation - 2) {
+    release_upto(at, generation - 2);
+  }
+  if (!await_credits(at, call, open)) return false;
+  if (block == 0 && threadIdx.x == 0) p.handle->generation = generation;
+  for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
+    if (open[d]) send_header(p, at, d, counters, warps);
+    __syncthreads();
+  }
+  sender.send(at, open);
+  return true;
+}
+
+/// Whole last block: the call has ended; who sends to this rank may use again what was read.
+__device__ void end_dispatch(const LatencyPlaces& at, std::uint32_t call, bool sent,
+                             bool received) {
+  LatencyWords& words = *at.v.words;
+  const std::uint64_t generation = at.generation, before = words.released;
+  std::uint64_t upto = before;
+  if (sent && generation > 2 && upto < generation - 2) upto = generation - 2;
+  // Received in any order, released in order.
+  const auto is_received = [&](std::uint64_t g) {
+    return (received && g == generation) || words.received[g % 2] == g;
+  };
+  for (int i = 0; i < 2 && is_received(upto + 1); ++i) ++upto;
+  __syncthreads();
+  if (received && upto > before) release_upto(at, upto);
+  if (threadIdx.x != 0) return;
+  if (sent) words.generation = generation;
+  if (received) words.received[generation % 2] = generation;
+  words.released = upto;
+  words.calls = call;
+}
+
+template <class T, bool kQuantized>
+__global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
+    latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p, int warps) {
+  extern __shared__ std::uint32_t counters[];
+  __shared__ bool open[kMaxDomain];
+  __shared__ int tokens[kMaxDomain];
+  const LatencyView& v = p.view;
+  await_kernel_before();
+  let_next_kernel_come();
+  if (__syncthreads_or(has_failed(v.group)) != 0) return;
+  std::uint64_t generation = 0;
+  std::uint32_t call = 0;
+  const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
+  if (sends) {
+    if (!send_half<T, kQuantized>(p, generation, call, counters, warps, open)) return;
+  } else {
+    call = load_relaxed(&v.words->calls) + 1;
+    generation = load_relaxed(&p.handle->generation);
+  }
+  const LatencyPlaces at{v, generation};
+  if (receives) {
+    const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+    if (!await_headers(p, at, call, start, tokens)) return;
+    if (blockIdx.x == gridDim.x - 1) count_rows(p, at, tokens);
+    if (blockIdx.x == 0) {
+      for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+        p.handle->tokens[s] = tokens[s];
+      }
+    }
+    if (__syncthreads_or(!receive_rows<T, kQuantized>(p, at, call, start, tokens)) != 0) return;
+  }
+  if (!latency_arrive_last(v)) return;
+  if (receives && load_relaxed(&v.words->lost) == call) {
+    clear_lost_rows(p, call, tokens,
+                    static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T)));
+    __syncthreads();
+  }
+  end_dispatch(at, call, sends, receives);
+}
+
+using Kernel = void (*)(LatencyDispatchParameters, int);
+
+Kernel kernel_of(Dtype dtype, LatencyFormat format) {
+  const bool quantized = format != LatencyFormat::as_is;
+  switch (dtype) {
+    case Dtype::f32:
+      return quantized ? latency_dispatch_kernel<float, true>
+                       : latency_dispatch_kernel<float, false>;
+    case Dtype::f16:
+      return quantized ? latency_dispatch_kernel<Fp16, true>
+                       : latency_dispatch_kernel<Bf16, false>;  // the same bytes
+    case Dtype::bf16:
+      return quantized ? latency_dispatch_kernel<Bf16, true> : latency_dispatch_kernel<Bf16, false>;
+    default: return nullptr;
+  }
+}
+
+}  // namespace
+
+bool fits_latency(const LatencyView& v) {
+  return v.group.ranks <= kMaxDomain && v.topk >= 1 && v.topk <= kMaxLatencyTopk &&
+         v.capacity <= kMostLatencyTokens && v.parts >= 1 && v.parts <= kMaxParts &&
+         v.placement.local_experts(0) <= kMostLatencyExperts && v.words != nullptr;
+}
+
+cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
+                                    cudaStream_t stream) {
+  KernelLimits limits;
+  const cudaError_t error = kernel_limits(limits);
+  if (error != cudaSuccess) return error;
+  const Kernel kernel = kernel_of(parameters.view.dtype, parameters.format);
+  if (kernel == nullptr || !fits_latency(parameters.view) || parameters.blocks < 1 ||
+      parameters.tokens > parameters.view.capacity || parameters.topk > parameters.view.topk) {
+    return cudaErrorInvalidValue;
+  }
+  const std::int64_t experts = parameters.view.placement.local_experts(0);
+  LatencyDispatchParameters copy = parameters;
+  int warps = header_warps(experts);
+  void* arguments[] = {&copy, &warps};
+  const auto shared = static_cast<std::size_t>(warps) * static_cast<std::size_t>(experts) * 4;
+  return launch(reinterpret_cast<const void*>(kernel),
+                {static_cast<unsigned>(parameters.blocks), kLatencyThreads, shared}, arguments,
+                stream, limits.bulk_copies);
+}
+
+cudaError_t load_latency_dispatch_kernels() {
+  for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+    for (const LatencyFormat format : {LatencyFormat::as_is, LatencyFormat::e4m3}) {
+      const cudaError_t error =
+          load_kernel(reinterpret_cast<const void*>(kernel_of(dtype, format)), kCounterBytes);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace ferry::cuda
