@@ -21,24 +21,19 @@ template <class T, bool kPerSlot>
 class Combiner {
  public:
   __device__ Combiner(const LatencyCombineParameters& p, const LatencyPlaces& at,
-                      std::uint32_t call)
-      : p_(p),
-        at_(at),
-        call_(call),
-        parts_(p.view),
-        given_(p.handle->tokens[p.view.group.rank] > 0) {}
+                      const LatencyCall& call)
+      : p_(p), at_(at), call_(call), parts_(p.view), given_(call.tokens[p.view.group.rank] > 0) {}
 
-  /// The sending half. `tokens`, `open` [R].
-  __device__ void send(const int* tokens, const bool* open) {
+  __device__ void send() {
     const LatencyView& v = p_.view;
     const int ranks = v.group.ranks;
     int most = 0;
-    for (int s = 0; s < ranks; ++s) most = max(most, tokens[s]);
+    for (int s = 0; s < ranks; ++s) most = max(most, call_.tokens[s]);
     const UnitWalk walk(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     for (int unit = walk.first; unit < most * ranks * v.parts; unit += walk.step) {
       const int part = unit % v.parts, token = unit / v.parts / ranks;
       const int source = (unit / v.parts + v.group.rank + token) % ranks;
-      if (token < tokens[source] && open[source]) send_part(source, token, part);
+      if (token < call_.tokens[source] && call_.open[source]) send_part(source, token, part);
     }
   }
 
@@ -196,12 +191,12 @@ class Combiner {
         if ((__reduce_or_sync(kAllLanes, bit) >> lane & 1) == 0) peer = -1;
       }
       bool came = false;
-      const bool masked = peer >= 0 && (again ? load_relaxed(&v.words->masked[peer]) != 0
-                                              : masked_before(v, call_, peer));
+      const bool masked =
+          peer >= 0 && (!call_.open[peer] || (again && load_relaxed(&v.words->masked[peer]) != 0));
       if (peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag(v, call_, tag, at_.tag(), peer, Stage::rows);
+        const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::rows);
         came = what == Came::here;
         stopped |= what == Came::stop;
         if (p_.waits != nullptr && !again) {
@@ -265,7 +260,7 @@ class Combiner {
 
   const LatencyCombineParameters& p_;
   const LatencyPlaces& at_;
-  std::uint32_t call_;
+  const LatencyCall& call_;
   PartShape parts_;
   bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
 };
@@ -281,18 +276,16 @@ __device__ void push_weights(const LatencyCombineParameters& p, const LatencyPla
   if (threadIdx.x == 0) store_release(at.weight_flag(v.peers[dest], v.group.rank), at.generation);
 }
 
-/// Whole block: who takes part, whose weights are here. False: the group has failed.
-__device__ bool await_weights(const LatencyCombineParameters& p, const LatencyPlaces& at,
-                              std::uint32_t call, bool ahead, int* tokens, bool* open) {
-  const LatencyView& v = p.view;
+/// Whole block: waits for the weights of the sources. Who is late is sent nothing. False: the group
+/// has failed.
+__device__ bool await_weights(const LatencyPlaces& at, LatencyCall& call) {
+  const LatencyView& v = at.v;
   bool stopped = false;
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
-    tokens[s] = p.handle->tokens[s];
-    open[s] = !masked_before(v, call, s);
-    if (!ahead || !open[s] || tokens[s] == 0) continue;
-    const Came came = await_flag_or_mask(v, call, at.weight_flag(own_memory(v), s), at.generation,
-                                         s, Stage::descriptors);
-    open[s] = came == Came::here;
+    if (!call.open[s] || call.tokens[s] == 0) continue;
+    const Came came = await_flag_or_mask(v, call.number, at.weight_flag(own_memory(v), s),
+                                         at.generation, s, Stage::descriptors);
+    if (came != Came::here) call.tokens[s] = 0;
     stopped |= came == Came::stop;
   }
   return __syncthreads_or(stopped) == 0;
@@ -301,38 +294,36 @@ __device__ bool await_weights(const LatencyCombineParameters& p, const LatencyPl
 template <class T, bool kPerSlot>
 __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p) {
-  __shared__ bool open[kMaxDomain];
-  __shared__ int tokens[kMaxDomain];
+  __shared__ LatencyCall call;
   const LatencyView& v = p.view;
   await_kernel_before();
   let_next_kernel_come();
-  if (__syncthreads_or(has_failed(v.group)) != 0) return;
-  const std::uint32_t call = load_relaxed(&v.words->calls) + 1;
-  const LatencyPlaces at{v, load_relaxed(&p.handle->generation)};
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    call.tokens[s] = p.handle->tokens[s];
+  }
+  if (!begin_latency_call(v, p.handle, call)) return;
+  const LatencyPlaces at{v, call.generation};
   Combiner<T, kPerSlot> combiner(p, at, call);
   const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+  const auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   if (p.halves != Halves::receive) {
-    const bool ahead = !kPerSlot && p.slot_weights == nullptr;
-    const auto blocks = static_cast<int>(gridDim.x);
-    for (int d = blocks - 1 - static_cast<int>(blockIdx.x); ahead && d < v.group.ranks;
-         d += blocks) {
-      if (!masked_before(v, call, d)) push_weights(p, at, d);
+    if (!kPerSlot && p.slot_weights == nullptr) {
+      for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
+        if (call.open[d]) push_weights(p, at, d);
+      }
+      if (!await_weights(at, call)) return;
     }
-    if (!await_weights(p, at, call, ahead, tokens, open)) return;
-    combiner.send(tokens, open);
+    combiner.send();
   }
   bool good = true;
-  if (p.halves != Halves::send) {
-    good =
-        combiner.receive(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), false, start);
-  }
+  if (p.halves != Halves::send) good = combiner.receive(block, blocks, false, start);
   if (__syncthreads_or(!good) != 0) return;
   if (!latency_arrive_last(v)) return;
-  if (p.halves != Halves::send && load_relaxed(&v.words->lost) == call) {
+  if (p.halves != Halves::send && load_relaxed(&v.words->lost) == call.number) {
     combiner.receive(0, 1, true, start);
     __syncthreads();
   }
-  if (threadIdx.x == 0) v.words->calls = call;
+  if (threadIdx.x == 0) v.words->calls = call.number;
 }
 
 using Kernel = void (*)(LatencyCombineParameters);

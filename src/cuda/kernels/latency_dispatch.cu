@@ -21,20 +21,6 @@ int header_warps(std::int64_t local_experts) {
   return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kLatencyWarps));
 }
 
-/// Whole block: who takes part, once they have read what this buffer held before.
-__device__ bool await_credits(const LatencyPlaces& at, std::uint32_t call, bool* open) {
-  const LatencyView& v = at.v;
-  bool stopped = false;
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
-    const std::uint64_t needed = at.generation > 2 ? at.generation - 2 : 0;
-    const Came came =
-        await_flag_or_mask(v, call, at.released(own_memory(v), r), needed, r, Stage::loans);
-    open[r] = came == Came::here;
-    stopped |= came == Came::stop;
-  }
-  return __syncthreads_or(stopped) == 0;
-}
-
 /// Whole block: tells all ranks that their buffers of generations up to `upto` are free.
 __device__ void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
   const LatencyView& v = at.v;
@@ -43,28 +29,44 @@ __device__ void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
   }
 }
 
+/// Counters of headers, then the receiver's bases; one after the other in the same memory.
+struct SharedShape {
+  int header_warps = 1;
+  bool bases = false;  ///< they fit
+  std::size_t bytes = 0;
+};
+
+SharedShape make_shared_shape(const LatencyView& v) {
+  const std::int64_t experts = v.placement.local_experts(0);
+  SharedShape shape;
+  shape.header_warps = header_warps(experts);
+  const std::int64_t bases = experts * v.group.ranks * 4;
+  shape.bases = bases <= kCounterBytes;
+  shape.bytes =
+      static_cast<std::size_t>(std::max(shape.header_warps * experts * 4, shape.bases ? bases : 0));
+  return shape;
+}
+
 template <class T, bool kQuantized>
-__device__ bool send_half(const LatencyDispatchParameters& p, std::uint64_t& generation,
-                          std::uint32_t& call, std::uint32_t* counters, int warps, bool* open) {
+__device__ bool send_half(const LatencyDispatchParameters& p, LatencyCall& call,
+                          std::uint32_t* counters, int warps) {
   const LatencyView& v = p.view;
   const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   // Where there are blocks enough, those that make headers send no rows.
   const int row_blocks = blocks > 4 * v.group.ranks ? blocks - v.group.ranks : blocks;
   RowSender<T, kQuantized> sender(p, block, row_blocks);
-  call = load_relaxed(&v.words->calls) + 1;
-  generation = load_relaxed(&v.words->generation) + 1;
-  const LatencyPlaces at{v, generation};
+  if (!begin_latency_call(v, nullptr, call)) return false;
+  const LatencyPlaces at{v, call.generation};
   // Of the results before the last none is alive, read or not.
-  if (block == 0 && generation > 2 && load_relaxed(&v.words->released) < generation - 2) {
-    release_upto(at, generation - 2);
+  if (block == 0 && at.generation > 2 && load_relaxed(&v.words->released) < at.generation - 2) {
+    release_upto(at, at.generation - 2);
   }
-  if (!await_credits(at, call, open)) return false;
-  if (block == 0 && threadIdx.x == 0) p.handle->generation = generation;
+  if (block == 0 && threadIdx.x == 0) p.handle->generation = at.generation;
   for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
-    if (open[d]) send_header(p, at, d, counters, warps);
+    if (call.open[d]) send_header(p, at, d, counters, warps);
     __syncthreads();
   }
-  sender.send(at, open);
+  sender.send(at, call.open);
   return true;
 }
 
@@ -91,45 +93,37 @@ __device__ void end_dispatch(const LatencyPlaces& at, std::uint32_t call, bool s
 
 template <class T, bool kQuantized>
 __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
-    latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p, int warps) {
-  extern __shared__ std::uint32_t counters[];
-  __shared__ bool open[kMaxDomain];
-  __shared__ int tokens[kMaxDomain];
+    latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
+                            const SharedShape shape) {
+  extern __shared__ std::uint32_t scratch[];
+  __shared__ LatencyCall call;
   const LatencyView& v = p.view;
   await_kernel_before();
   let_next_kernel_come();
-  if (__syncthreads_or(has_failed(v.group)) != 0) return;
-  std::uint64_t generation = 0;
-  std::uint32_t call = 0;
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   if (sends) {
-    if (!send_half<T, kQuantized>(p, generation, call, counters, warps, open)) return;
-  } else {
-    call = load_relaxed(&v.words->calls) + 1;
-    generation = load_relaxed(&p.handle->generation);
+    if (!send_half<T, kQuantized>(p, call, scratch, shape.header_warps)) return;
+  } else if (!begin_latency_call(v, p.handle, call)) {
+    return;
   }
-  const LatencyPlaces at{v, generation};
+  const LatencyPlaces at{v, call.generation};
   if (receives) {
     const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
-    if (!await_headers(p, at, call, start, tokens)) return;
-    if (blockIdx.x == gridDim.x - 1) count_rows(p, at, tokens);
-    if (blockIdx.x == 0) {
-      for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
-        p.handle->tokens[s] = tokens[s];
-      }
-    }
-    if (__syncthreads_or(!receive_rows<T, kQuantized>(p, at, call, start, tokens)) != 0) return;
+    if (!await_headers(p, at, start, call)) return;
+    auto* bases = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
+    count_rows(p, at, call.tokens, bases);
+    const RowReceiver<T, kQuantized> receiver{p, at, call, bases, start};
+    if (__syncthreads_or(!receiver.receive()) != 0) return;
   }
   if (!latency_arrive_last(v)) return;
-  if (receives && load_relaxed(&v.words->lost) == call) {
-    clear_lost_rows(p, call, tokens,
-                    static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T)));
+  if (receives && load_relaxed(&v.words->lost) == call.number) {
+    clear_lost_rows(p, call, static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T)));
     __syncthreads();
   }
-  end_dispatch(at, call, sends, receives);
+  end_dispatch(at, call.number, sends, receives);
 }
 
-using Kernel = void (*)(LatencyDispatchParameters, int);
+using Kernel = void (*)(LatencyDispatchParameters, SharedShape);
 
 Kernel kernel_of(Dtype dtype, LatencyFormat format) {
   const bool quantized = format != LatencyFormat::as_is;
@@ -164,13 +158,11 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
       parameters.tokens > parameters.view.capacity || parameters.topk > parameters.view.topk) {
     return cudaErrorInvalidValue;
   }
-  const std::int64_t experts = parameters.view.placement.local_experts(0);
   LatencyDispatchParameters copy = parameters;
-  int warps = header_warps(experts);
-  void* arguments[] = {&copy, &warps};
-  const auto shared = static_cast<std::size_t>(warps) * static_cast<std::size_t>(experts) * 4;
+  SharedShape shape = make_shared_shape(parameters.view);
+  void* arguments[] = {&copy, &shape};
   return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(parameters.blocks), kLatencyThreads, shared}, arguments,
+                {static_cast<unsigned>(parameters.blocks), kLatencyThreads, shape.bytes}, arguments,
                 stream, limits.bulk_copies);
 }
 

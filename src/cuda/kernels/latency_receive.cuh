@@ -39,21 +39,47 @@ __device__ inline int read_header(const LatencyDispatchParameters& p, const Late
   return tokens;
 }
 
-/// Whole block: `tokens` [R] in shared memory. False: the group has failed.
+/// Whole block: the tokens of each source. False: the group has failed.
 __device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     std::uint32_t call, std::uint64_t start, int* tokens) {
+                                     std::uint64_t start, LatencyCall& call) {
   bool stopped = false;
   // The last warp: it has the least to send.
   const int lane = static_cast<int>(threadIdx.x) - (kLatencyThreads - 32);
   for (int s = lane; lane >= 0 && s < p.view.group.ranks; s += 32) {
-    const int found = read_header(p, at, call, s);
-    tokens[s] = found < 0 ? 0 : found;
+    const int found = read_header(p, at, call.number, s);
+    call.tokens[s] = found < 0 ? 0 : found;
+    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
     stopped |= found < 0;
     if (p.waits != nullptr && blockIdx.x == 0) {
       atomicMax(reinterpret_cast<unsigned long long*>(p.waits + s), now_ns() - start);
     }
   }
   return __syncthreads_or(stopped) == 0;
+}
+
+/// Whole block: where the rows of each source begin among those of each expert: `bases` [R, local
+/// experts], null: no room for them. One block tells the caller.
+__device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                  const int* tokens, std::int32_t* bases) {
+  const LatencyView& v = p.view;
+  const bool tells = blockIdx.x == gridDim.x - 1;
+  const auto experts = static_cast<int>(v.placement.local_experts(v.group.rank));
+  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || bases != nullptr);
+       e += kLatencyThreads) {
+    std::int32_t first = 0;
+#pragma unroll 4
+    for (int s = 0; s < v.group.ranks; ++s) {
+      const std::int32_t rows = tokens[s] > 0 ? load_relaxed(numbers_of(at, s) + e) : 0;
+      if (bases != nullptr) bases[s * experts + e] = first;
+      if (tells) {
+        p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
+                 static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
+      }
+      first += rows;
+    }
+    if (tells) p.counts[e] = first;
+  }
+  __syncthreads();
 }
 
 /// A slot of a received row; each lane has one.
@@ -65,7 +91,8 @@ struct LandingSlot {
 
 /// Whole warp: where the row of (source, token) goes. False: the header says what cannot be.
 __device__ inline bool find_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    const int* tokens, int source, int token, LandingSlot& slot) {
+                                    const int* tokens, const std::int32_t* bases, int source,
+                                    int token, LandingSlot& slot) {
   const LatencyView& v = p.view;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::uint32_t word =
@@ -75,10 +102,13 @@ __device__ inline bool find_landing(const LatencyDispatchParameters& p, const La
   bool good = true;
   if (word != kNoPlace) {
     const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
+    const auto experts = static_cast<std::int32_t>(v.placement.local_experts(v.group.rank));
     slot.expert = static_cast<std::int32_t>(word >> 16);
-    good = slot.expert < v.placement.local_experts(v.group.rank);
     slot.place = static_cast<std::int32_t>(word & 0xffff);
-    if (good) {
+    good = slot.expert < experts;
+    if (good && bases != nullptr) {
+      slot.place += bases[source * experts + slot.expert];
+    } else if (good) {
 #pragma unroll 4
       for (int s = 0; s < source; ++s) {
         if (tokens[s] > 0) slot.place += load_relaxed(numbers_of(at, s) + slot.expert);
@@ -165,41 +195,61 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, const La
   }
 }
 
-/// One warp of the call: its units. False: the group has failed.
+/// The receiving half on one warp.
 template <class T, bool kQuantized>
-__device__ inline bool receive_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    std::uint32_t call, std::uint64_t start, const int* tokens) {
-  const LatencyView& v = p.view;
-  const int ranks = v.group.ranks, lane = static_cast<int>(threadIdx.x % 32);
-  constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
-  const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * kBytes;
-  const PartShape parts(v);
-  int most = 0;
-  for (int s = 0; s < ranks; ++s) most = max(most, tokens[s]);
-  // The other end of the block than the senders': who has not sent receives first.
-  const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
-  const int blocks = static_cast<int>(gridDim.x), all = most * ranks * v.parts;
-  for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < all;
-       unit += blocks * kLatencyWarps) {
-    const int part = unit % v.parts, source = unit / v.parts % ranks;
-    const int token = unit / v.parts / ranks;
-    if (token >= tokens[source]) continue;
+struct RowReceiver {
+  const LatencyDispatchParameters& p;
+  const LatencyPlaces& at;
+  const LatencyCall& call;
+  const std::int32_t* bases;
+  std::uint64_t start;
+  static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
+
+  /// False: the group has failed.
+  __device__ bool receive() const {
+    const LatencyView& v = p.view;
+    const int ranks = v.group.ranks;
+    int most = 0;
+    for (int s = 0; s < ranks; ++s) most = max(most, call.tokens[s]);
+    // The other end of the block than the senders': who has not sent receives first.
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    const int blocks = static_cast<int>(gridDim.x), all = most * ranks * v.parts;
+    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < all;
+         unit += blocks * kLatencyWarps) {
+      const int part = unit % v.parts, row = unit / v.parts;
+      const int source = row % ranks, token = row / ranks;
+      if (token < call.tokens[source] && !receive_part(source, token, part)) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ bool receive_part(int source, int token, int part) const {
+    const LatencyView& v = p.view;
     LandingSlot slot;
-    if (!find_landing(p, at, tokens, source, token, slot)) {
-      return fail(v.group, call, Reason::distrust, Stage::rows, source, {0, 0, token});
+    if (!find_landing(p, at, call.tokens, bases, source, token, slot)) {
+      return fail(v.group, call.number, Reason::distrust, Stage::rows, source, {0, 0, token});
     }
     if (part == 0) note_landing(p, at, source, token, slot);
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
-    if (lanes == 0) continue;
-    const Came came = await_tag(v, call, at.row_tags(own_memory(v), source, token) + part, at.tag(),
-                                source, Stage::rows);
+    if (lanes == 0) return true;
+    const Came came = await_tag(v, call.number, at.row_tags(own_memory(v), source, token) + part,
+                                at.tag(), source, Stage::rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    if (__any_sync(kAllLanes, came != Came::here)) continue;
-    if (p.waits != nullptr && lane == 0) {
+    if (__any_sync(kAllLanes, came != Came::here)) return true;
+    if (p.waits != nullptr && threadIdx.x % 32 == 0) {
       atomicMax(reinterpret_cast<unsigned long long*>(p.waits + source), now_ns() - start);
     }
+    copy(at.row(own_memory(v), source, token), part, slot, lanes);
+    return true;
+  }
+
+  __device__ void copy(const std::byte* row, int part, const LandingSlot& slot,
+                       std::uint32_t lanes) const {
+    const LatencyView& v = p.view;
+    const PartShape parts(v);
+    const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * kBytes;
     const int begin = parts.begin(part), end = parts.end(v, part);
-    const std::byte* row = at.row(own_memory(v), source, token);
     const std::size_t skip = static_cast<std::size_t>(begin) * kBytes;
     const int bytes = (end - begin) * static_cast<int>(kBytes);
     if (row_bytes % 16 == 0) {
@@ -212,37 +262,19 @@ __device__ inline bool receive_rows(const LatencyDispatchParameters& p, const La
                   lanes);
     }
   }
-  return true;
-}
-
-/// Whole block: rows for each local expert, and where each source's begin.
-__device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                  const int* tokens) {
-  const LatencyView& v = p.view;
-  const auto experts = static_cast<int>(v.placement.local_experts(v.group.rank));
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-    std::int64_t first = 0;
-    for (int s = 0; s < v.group.ranks; ++s) {
-      const std::int64_t rows = tokens[s] > 0 ? load_relaxed(numbers_of(at, s) + e) : 0;
-      p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
-               static_cast<std::size_t>(s)] = first << 32 | rows;
-      first += rows;
-    }
-    p.counts[e] = static_cast<std::int32_t>(first);
-  }
-}
+};
 
 /// Whole last block: rows of ranks that were masked on the way are zero, all of them.
-__device__ inline void clear_lost_rows(const LatencyDispatchParameters& p, std::uint32_t call,
-                                       const int* tokens, std::size_t row_bytes) {
+__device__ inline void clear_lost_rows(const LatencyDispatchParameters& p, const LatencyCall& call,
+                                       std::size_t row_bytes) {
   const LatencyView& v = p.view;
   const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
   const bool packed = p.format == LatencyFormat::e4m3_packed;
   const std::size_t columns =
       (static_cast<std::size_t>(v.hidden) + (packed ? 511 : 127)) / (packed ? 512 : 128);
   for (int s = 0; s < v.group.ranks; ++s) {
-    if (load_relaxed(&v.words->masked[s]) != call) continue;
-    for (int i = 0; i < tokens[s] * v.topk; ++i) {
+    if (load_relaxed(&v.words->masked[s]) != call.number) continue;
+    for (int i = 0; i < call.tokens[s] * v.topk; ++i) {
       const std::int32_t row =
           p.slots[static_cast<std::size_t>(s) * static_cast<std::size_t>(v.capacity * v.topk) +
                   static_cast<std::size_t>(i)];

@@ -62,15 +62,18 @@ template <class T, bool kQuantized>
 struct WirePiece {
   static constexpr int kCount = kQuantized ? 2 : kLaneVectors<T>;
   uint4 vectors[kCount];
-  float scales[2];
+  float scale = 0;  ///< of the piece's block number `lane`
 
   __device__ __forceinline__ explicit WirePiece(const uint4* loaded, bool round_scale) {
     if constexpr (kQuantized) {
+      float scales[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         vectors[i] =
             quantize_lane<T>(loaded + i * static_cast<int>(sizeof(T)), round_scale, scales[i]);
+        scales[i] = __shfl_sync(kAllLanes, scales[i], static_cast<int>(threadIdx.x % 4) * 8);
       }
+      scale = threadIdx.x % 8 < 4 ? scales[0] : scales[1];
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) vectors[i] = loaded[i];
@@ -80,15 +83,17 @@ struct WirePiece {
   __device__ __forceinline__ void store(std::byte* slot, std::size_t scale_at, int begin,
                                         int end) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (kQuantized) {
+      const int block = begin / 128 + lane;
+      if (lane < 8 && block * 128 < end) {
+        reinterpret_cast<float*>(slot + scale_at)[block] = scale;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (kQuantized) {
         const int channel = begin + i * kStepChannels + lane * kLaneChannels;
-        if (channel >= end) continue;
-        *reinterpret_cast<uint4*>(slot + channel) = vectors[i];
-        if (lane % 8 == 0) {
-          reinterpret_cast<float*>(slot + scale_at)[channel / 128] = scales[i];
-        }
+        if (channel < end) *reinterpret_cast<uint4*>(slot + channel) = vectors[i];
       } else {
         constexpr int kEach = 16 / static_cast<int>(sizeof(T));
         const int channel = begin + (i * 32 + lane) * kEach;

@@ -191,7 +191,42 @@ __device__ inline Came await_header(const LatencyPlaces& at, std::uint32_t call,
   }
 }
 
-// The end of a call.
+// Begin and end of a call.
+
+/// What a block knows of its call; in shared memory, so that few ask the same few lines.
+struct LatencyCall {
+  std::uint64_t generation;
+  std::uint32_t number;    ///< among the kernel calls, from 1
+  bool open[kMaxDomain];   ///< the rank takes part
+  int tokens[kMaxDomain];  ///< that each source sent
+};
+
+/// Whole block: fills `call` but for the tokens. `handle` null: the generation is a new one, and
+/// peers are open once they have read what the buffer held before. False: the group has failed.
+__device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
+                                          LatencyCall& call) {
+  bool stopped = false;
+  if (threadIdx.x < 32) {
+    const std::uint64_t* word = handle != nullptr ? &handle->generation : &v.words->generation;
+    const std::uint32_t number = load_relaxed(&v.words->calls) + 1;
+    const std::uint64_t generation = load_relaxed(word) + (handle != nullptr ? 0 : 1);
+    stopped = has_failed(v.group);
+    const std::uint64_t needed = handle == nullptr && generation > 2 ? generation - 2 : 0;
+    const LatencyPlaces at{v, generation};
+    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
+      const Came came = stopped ? Came::stop
+                                : await_flag_or_mask(v, number, at.released(own_memory(v), r),
+                                                     needed, r, Stage::loans);
+      call.open[r] = came == Came::here;
+      stopped |= came == Came::stop;
+    }
+    if (threadIdx.x == 0) {
+      call.generation = generation;
+      call.number = number;
+    }
+  }
+  return __syncthreads_or(stopped) == 0;
+}
 
 /// Whole block: true in every thread of the last block of the grid, which sees what the others did.
 __device__ inline bool latency_arrive_last(const LatencyView& v) {
