@@ -316,6 +316,7 @@ LatencyDispatchParameters LatencyRun::dispatch(int rank, int handle) const {
   p.topk_idx = h.ids;
   p.weights = c_.weights_with_dispatch ? h.weights : nullptr;
   p.wide = c_.wide;
+  p.token_stride = c_.call_topk;
   p.tokens = h.tokens;
   p.topk = c_.call_topk;
   p.handle = h.words;

@@ -161,9 +161,12 @@ struct LatencyDispatchParameters {
   Halves halves = Halves::both;
   LatencyFormat format = LatencyFormat::as_is;
   const std::byte* x = nullptr;    ///< [tokens, hidden], 16-byte aligned
-  const void* topk_idx = nullptr;  ///< [tokens, topk], dense
+  const void* topk_idx = nullptr;  ///< [tokens, topk]
   const float* weights = nullptr;  ///< f32 [tokens, topk]; null: they come with combine
   bool wide = true;                ///< ids are i64, else i32
+  std::int64_t token_stride = 0;   ///< of the ids, in elements
+  std::int64_t slot_stride = 1;
+  std::int32_t* routes = nullptr;  ///< [tokens, topk]: a copy for the combine; null: none is made
   int tokens = 0;
   int topk = 1;
   LatencyHandle* handle = nullptr;
@@ -198,6 +201,8 @@ struct LatencyCombineParameters {
   const void* topk_idx = nullptr;   ///< the routes of the dispatch
   bool wide = true;
   const float* weights = nullptr;  ///< f32 [tokens, topk] of this rank's own tokens
+  /// The sending half alone: a copy of the weights for the receiving one, dense; null: none.
+  float* kept_weights = nullptr;
   int tokens = 0;
   int topk = 1;
   std::byte* out = nullptr;  ///< [tokens, hidden]
@@ -205,6 +210,22 @@ struct LatencyCombineParameters {
   int blocks = 0;
 };
 cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters, cudaStream_t stream);
+
+/// Where a peer's registered memory of the exchange is; pinned.
+struct LatencyPlace {
+  std::uint32_t segment = 0;
+};
+struct LatencyOpenParameters {
+  GroupView group{};
+  CallSignature call{};  ///< with the configuration
+  StepStatus status = StepStatus::ok;
+  std::uint32_t segment = 0;
+  std::int64_t need_bytes = 0;     ///< no_room
+  LatencyPlace* places = nullptr;  ///< [R], pinned
+  Failure* failure = nullptr;
+};
+/// The making of an exchange, a call of the group: every rank learns where the others' memory is.
+cudaError_t launch_latency_open(const LatencyOpenParameters& parameters, cudaStream_t stream);
 
 /// Blocks of these kernels that one SM holds: all of a call must run at once.
 inline constexpr int kLatencyBlocksPerSm = 2;
@@ -216,5 +237,6 @@ bool fits_latency(const LatencyView& view);
 /// Loads every kernel of latency mode on the current device.
 cudaError_t load_latency_kernels();
 cudaError_t load_latency_dispatch_kernels();
+cudaError_t load_latency_open_kernels();
 
 }  // namespace ferry::cuda

@@ -196,7 +196,7 @@ class Combiner {
       if (peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::rows);
+        const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         if (p_.waits != nullptr && !again) {
@@ -284,7 +284,7 @@ __device__ bool await_weights(const LatencyPlaces& at, LatencyCall& call) {
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     if (!call.open[s] || call.tokens[s] == 0) continue;
     const Came came = await_flag_or_mask(v, call.number, at.weight_flag(own_memory(v), s),
-                                         at.generation, s, Stage::descriptors);
+                                         {at.generation, at.generation}, s, Stage::latency_weights);
     if (came != Came::here) call.tokens[s] = 0;
     stopped |= came == Came::stop;
   }
@@ -312,6 +312,11 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
         if (call.open[d]) push_weights(p, at, d);
       }
       if (!await_weights(at, call)) return;
+    }
+    if (block == 0 && p.kept_weights != nullptr) {
+      for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
+        p.kept_weights[i] = p.weights[i];
+      }
     }
     combiner.send();
   }
@@ -367,7 +372,8 @@ cudaError_t load_latency_kernels() {
       if (error != cudaSuccess) return error;
     }
   }
-  return load_latency_dispatch_kernels();
+  const cudaError_t error = load_latency_open_kernels();
+  return error != cudaSuccess ? error : load_latency_dispatch_kernels();
 }
 
 }  // namespace ferry::cuda

@@ -62,6 +62,11 @@ __device__ bool send_half(const LatencyDispatchParameters& p, LatencyCall& call,
     release_upto(at, at.generation - 2);
   }
   if (block == 0 && threadIdx.x == 0) p.handle->generation = at.generation;
+  if (block == 0 && p.routes != nullptr) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
+      p.routes[i] = static_cast<std::int32_t>(route_id(p, i / p.topk, i % p.topk));
+    }
+  }
   for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
     if (call.open[d]) send_header(p, at, d, counters, warps);
     __syncthreads();

@@ -15,8 +15,7 @@ inline constexpr std::uint32_t kAllLanes = 0xffffffff;
 __device__ __forceinline__ std::int64_t route_id(const LatencyDispatchParameters& p, int token,
                                                  int slot) {
   if (slot >= p.topk) return -1;
-  const std::size_t at = static_cast<std::size_t>(token) * static_cast<std::size_t>(p.topk) +
-                         static_cast<std::size_t>(slot);
+  const std::int64_t at = token * p.token_stride + slot * p.slot_stride;
   return p.wide ? __ldg(static_cast<const long long*>(p.topk_idx) + at)
                 : static_cast<std::int64_t>(__ldg(static_cast<const int*>(p.topk_idx) + at));
 }

@@ -26,12 +26,12 @@ __device__ inline int read_header(const LatencyDispatchParameters& p, const Late
   const auto own = static_cast<std::uint32_t>(p.format);
   if (format != own || tokens < 0 || tokens > p.view.capacity) {
     const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
-    fail(p.view.group, call, reason, Stage::counts, source, {own, format, tokens});
+    fail(p.view.group, call, reason, Stage::latency_headers, source, {own, format, tokens});
     return -1;
   }
   if (refused != 0 && blockIdx.x == 0 && p.failure != nullptr) {
     p.failure->reason = refused == kNoPlace ? Reason::too_many : Reason::bad_route;
-    p.failure->stage = Stage::counts;
+    p.failure->stage = Stage::latency_headers;
     p.failure->peer = source;
     p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
     store_release(&p.failure->written, at.generation);
@@ -228,13 +228,14 @@ struct RowReceiver {
     const LatencyView& v = p.view;
     LandingSlot slot;
     if (!find_landing(p, at, call.tokens, bases, source, token, slot)) {
-      return fail(v.group, call.number, Reason::distrust, Stage::rows, source, {0, 0, token});
+      return fail(v.group, call.number, Reason::distrust, Stage::latency_rows, source,
+                  {0, 0, token});
     }
     if (part == 0) note_landing(p, at, source, token, slot);
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
     const Came came = await_tag(v, call.number, at.row_tags(own_memory(v), source, token) + part,
-                                at.tag(), source, Stage::rows);
+                                at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     if (__any_sync(kAllLanes, came != Came::here)) return true;
     if (p.waits != nullptr && threadIdx.x % 32 == 0) {

@@ -130,19 +130,25 @@ __device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
   }
 }
 
-/// The same for a flag of 64 bits that must have reached `generation`.
+/// What a flag of 64 bits is waited for.
+struct Wanted {
+  std::uint64_t least = 0;
+  std::uint64_t most = UINT64_MAX;
+};
+
+/// The same for a flag.
 __device__ inline Came await_flag_or_mask(const LatencyView& v, std::uint32_t call,
-                                          const std::uint64_t* word, std::uint64_t generation,
-                                          int peer, Stage stage) {
+                                          const std::uint64_t* word, Wanted wanted, int peer,
+                                          Stage stage) {
   if (masked_before(v, call, peer)) return Came::missing;
   Patience patience;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);
-    if (seen >= generation) return Came::here;
+    if (seen >= wanted.least && seen <= wanted.most) return Came::here;
     Reason reason;
     if (!patience.over(v.group, reason)) continue;
     if (reason == Reason::none) return Came::stop;
-    const FatalDetail detail{generation, seen, 0};
+    const FatalDetail detail{wanted.least, seen, 0};
     if (reason != Reason::deadline) {
       fail(v.group, call, reason, stage, peer, detail);
       return Came::stop;
@@ -175,18 +181,18 @@ __device__ inline Came await_header(const LatencyPlaces& at, std::uint32_t call,
     if (reason == Reason::none) return Came::stop;
     const FatalDetail detail{generation, seen, 0};
     if (reason != Reason::deadline || v.alarm == nullptr) {
-      fail(v.group, call, reason, Stage::counts, source, detail);
+      fail(v.group, call, reason, Stage::latency_headers, source, detail);
       return Came::stop;
     }
     if (blockIdx.x != 0) {  // block 0 is about to say so
       if (now_ns() - patience.start < 2 * v.group.deadline_ns) continue;
-      fail(v.group, call, reason, Stage::counts, source, detail);
+      fail(v.group, call, reason, Stage::latency_headers, source, detail);
       return Came::stop;
     }
     store_relaxed(&v.words->suspected[source], generation);
     __threadfence();  // sequentially consistent: the store comes before the second look
     const bool here = load_acquire(word) == generation;
-    if (!here) mask_late(v, call, Stage::counts, source, detail);
+    if (!here) mask_late(v, call, Stage::latency_headers, source, detail);
     store_release(&v.words->cleared[source], generation << 1 | (here ? 1u : 0u));
   }
 }
@@ -216,7 +222,7 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
     for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
       const Came came = stopped ? Came::stop
                                 : await_flag_or_mask(v, number, at.released(own_memory(v), r),
-                                                     needed, r, Stage::loans);
+                                                     Wanted{needed}, r, Stage::latency_credit);
       call.open[r] = came == Came::here;
       stopped |= came == Came::stop;
     }
