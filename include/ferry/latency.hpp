@@ -89,7 +89,8 @@ class LatencyExchange {
 
   const LatencyConfig& config() const;
   /// Registered bytes of one rank's latency buffers: what creation adds to memory().latency_bytes.
-  static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
+  static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                 DeviceKind device = DeviceKind::cpu);
 
  private:
   std::shared_ptr<LatencyEngine> engine_;

@@ -211,13 +211,14 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
 }
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options) {
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where) {
   constexpr std::string_view kCall = "latency dispatch";
   if (x.dtype != config.dtype) {
     refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
            dtype_text(config.dtype) + ", as configured");
   }
-  check_tensor(kCall, "x", x, 2);
+  check_tensor(kCall, "x", x, 2, where);
   if (x.columns() != config.hidden) {
     refuse(kCall, "x", "hidden " + to_string(x.columns()),
            to_string(config.hidden) + ", as configured");

@@ -84,9 +84,15 @@ std::uint64_t Launch::enter(const CallSignature& signature) {
   return number;
 }
 
+void Launch::enter_apart(const CallSignature& signature) {
+  record_->signature = signature;
+  entered_ = true;
+  apart_ = true;
+}
+
 /// Beside calls of graphs the CPU cannot number the generations, so the GPU says how a call ended.
 void Launch::watch_end() {
-  if (capture_.active || record_->generation != 0) return;
+  if (capture_.active || apart_ || record_->generation != 0) return;
   std::uint64_t* word = &record_->pinned().dead_then;
   const DeviceControlLayout& layout = engine_.parts_.layout;
   run(cudaMemcpyAsync(word,

@@ -99,6 +99,8 @@ class Launch {
   /// Just before the first kernel that waits for peers: the number of this call in the group, the
   /// same on all ranks. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);
+  /// The same for a call that has a generation of its own (latency mode).
+  void enter_apart(const CallSignature& signature);
   /// Fails the group when a kernel could not be launched.
   void run(cudaError_t result, const char* kernel);
   /// All kernels are launched. The event of the call; other calls may be made now.
@@ -121,6 +123,7 @@ class Launch {
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::shared_ptr<void>> graph_;
   bool entered_ = false;
+  bool apart_ = false;
   bool ended_ = false;
 };
 

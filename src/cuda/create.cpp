@@ -7,6 +7,7 @@
 #include "core/layout.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/engine.hpp"
+#include "cuda/kernels/latency.hpp"
 #include "engine/create.hpp"
 #include "engine/growth.hpp"
 #include "fabric/segment_handle.hpp"
@@ -104,6 +105,7 @@ void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& pa
     const OnDevice here(device);
     const Place mine = place_of(device, parts.sms);
     check(load_throughput_kernels(), "load_throughput_kernels");
+    check(load_latency_kernels(), "load_latency_kernels");
     const auto bytes = std::as_bytes(std::span(&mine, 1));
     return std::vector<std::byte>(bytes.begin(), bytes.end());
   });

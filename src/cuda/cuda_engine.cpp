@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "core/layout.hpp"
 #include "cuda/event.hpp"
+#include "cuda/latency_engine.hpp"
 #include "engine/growth.hpp"
 #include "engine/regions.hpp"
 
@@ -219,12 +220,13 @@ Tensor CudaEngine::empty(const Extents& shape, Dtype dtype) {
 }
 
 bool CudaEngine::is_registered(const void* pointer) const {
-  return parts_.gpu->registered().find(pointer, 1).has_value();
+  return parts_.gpu->registered().find(pointer, 1).has_value() || is_latency_memory(pointer);
 }
 
 void CudaEngine::record_stream(const void* pointer, const Stream& stream) {
   check_stream("record_stream", &stream, device());
   if (gpu().record_stream(pointer, static_cast<cudaStream_t>(stream.native()))) return;
+  if (is_latency_memory(pointer)) return;  // never goes back while the exchange lives
   refuse("record_stream", "pointer", "memory of others", "memory of a tensor of this group");
 }
 
@@ -241,18 +243,35 @@ void CudaEngine::barrier() {
 
 MemoryUse CudaEngine::memory() const {
   GpuMemory& memory = *parts_.gpu;
+  std::size_t latency_bytes = 0;
+  {
+    std::scoped_lock lock(latency_mutex_);
+    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
+  }
   return {control_bytes_, memory.registered().total_bytes() + memory.local().total_bytes(),
-          memory.registered().used_bytes() + memory.local().used_bytes(), 0};
+          memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
 }
 
 TimeUse CudaEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
 }
 
-std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& /*config*/) {
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange: the CUDA engine has throughput mode only; use the host engine for "
-              "latency mode");
+std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
+  return make_cuda_latency(shared_from_this(), config);
+}
+
+void CudaEngine::add_latency_memory(const fabric::Segment& segment) {
+  std::scoped_lock lock(latency_mutex_);
+  latency_segments_.push_back(segment);
+}
+
+bool CudaEngine::is_latency_memory(const void* pointer) const {
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(latency_mutex_);
+  return std::any_of(latency_segments_.begin(), latency_segments_.end(),
+                     [&](const fabric::Segment& segment) {
+                       return at >= segment.data && at < segment.data + segment.bytes;
+                     });
 }
 
 void CudaEngine::give_up(const char* call, const std::exception& why) {

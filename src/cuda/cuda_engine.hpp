@@ -87,6 +87,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked) const;
+  bool shares_gpu() const { return parts_.sharing > 1; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
   /// For local work beside a running call; null: the driver has none, or ranks share this GPU.
@@ -113,6 +114,12 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
   /// Fails the group in the midst of a call.
   void give_up(const char* call, const std::exception& why);
+  /// Registers a segment and offers it to the peers, who have mapped it on return. bytes 0: the
+  /// GPU's memory is exhausted.
+  fabric::Segment add_segment(const char* call, std::size_t bytes);
+  /// Latency exchanges own a segment each, until the group ends.
+  void add_latency_memory(const fabric::Segment& segment);
+  bool is_latency_memory(const void* pointer) const;
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
   /// The state of a plan of this group; refuses others.
@@ -131,6 +138,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void forget_states(const CudaPlan& plan);
   void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
   bool grow(const char* call, std::size_t bytes);
+  Error latency_mismatch(const Failure& failure) const;
+  Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void make_side_stream();
   void load_copies();
@@ -182,6 +191,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 
   std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
+  mutable std::mutex latency_mutex_;
+  std::vector<fabric::Segment> latency_segments_{};
   std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};
   std::atomic<std::uint64_t> exchange_ns_{0};

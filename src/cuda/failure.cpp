@@ -21,6 +21,12 @@ const char* stage_name(Stage stage) {
     case Stage::sums: return "combine: sums";
     case Stage::loans: return "combine: readers";
     case Stage::barrier: return "barrier";
+    case Stage::latency_open: return "LatencyExchange: buffers";
+    case Stage::latency_credit: return "latency dispatch: credit";
+    case Stage::latency_headers:
+    case Stage::latency_rows: return "latency dispatch: rows";
+    case Stage::latency_weights: return "latency combine: weights";
+    case Stage::latency_sums: return "latency combine: rows";
     case Stage::none: break;
   }
   return "exchange";
@@ -40,7 +46,38 @@ std::string size_of_what(Stage stage) {
   return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
 }
 
+bool is_latency(Stage stage) {
+  return stage == Stage::latency_headers;
+}
+
 }  // namespace
+
+Error CudaEngine::latency_mismatch(const Failure& failure) const {
+  return Error(
+      ErrorKind::mismatch,
+      "rank " + to_string(rank()) + ": latency dispatch: rank " + to_string(failure.peer) +
+          " used another format or scale_format in this call",
+      {rank(), failure.peer, "latency dispatch", failure.written, failure.expected, failure.seen});
+}
+
+Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {
+  const std::string at = failure.reason == Reason::bad_route
+                             ? "an id that is no expert at [" + to_string(failure.detail / 64) +
+                                   ", " + to_string(failure.detail % 64) + "]"
+                             : std::string("more slots for one expert than the capacity");
+  const ErrorContext context{rank(), failure.peer, "latency dispatch", failure.written, 0, 0};
+  if (failure.peer == rank()) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": topk_idx: got " + at +
+                     "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1) +
+                     ", each at most as often as the capacity",
+                 context);
+  }
+  return Error(ErrorKind::peer_failed,
+               std::string(record.call) + ": rank " + to_string(failure.peer) + " was given " + at +
+                   "; it sent nothing",
+               context);
+}
 
 Error CudaEngine::fatal_error() {
   std::scoped_lock lock(fatal_mutex_);
@@ -75,6 +112,10 @@ Error CudaEngine::fatal_error() {
         fatal_ = error;
       }
       break;
+    case Reason::mismatch:  // of latency mode, where nothing is agreed on before rows move
+      fatal_ = latency_mismatch(failure);
+      channel_.fail(stage, fatal_->what(), ErrorKind::mismatch);
+      break;
     default:
       channel_.fail(stage, "the exchange was told to stop", ErrorKind::interrupted);
       fatal_ = channel_.dead();
@@ -89,6 +130,7 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   const char* stage = stage_name(failure.stage);
   const ErrorContext context{rank(), peer, stage, failure.written, 0, 0};
   const std::string who = "rank " + to_string(peer);
+  if (is_latency(failure.stage)) return latency_refusal(record, failure);
   switch (failure.reason) {
     case Reason::mismatch:
       return Error(

@@ -105,25 +105,31 @@ bool CudaEngine::awaits(int peer) {
                      [&](std::uint64_t flag) { return flag < running; });
 }
 
-bool CudaEngine::grow(const char* call, std::size_t bytes) {
+fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
   fabric::Segment segment;
-  // At least half of what there is, so that the number of segments stays small.
-  const std::size_t wanted = engine::grown_by(gpu().registered().total_bytes());
-  for (const std::size_t size : {std::max(bytes, wanted), bytes}) {
-    try {
-      // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
-      segment = gpu().wire().register_memory(size);
-      break;
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::exhausted) throw;
-    }
+  try {
+    // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
+    segment = gpu().wire().register_memory(bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+    return {};
   }
-  if (segment.bytes == 0) return false;
   write_table(rank(), segment.id, segment.data, segment.bytes);
   segments_.offer(call, segment);
   gpu().wire().seal(segment.id);
-  gpu().registered().add(segment);
-  return true;
+  return segment;
+}
+
+bool CudaEngine::grow(const char* call, std::size_t bytes) {
+  // At least half of what there is, so that the number of segments stays small.
+  const std::size_t wanted = engine::grown_by(gpu().registered().total_bytes());
+  for (const std::size_t size : {std::max(bytes, wanted), bytes}) {
+    const fabric::Segment segment = add_segment(call, size);
+    if (segment.bytes == 0) continue;
+    gpu().registered().add(segment);
+    return true;
+  }
+  return false;
 }
 
 void CudaEngine::serve_offers() {

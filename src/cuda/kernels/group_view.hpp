@@ -114,7 +114,22 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
 }
 
 /// Where in a call a kernel gave up.
-enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, sums, loans, barrier };
+enum class Stage : std::uint32_t {
+  none,
+  counts,
+  grants,
+  rows,
+  descriptors,
+  sums,
+  loans,
+  barrier,
+  latency_open,
+  latency_credit,
+  latency_headers,
+  latency_rows,
+  latency_weights,
+  latency_sums,
+};
 
 FERRY_FN constexpr bool is_fatal(Reason reason) {
   return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::distrust;
