@@ -59,7 +59,8 @@ class Kernels(unittest.TestCase):
             for kernel in (*code.MEETING, *code.BULK):
                 self.assertIn(f"{len(kernel)}{kernel}", names, f"sm_{sm}")
         for compiled in self.compiled:
-            self.assertEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
+            # Functions that were not inlined may be there, too.
+            self.assertLessEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
 
     def test_meets_at_system_scope(self) -> None:
         self.assertEqual(self.complaints(code.meets_at_system_scope), [])
