@@ -133,7 +133,6 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
 }
 
 TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
-  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
   for (const bool graphs : {false, true}) {
     each(shape, [&](Seat& seat) {
@@ -181,7 +180,6 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
 }
 
 TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
-  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);
@@ -250,7 +248,7 @@ TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
 TEST(EngineEndTest, TensorsOutliveTheGroup) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
-  const auto problems = run_ranks(2, 2, [&](Bootstrap& bootstrap) {
+  const auto problems = run_on_crew(2, 2, [&](Bootstrap& bootstrap) {
     const int device = bootstrap.rank() % gpu_count();
     need(cudaSetDevice(device), "cudaSetDevice");
     const Copier copier;
@@ -276,7 +274,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
 
 TEST(EngineStreamTest, ANumberIsNeverUsedAgain) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
-  const auto problems = run_ranks(1, 1, [&](Bootstrap&) {
+  const auto problems = run_on_crew(1, 1, [&](Bootstrap&) {
     unsigned long long last = 0;
     for (int i = 0; i < 10; ++i) {
       cudaStream_t stream = nullptr;

@@ -24,7 +24,14 @@ TEST_P(EngineTest, MemoryIsWhatTheHintSays) {
   });
 }
 
-TEST_P(EngineTest, RoundTrips) {
+/// The plainest use, for all numbers of ranks.
+class EngineRanksTest : public EngineTest {};
+INSTANTIATE_TEST_SUITE_P(Ranks, EngineRanksTest,
+                         ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
+                                           Ranks{1, false}, Ranks{2, false}, Ranks{3, false}),
+                         ranks_name);
+
+TEST_P(EngineRanksTest, RoundTrips) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed);
@@ -216,7 +223,6 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
 }
 
 TEST_P(EngineTest, DestroyedRanksAreNamed) {
-  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);
