@@ -151,6 +151,9 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
     run.upload_results(world, 0);
     verify(b, world);
   }
+  // A kernel's first launch may wait for all others of the GPU: none may wait for a peer then.
+  group.launch([&](int r) { spin<<<1, 1, 0, group.stream(r)>>>(0); });
+  group.wait_well();
   Clock clock(group);
   constexpr CombinePath kRank = CombinePath::per_rank, kSlot = CombinePath::per_slot;
   const auto chain = [&](int r, int i) { b.dispatch(r, i % 2); };

@@ -57,10 +57,6 @@ __device__ bool send_half(const LatencyDispatchParameters& p, LatencyCall& call,
   RowSender<T, kQuantized> sender(p, block, row_blocks);
   if (!begin_latency_call(v, nullptr, call)) return false;
   const LatencyPlaces at{v, call.generation};
-  // Of the results before the last none is alive, read or not.
-  if (block == 0 && at.generation > 2 && load_relaxed(&v.words->released) < at.generation - 2) {
-    release_upto(at, at.generation - 2);
-  }
   if (block == 0 && threadIdx.x == 0) p.handle->generation = at.generation;
   if (block == 0 && p.routes != nullptr) {
     for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {

@@ -219,6 +219,13 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
     stopped = has_failed(v.group);
     const std::uint64_t needed = handle == nullptr && generation > 2 ? generation - 2 : 0;
     const LatencyPlaces at{v, generation};
+    // Of the results before the last none is alive, read or not. Before any wait for the peers',
+    // who may wait for this.
+    if (blockIdx.x == 0 && !stopped && load_relaxed(&v.words->released) < needed) {
+      for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
+        store_release(at.released(v.peers[r], v.group.rank), needed);
+      }
+    }
     for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
       const Came came = stopped ? Came::stop
                                 : await_flag_or_mask(v, number, at.released(own_memory(v), r),
