@@ -27,6 +27,8 @@ lanes=${LANES:-3}
 chosen=${*:-$(seq 0 $((lanes - 1)))}
 # Takes all memory of its GPU, so it comes alone.
 alone='*APlanWithoutMemory*'
+filter=${FILTER:-*}
+[[ $filter == *-* ]] && filter=$filter:$alone || filter=$filter:-$alone
 failed=0
 
 # lane NAME FIRST_GPU FILTER: in the background; NAME.log.
@@ -55,7 +57,7 @@ tell() {
 export GTEST_TOTAL_SHARDS=$lanes
 for i in $chosen; do
   export GTEST_SHARD_INDEX=$i
-  lane "lane$i" "$i" "${FILTER:-*}:-$alone"
+  lane "lane$i" "$i" "$filter"
 done
 wait
 unset GTEST_TOTAL_SHARDS GTEST_SHARD_INDEX
