@@ -180,7 +180,7 @@ TEST(EngineGuessTest, ASecondGrantThatDoesNotComeIsMissed) {
   config.deadline = 2s;
   static std::atomic<bool> hold{false};
   config.on_wait = [] {
-    if (hold.exchange(false)) std::this_thread::sleep_for(5s);
+    if (hold.exchange(false)) std::this_thread::sleep_for(4s);
   };
   on_ranks(2, false, config, [&](Seat& seat) {
     Shape of = shape;
@@ -341,7 +341,7 @@ TEST(EngineGuessTest, DISABLED_Speed) {
 TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
   const Shape shape;
   GroupConfig config = config_for(shape);
-  config.deadline = 4s;
+  config.deadline = 2s;
   on_ranks(2, false, config, [&](Seat& seat) {
     OwnStream own(seat.device);
     warm_up(seat, own);
@@ -349,7 +349,7 @@ TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
     const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
                      seat.copier);
     seat.meet();
-    read_later(own.raw, 6000ms);
+    read_later(own.raw, 3000ms);
     PlanOptions planning;
     planning.stream = &own.stream;
     const Plan plan = seat.group.plan(mine.routes_view(), planning);
