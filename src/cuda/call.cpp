@@ -150,6 +150,7 @@ Event Launch::finish() {
   {
     std::scoped_lock lock(engine_.flight_mutex_);
     engine_.channel_.enter_call({call_named(name()), 0});
+    engine_.stays_ = false;
     engine_.in_flight_.push_back({record_, std::move(kept_)});
   }
   turn_.unlock();

@@ -279,6 +279,12 @@ void CudaEngine::give_up(const char* call, const std::exception& why) {
   words_.raise_abort();
 }
 
+void CudaEngine::stay_in(CallKind kind) {
+  std::scoped_lock lock(flight_mutex_);
+  stays_ = true;
+  channel_.enter_call({kind, 0});
+}
+
 void CudaEngine::finish(const char* call, const Event& event) {
   constexpr auto kMost = 10s;  // for kernels that were told to stop
   const auto start = std::chrono::steady_clock::now();

@@ -120,6 +120,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Latency exchanges own a segment each, until the group ends.
   void add_latency_memory(const fabric::Segment& segment);
   bool is_latency_memory(const void* pointer) const;
+  /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
+  /// launched.
+  void stay_in(CallKind kind);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
   /// The state of a plan of this group; refuses others.
@@ -186,6 +189,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
     std::vector<std::shared_ptr<void>> kept{};  ///< until the call has ended
   };
   std::deque<Flight> in_flight_;
+  bool stays_ = false;                               // in a call whose kernels wait for this CPU
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 

@@ -62,6 +62,7 @@ bool DispatchJob::reserve_guess() {
 
 /// The kernel runs. False: there is no room for what arrives, which every rank learns.
 bool DispatchJob::settle_guess() {
+  engine_.stay_in(CallKind::dispatch);
   try {
     learn_counts();
     if (plan_error_) fail_with_plan();
@@ -96,6 +97,7 @@ void DispatchJob::narrow(std::int64_t rows) {
 
 /// What was granted stays until the call has ended, but nobody writes there.
 bool DispatchJob::grant_again(std::int64_t rows) {
+  engine_.stay_in(CallKind::grow);
   ++engine_.guesses().too_low;
   launch_.temporary(std::exchange(rank_, {}));
   launch_.temporary(std::exchange(side_, {}));

@@ -12,8 +12,10 @@ namespace ferry::cuda {
 void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
           const OnWait& on_wait) {
   using Clock = std::chrono::steady_clock;
-  // The counts of a plan, and a small call, come within this time: sleeping would cost 50 µs.
+  // The counts of a plan, and a small call, come within this time.
   constexpr auto kSpin = std::chrono::microseconds(100);
+  // Who sleeps wakes up 50 µs late and more, and so late comes what is launched next.
+  constexpr auto kYield = std::chrono::milliseconds(2);
   constexpr auto kLook = std::chrono::milliseconds(40);
   const auto start = Clock::now();
   auto looked = start;
@@ -24,6 +26,10 @@ void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
     if (now - start >= deadline) {
       throw Error(ErrorKind::deadline, "event: work on the stream did not end within " +
                                            std::to_string(deadline.count() / 1000000) + " ms");
+    }
+    if (now - start < kYield) {
+      std::this_thread::yield();
+      continue;
     }
     if (on_wait && now - looked >= kLook) {
       looked = now;
@@ -120,8 +126,14 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
                 "give worst_case_rows");
   }
   const OnDevice here(device_);
-  poll([&] { return plan->told() || words_.failed() || is_done(plan->made->done); }, deadline,
-       on_wait);
+  constexpr std::uint32_t kLooksPerQuery = 64;  // which costs the driver's lock
+  std::uint32_t looks = 0;
+  poll(
+      [&] {
+        return plan->told() || words_.failed() ||
+               (++looks % kLooksPerQuery == 0 && is_done(plan->made->done));
+      },
+      deadline, on_wait);
   if (plan->counts_known()) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*plan->made);

@@ -158,7 +158,7 @@ void CudaEngine::look_after_peers() {
       }
     }
     flying = !in_flight_.empty();
-    if (!flying) channel_.enter_call({});
+    if (!flying && !stays_) channel_.enter_call({});
   }
   channel_.beat(flying);
   if (failed) (void)fatal_error();

@@ -96,9 +96,9 @@ TEST(EngineMemoryTest, TheLastTensorWaitsForItsReaders) {
 
 TEST(EngineMemoryTest, TheLastTensorWaitsNoLongerThanTheDeadline) {
   tensors_outlive(500ms, 3000ms, [](Clock::duration took, bool ended) {
-    need(took > 400ms && took < 2s && !ended,
-         "it waited " + std::to_string(took / 1ms) + " ms, and its reader has " +
-             (ended ? "ended" : "not ended"));
+    need(took > 400ms && took < 2s && !ended, "it waited " + std::to_string(took / 1ms) +
+                                                  " ms, and its reader has " +
+                                                  (ended ? "ended" : "not ended"));
   });
 }
 

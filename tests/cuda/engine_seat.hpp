@@ -85,8 +85,7 @@ class EngineTest : public ::testing::TestWithParam<Ranks> {
 
 /// One pair in one process, which may share a GPU's queues; and processes, with and without a rank
 /// that is neither the first nor the last.
-inline const auto kAllRanks =
-    ::testing::Values(Ranks{2, true}, Ranks{2, false}, Ranks{3, false});
+inline const auto kAllRanks = ::testing::Values(Ranks{2, true}, Ranks{2, false}, Ranks{3, false});
 
 inline std::string ranks_name(const ::testing::TestParamInfo<Ranks>& at) {
   return (at.param.threads ? "threads" : "processes") + std::to_string(at.param.ranks);
