@@ -95,13 +95,14 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
     stopped = failed != 0;
     // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
     // last none is alive, read or not.
-    const bool waits = __any_sync(kAllLanes, lane < ranks && mask == 0 && credit < needed) != 0 ||
+    const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
                        (ranks > 32 && handle == nullptr);
     if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
       release_upto(at, needed);
     }
     for (int r = lane; r < ranks; r += 32) {
-      const bool masked = (r == lane ? mask : load_relaxed(&words.masked[r])) != 0;
+      const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
+      const bool masked = found != 0 && found != number;
       Came came_here = masked ? Came::missing : Came::here;
       if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
         came_here = await_credit(at, number, r, needed);
