@@ -1,7 +1,7 @@
 // Latency dispatch and combine on GPUs against a naive reading of their definition: hooks, graphs,
 // masks; times.
-//   kernel_latency_test [--seed N] [--repeat N] [--replays N] [--bench | --search]
-//   [--only matrix | full | graphs | failures | masks]
+//   kernel_latency_test [--seed N] [--repeat N] [--replays N] [--bench | --search [--tokens N]
+//   [--blocks N]] [--only matrix | full | graphs | failures | masks]
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -411,12 +411,15 @@ int run_main(int argc, char** argv) {
   int repeat = 1, replays = 400;
   bool bench = false, search = false;
   std::string only;
+  SearchOnly search_only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--bench") bench = true;
     if (word == "--search") search = true;
     if (word == "--only" && i + 1 < argc) only = argv[++i];
     if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
+    if (word == "--tokens" && i + 1 < argc) search_only.tokens = std::atoi(argv[++i]);
+    if (word == "--blocks" && i + 1 < argc) search_only.blocks = std::atoi(argv[++i]);
     if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
     if (word == "--replays" && i + 1 < argc) replays = std::atoi(argv[++i]);
   }
@@ -424,7 +427,7 @@ int run_main(int argc, char** argv) {
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
   if (bench || search) {
-    run_latency_bench(seed, search);
+    run_latency_bench(seed, search, search_only);
   } else {
     const auto wanted = [&](const char* name) { return only.empty() || only == name; };
     if (wanted("matrix")) run_matrix(seed, repeat);

@@ -206,7 +206,7 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
 
 }  // namespace
 
-void run_latency_bench(std::uint64_t seed, bool wide_search) {
+void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& only) {
   LatencyCase c;
   c.ranks = gpu_count();
   c.topk = c.call_topk = 8;
@@ -229,15 +229,23 @@ void run_latency_bench(std::uint64_t seed, bool wide_search) {
     measure(group, c, 128, seed, true, false);
     return;
   }
-  for (const std::int64_t tokens : {1, 128, 256}) {
-    for (const int parts : {1, 2, 4, 7}) {
-      for (const int blocks : {66, 132, 264}) {
-        c.capacity = std::max<std::int64_t>(tokens, 16);
-        c.parts = parts;
-        c.blocks = blocks;
-        measure(group, c, tokens, seed, false, true);
-      }
+  const auto one = [&](std::int64_t tokens, int parts, int blocks, bool early) {
+    if ((only.tokens > 0 && tokens != only.tokens) || (only.blocks > 0 && blocks != only.blocks)) {
+      return;
     }
+    c.capacity = std::max<std::int64_t>(tokens, 16);
+    c.parts = parts;
+    c.blocks = blocks;
+    c.weights_with_dispatch = early;
+    measure(group, c, tokens, seed, false, true);
+  };
+  for (const std::int64_t tokens : {1, 16, 64, 128, 256}) {
+    for (const int blocks : {132, 264}) {
+      for (const bool early : {false, true}) one(tokens, 7, blocks, early);
+    }
+  }
+  for (const int parts : {2, 4}) {
+    for (const int blocks : {132, 264}) one(128, parts, blocks, true);
   }
 }
 

@@ -198,16 +198,14 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
   std::vector<std::byte*> segments;
   for (int r = 0; r < c.ranks; ++r) {
     Member& m = members_[index(r)];
-    // Only flags and tags must be zero; all else may hold anything. Some space behind is for tags
-    // that a test misleads.
+    // What lies before the rows must be zero; all else may hold anything. Some space behind is for
+    // tags that a test misleads.
     const std::size_t spare = 2 * index(c.ranks) * static_cast<std::size_t>(c.capacity) * 64;
     segments.push_back(group.take(r, layout.bytes + spare).data);
     const auto zero = [&](std::size_t at, std::size_t bytes) {
       FERRY_CUDA_CHECK(cudaMemsetAsync(segments.back() + at, 0, bytes, group.stream(r)));
     };
-    zero(layout.header_flags, layout.headers - layout.header_flags);
-    zero(layout.row_tags, layout.rows - layout.row_tags);
-    zero(layout.sum_tags, layout.sums - layout.sum_tags);
+    zero(0, layout.rows);
     m.view.group = group.view(r);
     m.view.placement = placement_;
     m.view.layout = layout;

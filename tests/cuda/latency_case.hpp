@@ -127,6 +127,11 @@ class LatencyRun {
 /// Arena bytes that a run takes.
 std::size_t latency_arena_bytes(const LatencyCase& c);
 
-void run_latency_bench(std::uint64_t seed, bool wide_search);
+/// Limits a search; 0: does not.
+struct SearchOnly {
+  std::int64_t tokens = 0;
+  int blocks = 0;
+};
+void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& only);
 
 }  // namespace ferry::cuda::test

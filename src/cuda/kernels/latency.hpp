@@ -22,17 +22,23 @@ inline constexpr int kMaxLatencyTopk = 32;  ///< a lane for each slot of a route
 inline constexpr int kMaxParts = 8;         ///< of a row; their tags lie in one sector
 inline constexpr int kPartChannels = 1024;  ///< a part is a whole number of these
 
-/// What a source tells each receiver before its rows. After it: i32 [local experts] rows for each
-/// expert, u32 [capacity, topk] places, f32 [capacity, topk] weights.
-struct LatencyHeader {
-  std::uint64_t generation = 0;
-  std::int32_t tokens = 0;
-  std::uint32_t format = 0;   ///< of the rows: `latency_format`
-  std::uint32_t refused = 0;  ///< its routes are not valid: nothing comes. token * 64 + slot + 1
-  std::uint32_t weights = 0;  ///< they are there
-  std::uint64_t unused = 0;
-};
-static_assert(sizeof(LatencyHeader) == 32);
+/// What a source tells each receiver beside its rows: a header of 64-bit words, each with the low
+/// 32 bits of the generation above its data, so that none need come before another: two of the head
+/// (`make_head`, and `refused`), rows for each local expert, places [capacity, topk], weights
+/// [capacity, topk].
+inline constexpr int kLatencyHeadWords = 2;
+
+/// `refused` is the second word: 0, or why nothing comes: token * 64 + slot + 1 of a route that is
+/// none, or kNoPlace: too many slots name one expert.
+FERRY_FN constexpr std::uint32_t make_head(int tokens, std::uint32_t format) {
+  return static_cast<std::uint32_t>(tokens) | format << 16;
+}
+FERRY_FN constexpr int head_tokens(std::uint32_t head) {
+  return static_cast<int>(head & 0xffff);
+}
+FERRY_FN constexpr std::uint32_t head_format(std::uint32_t head) {
+  return head >> 16;
+}
 
 /// Place of a slot's row: local expert and ordinal among the source's rows for it.
 FERRY_FN constexpr std::uint32_t make_place(std::uint32_t expert, std::uint32_t ordinal) {
@@ -40,7 +46,7 @@ FERRY_FN constexpr std::uint32_t make_place(std::uint32_t expert, std::uint32_t 
 }
 inline constexpr std::uint32_t kNoPlace = 0xffffffff;
 inline constexpr std::int64_t kMostLatencyExperts = 8192;  ///< local ones, counted in shared memory
-inline constexpr std::int64_t kMostLatencyTokens = 65535;
+inline constexpr std::int64_t kMostLatencyTokens = 65535;  ///< 16 bits of a head and a place
 
 struct LatencyDeviceShape {
   int ranks = 1;
@@ -52,21 +58,19 @@ struct LatencyDeviceShape {
 };
 
 /// One rank's registered memory of a latency exchange. Everything is there twice, for even and odd
-/// generations, but for `released`. All flags and tags are zero before the first call.
+/// generations, but for `released`. All before `rows` is zero before the first call.
 struct DeviceLatencyLayout {
-  std::size_t header_flags = 0;  ///< [2, R] lines
-  std::size_t weight_flags = 0;  ///< [2, R] lines
-  std::size_t released = 0;      ///< [R] lines: the receiver has read all up to this generation
-  std::size_t headers = 0;       ///< [2, R, header_bytes]
+  std::size_t released = 0;  ///< [R] lines: the receiver has read all up to this generation
+  std::size_t headers = 0;   ///< [2, R, header_bytes]
   std::size_t header_bytes = 0;
   std::size_t places_at = 0;   ///< inside a header
   std::size_t weights_at = 0;  ///< inside a header
+  std::size_t weights = 0;     ///< u64 [2, R, capacity, topk], pushed by combine; with generation
   std::size_t row_tags = 0;    ///< u32 [2, R, capacity, kMaxParts]
+  std::size_t sum_tags = 0;    ///< u32 [2, S, capacity, kMaxParts]
   std::size_t rows = 0;        ///< [2, R, capacity, row_slot]
   std::size_t row_slot = 0;
   std::size_t scale_at = 0;   ///< inside a quantised row's slot
-  std::size_t weights = 0;    ///< f32 [2, R, capacity, topk], pushed ahead by combine
-  std::size_t sum_tags = 0;   ///< u32 [2, S, capacity, kMaxParts]
   std::size_t sums = 0;       ///< [2, S, capacity, hidden]: S is the source rank or the slot
   std::size_t sum_slots = 0;  ///< max(R, topk)
   std::size_t bytes = 0;
@@ -81,21 +85,18 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   const std::size_t quantized = round_up(hidden, 16) + (hidden + 127) / 128 * 4;
   DeviceLatencyLayout layout{};
   Carver carver{};
-  layout.header_flags = carver.take(2 * r * kLineBytes);
-  layout.weight_flags = carver.take(2 * r * kLineBytes);
   layout.released = carver.take(r * kLineBytes);
-  layout.places_at =
-      round_up(sizeof(LatencyHeader) + static_cast<std::size_t>(shape.local_experts) * 4, 16);
-  layout.weights_at = round_up(layout.places_at + capacity * k * 4, 16);
-  layout.header_bytes = round_up(layout.weights_at + capacity * k * 4, kLineBytes);
+  layout.places_at = (kLatencyHeadWords + static_cast<std::size_t>(shape.local_experts)) * 8;
+  layout.weights_at = layout.places_at + capacity * k * 8;
+  layout.header_bytes = round_up(layout.weights_at + capacity * k * 8, kLineBytes);
   layout.headers = carver.take(2 * r * layout.header_bytes);
+  layout.weights = carver.take(2 * r * capacity * k * 8);
+  layout.sum_slots = r > k ? r : k;
   layout.row_tags = carver.take(2 * r * capacity * kMaxParts * 4);
+  layout.sum_tags = carver.take(2 * layout.sum_slots * capacity * kMaxParts * 4);
   layout.scale_at = round_up(hidden, 16);
   layout.row_slot = round_up(plain > quantized ? plain : quantized, 32);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);
-  layout.weights = carver.take(2 * r * capacity * k * 4);
-  layout.sum_slots = r > k ? r : k;
-  layout.sum_tags = carver.take(2 * layout.sum_slots * capacity * kMaxParts * 4);
   layout.sums = carver.take(2 * layout.sum_slots * capacity * plain);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
@@ -108,20 +109,27 @@ FERRY_FN constexpr int latency_parts(std::int64_t hidden) {
   return static_cast<int>((pieces + each - 1) / each);
 }
 
-/// Words of this rank alone, in its GPU's memory; zero at first.
+/// Words of this rank alone, in its GPU's memory; zero at first. Of the counters of blocks each
+/// knows what it was when the call began, so none is ever set back.
 struct LatencyWords {
-  std::uint64_t generation;   ///< of the last dispatch that was sent
-  std::uint64_t received[2];  ///< the last generation of each parity that was received
-  std::uint64_t released;     ///< what the peers were told
-  std::uint32_t arrived;      ///< blocks that have ended; 0 between calls
-  std::uint32_t calls;        ///< kernel calls that have ended
-  std::uint32_t lost;         ///< number of the last call in which rows of a rank did not come
-  std::uint32_t unused;
-  std::uint32_t masked[kMaxDomain];
-  /// A wait for this rank's header is over its deadline, in this generation, or was found to be all
-  /// right: see await_headers.
+  std::uint64_t generation;     ///< of the last dispatch that was sent
+  std::uint64_t received[2];    ///< the last generation of each parity that was received
+  std::uint64_t released;       ///< what the peers were told
+  std::uint32_t calls;          ///< kernel calls so far
+  std::uint32_t came_before;    ///< `came` at the end of the last call
+  std::uint32_t passed_before;  ///< `passed` then
+  std::uint32_t unused[19];     ///< what follows lies in other lines
+  std::uint32_t came;           ///< blocks that have read the words above
+  std::uint32_t left;           ///< blocks that have ended
+  std::uint32_t passed;         ///< blocks that have found all headers
+  std::uint32_t halted;         ///< blocks that wait for the verdict on a header; 0 between calls
+  std::uint32_t lost;  ///< number of the last call in which something of a rank was missing
+  std::uint32_t masked[kMaxDomain];  ///< number of the call in which it was; 0: it is not
+  std::uint64_t judged;              ///< generation of the last verdict
+  /// Generation in which this rank's header was over its deadline, and what became of it:
+  /// generation * 2, + 1: it is there.
   std::uint64_t suspected[kMaxDomain];
-  std::uint64_t cleared[kMaxDomain];
+  std::uint64_t verdict[kMaxDomain];
 };
 
 /// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32

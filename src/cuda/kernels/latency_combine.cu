@@ -16,51 +16,82 @@ inline constexpr int kMaskWords = (kMaxDomain + 31) / 32;
 /// Vectors of a row that a lane sums at once.
 inline constexpr int kAtOnce = 2;
 
+/// The id of one of this rank's slots; whatever is no expert is none to the RankFinder.
+__device__ __forceinline__ int combine_route(const LatencyCombineParameters& p, int slot) {
+  if (!p.wide) return __ldg(static_cast<const int*>(p.topk_idx) + slot);
+  const long long id = __ldg(static_cast<const long long*>(p.topk_idx) + slot);
+  return id >= 0 && id < p.view.placement.experts ? static_cast<int>(id) : -1;
+}
+
+__device__ __forceinline__ int load_tokens(const LatencyHandle& handle, int source) {
+  return load_relaxed(&handle.tokens[source]);
+}
+
 /// One call on one warp.
 template <class T, bool kPerSlot>
 class Combiner {
  public:
-  __device__ Combiner(const LatencyCombineParameters& p, const LatencyPlaces& at,
-                      const LatencyCall& call)
-      : p_(p), at_(at), call_(call), parts_(p.view), given_(call.tokens[p.view.group.rank] > 0) {}
+  __device__ Combiner(const LatencyCombineParameters& p, const RankFinder& ranks,
+                      const LatencyPlaces& at, const LatencyCall& call)
+      : p_(p),
+        ranks_(ranks),
+        at_(at),
+        call_(call),
+        parts_(p.view),
+        given_(call.tokens[p.view.group.rank] > 0) {}
 
-  __device__ void send() {
+  /// False: the group has failed.
+  __device__ bool send() {
     const LatencyView& v = p_.view;
     const int ranks = v.group.ranks;
     int most = 0;
     for (int s = 0; s < ranks; ++s) most = max(most, call_.tokens[s]);
     const UnitWalk walk(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    for (int unit = walk.first; unit < most * ranks * v.parts; unit += walk.step) {
-      const int part = unit % v.parts, token = unit / v.parts / ranks;
-      const int source = (unit / v.parts + v.group.rank + token) % ranks;
-      if (token < call_.tokens[source] && call_.open[source]) send_part(source, token, part);
+    const int group = parts_at_once(most * ranks, v.parts, walk.step);
+    const int units = (v.parts + group - 1) / group;
+    for (int unit = walk.first; unit < most * ranks * units; unit += walk.step) {
+      const int row = unit / units, first = (unit - row * units) * group;
+      const int token = row / ranks, source = (row + v.group.rank + token) % ranks;
+      if (token >= call_.tokens[source] || !call_.open[source]) continue;
+      if (!send_parts(source, token, first, min(first + group, v.parts) - 1)) return false;
     }
+    return true;
   }
 
   /// The receiving half, of `blocks` blocks of which this is one. `again`: all that comes has come,
   /// and masked ranks are left out. False: the group has failed.
   __device__ bool receive(int block, int blocks, bool again, std::uint64_t start) {
     const LatencyView& v = p_.view;
+    // Some warps for each part, where there are enough.
+    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
+    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
     // The other end of the block than the senders'.
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
-    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts;
-         unit += blocks * kLatencyWarps) {
-      const int part = unit % v.parts, token = unit / v.parts;
+    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
+      const int whole = unit / shares, share = unit - whole * shares;
+      const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
       if (!await_part(token, part, again, start, here)) return false;
-      sum_part(token, part, here);
+      const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
+      const int pieces = (end - begin + kPiece - 1) / kPiece;
+      const int each = (pieces + shares - 1) / shares * kPiece;
+      sum_vectors(token, begin + share * each, min(end, begin + (share + 1) * each), here);
     }
     return true;
   }
 
+  bool lost = false;  ///< something of a masked rank did not come
+
  private:
   static constexpr int kEach = kPerVector<T>;
+  static constexpr int kPiece = 32 * kAtOnce;  ///< vectors that a warp sums at once
 
   __device__ std::size_t row_bytes() const {
     return static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
   }
 
-  __device__ void send_part(int source, int token, int part) {
+  /// False: the group has failed.
+  __device__ bool send_parts(int source, int token, int first, int last) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const std::size_t entry =
@@ -70,39 +101,52 @@ class Combiner {
         static_cast<std::size_t>(lane);
     const std::int32_t row = lane < v.topk ? __ldg(p_.slots + entry) : -1;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, row >= 0);
-    if (lanes == 0) return;
+    if (lanes == 0) return true;
     std::byte* base = v.peers[source];
+    const int begin = parts_.begin(first) / kEach, end = parts_.end(v, last) / kEach;
+    bool tells;
     if constexpr (kPerSlot) {
-      copy_slots(source, token, part, row, lanes);
-      __syncwarp();
-      if (row >= 0) store_release(at_.sum_tags(base, lane, token) + part, at_.tag());
+      copy_slots(source, token, begin, end, row, lanes);
+      tells = row >= 0;
     } else {
-      float weight = 0;
-      if (row >= 0) {
-        weight = p_.slot_weights != nullptr
-                     ? __ldg(p_.slot_weights + entry)
-                     : load_weight(at_.weights(own_memory(v), source) + token * v.topk + lane);
-      }
-      sum_slots(at_.sum(base, v.group.rank, token, row_bytes()), part, row, weight, lanes);
-      __syncwarp();
-      if (lane == 0) store_release(at_.sum_tags(base, v.group.rank, token) + part, at_.tag());
+      float weight = row >= 0 && p_.slot_weights != nullptr ? __ldg(p_.slot_weights + entry) : 0;
+      const Came came = sum_slots(source, token, begin, end, row, weight, lanes);
+      if (came != Came::here) return came != Came::stop;
+      tells = lane == 0;
     }
+    __syncwarp();
+    if (tells) {
+      std::uint32_t* tags = at_.sum_tags(base, kPerSlot ? lane : v.group.rank, token);
+      fence_system();
+      for (int part = first; part <= last; ++part) store_relaxed(tags + part, at_.tag());
+    }
+    return true;
   }
 
-  /// Written by a peer in this call.
-  __device__ static float load_weight(const float* from) {
-    return __uint_as_float(load_relaxed(reinterpret_cast<const std::uint32_t*>(from)));
+  /// Whole warp: the weights of the slots whose row is here, which their owner pushes.
+  __device__ Came await_weights(int source, int token, int row, float& weight) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    Came came = Came::here;
+    if (row >= 0) {
+      std::uint32_t bits = 0;
+      const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
+      came = await_word(v, call_.number, word, at_.tag(), source, Stage::latency_weights, bits);
+      weight = __uint_as_float(bits);
+    }
+    if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
+    return __any_sync(kAllLanes, came != Came::here) ? Came::missing : Came::here;
   }
 
   __device__ const uint4* input(int row) const {
     return reinterpret_cast<const uint4*>(p_.rows + static_cast<std::size_t>(row) * row_bytes());
   }
 
-  __device__ void copy_slots(int source, int token, int part, int row, std::uint32_t lanes) {
+  __device__ void copy_slots(int source, int token, int begin, int end, int row,
+                             std::uint32_t lanes) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const int first = parts_.begin(part) / kEach + lane, last = parts_.end(v, part) / kEach;
-    for (int base = first; base - lane < last; base += 32 * 2 * kAtOnce) {
+    for (int base = begin + lane; base - lane < end; base += 2 * kPiece) {
       for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
         const int k = __ffs(static_cast<int>(left)) - 1;
         const uint4* from = input(__shfl_sync(kAllLanes, row, k));
@@ -110,23 +154,25 @@ class Combiner {
         uint4 data[2 * kAtOnce];
 #pragma unroll
         for (int i = 0; i < 2 * kAtOnce; ++i) {
-          if (base + 32 * i < last) data[i] = __ldg(from + base + 32 * i);
+          if (base + 32 * i < end) data[i] = __ldg(from + base + 32 * i);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kAtOnce; ++i) {
-          if (base + 32 * i < last) to[base + 32 * i] = data[i];
+          if (base + 32 * i < end) to[base + 32 * i] = data[i];
         }
       }
     }
   }
 
-  /// The slots of one row on this rank, in ascending k, rounded once.
-  __device__ void sum_slots(std::byte* out, int part, int row, float weight, std::uint32_t lanes) {
+  /// The slots of one row on this rank, in ascending k, rounded once. The weights are waited for
+  /// while the first rows are loaded.
+  __device__ Came sum_slots(int source, int token, int begin, int end, int row, float weight,
+                            std::uint32_t lanes) {
+    const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const int first = parts_.begin(part) / kEach + lane;
-    const int last = parts_.end(p_.view, part) / kEach;
-    auto* to = reinterpret_cast<uint4*>(out);
-    for (int base = first; base - lane < last; base += 32 * kAtOnce) {
+    auto* to = reinterpret_cast<uint4*>(at_.sum(v.peers[source], v.group.rank, token, row_bytes()));
+    bool weighed = p_.slot_weights != nullptr;
+    for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
       std::uint32_t left = lanes;
       while (left != 0) {
@@ -137,17 +183,23 @@ class Combiner {
         left &= left - 1;
         const uint4* from[2] = {input(__shfl_sync(kAllLanes, row, one)),
                                 input(__shfl_sync(kAllLanes, row, two))};
-        const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
-                                  __shfl_sync(kAllLanes, weight, two)};
         uint4 data[2][kAtOnce] = {};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            if (base + 32 * i < last && (n == 0 || pair))
+            if (base + 32 * i < end && (n == 0 || pair)) {
               data[n][i] = __ldg(from[n] + base + 32 * i);
+            }
           }
         }
+        if (!weighed) {
+          const Came came = await_weights(source, token, row, weight);
+          if (came != Came::here) return came;
+          weighed = true;
+        }
+        const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
+                                  __shfl_sync(kAllLanes, weight, two)};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           if (n == 1 && !pair) break;
@@ -157,19 +209,14 @@ class Combiner {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + 32 * i < last) to[base + 32 * i] = round_vector<T>(acc[i]);
+        if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
       }
     }
+    return Came::here;
   }
 
-  __device__ std::int64_t route(int token, int slot) const {
-    if (slot >= p_.topk) return -1;
-    const std::size_t at = static_cast<std::size_t>(token) * static_cast<std::size_t>(p_.topk) +
-                           static_cast<std::size_t>(slot);
-    const std::int64_t id =
-        p_.wide ? __ldg(static_cast<const long long*>(p_.topk_idx) + at)
-                : static_cast<std::int64_t>(__ldg(static_cast<const int*>(p_.topk_idx) + at));
-    return id < p_.view.placement.experts ? id : -1;
+  __device__ int owner(int token, int slot) const {
+    return slot < p_.topk ? ranks_.rank_of(combine_route(p_, token * p_.topk + slot)) : -1;
   }
 
   /// Whole warp: which rows of the token are here: bits of slots or of ranks.
@@ -177,8 +224,7 @@ class Combiner {
                              std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const std::int64_t id = given_ ? route(token, lane) : -1;
-    const int rank = id >= 0 ? v.placement.rank_of(id) : -1;
+    const int rank = given_ ? owner(token, lane) : -1;
     bool stopped = false;
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
@@ -199,6 +245,7 @@ class Combiner {
         const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
+        lost |= what == Came::missing;
         if (p_.waits != nullptr && !again) {
           atomicMax(reinterpret_cast<unsigned long long*>(p_.waits + peer), now_ns() - start);
         }
@@ -209,14 +256,13 @@ class Combiner {
   }
 
   /// The sum of what is here, in ascending order, rounded once.
-  __device__ void sum_part(int token, int part, const std::uint32_t* here) {
+  __device__ void sum_vectors(int token, int begin, int end, const std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const float weight =
         kPerSlot && lane < p_.topk ? __ldg(p_.weights + token * p_.topk + lane) : 0.0f;
-    const int first = parts_.begin(part) / kEach + lane, last = parts_.end(v, part) / kEach;
     auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
-    for (int base = first; base - lane < last; base += 32 * kAtOnce) {
+    for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
 #pragma unroll
       for (int w = 0; w < kMaskWords; ++w) {
@@ -238,7 +284,7 @@ class Combiner {
                 at_.sum(own_memory(v), w * 32 + bit, token, row_bytes()));
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-              if (base + 32 * i < last) data[n][i] = from[base + 32 * i];
+              if (base + 32 * i < end) data[n][i] = from[base + 32 * i];
             }
           }
 #pragma unroll
@@ -253,82 +299,94 @@ class Combiner {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + 32 * i < last) to[base + 32 * i] = round_vector<T>(acc[i]);
+        if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
       }
     }
   }
 
   const LatencyCombineParameters& p_;
+  const RankFinder& ranks_;
   const LatencyPlaces& at_;
   const LatencyCall& call_;
   PartShape parts_;
   bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
 };
 
-/// Whole block: this rank's weights to the ranks of its experts, ahead of the rows.
-__device__ void push_weights(const LatencyCombineParameters& p, const LatencyPlaces& at, int dest) {
-  const LatencyView& v = p.view;
-  float* to = at.weights(v.peers[dest], v.group.rank);
-  for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
-    to[i / p.topk * v.topk + i % p.topk] = p.weights[i];
+/// This thread's share of this rank's weights, to the ranks of their experts, ahead of the rows.
+class WeightPusher {
+ public:
+  /// Loads the first, before the call's number is known.
+  __device__ WeightPusher(const LatencyCombineParameters& p, const RankFinder& ranks)
+      : p_(p), ranks_(ranks) {
+    // The other end than the senders'.
+    const auto block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+    slot_ = block * kLatencyThreads + kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
+    load();
   }
-  __syncthreads();
-  if (threadIdx.x == 0) store_release(at.weight_flag(v.peers[dest], v.group.rank), at.generation);
-}
+  __device__ void push(const LatencyPlaces& at, const LatencyCall& call) {
+    const LatencyView& v = p_.view;
+    while (slot_ < p_.tokens * p_.topk) {
+      if (dest_ >= 0 && call.open[dest_]) {
+        const int token = slot_ / p_.topk, k = slot_ - token * p_.topk;
+        store_word(at.weights(v.peers[dest_], v.group.rank) + token * v.topk + k,
+                   __float_as_uint(weight_), at.tag());
+      }
+      slot_ += static_cast<int>(gridDim.x) * kLatencyThreads;
+      load();
+    }
+  }
 
-/// Whole block: waits for the weights of the sources. Who is late is sent nothing. False: the group
-/// has failed.
-__device__ bool await_weights(const LatencyPlaces& at, LatencyCall& call) {
-  const LatencyView& v = at.v;
-  bool stopped = false;
-  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
-    if (!call.open[s] || call.tokens[s] == 0) continue;
-    const Came came = await_flag_or_mask(v, call.number, at.weight_flag(own_memory(v), s),
-                                         {at.generation, at.generation}, s, Stage::latency_weights);
-    if (came != Came::here) call.tokens[s] = 0;
-    stopped |= came == Came::stop;
+ private:
+  __device__ void load() {
+    if (slot_ >= p_.tokens * p_.topk) return;
+    dest_ = ranks_.rank_of(combine_route(p_, slot_));
+    weight_ = p_.weights[slot_];
   }
-  return __syncthreads_or(stopped) == 0;
-}
+  const LatencyCombineParameters& p_;
+  const RankFinder& ranks_;
+  int slot_;
+  int dest_ = -1;
+  float weight_ = 0;
+};
 
 template <class T, bool kPerSlot>
 __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p) {
   __shared__ LatencyCall call;
   const LatencyView& v = p.view;
+  const RankFinder ranks(v.placement);
+  touch_view(v);
   await_kernel_before();
   let_next_kernel_come();
-  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
-    call.tokens[s] = p.handle->tokens[s];
-  }
-  if (!begin_latency_call(v, p.handle, call)) return;
-  const LatencyPlaces at{v, call.generation};
-  Combiner<T, kPerSlot> combiner(p, at, call);
-  const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+  const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   const auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-  if (p.halves != Halves::receive) {
-    if (!kPerSlot && p.slot_weights == nullptr) {
-      for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
-        if (call.open[d]) push_weights(p, at, d);
-      }
-      if (!await_weights(at, call)) return;
-    }
+  for (int s = static_cast<int>(threadIdx.x) - 32; s < v.group.ranks; s += kLatencyThreads) {
+    if (s >= 0) call.tokens[s] = load_tokens(*p.handle, s);
+  }
+  const bool pushes = sends && !kPerSlot && p.slot_weights == nullptr;
+  if (pushes) {
+    WeightPusher pusher(p, ranks);
+    if (!begin_latency_call(v, p.handle, call)) return;
+    if (call.tokens[v.group.rank] > 0) pusher.push(LatencyPlaces{v, call.generation}, call);
+  } else if (!begin_latency_call(v, p.handle, call)) {
+    return;
+  }
+  const LatencyPlaces at{v, call.generation};
+  Combiner<T, kPerSlot> combiner(p, ranks, at, call);
+  const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+  bool good = true;
+  if (sends) {
     if (block == 0 && p.kept_weights != nullptr) {
       for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
         p.kept_weights[i] = p.weights[i];
       }
     }
-    combiner.send();
+    good = combiner.send();
   }
-  bool good = true;
-  if (p.halves != Halves::send) good = combiner.receive(block, blocks, false, start);
+  note_latency_call(at, call, false, false);
+  if (receives && good) good = combiner.receive(block, blocks, false, start);
   if (__syncthreads_or(!good) != 0) return;
-  if (!latency_arrive_last(v)) return;
-  if (p.halves != Halves::send && load_relaxed(&v.words->lost) == call.number) {
-    combiner.receive(0, 1, true, start);
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) v.words->calls = call.number;
+  if (end_latency_call(v, call, receives && combiner.lost)) combiner.receive(0, 1, true, start);
 }
 
 using Kernel = void (*)(LatencyCombineParameters);

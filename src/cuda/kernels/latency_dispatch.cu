@@ -21,14 +21,6 @@ int header_warps(std::int64_t local_experts) {
   return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kLatencyWarps));
 }
 
-/// Whole block: tells all ranks that their buffers of generations up to `upto` are free.
-__device__ void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
-  const LatencyView& v = at.v;
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
-    store_release(at.released(v.peers[r], v.group.rank), upto);
-  }
-}
-
 /// Counters of headers, then the receiver's bases; one after the other in the same memory.
 struct SharedShape {
   int header_warps = 1;
@@ -47,49 +39,36 @@ SharedShape make_shared_shape(const LatencyView& v) {
   return shape;
 }
 
+/// Whole block; begins the call, too. False: the group has failed.
 template <class T, bool kQuantized>
-__device__ bool send_half(const LatencyDispatchParameters& p, LatencyCall& call,
-                          std::uint32_t* counters, int warps) {
+__device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                          LatencyCall& call, std::uint32_t* counters, int warps) {
   const LatencyView& v = p.view;
   const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   // Where there are blocks enough, those that make headers send no rows.
-  const int row_blocks = blocks > 4 * v.group.ranks ? blocks - v.group.ranks : blocks;
-  RowSender<T, kQuantized> sender(p, block, row_blocks);
-  if (!begin_latency_call(v, nullptr, call)) return false;
-  const LatencyPlaces at{v, call.generation};
-  if (block == 0 && threadIdx.x == 0) p.handle->generation = at.generation;
-  if (block == 0 && p.routes != nullptr) {
-    for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
-      p.routes[i] = static_cast<std::int32_t>(route_id(p, i / p.topk, i % p.topk));
+  const bool apart = blocks > 4 * v.group.ranks;
+  const bool heads = blocks - 1 - block < v.group.ranks;
+  if (heads) {
+    const RouteStretch stretch(p, warps);
+    if (!begin_latency_call(v, nullptr, call)) return false;
+    const LatencyPlaces at{v, call.generation};
+    for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
+      if (call.open[d]) send_header(p, at, ranks, stretch, d, counters, warps);
+      __syncthreads();
     }
+    if (apart) return true;
   }
-  for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
-    if (call.open[d]) send_header(p, at, d, counters, warps);
-    __syncthreads();
-  }
+  RowSender<T, kQuantized> sender(p, ranks, block, apart ? blocks - v.group.ranks : blocks);
+  if (!heads && !begin_latency_call(v, nullptr, call)) return false;
+  const LatencyPlaces at{v, call.generation};
   sender.send(at, call.open);
+  if (block != 0) return true;
+  if (threadIdx.x == 0) p.handle->generation = at.generation;
+  for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
+       i += kLatencyThreads) {
+    p.routes[i] = route_id(p, i / p.topk, i % p.topk);
+  }
   return true;
-}
-
-/// Whole last block: the call has ended; who sends to this rank may use again what was read.
-__device__ void end_dispatch(const LatencyPlaces& at, std::uint32_t call, bool sent,
-                             bool received) {
-  LatencyWords& words = *at.v.words;
-  const std::uint64_t generation = at.generation, before = words.released;
-  std::uint64_t upto = before;
-  if (sent && generation > 2 && upto < generation - 2) upto = generation - 2;
-  // Received in any order, released in order.
-  const auto is_received = [&](std::uint64_t g) {
-    return (received && g == generation) || words.received[g % 2] == g;
-  };
-  for (int i = 0; i < 2 && is_received(upto + 1); ++i) ++upto;
-  __syncthreads();
-  if (received && upto > before) release_upto(at, upto);
-  if (threadIdx.x != 0) return;
-  if (sent) words.generation = generation;
-  if (received) words.received[generation % 2] = generation;
-  words.released = upto;
-  words.calls = call;
 }
 
 template <class T, bool kQuantized>
@@ -98,30 +77,38 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
                             const SharedShape shape) {
   extern __shared__ std::uint32_t scratch[];
   __shared__ LatencyCall call;
+  __shared__ HeaderWords words;
   const LatencyView& v = p.view;
+  const RankFinder ranks(v.placement);
+  touch_view(v);
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    words.missing[s] = false;
+  }
   await_kernel_before();
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   if (sends) {
-    if (!send_half<T, kQuantized>(p, call, scratch, shape.header_warps)) return;
+    if (!send_half<T, kQuantized>(p, ranks, call, scratch, shape.header_warps)) return;
   } else if (!begin_latency_call(v, p.handle, call)) {
     return;
   }
   const LatencyPlaces at{v, call.generation};
+  note_latency_call(at, call, sends, receives);
+  bool lost = false;
+  const int experts = ranks.local_experts(v.group.rank);
   if (receives) {
     const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
-    if (!await_headers(p, at, start, call)) return;
-    auto* bases = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
-    count_rows(p, at, call.tokens, bases);
-    const RowReceiver<T, kQuantized> receiver{p, at, call, bases, start};
+    auto* numbers = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
+    if (!await_headers(p, at, ranks, start, call, words, numbers)) return;
+    count_rows(p, at, experts, call.tokens, numbers);
+    RowReceiver<T, kQuantized> receiver{p, at, call, numbers, experts, start};
     if (__syncthreads_or(!receiver.receive()) != 0) return;
+    lost = receiver.lost;
   }
-  if (!latency_arrive_last(v)) return;
-  if (receives && load_relaxed(&v.words->lost) == call.number) {
-    clear_lost_rows(p, call, static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T)));
-    __syncthreads();
+  if (end_latency_call(v, call, lost)) {
+    clear_lost_rows(p, call, experts,
+                    static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T)));
   }
-  end_dispatch(at, call.number, sends, receives);
 }
 
 using Kernel = void (*)(LatencyDispatchParameters, SharedShape);

@@ -3,28 +3,17 @@
 #pragma once
 #include "core/number/ue8m0.hpp"
 #include "cuda/kernels/latency_send.cuh"
+#include "cuda/kernels/latency_verdict.cuh"
 
 namespace ferry::cuda::device {
 
-__device__ __forceinline__ const LatencyHeader* header_of(const LatencyPlaces& at, int source) {
-  return reinterpret_cast<const LatencyHeader*>(at.header(own_memory(at.v), source));
-}
-__device__ __forceinline__ const std::int32_t* numbers_of(const LatencyPlaces& at, int source) {
-  return reinterpret_cast<const std::int32_t*>(at.header(own_memory(at.v), source) +
-                                               sizeof(LatencyHeader));
-}
-
 /// One thread: the tokens that `source` sends, from its header; −1: the group has failed.
-__device__ inline int read_header(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                  std::uint32_t call, int source) {
-  const Came came = await_header(at, call, source);
-  if (came != Came::here) return came == Came::stop ? -1 : 0;
-  const LatencyHeader* header = header_of(at, source);
-  const std::int32_t tokens = load_relaxed(&header->tokens);
-  const std::uint32_t format = load_relaxed(&header->format);
-  const std::uint32_t refused = load_relaxed(&header->refused);
-  const auto own = static_cast<std::uint32_t>(p.format);
-  if (format != own || tokens < 0 || tokens > p.view.capacity) {
+__device__ inline int judge_head(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                 std::uint32_t call, int source, std::uint32_t head,
+                                 std::uint32_t refused) {
+  const int tokens = head_tokens(head);
+  const auto own = static_cast<std::uint32_t>(p.format), format = head_format(head);
+  if (format != own || tokens > p.view.capacity) {
     const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
     fail(p.view.group, call, reason, Stage::latency_headers, source, {own, format, tokens});
     return -1;
@@ -36,20 +25,24 @@ __device__ inline int read_header(const LatencyDispatchParameters& p, const Late
     p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
     store_release(&p.failure->written, at.generation);
   }
-  return tokens;
+  return refused != 0 ? 0 : tokens;
 }
 
 /// Whole block: the tokens of each source. False: the group has failed.
 __device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     std::uint64_t start, LatencyCall& call) {
+                                     const RankFinder& ranks, std::uint64_t start,
+                                     LatencyCall& call, HeaderWords& words, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  if (!await_header_words(at, call, ranks.local_experts(v.group.rank), words, numbers)) {
+    return false;
+  }
   bool stopped = false;
-  // The last warp: it has the least to send.
-  const int lane = static_cast<int>(threadIdx.x) - (kLatencyThreads - 32);
-  for (int s = lane; lane >= 0 && s < p.view.group.ranks; s += 32) {
-    const int found = read_header(p, at, call.number, s);
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    const bool here = !call.masked[s] && !words.missing[s];
+    const int found = here ? judge_head(p, at, call.number, s, words.head[s], words.refused[s]) : 0;
     call.tokens[s] = found < 0 ? 0 : found;
-    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
     stopped |= found < 0;
+    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
     if (p.waits != nullptr && blockIdx.x == 0) {
       atomicMax(reinterpret_cast<unsigned long long*>(p.waits + s), now_ns() - start);
     }
@@ -57,20 +50,27 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
   return __syncthreads_or(stopped) == 0;
 }
 
-/// Whole block: where the rows of each source begin among those of each expert: `bases` [R, local
-/// experts], null: no room for them. One block tells the caller.
+__device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
+                                                    int expert) {
+  const std::uint64_t* words = at.numbers(at.v.peers[at.v.group.rank], source);
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
+}
+
+/// Whole block: where the rows of each source begin among those of each expert, in place of the
+/// numbers [R, local experts] (null: no room for them). One block tells the caller.
 __device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                  const int* tokens, std::int32_t* bases) {
+                                  int experts, const int* tokens, std::int32_t* numbers) {
   const LatencyView& v = p.view;
   const bool tells = blockIdx.x == gridDim.x - 1;
-  const auto experts = static_cast<int>(v.placement.local_experts(v.group.rank));
-  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || bases != nullptr);
+  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
        e += kLatencyThreads) {
     std::int32_t first = 0;
-#pragma unroll 4
     for (int s = 0; s < v.group.ranks; ++s) {
-      const std::int32_t rows = tokens[s] > 0 ? load_relaxed(numbers_of(at, s) + e) : 0;
-      if (bases != nullptr) bases[s * experts + e] = first;
+      std::int32_t rows = 0;
+      if (tokens[s] > 0) {
+        rows = numbers != nullptr ? numbers[s * experts + e] : load_number(at, s, e);
+      }
+      if (numbers != nullptr) numbers[s * experts + e] = first;
       if (tells) {
         p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
                  static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
@@ -89,35 +89,26 @@ struct LandingSlot {
   std::int32_t row = -1;   ///< of the output; −1: the slot is not of this rank
 };
 
-/// Whole warp: where the row of (source, token) goes. False: the header says what cannot be.
+/// One lane: where its slot goes, by its word of the header. False: it says what cannot be.
 __device__ inline bool find_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    const int* tokens, const std::int32_t* bases, int source,
-                                    int token, LandingSlot& slot) {
+                                    int experts, const int* tokens, const std::int32_t* bases,
+                                    int source, std::uint32_t word, LandingSlot& slot) {
   const LatencyView& v = p.view;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::uint32_t word =
-      lane < v.topk ? load_relaxed(at.places(own_memory(v), source) + token * v.topk + lane)
-                    : kNoPlace;
   slot = {};
-  bool good = true;
-  if (word != kNoPlace) {
-    const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
-    const auto experts = static_cast<std::int32_t>(v.placement.local_experts(v.group.rank));
-    slot.expert = static_cast<std::int32_t>(word >> 16);
-    slot.place = static_cast<std::int32_t>(word & 0xffff);
-    good = slot.expert < experts;
-    if (good && bases != nullptr) {
-      slot.place += bases[source * experts + slot.expert];
-    } else if (good) {
-#pragma unroll 4
-      for (int s = 0; s < source; ++s) {
-        if (tokens[s] > 0) slot.place += load_relaxed(numbers_of(at, s) + slot.expert);
-      }
+  if (word == kNoPlace) return true;
+  const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
+  slot.expert = static_cast<std::int32_t>(word >> 16);
+  slot.place = static_cast<std::int32_t>(word & 0xffff);
+  if (slot.expert >= experts) return false;
+  if (bases != nullptr) {
+    slot.place += bases[source * experts + slot.expert];
+  } else {
+    for (int s = 0; s < source; ++s) {
+      if (tokens[s] > 0) slot.place += load_number(at, s, slot.expert);
     }
-    good = good && slot.place >= 0 && slot.place < rows;
-    slot.row = slot.expert * rows + slot.place;
   }
-  return __all_sync(kAllLanes, good) != 0;
+  slot.row = slot.expert * rows + slot.place;
+  return slot.place >= 0 && slot.place < rows;
 }
 
 /// Whole warp: `bytes` (a multiple of 4) from one row to the rows of all landing slots.
@@ -177,8 +168,8 @@ __device__ inline void copy_scales(const LatencyDispatchParameters& p, const flo
 }
 
 /// Whole warp: what is remembered of a row for the combine, and whose token it is.
-__device__ inline void note_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    int source, int token, const LandingSlot& slot) {
+__device__ inline void note_landing(const LatencyDispatchParameters& p, int source, int token,
+                                    const LandingSlot& slot, std::uint32_t weight) {
   const LatencyView& v = p.view;
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (lane >= v.topk) return;
@@ -189,10 +180,7 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, const La
       static_cast<std::size_t>(lane);
   p.slots[entry] = slot.row;
   if (slot.row >= 0) p.source_token[slot.row] = token;
-  if (p.slot_weights != nullptr) {
-    const std::byte* weights = at.header(own_memory(v), source) + v.layout.weights_at;
-    p.slot_weights[entry] = reinterpret_cast<const float*>(weights)[token * v.topk + lane];
-  }
+  if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
 }
 
 /// The receiving half on one warp.
@@ -202,55 +190,87 @@ struct RowReceiver {
   const LatencyPlaces& at;
   const LatencyCall& call;
   const std::int32_t* bases;
+  int experts;
   std::uint64_t start;
+  bool lost = false;  ///< something of a masked rank did not come
   static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
 
   /// False: the group has failed.
-  __device__ bool receive() const {
+  __device__ bool receive() {
     const LatencyView& v = p.view;
-    const int ranks = v.group.ranks;
+    const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
     int most = 0;
     for (int s = 0; s < ranks; ++s) most = max(most, call.tokens[s]);
+    const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
+    const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
-    const int blocks = static_cast<int>(gridDim.x), all = most * ranks * v.parts;
-    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < all;
+    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * units;
          unit += blocks * kLatencyWarps) {
-      const int part = unit % v.parts, row = unit / v.parts;
-      const int source = row % ranks, token = row / ranks;
-      if (token < call.tokens[source] && !receive_part(source, token, part)) return false;
+      const int row = unit / units, first = (unit - row * units) * group;
+      const int token = row / ranks, source = row - token * ranks;
+      if (token >= call.tokens[source]) continue;
+      const int last = min(first + group, v.parts) - 1;
+      if (!receive_parts(source, token, first, last)) return false;
     }
     return true;
   }
 
  private:
-  __device__ bool receive_part(int source, int token, int part) const {
+  __device__ bool receive_parts(int source, int token, int first, int last) {
     const LatencyView& v = p.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    std::byte* own = own_memory(v);
+    // Asked for early: usually the place is there, and often the tag.
+    const std::uint32_t* tag = at.row_tags(own, source, token) + first + lane;
+    bool here = first + lane > last;
+    std::uint32_t word = kNoPlace, weight = 0;
+    Came came = Came::here;
+    if (lane < v.topk) {
+      const std::uint64_t* place = at.places(own, source) + token * v.topk + lane;
+      const std::uint64_t now = load_relaxed(place);
+      if (!here) here = load_acquire(tag) == at.tag();
+      word = static_cast<std::uint32_t>(now);
+      if (!is_word_of(now, at.tag())) {
+        came = await_word(v, call.number, place, at.tag(), source, Stage::latency_rows, word);
+      }
+      if (came == Came::here && first == 0 && p.slot_weights != nullptr) {
+        came = await_word(v, call.number, at.header_weights(own, source) + token * v.topk + lane,
+                          at.tag(), source, Stage::latency_rows, weight);
+      }
+    }
+    if (__any_sync(kAllLanes, came == Came::stop)) return false;
+    const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     LandingSlot slot;
-    if (!find_landing(p, at, call.tokens, bases, source, token, slot)) {
+    const bool good =
+        missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
+    if (!__all_sync(kAllLanes, good)) {
       return fail(v.group, call.number, Reason::distrust, Stage::latency_rows, source,
                   {0, 0, token});
     }
-    if (part == 0) note_landing(p, at, source, token, slot);
+    if (first == 0) note_landing(p, source, token, slot, weight);
+    lost |= missing;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
-    const Came came = await_tag(v, call.number, at.row_tags(own_memory(v), source, token) + part,
-                                at.tag(), source, Stage::latency_rows);
+    if (!here) came = await_tag(v, call.number, tag, at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    if (__any_sync(kAllLanes, came != Came::here)) return true;
-    if (p.waits != nullptr && threadIdx.x % 32 == 0) {
+    if (__any_sync(kAllLanes, came != Came::here)) {
+      lost = true;
+      return true;
+    }
+    if (p.waits != nullptr && lane == 0) {
       atomicMax(reinterpret_cast<unsigned long long*>(p.waits + source), now_ns() - start);
     }
-    copy(at.row(own_memory(v), source, token), part, slot, lanes);
+    copy(at.row(own, source, token), first, last, slot, lanes);
     return true;
   }
 
-  __device__ void copy(const std::byte* row, int part, const LandingSlot& slot,
+  __device__ void copy(const std::byte* row, int first, int last, const LandingSlot& slot,
                        std::uint32_t lanes) const {
     const LatencyView& v = p.view;
     const PartShape parts(v);
     const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * kBytes;
-    const int begin = parts.begin(part), end = parts.end(v, part);
+    const int begin = parts.begin(first), end = parts.end(v, last);
     const std::size_t skip = static_cast<std::size_t>(begin) * kBytes;
     const int bytes = (end - begin) * static_cast<int>(kBytes);
     if (row_bytes % 16 == 0) {
@@ -265,29 +285,30 @@ struct RowReceiver {
   }
 };
 
-/// Whole last block: rows of ranks that were masked on the way are zero, all of them.
-__device__ inline void clear_lost_rows(const LatencyDispatchParameters& p, const LatencyCall& call,
-                                       std::size_t row_bytes) {
+/// Whole block, after all others: rows of ranks that were masked on the way are zero, all of them.
+__device__ __noinline__ inline void clear_lost_rows(const LatencyDispatchParameters& p,
+                                                    const LatencyCall& call, int experts,
+                                                    std::size_t row_bytes) {
   const LatencyView& v = p.view;
   const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
   const bool packed = p.format == LatencyFormat::e4m3_packed;
   const std::size_t columns =
       (static_cast<std::size_t>(v.hidden) + (packed ? 511 : 127)) / (packed ? 512 : 128);
   for (int s = 0; s < v.group.ranks; ++s) {
-    if (load_relaxed(&v.words->masked[s]) != call.number) continue;
-    for (int i = 0; i < call.tokens[s] * v.topk; ++i) {
-      const std::int32_t row =
-          p.slots[static_cast<std::size_t>(s) * static_cast<std::size_t>(v.capacity * v.topk) +
-                  static_cast<std::size_t>(i)];
-      if (row < 0) continue;
-      auto* words =
-          reinterpret_cast<std::uint32_t*>(p.out + static_cast<std::size_t>(row) * row_bytes);
-      for (std::size_t w = threadIdx.x; w < row_bytes / 4; w += blockDim.x) words[w] = 0;
-      if (p.format == LatencyFormat::as_is) continue;
-      const std::size_t expert = static_cast<std::size_t>(row) / rows,
-                        place = static_cast<std::size_t>(row) % rows;
-      for (std::size_t c = threadIdx.x; c < columns; c += blockDim.x) {
-        static_cast<std::uint32_t*>(p.scales)[(expert * columns + c) * rows + place] = 0;
+    if (call.tokens[s] == 0 || load_relaxed(&v.words->masked[s]) != call.number) continue;
+    for (int e = 0; e < experts; ++e) {
+      const std::int64_t range = load_relaxed(p.ranges + e * v.group.ranks + s);
+      const auto begin = static_cast<std::size_t>(range >> 32);
+      const std::size_t end = begin + static_cast<std::size_t>(range & 0xffffffff);
+      for (std::size_t place = begin; place < end; ++place) {
+        const std::size_t row = static_cast<std::size_t>(e) * rows + place;
+        auto* words = reinterpret_cast<std::uint32_t*>(p.out + row * row_bytes);
+        for (std::size_t w = threadIdx.x; w < row_bytes / 4; w += blockDim.x) words[w] = 0;
+        if (p.format == LatencyFormat::as_is) continue;
+        for (std::size_t c = threadIdx.x; c < columns; c += blockDim.x) {
+          static_cast<std::uint32_t*>(
+              p.scales)[(static_cast<std::size_t>(e) * columns + c) * rows + place] = 0;
+        }
       }
     }
   }

@@ -20,13 +20,18 @@ struct PartShape {
   }
 };
 
-/// The destinations of a token: the lane of the first slot of each has it, the others −1.
-__device__ __forceinline__ int lane_destination(const LatencyDispatchParameters& p, int token) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::int64_t id = route_id(p, token, lane);
-  const bool valid = id >= 0 && id < p.view.placement.experts;
-  return valid ? p.view.placement.rank_of(id) : -1;
+/// Parts that one warp takes together, so that all warps have something and none much more.
+__device__ __forceinline__ int parts_at_once(int rows, int parts, int warps) {
+  return max(1, min(parts, (rows * parts + warps - 1) / warps));
 }
+
+/// The destination of this lane's slot; −1: none.
+__device__ __forceinline__ int lane_destination(const LatencyDispatchParameters& p,
+                                                const RankFinder& ranks, int token) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return ranks.rank_of(route_id(p, token, lane));
+}
+/// The lane of the first slot of each destination keeps it.
 __device__ __forceinline__ int keep_first(int destination) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::uint32_t same = __match_any_sync(kAllLanes, destination);
@@ -122,20 +127,28 @@ struct UnitWalk {
 template <class T, bool kQuantized>
 class RowSender {
  public:
-  __device__ RowSender(const LatencyDispatchParameters& p, int block, int blocks)
-      : p_(p), parts_(p.view), walk_(block, blocks), unit_(walk_.first) {
-    if (block >= blocks) unit_ = p.tokens * p.view.parts;
+  __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks, int block,
+                       int blocks)
+      : p_(p),
+        ranks_(ranks),
+        parts_(p.view),
+        group_(parts_at_once(p.tokens, p.view.parts, blocks * kLatencyWarps)),
+        units_((p.view.parts + group_ - 1) / group_),
+        walk_(block, blocks),
+        unit_(walk_.first) {
+    if (block >= blocks) unit_ = p.tokens * units_;
     load();
   }
 
   /// `open` [R]: the receivers that take part.
   __device__ void send(const LatencyPlaces& at, const bool* open) {
     const LatencyView& v = p_.view;
-    while (unit_ < p_.tokens * v.parts) {
-      const int token = unit_ / v.parts, part = unit_ % v.parts;
+    while (unit_ < p_.tokens * units_) {
+      const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
+      const int last = min(first + group_, v.parts) - 1;
       const int dest = keep_first(destination_ >= 0 && open[destination_] ? destination_ : -1);
       const std::uint32_t lanes = __ballot_sync(kAllLanes, dest >= 0);
-      const int begin = parts_.begin(part), end = parts_.end(v, part);
+      const int begin = parts_.begin(first), end = parts_.end(v, last);
       for (int piece = begin; piece < end; piece += kPartChannels) {
         if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
         const WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
@@ -151,7 +164,9 @@ class RowSender {
       }
       __syncwarp();
       if (dest >= 0) {
-        store_release(at.row_tags(v.peers[dest], v.group.rank, token) + part, at.tag());
+        std::uint32_t* tags = at.row_tags(v.peers[dest], v.group.rank, token);
+        fence_system();
+        for (int part = first; part <= last; ++part) store_relaxed(tags + part, at.tag());
       }
       unit_ += walk_.step;
       load();
@@ -164,14 +179,18 @@ class RowSender {
            static_cast<std::size_t>(token) * static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
   }
   __device__ void load() {
-    if (unit_ >= p_.tokens * p_.view.parts) return;
-    const int token = unit_ / p_.view.parts, part = unit_ % p_.view.parts;
-    destination_ = lane_destination(p_, token);
-    load_piece<T, kQuantized>(row(token), parts_.begin(part), parts_.end(p_.view, part), loaded_);
+    if (unit_ >= p_.tokens * units_) return;
+    const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
+    const int last = min(first + group_, p_.view.parts) - 1;
+    destination_ = lane_destination(p_, ranks_, token);
+    load_piece<T, kQuantized>(row(token), parts_.begin(first), parts_.end(p_.view, last), loaded_);
   }
 
   const LatencyDispatchParameters& p_;
+  const RankFinder& ranks_;
   PartShape parts_;
+  int group_;  ///< parts of a unit
+  int units_;  ///< of a token
   UnitWalk walk_;
   int unit_;
   int destination_ = -1;

@@ -1,9 +1,9 @@
-// Latency mode: places in registered memory, tags, waits that mask who misses a deadline, and the
-// end of a call.
+// Latency mode: places in registered memory, words that carry their generation, tags, and waits
+// that mask who misses a deadline.
 //
 // A mask set in a call counts for the calls after it: within the call all blocks must agree on who
-// takes part. So a mask holds the number of its call, and what did not come in that call is made
-// zero at its end by the last block.
+// takes part. So a mask holds the number of its call, and of a rank that was masked on the way all
+// is made zero at the call's end.
 #pragma once
 #include "cuda/kernels/latency.hpp"
 #include "cuda/kernels/wait.cuh"
@@ -17,6 +17,20 @@ __device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* word)
 }
 __device__ __forceinline__ void store_release(std::uint32_t* word, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/// A word of 64 bits that carries its generation, so that it needs no flag behind it. PTX promises
+/// that an aligned access of 8 bytes is made at once.
+__device__ __forceinline__ void store_word(std::uint64_t* word, std::uint32_t data,
+                                           std::uint32_t tag) {
+  store_relaxed(word, static_cast<std::uint64_t>(tag) << 32 | data);
+}
+__device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag) {
+  return word >> 32 == tag;
 }
 
 // Places; `base` is any rank's registered memory.
@@ -38,23 +52,23 @@ struct LatencyPlaces {
                static_cast<std::size_t>(v.capacity) +
            static_cast<std::size_t>(token);
   }
-  __device__ std::uint64_t* header_flag(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.header_flags +
-                                            line(source) * kLineBytes);
-  }
-  __device__ std::uint64_t* weight_flag(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.weight_flags +
-                                            line(source) * kLineBytes);
-  }
   __device__ std::uint64_t* released(std::byte* base, int receiver) const {
     return reinterpret_cast<std::uint64_t*>(base + v.layout.released +
                                             static_cast<std::size_t>(receiver) * kLineBytes);
   }
-  __device__ std::byte* header(std::byte* base, int source) const {
-    return base + v.layout.headers + line(source) * v.layout.header_bytes;
+  /// Words of the head, then the numbers of rows.
+  __device__ std::uint64_t* header(std::byte* base, int source) const {
+    return reinterpret_cast<std::uint64_t*>(base + v.layout.headers +
+                                            line(source) * v.layout.header_bytes);
   }
-  __device__ std::uint32_t* places(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint32_t*>(header(base, source) + v.layout.places_at);
+  __device__ std::uint64_t* numbers(std::byte* base, int source) const {
+    return header(base, source) + kLatencyHeadWords;
+  }
+  __device__ std::uint64_t* places(std::byte* base, int source) const {
+    return header(base, source) + v.layout.places_at / 8;
+  }
+  __device__ std::uint64_t* header_weights(std::byte* base, int source) const {
+    return header(base, source) + v.layout.weights_at / 8;
   }
   __device__ std::uint32_t* row_tags(std::byte* base, int source, std::int64_t token) const {
     return reinterpret_cast<std::uint32_t*>(base + v.layout.row_tags) +
@@ -63,8 +77,8 @@ struct LatencyPlaces {
   __device__ std::byte* row(std::byte* base, int source, std::int64_t token) const {
     return base + v.layout.rows + slot(source, token) * v.layout.row_slot;
   }
-  __device__ float* weights(std::byte* base, int source) const {
-    return reinterpret_cast<float*>(base + v.layout.weights) +
+  __device__ std::uint64_t* weights(std::byte* base, int source) const {
+    return reinterpret_cast<std::uint64_t*>(base + v.layout.weights) +
            slot(source, 0) * static_cast<std::size_t>(v.topk);
   }
   __device__ std::uint32_t* sum_tags(std::byte* base, int row, std::int64_t token) const {
@@ -102,6 +116,24 @@ __device__ inline bool mask_late(const LatencyView& v, std::uint32_t call, Stage
 
 enum class Came { here, missing, stop };
 
+/// One thread, between two looks at what `peer` writes: here means go on looking.
+__device__ inline Came between_looks(const LatencyView& v, std::uint32_t call, Patience& patience,
+                                     int peer, Stage stage, std::uint64_t expected,
+                                     std::uint64_t seen) {
+  Reason reason;
+  const bool over = patience.over(v.group, reason);
+  if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
+  if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
+  if (!over) return Came::here;
+  if (reason == Reason::none) return Came::stop;
+  const FatalDetail detail{expected, seen, 0};
+  if (reason != Reason::deadline) {
+    fail(v.group, call, reason, stage, peer, detail);
+    return Came::stop;
+  }
+  return mask_late(v, call, stage, peer, detail) ? Came::missing : Came::stop;
+}
+
 /// One thread, or several with the same word: waits for a tag that `peer` writes.
 __device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
                                  const std::uint32_t* word, std::uint32_t tag, int peer,
@@ -110,151 +142,40 @@ __device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
   for (;;) {
     const std::uint32_t seen = load_acquire(word);
     if (seen == tag) return Came::here;
-    Reason reason;
-    const bool over = patience.over(v.group, reason);
-    if (patience.looks % Patience::kLooksPerCheck != 0) continue;
-    if (load_relaxed(&v.words->masked[peer]) != 0) {
-      v.words->lost = call;
-      return Came::missing;
-    }
-    if (!over) continue;
-    if (reason == Reason::none) return Came::stop;
-    const FatalDetail detail{tag, seen, 0};
-    if (reason != Reason::deadline) {
-      fail(v.group, call, reason, stage, peer, detail);
-      return Came::stop;
-    }
-    if (!mask_late(v, call, stage, peer, detail)) return Came::stop;
-    v.words->lost = call;
-    return Came::missing;
+    const Came came = between_looks(v, call, patience, peer, stage, tag, seen);
+    if (came != Came::here) return came;
   }
 }
 
-/// What a flag of 64 bits is waited for.
-struct Wanted {
-  std::uint64_t least = 0;
-  std::uint64_t most = UINT64_MAX;
-};
-
-/// The same for a flag.
-__device__ inline Came await_flag_or_mask(const LatencyView& v, std::uint32_t call,
-                                          const std::uint64_t* word, Wanted wanted, int peer,
-                                          Stage stage) {
-  if (masked_before(v, call, peer)) return Came::missing;
+/// The same for a word that carries its generation, which is all that is waited for.
+__device__ inline Came await_word(const LatencyView& v, std::uint32_t call,
+                                  const std::uint64_t* word, std::uint32_t tag, int peer,
+                                  Stage stage, std::uint32_t& data) {
   Patience patience;
   for (;;) {
-    const std::uint64_t seen = load_acquire(word);
-    if (seen >= wanted.least && seen <= wanted.most) return Came::here;
-    Reason reason;
-    if (!patience.over(v.group, reason)) continue;
-    if (reason == Reason::none) return Came::stop;
-    const FatalDetail detail{wanted.least, seen, 0};
-    if (reason != Reason::deadline) {
-      fail(v.group, call, reason, stage, peer, detail);
-      return Came::stop;
+    const std::uint64_t seen = load_relaxed(word);
+    if (is_word_of(seen, tag)) {
+      data = static_cast<std::uint32_t>(seen);
+      return Came::here;
     }
-    return mask_late(v, call, stage, peer, detail) ? Came::missing : Came::stop;
+    const Came came = between_looks(v, call, patience, peer, stage, tag, seen >> 32);
+    if (came != Came::here) return came;
   }
 }
 
-/// One thread: waits for the header of `source`. All blocks get the same answer: only block 0
-/// decides that it is missing. It first raises a suspicion, then looks once more; who sees the
-/// header and no suspicion goes on at once, as the second look must then find it, too.
-__device__ inline Came await_header(const LatencyPlaces& at, std::uint32_t call, int source) {
+/// One thread waits until `receiver` has read what the buffer held before.
+__device__ inline Came await_credit(const LatencyPlaces& at, std::uint32_t call, int receiver,
+                                    std::uint64_t least) {
   const LatencyView& v = at.v;
-  if (masked_before(v, call, source)) return Came::missing;
-  const std::uint64_t generation = at.generation;
-  const std::uint64_t* word = at.header_flag(own_memory(v), source);
-  const std::uint64_t* suspected = &v.words->suspected[source];
-  const std::uint64_t* cleared = &v.words->cleared[source];
+  const std::uint64_t* word = at.released(v.peers[v.group.rank], receiver);
   Patience patience;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);
-    const bool doubted = load_relaxed(suspected) == generation;
-    if (seen == generation && !doubted) return Came::here;
-    if (doubted) {
-      const std::uint64_t verdict = load_acquire(cleared);
-      if (verdict >> 1 == generation) return (verdict & 1) != 0 ? Came::here : Came::missing;
-    }
-    Reason reason;
-    if (!patience.over(v.group, reason)) continue;
-    if (reason == Reason::none) return Came::stop;
-    const FatalDetail detail{generation, seen, 0};
-    if (reason != Reason::deadline || v.alarm == nullptr) {
-      fail(v.group, call, reason, Stage::latency_headers, source, detail);
-      return Came::stop;
-    }
-    if (blockIdx.x != 0) {  // block 0 is about to say so
-      if (now_ns() - patience.start < 2 * v.group.deadline_ns) continue;
-      fail(v.group, call, reason, Stage::latency_headers, source, detail);
-      return Came::stop;
-    }
-    store_relaxed(&v.words->suspected[source], generation);
-    __threadfence();  // sequentially consistent: the store comes before the second look
-    const bool here = load_acquire(word) == generation;
-    if (!here) mask_late(v, call, Stage::latency_headers, source, detail);
-    store_release(&v.words->cleared[source], generation << 1 | (here ? 1u : 0u));
+    if (seen >= least) return Came::here;
+    const Came came =
+        between_looks(v, call, patience, receiver, Stage::latency_credit, least, seen);
+    if (came != Came::here) return came;
   }
-}
-
-// Begin and end of a call.
-
-/// What a block knows of its call; in shared memory, so that few ask the same few lines.
-struct LatencyCall {
-  std::uint64_t generation;
-  std::uint32_t number;    ///< among the kernel calls, from 1
-  bool open[kMaxDomain];   ///< the rank takes part
-  int tokens[kMaxDomain];  ///< that each source sent
-};
-
-/// Whole block: fills `call` but for the tokens. `handle` null: the generation is a new one, and
-/// peers are open once they have read what the buffer held before. False: the group has failed.
-__device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
-                                          LatencyCall& call) {
-  bool stopped = false;
-  if (threadIdx.x < 32) {
-    const std::uint64_t* word = handle != nullptr ? &handle->generation : &v.words->generation;
-    const std::uint32_t number = load_relaxed(&v.words->calls) + 1;
-    const std::uint64_t generation = load_relaxed(word) + (handle != nullptr ? 0 : 1);
-    stopped = has_failed(v.group);
-    const std::uint64_t needed = handle == nullptr && generation > 2 ? generation - 2 : 0;
-    const LatencyPlaces at{v, generation};
-    // Of the results before the last none is alive, read or not. Before any wait for the peers',
-    // who may wait for this.
-    if (blockIdx.x == 0 && !stopped && load_relaxed(&v.words->released) < needed) {
-      for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
-        store_release(at.released(v.peers[r], v.group.rank), needed);
-      }
-    }
-    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += 32) {
-      const Came came = stopped ? Came::stop
-                                : await_flag_or_mask(v, number, at.released(own_memory(v), r),
-                                                     Wanted{needed}, r, Stage::latency_credit);
-      call.open[r] = came == Came::here;
-      stopped |= came == Came::stop;
-    }
-    if (threadIdx.x == 0) {
-      call.generation = generation;
-      call.number = number;
-    }
-  }
-  return __syncthreads_or(stopped) == 0;
-}
-
-/// Whole block: true in every thread of the last block of the grid, which sees what the others did.
-__device__ inline bool latency_arrive_last(const LatencyView& v) {
-  __syncthreads();
-  int last = 0;
-  if (threadIdx.x == 0) {
-    std::uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(&v.words->arrived)
-                 : "memory");
-    last = before == gridDim.x - 1;
-    if (last != 0) v.words->arrived = 0;
-  }
-  return __syncthreads_or(last) != 0;
 }
 
 }  // namespace ferry::cuda::device
