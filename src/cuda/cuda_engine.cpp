@@ -106,11 +106,13 @@ CudaEngine::~CudaEngine() {
   if (monitor_.joinable()) monitor_.join();
   try {
     const OnDevice here(device().index);
-    // A kernel that does not end may still write: its memory is never given back.
+    // A kernel that does not end may still write: its memory is never given back. Nor is pinned
+    // memory, which CUDA frees only when the GPU is idle.
     if (!drain(0s)) {
       new Parts(parts_);
       new GroupWords(words_);
       new std::deque<Flight>(in_flight_);
+      new std::vector<std::shared_ptr<void>>{failures_, counts_, staging_};
     }
     cudaStreamDestroy(aux_);
     side_.reset();
