@@ -252,6 +252,7 @@ class Combiner {
       }
       here[w] = __ballot_sync(kAllLanes, came);
     }
+    __syncwarp();  // all lanes read what some have waited for
     return __any_sync(kAllLanes, stopped) == 0;
   }
 

@@ -261,6 +261,7 @@ struct RowReceiver {
     if (p.waits != nullptr && lane == 0) {
       atomicMax(reinterpret_cast<unsigned long long*>(p.waits + source), now_ns() - start);
     }
+    __syncwarp();  // all lanes read what some have waited for
     copy(at.row(own, source, token), first, last, slot, lanes);
     return true;
   }
