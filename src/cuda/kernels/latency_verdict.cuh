@@ -156,4 +156,79 @@ __device__ inline bool await_header_words(const LatencyPlaces& at, const Latency
   return find_words(at, call, experts, words, numbers, halted) && !halted;
 }
 
+/// One thread: the tokens that `source` sends, from its header; −1: the group has failed.
+__device__ inline int judge_head(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                 std::uint32_t call, int source, std::uint32_t head,
+                                 std::uint32_t refused) {
+  const int tokens = head_tokens(head);
+  const auto own = static_cast<std::uint32_t>(p.format), format = head_format(head);
+  if (format != own || tokens > p.view.capacity) {
+    const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
+    fail(p.view.group, call, reason, Stage::latency_headers, source, {own, format, tokens});
+    return -1;
+  }
+  if (refused != 0 && blockIdx.x == 0 && p.failure != nullptr) {
+    p.failure->reason = refused == kNoPlace ? Reason::too_many : Reason::bad_route;
+    p.failure->stage = Stage::latency_headers;
+    p.failure->peer = source;
+    p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
+    store_release(&p.failure->written, at.generation);
+  }
+  return refused != 0 ? 0 : tokens;
+}
+
+/// Whole block: the tokens of each source. False: the group has failed.
+__device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                     const RankFinder& ranks, std::uint64_t start,
+                                     LatencyCall& call, HeaderWords& words, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  if (!await_header_words(at, call, ranks.local_experts(v.group.rank), words, numbers)) {
+    return false;
+  }
+  bool stopped = false;
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    const bool here = !call.masked[s] && !words.missing[s];
+    const int found = here ? judge_head(p, at, call.number, s, words.head[s], words.refused[s]) : 0;
+    call.tokens[s] = found < 0 ? 0 : found;
+    stopped |= found < 0;
+    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
+    if (p.waits != nullptr && blockIdx.x == 0) {
+      atomicMax(reinterpret_cast<unsigned long long*>(p.waits + s), now_ns() - start);
+    }
+  }
+  return __syncthreads_or(stopped) == 0;
+}
+
+__device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
+                                                    int expert) {
+  const std::uint64_t* words = at.numbers(at.v.peers[at.v.group.rank], source);
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
+}
+
+/// Whole block: where the rows of each source begin among those of each expert, in place of the
+/// numbers [R, local experts] (null: no room for them). One block tells the caller.
+__device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                  int experts, const int* tokens, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  const bool tells = blockIdx.x == gridDim.x - 1;
+  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
+       e += kLatencyThreads) {
+    std::int32_t first = 0;
+    for (int s = 0; s < v.group.ranks; ++s) {
+      std::int32_t rows = 0;
+      if (tokens[s] > 0) {
+        rows = numbers != nullptr ? numbers[s * experts + e] : load_number(at, s, e);
+      }
+      if (numbers != nullptr) numbers[s * experts + e] = first;
+      if (tells) {
+        p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
+                 static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
+      }
+      first += rows;
+    }
+    if (tells) p.counts[e] = first;
+  }
+  __syncthreads();
+}
+
 }  // namespace ferry::cuda::device
