@@ -111,7 +111,7 @@ void bench_following(int argc, char** argv) {
       if (sms > fair_sms(ranks)) continue;
       bench.c.sms = sms;
       bench.run(option_list(argc, argv, "--parts", {4, 8, 16}),
-                option_list(argc, argv, "--beside", {16, 24, 32, 48, 64, 96}));
+                option_list(argc, argv, "--beside", {16, 24, 32, 48, 64}));
     }
   }
 }

@@ -145,6 +145,7 @@ __global__ void enter_only(const __grid_constant__ DispatchParameters p) {
     head.side_segment = p.side_segment;
     head.side_offset = p.side_offset;
     head.rows = p.capacity;
+    head.blocks = 1;
   });
 }
 
