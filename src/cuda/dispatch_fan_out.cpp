@@ -103,7 +103,7 @@ void DispatchJob::fan_out() {
 }
 
 void DispatchJob::remember_slots() {
-  if (!lasting() || slots_made_) return;
+  if (!lasting()) return;
   auto& known = plan_->slot_rows;
   std::erase_if(known, [&](const auto& old) { return old.alignment == options_.alignment; });
   known.push_back(
