@@ -61,13 +61,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   view_.fatal = words_.fatal;
   view_.abort = words_.abort;
   view_.deadline_ns = static_cast<std::uint64_t>(config_.deadline.count());
-  if (parts_.sharing == 1) make_side_stream();
   control_bytes_ = parts_.cpu_control.bytes + 4096 + parts_.control.bytes;
-}
-
-void CudaEngine::make_side_stream() {
-  auto side = std::make_unique<SideStream>();
-  if (side->can_wait_for(gate_of(view_))) side_ = std::move(side);
 }
 
 void CudaEngine::start() {
@@ -115,7 +109,6 @@ CudaEngine::~CudaEngine() {
       new std::vector<std::shared_ptr<void>>{failures_, counts_, staging_};
     }
     cudaStreamDestroy(aux_);
-    side_.reset();
   } catch (...) {  // the GPU is going away
   }
 }

@@ -16,7 +16,6 @@
 #include "core/placement.hpp"
 #include "core/plan_state.hpp"
 #include "cuda/call.hpp"
-#include "cuda/following_fan_out.hpp"
 #include "cuda/gpu_memory.hpp"
 #include "cuda/kernels/throughput.hpp"
 #include "cuda/pinned.hpp"
@@ -90,10 +89,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool shares_gpu() const { return parts_.sharing > 1; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
-  /// For local work beside a running call; null: the driver has none, or ranks share this GPU.
-  SideStream* side_stream() const { return side_.get(); }
-  /// The steps of a call that is followed. Its turn is held.
-  ArrivalSteps next_steps() { return make_steps(gate_base_); }
+  bool shares_gpu() const { return parts_.sharing > 1; }
   enum class Pieces {
     any,    ///< makes room first if there is none
     spare,  ///< of what there is
@@ -144,7 +140,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Error latency_mismatch(const Failure& failure) const;
   Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
-  void make_side_stream();
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
   void monitor();
@@ -167,9 +162,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   GroupWords words_{};
   GroupView view_{};
   cudaStream_t aux_ = nullptr;  // small copies beside running calls
-
-  std::unique_ptr<SideStream> side_{};
-  std::uint32_t gate_base_ = 0;
 
   std::timed_mutex turn_;  // of calls
   GpuEvent last_{};        // of the last call that was not captured
@@ -234,6 +226,8 @@ class CudaPlan final : public PlanState {
   struct Slots {
     std::int64_t alignment = 1;
     Tensor rows{};                        ///< i64 [capacity, K]
+    Tensor offsets{};                     ///< i64 [local experts + 1]
+    std::uint64_t* made = nullptr;        ///< on the GPU, behind them: 1 when both are there
     std::shared_ptr<CallRecord> maker{};  ///< the dispatch
   };
   std::vector<Slots> slot_rows{};  ///< of the expert-major dispatches, one for each alignment

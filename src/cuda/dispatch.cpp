@@ -101,8 +101,8 @@ void DispatchJob::push(StepStatus status) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
   }
-  parameters.tells_progress = tells_progress();
-  parameters.steps = steps_;
+  parameters.parts = parts();
+  parameters.followed = followed_;
   // A graph's memory is its own, so nobody has used it since the plan.
   parameters.early = launch_.follows_in_graph(plan_->number) && parameters.out_capacity == 0;
   parameters.failure = launch_.record()->failure;
@@ -179,7 +179,7 @@ Received DispatchJob::run() {
   const bool countable = std::max(rank_rows_, out_rows_) <= kMaxRows;
   if (!guessed_) room = countable && reserve(CudaEngine::Pieces::any);
   use_of_others();
-  if (room && follows()) steps_ = engine_.next_steps();
+  followed_ = room && follows();
   push(!countable ? StepStatus::too_many : room ? StepStatus::ok : StepStatus::no_room);
   if (guessed_) room = settle_guess();
   if (!room) {
@@ -188,11 +188,12 @@ Received DispatchJob::run() {
     throw Error(ErrorKind::exhausted,
                 std::string(kDispatch) + ": no room for " + std::to_string(need_bytes_) + " bytes");
   }
-  if (steps_.count > 0) follow();
+  if (followed_) follow();  // directly after the dispatch: nothing of the stream comes between
   plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
   remember_routes();
   bring_routes();
-  if (expert_major()) fan_out();
+  if (expert_major() && !followed_) fan_out();
+  if (expert_major()) remember_slots();
   make_rows();
   // The rows' own region is the result's, or only the fan-out's.
   launch_.temporary(std::move(rank_));

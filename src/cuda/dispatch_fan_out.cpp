@@ -2,29 +2,66 @@
 #include <utility>
 
 #include "cuda/dispatch_job.hpp"
+#include "cuda/kernels/load.hpp"
 
 namespace ferry::cuda {
+namespace {
+
+/// Of the current device.
+bool has_bulk_copies() {
+  KernelLimits limits;
+  return kernel_limits(limits) == cudaSuccess && limits.bulk_copies;
+}
+
+/// SMs for a fan-out beside its dispatch: what keeps pace with the rows, and no more, for its
+/// stores hold back the rows that arrive.
+constexpr int kFollowerSms = 32;
+
+}  // namespace
 
 void DispatchJob::make_slot_tensors() {
   const std::int64_t local = engine_.placement().local_experts(engine_.rank());
-  result_.slot_rows = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  result_.expert_offsets = engine_.local_tensor(launch_, {local + 1}, Dtype::i64);
   scratch_ = launch_.temporary(
       engine_.gpu().take_local(fan_out_scratch_bytes(rank_rows_, local), launch_.user()));
+  if (take_known_slots()) return;
+  result_.slot_rows = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
+  const Tensor offsets = engine_.local_tensor(launch_, {local + 2}, Dtype::i64);
+  made_ = reinterpret_cast<std::uint64_t*>(offsets.as<std::int64_t>() + local + 1);
+  result_.expert_offsets = {TensorView(offsets.data(), Dtype::i64, {local + 1}, engine_.device()),
+                            offsets.owner()};
+}
+
+/// Those of an earlier dispatch, whose slots lie alike: nothing has to be placed before rows can be
+/// copied as they come.
+bool DispatchJob::take_known_slots() {
+  slots_made_ = false;
+  if (carries_routes_ || !follows()) return false;
+  for (const auto& known : plan_->slot_rows) {
+    if (known.maker->refused() || known.made == nullptr) continue;
+    if (known.alignment != options_.alignment || known.rows.rows() != rank_rows_) continue;
+    launch_.use(known.rows.data(), known.rows.owner());
+    launch_.use(known.offsets.data(), known.offsets.owner());
+    result_.slot_rows = known.rows;
+    result_.expert_offsets = known.offsets;
+    made_ = known.made;
+    slots_made_ = true;
+    return true;
+  }
+  return false;
 }
 
 /// Long exchanges tell of progress, so that those who receive much may begin before the end.
-bool DispatchJob::tells_progress() const {
+int DispatchJob::parts() const {
   constexpr std::size_t kLeast = std::size_t{4} << 20;
-  return expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
+  const bool tells = expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
+  return tells ? kProgressParts : 0;
 }
 
-/// Whether the fan-out follows the rows while they come. A graph's nodes cannot wait for a word
-/// that a node beside them raises, and ranks that share a GPU take turns.
+/// Whether the fan-out copies the rows while they come. Ranks that share a GPU take turns.
 bool DispatchJob::follows() const {
   constexpr std::size_t kLeast = std::size_t{32} << 20;
-  return expert_major() && !launch_.capture().active && engine_.side_stream() != nullptr &&
-         engine_.local_sms() > sms_ &&
+  return expert_major() && !engine_.shares_gpu() && has_bulk_copies() &&
+         engine_.local_sms() >= sms_ + kFollowerSms &&
          static_cast<std::size_t>(rank_rows_) * row_.bytes() >= kLeast;
 }
 
@@ -49,29 +86,28 @@ FanOutParameters DispatchJob::fan_out_parameters() const {
   parameters.slot_rows = result_.slot_rows.as<std::int64_t>();
   parameters.expert_offsets = result_.expert_offsets.as<std::int64_t>();
   parameters.scratch = reinterpret_cast<std::int32_t*>(scratch_);
-  parameters.steps = steps_;
-  parameters.sms = engine_.local_sms();
+  parameters.made = made_;
+  parameters.may_be_made = slots_made_;
+  parameters.awaits_routes = carries_routes_;
+  parameters.sms = followed_ ? kFollowerSms : engine_.local_sms();
   return parameters;
 }
 
-/// Directly after the dispatch: all of the fan-out but its last step, on the SMs that are left.
 void DispatchJob::follow() {
-  FanOutParameters parameters = fan_out_parameters();
-  parameters.sms -= sms_;
-  following_.emplace(parameters, *engine_.side_stream(), launch_.stream());
-  launch_.run(following_->error(), "a fan-out beside its dispatch");
+  launch_.run(launch_fan_out_beside(fan_out_parameters(), launch_.stream()),
+              "launch_fan_out_beside");
 }
 
 void DispatchJob::fan_out() {
-  if (following_) {
-    launch_.run(following_->finish(engine_.local_sms()), "launch_fan_out_step");
-  } else {
-    launch_.run(launch_fan_out(fan_out_parameters(), launch_.stream()), "launch_fan_out");
-  }
+  launch_.run(launch_fan_out(fan_out_parameters(), launch_.stream()), "launch_fan_out");
+}
+
+void DispatchJob::remember_slots() {
   if (!lasting()) return;
   auto& known = plan_->slot_rows;
   std::erase_if(known, [&](const auto& old) { return old.alignment == options_.alignment; });
-  known.push_back({options_.alignment, result_.slot_rows, launch_.record()});
+  known.push_back(
+      {options_.alignment, result_.slot_rows, result_.expert_offsets, made_, launch_.record()});
 }
 
 }  // namespace ferry::cuda

@@ -8,7 +8,6 @@
 
 #include "core/wire_row.hpp"
 #include "cuda/cuda_engine.hpp"
-#include "cuda/following_fan_out.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -60,11 +59,13 @@ class DispatchJob {
 
   // dispatch_fan_out.cpp
   void make_slot_tensors();
-  bool tells_progress() const;
+  int parts() const;
   bool follows() const;
+  bool take_known_slots();
   FanOutParameters fan_out_parameters() const;
   void follow();
   void fan_out();
+  void remember_slots();
 
   CudaEngine& engine_;
   Launch& launch_;
@@ -87,9 +88,10 @@ class DispatchJob {
   const std::byte* input_ = nullptr;
   bool more_routes_ = false;  // their tensors are new: more rows than came with them
   std::byte* scratch_ = nullptr;
-  ArrivalSteps steps_{};
+  bool followed_ = false;    // the fan-out runs beside the dispatch
+  bool slots_made_ = false;  // by an earlier dispatch, unless that failed: the GPU knows
+  std::uint64_t* made_ = nullptr;
   Received result_{};
-  std::optional<FollowingFanOut> following_{};  // the last: joined before what it uses goes back
 };
 
 }  // namespace ferry::cuda

@@ -99,10 +99,12 @@ TEST_P(EngineTest, FanOutFollowsTheRows) {
     trip.alignment = 4;
     round_trip(seat.group, world, mine, plan, trip, seat.copier);  // brings the routes
     trip.stream = &own.stream;
-    round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);  // knows where slots go
     trip.worst_case_rows = 5000;
     trip.alignment = 1;
-    round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    for (int i = 0; i < 3; ++i) {  // does not know, then does
+      round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    }
   });
 }
 

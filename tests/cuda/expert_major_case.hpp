@@ -19,7 +19,8 @@ struct ExpertCase {
   std::int64_t out_spare = 0;  ///< rows of out beyond the last expert
   bool weighted = false;
   int sms = 1;
-  int sum_sms = 1;  ///< of sums beside a combine
+  int sum_sms = 1;     ///< of sums beside a combine
+  int beside_sms = 1;  ///< of a fan-out beside a dispatch
   SumTuning sum;
   FanOutTuning fan_out;
 

@@ -13,20 +13,11 @@ std::size_t at(std::int64_t value) {
 
 }  // namespace
 
-ArrivalSteps steps_of(const std::vector<int>& ends) {
-  static std::uint32_t base = 0;  // of all groups: each one's gate only rises
-  ArrivalSteps steps;
-  steps.base = base += ArrivalSteps::kStride;
-  for (const int end : ends) steps.ends[steps.count++] = static_cast<std::uint8_t>(end);
-  return steps;
-}
-
 Following::Following(KernelGroup& group, const ExpertCase& c, Random& random, bool routes)
     : group_(group), c_(c), exchange_(make_exchange(c.shape, random)), ranks_(at(c.shape.ranks)) {
   for (int r = 0; r < c.shape.ranks; ++r) make_input(r, random);
   for (int r = 0; r < c.shape.ranks; ++r) {
     FERRY_CUDA_CHECK(cudaSetDevice(group.device(r)));
-    sides_.push_back(std::make_unique<SideStream>());
     make_rows(r, routes);
   }
   group.settle();
@@ -83,7 +74,8 @@ void Following::make_rows(int r, bool routes) {
   d.side_offset = side.offset;
   d.capacity = capacity;
   d.failure = group_.failure(r);
-  d.tells_progress = true;
+  d.parts = kProgressParts;
+  d.followed = true;
   d.sms = c_.sms;
 
   FanOutParameters& f = mine.fan_out;
@@ -107,20 +99,20 @@ void Following::make_rows(int r, bool routes) {
   const std::size_t scratch = fan_out_scratch_bytes(capacity, local.experts);
   f.scratch = reinterpret_cast<std::int32_t*>(
       take<std::byte>(group_, r, static_cast<std::int64_t>(scratch)));
-  f.sms = c_.sms;
+  // In the arena, so that its poison is what an earlier call may have left.
+  f.made = take<std::uint64_t>(group_, r, 1);
+  f.awaits_routes = routes;
+  f.sms = c_.beside_sms;
 }
 
-void Following::launch(int r, const std::vector<int>& ends) {
+void Following::launch(int r) {
   FollowingRank& mine = rank(r);
   mine.dispatch.group = mine.fan_out.group = group_.view(r);
-  mine.dispatch.steps = mine.fan_out.steps = steps_of(ends);
   FERRY_CUDA_CHECK(launch_dispatch(mine.dispatch, group_.stream(r)));
-  FollowingFanOut following(mine.fan_out, *sides_[at(r)], group_.stream(r), c_.fan_out);
-  FERRY_CUDA_CHECK(following.error());
-  FERRY_CUDA_CHECK(following.finish(mine.fan_out.sms));
+  FERRY_CUDA_CHECK(launch_fan_out_beside(mine.fan_out, group_.stream(r), c_.fan_out));
 }
 
-void Following::poison() {
+void Following::poison(bool keep_slots) {
   for (int r = 0; r < c_.shape.ranks; ++r) {
     const FanOutParameters& f = rank(r).fan_out;
     FERRY_CUDA_CHECK(cudaSetDevice(group_.device(r)));
@@ -132,27 +124,32 @@ void Following::poison() {
     spoil(f.scales, f.capacity * f.scale_columns * 4);
     spoil(f.out, f.out_capacity * f.row_bytes);
     spoil(f.out_scales, f.out_capacity * f.scale_columns * 4);
-    spoil(f.slot_rows, f.capacity * c_.shape.topk * 8);
-    spoil(f.expert_offsets, (rank(r).local.experts + 1) * 8);
+    if (!keep_slots) {
+      spoil(f.made, 8);
+      spoil(f.slot_rows, f.capacity * c_.shape.topk * 8);
+      spoil(f.expert_offsets, (rank(r).local.experts + 1) * 8);
+    }
     if (rank(r).dispatch.carries_routes) spoil(f.ids, f.capacity * c_.shape.topk * 4);
   }
   group_.settle();
 }
 
-void Following::check_and_poison() {
+void Following::check_and_poison(bool keep_slots) {
   for (int r = 0; r < c_.shape.ranks; ++r) {
     const FollowingRank& mine = rank(r);
     check_fan_out(group_, c_, mine.local, r, mine.fan_out, mine.rows, mine.scales);
   }
-  poison();
+  poison(keep_slots);
 }
 
-void Following::check_nothing_copied(int r) {
+void Following::check_nothing_copied(int r, int except) {
   const FollowingRank& mine = rank(r);
   const auto out =
       group_.download<std::byte>(r, mine.fan_out.out, at(mine.fan_out.out_capacity * c_.row_bytes));
-  for (const std::int64_t slot : mine.local.expected.slot_rows) {
-    if (slot < 0) continue;
+  const std::vector<std::int64_t>& slots = mine.local.expected.slot_rows;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const std::int64_t slot = slots[i];
+    if (slot < 0 || exchange_.arrivals[at(r)][i / at(c_.shape.topk)].source == except) continue;
     const auto row = out.begin() + slot * c_.row_bytes;
     if (std::any_of(row, row + c_.row_bytes, [](std::byte b) { return b != std::byte{0xCB}; })) {
       stop("rank " + std::to_string(r) +

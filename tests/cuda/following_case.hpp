@@ -1,9 +1,7 @@
 // A dispatch and the expert-major fan-out that follows it, of all ranks of a KernelGroup.
 #pragma once
-#include <memory>
 #include <vector>
 
-#include "cuda/following_fan_out.hpp"
 #include "expert_major_case.hpp"
 
 namespace ferry::cuda::test {
@@ -24,13 +22,13 @@ class Following {
 
   FollowingRank& rank(int r) { return ranks_[KernelGroup::index(r)]; }
   const Exchange& exchange() const { return exchange_; }
-  /// The next call of one rank: dispatch with `dispatch_sms`, fan-out up to these ends.
-  void launch(int r, const std::vector<int>& ends);
-  /// Every byte, and poisons what the next call writes.
-  void check_and_poison();
-  void poison();
-  /// Stops unless no row has been copied.
-  void check_nothing_copied(int r);
+  /// The next call of one rank: dispatch, fan-out beside it.
+  void launch(int r);
+  /// Every byte, and poisons what the next call writes; the slots, too, unless it knows them.
+  void check_and_poison(bool keep_slots = false);
+  void poison(bool keep_slots = false);
+  /// Stops unless no row has been copied, but for those of one source.
+  void check_nothing_copied(int r, int except = -1);
 
  private:
   void make_input(int r, Random& random);
@@ -43,10 +41,6 @@ class Following {
   std::vector<Bytes> raw_;  // before it is quantised, if it is
   std::vector<std::vector<float>> scales_;
   std::vector<FollowingRank> ranks_;
-  std::vector<std::unique_ptr<SideStream>> sides_;
 };
-
-/// The steps of the next call.
-ArrivalSteps steps_of(const std::vector<int>& ends);
 
 }  // namespace ferry::cuda::test

@@ -1,5 +1,5 @@
-// A fan-out that follows its dispatch: every byte, with all mixtures of ranks that tell and that
-// follow; and calls that end badly, which must let the side streams go.
+// A fan-out beside its dispatch: every byte, with all mixtures of ranks that tell, with slots that
+// are known and that are not; two groups at once; and calls that end badly, which must end it too.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -14,16 +14,6 @@ namespace {
 template <class T, std::size_t N>
 T pick(Random& random, const T (&values)[N]) {
   return values[random.below(static_cast<std::int64_t>(N))];
-}
-
-std::vector<int> random_ends(Random& random) {
-  std::vector<int> ends;
-  const int among = pick(random, {1, 4, 12});
-  for (int end = 1; end < kProgressParts; ++end) {
-    if (random.below(12) < among) ends.push_back(end);
-  }
-  ends.push_back(kProgressParts);
-  return ends;
 }
 
 ExpertCase random_case(Random& random, int ranks) {
@@ -49,24 +39,35 @@ ExpertCase random_case(Random& random, int ranks) {
     c.shape.tokens.push_back(few == 0 ? random.below(std::min<std::int64_t>(20, 4 * most))
                                       : random.below(most) + 1);
   }
-  c.sms = std::min(fair_sms(ranks), pick(random, {1, 2, 5, 16}));
+  // Ranks that share a GPU must all find room for their dispatch.
+  const int fair = fair_sms(ranks);
+  c.sms = std::min(std::max(1, fair / 2), pick(random, {1, 2, 5, 16}));
+  c.beside_sms = std::min(std::max(1, fair - c.sms), pick(random, {1, 3, 16, 60}));
   c.fan_out.piece_bytes = pick(random, {0, 16, 1040, 4096});
+  c.fan_out.group_bytes = pick(random, {0, 1, 9000, 200000});
   return c;
+}
+
+/// One call of all ranks, in which some do not tell how far they are. `known`: of the slots an
+/// earlier call has made, or has failed to.
+void run_call(KernelGroup& group, Following& following, std::uint64_t seed, bool known) {
+  group.launch([&](int r) {
+    Random own(seed + static_cast<std::uint64_t>(r));
+    FollowingRank& mine = following.rank(r);
+    mine.dispatch.parts = pick(own, {0, 1, 2, 7, kProgressParts, kProgressParts});
+    mine.fan_out.may_be_made = known;
+    following.launch(r);
+  });
 }
 
 void run_case(KernelGroup& group, const ExpertCase& c, Random& random) {
   group.reset_arena();
   for (const bool routes : {true, false}) {
     Following following(group, c, random, routes);
-    for (int call = 0; call < 3; ++call) {
-      const std::uint64_t seed = random.next();
-      group.launch([&](int r) {
-        Random own(seed + static_cast<std::uint64_t>(r));
-        following.rank(r).dispatch.tells_progress = own.below(4) != 0;
-        following.launch(r, random_ends(own));
-      });
+    for (const bool known : {false, true, true}) {
+      run_call(group, following, random.next(), known);
       group.wait_well();
-      following.check_and_poison();
+      following.check_and_poison(!routes);
     }
   }
 }
@@ -76,19 +77,18 @@ ExpertCase small_case(int ranks) {
   c.shape = {ranks, 16, 4, std::vector<std::int64_t>(KernelGroup::index(ranks), 200), 0};
   c.row_bytes = 4112;
   c.sms = 2;
+  c.beside_sms = 5;
   return c;
 }
 
-const std::vector<int> kEnds{4, 8, 12, kProgressParts};
-
-/// A call that is refused lets the side streams go, and the next is well.
+/// A call that is refused ends its fan-out, and the next is well.
 void refused() {
   KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{64} << 20});
   run_barrier(group);
   Random random(5);
   Following following(group, small_case(2), random, false);
   following.rank(1).dispatch.status = StepStatus::no_room;
-  group.launch([&](int r) { following.launch(r, kEnds); });
+  group.launch([&](int r) { following.launch(r); });
   group.wait(5);
   for (int r = 0; r < 2; ++r) {
     if (group.failure(r)->reason != Reason::no_room || group.fatal(r).written != 0) {
@@ -98,9 +98,40 @@ void refused() {
   }
   group.clear_failures();
   following.rank(1).dispatch.status = StepStatus::ok;
-  group.launch([&](int r) { following.launch(r, kEnds); });
+  // The slots were to be made by the call that was refused.
+  run_call(group, following, 1, true);
   group.wait_well();
-  following.check_and_poison();
+  following.check_and_poison(true);
+  run_call(group, following, 2, true);
+  group.wait_well();
+  following.check_and_poison(true);
+}
+
+/// Two groups on the same GPUs, from streams of their own.
+void two_groups() {
+  const int ranks = std::min(2, gpu_count());
+  KernelGroup a({.ranks = ranks, .arena_bytes = std::size_t{256} << 20});
+  KernelGroup b({.ranks = ranks, .arena_bytes = std::size_t{256} << 20});
+  run_barrier(a);
+  run_barrier(b);
+  Random random(7);
+  ExpertCase c = small_case(ranks);
+  c.shape.tokens.assign(KernelGroup::index(ranks), 1500);
+  c.sms = 16;
+  c.beside_sms = 40;
+  Following in_a(a, c, random, true), in_b(b, c, random, true);
+  for (int call = 0; call < 20; ++call) {
+    // In opposite orders on the ranks.
+    for (int r = 0; r < ranks; ++r) {
+      FERRY_CUDA_CHECK(cudaSetDevice(a.device(r)));
+      (r % 2 == 0 ? in_a : in_b).launch(r);
+      (r % 2 == 0 ? in_b : in_a).launch(r);
+    }
+    a.wait_well();
+    b.wait_well();
+    in_a.check_and_poison();
+    in_b.check_and_poison();
+  }
 }
 
 /// Enters a call and grants all, and then never sends a row.
@@ -114,13 +145,14 @@ __global__ void enter_only(const __grid_constant__ DispatchParameters p) {
     head.side_segment = p.side_segment;
     head.side_offset = p.side_offset;
     head.rows = p.capacity;
+    head.blocks = 1;
   });
 }
 
 enum class Death { before, within, aborted };
 
-/// Rank 1 does not come, or dies among the rows: rank 0's side stream is let go, and so is that of
-/// the next call.
+/// Rank 1 does not come, or dies among the rows: rank 0's fan-out ends, and so does the next
+/// call's.
 void dies(Death death) {
   KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{64} << 20, .deadline_ns = 300'000'000});
   run_barrier(group);
@@ -137,7 +169,7 @@ void dies(Death death) {
       FERRY_CUDA_CHECK(cudaGetLastError());
     }
     FERRY_CUDA_CHECK(cudaSetDevice(group.device(0)));
-    following.launch(0, kEnds);
+    following.launch(0);
     group.wait(5);
   }
   const Failure& fatal = group.fatal(0);
@@ -146,7 +178,7 @@ void dies(Death death) {
   if (fatal.reason != reason || fatal.stage != stage || fatal.peer != 1) {
     stop("a death in a call that is followed: " + describe(fatal));
   }
-  following.check_nothing_copied(0);
+  following.check_nothing_copied(0, 0);
 }
 
 }  // namespace
@@ -154,7 +186,10 @@ void dies(Death death) {
 void test_following(std::uint64_t seed, std::int64_t repeat) {
   refused();
   for (const Death death : {Death::before, Death::within, Death::aborted}) dies(death);
-  std::printf("following: side streams are let go\n");
+  std::printf("beside: all ends as it should\n");
+  two_groups();
+  std::printf("beside: two groups at once\n");
+  std::fflush(stdout);
   for (const int ranks : {1, 2, 3, 4, 8}) {
     Random random(seed * 1000033 + static_cast<std::uint64_t>(ranks));
     KernelGroup group({.ranks = ranks, .arena_bytes = std::size_t{512} << 20});

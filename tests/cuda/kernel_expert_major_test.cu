@@ -6,6 +6,7 @@
 //                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0] [--sum-sms 116]
 //                            [--only-sums]
 //   kernel_expert_major_test --bench-following [--ranks n] [--tokens n] [--sms 8,16]
+//                            [--parts 8,16] [--beside 24,32] [--alignment 128]
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

@@ -21,7 +21,7 @@ using namespace device;
 constexpr int kMaxRowWarps = 16;
 constexpr int kBulkRowWarps = 7;  ///< of a piece that is not short: more warps gain nothing
 constexpr int kQuantizeRowWarps = 10;
-constexpr int kSideWarps = 4;  ///< with the one that watches, if any: registers are for so many
+constexpr int kSideWarps = 4;
 constexpr int kMaxThreads = (kMaxRowWarps + kSideWarps) * 32;
 constexpr int kQuantizeThreads = (kQuantizeRowWarps + kSideWarps) * 32;
 constexpr std::int64_t kMaxPiece = 8192;
@@ -56,17 +56,32 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
   if (__syncthreads_and(there) == 0 || threadIdx.x != 0) return;
   local_words(p.group)->arrived[kTokenCounter] = 0;  // nobody asks any more
   if (p.came != nullptr) *p.came = 1;
+  if (p.followed) fence_system();  // the fan-out beside takes this end for the arrival of all rows
   end_call(p.group, generation);
 }
 
-/// Whole block: true when the rows of this call have moved. `kFollowed`: rows are told of, or
-/// waited for, on the way.
-template <bool kQuantizes, bool kFollowed>
-__device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape) {
+/// Whole block, once the call moves its rows: the fan-out may come, which then finds its
+/// generation.
+__device__ void let_fan_out_come(const DispatchParameters& p, std::uint64_t generation) {
+  if (!p.followed) return;
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) {
+      store_relaxed(&local_words(p.group)->moving, generation);
+      fence_device();
+    }
+    __syncthreads();
+  }
+  let_next_kernel_come();
+}
+
+/// `kTells`: rows are told of on the way, or a fan-out comes beside.
+template <bool kQuantizes, bool kTells>
+__device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape) {
   extern __shared__ __align__(128) std::byte shared[];
+  if (kTells) begin_progress();
   const std::uint64_t posted = p.early && blockIdx.x == 0 ? post_early(p) : 0;
   if (p.glued) {
-    if (!await_plan(p.group)) return false;
+    if (!await_plan(p.group)) return;
   } else {
     await_kernel_before();
   }
@@ -81,7 +96,7 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
   std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return false;
+  if (!begin_call(p.group, generation)) return;
   if (row_warp) begin_rows(p, shape, shared);
   bool granted = true;
   if (blockIdx.x == 0) {
@@ -96,42 +111,38 @@ __device__ bool run_dispatch(const DispatchParameters& p, const PushShape& shape
   auto* targets = reinterpret_cast<PushTarget*>(shared);
   if (!granted || !agree(p, shape, generation, holds_counts, first, targets)) {
     if (row_warp) drop_rows(p, shape, generation, shared);
-    return false;
+    return;
   }
+  if (kTells) let_fan_out_come(p, generation);
   bool good = true;
   if (row_warp) {
-    good = push_rows<kQuantizes, kFollowed>(p, shape, targets, generation, shared, lanes);
-  } else if (!kFollowed ||
-             static_cast<int>(threadIdx.x / 32) < shape.row_warps + shape.side_warps) {
+    good = push_rows<kQuantizes, kTells>(p, shape, targets, generation, shared, lanes);
+  } else {
     push_side(p, shape, targets);
-    if (kFollowed) tell_routes(p, shape, generation);
-  } else if (blockIdx.x == 0) {
-    good = watch_rows(p, targets, generation);
+    if (kTells) tell_routes(p, shape, generation);
   }
   let_next_kernel_come();
-  if (__syncthreads_and(good) == 0) return false;
+  if (__syncthreads_and(good) == 0) return;
   tell_delivered(p.group, generation, control);
-  if (blockIdx.x != 0) return true;
+  if (blockIdx.x != 0) return;
   await_delivered(p, targets, generation);
   if (p.glued) await_kernel_before();  // the kernels after this one are after the plan's, too
-  return true;
 }
 
-template <bool kQuantizes, bool kFollowed>
+template <bool kQuantizes, bool kTells>
 __global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParameters p,
                     const __grid_constant__ PushShape shape) {
-  if (run_dispatch<kQuantizes, kFollowed>(p, shape) || !kFollowed) return;
-  if (blockIdx.x == 0 && threadIdx.x == 0) abandon_gate(p);
+  run_dispatch<kQuantizes, kTells>(p, shape);
 }
 
-const void* dispatch_kernel_for(bool quantize, bool followed) {
-  const auto kernel = [&](auto follow) {
-    constexpr bool kFollowed = decltype(follow)::value;
-    return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true, kFollowed>)
-                    : reinterpret_cast<const void*>(&dispatch_kernel<false, kFollowed>);
+const void* dispatch_kernel_for(bool quantize, bool tells) {
+  const auto kernel = [&](auto telling) {
+    constexpr bool kTells = decltype(telling)::value;
+    return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true, kTells>)
+                    : reinterpret_cast<const void*>(&dispatch_kernel<false, kTells>);
   };
-  return followed ? kernel(std::true_type{}) : kernel(std::false_type{});
+  return tells ? kernel(std::true_type{}) : kernel(std::false_type{});
 }
 
 /// Scales ride with the rows when their places suit the copy engine.
@@ -166,9 +177,8 @@ PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
   const bool scales = p.scales != nullptr && p.scale_columns > 0;
   const bool ride = limits.bulk_copies && scales && scales_ride(p);
   shape.side_scales = scales && !ride;
-  shape.watch_warps = p.steps.count > 0 ? 1 : 0;
   const bool beside = p.carries_routes || p.weights != nullptr || shape.side_scales;
-  shape.side_warps = beside ? kSideWarps - shape.watch_warps : 0;
+  shape.side_warps = beside ? kSideWarps : 0;
   while (shape.width < p.plan.topk && shape.width < 32) shape.width *= 2;
   shape.block = static_cast<std::int32_t>(p.plan.placement.experts / p.group.ranks);
   shape.larger = static_cast<std::int32_t>(p.plan.placement.experts % p.group.ranks);
@@ -204,18 +214,17 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   const bool aligned = parameters.row_bytes > 0 && parameters.row_bytes % 16 == 0 &&
                        reinterpret_cast<std::uintptr_t>(parameters.x) % 16 == 0;
   if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain ||
-      parameters.sms > kMaxBlocks || (parameters.early && parameters.out_capacity > 0)) {
+      parameters.sms > kMaxBlocks || parameters.parts > kProgressParts ||
+      (parameters.early && parameters.out_capacity > 0)) {
     return cudaErrorInvalidValue;
   }
   DispatchParameters copy = parameters;
   PushShape shape = make_shape(parameters, limits);
   // Scales of the side warps come at any time.
-  if (shape.side_scales) copy.tells_progress = false;
+  if (shape.side_scales) copy.parts = 0;
   void* arguments[] = {&copy, &shape};
-  const bool followed = copy.tells_progress || copy.steps.count > 0;
-  const auto threads =
-      static_cast<unsigned>((shape.row_warps + shape.side_warps + shape.watch_warps) * 32);
-  return launch(dispatch_kernel_for(parameters.quantize, followed),
+  const auto threads = static_cast<unsigned>((shape.row_warps + shape.side_warps) * 32);
+  return launch(dispatch_kernel_for(parameters.quantize, copy.parts > 0 || copy.followed),
                 {static_cast<unsigned>(parameters.sms), threads, shape.shared_bytes}, arguments,
                 stream, limits.bulk_copies);
 }
@@ -225,8 +234,8 @@ cudaError_t load_dispatch_kernels() {
   const cudaError_t error = dispatch_limits(limits);
   if (error != cudaSuccess) return error;
   for (const bool quantize : {false, true}) {
-    for (const bool followed : {false, true}) {
-      const cudaError_t loaded = load_kernel(dispatch_kernel_for(quantize, followed),
+    for (const bool tells : {false, true}) {
+      const cudaError_t loaded = load_kernel(dispatch_kernel_for(quantize, tells),
                                              limits.bulk_copies ? limits.shared_bytes : 0);
       if (loaded != cudaSuccess) return loaded;
     }

@@ -15,7 +15,7 @@ namespace ferry::cuda {
 inline constexpr int kMaxSegments = 64;
 /// Ranks of one NVLink domain.
 inline constexpr int kMaxDomain = 72;
-/// In so many equal parts of its tokens a source may tell which of its rows have come.
+/// In so many equal parts of its tokens, at most, a source tells which of its rows have come.
 inline constexpr int kProgressParts = 16;
 /// Blocks of a dispatch, at most: each has a flag of its own at every peer.
 inline constexpr int kMaxBlocks = 192;
@@ -68,7 +68,6 @@ struct DeviceControlLayout {
   std::size_t progress = 0;   ///< [R] lines of kProgressParts words (kernels/progress.cuh)
   std::size_t summed = 0;     ///< a line: how far this rank's sums of slots are; peers look
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
-  std::size_t come = 0;       ///< i32 [kProgressParts, R], local: rows of each source, by step
   std::size_t mailbox = 0;    ///< [kMailboxDepth, R, message_bytes]
   std::size_t second = 0;  ///< [kMailboxDepth, R, kSecondBytes]: second grants, posted like heads
   std::size_t message_bytes = 0;
@@ -78,6 +77,15 @@ struct DeviceControlLayout {
 /// Slices of a rank's sums of slots, at most: each is told to the peers when it is complete.
 inline constexpr int kMostSlices = 32;
 
+/// What the blocks of a fan-out beside its dispatch have claimed and done; 0 between calls.
+struct BesideWords {
+  std::uint32_t counts, counted;  ///< blocks of rows whose slots are counted
+  std::uint32_t places, placed;   ///< and placed
+  std::uint32_t copies;           ///< groups of rows
+  std::uint32_t zeros;            ///< groups of padding
+  std::uint32_t left;             ///< blocks that are through
+};
+
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
   std::uint64_t generation;  ///< of the last call that has ended
@@ -85,9 +93,9 @@ struct LocalWords {
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
-  std::uint32_t pushed[kProgressParts];  ///< warps that have pushed a part; 0 between calls
-  std::uint64_t moving;                  ///< generation of the call whose rows come
-  std::uint32_t gate;  ///< how far they have come (ArrivalSteps); kernels beside the call wait
+  std::uint32_t pushed[kProgressParts];  ///< blocks that have pushed a part; 0 between calls
+  std::uint64_t moving;  ///< the last call that moves rows and has a fan-out beside it
+  BesideWords beside;
   std::uint32_t summed[kMostSlices];  ///< warps that have done with a slice of sums; 0 between
 };
 
@@ -105,7 +113,6 @@ FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
   layout.progress = carver.take(r * kLineBytes);
   layout.summed = carver.take(kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
-  layout.come = carver.take(kProgressParts * r * sizeof(std::int32_t));
   layout.message_bytes = round_up(2 * (sizeof(DeviceHead) + body_bytes), kLineBytes);
   layout.mailbox = carver.take(kMailboxDepth * r * layout.message_bytes);
   layout.second = carver.take(kMailboxDepth * r * kSecondBytes);

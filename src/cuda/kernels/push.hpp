@@ -11,7 +11,6 @@ namespace ferry::cuda {
 struct PushShape {
   int row_warps = 1;             ///< push rows
   int side_warps = 0;            ///< push routes, weights and scales that do not ride with the rows
-  int watch_warps = 0;           ///< of block 0 look how far the rows of others have come
   int stages = 2;                ///< of a row warp, in shared memory (bulk copies)
   int pieces = 1;                ///< of a row
   std::int64_t x_row_bytes = 0;  ///< before it is quantised, if it is

@@ -43,6 +43,7 @@ inline constexpr int kWeightWarps = 2;
 struct FanOutTuning {
   int piece_bytes = 0;  ///< a multiple of 16
   int stages = 0;       ///< at least 3
+  int group_bytes = 0;  ///< beside its dispatch: of rows that a warp takes at a time
 };
 
 /// Of a block's shared memory, left to the kernels' own variables.
@@ -68,8 +69,8 @@ cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t 
                              const SumTuning& tuning);
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
                            const FanOutTuning& tuning);
-cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream,
-                                const FanOutTuning& tuning);
+cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream_t stream,
+                                  const FanOutTuning& tuning);
 
 /// For load_expert_major_kernels.
 cudaError_t load_sum_slots_kernels();

@@ -103,17 +103,6 @@ FERRY_FN constexpr WideSideLayout make_wide_side_layout(std::int64_t rows, int t
   return layout;
 }
 
-/// What follows rows while they come: a step begins when so many parts of every source's tokens
-/// (of kProgressParts) are here. LocalWords::gate goes up from `base`: +1, the call moves its rows
-/// and their routes are here; +2 + i, step i may begin. The last step comes after the dispatch.
-struct ArrivalSteps {
-  static constexpr std::uint32_t kAbandoned = 64;  ///< the gate's last word of a call that failed
-  static constexpr std::uint32_t kStride = 128;    ///< from the base of one call to the next
-  std::uint32_t base = 0;
-  int count = 0;                           ///< 0: nothing follows
-  std::uint8_t ends[kProgressParts] = {};  ///< ascending; the last is kProgressParts
-};
-
 struct DispatchParameters {
   GroupView group{};
   PlanView plan{};
@@ -154,9 +143,10 @@ struct DispatchParameters {
   /// fit, too. 0: they do.
   std::int64_t out_capacity = 0;
   std::int64_t out_alignment = 1;
-  /// Peers learn on the way how far this rank's rows have come; else at the end only.
-  bool tells_progress = false;
-  ArrivalSteps steps{};        ///< of what follows the rows that come to this rank
+  /// Peers learn on the way which of so many parts of this rank's tokens have come, at most
+  /// kProgressParts; 0: at the end only.
+  int parts = 0;
+  bool followed = false;       ///< launch_fan_out_beside comes directly after it in the stream
   Failure* failure = nullptr;  ///< pinned, of this call: reasons that are not fatal
   int sms = 0;                 ///< blocks, one for each SM
 };
@@ -195,18 +185,19 @@ struct FanOutParameters {
   std::int64_t* slot_rows = nullptr;       ///< [capacity, K]: row of `out` of each slot, −1 = none
   std::int64_t* expert_offsets = nullptr;  ///< [local experts + 1]
   std::int32_t* scratch = nullptr;         ///< fan_out_scratch_bytes()
-  bool after_dispatch = true;              ///< only if the call before it moved its rows
-  ArrivalSteps steps{};                    ///< as the dispatch has them; none: all at once
+  /// Not null: becomes 1 when slot_rows and expert_offsets have been made, 0 when not.
+  std::uint64_t* made = nullptr;
+  bool may_be_made = false;    ///< beside its dispatch: `made` is an earlier fan-out's; look there
+  bool awaits_routes = false;  ///< beside its dispatch, which brings them
+  bool after_dispatch = true;  ///< only if the call before it moved its rows
   int sms = 0;
 };
 std::size_t fan_out_scratch_bytes(std::int64_t capacity, std::int64_t local_experts);
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream);
 
-// The same in steps, while the rows come. Each kernel does nothing when the call has failed.
-/// After gate + 1: where every slot goes, and all padding.
-cudaError_t launch_fan_out_places(const FanOutParameters& parameters, cudaStream_t stream);
-/// After gate + 2 + step, the last after the dispatch: the rows of one step.
-cudaError_t launch_fan_out_step(const FanOutParameters& parameters, int step, cudaStream_t stream);
+/// The same directly after a followed dispatch in the stream: runs beside it, copies the rows while
+/// they come, and ends after it. Needs the paths of sm_90.
+cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream_t stream);
 
 /// Each received row's slots summed, before a combine from expert-major rows: `acc = fma(w, x,
 /// acc)` (or acc + x without weights) from +0 in ascending k, one rounding. Local work only. All
