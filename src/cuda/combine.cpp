@@ -168,8 +168,9 @@ void CombineJob::prepare_sums() {
 }
 
 void CombineJob::share_sms() {
-  const int share = engine_.local_sms();
-  sum_.sms = std::max({1, share / 4, share - sms_});
+  constexpr int kEnough = 64;
+  const int share = engine_.local_sms(), least = std::clamp(share / 4, 1, kEnough);
+  sum_.sms = std::clamp(share - sms_, least, kEnough);
   sms_ = std::min(sms_, std::max(1, share - sum_.sms));
 }
 

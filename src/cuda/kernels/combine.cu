@@ -93,7 +93,12 @@ __device__ void work_beside(const CombineParameters& p, const SourceFor<kAfterSu
           plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows), summed);
     }
   }
-  if (weighs) sum_weights(p, source, warp);
+  if (!weighs) return;
+  if (p.plan.topk % 4 == 0) {
+    sum_weights<float4>(p, source, warp);
+  } else {
+    sum_weights<float>(p, source, warp);
+  }
 }
 
 /// False: a failure or a refusal, of which the host knows.
@@ -229,8 +234,9 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    error = make_sum_shape(tuning, launch.row_bytes, beside, combine_pulls(parameters.sms),
-                           launch.shape);
+    const SumTask task{launch.row_bytes, parameters.plan.tokens, parameters.sms, beside,
+                       combine_pulls(parameters.sms)};
+    error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
   const CombineKernel kernel =

@@ -162,13 +162,24 @@ __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t gen
   return __syncthreads_and(found) != 0;
 }
 
-/// Up to four ranks' weights of one slot are in flight at once.
-__device__ inline float sum_weight(const CombineSource& source, std::int64_t token, int slot,
-                                   int topk) {
+__device__ __forceinline__ void add_weights(float& acc, float more) {
+  acc = __fadd_rn(acc, more);
+}
+__device__ __forceinline__ void add_weights(float4& acc, const float4& more) {
+  add_weights(acc.x, more.x);
+  add_weights(acc.y, more.y);
+  add_weights(acc.z, more.z);
+  add_weights(acc.w, more.w);
+}
+
+/// Weights: of one slot or of four. Those of up to four ranks are in flight at once.
+template <class Weights>
+__device__ inline Weights sum_weight(const CombineSource& source, std::int64_t token, int slot,
+                                     int topk) {
   const DeviceLane* lanes = source.lanes + token * source.lane_count;
-  float acc = 0.0f;
+  Weights acc{};
   for (int base = 0; base < source.lane_count; base += 4) {
-    float weights[4];
+    Weights weights[4];
     bool there[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -176,34 +187,39 @@ __device__ inline float sum_weight(const CombineSource& source, std::int64_t tok
       if (base + i < source.lane_count) lane = lanes[base + i];
       there[i] = static_cast<unsigned>(lane.rank) < static_cast<unsigned>(source.ranks);
       if (there[i]) {
-        weights[i] = __ldcg(source.bases->weights[lane.rank] +
-                            static_cast<std::int64_t>(lane.row) * topk + slot);
+        weights[i] = __ldcg(reinterpret_cast<const Weights*>(
+            source.bases->weights[lane.rank] + static_cast<std::int64_t>(lane.row) * topk + slot));
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (there[i]) acc = __fadd_rn(acc, weights[i]);
+      if (there[i]) add_weights(acc, weights[i]);
     }
   }
   return acc;
 }
 
-/// By the warps beside those that sum rows: each token's weights, summed over ranks.
+/// By the warps beside those that sum rows: each token's weights, summed over ranks. `Weights`
+/// divides a token's.
+template <class Weights>
 __device__ inline void sum_weights(const CombineParameters& p, const CombineSource& source,
                                    int warp) {
-  const std::int64_t count = p.plan.tokens * p.plan.topk;
+  constexpr int kSlots = sizeof(Weights) / sizeof(float);
+  const int each = p.plan.topk / kSlots;  // of a token
+  const std::int64_t count = p.plan.tokens * each;
   const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kWeightWarps * 32;
+  const auto sum = [&](std::int64_t number) {
+    return sum_weight<Weights>(source, number / each, static_cast<int>(number % each) * kSlots,
+                               p.plan.topk);
+  };
+  auto* out = reinterpret_cast<Weights*>(p.out_weights);
   std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * kWeightWarps + warp) * 32 +
                     static_cast<std::int64_t>(threadIdx.x % 32);
   for (; at < count; at += 2 * threads) {
     const std::int64_t second = at + threads;
-    const float a =
-        sum_weight(source, at / p.plan.topk, static_cast<int>(at % p.plan.topk), p.plan.topk);
-    if (second < count) {
-      p.out_weights[second] = sum_weight(source, second / p.plan.topk,
-                                         static_cast<int>(second % p.plan.topk), p.plan.topk);
-    }
-    p.out_weights[at] = a;
+    const Weights a = sum(at);
+    if (second < count) out[second] = sum(second);
+    out[at] = a;
   }
 }
 

@@ -125,7 +125,8 @@ cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t 
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    error = make_sum_shape(tuning, launch.row_bytes, 0, kMostPulls, launch.shape);
+    const SumTask task{launch.row_bytes, parameters.capacity, parameters.sms, 0, kMostPulls};
+    error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
   const SumSlotsKernel kernel =

@@ -248,7 +248,7 @@ struct CombineParameters {
   /// rank that has room: rows are read when their rank says that they are summed.
   bool after_sums = false;
   std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
-  float* out_weights = nullptr;  ///< f32 [T, K] when has_weights
+  float* out_weights = nullptr;  ///< f32 [T, K] when has_weights, aligned alike
   Failure* failure = nullptr;
   int sms = 0;
 };
