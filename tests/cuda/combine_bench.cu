@@ -17,7 +17,7 @@ void bench_shape(KernelGroup& group, Gate& gate, const CombineCase& c, const Com
     wire += double(x.sent(r, true)) * double(c.row_bytes()) / c.shape.ranks;
   }
   SumShape shape;
-  const SumTask task{c.row_bytes(), c.shape.tokens[0], c.sms, c.weights ? kWeightWarps : 0,
+  const SumTask task{c.row_bytes(), c.shape.tokens[0], c.sms, (c.weights ? kWeightWarps : 0) + 1,
                      combine_pulls(c.sms)};
   FERRY_CUDA_CHECK(make_sum_shape(c.tuning, task, shape));
   const auto samples = time_calls(group, gate, 4, [&](int r) {

@@ -20,6 +20,8 @@ struct ExpertCase {
   bool weighted = false;
   int sms = 1;
   int sum_sms = 1;  ///< of sums beside a combine
+  /// Ranks whose rows are rank-major, a bit each: copied beside the combine, or there before it.
+  std::uint32_t copies = 0, ready = 0;
   SumTuning sum;
   FanOutTuning fan_out;
 

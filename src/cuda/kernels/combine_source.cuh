@@ -16,7 +16,7 @@ struct CombineLaunch {
   int bias_count = 0;
   int lane_count = 1;   // of a token
   int entry_count = 1;  // and with the biases
-  int group_bits = 0;   // SummedSource: rows are waited for by groups, named in few bits
+  int group_bits = 0;   // rows are waited for by groups, named in few bits
 };
 
 template <class T>
@@ -30,42 +30,21 @@ struct Bases {
   const float* weights[kMaxDomain];
 };
 
-/// Entry j of a token: its lanes, which are rows of ranks in ascending order, then the biases.
+/// Entry j of a token: its lanes, which are rows of ranks in ascending order, then the biases. Some
+/// ranks may still make their rows.
 struct CombineSource {
+  const GroupView* group;
+  std::uint64_t generation;
+  const SummedRows* summed;
   const DeviceLane* lanes;
   int lane_count;
   int entry_count;
-  int ranks;
+  int group_bits;
   const Bases* bases;
   const std::byte* const* biases;
   std::int64_t row_bytes;
 
   using Raw = int2;
-  static constexpr bool kWaits = false;
-  __device__ std::uint32_t row_of(std::uint32_t token) const { return token; }
-  __device__ int entries() const { return entry_count; }
-  __device__ Raw load(std::uint32_t token, int j) const {
-    if (j >= lane_count) return {-1, 0};
-    return __ldg(
-        reinterpret_cast<const int2*>(lanes + static_cast<std::int64_t>(token) * lane_count + j));
-  }
-  __device__ Entry resolve(const Raw& raw, std::uint32_t token, int j) const {
-    if (j >= lane_count) {
-      return {biases[j - lane_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
-    }
-    if (static_cast<unsigned>(raw.x) >= static_cast<unsigned>(ranks)) return {nullptr, 0.0f};
-    return {bases->rows[raw.x] + static_cast<std::int64_t>(raw.y) * row_bytes, 0.0f};
-  }
-};
-
-/// The same while the ranks still sum the rows.
-struct SummedSource : CombineSource {
-  const GroupView* group;
-  std::uint64_t generation;
-  const SummedRows* summed;
-
-  int group_bits;
-
   static constexpr bool kWaits = true;
   static constexpr int kRankBits = 7, kGroups = 1 << (kDueBits - 1 - kRankBits);
   static_assert(kMaxDomain <= 1 << kRankBits);
@@ -75,12 +54,29 @@ struct SummedSource : CombineSource {
     while (tokens >> bits >= kGroups) ++bits;
     return bits;
   }
+  __device__ std::uint32_t row_of(std::uint32_t token) const { return token; }
+  __device__ int entries() const { return entry_count; }
+  __device__ bool is_rank(int rank) const {
+    return static_cast<unsigned>(rank) < static_cast<unsigned>(group->ranks);
+  }
+  __device__ Raw load(std::uint32_t token, int j) const {
+    if (j >= lane_count) return {-1, 0};
+    return __ldg(
+        reinterpret_cast<const int2*>(lanes + static_cast<std::int64_t>(token) * lane_count + j));
+  }
+  __device__ Entry resolve(const Raw& raw, std::uint32_t token, int j) const {
+    if (j >= lane_count) {
+      return {biases[j - lane_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
+    }
+    if (!is_rank(raw.x)) return {nullptr, 0.0f};
+    return {bases->rows[raw.x] + static_cast<std::int64_t>(raw.y) * row_bytes, 0.0f};
+  }
   __device__ std::uint32_t due(const Raw& raw, int j) const {
     const auto row = static_cast<std::uint32_t>(raw.y);
-    const auto rank = static_cast<std::uint32_t>(raw.x);
-    if (j >= lane_count || rank >= static_cast<unsigned>(ranks)) return 0;
-    if (load_acquire_block(&summed->rows[rank]) > row) return 0;
-    return (min(row >> group_bits, kGroups - 1) << kRankBits | rank) + 1;
+    if (j >= lane_count || !is_rank(raw.x)) return 0;
+    if (load_acquire_block(&summed->rows[raw.x]) > row) return 0;
+    return (min(row >> group_bits, kGroups - 1) << kRankBits | static_cast<std::uint32_t>(raw.x)) +
+           1;
   }
   __device__ bool await(std::uint32_t due) const {
     const std::uint32_t group_number = (due - 1) >> kRankBits;
@@ -106,25 +102,29 @@ __device__ inline PeerRows peer_rows_of(const PlanView& plan, int peer, std::uin
 struct HeadPlace {
   std::uint32_t segment, side_segment;
   std::uint64_t offset, side_offset;
+  bool coming;  // the rows are still made
 };
 __device__ inline HeadPlace place_from(const GroupView& group, int peer, std::uint64_t generation) {
   const auto word = [&](int i) { return head_word(group, peer, generation, i); };
-  HeadPlace place{};  // all four in flight at once
+  HeadPlace place{};  // all words in flight at once
   place.segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
   place.offset = word(kOffsetWord);
   place.side_segment = static_cast<std::uint32_t>(word(kSideWord));
   place.side_offset = word(kSideOffsetWord);
+  place.coming = static_cast<std::uint32_t>(word(kBlocksWord)) != 0;
   return place;
 }
 
 /// One thread: where a peer says that its rows are, if that can be. A rank that got nothing need
 /// not have any.
 __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t generation, int peer,
-                                 const PeerRows& plan, const HeadPlace& head, Bases& bases) {
+                                 const PeerRows& plan, const HeadPlace& head, Bases& bases,
+                                 SummedRows& summed) {
   const CombineParameters& p = launch.p;
   const auto [rows, mine, likely] = plan;
   const std::size_t weight_bytes =
       p.has_weights ? static_cast<std::size_t>(p.plan.topk) * sizeof(float) : 0;
+  summed.rows[peer] = head.coming ? 0 : kAllRows;
   bases.rows[peer] = nullptr;
   bases.weights[peer] = nullptr;
   if (rows == 0) return true;
@@ -149,7 +149,8 @@ __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t gene
 
 /// Whole block. `first`, `place`: of the peer whose number is that of the thread.
 __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t generation,
-                                  const PeerRows& first, const HeadPlace& place, Bases& bases) {
+                                  const PeerRows& first, const HeadPlace& place, Bases& bases,
+                                  SummedRows& summed) {
   const GroupView& group = launch.p.group;
   bool found = true;
   const int thread = static_cast<int>(threadIdx.x);
@@ -157,7 +158,7 @@ __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t gen
     const bool own = peer == thread;
     found = find_base(launch, generation, peer,
                       own ? first : peer_rows_of(launch.p.plan, peer, launch.p.segment, group),
-                      own ? place : place_from(group, peer, generation), bases);
+                      own ? place : place_from(group, peer, generation), bases, summed);
   }
   return __syncthreads_and(found) != 0;
 }
@@ -185,7 +186,7 @@ __device__ inline Weights sum_weight(const CombineSource& source, std::int64_t t
     for (int i = 0; i < 4; ++i) {
       DeviceLane lane{-1, 0};
       if (base + i < source.lane_count) lane = lanes[base + i];
-      there[i] = static_cast<unsigned>(lane.rank) < static_cast<unsigned>(source.ranks);
+      there[i] = source.is_rank(lane.rank);
       if (there[i]) {
         weights[i] = __ldcg(reinterpret_cast<const Weights*>(
             source.bases->weights[lane.rank] + static_cast<std::int64_t>(lane.row) * topk + slot));
