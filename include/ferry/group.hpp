@@ -142,7 +142,9 @@ struct CombineOptions {
   std::optional<ConstTensorView> bias1{};
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
-  int sms = 0;  ///< as in DispatchOptions
+  /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
+  /// memory, run beside on other SMs.
+  int sms = 0;
 };
 
 struct Combined {

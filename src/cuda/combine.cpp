@@ -99,7 +99,7 @@ bool CombineJob::place_rows() {
   if (!taken) return false;
   if (rows) {
     at_ = *rows;
-  } else if (expert_major()) {
+  } else if (expert_major() || is_aligned(rows_.data)) {
     sums_ = taken->front();
     at_ = sums_.region.address;
     launch_.temporary(sums_);
@@ -150,11 +150,17 @@ Tensor CombineJob::slot_rows() {
   return rows;
 }
 
+PlanView CombineJob::view() const {
+  return expert_major() ? plan_->routed() : plan_->view;
+}
+
 void CombineJob::prepare_sums() {
   sum_.group = engine_.view();
-  sum_.plan = plan_->routed();
-  slots_ = slot_rows();
-  sum_.slot_rows = slots_.as<std::int64_t>();
+  sum_.plan = view();
+  if (expert_major()) {
+    slots_ = slot_rows();
+    sum_.slot_rows = slots_.as<std::int64_t>();
+  }
   sum_.rows = aligned(rows_);
   sum_.input_rows = rows_.rows();
   if (options_.apply_weights) {
@@ -168,8 +174,9 @@ void CombineJob::prepare_sums() {
 }
 
 void CombineJob::share_sms() {
-  const int share = engine_.local_sms();
-  sum_.sms = std::max({1, share / 4, share - sms_});
+  constexpr int kEnough = 32;  // more only crowd out those who read the rows
+  const int share = engine_.local_sms(), least = std::clamp(share / 4, 1, kEnough);
+  sum_.sms = std::clamp(share - sms_, least, kEnough);
   sms_ = std::min(sms_, std::max(1, share - sum_.sms));
 }
 
@@ -184,7 +191,7 @@ const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tenso
 void CombineJob::pull(bool room) {
   CombineParameters parameters;
   parameters.group = engine_.view();
-  parameters.plan = expert_major() ? plan_->routed() : plan_->view;
+  parameters.plan = view();
   parameters.call = signature();
   parameters.segment = at_.segment;
   parameters.offset = at_.offset;
@@ -202,7 +209,7 @@ void CombineJob::pull(bool room) {
   parameters.out_weights = room && has_weights() ? result_.topk_weights.as<float>() : nullptr;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
-  parameters.after_sums = room && expert_major();
+  parameters.after_sums = room && sum_.sms > 0;
   launch_.enter(parameters.call);
   if (parameters.after_sums) {
     launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");

@@ -24,7 +24,8 @@ class CombineJob {
   CallSignature signature() const;
   bool reserve();
   bool place_rows();
-  /// All that the sums need, before the call is entered.
+  PlanView view() const;
+  /// All that the sums need, or the copies of ordinary rows, before the call is entered.
   void prepare_sums();
   /// Of this rank's SMs, which sums and combine use side by side.
   void share_sms();
@@ -44,7 +45,7 @@ class CombineJob {
   std::int64_t need_bytes_ = 0;
   fabric::Address at_{};       // of the rank-major rows
   fabric::Address side_at_{};  // of their weights
-  Held sums_{};                // expert-major: the rows' sums
+  Held sums_{};                // of expert-major rows, or copies of ordinary ones
   SumSlotsParameters sum_{};   // of sums_
   Tensor slots_{};             // in use until the call is launched
   const std::byte* bias0_ = nullptr;

@@ -21,6 +21,8 @@ struct ExpertCase {
   int sms = 1;
   int sum_sms = 1;     ///< of sums beside a combine
   int beside_sms = 1;  ///< of a fan-out beside a dispatch
+  /// Ranks whose rows are rank-major, a bit each: copied beside the combine, or there before it.
+  std::uint32_t copies = 0, ready = 0;
   SumTuning sum;
   FanOutTuning fan_out;
 

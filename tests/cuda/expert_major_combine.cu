@@ -36,6 +36,8 @@ ExpertCase random_case(Random& random, int ranks) {
   const int fair = fair_sms(ranks);
   c.sms = std::min(pick(random, {1, 2, 5, 16}), std::max(1, fair / 2));
   c.sum_sms = std::min(pick(random, {1, 2, 60}), std::max(1, fair - c.sms));
+  c.copies = static_cast<std::uint32_t>(pick(random, {0, 0, 0x55, 0xff}));
+  c.ready = static_cast<std::uint32_t>(pick(random, {0, 0, 0x1, 0xaa, 0xff}));
   c.sum.vectors = pick(random, {0, 1, 2, 4, 7, 8});
   c.sum.warps = pick(random, {0, 1, 3, 16});
   c.sum.stages = pick(random, {0, 1, 2, 5});
@@ -45,30 +47,41 @@ ExpertCase random_case(Random& random, int ranks) {
 
 struct RankCase {
   ExpertRows local;
-  Bytes sums;  ///< as they must be
+  Bytes sums;                        ///< as they must be
+  const std::byte* ready = nullptr;  ///< not null: where they are before the combine
   SumSlotsParameters sum;
   CombineParameters combine;
 };
+
+bool among(std::uint32_t ranks, int rank) {
+  return (ranks >> rank & 1u) != 0;
+}
 
 RankCase make_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank,
                    Random& random) {
   RankCase made;
   made.local = make_expert_rows(group, c, x, rank);
   const ExpertRows& local = made.local;
+  const bool copies = among(c.copies, rank);
   const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
-  const Bytes rows = random_elements(random, c.dtype, local.out_capacity * columns);
+  const std::int64_t count = copies ? local.received : local.out_capacity;
+  const Bytes rows = random_elements(random, c.dtype, count * columns);
   const auto weights = random_floats(random, local.capacity * c.shape.topk);
   std::vector<std::int64_t> slots = local.expected.slot_rows;
   slots.resize(at(local.capacity * c.shape.topk), -1);
-  made.sums = expect_sums(c, local, rows, weights);
+  made.sums = copies ? rows : expect_sums(c, local, rows, weights);
+  if (among(c.ready, rank)) made.ready = group.upload(rank, made.sums).data;
   const Piece out = group.take(rank, at(local.capacity * c.row_bytes) + kGuard);
   SumSlotsParameters& s = made.sum;
   s.group = group.view(rank);
   s.plan = local.plan;
-  s.slot_rows = reinterpret_cast<const std::int64_t*>(group.upload(rank, slots).data);
+  if (!copies) {
+    s.slot_rows = reinterpret_cast<const std::int64_t*>(group.upload(rank, slots).data);
+  }
   s.rows = group.upload(rank, rows).data;
-  s.input_rows = local.out_capacity;
-  if (c.weighted) s.weights = reinterpret_cast<const float*>(group.upload(rank, weights).data);
+  s.input_rows = count;
+  if (c.weighted && !copies)
+    s.weights = reinterpret_cast<const float*>(group.upload(rank, weights).data);
   s.dtype = c.dtype;
   s.columns = columns;
   s.capacity = local.capacity;
@@ -86,7 +99,7 @@ RankCase make_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, i
   p.out = take<std::byte>(group, rank, x.tokens(rank) * c.row_bytes);
   p.failure = group.failure(rank);
   p.sms = c.sms;
-  p.after_sums = true;
+  p.after_sums = made.ready == nullptr;
   return made;
 }
 
@@ -142,7 +155,12 @@ void run_case(KernelGroup& group, const ExpertCase& c, Random& random) {
       if (sums > 0) {
         FERRY_CUDA_CHECK(cudaMemsetAsync(mine.sum.out, 0xCB, sums, group.stream(r)));
       }
-      FERRY_CUDA_CHECK(launch_sum_slots(mine.sum, group.stream(r), c.sum));
+      if (mine.ready == nullptr) {
+        FERRY_CUDA_CHECK(launch_sum_slots(mine.sum, group.stream(r), c.sum));
+      } else {
+        FERRY_CUDA_CHECK(cudaMemcpyAsync(mine.sum.out, mine.ready, mine.sums.size(),
+                                         cudaMemcpyDeviceToDevice, group.stream(r)));
+      }
       FERRY_CUDA_CHECK(launch_combine(mine.combine, group.stream(r)));
     });
     group.wait_well();

@@ -1,6 +1,4 @@
 // Combine: ranks say where their rows lie, owners pull and sum them, then tell that they have read.
-#include <type_traits>
-
 #include "cuda/kernels/combine_sm80.cuh"
 #include "cuda/kernels/combine_sm90.cuh"
 #include "cuda/kernels/combine_source.cuh"
@@ -26,6 +24,7 @@ __device__ void post_head(const CombineParameters& p, std::uint64_t generation) 
     head.side_segment = p.side_segment;
     head.side_offset = p.side_offset;
     head.rows = p.rows;
+    head.blocks = p.after_sums ? 1 : 0;
     head.detail = p.need_bytes;
   });
 }
@@ -72,32 +71,28 @@ __device__ void finish(const GroupView& group, std::uint64_t generation) {
   if (threadIdx.x == 0) end_call(group, generation);
 }
 
-/// Warps of a block beside those that sum rows: they sum weights, the last may watch the sums.
+/// Warps of a block beside those that sum rows: they sum weights, the last watches the peers' sums.
 int warps_beside(const CombineParameters& p) {
-  return (p.has_weights ? kWeightWarps : 0) + (p.after_sums ? 1 : 0);
+  return (p.has_weights ? kWeightWarps : 0) + 1;
 }
 
-template <bool kAfterSums>
-using SourceFor = std::conditional_t<kAfterSums, SummedSource, CombineSource>;
-
 /// By the warps beside.
-template <bool kAfterSums>
-__device__ void work_beside(const CombineParameters& p, const SourceFor<kAfterSums>& source,
-                            int warp, SummedRows& summed) {
-  const bool weighs = p.has_weights && warp < kWeightWarps;
-  if constexpr (kAfterSums) {
-    if (!weighs) {
-      watch_sums(
-          p.group, source.generation,
-          plan_part<std::int32_t>(p.plan, p.plan.layout.rank_tokens) + p.group.rank * p.group.ranks,
-          plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows), summed);
-    }
+__device__ void work_beside(const CombineParameters& p, const CombineSource& source, int warp,
+                            SummedRows& summed) {
+  if (!p.has_weights || warp == kWeightWarps) {
+    watch_sums(
+        p.group, source.generation,
+        plan_part<std::int32_t>(p.plan, p.plan.layout.rank_tokens) + p.group.rank * p.group.ranks,
+        plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows), summed);
+  } else if (p.plan.topk % 4 == 0) {
+    sum_weights<float4>(p, source, warp);
+  } else {
+    sum_weights<float>(p, source, warp);
   }
-  if (weighs) sum_weights(p, source, warp);
 }
 
 /// False: a failure or a refusal, of which the host knows.
-template <class T, int kVectors, bool kAfterSums>
+template <class T, int kVectors>
 __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
   __shared__ Bases bases;
   __shared__ SummedRows summed;
@@ -106,34 +101,24 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
   if (!begin_call(p.group, generation)) return false;
   if (blockIdx.x == 0) post_head(p, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
-  SourceFor<kAfterSums> source;
-  static_cast<CombineSource&>(source) = {plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
-                                         launch.lane_count,
-                                         launch.entry_count,
-                                         p.group.ranks,
-                                         &bases,
-                                         launch.biases,
-                                         launch.row_bytes};
+  const CombineSource source{&p.group,          generation,
+                             &summed,           plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
+                             launch.lane_count, launch.entry_count,
+                             launch.group_bits, &bases,
+                             launch.biases,     launch.row_bytes};
   const SumWork work = work_of_warp<kVectors>(launch);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const bool sums = warp < launch.shape.warps;
   PeerRows plan{};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < p.group.ranks) plan = peer_rows_of(p.plan, thread, p.segment, p.group);
-  if constexpr (kAfterSums) {
-    source.group = &p.group;
-    source.generation = generation;
-    source.summed = &summed;
-    source.group_bits = launch.group_bits;
-    for (int i = thread; i < p.group.ranks; i += static_cast<int>(blockDim.x)) summed.rows[i] = 0;
-  }
 #if __CUDA_ARCH__ >= 900
   Ring ring{};
   if (sums) {
     ring =
         ring_of_warp(p.group, generation, launch.shape.warps, launch.shape.stages, kVectors * 512);
   }
-  const SumStart<SourceFor<kAfterSums>> start(source, work);
+  const SumStart<CombineSource> start(source, work);
 #endif
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
   Verdict verdict;
@@ -144,11 +129,11 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
     return false;
   }
-  if (!find_bases(launch, generation, plan, place, bases)) return false;
+  if (!find_bases(launch, generation, plan, place, bases, summed)) return false;
   bool summed_all = true;
   NoCount count;
   if (!sums) {
-    work_beside<kAfterSums>(p, source, warp - launch.shape.warps, summed);
+    work_beside(p, source, warp - launch.shape.warps, summed);
   } else {
 #if __CUDA_ARCH__ >= 900
     summed_all = sum_rows<T, kVectors, false>(start, ring, count);
@@ -162,45 +147,40 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
   return true;
 }
 
-template <class T, int kVectors, bool kAfterSums>
+template <class T, int kVectors>
 __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
     combine_kernel(const __grid_constant__ CombineLaunch launch) {
   // The sums before it let it come only when all kernels before them had ended; what those wrote
   // has only to be looked for anew.
-  if constexpr (kAfterSums) {
+  if (launch.p.after_sums) {
     fence_device();
   } else {
     await_kernel_before();
   }
-  combine<T, kVectors, kAfterSums>(launch);
+  combine<T, kVectors>(launch);
   // Whoever comes next in the stream finds the sums ended, too.
-  if constexpr (kAfterSums) await_kernel_before();
+  await_kernel_before();
 }
 
 using CombineKernel = void (*)(CombineLaunch);
 
-template <class T, bool kAfterSums>
+template <class T>
 CombineKernel kernel_for(int vectors) {
   switch (vectors) {
-    case 1: return combine_kernel<T, 1, kAfterSums>;
-    case 2: return combine_kernel<T, 2, kAfterSums>;
-    case 4: return combine_kernel<T, 4, kAfterSums>;
-    case 7: return combine_kernel<T, 7, kAfterSums>;
-    case 8: return combine_kernel<T, 8, kAfterSums>;
+    case 1: return combine_kernel<T, 1>;
+    case 2: return combine_kernel<T, 2>;
+    case 4: return combine_kernel<T, 4>;
+    case 7: return combine_kernel<T, 7>;
+    case 8: return combine_kernel<T, 8>;
     default: return nullptr;
   }
 }
 
-template <class T>
-CombineKernel kernel_for(int vectors, bool after_sums) {
-  return after_sums ? kernel_for<T, true>(vectors) : kernel_for<T, false>(vectors);
-}
-
-CombineKernel kernel_for(Dtype dtype, int vectors, bool after_sums) {
+CombineKernel kernel_for(Dtype dtype, int vectors) {
   switch (dtype) {
-    case Dtype::f32: return kernel_for<float>(vectors, after_sums);
-    case Dtype::bf16: return kernel_for<Bf16>(vectors, after_sums);
-    case Dtype::f16: return kernel_for<Fp16>(vectors, after_sums);
+    case Dtype::f32: return kernel_for<float>(vectors);
+    case Dtype::bf16: return kernel_for<Bf16>(vectors);
+    case Dtype::f16: return kernel_for<Fp16>(vectors);
     default: return nullptr;
   }
 }
@@ -224,17 +204,17 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
   if (parameters.sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
   launch.lane_count = lanes_of(parameters.plan.topk, parameters.group.ranks);
   launch.entry_count = launch.lane_count + launch.bias_count;
-  launch.group_bits = SummedSource::group_bits_for(parameters.plan.tokens);
+  launch.group_bits = CombineSource::group_bits_for(parameters.plan.tokens);
   const int beside = warps_beside(parameters);
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    error = make_sum_shape(tuning, launch.row_bytes, beside, combine_pulls(parameters.sms),
-                           launch.shape);
+    const SumTask task{launch.row_bytes, parameters.plan.tokens, parameters.sms, beside,
+                       combine_pulls(parameters.sms)};
+    error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
-  const CombineKernel kernel =
-      kernel_for(parameters.dtype, launch.shape.vectors, parameters.after_sums);
+  const CombineKernel kernel = kernel_for(parameters.dtype, launch.shape.vectors);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   void* arguments[] = {&launch};
   return ferry::cuda::launch(reinterpret_cast<const void*>(kernel),
@@ -253,11 +233,9 @@ cudaError_t load_combine_kernels() {
   if (const cudaError_t error = kernel_limits(limits); error != cudaSuccess) return error;
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
     for (const int vectors : kPieceVectors) {
-      for (const bool after_sums : {false, true}) {
-        const auto* kernel = reinterpret_cast<const void*>(kernel_for(dtype, vectors, after_sums));
-        const cudaError_t error = load_kernel(kernel, limits.shared_bytes - kOwnShared);
-        if (error != cudaSuccess) return error;
-      }
+      const auto* kernel = reinterpret_cast<const void*>(kernel_for(dtype, vectors));
+      const cudaError_t error = load_kernel(kernel, limits.shared_bytes - kOwnShared);
+      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;

@@ -16,7 +16,7 @@ struct CombineLaunch {
   int bias_count = 0;
   int lane_count = 1;   // of a token
   int entry_count = 1;  // and with the biases
-  int group_bits = 0;   // SummedSource: rows are waited for by groups, named in few bits
+  int group_bits = 0;   // rows are waited for by groups, named in few bits
 };
 
 template <class T>
@@ -30,42 +30,21 @@ struct Bases {
   const float* weights[kMaxDomain];
 };
 
-/// Entry j of a token: its lanes, which are rows of ranks in ascending order, then the biases.
+/// Entry j of a token: its lanes, which are rows of ranks in ascending order, then the biases. Some
+/// ranks may still make their rows.
 struct CombineSource {
+  const GroupView* group;
+  std::uint64_t generation;
+  const SummedRows* summed;
   const DeviceLane* lanes;
   int lane_count;
   int entry_count;
-  int ranks;
+  int group_bits;
   const Bases* bases;
   const std::byte* const* biases;
   std::int64_t row_bytes;
 
   using Raw = int2;
-  static constexpr bool kWaits = false;
-  __device__ std::uint32_t row_of(std::uint32_t token) const { return token; }
-  __device__ int entries() const { return entry_count; }
-  __device__ Raw load(std::uint32_t token, int j) const {
-    if (j >= lane_count) return {-1, 0};
-    return __ldg(
-        reinterpret_cast<const int2*>(lanes + static_cast<std::int64_t>(token) * lane_count + j));
-  }
-  __device__ Entry resolve(const Raw& raw, std::uint32_t token, int j) const {
-    if (j >= lane_count) {
-      return {biases[j - lane_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
-    }
-    if (static_cast<unsigned>(raw.x) >= static_cast<unsigned>(ranks)) return {nullptr, 0.0f};
-    return {bases->rows[raw.x] + static_cast<std::int64_t>(raw.y) * row_bytes, 0.0f};
-  }
-};
-
-/// The same while the ranks still sum the rows.
-struct SummedSource : CombineSource {
-  const GroupView* group;
-  std::uint64_t generation;
-  const SummedRows* summed;
-
-  int group_bits;
-
   static constexpr bool kWaits = true;
   static constexpr int kRankBits = 7, kGroups = 1 << (kDueBits - 1 - kRankBits);
   static_assert(kMaxDomain <= 1 << kRankBits);
@@ -75,12 +54,29 @@ struct SummedSource : CombineSource {
     while (tokens >> bits >= kGroups) ++bits;
     return bits;
   }
+  __device__ std::uint32_t row_of(std::uint32_t token) const { return token; }
+  __device__ int entries() const { return entry_count; }
+  __device__ bool is_rank(int rank) const {
+    return static_cast<unsigned>(rank) < static_cast<unsigned>(group->ranks);
+  }
+  __device__ Raw load(std::uint32_t token, int j) const {
+    if (j >= lane_count) return {-1, 0};
+    return __ldg(
+        reinterpret_cast<const int2*>(lanes + static_cast<std::int64_t>(token) * lane_count + j));
+  }
+  __device__ Entry resolve(const Raw& raw, std::uint32_t token, int j) const {
+    if (j >= lane_count) {
+      return {biases[j - lane_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
+    }
+    if (!is_rank(raw.x)) return {nullptr, 0.0f};
+    return {bases->rows[raw.x] + static_cast<std::int64_t>(raw.y) * row_bytes, 0.0f};
+  }
   __device__ std::uint32_t due(const Raw& raw, int j) const {
     const auto row = static_cast<std::uint32_t>(raw.y);
-    const auto rank = static_cast<std::uint32_t>(raw.x);
-    if (j >= lane_count || rank >= static_cast<unsigned>(ranks)) return 0;
-    if (load_acquire_block(&summed->rows[rank]) > row) return 0;
-    return (min(row >> group_bits, kGroups - 1) << kRankBits | rank) + 1;
+    if (j >= lane_count || !is_rank(raw.x)) return 0;
+    if (load_acquire_block(&summed->rows[raw.x]) > row) return 0;
+    return (min(row >> group_bits, kGroups - 1) << kRankBits | static_cast<std::uint32_t>(raw.x)) +
+           1;
   }
   __device__ bool await(std::uint32_t due) const {
     const std::uint32_t group_number = (due - 1) >> kRankBits;
@@ -106,25 +102,29 @@ __device__ inline PeerRows peer_rows_of(const PlanView& plan, int peer, std::uin
 struct HeadPlace {
   std::uint32_t segment, side_segment;
   std::uint64_t offset, side_offset;
+  bool coming;  // the rows are still made
 };
 __device__ inline HeadPlace place_from(const GroupView& group, int peer, std::uint64_t generation) {
   const auto word = [&](int i) { return head_word(group, peer, generation, i); };
-  HeadPlace place{};  // all four in flight at once
+  HeadPlace place{};  // all words in flight at once
   place.segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
   place.offset = word(kOffsetWord);
   place.side_segment = static_cast<std::uint32_t>(word(kSideWord));
   place.side_offset = word(kSideOffsetWord);
+  place.coming = static_cast<std::uint32_t>(word(kBlocksWord)) != 0;
   return place;
 }
 
 /// One thread: where a peer says that its rows are, if that can be. A rank that got nothing need
 /// not have any.
 __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t generation, int peer,
-                                 const PeerRows& plan, const HeadPlace& head, Bases& bases) {
+                                 const PeerRows& plan, const HeadPlace& head, Bases& bases,
+                                 SummedRows& summed) {
   const CombineParameters& p = launch.p;
   const auto [rows, mine, likely] = plan;
   const std::size_t weight_bytes =
       p.has_weights ? static_cast<std::size_t>(p.plan.topk) * sizeof(float) : 0;
+  summed.rows[peer] = head.coming ? 0 : kAllRows;
   bases.rows[peer] = nullptr;
   bases.weights[peer] = nullptr;
   if (rows == 0) return true;
@@ -149,7 +149,8 @@ __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t gene
 
 /// Whole block. `first`, `place`: of the peer whose number is that of the thread.
 __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t generation,
-                                  const PeerRows& first, const HeadPlace& place, Bases& bases) {
+                                  const PeerRows& first, const HeadPlace& place, Bases& bases,
+                                  SummedRows& summed) {
   const GroupView& group = launch.p.group;
   bool found = true;
   const int thread = static_cast<int>(threadIdx.x);
@@ -157,53 +158,69 @@ __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t gen
     const bool own = peer == thread;
     found = find_base(launch, generation, peer,
                       own ? first : peer_rows_of(launch.p.plan, peer, launch.p.segment, group),
-                      own ? place : place_from(group, peer, generation), bases);
+                      own ? place : place_from(group, peer, generation), bases, summed);
   }
   return __syncthreads_and(found) != 0;
 }
 
-/// Up to four ranks' weights of one slot are in flight at once.
-__device__ inline float sum_weight(const CombineSource& source, std::int64_t token, int slot,
-                                   int topk) {
+__device__ __forceinline__ void add_weights(float& acc, float more) {
+  acc = __fadd_rn(acc, more);
+}
+__device__ __forceinline__ void add_weights(float4& acc, const float4& more) {
+  add_weights(acc.x, more.x);
+  add_weights(acc.y, more.y);
+  add_weights(acc.z, more.z);
+  add_weights(acc.w, more.w);
+}
+
+/// Weights: of one slot or of four. Those of up to four ranks are in flight at once.
+template <class Weights>
+__device__ inline Weights sum_weight(const CombineSource& source, std::int64_t token, int slot,
+                                     int topk) {
   const DeviceLane* lanes = source.lanes + token * source.lane_count;
-  float acc = 0.0f;
+  Weights acc{};
   for (int base = 0; base < source.lane_count; base += 4) {
-    float weights[4];
+    Weights weights[4];
     bool there[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       DeviceLane lane{-1, 0};
       if (base + i < source.lane_count) lane = lanes[base + i];
-      there[i] = static_cast<unsigned>(lane.rank) < static_cast<unsigned>(source.ranks);
+      there[i] = source.is_rank(lane.rank);
       if (there[i]) {
-        weights[i] = __ldcg(source.bases->weights[lane.rank] +
-                            static_cast<std::int64_t>(lane.row) * topk + slot);
+        weights[i] = __ldcg(reinterpret_cast<const Weights*>(
+            source.bases->weights[lane.rank] + static_cast<std::int64_t>(lane.row) * topk + slot));
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (there[i]) acc = __fadd_rn(acc, weights[i]);
+      if (there[i]) add_weights(acc, weights[i]);
     }
   }
   return acc;
 }
 
-/// By the warps beside those that sum rows: each token's weights, summed over ranks.
+/// By the warps beside those that sum rows: each token's weights, summed over ranks. `Weights`
+/// divides a token's.
+template <class Weights>
 __device__ inline void sum_weights(const CombineParameters& p, const CombineSource& source,
                                    int warp) {
-  const std::int64_t count = p.plan.tokens * p.plan.topk;
+  constexpr int kSlots = sizeof(Weights) / sizeof(float);
+  const int each = p.plan.topk / kSlots;  // of a token
+  const std::int64_t count = p.plan.tokens * each;
   const std::int64_t threads = static_cast<std::int64_t>(gridDim.x) * kWeightWarps * 32;
+  const auto sum = [&](std::int64_t number) {
+    return sum_weight<Weights>(source, number / each, static_cast<int>(number % each) * kSlots,
+                               p.plan.topk);
+  };
+  auto* out = reinterpret_cast<Weights*>(p.out_weights);
   std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * kWeightWarps + warp) * 32 +
                     static_cast<std::int64_t>(threadIdx.x % 32);
   for (; at < count; at += 2 * threads) {
     const std::int64_t second = at + threads;
-    const float a =
-        sum_weight(source, at / p.plan.topk, static_cast<int>(at % p.plan.topk), p.plan.topk);
-    if (second < count) {
-      p.out_weights[second] = sum_weight(source, second / p.plan.topk,
-                                         static_cast<int>(second % p.plan.topk), p.plan.topk);
-    }
-    p.out_weights[at] = a;
+    const Weights a = sum(at);
+    if (second < count) out[second] = sum(second);
+    out[at] = a;
   }
 }
 

@@ -55,9 +55,10 @@ struct DeviceHead {
   /// bad_route: this rank's ids are no experts; bad_plan: its plan holds no counts; else none.
   Reason refused = Reason::none;
   std::uint64_t side_offset = 0;
-  std::int64_t rows = 0;     ///< capacity of the granted region in rows (side region alike)
-  std::int64_t detail = 0;   ///< no_room: bytes that are missing; bad route: token * 64 + slot
-  std::uint32_t blocks = 0;  ///< dispatch: so many say that they have delivered
+  std::int64_t rows = 0;    ///< capacity of the granted region in rows (side region alike)
+  std::int64_t detail = 0;  ///< no_room: bytes that are missing; bad route: token * 64 + slot
+  /// dispatch: so many say that they have delivered; combine: 1, the rows are made while peers read
+  std::uint32_t blocks = 0;
   std::uint32_t reserved = 0;
 };
 

@@ -18,6 +18,15 @@ struct SumTuning {
   int pulls = 0;       ///< that an SM may have in flight
 };
 
+/// What is summed, and where.
+struct SumTask {
+  std::int64_t row_bytes = 0;
+  std::int64_t rows = 0;  ///< sums, at most
+  int sms = 1;
+  int beside = 0;  ///< warps of a block that do something else
+  int pulls = 0;   ///< as in SumTuning, unless that says
+};
+
 /// What becomes of a tuning.
 struct SumShape {
   int vectors = 1;
@@ -58,9 +67,7 @@ inline constexpr int kMostPulls = 48;
 /// flight, and more only stand in line there (measured on 4 H200).
 int combine_pulls(int sms);
 
-/// `beside`: warps of a block that do something else. `pulls`: as in SumTuning, unless that says.
-cudaError_t make_sum_shape(const SumTuning& tuning, std::int64_t row_bytes, int beside, int pulls,
-                           SumShape& shape);
+cudaError_t make_sum_shape(const SumTuning& tuning, const SumTask& task, SumShape& shape);
 
 /// As in throughput.hpp, cut as the caller says.
 cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t stream,

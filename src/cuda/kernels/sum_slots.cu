@@ -22,7 +22,8 @@ struct SumSlotsLaunch {
   std::int64_t row_bytes = 0;
 };
 
-/// Entry j of a received row: its slot j. Rows come in the order of their slices.
+/// Entry j of a received row: its slot j, or the row itself. Rows come in the order of their
+/// slices.
 struct SlotSource {
   const SumSlotsParameters* p;
   const SumOrder* order;
@@ -37,8 +38,9 @@ struct SlotSource {
   __device__ std::uint32_t row_of(std::uint32_t token) const {
     return order->row_at(token, ranges);
   }
-  __device__ int entries() const { return p->plan.topk; }
+  __device__ int entries() const { return p->slot_rows == nullptr ? 1 : p->plan.topk; }
   __device__ Raw load(std::uint32_t token, int j) const {
+    if (p->slot_rows == nullptr) return {row_of(token), 0.0f};
     const std::int64_t at = static_cast<std::int64_t>(row_of(token)) * p->plan.topk + j;
     return {__ldg(p->slot_rows + at), p->weights == nullptr ? 0.0f : __ldg(p->weights + at)};
   }
@@ -125,7 +127,8 @@ cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t 
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    error = make_sum_shape(tuning, launch.row_bytes, 0, kMostPulls, launch.shape);
+    const SumTask task{launch.row_bytes, parameters.capacity, parameters.sms, 0, kMostPulls};
+    error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
   const SumSlotsKernel kernel =

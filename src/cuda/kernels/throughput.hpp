@@ -206,12 +206,13 @@ cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream
 struct SumSlotsParameters {
   GroupView group{};
   PlanView plan{};
-  const std::int64_t* slot_rows = nullptr;  ///< [capacity, K]
-  const std::byte* rows = nullptr;          ///< [M, H] expert-major
-  std::int64_t input_rows = 0;              ///< M: a slot's row that is not below it is not read
-  const float* weights = nullptr;           ///< f32 [capacity, K]; null: unweighted
-  Dtype dtype = Dtype::bf16;                ///< f32, bf16, f16
-  std::int64_t columns = 0;                 ///< H
+  /// [capacity, K]; null: the rows are rank-major already, each is "the sum" of itself.
+  const std::int64_t* slot_rows = nullptr;
+  const std::byte* rows = nullptr;  ///< [M, H]
+  std::int64_t input_rows = 0;      ///< M: a slot's row that is not below it is not read
+  const float* weights = nullptr;   ///< f32 [capacity, K]; null: unweighted
+  Dtype dtype = Dtype::bf16;        ///< f32, bf16, f16
+  std::int64_t columns = 0;         ///< H
   std::int64_t capacity = 0;
   std::byte* out = nullptr;  ///< [capacity, H]: the first recv rows are written
   int sms = 0;
@@ -235,11 +236,11 @@ struct CombineParameters {
   std::int64_t columns = 0;          ///< H; row bytes are a multiple of 16
   const std::byte* bias0 = nullptr;  ///< [T, H] or null
   const std::byte* bias1 = nullptr;
-  /// launch_sum_slots has come just before it in the stream, with `rows` as its `out`, on every
-  /// rank that has room: rows are read when their rank says that they are summed.
+  /// launch_sum_slots has come just before it in the stream, with this rank's rows as its `out`:
+  /// peers read them when it says that they are summed. Each rank says for itself.
   bool after_sums = false;
   std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
-  float* out_weights = nullptr;  ///< f32 [T, K] when has_weights
+  float* out_weights = nullptr;  ///< f32 [T, K] when has_weights, aligned alike
   Failure* failure = nullptr;
   int sms = 0;
 };
