@@ -159,8 +159,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::unique_ptr<SideStream> side_{};
   std::uint32_t gate_base_ = 0;
 
-  std::timed_mutex turn_;  // of calls
-  GpuEvent last_{};        // of the last call that was not captured
+  std::timed_mutex turn_;               // of calls
+  std::shared_ptr<CallRecord> last_{};  // of the last call that was not captured
   unsigned long long last_stream_ = 0;
   GpuEvent captured_last_{};  // of the last one that was
   unsigned long long captured_stream_ = 0;
@@ -194,12 +194,16 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 /// A plan in the memory of this GPU.
 class CudaPlan final : public PlanState {
  public:
+  /// Its stream may be gone afterwards.
+  ~CudaPlan();
+
   Held memory{};
   PlanView view{};
   bool captured = false;
   std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
   std::shared_ptr<CallRecord> made{};  ///< by this call
-  std::shared_ptr<std::byte> slot{};   ///< pinned counts
+  std::shared_ptr<EventPool> events{};
+  std::shared_ptr<std::byte> slot{};  ///< pinned counts
   HostCounts* counts = nullptr;
   std::int32_t* count_words = nullptr;
 

@@ -85,12 +85,12 @@ CallEvent::CallEvent(std::weak_ptr<CudaEngine> engine, std::shared_ptr<CallRecor
 
 bool CallEvent::ready() {
   const OnDevice here(device_);
-  return is_done(record_->done);
+  return record_->has_ended();
 }
 
 void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const OnDevice here(device_);
-  poll([&] { return is_done(record_->done); }, deadline, on_wait);
+  poll([&] { return record_->has_ended(); }, deadline, on_wait);
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*record_);
@@ -120,7 +120,7 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
                 "give worst_case_rows");
   }
   const OnDevice here(device_);
-  poll([&] { return plan->told() || words_.failed() || is_done(plan->made->done); }, deadline,
+  poll([&] { return plan->told() || words_.failed() || plan->made->has_ended(); }, deadline,
        on_wait);
   if (plan->counts_known()) return;
   if (const auto engine = engine_.lock()) {

@@ -10,6 +10,14 @@
 
 namespace ferry::cuda {
 
+CudaPlan::~CudaPlan() {
+  if (!made || !events) return;
+  try {
+    (void)made->end(*events);
+  } catch (...) {  // the GPU has failed
+  }
+}
+
 void CudaPlan::fill_exchange() {
   const auto ranks = static_cast<std::size_t>(view.placement.ranks);
   const auto self = static_cast<std::size_t>(exchange.rank);
@@ -81,6 +89,7 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->on_wait = config_.on_wait;
   state->captured = launch.capture().active;
   state->made = launch.record();
+  state->events = gpu().events();
   state->exchange.rank = rank();
   state->exchange.placement = placement_;
   state->view.tokens = state->tokens;
@@ -127,6 +136,7 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
   const bool blocking = launch.blocking();
   launch.keep(state->slot);
+  launch.tells_end(&state->counts->done);
   launch.finish();
   if (blocking) finish("plan", state->ready);
   return Plan(state);
