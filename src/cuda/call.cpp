@@ -9,9 +9,9 @@
 
 namespace ferry::cuda {
 
-void CallRecord::ends_at(GpuEvent event) {
+void CallRecord::ends_at(GpuEvent marker) {
   std::scoped_lock lock(mutex_);
-  if (!done_) done_ = std::move(event);
+  if (!done_) done_ = std::move(marker);
 }
 
 void CallRecord::ends_untold(const std::uint64_t* word, cudaStream_t stream) {
@@ -63,6 +63,25 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   record_->slot = engine_.failures_->take();
   record_->failure = &record_->pinned().failure;
   order_after_last();
+}
+
+Launch::Launch(Launch& before, const char* call)
+    : engine_(before.engine_),
+      before_(&before),
+      turn_(std::move(before.turn_)),
+      record_(std::make_shared<CallRecord>()),
+      stream_(before.stream_),
+      stream_id_(before.stream_id_),
+      blocking_(before.blocking_),
+      capture_(before.capture_) {
+  record_->call = call;
+  record_->slot = engine_.failures_->take();
+  record_->failure = &record_->pinned().failure;
+}
+
+/// If it is not another call's by now.
+void Launch::end_turn() {
+  if (turn_.owns_lock()) turn_.unlock();
 }
 
 void Launch::order_after_last() {
@@ -185,7 +204,7 @@ Event Launch::finish() {
   ended_ = true;
   if (capture_.active) {
     capture_end(std::move(event));
-    turn_.unlock();
+    end_turn();
     return {};
   }
   engine_.last_ = record_;
@@ -202,11 +221,16 @@ Event Launch::finish() {
     engine_.channel_.enter_call({call_named(name()), 0});
     engine_.in_flight_.push_back({record_, std::move(kept_)});
   }
-  turn_.unlock();
+  end_turn();
   return Event(std::move(state));
 }
 
 Launch::~Launch() {
+  give_up_end();
+  if (before_ != nullptr && turn_.owns_lock()) before_->turn_ = std::move(turn_);
+}
+
+void Launch::give_up_end() {
   if (ended_ || !entered_) return;
   // Something failed after the first kernel: later calls still come after it, and its pinned memory
   // stays until it has ended.

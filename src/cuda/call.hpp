@@ -49,15 +49,18 @@ struct CallRecord {
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
-  std::weak_ptr<void> event{};                       ///< while it lives, somebody may still ask
-  std::function<void()> on_failure{};                ///< once, when the failure is seen
+  /// Of a dispatch that makes its plan: the plan's call, and pinned why it was refused.
+  std::shared_ptr<CallRecord> plan{};
+  std::shared_ptr<const Failure> plan_failure{};
+  std::weak_ptr<void> event{};          ///< while it lives, somebody may still ask
+  std::function<void()> on_failure{};   ///< once, when the failure is seen
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
   std::atomic<bool> told{false};        ///< somebody has seen how it ended
   std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure
 
   CallSlot& pinned() const { return *reinterpret_cast<CallSlot*>(slot.get()); }
   /// Its end is this event, or a later one, unless it is known already.
-  void ends_at(GpuEvent event);
+  void ends_at(GpuEvent marker);
   /// No event yet: behind it in the stream the next kernel would not come early. The call tells of
   /// its end in `word`, pinned; an event is recorded when somebody needs one.
   void ends_untold(const std::uint64_t* word, cudaStream_t stream);
@@ -94,6 +97,8 @@ class Launch {
  public:
   /// `stream` null: the group's own, and the call returns when it has ended.
   Launch(CudaEngine& engine, const char* call, const Stream* stream);
+  /// Comes directly behind `before`, which is still being made: on its stream, in its turn.
+  Launch(Launch& before, const char* call);
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
@@ -131,6 +136,8 @@ class Launch {
 
  private:
   void order_after_last();
+  void end_turn();
+  void give_up_end();
   void watch_end();
   void capture_end(GpuEvent event);
   /// Without an event behind it.
@@ -138,6 +145,7 @@ class Launch {
   GpuEvent mark_end();
 
   CudaEngine& engine_;
+  Launch* before_ = nullptr;  // whose turn it is, too
   std::unique_lock<std::timed_mutex> turn_;
   std::optional<OnDevice> here_;
   std::shared_ptr<CallRecord> record_;

@@ -65,6 +65,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
   Received dispatch(const ConstTensorView& x, const Plan& plan,
                     const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
   Combined combine(const ConstTensorView& rows, const Plan& plan,
                    const CombineOptions& options) override;
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
@@ -130,6 +132,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
   void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
+  std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                         PlanParameters& parameters);
+  void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void make_side_stream();
