@@ -16,8 +16,9 @@ namespace {
 using namespace device;
 
 /// Whole block 0: tells all ranks where this rank's rows are.
-__device__ void post_head(const CombineParameters& p, std::uint64_t generation) {
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) {
+__device__ void post_head(const CombineParameters& p, std::byte* control,
+                          std::uint64_t generation) {
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     const bool known = *plan_part<std::uint64_t>(p.plan, p.plan.layout.state) == 1;
     head.status = p.status;
     head.refused = known ? Reason::none : Reason::bad_plan;
@@ -98,13 +99,13 @@ __device__ void work_beside(const CombineParameters& p, const SourceFor<kAfterSu
 
 /// False: a failure or a refusal, of which the host knows.
 template <class T, int kVectors, bool kAfterSums>
-__device__ __forceinline__ bool combine(const CombineLaunch& launch) {
+__device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* control) {
   __shared__ Bases bases;
   __shared__ SummedRows summed;
   const CombineParameters& p = launch.p;
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return false;
-  if (blockIdx.x == 0) post_head(p, generation);
+  if (blockIdx.x == 0) post_head(p, control, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
   SourceFor<kAfterSums> source;
   static_cast<CombineSource&>(source) = {plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
@@ -165,6 +166,7 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
 template <class T, int kVectors, bool kAfterSums>
 __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
     combine_kernel(const __grid_constant__ CombineLaunch launch) {
+  std::byte* control = first_control(launch.p.group);
   // The sums before it let it come only when all kernels before them had ended; what those wrote
   // has only to be looked for anew.
   if constexpr (kAfterSums) {
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
   } else {
     await_kernel_before();
   }
-  combine<T, kVectors, kAfterSums>(launch);
+  combine<T, kVectors, kAfterSums>(launch, control);
   // Whoever comes next in the stream finds the sums ended, too.
   if constexpr (kAfterSums) await_kernel_before();
 }

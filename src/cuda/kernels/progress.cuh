@@ -183,6 +183,7 @@ __device__ __forceinline__ std::int32_t* come_at(const GroupView& group, int ste
 __device__ inline bool watch_rows(const DispatchParameters& p, const PushTarget* targets,
                                   std::uint64_t generation) {
   const GroupView& group = p.group;
+  if (__all_sync(~0u, await_plan_end(p)) == 0) return false;
   const auto* offsets =
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
   const int lane = static_cast<int>(threadIdx.x % 32);
