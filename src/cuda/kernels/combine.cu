@@ -102,6 +102,7 @@ template <class T, int kVectors, bool kAfterSums>
 __device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* control) {
   __shared__ Bases bases;
   __shared__ SummedRows summed;
+  __shared__ HeadPlace places[kMaxDomain];
   const CombineParameters& p = launch.p;
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return false;
@@ -138,14 +139,18 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* 
 #endif
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
   Verdict verdict;
-  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict)) return false;
-  HeadPlace place{};
-  if (thread < p.group.ranks) place = place_from(p.group, thread, generation);
+  const auto look = [&](int peer, std::uint64_t word) {
+    const HeadPlace place = place_of(word);
+    if (threadIdx.x % kHeadLanes == 0) places[peer] = place;
+  };
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict, look)) {
+    return false;
+  }
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
     return false;
   }
-  if (!find_bases(launch, generation, plan, place, bases)) return false;
+  if (!find_bases(launch, generation, plan, places, bases)) return false;
   bool summed_all = true;
   NoCount count;
   if (!sums) {

@@ -213,12 +213,18 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   }
 }
 
+/// Looks at nothing.
+struct NoLook {
+  __device__ void operator()(int, std::uint64_t) const {}
+};
+
 /// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
-/// that arrive at each rank, null: rows are not granted. False: the group has failed, return at
-/// once.
+/// that arrive at each rank, null: rows are not granted. `look(peer, word)`: sixteen lanes, each
+/// with its word of a head that has come. False: the group has failed, return at once.
+template <class Look = NoLook>
 __device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
                                    const CallSignature& call, const std::int64_t* needed,
-                                   Verdict& verdict) {
+                                   Verdict& verdict, const Look& look = Look{}) {
   std::uint32_t found = kNoComplaint << 16;
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
@@ -229,6 +235,7 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
     const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
     if (what != kNoComplaint && mine < found) found = mine;
+    if (there) look(peer, word);
   }
   if (__syncthreads_and(there) == 0) return false;
   verdict = worst_of(found);
