@@ -126,6 +126,7 @@ struct Received {
   Tensor slot_rows{};     ///< i64 [n, K], expert-major only: row of `x` of each slot, −1 = none
   /// i64 [local experts + 1], expert-major only: first row of every expert's block and the end.
   Tensor expert_offsets{};
+  Plan plan{};    ///< of a dispatch that was given routes: the plan that it made
   Event event{};  ///< complete when the tensors are valid
 };
 
@@ -200,6 +201,12 @@ class Group {
   /// Collective. x: [T, H] dense, any dtype, row bytes a multiple of 16, H and dtype the same on
   /// all ranks. One copy of a token for each destination rank.
   Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options = {});
+
+  /// Collective. plan(topk_idx) and the first dispatch with it in one call: the plan is in the
+  /// result. On GPUs faster than two calls: nothing comes between them, so the rows are brought
+  /// while the counts still cross.
+  Received dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                     const DispatchOptions& options = {});
 
   /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense, with

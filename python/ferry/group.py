@@ -184,8 +184,9 @@ class Group:
     def dispatch(
         self,
         x: ArrayT,
-        plan: _ferry.Plan,
+        plan: _ferry.Plan | None = None,
         *,
+        topk_idx: Any = None,
         topk_weights: Any = None,
         scales: Any = None,
         format: str = "as_is",
@@ -203,6 +204,8 @@ class Group:
         Args:
             x: [T, H] dense, any dtype, row bytes a multiple of 16; H and dtype as on all ranks.
             plan: of this group, for the same T.
+            topk_idx: instead of a plan, as `plan` takes it: the plan is made on the way and is in
+                the result. On GPUs faster than two calls.
             topk_weights: f32 [T, K], carried along.
             scales: f32 [T, C], any strides: one scale for each token and 128 channels of fp8.
             format: "as_is", or "e4m3": x of f32, bf16 or f16 is quantised on the way, H a multiple
@@ -225,11 +228,16 @@ class Group:
         x_view, like = view(
             "dispatch: x", x, _optional_dtype("dispatch: dtype", dtype), place=place
         )
+        if (plan is None) == (topk_idx is None):
+            refuse(
+                "dispatch: plan", "none" if plan is None else "both", "a plan, or else topk_idx"
+            )
         wire = choice("dispatch: format", format, FORMATS)
         arrives = x_view.dtype if wire == _ferry.WireFormat.as_is else _ferry.Dtype.e4m3
         raw = self._raw.dispatch(
             x_view,
-            _plan("dispatch", plan),
+            None if plan is None else _plan("dispatch", plan),
+            optional_view("dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place),
             optional_view("dispatch: topk_weights", topk_weights, expected="f32", place=place),
             optional_view("dispatch: scales", scales, expected="f32", place=place),
             wire,

@@ -85,6 +85,11 @@ class Received(Generic[ArrayT]):
         return self._array(self._raw.expert_offsets)
 
     @property
+    def plan(self) -> _ferry.Plan | None:
+        """The plan of a dispatch that was given `topk_idx`."""
+        return self._raw.plan
+
+    @property
     def event(self) -> _ferry.Event:
         """Complete when the arrays are valid; so it is at once for a call without a stream."""
         return self._raw.event

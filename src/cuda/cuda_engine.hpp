@@ -64,6 +64,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
   Received dispatch(const ConstTensorView& x, const Plan& plan,
                     const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
   Combined combine(const ConstTensorView& rows, const Plan& plan,
                    const CombineOptions& options) override;
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
@@ -89,7 +91,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool shares_gpu() const { return parts_.sharing > 1; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
-  bool shares_gpu() const { return parts_.sharing > 1; }
   enum class Pieces {
     any,    ///< makes room first if there is none
     spare,  ///< of what there is
@@ -136,6 +137,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
   void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
+  std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                         PlanParameters& parameters);
+  void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
   Error latency_mismatch(const Failure& failure) const;
   Error latency_refusal(const CallRecord& record, const Failure& failure) const;
@@ -163,8 +167,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   GroupView view_{};
   cudaStream_t aux_ = nullptr;  // small copies beside running calls
 
-  std::timed_mutex turn_;  // of calls
-  GpuEvent last_{};        // of the last call that was not captured
+  std::timed_mutex turn_;               // of calls
+  std::shared_ptr<CallRecord> last_{};  // of the last call that was not captured
   unsigned long long last_stream_ = 0;
   GpuEvent captured_last_{};  // of the last one that was
   unsigned long long captured_stream_ = 0;
@@ -201,12 +205,16 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 /// A plan in the memory of this GPU.
 class CudaPlan final : public PlanState {
  public:
+  /// Its stream may be gone afterwards.
+  ~CudaPlan();
+
   Held memory{};
   PlanView view{};
   bool captured = false;
   std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
   std::shared_ptr<CallRecord> made{};  ///< by this call
-  std::shared_ptr<std::byte> slot{};   ///< pinned counts
+  std::shared_ptr<EventPool> events{};
+  std::shared_ptr<std::byte> slot{};  ///< pinned counts
   HostCounts* counts = nullptr;
   std::int32_t* count_words = nullptr;
 

@@ -10,13 +10,15 @@
 namespace ferry::cuda {
 
 DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
-                         std::shared_ptr<CudaPlan> plan, const DispatchOptions& options)
+                         std::shared_ptr<CudaPlan> plan, const DispatchOptions& options,
+                         std::function<void()> make_plan)
     : engine_(engine),
       launch_(launch),
       x_(x),
       row_(wire_row(x, options)),
       plan_(std::move(plan)),
-      options_(options) {
+      options_(options),
+      make_plan_(std::move(make_plan)) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
   // Whether or not anybody has asked how their carrier ended: every rank sees that alike.
   const auto& carrier = plan_->gpu_routes.carrier;
@@ -53,22 +55,35 @@ bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
   return true;
 }
 
-CallSignature DispatchJob::signature() const {
+CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
+                                 bool carries_routes, std::uint64_t plan) {
   CallSignature call;
   call.kind = CallKind::dispatch;
-  call.dtype = static_cast<std::uint32_t>(row_.dtype);
-  call.columns = row_.columns;
-  call.scale_columns = row_.scale_columns;
-  call.topk = static_cast<std::uint32_t>(plan_->topk);
-  call.order = static_cast<std::uint32_t>(options_.order);
-  call.routes = carries_routes_ ? 1 : 0;
-  call.weights = has_weights() ? 1 : 0;
-  call.plan = plan_->number;
+  call.dtype = static_cast<std::uint32_t>(row.dtype);
+  call.columns = row.columns;
+  call.scale_columns = row.scale_columns;
+  call.topk = static_cast<std::uint32_t>(topk);
+  call.order = static_cast<std::uint32_t>(options.order);
+  call.routes = carries_routes ? 1 : 0;
+  call.weights = options.topk_weights ? 1 : 0;
+  call.plan = plan;
   return call;
+}
+
+CallSignature DispatchJob::signature() const {
+  return dispatch_signature(row_, plan_->topk, options_, carries_routes_, plan_->number);
+}
+
+/// True: the plan's kernel has been launched just now.
+bool DispatchJob::make_plan() {
+  if (!make_plan_) return false;
+  std::exchange(make_plan_, {})();
+  return true;
 }
 
 void DispatchJob::push(StepStatus status) {
   DispatchParameters parameters;
+  const bool behind_plan = make_plan();
   parameters.group = engine_.view();
   parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
   parameters.call = signature();
@@ -103,8 +118,11 @@ void DispatchJob::push(StepStatus status) {
   }
   parameters.parts = parts();
   parameters.followed = followed_;
-  // A graph's memory is its own, so nobody has used it since the plan.
-  parameters.early = launch_.follows_in_graph(plan_->number) && parameters.out_capacity == 0;
+  // A graph's memory is its own, so nobody has used it since the plan. Of a call that makes its
+  // plan nothing lies between the two kernels, and memory was taken before both.
+  const bool unused = behind_plan || launch_.follows_in_graph(plan_->number);
+  parameters.early = unused && parameters.out_capacity == 0;
+  parameters.glued = behind_plan && parameters.early;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   launch_.enter(parameters.call);
@@ -214,6 +232,41 @@ Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   check_dispatch(x, state->tokens, state->topk, options, device());
   Launch launch(*this, kDispatch, options.stream);
   return DispatchJob(*this, launch, x, std::move(state), options).run();
+}
+
+Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                       const DispatchOptions& options) {
+  check_usable(kDispatch);
+  check_routes(kDispatch, topk_idx, device());
+  const auto topk = static_cast<int>(topk_idx.shape[1]);
+  check_dispatch(x, topk_idx.shape[0], topk, options, device());
+  (void)sms_for(kDispatch, options.sms);
+  std::shared_ptr<CudaPlan> state;
+  std::uint64_t number = 0;  // of the plan
+  try {
+    Launch planning(*this, "plan", options.stream);
+    PlanParameters parameters;
+    number = calls_ + 1;
+    state = prepare_plan(planning, topk_idx, parameters);
+    Launch launch(planning, kDispatch);
+    launch.record()->plan = planning.record();
+    launch.record()->plan_failure = {state->slot, &state->counts->failure};
+    DispatchJob job(*this, launch, x, state, options,
+                    [&] { enter_plan(planning, *state, parameters); });
+    Received received = job.run();
+    received.plan = Plan(state);
+    return received;
+  } catch (const Error& error) {
+    if (state || error.kind() != ErrorKind::exhausted || calls_ != number) throw;
+    // Without memory for the plan, which all ranks know: they are in the dispatch now.
+    Launch launch(*this, kDispatch, options.stream);
+    try {
+      tell_no_room(launch, dispatch_signature(wire_row(x, options), topk, options, true, number),
+                   0);
+    } catch (const Error&) {  // says no more
+    }
+    throw;
+  }
 }
 
 }  // namespace ferry::cuda

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -14,11 +15,17 @@ namespace ferry::cuda {
 
 inline constexpr const char* kDispatch = "dispatch";
 
+/// What every rank's dispatch must agree on. `plan`: its number.
+CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
+                                 bool carries_routes, std::uint64_t plan);
+
 class DispatchJob {
  public:
-  /// Learns or guesses the count if the output is exact.
+  /// Learns or guesses the count if the output is exact. `make_plan`: enters the plan's call, which
+  /// is prepared, directly before this one's or before its counts are waited for.
   DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
-              std::shared_ptr<CudaPlan> plan, const DispatchOptions& options);
+              std::shared_ptr<CudaPlan> plan, const DispatchOptions& options,
+              std::function<void()> make_plan = {});
   Received run();
 
  private:
@@ -27,6 +34,8 @@ class DispatchJob {
   ReceiveLayout receive_layout(std::int64_t rows) const {
     return make_receive_layout(rows, row_.bytes(), row_.scale_columns);
   }
+
+  bool make_plan();
 
   // dispatch_rows.cpp: how many rows there will be.
   void learn_counts();
@@ -73,6 +82,7 @@ class DispatchJob {
   WireRow row_;
   std::shared_ptr<CudaPlan> plan_;
   const DispatchOptions& options_;
+  std::function<void()> make_plan_;
   int sms_ = 1;
   bool carries_routes_ = false;
   bool guessed_ = false;

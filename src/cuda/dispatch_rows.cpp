@@ -20,6 +20,7 @@ void DispatchJob::learn_counts() {
                 "wait for the counts of the plan; give worst_case_rows, or a plan whose counts "
                 "are known");
   }
+  make_plan();
   try {
     plan_->ready.wait(kUntilItEnds, engine_.config().on_wait);
   } catch (const Error&) {

@@ -91,12 +91,12 @@ CallEvent::CallEvent(std::weak_ptr<CudaEngine> engine, std::shared_ptr<CallRecor
 
 bool CallEvent::ready() {
   const OnDevice here(device_);
-  return is_done(record_->done);
+  return record_->has_ended();
 }
 
 void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const OnDevice here(device_);
-  poll([&] { return is_done(record_->done); }, deadline, on_wait);
+  poll([&] { return record_->has_ended(); }, deadline, on_wait);
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*record_);
@@ -131,7 +131,7 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
   poll(
       [&] {
         return plan->told() || words_.failed() ||
-               (++looks % kLooksPerQuery == 0 && is_done(plan->made->done));
+               (++looks % kLooksPerQuery == 0 && plan->made->has_ended());
       },
       deadline, on_wait);
   if (plan->counts_known()) return;

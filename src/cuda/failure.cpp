@@ -185,6 +185,9 @@ void CudaEngine::check_ended(CallRecord& record) {
   if (refused && record.failure->reason != Reason::bad_plan) {
     throw refusal(record, *record.failure);
   }
+  if (refused && record.plan_failure && record.plan_failure->reason != Reason::none) {
+    throw refusal(*record.plan, *record.plan_failure);
+  }
   for (const auto& needed : record.needs) {
     if (!needed->refused()) continue;
     const Error error = refusal(*needed, *needed->failure);

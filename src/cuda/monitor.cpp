@@ -147,7 +147,7 @@ void CudaEngine::look_after_peers() {
   std::vector<Flight> ended;  // dropped without the lock
   {
     std::scoped_lock lock(flight_mutex_);
-    while (!in_flight_.empty() && is_done(in_flight_.front().record->done)) {
+    while (!in_flight_.empty() && in_flight_.front().record->has_ended()) {
       const std::shared_ptr<CallRecord> record = in_flight_.front().record;
       ended.push_back(std::move(in_flight_.front()));
       in_flight_.pop_front();

@@ -10,6 +10,14 @@
 
 namespace ferry::cuda {
 
+CudaPlan::~CudaPlan() {
+  if (!made || !events) return;
+  try {
+    (void)made->end(*events);
+  } catch (...) {  // the GPU has failed
+  }
+}
+
 void CudaPlan::fill_exchange() {
   const auto ranks = static_cast<std::size_t>(view.placement.ranks);
   const auto self = static_cast<std::size_t>(exchange.rank);
@@ -60,7 +68,7 @@ void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::si
   BarrierParameters parameters;
   parameters.group = view_;
   parameters.call = call;
-  parameters.stage = Stage::counts;
+  parameters.stage = call.kind == CallKind::plan ? Stage::counts : Stage::grants;
   parameters.status = StepStatus::no_room;
   parameters.need_bytes = static_cast<std::int64_t>(bytes);
   parameters.failure = launch.record()->failure;
@@ -69,11 +77,9 @@ void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::si
   finish(launch.name(), launch.finish());
 }
 
-Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
-  check_usable("plan");
-  check_stream("plan", options.stream, device());
-  check_routes("plan", topk_idx, device());
-  Launch launch(*this, "plan", options.stream);
+/// All of a plan but its call.
+std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                                   PlanParameters& parameters) {
   auto state = std::make_shared<CudaPlan>();
   state->engine = weak_from_this();
   state->tokens = topk_idx.shape[0];
@@ -81,6 +87,7 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->on_wait = config_.on_wait;
   state->captured = launch.capture().active;
   state->made = launch.record();
+  state->events = gpu().events();
   state->exchange.rank = rank();
   state->exchange.placement = placement_;
   state->view.tokens = state->tokens;
@@ -89,7 +96,6 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->view.layout =
       make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
   state->routes_state = round_up(state->view.layout.bytes, 16);
-  PlanParameters parameters;
   parameters.call.kind = CallKind::plan;
   parameters.call.topk = static_cast<std::uint32_t>(state->topk);
   const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
@@ -123,12 +129,26 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   launch.outlives(state);
   state->ready =
       Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
-  state->number = launch.enter(parameters.call);
+  return state;
+}
+
+void CudaEngine::enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters) {
+  plan.number = launch.enter(parameters.call);
   launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
-  const bool blocking = launch.blocking();
-  launch.keep(state->slot);
+  launch.keep(plan.slot);
+  launch.tells_end(&plan.counts->done);
   launch.finish();
-  if (blocking) finish("plan", state->ready);
+}
+
+Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  check_usable("plan");
+  check_stream("plan", options.stream, device());
+  check_routes("plan", topk_idx, device());
+  Launch launch(*this, "plan", options.stream);
+  PlanParameters parameters;
+  const auto state = prepare_plan(launch, topk_idx, parameters);
+  enter_plan(launch, *state, parameters);
+  if (launch.blocking()) finish("plan", state->ready);
   return Plan(state);
 }
 

@@ -108,7 +108,8 @@ void run_shape(KernelGroup& group, Gate& gate, const Events& events, const char*
     if (!small || sms != 24) continue;
     both("full quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, false, false); });
     both("full early quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true, false); });
-    // As the engine launches in a stream: each call records an event behind it.
+    both("full glued quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true, true); });
+    // With an event behind the plan, which keeps the dispatch from coming early.
     both("full event", sms, [&](int r) {
       plan(r, false);
       FERRY_CUDA_CHECK(cudaEventRecord(events.end[KernelGroup::index(r)], group.stream(r)));
@@ -127,7 +128,7 @@ void run_shape(KernelGroup& group, Gate& gate, const Events& events, const char*
 
 }  // namespace
 
-void run_dispatch_bench(std::uint64_t seed) {
+void run_dispatch_bench(std::uint64_t seed, bool small) {
   const int ranks = gpu_count();
   KernelGroup group({ranks, std::size_t{2} << 30, 4096 * 4, 20'000'000'000});
   Gate gate;
@@ -140,6 +141,7 @@ void run_dispatch_bench(std::uint64_t seed) {
     FERRY_CUDA_CHECK(cudaEventCreate(&events.end.back()));
   }
   for (const std::int64_t tokens : {1, 128, 4096}) {
+    if (small && tokens > 128) continue;
     DispatchCase c;
     c.ranks = ranks;
     c.topk = 8;

@@ -137,9 +137,10 @@ void two_groups() {
 /// Enters a call and grants all, and then never sends a row.
 __global__ void enter_only(const __grid_constant__ DispatchParameters p) {
   using namespace device;
+  std::byte* control = first_control(p.group);
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return;
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) {
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     head.segment = p.segment;
     head.offset = p.offset;
     head.side_segment = p.side_segment;

@@ -1,5 +1,5 @@
 // plan, dispatch and routes on GPUs against a naive reading of their definition; failures; times.
-//   kernel_dispatch_test [--seed N] [--repeat N] [--bench]
+//   kernel_dispatch_test [--seed N] [--repeat N] [--bench [--small]]
 //   kernel_dispatch_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
@@ -51,7 +51,7 @@ DispatchCase random_case(int ranks, int topk, std::int64_t row_bytes, Random& ra
   c.slack = random.below(2) == 0 ? 0 : random.below(40);
   c.sms = 1 + static_cast<int>(random.below(12));
   c.early = random.below(2) == 0;
-  c.glued = random.below(2) == 0;
+  c.glued = c.early && random.below(2) == 0;
   return c;
 }
 
@@ -363,7 +363,7 @@ int run_main(int argc, char** argv) {
   FERRY_CUDA_CHECK(kernel_limits(limits));
   std::printf("paths of %s\n", limits.bulk_copies ? "sm_90" : "sm_80");
   if (bench) {
-    run_dispatch_bench(seed);
+    run_dispatch_bench(seed, small);
   } else if (small) {
     run_small(seed, ranks);
   } else {

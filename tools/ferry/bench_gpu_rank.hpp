@@ -94,7 +94,10 @@ class GpuExchange {
 
  private:
   Plan plan();
-  Received dispatch(const Plan& with, RowOrder order, std::int64_t worst_case_rows, int sms);
+  ConstTensorView x_view() const;
+  ConstTensorView routes_view() const;
+  DispatchOptions dispatch_options(std::int64_t worst_case_rows, int sms);
+  Received dispatch(const Plan& with, RowOrder order, int sms);
   void check_ranks(const Received& received);
   void check_experts(const Received& received);
   void make_unquantized();

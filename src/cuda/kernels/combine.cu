@@ -14,8 +14,9 @@ namespace {
 using namespace device;
 
 /// Whole block 0: tells all ranks where this rank's rows are.
-__device__ void post_head(const CombineParameters& p, std::uint64_t generation) {
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) {
+__device__ void post_head(const CombineParameters& p, std::byte* control,
+                          std::uint64_t generation) {
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     const bool known = *plan_part<std::uint64_t>(p.plan, p.plan.layout.state) == 1;
     head.status = p.status;
     head.refused = known ? Reason::none : Reason::bad_plan;
@@ -93,13 +94,14 @@ __device__ void work_beside(const CombineParameters& p, const CombineSource& sou
 
 /// False: a failure or a refusal, of which the host knows.
 template <class T, int kVectors>
-__device__ __forceinline__ bool combine(const CombineLaunch& launch) {
+__device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* control) {
   __shared__ Bases bases;
   __shared__ SummedRows summed;
+  __shared__ HeadPlace places[kMaxDomain];
   const CombineParameters& p = launch.p;
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return false;
-  if (blockIdx.x == 0) post_head(p, generation);
+  if (blockIdx.x == 0) post_head(p, control, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
   const CombineSource source{&p.group,          generation,
                              &summed,           plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
@@ -122,14 +124,18 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
 #endif
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
   Verdict verdict;
-  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict)) return false;
-  HeadPlace place{};
-  if (thread < p.group.ranks) place = place_from(p.group, thread, generation);
+  const auto look = [&](int peer, std::uint64_t word) {
+    const HeadPlace place = place_of(word);
+    if (threadIdx.x % kHeadLanes == 0) places[peer] = place;
+  };
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict, look)) {
+    return false;
+  }
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
     return false;
   }
-  if (!find_bases(launch, generation, plan, place, bases, summed)) return false;
+  if (!find_bases(launch, generation, plan, places, bases, summed)) return false;
   bool summed_all = true;
   NoCount count;
   if (!sums) {
@@ -150,6 +156,7 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch) {
 template <class T, int kVectors>
 __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
     combine_kernel(const __grid_constant__ CombineLaunch launch) {
+  std::byte* control = first_control(launch.p.group);
   // The sums before it let it come only when all kernels before them had ended; what those wrote
   // has only to be looked for anew.
   if (launch.p.after_sums) {
@@ -157,7 +164,7 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
   } else {
     await_kernel_before();
   }
-  combine<T, kVectors>(launch);
+  combine<T, kVectors>(launch, control);
   // Whoever comes next in the stream finds the sums ended, too.
   await_kernel_before();
 }

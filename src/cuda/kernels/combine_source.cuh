@@ -104,14 +104,16 @@ struct HeadPlace {
   std::uint64_t offset, side_offset;
   bool coming;  // the rows are still made
 };
-__device__ inline HeadPlace place_from(const GroupView& group, int peer, std::uint64_t generation) {
-  const auto word = [&](int i) { return head_word(group, peer, generation, i); };
-  HeadPlace place{};  // all words in flight at once
-  place.segment = static_cast<std::uint32_t>(word(kStatusWord) >> 32);
-  place.offset = word(kOffsetWord);
-  place.side_segment = static_cast<std::uint32_t>(word(kSideWord));
-  place.side_offset = word(kSideOffsetWord);
-  place.coming = static_cast<std::uint32_t>(word(kBlocksWord)) != 0;
+/// Sixteen lanes, each with its word.
+__device__ inline HeadPlace place_of(std::uint64_t word) {
+  const unsigned lanes = 0xffffu << (threadIdx.x & 16);
+  const auto get = [&](int i) { return __shfl_sync(lanes, word, i, kHeadLanes); };
+  HeadPlace place{};
+  place.segment = static_cast<std::uint32_t>(get(kStatusWord) >> 32);
+  place.offset = get(kOffsetWord);
+  place.side_segment = static_cast<std::uint32_t>(get(kSideWord));
+  place.side_offset = get(kSideOffsetWord);
+  place.coming = static_cast<std::uint32_t>(get(kBlocksWord)) != 0;
   return place;
 }
 
@@ -147,9 +149,9 @@ __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t gene
   return true;
 }
 
-/// Whole block. `first`, `place`: of the peer whose number is that of the thread.
+/// Whole block. `first`: of the peer whose number is that of the thread. `places`: of all.
 __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t generation,
-                                  const PeerRows& first, const HeadPlace& place, Bases& bases,
+                                  const PeerRows& first, const HeadPlace* places, Bases& bases,
                                   SummedRows& summed) {
   const GroupView& group = launch.p.group;
   bool found = true;
@@ -158,7 +160,7 @@ __device__ inline bool find_bases(const CombineLaunch& launch, std::uint64_t gen
     const bool own = peer == thread;
     found = find_base(launch, generation, peer,
                       own ? first : peer_rows_of(launch.p.plan, peer, launch.p.segment, group),
-                      own ? place : place_from(group, peer, generation), bases, summed);
+                      places[peer], bases, summed);
   }
   return __syncthreads_and(found) != 0;
 }

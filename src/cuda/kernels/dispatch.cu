@@ -46,7 +46,8 @@ __device__ void tell_delivered(const GroupView& group, std::uint64_t generation,
 __device__ void await_delivered(const DispatchParameters& p, const PushTarget* targets,
                                 std::uint64_t generation) {
   const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
-  bool there = true;
+  // Or the plan's end would come after this call's.
+  bool there = threadIdx.x != 0 || await_plan_end(p);
   for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks && there; s += warps) {
     for (int block = lane; block < targets[s].blocks && there; block += 32) {
       const auto* flag = delivered_flag(p.group, p.group.control, s, block);
@@ -60,13 +61,46 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
   end_call(p.group, generation);
 }
 
+/// Whole block, behind await_kernel_before: what this call needs to know of others, and its head.
+/// `begun`: row warps have. False: the group has failed, or a second grant has not come.
+__device__ bool begin_dispatch(const DispatchParameters& p, const PushShape& shape,
+                               std::byte* shared, bool posted, std::byte* control, FirstPeer& first,
+                               std::uint64_t& generation, bool& holds_counts, bool& begun) {
+  // All that is known to be needed is asked for at once: one trip to the memory.
+  holds_counts = *state_of(p.plan) == 1;
+  first.rows = rows_at(p.plan, first_peer());
+  if (!begin_call(p.group, generation)) return false;
+  begun = true;
+  if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
+  if (blockIdx.x != 0 || posted) return true;
+  const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
+  post_entry(p.group, control, generation, p.call,
+             [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
+  return true;
+}
+
+/// The same directly behind the plan's kernel, which may still run: the kernels before that one
+/// have ended, so what is pushed can be read.
+__device__ bool begin_glued(const DispatchParameters& p, const PushShape& shape, std::byte* shared,
+                            FirstPeer& first, std::uint64_t& generation, bool& holds_counts,
+                            bool& begun) {
+#if __CUDA_ARCH__ >= 900
+  fence_proxy_async();
+#endif
+  begun = true;
+  if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
+  generation = load_acquire(&local_words(p.group)->planning) + 1;
+  const bool usable = !has_failed(p.group);  // else the plan did nothing, and this is not its word
+  return __syncthreads_and(usable && await_plan(p, generation, first, holds_counts)) != 0;
+}
+
 /// Whole block, once the call moves its rows: the fan-out may come, which then finds its
 /// generation.
 __device__ void let_fan_out_come(const DispatchParameters& p, std::uint64_t generation) {
   if (!p.followed) return;
   if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) {
-      store_relaxed(&local_words(p.group)->moving, generation);
+    if (threadIdx.x == 0 && await_plan_end(p)) {
+      store_release(&local_words(p.group)->moving, generation);
       fence_device();
     }
     __syncthreads();
@@ -79,42 +113,37 @@ template <bool kQuantizes, bool kTells>
 __device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape) {
   extern __shared__ __align__(128) std::byte shared[];
   if (kTells) begin_progress();
-  const std::uint64_t posted = p.early && blockIdx.x == 0 ? post_early(p) : 0;
-  if (p.glued) {
-    if (!await_plan(p.group)) return;
-  } else {
-    await_kernel_before();
-  }
-  // All that is known to be needed is asked for at once: one trip to the memory.
-  const bool holds_counts =
-      *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state) == 1;
-  const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
-  LaneWords lanes{};
-  if (row_warp) lanes = first_lanes(p, shape);
-  const PlannedRows first = rows_at(p.plan, static_cast<int>(threadIdx.x / kHeadLanes));
+  // The table of segments is the CPU's, which only adds to it.
+  FirstPeer first;
+  first.segment = first_segment(p.group);
+  std::byte* first_to = blockIdx.x == 0 ? first_control(p.group) : nullptr;
   std::byte* control = static_cast<int>(threadIdx.x) < min(p.group.ranks, 32)
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
-  std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return;
-  if (row_warp) begin_rows(p, shape, shared);
-  bool granted = true;
-  if (blockIdx.x == 0) {
+  const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
+  std::uint64_t generation = p.early && blockIdx.x == 0 ? post_early(p, first_to) : 0;
+  bool holds_counts = false, begun = false, good = true;
+  LaneWords lanes{};
+  if (p.glued) {
+    // Before it let this kernel come, the plan had written the lanes.
+    if (row_warp) lanes = first_lanes(p, shape);
+    good = begin_glued(p, shape, shared, first, generation, holds_counts, begun);
+  } else {
+    await_kernel_before();
+    if (row_warp) lanes = first_lanes(p, shape);
+    good = begin_dispatch(p, shape, shared, generation != 0, first_to, first, generation,
+                          holds_counts, begun);
+  }
+  if (good && blockIdx.x == 0) {
     if (threadIdx.x == 0 && p.came != nullptr) *p.came = 0;
-    if (posted == 0) {
-      const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
-      post_entry(p.group, generation, p.call,
-                 [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
-    }
-    if (guessed_too_few(p, holds_counts)) granted = grant_again(p, generation);
+    if (guessed_too_few(p, holds_counts)) good = grant_again(p, generation);
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!granted || !agree(p, shape, generation, holds_counts, first, targets)) {
-    if (row_warp) drop_rows(p, shape, generation, shared);
+  if (!good || !agree(p, shape, generation, holds_counts, first, targets)) {
+    if (row_warp && begun) drop_rows(p, shape, generation, shared);
     return;
   }
   if (kTells) let_fan_out_come(p, generation);
-  bool good = true;
   if (row_warp) {
     good = push_rows<kQuantizes, kTells>(p, shape, targets, generation, shared, lanes);
   } else {
@@ -126,7 +155,6 @@ __device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape
   tell_delivered(p.group, generation, control);
   if (blockIdx.x != 0) return;
   await_delivered(p, targets, generation);
-  if (p.glued) await_kernel_before();  // the kernels after this one are after the plan's, too
 }
 
 template <bool kQuantizes, bool kTells>
@@ -134,6 +162,8 @@ __global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1
     dispatch_kernel(const __grid_constant__ DispatchParameters p,
                     const __grid_constant__ PushShape shape) {
   run_dispatch<kQuantizes, kTells>(p, shape);
+  // The kernels after this one are after the plan's, too.
+  if (p.glued && blockIdx.x == 0) await_kernel_before();
 }
 
 const void* dispatch_kernel_for(bool quantize, bool tells) {
@@ -215,7 +245,8 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
                        reinterpret_cast<std::uintptr_t>(parameters.x) % 16 == 0;
   if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain ||
       parameters.sms > kMaxBlocks || parameters.parts > kProgressParts ||
-      (parameters.early && parameters.out_capacity > 0)) {
+      (parameters.early && parameters.out_capacity > 0) ||
+      (parameters.glued && !parameters.early)) {
     return cudaErrorInvalidValue;
   }
   DispatchParameters copy = parameters;

@@ -1,9 +1,12 @@
 // Entry and end of a call: the swap of heads by which every block of every rank takes the same
 // decision. Every function here is for whole blocks.
 //
+//   std::byte* control = first_control(group);
 //   std::uint64_t generation;
 //   if (!begin_call(group, generation)) return;
-//   if (blockIdx.x == 0) post_entry(group, generation, call, [&](DeviceHead& head) { ... });
+//   if (blockIdx.x == 0) {
+//     post_entry(group, control, generation, call, [&](DeviceHead& head) { ... });
+//   }
 //   Verdict verdict;
 //   if (!await_entry(group, generation, stage, call, needed, verdict)) return;
 //   if (verdict.reason != Reason::none) { refuse_call(...); return; }
@@ -13,6 +16,7 @@
 #include <new>
 
 #include "cuda/kernels/message.cuh"
+#include "cuda/kernels/throughput.hpp"
 #include "cuda/kernels/wait.cuh"
 
 namespace ferry::cuda::device {
@@ -54,19 +58,23 @@ struct NoBody {
   __device__ std::int32_t word(int, int) const { return 0; }
 };
 
+/// Where the first message of this warp goes. The table of segments is the CPU's, which only ever
+/// adds to it, so it can be read before the kernel before has ended: one trip to the memory less.
+__device__ __forceinline__ std::byte* first_control(const GroupView& group) {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  return warp < group.ranks ? control_of(group, (group.rank + warp) % group.ranks) : nullptr;
+}
+
 /// Whole block 0: this rank's message to every peer: the head, of which `fill(head)` (one thread)
 /// sets all but the call, then body.words(peer) words body.word(peer, i). What must come before the
-/// message for its readers stands behind a fence_system (begin_call).
+/// message for its readers stands behind a fence_system (begin_call). `control`: as first_control.
 template <class Fill, class Body = NoBody>
-__device__ inline void post_entry(const GroupView& group, std::uint64_t generation,
-                                  const CallSignature& call, const Fill& fill,
-                                  const Body& body = Body{}) {
+__device__ inline void post_entry(const GroupView& group, std::byte* control,
+                                  std::uint64_t generation, const CallSignature& call,
+                                  const Fill& fill, const Body& body = Body{}) {
   __shared__ alignas(16) std::uint64_t head[kHeadWords];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int warps = static_cast<int>(blockDim.x / 32);
-  // Where the first message goes, looked up while one thread fills the head.
-  std::byte* control =
-      warp < group.ranks ? control_of(group, (group.rank + warp) % group.ranks) : nullptr;
   if (threadIdx.x == 0) {
     auto* mine = new (head) DeviceHead{};
     mine->call = call;
@@ -143,6 +151,24 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
 
+/// What a plan says of a peer: rows that arrive there, and the first of this rank's.
+struct PlannedRows {
+  std::int64_t all;
+  std::int64_t mine;
+};
+__device__ inline PlannedRows rows_at(const PlanView& plan, int peer) {
+  if (peer >= plan.placement.ranks) return {};
+  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
+          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
+}
+__device__ __forceinline__ const std::uint64_t* state_of(const PlanView& plan) {
+  return reinterpret_cast<const std::uint64_t*>(plan.data + plan.layout.state);
+}
+/// The same as one tagged pair, mine below all; past 2^32 - 1 the plan is of no use anyway.
+__device__ __forceinline__ std::byte* placed_at(const PlanView& plan, int peer) {
+  return plan.data + plan.layout.placed + static_cast<std::size_t>(peer) * 16;
+}
+
 inline constexpr std::uint32_t kNoComplaint = 5;
 
 /// Sixteen lanes, each with its word: what this lane finds wrong with the head, as a number: the
@@ -187,12 +213,18 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   }
 }
 
+/// Looks at nothing.
+struct NoLook {
+  __device__ void operator()(int, std::uint64_t) const {}
+};
+
 /// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
-/// that arrive at each rank, null: rows are not granted. False: the group has failed, return at
-/// once.
+/// that arrive at each rank, null: rows are not granted. `look(peer, word)`: sixteen lanes, each
+/// with its word of a head that has come. False: the group has failed, return at once.
+template <class Look = NoLook>
 __device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
                                    const CallSignature& call, const std::int64_t* needed,
-                                   Verdict& verdict) {
+                                   Verdict& verdict, const Look& look = Look{}) {
   std::uint32_t found = kNoComplaint << 16;
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
@@ -203,6 +235,7 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
     const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
     if (what != kNoComplaint && mine < found) found = mine;
+    if (there) look(peer, word);
   }
   if (__syncthreads_and(there) == 0) return false;
   verdict = worst_of(found);

@@ -47,15 +47,35 @@ __device__ inline void fill_head(const DispatchParameters& p, bool holds_counts,
   }
 }
 
-/// What the plan says of a peer: rows that arrive there, and the first of mine.
-struct PlannedRows {
-  std::int64_t all;
-  std::int64_t mine;
+/// The first peer that a thread looks at, and what can be known of it before the kernel before this
+/// one has ended.
+struct FirstPeer {
+  PeerSegment segment{};  ///< of the peer, the one whose number is this thread's of its sixteen
+  PlannedRows rows{};
+  std::uint64_t head = 0;  ///< this thread's word of it, if it has come
+  bool has_head = false;
 };
-__device__ inline PlannedRows rows_at(const PlanView& plan, int peer) {
-  if (peer >= plan.placement.ranks) return {};
-  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
-          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
+__device__ __forceinline__ int first_peer() {
+  return static_cast<int>(threadIdx.x / kHeadLanes);
+}
+__device__ inline PeerSegment first_segment(const GroupView& group) {
+  if (first_peer() >= group.ranks) return {};
+  return group
+      .segments[static_cast<std::size_t>(first_peer()) * kMaxSegments + threadIdx.x % kHeadLanes];
+}
+
+/// Sixteen lanes: a segment of the peer. `known`: what each lane has of one; null: nothing.
+__device__ inline PeerSegment find_segment(const GroupView& group, int peer, std::uint32_t number,
+                                           const PeerSegment* known) {
+  if (known == nullptr) return segment_of(group, peer, number);
+  const unsigned lanes = 0xffffu << (threadIdx.x & 16);
+  const int at = static_cast<int>(number % kHeadLanes);
+  const auto data =
+      __shfl_sync(lanes, reinterpret_cast<std::uint64_t>(known->data), at, kHeadLanes);
+  const std::uint64_t bytes = __shfl_sync(lanes, known->bytes, at, kHeadLanes);
+  // It may have been added meanwhile.
+  if (number >= kHeadLanes || bytes == 0 || data == 0) return segment_of(group, peer, number);
+  return {reinterpret_cast<std::byte*>(data), bytes};
 }
 
 /// What a peer granted.
@@ -80,10 +100,11 @@ __device__ inline Grant grant_of(std::uint64_t word) {
   return grant;
 }
 
-/// Where this rank's rows go at `peer`, the first of them at row `mine`, if what it granted lies
-/// inside its segments.
+/// Sixteen lanes: where this rank's rows go at `peer`, the first of them at row `mine`, if what it
+/// granted lies inside its segments. `known`: as find_segment.
 __device__ inline bool find_target(const DispatchParameters& p, int peer, const Grant& grant,
-                                   std::int64_t mine, PushTarget& target) {
+                                   std::int64_t mine, const PeerSegment* known,
+                                   PushTarget& target) {
   if (grant.rows < 0 || grant.rows > kMostRows || grant.blocks > kMaxBlocks) return false;
   const int topk = p.plan.topk;
   const ReceiveLayout receive =
@@ -91,8 +112,8 @@ __device__ inline bool find_target(const DispatchParameters& p, int peer, const 
   const WideSideLayout side =
       make_wide_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
   // An empty region may lie nowhere. Both places are looked up before either is judged.
-  const PeerSegment rows_in = segment_of(p.group, peer, grant.segment);
-  const PeerSegment side_in = segment_of(p.group, peer, grant.side_segment);
+  const PeerSegment rows_in = find_segment(p.group, peer, grant.segment, known);
+  const PeerSegment side_in = find_segment(p.group, peer, grant.side_segment, known);
   std::byte* to = place_in(rows_in, grant.offset, receive.bytes);
   std::byte* beside = place_in(side_in, grant.side_offset, side.bytes);
   if (to == nullptr && receive.bytes > 0) return false;
@@ -112,7 +133,7 @@ __device__ inline bool find_target(const DispatchParameters& p, int peer, const 
 /// count is sorted out only when there is one. Whether the plan holds counts every rank knows
 /// alike, and an early head cannot say it.
 __device__ inline bool agree(const DispatchParameters& p, const PushShape& shape,
-                             std::uint64_t generation, bool holds_counts, const PlannedRows& first,
+                             std::uint64_t generation, bool holds_counts, const FirstPeer& first,
                              PushTarget* targets) {
   const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
   constexpr std::uint32_t kBadPlan = 2;
@@ -120,19 +141,24 @@ __device__ inline bool agree(const DispatchParameters& p, const PushShape& shape
   int liar = -1;
   std::int64_t lie = 0;
   bool there = true;
-  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < p.group.ranks;
+  for (int peer = first_peer(); peer < p.group.ranks;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
-    const bool is_first = peer == static_cast<int>(threadIdx.x / kHeadLanes);
-    const auto [rows, mine] = is_first ? first : rows_at(p.plan, peer);
-    std::uint64_t word;
-    there = await_head(p.group, peer, generation, Stage::grants, word) &&
+    const bool is_first = peer == first_peer();
+    const unsigned lanes = 0xffffu << (threadIdx.x & 16);
+    there = is_first || __all_sync(lanes, await_plan_end(p)) != 0;
+    if (!there) break;
+    const auto [rows, mine] = is_first ? first.rows : rows_at(p.plan, peer);
+    std::uint64_t word = first.head;
+    there = ((is_first && first.has_head) ||
+             await_head(p.group, peer, generation, Stage::grants, word)) &&
             (!holds_counts || take_second(p, peer, generation, rows, word));
     if (!there) break;
     const std::uint32_t what = complaint(word, p.call, rows);
     if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
     const Grant grant = grant_of(word);
     PushTarget target{};
-    if (!find_target(p, peer, grant, mine, target)) liar = peer, lie = grant.rows;
+    const PeerSegment* known = is_first ? &first.segment : nullptr;
+    if (!find_target(p, peer, grant, mine, known, target)) liar = peer, lie = grant.rows;
     target.first_expert = shape.first_expert(peer);
     target.local_experts = shape.local_experts(peer);
     if (threadIdx.x % kHeadLanes == 0) targets[peer] = target;
@@ -141,6 +167,7 @@ __device__ inline bool agree(const DispatchParameters& p, const PushShape& shape
   if (__syncthreads_and(there) == 0) return false;
   const Verdict verdict = worst_of(found);
   if (verdict.reason != Reason::none) {
+    (void)await_plan_end(p);  // `needed` is told
     refuse_call(p.group, generation, verdict, Stage::grants, needed, p.failure);
   } else if (liar >= 0) {
     fail(p.group, generation, Reason::distrust, Stage::grants, liar, {0, 0, lie});
@@ -151,6 +178,7 @@ __device__ inline bool agree(const DispatchParameters& p, const PushShape& shape
 /// Whole block 0: whether more rows arrive than this rank has guessed.
 __device__ __forceinline__ bool guessed_too_few(const DispatchParameters& p, bool holds_counts) {
   if (p.second == nullptr || p.status != StepStatus::ok || !holds_counts) return false;
+  if (__syncthreads_and(await_plan_end(p)) == 0) return false;
   const auto* arriving =
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
   return arriving[p.group.rank] > p.capacity;
@@ -159,29 +187,52 @@ __device__ __forceinline__ bool guessed_too_few(const DispatchParameters& p, boo
 /// Whole block 0, before anything that ran before this kernel is known to have ended: posts the
 /// head while the plan, which comes directly before in the group's calls, still swaps its counts.
 /// What the head grants has had no user since. Gives the generation; 0: the group has failed.
-__device__ inline std::uint64_t post_early(const DispatchParameters& p) {
+__device__ inline std::uint64_t post_early(const DispatchParameters& p, std::byte* control) {
   const std::uint64_t generation = load_acquire(&local_words(p.group)->planning) + 1;
   const bool failed = has_failed(p.group);
   fence_system();
   if (__syncthreads_or(failed) != 0) return 0;
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) { fill_head(p, true, 0, head); });
+  post_entry(p.group, control, generation, p.call,
+             [&](DeviceHead& head) { fill_head(p, true, 0, head); });
   return generation;
 }
 
-/// Whole block: until the plan, whose kernel runs and bounds its own waits, has ended as a call.
-/// False: the group has failed.
-__device__ inline bool await_plan(const GroupView& group) {
-  bool there = true;
-  if (threadIdx.x == 0) {
-    const LocalWords* words = local_words(group);
-    const std::uint64_t planning = load_acquire(&words->planning);
-    while (there && load_acquire(&words->generation) < planning) there = !has_failed(group);
+/// One thread: until the plan, whose kernel runs and bounds its own waits, has said where rows go
+/// at `peer`, or has been refused: then it holds no counts. False: the group has failed.
+__device__ inline bool await_placed(const DispatchParameters& p, std::uint64_t planning, int peer,
+                                    PlannedRows& rows, bool& holds_counts) {
+  constexpr std::uint32_t kLooks = 16;  // between looks at what seldom happens
+  const std::byte* at = placed_at(p.plan, peer);
+  for (std::uint32_t looks = 1;; ++looks) {
+    const TaggedPair pair = load_pair(at);
+    TagCheck check;
+    check.look_at_body(pair.low, planning);
+    check.look_at_body(pair.high, planning);
+    if (check.there) {
+      rows = {static_cast<std::uint32_t>(pair.high), static_cast<std::uint32_t>(pair.low)};
+      return holds_counts = true;
+    }
+    if (looks % kLooks != 0) continue;
+    if (has_failed(p.group)) return false;
+    const bool ended = load_acquire(&local_words(p.group)->generation) >= planning;
+    if (ended && load_relaxed(state_of(p.plan)) != 1) return true;
   }
-  if (__syncthreads_and(there) == 0) return false;
-#if __CUDA_ARCH__ >= 900
-  fence_proxy_async();  // the rows, which TMA reads, were written before the plan
-#endif
-  return true;
+}
+
+/// Whole block, of a glued call: heads of peers, which come while the plan still swaps its counts,
+/// and then what the plan says. False: the group has failed.
+__device__ inline bool await_plan(const DispatchParameters& p, std::uint64_t generation,
+                                  FirstPeer& first, bool& holds_counts) {
+  const bool looks = first_peer() < p.group.ranks;
+  bool there = true;
+  if (looks) {
+    there = first.has_head =
+        await_head(p.group, first_peer(), generation, Stage::grants, first.head);
+  }
+  // Every warp: nobody reads what the plan made before it has said so.
+  const int peer = looks ? first_peer() : p.group.rank;
+  there = there && await_placed(p, generation - 1, peer, first.rows, holds_counts);
+  return there;
 }
 
 }  // namespace ferry::cuda::device

@@ -15,9 +15,10 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     latency_open_kernel(const __grid_constant__ LatencyOpenParameters p) {
   await_kernel_before();
+  std::byte* control = first_control(p.group);
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return;
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) {
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     head.status = p.status;
     head.segment = p.segment;
     head.detail = p.need_bytes;

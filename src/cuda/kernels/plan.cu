@@ -158,7 +158,8 @@ __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
 }
 
 /// Whole block: where every row goes.
-__device__ void place_ranks(const PlanParameters& p, const std::int32_t* matrix) {
+__device__ void place_ranks(const PlanParameters& p, std::uint64_t generation,
+                            const std::int32_t* matrix) {
   const int ranks = p.group.ranks, me = p.group.rank;
   auto* peer_row = reinterpret_cast<std::int64_t*>(p.plan.data + p.plan.layout.peer_row);
   auto* peer_rows = reinterpret_cast<std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
@@ -173,7 +174,12 @@ __device__ void place_ranks(const PlanParameters& p, const std::int32_t* matrix)
       if (s < i) received += matrix[s * ranks + me];
     }
     recv_offset[i] = received;
-    if (i < ranks) peer_row[i] = before, peer_rows[i] = all;
+    if (i == ranks) continue;
+    // In words that say whose they are, for a dispatch that waits for nothing else.
+    const auto most = static_cast<std::uint32_t>(min(all, std::int64_t{UINT32_MAX}));
+    store_pair(placed_at(p.plan, i), std::uint64_t{most} << 32 | static_cast<std::uint32_t>(before),
+               generation);
+    peer_row[i] = before, peer_rows[i] = all;
   }
 }
 
@@ -196,6 +202,7 @@ __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanParameters p, const __grid_constant__ PlanShape shape) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ unsigned long long bad;
+  std::byte* control = first_control(p.group);
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.
@@ -213,23 +220,31 @@ __global__ void __launch_bounds__(kThreads)
   prepare(p, shape, work);
   if (__syncthreads_or(failed) != 0) return;
   if (threadIdx.x == 0) set_state(p, 0);
+  // Whatever lay here before could be taken for words of this generation.
+  if (static_cast<int>(threadIdx.x) < p.group.ranks) {
+    store_pair(placed_at(p.plan, static_cast<int>(threadIdx.x)), 0, 0);
+  }
   const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
   if (last) store_relaxed(&local_words(p.group)->planning, generation);
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
-      p.group, generation, p.call,
+      p.group, control, generation, p.call,
       [&](DeviceHead& head) {
         if (bad == ~0ull) return;
         head.refused = Reason::bad_route;
         head.detail = static_cast<std::int64_t>(bad);
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
-  if (last) fence_device();  // a dispatch that comes now looks at `planning`
-  let_next_kernel_come();
+  if (last) {
+    // A dispatch that comes now looks at `planning` and at the lanes. One thread is enough to let
+    // it come, and the first.
+    fence_device();
+    let_next_kernel_come();
+  }
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
-  place_ranks(p, matrix);
+  place_ranks(p, generation, matrix);
   __syncthreads();
   if (threadIdx.x == 0) {
     set_state(p, 1);

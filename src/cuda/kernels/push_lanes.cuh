@@ -121,9 +121,22 @@ __device__ inline void push_scales(const DispatchParameters& p, const PushTarget
   }
 }
 
+/// One thread: all that the plan has written can be read. A glued call needs but little of it, and
+/// begins before. False: the group has failed.
+__device__ inline bool await_plan_end(const DispatchParameters& p) {
+  if (!p.glued) return true;
+  const LocalWords* words = local_words(p.group);
+  const std::uint64_t planning = load_acquire(&words->planning);
+  while (load_acquire(&words->generation) < planning) {
+    if (has_failed(p.group)) return false;
+  }
+  return true;
+}
+
 /// The side warps of the whole grid: routes and weights of rows past those that come to this rank,
 /// which no peer writes.
 __device__ inline void fill_tails(const DispatchParameters& p, const PushShape& shape) {
+  if (!await_plan_end(p)) return;
   const auto* recv_offset =
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
   const std::int64_t received = recv_offset[p.group.ranks], topk = p.plan.topk;

@@ -29,6 +29,7 @@ struct PlanLayout {
   std::size_t peer_row = 0;      ///< i64 [R]: at rank d, my rows begin at this row
   std::size_t peer_rows = 0;     ///< i64 [R]: rows that arrive at rank d, from all
   std::size_t recv_offset = 0;   ///< i64 [R + 1]: rows of source s at my rank; the end = recv rows
+  std::size_t placed = 0;        ///< [R] of 16 bytes: peer_row, peer_rows, once they are known
   std::size_t state = 0;         ///< u64: 1 when the plan holds counts, 0 when it failed
   std::size_t bytes = 0;
 };
@@ -50,6 +51,7 @@ FERRY_FN constexpr PlanLayout make_plan_layout(std::int64_t tokens, int topk, in
   layout.peer_row = carver.take(r * 8);
   layout.peer_rows = carver.take(r * 8);
   layout.recv_offset = carver.take((r + 1) * 8);
+  layout.placed = carver.take(r * 16);
   layout.state = carver.take(8);
   layout.bytes = carver.end;
   return layout;
@@ -126,8 +128,8 @@ struct DispatchParameters {
   /// The call before is the plan's, on this stream, and nobody has used the granted memory since it
   /// was made: the head may be posted while the plan still runs.
   bool early = false;
-  /// The plan's kernel is directly before this one in the stream: it has ended as soon as it says
-  /// so in memory, with what it still tells the CPU under way.
+  /// Early, and the plan's kernel is directly before this one in the stream: what the plan says is
+  /// waited for word by word, and the first rows are brought meanwhile.
   bool glued = false;
   // The grant: where peers write. capacity rows; layouts by make_receive_layout and
   // make_wide_side_layout of this capacity. Routes and weights of rows past the last: -1 and 0.

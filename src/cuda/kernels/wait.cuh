@@ -98,7 +98,10 @@ __device__ __forceinline__ std::byte* second_slot(const GroupView& group, std::b
 __device__ __forceinline__ PeerSegment segment_of(const GroupView& group, int peer,
                                                   std::uint32_t segment) {
   if (segment >= kMaxSegments) return {};
-  return group.segments[static_cast<std::size_t>(peer) * kMaxSegments + segment];
+  const PeerSegment* at = group.segments + static_cast<std::size_t>(peer) * kMaxSegments + segment;
+  // Not from the first cache: the CPU may have added it since this kernel began.
+  const auto* words = reinterpret_cast<const std::uint64_t*>(at);
+  return {reinterpret_cast<std::byte*>(load_relaxed(words)), load_relaxed(words + 1)};
 }
 /// `bytes` bytes at `offset` of a segment; null when they do not lie inside it, or when the place
 /// is not a multiple of 16.
