@@ -229,9 +229,7 @@ class Group:
             "dispatch: x", x, _optional_dtype("dispatch: dtype", dtype), place=place
         )
         if (plan is None) == (topk_idx is None):
-            refuse(
-                "dispatch: plan", "none" if plan is None else "both", "a plan, or else topk_idx"
-            )
+            refuse("dispatch: plan", "none" if plan is None else "both", "a plan, or else topk_idx")
         wire = choice("dispatch: format", format, FORMATS)
         arrives = x_view.dtype if wire == _ferry.WireFormat.as_is else _ferry.Dtype.e4m3
         raw = self._raw.dispatch(

@@ -63,9 +63,10 @@ __device__ void await_delivered(const DispatchParameters& p, const PushTarget* t
 
 /// Whole block, behind await_kernel_before: what this call needs to know of others, and its head.
 /// `begun`: row warps have. False: the group has failed, or a second grant has not come.
-__device__ bool begin_dispatch(const DispatchParameters& p, const PushShape& shape,
-                               std::byte* shared, bool posted, std::byte* control, FirstPeer& first,
-                               std::uint64_t& generation, bool& holds_counts, bool& begun) {
+__device__ __forceinline__ bool begin_dispatch(const DispatchParameters& p, const PushShape& shape,
+                                               std::byte* shared, bool posted, std::byte* control,
+                                               FirstPeer& first, std::uint64_t& generation,
+                                               bool& holds_counts, bool& begun) {
   // All that is known to be needed is asked for at once: one trip to the memory.
   holds_counts = *state_of(p.plan) == 1;
   first.rows = rows_at(p.plan, first_peer());
@@ -81,9 +82,10 @@ __device__ bool begin_dispatch(const DispatchParameters& p, const PushShape& sha
 
 /// The same directly behind the plan's kernel, which may still run: the kernels before that one
 /// have ended, so what is pushed can be read.
-__device__ bool begin_glued(const DispatchParameters& p, const PushShape& shape, std::byte* shared,
-                            FirstPeer& first, std::uint64_t& generation, bool& holds_counts,
-                            bool& begun) {
+__device__ __forceinline__ bool begin_glued(const DispatchParameters& p, const PushShape& shape,
+                                            std::byte* shared, FirstPeer& first,
+                                            std::uint64_t& generation, bool& holds_counts,
+                                            bool& begun) {
 #if __CUDA_ARCH__ >= 900
   fence_proxy_async();
 #endif

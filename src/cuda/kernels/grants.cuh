@@ -64,15 +64,14 @@ __device__ inline PeerSegment first_segment(const GroupView& group) {
       .segments[static_cast<std::size_t>(first_peer()) * kMaxSegments + threadIdx.x % kHeadLanes];
 }
 
-/// Sixteen lanes: a segment of the peer. `known`: what each lane has of one; null: nothing.
-__device__ inline PeerSegment find_segment(const GroupView& group, int peer, std::uint32_t number,
-                                           const PeerSegment* known) {
-  if (known == nullptr) return segment_of(group, peer, number);
+/// Sixteen lanes: a segment of the peer. `known`: each lane's of its own number; empty: not known.
+__device__ __forceinline__ PeerSegment find_segment(const GroupView& group, int peer,
+                                                    std::uint32_t number,
+                                                    const PeerSegment& known) {
   const unsigned lanes = 0xffffu << (threadIdx.x & 16);
   const int at = static_cast<int>(number % kHeadLanes);
-  const auto data =
-      __shfl_sync(lanes, reinterpret_cast<std::uint64_t>(known->data), at, kHeadLanes);
-  const std::uint64_t bytes = __shfl_sync(lanes, known->bytes, at, kHeadLanes);
+  const auto data = __shfl_sync(lanes, reinterpret_cast<std::uint64_t>(known.data), at, kHeadLanes);
+  const std::uint64_t bytes = __shfl_sync(lanes, known.bytes, at, kHeadLanes);
   // It may have been added meanwhile.
   if (number >= kHeadLanes || bytes == 0 || data == 0) return segment_of(group, peer, number);
   return {reinterpret_cast<std::byte*>(data), bytes};
@@ -102,9 +101,9 @@ __device__ inline Grant grant_of(std::uint64_t word) {
 
 /// Sixteen lanes: where this rank's rows go at `peer`, the first of them at row `mine`, if what it
 /// granted lies inside its segments. `known`: as find_segment.
-__device__ inline bool find_target(const DispatchParameters& p, int peer, const Grant& grant,
-                                   std::int64_t mine, const PeerSegment* known,
-                                   PushTarget& target) {
+__device__ __forceinline__ bool find_target(const DispatchParameters& p, int peer,
+                                            const Grant& grant, std::int64_t mine,
+                                            const PeerSegment& known, PushTarget& target) {
   if (grant.rows < 0 || grant.rows > kMostRows || grant.blocks > kMaxBlocks) return false;
   const int topk = p.plan.topk;
   const ReceiveLayout receive =
@@ -132,9 +131,9 @@ __device__ inline bool find_target(const DispatchParameters& p, int peer, const 
 /// at one peer, and one barrier tells the block that all is well; the order in which complaints
 /// count is sorted out only when there is one. Whether the plan holds counts every rank knows
 /// alike, and an early head cannot say it.
-__device__ inline bool agree(const DispatchParameters& p, const PushShape& shape,
-                             std::uint64_t generation, bool holds_counts, const FirstPeer& first,
-                             PushTarget* targets) {
+__device__ __forceinline__ bool agree(const DispatchParameters& p, const PushShape& shape,
+                                      std::uint64_t generation, bool holds_counts,
+                                      const FirstPeer& first, PushTarget* targets) {
   const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
   constexpr std::uint32_t kBadPlan = 2;
   std::uint32_t found = (holds_counts ? kNoComplaint : kBadPlan) << 16;
@@ -157,7 +156,7 @@ __device__ inline bool agree(const DispatchParameters& p, const PushShape& shape
     if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
     const Grant grant = grant_of(word);
     PushTarget target{};
-    const PeerSegment* known = is_first ? &first.segment : nullptr;
+    const PeerSegment known = is_first ? first.segment : PeerSegment{};
     if (!find_target(p, peer, grant, mine, known, target)) liar = peer, lie = grant.rows;
     target.first_expert = shape.first_expert(peer);
     target.local_experts = shape.local_experts(peer);
@@ -199,8 +198,8 @@ __device__ inline std::uint64_t post_early(const DispatchParameters& p, std::byt
 
 /// One thread: until the plan, whose kernel runs and bounds its own waits, has said where rows go
 /// at `peer`, or has been refused: then it holds no counts. False: the group has failed.
-__device__ inline bool await_placed(const DispatchParameters& p, std::uint64_t planning, int peer,
-                                    PlannedRows& rows, bool& holds_counts) {
+__device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::uint64_t planning,
+                                             int peer, PlannedRows& rows, bool& holds_counts) {
   constexpr std::uint32_t kLooks = 16;  // between looks at what seldom happens
   const std::byte* at = placed_at(p.plan, peer);
   for (std::uint32_t looks = 1;; ++looks) {
@@ -221,8 +220,8 @@ __device__ inline bool await_placed(const DispatchParameters& p, std::uint64_t p
 
 /// Whole block, of a glued call: heads of peers, which come while the plan still swaps its counts,
 /// and then what the plan says. False: the group has failed.
-__device__ inline bool await_plan(const DispatchParameters& p, std::uint64_t generation,
-                                  FirstPeer& first, bool& holds_counts) {
+__device__ __forceinline__ bool await_plan(const DispatchParameters& p, std::uint64_t generation,
+                                           FirstPeer& first, bool& holds_counts) {
   const bool looks = first_peer() < p.group.ranks;
   bool there = true;
   if (looks) {
