@@ -12,6 +12,19 @@ using namespace device;
 
 constexpr int kThreads = 512;
 
+/// An id as a peer wrote it, which nobody may have looked at before.
+__device__ std::int64_t checked_id(const RoutesParameters& p, std::int64_t i) {
+  const std::int32_t id = p.ids[i];
+  if (id >= -1 && id < p.plan.placement.local_experts(p.group.rank)) return id;
+  const auto* recv_offset =
+      reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
+  int source = 0;
+  while (source + 1 < p.group.ranks && i / p.plan.topk >= recv_offset[source + 1]) ++source;
+  fail(p.group, load_relaxed(&local_words(p.group)->generation), Reason::distrust, Stage::rows,
+       source, {0, 0, id});
+  return -1;
+}
+
 /// Rows that have come, whatever became of the call before this kernel: they are the plan's.
 __device__ std::int64_t known_rows(const RoutesParameters& p) {
   const auto state = *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state);
@@ -28,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   for (std::int64_t i = thread; i < p.capacity * topk; i += stride) {
-    p.topk_idx[i] = i < rows * topk ? p.ids[i] : -1;
+    p.topk_idx[i] = i < rows * topk ? checked_id(p, i) : -1;
   }
   for (std::int64_t row = thread; row < p.capacity; row += stride) {
     p.source_token[row] = row < rows ? p.tokens[row] : -1;
