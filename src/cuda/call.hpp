@@ -49,7 +49,7 @@ struct CallRecord {
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
-  /// Of a dispatch that makes its plan: the plan's call, and pinned why it was refused.
+  /// Of a dispatch: its plan's call, and pinned why that was refused.
   std::shared_ptr<CallRecord> plan{};
   std::shared_ptr<const Failure> plan_failure{};
   std::weak_ptr<void> event{};          ///< while it lives, somebody may still ask
@@ -76,6 +76,8 @@ struct CallRecord {
   bool refused() const {
     return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
   }
+  /// The caller learns now that it was refused.
+  void tell();
   /// Whether it had ended when the group failed. To be asked when it has.
   bool ended_before(const Failure& fatal) const {
     return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;

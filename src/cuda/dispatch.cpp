@@ -20,10 +20,9 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
       options_(options),
       make_plan_(std::move(make_plan)) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
-  // Whether or not anybody has asked how their carrier ended: every rank sees that alike.
-  const auto& carrier = plan_->gpu_routes.carrier;
-  const bool lost = !plan_->captured && carrier && carrier->refused();
-  carries_routes_ = !plan_->routes_sent.load() || lost;
+  // Not sent, or sent in vain and the caller knows. A rank that knows better than others, or worse,
+  // is told so by the GPU, which refuses the call on all of them.
+  carries_routes_ = !plan_->routes_sent.load();
   // Of an input without room for its copy nothing is used; it must only be readable.
   const auto* data = static_cast<const std::byte*>(x_.data);
   input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;

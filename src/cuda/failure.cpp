@@ -176,12 +176,14 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   return Error(ErrorKind::system, std::string(record.call) + ": the call failed", context);
 }
 
+void CallRecord::tell() {
+  if (!told.exchange(true, std::memory_order_acq_rel) && on_failure) on_failure();
+}
+
 void CudaEngine::check_ended(CallRecord& record) {
   if (words_.failed() && !record.ended_before(*words_.fatal)) throw fatal_error();
   const bool refused = record.refused();
-  if (refused && !record.told.exchange(true, std::memory_order_acq_rel) && record.on_failure) {
-    record.on_failure();
-  }
+  if (refused) record.tell();
   if (refused && record.failure->reason != Reason::bad_plan) {
     throw refusal(record, *record.failure);
   }
@@ -190,6 +192,7 @@ void CudaEngine::check_ended(CallRecord& record) {
   }
   for (const auto& needed : record.needs) {
     if (!needed->refused()) continue;
+    needed->tell();
     const Error error = refusal(*needed, *needed->failure);
     throw Error(error.kind(),
                 std::string(record.call) +
@@ -219,9 +222,7 @@ void CudaEngine::throw_untold(const char* call) {
     }
   }
   if (!refused) return;
-  if (!refused->told.exchange(true, std::memory_order_acq_rel) && refused->on_failure) {
-    refused->on_failure();
-  }
+  refused->tell();
   const Error error = refusal(*refused, *refused->failure);
   throw Error(error.kind(),
               std::string(call) +

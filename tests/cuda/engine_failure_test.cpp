@@ -57,6 +57,36 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
   });
 }
 
+/// Only rank 0 asks how the dispatch ended that was to bring the routes, so it alone would bring
+/// them in the next one.
+TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 8);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    for (int i = 0; i < 2; ++i) {
+      seat.meet();
+      const Plan plan = seat.group.plan(mine.routes_view());
+      DispatchOptions options;
+      options.stream = &own.stream;
+      options.worst_case_rows = 1;
+      const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
+      if (seat.rank() == 0) {
+        need(kind_of(carrier.event) == ErrorKind::exhausted, "too many rows were taken");
+      }
+      options.worst_case_rows = 200;
+      const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
+      const ErrorKind kind = kind_of(rows.event);
+      const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::exhausted;
+      need(kind == wanted, "the dispatch between ended otherwise");
+      // Now all know, though nobody else has asked the first one.
+      round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    }
+  });
+}
+
 TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   const Shape shape;
   each(shape, [&](Seat& seat) {

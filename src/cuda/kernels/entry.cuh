@@ -169,7 +169,11 @@ __device__ __forceinline__ std::byte* placed_at(const PlanView& plan, int peer) 
   return plan.data + plan.layout.placed + static_cast<std::size_t>(peer) * 16;
 }
 
-inline constexpr std::uint32_t kNoComplaint = 5;
+inline constexpr std::uint32_t kNoComplaint = 6;
+/// Who brings the routes of a plan: ranks may know differently whether an earlier dispatch has
+/// brought them. Those that are wrong find that their plan holds none, and that is what counts.
+inline constexpr int kRoutesWord = static_cast<int>(offsetof(CallSignature, routes) / 8);
+static_assert(offsetof(CallSignature, routes) % 8 == 0 && sizeof(CallSignature::routes) == 4);
 
 /// Sixteen lanes, each with its word: what this lane finds wrong with the head, as a number: the
 /// lower, the earlier it is reported. `needed`: rows that arrive there.
@@ -177,7 +181,9 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
                                                    std::int64_t needed) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   if (word < kCallWords) {
-    return value == reinterpret_cast<const std::uint64_t*>(&call)[word] ? kNoComplaint : 0;
+    const std::uint64_t differs = value ^ reinterpret_cast<const std::uint64_t*>(&call)[word];
+    if (differs == 0) return kNoComplaint;
+    return word == kRoutesWord && differs >> 32 == 0 ? 3 : 0;
   }
   if (word == kSideWord) {
     const auto refused = static_cast<Reason>(value >> 32);
@@ -186,9 +192,9 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
     if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
-    return status == StepStatus::too_many ? 4 : 3;
+    return status == StepStatus::too_many ? 5 : 4;
   }
-  if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 4;
+  if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 5;
   return kNoComplaint;
 }
 
@@ -204,11 +210,12 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   __syncthreads();
   const int peer = static_cast<int>(all & 0xffff);
   switch (all >> 16) {
-    case 0: return {Reason::mismatch, peer};
+    case 0:
+    case 3: return {Reason::mismatch, peer};
     case 1: return {Reason::bad_route, peer};
     case 2: return {Reason::bad_plan, peer};
-    case 3: return {Reason::no_room, peer};
-    case 4: return {Reason::too_many, peer};
+    case 4: return {Reason::no_room, peer};
+    case 5: return {Reason::too_many, peer};
     default: return {};
   }
 }
