@@ -137,6 +137,10 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
   void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
+  [[noreturn]] void refuse_without_plan(Launch& launch, const CudaPlan& plan,
+                                        const CallSignature& call);
+  std::shared_ptr<CudaPlan> new_plan(Launch& launch, const ConstTensorView& topk_idx);
+  std::shared_ptr<CudaPlan> plan_without_memory(Launch& launch, const ConstTensorView& topk_idx);
   std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
                                          PlanParameters& parameters);
   void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
@@ -208,7 +212,7 @@ class CudaPlan final : public PlanState {
   /// Its stream may be gone afterwards.
   ~CudaPlan();
 
-  Held memory{};
+  Held memory{};  ///< empty: there was none, and the plan only says so
   PlanView view{};
   bool captured = false;
   std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come

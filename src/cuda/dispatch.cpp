@@ -189,6 +189,8 @@ Received DispatchJob::run() {
   }
   launch_.outlives(plan_);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
+  launch_.record()->plan = plan_->made;
+  launch_.record()->plan_failure = {plan_->slot, &plan_->counts->failure};
   if (plan_error_) fail_with_plan();
   bool room = guessed_ && reserve_guess();
   if (guessed_ && !room) know_rows();
@@ -230,6 +232,12 @@ Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   auto state = plan_of(plan, kDispatch);
   check_dispatch(x, state->tokens, state->topk, options, device());
   Launch launch(*this, kDispatch, options.stream);
+  if (!state->memory.owner) {
+    const bool carries = !state->routes_sent.load();
+    refuse_without_plan(
+        launch, *state,
+        dispatch_signature(wire_row(x, options), state->topk, options, carries, state->number));
+  }
   return DispatchJob(*this, launch, x, std::move(state), options).run();
 }
 
@@ -248,8 +256,6 @@ Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTens
     number = calls_ + 1;
     state = prepare_plan(planning, topk_idx, parameters);
     Launch launch(planning, kDispatch);
-    launch.record()->plan = planning.record();
-    launch.record()->plan_failure = {state->slot, &state->counts->failure};
     DispatchJob job(*this, launch, x, state, options,
                     [&] { enter_plan(planning, *state, parameters); });
     Received received = job.run();

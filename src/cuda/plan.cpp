@@ -1,5 +1,6 @@
 // Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -77,9 +78,8 @@ void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::si
   finish(launch.name(), launch.finish());
 }
 
-/// All of a plan but its call.
-std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
-                                                   PlanParameters& parameters) {
+/// All of a plan but its memory and its call.
+std::shared_ptr<CudaPlan> CudaEngine::new_plan(Launch& launch, const ConstTensorView& topk_idx) {
   auto state = std::make_shared<CudaPlan>();
   state->engine = weak_from_this();
   state->tokens = topk_idx.shape[0];
@@ -96,6 +96,19 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
   state->view.layout =
       make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
   state->routes_state = round_up(state->view.layout.bytes, 16);
+  state->slot = counts_->take();
+  state->counts = new (state->slot.get()) HostCounts();
+  state->count_words =
+      reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
+  state->ready =
+      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
+  return state;
+}
+
+/// All of a plan but its call.
+std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                                   PlanParameters& parameters) {
+  auto state = new_plan(launch, topk_idx);
   parameters.call.kind = CallKind::plan;
   parameters.call.topk = static_cast<std::uint32_t>(state->topk);
   const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
@@ -113,10 +126,6 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
   }
   state->view.data = state->memory.data();
   if (state->captured) forget_states(*state);
-  state->slot = counts_->take();
-  state->counts = new (state->slot.get()) HostCounts();
-  state->count_words =
-      reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
 
   parameters.group = view_;
   parameters.topk_idx = topk_idx.data;
@@ -127,9 +136,27 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
   parameters.counts = state->counts;
   parameters.count_words = state->count_words;
   launch.outlives(state);
-  state->ready =
-      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
   return state;
+}
+
+/// What all ranks have learnt of the plan's call, which this one had no memory for. On a stream the
+/// others learn it later, and make a dispatch meanwhile: this rank must take part in it.
+std::shared_ptr<CudaPlan> CudaEngine::plan_without_memory(Launch& launch,
+                                                          const ConstTensorView& topk_idx) {
+  auto state = new_plan(launch, topk_idx);
+  state->number = calls_;
+  state->counts->failure = *launch.record()->failure;
+  std::atomic_ref(state->counts->done).store(1, std::memory_order_release);
+  return state;
+}
+
+/// Takes part in a dispatch whose plan this rank has no memory for.
+void CudaEngine::refuse_without_plan(Launch& launch, const CudaPlan& plan,
+                                     const CallSignature& call) {
+  launch.record()->plan = plan.made;
+  launch.record()->plan_failure = {plan.slot, &plan.counts->failure};
+  tell_no_room(launch, call, 0);
+  throw refusal(*plan.made, plan.counts->failure);
 }
 
 void CudaEngine::enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters) {
@@ -146,7 +173,15 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   check_routes("plan", topk_idx, device());
   Launch launch(*this, "plan", options.stream);
   PlanParameters parameters;
-  const auto state = prepare_plan(launch, topk_idx, parameters);
+  std::shared_ptr<CudaPlan> state;
+  const std::uint64_t number = calls_ + 1;
+  try {
+    state = prepare_plan(launch, topk_idx, parameters);
+  } catch (const Error&) {
+    const bool known = calls_ == number && launch.record()->refused();
+    if (!known || launch.blocking() || launch.capture().active) throw;
+    return Plan(plan_without_memory(launch, topk_idx));
+  }
   enter_plan(launch, *state, parameters);
   if (launch.blocking()) finish("plan", state->ready);
   return Plan(state);
