@@ -15,7 +15,7 @@ bool has_bulk_copies() {
 
 /// SMs for a fan-out beside its dispatch: what keeps pace with the rows, and no more, for its
 /// stores hold back the rows that arrive.
-constexpr int kFollowerSms = 32;
+constexpr int kFollowerSms = 48;
 
 }  // namespace
 
@@ -54,7 +54,7 @@ bool DispatchJob::take_known_slots() {
 int DispatchJob::parts() const {
   constexpr std::size_t kLeast = std::size_t{4} << 20;
   const bool tells = expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
-  return tells ? kProgressParts : 0;
+  return tells ? kProgressParts / 2 : 0;  // telling of 16 costs three times as much
 }
 
 /// Whether the fan-out copies the rows while they come. Ranks that share a GPU take turns.
