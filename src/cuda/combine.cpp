@@ -174,7 +174,7 @@ void CombineJob::prepare_sums() {
 }
 
 void CombineJob::share_sms() {
-  constexpr int kEnough = 32;  // more only crowd out those who read the rows
+  constexpr int kEnough = 48;  // more only crowd out those who read the rows
   const int share = engine_.local_sms(), least = std::clamp(share / 4, 1, kEnough);
   sum_.sms = std::clamp(share - sms_, least, kEnough);
   sms_ = std::min(sms_, std::max(1, share - sum_.sms));
