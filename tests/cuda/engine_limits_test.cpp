@@ -52,7 +52,8 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
       routes.data = many->data();
     }
     OwnStream own(seat.device);
-    // On a stream the others learn it in the dispatch, whose rows they know, guess or need not know.
+    // On a stream the others learn it in the dispatch, whose rows they know, guess or need not
+    // know.
     struct Way {
       Stream* stream;
       std::int64_t worst_case_rows;
