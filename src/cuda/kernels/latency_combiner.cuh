@@ -4,10 +4,14 @@
 
 namespace ferry::cuda::device {
 
-inline constexpr int kMaskWords = (kMaxDomain + 31) / 32;
-
 /// Vectors of a row that a lane sums at once.
 inline constexpr int kAtOnce = 2;
+/// Rows of a sum that are loaded at once: as many as the registers hold.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kRows = 3;
+#else
+inline constexpr int kRows = 4;
+#endif
 
 /// The id of one of this rank's slots; whatever is no expert is none to the RankFinder.
 __device__ __forceinline__ int combine_route(const LatencyCombineParameters& p, int slot) {
@@ -78,6 +82,8 @@ class Combiner {
  private:
   static constexpr int kEach = kPerVector<T>;
   static constexpr int kPiece = 32 * kAtOnce;  ///< vectors that a warp sums at once
+  /// Of bits, one for each slot or rank.
+  static constexpr int kMaskWords = kPerSlot ? 1 : (kMaxDomain + 31) / 32;
 
   __device__ std::size_t row_bytes() const {
     return static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
@@ -222,7 +228,7 @@ class Combiner {
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
       here[w] = 0;
-      if (w * 32 >= v.group.ranks || (kPerSlot && w > 0)) continue;
+      if (!kPerSlot && w * 32 >= v.group.ranks) continue;
       int peer = kPerSlot ? rank : w * 32 + lane;
       if constexpr (!kPerSlot) {
         const int local = rank - w * 32;
@@ -262,10 +268,8 @@ class Combiner {
       for (int w = 0; w < kMaskWords; ++w) {
         std::uint32_t left = here[w];
         while (left != 0) {
-          // Four rows at once: their loads wait together.
-          constexpr int kRows = 4;
           uint4 data[kRows][kAtOnce];
-          float factors[kRows];
+          std::uint32_t loaded = left;
           int count = 0;
 #pragma unroll
           for (int n = 0; n < kRows; ++n) {
@@ -273,7 +277,6 @@ class Combiner {
             const int bit = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
             count = n + 1;
-            factors[n] = kPerSlot ? __shfl_sync(kAllLanes, weight, bit) : 0.0f;
             const auto* from = reinterpret_cast<const uint4*>(
                 at_.sum(own_memory(v), w * 32 + bit, token, row_bytes()));
 #pragma unroll
@@ -284,10 +287,13 @@ class Combiner {
 #pragma unroll
           for (int n = 0; n < kRows; ++n) {
             if (n >= count) continue;
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-              add_vector<T, kPerSlot>(acc[i], data[n][i], factors[n]);
+            float factor = 0;
+            if constexpr (kPerSlot) {
+              factor = __shfl_sync(kAllLanes, weight, __ffs(static_cast<int>(loaded)) - 1);
+              loaded &= loaded - 1;
             }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) add_vector<T, kPerSlot>(acc[i], data[n][i], factor);
           }
         }
       }

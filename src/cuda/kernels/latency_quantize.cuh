@@ -27,6 +27,12 @@ __device__ __forceinline__ void unpack(const uint4* vectors, float* values) {
   }
 }
 
+/// A code by integer arithmetic. Apart, for sixteen of it side by side do not fit into the
+/// registers.
+__device__ __noinline__ inline std::uint32_t code_of(float value) {
+  return from_float<E4m3>(value).bits;
+}
+
 /// Two codes, the first in the lower byte.
 __device__ __forceinline__ std::uint32_t two_codes(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -34,8 +40,7 @@ __device__ __forceinline__ std::uint32_t two_codes(float first, float second) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
   return codes;
 #else
-  return static_cast<std::uint32_t>(from_float<E4m3>(first).bits) |
-         static_cast<std::uint32_t>(from_float<E4m3>(second).bits) << 8;
+  return code_of(first) | code_of(second) << 8;
 #endif
 }
 
