@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanParameters p, const __grid_constant__ PlanShape shape) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ unsigned long long bad;
+  __shared__ std::byte* control_of_warp[kWarps];  // registers are short
   std::byte* control = first_control(p.group);
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
@@ -129,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
                        p.scratch};
   if (threadIdx.x == 0) bad = ~0ull;
   prepare(p, shape, work);
+  if (threadIdx.x % 32 == 0) control_of_warp[threadIdx.x / 32] = control;
   if (__syncthreads_or(failed) != 0) return;
   if (threadIdx.x == 0) set_state(p, 0);
   // Whatever lay here before could be taken for words of this generation.
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
-      p.group, control, generation, p.call,
+      p.group, control_of_warp[threadIdx.x / 32], generation, p.call,
       [&](DeviceHead& head) {
         if (bad == ~0ull) return;
         head.refused = Reason::bad_route;
