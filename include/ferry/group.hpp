@@ -73,6 +73,18 @@ enum class RowOrder : std::uint8_t {
                  ///< rank-major order; blocks padded with zero rows to `alignment`
 };
 
+/// How rows are written in flight.
+enum class WireFormat : std::uint8_t {
+  as_is,  ///< the dtype of the input
+  e4m3,   ///< quantised: e4m3 with one scale for each 128 channels (core/number.hpp)
+};
+
+enum class ScaleFormat : std::uint8_t {
+  f32,           ///< scale = amax / 448
+  f32_pow2,      ///< rounded up to a power of two
+  ue8m0_packed,  ///< its exponent byte, four in an i32, the first in the lowest byte
+};
+
 struct PlanOptions {
   Stream* stream = nullptr;  ///< null: returns when the counts are known
 };
@@ -82,6 +94,10 @@ struct DispatchOptions {
   std::optional<ConstTensorView> topk_weights{};
   /// f32 [T, C], any strides, any C ≥ 1: one scale for each token and 128 channels (fp8 input).
   std::optional<ConstTensorView> scales{};
+  /// e4m3: f32, bf16 or f16 rows are quantised on the way, H a multiple of 16; instead of `scales`.
+  /// Some ranks may do so while others bring e4m3 rows and scales.
+  WireFormat format = WireFormat::as_is;
+  ScaleFormat scale_format = ScaleFormat::f32;  ///< of format e4m3: f32 or f32_pow2
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;  ///< expert-major: rows of every expert padded to a multiple
   /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
@@ -89,25 +105,28 @@ struct DispatchOptions {
   /// arrivals than this are Error(exhausted).
   std::int64_t worst_case_rows = 0;
   /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
+  /// Of the dtype that arrives.
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
-  /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. The host engine
-  /// has none.
+  /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
+  /// groups that may run at once must find their SMs beside each other. The host engine has none.
   int sms = 0;
 };
 
 /// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
 /// memory, which goes back to the group when the last copy of the tensor is dropped.
 struct Received {
-  Tensor x{};             ///< [N, H] in the requested order, dtype of the input
-  Tensor scales{};        ///< f32 [N, C] when scales were given, in the same order
+  Tensor x{};  ///< [N, H] in the requested order, dtype of the input or e4m3
+  /// f32 [N, C] when scales were given, in the same order; of format e4m3: C = ceil(H / 128).
+  Tensor scales{};
   Tensor topk_idx{};      ///< i64 [n, K], rank-major: local expert ids, −1 = not on this rank
   Tensor topk_weights{};  ///< f32 [n, K], rank-major, when weights were given
   Tensor source_token{};  ///< i32 [n], rank-major: index of the token at its owner
   Tensor slot_rows{};     ///< i64 [n, K], expert-major only: row of `x` of each slot, −1 = none
   /// i64 [local experts + 1], expert-major only: first row of every expert's block and the end.
   Tensor expert_offsets{};
+  Plan plan{};    ///< of a dispatch that was given routes: the plan that it made
   Event event{};  ///< complete when the tensors are valid
 };
 
@@ -124,7 +143,9 @@ struct CombineOptions {
   std::optional<ConstTensorView> bias1{};
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
-  int sms = 0;  ///< as in DispatchOptions
+  /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
+  /// memory, run beside on other SMs.
+  int sms = 0;
 };
 
 struct Combined {
@@ -180,6 +201,12 @@ class Group {
   /// Collective. x: [T, H] dense, any dtype, row bytes a multiple of 16, H and dtype the same on
   /// all ranks. One copy of a token for each destination rank.
   Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options = {});
+
+  /// Collective. plan(topk_idx) and the first dispatch with it in one call: the plan is in the
+  /// result. On GPUs faster than two calls: nothing comes between them, so the rows are brought
+  /// while the counts still cross.
+  Received dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                     const DispatchOptions& options = {});
 
   /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense, with

@@ -21,18 +21,6 @@ struct LatencyConfig {
   Dtype dtype = Dtype::bf16;  ///< of tokens and of combined rows: bf16, f16 or f32
 };
 
-/// How rows are written in flight.
-enum class WireFormat : std::uint8_t {
-  as_is,  ///< the dtype of the input
-  e4m3,   ///< quantised: e4m3 with one scale for each 128 channels (core/number.hpp)
-};
-
-enum class ScaleFormat : std::uint8_t {
-  f32,           ///< scale = amax / 448
-  f32_pow2,      ///< rounded up to a power of two
-  ue8m0_packed,  ///< its exponent byte, four in an i32, the first in the lowest byte
-};
-
 struct LatencyDispatchOptions {
   WireFormat format = WireFormat::as_is;
   ScaleFormat scale_format = ScaleFormat::f32;
@@ -101,7 +89,8 @@ class LatencyExchange {
 
   const LatencyConfig& config() const;
   /// Registered bytes of one rank's latency buffers: what creation adds to memory().latency_bytes.
-  static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
+  static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                 DeviceKind device = DeviceKind::cpu);
 
  private:
   std::shared_ptr<LatencyEngine> engine_;

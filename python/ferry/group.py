@@ -48,6 +48,12 @@ ORDERS = {
     "rank_major": _ferry.RowOrder.rank_major,
     "expert_major": _ferry.RowOrder.expert_major,
 }
+FORMATS = {"as_is": _ferry.WireFormat.as_is, "e4m3": _ferry.WireFormat.e4m3}
+SCALE_FORMATS = {
+    "f32": _ferry.ScaleFormat.f32,
+    "f32_pow2": _ferry.ScaleFormat.f32_pow2,
+    "ue8m0_packed": _ferry.ScaleFormat.ue8m0_packed,
+}
 ROUTE_DTYPES = "i64 or i32"
 SUM_DTYPES = 'f32, bf16 or f16 (dtype="bf16" or dtype="f16" beside a uint16 array)'
 DEFAULT_MEMORY_BYTES = 64 << 20
@@ -178,10 +184,13 @@ class Group:
     def dispatch(
         self,
         x: ArrayT,
-        plan: _ferry.Plan,
+        plan: _ferry.Plan | None = None,
         *,
+        topk_idx: Any = None,
         topk_weights: Any = None,
         scales: Any = None,
+        format: str = "as_is",
+        scale_format: str = "f32",
         order: str = "rank_major",
         alignment: int = 1,
         worst_case_rows: int = 0,
@@ -195,14 +204,21 @@ class Group:
         Args:
             x: [T, H] dense, any dtype, row bytes a multiple of 16; H and dtype as on all ranks.
             plan: of this group, for the same T.
+            topk_idx: instead of a plan, as `plan` takes it: the plan is made on the way and is in
+                the result. On GPUs faster than two calls.
             topk_weights: f32 [T, K], carried along.
             scales: f32 [T, C], any strides: one scale for each token and 128 channels of fp8.
+            format: "as_is", or "e4m3": x of f32, bf16 or f16 is quantised on the way, H a multiple
+                of 16; `scales` of the result has ceil(H/128) columns. Some ranks may do so while
+                others bring e4m3 rows and scales.
+            scale_format: with "e4m3": "f32", or "f32_pow2", rounded up to powers of two.
             order: "rank_major": one row for each (token, this rank). "expert_major": one row for
                 each slot, in blocks of ascending local expert.
             alignment: expert-major: every expert's rows padded with zero rows to a multiple.
             worst_case_rows: > 0: the output has this many rows whatever arrives, so nothing waits
                 for the count. More arrivals raise `Exhausted`.
-            out: the caller's own output [rows, H] instead of registered memory: one copy more.
+            out: the caller's own output [rows, H] instead of registered memory: one copy more. Of
+                the dtype that arrives.
             dtype: of x, where its array cannot say it ("bf16" beside uint16, ...).
             stream: host engine: None: returns finished results; a ferry.Stream: they are valid
                 after `event`, and the arrays given are kept until then. GPUs: see above.
@@ -212,15 +228,22 @@ class Group:
         x_view, like = view(
             "dispatch: x", x, _optional_dtype("dispatch: dtype", dtype), place=place
         )
+        if (plan is None) == (topk_idx is None):
+            refuse("dispatch: plan", "none" if plan is None else "both", "a plan, or else topk_idx")
+        wire = choice("dispatch: format", format, FORMATS)
+        arrives = x_view.dtype if wire == _ferry.WireFormat.as_is else _ferry.Dtype.e4m3
         raw = self._raw.dispatch(
             x_view,
-            _plan("dispatch", plan),
+            None if plan is None else _plan("dispatch", plan),
+            optional_view("dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place),
             optional_view("dispatch: topk_weights", topk_weights, expected="f32", place=place),
             optional_view("dispatch: scales", scales, expected="f32", place=place),
+            wire,
+            choice("dispatch: scale_format", scale_format, SCALE_FORMATS),
             choice("dispatch: order", order, ORDERS),
             integer("dispatch: alignment", alignment, 1),
             integer("dispatch: worst_case_rows", worst_case_rows),
-            optional_view("dispatch: out", out, x_view.dtype, True, place=place),
+            optional_view("dispatch: out", out, arrives, True, place=place),
             place.stream,
             integer("dispatch: sms", sms, 0, INT32_MAX),
         )

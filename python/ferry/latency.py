@@ -7,18 +7,11 @@ from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, choice, flag, instance, integer, optional
-from ferry.group import ROUTE_DTYPES, Group
+from ferry.group import FORMATS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import summary
 from ferry.tensors import Like, array, dtype_named, optional_view, view
 
 ArrayT = TypeVar("ArrayT")
-
-FORMATS = {"as_is": _ferry.WireFormat.as_is, "e4m3": _ferry.WireFormat.e4m3}
-SCALE_FORMATS = {
-    "f32": _ferry.ScaleFormat.f32,
-    "f32_pow2": _ferry.ScaleFormat.f32_pow2,
-    "ue8m0_packed": _ferry.ScaleFormat.ue8m0_packed,
-}
 
 
 class LatencyReceived(Generic[ArrayT]):

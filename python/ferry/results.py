@@ -46,7 +46,7 @@ class Received(Generic[ArrayT]):
 
     @cached_property
     def x(self) -> ArrayT:
-        """[N, H] in the requested order, dtype of the input."""
+        """[N, H] in the requested order, dtype of the input, or e4m3."""
         if self._out is None:
             return self._array(self._raw.x)
         tensor = self._raw.x
@@ -56,7 +56,7 @@ class Received(Generic[ArrayT]):
 
     @cached_property
     def scales(self) -> ArrayT | None:
-        """f32 [N, C] when scales were given, in the order of `x`."""
+        """f32 [N, C] when scales were given or made, in the order of `x`."""
         return self._array(self._raw.scales)
 
     @cached_property
@@ -83,6 +83,11 @@ class Received(Generic[ArrayT]):
     def expert_offsets(self) -> ArrayT | None:
         """i64 [local experts + 1], expert-major only: first row of every expert; the end."""
         return self._array(self._raw.expert_offsets)
+
+    @property
+    def plan(self) -> _ferry.Plan | None:
+        """The plan of a dispatch that was given `topk_idx`."""
+        return self._raw.plan
 
     @property
     def event(self) -> _ferry.Event:

@@ -26,7 +26,7 @@ from ferry.bootstrap import from_all_gather
 from ferry.errors import InvalidArgument
 from ferry.group import Group
 from ferry.handles import everything
-from ferry.torch_ops import without_tail  # importing it defines torch.ops.ferry
+from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
 
 
 class TorchPlan(NamedTuple):
@@ -40,12 +40,13 @@ class TorchPlan(NamedTuple):
 class TorchReceived(NamedTuple):
     """What a dispatch brings, as tensors; shapes as in `ferry.Received`."""
 
-    x: Tensor  # [N, H]; differentiable
+    x: Tensor  # [N, H]; differentiable unless quantised
     topk_idx: Tensor  # i64 [n, K]
     topk_weights: Tensor | None  # f32 [n, K]; differentiable
     source_token: Tensor  # i32 [n]
     slot_rows: Tensor | None  # i64 [n, K], expert-major only
     expert_offsets: Tensor | None  # i64 [local experts + 1], expert-major only
+    scales: Tensor | None = None  # f32 [N, ceil(H/128)], with format="e4m3" only
 
 
 def plan(group: Group, topk_idx: Tensor) -> TorchPlan:
@@ -67,16 +68,24 @@ def dispatch(
     alignment: int = 1,
     worst_case_rows: int = 0,
     sms: int = 0,
+    format: str = "as_is",
+    scale_format: str = "f32",
 ) -> TorchReceived:
     """Collective, forward and backward. `Group.dispatch` with gradients for x and topk_weights.
 
     x: f32, bf16 or f16 [T, H], copied only if it is not contiguous. topk_weights: f32 [T, K].
     With worst_case_rows, rows that did not arrive are zero.
+
+    format="e4m3" quantises x on the way and has no gradient: x and topk_weights must not require
+    one. A layer that wants one gives `x.detach()` inside its own torch.autograd.Function, whose
+    backward is `Group.combine` of the gradient of what arrived.
     """
     _check("torch.dispatch", group, plan, x=x, topk_weights=topk_weights)
+    if format != "as_is":
+        no_gradient("torch.dispatch", x=x, topk_weights=topk_weights)
     if isinstance(plan, TorchPlan):
-        layout = (order, alignment, worst_case_rows, sms)
-        x, ids, weights, tokens, slots, offsets = torch.ops.ferry.dispatch(
+        layout = (order, alignment, worst_case_rows, sms, format, scale_format)
+        x, ids, weights, tokens, slots, offsets, scales = torch.ops.ferry.dispatch(
             x, plan.tensor, topk_weights, group.handle, plan.topk, group.local_experts, *layout
         )
         expert_major = order == "expert_major"
@@ -87,11 +96,25 @@ def dispatch(
             tokens,
             slots if expert_major else None,
             offsets if expert_major else None,
+            scales if format != "as_is" else None,
         )
     others: list[Any] = []
     if topk_weights is not None:
         topk_weights = topk_weights.contiguous()
     exchange = (group, plan, order, alignment, worst_case_rows, sms)
+    if format != "as_is":
+        got = _dispatched(
+            exchange, x.contiguous(), topk_weights, format=format, scale_format=scale_format
+        )
+        return TorchReceived(
+            got.x,
+            got.topk_idx,
+            got.topk_weights,
+            got.source_token,
+            got.slot_rows,
+            got.expert_offsets,
+            got.scales,
+        )
     out, weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
         exchange, others, x.contiguous(), topk_weights
     )
@@ -176,7 +199,9 @@ class _Combine(torch.autograd.Function):
         return None, _dispatched(ctx.exchange, grad.contiguous(), None).x
 
 
-def _dispatched(exchange: tuple[Any, ...], x: Tensor, topk_weights: Tensor | None) -> Any:
+def _dispatched(
+    exchange: tuple[Any, ...], x: Tensor, topk_weights: Tensor | None, **formats: str
+) -> Any:
     group, plan, order, alignment, worst_case_rows, sms = exchange
     received = group.dispatch(
         x,
@@ -186,9 +211,12 @@ def _dispatched(exchange: tuple[Any, ...], x: Tensor, topk_weights: Tensor | Non
         alignment=alignment,
         worst_case_rows=worst_case_rows,
         sms=sms,
+        **formats,
     )
     if worst_case_rows > 0 and order == "rank_major":
         without_tail(received.x, received.topk_idx)
+        if received.scales is not None:
+            without_tail(received.scales, received.topk_idx)
     return received
 
 

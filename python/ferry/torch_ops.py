@@ -2,9 +2,10 @@
 
     plan(Tensor topk_idx, SymInt group) -> Tensor
     dispatch(Tensor x, Tensor plan, Tensor? topk_weights, SymInt group, SymInt topk,
-             SymInt local_experts, str order, SymInt alignment, SymInt worst_case_rows, SymInt sms)
+             SymInt local_experts, str order, SymInt alignment, SymInt worst_case_rows, SymInt sms,
+             str format="as_is", str scale_format="f32")
         -> (Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor source_token, Tensor slot_rows,
-            Tensor expert_offsets)
+            Tensor expert_offsets, Tensor scales)
     combine(Tensor rows, Tensor plan, SymInt group, SymInt tokens, str order, SymInt alignment,
             SymInt worst_case_rows, SymInt sms) -> Tensor
 
@@ -84,7 +85,21 @@ def _own(tensor: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
 def without_tail(rows: Tensor, topk_idx: Tensor) -> Tensor:
     """Rank-major rows of a worst case, those that did not arrive made zero in place: their bytes
     are undefined, and a gradient may not meet a NaN there."""
-    return rows.masked_fill_((topk_idx < 0).all(dim=1, keepdim=True), 0.0)
+    # Of fp8, which torch cannot fill, the bytes.
+    plain = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    plain.masked_fill_((topk_idx < 0).all(dim=1, keepdim=True), 0)
+    return rows
+
+
+def no_gradient(call: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors that require a gradient where there is none."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            refuse(
+                f"{call}: {name}",
+                'a tensor that requires a gradient with format "e4m3"',
+                f"{name}.detach(), as quantised rows have no gradient",
+            )
 
 
 def _dispatch(
@@ -98,25 +113,34 @@ def _dispatch(
     alignment: int,
     worst_case_rows: int,
     sms: int,
+    format: str = "as_is",
+    scale_format: str = "f32",
 ) -> tuple[Tensor, ...]:
     received = group_of("ferry::dispatch: group", group).dispatch(
         x.contiguous(),
         plan_of("ferry::dispatch: plan", plan),
         topk_weights=None if topk_weights is None else topk_weights.contiguous(),
+        format=format,
+        scale_format=scale_format,
         order=order,
         alignment=alignment,
         worst_case_rows=worst_case_rows,
         sms=sms,
     )
     weights = received.topk_weights
-    tail = worst_case_rows > 0 and order == "rank_major"
+    scales = received.scales
+    if worst_case_rows > 0 and order == "rank_major":
+        without_tail(received.x, received.topk_idx)
+        if scales is not None:
+            without_tail(scales, received.topk_idx)
     return (
-        without_tail(received.x, received.topk_idx) if tail else received.x,
+        received.x,
         _own(received.topk_idx, x, torch.int64),
         x.new_empty(0, dtype=torch.float32) if weights is None else weights,
         _own(received.source_token, x, torch.int32),
         _own(received.slot_rows, x, torch.int64),
         _own(received.expert_offsets, x, torch.int64),
+        x.new_empty(0, dtype=torch.float32) if scales is None else scales,
     )
 
 
@@ -131,6 +155,8 @@ def _dispatch_fake(
     alignment: int,
     worst_case_rows: int,
     sms: int,
+    format: str = "as_is",
+    scale_format: str = "f32",
 ) -> tuple[Tensor, ...]:
     expert_major = order == "expert_major"
     brought: Any = worst_case_rows
@@ -141,13 +167,15 @@ def _dispatch_fake(
         if expert_major:
             rows = context.new_dynamic_size()
     slots = (brought, topk) if expert_major else (0,)
+    quantised = format != "as_is"
     return (
-        x.new_empty(rows, x.shape[1]),
+        x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn if quantised else x.dtype),
         x.new_empty(brought, topk, dtype=torch.int64),
         x.new_empty((0,) if topk_weights is None else (brought, topk), dtype=torch.float32),
         x.new_empty(brought, dtype=torch.int32),
         x.new_empty(slots, dtype=torch.int64),
         x.new_empty(local_experts + 1 if expert_major else 0, dtype=torch.int64),
+        x.new_empty((rows, (x.shape[1] + 127) // 128) if quantised else (0,), dtype=torch.float32),
     )
 
 
@@ -258,7 +286,9 @@ def _combine_backward_fake(
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, plan, topk_weights, group, _, _, order, alignment, _, sms = inputs
+    x, plan, topk_weights, group, _, _, order, alignment, _, sms, form, _ = inputs
+    if form != "as_is":
+        no_gradient("ferry::dispatch", x=x, topk_weights=topk_weights)
     ctx.save_for_backward(plan, output[1])
     ctx.exchange = (group, x.shape[0], order, alignment, sms)
     ctx.weighted = topk_weights is not None
@@ -270,7 +300,7 @@ def _dispatch_gradient(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[
     x, weights = torch.ops.ferry.dispatch_backward(
         grad, grad_weights, topk_idx, plan, *ctx.exchange
     )
-    return x, None, weights if ctx.weighted else None, *[None] * 7
+    return x, None, weights if ctx.weighted else None, *[None] * 9
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -293,8 +323,9 @@ def _define() -> None:
             _dispatch,
             _dispatch_fake,
             "(Tensor x, Tensor plan, Tensor? topk_weights, SymInt group, SymInt topk, SymInt "
-            f"local_experts, {layout}, SymInt worst_case_rows, SymInt sms) -> "
-            "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+            f"local_experts, {layout}, SymInt worst_case_rows, SymInt sms, "
+            'str format="as_is", str scale_format="f32") -> '
+            "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         ),
         (
             "dispatch_backward",

@@ -46,11 +46,14 @@ HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream
   return HeldPlan(without_gil([&] { return group->plan(topk_idx.read(), options); }));
 }
 
-HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& plan,
-                      const View* topk_weights, const View* scales, RowOrder order,
+HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* plan,
+                      const View* topk_idx, const View* topk_weights, const View* scales,
+                      WireFormat format, ScaleFormat scale_format, RowOrder order,
                       std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
                       PythonStream* stream, int sms) {
   DispatchOptions options;
+  options.format = format;
+  options.scale_format = scale_format;
   options.sms = sms;
   options.topk_weights = optional_read(topk_weights);
   options.scales = optional_read(scales);
@@ -59,8 +62,11 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan& pla
   options.worst_case_rows = worst_case_rows;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream);
-  const KeepUntilDone keep(stream, {&x, topk_weights, scales, out});
-  return HeldReceived(without_gil([&] { return group->dispatch(x.read(), plan.get(), options); }));
+  const KeepUntilDone keep(stream, {&x, topk_idx, topk_weights, scales, out});
+  return HeldReceived(without_gil([&] {
+    return plan != nullptr ? group->dispatch(x.read(), plan->get(), options)
+                           : group->dispatch(x.read(), topk_idx->read(), options);
+  }));
 }
 
 HeldCombined combine(const HeldGroup& group, const View& rows, const HeldPlan& plan, RowOrder order,
@@ -99,6 +105,13 @@ void bind_enums(nb::module_& m) {
   nb::enum_<RowOrder>(m, "RowOrder")
       .value("rank_major", RowOrder::rank_major)
       .value("expert_major", RowOrder::expert_major);
+  nb::enum_<WireFormat>(m, "WireFormat")
+      .value("as_is", WireFormat::as_is)
+      .value("e4m3", WireFormat::e4m3);
+  nb::enum_<ScaleFormat>(m, "ScaleFormat")
+      .value("f32", ScaleFormat::f32)
+      .value("f32_pow2", ScaleFormat::f32_pow2)
+      .value("ue8m0_packed", ScaleFormat::ue8m0_packed);
 }
 
 void bind_results(nb::module_& m) {
@@ -111,6 +124,11 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("slot_rows", [](const HeldReceived& r) { return to_python(r->slot_rows); })
       .def_prop_ro("expert_offsets",
                    [](const HeldReceived& r) { return to_python(r->expert_offsets); })
+      .def_prop_ro("plan",
+                   [](const HeldReceived& r) -> std::optional<HeldPlan> {
+                     if (!r->plan) return std::nullopt;
+                     return HeldPlan(r->plan);
+                   })
       .def_prop_ro("event", [](const HeldReceived& r) { return HeldEvent(r->event); });
   nb::class_<HeldCombined>(m, "Combined")
       .def_prop_ro("x", [](const HeldCombined& r) { return to_python(r->x); })
@@ -145,8 +163,9 @@ void bind_results(nb::module_& m) {
 
 void bind_exchanges(nb::class_<HeldGroup>& group) {
   group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
-      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan"), nb::arg("topk_weights").none(),
-           nb::arg("scales").none(), nb::arg("order"), nb::arg("alignment"),
+      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan").none(), nb::arg("topk_idx").none(),
+           nb::arg("topk_weights").none(), nb::arg("scales").none(), nb::arg("format"),
+           nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"),
            nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none(),
            nb::arg("sms"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),

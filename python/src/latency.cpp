@@ -86,15 +86,7 @@ Combined combine(const HeldExchange& exchange, const View& rows, const Received&
   return hold(std::move(result), hook, stream, {&rows, &topk_weights, out});
 }
 
-void bind_formats(nb::module_& m) {
-  nb::enum_<WireFormat>(m, "WireFormat")
-      .value("as_is", WireFormat::as_is)
-      .value("e4m3", WireFormat::e4m3);
-  nb::enum_<ScaleFormat>(m, "ScaleFormat")
-      .value("f32", ScaleFormat::f32)
-      .value("f32_pow2", ScaleFormat::f32_pow2)
-      .value("ue8m0_packed", ScaleFormat::ue8m0_packed);
-}
+void bind_formats(nb::module_& m) {}
 
 }  // namespace
 

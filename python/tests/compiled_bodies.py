@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from exchange_reference import experts_of
 
 import ferry
 import ferry.torch as ft
@@ -90,6 +91,26 @@ def train_steps(group: ferry.Group, backend: str | None, name: str, worst_case: 
     return compiled
 
 
+def quantised_layer(group: ferry.Group, backend: str | None) -> None:
+    """A layer whose tokens cross as fp8, without gradients: as on one rank with rounded tokens."""
+
+    def layer(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        plan = ft.plan(group, ids)
+        got = ft.dispatch(group, plan, x, format="e4m3", scale_format="f32_pow2")
+        assert got.scales is not None
+        rows = got.x.to(torch.float32) * got.scales
+        return ft.combine(group, plan, rows.bfloat16())
+
+    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    for step in range(3):
+        x, ids, _ = inputs(group, step)
+        y = run(x.bfloat16(), ids)
+        # Small integers times a power of two are e4m3 exactly.
+        blocks = [experts_of(rank, group.size, EXPERTS) for rank in range(group.size)]
+        went = [((ids >= b.start) & (ids < b.stop)).any(1, keepdim=True) for b in blocks]
+        assert torch.equal(y, (x * torch.stack(went).sum(0)).bfloat16()), step
+
+
 def plan_keeps_nothing(group: ferry.Group) -> None:
     """What a compiled step leaves behind: no plan."""
     import gc
@@ -110,6 +131,12 @@ def checks_of_torch(group: ferry.Group) -> None:
         torch.library.opcheck(
             torch.ops.ferry.dispatch.default,
             (x.clone().requires_grad_(), plan.tensor, w.clone().requires_grad_(), *common, *layout),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+    for layout in (("rank_major", 1, 0, 0), ("expert_major", 4, 200, 0)):
+        torch.library.opcheck(
+            torch.ops.ferry.dispatch.default,
+            (x, plan.tensor, w, *common, *layout, "e4m3", "f32"),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
     rows = torch.ops.ferry.dispatch(x, plan.tensor, w, *common, "rank_major", 1, 0, 0)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 
@@ -19,6 +20,19 @@ class Row:
     source: int
     token: int
     route: list[int]  # local expert ids, -1 = not on this rank
+
+
+def quantised(x: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of e4m3, as bytes, and one scale for each 128 channels of finite f32 [T, H]."""
+    pad = -x.shape[1] % 128
+    blocks = np.pad(x, ((0, 0), (0, pad))).reshape(len(x), (x.shape[1] + pad) // 128, 128)
+    amax = np.maximum(np.abs(blocks).max(2, initial=0), np.float32(1e-4))
+    scales, inv = amax / np.float32(448), np.float32(448) / amax
+    if power_of_two:
+        scales = np.exp2(np.ceil(np.log2(amax.astype(np.float64) / 448))).astype(np.float32)
+        inv = 1 / scales
+    codes = (blocks * inv[:, :, None]).astype(ml_dtypes.float8_e4m3fn)
+    return codes.reshape(len(x), x.shape[1] + pad)[:, : x.shape[1]].copy().view(np.uint8), scales
 
 
 class Reference:

@@ -34,6 +34,12 @@ def test_layers_train(
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_tokens_cross_as_fp8(ranks: RankProcesses, backend: str | None) -> None:
+    ranks.run(bodies.quantised_layer, backend, experts=bodies.EXPERTS)
+
+
+@pytest.mark.timeout(280)
 def test_operators_pass_the_checks_of_torch(ranks: RankProcesses) -> None:
     ranks.run(bodies.checks_of_torch, experts=bodies.EXPERTS)
 

@@ -118,6 +118,32 @@ def test_rank_major(rng: np.random.Generator, ranks: int, kind: Kind) -> None:
         assert type(got.topk_idx) is type(got.x) is type(back.topk_weights)
 
 
+@pytest.mark.parametrize("order", ["rank_major", "expert_major"])
+def test_dispatch_makes_its_plan(rng: np.random.Generator, order: str) -> None:
+    case = make_case(rng, 3, np.float32)
+    ref = case.reference
+
+    def body(group: ferry.Group) -> Any:
+        r = group.rank
+        stream = ferry.Stream()
+        got = group.dispatch(case.x[r], topk_idx=ref.routes[r], order=order, stream=stream)
+        got.event.wait()
+        assert got.plan is not None
+        again = group.dispatch(case.x[r], got.plan, order=order)
+        assert again.plan is None
+        with pytest.raises(ferry.InvalidArgument, match="got both; expected a plan, or else topk"):
+            group.dispatch(case.x[r], got.plan, topk_idx=ref.routes[r])
+        with pytest.raises(ferry.InvalidArgument, match="got none; expected a plan, or else topk"):
+            group.dispatch(case.x[r])
+        return got, again
+
+    for r, (got, again) in enumerate(run_ranks(3, body, experts=EXPERTS)):
+        same(again.x, got.x)
+        assert np.array_equal(got.topk_idx, ref.topk_idx(r))
+        if order == "rank_major":
+            same(got.x, ref.rank_major(case.x, r))
+
+
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[6]], ids=lambda k: k.name)
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_expert_major_weighted(rng: np.random.Generator, alignment: int, kind: Kind) -> None:

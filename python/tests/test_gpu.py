@@ -62,6 +62,8 @@ def test_own_output(pool: Any, device: str, size: int) -> None:
 EITHER = (
     bodies.biases_and_own_output,
     bodies.fp8,
+    bodies.quantised_on_the_way,
+    bodies.quantised_by_torch,
     bodies.memory_goes_back,
     bodies.results_outlive_the_group,
 )

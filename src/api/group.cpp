@@ -114,6 +114,10 @@ Received Group::dispatch(const ConstTensorView& x, const Plan& plan,
                          const DispatchOptions& options) {
   return live(engine_, "dispatch").dispatch(x, plan, options);
 }
+Received Group::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                         const DispatchOptions& options) {
+  return live(engine_, "dispatch").plan_and_dispatch(x, topk_idx, options);
+}
 Combined Group::combine(const ConstTensorView& rows, const Plan& plan,
                         const CombineOptions& options) {
   return live(engine_, "combine").combine(rows, plan, options);

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/engine.hpp"
+#include "cuda/engine.hpp"
 #include "host/latency.hpp"
 
 namespace ferry {
@@ -43,13 +44,14 @@ const LatencyConfig& LatencyExchange::config() const {
 }
 
 std::size_t LatencyExchange::memory_hint(const LatencyConfig& config, std::int64_t experts,
-                                         int ranks) {
+                                         int ranks, DeviceKind device) {
   check_config(config);
   if (experts < 1 || experts > (1 << 20) || ranks < 1 || ranks > kMaxRanks) {
     refuse("LatencyExchange::memory_hint", "experts, ranks",
            std::to_string(experts) + ", " + std::to_string(ranks),
            "1 … 1048576 experts, 1 … " + std::to_string(kMaxRanks) + " ranks");
   }
+  if (device == DeviceKind::cuda) return cuda::cuda_latency_memory_hint(config, experts, ranks);
   return host::latency_memory_hint(config, experts, ranks);
 }
 

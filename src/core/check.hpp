@@ -72,6 +72,7 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options);
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where = {});
 
 }  // namespace ferry

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/wire_row.hpp"
 
 namespace ferry {
 
@@ -27,6 +28,39 @@ void check_order(std::string_view call, RowOrder order, std::int64_t alignment) 
   if (order == RowOrder::rank_major && alignment != 1) {
     refuse(call, "alignment", to_string(alignment),
            "1 for rank_major (only expert_major rows are padded)");
+  }
+}
+
+void check_formats(std::string_view call, WireFormat format, ScaleFormat scales) {
+  if (format > WireFormat::e4m3) {
+    refuse(call, "format", "number " + to_string(static_cast<int>(format)), "as_is or e4m3");
+  }
+  if (scales > ScaleFormat::ue8m0_packed) {
+    refuse(call, "scale_format", "number " + to_string(static_cast<int>(scales)),
+           "f32, f32_pow2 or ue8m0_packed");
+  }
+  if (format == WireFormat::as_is && scales != ScaleFormat::f32) {
+    refuse(call, "scale_format", "a scale format without quantisation",
+           "format e4m3, or scale_format f32");
+  }
+}
+
+/// Rows of dispatch, as they are or quantised on the way.
+void check_format(std::string_view call, const ConstTensorView& x, const DispatchOptions& options) {
+  check_formats(call, options.format, options.scale_format);
+  if (options.format == WireFormat::as_is) return;
+  if (!is_float(x.dtype)) {
+    refuse(call, "x", "dtype " + dtype_text(x.dtype), "f32, bf16 or f16 with format e4m3");
+  }
+  if (x.columns() % 16 != 0) {
+    refuse(call, "x", "hidden " + to_string(x.columns()),
+           "a multiple of 16 with format e4m3 (a channel becomes a byte)");
+  }
+  if (options.scale_format == ScaleFormat::ue8m0_packed) {
+    refuse(call, "scale_format", "ue8m0_packed", "f32 or f32_pow2 (packed: latency mode)");
+  }
+  if (options.scales) {
+    refuse(call, "scales", "a tensor with format e4m3", "none: the scales are made on the way");
   }
 }
 
@@ -86,6 +120,7 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
            to_string(tokens) + ", the tokens of the plan");
   }
   check_row_bytes(kCall, "x", x.row_bytes());
+  check_format(kCall, x, options);
   check_order(kCall, options.order, options.alignment);
   if (options.worst_case_rows < 0) {
     refuse(kCall, "worst_case_rows", to_string(options.worst_case_rows), "0 (exact) or more");
@@ -115,9 +150,11 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
   }
   if (options.out) {
     check_tensor(kCall, "out", *options.out, 2, where);
-    if (options.out->dtype != x.dtype || options.out->columns() != x.columns()) {
+    const Dtype dtype = wire_row(x, options).dtype;
+    if (options.out->dtype != dtype || options.out->columns() != x.columns()) {
       refuse(kCall, "out", dtype_text(options.out->dtype) + " " + to_string(options.out->shape),
-             dtype_text(x.dtype) + " with " + to_string(x.columns()) + " columns, as x");
+             dtype_text(dtype) + " with " + to_string(x.columns()) + " columns, as x" +
+                 (dtype == x.dtype ? "" : " and format"));
     }
   }
 }
@@ -174,13 +211,14 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
 }
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options) {
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where) {
   constexpr std::string_view kCall = "latency dispatch";
   if (x.dtype != config.dtype) {
     refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
            dtype_text(config.dtype) + ", as configured");
   }
-  check_tensor(kCall, "x", x, 2);
+  check_tensor(kCall, "x", x, 2, where);
   if (x.columns() != config.hidden) {
     refuse(kCall, "x", "hidden " + to_string(x.columns()),
            to_string(config.hidden) + ", as configured");
@@ -197,18 +235,7 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
     refuse(kCall, "topk_idx", "topk " + to_string(topk_idx.shape[1]),
            "at most " + to_string(config.topk) + ", as configured");
   }
-  if (options.format > WireFormat::e4m3) {
-    refuse(kCall, "format", "number " + to_string(static_cast<int>(options.format)),
-           "as_is or e4m3");
-  }
-  if (options.scale_format > ScaleFormat::ue8m0_packed) {
-    refuse(kCall, "scale_format", "number " + to_string(static_cast<int>(options.scale_format)),
-           "f32, f32_pow2 or ue8m0_packed");
-  }
-  if (options.format == WireFormat::as_is && options.scale_format != ScaleFormat::f32) {
-    refuse(kCall, "scale_format", "a scale format without quantisation",
-           "format e4m3, or scale_format f32");
-  }
+  check_formats(kCall, options.format, options.scale_format);
 }
 
 namespace {

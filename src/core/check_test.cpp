@@ -73,6 +73,39 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   expect_refused({"backend", "12", "host"}, [&] { check_config(group); });
 }
 
+TEST(Check, WhatDispatchCannotQuantise) {
+  const auto refused = [](const std::vector<std::string>& words, const ConstTensorView& x,
+                          const DispatchOptions& options) {
+    expect_refused(words, [&] { check_dispatch(x, 4, 2, options); });
+  };
+  DispatchOptions options;
+  options.scale_format = ScaleFormat::f32_pow2;
+  refused({"scale_format", "format e4m3"}, tensor(4), options);
+  options.format = static_cast<WireFormat>(7);
+  refused({"format", "7", "as_is or e4m3"}, tensor(4), options);
+  options.format = WireFormat::e4m3;
+  for (const Dtype dtype : {Dtype::e4m3, Dtype::e5m2, Dtype::i32, Dtype::i64, Dtype::u8}) {
+    refused({"x", name_of(dtype).data(), "bf16"}, tensor(4, dtype), options);
+  }
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+    check_dispatch(tensor(4, dtype), 4, 2, options);
+  }
+  refused({"x", "hidden 24", "16"}, {memory().data(), Dtype::bf16, {4, 24}}, options);
+  options.scale_format = ScaleFormat::ue8m0_packed;
+  refused({"scale_format", "ue8m0_packed", "f32_pow2"}, tensor(4), options);
+  options.scale_format = static_cast<ScaleFormat>(9);
+  refused({"scale_format", "9"}, tensor(4), options);
+  options.scale_format = ScaleFormat::f32;
+  options.scales = ConstTensorView(memory().data(), Dtype::f32, {4, 1});
+  refused({"scales", "none", "made on the way"}, tensor(4), options);
+  options.scales.reset();
+  std::vector<std::byte> out(4 * 16);
+  options.out = TensorView(out.data(), Dtype::e4m3, {4, 16});
+  check_dispatch(tensor(4), 4, 2, options);
+  options.out->dtype = Dtype::u8;
+  refused({"out", "u8", "e4m3"}, tensor(4), options);
+}
+
 TEST(Check, StridesOfAnotherNumberOfDimensionsAreRefused) {
   const std::vector<std::int64_t> ids(8, 0);
   for (const Extents& strides : {Extents{2}, Extents{}}) {

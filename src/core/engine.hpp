@@ -37,6 +37,13 @@ class Engine {
   virtual Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) = 0;
   virtual Received dispatch(const ConstTensorView& x, const Plan& plan,
                             const DispatchOptions& options) = 0;
+  virtual Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                     const DispatchOptions& options) {
+    const Plan made = plan(topk_idx, {options.stream});
+    Received received = dispatch(x, made, options);
+    received.plan = made;
+    return received;
+  }
   virtual Combined combine(const ConstTensorView& rows, const Plan& plan,
                            const CombineOptions& options) = 0;
   virtual std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) = 0;

@@ -9,6 +9,38 @@
 
 namespace ferry::cuda {
 
+void CallRecord::ends_at(GpuEvent marker) {
+  std::scoped_lock lock(mutex_);
+  if (!done_) done_ = std::move(marker);
+}
+
+void CallRecord::ends_untold(const std::uint64_t* word, cudaStream_t stream) {
+  std::scoped_lock lock(mutex_);
+  word_ = word;
+  stream_ = stream;
+}
+
+bool CallRecord::has_told() const {
+  if (word_ == nullptr) return false;
+  auto* word = const_cast<std::uint64_t*>(word_);
+  if (!told_) told_ = std::atomic_ref(*word).load(std::memory_order_acquire) != 0;
+  return told_;
+}
+
+bool CallRecord::has_ended() const {
+  std::scoped_lock lock(mutex_);
+  return has_told() || (done_ && is_done(done_));
+}
+
+GpuEvent CallRecord::end(EventPool& events) {
+  std::scoped_lock lock(mutex_);
+  if (word_ == nullptr || done_) return done_;
+  if (has_told()) return nullptr;  // its stream may be gone
+  const OnDevice here(events.device());
+  if (!is_capturing(stream_)) done_ = events.record(stream_);
+  return done_;
+}
+
 Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
     : engine_(engine),
       turn_(engine.turn_, std::defer_lock),
@@ -29,8 +61,27 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
   stream_id_ = capture_.active ? reinterpret_cast<std::uintptr_t>(stream_) : id_of(stream_);
   engine_.throw_untold(call);
   record_->slot = engine_.failures_->take();
-  record_->failure = reinterpret_cast<Failure*>(record_->slot.get());
+  record_->failure = &record_->pinned().failure;
   order_after_last();
+}
+
+Launch::Launch(Launch& before, const char* call)
+    : engine_(before.engine_),
+      before_(&before),
+      turn_(std::move(before.turn_)),
+      record_(std::make_shared<CallRecord>()),
+      stream_(before.stream_),
+      stream_id_(before.stream_id_),
+      blocking_(before.blocking_),
+      capture_(before.capture_) {
+  record_->call = call;
+  record_->slot = engine_.failures_->take();
+  record_->failure = &record_->pinned().failure;
+}
+
+/// If it is not another call's by now.
+void Launch::end_turn() {
+  if (turn_.owns_lock()) turn_.unlock();
 }
 
 void Launch::order_after_last() {
@@ -41,8 +92,18 @@ void Launch::order_after_last() {
       check(cudaStreamWaitEvent(stream_, engine_.captured_last_.get(), 0), "cudaStreamWaitEvent");
     }
   } else if (engine_.last_ && engine_.last_stream_ != stream_id_) {
-    check(cudaStreamWaitEvent(stream_, engine_.last_.get(), 0), "cudaStreamWaitEvent");
+    CallRecord& last = *engine_.last_;
+    if (const GpuEvent end = last.end(*engine_.gpu().events())) {
+      check(cudaStreamWaitEvent(stream_, end.get(), 0), "cudaStreamWaitEvent");
+    } else {
+      const auto ended = [&] { return last.has_ended() || engine_.words_.failed(); };
+      poll(ended, kUntilItEnds, engine_.config_.on_wait);
+    }
   }
+}
+
+User Launch::user() const {
+  return {stream_, stream_id_, capture_.active, &engine_.config_.on_wait};
 }
 
 std::byte* Launch::temporary(Held held) {
@@ -64,20 +125,32 @@ void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
   }
 }
 
+bool Launch::follows_in_graph(std::uint64_t number) const {
+  return capture_.active && engine_.captured_last_ && engine_.capture_id_ == capture_.id &&
+         engine_.calls_ == number;
+}
+
 std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;
   const std::uint64_t number = ++engine_.calls_;
-  engine_.channel_.count(number);
+  // A captured call runs when its graph does; only the GPU counts those.
+  if (!capture_.active) engine_.channel_.count(number);
   // As long as no graph runs calls, each call has one generation.
   if (!capture_.active && !engine_.has_graphs_) record_->generation = number;
   return number;
 }
 
+void Launch::enter_apart(const CallSignature& signature) {
+  record_->signature = signature;
+  entered_ = true;
+  apart_ = true;
+}
+
 /// Beside calls of graphs the CPU cannot number the generations, so the GPU says how a call ended.
 void Launch::watch_end() {
-  if (capture_.active || record_->generation != 0) return;
-  auto* word = reinterpret_cast<std::uint64_t*>(record_->slot.get() + sizeof(Failure));
+  if (capture_.active || apart_ || record_->generation != 0) return;
+  std::uint64_t* word = &record_->pinned().dead_then;
   const DeviceControlLayout& layout = engine_.parts_.layout;
   run(cudaMemcpyAsync(word,
                       engine_.parts_.control.data + layout.local + offsetof(LocalWords, failed),
@@ -111,18 +184,36 @@ void Launch::run(cudaError_t result, const char* kernel) {
   }
 }
 
-Event Launch::finish() {
-  watch_end();
+bool Launch::ends_untold() const {
+  return told_ != nullptr && !capture_.active && !blocking_ && temporaries_.empty() &&
+         record_->generation != 0;
+}
+
+GpuEvent Launch::mark_end() {
   GpuEvent event = engine_.gpu().events()->take();
   run(cudaEventRecord(event.get(), stream_), "cudaEventRecord");
-  record_->done = event;
+  record_->ends_at(event);
+  // Of a call before it that has no event of its own.
+  const bool same = !capture_.active && engine_.last_stream_ == stream_id_;
+  if (engine_.last_ && same) engine_.last_->ends_at(event);
+  return event;
+}
+
+Event Launch::finish() {
+  GpuEvent event;
+  if (ends_untold()) {
+    record_->ends_untold(told_, stream_);
+  } else {
+    watch_end();
+    event = mark_end();
+  }
   ended_ = true;
   if (capture_.active) {
     capture_end(std::move(event));
-    turn_.unlock();
+    end_turn();
     return {};
   }
-  engine_.last_ = event;
+  engine_.last_ = record_;
   engine_.last_stream_ = stream_id_;
   auto state = std::make_shared<CallEvent>(engine_.weak_from_this(), record_, engine_.words_,
                                            engine_.device().index);
@@ -134,13 +225,19 @@ Event Launch::finish() {
   {
     std::scoped_lock lock(engine_.flight_mutex_);
     engine_.channel_.enter_call({call_named(name()), 0});
+    engine_.stays_ = false;
     engine_.in_flight_.push_back({record_, std::move(kept_)});
   }
-  turn_.unlock();
+  end_turn();
   return Event(std::move(state));
 }
 
 Launch::~Launch() {
+  give_up_end();
+  if (before_ != nullptr && turn_.owns_lock()) before_->turn_ = std::move(turn_);
+}
+
+void Launch::give_up_end() {
   if (ended_ || !entered_) return;
   // Something failed after the first kernel: later calls still come after it, and its pinned memory
   // stays until it has ended.
@@ -149,9 +246,10 @@ Launch::~Launch() {
       capture_end(nullptr);
       return;
     }
-    record_->done = engine_.gpu().events()->record(stream_);
-    if (!record_->done) return;  // the GPU is going away
-    engine_.last_ = record_->done;
+    const GpuEvent event = engine_.gpu().events()->record(stream_);
+    if (!event) return;  // the GPU is going away
+    record_->ends_at(event);
+    engine_.last_ = record_;
     engine_.last_stream_ = stream_id_;
     std::scoped_lock lock(engine_.flight_mutex_);
     engine_.in_flight_.push_back({record_, std::move(kept_)});

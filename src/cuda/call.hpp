@@ -32,30 +32,65 @@ struct GroupWords {
   void raise_abort() const { std::atomic_ref(*abort).store(1, std::memory_order_release); }
 };
 
+/// What a call has in pinned memory.
+struct CallSlot {
+  Failure failure{};
+  std::uint64_t dead_then = 0;  ///< LocalWords::failed at its end, if the CPU asked for it
+  SecondGrant second{};
+};
+
 /// What is known of a call after its launch.
 struct CallRecord {
   const char* call = "";
   CallSignature signature{};
   std::int64_t worst_case_rows = 0;
-  std::shared_ptr<std::byte> slot{};  ///< pinned, holds `failure`
-  Failure* failure = nullptr;         ///< reasons that are not fatal
-  GpuEvent done{};
+  std::shared_ptr<std::byte> slot{};         ///< pinned, a CallSlot
+  Failure* failure = nullptr;                ///< reasons that are not fatal
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
-  std::weak_ptr<void> event{};                       ///< while it lives, somebody may still ask
-  std::function<void()> on_failure{};                ///< once, when the failure is seen
+  /// Of a dispatch: its plan's call, and pinned why that was refused.
+  std::shared_ptr<CallRecord> plan{};
+  std::shared_ptr<const Failure> plan_failure{};
+  std::weak_ptr<void> event{};          ///< while it lives, somebody may still ask
+  std::function<void()> on_failure{};   ///< once, when the failure is seen
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
   std::atomic<bool> told{false};        ///< somebody has seen how it ended
   std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure
 
+  CallSlot& pinned() const { return *reinterpret_cast<CallSlot*>(slot.get()); }
+  /// Its end is this event, or a later one, unless it is known already.
+  void ends_at(GpuEvent marker);
+  /// No event yet: behind it in the stream the next kernel would not come early. The call tells of
+  /// its end in `word`, pinned; an event is recorded when somebody needs one.
+  void ends_untold(const std::uint64_t* word, cudaStream_t stream);
+  /// Never blocks. Throws Error(system) when the GPU has failed.
+  bool has_ended() const;
+  /// Its event, if it has one.
+  GpuEvent marked() const {
+    std::scoped_lock lock(mutex_);
+    return done_;
+  }
+  /// What a stream can wait for. Null: the call has ended, or nothing can be recorded now.
+  GpuEvent end(EventPool& events);
   bool refused() const {
     return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
   }
-  /// Whether it had ended when the group failed. To be asked when `done` is complete.
+  /// The caller learns now that it was refused.
+  void tell();
+  /// Whether it had ended when the group failed. To be asked when it has.
   bool ended_before(const Failure& fatal) const {
     return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;
   }
+
+ private:
+  bool has_told() const;
+
+  mutable std::mutex mutex_;  // the monitor asks, too
+  GpuEvent done_{};
+  const std::uint64_t* word_ = nullptr;  // pinned; not looked at again once it has told
+  mutable bool told_ = false;
+  cudaStream_t stream_ = nullptr;
 };
 
 /// The making of one call. Calls of a group are made one at a time; on the GPU each runs after the
@@ -64,6 +99,8 @@ class Launch {
  public:
   /// `stream` null: the group's own, and the call returns when it has ended.
   Launch(CudaEngine& engine, const char* call, const Stream* stream);
+  /// Comes directly behind `before`, which is still being made: on its stream, in its turn.
+  Launch(Launch& before, const char* call);
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
@@ -72,7 +109,7 @@ class Launch {
   cudaStream_t stream() const { return stream_; }
   const Capture& capture() const { return capture_; }
   bool blocking() const { return blocking_; }
-  User user() const { return {stream_, stream_id_, capture_.active}; }
+  User user() const;
   const std::shared_ptr<CallRecord>& record() const { return record_; }
 
   /// Keeps a piece until the call has ended (captured: as long as the graph).
@@ -85,9 +122,17 @@ class Launch {
   /// Keeps pinned memory that the kernels use until the call has ended, and as long as the graph.
   /// Not GPU memory: it goes back in stream order while its streams are sure to exist.
   void keep(std::shared_ptr<void> used) { kept_.push_back(std::move(used)); }
+  /// Whether the call before this one has that number and is captured into the same graph. Before
+  /// `enter`.
+  bool follows_in_graph(std::uint64_t number) const;
+  /// The kernels tell the CPU of the end of the call by this word, which `keep` has, last of all.
+  /// So an event can wait until somebody needs it.
+  void tells_end(const std::uint64_t* word) { told_ = word; }
   /// Just before the first kernel that waits for peers: the number of this call in the group, the
   /// same on all ranks. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);
+  /// The same for a call that has a generation of its own (latency mode).
+  void enter_apart(const CallSignature& signature);
   /// Fails the group when a kernel could not be launched.
   void run(cudaError_t result, const char* kernel);
   /// All kernels are launched. The event of the call; other calls may be made now.
@@ -95,10 +140,16 @@ class Launch {
 
  private:
   void order_after_last();
+  void end_turn();
+  void give_up_end();
   void watch_end();
   void capture_end(GpuEvent event);
+  /// Without an event behind it.
+  bool ends_untold() const;
+  GpuEvent mark_end();
 
   CudaEngine& engine_;
+  Launch* before_ = nullptr;  // whose turn it is, too
   std::unique_lock<std::timed_mutex> turn_;
   std::optional<OnDevice> here_;
   std::shared_ptr<CallRecord> record_;
@@ -109,7 +160,9 @@ class Launch {
   std::vector<Held> temporaries_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::shared_ptr<void>> graph_;
+  const std::uint64_t* told_ = nullptr;
   bool entered_ = false;
+  bool apart_ = false;
   bool ended_ = false;
 };
 

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "cuda/combine_job.hpp"
+#include "cuda/event.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
@@ -39,7 +40,7 @@ void CombineJob::check_rows() {
              "the worst_case_rows of a dispatch of this plan, whose counts the CPU does not know "
              "while its stream is captured");
     }
-    plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
+    plan_->ready.wait(kUntilItEnds, engine_.config().on_wait);
   }
   if (plan_->counts_known()) {
     check_combine_rows(plan_->exchange, dispatched, rows_.rows(),
@@ -98,11 +99,11 @@ bool CombineJob::place_rows() {
   if (!taken) return false;
   if (rows) {
     at_ = *rows;
-  } else if (expert_major()) {
+  } else if (expert_major() || is_aligned(rows_.data)) {
     sums_ = taken->front();
     at_ = sums_.region.address;
     launch_.temporary(sums_);
-    sum_slots();
+    prepare_sums();
   } else {
     at_ = copied(rows_.data, row_bytes, taken->front()).region.address;
   }
@@ -149,23 +150,34 @@ Tensor CombineJob::slot_rows() {
   return rows;
 }
 
-void CombineJob::sum_slots() {
-  SumSlotsParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = plan_->routed();
-  slots_ = slot_rows();
-  parameters.slot_rows = slots_.as<std::int64_t>();
-  parameters.rows = aligned(rows_);
-  parameters.input_rows = rows_.rows();
-  if (options_.apply_weights) {
-    parameters.weights = static_cast<const float*>(options_.topk_weights->data);
+PlanView CombineJob::view() const {
+  return expert_major() ? plan_->routed() : plan_->view;
+}
+
+void CombineJob::prepare_sums() {
+  sum_.group = engine_.view();
+  sum_.plan = view();
+  if (expert_major()) {
+    slots_ = slot_rows();
+    sum_.slot_rows = slots_.as<std::int64_t>();
   }
-  parameters.dtype = rows_.dtype;
-  parameters.columns = rows_.columns();
-  parameters.capacity = brought_;
-  parameters.out = sums_.data();
-  parameters.sms = engine_.local_sms();
-  launch_.run(launch_sum_slots(parameters, launch_.stream()), "launch_sum_slots");
+  sum_.rows = aligned(rows_);
+  sum_.input_rows = rows_.rows();
+  if (options_.apply_weights) {
+    sum_.weights = static_cast<const float*>(options_.topk_weights->data);
+  }
+  sum_.dtype = rows_.dtype;
+  sum_.columns = rows_.columns();
+  sum_.capacity = brought_;
+  sum_.out = sums_.data();
+  share_sms();
+}
+
+void CombineJob::share_sms() {
+  constexpr int kEnough = 48;  // more only crowd out those who read the rows
+  const int share = engine_.local_sms(), least = std::clamp(share / 4, 1, kEnough);
+  sum_.sms = std::clamp(share - sms_, least, kEnough);
+  sms_ = std::min(sms_, std::max(1, share - sum_.sms));
 }
 
 const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tensor) {
@@ -179,7 +191,7 @@ const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tenso
 void CombineJob::pull(bool room) {
   CombineParameters parameters;
   parameters.group = engine_.view();
-  parameters.plan = expert_major() ? plan_->routed() : plan_->view;
+  parameters.plan = view();
   parameters.call = signature();
   parameters.segment = at_.segment;
   parameters.offset = at_.offset;
@@ -197,7 +209,11 @@ void CombineJob::pull(bool room) {
   parameters.out_weights = room && has_weights() ? result_.topk_weights.as<float>() : nullptr;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
+  parameters.after_sums = room && sum_.sms > 0;
   launch_.enter(parameters.call);
+  if (parameters.after_sums) {
+    launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");
+  }
   launch_.run(launch_combine(parameters, launch_.stream()), "launch_combine");
   if (room && out_ != result_.x.data()) {
     check(cudaMemcpyAsync(result_.x.data(), out_, result_.x.view().bytes(),

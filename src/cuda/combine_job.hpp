@@ -24,7 +24,11 @@ class CombineJob {
   CallSignature signature() const;
   bool reserve();
   bool place_rows();
-  void sum_slots();
+  PlanView view() const;
+  /// All that the sums need, or the copies of ordinary rows, before the call is entered.
+  void prepare_sums();
+  /// Of this rank's SMs, which sums and combine use side by side.
+  void share_sms();
   /// i64 [capacity, K]: made by a dispatch of this alignment, or now.
   Tensor slot_rows();
   Held copied(const void* from, std::size_t bytes, Held to);
@@ -41,7 +45,8 @@ class CombineJob {
   std::int64_t need_bytes_ = 0;
   fabric::Address at_{};       // of the rank-major rows
   fabric::Address side_at_{};  // of their weights
-  Held sums_{};                // expert-major: the rows' sums
+  Held sums_{};                // of expert-major rows, or copies of ordinary ones
+  SumSlotsParameters sum_{};   // of sums_
   Tensor slots_{};             // in use until the call is launched
   const std::byte* bias0_ = nullptr;
   const std::byte* bias1_ = nullptr;

@@ -1,13 +1,16 @@
 // Creation of a CUDA engine: the only time at which the bootstrap is used.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "core/layout.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/engine.hpp"
+#include "cuda/kernels/latency.hpp"
 #include "engine/create.hpp"
 #include "engine/growth.hpp"
+#include "fabric/segment_handle.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -35,14 +38,52 @@ std::size_t arena_bytes(const GroupConfig& config) {
   return std::max(config.memory_bytes, kPage);
 }
 
-/// Which GPU a rank uses; ranks with the same one share its SMs.
-using GpuName = decltype(cudaDeviceProp::uuid);
+/// Where a rank runs, as it tells the others: plain bytes.
+struct Place {
+  decltype(cudaDeviceProp::uuid) gpu;  ///< ranks with the same one share its SMs
+  fabric::JobKey process;              ///< drawn by each process
+  std::int64_t queues;                 ///< of a GPU, for the streams of one process
+};
 
-GpuName gpu_name(int device, int& sms) {
+/// CUDA reads it when the process first uses a GPU.
+std::int64_t queues_of_process() {
+  constexpr std::int64_t kDefault = 8;
+  const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const std::int64_t given = text == nullptr ? 0 : std::atoi(text);
+  return given > 0 ? given : kDefault;
+}
+
+Place place_of(int device, int& sms) {
+  static const fabric::JobKey process = fabric::random_key(0);
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
   sms = properties.multiProcessorCount;
-  return properties.uuid;
+  return {properties.uuid, process, queues_of_process()};
+}
+
+bool same_gpu(const Place& a, const Place& b) {
+  return std::memcmp(&a.gpu, &b.gpu, sizeof a.gpu) == 0;
+}
+
+/// Kernels of ranks that share a GPU wait for each other. Processes take turns on it; of threads,
+/// a kernel that comes behind a waiting one in a queue would never run.
+void check_threads(const std::vector<Place>& places) {
+  constexpr std::int64_t kQueues = 8;  // its own stream, the copies beside it, the caller's
+  constexpr std::int64_t kMostQueues = 32;
+  for (std::size_t a = 0; a < places.size(); ++a) {
+    std::int64_t threads = 1;
+    for (std::size_t b = a + 1; b < places.size(); ++b) {
+      if (!same_gpu(places[a], places[b]) || places[a].process != places[b].process) continue;
+      const std::int64_t needed = std::min(kQueues * ++threads, kMostQueues);
+      if (places[a].queues >= needed) continue;
+      throw Error(ErrorKind::unsupported,
+                  "Group: ranks " + std::to_string(a) + " and " + std::to_string(b) +
+                      " are threads of one process on one GPU, whose kernels may end up behind "
+                      "each other in a queue and wait for ever; give each rank a GPU or a process "
+                      "of its own, or set CUDA_DEVICE_MAX_CONNECTIONS=" +
+                      std::to_string(needed) + " before the process first uses CUDA");
+    }
+  }
 }
 
 int chosen_device(const GroupConfig& config) {
@@ -58,20 +99,24 @@ int chosen_device(const GroupConfig& config) {
   return device;
 }
 
-/// Takes part in the first step of all ranks, which may fail on one: device, kernels, its name.
+/// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
 void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
-  GpuName mine{};
-  const auto names = engine::together(bootstrap, config, "Group: GPU", [&] {
+  const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
-    mine = gpu_name(device, parts.sms);
+    const Place mine = place_of(device, parts.sms);
     check(load_throughput_kernels(), "load_throughput_kernels");
+    check(load_latency_kernels(), "load_latency_kernels");
     const auto bytes = std::as_bytes(std::span(&mine, 1));
     return std::vector<std::byte>(bytes.begin(), bytes.end());
   });
-  parts.sharing = static_cast<int>(
-      std::count_if(names.begin(), names.end(), [&](const std::vector<std::byte>& name) {
-        return name.size() == sizeof(mine) && std::memcmp(name.data(), &mine, sizeof(mine)) == 0;
-      }));
+  std::vector<Place> places(told.size());
+  for (std::size_t r = 0; r < told.size(); ++r) {
+    std::memcpy(&places[r], told[r].data(), std::min(told[r].size(), sizeof(Place)));
+  }
+  check_threads(places);
+  const Place& mine = places[static_cast<std::size_t>(bootstrap.rank())];
+  parts.sharing = static_cast<int>(std::count_if(
+      places.begin(), places.end(), [&](const Place& other) { return same_gpu(other, mine); }));
 }
 
 /// The control segment of the CPUs, by the host's fabric.
@@ -145,7 +190,7 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
   options.deadline = config.deadline;
   options.on_wait = config.on_wait;
   auto wire = fabric::make_device_memory(bootstrap, options);
-  parts.gpu = std::make_shared<GpuMemory>(std::move(wire));
+  parts.gpu = std::make_shared<GpuMemory>(std::move(wire), config.deadline);
   make_gpu_memory(bootstrap, config, parts);
   std::shared_ptr<CudaEngine> made;
   engine::together(bootstrap, config, "Group: start", [&] {

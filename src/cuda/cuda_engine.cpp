@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "core/layout.hpp"
 #include "cuda/event.hpp"
+#include "cuda/latency_engine.hpp"
 #include "engine/growth.hpp"
 #include "engine/regions.hpp"
 
@@ -39,13 +40,13 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   constexpr std::size_t kCalls = 256;           // records of calls in flight or kept by events
   constexpr std::size_t kPlanBytes = 1u << 20;  // of counts, unless four plans need more
   const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
-  failures_ = PinnedPool::make(sizeof(Failure) + sizeof(std::uint64_t), kCalls);
+  failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
   counts_ = PinnedPool::make(slot, std::clamp<std::size_t>(kPlanBytes / slot, 4, 64));
   words_.slot = PinnedPool::make(2 * kLineBytes + sizeof(Failure), 1)->take();
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
   words_.abort =
       reinterpret_cast<std::uint32_t*>(words_.slot.get() + round_up(sizeof(Failure), kLineBytes));
-  staging_ = PinnedPool::make(2 * kLineBytes, 1)->take();
+  staging_ = PinnedPool::make(kLineBytes + sizeof(PeerWords), 1)->take();
   // Of another priority: streams of one priority may share a queue of the GPU, and these copies
   // must not come behind a kernel that waits for what they bring.
   int least = 0, greatest = 0;
@@ -99,11 +100,13 @@ CudaEngine::~CudaEngine() {
   if (monitor_.joinable()) monitor_.join();
   try {
     const OnDevice here(device().index);
-    // A kernel that does not end may still write: its memory is never given back.
+    // A kernel that does not end may still write: its memory is never given back. Nor is pinned
+    // memory, which CUDA frees only when the GPU is idle.
     if (!drain(0s)) {
       new Parts(parts_);
       new GroupWords(words_);
       new std::deque<Flight>(in_flight_);
+      new std::vector<std::shared_ptr<void>>{failures_, counts_, staging_};
     }
     cudaStreamDestroy(aux_);
   } catch (...) {  // the GPU is going away
@@ -115,12 +118,14 @@ void CudaEngine::destroy() {
   constexpr auto kPolite = 500ms;  // for calls that need no more than their own time
   constexpr auto kMost = 2s;       // for kernels that were told to stop
   bool drained = false;
+  std::uint64_t ended = 0;  // unknown: missed in every call
   try {
     const OnDevice here(device().index);
     drained = !channel_.dead() && drain(kPolite);
-    if (drained) channel_.count(ended_calls());
+    ended = ended_calls();
   } catch (...) {  // the GPU has failed: leave all the same
   }
+  channel_.count(ended);  // who still needs this rank in a later call misses it
   channel_.leave();
   words_.raise_abort();
   try {
@@ -140,7 +145,8 @@ bool CudaEngine::drain(std::chrono::nanoseconds most) {
   }
   const auto start = std::chrono::steady_clock::now();
   for (const auto& record : flying) {
-    while (!is_done(record->done)) {
+    (void)record->end(*gpu().events());  // what has failed tells nothing
+    while (!record->has_ended()) {
       if (std::chrono::steady_clock::now() - start >= most) return false;
       std::this_thread::sleep_for(50us);
     }
@@ -162,19 +168,21 @@ int CudaEngine::sms_for(const char* call, int asked) const {
   return std::min(asked == 0 ? kDefault : asked, std::max(1, parts_.sms / parts_.sharing));
 }
 
-std::optional<std::vector<Held>> CudaEngine::take_registered(
-    Launch& launch, const std::vector<std::size_t>& sizes) {
+std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,
+                                                             const std::vector<std::size_t>& sizes,
+                                                             Pieces pieces) {
   constexpr int kTries = 4;  // other threads may take what was added
   for (int i = 0; i < kTries; ++i) {
     std::vector<Held> taken;
     for (const std::size_t bytes : sizes) {
-      Held held = gpu().take_registered(bytes, launch.user());
+      Held held = pieces == Pieces::idle ? gpu().take_idle(bytes, launch.user())
+                                         : gpu().take_registered(bytes, launch.user());
       if (!held) break;
       taken.push_back(std::move(held));
     }
     if (taken.size() == sizes.size()) return taken;
     taken.clear();
-    if (!grow(launch.name(), engine::Regions::total(sizes))) break;
+    if (pieces == Pieces::spare || !grow(launch.name(), engine::Regions::total(sizes))) break;
   }
   return std::nullopt;
 }
@@ -208,12 +216,13 @@ Tensor CudaEngine::empty(const Extents& shape, Dtype dtype) {
 }
 
 bool CudaEngine::is_registered(const void* pointer) const {
-  return parts_.gpu->registered().find(pointer, 1).has_value();
+  return parts_.gpu->registered().find(pointer, 1).has_value() || is_latency_memory(pointer);
 }
 
 void CudaEngine::record_stream(const void* pointer, const Stream& stream) {
   check_stream("record_stream", &stream, device());
   if (gpu().record_stream(pointer, static_cast<cudaStream_t>(stream.native()))) return;
+  if (is_latency_memory(pointer)) return;  // never goes back while the exchange lives
   refuse("record_stream", "pointer", "memory of others", "memory of a tensor of this group");
 }
 
@@ -230,23 +239,50 @@ void CudaEngine::barrier() {
 
 MemoryUse CudaEngine::memory() const {
   GpuMemory& memory = *parts_.gpu;
+  std::size_t latency_bytes = 0;
+  {
+    std::scoped_lock lock(latency_mutex_);
+    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
+  }
   return {control_bytes_, memory.registered().total_bytes() + memory.local().total_bytes(),
-          memory.registered().used_bytes() + memory.local().used_bytes(), 0};
+          memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
 }
 
 TimeUse CudaEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
 }
 
-std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& /*config*/) {
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange: the CUDA engine has throughput mode only; use the host engine for "
-              "latency mode");
+std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
+  return make_cuda_latency(shared_from_this(), config);
+}
+
+void CudaEngine::add_latency_memory(const fabric::Segment& segment) {
+  std::scoped_lock lock(latency_mutex_);
+  latency_segments_.push_back(segment);
+}
+
+bool CudaEngine::is_latency_memory(const void* pointer) const {
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(latency_mutex_);
+  return std::any_of(latency_segments_.begin(), latency_segments_.end(),
+                     [&](const fabric::Segment& segment) {
+                       return at >= segment.data && at < segment.data + segment.bytes;
+                     });
+}
+
+void CudaEngine::give_up(const char* call, const std::exception& why) {
+  channel_.fail(call, why.what());
+  words_.raise_abort();
+}
+
+void CudaEngine::stay_in(CallKind kind) {
+  std::scoped_lock lock(flight_mutex_);
+  stays_ = true;
+  channel_.enter_call({kind, 0});
 }
 
 void CudaEngine::finish(const char* call, const Event& event) {
-  constexpr auto kLong = std::chrono::hours(24);  // each wait of the call has its own deadline
-  constexpr auto kMost = 10s;                     // for kernels that were told to stop
+  constexpr auto kMost = 10s;  // for kernels that were told to stop
   const auto start = std::chrono::steady_clock::now();
   const auto count = [&] {
     const auto ns = (std::chrono::steady_clock::now() - start).count();
@@ -254,13 +290,12 @@ void CudaEngine::finish(const char* call, const Event& event) {
     wait_ns_.fetch_add(static_cast<std::uint64_t>(ns), std::memory_order_relaxed);
   };
   try {
-    event.wait(kLong, config_.on_wait);
+    event.wait(kUntilItEnds, config_.on_wait);
     count();
   } catch (const std::exception& thrown) {
     count();
     if (event.ready()) throw;
-    channel_.fail(call, thrown.what());
-    words_.raise_abort();
+    give_up(call, thrown);
     try {
       event.wait(kMost);
     } catch (const std::exception&) {  // what made us stop is the news

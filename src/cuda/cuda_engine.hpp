@@ -22,6 +22,7 @@
 #include "cuda/segment_exchange.hpp"
 #include "engine/channel.hpp"
 #include "engine/memory.hpp"
+#include "engine/row_guess.hpp"
 
 namespace ferry::cuda {
 
@@ -38,6 +39,16 @@ struct Parts {
 
 class CudaPlan;
 
+/// What the monitor reads to know whether a call still waits for a peer.
+struct PeerWords {
+  std::uint64_t last;    ///< call that has ended here
+  std::uint64_t own;     ///< first word of this rank's message in the call after it
+  std::uint64_t theirs;  ///< of the peer's
+  std::uint64_t blocks;  ///< of the peer's dispatch
+  std::uint64_t delivered[kMaxBlocks];
+  std::uint64_t done;
+};
+
 class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
  public:
   CudaEngine(const GroupConfig& config, Parts parts);
@@ -53,6 +64,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
   Received dispatch(const ConstTensorView& x, const Plan& plan,
                     const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
   Combined combine(const ConstTensorView& rows, const Plan& plan,
                    const CombineOptions& options) override;
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
@@ -75,13 +88,38 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked) const;
+  bool shares_gpu() const { return parts_.sharing > 1; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
-  /// Registered pieces for a call, all of them or none; makes room first if there is none. None:
-  /// the GPU's memory is exhausted.
+  enum class Pieces {
+    any,    ///< makes room first if there is none
+    spare,  ///< of what there is
+    idle,   ///< as any, for kernels that run already: of pieces that nobody uses any more
+  };
+  /// Registered pieces for a call, all of them or none. None: the GPU's memory is exhausted.
   std::optional<std::vector<Held>> take_registered(Launch& launch,
-                                                   const std::vector<std::size_t>& sizes);
+                                                   const std::vector<std::size_t>& sizes,
+                                                   Pieces pieces = Pieces::any);
+  /// What calls that guess their rows share; guarded by the group's turn.
+  engine::RowGuess& row_guess() { return row_guess_; }
+  /// Of dispatches that guessed; for tests and benchmarks.
+  struct Guesses {
+    std::atomic<std::uint64_t> made{0};
+    std::atomic<std::uint64_t> too_low{0};
+  };
+  Guesses& guesses() { return guesses_; }
   Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
+  /// Fails the group in the midst of a call.
+  void give_up(const char* call, const std::exception& why);
+  /// Registers a segment and offers it to the peers, who have mapped it on return. bytes 0: the
+  /// GPU's memory is exhausted.
+  fabric::Segment add_segment(const char* call, std::size_t bytes);
+  /// Latency exchanges own a segment each, until the group ends.
+  void add_latency_memory(const fabric::Segment& segment);
+  bool is_latency_memory(const void* pointer) const;
+  /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
+  /// launched.
+  void stay_in(CallKind kind);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
   /// The state of a plan of this group; refuses others.
@@ -98,7 +136,17 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void check_usable(const char* call);
   void throw_untold(const char* call);
   void forget_states(const CudaPlan& plan);
+  void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
+  [[noreturn]] void refuse_without_plan(Launch& launch, const CudaPlan& plan,
+                                        const CallSignature& call);
+  std::shared_ptr<CudaPlan> new_plan(Launch& launch, const ConstTensorView& topk_idx);
+  std::shared_ptr<CudaPlan> plan_without_memory(Launch& launch, const ConstTensorView& topk_idx);
+  std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                         PlanParameters& parameters);
+  void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
+  Error latency_mismatch(const Failure& failure) const;
+  Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
@@ -123,14 +171,16 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   GroupView view_{};
   cudaStream_t aux_ = nullptr;  // small copies beside running calls
 
-  std::timed_mutex turn_;  // of calls
-  GpuEvent last_{};        // of the last call that was not captured
+  std::timed_mutex turn_;               // of calls
+  std::shared_ptr<CallRecord> last_{};  // of the last call that was not captured
   unsigned long long last_stream_ = 0;
   GpuEvent captured_last_{};  // of the last one that was
   unsigned long long captured_stream_ = 0;
   unsigned long long capture_id_ = 0;
   bool has_graphs_ = false;  // or had
   std::uint64_t calls_ = 0;
+  engine::RowGuess row_guess_{};
+  Guesses guesses_{};
   std::size_t control_bytes_ = 0;
 
   std::mutex flight_mutex_;
@@ -139,11 +189,14 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
     std::vector<std::shared_ptr<void>> kept{};  ///< until the call has ended
   };
   std::deque<Flight> in_flight_;
+  bool stays_ = false;                               // in a call whose kernels wait for this CPU
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 
-  std::mutex wire_mutex_;                 // registering, attaching, the table, aux_
+  std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
+  mutable std::mutex latency_mutex_;
+  std::vector<fabric::Segment> latency_segments_{};
   std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
@@ -156,12 +209,16 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 /// A plan in the memory of this GPU.
 class CudaPlan final : public PlanState {
  public:
-  Held memory{};
+  /// Its stream may be gone afterwards.
+  ~CudaPlan();
+
+  Held memory{};  ///< empty: there was none, and the plan only says so
   PlanView view{};
   bool captured = false;
   std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
   std::shared_ptr<CallRecord> made{};  ///< by this call
-  std::shared_ptr<std::byte> slot{};   ///< pinned counts
+  std::shared_ptr<EventPool> events{};
+  std::shared_ptr<std::byte> slot{};  ///< pinned counts
   HostCounts* counts = nullptr;
   std::int32_t* count_words = nullptr;
 
@@ -171,8 +228,8 @@ class CudaPlan final : public PlanState {
     const std::int32_t* ids = nullptr;     ///< i32 [rows, K], local ids
     std::int32_t* source_token = nullptr;  ///< i32 [rows], inside `side`
     std::int64_t rows = 0;
-    Tensor topk_idx{};                      ///< i64 [≥ rows, K]
-    Tensor tokens{};                        ///< i32 [≥ rows]
+    Tensor topk_idx{};                      ///< i64 [≥ rows, K]; of `rows` rows: inside `side`
+    Tensor tokens{};                        ///< i32 [≥ rows]; the same
     std::shared_ptr<CallRecord> carrier{};  ///< the dispatch that brought them
   };
   Routes gpu_routes{};
@@ -181,6 +238,8 @@ class CudaPlan final : public PlanState {
   struct Slots {
     std::int64_t alignment = 1;
     Tensor rows{};                        ///< i64 [capacity, K]
+    Tensor offsets{};                     ///< i64 [local experts + 1]
+    std::uint64_t* made = nullptr;        ///< on the GPU, behind them: 1 when both are there
     std::shared_ptr<CallRecord> maker{};  ///< the dispatch
   };
   std::vector<Slots> slot_rows{};  ///< of the expert-major dispatches, one for each alignment

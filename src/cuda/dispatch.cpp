@@ -1,4 +1,4 @@
-// Dispatch: regions, the push on the GPU, routes, the fan-out to expert-major order.
+// Dispatch: regions, the push on the GPU, what the caller gets.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -10,18 +10,27 @@
 namespace ferry::cuda {
 
 DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorView& x,
-                         std::shared_ptr<CudaPlan> plan, const DispatchOptions& options)
-    : engine_(engine), launch_(launch), x_(x), plan_(std::move(plan)), options_(options) {
+                         std::shared_ptr<CudaPlan> plan, const DispatchOptions& options,
+                         std::function<void()> make_plan)
+    : engine_(engine),
+      launch_(launch),
+      x_(x),
+      row_(wire_row(x, options)),
+      plan_(std::move(plan)),
+      options_(options),
+      make_plan_(std::move(make_plan)) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
+  // Not sent, or sent in vain and the caller knows. A rank that knows better than others, or worse,
+  // is told so by the GPU, which refuses the call on all of them.
   carries_routes_ = !plan_->routes_sent.load();
-  if (options_.worst_case_rows == 0) {
-    learn_counts();
-    rank_rows_ = plan_->exchange.recv_rows();
-    out_rows_ =
-        expert_major() ? plan_->exchange.expert_offsets(options_.alignment).back() : rank_rows_;
-  } else {
+  // Of an input without room for its copy nothing is used; it must only be readable.
+  const auto* data = static_cast<const std::byte*>(x_.data);
+  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+  if (options_.worst_case_rows > 0) {
     // Every row that arrives fills at least one expert-major row, so this bounds both.
     rank_rows_ = out_rows_ = options_.worst_case_rows;
+  } else if (!guess_rows()) {
+    know_rows();
   }
   if (options_.out && options_.out->rows() < out_rows_) {
     refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
@@ -29,26 +38,14 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
   }
 }
 
-void DispatchJob::learn_counts() {
-  if (plan_->counts_known()) return;
-  if (launch_.capture().active) {
-    throw Error(ErrorKind::unsupported,
-                "dispatch: its stream is being captured into a CUDA graph, where the CPU cannot "
-                "wait for the counts of the plan; give worst_case_rows, or a plan whose counts "
-                "are known");
-  }
-  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
-}
-
-bool DispatchJob::take_regions() {
-  std::vector<std::size_t> sizes{
-      make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes,
-      make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights()).bytes};
+bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
+  granted_rows_ = rank_rows_;
+  std::vector<std::size_t> sizes{receive_layout(rank_rows_).bytes, side_layout().bytes};
   if (expert_major()) {
-    sizes.push_back(make_receive_layout(out_rows_, x_.row_bytes(), scale_columns()).bytes);
+    sizes.push_back(receive_layout(out_rows_).bytes);
   }
   need_bytes_ = static_cast<std::int64_t>(engine::Regions::total(sizes));
-  auto taken = engine_.take_registered(launch_, sizes);
+  auto taken = engine_.take_registered(launch_, sizes, pieces);
   if (!taken) return false;
   rank_ = std::move((*taken)[0]);
   side_ = std::move((*taken)[1]);
@@ -57,46 +54,74 @@ bool DispatchJob::take_regions() {
   return true;
 }
 
-CallSignature DispatchJob::signature() const {
+CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
+                                 bool carries_routes, std::uint64_t plan) {
   CallSignature call;
   call.kind = CallKind::dispatch;
-  call.dtype = static_cast<std::uint32_t>(x_.dtype);
-  call.columns = x_.columns();
-  call.scale_columns = scale_columns();
-  call.topk = static_cast<std::uint32_t>(plan_->topk);
-  call.order = static_cast<std::uint32_t>(options_.order);
-  call.routes = carries_routes_ ? 1 : 0;
-  call.weights = has_weights() ? 1 : 0;
-  call.plan = plan_->number;
+  call.dtype = static_cast<std::uint32_t>(row.dtype);
+  call.columns = row.columns;
+  call.scale_columns = row.scale_columns;
+  call.topk = static_cast<std::uint32_t>(topk);
+  call.order = static_cast<std::uint32_t>(options.order);
+  call.routes = carries_routes ? 1 : 0;
+  call.weights = options.topk_weights ? 1 : 0;
+  call.plan = plan;
   return call;
 }
 
-void DispatchJob::push(bool room) {
+CallSignature DispatchJob::signature() const {
+  return dispatch_signature(row_, plan_->topk, options_, carries_routes_, plan_->number);
+}
+
+/// True: the plan's kernel has been launched just now.
+bool DispatchJob::make_plan() {
+  if (!make_plan_) return false;
+  std::exchange(make_plan_, {})();
+  return true;
+}
+
+void DispatchJob::push(StepStatus status) {
   DispatchParameters parameters;
+  const bool behind_plan = make_plan();
   parameters.group = engine_.view();
   parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
   parameters.call = signature();
   parameters.x = input_;
-  parameters.row_bytes = static_cast<std::int64_t>(x_.row_bytes());
+  parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
+  parameters.scale_columns = row_.scale_columns;
+  parameters.quantize = row_.quantized;
+  parameters.round_scale = row_.round_scale;
+  parameters.x_dtype = x_.dtype;
   if (options_.scales) {
     parameters.scales = static_cast<const float*>(options_.scales->data);
-    parameters.scale_columns = scale_columns();
     parameters.scale_token_stride = options_.scales->strides[0];
     parameters.scale_column_stride = options_.scales->strides[1];
   }
   if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
-  parameters.status = room ? StepStatus::ok : StepStatus::no_room;
-  parameters.need_bytes = need_bytes_;
+  if (carries_routes_ && lasting()) {
+    parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
+  }
+  parameters.status = status;
+  parameters.need_bytes =
+      status == StepStatus::too_many ? std::max(rank_rows_, out_rows_) : need_bytes_;
   parameters.segment = rank_.region.address.segment;
   parameters.offset = rank_.region.address.offset;
   parameters.side_segment = side_.region.address.segment;
   parameters.side_offset = side_.region.address.offset;
   parameters.capacity = rank_rows_;
+  if (guessed_) parameters.second = &launch_.record()->pinned().second;
   if (expert_major() && options_.worst_case_rows > 0) {
     parameters.out_capacity = out_rows_;
     parameters.out_alignment = options_.alignment;
   }
+  parameters.parts = parts();
+  parameters.followed = followed_;
+  // A graph's memory is its own, so nobody has used it since the plan. Of a call that makes its
+  // plan nothing lies between the two kernels, and memory was taken before both.
+  const bool unused = behind_plan || launch_.follows_in_graph(plan_->number);
+  parameters.early = unused && parameters.out_capacity == 0;
+  parameters.glued = behind_plan && parameters.early;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   launch_.enter(parameters.call);
@@ -112,24 +137,13 @@ const std::byte* DispatchJob::input() {
   return copy;
 }
 
-void DispatchJob::make_slot_tensors() {
-  const std::int64_t local = engine_.placement().local_experts(engine_.rank());
-  result_.slot_rows = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  result_.expert_offsets = engine_.local_tensor(launch_, {local + 1}, Dtype::i64);
-  scratch_ = launch_.temporary(
-      engine_.gpu().take_local(fan_out_scratch_bytes(rank_rows_, local), launch_.user()));
-}
-
 /// All memory of the call, before it is entered. False: there is none, which every rank must learn.
-bool DispatchJob::reserve() {
-  // Of an input without room for its copy nothing is used; it must only be readable.
-  const auto* data = static_cast<const std::byte*>(x_.data);
-  input_ = data - reinterpret_cast<std::uintptr_t>(data) % 16;
+bool DispatchJob::reserve(CudaEngine::Pieces pieces) {
   try {
-    if (!take_regions()) return false;
-    input_ = input();
+    if (!take_regions(pieces)) return false;
+    if (pieces != CudaEngine::Pieces::idle) input_ = input();  // else the kernel has it
     if (carries_routes_) place_routes();
-    fills_routes_ = make_route_tensors();
+    more_routes_ = extend_routes();
     if (expert_major()) make_slot_tensors();
     return true;
   } catch (const Error& error) {
@@ -138,116 +152,14 @@ bool DispatchJob::reserve() {
   }
 }
 
-/// This dispatch brings the routes: where they will be.
-void DispatchJob::place_routes() {
-  const auto layout = make_side_layout(rank_rows_, plan_->topk, true, has_weights());
-  routes_ = {};
-  routes_.side = side_;
-  routes_.ids = reinterpret_cast<const std::int32_t*>(side_.data() + layout.topk_idx);
-  routes_.source_token = reinterpret_cast<std::int32_t*>(side_.data() + layout.source_token);
-  routes_.rows = rank_rows_;
-  routes_.carrier = launch_.record();
-}
-
-void DispatchJob::remember_routes() {
-  if (lasting()) plan_->gpu_routes = routes_;
-  if (!carries_routes_ || !lasting()) return;
-  plan_->slot_rows.clear();
-  plan_->carrier.store(routes_.carrier.get());
-  plan_->routes_sent.store(true);
-  launch_.record()->on_failure = [plan = std::weak_ptr(plan_), record = launch_.record().get()] {
-    const auto state = plan.lock();
-    if (state && state->carrier.load() == record) state->routes_sent.store(false);
-  };
-}
-
-/// The tensors of the routes, of at least this dispatch's rows; true: they are to be filled.
-bool DispatchJob::make_route_tensors() {
-  if (routes_.topk_idx && routes_.topk_idx.rows() >= rank_rows_) return false;
-  routes_.topk_idx = engine_.local_tensor(launch_, {rank_rows_, plan_->topk}, Dtype::i64);
-  if (routes_.rows == rank_rows_) {  // the tensor is the registered memory itself
-    routes_.tokens = {TensorView(routes_.source_token, Dtype::i32, {rank_rows_}, engine_.device()),
-                      routes_.side.owner};
-    return true;
-  }
-  routes_.tokens = engine_.local_tensor(launch_, {rank_rows_}, Dtype::i32);
-  const std::size_t bytes =
-      static_cast<std::size_t>(std::min(routes_.rows, rank_rows_)) * sizeof(std::int32_t);
-  if (bytes > 0) {
-    check(cudaMemcpyAsync(routes_.tokens.data(), routes_.source_token, bytes,
-                          cudaMemcpyDeviceToDevice, launch_.stream()),
-          "cudaMemcpyAsync");
-  }
-  return true;
-}
-
-void DispatchJob::bring_routes() {
-  const auto layout = make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights());
-  auto* weights = has_weights() ? reinterpret_cast<float*>(side_.data() + layout.weights) : nullptr;
-  const bool tail = options_.worst_case_rows > 0 && has_weights();
-  if (fills_routes_ || tail) {
-    RoutesParameters parameters;
-    parameters.group = engine_.view();
-    parameters.plan = plan_->view;
-    parameters.capacity = rank_rows_;
-    parameters.side_ids = routes_.ids;
-    parameters.topk_idx = routes_.topk_idx.as<std::int64_t>();
-    parameters.source_token = routes_.tokens.as<std::int32_t>();
-    parameters.weights = weights;
-    if (carries_routes_ && lasting()) {
-      parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
-    }
-    parameters.sms = sms_;
-    launch_.run(launch_routes(parameters, launch_.stream()), "launch_routes");
-  }
-  const Extents shape{rank_rows_, plan_->topk};
-  result_.topk_idx = {TensorView(routes_.topk_idx.data(), Dtype::i64, shape, engine_.device()),
-                      routes_.topk_idx.owner()};
-  result_.source_token = {
-      TensorView(routes_.tokens.data(), Dtype::i32, {rank_rows_}, engine_.device()),
-      routes_.tokens.owner()};
-  if (has_weights()) {
-    result_.topk_weights = {TensorView(weights, Dtype::f32, shape, engine_.device()), side_.owner};
-  }
-}
-
-void DispatchJob::fan_out() {
-  const auto from = make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns());
-  const auto to = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
-  FanOutParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = plan_->view;
-  parameters.ids = routes_.ids;
-  parameters.rows = rank_.data() + from.rows;
-  parameters.row_bytes = static_cast<std::int64_t>(x_.row_bytes());
-  parameters.scale_columns = scale_columns();
-  parameters.capacity = rank_rows_;
-  parameters.alignment = options_.alignment;
-  parameters.out_capacity = out_rows_;
-  parameters.out = expert_.data() + to.rows;
-  if (options_.scales) {
-    parameters.scales = reinterpret_cast<const float*>(rank_.data() + from.scales);
-    parameters.out_scales = reinterpret_cast<float*>(expert_.data() + to.scales);
-  }
-  parameters.slot_rows = result_.slot_rows.as<std::int64_t>();
-  parameters.expert_offsets = result_.expert_offsets.as<std::int64_t>();
-  parameters.scratch = reinterpret_cast<std::int32_t*>(scratch_);
-  parameters.sms = engine_.local_sms();
-  launch_.run(launch_fan_out(parameters, launch_.stream()), "launch_fan_out");
-  if (!lasting()) return;
-  auto& known = plan_->slot_rows;
-  std::erase_if(known, [&](const auto& old) { return old.alignment == options_.alignment; });
-  known.push_back({options_.alignment, result_.slot_rows, launch_.record()});
-}
-
 void DispatchJob::make_rows() {
   const Held& rows = expert_major() ? expert_ : rank_;
-  const auto layout = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
-  const Extents shape{out_rows_, x_.columns()};
-  result_.x = {TensorView(rows.data(), x_.dtype, shape, engine_.device()), rows.owner};
-  if (options_.scales) {
+  const auto layout = receive_layout(expert_major() ? out_rows_ : granted_rows_);
+  const Extents shape{out_rows_, row_.columns};
+  result_.x = {TensorView(rows.data(), row_.dtype, shape, engine_.device()), rows.owner};
+  if (row_.scale_columns > 0) {
     result_.scales = {TensorView(rows.data() + layout.scales, Dtype::f32,
-                                 {out_rows_, scale_columns()}, engine_.device()),
+                                 {out_rows_, row_.scale_columns}, engine_.device()),
                       rows.owner};
   }
   if (!options_.out) return;
@@ -257,7 +169,7 @@ void DispatchJob::make_rows() {
                           launch_.stream()),
           "cudaMemcpyAsync");
   }
-  result_.x = {TensorView(data, x_.dtype, shape, engine_.device()),
+  result_.x = {TensorView(data, row_.dtype, shape, engine_.device()),
                std::shared_ptr<void>(data, [](void*) {})};
 }
 
@@ -275,21 +187,32 @@ Received DispatchJob::run() {
     // In a graph the GPU alone knows how the run of a call ended.
     if (!plan_->captured) launch_.record()->needs.push_back(routes_.carrier);
   }
-  const bool room = reserve();
-  use_of_others();
   launch_.outlives(plan_);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
-  push(room);
+  launch_.record()->plan = plan_->made;
+  launch_.record()->plan_failure = {plan_->slot, &plan_->counts->failure};
+  if (plan_error_) fail_with_plan();
+  bool room = guessed_ && reserve_guess();
+  if (guessed_ && !room) know_rows();
+  if (plan_error_) fail_with_plan();
+  const bool countable = std::max(rank_rows_, out_rows_) <= kMaxRows;
+  if (!guessed_) room = countable && reserve(CudaEngine::Pieces::any);
+  use_of_others();
+  followed_ = room && follows();
+  push(!countable ? StepStatus::too_many : room ? StepStatus::ok : StepStatus::no_room);
+  if (guessed_) room = settle_guess();
   if (!room) {
     const Event event = launch_.finish();  // every rank learns of it
     engine_.finish(kDispatch, event);
     throw Error(ErrorKind::exhausted,
                 std::string(kDispatch) + ": no room for " + std::to_string(need_bytes_) + " bytes");
   }
+  if (followed_) follow();  // directly after the dispatch: nothing of the stream comes between
   plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
   remember_routes();
   bring_routes();
-  if (expert_major()) fan_out();
+  if (expert_major() && !followed_) fan_out();
+  if (expert_major()) remember_slots();
   make_rows();
   // The rows' own region is the result's, or only the fan-out's.
   launch_.temporary(std::move(rank_));
@@ -309,7 +232,46 @@ Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   auto state = plan_of(plan, kDispatch);
   check_dispatch(x, state->tokens, state->topk, options, device());
   Launch launch(*this, kDispatch, options.stream);
+  if (!state->memory.owner) {
+    const bool carries = !state->routes_sent.load();
+    refuse_without_plan(
+        launch, *state,
+        dispatch_signature(wire_row(x, options), state->topk, options, carries, state->number));
+  }
   return DispatchJob(*this, launch, x, std::move(state), options).run();
+}
+
+Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                       const DispatchOptions& options) {
+  check_usable(kDispatch);
+  check_routes(kDispatch, topk_idx, device());
+  const auto topk = static_cast<int>(topk_idx.shape[1]);
+  check_dispatch(x, topk_idx.shape[0], topk, options, device());
+  (void)sms_for(kDispatch, options.sms);
+  std::shared_ptr<CudaPlan> state;
+  std::uint64_t number = 0;  // of the plan
+  try {
+    Launch planning(*this, "plan", options.stream);
+    PlanParameters parameters;
+    number = calls_ + 1;
+    state = prepare_plan(planning, topk_idx, parameters);
+    Launch launch(planning, kDispatch);
+    DispatchJob job(*this, launch, x, state, options,
+                    [&] { enter_plan(planning, *state, parameters); });
+    Received received = job.run();
+    received.plan = Plan(state);
+    return received;
+  } catch (const Error& error) {
+    if (state || error.kind() != ErrorKind::exhausted || calls_ != number) throw;
+    // Without memory for the plan, which all ranks know: they are in the dispatch now.
+    Launch launch(*this, kDispatch, options.stream);
+    try {
+      tell_no_room(launch, dispatch_signature(wire_row(x, options), topk, options, true, number),
+                   0);
+    } catch (const Error&) {  // says no more
+    }
+    throw;
+  }
 }
 
 }  // namespace ferry::cuda

@@ -16,5 +16,7 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
 
 /// What MemoryUse is right after creation.
 MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks);
+/// Registered bytes of one rank's latency exchange.
+std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
 
 }  // namespace ferry::cuda

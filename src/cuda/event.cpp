@@ -12,8 +12,10 @@ namespace ferry::cuda {
 void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
           const OnWait& on_wait) {
   using Clock = std::chrono::steady_clock;
-  // The counts of a plan, and a small call, come within this time: sleeping would cost 50 µs.
+  // The counts of a plan, and a small call, come within this time.
   constexpr auto kSpin = std::chrono::microseconds(100);
+  // Who sleeps wakes up 50 µs late and more, and so late comes what is launched next.
+  constexpr auto kYield = std::chrono::milliseconds(2);
   constexpr auto kLook = std::chrono::milliseconds(40);
   const auto start = Clock::now();
   auto looked = start;
@@ -24,6 +26,10 @@ void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
     if (now - start >= deadline) {
       throw Error(ErrorKind::deadline, "event: work on the stream did not end within " +
                                            std::to_string(deadline.count() / 1000000) + " ms");
+    }
+    if (now - start < kYield) {
+      std::this_thread::yield();
+      continue;
     }
     if (on_wait && now - looked >= kLook) {
       looked = now;
@@ -85,12 +91,12 @@ CallEvent::CallEvent(std::weak_ptr<CudaEngine> engine, std::shared_ptr<CallRecor
 
 bool CallEvent::ready() {
   const OnDevice here(device_);
-  return is_done(record_->done);
+  return record_->has_ended();
 }
 
 void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const OnDevice here(device_);
-  poll([&] { return is_done(record_->done); }, deadline, on_wait);
+  poll([&] { return record_->has_ended(); }, deadline, on_wait);
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*record_);
@@ -120,8 +126,14 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
                 "give worst_case_rows");
   }
   const OnDevice here(device_);
-  poll([&] { return plan->told() || words_.failed() || is_done(plan->made->done); }, deadline,
-       on_wait);
+  constexpr std::uint32_t kLooksPerQuery = 64;  // which costs the driver's lock
+  std::uint32_t looks = 0;
+  poll(
+      [&] {
+        return plan->told() || words_.failed() ||
+               (++looks % kLooksPerQuery == 0 && plan->made->has_ended());
+      },
+      deadline, on_wait);
   if (plan->counts_known()) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*plan->made);

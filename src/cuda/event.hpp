@@ -11,6 +11,10 @@ namespace ferry::cuda {
 
 class CudaPlan;
 
+/// For waits on the CPU that the waits of a kernel bound: those name the peer, and begin when the
+/// kernel runs, whatever came before it on its stream.
+inline constexpr std::chrono::hours kUntilItEnds{24};
+
 /// Waits until `done`: a short spin, then sleeps that grow to 200 µs. Throws Error(deadline) after
 /// `deadline`, and what `on_wait` throws, which is asked at least every 40 ms.
 void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
@@ -23,7 +27,8 @@ class CallEvent final : public Event::State {
             int device);
   bool ready() override;
   void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override;
-  const GpuEvent& gpu_event() const { return record_->done; }
+  /// Every call whose event somebody has marks its end at once.
+  GpuEvent gpu_event() const { return record_->marked(); }
 
  private:
   std::weak_ptr<CudaEngine> engine_;

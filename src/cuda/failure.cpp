@@ -2,6 +2,7 @@
 #include <string>
 #include <utility>
 
+#include "core/check.hpp"
 #include "cuda/cuda_engine.hpp"
 
 namespace ferry::cuda {
@@ -17,14 +18,66 @@ const char* stage_name(Stage stage) {
     case Stage::grants: return "dispatch: grants";
     case Stage::rows: return "dispatch: rows";
     case Stage::descriptors: return "combine: rows";
+    case Stage::sums: return "combine: sums";
     case Stage::loans: return "combine: readers";
     case Stage::barrier: return "barrier";
+    case Stage::latency_open: return "LatencyExchange: buffers";
+    case Stage::latency_credit: return "latency dispatch: credit";
+    case Stage::latency_headers:
+    case Stage::latency_rows: return "latency dispatch: rows";
+    case Stage::latency_weights: return "latency combine: weights";
+    case Stage::latency_sums: return "latency combine: rows";
     case Stage::none: break;
   }
   return "exchange";
 }
 
+/// What a rank that receives too many rows has given.
+std::string most_rows(const CallRecord& record, const Failure& failure, bool own) {
+  if (failure.detail > kMaxRows && (!own || record.worst_case_rows == 0)) {
+    return "no worst_case_rows, and a rank has at most " + to_string(kMaxRows) +
+           " (topk_idx and alignment give this number)";
+  }
+  return own ? "worst_case_rows = " + to_string(record.worst_case_rows)
+             : std::string("a smaller worst_case_rows");
+}
+
+std::string size_of_what(Stage stage) {
+  return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
+}
+
+bool is_latency(Stage stage) {
+  return stage == Stage::latency_headers;
+}
+
 }  // namespace
+
+Error CudaEngine::latency_mismatch(const Failure& failure) const {
+  return Error(
+      ErrorKind::mismatch,
+      "rank " + to_string(rank()) + ": latency dispatch: rank " + to_string(failure.peer) +
+          " used another format or scale_format in this call",
+      {rank(), failure.peer, "latency dispatch", failure.written, failure.expected, failure.seen});
+}
+
+Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {
+  const std::string at = failure.reason == Reason::bad_route
+                             ? "an id that is no expert at [" + to_string(failure.detail / 64) +
+                                   ", " + to_string(failure.detail % 64) + "]"
+                             : std::string("more slots for one expert than the capacity");
+  const ErrorContext context{rank(), failure.peer, "latency dispatch", failure.written, 0, 0};
+  if (failure.peer == rank()) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": topk_idx: got " + at +
+                     "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1) +
+                     ", each at most as often as the capacity",
+                 context);
+  }
+  return Error(ErrorKind::peer_failed,
+               std::string(record.call) + ": rank " + to_string(failure.peer) + " was given " + at +
+                   "; it sent nothing",
+               context);
+}
 
 Error CudaEngine::fatal_error() {
   std::scoped_lock lock(fatal_mutex_);
@@ -59,6 +112,10 @@ Error CudaEngine::fatal_error() {
         fatal_ = error;
       }
       break;
+    case Reason::mismatch:  // of latency mode, where nothing is agreed on before rows move
+      fatal_ = latency_mismatch(failure);
+      channel_.fail(stage, fatal_->what(), ErrorKind::mismatch);
+      break;
     default:
       channel_.fail(stage, "the exchange was told to stop", ErrorKind::interrupted);
       fatal_ = channel_.dead();
@@ -73,6 +130,7 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   const char* stage = stage_name(failure.stage);
   const ErrorContext context{rank(), peer, stage, failure.written, 0, 0};
   const std::string who = "rank " + to_string(peer);
+  if (is_latency(failure.stage)) return latency_refusal(record, failure);
   switch (failure.reason) {
     case Reason::mismatch:
       return Error(
@@ -83,16 +141,13 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
     case Reason::no_room:
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " could not register " +
-                       to_string(failure.detail) +
-                       " more bytes (rows, columns and worst_case_rows give this size); nothing "
-                       "was sent",
+                       to_string(failure.detail) + " more bytes (" + size_of_what(failure.stage) +
+                       " give this size); nothing was sent",
                    context);
     case Reason::too_many:
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " would receive " + to_string(failure.detail) +
-                       " rows but gave " +
-                       (peer == rank() ? "worst_case_rows = " + to_string(record.worst_case_rows)
-                                       : std::string("a smaller worst_case_rows")) +
+                       " rows but gave " + most_rows(record, failure, peer == rank()) +
                        "; nothing was sent",
                    context);
     case Reason::bad_route: {
@@ -121,17 +176,23 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   return Error(ErrorKind::system, std::string(record.call) + ": the call failed", context);
 }
 
+void CallRecord::tell() {
+  if (!told.exchange(true, std::memory_order_acq_rel) && on_failure) on_failure();
+}
+
 void CudaEngine::check_ended(CallRecord& record) {
   if (words_.failed() && !record.ended_before(*words_.fatal)) throw fatal_error();
   const bool refused = record.refused();
-  if (refused && !record.told.exchange(true, std::memory_order_acq_rel) && record.on_failure) {
-    record.on_failure();
-  }
+  if (refused) record.tell();
   if (refused && record.failure->reason != Reason::bad_plan) {
     throw refusal(record, *record.failure);
   }
+  if (refused && record.plan_failure && record.plan_failure->reason != Reason::none) {
+    throw refusal(*record.plan, *record.plan_failure);
+  }
   for (const auto& needed : record.needs) {
     if (!needed->refused()) continue;
+    needed->tell();
     const Error error = refusal(*needed, *needed->failure);
     throw Error(error.kind(),
                 std::string(record.call) +
@@ -161,9 +222,7 @@ void CudaEngine::throw_untold(const char* call) {
     }
   }
   if (!refused) return;
-  if (!refused->told.exchange(true, std::memory_order_acq_rel) && refused->on_failure) {
-    refused->on_failure();
-  }
+  refused->tell();
   const Error error = refusal(*refused, *refused->failure);
   throw Error(error.kind(),
               std::string(call) +

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "core/layout.hpp"
@@ -10,20 +12,47 @@
 
 namespace ferry::cuda {
 
-GpuMemory::GpuMemory(std::unique_ptr<fabric::DeviceMemory> registered)
+GpuMemory::GpuMemory(std::unique_ptr<fabric::DeviceMemory> registered,
+                     std::chrono::nanoseconds deadline)
     : device_(registered->device()),
+      deadline_(deadline),
       events_(std::make_shared<EventPool>(device_)),
       wire_(std::move(registered)),
       context_(std::make_shared<fabric::DeviceContext>(device_)),
-      registered_(events_),
-      local_(events_) {
+      registered_(events_, deadline),
+      local_(events_, deadline) {
   check(cudaStreamCreateWithFlags(&own_.stream, cudaStreamNonBlocking),
         "cudaStreamCreateWithFlags");
   own_.id = id_of(own_.stream);
 }
 
 GpuMemory::~GpuMemory() {
-  if (context_->usable()) cudaStreamDestroy(own_.stream);
+  if (!context_->usable()) return;
+  try {
+    const OnDevice here(device_);
+    if (!await_rest()) keep_for_ever();
+    cudaStreamDestroy(own_.stream);
+  } catch (...) {  // the GPU is going away, and nobody uses the memory
+  }
+}
+
+bool GpuMemory::await_rest() {
+  const auto start = std::chrono::steady_clock::now();
+  while (!registered_.at_rest() || !local_.at_rest()) {
+    if (std::chrono::steady_clock::now() - start > deadline_) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+/// Unmapping memory under a kernel would take the GPU away from the whole process.
+void GpuMemory::keep_for_ever() {
+  std::fprintf(stderr,
+               "ferry: cuda:%d: work that uses tensors of a destroyed group did not end before the "
+               "deadline; %zu bytes stay until the process ends\n",
+               device_, registered_.total_bytes() + local_.total_bytes());
+  new std::unique_ptr<fabric::DeviceMemory>(std::move(wire_));
+  new std::vector<std::shared_ptr<fabric::DeviceBlock>>(std::move(blocks_));
 }
 
 Held GpuMemory::hold(StreamArena& arena, const engine::Region& region) {
@@ -33,6 +62,11 @@ Held GpuMemory::hold(StreamArena& arena, const engine::Region& region) {
 
 Held GpuMemory::take_registered(std::size_t bytes, const User& user) {
   const auto region = registered_.take(bytes, user);
+  return region ? hold(registered_, *region) : Held{};
+}
+
+Held GpuMemory::take_idle(std::size_t bytes, const User& user) {
+  const auto region = registered_.take_idle(bytes, user);
   return region ? hold(registered_, *region) : Held{};
 }
 

@@ -1,5 +1,6 @@
 // The GPU memory of one rank, shared by the engine and by every tensor that lies in it.
 #pragma once
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -25,8 +26,10 @@ struct Held {
 /// and results. Tensors keep it alive, so they stay valid after the group is destroyed.
 class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
  public:
-  /// That device must be current.
-  explicit GpuMemory(std::unique_ptr<fabric::DeviceMemory> registered);
+  /// That device must be current. `deadline` bounds what the CPU waits for.
+  GpuMemory(std::unique_ptr<fabric::DeviceMemory> registered, std::chrono::nanoseconds deadline);
+  /// Waits for work that used tensors. Of what does not end in time, the memory is never given
+  /// back, and a line on stderr says so.
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
@@ -41,8 +44,12 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
 
   /// Nothing when there is no room; the engine can make some.
   Held take_registered(std::size_t bytes, const User& user);
+  /// The same, where peers may write at once.
+  Held take_idle(std::size_t bytes, const User& user);
   /// Grows as needed. Throws Error(exhausted).
   Held take_local(std::size_t bytes, const User& user);
+  /// Gives back all but the first `bytes` of registered memory, which nobody has used yet.
+  void shrink(const Held& held, std::size_t bytes) { registered_.shrink(held.region, bytes); }
   void settle(const Held& held, const GpuEvent& event);
   /// False: the pointer is not in this memory.
   bool record_stream(const void* pointer, cudaStream_t stream);
@@ -50,8 +57,11 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
  private:
   Held hold(StreamArena& arena, const engine::Region& region);
   void grow_local(std::size_t bytes);
+  bool await_rest();
+  void keep_for_ever();
 
   int device_;
+  std::chrono::nanoseconds deadline_;
   std::shared_ptr<EventPool> events_;
   User own_{};
   std::unique_ptr<fabric::DeviceMemory> wire_;

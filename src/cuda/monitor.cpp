@@ -15,6 +15,9 @@ namespace ferry::cuda {
 
 using namespace std::chrono_literals;
 
+static_assert(offsetof(DeviceHead, call) == 0 && offsetof(CallSignature, kind) == 0,
+              "the first word of a message says which call it is");
+
 void CudaEngine::wait_aux(std::chrono::nanoseconds most) {
   poll(
       [this] {
@@ -62,72 +65,76 @@ std::uint64_t CudaEngine::ended_calls() {
 
 bool CudaEngine::awaits(int peer) {
   const DeviceControlLayout& at = parts_.layout;
-  struct Words {
-    std::uint64_t last, entered_here, entered, delivered, done;
-    CallKind kind[2];  // of this rank's last two calls, by their generation
-  } words{};
-  static_assert(sizeof(Words) <= kLineBytes && sizeof(CallKind) == 4);
   const OnDevice here(device().index);
   std::scoped_lock lock(wire_mutex_);
-  std::byte* line = staging_.get() + kLineBytes;
+  std::byte* staged = staging_.get() + kLineBytes;
   const auto read = [&](std::size_t field, std::size_t offset, std::size_t bytes) {
-    read_control(line + field, offset, bytes);
+    read_control(staged + field, offset, bytes);
   };
-  const auto flag = [](std::size_t flags, int rank) {
-    return flags + static_cast<std::size_t>(rank) * kLineBytes;
-  };
-  // In this order: what comes later may be newer.
-  read(offsetof(Words, last), at.local + offsetof(LocalWords, generation), 8);
-  read(offsetof(Words, entered_here), flag(at.entered, rank()), 8);
-  for (int parity = 0; parity < 2; ++parity) {
-    const auto slot = static_cast<std::size_t>(parity * size() + rank());
-    read(offsetof(Words, kind) + static_cast<std::size_t>(parity) * sizeof(CallKind),
-         at.mailbox + slot * at.message_bytes + offsetof(DeviceHead, call) +
-             offsetof(CallSignature, kind),
-         sizeof(CallKind));
-  }
-  read(offsetof(Words, entered), flag(at.entered, peer), 8);
-  read(offsetof(Words, delivered), flag(at.delivered, peer), 8);
-  read(offsetof(Words, done), flag(at.done, peer), 8);
+  read(offsetof(PeerWords, last), at.local + offsetof(LocalWords, generation), 8);
   wait_aux(1s);
-  std::memcpy(&words, line, sizeof(words));
+  PeerWords words;
+  std::memcpy(&words.last, staged + offsetof(PeerWords, last), sizeof(words.last));
   const std::uint64_t running = words.last + 1;
-  if (words.entered_here != running) return false;  // no call runs
-  const CallKind kind = words.kind[running % 2];
-  return words.entered < running || (kind == CallKind::dispatch && words.delivered < running) ||
-         (kind == CallKind::combine && words.done < running);
+  const auto message = [&](int source) {
+    const auto slot = static_cast<std::size_t>(running % kMailboxDepth);
+    return at.mailbox +
+           (slot * static_cast<std::size_t>(size()) + static_cast<std::size_t>(source)) *
+               at.message_bytes;
+  };
+  const auto source = static_cast<std::size_t>(peer);
+  read(offsetof(PeerWords, own), message(rank()), 8);
+  read(offsetof(PeerWords, theirs), message(peer), 8);
+  read(offsetof(PeerWords, blocks), message(peer) + 2 * offsetof(DeviceHead, blocks), 8);
+  read(offsetof(PeerWords, delivered), at.delivered + source * sizeof(words.delivered),
+       sizeof(words.delivered));
+  read(offsetof(PeerWords, done), at.done + source * kLineBytes, 8);
+  wait_aux(1s);
+  std::memcpy(&words, staged, sizeof(words));
+  // Each word of a message stands below its generation's low half.
+  const auto is_of_running = [&](std::uint64_t word) {
+    return static_cast<std::uint32_t>(word >> 32) == static_cast<std::uint32_t>(running);
+  };
+  if (!is_of_running(words.own)) return false;  // no call runs
+  if (!is_of_running(words.theirs)) return true;
+  const auto kind = static_cast<CallKind>(static_cast<std::uint32_t>(words.own));
+  if (kind == CallKind::combine) return words.done < running;
+  if (kind != CallKind::dispatch) return false;
+  const auto blocks = std::min<std::size_t>(static_cast<std::uint32_t>(words.blocks), kMaxBlocks);
+  return std::any_of(words.delivered, words.delivered + blocks,
+                     [&](std::uint64_t flag) { return flag < running; });
+}
+
+fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
+  fabric::Segment segment;
+  try {
+    // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
+    segment = gpu().wire().register_memory(bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+    return {};
+  }
+  write_table(rank(), segment.id, segment.data, segment.bytes);
+  segments_.offer(call, segment);
+  gpu().wire().seal(segment.id);
+  return segment;
 }
 
 bool CudaEngine::grow(const char* call, std::size_t bytes) {
-  fabric::Segment segment;
   // At least half of what there is, so that the number of segments stays small.
   const std::size_t wanted = engine::grown_by(gpu().registered().total_bytes());
   for (const std::size_t size : {std::max(bytes, wanted), bytes}) {
-    try {
-      std::scoped_lock lock(wire_mutex_);
-      segment = gpu().wire().register_memory(size);
-      break;
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::exhausted) throw;
-    }
+    const fabric::Segment segment = add_segment(call, size);
+    if (segment.bytes == 0) continue;
+    gpu().registered().add(segment);
+    return true;
   }
-  if (segment.bytes == 0) return false;
-  write_table(rank(), segment.id, segment.data, segment.bytes);
-  segments_.offer(call, segment);
-  {
-    std::scoped_lock lock(wire_mutex_);
-    gpu().wire().seal(segment.id);
-  }
-  gpu().registered().add(segment);
-  return true;
+  return false;
 }
 
 void CudaEngine::serve_offers() {
   while (const auto offer = segments_.next()) {
-    {
-      std::scoped_lock lock(wire_mutex_);
-      gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
-    }
+    gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
     write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
                 gpu().wire().bytes(offer->peer, offer->segment));
     segments_.taken(*offer);
@@ -140,7 +147,7 @@ void CudaEngine::look_after_peers() {
   std::vector<Flight> ended;  // dropped without the lock
   {
     std::scoped_lock lock(flight_mutex_);
-    while (!in_flight_.empty() && is_done(in_flight_.front().record->done)) {
+    while (!in_flight_.empty() && in_flight_.front().record->has_ended()) {
       const std::shared_ptr<CallRecord> record = in_flight_.front().record;
       ended.push_back(std::move(in_flight_.front()));
       in_flight_.pop_front();
@@ -151,7 +158,7 @@ void CudaEngine::look_after_peers() {
       }
     }
     flying = !in_flight_.empty();
-    if (!flying) channel_.enter_call({});
+    if (!flying && !stays_) channel_.enter_call({});
   }
   channel_.beat(flying);
   if (failed) (void)fatal_error();

@@ -1,5 +1,6 @@
 // Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -9,6 +10,14 @@
 #include "cuda/event.hpp"
 
 namespace ferry::cuda {
+
+CudaPlan::~CudaPlan() {
+  if (!made || !events) return;
+  try {
+    (void)made->end(*events);
+  } catch (...) {  // the GPU has failed
+  }
+}
 
 void CudaPlan::fill_exchange() {
   const auto ranks = static_cast<std::size_t>(view.placement.ranks);
@@ -55,11 +64,22 @@ void CudaEngine::forget_states(const CudaPlan& plan) {
   poll([&] { return is_done(done); }, config_.deadline, config_.on_wait);
 }
 
-Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
-  check_usable("plan");
-  check_stream("plan", options.stream, device());
-  check_routes("plan", topk_idx, device());
-  Launch launch(*this, "plan", options.stream);
+/// Takes part in a call for which this rank has no memory, so that every rank learns of it.
+void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes) {
+  BarrierParameters parameters;
+  parameters.group = view_;
+  parameters.call = call;
+  parameters.stage = call.kind == CallKind::plan ? Stage::counts : Stage::grants;
+  parameters.status = StepStatus::no_room;
+  parameters.need_bytes = static_cast<std::int64_t>(bytes);
+  parameters.failure = launch.record()->failure;
+  launch.enter(call);
+  launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
+  finish(launch.name(), launch.finish());
+}
+
+/// All of a plan but its memory and its call.
+std::shared_ptr<CudaPlan> CudaEngine::new_plan(Launch& launch, const ConstTensorView& topk_idx) {
   auto state = std::make_shared<CudaPlan>();
   state->engine = weak_from_this();
   state->tokens = topk_idx.shape[0];
@@ -67,6 +87,7 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->on_wait = config_.on_wait;
   state->captured = launch.capture().active;
   state->made = launch.record();
+  state->events = gpu().events();
   state->exchange.rank = rank();
   state->exchange.placement = placement_;
   state->view.tokens = state->tokens;
@@ -75,38 +96,94 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->view.layout =
       make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
   state->routes_state = round_up(state->view.layout.bytes, 16);
-  state->memory = gpu().take_local(state->routes_state + sizeof(std::uint64_t), launch.user());
-  state->view.data = state->memory.data();
-  if (state->captured) forget_states(*state);
   state->slot = counts_->take();
   state->counts = new (state->slot.get()) HostCounts();
   state->count_words =
       reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
+  state->ready =
+      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
+  return state;
+}
 
-  PlanParameters parameters;
+/// All of a plan but its call.
+std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                                   PlanParameters& parameters) {
+  auto state = new_plan(launch, topk_idx);
+  parameters.call.kind = CallKind::plan;
+  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
+  const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
+  const std::size_t scratch = plan_scratch_bytes(config_.experts);
+  try {
+    state->memory = gpu().take_local(bytes, launch.user());
+    if (scratch > 0) {
+      parameters.scratch = reinterpret_cast<std::int32_t*>(
+          launch.temporary(gpu().take_local(scratch, launch.user())));
+    }
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+    tell_no_room(launch, parameters.call, bytes + scratch);
+    throw;
+  }
+  state->view.data = state->memory.data();
+  if (state->captured) forget_states(*state);
+
   parameters.group = view_;
   parameters.topk_idx = topk_idx.data;
   parameters.wide = topk_idx.dtype == Dtype::i64;
   parameters.token_stride = topk_idx.strides[0];
   parameters.slot_stride = topk_idx.strides[1];
   parameters.plan = state->view;
-  parameters.call.kind = CallKind::plan;
-  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
   parameters.counts = state->counts;
   parameters.count_words = state->count_words;
-  if (const std::size_t scratch = plan_scratch_bytes(config_.experts); scratch > 0) {
-    parameters.scratch =
-        reinterpret_cast<std::int32_t*>(launch.temporary(gpu().take_local(scratch, launch.user())));
-  }
   launch.outlives(state);
-  state->ready =
-      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
-  state->number = launch.enter(parameters.call);
+  return state;
+}
+
+/// What all ranks have learnt of the plan's call, which this one had no memory for. On a stream the
+/// others learn it later, and make a dispatch meanwhile: this rank must take part in it.
+std::shared_ptr<CudaPlan> CudaEngine::plan_without_memory(Launch& launch,
+                                                          const ConstTensorView& topk_idx) {
+  auto state = new_plan(launch, topk_idx);
+  state->number = calls_;
+  state->counts->failure = *launch.record()->failure;
+  std::atomic_ref(state->counts->done).store(1, std::memory_order_release);
+  return state;
+}
+
+/// Takes part in a dispatch whose plan this rank has no memory for.
+void CudaEngine::refuse_without_plan(Launch& launch, const CudaPlan& plan,
+                                     const CallSignature& call) {
+  launch.record()->plan = plan.made;
+  launch.record()->plan_failure = {plan.slot, &plan.counts->failure};
+  tell_no_room(launch, call, 0);
+  throw refusal(*plan.made, plan.counts->failure);
+}
+
+void CudaEngine::enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters) {
+  plan.number = launch.enter(parameters.call);
   launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
-  const bool blocking = launch.blocking();
-  launch.keep(state->slot);
+  launch.keep(plan.slot);
+  launch.tells_end(&plan.counts->done);
   launch.finish();
-  if (blocking) finish("plan", state->ready);
+}
+
+Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  check_usable("plan");
+  check_stream("plan", options.stream, device());
+  check_routes("plan", topk_idx, device());
+  Launch launch(*this, "plan", options.stream);
+  PlanParameters parameters;
+  std::shared_ptr<CudaPlan> state;
+  const std::uint64_t number = calls_ + 1;
+  try {
+    state = prepare_plan(launch, topk_idx, parameters);
+  } catch (const Error&) {
+    const bool known = calls_ == number && launch.record()->refused();
+    if (!known || launch.blocking() || launch.capture().active) throw;
+    return Plan(plan_without_memory(launch, topk_idx));
+  }
+  enter_plan(launch, *state, parameters);
+  if (launch.blocking()) finish("plan", state->ready);
   return Plan(state);
 }
 

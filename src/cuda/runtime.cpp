@@ -117,7 +117,6 @@ GpuEvent EventPool::take() {
 
 GpuEvent EventPool::record(cudaStream_t stream) noexcept {
   try {
-    const OnDevice here(device_);  // whose default stream is meant
     GpuEvent event = take();
     if (cudaEventRecord(event.get(), stream) == cudaSuccess) return event;
     (void)cudaGetLastError();

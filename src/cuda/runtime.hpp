@@ -57,7 +57,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
   GpuEvent take();
-  /// Takes one and records it. Never throws: null when that is not possible.
+  /// Takes one and records it, on the current device. Never throws: null when that is not possible.
   GpuEvent record(cudaStream_t stream) noexcept;
 
  private:

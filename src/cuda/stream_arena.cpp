@@ -6,7 +6,16 @@
 #include <thread>
 #include <utility>
 
+#include "core/layout.hpp"
+
 namespace ferry::cuda {
+namespace {
+
+bool overlap(const engine::Region& region, const std::byte* begin, const std::byte* end) {
+  return begin < region.data + region.bytes && region.data < end;
+}
+
+}  // namespace
 
 void StreamArena::forget_done() {
   while (!pending_.empty() && is_done(pending_.front().event)) pending_.pop_front();
@@ -33,21 +42,34 @@ void StreamArena::release(const engine::Region& region, const std::set<cudaStrea
   arena_.release(region);
 }
 
-bool StreamArena::wait_for(const engine::Region& region, const User& user) {
-  constexpr auto kMost = std::chrono::seconds(60);
-  const auto start = std::chrono::steady_clock::now();
-  const std::byte* begin = region.data;
-  const std::byte* end = region.data + region.bytes;
+/// Lets the user's stream wait for the earlier users of a piece. A graph cannot wait for what
+/// happened outside of it: for a capture, the events that the CPU has to wait for.
+std::vector<GpuEvent> StreamArena::follow(const engine::Region& region, const User& user) const {
+  std::vector<GpuEvent> awaited;
   for (const Pending& earlier : pending_) {
-    if (earlier.end <= begin || end <= earlier.begin) continue;
-    if (!user.captured) {
-      if (earlier.stream == user.id) continue;
+    if (!overlap(region, earlier.begin, earlier.end)) continue;
+    if (user.captured) {
+      awaited.push_back(earlier.event);
+    } else if (earlier.stream != user.id) {
       check(cudaStreamWaitEvent(user.stream, earlier.event.get(), 0), "cudaStreamWaitEvent");
-      continue;
     }
-    // A graph cannot wait for what happened outside of it.
-    while (!is_done(earlier.event)) {
-      if (std::chrono::steady_clock::now() - start > kMost) return false;
+  }
+  return awaited;
+}
+
+/// Without the lock: `on_wait` may drop tensors.
+bool StreamArena::await(const std::vector<GpuEvent>& events, const OnWait* on_wait) const {
+  constexpr auto kLook = std::chrono::milliseconds(40);
+  const auto start = std::chrono::steady_clock::now();
+  auto looked = start;
+  for (const GpuEvent& event : events) {
+    while (!is_done(event)) {
+      const auto now = std::chrono::steady_clock::now();
+      if (now - start > deadline_) return false;
+      if (on_wait != nullptr && *on_wait && now - looked > kLook) {
+        looked = now;
+        (*on_wait)();
+      }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
@@ -55,33 +77,81 @@ bool StreamArena::wait_for(const engine::Region& region, const User& user) {
 }
 
 std::optional<engine::Region> StreamArena::take(std::size_t bytes, const User& user) {
-  std::scoped_lock lock(mutex_);
-  forget_done();
-  if (!deferred_.empty()) retry_deferred();
-  const auto region = arena_.allocate(bytes);
-  if (!region) return std::nullopt;
-  if (!wait_for(*region, user)) {
+  std::optional<engine::Region> region;
+  const auto put_back = [&] {
+    std::scoped_lock lock(mutex_);
+    live_.erase(region->data);
     arena_.release(*region);
-    return std::nullopt;
+  };
+  std::vector<GpuEvent> awaited;
+  {
+    std::scoped_lock lock(mutex_);
+    forget_done();
+    if (!deferred_.empty()) retry_deferred();
+    region = arena_.allocate(bytes);
+    if (!region) return std::nullopt;
+    hand_out(*region, user);
+    awaited = follow(*region, user);
   }
-  live_[region->data] = {region->bytes, user, {}, nullptr};
+  try {
+    if (await(awaited, user.on_wait)) return region;
+  } catch (...) {
+    put_back();
+    throw;
+  }
+  put_back();
+  return std::nullopt;
+}
+
+void StreamArena::hand_out(const engine::Region& region, const User& user) {
+  live_[region.data] = {region.bytes, {user.stream, user.id, user.captured}, {}, nullptr};
+}
+
+bool StreamArena::is_idle(const engine::Region& region) const {
+  return std::none_of(pending_.begin(), pending_.end(), [&](const Pending& earlier) {
+    return overlap(region, earlier.begin, earlier.end) && !is_done(earlier.event);
+  });
+}
+
+std::optional<engine::Region> StreamArena::take_idle(std::size_t bytes, const User& user) {
+  std::scoped_lock lock(mutex_);
+  std::vector<engine::Region> busy;
+  auto region = arena_.allocate(bytes);
+  for (; region && !is_idle(*region); region = arena_.allocate(bytes)) busy.push_back(*region);
+  for (const engine::Region& other : busy) arena_.release(other);
+  if (region) hand_out(*region, user);
   return region;
 }
 
-void StreamArena::give_back(const engine::Region& region) noexcept {
+void StreamArena::shrink(const engine::Region& region, std::size_t bytes) {
+  const std::size_t kept = round_up(std::max<std::size_t>(bytes, 1), engine::kRegionAlignment);
   std::scoped_lock lock(mutex_);
   const auto at = live_.find(region.data);
+  if (at == live_.end() || kept >= at->second.bytes) return;
+  const std::size_t rest = std::exchange(at->second.bytes, kept) - kept;
+  arena_.release(
+      {{region.address.segment, region.address.offset + kept}, region.data + kept, rest});
+}
+
+bool StreamArena::at_rest() {
+  std::scoped_lock lock(mutex_);
+  if (!deferred_.empty()) retry_deferred();
+  std::erase_if(pending_, [](const Pending& earlier) { return is_done(earlier.event); });
+  return pending_.empty() && deferred_.empty();
+}
+
+void StreamArena::give_back(const engine::Region& taken) noexcept {
+  std::scoped_lock lock(mutex_);
+  const auto at = live_.find(taken.data);
   if (at == live_.end()) return;
   const Live live = std::move(at->second);
   live_.erase(at);
-  // A graph has ended with the last of its pieces' owners, and may do so where no CUDA call is
-  // allowed.
-  if (live.user.captured) {
-    arena_.release(region);
-    return;
-  }
+  engine::Region region = taken;
+  region.bytes = live.bytes;  // less than was taken, after shrink
   std::set<cudaStream_t> streams = live.others;
-  if (live.settled) {
+  if (live.user.captured) {
+    // The graph has ended with the last of its pieces' owners, and its stream may be gone.
+  } else if (live.settled) {
     pending_.push_back({region.data, region.data + region.bytes, live.user.id, live.settled});
   } else {
     streams.insert(live.user.stream);
@@ -106,7 +176,8 @@ bool StreamArena::record_stream(const void* pointer, cudaStream_t stream) {
   if (piece == live_.begin()) return false;
   piece = std::prev(piece);
   if (at >= piece->first + piece->second.bytes) return false;
-  if (piece->second.user.stream != stream) piece->second.others.insert(stream);
+  Live& live = piece->second;
+  if (live.user.captured || live.user.stream != stream) live.others.insert(stream);
   return true;
 }
 

@@ -17,10 +17,10 @@ constexpr const char* kStage = "dispatch: grants";
 
 std::vector<std::size_t> DispatchJob::region_sizes() const {
   std::vector<std::size_t> sizes{
-      make_receive_layout(rank_rows_, x_.row_bytes(), scale_columns()).bytes,
+      receive_layout(rank_rows_).bytes,
       make_side_layout(rank_rows_, plan_->topk, carries_routes_, has_weights()).bytes};
   if (expert_major()) {
-    sizes.push_back(make_receive_layout(out_rows_, x_.row_bytes(), scale_columns()).bytes);
+    sizes.push_back(receive_layout(out_rows_).bytes);
   }
   return sizes;
 }
@@ -47,20 +47,20 @@ bool DispatchJob::allocate_side() {
 }
 
 void DispatchJob::make_tensors() {
-  const std::int64_t columns = x_.columns();
+  const std::int64_t columns = row_.columns;
   const Region& rows = expert_major() ? expert_region_ : rank_region_;
-  const auto layout = make_receive_layout(out_rows_, x_.row_bytes(), scale_columns());
+  const auto layout = receive_layout(out_rows_);
   const std::shared_ptr<void> owner = regions_.keep(rows);
-  landed_ = {TensorView(rows.data, x_.dtype, {out_rows_, columns}), owner};
+  landed_ = {TensorView(rows.data, row_.dtype, {out_rows_, columns}), owner};
   result_.x = landed_;
   if (options_.out) {
     void* data = options_.out->data;
-    result_.x = {TensorView(data, x_.dtype, {out_rows_, columns}),
+    result_.x = {TensorView(data, row_.dtype, {out_rows_, columns}),
                  std::shared_ptr<void>(data, [](void*) {})};
   }
-  if (options_.scales) {
+  if (row_.scale_columns > 0) {
     result_.scales = {
-        TensorView(rows.data + layout.scales, Dtype::f32, {out_rows_, scale_columns()}), owner};
+        TensorView(rows.data + layout.scales, Dtype::f32, {out_rows_, row_.scale_columns}), owner};
   }
   const Extents routes{rank_rows_, plan_->topk};
   result_.topk_idx = heap_tensor(routes, Dtype::i64);
@@ -76,9 +76,9 @@ void DispatchJob::make_tensors() {
 StepMessage DispatchJob::grant() const {
   StepMessage head;
   head.call.kind = CallKind::dispatch;
-  head.call.dtype = static_cast<std::uint32_t>(x_.dtype);
-  head.call.columns = x_.columns();
-  head.call.scale_columns = scale_columns();
+  head.call.dtype = static_cast<std::uint32_t>(row_.dtype);
+  head.call.columns = row_.columns;
+  head.call.scale_columns = row_.scale_columns;
   head.call.topk = static_cast<std::uint32_t>(plan_->topk);
   head.call.order = static_cast<std::uint32_t>(options_.order);
   head.call.routes = carries_routes_ ? 1 : 0;
@@ -140,7 +140,7 @@ void DispatchJob::check_grants() {
                              " rows, expected at least " +
                              std::to_string(plan().recv_rows_of(peer)));
     }
-    const auto rows = make_receive_layout(theirs.rows, x_.row_bytes(), scale_columns());
+    const auto rows = receive_layout(theirs.rows);
     const auto side = make_side_layout(theirs.rows, plan_->topk, carries_routes_, has_weights());
     channel().checked(kStage, peer, {theirs.segment, theirs.offset}, rows.bytes);
     channel().checked(kStage, peer, {theirs.side_segment, theirs.side_offset}, side.bytes);

@@ -63,10 +63,10 @@ void DispatchJob::fan_out() {
   std::copy(slot_rows.begin(), slot_rows.end(), result_.slot_rows.as<std::int64_t>());
   std::copy(offsets.begin(), offsets.end(), result_.expert_offsets.as<std::int64_t>());
 
-  const std::size_t row_bytes = x_.row_bytes();
-  const std::size_t scale_bytes = static_cast<std::size_t>(scale_columns()) * sizeof(float);
-  const auto from = make_receive_layout(rank_rows_, row_bytes, scale_columns());
-  const auto to = make_receive_layout(out_rows_, row_bytes, scale_columns());
+  const std::size_t row_bytes = row_.bytes();
+  const std::size_t scale_bytes = static_cast<std::size_t>(row_.scale_columns) * sizeof(float);
+  const auto from = receive_layout(rank_rows_);
+  const auto to = receive_layout(out_rows_);
   const std::byte* rows = rank_region_.data + from.rows;
   const std::byte* scales = rank_region_.data + from.scales;
   std::byte* out_rows = expert_region_.data + to.rows;

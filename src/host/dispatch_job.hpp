@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/wire_row.hpp"
 #include "engine/regions.hpp"
 #include "host/engine.hpp"
 
@@ -22,6 +23,7 @@ class DispatchJob {
       : engine_(engine),
         plan_(std::move(plan)),
         x_(x),
+        row_(wire_row(x, options)),
         options_(options),
         regions_(engine.shared_memory()) {
     options_.stream = nullptr;
@@ -57,7 +59,9 @@ class DispatchJob {
  private:
   bool expert_major() const { return options_.order == RowOrder::expert_major; }
   bool has_weights() const { return options_.topk_weights.has_value(); }
-  std::int64_t scale_columns() const { return options_.scales ? options_.scales->shape[1] : 0; }
+  ReceiveLayout receive_layout(std::int64_t rows) const {
+    return make_receive_layout(rows, row_.bytes(), row_.scale_columns);
+  }
   Channel& channel() { return engine_.channel(); }
   const ExchangePlan& plan() const { return plan_->exchange; }
 
@@ -75,6 +79,8 @@ class DispatchJob {
   void check_grants();
   void push();
   void push_rows();
+  const std::byte* encode(std::int64_t token, std::byte* codes);
+  ConstTensorView scales() const;
   void push_side(int peer, const StepMessage& theirs);
   void write(int peer, fabric::Address to, const void* from, std::size_t bytes);
   void finish_side();
@@ -84,6 +90,7 @@ class DispatchJob {
   HostEngine& engine_;
   std::shared_ptr<PlanState> plan_;
   ConstTensorView x_;
+  WireRow row_;
   DispatchOptions options_;
   Regions regions_;
   Received result_{};
@@ -95,6 +102,7 @@ class DispatchJob {
   Region rank_region_{};
   Region side_region_{};
   Region expert_region_{};
+  std::vector<float> made_scales_{};        // [T, C] of quantised rows
   std::vector<std::uint64_t> put_bytes_{};  // outside the domain, for each peer
 };
 

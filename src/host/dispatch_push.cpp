@@ -34,16 +34,40 @@ void DispatchJob::push() {
   }
 }
 
+/// A token's row as it crosses, in `codes` if it has to be made; its scales are made, too.
+const std::byte* DispatchJob::encode(std::int64_t token, std::byte* codes) {
+  const auto t = static_cast<std::size_t>(token);
+  const std::byte* row = static_cast<const std::byte*>(x_.data) + t * x_.row_bytes();
+  if (!row_.quantized) return row;
+  QuantizeRow quantize;
+  quantize.row = row;
+  quantize.dtype = x_.dtype;
+  quantize.columns = row_.columns;
+  quantize.round_scale = row_.round_scale;
+  quantize.codes = codes;
+  quantize.scales = made_scales_.data() + t * static_cast<std::size_t>(row_.scale_columns);
+  kernels().quantize_row(quantize);
+  return codes;
+}
+
+ConstTensorView DispatchJob::scales() const {
+  if (!row_.quantized) return *options_.scales;
+  return {made_scales_.data(), Dtype::f32, {plan_->tokens, row_.scale_columns}};
+}
+
 void DispatchJob::push_rows() {
-  const std::size_t row_bytes = x_.row_bytes();
-  const auto* from = static_cast<const std::byte*>(x_.data);
+  const std::size_t row_bytes = row_.bytes();
+  std::vector<std::byte> codes(row_.quantized ? row_bytes : 0);
+  if (row_.quantized) {
+    made_scales_.resize(static_cast<std::size_t>(plan_->tokens * row_.scale_columns));
+  }
   const auto ranks = static_cast<std::size_t>(engine_.size());
   std::vector<fabric::Address> target(ranks);
   std::vector<std::byte*> base(ranks);
   for (int peer = 0; peer < engine_.size(); ++peer) {
     const StepMessage theirs = channel().head(peer);
     const auto d = static_cast<std::size_t>(peer);
-    const auto layout = make_receive_layout(theirs.rows, row_bytes, scale_columns());
+    const auto layout = receive_layout(theirs.rows);
     const std::uint64_t first = static_cast<std::uint64_t>(plan().peer_row[d]) * row_bytes;
     target[d] = {theirs.segment, theirs.offset + layout.rows + first};
     base[d] = channel().pointer(peer, target[d]);
@@ -51,7 +75,7 @@ void DispatchJob::push_rows() {
   const Kernels& run = kernels();
   const bool stream = plan().lanes.size() * row_bytes > kStreamBytes;
   for (std::int64_t token = 0; token < plan_->tokens; ++token) {
-    const std::byte* row = from + static_cast<std::size_t>(token) * row_bytes;
+    const std::byte* row = encode(token, codes.data());
     const auto t = static_cast<std::size_t>(token);
     for (std::int64_t l = plan().lane_offset[t]; l < plan().lane_offset[t + 1]; ++l) {
       const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
@@ -101,9 +125,9 @@ void DispatchJob::push_side(int peer, const StepMessage& theirs) {
     }
     send(theirs.side_segment, theirs.side_offset + side.weights + first * topk * 4, weights);
   }
-  if (options_.scales) {
-    const ConstTensorView& scales = *options_.scales;
-    const auto columns = static_cast<std::size_t>(scale_columns());
+  if (row_.scale_columns > 0) {
+    const ConstTensorView scales = this->scales();
+    const auto columns = static_cast<std::size_t>(row_.scale_columns);
     std::vector<float> packed(rows * columns);
     const auto* own = static_cast<const float*>(scales.data);
     for (std::size_t i = 0; i < rows; ++i) {
@@ -112,7 +136,7 @@ void DispatchJob::push_side(int peer, const StepMessage& theirs) {
             own[tokens[i] * scales.strides[0] + static_cast<std::int64_t>(c) * scales.strides[1]];
       }
     }
-    const auto layout = make_receive_layout(theirs.rows, x_.row_bytes(), scale_columns());
+    const auto layout = receive_layout(theirs.rows);
     send(theirs.segment, theirs.offset + layout.scales + first * columns * 4, packed);
   }
 }

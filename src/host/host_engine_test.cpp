@@ -46,6 +46,17 @@ TEST(HostEngine, LatencyAfterUnevenGrowthSim) {
   latency_after_uneven_growth(FabricKind::sim);
 }
 
+TEST(HostEngine, DispatchMakesItsPlan) {
+  with_groups(3, small(), [](Group& group) {
+    const Batch batch(group.rank(), 7, 64, (group.rank() + 1) % 8);
+    const Received got = group.dispatch(batch.x(), batch.ids());
+    ASSERT_TRUE(got.plan);
+    EXPECT_EQ(got.plan.recv_rows(), got.x.rows());
+    EXPECT_FALSE(group.dispatch(batch.x(), got.plan).plan);
+    EXPECT_TRUE(same_rows(group.combine(got.x, got.plan).x, batch, 1)) << "rank " << group.rank();
+  });
+}
+
 TEST(HostEngine, GrowthAddsAtLeastHalf) {
   with_groups(2, small(), [](Group& group) {
     std::vector<Received> held;

@@ -127,6 +127,23 @@ TEST_P(Boundaries, QuantisedRowsOfEveryKindOfLength) {
   run_cases(3, cases);
 }
 
+TEST_P(Boundaries, DispatchQuantisesRowsOfEveryKindOfLength) {
+  std::vector<Case> cases;
+  for (std::int64_t hidden : {16, 112, 128, 144, 256, 496, 512, 528, 640, 1040, 4224}) {
+    for (Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+      Case c = throughput(hidden, 3, dtype, 6);
+      c.wire = hidden % 32 == 0 ? WireKind::scale_f32 : WireKind::scale_pow2;
+      c.special_values = dtype != Dtype::bf16;
+      cases.push_back(c);
+      c.order = RowOrder::expert_major;
+      c.alignment = 5;
+      c.own_output = true;
+      cases.push_back(c);
+    }
+  }
+  run_cases(3, cases);
+}
+
 TEST_P(Boundaries, SixteenRanks) {
   std::vector<Case> cases;
   for (ExpertKind experts : {ExpertKind::few, ExpertKind::odd, ExpertKind::many}) {

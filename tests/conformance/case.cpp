@@ -33,6 +33,7 @@ enum Throughput {
   kBias,
   kSize,
   kMemory,
+  kQuantize,
   kSms  // of Mode::device alone
 };
 enum Latency { kFloat = kSpecial + 1, kWire, kHook, kAlive };
@@ -52,6 +53,10 @@ const char* pick(const std::array<const char*, N>& names, Kind kind) {
 template <class T>
 T at(int choice) {
   return static_cast<T>(choice);
+}
+
+bool is_sum_dtype(Dtype dtype) {
+  return dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16;
 }
 
 }  // namespace
@@ -93,7 +98,7 @@ std::string to_string(const Case& c) {
         << " alignment=" << c.alignment << " combine=" << ferry::name_of(c.combine_dtype)
         << " rows=" << pick(kRowsNames, c.rows) << " weights=" << pick(kWeightNames, c.weights)
         << " biases=" << c.biases << " size=" << pick(kSizeNames, c.size)
-        << " small_memory=" << c.small_memory;
+        << " small_memory=" << c.small_memory << " wire=" << pick(kWireNames, c.wire);
     if (c.sms > 0) out << " sms=" << c.sms;
   } else {
     out << " wire=" << pick(kWireNames, c.wire) << " hook=" << pick(kHookNames, c.hook)
@@ -111,7 +116,8 @@ const std::vector<Axis>& axes(Mode mode) {
                                                            {"weights", 3},
                                                            {"biases", 3},
                                                            {"size", 3},
-                                                           {"small memory", 2}});
+                                                           {"small memory", 2},
+                                                           {"quantize", 3}});
   static const std::vector<Axis> latency =
       with_common({{"dtype", 3}, {"wire", 4}, {"hook", 4}, {"two alive", 2}});
   static const std::vector<Axis> device = [] {
@@ -129,9 +135,13 @@ const std::vector<Axis>& axes(Mode mode) {
 
 bool excluded(Mode mode, int axis_a, int a, int axis_b, int b) {
   if (axis_a > axis_b) return excluded(mode, axis_b, b, axis_a, a);
+  if (mode == Mode::latency) return false;
   // Weights are applied to expert-major rows only.
-  return mode != Mode::latency && axis_a == kLayout && a == 0 && axis_b == kWeights &&
-         b == static_cast<int>(WeightKind::applied);
+  if (axis_a == kLayout && axis_b == kWeights) {
+    return a == 0 && b == static_cast<int>(WeightKind::applied);
+  }
+  return axis_a == kDtype && axis_b == kQuantize && !is_sum_dtype(kDtypes[at<std::size_t>(a)]) &&
+         b > 0;
 }
 
 Case make_case(Mode mode, const std::vector<int>& choice) {
@@ -174,6 +184,7 @@ Case make_case(Mode mode, const std::vector<int>& choice) {
   c.biases = get(kBias);
   c.size = at<SizeKind>(get(kSize));
   c.small_memory = get(kMemory) != 0;
+  c.wire = at<WireKind>(get(kQuantize));
   return c;
 }
 

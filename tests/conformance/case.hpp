@@ -56,6 +56,7 @@ struct Case {
   bool stream = false;
   bool own_output = false;  ///< `out` is given
   bool special_values = false;
+  WireKind wire = WireKind::as_is;  ///< throughput mode has no packed scales
 
   // Throughput mode.
   RowOrder order = RowOrder::rank_major;
@@ -69,7 +70,6 @@ struct Case {
   int sms = 0;                ///< at most those of the GPU
 
   // Latency mode.
-  WireKind wire = WireKind::as_is;
   HookKind hook = HookKind::none;
   bool two_alive = false;  ///< a second dispatch before the first result is dropped
 

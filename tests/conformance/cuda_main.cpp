@@ -29,9 +29,11 @@ struct Part {
   bool needs_gpu = false;
 };
 constexpr Part kParts[] = {
-    {"matrix", run_matrix}, {"repeat", run_repeated},   {"interleaved", run_interleaved},
-    {"groups", run_groups}, {"graph", run_graph, true}, {"deadline", run_deadline},
-    {"kill", run_kill},     {"leaks", run_leaks},       {"large", run_large, true},
+    {"matrix", run_matrix},     {"latency", run_latency_cases},
+    {"repeat", run_repeated},   {"interleaved", run_interleaved},
+    {"groups", run_groups},     {"graph", run_graph, true},
+    {"deadline", run_deadline}, {"kill", run_kill},
+    {"leaks", run_leaks},       {"large", run_large, true},
 };
 
 std::vector<std::string> split(const std::string& text) {

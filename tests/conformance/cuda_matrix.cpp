@@ -137,6 +137,7 @@ Case vary(const Rank& rank, std::uint64_t seed, int i) {
   if (c.order == RowOrder::expert_major && random.one_in(3)) c.weights = WeightKind::applied;
   c.combine_dtype = random.one_in(2) ? Dtype::bf16 : Dtype::f32;
   c.dtype = random.one_in(3) ? Dtype::e4m3 : Dtype::bf16;
+  if (c.dtype == Dtype::bf16 && random.one_in(3)) c.wire = static_cast<WireKind>(random.below(3));
   c.special_values = random.one_in(4);
   c.biases = static_cast<int>(random.below(3));
   c.stream = random.one_in(2);

@@ -29,6 +29,7 @@ struct CudaOptions {
 };
 
 bool run_matrix(const CudaOptions& options);
+bool run_latency_cases(const CudaOptions& options);
 bool run_repeated(const CudaOptions& options);
 bool run_interleaved(const CudaOptions& options);
 bool run_groups(const CudaOptions& options);

@@ -1,6 +1,7 @@
 #include "reference.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -283,6 +284,25 @@ WireRow expect_wire_row(const World& world, const ExpectedLatency::Row& from, Wi
     } else {
       if (count % 4 == 0) result.scales.push_back(0);
       result.scales.back() |= (bits >> 23) << (8 * (count % 4));
+    }
+  }
+  return result;
+}
+
+World quantized(const World& world, ScaleFormat scale_format) {
+  World result = world;
+  result.dtype = Dtype::e4m3;
+  result.scale_columns = (world.hidden + 127) / 128;
+  for (int rank = 0; rank < world.ranks; ++rank) {
+    RankInput& input = result.inputs[index(rank)];
+    input.x.clear();
+    input.scales.clear();
+    for (std::int64_t t = 0; t < input.tokens; ++t) {
+      const WireRow row = expect_wire_row(world, {rank, t, 0}, WireFormat::e4m3, scale_format);
+      input.x.insert(input.x.end(), row.x.begin(), row.x.end());
+      for (const std::uint32_t bits : row.scales) {
+        input.scales.push_back(std::bit_cast<float>(bits));
+      }
     }
   }
   return result;

@@ -68,6 +68,10 @@ struct ExpectedDispatch {
 ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,
                                  std::int64_t alignment);
 
+/// The world whose tokens are what those of `world` become when they are quantised: e4m3 with
+/// scales.
+World quantized(const World& world, ScaleFormat scale_format);
+
 /// Writes row `row` of what rank `rank` gives to combine.
 using RowOf = std::function<void(int rank, std::int64_t row, std::byte* out)>;
 /// The weight that rank `rank` gives to combine for slot `slot` of its received row `row`.

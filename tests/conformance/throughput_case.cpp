@@ -58,22 +58,24 @@ class ThroughputCase {
   void run() {
     World world = make_world(c_);
     make_plan(world);
-    expected_ = expect_dispatch(world, me(), c_.order, c_.alignment);
+    World arrives = arriving(world);
+    expected_ = expect_dispatch(arrives, me(), c_.order, c_.alignment);
     const bool cached = (c_.seed >> 8) % 2 == 0;
     // Rows that exist before the dispatch: everything is enqueued at once.
     const bool pipelined = stream_ != nullptr && c_.rows == RowsKind::ordinary && !cached;
     {
       Received received = dispatch(world);
-      if (!pipelined) check(received, world);
+      if (!pipelined) check(received, arrives);
       if (cached) {
         poison_all(received);
         received = Received{};
         world = make_world(c_, 1);
-        expected_ = expect_dispatch(world, me(), c_.order, c_.alignment);
+        arrives = arriving(world);
+        expected_ = expect_dispatch(arrives, me(), c_.order, c_.alignment);
         received = dispatch(world);
-        check(received, world);
+        check(received, arrives);
       }
-      combine(world, received, pipelined);
+      combine(arrives, received, pipelined);
       poison_all(received);
     }
     check_plan();
@@ -86,6 +88,14 @@ class ThroughputCase {
   ConstTensorView put(const ConstTensorView& tensor) {
     inputs_.push_back(to_device(tensor, where()));
     return inputs_.back();
+  }
+  bool quantizes() const { return c_.wire != WireKind::as_is; }
+  ScaleFormat scale_format() const {
+    return c_.wire == WireKind::scale_pow2 ? ScaleFormat::f32_pow2 : ScaleFormat::f32;
+  }
+  /// What arrives of a world.
+  World arriving(const World& world) const {
+    return quantizes() ? quantized(world, scale_format()) : world;
   }
   const RankInput& own(const World& world) const {
     return world.inputs[static_cast<std::size_t>(me())];
@@ -149,12 +159,14 @@ class ThroughputCase {
       }
       options.scales = put(scales);
     }
+    if (quantizes()) options.format = WireFormat::e4m3;
+    options.scale_format = scale_format();
     options.order = c_.order;
     options.alignment = c_.alignment;
     if (c_.size != SizeKind::exact) options.worst_case_rows = output_rows();
     if (c_.own_output) {
-      out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden, c_.dtype,
-                   where());
+      out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden,
+                   quantizes() ? Dtype::e4m3 : c_.dtype, where());
       options.out = out_->view;
     }
     options.stream = stream_;
@@ -169,7 +181,7 @@ class ThroughputCase {
     const std::int64_t rows = output_rows();
     const bool by_expert = c_.order == RowOrder::expert_major;
     const std::int64_t side_rows = c_.size == SizeKind::exact ? n : rows;
-    if (!same_shape(rank_, "x", got.x, c_.dtype, {rows, c_.hidden})) return;
+    if (!same_shape(rank_, "x", got.x, world.dtype, {rows, c_.hidden})) return;
     if (!same_shape(rank_, "topk_idx", got.topk_idx, Dtype::i64, {side_rows, c_.topk})) return;
     if (c_.own_output) {
       rank_.check(received.x.data() == out_->view.data, "x is not the caller's output");

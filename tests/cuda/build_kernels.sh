@@ -10,7 +10,7 @@ nvcc=${NVCC:-nvcc}
 mkdir -p "$out"
 flags="-std=c++20 --fmad=false -O3 -lineinfo -cudart static -I$root/src -I$root/include
   -I$root/tests/cuda -Xcompiler=-Wall,-Wextra,-ffp-contract=off -Xptxas=-v"
-kernels="plan dispatch routes barrier load"
+kernels="plan dispatch routes barrier combine load"
 tests="kernel_group dispatch_case dispatch_bench kernel_dispatch_test"
 
 compile() {  # source, object, architecture
@@ -36,12 +36,12 @@ done
 cat >"$out/absent.cpp" <<'END'
 #include "cuda/kernels/load.hpp"
 namespace ferry::cuda {
-cudaError_t load_combine_kernels() { return cudaSuccess; }
 cudaError_t load_expert_major_kernels() { return cudaSuccess; }
 }  // namespace ferry::cuda
 END
 # shellcheck disable=SC2086
 "$nvcc" $flags -gencode arch=compute_90,code=sm_90 $objects "$out/load.o" "$out/absent.cpp" \
+  "$root/src/cuda/kernels/sum_shape.cpp" \
   -o "$out/kernel_dispatch_test"
 if [ "${1:-}" = --all-architectures ]; then
   for architecture in 80 100 120; do

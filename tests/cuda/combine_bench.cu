@@ -17,7 +17,9 @@ void bench_shape(KernelGroup& group, Gate& gate, const CombineCase& c, const Com
     wire += double(x.sent(r, true)) * double(c.row_bytes()) / c.shape.ranks;
   }
   SumShape shape;
-  FERRY_CUDA_CHECK(make_sum_shape(c.tuning, c.row_bytes(), c.weights ? kWeightWarps : 0, shape));
+  const SumTask task{c.row_bytes(), c.shape.tokens[0], c.sms, (c.weights ? kWeightWarps : 0) + 1,
+                     combine_pulls(c.sms)};
+  FERRY_CUDA_CHECK(make_sum_shape(c.tuning, task, shape));
   const auto samples = time_calls(group, gate, 4, [&](int r) {
     CombineParameters p = setup.parameters[at(r)];
     p.sms = c.sms;
@@ -27,24 +29,21 @@ void bench_shape(KernelGroup& group, Gate& gate, const CombineCase& c, const Com
   std::printf(
       "{\"bench\": \"combine\", \"ranks\": %d, \"gpus\": %d, \"tokens\": %lld, \"row_bytes\": "
       "%lld, "
-      "\"sms\": %d, \"vectors\": %d, \"warps\": %d, \"stages\": %d, \"spread\": %d, "
+      "\"sms\": %d, \"weights\": %d, \"vectors\": %d, \"warps\": %d, \"stages\": %d, \"spread\": "
+      "%d, "
       "\"us\": %.1f, \"p95_us\": %.1f, \"logical_gbs\": %.1f, \"wire_gbs\": %.1f}\n",
       c.shape.ranks, gpu_count(), static_cast<long long>(c.shape.tokens[0]),
-      static_cast<long long>(c.row_bytes()), c.sms, shape.vectors, shape.warps, shape.stages,
-      int{shape.spread}, median, samples[samples.size() * 95 / 100], logical / median / 1e3,
-      wire / median / 1e3);
+      static_cast<long long>(c.row_bytes()), c.sms, int{c.weights}, shape.vectors, shape.warps,
+      shape.stages, int{shape.spread}, median, samples[samples.size() * 95 / 100],
+      logical / median / 1e3, wire / median / 1e3);
   std::fflush(stdout);
 }
 
-}  // namespace
-
-void bench_combine(int argc, char** argv) {
-  CombineCase c;
-  const int ranks = static_cast<int>(option(argc, argv, "--ranks", gpu_count()));
-  const std::int64_t tokens = option(argc, argv, "--tokens", 4096);
-  c.shape = {ranks, 256, 8, std::vector<std::int64_t>(at(ranks), tokens), 0};
-  c.columns = option(argc, argv, "--hidden", 7168);
-  c.weights = has_option(argc, argv, "--weights");
+/// All shapes that the options name, of so many tokens a rank.
+void bench_tokens(int argc, char** argv, CombineCase c, std::int64_t tokens) {
+  const int ranks = c.shape.ranks;
+  c.shape.tokens.assign(at(ranks), tokens);
+  const bool spread = option(argc, argv, "--spread", 1) != 0;
   const std::size_t rows = at(tokens) * at(ranks) + at(4 * tokens) + 1024;
   KernelGroup group({.ranks = ranks,
                      .arena_bytes = rows * at(c.row_bytes()) + (256u << 20),
@@ -56,15 +55,28 @@ void bench_combine(int argc, char** argv) {
     for (const int vectors : option_list(argc, argv, "--vectors", {0})) {
       for (const int warps : option_list(argc, argv, "--warps", {0})) {
         for (const int stages : option_list(argc, argv, "--stages", {0})) {
-          for (const int spread : option_list(argc, argv, "--spread", {1})) {
+          for (const int pulls : option_list(argc, argv, "--pulls", {0})) {
             if (sms > fair_sms(ranks)) continue;  // ranks that share a GPU must all be resident
             c.sms = sms;
-            c.tuning = {vectors, warps, stages, spread != 0};
+            c.tuning = {vectors, warps, stages, spread, pulls};
             bench_shape(group, gate, c, setup);
           }
         }
       }
     }
+  }
+}
+
+}  // namespace
+
+void bench_combine(int argc, char** argv) {
+  CombineCase c;
+  const int ranks = static_cast<int>(option(argc, argv, "--ranks", gpu_count()));
+  c.shape = {ranks, 256, 8, {}, 0};
+  c.columns = option(argc, argv, "--hidden", 7168);
+  c.weights = has_option(argc, argv, "--weights");
+  for (const int tokens : option_list(argc, argv, "--tokens", {4096})) {
+    bench_tokens(argc, argv, c, tokens);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "fabric/cuda/device_memory.hpp"
+#include "fabric/identity.hpp"
 #include "shared_ranks.hpp"
 #include "touch.hpp"
 
@@ -101,10 +102,23 @@ struct Shape {
   DeviceWay way = DeviceWay::automatic;
 };
 
+/// Why the ranks of this machine cannot share memory by fabric handles; empty: they can.
+std::string no_fabric() {
+  static const std::string reason = [] {
+    const auto problems = run_ranks(
+        2, 1, [](Bootstrap& bootstrap) { make(bootstrap, DeviceWay::vmm_fabric, gpu_count()); });
+    return problems.empty() ? std::string() : problems[0];
+  }();
+  return reason;
+}
+
 class DeviceMemoryTest : public testing::TestWithParam<Shape> {
  protected:
   void SetUp() override {
     if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+    if (GetParam().way == DeviceWay::vmm_fabric && !no_fabric().empty()) {
+      GTEST_SKIP() << no_fabric();
+    }
   }
   /// Runs on one GPU, then on all.
   static void on_gpus(const Shape& shape, const std::function<void(Bootstrap&, int gpus)>& body) {
@@ -161,7 +175,8 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Shape{2, 1, DeviceWay::vmm_pidfd}, Shape{4, 1, DeviceWay::vmm_socket},
                     Shape{4, 1, DeviceWay::ipc}, Shape{4, 1, DeviceWay::automatic},
                     Shape{4, 4, DeviceWay::local}, Shape{4, 2, DeviceWay::vmm_socket},
-                    Shape{4, 2, DeviceWay::ipc}, Shape{1, 1, DeviceWay::automatic}),
+                    Shape{4, 2, DeviceWay::ipc}, Shape{1, 1, DeviceWay::automatic},
+                    Shape{4, 1, DeviceWay::vmm_fabric}, Shape{4, 2, DeviceWay::vmm_fabric}),
     [](const testing::TestParamInfo<Shape>& shape) {
       std::string name(fabric::name_of(shape.param.way));
       std::replace(name.begin(), name.end(), '-', '_');
@@ -264,6 +279,56 @@ TEST_F(DeviceMemoryAlone, RanksThatDisagreeHearItAlike) {
   });
 }
 
+/// Lets a rank say that it runs on another host.
+class ElsewhereBootstrap final : public Bootstrap {
+ public:
+  ElsewhereBootstrap(Bootstrap& real, bool elsewhere) : real_(real), elsewhere_(elsewhere) {}
+  int rank() const override { return real_.rank(); }
+  int size() const override { return real_.size(); }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
+                                                 std::chrono::nanoseconds deadline,
+                                                 const OnWait& on_wait) override {
+    std::vector<std::byte> sent(mine.begin(), mine.end());
+    const std::string boot = fabric::this_identity().boot_id;
+    const auto* text = reinterpret_cast<const std::byte*>(boot.data());
+    const auto at = std::search(sent.begin(), sent.end(), text, text + boot.size());
+    if (elsewhere_ && !boot.empty() && at != sent.end()) *at = std::byte{'x'};
+    return real_.all_gather(sent, deadline, on_wait);
+  }
+
+ private:
+  Bootstrap& real_;
+  bool elsewhere_;
+};
+
+TEST_F(DeviceMemoryAlone, RanksOnDifferentHostsShareByFabricHandles) {
+  const bool possible = no_fabric().empty();
+  run(2, 1, [&](Bootstrap& bootstrap) {
+    ElsewhereBootstrap hosts(bootstrap, bootstrap.rank() == 1);
+    if (possible) {
+      auto memory = make(hosts, DeviceWay::automatic, gpu_count());
+      need(memory->way() == DeviceWay::vmm_fabric, "another way");
+      const Segment mine = exchange(bootstrap, *memory, 1);
+      everybody_writes(bootstrap, *memory, mine);
+      return;
+    }
+    const Error error = error_of([&] { make(hosts, DeviceWay::automatic, gpu_count()); });
+    need(error.kind() == ErrorKind::unsupported, error.what());
+    need(std::string(error.what()).find("fabric handles") != std::string::npos, error.what());
+  });
+}
+
+TEST_F(DeviceMemoryAlone, FabricHandlesAreRefusedInWords) {
+  if (no_fabric().empty()) GTEST_SKIP() << "this machine has them";
+  run(2, 1, [](Bootstrap& bootstrap) {
+    const Error error = error_of([&] { make(bootstrap, DeviceWay::vmm_fabric, gpu_count()); });
+    need(error.kind() == ErrorKind::unsupported, error.what());
+    need(std::string(error.what()).find("nvidia-imex") != std::string::npos, error.what());
+    auto memory = make(bootstrap, DeviceWay::automatic, gpu_count());
+    everybody_writes(bootstrap, *memory, exchange(bootstrap, *memory, 1));
+  });
+}
+
 TEST_F(DeviceMemoryAlone, TheMemoryOutlivesItsOwner) {
   // Rank 0's process ends; what rank 1 mapped stays, whatever its kernels still do.
   const auto problems = run_ranks(2, 1, [](Bootstrap& bootstrap) {
@@ -292,6 +357,30 @@ TEST_F(DeviceMemoryAlone, TheEndInAForkedChildDoesNothing) {
     waitpid(child, &status, 0);
     need(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child");
     everybody_writes(bootstrap, *memory, mine);
+  });
+}
+
+TEST_F(DeviceMemoryAlone, RegisteringNeedsNoFreeSm) {
+  // A kernel that waits for this rank may have all of them.
+  run(1, 1, [](Bootstrap& bootstrap) {
+    auto memory = make(bootstrap, DeviceWay::automatic, 1);
+    memory->register_memory(1);
+    void* pinned = nullptr;
+    cudaStream_t stream = nullptr;
+    need(cudaHostAlloc(&pinned, 4, cudaHostAllocDefault) == cudaSuccess, "cudaHostAlloc");
+    auto* end = static_cast<volatile std::uint32_t*>(pinned);
+    need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "stream");
+    *end = 1;
+    take_all_sms(stream, end);
+    need(cudaStreamSynchronize(stream) == cudaSuccess, "take_all_sms");
+    *end = 0;
+    take_all_sms(stream, end);
+    const auto start = std::chrono::steady_clock::now();
+    const Segment more = memory->register_memory(std::size_t{100} << 20);
+    const auto took = std::chrono::steady_clock::now() - start;
+    *end = 1;
+    need(took < 5s, "it waited for the kernel");
+    need_none(expect(more.data, 0, 0, more.bytes / 8), "zeroed");
   });
 }
 

@@ -81,30 +81,54 @@ void run_shape(KernelGroup& group, Gate& gate, const Events& events, const char*
         four.p95, one.median, received * row / four.median / 1e3, wire * row / four.median / 1e3);
     std::fflush(stdout);
   };
-  const auto plan = [&](int r) {
-    FERRY_CUDA_CHECK(launch_plan(run.plan_parameters(r), group.stream(r)));
+  const auto both = [&](const char* kind, int sms, const auto& call) {
+    line(kind, sms, measure(group, gate, events, 4, call), measure(group, gate, events, 1, call));
   };
-  line("plan", 1, measure(group, gate, events, 4, plan), measure(group, gate, events, 1, plan));
-  for (const int sms : {4, 8, 16, 24, 32, 64}) {
-    const auto dispatch = [&](int r, bool routes) {
+  // `quiet`: the CPU is told nothing.
+  const auto plan = [&](int r, bool quiet) {
+    PlanParameters p = run.plan_parameters(r);
+    if (quiet) p.counts = nullptr, p.count_words = nullptr;
+    FERRY_CUDA_CHECK(launch_plan(p, group.stream(r)));
+  };
+  both("plan", 1, [&](int r) { plan(r, false); });
+  both("plan quiet", 1, [&](int r) { plan(r, true); });
+  const bool small = base.tokens[0] <= 128;
+  for (const int sms : small ? std::vector{8, 16, 24, 32} : std::vector{4, 8, 16, 24, 64}) {
+    const auto dispatch = [&](int r, bool routes, bool early, bool glued) {
       DispatchParameters p = run.dispatch_parameters(r, routes);
       p.sms = sms;
+      p.early = early;
+      p.glued = glued;
       FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
     };
-    const auto cached = [&](int r) { dispatch(r, false); };
-    const auto full = [&](int r) {
-      plan(r);
-      dispatch(r, true);
-    };
-    line("cached", sms, measure(group, gate, events, 4, cached),
-         measure(group, gate, events, 1, cached));
-    line("full", sms, measure(group, gate, events, 4, full), measure(group, gate, events, 1, full));
+    both("cached", sms, [&](int r) { dispatch(r, false, false, false); });
+    both("full", sms, [&](int r) { plan(r, false), dispatch(r, true, false, false); });
+    both("full early", sms, [&](int r) { plan(r, false), dispatch(r, true, true, false); });
+    both("full glued", sms, [&](int r) { plan(r, false), dispatch(r, true, true, true); });
+    if (!small || sms != 24) continue;
+    both("full quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, false, false); });
+    both("full early quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true, false); });
+    both("full glued quiet", sms, [&](int r) { plan(r, true), dispatch(r, true, true, true); });
+    // With an event behind the plan, which keeps the dispatch from coming early.
+    both("full event", sms, [&](int r) {
+      plan(r, false);
+      FERRY_CUDA_CHECK(cudaEventRecord(events.end[KernelGroup::index(r)], group.stream(r)));
+      dispatch(r, true, false, false);
+    });
+  }
+  if (base.scale_columns > 0) return;
+  for (const int sms : {8, 16, 24}) {
+    both("combine", sms, [&](int r) {
+      CombineParameters p = run.combine_parameters(r);
+      p.sms = sms;
+      FERRY_CUDA_CHECK(launch_combine(p, group.stream(r)));
+    });
   }
 }
 
 }  // namespace
 
-void run_dispatch_bench(std::uint64_t seed) {
+void run_dispatch_bench(std::uint64_t seed, bool small) {
   const int ranks = gpu_count();
   KernelGroup group({ranks, std::size_t{2} << 30, 4096 * 4, 20'000'000'000});
   Gate gate;
@@ -116,7 +140,8 @@ void run_dispatch_bench(std::uint64_t seed) {
     FERRY_CUDA_CHECK(cudaEventCreate(&events.begin.back()));
     FERRY_CUDA_CHECK(cudaEventCreate(&events.end.back()));
   }
-  for (const std::int64_t tokens : {4096, 128}) {
+  for (const std::int64_t tokens : {1, 128, 4096}) {
+    if (small && tokens > 128) continue;
     DispatchCase c;
     c.ranks = ranks;
     c.topk = 8;
@@ -128,6 +153,8 @@ void run_dispatch_bench(std::uint64_t seed) {
     c.row_bytes = 7168;
     c.scale_columns = 56;
     run_shape(group, gate, events, "fp8", c, seed);
+    c.quantize = true;
+    run_shape(group, gate, events, "bf16 to fp8", c, seed);
   }
 }
 

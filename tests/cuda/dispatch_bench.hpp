@@ -4,7 +4,8 @@
 
 namespace ferry::cuda::test {
 
-/// Prints one JSON line for each shape, kind and number of SMs; one rank for each GPU.
-void run_dispatch_bench(std::uint64_t seed);
+/// Prints one JSON line for each shape, kind and number of SMs (`small`: of few tokens); one rank
+/// for each GPU.
+void run_dispatch_bench(std::uint64_t seed, bool small);
 
 }  // namespace ferry::cuda::test

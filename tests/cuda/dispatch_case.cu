@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/number.hpp"
+
 namespace ferry::cuda::test {
 
 namespace {
+
+constexpr std::int64_t kMoreRows = 5;  // of launch_routes
 
 std::size_t at(std::int64_t i) {
   return static_cast<std::size_t>(i);
@@ -34,17 +38,58 @@ void put(std::vector<std::byte>& image, std::size_t offset, const T& value) {
   std::memcpy(image.data() + offset, &value, sizeof(T));
 }
 
+/// A row to be quantised: ordinary values, any bits (NaN, infinity and huge values among them),
+/// zeros, subnormals, or one that dwarfs its neighbours.
+template <class T>
+void fill_raw(T* row, std::int64_t columns, Random& random) {
+  const std::int64_t kind = random.below(6);
+  for (std::int64_t i = 0; i < columns; ++i) {
+    const std::uint64_t word = random.next();
+    const auto any = number_detail::float_of(static_cast<std::uint32_t>(word));
+    const float plain = (static_cast<float>(word >> 40) - 0x1p23f) * 0x1p-20f;
+    float value = plain;
+    if (kind == 1 || (kind == 2 && word % 97 == 0)) value = any;
+    if (kind == 3) value = number_detail::float_of(static_cast<std::uint32_t>(word) & 0x80000000u);
+    if (kind == 4) value = plain * 1e-7f;
+    row[i] = from_float<T>(value);
+  }
+  if (kind == 5) row[random.below(columns)] = from_float<T>(-60000.0f);
+}
+
+template <class T>
+void make_quantised(const DispatchCase& c, std::int64_t tokens, Random& random, RankInput& input) {
+  input.raw.resize(at(tokens * c.row_bytes) * sizeof(T));
+  auto* raw = reinterpret_cast<T*>(input.raw.data());
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    T* row = raw + t * c.row_bytes;
+    fill_raw(row, c.row_bytes, random);
+    quantize_row(row, at(c.row_bytes), reinterpret_cast<E4m3*>(input.x.data() + t * c.row_bytes),
+                 input.scales.data() + t * c.scale_columns, c.round_scale);
+  }
+}
+
+void quantise_input(const DispatchCase& c, std::int64_t tokens, Random& random, RankInput& input) {
+  switch (c.x_dtype) {
+    case Dtype::bf16: return make_quantised<Bf16>(c, tokens, random, input);
+    case Dtype::f16: return make_quantised<Fp16>(c, tokens, random, input);
+    default: return make_quantised<float>(c, tokens, random, input);
+  }
+}
+
 }  // namespace
 
 std::string describe(const DispatchCase& c) {
-  std::string text = "R " + std::to_string(c.ranks) + " K " + std::to_string(c.topk) + " E " +
-                     std::to_string(c.experts) + " row " + std::to_string(c.row_bytes) + " C " +
-                     std::to_string(c.scale_columns) + (c.strided_scales ? " strided" : "") +
-                     (c.weights ? " weights" : "") + (c.wide ? " i64" : " i32") +
-                     (c.strided_ids ? " strided ids" : "") + " pattern " +
-                     std::to_string(static_cast<int>(c.pattern)) + " slack " +
-                     std::to_string(c.slack) + " sms " + std::to_string(c.sms) + " T";
-  for (const std::int64_t t : c.tokens) text += " " + std::to_string(t);
+  std::string text = "R ";
+  text += std::to_string(c.ranks) + " K " + std::to_string(c.topk) + " E " +
+          std::to_string(c.experts) + " row " + std::to_string(c.row_bytes) + " C " +
+          std::to_string(c.scale_columns) + (c.strided_scales ? " strided" : "") +
+          (c.quantize ? std::string(" of ").append(name_of(c.x_dtype)) : "") +
+          (c.round_scale ? " pow2" : "") + (c.weights ? " weights" : "") +
+          (c.wide ? " i64" : " i32") + (c.strided_ids ? " strided ids" : "") + " pattern " +
+          std::to_string(static_cast<int>(c.pattern)) + " slack " + std::to_string(c.slack) +
+          " sms " + std::to_string(c.sms) + (c.early ? " early" : "") + (c.glued ? " glued" : "") +
+          " T";
+  for (const std::int64_t t : c.tokens) text.append(" ").append(std::to_string(t));
   return text;
 }
 
@@ -82,7 +127,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed) {
       const std::uint64_t word = random.next();
       std::memcpy(input.x.data() + i, &word, 8);
     }
-    for (float& v : input.scales) v = static_cast<float>(random.below(1 << 24)) * 0x1p-12f;
+    if (c.quantize) quantise_input(c, tokens, random, input);
+    for (float& v : input.scales)
+      v = c.quantize ? v : static_cast<float>(random.below(1 << 24)) * 0x1p-12f;
     for (float& v : input.weights) v = static_cast<float>(random.below(1 << 24)) * 0x1p-24f;
     for (std::int64_t t = 0; t < tokens; ++t) {
       std::int64_t* ids = input.ids.data() + t * c.topk;
@@ -115,7 +162,7 @@ DispatchRun::DispatchRun(KernelGroup& group, const World& world) : group_(group)
       narrow[to] = static_cast<std::int32_t>(in.ids[at(i)]);
     }
     p.ids.push_back(c.wide ? group.upload(r, ids) : group.upload(r, narrow));
-    p.x.push_back(group.upload(r, in.x));
+    p.x.push_back(group.upload(r, c.quantize ? in.raw : in.x));
     std::vector<float> scales = in.scales;
     if (c.strided_scales) {
       scales.assign(at(tokens * (2 * c.scale_columns + 3)), -7.0f);
@@ -131,8 +178,11 @@ DispatchRun::DispatchRun(KernelGroup& group, const World& world) : group_(group)
     const std::int64_t rows = capacity(r);
     p.rows.push_back(
         group.take(r, make_receive_layout(rows, at(c.row_bytes), c.scale_columns).bytes));
-    p.side.push_back(group.take(r, make_side_layout(rows, c.topk, true, true).bytes));
-    p.routes.push_back(group.take(r, at(rows * c.topk) * 8));
+    p.side.push_back(group.take(r, make_wide_side_layout(rows, c.topk, true, true).bytes));
+    p.out.push_back(group.take(r, at(tokens * c.row_bytes)));
+    p.came.push_back(group.take(r, 8));
+    p.more_ids.push_back(group.take(r, at((rows + kMoreRows) * c.topk) * 8));
+    p.more_tokens.push_back(group.take(r, at(rows + kMoreRows) * 4));
     p.counts.push_back(reinterpret_cast<HostCounts*>(group.take_pinned(sizeof(HostCounts))));
     *p.counts.back() = HostCounts{};
     p.count_words.push_back(reinterpret_cast<std::int32_t*>(
@@ -176,14 +226,18 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
   p.call.routes = routes;
   p.x = placed_.x[at(rank)].data;
   p.row_bytes = c.row_bytes;
-  if (c.scale_columns > 0) {
+  p.quantize = c.quantize;
+  p.round_scale = c.round_scale;
+  p.x_dtype = c.x_dtype;
+  p.scale_columns = c.scale_columns;
+  if (c.scale_columns > 0 && !c.quantize) {
     p.scales = reinterpret_cast<const float*>(placed_.scales[at(rank)].data);
-    p.scale_columns = c.scale_columns;
     p.scale_token_stride = c.strided_scales ? 2 * c.scale_columns + 3 : c.scale_columns;
     p.scale_column_stride = c.strided_scales ? 2 : 1;
   }
   if (c.weights) p.weights = reinterpret_cast<const float*>(placed_.weights[at(rank)].data);
   p.carries_routes = routes;
+  if (routes) p.came = reinterpret_cast<std::uint64_t*>(placed_.came[at(rank)].data);
   p.segment = placed_.rows[at(rank)].segment;
   p.offset = placed_.rows[at(rank)].offset;
   p.side_segment = placed_.side[at(rank)].segment;
@@ -196,18 +250,39 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
 
 RoutesParameters DispatchRun::routes_parameters(int rank) const {
   const DispatchCase& c = world_.c;
-  const SideLayout side = make_side_layout(capacity(rank), c.topk, true, c.weights);
-  std::byte* data = placed_.side[at(rank)].data;
+  const WideSideLayout side = make_wide_side_layout(capacity(rank), c.topk, true, c.weights);
+  const std::byte* data = placed_.side[at(rank)].data;
   RoutesParameters p;
   p.group = group_.view(rank);
   p.plan = plan_parameters(rank).plan;
-  p.capacity = capacity(rank);
-  p.side_ids = reinterpret_cast<const std::int32_t*>(data + side.topk_idx);
-  p.topk_idx = reinterpret_cast<std::int64_t*>(placed_.routes[at(rank)].data);
-  p.source_token = reinterpret_cast<std::int32_t*>(data + side.source_token);
-  if (c.weights) p.weights = reinterpret_cast<float*>(data + side.weights);
+  p.plan.layout.state = static_cast<std::size_t>(placed_.came[at(rank)].data - p.plan.data);
+  p.brought = capacity(rank);
+  p.capacity = capacity(rank) + kMoreRows;
+  p.ids = reinterpret_cast<const std::int32_t*>(data + side.topk_idx);
+  p.tokens = reinterpret_cast<const std::int32_t*>(data + side.source_token);
+  p.topk_idx = reinterpret_cast<std::int64_t*>(placed_.more_ids[at(rank)].data);
+  p.source_token = reinterpret_cast<std::int32_t*>(placed_.more_tokens[at(rank)].data);
   p.sms = c.sms;
   return p;
+}
+
+CombineParameters DispatchRun::combine_parameters(int rank) const {
+  const DispatchCase& c = world_.c;
+  CombineParameters p;
+  p.group = group_.view(rank);
+  p.plan = plan_parameters(rank).plan;
+  p.call.kind = CallKind::combine;
+  p.segment = placed_.rows[at(rank)].segment;
+  p.offset = placed_.rows[at(rank)].offset;
+  p.rows = capacity(rank);
+  p.columns = c.row_bytes / 2;
+  p.out = placed_.out[at(rank)].data;
+  p.failure = group_.failure(rank);
+  return p;
+}
+
+bool DispatchRun::came(int rank) const {
+  return group_.download<std::uint64_t>(rank, placed_.came[at(rank)].data, 1)[0] == 1;
 }
 
 void DispatchRun::launch_plans() {
@@ -217,7 +292,10 @@ void DispatchRun::launch_plans() {
 
 void DispatchRun::launch_dispatches(bool routes) {
   group_.launch([&](int r) {
-    FERRY_CUDA_CHECK(launch_dispatch(dispatch_parameters(r, routes), group_.stream(r)));
+    DispatchParameters p = dispatch_parameters(r, routes);
+    p.early = routes && world_.c.early;
+    p.glued = routes && world_.c.glued;
+    FERRY_CUDA_CHECK(launch_dispatch(p, group_.stream(r)));
   });
 }
 
@@ -307,9 +385,8 @@ void DispatchRun::check_rows(int rank) const {
 void DispatchRun::check_side(int rank, bool routes) const {
   const DispatchCase& c = world_.c;
   const std::int64_t all = capacity(rank), rows = world_.recv_rows(rank);
-  const SideLayout layout = make_side_layout(all, c.topk, routes, c.weights);
+  const WideSideLayout layout = make_wide_side_layout(all, c.topk, routes, c.weights);
   std::vector<std::byte> image(placed_.side[at(rank)].bytes, std::byte{0xCB});
-  std::vector<std::byte> wide(at(all * c.topk) * 8, std::byte{0xFF});
   for (std::int64_t row = 0; row < all; ++row) {
     const bool there = row < rows;
     const Arrival a = there ? world_.arrivals[at(rank)][at(row)] : Arrival{0, -1};
@@ -320,12 +397,27 @@ void DispatchRun::check_side(int rank, bool routes) const {
       const float weight =
           id >= 0 ? world_.inputs[at(a.source)].weights[at(a.token * c.topk + k)] : 0.0f;
       if (routes && there) put(image, layout.topk_idx + slot * 4, id);
-      if (c.weights && (there || routes)) put(image, layout.weights + slot * 4, weight);
-      put(wide, slot * 8, std::int64_t{id});
+      if (routes) put(image, layout.wide_ids + slot * 8, std::int64_t{id});
+      if (c.weights) put(image, layout.weights + slot * 4, weight);
     }
   }
   compare(rank, "side region", image, placed_.side[at(rank)].data);
-  if (routes) compare(rank, "topk_idx", wide, placed_.routes[at(rank)].data);
+}
+
+void DispatchRun::check_more_routes(int rank, bool there) const {
+  const DispatchCase& c = world_.c;
+  const std::int64_t rows = there ? world_.recv_rows(rank) : 0;
+  std::vector<std::byte> ids(placed_.more_ids[at(rank)].bytes, std::byte{0xFF});
+  std::vector<std::byte> tokens(placed_.more_tokens[at(rank)].bytes, std::byte{0xFF});
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Arrival a = world_.arrivals[at(rank)][at(row)];
+    put(tokens, at(row) * 4, static_cast<std::int32_t>(a.token));
+    for (int k = 0; k < c.topk; ++k) {
+      put(ids, at(row * c.topk + k) * 8, std::int64_t{world_.local_id(rank, a, k)});
+    }
+  }
+  compare(rank, "topk_idx of more rows", ids, placed_.more_ids[at(rank)].data);
+  compare(rank, "source_token of more rows", tokens, placed_.more_tokens[at(rank)].data);
 }
 
 }  // namespace ferry::cuda::test

@@ -16,23 +16,29 @@ struct DispatchCase {
   int ranks = 1;
   int topk = 1;
   std::int64_t experts = 1;
-  std::int64_t row_bytes = 16;
+  std::int64_t row_bytes = 16;     ///< as it arrives
   std::int64_t scale_columns = 0;  ///< 0: none
-  bool strided_scales = false;     ///< token stride C + 3, column stride 2
+  bool quantize = false;           ///< e4m3 rows are made of x_dtype ones on the way, scales too
+  bool round_scale = false;
+  Dtype x_dtype = Dtype::bf16;
+  bool strided_scales = false;  ///< token stride C + 3, column stride 2
   bool weights = false;
   bool wide = true;
   bool strided_ids = false;  ///< token stride K + 3
   Pattern pattern = Pattern::uniform;
   std::vector<std::int64_t> tokens{};
   std::int64_t slack = 0;  ///< rows of capacity past what arrives
+  bool early = false;      ///< the first dispatch posts its head while the plan runs
+  bool glued = false;      ///< and does not wait for the end of the plan's kernel
   int sms = 2;
 };
 std::string describe(const DispatchCase& c);
 
 struct RankInput {
   std::vector<std::int64_t> ids;  ///< [T, K]
-  std::vector<std::byte> x;       ///< [T, row_bytes]
-  std::vector<float> scales;      ///< [T, C]
+  std::vector<std::byte> x;       ///< [T, row_bytes], as it arrives
+  std::vector<float> scales;      ///< [T, C], likewise
+  std::vector<std::byte> raw;     ///< [T, row_bytes] of x_dtype, before it is quantised
   std::vector<float> weights;     ///< [T, K]
 };
 
@@ -56,8 +62,9 @@ World make_world(const DispatchCase& c, std::uint64_t seed);
 
 /// What lies on the GPUs for a world.
 struct Placed {
-  std::vector<Piece> ids, x, scales, weights;            // inputs
-  std::vector<Piece> plan, scratch, rows, side, routes;  // plan, regions, i64 routes
+  std::vector<Piece> ids, x, scales, weights;         // inputs
+  std::vector<Piece> plan, scratch, rows, side, out;  // plan, regions
+  std::vector<Piece> came, more_ids, more_tokens;     // of routes; more of them
   std::vector<HostCounts*> counts;
   std::vector<std::int32_t*> count_words;
 };
@@ -69,8 +76,13 @@ class DispatchRun {
   PlanParameters plan_parameters(int rank) const;
   DispatchParameters dispatch_parameters(int rank, bool routes) const;
   RoutesParameters routes_parameters(int rank) const;
+  /// Of the rows that have come, as bf16, without weights.
+  CombineParameters combine_parameters(int rank) const;
   std::int64_t capacity(int rank) const;
   const Placed& placed() const { return placed_; }
+
+  /// Whether the plan's routes have come, as the GPU has it.
+  bool came(int rank) const;
 
   void launch_plans();
   void launch_dispatches(bool routes);
@@ -79,8 +91,9 @@ class DispatchRun {
   /// Each stops the program at the first byte that differs. After the streams are idle.
   void check_plan(int rank) const;
   void check_rows(int rank) const;
-  /// `tails`: launch_routes has run.
   void check_side(int rank, bool routes) const;
+  /// What launch_routes has made of routes that have come, or have not.
+  void check_more_routes(int rank, bool there) const;
   /// Poisons what a dispatch writes.
   void poison();
 

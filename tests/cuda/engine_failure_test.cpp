@@ -57,6 +57,36 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
   });
 }
 
+/// Only rank 0 asks how the dispatch ended that was to bring the routes, so it alone would bring
+/// them in the next one.
+TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 8);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    for (int i = 0; i < 2; ++i) {
+      seat.meet();
+      const Plan plan = seat.group.plan(mine.routes_view());
+      DispatchOptions options;
+      options.stream = &own.stream;
+      options.worst_case_rows = 1;
+      const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
+      if (seat.rank() == 0) {
+        need(kind_of(carrier.event) == ErrorKind::exhausted, "too many rows were taken");
+      }
+      options.worst_case_rows = 200;
+      const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
+      const ErrorKind kind = kind_of(rows.event);
+      const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::exhausted;
+      need(kind == wanted, "the dispatch between ended otherwise");
+      // Now all know, though nobody else has asked the first one.
+      round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    }
+  });
+}
+
 TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
@@ -92,8 +122,47 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   });
 }
 
+/// Refused calls between others that use the same plan: of as many rows as the carrier of the
+/// routes had, and of more.
+TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 7);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    Trip trip;
+    trip.worst_case_rows = 200;
+    DispatchOptions options;
+    options.topk_weights = mine.weights_view();
+    options.worst_case_rows = trip.worst_case_rows;
+    const Plan plan = seat.group.plan(mine.routes_view());
+    const Received first = seat.group.dispatch(mine.x_view(), plan, options);
+    for (const std::int64_t rows : {200, 300}) {
+      DispatchOptions tight = options;
+      tight.worst_case_rows = rows;
+      tight.order = RowOrder::expert_major;
+      tight.alignment = 1024;
+      try {
+        (void)seat.group.dispatch(mine.x_view(), plan, tight);
+        need(false, "too many expert-major rows were taken");
+      } catch (const Error& error) {
+        need(error.kind() == ErrorKind::exhausted, error.what());
+      }
+      check_received(world, seat.rank(), trip, first, seat.copier);
+      for (const std::int64_t worst : {std::int64_t{0}, trip.worst_case_rows, rows, rows + 10}) {
+        for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+          Trip again;
+          again.worst_case_rows = worst;
+          again.order = order;
+          round_trip(seat.group, world, mine, plan, again, seat.copier);
+        }
+      }
+    }
+  });
+}
+
 TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
-  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
   for (const bool graphs : {false, true}) {
     each(shape, [&](Seat& seat) {
@@ -115,15 +184,19 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
         need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
         need(cudaGraphDestroy(graph), "cudaGraphDestroy");
       }
-      // A flag of rank 1 that cannot be, between the two calls.
+      // A message of rank 1 that cannot be, between the two calls.
       const auto engine = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine());
-      const std::uint64_t lie = 1000000;
+      const std::uint64_t lie = std::uint64_t{1000000} << 32;
       const Received good = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
         const auto& view = engine->view();
-        need(cudaMemcpyAsync(view.control + view.layout.entered + kLineBytes, &lie, sizeof lie,
-                             cudaMemcpyHostToDevice, own.raw),
-             "cudaMemcpyAsync");
+        for (std::size_t slot = 0; slot < cuda::kMailboxDepth; ++slot) {
+          const std::size_t message = slot * static_cast<std::size_t>(seat.size()) + 1;
+          need(cudaMemcpyAsync(
+                   view.control + view.layout.mailbox + message * view.layout.message_bytes, &lie,
+                   sizeof lie, cudaMemcpyHostToDevice, own.raw),
+               "cudaMemcpyAsync");
+        }
         const Received bad = seat.group.dispatch(mine.x_view(), plan, options);
         while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(10us);
         good.event.wait(60s);
@@ -134,6 +207,39 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
       seat.meet();
     });
   }
+}
+
+TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 5);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    DispatchOptions options;
+    options.worst_case_rows = 200;
+    options.stream = &own.stream;
+    if (seat.rank() == 1) {
+      const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+      seat.group.destroy();
+      seat.meet();
+      seat.meet();
+      return;
+    }
+    seat.meet();
+    const auto start = std::chrono::steady_clock::now();
+    const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+    try {
+      received.event.wait(60s);
+      need(false, "a rank that left in the midst of a call was waited for in vain");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::peer_left && error.peer() == 1, error.what());
+    }
+    need(std::chrono::steady_clock::now() - start < 5s, "it took too long");
+    seat.meet();
+  });
 }
 
 TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
@@ -172,7 +278,7 @@ TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
 TEST(EngineEndTest, TensorsOutliveTheGroup) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
-  const auto problems = run_ranks(2, 2, [&](Bootstrap& bootstrap) {
+  const auto problems = run_on_crew(2, 2, [&](Bootstrap& bootstrap) {
     const int device = bootstrap.rank() % gpu_count();
     need(cudaSetDevice(device), "cudaSetDevice");
     const Copier copier;
@@ -198,7 +304,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
 
 TEST(EngineStreamTest, ANumberIsNeverUsedAgain) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
-  const auto problems = run_ranks(1, 1, [&](Bootstrap&) {
+  const auto problems = run_on_crew(1, 1, [&](Bootstrap&) {
     unsigned long long last = 0;
     for (int i = 0; i < 10; ++i) {
       cudaStream_t stream = nullptr;

@@ -48,14 +48,19 @@ struct Exchanged {
   Combined combined;
 };
 
-void exchange(Seat& seat, const OnGpu& mine, Stream& stream, std::int64_t worst, Exchanged& got) {
+void exchange(Seat& seat, const OnGpu& mine, Stream& stream, const Trip& trip, Exchanged& got) {
   DispatchOptions options;
   options.topk_weights = mine.weights_view();
-  options.worst_case_rows = worst;
+  options.worst_case_rows = trip.worst_case_rows;
+  options.order = trip.order;
+  options.alignment = trip.alignment;
   options.stream = &stream;
   got.received = seat.group.dispatch(mine.x_view(), got.plan, options);
   CombineOptions back;
   back.topk_weights = got.received.topk_weights;
+  back.order = trip.order;
+  back.alignment = trip.alignment;
+  back.apply_weights = trip.order == RowOrder::expert_major;
   back.stream = &stream;
   got.combined = seat.group.combine(got.received.x, got.plan, back);
 }
@@ -81,7 +86,7 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
     seat.meet();
     Exchanged got{seat.group.plan(mine.routes_view()), {}, {}};
     round_trip(seat.group, world, mine, got.plan, {}, seat.copier);
-    const Graph graph(own.raw, [&] { exchange(seat, mine, own.stream, 0, got); });
+    const Graph graph(own.raw, [&] { exchange(seat, mine, own.stream, {}, got); });
     for (int i = 0; i < 4; ++i) {
       for (Sent& sent : world.ranks) {  // other rows and weights, the same routes
         for (float& value : sent.x) value += 0.5f;
@@ -93,6 +98,42 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
       check_received(world, seat.rank(), {}, got.received, seat.copier);
       check_combined(world, seat.rank(), {}, got.combined, seat.copier);
       round_trip(seat.group, world, mine, got.plan, {}, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
+/// Enough rows that their fan-out runs beside their dispatch, which comes directly after the plan;
+/// then once more, when it is known where slots go.
+TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
+  Shape shape;
+  shape.tokens = 1300;
+  shape.hidden = 4096;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const World world(seat.size(), shape, kSeed + 5);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    Trip trip;
+    trip.worst_case_rows = 4000;
+    trip.order = RowOrder::expert_major;
+    PlanOptions planning;
+    planning.stream = &own.stream;
+    seat.meet();
+    Exchanged first, again;
+    const Graph graph(own.raw, [&] {
+      first.plan = seat.group.plan(mine.routes_view(), planning);
+      again.plan = first.plan;
+      exchange(seat, mine, own.stream, trip, first);
+      exchange(seat, mine, own.stream, trip, again);
+    });
+    for (int i = 0; i < 3; ++i) {
+      seat.meet();
+      graph.run();
+      for (const Exchanged* got : {&first, &again}) {
+        check_received(world, seat.rank(), trip, got->received, seat.copier);
+        check_combined(world, seat.rank(), trip, got->combined, seat.copier);
+      }
     }
     seat.meet();
   });
@@ -117,7 +158,7 @@ TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
     const auto captured = [&](Exchanged& got) {
       return std::make_unique<Graph>(own.raw, [&] {
         got.plan = seat.group.plan(mine.routes_view(), planning);
-        exchange(seat, mine, own.stream, trip.worst_case_rows, got);
+        exchange(seat, mine, own.stream, trip, got);
       });
     };
     const auto others = [&] {  // would use memory that went back too early

@@ -7,8 +7,8 @@
 #include <functional>
 #include <string>
 
+#include "crew.hpp"
 #include "engine_case.hpp"
-#include "shared_ranks.hpp"
 
 namespace ferry::test {
 
@@ -43,7 +43,7 @@ inline void on_ranks(int ranks, bool threads, GroupConfig config,
                      const std::function<void(Seat&)>& body) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   ASSERT_TRUE(kQueues);
-  const auto problems = run_ranks(
+  const auto problems = run_on_crew(
       ranks, threads ? ranks : 1,
       [&](Bootstrap& bootstrap) {
         int gpus = 0;
@@ -83,8 +83,9 @@ class EngineTest : public ::testing::TestWithParam<Ranks> {
   }
 };
 
-inline const auto kAllRanks = ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
-                                                Ranks{1, false}, Ranks{2, false}, Ranks{3, false});
+/// One pair in one process, which may share a GPU's queues; and processes, with and without a rank
+/// that is neither the first nor the last.
+inline const auto kAllRanks = ::testing::Values(Ranks{2, true}, Ranks{2, false}, Ranks{3, false});
 
 inline std::string ranks_name(const ::testing::TestParamInfo<Ranks>& at) {
   return (at.param.threads ? "threads" : "processes") + std::to_string(at.param.ranks);

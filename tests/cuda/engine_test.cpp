@@ -24,7 +24,14 @@ TEST_P(EngineTest, MemoryIsWhatTheHintSays) {
   });
 }
 
-TEST_P(EngineTest, RoundTrips) {
+/// The plainest use, for all numbers of ranks.
+class EngineRanksTest : public EngineTest {};
+INSTANTIATE_TEST_SUITE_P(Ranks, EngineRanksTest,
+                         ::testing::Values(Ranks{1, true}, Ranks{2, true}, Ranks{3, true},
+                                           Ranks{1, false}, Ranks{2, false}, Ranks{3, false}),
+                         ranks_name);
+
+TEST_P(EngineRanksTest, RoundTrips) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed);
@@ -36,13 +43,13 @@ TEST_P(EngineTest, RoundTrips) {
          "recv_rows");
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (const std::int64_t worst : {0, 200}) {
-        for (const bool registered : {true, false}) {
+        for (const int ordinary : {0, 1, 2}) {  // rows of no rank, of all, of every second
           Trip trip;
           trip.order = order;
           trip.worst_case_rows = worst;
-          trip.registered = registered;
+          trip.registered = ordinary == 0 || (ordinary == 2 && seat.rank() % 2 == 0);
           trip.alignment = order == RowOrder::expert_major ? 4 : 1;
-          trip.sms = registered ? 0 : 3;
+          trip.sms = ordinary == 0 ? 0 : 3;
           round_trip(seat.group, world, mine, plan, trip, seat.copier);
         }
       }
@@ -70,6 +77,32 @@ TEST_P(EngineTest, TwoStreamsInOrder) {
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
       trip.worst_case_rows = 0;
       trip.stream = &first;
+      round_trip(seat.group, world, mine, plan, trip, seat.copier);
+    }
+  });
+}
+
+/// Enough rows that their fan-out follows them while they come.
+TEST_P(EngineTest, FanOutFollowsTheRows) {
+  Shape shape;
+  shape.tokens = 1300;
+  shape.hidden = 8192;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 7);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream own(seat.device);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    Trip trip;
+    trip.order = RowOrder::expert_major;
+    trip.alignment = 4;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);  // brings the routes
+    trip.stream = &own.stream;
+    round_trip(seat.group, world, mine, plan, trip, seat.copier);  // knows where slots go
+    trip.worst_case_rows = 5000;
+    trip.alignment = 1;
+    for (int i = 0; i < 3; ++i) {  // does not know, then does
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
     }
   });
@@ -192,7 +225,6 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
 }
 
 TEST_P(EngineTest, DestroyedRanksAreNamed) {
-  if (GetParam().ranks < 2) GTEST_SKIP() << "needs a peer";
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);

@@ -46,6 +46,14 @@ void bench_combine(KernelGroup& group, const ExpertCase& c, BenchRank& b, int ra
   p.columns = c.row_bytes / 2;
   p.out = group.take(rank, at(c.shape.tokens[at(rank)] * c.row_bytes)).data;
   p.failure = group.failure(rank);
+  p.after_sums = true;
+  const std::int64_t topk = c.shape.topk;
+  const Piece weights = group.take(rank, at(b.local.capacity * topk) * sizeof(float), 0x3c);
+  p.has_weights = c.weighted;
+  p.side_segment = weights.segment;
+  p.side_offset = weights.offset;
+  p.out_weights = take<float>(group, rank, c.shape.tokens[at(rank)] * topk);
+  b.sums.weights = reinterpret_cast<const float*>(weights.data);
 }
 
 BenchRank bench_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, int rank) {
@@ -75,11 +83,20 @@ BenchRank bench_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x,
   s.slot_rows = f.slot_rows;
   s.rows = f.out;
   s.input_rows = f.out_capacity;
-  s.weights = take<float>(group, rank, capacity * topk);
   s.columns = c.row_bytes / 2;
   s.capacity = capacity;
   s.out = rows.data;
   return b;
+}
+
+/// Where the slots' rows are, which the sums read.
+void place_slots(KernelGroup& group, std::vector<BenchRank>& ranks) {
+  group.launch([&](int r) {
+    FanOutParameters f = ranks[at(r)].fan_out;
+    f.sms = fair_sms(static_cast<int>(ranks.size()));
+    FERRY_CUDA_CHECK(launch_fan_out(f, group.stream(r)));
+  });
+  group.wait_well();
 }
 
 void print(const char* name, const ExpertCase& c, const Exchange& x,
@@ -92,20 +109,34 @@ void print(const char* name, const ExpertCase& c, const Exchange& x,
   const double median = samples[samples.size() / 2];
   std::printf(
       "{\"bench\": \"%s\", \"ranks\": %d, \"gpus\": %d, \"tokens\": %lld, \"row_bytes\": %lld, "
-      "\"sms\": %d, \"piece_bytes\": %d, \"stages\": %d, \"vectors\": %d, \"warps\": %d, "
+      "\"sms\": %d, \"sum_sms\": %d, \"piece_bytes\": %d, \"stages\": %d, \"vectors\": %d, "
+      "\"warps\": %d, \"pulls\": %d, \"weights\": %d, "
       "\"us\": %.1f, \"p95_us\": %.1f, \"logical_gbs\": %.1f, \"wire_gbs\": %.1f}\n",
       name, c.shape.ranks, gpu_count(), static_cast<long long>(c.shape.tokens[0]),
-      static_cast<long long>(c.row_bytes), c.sms, c.fan_out.piece_bytes, c.fan_out.stages,
-      c.sum.vectors, c.sum.warps, median, samples[samples.size() * 95 / 100],
-      logical / median / 1e3, wire / median / 1e3);
+      static_cast<long long>(c.row_bytes), c.sms, c.sum_sms, c.fan_out.piece_bytes,
+      c.fan_out.stages, c.sum.vectors, c.sum.warps, c.sum.pulls, int{c.weighted}, median,
+      samples[samples.size() * 95 / 100], logical / median / 1e3, wire / median / 1e3);
   std::fflush(stdout);
+}
+
+/// Sums beside the combine, which reads them as they come.
+void bench_sums(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchange& x,
+                std::vector<BenchRank>& ranks) {
+  for (BenchRank& b : ranks) {
+    b.combine.sms = c.sms;
+    b.sums.sms = c.sum_sms;
+  }
+  print("sums beside combine", c, x, time_calls(group, gate, 4, [&](int r) {
+          FERRY_CUDA_CHECK(launch_sum_slots(ranks[at(r)].sums, group.stream(r), c.sum));
+          FERRY_CUDA_CHECK(launch_combine(ranks[at(r)].combine, group.stream(r)));
+        }));
 }
 
 /// `local` SMs for the local kernel, c.sms for the exchange.
 void bench_sms(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchange& x,
                std::vector<BenchRank>& ranks, int local) {
   for (BenchRank& b : ranks) {
-    b.dispatch.sms = b.combine.sms = c.sms;
+    b.dispatch.sms = c.sms;
     b.fan_out.sms = b.sums.sms = local;
   }
   const auto fan_out = [&](int r) {
@@ -123,10 +154,6 @@ void bench_sms(KernelGroup& group, Gate& gate, const ExpertCase& c, const Exchan
           FERRY_CUDA_CHECK(launch_dispatch(ranks[at(r)].dispatch, group.stream(r)));
           fan_out(r);
         }));
-  print(("sum_slots + combine" + suffix).c_str(), c, x, time_calls(group, gate, 4, [&](int r) {
-          sums(r);
-          FERRY_CUDA_CHECK(launch_combine(ranks[at(r)].combine, group.stream(r)));
-        }));
 }
 
 }  // namespace
@@ -138,6 +165,7 @@ void bench_expert_major(int argc, char** argv) {
   c.shape = {ranks, 256, 8, std::vector<std::int64_t>(at(ranks), tokens), 0};
   c.row_bytes = option(argc, argv, "--hidden", 7168) * 2;
   c.alignment = 128;
+  c.weighted = has_option(argc, argv, "--weights");
   const std::size_t rows = at(tokens) * at(ranks + 14) + 256 * 128;
   KernelGroup group({.ranks = ranks, .arena_bytes = rows * at(c.row_bytes) + (256u << 20)});
   run_barrier(group);
@@ -147,6 +175,7 @@ void bench_expert_major(int argc, char** argv) {
   std::vector<BenchRank> all;
   for (int r = 0; r < ranks; ++r) all.push_back(bench_rank(group, c, x, r));
   group.settle();
+  place_slots(group, all);
   int most = 0;
   FERRY_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, 0));
   for (const int sms : option_list(argc, argv, "--sms", {4, 8, 16, 24, 32, 64})) {
@@ -157,7 +186,14 @@ void bench_expert_major(int argc, char** argv) {
             if (sms > fair_sms(ranks)) continue;  // ranks that share a GPU must all be resident
             c.sms = sms;
             c.fan_out = {piece, stages};
-            c.sum = {vectors, warps, stages, true};
+            for (const int pulls : option_list(argc, argv, "--pulls", {0})) {
+              c.sum = {vectors, warps, stages, true, pulls};
+              for (const int sum_sms : option_list(argc, argv, "--sum-sms", {most - sms})) {
+                c.sum_sms = sum_sms;
+                bench_sums(group, gate, c, x, all);
+              }
+            }
+            if (has_option(argc, argv, "--only-sums")) continue;
             bench_sms(group, gate, c, x, all, sms);
             bench_sms(group, gate, c, x, all, most);
           }

@@ -2,7 +2,7 @@
 //   kernel_combine_test [--seed n] [--repeat n] [--ranks n]
 //   kernel_combine_test --small [--ranks n]      a few short cases, for sanitize.sh
 //   kernel_combine_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8] [--vectors 2,4,8]
-//                       [--warps 16] [--stages 0] [--spread 0,1]
+//                       [--warps 16] [--stages 0] [--pulls 0] [--spread 1]
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -45,6 +45,7 @@ CombineCase random_case(Random& random, int ranks) {
   c.tuning.warps = pick(random, {0, 1, 3, 16});
   c.tuning.stages = pick(random, {0, 0, 1, 2, 5});
   c.tuning.spread = random.below(2) == 0;
+  c.tuning.pulls = pick(random, {0, 1, 8, 24, 64});
   return c;
 }
 

@@ -1,5 +1,5 @@
 // plan, dispatch and routes on GPUs against a naive reading of their definition; failures; times.
-//   kernel_dispatch_test [--seed N] [--repeat N] [--bench]
+//   kernel_dispatch_test [--seed N] [--repeat N] [--bench [--small]]
 //   kernel_dispatch_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
@@ -22,8 +22,8 @@ std::size_t body_bytes(int ranks) {
 void load_kernels() {
   for (int i = 0; i < gpu_count(); ++i) {
     FERRY_CUDA_CHECK(cudaSetDevice(i));
-    for (const auto load :
-         {load_plan_kernels, load_dispatch_kernels, load_routes_kernels, load_barrier_kernels}) {
+    for (const auto load : {load_plan_kernels, load_dispatch_kernels, load_routes_kernels,
+                            load_barrier_kernels, load_combine_kernels}) {
       FERRY_CUDA_CHECK(load());
     }
   }
@@ -50,6 +50,8 @@ DispatchCase random_case(int ranks, int topk, std::int64_t row_bytes, Random& ra
   if (row_bytes <= 256 && random.below(3) == 0) c.tokens[0] += 9000;  // several rounds of a plan
   c.slack = random.below(2) == 0 ? 0 : random.below(40);
   c.sms = 1 + static_cast<int>(random.below(12));
+  c.early = random.below(2) == 0;
+  c.glued = c.early && random.below(2) == 0;
   return c;
 }
 
@@ -65,6 +67,7 @@ void run_case(KernelGroup& group, const DispatchCase& c, std::uint64_t seed) {
     run.check_plan(r);
     run.check_rows(r);
     run.check_side(r, true);
+    run.check_more_routes(r, true);
   }
   run.poison();
   run.launch_dispatches(false);  // cached
@@ -113,6 +116,33 @@ void run_small(std::uint64_t seed, int ranks) {
     }
   }
   std::printf("ranks %d: %d small cases\n", ranks, cases);
+}
+
+/// Hidden sizes around blocks, steps and pieces; scales that suit the copy engine, and not.
+void run_quantised(std::uint64_t seed, int repeat) {
+  int cases = 0;
+  for (const int ranks : {1, 3, 4}) {
+    KernelGroup group({ranks, std::size_t{384} << 20, body_bytes(ranks), 20'000'000'000});
+    for (int round = 0; round < repeat; ++round) {
+      for (const Dtype dtype : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+        for (const std::int64_t hidden :
+             {16, 112, 128, 144, 512, 528, 640, 2048, 2880, 4096, 7168, 7184, 8192, 12304}) {
+          const std::uint64_t own = seed * 1000037 + static_cast<std::uint64_t>(cases++);
+          Random random(own);
+          DispatchCase c = random_case(ranks, random.below(2) == 0 ? 2 : 8, hidden, random);
+          for (std::int64_t& tokens : c.tokens) tokens = std::min<std::int64_t>(tokens, 300);
+          c.scale_columns = (hidden + 127) / 128;
+          c.strided_scales = false;
+          c.quantize = true;
+          c.round_scale = random.below(3) == 0;
+          c.x_dtype = dtype;
+          run_case(group, c, own);
+        }
+      }
+    }
+  }
+  std::printf("quantised: %d cases good\n", cases);
+  std::fflush(stdout);
 }
 
 /// Masks of several words, tokens with more than 32 lanes. Streams that share a hardware queue
@@ -185,22 +215,26 @@ void test_missing_rank(bool plan_too, bool abort) {
   }
 }
 
-/// `change` spoils one rank's dispatch; every rank reports the same, and the group goes on.
+/// `change` spoils one rank's dispatch; every rank reports the same, and the group goes on. What an
+/// earlier dispatch brought stays.
 template <class Change>
-void test_refusal(const char* what, Reason reason, int peer, std::int64_t detail,
+void test_refusal(const char* what, bool early, Reason reason, int peer, std::int64_t detail,
                   const Change& change) {
-  const DispatchCase c = small_case(3);
+  DispatchCase c = small_case(3);
+  c.early = c.glued = early;
+  c.weights = true;
+  c.slack = 7;
   const World world = make_world(c, 11);
   KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 5'000'000'000});
   DispatchRun run(group, world);
-  run.launch_plans();
-  for (const bool with_routes : {false, true}) {
+  const auto refused = [&](bool routes) {
     group.launch([&](int r) {
-      DispatchParameters p = run.dispatch_parameters(r, true);
+      DispatchParameters p = run.dispatch_parameters(r, routes);
+      p.early = p.glued = routes && early;
       change(r, p);
       FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
     });
-    if (with_routes) run.launch_all_routes();  // finds nothing, and trusts nothing
+    run.launch_all_routes();
     group.wait(10);
     for (int r = 0; r < 3; ++r) {
       if (group.fatal(r).written != 0) stop(std::string(what) + " is fatal");
@@ -209,31 +243,67 @@ void test_refusal(const char* what, Reason reason, int peer, std::int64_t detail
       expect(what, *group.failure(r), reason, Stage::grants, named, detail);
     }
     group.clear_failures();
+  };
+  run.launch_plans();
+  refused(true);
+  for (int r = 0; r < 3; ++r) {
+    if (run.came(r)) stop(std::string(what) + ": the routes came");
+    run.check_more_routes(r, false);
   }
   run.poison();
+  run.launch_plans();
   run.launch_dispatches(true);
-  run.launch_all_routes();
   group.wait_well();
   for (int r = 0; r < 3; ++r) run.check_rows(r), run.check_side(r, true);
+  refused(false);
+  for (int r = 0; r < 3; ++r) {
+    run.check_rows(r), run.check_side(r, true), run.check_more_routes(r, true);
+  }
 }
 
-void test_bad_route() {
-  World world = make_world(small_case(3), 13);
+void test_bad_route(bool early) {
+  DispatchCase c = small_case(3);
+  c.early = c.glued = early;
+  World world = make_world(c, 13);
   world.inputs[1].ids[2 * 17 + 1] = world.c.experts;
   world.inputs[1].ids[2 * 30] = -2;
   KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 5'000'000'000});
   DispatchRun run(group, world);
   run.launch_plans();
   run.launch_dispatches(true);
-  run.launch_all_routes();
   group.wait(10);
   for (int r = 0; r < 3; ++r) {
+    if (run.came(r)) stop("bad route: the routes came");
     const HostCounts& counts = *run.placed().counts[KernelGroup::index(r)];
     if (counts.done != 1) stop("bad route: done is not set");
     expect("bad route", counts.failure, Reason::bad_route, Stage::counts, 1, 17 * 64 + 1);
     expect("bad plan", *group.failure(r), Reason::bad_plan, Stage::grants, 0);
     if (group.fatal(r).written != 0) stop("a bad route is fatal");
   }
+}
+
+/// A rank that is in a barrier sends no counts: the plans of the others end all the same.
+void test_other_call() {
+  const World world = make_world(small_case(3), 19);
+  KernelGroup group({3, std::size_t{8} << 20, body_bytes(3), 5'000'000'000});
+  DispatchRun run(group, world);
+  group.launch([&](int r) {
+    if (r != 1) {
+      FERRY_CUDA_CHECK(launch_plan(run.plan_parameters(r), group.stream(r)));
+      return;
+    }
+    BarrierParameters barrier;
+    barrier.group = group.view(r);
+    barrier.call.kind = CallKind::barrier;
+    barrier.failure = group.failure(r);
+    FERRY_CUDA_CHECK(launch_barrier(barrier, group.stream(r)));
+  });
+  group.wait(3);
+  for (const int r : {0, 2}) {
+    expect("other call", run.placed().counts[KernelGroup::index(r)]->failure, Reason::mismatch,
+           Stage::counts, 1);
+  }
+  expect("other call", *group.failure(1), Reason::mismatch, Stage::barrier, 0);
 }
 
 void test_distrust() {
@@ -254,16 +324,19 @@ void test_failures() {
   for (const bool plan_too : {true, false}) {
     for (const bool abort : {false, true}) test_missing_rank(plan_too, abort);
   }
-  test_refusal("mismatch", Reason::mismatch, 2, -1, [](int r, DispatchParameters& p) {
-    if (r == 2) p.call.columns = 999;
-  });
-  test_refusal("no room", Reason::no_room, 1, 12345, [](int r, DispatchParameters& p) {
-    if (r == 1) p.status = StepStatus::no_room, p.need_bytes = 12345;
-  });
-  test_refusal("too many", Reason::too_many, 0, -1, [](int r, DispatchParameters& p) {
-    if (r == 0) p.capacity -= 1;
-  });
-  test_bad_route();
+  for (const bool early : {false, true}) {
+    test_refusal("mismatch", early, Reason::mismatch, 2, -1, [](int r, DispatchParameters& p) {
+      if (r == 2) p.call.columns = 999;
+    });
+    test_refusal("no room", early, Reason::no_room, 1, 12345, [](int r, DispatchParameters& p) {
+      if (r == 1) p.status = StepStatus::no_room, p.need_bytes = 12345;
+    });
+    test_refusal("too many", early, Reason::too_many, 0, -1, [](int r, DispatchParameters& p) {
+      if (r == 0) p.capacity -= 8;
+    });
+    test_bad_route(early);
+  }
+  test_other_call();
   test_distrust();
   std::printf("failures: as expected\n");
 }
@@ -286,12 +359,16 @@ int run_main(int argc, char** argv) {
   prepare_process();
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
+  KernelLimits limits;
+  FERRY_CUDA_CHECK(kernel_limits(limits));
+  std::printf("paths of %s\n", limits.bulk_copies ? "sm_90" : "sm_80");
   if (bench) {
-    run_dispatch_bench(seed);
+    run_dispatch_bench(seed, small);
   } else if (small) {
     run_small(seed, ranks);
   } else {
     test_failures();
+    run_quantised(seed, repeat);
     run_many_ranks(seed);
     run_matrix(seed, repeat);
   }

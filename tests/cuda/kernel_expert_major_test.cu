@@ -1,11 +1,13 @@
 // launch_fan_out and launch_sum_slots against the definition, every byte; --bench for their speed,
 // alone and with the exchange they belong to.
-//   kernel_expert_major_test [--seed n] [--repeat n]
+//   kernel_expert_major_test [--seed n] [--repeat n] [--following]
 //   kernel_expert_major_test --small [--ranks n] a few short cases, for sanitize.sh
 //   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
-//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0]
+//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0] [--sum-sms 116]
+//                            [--only-sums]
+//   kernel_expert_major_test --bench-following [--ranks n] [--tokens n] [--sms 8,16]
+//                            [--parts 8,16] [--beside 24,32] [--alignment 128]
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -15,10 +17,6 @@
 
 namespace ferry::cuda::test {
 namespace {
-
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
 
 template <class T, std::size_t N>
 T pick(Random& random, const T (&values)[N]) {
@@ -84,68 +82,6 @@ FanOutParameters fan_out_parameters(KernelGroup& group, const ExpertCase& c,
   p.scratch = reinterpret_cast<std::int32_t*>(take<std::byte>(group, rank, scratch));
   p.sms = c.sms;
   return p;
-}
-
-/// `bytes` as expected, then untouched poison.
-void check_bytes(KernelGroup& group, int rank, const void* got_at, const void* expected,
-                 std::size_t bytes, const std::string& what) {
-  const Bytes got = group.download<std::byte>(rank, got_at, bytes + kGuard);
-  const auto* e = static_cast<const std::byte*>(expected);
-  for (std::size_t i = 0; i < bytes + kGuard; ++i) {
-    if (got[i] == (i < bytes ? e[i] : std::byte{0xCB})) continue;
-    stop(what + ": rank " + std::to_string(rank) + ": byte " + std::to_string(i) + " of " +
-         std::to_string(bytes) + " is " + std::to_string(static_cast<int>(got[i])));
-  }
-}
-
-void check_fan_out(KernelGroup& group, const ExpertCase& c, const ExpertRows& local, int rank,
-                   const FanOutParameters& p, const Bytes& rows, const std::vector<float>& scales) {
-  const std::int64_t topk = c.shape.topk, columns = c.scale_columns;
-  Bytes out(at(local.out_capacity * c.row_bytes), std::byte{0});
-  std::vector<float> out_scales(at(local.out_capacity * columns), 0.0f);
-  std::vector<std::int64_t> slots = local.expected.slot_rows;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] < 0) continue;
-    const std::int64_t row = static_cast<std::int64_t>(i) / topk;
-    std::copy_n(rows.begin() + row * c.row_bytes, c.row_bytes,
-                out.begin() + slots[i] * c.row_bytes);
-    std::copy_n(scales.begin() + row * columns, columns, out_scales.begin() + slots[i] * columns);
-  }
-  slots.resize(at(local.capacity * topk), -1);
-  const std::string text = "fan-out, " + c.text();
-  check_bytes(group, rank, p.slot_rows, slots.data(), slots.size() * 8, text + ": slot rows");
-  check_bytes(group, rank, p.expert_offsets, local.expected.offsets.data(),
-              local.expected.offsets.size() * 8, text + ": offsets");
-  check_bytes(group, rank, p.out, out.data(), out.size(), text + ": rows");
-  if (columns > 0) {
-    check_bytes(group, rank, p.out_scales, out_scales.data(), out_scales.size() * 4,
-                text + ": scales");
-  }
-}
-
-Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& rows,
-                  const std::vector<float>& weights) {
-  const std::int64_t topk = c.shape.topk;
-  const std::int64_t columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
-  Bytes out(at(local.received * c.row_bytes));
-  std::vector<float> acc(at(columns));
-  for (std::int64_t row = 0; row < local.received; ++row) {
-    std::fill(acc.begin(), acc.end(), 0.0f);
-    for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int64_t slot = local.expected.slot_rows[at(row * topk + k)];
-      if (slot < 0) continue;
-      const std::byte* from = rows.data() + slot * c.row_bytes;
-      for (std::int64_t i = 0; i < columns; ++i) {
-        const float x = load_element(from, c.dtype, i);
-        acc[at(i)] =
-            c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
-      }
-    }
-    for (std::int64_t i = 0; i < columns; ++i) {
-      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
-    }
-  }
-  return out;
 }
 
 /// With the slot rows that the fan-out has made.
@@ -264,6 +200,11 @@ void distrusts(Random& random, std::int32_t lie) {
 void test(int argc, char** argv) {
   const auto seed = static_cast<std::uint64_t>(option(argc, argv, "--seed", 1));
   const auto repeat = option(argc, argv, "--repeat", 40);
+  if (has_option(argc, argv, "--following")) {
+    test_following(seed, repeat);
+    std::printf("PASSED\n");
+    return;
+  }
   std::printf("seed %llu, %lld cases for each number of ranks, %d GPUs\n",
               static_cast<unsigned long long>(seed), static_cast<long long>(repeat), gpu_count());
   for (const int ranks : {1, 2, 3, 4, 8}) {
@@ -276,6 +217,8 @@ void test(int argc, char** argv) {
   }
   Random random(seed);
   for (const std::int32_t lie : {8, -2, 0x7fffffff, 3}) distrusts(random, lie);
+  test_combine_beside_sums(seed, repeat);
+  test_following(seed, repeat);
   std::printf("PASSED\n");
 }
 
@@ -289,7 +232,9 @@ int main(int argc, char** argv) {
     FERRY_CUDA_CHECK(cudaSetDevice(device));
     FERRY_CUDA_CHECK(load_throughput_kernels());
   }
-  if (test::has_option(argc, argv, "--bench")) {
+  if (test::has_option(argc, argv, "--bench-following")) {
+    test::bench_following(argc, argv);
+  } else if (test::has_option(argc, argv, "--bench")) {
     test::bench_expert_major(argc, argv);
   } else if (test::has_option(argc, argv, "--small")) {
     test::run_small(1, static_cast<int>(test::option(argc, argv, "--ranks", 1)));

@@ -6,28 +6,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <thread>
 
+#include "board.hpp"
+
 namespace ferry::test {
 namespace {
-
-constexpr int kMostRanks = 16;
-constexpr std::size_t kSlot = 16384;
-
-struct Board {
-  struct Rank {
-    std::atomic<std::uint64_t> given{0};  // gathers that it has joined
-    std::size_t bytes[2]{};
-    std::byte slot[2][kSlot]{};
-    char problem[2048]{};
-  };
-  Rank ranks[kMostRanks];
-};
 
 class BoardBootstrap final : public Bootstrap {
  public:
@@ -90,34 +78,48 @@ bool ended_well(pid_t child, std::chrono::steady_clock::time_point until) {
 
 }  // namespace
 
+void Board::clear(int count) {
+  for (int r = 0; r < count; ++r) {
+    ranks[r].given.store(0);
+    std::snprintf(ranks[r].problem, sizeof Rank::problem,
+                  "rank %d: its process ended before it did", r);
+  }
+}
+
+std::vector<std::string> Board::problems(int count) const {
+  std::vector<std::string> all;
+  for (int r = 0; r < count; ++r) {
+    if (ranks[r].problem[0] != '\0') all.emplace_back(ranks[r].problem);
+  }
+  return all;
+}
+
+void run_here(Board& board, int first, int threads, int ranks, const RankBody& body) {
+  std::vector<std::thread> others;
+  for (int t = 0; t < threads && first + t < ranks; ++t) {
+    others.emplace_back([&, r = first + t] { run_rank(board, r, ranks, body); });
+  }
+  for (std::thread& other : others) other.join();
+}
+
 std::vector<std::string> run_ranks(int ranks, int threads, const RankBody& body, int seconds) {
   void* memory =
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED || ranks > kMostRanks) return {"run_ranks: no shared memory"};
   Board& board = *new (memory) Board();
-  for (int r = 0; r < ranks; ++r) {
-    std::snprintf(board.ranks[r].problem, sizeof Board::Rank::problem,
-                  "rank %d: its process ended before it did", r);
-  }
+  board.clear(ranks);
   std::vector<pid_t> children;
   for (int first = 0; first < ranks; first += threads) {
     const pid_t child = fork();
     if (child == 0) {
-      std::vector<std::thread> others;
-      for (int t = 0; t < threads && first + t < ranks; ++t) {
-        others.emplace_back([&, r = first + t] { run_rank(board, r, ranks, body); });
-      }
-      for (std::thread& other : others) other.join();
+      run_here(board, first, threads, ranks, body);
       _exit(0);
     }
     children.push_back(child);
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   for (const pid_t child : children) ended_well(child, until);
-  std::vector<std::string> problems;
-  for (int r = 0; r < ranks; ++r) {
-    if (board.ranks[r].problem[0] != '\0') problems.emplace_back(board.ranks[r].problem);
-  }
+  const std::vector<std::string> problems = board.problems(ranks);
   munmap(memory, sizeof(Board));
   return problems;
 }

@@ -18,7 +18,43 @@ __global__ void find_wrong(const unsigned long long* from, unsigned long long va
   }
 }
 
+__device__ unsigned long long now_ns() {
+  unsigned long long value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+__global__ void wait_and_add(unsigned long long wait_ns, const std::uint32_t* from,
+                             std::size_t words, std::uint32_t* sum) {
+  const unsigned long long start = now_ns();
+  while (now_ns() - start < wait_ns) {
+  }
+  std::uint32_t total = 0;
+  for (std::size_t i = 0; i < words; ++i)
+    total += static_cast<const volatile std::uint32_t*>(from)[i];
+  if (sum != nullptr) *sum = total;
+}
+
+__global__ void __launch_bounds__(1024) wait_for_end(const volatile std::uint32_t* end) {
+  const unsigned long long start = now_ns();
+  while (*end == 0 && now_ns() - start < 10000000000ull) {
+  }
+}
+
 }  // namespace
+
+void read_later(cudaStream_t stream, std::chrono::milliseconds wait, const void* from,
+                std::size_t words, std::uint32_t* sum) {
+  wait_and_add<<<1, 1, 0, stream>>>(static_cast<unsigned long long>(wait.count()) * 1000000ull,
+                                    static_cast<const std::uint32_t*>(from), words, sum);
+}
+
+void take_all_sms(cudaStream_t stream, const volatile std::uint32_t* end) {
+  int device = 0, sms = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  wait_for_end<<<2 * sms, 1024, 0, stream>>>(end);
+}
 
 std::string store(std::byte* to, std::uint64_t value, std::size_t words) {
   store_words<<<1, 256>>>(reinterpret_cast<unsigned long long*>(to), value, words);

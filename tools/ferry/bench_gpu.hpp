@@ -21,13 +21,14 @@ enum class GpuCase : std::uint8_t {
   dispatch_full,        ///< plan and dispatch; worst-case size, the CPU waits for nothing
   dispatch_full_exact,  ///< plan and dispatch; the CPU waits for the counts
   dispatch_cached,
-  dispatch_expert,  ///< expert-major, cached
+  dispatch_expert,     ///< expert-major, cached
+  dispatch_quantized,  ///< of bf16 rows that become e4m3 on the way, cached; beside e4m3 alone
   combine_registered,
   combine_ordinary,
   combine_expert,   ///< from expert-major rows, weights applied
   nccl_all_to_all,  ///< the bytes of a dispatch, gathered before; no counts
 };
-inline constexpr int kGpuCases = 9;
+inline constexpr int kGpuCases = static_cast<int>(GpuCase::nccl_all_to_all) + 1;
 
 constexpr std::string_view name_of(GpuCase which) {
   switch (which) {
@@ -36,6 +37,7 @@ constexpr std::string_view name_of(GpuCase which) {
     case GpuCase::dispatch_full_exact: return "dispatch, full, exact";
     case GpuCase::dispatch_cached: return "dispatch, cached";
     case GpuCase::dispatch_expert: return "dispatch, expert-major";
+    case GpuCase::dispatch_quantized: return "dispatch, bf16 to e4m3";
     case GpuCase::combine_registered: return "combine, registered";
     case GpuCase::combine_ordinary: return "combine, ordinary";
     case GpuCase::combine_expert: return "combine, expert-major";

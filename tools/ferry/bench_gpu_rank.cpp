@@ -11,11 +11,11 @@ namespace {
 
 constexpr auto kWait = std::chrono::minutes(2);
 
+}  // namespace
+
 void need_equal(bool equal, const char* what, std::int64_t row) {
   if (!equal) throw std::runtime_error(fmt::format("{}: row {} is wrong", what, row));
 }
-
-}  // namespace
 
 void need(cudaError_t result, const char* call) {
   if (result != cudaSuccess) {
@@ -72,6 +72,7 @@ GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& 
   stream.upload(scales_.data(), scales.data(), scales.size() * sizeof(float));
   const std::vector<float> weights(routes_.size(), 1.0f);
   stream.upload(weights_.data(), weights.data(), weights.size() * sizeof(float));
+  if (s_.dtype == Dtype::e4m3) make_unquantized();
   plan_ = plan();
   (void)plan_.recv_rows();
   if (nccl != nullptr) {
@@ -83,22 +84,34 @@ BenchRows GpuExchange::rows() const {
   return count_rows(s_, routes_, s_.tokens, group_.rank());
 }
 
-Plan GpuExchange::plan() {
-  return group_.plan({ids_.data(), Dtype::i64, {s_.tokens, s_.topk}, device_}, {&*stream_.stream});
+ConstTensorView GpuExchange::x_view() const {
+  return {x_.data(), s_.dtype, {s_.tokens, s_.hidden}, device_};
 }
 
-Received GpuExchange::dispatch(const Plan& with, RowOrder order, std::int64_t worst_case_rows,
-                               int sms) {
+ConstTensorView GpuExchange::routes_view() const {
+  return {ids_.data(), Dtype::i64, {s_.tokens, s_.topk}, device_};
+}
+
+Plan GpuExchange::plan() {
+  return group_.plan(routes_view(), {&*stream_.stream});
+}
+
+DispatchOptions GpuExchange::dispatch_options(std::int64_t worst_case_rows, int sms) {
   DispatchOptions options;
   if (s_.scales() > 0) {
     options.scales = ConstTensorView(scales_.data(), Dtype::f32, {s_.tokens, s_.scales()}, device_);
   }
-  options.order = order;
-  if (order == RowOrder::expert_major) options.alignment = settings_.alignment;
   options.worst_case_rows = worst_case_rows;
   options.stream = &*stream_.stream;
   options.sms = sms;
-  return group_.dispatch({x_.data(), s_.dtype, {s_.tokens, s_.hidden}, device_}, with, options);
+  return options;
+}
+
+Received GpuExchange::dispatch(const Plan& with, RowOrder order, int sms) {
+  DispatchOptions options = dispatch_options(0, sms);
+  options.order = order;
+  if (order == RowOrder::expert_major) options.alignment = settings_.alignment;
+  return group_.dispatch(x_view(), with, options);
 }
 
 GpuMade GpuExchange::call(GpuCase which, int sms) {
@@ -111,16 +124,17 @@ GpuMade GpuExchange::call(GpuCase which, int sms) {
     case GpuCase::dispatch_full:
     case GpuCase::dispatch_full_exact: {
       const bool exact = which == GpuCase::dispatch_full_exact;
-      made.plan = plan();
-      made.received = dispatch(made.plan, RowOrder::rank_major, exact ? 0 : worst_case_rows(), sms);
+      const DispatchOptions options = dispatch_options(exact ? 0 : worst_case_rows(), sms);
+      made.received = group_.dispatch(x_view(), routes_view(), options);
       break;
     }
     case GpuCase::dispatch_cached:
-      made.received = dispatch(plan_, RowOrder::rank_major, 0, sms);
+      made.received = dispatch(plan_, RowOrder::rank_major, sms);
       break;
     case GpuCase::dispatch_expert:
-      made.received = dispatch(plan_, RowOrder::expert_major, 0, sms);
+      made.received = dispatch(plan_, RowOrder::expert_major, sms);
       break;
+    case GpuCase::dispatch_quantized: made.received = dispatch_quantized(sms); break;
     case GpuCase::combine_registered:
       made.combined = group_.combine(registered_, plan_, back);
       break;
@@ -156,6 +170,11 @@ void GpuExchange::check(bool combines) {
     check_ranks(made.received);
   }
   if (nccl_) nccl_->check();
+  if (unquantized_) {
+    const Received quantized = call(GpuCase::dispatch_quantized, 0).received;
+    quantized.event.wait(kWait);
+    check_quantized(quantized);
+  }
   if (!combines) return;
   make_combine_rows(by_rank, by_expert);
   by_rank = {};

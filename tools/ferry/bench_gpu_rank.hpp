@@ -15,6 +15,8 @@ namespace ferry::cli {
 
 /// Throws std::runtime_error unless the call succeeded.
 void need(cudaError_t result, const char* call);
+/// Throws std::runtime_error, which names the row, unless it is right.
+void need_equal(bool equal, const char* what, std::int64_t row);
 
 /// Memory of the current GPU.
 class GpuBuffer {
@@ -92,11 +94,18 @@ class GpuExchange {
 
  private:
   Plan plan();
-  Received dispatch(const Plan& with, RowOrder order, std::int64_t worst_case_rows, int sms);
+  ConstTensorView x_view() const;
+  ConstTensorView routes_view() const;
+  DispatchOptions dispatch_options(std::int64_t worst_case_rows, int sms);
+  Received dispatch(const Plan& with, RowOrder order, int sms);
   void check_ranks(const Received& received);
   void check_experts(const Received& received);
+  void make_unquantized();
+  Received dispatch_quantized(int sms);
+  void check_quantized(const Received& received);
   void check_combined(const Combined& combined, bool every_slot);
   void make_combine_rows(const Received& by_rank, const Received& by_expert);
+  int value(int rank, std::int64_t token, std::int64_t column) const;
 
   const GpuBenchSettings& settings_;
   const BenchSettings s_;
@@ -107,6 +116,7 @@ class GpuExchange {
   GpuBuffer x_, ids_, scales_, weights_;
   Plan plan_{};
   std::vector<int> source_of_row_{};
+  std::unique_ptr<GpuBuffer> unquantized_{};
   Tensor registered_{};
   std::unique_ptr<GpuBuffer> ordinary_{};
   Tensor expert_rows_{};

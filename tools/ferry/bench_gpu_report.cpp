@@ -67,6 +67,7 @@ std::vector<GpuLine> lines_of(const GpuBenchSettings& s) {
         for (int c = 0; c < kGpuCases; ++c) {
           const auto which = static_cast<GpuCase>(c);
           if (is_combine(which) && combined) continue;
+          if (which == GpuCase::dispatch_quantized && dtype != Dtype::e4m3) continue;
           if (which == GpuCase::plan && (dtype != s.dtypes.front() || sms != s.sms.front())) {
             continue;  // the same for all
           }
@@ -141,8 +142,9 @@ std::string table(const GpuBenchSettings& s, const std::vector<GpuResult>& resul
       "of\n"
       "128 channels; combine bf16 after e4m3. Registered: rows in Ferry's memory; ordinary: "
       "anywhere,\n"
-      "copied once. Expert-major: blocks aligned to {}, combine applies the weights. All data was "
-      "checked.\n",
+      "copied once. Expert-major: blocks aligned to {}, combine applies the weights. bf16 to e4m3: "
+      "cached,\n"
+      "bytes as they arrive. All data was checked.\n",
       s.shape.iterations, s.shape.warmup, s.chain, s.alignment);
   text += s.nccl.library.empty()
               ? fmt::format("NCCL is not in the table: {} (--nccl PATH names a library)\n",

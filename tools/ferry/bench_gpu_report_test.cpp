@@ -23,8 +23,8 @@ TEST(GpuLines, MeasureEverythingOnceForEachConfiguration) {
   const GpuBenchSettings s = small();
   const auto lines = lines_of(s);
   // Each number of tokens: a plan; five kinds of dispatch less plan on two dtypes and two numbers
-  // of SMs; combine in bf16 alone.
-  EXPECT_EQ(lines.size(), 2u * (1 + 2 * 2 * 4 + 2 * 3));
+  // of SMs; a quantising one beside e4m3; combine in bf16 alone.
+  EXPECT_EQ(lines.size(), 2u * (1 + 2 * 2 * 4 + 2 + 2 * 3));
   std::set<std::string> seen;
   for (const GpuLine& line : lines) {
     EXPECT_FALSE(is_combine(line.which) && line.dtype == Dtype::e4m3);

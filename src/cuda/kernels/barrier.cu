@@ -13,13 +13,17 @@ constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads)
     barrier_kernel(const __grid_constant__ BarrierParameters p) {
+  std::byte* control = first_control(p.group);
   std::uint64_t generation;
   if (!begin_call(p.group, generation)) return;
-  post_entry(p.group, generation, p.call, [](DeviceHead&) {});
-  if (!await_entry(p.group, generation, Stage::barrier)) return;
-  const Verdict verdict = judge_entry(p.group, generation, p.call, nullptr);
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
+    head.status = p.status;
+    head.detail = p.need_bytes;
+  });
+  Verdict verdict;
+  if (!await_entry(p.group, generation, p.stage, p.call, nullptr, verdict)) return;
   if (verdict.reason != Reason::none) {
-    refuse_call(p.group, generation, verdict, Stage::barrier, nullptr, p.failure);
+    refuse_call(p.group, generation, verdict, p.stage, nullptr, p.failure);
   } else if (threadIdx.x == 0) {
     end_call(p.group, generation);
   }

@@ -49,6 +49,14 @@ __device__ __forceinline__ bool barrier_try_wait(std::uint64_t* barrier, std::ui
   return ended != 0;
 }
 
+/// Before a block gives up: nothing may fly into the shared memory of a block that ends. Bounded
+/// although memory of this GPU always comes: a block that never ends would be worse.
+__device__ __forceinline__ void drain_load(std::uint64_t* barrier, std::uint32_t parity) {
+  constexpr int kMostTries = 1 << 16;
+  for (int i = 0; i < kMostTries && !barrier_try_wait(barrier, parity); ++i) {
+  }
+}
+
 /// Global (also a peer's) to shared memory; the barrier gets the bytes.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, std::uint32_t bytes,
                                           std::uint64_t* barrier) {

@@ -3,6 +3,7 @@
 #include "cuda/kernels/combine_sm90.cuh"
 #include "cuda/kernels/combine_source.cuh"
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/sum_shape.hpp"
 #include "cuda/kernels/throughput.hpp"
@@ -13,8 +14,9 @@ namespace {
 using namespace device;
 
 /// Whole block 0: tells all ranks where this rank's rows are.
-__device__ void post_head(const CombineParameters& p, std::uint64_t generation) {
-  post_entry(p.group, generation, p.call, [&](DeviceHead& head) {
+__device__ void post_head(const CombineParameters& p, std::byte* control,
+                          std::uint64_t generation) {
+  post_entry(p.group, control, generation, p.call, [&](DeviceHead& head) {
     const bool known = *plan_part<std::uint64_t>(p.plan, p.plan.layout.state) == 1;
     head.status = p.status;
     head.refused = known ? Reason::none : Reason::bad_plan;
@@ -23,6 +25,7 @@ __device__ void post_head(const CombineParameters& p, std::uint64_t generation) 
     head.side_segment = p.side_segment;
     head.side_offset = p.side_offset;
     head.rows = p.rows;
+    head.blocks = p.after_sums ? 1 : 0;
     head.detail = p.need_bytes;
   });
 }
@@ -69,30 +72,48 @@ __device__ void finish(const GroupView& group, std::uint64_t generation) {
   if (threadIdx.x == 0) end_call(group, generation);
 }
 
+/// Warps of a block beside those that sum rows: they sum weights, the last watches the peers' sums.
+int warps_beside(const CombineParameters& p) {
+  return (p.has_weights ? kWeightWarps : 0) + 1;
+}
+
+/// By the warps beside.
+__device__ void work_beside(const CombineParameters& p, const CombineSource& source, int warp,
+                            SummedRows& summed) {
+  if (!p.has_weights || warp == kWeightWarps) {
+    watch_sums(
+        p.group, source.generation,
+        plan_part<std::int32_t>(p.plan, p.plan.layout.rank_tokens) + p.group.rank * p.group.ranks,
+        plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows), summed);
+  } else if (p.plan.topk % 4 == 0) {
+    sum_weights<float4>(p, source, warp);
+  } else {
+    sum_weights<float>(p, source, warp);
+  }
+}
+
+/// False: a failure or a refusal, of which the host knows.
 template <class T, int kVectors>
-__global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
-    combine_kernel(const __grid_constant__ CombineLaunch launch) {
+__device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* control) {
   __shared__ Bases bases;
+  __shared__ SummedRows summed;
+  __shared__ HeadPlace places[kMaxDomain];
   const CombineParameters& p = launch.p;
   std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return;
-  if (blockIdx.x == 0) post_head(p, generation);
+  if (!begin_call(p.group, generation)) return false;
+  if (blockIdx.x == 0) post_head(p, control, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
-  const int lane_count = lanes_of(p.plan.topk, p.group.ranks);
-  const CombineSource source{plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
-                             lane_count,
-                             lane_count + launch.bias_count,
-                             p.group.ranks,
-                             &bases,
-                             launch.biases,
-                             launch.row_bytes};
+  const CombineSource source{&p.group,          generation,
+                             &summed,           plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
+                             launch.lane_count, launch.entry_count,
+                             launch.group_bits, &bases,
+                             launch.biases,     launch.row_bytes};
   const SumWork work = work_of_warp<kVectors>(launch);
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const bool sums = warp < launch.shape.warps;  // the others sum weights
+  const bool sums = warp < launch.shape.warps;
   PeerRows plan{};
-  if (threadIdx.x < static_cast<unsigned>(p.group.ranks)) {
-    plan = peer_rows_of(p.plan, static_cast<int>(threadIdx.x));
-  }
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < p.group.ranks) plan = peer_rows_of(p.plan, thread, p.segment, p.group);
 #if __CUDA_ARCH__ >= 900
   Ring ring{};
   if (sums) {
@@ -101,26 +122,51 @@ __global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
   }
   const SumStart<CombineSource> start(source, work);
 #endif
-  if (!await_entry(p.group, generation, Stage::descriptors)) return;
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
-  const Verdict verdict = judge_entry(p.group, generation, p.call, needed);
+  Verdict verdict;
+  const auto look = [&](int peer, std::uint64_t word) {
+    const HeadPlace place = place_of(word);
+    if (threadIdx.x % kHeadLanes == 0) places[peer] = place;
+  };
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict, look)) {
+    return false;
+  }
   if (verdict.reason != Reason::none) {
     refuse_call(p.group, generation, verdict, Stage::descriptors, needed, p.failure);
-    return;
+    return false;
   }
-  if (!find_bases(launch, generation, plan, bases)) return;
-  bool summed = true;
+  if (!find_bases(launch, generation, plan, places, bases, summed)) return false;
+  bool summed_all = true;
+  NoCount count;
   if (!sums) {
-    sum_weights(p, source, warp - launch.shape.warps);
+    work_beside(p, source, warp - launch.shape.warps, summed);
   } else {
 #if __CUDA_ARCH__ >= 900
-    summed = sum_rows<T, kVectors, false>(start, ring);
+    summed_all = sum_rows<T, kVectors, false>(start, ring, count);
 #else
-    sum_rows_by_loads<T, kVectors, false>(source, work);
+    summed_all = sum_rows_by_loads<T, kVectors, false>(source, work, count);
 #endif
   }
-  if (__syncthreads_and(summed) == 0) return;
+  let_next_kernel_come();
+  if (__syncthreads_and(summed_all) == 0) return false;
   finish(p.group, generation);
+  return true;
+}
+
+template <class T, int kVectors>
+__global__ void __launch_bounds__(most_warps(kVectors) * 32, 1)
+    combine_kernel(const __grid_constant__ CombineLaunch launch) {
+  std::byte* control = first_control(launch.p.group);
+  // The sums before it let it come only when all kernels before them had ended; what those wrote
+  // has only to be looked for anew.
+  if (launch.p.after_sums) {
+    fence_device();
+  } else {
+    await_kernel_before();
+  }
+  combine<T, kVectors>(launch, control);
+  // Whoever comes next in the stream finds the sums ended, too.
+  await_kernel_before();
 }
 
 using CombineKernel = void (*)(CombineLaunch);
@@ -162,18 +208,27 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
     if (!is_aligned(bias)) return cudaErrorMisalignedAddress;
   }
   if (!is_aligned(parameters.out)) return cudaErrorMisalignedAddress;
-  const int beside = parameters.has_weights ? kWeightWarps : 0;
-  if (const cudaError_t error = make_sum_shape(tuning, launch.row_bytes, beside, launch.shape);
-      error != cudaSuccess) {
-    return error;
+  if (parameters.sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
+  launch.lane_count = lanes_of(parameters.plan.topk, parameters.group.ranks);
+  launch.entry_count = launch.lane_count + launch.bias_count;
+  launch.group_bits = CombineSource::group_bits_for(parameters.plan.tokens);
+  const int beside = warps_beside(parameters);
+  KernelLimits limits;
+  cudaError_t error = kernel_limits(limits);
+  if (error == cudaSuccess) {
+    const SumTask task{launch.row_bytes, parameters.plan.tokens, parameters.sms, beside,
+                       combine_pulls(parameters.sms)};
+    error = make_sum_shape(tuning, task, launch.shape);
   }
+  if (error != cudaSuccess) return error;
   const CombineKernel kernel = kernel_for(parameters.dtype, launch.shape.vectors);
-  if (kernel == nullptr || parameters.sms < 1 || parameters.group.ranks > kMaxDomain) {
-    return cudaErrorInvalidValue;
-  }
-  const int threads = (launch.shape.warps + beside) * 32;
-  kernel<<<parameters.sms, threads, launch.shape.shared_bytes, stream>>>(launch);
-  return cudaGetLastError();
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  void* arguments[] = {&launch};
+  return ferry::cuda::launch(reinterpret_cast<const void*>(kernel),
+                             {static_cast<unsigned>(parameters.sms),
+                              static_cast<unsigned>((launch.shape.warps + beside) * 32),
+                              static_cast<std::size_t>(launch.shape.shared_bytes)},
+                             arguments, stream, limits.bulk_copies);
 }
 
 cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t stream) {

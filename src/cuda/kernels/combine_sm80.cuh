@@ -56,30 +56,42 @@ __device__ __forceinline__ void add_entries(float* acc, const Entry& entry, std:
   }
 }
 
-/// All items of this warp.
-template <class T, int kVectors, bool kWeighted, class Source>
-__device__ void sum_rows_by_loads(const Source& source, const SumWork& work) {
+/// All items of this warp. False: the group has failed.
+template <class T, int kVectors, bool kWeighted, class Source, class Count>
+__device__ bool sum_rows_by_loads(const Source& source, const SumWork& work, Count& done) {
   const int lane = static_cast<int>(threadIdx.x % 32), entries = source.entries();
   const Item stride = Item::at(work.stride, work.pieces);
   for (Item item = Item::at(work.first, work.pieces); item.token < work.rows;
        item.step(stride, work.pieces)) {
+    done.reached(item.token);
     const std::int64_t offset = work.offset_of(item.piece);
     const int count = static_cast<int>(work.bytes_of(item.piece) / 16);
     float acc[kVectors * kPerVector<T>] = {};
     for (int base = 0; base < entries; base += 32) {
       Entry entry{nullptr, 0.0f};
+      bool there = true;
       if (base + lane < entries) {
-        entry = source.resolve(source.load(item.token, base + lane), item.token, base + lane);
+        const auto raw = source.load(item.token, base + lane);
+        entry = source.resolve(raw, item.token, base + lane);
+        if constexpr (Source::kWaits) {
+          const std::uint32_t due = source.due(raw, base + lane);
+          there = due == 0 || source.await(due);
+        }
       }
+      if (__all_sync(0xffffffffu, there) == 0) return false;
+      __syncwarp();  // what one lane has seen is there for all that read the row
       add_entries<T, kVectors, kWeighted>(acc, entry, offset, count);
     }
-    std::byte* out = work.out + static_cast<std::int64_t>(item.token) * work.row_bytes + offset;
+    std::byte* out =
+        work.out + static_cast<std::int64_t>(source.row_of(item.token)) * work.row_bytes + offset;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int at = lane + 32 * v;
       if (at < count) reinterpret_cast<uint4*>(out)[at] = round_vector<T>(acc + v * kPerVector<T>);
     }
   }
+  done.reached(work.rows);
+  return true;
 }
 
 }  // namespace ferry::cuda::device

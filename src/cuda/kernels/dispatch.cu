@@ -1,11 +1,14 @@
 // Dispatch: entry swap with grants, every row to its final place, delivery.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/kernels/dispatch_sm80.cuh"
 #include "cuda/kernels/dispatch_sm90.cuh"
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/grants.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push.hpp"
 #include "cuda/kernels/throughput.hpp"
 
@@ -17,194 +20,161 @@ using namespace device;
 
 constexpr int kMaxRowWarps = 16;
 constexpr int kBulkRowWarps = 7;  ///< of a piece that is not short: more warps gain nothing
+constexpr int kQuantizeRowWarps = 10;
 constexpr int kSideWarps = 4;
 constexpr int kMaxThreads = (kMaxRowWarps + kSideWarps) * 32;
+constexpr int kQuantizeThreads = (kQuantizeRowWarps + kSideWarps) * 32;
 constexpr std::int64_t kMaxPiece = 8192;
 constexpr std::uint32_t kShortStage = 2048;
 constexpr std::int64_t kMaxRidingScales = 4096;
-constexpr std::int64_t kMaxRows = 0x7fffffff;
 
-/// Whole block: rows of the expert-major output; 0 when they need not be known.
-__device__ std::int64_t count_out_rows(const DispatchParameters& p, const PushShape& shape,
-                                       bool holds_counts) {
-  __shared__ unsigned long long rows;
-  if (p.out_capacity == 0 || !holds_counts) return 0;
-  if (threadIdx.x == 0) rows = 0;
-  __syncthreads();
-  const auto* slots =
-      reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
-  const int experts = shape.local_experts(p.group.rank);
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
-    std::int64_t total = 0;
-    for (int s = 0; s < p.group.ranks; ++s) total += slots[std::int64_t{s} * experts + e];
-    const std::int64_t padded = (total + p.out_alignment - 1) / p.out_alignment * p.out_alignment;
-    atomicAdd(&rows, static_cast<unsigned long long>(padded));
-  }
-  __syncthreads();
-  return static_cast<std::int64_t>(rows);
-}
-
-__device__ void fill_head(const DispatchParameters& p, bool holds_counts, std::int64_t out_rows,
-                          DeviceHead& head) {
-  head.status = p.status;
-  head.segment = p.segment;
-  head.offset = p.offset;
-  head.side_segment = p.side_segment;
-  head.side_offset = p.side_offset;
-  head.refused = holds_counts ? Reason::none : Reason::bad_plan;
-  head.rows = p.capacity;
-  head.detail = p.need_bytes;
-  if (p.status == StepStatus::ok && out_rows > p.out_capacity) {
-    head.status = StepStatus::too_many;
-    head.detail = out_rows;
+/// Whole grid, after a barrier behind all pushes of the block: one warp tells every peer that this
+/// block has delivered. The barrier orders what the other threads did before what it tells.
+/// `control`: of peer `lane`.
+__device__ void tell_delivered(const GroupView& group, std::uint64_t generation,
+                               std::byte* control) {
+  if (threadIdx.x >= 32) return;
+  const int block = static_cast<int>(blockIdx.x);
+  for (int peer = static_cast<int>(threadIdx.x); peer < group.ranks; peer += 32) {
+    if (peer >= 32) control = control_of(group, peer);
+    store_release(delivered_flag(group, control, group.rank, block), generation);
   }
 }
 
-/// What a peer granted.
-struct Grant {
-  std::uint32_t segment, side_segment;
-  std::uint64_t offset, side_offset;
-  std::int64_t rows;
-};
-
-/// Sixteen lanes, each with its word of the peer's head.
-__device__ Grant grant_of(std::uint64_t word) {
-  const unsigned lanes = 0xffffu << (threadIdx.x & 16);
-  const auto get = [&](int i) { return __shfl_sync(lanes, word, i, kHeadLanes); };
-  Grant grant;
-  grant.segment = static_cast<std::uint32_t>(get(kStatusWord) >> 32);
-  grant.offset = get(kOffsetWord);
-  grant.side_segment = static_cast<std::uint32_t>(get(kSideWord));
-  grant.side_offset = get(kSideOffsetWord);
-  grant.rows = static_cast<std::int64_t>(get(kRowsWord));
-  return grant;
+/// Whole block 0: waits until all blocks of all ranks, this one's too, have delivered; then the
+/// call has ended.
+__device__ void await_delivered(const DispatchParameters& p, const PushTarget* targets,
+                                std::uint64_t generation) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warps = static_cast<int>(blockDim.x / 32);
+  // Or the plan's end would come after this call's.
+  bool there = threadIdx.x != 0 || await_plan_end(p);
+  for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks && there; s += warps) {
+    for (int block = lane; block < targets[s].blocks && there; block += 32) {
+      const auto* flag = delivered_flag(p.group, p.group.control, s, block);
+      there = await_flag(p.group, flag, s, generation, Stage::rows);
+    }
+  }
+  if (__syncthreads_and(there) == 0 || threadIdx.x != 0) return;
+  local_words(p.group)->arrived[kTokenCounter] = 0;  // nobody asks any more
+  if (p.came != nullptr) *p.came = 1;
+  if (p.followed) fence_system();  // the fan-out beside takes this end for the arrival of all rows
+  end_call(p.group, generation);
 }
 
-/// Where this rank's rows go at `peer`, the first of them at row `mine`, if what it granted lies
-/// inside its segments.
-__device__ bool find_target(const DispatchParameters& p, int peer, const Grant& grant,
-                            std::int64_t mine, PushTarget& target) {
-  if (grant.rows < 0 || grant.rows > kMaxRows) return false;
-  const int topk = p.plan.topk;
-  const ReceiveLayout receive =
-      make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);
-  const SideLayout side =
-      make_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
-  // An empty region may lie nowhere. Both places are looked up before either is judged.
-  const PeerSegment rows_in = segment_of(p.group, peer, grant.segment);
-  const PeerSegment side_in = segment_of(p.group, peer, grant.side_segment);
-  std::byte* to = place_in(rows_in, grant.offset, receive.bytes);
-  std::byte* beside = place_in(side_in, grant.side_offset, side.bytes);
-  if (to == nullptr && receive.bytes > 0) return false;
-  if (beside == nullptr && side.bytes > 0) return false;
-  target.rows = to + receive.rows + mine * p.row_bytes;
-  target.scales = reinterpret_cast<float*>(to + receive.scales) + mine * p.scale_columns;
-  target.source_token = reinterpret_cast<std::int32_t*>(beside + side.source_token) + mine;
-  target.ids = reinterpret_cast<std::int32_t*>(beside + side.topk_idx) + mine * topk;
-  target.weights = reinterpret_cast<float*>(beside + side.weights) + mine * topk;
+/// Whole block, behind await_kernel_before: what this call needs to know of others, and its head.
+/// `begun`: row warps have. False: the group has failed, or a second grant has not come.
+__device__ __forceinline__ bool begin_dispatch(const DispatchParameters& p, const PushShape& shape,
+                                               std::byte* shared, bool posted, std::byte* control,
+                                               FirstPeer& first, std::uint64_t& generation,
+                                               bool& holds_counts, bool& begun) {
+  // All that is known to be needed is asked for at once: one trip to the memory.
+  holds_counts = *state_of(p.plan) == 1;
+  first.rows = rows_at(p.plan, first_peer());
+  if (!begin_call(p.group, generation)) return false;
+  begun = true;
+  if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
+  if (blockIdx.x != 0 || posted) return true;
+  const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
+  post_entry(p.group, control, generation, p.call,
+             [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
   return true;
 }
 
-/// Whole grid: waits for the heads; true when this rank may push to `targets`. Sixteen threads look
-/// at one peer, and one barrier tells the block that all is well; the order in which complaints
-/// count is sorted out only when there is one.
-__device__ bool agree(const DispatchParameters& p, const PushShape& shape, std::uint64_t generation,
-                      PushTarget* targets) {
-  const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
-  const auto* before = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_row);
-  std::uint32_t found = kNoComplaint << 16;
-  int liar = -1;
-  std::int64_t lie = 0;
-  bool there = true;
-  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < p.group.ranks;
-       peer += static_cast<int>(blockDim.x / kHeadLanes)) {
-    const std::int64_t rows = needed[peer], mine = before[peer];
-    there = await_flag(p.group, p.group.layout.entered, peer, generation, Stage::grants);
-    if (__all_sync(0xffffu << (threadIdx.x & 16), there) == 0) {
-      there = false;
-      break;
-    }
-    const std::uint64_t word = load_head_word(p.group, peer, generation);
-    const std::uint32_t what = complaint(word, p.call, rows);
-    if (what != kNoComplaint) found = min(found, what << 16 | static_cast<std::uint32_t>(peer));
-    const Grant grant = grant_of(word);
-    PushTarget target{};
-    if (!find_target(p, peer, grant, mine, target)) liar = peer, lie = grant.rows;
-    target.first_expert = shape.first_expert(peer);
-    target.local_experts = shape.local_experts(peer);
-    if (threadIdx.x % kHeadLanes == 0) targets[peer] = target;
-  }
-  if (__syncthreads_and(there && found >> 16 == kNoComplaint && liar < 0) != 0) return true;
-  if (__syncthreads_and(there) == 0) return false;
-  const Verdict verdict = worst_of(found);
-  if (verdict.reason != Reason::none) {
-    refuse_call(p.group, generation, verdict, Stage::grants, needed, p.failure);
-  } else if (liar >= 0) {
-    fail(p.group, generation, Reason::distrust, Stage::grants, liar, {0, 0, lie});
-  }
-  return false;
+/// The same directly behind the plan's kernel, which may still run: the kernels before that one
+/// have ended, so what is pushed can be read.
+__device__ __forceinline__ bool begin_glued(const DispatchParameters& p, const PushShape& shape,
+                                            std::byte* shared, FirstPeer& first,
+                                            std::uint64_t& generation, bool& holds_counts,
+                                            bool& begun) {
+#if __CUDA_ARCH__ >= 900
+  fence_proxy_async();
+#endif
+  begun = true;
+  if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
+  generation = load_acquire(&local_words(p.group)->planning) + 1;
+  const bool usable = !has_failed(p.group);  // else the plan did nothing, and this is not its word
+  return __syncthreads_and(usable && await_plan(p, generation, first, holds_counts)) != 0;
 }
 
-/// Whole grid, after a barrier behind all pushes of the block: when all blocks have pushed, every
-/// peer learns it; block 0 stays until all rows that come to this rank are here. One warp does it:
-/// the barrier orders what the other threads did before what it does. `control`: of peer `lane`.
-__device__ void deliver(const GroupView& group, std::uint64_t generation, std::byte* control) {
-  if (threadIdx.x >= 32) return;
-  const int lane = static_cast<int>(threadIdx.x);
-  const bool counted = lane == 0 && count_block(group, 0);
-  if (__any_sync(~0u, counted) != 0) {
-    if (lane == 0) local_words(group)->arrived[kTokenCounter] = 0;  // nobody asks any more
-    __syncwarp();  // what lane 0 has seen comes before what the other lanes release
-    for (int peer = lane; peer < group.ranks; peer += 32) {
-      if (peer != lane) control = control_of(group, peer);
-      store_release(flag_at(control, group.layout.delivered, group.rank), generation);
+/// Whole block, once the call moves its rows: the fan-out may come, which then finds its
+/// generation.
+__device__ void let_fan_out_come(const DispatchParameters& p, std::uint64_t generation) {
+  if (!p.followed) return;
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0 && await_plan_end(p)) {
+      store_release(&local_words(p.group)->moving, generation);
+      fence_device();
     }
+    __syncthreads();
   }
-  if (blockIdx.x != 0) return;
-  bool there = true;
-  for (int peer = lane; peer < group.ranks && there; peer += 32) {
-    there = await_flag(group, group.layout.delivered, peer, generation, Stage::rows);
-  }
-  if (__all_sync(~0u, there) != 0 && lane == 0) end_call(group, generation);
+  let_next_kernel_come();
 }
 
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchParameters p,
-                    const __grid_constant__ PushShape shape) {
+/// `kTells`: rows are told of on the way, or a fan-out comes beside.
+template <bool kQuantizes, bool kTells>
+__device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape) {
   extern __shared__ __align__(128) std::byte shared[];
-  await_kernel_before();
-  // All that is known to be needed is asked for at once: one trip to the memory.
-  const std::uint64_t plan_state =
-      *reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.state);
-  const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
-  LaneWords lanes{};
-  if (row_warp) lanes = first_lanes(p, shape);
+  if (kTells) begin_progress();
+  // The table of segments is the CPU's, which only adds to it.
+  FirstPeer first;
+  first.segment = first_segment(p.group);
+  std::byte* first_to = blockIdx.x == 0 ? first_control(p.group) : nullptr;
   std::byte* control = static_cast<int>(threadIdx.x) < min(p.group.ranks, 32)
                            ? control_of(p.group, static_cast<int>(threadIdx.x))
                            : nullptr;
-  std::uint64_t generation;
-  if (!begin_call(p.group, generation)) return;
-  if (row_warp) begin_rows(p, shape, shared);
-  if (blockIdx.x == 0) {
-    const bool holds_counts = plan_state == 1;
-    const std::int64_t out_rows = count_out_rows(p, shape, holds_counts);
-    post_entry(p.group, generation, p.call,
-               [&](DeviceHead& head) { fill_head(p, holds_counts, out_rows, head); });
+  const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
+  std::uint64_t generation = p.early && blockIdx.x == 0 ? post_early(p, first_to) : 0;
+  bool holds_counts = false, begun = false, good = true;
+  LaneWords lanes{};
+  if (p.glued) {
+    // Before it let this kernel come, the plan had written the lanes.
+    if (row_warp) lanes = first_lanes(p, shape);
+    good = begin_glued(p, shape, shared, first, generation, holds_counts, begun);
+  } else {
+    await_kernel_before();
+    if (row_warp) lanes = first_lanes(p, shape);
+    good = begin_dispatch(p, shape, shared, generation != 0, first_to, first, generation,
+                          holds_counts, begun);
+  }
+  if (good && blockIdx.x == 0) {
+    if (threadIdx.x == 0 && p.came != nullptr) *p.came = 0;
+    if (guessed_too_few(p, holds_counts)) good = grant_again(p, generation);
   }
   auto* targets = reinterpret_cast<PushTarget*>(shared);
-  if (!agree(p, shape, generation, targets)) {
-    if (row_warp) drop_rows(p, shape, generation, shared);
+  if (!good || !agree(p, shape, generation, holds_counts, first, targets)) {
+    if (row_warp && begun) drop_rows(p, shape, generation, shared);
     return;
   }
-  bool good = true;
+  if (kTells) let_fan_out_come(p, generation);
   if (row_warp) {
-    good = push_rows(p, shape, targets, generation, shared, lanes);
+    good = push_rows<kQuantizes, kTells>(p, shape, targets, generation, shared, lanes);
   } else {
     push_side(p, shape, targets);
+    if (kTells) tell_routes(p, shape, generation);
   }
   let_next_kernel_come();
   if (__syncthreads_and(good) == 0) return;
-  deliver(p.group, generation, control);
+  tell_delivered(p.group, generation, control);
+  if (blockIdx.x != 0) return;
+  await_delivered(p, targets, generation);
+}
+
+template <bool kQuantizes, bool kTells>
+__global__ void __launch_bounds__(kQuantizes ? kQuantizeThreads : kMaxThreads, 1)
+    dispatch_kernel(const __grid_constant__ DispatchParameters p,
+                    const __grid_constant__ PushShape shape) {
+  run_dispatch<kQuantizes, kTells>(p, shape);
+  // The kernels after this one are after the plan's, too.
+  if (p.glued && blockIdx.x == 0) await_kernel_before();
+}
+
+const void* dispatch_kernel_for(bool quantize, bool tells) {
+  const auto kernel = [&](auto telling) {
+    constexpr bool kTells = decltype(telling)::value;
+    return quantize ? reinterpret_cast<const void*>(&dispatch_kernel<true, kTells>)
+                    : reinterpret_cast<const void*>(&dispatch_kernel<false, kTells>);
+  };
+  return tells ? kernel(std::true_type{}) : kernel(std::false_type{});
 }
 
 /// Scales ride with the rows when their places suit the copy engine.
@@ -214,29 +184,42 @@ bool scales_ride(const DispatchParameters& p) {
          reinterpret_cast<std::uintptr_t>(p.scales) % 16 == 0;
 }
 
+/// What goes through the stages of row warps. `ride`: the scales do.
+void cut_rows(const DispatchParameters& p, bool ride, PushShape& shape) {
+  const std::size_t element = p.quantize ? size_of(p.x_dtype) : 1;
+  shape.x_row_bytes = p.row_bytes * static_cast<std::int64_t>(element);
+  const std::int64_t pieces =
+      std::max<std::int64_t>(1, (shape.x_row_bytes + kMaxPiece - 1) / kMaxPiece);
+  const auto piece = static_cast<std::size_t>((shape.x_row_bytes + pieces - 1) / pieces);
+  // Whole steps, so that the scales of a piece begin at 16 bytes, too.
+  shape.piece =
+      static_cast<std::uint32_t>(round_up(piece, p.quantize ? element * kStepChannels : 16));
+  shape.pieces = static_cast<int>((shape.x_row_bytes + shape.piece - 1) / shape.piece);
+  shape.scale_bytes = ride ? static_cast<std::uint32_t>(p.scale_columns * 4) : 0;
+  const std::size_t made = p.quantize ? shape.piece / element / kScaleBlock * sizeof(float) : 0;
+  shape.stage_bytes =
+      static_cast<std::uint32_t>(round_up(shape.piece + shape.scale_bytes + made, 128));
+  const bool brief = shape.stage_bytes <= kShortStage && !p.quantize;
+  shape.stages = brief ? 4 : 3;
+  if (!brief && !p.quantize) shape.row_warps = kBulkRowWarps;
+}
+
 PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
   PushShape shape;
   const bool scales = p.scales != nullptr && p.scale_columns > 0;
   const bool ride = limits.bulk_copies && scales && scales_ride(p);
   shape.side_scales = scales && !ride;
-  shape.side_warps = p.carries_routes || p.weights != nullptr || shape.side_scales ? kSideWarps : 0;
+  const bool beside = p.carries_routes || p.weights != nullptr || shape.side_scales;
+  shape.side_warps = beside ? kSideWarps : 0;
   while (shape.width < p.plan.topk && shape.width < 32) shape.width *= 2;
   shape.block = static_cast<std::int32_t>(p.plan.placement.experts / p.group.ranks);
   shape.larger = static_cast<std::int32_t>(p.plan.placement.experts % p.group.ranks);
-  shape.row_warps = kMaxRowWarps;
+  shape.row_warps = p.quantize ? kQuantizeRowWarps : kMaxRowWarps;
   if (!limits.bulk_copies) {
     shape.shared_bytes = make_push_shared(p.group.ranks, 0, 0, 0).bytes;
     return shape;
   }
-  const std::int64_t pieces = std::max<std::int64_t>(1, (p.row_bytes + kMaxPiece - 1) / kMaxPiece);
-  const std::int64_t piece = (p.row_bytes + pieces - 1) / pieces;
-  shape.piece = static_cast<std::uint32_t>(round_up(static_cast<std::size_t>(piece), 16));
-  shape.pieces = static_cast<int>((p.row_bytes + shape.piece - 1) / shape.piece);
-  shape.scale_bytes = ride ? static_cast<std::uint32_t>(p.scale_columns * 4) : 0;
-  shape.stage_bytes = static_cast<std::uint32_t>(round_up(shape.piece + shape.scale_bytes, 128));
-  const bool brief = shape.stage_bytes <= kShortStage;
-  shape.stages = brief ? 4 : 3;
-  if (!brief) shape.row_warps = kBulkRowWarps;
+  cut_rows(p, ride, shape);
   while (shape.row_warps > 1 &&
          make_push_shared(p.group.ranks, shape.row_warps, shape.stages, shape.stage_bytes).bytes >
              static_cast<std::size_t>(limits.shared_bytes)) {
@@ -262,14 +245,19 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   if (error != cudaSuccess) return error;
   const bool aligned = parameters.row_bytes > 0 && parameters.row_bytes % 16 == 0 &&
                        reinterpret_cast<std::uintptr_t>(parameters.x) % 16 == 0;
-  if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain) {
+  if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain ||
+      parameters.sms > kMaxBlocks || parameters.parts > kProgressParts ||
+      (parameters.early && parameters.out_capacity > 0) ||
+      (parameters.glued && !parameters.early)) {
     return cudaErrorInvalidValue;
   }
   DispatchParameters copy = parameters;
   PushShape shape = make_shape(parameters, limits);
+  // Scales of the side warps come at any time.
+  if (shape.side_scales) copy.parts = 0;
   void* arguments[] = {&copy, &shape};
   const auto threads = static_cast<unsigned>((shape.row_warps + shape.side_warps) * 32);
-  return launch(reinterpret_cast<const void*>(&dispatch_kernel),
+  return launch(dispatch_kernel_for(parameters.quantize, copy.parts > 0 || copy.followed),
                 {static_cast<unsigned>(parameters.sms), threads, shape.shared_bytes}, arguments,
                 stream, limits.bulk_copies);
 }
@@ -278,8 +266,14 @@ cudaError_t load_dispatch_kernels() {
   KernelLimits limits;
   const cudaError_t error = dispatch_limits(limits);
   if (error != cudaSuccess) return error;
-  return load_kernel(reinterpret_cast<const void*>(&dispatch_kernel),
-                     limits.bulk_copies ? limits.shared_bytes : 0);
+  for (const bool quantize : {false, true}) {
+    for (const bool tells : {false, true}) {
+      const cudaError_t loaded = load_kernel(dispatch_kernel_for(quantize, tells),
+                                             limits.bulk_copies ? limits.shared_bytes : 0);
+      if (loaded != cudaSuccess) return loaded;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda

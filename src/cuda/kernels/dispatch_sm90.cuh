@@ -2,15 +2,16 @@
 // its first lane lets the copy engine bring the next rows while the rows before fly to the peers.
 #pragma once
 #include "cuda/kernels/bulk_copy_sm90.cuh"
+#include "cuda/kernels/dispatch_quantize_sm90.cuh"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push_lanes.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 namespace ferry::cuda::device {
 
-__device__ __forceinline__ std::uint32_t piece_bytes(const DispatchParameters& p,
-                                                     const PushShape& shape, int piece) {
-  const std::int64_t left = p.row_bytes - std::int64_t{piece} * shape.piece;
+__device__ __forceinline__ std::uint32_t piece_bytes(const PushShape& shape, int piece) {
+  const std::int64_t left = shape.x_row_bytes - std::int64_t{piece} * shape.piece;
   return left < shape.piece ? static_cast<std::uint32_t>(left) : shape.piece;
 }
 
@@ -18,10 +19,11 @@ __device__ __forceinline__ std::uint32_t piece_bytes(const DispatchParameters& p
 __device__ __forceinline__ void bring(const DispatchParameters& p, const PushShape& shape,
                                       std::int64_t token, int piece, std::byte* stage,
                                       std::uint64_t* barrier) {
-  const std::uint32_t bytes = piece_bytes(p, shape, piece);
+  const std::uint32_t bytes = piece_bytes(shape, piece);
   const std::uint32_t scales = piece == 0 ? shape.scale_bytes : 0;
   barrier_expect(barrier, bytes + scales);
-  bulk_load(stage, p.x + token * p.row_bytes + std::int64_t{piece} * shape.piece, bytes, barrier);
+  bulk_load(stage, p.x + token * shape.x_row_bytes + std::int64_t{piece} * shape.piece, bytes,
+            barrier);
   if (scales > 0) {
     bulk_load(stage + shape.piece, p.scales + token * p.scale_token_stride, scales, barrier);
   }
@@ -42,16 +44,23 @@ __device__ __forceinline__ bool await_piece(const DispatchParameters& p, std::ui
   return true;
 }
 
-/// One lane: sends a stage to one peer.
-__device__ __forceinline__ void send(const DispatchParameters& p, const PushShape& shape,
-                                     const PushTarget& target, std::int32_t row, int piece,
-                                     const std::byte* stage) {
-  bulk_store(target.rows + row * p.row_bytes + std::int64_t{piece} * shape.piece, stage,
-             piece_bytes(p, shape, piece));
-  if (piece == 0 && shape.scale_bytes > 0) {
-    bulk_store(target.scales + row * p.scale_columns, stage + shape.piece, shape.scale_bytes);
+/// Rows that go out as they come in. Quantized (dispatch_quantize_sm90.cuh) is the other kind.
+struct AsIs {
+  __device__ __forceinline__ static void prepare(const DispatchParameters&, const PushShape&,
+                                                 std::uint32_t, std::byte*, std::uint64_t*,
+                                                 std::uint32_t) {}
+
+  /// Whole warp: sends a stage to one peer.
+  __device__ __forceinline__ static void send(const DispatchParameters& p, const PushShape& shape,
+                                              const PushTarget& target, std::int32_t row, int piece,
+                                              std::uint32_t bytes, const std::byte* stage) {
+    if (threadIdx.x % 32 != 0) return;
+    bulk_store(target.rows + row * p.row_bytes + std::int64_t{piece} * shape.piece, stage, bytes);
+    if (piece == 0 && shape.scale_bytes > 0) {
+      bulk_store(target.scales + row * p.scale_columns, stage + shape.piece, shape.scale_bytes);
+    }
   }
-}
+};
 
 /// A warp's part of the shared memory.
 struct RowRing {
@@ -127,32 +136,40 @@ __device__ inline void begin_rows(const DispatchParameters& p, const PushShape& 
   }
 }
 
-/// One row warp, instead of push_rows: nothing may fly into the shared memory of a block that ends.
+/// Pieces that begin_rows brings.
+__device__ __forceinline__ int first_pieces(const DispatchParameters& p, const PushShape& shape) {
+  int count = 0;
+  while (count < pieces_ahead(shape.stages) && fixed_token(p, shape, count / shape.pieces) >= 0) {
+    ++count;
+  }
+  return count;
+}
+
+/// One row warp, instead of push_rows.
 __device__ inline void drop_rows(const DispatchParameters& p, const PushShape& shape,
-                                 std::uint64_t generation, std::byte* shared) {
+                                 std::uint64_t /*generation*/, std::byte* shared) {
   if (threadIdx.x % 32 != 0) return;
   const RowRing ring = row_ring(p, shape, shared);
-  for (int s = 0; s < pieces_ahead(shape.stages); ++s) {
-    if (fixed_token(p, shape, s / shape.pieces) < 0) break;
-    await_piece(p, generation, ring.barriers + s, 0);
-  }
+  for (int s = first_pieces(p, shape); s-- > 0;) drain_load(ring.barriers + s, 0);
 }
 
 /// Whole warp: the piece in `stage` to all ranks of its token.
+template <class Rows>
 __device__ __forceinline__ void send_to_all(const DispatchParameters& p, const PushShape& shape,
                                             const PushTarget* targets, const TokenLanes& lanes,
                                             std::int64_t token, int piece, const std::byte* stage) {
   const int begin = first_lane(p, lanes, token);
+  const std::uint32_t bytes = piece_bytes(shape, piece);
 #pragma unroll 1
   for (int i = 0; i < lanes.count; ++i) {
     const DeviceLane to =
         lane_at(lanes, begin + i < lanes.count ? begin + i : begin + i - lanes.count);
-    if (threadIdx.x % 32 == 0) send(p, shape, targets[to.rank], to.row, piece, stage);
+    Rows::send(p, shape, targets[to.rank], to.row, piece, bytes, stage);
   }
   if (threadIdx.x % 32 == 0) bulk_commit();
 }
 
-template <int kStages>
+template <class Rows, int kStages, bool kTells>
 __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
                                  const RowRing& ring, LaneWords next) {
@@ -168,6 +185,9 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
   int going = 0, coming = kAhead % shape.pieces, coming_token = kAhead / shape.pieces;
   int stage = 0, good = 1;
   std::uint32_t parity = 0;
+  int flying = first_pieces(p, shape);  // pieces on their way: into `stage` and those after it
+  PushProgress progress(p);
+  std::int64_t last = -1;  // token of the piece before
   while (tokens[0] >= 0) {
     if (leader) {
       std::int64_t brought = tokens[0];
@@ -179,13 +199,25 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
       if (brought >= 0) {
         bring(p, shape, brought, coming, ring.stages + free * shape.stage_bytes,
               ring.barriers + free);
+        ++flying;
       }
       good = await_piece(p, generation, ring.barriers + stage, parity);
+      flying -= good;
     }
     if (++coming == shape.pieces) coming = 0, ++coming_token;
     if (__shfl_sync(~0u, good, 0) == 0) break;
-    send_to_all(p, shape, targets, lanes, tokens[0], going,
-                ring.stages + stage * shape.stage_bytes);
+    std::byte* ready = ring.stages + stage * shape.stage_bytes;
+    Rows::prepare(p, shape, piece_bytes(shape, going), ready, ring.barriers + stage, parity);
+    send_to_all<Rows>(p, shape, targets, lanes, tokens[0], going, ready);
+    if (kTells && progress.due(last)) {
+      // All but this piece and the one before, so nobody stands still: the others have long gone.
+      if (leader) {
+        bulk_wait<2>();
+        fence_proxy_async();
+      }
+      progress.pass(p, shape, generation, last);
+    }
+    if (kTells) last = tokens[0];
     if (++going == shape.pieces) {
       going = 0, --coming_token;
 #pragma unroll
@@ -198,20 +230,37 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   if (leader) {
+    for (; flying > 0; --flying) {  // the group has failed
+      drain_load(ring.barriers + stage, parity);
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
     bulk_wait<0>();
     fence_proxy_async();
   }
+  if (kTells && __shfl_sync(~0u, good, 0) != 0) progress.pass_all(p, shape, generation);
   return good != 0;
 }
 
 /// One row warp, after begin_rows: pushes rows until no token is left. `first`: what first_lanes
-/// gave. False: the group has failed.
+/// gave. `kTells`: as the parameters have it. False: the group has failed.
+template <bool kQuantizes, bool kTells>
 __device__ inline bool push_rows(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
                                  std::byte* shared, const LaneWords& first) {
   const RowRing ring = row_ring(p, shape, shared);
-  return shape.stages == 3 ? push_rows_staged<3>(p, shape, targets, generation, ring, first)
-                           : push_rows_staged<4>(p, shape, targets, generation, ring, first);
+  const auto push = [&]<class Rows, int kStages>() {
+    return push_rows_staged<Rows, kStages, kTells>(p, shape, targets, generation, ring, first);
+  };
+  if constexpr (kQuantizes) {
+    switch (p.x_dtype) {
+      case Dtype::bf16: return push.template operator()<Quantized<Bf16>, 3>();
+      case Dtype::f16: return push.template operator()<Quantized<Fp16>, 3>();
+      default: return push.template operator()<Quantized<float>, 3>();
+    }
+  } else {
+    return shape.stages == 3 ? push.template operator()<AsIs, 3>()
+                             : push.template operator()<AsIs, 4>();
+  }
 }
 
 }  // namespace ferry::cuda::device

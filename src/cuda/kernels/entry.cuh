@@ -1,22 +1,27 @@
 // Entry and end of a call: the swap of heads by which every block of every rank takes the same
 // decision. Every function here is for whole blocks.
 //
+//   std::byte* control = first_control(group);
 //   std::uint64_t generation;
 //   if (!begin_call(group, generation)) return;
-//   if (blockIdx.x == 0) post_entry(group, generation, call, [&](DeviceHead& head) { ... });
-//   if (!await_entry(group, generation, stage)) return;
-//   const Verdict verdict = judge_entry(group, generation, call, needed);
+//   if (blockIdx.x == 0) {
+//     post_entry(group, control, generation, call, [&](DeviceHead& head) { ... });
+//   }
+//   Verdict verdict;
+//   if (!await_entry(group, generation, stage, call, needed, verdict)) return;
 //   if (verdict.reason != Reason::none) { refuse_call(...); return; }
 //   ... work; then one block, when no other reads the generation any more: end_call(...)
 #pragma once
 #include <cstddef>
 #include <new>
 
+#include "cuda/kernels/message.cuh"
+#include "cuda/kernels/throughput.hpp"
 #include "cuda/kernels/wait.cuh"
 
 namespace ferry::cuda::device {
 
-static_assert(sizeof(CallSignature) == 48 && sizeof(DeviceHead) == 96,
+static_assert(sizeof(CallSignature) == 48 && sizeof(DeviceHead) == 104,
               "the heads cross as whole words without padding");
 
 /// First in a kernel that is launched early: until the kernel before it in the stream has ended and
@@ -36,10 +41,16 @@ __device__ __forceinline__ void let_next_kernel_come() {
 /// Whole block: false when the group has failed before. `generation`: of this call.
 __device__ inline bool begin_call(const GroupView& group, std::uint64_t& generation) {
   generation = load_relaxed(&local_words(group)->generation) + 1;
-  return __syncthreads_or(has_failed(group)) == 0;
+  const bool failed = has_failed(group);
+  // What the kernels before did comes before what block 0 posts, for whoever reads it: rows that a
+  // combine offers, reads of the memory that a dispatch grants. Here it costs next to nothing.
+  if (blockIdx.x == 0 && threadIdx.x / 32 < static_cast<unsigned>(group.ranks)) fence_system();
+  return __syncthreads_or(failed) == 0;
 }
 
 inline constexpr int kHeadWords = static_cast<int>(sizeof(DeviceHead) / 8);
+/// In a mailbox; the body follows, 8 bytes a word.
+inline constexpr std::size_t kPostedHeadBytes = 2 * sizeof(DeviceHead);
 
 /// A message without a body.
 struct NoBody {
@@ -47,18 +58,23 @@ struct NoBody {
   __device__ std::int32_t word(int, int) const { return 0; }
 };
 
+/// Where the first message of this warp goes. The table of segments is the CPU's, which only ever
+/// adds to it, so it can be read before the kernel before has ended: one trip to the memory less.
+__device__ __forceinline__ std::byte* first_control(const GroupView& group) {
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  return warp < group.ranks ? control_of(group, (group.rank + warp) % group.ranks) : nullptr;
+}
+
 /// Whole block 0: this rank's message to every peer: the head, of which `fill(head)` (one thread)
-/// sets all but the call, then body.words(peer) words body.word(peer, i).
+/// sets all but the call, then body.words(peer) words body.word(peer, i). What must come before the
+/// message for its readers stands behind a fence_system (begin_call). `control`: as first_control.
 template <class Fill, class Body = NoBody>
-__device__ inline void post_entry(const GroupView& group, std::uint64_t generation,
-                                  const CallSignature& call, const Fill& fill,
-                                  const Body& body = Body{}) {
+__device__ inline void post_entry(const GroupView& group, std::byte* control,
+                                  std::uint64_t generation, const CallSignature& call,
+                                  const Fill& fill, const Body& body = Body{}) {
   __shared__ alignas(16) std::uint64_t head[kHeadWords];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int warps = static_cast<int>(blockDim.x / 32);
-  // Where the first message goes, looked up while one thread fills the head.
-  std::byte* control =
-      warp < group.ranks ? control_of(group, (group.rank + warp) % group.ranks) : nullptr;
   if (threadIdx.x == 0) {
     auto* mine = new (head) DeviceHead{};
     mine->call = call;
@@ -70,19 +86,14 @@ __device__ inline void post_entry(const GroupView& group, std::uint64_t generati
     const int peer = (group.rank + i) % group.ranks;
     if (i != warp) control = control_of(group, peer);
     std::byte* slot = mailbox_slot(group, control, group.rank, generation);
-    if (lane < kHeadWords) reinterpret_cast<std::uint64_t*>(slot)[lane] = head[lane];
-    auto* words = reinterpret_cast<std::int32_t*>(slot + sizeof(DeviceHead));
+    if (lane < kHeadWords) store_pair(slot + lane * 16, head[lane], generation);
+    auto* words = reinterpret_cast<std::uint64_t*>(slot + kPostedHeadBytes);
     const int count = body.words(peer);
 #pragma unroll 1
-    for (int w = lane; w < count; w += 32) words[w] = body.word(peer, w);
-    __syncwarp();
-    if (lane == 0) store_release(flag_at(control, group.layout.entered, group.rank), generation);
+    for (int w = lane; w < count; w += 32) {
+      store_relaxed(words + w, tagged(static_cast<std::uint32_t>(body.word(peer, w)), generation));
+    }
   }
-}
-
-/// Whole block: waits for the heads of all ranks.
-__device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage) {
-  return await_all(group, group.layout.entered, generation, stage);
 }
 
 /// none: the call goes on. The same on every rank but for the peer of a mismatch.
@@ -99,19 +110,70 @@ inline constexpr int kOffsetWord = static_cast<int>(offsetof(DeviceHead, offset)
 inline constexpr int kSideWord = static_cast<int>(offsetof(DeviceHead, side_segment) / 8);
 inline constexpr int kSideOffsetWord = static_cast<int>(offsetof(DeviceHead, side_offset) / 8);
 inline constexpr int kRowsWord = static_cast<int>(offsetof(DeviceHead, rows) / 8);
+inline constexpr int kDetailWord = static_cast<int>(offsetof(DeviceHead, detail) / 8);
+inline constexpr int kBlocksWord = static_cast<int>(offsetof(DeviceHead, blocks) / 8);
 static_assert(kHeadWords <= kHeadLanes && offsetof(DeviceHead, segment) % 8 == 4 &&
               offsetof(DeviceHead, refused) % 8 == 4);
 
-/// Sixteen lanes: their word of `peer`'s head. All words come in one trip to the memory.
-__device__ __forceinline__ std::uint64_t load_head_word(const GroupView& group, int peer,
-                                                        std::uint64_t generation) {
-  const int word = static_cast<int>(threadIdx.x % kHeadLanes);
-  if (word >= kHeadWords) return 0;
-  return load_relaxed(reinterpret_cast<const std::uint64_t*>(head_from(group, peer, generation)) +
-                      word);
+/// Where a word of `peer`'s head comes.
+__device__ __forceinline__ const std::byte* posted_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation, int word) {
+  return mailbox_slot(group, group.control, peer, generation) + word * 16;
 }
 
-inline constexpr std::uint32_t kNoComplaint = 5;
+/// The same of its second grant (second_grant.cuh).
+__device__ __forceinline__ const std::byte* second_word(const GroupView& group, int peer,
+                                                        std::uint64_t generation, int word) {
+  return second_slot(group, group.control, peer, generation) + word * 16;
+}
+
+/// A word of a head that is known to have come.
+__device__ __forceinline__ std::uint64_t head_word(const GroupView& group, int peer,
+                                                   std::uint64_t generation, int word) {
+  return data_of(load_pair_relaxed(posted_word(group, peer, generation, word)));
+}
+
+/// Sixteen lanes: wait for `peer`'s head, of which each gets its word. False, in all of them: the
+/// group has failed.
+__device__ __forceinline__ bool await_head(const GroupView& group, int peer,
+                                           std::uint64_t generation, Stage stage,
+                                           std::uint64_t& value) {
+  const int word = static_cast<int>(threadIdx.x % kHeadLanes);
+  const std::byte* at = posted_word(group, peer, generation, word);
+  TaggedPair pair{};
+  const bool there = word >= kHeadWords || await_words(group, generation, stage, peer, [&] {
+                       TagCheck check;
+                       pair = load_pair(at);
+                       check.look_at_head(pair, generation);
+                       return check;
+                     });
+  value = data_of(pair);
+  return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
+}
+
+/// What a plan says of a peer: rows that arrive there, and the first of this rank's.
+struct PlannedRows {
+  std::int64_t all;
+  std::int64_t mine;
+};
+__device__ inline PlannedRows rows_at(const PlanView& plan, int peer) {
+  if (peer >= plan.placement.ranks) return {};
+  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
+          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
+}
+__device__ __forceinline__ const std::uint64_t* state_of(const PlanView& plan) {
+  return reinterpret_cast<const std::uint64_t*>(plan.data + plan.layout.state);
+}
+/// The same as one tagged pair, mine below all; past 2^32 - 1 the plan is of no use anyway.
+__device__ __forceinline__ std::byte* placed_at(const PlanView& plan, int peer) {
+  return plan.data + plan.layout.placed + static_cast<std::size_t>(peer) * 16;
+}
+
+inline constexpr std::uint32_t kNoComplaint = 6;
+/// Who brings the routes of a plan: ranks may know differently whether an earlier dispatch has
+/// brought them. Those that are wrong find that their plan holds none, and that is what counts.
+inline constexpr int kRoutesWord = static_cast<int>(offsetof(CallSignature, routes) / 8);
+static_assert(offsetof(CallSignature, routes) % 8 == 0 && sizeof(CallSignature::routes) == 4);
 
 /// Sixteen lanes, each with its word: what this lane finds wrong with the head, as a number: the
 /// lower, the earlier it is reported. `needed`: rows that arrive there.
@@ -119,7 +181,9 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
                                                    std::int64_t needed) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   if (word < kCallWords) {
-    return value == reinterpret_cast<const std::uint64_t*>(&call)[word] ? kNoComplaint : 0;
+    const std::uint64_t differs = value ^ reinterpret_cast<const std::uint64_t*>(&call)[word];
+    if (differs == 0) return kNoComplaint;
+    return word == kRoutesWord && differs >> 32 == 0 ? 3 : 0;
   }
   if (word == kSideWord) {
     const auto refused = static_cast<Reason>(value >> 32);
@@ -127,9 +191,10 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   }
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
-    return status == StepStatus::ok ? kNoComplaint : status == StepStatus::too_many ? 4 : 3;
+    if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
+    return status == StepStatus::too_many ? 5 : 4;
   }
-  if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 4;
+  if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 5;
   return kNoComplaint;
 }
 
@@ -145,50 +210,68 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   __syncthreads();
   const int peer = static_cast<int>(all & 0xffff);
   switch (all >> 16) {
-    case 0: return {Reason::mismatch, peer};
+    case 0:
+    case 3: return {Reason::mismatch, peer};
     case 1: return {Reason::bad_route, peer};
     case 2: return {Reason::bad_plan, peer};
-    case 3: return {Reason::no_room, peer};
-    case 4: return {Reason::too_many, peer};
+    case 4: return {Reason::no_room, peer};
+    case 5: return {Reason::too_many, peer};
     default: return {};
   }
 }
 
-/// Whole block, after await_entry. `call`: this rank's signature. `needed`: rows that arrive at
-/// each rank (a dispatch), null: rows are not granted.
-__device__ inline Verdict judge_entry(const GroupView& group, std::uint64_t generation,
-                                      const CallSignature& call, const std::int64_t* needed) {
+/// Looks at nothing.
+struct NoLook {
+  __device__ void operator()(int, std::uint64_t) const {}
+};
+
+/// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
+/// that arrive at each rank, null: rows are not granted. `look(peer, word)`: sixteen lanes, each
+/// with its word of a head that has come. False: the group has failed, return at once.
+template <class Look = NoLook>
+__device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
+                                   const CallSignature& call, const std::int64_t* needed,
+                                   Verdict& verdict, const Look& look = Look{}) {
   std::uint32_t found = kNoComplaint << 16;
-  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks;
+  bool there = true;
+  for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
     const std::int64_t rows = needed != nullptr ? needed[peer] : INT64_MIN;
-    const std::uint32_t what = complaint(load_head_word(group, peer, generation), call, rows);
+    std::uint64_t word;
+    there = await_head(group, peer, generation, stage, word);
+    const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
     if (what != kNoComplaint && mine < found) found = mine;
+    if (there) look(peer, word);
   }
-  return worst_of(found);
+  if (__syncthreads_and(there) == 0) return false;
+  verdict = worst_of(found);
+  return true;
 }
 
 /// One thread: tells the host why this call moved nothing.
 __device__ inline void report(const GroupView& group, std::uint64_t generation, Verdict verdict,
                               Stage stage, const std::int64_t* needed, Failure* failure) {
   if (failure == nullptr) return;
-  const DeviceHead* head = head_from(group, verdict.peer, generation);
+  const auto first = [&](int i) { return head_word(group, verdict.peer, generation, i); };
+  const auto status_in = [](std::uint64_t word) {
+    return static_cast<StepStatus>(static_cast<std::uint32_t>(word));
+  };
+  const bool size = verdict.reason == Reason::no_room || verdict.reason == Reason::too_many;
+  const bool again = size && status_in(first(kStatusWord)) == StepStatus::guessed;
+  const auto word = [&](int i) {
+    return again ? data_of(load_pair_relaxed(second_word(group, verdict.peer, generation, i)))
+                 : first(i);
+  };
   failure->reason = verdict.reason;
   failure->stage = stage;
   failure->peer = verdict.peer;
   // Too many received rows are known here; too many rows of its output only the peer knows.
-  const auto status =
-      static_cast<StepStatus>(load_relaxed(reinterpret_cast<const std::uint32_t*>(&head->status)));
-  failure->detail =
-      needed != nullptr && verdict.reason == Reason::too_many && status != StepStatus::too_many
-          ? needed[verdict.peer]
-          : load_relaxed(&head->detail);
-  const auto* theirs = reinterpret_cast<const std::uint64_t*>(&head->call);
+  const bool counted = needed != nullptr && verdict.reason == Reason::too_many &&
+                       status_in(word(kStatusWord)) != StepStatus::too_many;
+  failure->detail = counted ? needed[verdict.peer] : static_cast<std::int64_t>(word(kDetailWord));
   auto* copy = reinterpret_cast<std::uint64_t*>(&failure->theirs);
-  for (int i = 0; i < static_cast<int>(sizeof(CallSignature) / 8); ++i) {
-    copy[i] = load_relaxed(theirs + i);
-  }
+  for (int i = 0; i < kCallWords; ++i) copy[i] = word(i);
   store_release(&failure->written, generation);
 }
 

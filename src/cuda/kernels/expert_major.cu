@@ -2,7 +2,9 @@
 #include <algorithm>
 
 #include "cuda/kernels/expert_major.cuh"
+#include "cuda/kernels/fan_out_beside.cuh"
 #include "cuda/kernels/fan_out_copy.cuh"
+#include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 #include "cuda/kernels/sum_shape.hpp"
 
@@ -11,109 +13,23 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = kFanOutWarps * 32;
-
-/// Slots of this block's rows for each expert, by warp and in all. A peer's routes are looked at
-/// here for the first time.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kFanOutThreads)
     fan_out_count_kernel(const __grid_constant__ FanOutLaunch launch) {
   __shared__ std::int32_t shared[kFanOutSharedCounters];
   const FanOutParameters& p = launch.p;
-  if (__syncthreads_and(has_rows(p)) == 0) return;
-  const int experts = launch.experts;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *launch.ticket = 0;
-  std::int32_t* counters = block_counters(launch, shared);
-  const int all = experts * kFanOutWarps;
-  for (int i = static_cast<int>(threadIdx.x); i < all; i += kThreads) counters[i] = 0;
-  __syncthreads();
-  const RowRange rows = share_of_warp(received_rows(p));
-  std::int32_t* own = counters + static_cast<std::int64_t>(threadIdx.x / 32) * experts;
-  const std::int64_t end = rows.end * p.plan.topk;
-  for (std::int64_t i = rows.begin * p.plan.topk + threadIdx.x % 32; i < end; i += 32) {
-    const std::int32_t id = p.ids[i];
-    if (id >= 0 && id < experts) atomicAdd(own + id, 1);
-    if (id < -1 || id >= experts) {
-      const std::uint64_t generation = load_relaxed(&local_words(p.group)->generation);
-      fail(p.group, generation, Reason::distrust, Stage::rows, source_of(p, i / p.plan.topk),
-           {0, 0, id});
-    }
-  }
-  __syncthreads();
-  std::int32_t* counts = launch.counts + static_cast<std::int64_t>(blockIdx.x) * all;
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
-    std::int32_t total = 0;
-    for (int w = 0; w < kFanOutWarps; ++w) {
-      const std::int32_t count = counters[w * experts + e];
-      counts[w * experts + e] = count;
-      total += count;
-    }
-    launch.totals[static_cast<std::int64_t>(blockIdx.x) * experts + e] = total;
-  }
-}
-
-/// Slots of one expert in all, as the plan's counts have it.
-__device__ std::int64_t planned_slots(const FanOutParameters& p, int experts, int expert) {
-  const auto* slots =
-      reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
-  std::int64_t sum = 0;
-  for (int s = 0; s < p.group.ranks; ++s)
-    sum += slots[static_cast<std::int64_t>(s) * experts + expert];
-  return sum;
-}
-
-/// This block's table of padding: where each expert's begins and ends.
-__device__ std::int32_t* pads_of_block(const FanOutLaunch& launch) {
-  return launch.pads + static_cast<std::int64_t>(blockIdx.x) * 2 * launch.experts;
-}
-
-/// Whole block: this block's counters become the next row of each (warp, expert). Returns the
-/// end of the last expert's block of rows. One block tells the caller, and compares with the plan;
-/// each block keeps the padding for `zero_padding`.
-__device__ std::int64_t find_places(const FanOutLaunch& launch, std::int32_t* counters) {
-  const FanOutParameters& p = launch.p;
-  const int experts = launch.experts, blocks = static_cast<int>(gridDim.x);
+  const bool moved = __syncthreads_and(has_rows(p)) != 0;
   const int block = static_cast<int>(blockIdx.x);
-  const std::int32_t* counts =
-      launch.counts + static_cast<std::int64_t>(block) * kFanOutWarps * experts;
-  std::int32_t* pads = pads_of_block(launch);
-  std::int64_t begin_of_tile = 0;
-  for (int first = 0; first < experts; first += kThreads) {
-    const int e = first + static_cast<int>(threadIdx.x);
-    std::int64_t total = 0, before = 0;
-#pragma unroll 16  // so many loads in flight
-    for (int b = 0; b < (e < experts ? blocks : 0); ++b) {
-      if (b == block) before = total;
-      total += __ldg(launch.totals + static_cast<std::int64_t>(b) * experts + e);
-    }
-    const std::int64_t padded = (total + p.alignment - 1) / p.alignment * p.alignment;
-    std::int64_t sum;
-    const std::int64_t begin = begin_of_tile + block_prefix(padded, sum);
-    begin_of_tile += sum;
-    if (e >= experts) continue;
-    auto next = static_cast<std::int32_t>(begin + before);
-    for (int w = 0; w < kFanOutWarps; ++w) {
-      const std::int32_t count = counts[w * experts + e];
-      counters[w * experts + e] = next;
-      next += count;
-    }
-    pads[2 * e] = static_cast<std::int32_t>(min(begin + total, p.out_capacity));
-    pads[2 * e + 1] = static_cast<std::int32_t>(min(begin + padded, p.out_capacity));
-    if (block != 0) continue;
-    p.expert_offsets[e] = begin;
-    if (total != planned_slots(p, experts, e)) {
-      fail(p.group, load_relaxed(&local_words(p.group)->generation), Reason::distrust, Stage::rows,
-           -1, {0, 0, e});
-    }
+  if (block == 0 && threadIdx.x == 0) {
+    *launch.ticket = 0;
+    if (p.made != nullptr) *p.made = moved ? 1 : 0;  // for calls after the next kernel
   }
-  if (block == 0 && threadIdx.x == 0) p.expert_offsets[experts] = begin_of_tile;
-  __syncthreads();
-  return begin_of_tile;
+  if (moved) count_slots(launch, block, block_counters(launch, shared, block));
 }
 
 /// Whole warp: padding, a few rows at a time, to whichever warp has no rows to copy any more.
 __device__ void zero_pads(const FanOutLaunch& launch) {
   const FanOutParameters& p = launch.p;
-  const std::int32_t* pads = pads_of_block(launch);
+  const std::int32_t* pads = pads_of_block(launch, static_cast<int>(blockIdx.x));
   // Padding of an expert; `out` has no more rows than that.
   const auto most = static_cast<std::uint32_t>(min(p.alignment - 1, std::int64_t{0x7fffffff}));
   if (most == 0) return;
@@ -139,18 +55,17 @@ __device__ void zero_padding(const FanOutLaunch& launch, std::int64_t received, 
   const std::int64_t tail = max(p.out_capacity - end, std::int64_t{0});
   const RowRange rows = share_of_warp(tail);
   zero_rows(p, end + rows.begin, end + rows.end);
-  const RowRange slots = share_of_warp((p.capacity - received) * p.plan.topk);
-  std::int64_t* absent = p.slot_rows + received * p.plan.topk;
-  for (std::int64_t i = slots.begin + threadIdx.x % 32; i < slots.end; i += 32) absent[i] = -1;
+  fill_absent(p, received, static_cast<int>(blockIdx.x));
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kFanOutThreads, 1)
     fan_out_kernel(const __grid_constant__ FanOutLaunch launch) {
   __shared__ std::int32_t shared[kFanOutSharedCounters];
   const FanOutParameters& p = launch.p;
   if (__syncthreads_and(has_rows(p)) == 0) return;
-  std::int32_t* counters = block_counters(launch, shared);
-  const std::int64_t end = find_places(launch, counters);
+  const int block = static_cast<int>(blockIdx.x);
+  std::int32_t* counters = block_counters(launch, shared, block);
+  const std::int64_t end = find_places(launch, block, counters);
   const std::int64_t received = received_rows(p);
   SlotPlacer placer(launch, counters + static_cast<std::int64_t>(threadIdx.x / 32) * launch.experts,
                     share_of_warp(received));
@@ -165,6 +80,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   copy_rows_by_loads(launch, placer);
 #endif
   zero_padding(launch, received, end);
+}
+
+/// Beside the dispatch directly before it in the stream.
+__global__ void __launch_bounds__(kFanOutThreads, 1)
+    fan_out_beside_kernel(const __grid_constant__ FanOutLaunch launch) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ std::int32_t shared[kFanOutSharedCounters];
+  __shared__ CopyOrder order;
+  const GroupView& group = launch.p.group;
+  std::uint64_t generation;
+  if (call_moves(group, generation)) {
+    fan_out_beside(launch, generation, shared, order);
+  } else if (!launch.p.may_be_made && launch.p.made != nullptr && threadIdx.x == 0) {
+    *launch.p.made = 0;
+  }
+  leave(group);
+  await_kernel_before();  // whoever comes next in the stream finds the dispatch ended, too
+#endif
 }
 
 /// Blocks that may fan out, so that the tables of counts stay small however many experts there are.
@@ -201,8 +134,11 @@ std::size_t fan_out_scratch_bytes(std::int64_t, std::int64_t local_experts) {
   return sizeof(std::uint64_t) + blocks * (kFanOutWarps + 1 + 2) * experts * sizeof(std::int32_t);
 }
 
-cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
-                           const FanOutTuning& tuning) {
+namespace {
+
+/// How the work is cut, for kernels of one fan-out alike.
+cudaError_t prepare(const FanOutParameters& parameters, const FanOutTuning& tuning,
+                    FanOutLaunch& launch, int& blocks, int& shared_bytes) {
   constexpr std::int64_t kMostRows = 0x7fffffff;
   const std::int64_t experts = parameters.plan.placement.local_experts(parameters.group.rank);
   if (parameters.sms < 1 || parameters.row_bytes <= 0 || parameters.row_bytes % 16 != 0 ||
@@ -210,26 +146,54 @@ cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stre
       parameters.alignment < 1) {
     return cudaErrorInvalidValue;
   }
-  FanOutLaunch launch;
   launch.p = parameters;
+  const std::int64_t wish = tuning.group_bytes > 0 ? tuning.group_bytes : 32768;
+  launch.group_rows =
+      static_cast<std::uint32_t>(std::clamp<std::int64_t>(wish / parameters.row_bytes, 1, 64));
   launch.experts = static_cast<int>(experts);
-  const int blocks = std::min(parameters.sms, most_blocks(experts));
+  blocks = std::min(parameters.sms, most_blocks(experts));
   launch.ticket = reinterpret_cast<unsigned long long*>(parameters.scratch);
   launch.counts = parameters.scratch + 2;
   launch.totals = launch.counts + static_cast<std::int64_t>(blocks) * kFanOutWarps * experts;
   launch.pads = launch.totals + static_cast<std::int64_t>(blocks) * experts;
-  int shared_bytes = 0;
-  if (const cudaError_t error = cut(tuning, launch, shared_bytes); error != cudaSuccess) {
-    return error;
-  }
-  fan_out_count_kernel<<<blocks, kThreads, 0, stream>>>(launch);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  fan_out_kernel<<<blocks, kThreads, shared_bytes, stream>>>(launch);
+  return cut(tuning, launch, shared_bytes);
+}
+
+}  // namespace
+
+cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream,
+                           const FanOutTuning& tuning) {
+  FanOutLaunch launch;
+  int blocks = 0, shared_bytes = 0;
+  cudaError_t error = prepare(parameters, tuning, launch, blocks, shared_bytes);
+  if (error != cudaSuccess) return error;
+  fan_out_count_kernel<<<blocks, kFanOutThreads, 0, stream>>>(launch);
+  if (error = cudaGetLastError(); error != cudaSuccess) return error;
+  fan_out_kernel<<<blocks, kFanOutThreads, shared_bytes, stream>>>(launch);
   return cudaGetLastError();
 }
 
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream) {
   return launch_fan_out(parameters, stream, FanOutTuning{});
+}
+
+cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream_t stream,
+                                  const FanOutTuning& tuning) {
+  FanOutLaunch launch;
+  int blocks = 0, shared_bytes = 0;
+  const cudaError_t error = prepare(parameters, tuning, launch, blocks, shared_bytes);
+  if (error != cudaSuccess) return error;
+  if (shared_bytes == 0 || parameters.group.ranks > kMaxDomain) return cudaErrorNotSupported;
+  launch.beside = true;
+  void* arguments[] = {&launch};
+  return ferry::cuda::launch(
+      reinterpret_cast<const void*>(fan_out_beside_kernel),
+      {static_cast<unsigned>(blocks), kFanOutThreads, static_cast<std::size_t>(shared_bytes)},
+      arguments, stream, true);
+}
+
+cudaError_t launch_fan_out_beside(const FanOutParameters& parameters, cudaStream_t stream) {
+  return launch_fan_out_beside(parameters, stream, FanOutTuning{});
 }
 
 cudaError_t load_expert_major_kernels() {
@@ -238,6 +202,8 @@ cudaError_t load_expert_major_kernels() {
   if (error != cudaSuccess) return error;
   const int shared = limits.shared_bytes - kOwnShared - kFanOutSharedCounters * 4;
   error = load_kernel(reinterpret_cast<const void*>(fan_out_count_kernel), 0);
+  if (error != cudaSuccess) return error;
+  error = load_kernel(reinterpret_cast<const void*>(fan_out_beside_kernel), shared);
   if (error != cudaSuccess) return error;
   error = load_kernel(reinterpret_cast<const void*>(fan_out_kernel), shared);
   return error != cudaSuccess ? error : load_sum_slots_kernels();

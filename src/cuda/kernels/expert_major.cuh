@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda::device {
@@ -21,6 +22,8 @@ struct FanOutLaunch {
   std::int32_t* totals = nullptr;  ///< [blocks, experts]
   std::int32_t* pads = nullptr;    ///< [blocks, experts, 2]: padding rows begin, end; all alike
   unsigned long long* ticket = nullptr;  ///< next part of the padding
+  std::uint32_t group_rows = 1;          ///< beside a dispatch: that a warp takes at a time
+  bool beside = false;
   std::uint32_t piece_bytes = 0;
   int stages = 1;
 };
@@ -31,11 +34,14 @@ struct RowRange {
   std::int64_t end;
 };
 
-/// This warp's share of `count` rows.
-__device__ inline RowRange share_of_warp(std::int64_t count) {
+/// This warp's share of `count` rows, in the block's place among the grid's blocks of rows.
+__device__ inline RowRange share_of_warp(std::int64_t count, int block) {
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kFanOutWarps;
-  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kFanOutWarps + threadIdx.x / 32;
+  const std::int64_t warp = static_cast<std::int64_t>(block) * kFanOutWarps + threadIdx.x / 32;
   return {count * warp / warps, count * (warp + 1) / warps};
+}
+__device__ inline RowRange share_of_warp(std::int64_t count) {
+  return share_of_warp(count, static_cast<int>(blockIdx.x));
 }
 
 /// Received rows, as the plan says; 0 when nothing has come.
@@ -45,6 +51,12 @@ __device__ inline std::int64_t received_rows(const FanOutParameters& p) {
   return min(offsets[p.group.ranks], p.capacity);
 }
 
+/// Of the call whose rows these are.
+__device__ inline std::uint64_t generation_of_rows(const FanOutLaunch& launch) {
+  const LocalWords* words = local_words(launch.p.group);
+  return load_relaxed(launch.beside ? &words->moving : &words->generation);
+}
+
 /// Whole grid alike: whether there is anything to fan out.
 __device__ inline bool has_rows(const FanOutParameters& p) {
   return (p.after_dispatch ? last_call_moved(p.group) : !has_failed(p.group)) &&
@@ -52,9 +64,10 @@ __device__ inline bool has_rows(const FanOutParameters& p) {
 }
 
 /// Where this block counts: in shared memory if all of it fits there.
-__device__ inline std::int32_t* block_counters(const FanOutLaunch& launch, std::int32_t* shared) {
+__device__ inline std::int32_t* block_counters(const FanOutLaunch& launch, std::int32_t* shared,
+                                               int block) {
   if (launch.experts * kFanOutWarps <= kFanOutSharedCounters) return shared;
-  return launch.counts + static_cast<std::int64_t>(blockIdx.x) * kFanOutWarps * launch.experts;
+  return launch.counts + static_cast<std::int64_t>(block) * kFanOutWarps * launch.experts;
 }
 
 /// One thread: who sent this row.

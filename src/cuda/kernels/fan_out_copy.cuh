@@ -6,6 +6,13 @@
 
 namespace ferry::cuda::device {
 
+/// Whole warp: a row's scales to all of its slots.
+__device__ inline void copy_scales(const FanOutParameters& p, std::int64_t row,
+                                   const SlotRows& to) {
+  copy_scales(p, row, to.low);
+  if (p.plan.topk > 32) copy_scales(p, row, to.high);
+}
+
 /// The rows of one warp in order, and where their slots go: ids are loaded a row ahead.
 struct SlotPlacer {
   const FanOutLaunch& launch;
@@ -37,8 +44,6 @@ struct SlotPlacer {
     if (to.high >= p.out_capacity) to.high = -1;
     if (lane < topk) p.slot_rows[row * topk + lane] = to.low;
     if (lane + 32 < topk) p.slot_rows[row * topk + lane + 32] = to.high;
-    copy_scales(p, row, to.low);
-    if (topk > 32) copy_scales(p, row, to.high);
     return to;
   }
 };
@@ -87,13 +92,23 @@ __device__ inline bool copy_rows(const FanOutLaunch& launch, SlotPlacer& placer,
   std::uint32_t parity = 0;
   for (std::int64_t row = rows.begin; row < rows.end; ++row) {
     const SlotRows to = placer.place(row);
+    copy_scales(p, row, to);
     for (std::uint32_t piece = 0; piece < pieces; ++piece) {
       bulk_wait_read<kLag - 1>();  // of this lane's stores
       __syncwarp();
       if (pulls) cursor.pull_next(p, ring, refill);
       if (++refill == ring.stages) refill = 0;
       const bool come = await_stage(ring, stage, parity);
-      if (!__all_sync(0xffffffffu, come)) return false;
+      if (!__all_sync(0xffffffffu, come)) {
+        // Pieces that have come or are on their way: this one and those pulled after it.
+        const std::int64_t left = (rows.end - row) * pieces - piece;
+        for (std::int64_t i = min(left, std::int64_t{ring.stages - kLag + 1}); i > 0; --i) {
+          drain_load(ring.barriers + stage, parity);
+          if (++stage == ring.stages) stage = 0, parity ^= 1u;
+        }
+        bulk_wait<0>();
+        return false;
+      }
       const std::int64_t offset = static_cast<std::int64_t>(piece) * ring.piece_bytes;
       const std::int64_t left = p.row_bytes - offset;
       const auto bytes =
@@ -114,32 +129,38 @@ __device__ inline bool copy_rows(const FanOutLaunch& launch, SlotPlacer& placer,
 
 #endif
 
-/// The same by 16-byte loads and stores.
-__device__ inline void copy_rows_by_loads(const FanOutLaunch& launch, SlotPlacer& placer) {
+/// Whole warp: one row to its slots by 16-byte loads and stores.
+__device__ inline void copy_row_by_loads(const FanOutParameters& p, std::int64_t row,
+                                         const SlotRows& to) {
   constexpr int kVectors = 4;
-  const FanOutParameters& p = launch.p;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (std::int64_t row = placer.rows.begin; row < placer.rows.end; ++row) {
-    const SlotRows to = placer.place(row);
-    const std::uint32_t low = __ballot_sync(0xffffffffu, to.low >= 0);
-    const std::uint32_t high = __ballot_sync(0xffffffffu, to.high >= 0);
-    for (std::int64_t offset = 0; offset < p.row_bytes; offset += kVectors * 512) {
-      const int count =
-          static_cast<int>(min(p.row_bytes - offset, std::int64_t{kVectors * 512}) / 16);
-      uint4 vectors[kVectors];
-      load_piece(vectors, p.rows + row * p.row_bytes + offset, count);
-      for (int half = 0; half < 2; ++half) {
-        for (std::uint32_t left = half == 0 ? low : high; left != 0; left &= left - 1) {
-          const std::int64_t slot =
-              __shfl_sync(0xffffffffu, half == 0 ? to.low : to.high, __ffs(left) - 1);
-          auto* out = reinterpret_cast<uint4*>(p.out + slot * p.row_bytes + offset);
+  const std::uint32_t low = __ballot_sync(0xffffffffu, to.low >= 0);
+  const std::uint32_t high = __ballot_sync(0xffffffffu, to.high >= 0);
+  for (std::int64_t offset = 0; offset < p.row_bytes; offset += kVectors * 512) {
+    const int count =
+        static_cast<int>(min(p.row_bytes - offset, std::int64_t{kVectors * 512}) / 16);
+    uint4 vectors[kVectors];
+    load_piece(vectors, p.rows + row * p.row_bytes + offset, count);
+    for (int half = 0; half < 2; ++half) {
+      for (std::uint32_t left = half == 0 ? low : high; left != 0; left &= left - 1) {
+        const std::int64_t slot =
+            __shfl_sync(0xffffffffu, half == 0 ? to.low : to.high, __ffs(left) - 1);
+        auto* out = reinterpret_cast<uint4*>(p.out + slot * p.row_bytes + offset);
 #pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            if (lane + 32 * v < count) out[lane + 32 * v] = vectors[v];
-          }
+        for (int v = 0; v < kVectors; ++v) {
+          if (lane + 32 * v < count) out[lane + 32 * v] = vectors[v];
         }
       }
     }
+  }
+}
+
+/// copy_rows before sm_90.
+__device__ inline void copy_rows_by_loads(const FanOutLaunch& launch, SlotPlacer& placer) {
+  for (std::int64_t row = placer.rows.begin; row < placer.rows.end; ++row) {
+    const SlotRows to = placer.place(row);
+    copy_scales(launch.p, row, to);
+    copy_row_by_loads(launch.p, row, to);
   }
 }
 

@@ -15,6 +15,14 @@ namespace ferry::cuda {
 inline constexpr int kMaxSegments = 64;
 /// Ranks of one NVLink domain.
 inline constexpr int kMaxDomain = 72;
+/// In so many equal parts of its tokens, at most, a source tells which of its rows have come.
+inline constexpr int kProgressParts = 16;
+/// Blocks of a dispatch, at most: each has a flag of its own at every peer.
+inline constexpr int kMaxBlocks = 192;
+/// Generations whose messages lie in a mailbox at the same time. A rank posts call g + 1 at the
+/// earliest when its call g - 1 has ended; a peer may then still be in call g - 2 (it was early,
+/// too, and call g - 1 was refused, which takes nothing but heads).
+inline constexpr int kMailboxDepth = 4;
 
 /// A peer's segment as this GPU sees it; bytes 0: not attached.
 struct PeerSegment {
@@ -49,45 +57,87 @@ struct DeviceHead {
   std::uint64_t side_offset = 0;
   std::int64_t rows = 0;    ///< capacity of the granted region in rows (side region alike)
   std::int64_t detail = 0;  ///< no_room: bytes that are missing; bad route: token * 64 + slot
+  /// dispatch: so many say that they have delivered; combine: 1, the rows are made while peers read
+  std::uint32_t blocks = 0;
+  std::uint32_t reserved = 0;
 };
 
 /// One rank's control segment: written by its peers, but for `local`.
 struct DeviceControlLayout {
-  std::size_t entered = 0;    ///< [R] lines: generation of source's last head
-  std::size_t delivered = 0;  ///< [R] lines: generation in which source's rows are all here
+  std::size_t delivered = 0;  ///< u64 [R, kMaxBlocks]: generation in which a block's rows are here
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
+  std::size_t progress = 0;   ///< [R] lines of kProgressParts words (kernels/progress.cuh)
+  std::size_t summed = 0;     ///< a line: how far this rank's sums of slots are; peers look
   std::size_t local = 0;      ///< LocalWords, touched by this rank alone
-  std::size_t mailbox = 0;    ///< [2, R, message_bytes]
+  std::size_t mailbox = 0;    ///< [kMailboxDepth, R, message_bytes]
+  std::size_t second = 0;  ///< [kMailboxDepth, R, kSecondBytes]: second grants, posted like heads
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
+};
+
+/// Slices of a rank's sums of slots, at most: each is told to the peers when it is complete.
+inline constexpr int kMostSlices = 32;
+
+/// What the blocks of a fan-out beside its dispatch have claimed and done; 0 between calls.
+struct BesideWords {
+  std::uint32_t counts, counted;  ///< blocks of rows whose slots are counted
+  std::uint32_t places, placed;   ///< and placed
+  std::uint32_t copies;           ///< groups of rows
+  std::uint32_t zeros;            ///< groups of padding
+  std::uint32_t left;             ///< blocks that are through
 };
 
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
   std::uint64_t generation;  ///< of the last call that has ended
+  std::uint64_t planning;    ///< of the last plan that has begun
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between
+  std::uint32_t pushed[kProgressParts];  ///< blocks that have pushed a part; 0 between calls
+  std::uint64_t moving;  ///< the last call that moves rows and has a fan-out beside it
+  BesideWords beside;
+  std::uint32_t summed[kMostSlices];  ///< warps that have done with a slice of sums; 0 between
 };
 
-/// `body_bytes`: what follows the head in the largest message.
+inline constexpr std::size_t kSecondBytes = round_up(2 * sizeof(DeviceHead), kLineBytes);
+
+/// `body_bytes`: what follows the head in the largest message. In a mailbox 4 bytes of a message
+/// take 8: the generation stands beside them.
 FERRY_FN constexpr DeviceControlLayout make_device_control_layout(int ranks,
                                                                   std::size_t body_bytes) {
   const auto r = static_cast<std::size_t>(ranks);
   DeviceControlLayout layout{};
   Carver carver{};
-  layout.entered = carver.take(r * kLineBytes);
-  layout.delivered = carver.take(r * kLineBytes);
+  layout.delivered = carver.take(r * kMaxBlocks * sizeof(std::uint64_t));
   layout.done = carver.take(r * kLineBytes);
+  layout.progress = carver.take(r * kLineBytes);
+  layout.summed = carver.take(kLineBytes);
   layout.local = carver.take(sizeof(LocalWords));
-  layout.message_bytes = round_up(sizeof(DeviceHead) + body_bytes, kLineBytes);
-  layout.mailbox = carver.take(2 * r * layout.message_bytes);
+  layout.message_bytes = round_up(2 * (sizeof(DeviceHead) + body_bytes), kLineBytes);
+  layout.mailbox = carver.take(kMailboxDepth * r * layout.message_bytes);
+  layout.second = carver.take(kMailboxDepth * r * kSecondBytes);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }
 
 /// Where in a call a kernel gave up.
-enum class Stage : std::uint32_t { none, counts, grants, rows, descriptors, loans, barrier };
+enum class Stage : std::uint32_t {
+  none,
+  counts,
+  grants,
+  rows,
+  descriptors,
+  sums,
+  loans,
+  barrier,
+  latency_open,
+  latency_credit,
+  latency_headers,
+  latency_rows,
+  latency_weights,
+  latency_sums,
+};
 
 FERRY_FN constexpr bool is_fatal(Reason reason) {
   return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::distrust;
@@ -104,6 +154,19 @@ struct Failure {
   std::uint64_t seen = 0;
   std::int64_t detail = 0;
   CallSignature theirs{};
+};
+
+/// What the CPU grants when more rows arrive than it guessed; in pinned memory.
+struct SecondGrant {
+  std::uint64_t written = 0;  ///< not 0: the rest is there; stored last (release)
+  StepStatus status = StepStatus::ok;
+  std::uint32_t segment = 0;
+  std::uint64_t offset = 0;
+  std::uint32_t side_segment = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t side_offset = 0;
+  std::int64_t rows = 0;
+  std::int64_t detail = 0;  ///< as in DeviceHead
 };
 
 struct GroupView {

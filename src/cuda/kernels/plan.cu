@@ -3,6 +3,7 @@
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
+#include "cuda/kernels/plan_counts.cuh"
 #include "cuda/kernels/plan_read.cuh"
 #include "cuda/kernels/plan_routes.cuh"
 #include "cuda/kernels/throughput.hpp"
@@ -14,67 +15,6 @@ namespace {
 using namespace device;
 using namespace plan;
 
-/// What follows the head: my tokens for each rank, then my slots for each expert of the peer.
-struct CountBody {
-  const std::int32_t* totals;
-  const volatile std::int32_t* slots;  // atomics wrote them: never from the first cache
-  PlanShape shape;
-  int ranks;
-  __device__ int words(int peer) const { return ranks + shape.local_experts(peer); }
-  __device__ std::int32_t word(int peer, int i) const {
-    return i < ranks ? totals[i] : slots[shape.first_expert(peer) + i - ranks];
-  }
-};
-
-/// What one thread found of the peers' messages.
-struct Findings {
-  bool there = true;                         ///< all flags came
-  std::uint32_t found = kNoComplaint << 16;  ///< as worst_of takes it
-  int liar = -1;                             ///< a peer that counted what cannot be
-  std::int32_t lie = 0;
-};
-
-/// One warp: the counts of source `s` to the plan, to the CPU and to `matrix` [R, R].
-__device__ __forceinline__ void collect(const PlanParameters& p, const PlanShape& shape,
-                                        std::uint64_t generation, int s, std::int32_t* matrix,
-                                        Findings& mine) {
-  constexpr int kBatch = 6;  // words of one lane on their way at the same time
-  const int ranks = p.group.ranks, me = p.group.rank;
-  const int local = shape.local_experts(me), words = ranks + local;
-  auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
-  auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto* body = reinterpret_cast<const std::int32_t*>(
-      mailbox_slot(p.group, p.group.control, s, generation) + sizeof(DeviceHead));
-  const std::uint64_t head = load_head_word(p.group, s, generation);
-  const std::int32_t to_me = load_relaxed(body + me);
-#pragma unroll 1
-  for (int first = lane; first < words; first += 32 * kBatch) {
-    std::int32_t count[kBatch];
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      count[u] = first + 32 * u < words ? load_relaxed(body + first + 32 * u) : 0;
-    }
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      const int i = first + 32 * u;
-      if (i >= words) break;
-      const std::int64_t most = i < ranks ? INT32_MAX : std::int64_t{to_me} * p.plan.topk;
-      if (count[u] < 0 || count[u] > most) mine.liar = s, mine.lie = count[u];
-      const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
-      if (i < ranks) matrix[at] = count[u];
-      (i < ranks ? tokens : slots)[at] = count[u];
-      if (p.count_words != nullptr) {
-        p.count_words[i < ranks ? at : ranks * ranks + at] = count[u];
-      }
-    }
-  }
-  const std::uint32_t what = complaint(head, p.call, INT64_MIN);
-  if (what != kNoComplaint) {
-    mine.found = min(mine.found, what << 16 | static_cast<std::uint32_t>(s));
-  }
-}
-
 __device__ void set_state(const PlanParameters& p, std::uint64_t state) {
   *reinterpret_cast<std::uint64_t*>(p.plan.data + p.plan.layout.state) = state;
 }
@@ -84,22 +24,35 @@ __device__ void tell_host(const PlanParameters& p, std::uint64_t generation) {
   if (p.counts != nullptr) store_release(&p.counts->done, generation);
 }
 
-/// Whole block: waits for everybody's counts and keeps them, a warp for each source: head and
-/// counts come in one trip to the memory, and one barrier says that all is well. What a refused
-/// plan keeps is worth nothing: its state stays 0, and the CPU is given the reason. True: go on.
+/// Whole block: the counts to the CPU, behind all that a GPU waits for.
+__device__ void tell_counts(const PlanParameters& p, const PlanShape& shape,
+                            std::uint64_t generation) {
+  if (p.count_words != nullptr) {
+    const int ranks = p.group.ranks, tokens = ranks * ranks;
+    const auto* rank_tokens =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
+    const auto* slots =
+        reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
+    const int all = tokens + ranks * shape.local_experts(p.group.rank);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < all; i += kThreads) {
+      p.count_words[i] = i < tokens ? rank_tokens[i] : slots[i - tokens];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tell_host(p, generation);
+}
+
+/// Whole block: waits for everybody's counts and keeps them, a warp for each source, and one
+/// barrier says that all is well. What a refused plan keeps is worth nothing: its state stays 0,
+/// and the CPU is given the reason. True: go on.
 __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
                             std::uint64_t generation, std::int32_t* matrix) {
   Findings mine;
   for (int s = static_cast<int>(threadIdx.x / 32); s < p.group.ranks; s += kWarps) {
-    // Every lane asks for itself, and so may read what the flag was raised for.
-    mine.there = await_flag(p.group, p.group.layout.entered, s, generation, Stage::counts);
-    if (__all_sync(~0u, mine.there) == 0) {
-      mine.there = false;
-      break;
-    }
-    collect(p, shape, generation, s, matrix, mine);
+    mine.there = collect(p, shape, generation, s, matrix, mine);
+    if (!mine.there) break;
   }
-  let_next_kernel_come();
   const bool good = mine.there && mine.found >> 16 == kNoComplaint && mine.liar < 0;
   if (__syncthreads_and(good) != 0) return true;
   if (__syncthreads_and(mine.there) == 0) return false;
@@ -116,7 +69,8 @@ __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
 }
 
 /// Whole block: where every row goes.
-__device__ void place_ranks(const PlanParameters& p, const std::int32_t* matrix) {
+__device__ void place_ranks(const PlanParameters& p, std::uint64_t generation,
+                            const std::int32_t* matrix) {
   const int ranks = p.group.ranks, me = p.group.rank;
   auto* peer_row = reinterpret_cast<std::int64_t*>(p.plan.data + p.plan.layout.peer_row);
   auto* peer_rows = reinterpret_cast<std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
@@ -131,7 +85,12 @@ __device__ void place_ranks(const PlanParameters& p, const std::int32_t* matrix)
       if (s < i) received += matrix[s * ranks + me];
     }
     recv_offset[i] = received;
-    if (i < ranks) peer_row[i] = before, peer_rows[i] = all;
+    if (i == ranks) continue;
+    // In words that say whose they are, for a dispatch that waits for nothing else.
+    const auto most = static_cast<std::uint32_t>(min(all, std::int64_t{UINT32_MAX}));
+    store_pair(placed_at(p.plan, i), std::uint64_t{most} << 32 | static_cast<std::uint32_t>(before),
+               generation);
+    peer_row[i] = before, peer_rows[i] = all;
   }
 }
 
@@ -154,6 +113,8 @@ __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanParameters p, const __grid_constant__ PlanShape shape) {
   extern __shared__ __align__(16) std::byte shared[];
   __shared__ unsigned long long bad;
+  __shared__ std::byte* control_of_warp[kWarps];  // registers are short
+  std::byte* control = first_control(p.group);
   await_kernel_before();
   ask_for_routes<kWords, Id>(p, shape.width);
   // As begin_call, with the first work under the way of these two words.
@@ -169,27 +130,41 @@ __global__ void __launch_bounds__(kThreads)
                        p.scratch};
   if (threadIdx.x == 0) bad = ~0ull;
   prepare(p, shape, work);
+  if (threadIdx.x % 32 == 0) control_of_warp[threadIdx.x / 32] = control;
   if (__syncthreads_or(failed) != 0) return;
   if (threadIdx.x == 0) set_state(p, 0);
+  // Whatever lay here before could be taken for words of this generation.
+  if (static_cast<int>(threadIdx.x) < p.group.ranks) {
+    store_pair(placed_at(p.plan, static_cast<int>(threadIdx.x)), 0, 0);
+  }
+  const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
+  if (last) store_relaxed(&local_words(p.group)->planning, generation);
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
-      p.group, generation, p.call,
+      p.group, control_of_warp[threadIdx.x / 32], generation, p.call,
       [&](DeviceHead& head) {
         if (bad == ~0ull) return;
         head.refused = Reason::bad_route;
         head.detail = static_cast<std::int64_t>(bad);
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
+  if (last) {
+    // A dispatch that comes now looks at `planning` and at the lanes. One thread is enough to let
+    // it come, and the first.
+    fence_device();
+    let_next_kernel_come();
+  }
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);
   if (!swap_counts(p, shape, generation, matrix)) return;
-  // The last warp waits for the bus while the first place the ranks.
-  if (threadIdx.x == kThreads - 1) tell_host(p, generation);
-  place_ranks(p, matrix);
+  place_ranks(p, generation, matrix);
+  __syncthreads();
   if (threadIdx.x == 0) {
     set_state(p, 1);
+    fence_device();  // for a dispatch that waits for the word, not for the end of this kernel
     end_call(p.group, generation);
   }
+  tell_counts(p, shape, generation);
 }
 
 std::uint64_t magic_of(std::int32_t divisor) {
@@ -221,7 +196,7 @@ cudaError_t launch_plan(const PlanParameters& parameters, cudaStream_t stream) {
   const std::size_t body =
       (static_cast<std::size_t>(ranks) + static_cast<std::size_t>(placement.local_experts(0))) * 4;
   if (ranks > kMaxDomain || placement.experts > INT32_MAX ||
-      sizeof(DeviceHead) + body > parameters.group.layout.message_bytes ||
+      2 * (sizeof(DeviceHead) + body) > parameters.group.layout.message_bytes ||
       (plan_scratch_bytes(placement.experts) > 0 && parameters.scratch == nullptr)) {
     return cudaErrorInvalidValue;
   }

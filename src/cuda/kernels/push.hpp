@@ -9,11 +9,12 @@
 namespace ferry::cuda {
 
 struct PushShape {
-  int row_warps = 1;        ///< push rows
-  int side_warps = 0;       ///< push routes, weights and scales that do not ride with the rows
-  int stages = 2;           ///< of a row warp, in shared memory (bulk copies)
-  int pieces = 1;           ///< of a row
-  std::uint32_t piece = 0;  ///< bytes of one, a multiple of 16
+  int row_warps = 1;             ///< push rows
+  int side_warps = 0;            ///< push routes, weights and scales that do not ride with the rows
+  int stages = 2;                ///< of a row warp, in shared memory (bulk copies)
+  int pieces = 1;                ///< of a row
+  std::int64_t x_row_bytes = 0;  ///< before it is quantised, if it is
+  std::uint32_t piece = 0;       ///< bytes of one, a multiple of 16
   std::uint32_t scale_bytes = 0;  ///< of a row's scales that ride with its first piece
   std::uint32_t stage_bytes = 0;
   bool side_scales = false;  ///< scales are pushed by the side warps
@@ -37,9 +38,11 @@ struct PushTarget {
   float* scales;
   std::int32_t* source_token;
   std::int32_t* ids;
+  std::int64_t* wide_ids;
   float* weights;
   std::int32_t first_expert;
   std::int32_t local_experts;
+  std::int32_t blocks;  ///< of the peer's dispatch
 };
 
 /// Places in dynamic shared memory.

@@ -97,6 +97,7 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
       const std::int64_t at = std::int64_t{to.row} * topk + slot;
       if (p.carries_routes) {
         target.ids[at] = is_local ? local : -1;
+        target.wide_ids[at] = is_local ? local : -1;
         if (slot == 0) target.source_token[to.row] = static_cast<std::int32_t>(token);
       }
       if (p.weights != nullptr) target.weights[at] = is_local ? weight : 0.0f;
@@ -120,6 +121,44 @@ __device__ inline void push_scales(const DispatchParameters& p, const PushTarget
   }
 }
 
+/// One thread: all that the plan has written can be read. A glued call needs but little of it, and
+/// begins before. False: the group has failed.
+__device__ inline bool await_plan_end(const DispatchParameters& p) {
+  if (!p.glued) return true;
+  const LocalWords* words = local_words(p.group);
+  const std::uint64_t planning = load_acquire(&words->planning);
+  while (load_acquire(&words->generation) < planning) {
+    if (has_failed(p.group)) return false;
+  }
+  return true;
+}
+
+/// The side warps of the whole grid: routes and weights of rows past those that come to this rank,
+/// which no peer writes.
+__device__ inline void fill_tails(const DispatchParameters& p, const PushShape& shape) {
+  if (!await_plan_end(p)) return;
+  const auto* recv_offset =
+      reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
+  const std::int64_t received = recv_offset[p.group.ranks], topk = p.plan.topk;
+  if (received >= p.capacity) return;
+  const auto layout =
+      make_wide_side_layout(p.capacity, p.plan.topk, p.carries_routes, p.weights != nullptr);
+  std::byte* side = segment_of(p.group, p.group.rank, p.side_segment).data + p.side_offset;
+  auto* tokens = reinterpret_cast<std::int32_t*>(side + layout.source_token);
+  auto* ids = reinterpret_cast<std::int64_t*>(side + layout.wide_ids);
+  auto* weights = reinterpret_cast<float*>(side + layout.weights);
+  const std::int64_t side_threads = std::int64_t{shape.side_warps} * 32;
+  const std::int64_t thread = std::int64_t{blockIdx.x} * side_threads +
+                              static_cast<int>(threadIdx.x) - shape.row_warps * 32;
+  const std::int64_t stride = gridDim.x * side_threads;
+  for (std::int64_t i = received * topk + thread; i < p.capacity * topk; i += stride) {
+    if (p.carries_routes) ids[i] = -1;
+    if (p.weights != nullptr) weights[i] = 0.0f;
+  }
+  if (!p.carries_routes) return;
+  for (std::int64_t row = received + thread; row < p.capacity; row += stride) tokens[row] = -1;
+}
+
 /// One side warp: all that does not ride with the rows.
 __device__ inline void push_side(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets) {
@@ -134,6 +173,7 @@ __device__ inline void push_side(const DispatchParameters& p, const PushShape& s
     if (shape.side_scales) push_scales(p, targets, lanes, token);
     lanes = next;
   }
+  if (routes) fill_tails(p, shape);
 }
 
 }  // namespace ferry::cuda::device

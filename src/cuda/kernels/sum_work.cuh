@@ -1,10 +1,15 @@
 // What the kernels that sum rows have in common: which warp sums which piece of which row, in what
 // order, whatever the architecture moves the rows with.
 //
-// A Source tells which rows make up the sum of row `token`, `entries()` of them at most, in the
-// order in which they are added:
+// A Source tells which rows make up sum number `token`, `entries()` of them at most, in the order
+// in which they are added:
 //   Raw load(token, j)              the plan's words for entry j: a plain load, early
 //   Entry resolve(raw, token, j)    where that row is; null: there is none
+//   kWaits                          whether rows may be missing yet; if so:
+//   uint32_t due(raw, j)            what entry j waits for, in kDueBits; 0: nothing
+//   bool await(due)                 until the row may be read; false: the group has failed
+//   uint32_t row_of(token)          where the sum goes
+// A Count is told, as `reached(token)`, that this warp has stored all its items before a token.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,10 +22,12 @@ struct Entry {
   float weight;
 };
 
-/// Sums of `rows` rows, cut in `pieces` pieces each; the items (row, piece) are dealt to warps
+inline constexpr int kDueBits = 17;
+
+/// `rows` sums, cut in `pieces` pieces each; the items (row, piece) are dealt to warps
 /// round-robin. Rows and pieces fit in 31 bits, and so do strides of a few chunks past the end.
 struct SumWork {
-  std::byte* out = nullptr;    ///< [rows, row_bytes]
+  std::byte* out = nullptr;    ///< [at least rows, row_bytes]
   std::int64_t row_bytes = 0;  ///< a multiple of 16
   std::uint32_t rows = 0;
   std::uint32_t pieces = 1;  ///< of piece_bytes; the last one may be shorter

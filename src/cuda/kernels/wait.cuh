@@ -75,22 +75,33 @@ __device__ __forceinline__ std::uint64_t* flag_at(std::byte* control, std::size_
 /// The slot for `source`'s message of this generation, in any rank's control segment.
 __device__ __forceinline__ std::byte* mailbox_slot(const GroupView& group, std::byte* control,
                                                    int source, std::uint64_t generation) {
-  const std::size_t slot =
-      (generation % 2) * static_cast<std::size_t>(group.ranks) + static_cast<std::size_t>(source);
+  const std::size_t slot = (generation % kMailboxDepth) * static_cast<std::size_t>(group.ranks) +
+                           static_cast<std::size_t>(source);
   return control + group.layout.mailbox + slot * group.layout.message_bytes;
 }
-/// What `source` gave this rank; read it with load_relaxed.
-__device__ __forceinline__ const DeviceHead* head_from(const GroupView& group, int source,
-                                                       std::uint64_t generation) {
-  return reinterpret_cast<const DeviceHead*>(
-      mailbox_slot(group, group.control, source, generation));
+/// The flag of one block of `source`'s dispatch, in any rank's control segment.
+__device__ __forceinline__ std::uint64_t* delivered_flag(const GroupView& group, std::byte* control,
+                                                         int source, int block) {
+  return reinterpret_cast<std::uint64_t*>(control + group.layout.delivered) + source * kMaxBlocks +
+         block;
+}
+
+/// The same for `source`'s second grant, which few calls have.
+__device__ __forceinline__ std::byte* second_slot(const GroupView& group, std::byte* control,
+                                                  int source, std::uint64_t generation) {
+  const std::size_t slot = (generation % kMailboxDepth) * static_cast<std::size_t>(group.ranks) +
+                           static_cast<std::size_t>(source);
+  return control + group.layout.second + slot * kSecondBytes;
 }
 
 /// A segment that a peer names; an empty one when there is none of that number.
 __device__ __forceinline__ PeerSegment segment_of(const GroupView& group, int peer,
                                                   std::uint32_t segment) {
   if (segment >= kMaxSegments) return {};
-  return group.segments[static_cast<std::size_t>(peer) * kMaxSegments + segment];
+  const PeerSegment* at = group.segments + static_cast<std::size_t>(peer) * kMaxSegments + segment;
+  // Not from the first cache: the CPU may have added it since this kernel began.
+  const auto* words = reinterpret_cast<const std::uint64_t*>(at);
+  return {reinterpret_cast<std::byte*>(load_relaxed(words)), load_relaxed(words + 1)};
 }
 /// `bytes` bytes at `offset` of a segment; null when they do not lie inside it, or when the place
 /// is not a multiple of 16.
@@ -158,15 +169,14 @@ struct Patience {
   }
 };
 
-/// One thread waits for its own rank's flag of `peer`. False: the group has failed.
-__device__ inline bool await_flag(const GroupView& group, std::size_t flags, int peer,
+/// One thread waits for a flag of `peer` in its own rank's memory. False: the group has failed.
+__device__ inline bool await_flag(const GroupView& group, const std::uint64_t* word, int peer,
                                   std::uint64_t generation, Stage stage) {
-  const std::uint64_t* word = flag_at(group.control, flags, peer);
   Patience patience;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);
     if (seen >= generation) {
-      // Nobody ends call g + 1 without this rank, so g + 2 is a lie, and our slot is overwritten.
+      // Nobody ends call g + 1 without this rank, so g + 2 is a lie.
       if (seen <= generation + 1) return true;
       return fail(group, generation, Reason::distrust, stage, peer, {generation, seen, 0});
     }
@@ -184,7 +194,7 @@ __device__ inline bool await_all(const GroupView& group, std::size_t flags,
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x); peer < group.ranks && there;
        peer += static_cast<int>(blockDim.x)) {
-    there = await_flag(group, flags, peer, generation, stage);
+    there = await_flag(group, flag_at(group.control, flags, peer), peer, generation, stage);
   }
   return __syncthreads_and(there) != 0;
 }

@@ -68,26 +68,39 @@ void DeviceBlock::map(CUmemGenericAllocationHandle memory, std::span<const int> 
   check(cu.cuMemSetAccess(address_, bytes_, access.data(), access.size()), "cuMemSetAccess");
 }
 
+namespace {
+
+void create(Physical& physical, const DeviceContext& context, std::size_t bytes,
+            CUmemAllocationHandleType handles) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes = handles;
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, context.device()};
+  properties.allocFlags.gpuDirectRDMACapable = context.abilities().rdma_vmm ? 1 : 0;
+  make(physical, "cuMemCreate",
+       [&](auto* out) { return driver().cuMemCreate(out, bytes, &properties, 0); });
+}
+
+void import(Physical& physical, void* handle, CUmemAllocationHandleType type) {
+  make(physical, "cuMemImportFromShareableHandle",
+       [&](auto* out) { return driver().cuMemImportFromShareableHandle(out, handle, type); });
+}
+
+}  // namespace
+
 std::shared_ptr<DeviceBlock> DeviceBlock::make_vmm(std::shared_ptr<DeviceContext> context,
                                                    std::size_t bytes, std::span<const int> users,
                                                    int* descriptor) {
-  const Driver& cu = driver();
   const Current current(*context);
-  CUmemAllocationProp properties{};
-  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.requestedHandleTypes =
-      descriptor ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE;
-  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, context->device()};
-  properties.allocFlags.gpuDirectRDMACapable = context->abilities().rdma_vmm ? 1 : 0;
   Physical physical;
-  make(physical, "cuMemCreate",
-       [&](auto* out) { return cu.cuMemCreate(out, bytes, &properties, 0); });
+  create(physical, *context, bytes,
+         descriptor ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_NONE);
   auto block = std::make_shared<DeviceBlock>(std::move(context), bytes);
   block->map(physical.get(), users);
   if (descriptor != nullptr) {
     int exported = -1;
-    check(cu.cuMemExportToShareableHandle(&exported, physical.get(),
-                                          CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+    check(driver().cuMemExportToShareableHandle(&exported, physical.get(),
+                                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
           "cuMemExportToShareableHandle");
     fcntl(exported, F_SETFD, FD_CLOEXEC);
     *descriptor = exported;
@@ -97,14 +110,36 @@ std::shared_ptr<DeviceBlock> DeviceBlock::make_vmm(std::shared_ptr<DeviceContext
 
 std::shared_ptr<DeviceBlock> DeviceBlock::map_vmm(std::shared_ptr<DeviceContext> context,
                                                   std::size_t bytes, int descriptor) {
-  const Driver& cu = driver();
   const Current current(*context);
   // The driver takes the descriptor's number where it would take a pointer.
   void* number = reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptor));
   Physical physical;
-  make(physical, "cuMemImportFromShareableHandle", [&](auto* out) {
-    return cu.cuMemImportFromShareableHandle(out, number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-  });
+  import(physical, number, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  const int user = context->ordinal();
+  auto block = std::make_shared<DeviceBlock>(std::move(context), bytes);
+  block->map(physical.get(), std::span(&user, 1));
+  return block;
+}
+
+std::shared_ptr<DeviceBlock> DeviceBlock::make_fabric(std::shared_ptr<DeviceContext> context,
+                                                      std::size_t bytes, std::span<const int> users,
+                                                      CUmemFabricHandle& handle) {
+  const Current current(*context);
+  Physical physical;
+  create(physical, *context, bytes, CU_MEM_HANDLE_TYPE_FABRIC);
+  auto block = std::make_shared<DeviceBlock>(std::move(context), bytes);
+  block->map(physical.get(), users);
+  check(
+      driver().cuMemExportToShareableHandle(&handle, physical.get(), CU_MEM_HANDLE_TYPE_FABRIC, 0),
+      "cuMemExportToShareableHandle");
+  return block;
+}
+
+std::shared_ptr<DeviceBlock> DeviceBlock::map_fabric(std::shared_ptr<DeviceContext> context,
+                                                     std::size_t bytes, CUmemFabricHandle handle) {
+  const Current current(*context);
+  Physical physical;
+  import(physical, &handle, CU_MEM_HANDLE_TYPE_FABRIC);
   const int user = context->ordinal();
   auto block = std::make_shared<DeviceBlock>(std::move(context), bytes);
   block->map(physical.get(), std::span(&user, 1));

@@ -31,6 +31,12 @@ class DeviceBlock {
   /// VMM memory of another process, mapped for this GPU. Throws CallRefused.
   static std::shared_ptr<DeviceBlock> map_vmm(std::shared_ptr<DeviceContext> context,
                                               std::size_t bytes, int descriptor);
+  /// The same by a handle that needs no descriptor. Throws CallRefused.
+  static std::shared_ptr<DeviceBlock> make_fabric(std::shared_ptr<DeviceContext> context,
+                                                  std::size_t bytes, std::span<const int> users,
+                                                  CUmemFabricHandle& handle);
+  static std::shared_ptr<DeviceBlock> map_fabric(std::shared_ptr<DeviceContext> context,
+                                                 std::size_t bytes, CUmemFabricHandle handle);
   /// Memory of the classic kind. With `handle`, it can be shared. Throws CallRefused.
   static std::shared_ptr<DeviceBlock> make_classic(std::shared_ptr<DeviceContext> context,
                                                    std::size_t bytes, CUipcMemHandle* handle);

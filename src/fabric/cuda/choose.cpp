@@ -116,15 +116,29 @@ std::unique_ptr<Sharing> probe(Bootstrap& bootstrap, const DeviceDomain& domain,
   return sharing;
 }
 
+/// What to do when no way works.
+std::string advice(const DeviceDomain& domain, DeviceWay last) {
+  if (last != DeviceWay::vmm_fabric) {
+    return "; `ferry doctor` tells what the GPUs can do. In containers: one host, the same user, "
+           "--ipc=host and --pid=host";
+  }
+  return std::string(domain.all_fabric() ? "" : "; not every rank's driver offers fabric handles") +
+         "; fabric handles need GPUs of one NVLink domain, nvidia-imex running on every host, and "
+         "its channel in every process (/dev/nvidia-caps-imex-channels/channel0)";
+}
+
 std::vector<DeviceWay> candidates(const DeviceDomain& domain, DeviceWay forced) {
   if (forced != DeviceWay::automatic) return {forced};
   bool local = true;
   bool ipc = true;
+  bool one_host = true;
   for (int peer = 0; peer < domain.size(); ++peer) {
     local = local && domain.one_process(0, peer);
+    one_host = one_host && domain.one_host(0, peer);
     ipc = ipc && domain.of(peer).fixed.ipc != 0;
   }
   if (local) return {DeviceWay::local};
+  if (!one_host) return {DeviceWay::vmm_fabric};
   std::vector<DeviceWay> ways;
   if (domain.all_vmm()) ways = {DeviceWay::vmm_pidfd, DeviceWay::vmm_socket};
   if (ipc) ways.push_back(DeviceWay::ipc);
@@ -149,7 +163,9 @@ std::unique_ptr<Sharing> choose_sharing(Bootstrap& bootstrap, const DeviceDomain
   const Countdown countdown(options.deadline);
   std::string tried_ways;
   DeviceOutcome problem;
+  DeviceWay last = options.way;
   for (const DeviceWay way : candidates(domain, options.way)) {
+    last = way;
     auto sharing = probe(bootstrap, domain, context, way, countdown, options.on_wait, problem);
     if (sharing) return sharing;
     tried_ways +=
@@ -157,9 +173,8 @@ std::unique_ptr<Sharing> choose_sharing(Bootstrap& bootstrap, const DeviceDomain
   }
   throw Error(problem.kind,
               "the ranks' GPUs cannot share memory (" +
-                  (tried_ways.empty() ? "none has VMM or CUDA IPC" : tried_ways) +
-                  "); `ferry doctor` tells what the GPUs can do. In containers: one host, the same "
-                  "user, --ipc=host and --pid=host",
+                  (tried_ways.empty() ? "none has VMM or CUDA IPC" : tried_ways) + ")" +
+                  advice(domain, last),
               {.rank = domain.rank, .peer = problem.peer});
 }
 

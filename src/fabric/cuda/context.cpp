@@ -1,5 +1,6 @@
 #include "fabric/cuda/context.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -12,10 +13,12 @@ bool attribute(CUdevice device, CUdevice_attribute which) {
 }
 
 DeviceAbilities abilities_of(CUdevice device) {
-  return {attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) &&
-              attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
-          attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
-          !attribute(device, CU_DEVICE_ATTRIBUTE_INTEGRATED)};
+  const bool mapped = attribute(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+  return {
+      mapped && attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
+      attribute(device, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
+      !attribute(device, CU_DEVICE_ATTRIBUTE_INTEGRATED),
+      mapped && attribute(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)};
 }
 
 }  // namespace
@@ -48,7 +51,12 @@ DeviceContext::DeviceContext(int ordinal) : ordinal_(ordinal) {
   try {
     const Current current(*this);
     word_ = std::make_shared<std::uint64_t>(0);
-    check(cu.cuStreamCreate(&stream_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+    // Of the highest priority: streams of one priority may share a queue of the GPU, and this one
+    // must not come behind a kernel that waits for what it brings.
+    int least = 0, greatest = 0;
+    check(cu.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+    check(cu.cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, greatest),
+          "cuStreamCreateWithPriority");
   } catch (...) {
     cu.cuDevicePrimaryCtxRelease(device_);
     throw;
@@ -60,6 +68,7 @@ DeviceContext::~DeviceContext() {
   try {
     const Current current(*this);
     driver().cuStreamDestroy(stream_);
+    if (zeros_ != nullptr && !late_) driver().cuMemFreeHost(zeros_);
   } catch (const CallRefused&) {
     // The driver has shut down: the process ends.
   }
@@ -68,8 +77,18 @@ DeviceContext::~DeviceContext() {
 
 bool DeviceContext::zero(CUdeviceptr to, std::size_t bytes,
                          std::chrono::steady_clock::time_point until) {
-  check(driver().cuMemsetD8Async(to, 0, bytes, stream_), "cuMemsetD8Async");
-  return finished(until);
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  if (zeros_ == nullptr) {
+    check(driver().cuMemHostAlloc(&zeros_, kPiece, CU_MEMHOSTALLOC_PORTABLE), "cuMemHostAlloc");
+    std::memset(zeros_, 0, kPiece);
+  }
+  for (std::size_t at = 0; at < bytes; at += kPiece) {
+    check(driver().cuMemcpyHtoDAsync(to + at, zeros_, std::min(kPiece, bytes - at), stream_),
+          "cuMemcpyHtoDAsync");
+  }
+  const bool done = finished(until);
+  late_ = late_ || !done;
+  return done;
 }
 
 bool DeviceContext::write(CUdeviceptr to, std::uint64_t word,

@@ -17,6 +17,7 @@ struct DeviceAbilities {
   bool vmm = false;       ///< virtual memory with POSIX file descriptors between processes
   bool rdma_vmm = false;  ///< a NIC may reach such memory
   bool ipc = false;       ///< not on integrated GPUs
+  bool fabric = false;    ///< handles of VMM memory for other hosts; IMEX may still refuse them
 };
 
 using DeviceUuid = std::array<std::uint8_t, 16>;
@@ -42,6 +43,8 @@ class DeviceContext {
 
   /// The three run on a stream of their own and wait until `until`; false: not done by then, the
   /// memory may still be written or read. Throw CallRefused.
+  /// `zero` is done by a copy engine, as a memset would wait for a free SM, and a kernel that has
+  /// all of them may wait for this rank.
   bool zero(CUdeviceptr to, std::size_t bytes, std::chrono::steady_clock::time_point until);
   bool write(CUdeviceptr to, std::uint64_t word, std::chrono::steady_clock::time_point until);
   bool read(CUdeviceptr from, std::uint64_t& word, std::chrono::steady_clock::time_point until);
@@ -54,6 +57,8 @@ class DeviceContext {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
+  void* zeros_ = nullptr;                ///< pinned; of zero
+  bool late_ = false;                    ///< a copy of them may still run
   std::shared_ptr<std::uint64_t> word_;  ///< of write and read; outlives a copy that is late
   DeviceUuid uuid_{};
   std::string name_{};

@@ -158,6 +158,7 @@ std::string_view name_of(DeviceWay way) {
     case DeviceWay::vmm_pidfd: return "vmm-pidfd";
     case DeviceWay::vmm_socket: return "vmm-socket";
     case DeviceWay::ipc: return "ipc";
+    case DeviceWay::vmm_fabric: return "vmm-fabric";
   }
   return "unknown";
 }

@@ -23,10 +23,12 @@ enum class DeviceWay : std::uint32_t {
   vmm_pidfd = 2,   ///< driver VMM; the peer takes the file descriptor (pidfd_getfd)
   vmm_socket = 3,  ///< driver VMM; the owner hands the file descriptor over a unix socket
   ipc = 4,         ///< classic CUDA IPC
-  // A later step: fabric handles between hosts (CU_MEM_HANDLE_TYPE_FABRIC), before vmm_pidfd.
+  /// Driver VMM; the handle itself crosses, also between hosts of one NVLink domain (IMEX). Taken
+  /// when ranks run on different hosts, and the only way then.
+  vmm_fabric = 5,
 };
 
-/// "automatic", "local", "vmm-pidfd", "vmm-socket", "ipc".
+/// "automatic", "local", "vmm-pidfd", "vmm-socket", "ipc", "vmm-fabric".
 std::string_view name_of(DeviceWay way);
 
 struct DeviceMemoryOptions {
@@ -36,10 +38,10 @@ struct DeviceMemoryOptions {
   OnWait on_wait{};                                              ///< for creation only
 };
 
-/// One thread at a time registers, attaches and seals; meanwhile others may ask for pointers. All
-/// memory stays until the object ends; by then no kernel may use it, here or at a peer. The device
-/// that is current in the calling thread is left as it was. Never throws at its end; in a forked
-/// child the end does nothing.
+/// One thread at a time registers and seals, one attaches; meanwhile others may ask for pointers.
+/// All memory stays until the object ends; by then no kernel may use it, here or at a peer. The
+/// device that is current in the calling thread is left as it was. Never throws at its end; in a
+/// forked child the end does nothing.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;

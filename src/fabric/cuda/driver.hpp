@@ -19,7 +19,8 @@ namespace ferry::fabric {
   X(cuMemGetAllocationGranularity) X(cuMemCreate) X(cuMemRelease) X(cuMemAddressReserve)          \
   X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)                                 \
   X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)                               \
-  X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamQuery) X(cuMemsetD8Async)                        \
+  X(cuStreamCreateWithPriority) X(cuCtxGetStreamPriorityRange) X(cuStreamDestroy)                 \
+  X(cuStreamQuery) X(cuMemHostAlloc) X(cuMemFreeHost)                                             \
   X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)
 // clang-format on
 

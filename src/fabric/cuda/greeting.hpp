@@ -24,7 +24,8 @@ struct DeviceGreeting {
     std::int32_t ordinal = -1;
     std::uint8_t vmm = 0;
     std::uint8_t ipc = 0;
-    std::uint8_t reserved[2]{};
+    std::uint8_t fabric = 0;
+    std::uint8_t reserved = 0;
     std::array<char, 96> gpu{};       ///< name and place, for messages
     std::array<char, 256> problem{};  ///< why this rank has no GPU; empty: it has one
     static constexpr std::uint32_t kMagic = 0x31474446;  // "FDG1"
@@ -60,7 +61,7 @@ struct DeviceHandle {
   JobKey job{};
   std::int32_t descriptor = -1;  ///< vmm_pidfd
   std::uint32_t reserved = 0;
-  std::array<std::byte, 64> ipc{};
+  std::array<std::byte, 64> exported{};                ///< ipc, vmm_fabric
   static constexpr std::uint32_t kMagic = 0x31484446;  // "FDH1"
 };
 static_assert(sizeof(DeviceHandle) <= kMaxHandleBytes);

@@ -34,6 +34,7 @@ std::shared_ptr<DeviceContext> open_device(const DeviceMemoryOptions& options,
       fixed.uuid = context->uuid();
       fixed.vmm = context->abilities().vmm;
       fixed.ipc = context->abilities().ipc;
+      fixed.fabric = context->abilities().fabric;
       put_text(context->name(), fixed.gpu);
       return context;
     }
@@ -64,14 +65,18 @@ void check_ranks(const DeviceDomain& domain) {
                  " by " + std::string(name_of(greeting.fixed.forced)) +
                  "; give all ranks the same options");
     }
-    const bool one_host =
-        first.identity.boot_id == greeting.identity.boot_id &&
-        (!first.identity.boot_id.empty() || first.identity.host == greeting.identity.host);
-    if (!one_host || first.identity.user != greeting.identity.user) {
+    const bool one_host = domain.one_host(0, peer);
+    const auto differ = [&](const std::string& how) {
       refuse(ErrorKind::unsupported, peer,
-             describe(first, 0) + " and " + describe(greeting, peer) +
-                 (one_host ? " belong to different users" : " run on different hosts") +
-                 ": the CUDA engine joins the ranks of one host and user; networks come later");
+             describe(first, 0) + " and " + describe(greeting, peer) + how);
+    };
+    if (one_host && first.identity.user != greeting.identity.user) {
+      differ(" belong to different users: the CUDA engine joins the ranks of one user");
+    }
+    if (!one_host && !domain.all_fabric()) {
+      differ(
+          " run on different hosts, and not every rank's driver offers fabric handles "
+          "(NVLink between hosts, IMEX): the CUDA engine needs them; networks come later");
     }
   }
 }

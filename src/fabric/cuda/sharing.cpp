@@ -67,6 +67,17 @@ bool DeviceDomain::one_process(int a, int b) const {
          first.process == second.process;
 }
 
+bool DeviceDomain::one_host(int a, int b) const {
+  const Identity& first = of(a).identity;
+  const Identity& second = of(b).identity;
+  return first.boot_id == second.boot_id && (!first.boot_id.empty() || first.host == second.host);
+}
+
+bool DeviceDomain::all_fabric() const {
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [](const DeviceGreeting& greeting) { return greeting.fixed.fabric != 0; });
+}
+
 bool DeviceDomain::all_vmm() const {
   return std::all_of(ranks.begin(), ranks.end(),
                      [](const DeviceGreeting& greeting) { return greeting.fixed.vmm != 0; });
@@ -105,8 +116,13 @@ Sharing::Made Sharing::make(SegmentId segment, std::size_t bytes) {
   if (way_ == DeviceWay::ipc) {
     CUipcMemHandle ipc{};
     made.block = DeviceBlock::make_classic(context_, bytes, &ipc);
-    static_assert(sizeof ipc == sizeof made.handle.ipc);
-    std::memcpy(made.handle.ipc.data(), &ipc, sizeof ipc);
+    static_assert(sizeof ipc == sizeof made.handle.exported);
+    std::memcpy(made.handle.exported.data(), &ipc, sizeof ipc);
+  } else if (way_ == DeviceWay::vmm_fabric) {
+    CUmemFabricHandle handle{};
+    made.block = DeviceBlock::make_fabric(context_, bytes, domain_.users(), handle);
+    static_assert(sizeof handle == sizeof made.handle.exported);
+    std::memcpy(made.handle.exported.data(), &handle, sizeof handle);
   } else if (way_ == DeviceWay::local) {
     made.block = domain_.all_vmm()
                      ? DeviceBlock::make_vmm(context_, bytes, domain_.users(), nullptr)
@@ -154,7 +170,7 @@ std::shared_ptr<DeviceBlock> Sharing::import_ipc(int peer, const DeviceHandle& h
   const Imported::Key key{domain_.job, peer, handle.segment, context_->ordinal()};
   auto block = import_once(key, [&] {
     CUipcMemHandle ipc{};
-    std::memcpy(&ipc, handle.ipc.data(), sizeof ipc);
+    std::memcpy(&ipc, handle.exported.data(), sizeof ipc);
     return DeviceBlock::open_ipc(context_, handle.bytes, ipc);
   });
   if (block->bytes() != handle.bytes) throw std::runtime_error("its memory has another size");
@@ -171,6 +187,11 @@ std::shared_ptr<DeviceBlock> Sharing::open(int peer, const DeviceHandle& handle,
   const DeviceGreeting& owner = domain_.of(peer);
   if (way_ == DeviceWay::ipc) {
     return import_ipc(peer, handle);
+  }
+  if (way_ == DeviceWay::vmm_fabric) {
+    CUmemFabricHandle fabric{};
+    std::memcpy(&fabric, handle.exported.data(), sizeof fabric);
+    return DeviceBlock::map_fabric(context_, handle.bytes, fabric);
   }
   const UniqueDescriptor descriptor =
       way_ == DeviceWay::vmm_pidfd

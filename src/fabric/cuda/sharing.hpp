@@ -20,8 +20,10 @@ struct DeviceDomain {
   int size() const { return static_cast<int>(ranks.size()); }
   const DeviceGreeting& of(int peer) const { return ranks[static_cast<std::size_t>(peer)]; }
   bool one_process(int a, int b) const;
-  /// Whether all ranks have GPUs with VMM.
+  bool one_host(int a, int b) const;
+  /// Whether all ranks have GPUs with VMM, and with handles for other hosts.
   bool all_vmm() const;
+  bool all_fabric() const;
   /// CUDA ordinals of the GPUs that ranks of this process use, once each.
   std::vector<int> users() const;
 };

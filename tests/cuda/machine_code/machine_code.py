@@ -17,6 +17,8 @@ FLAGS = ("-std=c++20", "--fmad=false", "-O3")
 # Kernels that meet peers, those that move rows in bulk where the GPU can, and those that may not
 # touch local memory because they are waited for.
 MEETING = ("plan_kernel", "dispatch_kernel", "combine_kernel", "barrier_kernel")
+# Those whose messages tell of memory: they come behind what was done to it before.
+OFFERING = ("dispatch_kernel", "combine_kernel", "barrier_kernel")
 BULK = ("dispatch_kernel", "combine_kernel")
 FORBIDDEN = {
     "trap": r"^\s*(@%?\w+\s+)?trap;",
@@ -67,6 +69,26 @@ def meets_at_system_scope(compiled: Compiled) -> list[str]:
     ]
 
 
+MESSAGE_STORE = r"\bst\.relaxed\.sys\.global\.v2\.u64\b"
+MESSAGE_LOAD = r"\bld\.acquire\.sys\.global\.v2\.u64\b"
+SYSTEM_FENCE = r"\bfence\.acq_rel\.sys\b"
+
+
+def swaps_tagged_words(compiled: Compiled) -> list[str]:
+    complaints = []
+    for name, body in compiled.of(MEETING).items():
+        text = instructions(body)
+        store = re.search(MESSAGE_STORE, text)
+        if not store:
+            complaints.append(f"{name}: posts no message")
+        if not re.search(MESSAGE_LOAD, text):
+            complaints.append(f"{name}: takes no message")
+        offers = bool(compiled.of(OFFERING).get(name))
+        if store and offers and not re.search(SYSTEM_FENCE, text[: store.start()]):
+            complaints.append(f"{name}: posts a message without a fence before it")
+    return complaints
+
+
 def moves_in_bulk(compiled: Compiled) -> list[str]:
     complaints = []
     for name, body in compiled.of(BULK).items():
@@ -85,7 +107,7 @@ def nothing_forbidden(compiled: Compiled) -> list[str]:
     return [w for w, pattern in FORBIDDEN.items() if re.search(pattern, text, re.MULTILINE)]
 
 
-RULES = (meets_at_system_scope, moves_in_bulk, never_spills, nothing_forbidden)
+RULES = (meets_at_system_scope, swaps_tagged_words, moves_in_bulk, never_spills, nothing_forbidden)
 
 
 def read_spills(said: str) -> dict[str, int]:

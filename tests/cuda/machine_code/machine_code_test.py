@@ -59,10 +59,14 @@ class Kernels(unittest.TestCase):
             for kernel in (*code.MEETING, *code.BULK):
                 self.assertIn(f"{len(kernel)}{kernel}", names, f"sm_{sm}")
         for compiled in self.compiled:
-            self.assertEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
+            # Functions that were not inlined may be there, too.
+            self.assertLessEqual(set(compiled.entries()), set(compiled.spills), compiled.source)
 
     def test_meets_at_system_scope(self) -> None:
         self.assertEqual(self.complaints(code.meets_at_system_scope), [])
+
+    def test_swaps_tagged_words(self) -> None:
+        self.assertEqual(self.complaints(code.swaps_tagged_words), [])
 
     def test_moves_in_bulk(self) -> None:
         self.assertEqual(self.complaints(code.moves_in_bulk), [])
@@ -87,6 +91,17 @@ class Kernels(unittest.TestCase):
             ):
                 bad = replace(good, ptx=good.ptx.replace(what, other))
                 self.assertTrue(code.meets_at_system_scope(bad), f"{kernel}: {other}")
+            for what, other in (
+                ("st.relaxed.sys.global.v2.u64", "st.relaxed.gpu.global.v2.u64"),
+                ("ld.acquire.sys.global.v2.u64", "ld.relaxed.sys.global.v2.u64"),
+            ):
+                bad = replace(good, ptx=good.ptx.replace(what, other))
+                self.assertTrue(code.swaps_tagged_words(bad), f"{kernel}: {other}")
+        for kernel in code.OFFERING:
+            good = self.one(kernel, 90)
+            for other in ("fence.acq_rel.gpu", "fence.proxy.async"):
+                bad = replace(good, ptx=good.ptx.replace("fence.acq_rel.sys", other))
+                self.assertTrue(code.swaps_tagged_words(bad), f"{kernel}: {other}")
         for kernel in code.BULK:
             self.assertTrue(code.moves_in_bulk(replace(self.one(kernel, 90), architecture=80)))
             self.assertTrue(code.moves_in_bulk(replace(self.one(kernel, 80), architecture=90)))

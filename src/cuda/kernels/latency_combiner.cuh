@@ -1,0 +1,315 @@
+// Latency combine on one warp: some parts of one row in each half.
+#pragma once
+#include "cuda/kernels/latency_send.cuh"
+
+namespace ferry::cuda::device {
+
+/// Vectors of a row that a lane sums at once.
+inline constexpr int kAtOnce = 2;
+/// Rows of a sum that are loaded at once: as many as the registers hold.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kRows = 3;
+#else
+inline constexpr int kRows = 4;
+#endif
+
+/// The id of one of this rank's slots; whatever is no expert is none to the RankFinder.
+__device__ __forceinline__ int combine_route(const LatencyCombineParameters& p, int slot) {
+  if (!p.wide) return __ldg(static_cast<const int*>(p.topk_idx) + slot);
+  const long long id = __ldg(static_cast<const long long*>(p.topk_idx) + slot);
+  return id >= 0 && id < p.view.placement.experts ? static_cast<int>(id) : -1;
+}
+
+__device__ __forceinline__ int load_tokens(const LatencyHandle& handle, int source) {
+  return load_relaxed(&handle.tokens[source]);
+}
+
+/// One call on one warp.
+template <class T, bool kPerSlot>
+class Combiner {
+ public:
+  __device__ Combiner(const LatencyCombineParameters& p, const RankFinder& ranks,
+                      const LatencyPlaces& at, const LatencyCall& call)
+      : p_(p),
+        ranks_(ranks),
+        at_(at),
+        call_(call),
+        parts_(p.view),
+        given_(call.tokens[p.view.group.rank] > 0) {}
+
+  /// False: the group has failed.
+  __device__ bool send() {
+    const LatencyView& v = p_.view;
+    const int ranks = v.group.ranks;
+    int most = 0;
+    for (int s = 0; s < ranks; ++s) most = max(most, call_.tokens[s]);
+    const UnitWalk walk(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    const int group = parts_at_once(most * ranks, v.parts, walk.step);
+    const int units = (v.parts + group - 1) / group;
+    for (int unit = walk.first; unit < most * ranks * units; unit += walk.step) {
+      const int row = unit / units, first = (unit - row * units) * group;
+      const int token = row / ranks, source = (row + v.group.rank + token) % ranks;
+      if (token >= call_.tokens[source] || !call_.open[source]) continue;
+      if (!send_parts(source, token, first, min(first + group, v.parts) - 1)) return false;
+    }
+    return true;
+  }
+
+  /// The receiving half, of `blocks` blocks of which this is one. `again`: all that comes has come,
+  /// and masked ranks are left out. False: the group has failed.
+  __device__ bool receive(int block, int blocks, bool again, std::uint64_t start) {
+    const LatencyView& v = p_.view;
+    // Some warps for each part, where there are enough.
+    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
+    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
+    // The other end of the block than the senders'.
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
+      const int whole = unit / shares, share = unit - whole * shares;
+      const int token = whole / v.parts, part = whole - token * v.parts;
+      std::uint32_t here[kMaskWords];
+      if (!await_part(token, part, again, start, here)) return false;
+      const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
+      const int pieces = (end - begin + kPiece - 1) / kPiece;
+      const int each = (pieces + shares - 1) / shares * kPiece;
+      sum_vectors(token, begin + share * each, min(end, begin + (share + 1) * each), here);
+    }
+    return true;
+  }
+
+  bool lost = false;  ///< something of a masked rank did not come
+
+ private:
+  static constexpr int kEach = kPerVector<T>;
+  static constexpr int kPiece = 32 * kAtOnce;  ///< vectors that a warp sums at once
+  /// Of bits, one for each slot or rank.
+  static constexpr int kMaskWords = kPerSlot ? 1 : (kMaxDomain + 31) / 32;
+
+  __device__ std::size_t row_bytes() const {
+    return static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
+  }
+
+  /// False: the group has failed.
+  __device__ bool send_parts(int source, int token, int first, int last) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const std::size_t entry =
+        (static_cast<std::size_t>(source) * static_cast<std::size_t>(v.capacity) +
+         static_cast<std::size_t>(token)) *
+            static_cast<std::size_t>(v.topk) +
+        static_cast<std::size_t>(lane);
+    const std::int32_t row = lane < v.topk ? __ldg(p_.slots + entry) : -1;
+    const std::uint32_t lanes = __ballot_sync(kAllLanes, row >= 0);
+    if (lanes == 0) return true;
+    std::byte* base = v.peers[source];
+    const int begin = parts_.begin(first) / kEach, end = parts_.end(v, last) / kEach;
+    bool tells;
+    if constexpr (kPerSlot) {
+      copy_slots(source, token, begin, end, row, lanes);
+      tells = row >= 0;
+    } else {
+      float weight = row >= 0 && p_.slot_weights != nullptr ? __ldg(p_.slot_weights + entry) : 0;
+      const Came came = sum_slots(source, token, begin, end, row, weight, lanes);
+      if (came != Came::here) return came != Came::stop;
+      tells = lane == 0;
+    }
+    __syncwarp();
+    if (tells) {
+      std::uint32_t* tags = at_.sum_tags(base, kPerSlot ? lane : v.group.rank, token);
+      fence_system();
+      for (int part = first; part <= last; ++part) store_relaxed(tags + part, at_.tag());
+    }
+    return true;
+  }
+
+  /// Whole warp: the weights of the slots whose row is here, which their owner pushes.
+  __device__ Came await_weights(int source, int token, int row, float& weight) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    Came came = Came::here;
+    if (row >= 0) {
+      std::uint32_t bits = 0;
+      const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
+      came = await_word(v, call_.number, word, at_.tag(), source, Stage::latency_weights, bits);
+      weight = __uint_as_float(bits);
+    }
+    if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
+    return __any_sync(kAllLanes, came != Came::here) ? Came::missing : Came::here;
+  }
+
+  __device__ const uint4* input(int row) const {
+    return reinterpret_cast<const uint4*>(p_.rows + static_cast<std::size_t>(row) * row_bytes());
+  }
+
+  __device__ void copy_slots(int source, int token, int begin, int end, int row,
+                             std::uint32_t lanes) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    for (int base = begin + lane; base - lane < end; base += 2 * kPiece) {
+      for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
+        const int k = __ffs(static_cast<int>(left)) - 1;
+        const uint4* from = input(__shfl_sync(kAllLanes, row, k));
+        auto* to = reinterpret_cast<uint4*>(at_.sum(v.peers[source], k, token, row_bytes()));
+        uint4 data[2 * kAtOnce];
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce; ++i) {
+          if (base + 32 * i < end) data[i] = __ldg(from + base + 32 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kAtOnce; ++i) {
+          if (base + 32 * i < end) to[base + 32 * i] = data[i];
+        }
+      }
+    }
+  }
+
+  /// The slots of one row on this rank, in ascending k, rounded once. The weights are waited for
+  /// while the first rows are loaded.
+  __device__ Came sum_slots(int source, int token, int begin, int end, int row, float weight,
+                            std::uint32_t lanes) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    auto* to = reinterpret_cast<uint4*>(at_.sum(v.peers[source], v.group.rank, token, row_bytes()));
+    bool weighed = p_.slot_weights != nullptr;
+    for (int base = begin + lane; base - lane < end; base += kPiece) {
+      float acc[kAtOnce][kEach] = {};
+      std::uint32_t left = lanes;
+      while (left != 0) {
+        const int one = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        const bool pair = left != 0;
+        const int two = pair ? __ffs(static_cast<int>(left)) - 1 : one;
+        left &= left - 1;
+        const uint4* from[2] = {input(__shfl_sync(kAllLanes, row, one)),
+                                input(__shfl_sync(kAllLanes, row, two))};
+        uint4 data[2][kAtOnce] = {};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            if (base + 32 * i < end && (n == 0 || pair)) {
+              data[n][i] = __ldg(from[n] + base + 32 * i);
+            }
+          }
+        }
+        if (!weighed) {
+          const Came came = await_weights(source, token, row, weight);
+          if (came != Came::here) return came;
+          weighed = true;
+        }
+        const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
+                                  __shfl_sync(kAllLanes, weight, two)};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if (n == 1 && !pair) break;
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) add_vector<T, true>(acc[i], data[n][i], factors[n]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
+      }
+    }
+    return Came::here;
+  }
+
+  __device__ int owner(int token, int slot) const {
+    return slot < p_.topk ? ranks_.rank_of(combine_route(p_, token * p_.topk + slot)) : -1;
+  }
+
+  /// Whole warp: which rows of the token are here: bits of slots or of ranks.
+  __device__ bool await_part(int token, int part, bool again, std::uint64_t start,
+                             std::uint32_t* here) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int rank = given_ ? owner(token, lane) : -1;
+    bool stopped = false;
+#pragma unroll
+    for (int w = 0; w < kMaskWords; ++w) {
+      here[w] = 0;
+      if (!kPerSlot && w * 32 >= v.group.ranks) continue;
+      int peer = kPerSlot ? rank : w * 32 + lane;
+      if constexpr (!kPerSlot) {
+        const int local = rank - w * 32;
+        const std::uint32_t bit = local >= 0 && local < 32 ? 1u << local : 0;
+        if ((__reduce_or_sync(kAllLanes, bit) >> lane & 1) == 0) peer = -1;
+      }
+      bool came = false;
+      const bool masked =
+          peer >= 0 && (!call_.open[peer] || (again && load_relaxed(&v.words->masked[peer]) != 0));
+      if (peer >= 0 && !masked) {
+        const std::uint32_t* tag =
+            at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
+        const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::latency_sums);
+        came = what == Came::here;
+        stopped |= what == Came::stop;
+        lost |= what == Came::missing;
+        if (p_.waits != nullptr && !again) {
+          atomicMax(reinterpret_cast<unsigned long long*>(p_.waits + peer), now_ns() - start);
+        }
+      }
+      here[w] = __ballot_sync(kAllLanes, came);
+    }
+    __syncwarp();  // all lanes read what some have waited for
+    return __any_sync(kAllLanes, stopped) == 0;
+  }
+
+  /// The sum of what is here, in ascending order, rounded once.
+  __device__ void sum_vectors(int token, int begin, int end, const std::uint32_t* here) {
+    const LatencyView& v = p_.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const float weight =
+        kPerSlot && lane < p_.topk ? __ldg(p_.weights + token * p_.topk + lane) : 0.0f;
+    auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
+    for (int base = begin + lane; base - lane < end; base += kPiece) {
+      float acc[kAtOnce][kEach] = {};
+#pragma unroll
+      for (int w = 0; w < kMaskWords; ++w) {
+        std::uint32_t left = here[w];
+        while (left != 0) {
+          uint4 data[kRows][kAtOnce];
+          std::uint32_t loaded = left;
+          int count = 0;
+#pragma unroll
+          for (int n = 0; n < kRows; ++n) {
+            if (left == 0) continue;
+            const int bit = __ffs(static_cast<int>(left)) - 1;
+            left &= left - 1;
+            count = n + 1;
+            const auto* from = reinterpret_cast<const uint4*>(
+                at_.sum(own_memory(v), w * 32 + bit, token, row_bytes()));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              if (base + 32 * i < end) data[n][i] = from[base + 32 * i];
+            }
+          }
+#pragma unroll
+          for (int n = 0; n < kRows; ++n) {
+            if (n >= count) continue;
+            float factor = 0;
+            if constexpr (kPerSlot) {
+              factor = __shfl_sync(kAllLanes, weight, __ffs(static_cast<int>(loaded)) - 1);
+              loaded &= loaded - 1;
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) add_vector<T, kPerSlot>(acc[i], data[n][i], factor);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
+      }
+    }
+  }
+
+  const LatencyCombineParameters& p_;
+  const RankFinder& ranks_;
+  const LatencyPlaces& at_;
+  const LatencyCall& call_;
+  PartShape parts_;
+  bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
+};
+
+}  // namespace ferry::cuda::device

@@ -1,0 +1,177 @@
+// Latency mode: how a kernel begins and ends. What a call needs of the words is read in one trip;
+// block 0 writes them when all blocks have read them, in the midst of the call, so that at its end
+// no block waits for another.
+#pragma once
+#include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/latency_wait.cuh"
+
+namespace ferry::cuda::device {
+
+inline constexpr int kLatencyWarps = kLatencyThreads / 32;
+inline constexpr std::uint32_t kAllLanes = 0xffffffff;
+
+__device__ __forceinline__ void count_released(std::uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void count_relaxed(std::uint32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* counter) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+/// Placement without divisions of 64 bits; made before the kernel may read memory.
+struct RankFinder {
+  std::uint32_t block, extra, large, experts;
+  __device__ explicit RankFinder(const Placement& placement)
+      : experts(static_cast<std::uint32_t>(placement.experts)) {
+    const auto ranks = static_cast<std::uint32_t>(placement.ranks);
+    block = experts / ranks;
+    extra = experts - block * ranks;
+    large = (block + 1) * extra;
+  }
+  /// −1 for an id that is no expert.
+  __device__ int rank_of(int id) const {
+    const auto expert = static_cast<std::uint32_t>(id);
+    if (expert >= experts) return -1;
+    return static_cast<int>(expert < large ? expert / (block + 1)
+                                           : extra + (expert - large) / block);
+  }
+  __device__ int first_expert(int rank) const {
+    return static_cast<int>(block) * rank + min(rank, static_cast<int>(extra));
+  }
+  __device__ int local_experts(int rank) const {
+    return first_expert(rank + 1) - first_expert(rank);
+  }
+};
+
+/// What a block knows of its call; in shared memory.
+struct LatencyCall {
+  std::uint64_t generation;
+  std::uint32_t number;         ///< among the kernel calls, from 1
+  std::uint32_t came_before;    ///< of the words
+  std::uint32_t passed_before;  ///< of the words; block 0 alone
+  bool masked[kMaxDomain];      ///< before this call
+  bool open[kMaxDomain];        ///< the rank takes part
+  int tokens[kMaxDomain];       ///< that each source sent
+};
+
+/// One warp: tells all ranks that their buffers of generations up to `upto` are free.
+__device__ inline void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
+  const LatencyView& v = at.v;
+  for (int r = static_cast<int>(threadIdx.x % 32); r < v.group.ranks; r += 32) {
+    store_release(at.released(v.peers[r], v.group.rank), upto);
+  }
+}
+
+/// First in a kernel: brings the parameters near before the kernel before has ended.
+__device__ __forceinline__ void touch_view(const LatencyView& v) {
+  for (int r = 0; r < v.group.ranks; r += 8) asm volatile("" ::"l"(v.peers[r]));
+  asm volatile("" ::"l"(v.words), "l"(v.layout.released), "l"(v.layout.sums), "l"(v.group.control),
+               "l"(v.group.layout.local), "l"(v.group.deadline_ns));
+}
+
+/// Whole block: fills `call` but for the tokens. `handle` null: the generation is a new one, and
+/// peers are open once they have read what the buffer held before. False: the group has failed.
+__device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
+                                          LatencyCall& call) {
+  bool stopped = false;
+  if (threadIdx.x < 32) {
+    const int lane = static_cast<int>(threadIdx.x), ranks = v.group.ranks;
+    const LatencyWords& words = *v.words;
+    const std::uint64_t last =
+        load_relaxed(handle != nullptr ? &handle->generation : &words.generation);
+    const std::uint32_t number = load_relaxed(&words.calls) + 1;
+    const std::uint32_t came = load_relaxed(&words.came_before);
+    const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
+    const std::uint32_t mask = lane < ranks ? load_relaxed(&words.masked[lane]) : 0;
+    const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
+    std::byte* own = v.peers[v.group.rank];
+    const std::uint64_t credit =
+        handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
+    const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
+    stopped = failed != 0;
+    // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
+    // last none is alive, read or not.
+    const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
+                       (ranks > 32 && handle == nullptr);
+    if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
+      release_upto(at, needed);
+    }
+    for (int r = lane; r < ranks; r += 32) {
+      const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
+      const bool masked = found != 0 && found != number;
+      Came came_here = masked ? Came::missing : Came::here;
+      if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
+        came_here = await_credit(at, number, r, needed);
+      }
+      call.masked[r] = masked;
+      call.open[r] = came_here == Came::here;
+      stopped |= came_here == Came::stop;
+    }
+    if (lane == 0) {
+      call.generation = at.generation;
+      call.number = number;
+      call.came_before = came;
+    }
+  }
+  const bool good = __syncthreads_or(stopped) == 0;
+  if (good && threadIdx.x == kLatencyThreads - 1) count_released(&v.words->came);
+  return good;
+}
+
+/// Block 0, one warp of it: tells the peers what earlier calls have read, and writes what the next
+/// call finds. `sent`, `received`: of a dispatch, what this call does.
+__device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& call, bool sent,
+                                         bool received) {
+  if (blockIdx.x != 0 || threadIdx.x / 32 != kLatencyWarps - 2) return;
+  LatencyWords& words = *at.v.words;
+  const std::uint64_t generation = at.generation, before = load_relaxed(&words.released);
+  const std::uint64_t even = load_relaxed(&words.received[0]);
+  const std::uint64_t odd = load_relaxed(&words.received[1]);
+  const std::uint32_t passed = load_relaxed(&words.passed_before);
+  std::uint64_t upto = before;
+  if (sent && generation > 2 && upto < generation - 2) upto = generation - 2;
+  // Received in any order, released in order.
+  for (int i = 0; i < 2 && ((upto + 1) % 2 == 0 ? even : odd) == upto + 1; ++i) ++upto;
+  if (upto > before) release_upto(at, upto);
+  if (threadIdx.x % 32 != 0) return;
+  Patience patience;
+  while (load_acquire_gpu(&words.came) - call.came_before != gridDim.x) {
+    Reason reason;
+    if (!patience.over(at.v.group, reason)) continue;
+    if (reason != Reason::none) {
+      fail(at.v.group, call.number, reason, Stage::latency_credit, at.v.group.rank);
+    }
+    return;
+  }
+  if (sent) words.generation = generation;
+  if (received) words.received[generation % 2] = generation;
+  words.released = upto;
+  words.calls = call.number;
+  words.came_before = call.came_before + gridDim.x;
+  call.passed_before = passed;
+  if (received) words.passed_before = passed + gridDim.x;
+}
+
+/// Whole block, at the end of its work. `lost`: something of a masked rank was missing. True in
+/// every thread of the one block that clears up, after all others have ended.
+__device__ inline bool end_latency_call(const LatencyView& v, const LatencyCall& call, bool lost) {
+  const bool any = __syncthreads_or(lost) != 0;
+  if (threadIdx.x == 0) count_released(&v.words->left);
+  if (!any) return false;
+  bool clears = false;
+  if (threadIdx.x == 0 && atomicMax(&v.words->lost, call.number) < call.number) {
+    clears = true;
+    Patience patience;
+    while (clears && load_acquire_gpu(&v.words->left) - call.came_before != gridDim.x) {
+      Reason reason;  // the others' own waits have deadlines
+      clears = !patience.over(v.group, reason) || reason == Reason::deadline;
+    }
+  }
+  return __syncthreads_or(clears) != 0;
+}
+
+}  // namespace ferry::cuda::device

@@ -1,0 +1,157 @@
+// Latency dispatch: from the routes to the header of one destination: rows for each of its experts,
+// and every slot's ordinal among this rank's rows for its expert. Work of one whole block.
+//
+// Each warp counts a stretch of the tokens; prefix sums over the warps; each counts its stretch
+// again, now from where the warps before it end. Slots of one expert keep their order.
+#pragma once
+#include "cuda/kernels/latency_entry.cuh"
+
+namespace ferry::cuda::device {
+
+inline constexpr int kBadRoute = -2;
+
+/// A slot's global expert id; −1: none; kBadRoute: the id is no expert.
+__device__ __forceinline__ int route_id(const LatencyDispatchParameters& p, int token, int slot) {
+  if (slot >= p.topk) return -1;
+  const std::int64_t at = token * p.token_stride + slot * p.slot_stride;
+  const std::int64_t id =
+      p.wide ? __ldg(static_cast<const long long*>(p.topk_idx) + at)
+             : static_cast<std::int64_t>(__ldg(static_cast<const int*>(p.topk_idx) + at));
+  return id >= -1 && id < p.view.placement.experts ? static_cast<int>(id) : kBadRoute;
+}
+
+/// The routes of a warp's stretch of tokens: whole tokens in each chunk of 32 slots.
+class RouteStretch {
+ public:
+  /// Loads what it keeps.
+  __device__ RouteStretch(const LatencyDispatchParameters& p, int warps)
+      : p_(p), topk_(p.view.topk), each_(32 / p.view.topk) {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    token_ = lane / topk_;
+    slot_ = lane - token_ * topk_;
+    if (token_ >= each_) slot_ = topk_;  // none
+    const int chunks = (p.tokens + each_ - 1) / each_, share = (chunks + warps - 1) / warps;
+    begin_ = min(warp < warps ? warp * share : chunks, chunks);
+    end_ = min(warp < warps ? begin_ + share : chunks, chunks);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) kept_[i] = begin_ + i < end_ ? load(begin_ + i) : -1;
+  }
+
+  /// visit(token, slot, global id) by whole warps; the slot is topk for a lane that has none.
+  template <class Visit>
+  __device__ __forceinline__ void walk(const Visit& visit) const {
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (begin_ + i < end_) visit_chunk(begin_ + i, kept_[i], visit);
+    }
+    for (int chunk = begin_ + kKept; chunk < end_; ++chunk) visit_chunk(chunk, load(chunk), visit);
+  }
+
+ private:
+  static constexpr int kKept = 3;
+
+  template <class Visit>
+  __device__ __forceinline__ void visit_chunk(int chunk, int id, const Visit& visit) const {
+    const int token = chunk * each_ + token_;
+    visit(token, token < p_.tokens ? slot_ : topk_, id);
+  }
+  __device__ int load(int chunk) const {
+    const int token = chunk * each_ + token_;
+    return slot_ < topk_ && token < p_.tokens ? route_id(p_, token, slot_) : -1;
+  }
+
+  const LatencyDispatchParameters& p_;
+  int topk_, each_, token_, slot_, begin_, end_;
+  int kept_[kKept];
+};
+
+/// Whole warp: this lane's ordinal among the slots of its expert (a local one; −1: of another
+/// rank), `counts` [experts] counting on.
+__device__ __forceinline__ std::uint32_t count_on(std::uint32_t* counts, int expert) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::uint32_t same = __match_any_sync(kAllLanes, expert);
+  const auto before = static_cast<std::uint32_t>(__popc(same & ((1u << lane) - 1)));
+  const std::uint32_t start = expert >= 0 ? counts[expert] : 0;
+  __syncwarp();
+  if (expert >= 0 && before == 0) counts[expert] = start + static_cast<std::uint32_t>(__popc(same));
+  __syncwarp();
+  return start + before;
+}
+
+/// Whole block: whether more slots than the capacity name one expert. Slow, and asked only when a
+/// route names an expert twice: else there cannot be too many.
+__device__ __noinline__ inline bool is_crowded(const LatencyDispatchParameters& p) {
+  bool crowded = false;
+  const auto experts = static_cast<int>(p.view.placement.experts);
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kLatencyThreads) {
+    std::int64_t slots = 0;
+    for (int i = 0; i < p.tokens * p.topk; ++i) slots += route_id(p, i / p.topk, i % p.topk) == e;
+    crowded |= slots > p.view.capacity;
+  }
+  return __syncthreads_or(crowded) != 0;
+}
+
+/// Whole block: writes the header of `dest`. `counts`: dynamic shared memory, [warps, experts of
+/// dest].
+__device__ inline void send_header(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                   const RankFinder& ranks, const RouteStretch& stretch, int dest,
+                                   std::uint32_t* counts, int warps) {
+  __shared__ std::uint32_t worst;  // 0, or as in the header
+  const LatencyView& v = p.view;
+  std::byte* base = v.peers[dest];
+  const std::uint32_t tag = at.tag();
+  const int first = ranks.first_expert(dest), experts = ranks.local_experts(dest);
+  const int warp = static_cast<int>(threadIdx.x / 32), thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < warps * experts; i += kLatencyThreads) counts[i] = 0;
+  if (thread == 0) worst = kNoPlace;
+  __syncthreads();
+  const auto local = [&](int id) { return id >= first && id - first < experts ? id - first : -1; };
+  std::uint32_t* mine = counts + (warp < warps ? warp * experts : 0);
+  bool twice = false;
+  stretch.walk([&](int token, int slot, int id) {
+    if (slot < v.topk && id == kBadRoute) {
+      atomicMin(&worst, static_cast<std::uint32_t>(token * 64 + slot + 1));
+    }
+    // Tokens of a chunk are told apart by their number in it.
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int key = id >= 0 && slot < v.topk ? (lane - slot) << 24 | id : -1 - lane;
+    twice |= __popc(__match_any_sync(kAllLanes, key)) > 1;
+    count_on(mine, slot < v.topk ? local(id) : -1);
+  });
+  const bool any_twice = __syncthreads_or(twice) != 0;
+  std::uint32_t refused = worst == kNoPlace ? 0 : worst;
+  if (refused == 0 && any_twice && is_crowded(p)) refused = kNoPlace;
+  std::uint64_t* numbers = at.numbers(base, v.group.rank);
+  for (int e = thread; e < experts; e += kLatencyThreads) {
+    std::uint32_t sum = 0;
+    for (int w = 0; w < warps; ++w) {
+      const std::uint32_t own = counts[w * experts + e];
+      counts[w * experts + e] = sum;
+      sum += own;
+    }
+    store_word(numbers + e, sum, tag);
+  }
+  if (thread == kLatencyThreads - 1) {
+    std::uint64_t* head = at.header(base, v.group.rank);
+    const int tokens = refused != 0 ? 0 : p.tokens;
+    store_word(head, make_head(tokens, static_cast<std::uint32_t>(p.format)), tag);
+    store_word(head + 1, refused, tag);
+  }
+  __syncthreads();
+  std::uint64_t* places = at.places(base, v.group.rank);
+  std::uint64_t* weights = at.header_weights(base, v.group.rank);
+  stretch.walk([&](int token, int slot, int id) {
+    const int expert = slot < v.topk ? local(id) : -1;
+    const std::uint32_t ordinal = count_on(mine, expert);
+    if (slot >= v.topk) return;
+    const int entry = token * v.topk + slot;
+    store_word(places + entry,
+               expert < 0 ? kNoPlace : make_place(static_cast<std::uint32_t>(expert), ordinal),
+               tag);
+    if (p.weights == nullptr) return;
+    const float weight = slot < p.topk ? p.weights[token * p.topk + slot] : 0.0f;
+    store_word(weights + entry, __float_as_uint(weight), tag);
+  });
+}
+
+}  // namespace ferry::cuda::device

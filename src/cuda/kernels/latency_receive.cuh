@@ -1,0 +1,243 @@
+// Latency dispatch, the receiving half: the headers tell where every row goes while the rows are in
+// flight; then one warp takes one part of one row to each of its experts.
+#pragma once
+#include "core/number/ue8m0.hpp"
+#include "cuda/kernels/latency_send.cuh"
+#include "cuda/kernels/latency_verdict.cuh"
+
+namespace ferry::cuda::device {
+
+/// A slot of a received row; each lane has one.
+struct LandingSlot {
+  std::int32_t expert = -1;
+  std::int32_t place = 0;  ///< among the rows of the expert
+  std::int32_t row = -1;   ///< of the output; −1: the slot is not of this rank
+};
+
+/// One lane: where its slot goes, by its word of the header. False: it says what cannot be.
+__device__ inline bool find_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                    int experts, const int* tokens, const std::int32_t* bases,
+                                    int source, std::uint32_t word, LandingSlot& slot) {
+  const LatencyView& v = p.view;
+  slot = {};
+  if (word == kNoPlace) return true;
+  const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
+  slot.expert = static_cast<std::int32_t>(word >> 16);
+  slot.place = static_cast<std::int32_t>(word & 0xffff);
+  if (slot.expert >= experts) return false;
+  if (bases != nullptr) {
+    slot.place += bases[source * experts + slot.expert];
+  } else {
+    for (int s = 0; s < source; ++s) {
+      if (tokens[s] > 0) slot.place += load_number(at, s, slot.expert);
+    }
+  }
+  slot.row = slot.expert * rows + slot.place;
+  return slot.place >= 0 && slot.place < rows;
+}
+
+/// Whole warp: `bytes` (a multiple of 4) from one row to the rows of all landing slots.
+template <class Vector>
+__device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out, std::size_t stride,
+                                          int bytes, const LandingSlot& slot, std::uint32_t lanes) {
+  constexpr int kAtOnce = 4;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int count = bytes / static_cast<int>(sizeof(Vector));
+  for (int base = lane; base - lane < count; base += 32 * kAtOnce) {
+    Vector data[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + 32 * i < count) data[i] = reinterpret_cast<const Vector*>(from)[base + 32 * i];
+    }
+    for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
+      const int row = __shfl_sync(kAllLanes, slot.row, __ffs(static_cast<int>(left)) - 1);
+      auto* to = reinterpret_cast<Vector*>(out + static_cast<std::size_t>(row) * stride);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + 32 * i < count) to[base + 32 * i] = data[i];
+      }
+    }
+  }
+}
+
+/// Whole warp: the scales of channels begin … end of a row, to the columns of all landing slots.
+__device__ inline void copy_scales(const LatencyDispatchParameters& p, const float* from, int begin,
+                                   int end, const LandingSlot& slot, std::uint32_t lanes) {
+  const LatencyView& v = p.view;
+  const bool packed = p.format == LatencyFormat::e4m3_packed;
+  const int each = packed ? 4 * 128 : 128;
+  const auto all = static_cast<int>((v.hidden + 127) / 128);
+  const auto columns = static_cast<std::size_t>((v.hidden + each - 1) / each);
+  const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
+  const int lane = static_cast<int>(threadIdx.x % 32), last = (end + each - 1) / each;
+  for (int base = begin / each; base < last; base += 32) {
+    const int column = base + lane;
+    std::uint32_t word = 0;
+    if (column < last && !packed) word = __float_as_uint(from[column]);
+    if (column < last && packed) {
+      const int most = min(4, all - 4 * column);
+      for (int i = 0; i < most; ++i) {
+        word |= static_cast<std::uint32_t>(ue8m0_from_scale(from[4 * column + i])) << (8 * i);
+      }
+    }
+    for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
+      const int k = __ffs(static_cast<int>(left)) - 1;
+      const auto expert = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.expert, k));
+      const auto place = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.place, k));
+      if (column < last) {
+        static_cast<std::uint32_t*>(
+            p.scales)[(expert * columns + static_cast<std::size_t>(column)) * rows + place] = word;
+      }
+    }
+  }
+}
+
+/// Whole warp: what is remembered of a row for the combine, and whose token it is.
+__device__ inline void note_landing(const LatencyDispatchParameters& p, int source, int token,
+                                    const LandingSlot& slot, std::uint32_t weight) {
+  const LatencyView& v = p.view;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (lane >= v.topk) return;
+  const std::size_t entry =
+      (static_cast<std::size_t>(source) * static_cast<std::size_t>(v.capacity) +
+       static_cast<std::size_t>(token)) *
+          static_cast<std::size_t>(v.topk) +
+      static_cast<std::size_t>(lane);
+  p.slots[entry] = slot.row;
+  if (slot.row >= 0) p.source_token[slot.row] = token;
+  if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
+}
+
+/// The receiving half on one warp.
+template <class T, bool kQuantized>
+struct RowReceiver {
+  const LatencyDispatchParameters& p;
+  const LatencyPlaces& at;
+  const LatencyCall& call;
+  const std::int32_t* bases;
+  int experts;
+  std::uint64_t start;
+  bool lost = false;  ///< something of a masked rank did not come
+  static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
+
+  /// False: the group has failed.
+  __device__ bool receive() {
+    const LatencyView& v = p.view;
+    const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
+    int most = 0;
+    for (int s = 0; s < ranks; ++s) most = max(most, call.tokens[s]);
+    const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
+    const int units = (v.parts + group - 1) / group;
+    // The other end of the block than the senders': who has not sent receives first.
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * units;
+         unit += blocks * kLatencyWarps) {
+      const int row = unit / units, first = (unit - row * units) * group;
+      const int token = row / ranks, source = row - token * ranks;
+      if (token >= call.tokens[source]) continue;
+      const int last = min(first + group, v.parts) - 1;
+      if (!receive_parts(source, token, first, last)) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ bool receive_parts(int source, int token, int first, int last) {
+    const LatencyView& v = p.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    std::byte* own = own_memory(v);
+    // Asked for early: usually the place is there, and often the tag.
+    const std::uint32_t* tag = at.row_tags(own, source, token) + first + lane;
+    bool here = first + lane > last;
+    std::uint32_t word = kNoPlace, weight = 0;
+    Came came = Came::here;
+    if (lane < v.topk) {
+      const std::uint64_t* place = at.places(own, source) + token * v.topk + lane;
+      const std::uint64_t now = load_relaxed(place);
+      if (!here) here = load_acquire(tag) == at.tag();
+      word = static_cast<std::uint32_t>(now);
+      if (!is_word_of(now, at.tag())) {
+        came = await_word(v, call.number, place, at.tag(), source, Stage::latency_rows, word);
+      }
+      if (came == Came::here && first == 0 && p.slot_weights != nullptr) {
+        came = await_word(v, call.number, at.header_weights(own, source) + token * v.topk + lane,
+                          at.tag(), source, Stage::latency_rows, weight);
+      }
+    }
+    if (__any_sync(kAllLanes, came == Came::stop)) return false;
+    const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
+    LandingSlot slot;
+    const bool good =
+        missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
+    if (!__all_sync(kAllLanes, good)) {
+      return fail(v.group, call.number, Reason::distrust, Stage::latency_rows, source,
+                  {0, 0, token});
+    }
+    if (first == 0) note_landing(p, source, token, slot, weight);
+    lost |= missing;
+    const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
+    if (lanes == 0) return true;
+    if (!here) came = await_tag(v, call.number, tag, at.tag(), source, Stage::latency_rows);
+    if (__any_sync(kAllLanes, came == Came::stop)) return false;
+    if (__any_sync(kAllLanes, came != Came::here)) {
+      lost = true;
+      return true;
+    }
+    if (p.waits != nullptr && lane == 0) {
+      atomicMax(reinterpret_cast<unsigned long long*>(p.waits + source), now_ns() - start);
+    }
+    __syncwarp();  // all lanes read what some have waited for
+    copy(at.row(own, source, token), first, last, slot, lanes);
+    return true;
+  }
+
+  __device__ void copy(const std::byte* row, int first, int last, const LandingSlot& slot,
+                       std::uint32_t lanes) const {
+    const LatencyView& v = p.view;
+    const PartShape parts(v);
+    const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * kBytes;
+    const int begin = parts.begin(first), end = parts.end(v, last);
+    const std::size_t skip = static_cast<std::size_t>(begin) * kBytes;
+    const int bytes = (end - begin) * static_cast<int>(kBytes);
+    if (row_bytes % 16 == 0) {
+      copy_part<uint4>(row + skip, p.out + skip, row_bytes, bytes, slot, lanes);
+    } else {
+      copy_part<std::uint32_t>(row + skip, p.out + skip, row_bytes, bytes, slot, lanes);
+    }
+    if constexpr (kQuantized) {
+      copy_scales(p, reinterpret_cast<const float*>(row + v.layout.scale_at), begin, end, slot,
+                  lanes);
+    }
+  }
+};
+
+/// Whole block, after all others: rows of ranks that were masked on the way are zero, all of them.
+__device__ __noinline__ inline void clear_lost_rows(const LatencyDispatchParameters& p,
+                                                    const LatencyCall& call, int experts,
+                                                    std::size_t row_bytes) {
+  const LatencyView& v = p.view;
+  const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
+  const bool packed = p.format == LatencyFormat::e4m3_packed;
+  const std::size_t columns =
+      (static_cast<std::size_t>(v.hidden) + (packed ? 511 : 127)) / (packed ? 512 : 128);
+  for (int s = 0; s < v.group.ranks; ++s) {
+    if (call.tokens[s] == 0 || load_relaxed(&v.words->masked[s]) != call.number) continue;
+    for (int e = 0; e < experts; ++e) {
+      const std::int64_t range = load_relaxed(p.ranges + e * v.group.ranks + s);
+      const auto begin = static_cast<std::size_t>(range >> 32);
+      const std::size_t end = begin + static_cast<std::size_t>(range & 0xffffffff);
+      for (std::size_t place = begin; place < end; ++place) {
+        const std::size_t row = static_cast<std::size_t>(e) * rows + place;
+        auto* words = reinterpret_cast<std::uint32_t*>(p.out + row * row_bytes);
+        for (std::size_t w = threadIdx.x; w < row_bytes / 4; w += blockDim.x) words[w] = 0;
+        if (p.format == LatencyFormat::as_is) continue;
+        for (std::size_t c = threadIdx.x; c < columns; c += blockDim.x) {
+          static_cast<std::uint32_t*>(
+              p.scales)[(static_cast<std::size_t>(e) * columns + c) * rows + place] = 0;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ferry::cuda::device

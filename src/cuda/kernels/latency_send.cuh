@@ -1,0 +1,200 @@
+// Latency dispatch, the sending half: one warp takes one part of one token, quantises it if asked
+// to, stores it into the slot of every destination, and announces it there.
+#pragma once
+#include "cuda/kernels/latency_header.cuh"
+#include "cuda/kernels/latency_quantize.cuh"
+
+namespace ferry::cuda::device {
+
+/// Of a part: whole kPartChannels but for the row's end.
+struct PartShape {
+  int channels = 0;  ///< of a part
+  __device__ explicit PartShape(const LatencyView& v) {
+    const auto pieces = static_cast<int>((v.hidden + kPartChannels - 1) / kPartChannels);
+    channels = (pieces + v.parts - 1) / v.parts * kPartChannels;
+  }
+  __device__ int begin(int part) const { return part * channels; }
+  __device__ int end(const LatencyView& v, int part) const {
+    const auto hidden = static_cast<int>(v.hidden);
+    return min(hidden, (part + 1) * channels);
+  }
+};
+
+/// Parts that one warp takes together, so that all warps have something and none much more.
+__device__ __forceinline__ int parts_at_once(int rows, int parts, int warps) {
+  return max(1, min(parts, (rows * parts + warps - 1) / warps));
+}
+
+/// The destination of this lane's slot; −1: none.
+__device__ __forceinline__ int lane_destination(const LatencyDispatchParameters& p,
+                                                const RankFinder& ranks, int token) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return ranks.rank_of(route_id(p, token, lane));
+}
+/// The lane of the first slot of each destination keeps it.
+__device__ __forceinline__ int keep_first(int destination) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::uint32_t same = __match_any_sync(kAllLanes, destination);
+  return (same & ((1u << lane) - 1)) == 0 ? destination : -1;
+}
+
+/// Vectors that a lane holds at once: those of kPartChannels channels.
+template <class T>
+inline constexpr int kLaneVectors = 2 * static_cast<int>(sizeof(T));
+
+/// What a lane loads of kPartChannels channels from `begin` on; zeros past the end of the row.
+template <class T, bool kQuantized>
+__device__ __forceinline__ void load_piece(const std::byte* row, int begin, int end,
+                                           uint4* vectors) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  constexpr int kEach = 16 / static_cast<int>(sizeof(T));  // channels of a vector
+#pragma unroll
+  for (int i = 0; i < kLaneVectors<T>; ++i) {
+    constexpr int kStep = static_cast<int>(sizeof(T));  // vectors of a lane in one step
+    const int channel =
+        kQuantized ? begin + i / kStep * kStepChannels + lane * kLaneChannels + i % kStep * kEach
+                   : begin + (i * 32 + lane) * kEach;
+    vectors[i] = uint4{0, 0, 0, 0};
+    if (channel < end) {
+      vectors[i] = __ldg(
+          reinterpret_cast<const uint4*>(row + static_cast<std::size_t>(channel) * sizeof(T)));
+    }
+  }
+}
+
+/// A lane's share of a piece, as it crosses.
+template <class T, bool kQuantized>
+struct WirePiece {
+  static constexpr int kCount = kQuantized ? 2 : kLaneVectors<T>;
+  uint4 vectors[kCount];
+  float scale = 0;  ///< of the piece's block number `lane`
+
+  __device__ __forceinline__ explicit WirePiece(const uint4* loaded, bool round_scale) {
+    if constexpr (kQuantized) {
+      float scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        vectors[i] =
+            quantize_lane<T>(loaded + i * static_cast<int>(sizeof(T)), round_scale, scales[i]);
+        scales[i] = __shfl_sync(kAllLanes, scales[i], static_cast<int>(threadIdx.x % 4) * 8);
+      }
+      scale = threadIdx.x % 8 < 4 ? scales[0] : scales[1];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) vectors[i] = loaded[i];
+    }
+  }
+
+  __device__ __forceinline__ void store(std::byte* slot, std::size_t scale_at, int begin,
+                                        int end) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (kQuantized) {
+      const int block = begin / 128 + lane;
+      if (lane < 8 && block * 128 < end) {
+        reinterpret_cast<float*>(slot + scale_at)[block] = scale;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (kQuantized) {
+        const int channel = begin + i * kStepChannels + lane * kLaneChannels;
+        if (channel < end) *reinterpret_cast<uint4*>(slot + channel) = vectors[i];
+      } else {
+        constexpr int kEach = 16 / static_cast<int>(sizeof(T));
+        const int channel = begin + (i * 32 + lane) * kEach;
+        if (channel < end) {
+          *reinterpret_cast<uint4*>(slot + static_cast<std::size_t>(channel) * sizeof(T)) =
+              vectors[i];
+        }
+      }
+    }
+  }
+};
+
+/// Where this warp stands among the units of a call: unit `first`, then every `step`-th. Units of
+/// one token lie on different SMs.
+struct UnitWalk {
+  int first = 0;
+  int step = 1;
+  __device__ UnitWalk(int block, int blocks) {
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    first = warp * blocks + block;
+    step = blocks * kLatencyWarps;
+  }
+};
+
+/// The sending half, and what it has loaded before the call's number is known.
+template <class T, bool kQuantized>
+class RowSender {
+ public:
+  __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks, int block,
+                       int blocks)
+      : p_(p),
+        ranks_(ranks),
+        parts_(p.view),
+        group_(parts_at_once(p.tokens, p.view.parts, blocks * kLatencyWarps)),
+        units_((p.view.parts + group_ - 1) / group_),
+        walk_(block, blocks),
+        unit_(walk_.first) {
+    if (block >= blocks) unit_ = p.tokens * units_;
+    load();
+  }
+
+  /// `open` [R]: the receivers that take part.
+  __device__ void send(const LatencyPlaces& at, const bool* open) {
+    const LatencyView& v = p_.view;
+    while (unit_ < p_.tokens * units_) {
+      const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
+      const int last = min(first + group_, v.parts) - 1;
+      const int dest = keep_first(destination_ >= 0 && open[destination_] ? destination_ : -1);
+      const std::uint32_t lanes = __ballot_sync(kAllLanes, dest >= 0);
+      const int begin = parts_.begin(first), end = parts_.end(v, last);
+      for (int piece = begin; piece < end; piece += kPartChannels) {
+        if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
+        const WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
+        // Tokens begin with different destinations, so that no link waits for another.
+        std::uint32_t left = lanes;
+        while (left != 0) {
+          const std::uint32_t high = left & (kAllLanes << (token % 8));
+          const int from = __ffs(static_cast<int>(high != 0 ? high : left)) - 1;
+          left &= ~(1u << from);
+          const int peer = __shfl_sync(kAllLanes, dest, from);
+          wire.store(at.row(v.peers[peer], v.group.rank, token), v.layout.scale_at, piece, end);
+        }
+      }
+      __syncwarp();
+      if (dest >= 0) {
+        std::uint32_t* tags = at.row_tags(v.peers[dest], v.group.rank, token);
+        fence_system();
+        for (int part = first; part <= last; ++part) store_relaxed(tags + part, at.tag());
+      }
+      unit_ += walk_.step;
+      load();
+    }
+  }
+
+ private:
+  __device__ const std::byte* row(int token) const {
+    return p_.x +
+           static_cast<std::size_t>(token) * static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
+  }
+  __device__ void load() {
+    if (unit_ >= p_.tokens * units_) return;
+    const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
+    const int last = min(first + group_, p_.view.parts) - 1;
+    destination_ = lane_destination(p_, ranks_, token);
+    load_piece<T, kQuantized>(row(token), parts_.begin(first), parts_.end(p_.view, last), loaded_);
+  }
+
+  const LatencyDispatchParameters& p_;
+  const RankFinder& ranks_;
+  PartShape parts_;
+  int group_;  ///< parts of a unit
+  int units_;  ///< of a token
+  UnitWalk walk_;
+  int unit_;
+  int destination_ = -1;
+  uint4 loaded_[kLaneVectors<T>];
+};
+
+}  // namespace ferry::cuda::device

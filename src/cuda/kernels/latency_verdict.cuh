@@ -1,0 +1,234 @@
+// Latency dispatch: waiting for the headers, so that all blocks of a rank agree on who is here.
+//
+// A block that finds all words goes on at once, and counts itself. Only block 0 may say that a
+// header is missing: it raises a suspicion, by which every block that still looks halts and says
+// so; when all blocks have passed or halted, nobody finds out anything by itself any more. If one
+// has passed, all is here. Else block 0 looks once more, and what it sees is the verdict.
+#pragma once
+#include "cuda/kernels/latency_entry.cuh"
+
+namespace ferry::cuda::device {
+
+enum class Found { here, halted, stop };
+
+/// The words of headers that every block reads, in shared memory.
+struct HeaderWords {
+  std::uint32_t head[kMaxDomain];
+  std::uint32_t refused[kMaxDomain];
+  bool missing[kMaxDomain];  ///< the verdict
+};
+
+/// One thread: one word of the header of `source`.
+__device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& call, int source,
+                                  const std::uint64_t* word, std::uint32_t& data) {
+  const LatencyView& v = at.v;
+  Patience patience;
+  for (;;) {
+    const std::uint64_t seen = load_relaxed(word);
+    if (is_word_of(seen, at.tag())) {
+      data = static_cast<std::uint32_t>(seen);
+      return Found::here;
+    }
+    Reason reason;
+    const bool over = patience.over(v.group, reason);
+    if (patience.looks % Patience::kLooksPerCheck != 0) continue;
+    if (load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
+    if (!over) continue;
+    if (reason == Reason::none) return Found::stop;
+    const bool may_mask = reason == Reason::deadline && v.alarm != nullptr;
+    if (may_mask && blockIdx.x == 0) {
+      store_relaxed(&v.words->suspected[source], at.generation);
+      return Found::halted;
+    }
+    // Block 0 is about to say so.
+    if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) continue;
+    fail(v.group, call.number, reason, Stage::latency_headers, source,
+         {at.generation, seen >> 32, 0});
+    return Found::stop;
+  }
+}
+
+/// Whole block: all words of all headers that come. `numbers`: [R, local experts], null: no room.
+/// False: the group has failed. `halted`: some thread waits for a verdict.
+__device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& call, int experts,
+                                  HeaderWords& words, std::int32_t* numbers, bool& halted) {
+  const LatencyView& v = at.v;
+  std::byte* own = v.peers[v.group.rank];
+  const int each = kLatencyHeadWords + experts, all = each * v.group.ranks;
+  bool stopped = false, halts = false;
+  // From the other end than the senders.
+  for (int i = kLatencyThreads - 1 - static_cast<int>(threadIdx.x); i < all; i += kLatencyThreads) {
+    const int source = i / each, w = i - source * each;
+    std::uint32_t data = 0;
+    if (!call.masked[source] && !words.missing[source] && !stopped) {
+      const Found found = find_word(at, call, source, at.header(own, source) + w, data);
+      stopped |= found == Found::stop;
+      halts |= found == Found::halted;
+    }
+    if (w == 0) words.head[source] = data;
+    if (w == 1) words.refused[source] = data;
+    if (w >= kLatencyHeadWords && numbers != nullptr) {
+      numbers[source * experts + w - kLatencyHeadWords] = static_cast<std::int32_t>(data);
+    }
+  }
+  halted = false;
+  if (__syncthreads_or(stopped || halts) == 0) return true;
+  halted = true;
+  return __syncthreads_or(stopped) == 0;
+}
+
+/// One thread: waits for other blocks of this rank. False: the group has failed.
+template <class Ready>
+__device__ inline bool await_blocks(const LatencyView& v, std::uint32_t call, const Ready& ready) {
+  Patience patience;
+  while (!ready()) {
+    Reason reason;
+    if (!patience.over(v.group, reason)) continue;
+    if (reason != Reason::none) {
+      fail(v.group, call, reason, Stage::latency_headers, v.group.rank);
+    }
+    return false;
+  }
+  return true;
+}
+
+/// One thread of block 0: the verdict on every source that it suspects. False: the group has
+/// failed.
+__device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall& call,
+                                     int experts) {
+  const LatencyView& v = at.v;
+  LatencyWords& words = *v.words;
+  std::uint32_t passed = 0, halted = 0;
+  const bool good = await_blocks(v, call.number, [&] {
+    passed = load_acquire_gpu(&words.passed) - call.passed_before;
+    halted = load_acquire_gpu(&words.halted);
+    return passed + halted == gridDim.x;
+  });
+  if (!good) return false;
+  for (int s = 0; s < v.group.ranks; ++s) {
+    if (load_relaxed(&words.suspected[s]) != at.generation) continue;
+    bool here = true;
+    for (int w = 0; w < kLatencyHeadWords + experts && here && passed == 0; ++w) {
+      here = is_word_of(load_relaxed(at.header(v.peers[v.group.rank], s) + w), at.tag());
+    }
+    if (!here) mask_late(v, call.number, Stage::latency_headers, s, {});
+    words.verdict[s] = at.generation << 1 | (here ? 1u : 0u);
+  }
+  words.halted = 0;
+  words.passed_before -= halted;  // they do not pass
+  store_release(&words.judged, at.generation);
+  return true;
+}
+
+/// Whole block, when it halts: waits for the verdict.
+__device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const LatencyCall& call,
+                                                 int experts, HeaderWords& words) {
+  const LatencyView& v = at.v;
+  bool stopped = false;
+  if (threadIdx.x == 0) {
+    count_released(&v.words->halted);
+    stopped =
+        blockIdx.x == 0 ? !judge_headers(at, call, experts) : !await_blocks(v, call.number, [&] {
+          return load_acquire(&v.words->judged) == at.generation;
+        });
+  }
+  if (__syncthreads_or(stopped) != 0) return false;
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    words.missing[s] = load_relaxed(&v.words->verdict[s]) == at.generation << 1;
+  }
+  __syncthreads();
+  return true;
+}
+
+/// Whole block: what every source's header says. `words.missing` is false. False: the group has
+/// failed.
+__device__ inline bool await_header_words(const LatencyPlaces& at, const LatencyCall& call,
+                                          int experts, HeaderWords& words, std::int32_t* numbers) {
+  const LatencyView& v = at.v;
+  bool halted;
+  if (!find_words(at, call, experts, words, numbers, halted)) return false;
+  if (!halted) {
+    if (threadIdx.x == 0) count_relaxed(&v.words->passed);
+    return true;
+  }
+  if (!hear_verdict(at, call, experts, words)) return false;
+  // Those that are not missing are there.
+  return find_words(at, call, experts, words, numbers, halted) && !halted;
+}
+
+/// One thread: the tokens that `source` sends, from its header; −1: the group has failed.
+__device__ inline int judge_head(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                 std::uint32_t call, int source, std::uint32_t head,
+                                 std::uint32_t refused) {
+  const int tokens = head_tokens(head);
+  const auto own = static_cast<std::uint32_t>(p.format), format = head_format(head);
+  if (format != own || tokens > p.view.capacity) {
+    const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
+    fail(p.view.group, call, reason, Stage::latency_headers, source, {own, format, tokens});
+    return -1;
+  }
+  if (refused != 0 && blockIdx.x == 0 && p.failure != nullptr) {
+    p.failure->reason = refused == kNoPlace ? Reason::too_many : Reason::bad_route;
+    p.failure->stage = Stage::latency_headers;
+    p.failure->peer = source;
+    p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
+    store_release(&p.failure->written, at.generation);
+  }
+  return refused != 0 ? 0 : tokens;
+}
+
+/// Whole block: the tokens of each source. False: the group has failed.
+__device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                     const RankFinder& ranks, std::uint64_t start,
+                                     LatencyCall& call, HeaderWords& words, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  if (!await_header_words(at, call, ranks.local_experts(v.group.rank), words, numbers)) {
+    return false;
+  }
+  bool stopped = false;
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    const bool here = !call.masked[s] && !words.missing[s];
+    const int found = here ? judge_head(p, at, call.number, s, words.head[s], words.refused[s]) : 0;
+    call.tokens[s] = found < 0 ? 0 : found;
+    stopped |= found < 0;
+    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
+    if (p.waits != nullptr && blockIdx.x == 0) {
+      atomicMax(reinterpret_cast<unsigned long long*>(p.waits + s), now_ns() - start);
+    }
+  }
+  return __syncthreads_or(stopped) == 0;
+}
+
+__device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
+                                                    int expert) {
+  const std::uint64_t* words = at.numbers(at.v.peers[at.v.group.rank], source);
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
+}
+
+/// Whole block: where the rows of each source begin among those of each expert, in place of the
+/// numbers [R, local experts] (null: no room for them). One block tells the caller.
+__device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                  int experts, const int* tokens, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  const bool tells = blockIdx.x == gridDim.x - 1;
+  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
+       e += kLatencyThreads) {
+    std::int32_t first = 0;
+    for (int s = 0; s < v.group.ranks; ++s) {
+      std::int32_t rows = 0;
+      if (tokens[s] > 0) {
+        rows = numbers != nullptr ? numbers[s * experts + e] : load_number(at, s, e);
+      }
+      if (numbers != nullptr) numbers[s * experts + e] = first;
+      if (tells) {
+        p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
+                 static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
+      }
+      first += rows;
+    }
+    if (tells) p.counts[e] = first;
+  }
+  __syncthreads();
+}
+
+}  // namespace ferry::cuda::device

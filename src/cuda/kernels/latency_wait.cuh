@@ -1,0 +1,181 @@
+// Latency mode: places in registered memory, words that carry their generation, tags, and waits
+// that mask who misses a deadline.
+//
+// A mask set in a call counts for the calls after it: within the call all blocks must agree on who
+// takes part. So a mask holds the number of its call, and of a rank that was masked on the way all
+// is made zero at the call's end.
+#pragma once
+#include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/wait.cuh"
+
+namespace ferry::cuda::device {
+
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+/// A word of 64 bits that carries its generation, so that it needs no flag behind it. PTX promises
+/// that an aligned access of 8 bytes is made at once.
+__device__ __forceinline__ void store_word(std::uint64_t* word, std::uint32_t data,
+                                           std::uint32_t tag) {
+  store_relaxed(word, static_cast<std::uint64_t>(tag) << 32 | data);
+}
+__device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag) {
+  return word >> 32 == tag;
+}
+
+// Places; `base` is any rank's registered memory.
+
+struct LatencyPlaces {
+  const LatencyView& v;
+  std::uint64_t generation;
+
+  __device__ std::size_t half() const { return generation % 2; }
+  __device__ std::uint32_t tag() const { return static_cast<std::uint32_t>(generation); }
+  __device__ std::size_t line(int source) const {
+    return (half() * static_cast<std::size_t>(v.group.ranks) + static_cast<std::size_t>(source));
+  }
+  __device__ std::size_t slot(int source, std::int64_t token) const {
+    return line(source) * static_cast<std::size_t>(v.capacity) + static_cast<std::size_t>(token);
+  }
+  __device__ std::size_t sum_slot(int row, std::int64_t token) const {
+    return (half() * v.layout.sum_slots + static_cast<std::size_t>(row)) *
+               static_cast<std::size_t>(v.capacity) +
+           static_cast<std::size_t>(token);
+  }
+  __device__ std::uint64_t* released(std::byte* base, int receiver) const {
+    return reinterpret_cast<std::uint64_t*>(base + v.layout.released +
+                                            static_cast<std::size_t>(receiver) * kLineBytes);
+  }
+  /// Words of the head, then the numbers of rows.
+  __device__ std::uint64_t* header(std::byte* base, int source) const {
+    return reinterpret_cast<std::uint64_t*>(base + v.layout.headers +
+                                            line(source) * v.layout.header_bytes);
+  }
+  __device__ std::uint64_t* numbers(std::byte* base, int source) const {
+    return header(base, source) + kLatencyHeadWords;
+  }
+  __device__ std::uint64_t* places(std::byte* base, int source) const {
+    return header(base, source) + v.layout.places_at / 8;
+  }
+  __device__ std::uint64_t* header_weights(std::byte* base, int source) const {
+    return header(base, source) + v.layout.weights_at / 8;
+  }
+  __device__ std::uint32_t* row_tags(std::byte* base, int source, std::int64_t token) const {
+    return reinterpret_cast<std::uint32_t*>(base + v.layout.row_tags) +
+           slot(source, token) * kMaxParts;
+  }
+  __device__ std::byte* row(std::byte* base, int source, std::int64_t token) const {
+    return base + v.layout.rows + slot(source, token) * v.layout.row_slot;
+  }
+  __device__ std::uint64_t* weights(std::byte* base, int source) const {
+    return reinterpret_cast<std::uint64_t*>(base + v.layout.weights) +
+           slot(source, 0) * static_cast<std::size_t>(v.topk);
+  }
+  __device__ std::uint32_t* sum_tags(std::byte* base, int row, std::int64_t token) const {
+    return reinterpret_cast<std::uint32_t*>(base + v.layout.sum_tags) +
+           sum_slot(row, token) * kMaxParts;
+  }
+  __device__ std::byte* sum(std::byte* base, int row, std::int64_t token,
+                            std::size_t row_bytes) const {
+    return base + v.layout.sums + sum_slot(row, token) * row_bytes;
+  }
+};
+
+__device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
+  return v.peers[v.group.rank];
+}
+
+// Masks.
+
+/// `call`: the number of the running kernel call, of `LatencyWords::calls`.
+__device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_t call, int peer) {
+  const std::uint32_t mask = load_relaxed(&v.words->masked[peer]);
+  return mask != 0 && mask != call;
+}
+
+/// The peer missed its deadline. False: nobody may, and the group has failed.
+__device__ inline bool mask_late(const LatencyView& v, std::uint32_t call, Stage stage, int peer,
+                                 FatalDetail detail) {
+  if (v.alarm == nullptr) return fail(v.group, call, Reason::deadline, stage, peer, detail);
+  if (atomicCAS(&v.words->masked[peer], 0u, call) == 0) {
+    auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
+    atomicAdd_system(count, 1ull);
+  }
+  return true;
+}
+
+enum class Came { here, missing, stop };
+
+/// One thread, between two looks at what `peer` writes: here means go on looking.
+__device__ inline Came between_looks(const LatencyView& v, std::uint32_t call, Patience& patience,
+                                     int peer, Stage stage, std::uint64_t expected,
+                                     std::uint64_t seen) {
+  Reason reason;
+  const bool over = patience.over(v.group, reason);
+  if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
+  if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
+  if (!over) return Came::here;
+  if (reason == Reason::none) return Came::stop;
+  const FatalDetail detail{expected, seen, 0};
+  if (reason != Reason::deadline) {
+    fail(v.group, call, reason, stage, peer, detail);
+    return Came::stop;
+  }
+  return mask_late(v, call, stage, peer, detail) ? Came::missing : Came::stop;
+}
+
+/// One thread, or several with the same word: waits for a tag that `peer` writes.
+__device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
+                                 const std::uint32_t* word, std::uint32_t tag, int peer,
+                                 Stage stage) {
+  Patience patience;
+  for (;;) {
+    const std::uint32_t seen = load_acquire(word);
+    if (seen == tag) return Came::here;
+    const Came came = between_looks(v, call, patience, peer, stage, tag, seen);
+    if (came != Came::here) return came;
+  }
+}
+
+/// The same for a word that carries its generation, which is all that is waited for.
+__device__ inline Came await_word(const LatencyView& v, std::uint32_t call,
+                                  const std::uint64_t* word, std::uint32_t tag, int peer,
+                                  Stage stage, std::uint32_t& data) {
+  Patience patience;
+  for (;;) {
+    const std::uint64_t seen = load_relaxed(word);
+    if (is_word_of(seen, tag)) {
+      data = static_cast<std::uint32_t>(seen);
+      return Came::here;
+    }
+    const Came came = between_looks(v, call, patience, peer, stage, tag, seen >> 32);
+    if (came != Came::here) return came;
+  }
+}
+
+/// One thread waits until `receiver` has read what the buffer held before.
+__device__ inline Came await_credit(const LatencyPlaces& at, std::uint32_t call, int receiver,
+                                    std::uint64_t least) {
+  const LatencyView& v = at.v;
+  const std::uint64_t* word = at.released(v.peers[v.group.rank], receiver);
+  Patience patience;
+  for (;;) {
+    const std::uint64_t seen = load_acquire(word);
+    if (seen >= least) return Came::here;
+    const Came came =
+        between_looks(v, call, patience, receiver, Stage::latency_credit, least, seen);
+    if (came != Came::here) return came;
+  }
+}
+
+}  // namespace ferry::cuda::device

@@ -1,0 +1,178 @@
+// Latency mode: the memory of an exchange, how it is made and its results given back.
+#include "cuda/latency_engine.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/number/quantize.hpp"
+#include "cuda/engine.hpp"
+#include "cuda/event.hpp"
+#include "engine/growth.hpp"
+
+namespace ferry::cuda {
+
+using std::to_string;
+
+namespace {
+
+constexpr const char* kMake = "LatencyExchange";
+
+/// What the kernels cannot do.
+void check_served(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
+  check_config(config);
+  check_size(config, local_experts, ranks);
+  const auto most = [](const char* what, std::int64_t got, std::int64_t limit) {
+    if (got <= limit) return;
+    throw Error(ErrorKind::unsupported, std::string(kMake) + ": " + what + ": got " +
+                                            to_string(got) + "; the CUDA engine serves at most " +
+                                            to_string(limit));
+  };
+  most("topk", config.topk, kMaxLatencyTopk);
+  most("capacity", config.capacity, kMostLatencyTokens);
+  most("experts of a rank", local_experts, kMostLatencyExperts);
+}
+
+LatencyResultLayout make_result_layout(Carver& carver, const LatencyConfig& config,
+                                       std::int64_t local_experts, int ranks) {
+  const auto r = static_cast<std::size_t>(ranks);
+  const auto capacity = static_cast<std::size_t>(config.capacity);
+  const auto experts = static_cast<std::size_t>(local_experts);
+  const auto hidden = static_cast<std::size_t>(config.hidden);
+  const auto k = static_cast<std::size_t>(config.topk);
+  const std::size_t rows = experts * r * capacity;
+  LatencyResultLayout layout;
+  layout.handle = carver.take(sizeof(LatencyHandle));
+  layout.slots = carver.take(r * capacity * k * sizeof(std::int32_t));
+  layout.routes = carver.take(capacity * k * sizeof(std::int32_t));
+  layout.weights = carver.take(capacity * k * sizeof(float));
+  layout.x = carver.take(rows * hidden * size_of(config.dtype));
+  layout.scales = carver.take(rows * scale_count(hidden) * sizeof(float));
+  layout.counts = carver.take(experts * sizeof(std::int32_t));
+  layout.source_token = carver.take(rows * sizeof(std::int32_t));
+  layout.ranges = carver.take(experts * r * sizeof(std::int64_t));
+  return layout;
+}
+
+CallSignature signature_of(const LatencyConfig& config, bool valid) {
+  CallSignature call;
+  call.kind = CallKind::latency;
+  call.dtype = static_cast<std::uint32_t>(config.dtype);
+  call.columns = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
+  call.scale_columns = config.capacity;
+  call.topk = static_cast<std::uint32_t>(config.topk);
+  return call;
+}
+
+/// What the kernels need of every rank's segment.
+void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
+                LatencyView& view) {
+  fabric::DeviceMemory& wire = engine.gpu().wire();
+  for (int peer = 0; peer < engine.size(); ++peer) {
+    const fabric::SegmentId segment = places[peer].segment;
+    view.peers[peer] = wire.pointer(peer, segment);
+    if (view.peers[peer] == nullptr || wire.bytes(peer, segment) < bytes) {
+      engine.channel().distrust("LatencyExchange: buffers", peer,
+                                "named segment " + to_string(segment) + " of " +
+                                    to_string(wire.bytes(peer, segment)) +
+                                    " bytes, expected at least " + to_string(bytes));
+    }
+  }
+}
+
+}  // namespace
+
+LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks) {
+  const std::int64_t local = Placement{experts, ranks}.local_experts(0);  // rank 0 has the most
+  check_served(config, local, ranks);
+  LatencyMemory memory;
+  memory.wire = make_device_latency_layout(
+      {ranks, local, config.capacity, config.hidden, config.topk, size_of(config.dtype)});
+  Carver carver{memory.wire.bytes};
+  memory.words = carver.take(sizeof(LatencyWords));
+  for (auto& result : memory.results) result = make_result_layout(carver, config, local, ranks);
+  memory.bytes = engine::segment_bytes(carver.end);
+  return memory;
+}
+
+std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks) {
+  return make_latency_memory(config, experts, ranks).bytes;
+}
+
+CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
+                         const LatencyMemory& memory, const fabric::Segment& segment,
+                         const LatencyView& view)
+    : engine_(std::move(engine)),
+      config_(config),
+      memory_(memory),
+      segment_(segment),
+      view_(view) {}
+
+LatencyLease::~LatencyLease() {
+  engine_->drop(result_);
+}
+
+void CudaLatency::drop(std::size_t result) {
+  std::scoped_lock lock(mutex_);
+  alive_[result] = false;
+}
+
+int CudaLatency::blocks() const {
+  // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
+  const int sms = engine_->local_sms();
+  return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
+}
+
+std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
+                                                 const LatencyConfig& config) {
+  LatencyMemory memory{};
+  std::optional<Error> invalid;
+  try {
+    memory = make_latency_memory(config, engine->placement().experts, engine->size());
+  } catch (const Error& error) {
+    invalid = error;
+  }
+  Launch launch(*engine, kMake, nullptr);
+  LatencyOpenParameters open;
+  open.group = engine->view();
+  open.call = signature_of(config, !invalid);
+  open.failure = launch.record()->failure;
+  fabric::Segment segment{};
+  if (!invalid) segment = engine->add_segment(kMake, memory.bytes);
+  if (!invalid && segment.bytes == 0) {
+    open.status = StepStatus::no_room;
+    open.need_bytes = static_cast<std::int64_t>(memory.bytes);
+  }
+  open.segment = segment.id;
+  const auto slot =
+      PinnedPool::make(sizeof(LatencyPlace) * static_cast<std::size_t>(engine->size()), 1)->take();
+  open.places = reinterpret_cast<LatencyPlace*>(slot.get());
+  launch.keep(slot);
+  launch.enter(open.call);
+  launch.run(launch_latency_open(open, launch.stream()), "launch_latency_open");
+  const Event event = launch.finish();
+  try {
+    engine->finish(kMake, event);
+  } catch (const Error&) {
+    if (invalid) throw *invalid;
+    throw;
+  }
+  if (invalid) throw *invalid;
+  LatencyView view;
+  view.group = engine->view();
+  view.placement = engine->placement();
+  view.layout = memory.wire;
+  view.capacity = config.capacity;
+  view.hidden = config.hidden;
+  view.topk = config.topk;
+  view.parts = latency_parts(config.hidden);
+  view.dtype = config.dtype;
+  view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
+  find_peers(*engine, open.places, memory.wire.bytes, view);
+  engine->add_latency_memory(segment);
+  return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view);
+}
+
+}  // namespace ferry::cuda

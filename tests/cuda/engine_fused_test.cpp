@@ -1,0 +1,182 @@
+// A dispatch that makes its plan, and plans whose end nobody has marked. Skips without a GPU.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "cuda/cuda_engine.hpp"
+#include "engine_seat.hpp"
+#include "touch.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261126;
+
+struct Both {
+  Received received;
+  Combined combined;
+};
+
+/// One dispatch with the rank's routes and the combine after it.
+Both there_and_back(Seat& seat, const OnGpu& mine, const Trip& trip) {
+  DispatchOptions options;
+  options.topk_weights = mine.weights_view();
+  options.order = trip.order;
+  options.worst_case_rows = trip.worst_case_rows;
+  options.stream = trip.stream;
+  Both both;
+  both.received = seat.group.dispatch(mine.x_view(), mine.routes_view(), options);
+  CombineOptions back;
+  back.order = trip.order;
+  back.topk_weights = both.received.topk_weights;
+  back.apply_weights = trip.order == RowOrder::expert_major;
+  back.stream = trip.stream;
+  both.combined = seat.group.combine(both.received.x, both.received.plan, back);
+  return both;
+}
+
+void check(const World& world, Seat& seat, const Trip& trip, const Both& both) {
+  check_received(world, seat.rank(), trip, both.received, seat.copier);
+  check_combined(world, seat.rank(), trip, both.combined, seat.copier);
+}
+
+TEST_P(EngineTest, DispatchMakesItsPlan) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    OwnStream own(seat.device);
+    std::uint64_t seed = kSeed;
+    const World any(seat.size(), shape, seed);
+    const OnGpu mine(any.ranks[self], shape, seat.device, seat.copier);
+    const std::size_t before = seat.group.memory().arena_used_bytes;
+    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+      for (const std::int64_t worst : {0, 200}) {
+        for (Stream* stream : {&own.stream, static_cast<Stream*>(nullptr), &own.stream}) {
+          const World world(seat.size(), shape, ++seed);
+          mine.fill(world.ranks[self], seat.copier);
+          seat.meet();
+          Trip trip;
+          trip.order = order;
+          trip.worst_case_rows = worst;
+          trip.stream = stream;
+          const Both both = there_and_back(seat, mine, trip);
+          both.received.event.wait(60s);
+          both.combined.event.wait(60s);
+          check(world, seat, trip, both);
+          // A plan like any other.
+          round_trip(seat.group, world, mine, both.received.plan, trip, seat.copier);
+        }
+      }
+    }
+    need(seat.group.memory().arena_used_bytes == before, "memory was lost");
+  });
+}
+
+TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World first(seat.size(), shape, kSeed + 50);
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const OnGpu mine(first.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    Trip trip;
+    trip.worst_case_rows = 200;
+    trip.stream = &own.stream;
+    seat.meet();
+    cudaGraph_t graph = nullptr;
+    need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal), "capture");
+    const Both both = there_and_back(seat, mine, trip);
+    need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
+    cudaGraphExec_t exec = nullptr;
+    need(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+    need(cudaGraphUpload(exec, own.raw), "cudaGraphUpload");
+    need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      const World world(seat.size(), shape, kSeed + 51 + i);
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
+      while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
+      check(world, seat, trip, both);
+    }
+    seat.meet();
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  });
+}
+
+TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 80);
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    for (const std::int64_t worst : {200, 0}) {
+      Sent bad = world.ranks[self];
+      if (seat.rank() == 0) bad.routes[5] = shape.experts;
+      mine.fill(bad, seat.copier);
+      seat.meet();
+      DispatchOptions options;
+      options.topk_weights = mine.weights_view();
+      options.worst_case_rows = worst;
+      options.stream = &own.stream;
+      std::string said;
+      try {
+        seat.group.dispatch(mine.x_view(), mine.routes_view(), options).event.wait(60s);
+      } catch (const Error& error) {
+        said = error.what();
+        need(error.peer() == 0, "names another rank: " + said);
+      }
+      need(said.find("no expert") != std::string::npos, "said: " + said);
+      // The group goes on.
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      Trip trip;
+      trip.stream = &own.stream;
+      const Both both = there_and_back(seat, mine, trip);
+      both.combined.event.wait(60s);
+      check(world, seat, trip, both);
+    }
+  });
+}
+
+TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 90);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    OwnStream other(seat.device);
+    read_later(other.raw, 0ms);
+    need(cudaStreamSynchronize(other.raw), "read_later");
+    Trip trip;
+    trip.worst_case_rows = 200;
+    for (int i = 0; i < 4; ++i) {
+      OwnStream own(seat.device);
+      seat.meet();
+      read_later(own.raw, 20ms);
+      PlanOptions planning;
+      planning.stream = &own.stream;
+      Plan plan = seat.group.plan(mine.routes_view(), planning);
+      const auto made = std::static_pointer_cast<cuda::CudaPlan>(plan.state())->made;
+      need(made->marked() == nullptr, "an event lies between a plan and what follows");
+      trip.stream = i % 2 == 0 ? &other.stream : &own.stream;
+      if (i < 2) {
+        round_trip(seat.group, world, mine, plan, trip, seat.copier);
+      } else {
+        plan = {};
+      }
+      need(made->marked() != nullptr, "nobody can wait for the plan");
+      need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
+    }
+    trip.stream = &other.stream;  // the one of the last plan is gone
+    const Both both = there_and_back(seat, mine, trip);
+    both.combined.event.wait(60s);
+    check(world, seat, trip, both);
+  });
+}
+
+}  // namespace
+}  // namespace ferry::test

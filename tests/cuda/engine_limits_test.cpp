@@ -1,0 +1,124 @@
+// The CUDA engine without memory, and with more rows than there can be. Skips without a GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261127;
+using Clock = std::chrono::steady_clock;
+
+/// All but a little of the memory of the current GPU.
+class Hog {
+ public:
+  Hog() {
+    for (std::size_t bytes = std::size_t{1} << 33; bytes >= std::size_t{2} << 20; bytes /= 2) {
+      void* data = nullptr;
+      while (cudaMalloc(&data, bytes) == cudaSuccess) held_.push_back(data);
+      (void)cudaGetLastError();
+    }
+  }
+  ~Hog() {
+    for (void* data : held_) cudaFree(data);
+  }
+  Hog(const Hog&) = delete;
+  Hog& operator=(const Hog&) = delete;
+
+ private:
+  std::vector<void*> held_;
+};
+
+TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
+  Shape shape;
+  shape.topk = 8;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 3);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    ConstTensorView routes = mine.routes_view();
+    ConstTensorView x = mine.x_view();
+    std::unique_ptr<Buffer> many;
+    if (seat.rank() == 0) {
+      routes.shape = {1 << 21, shape.topk};  // 64 MB of ids alone
+      x.shape[0] = routes.shape[0];          // never read
+      many = std::make_unique<Buffer>(routes.bytes());
+      need(cudaMemset(many->data(), 0xff, routes.bytes()), "cudaMemset");
+      need(cudaDeviceSynchronize(), "cudaMemset");
+      routes.data = many->data();
+    }
+    OwnStream own(seat.device);
+    // On a stream the others learn it in the dispatch, whose rows they know, guess or need not
+    // know.
+    struct Way {
+      Stream* stream;
+      std::int64_t worst_case_rows;
+    };
+    for (const Way way : {Way{nullptr, 0}, Way{&own.stream, 200}, Way{&own.stream, 0}}) {
+      std::unique_ptr<Hog> hog;
+      seat.meet();
+      if (seat.rank() == 0) hog = std::make_unique<Hog>();
+      seat.meet();
+      const auto start = Clock::now();
+      try {
+        PlanOptions planning;
+        planning.stream = way.stream;
+        const Plan plan = seat.group.plan(routes, planning);
+        need(way.stream != nullptr, "a plan without memory");
+        DispatchOptions options;
+        options.stream = way.stream;
+        options.worst_case_rows = way.worst_case_rows;
+        seat.group.dispatch(x, plan, options).event.wait(60s);
+        need(false, "a dispatch without a plan");
+      } catch (const Error& error) {
+        need(error.kind() == ErrorKind::exhausted && error.peer() == 0, error.what());
+      }
+      need(Clock::now() - start < 5s, "somebody waited");
+      seat.meet();
+      hog.reset();
+      seat.meet();
+      const Plan plan = seat.group.plan(mine.routes_view());
+      round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
+TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
+  constexpr std::int64_t kExperts = 2400;  // of a rank; each padded to 2^20 rows
+  Shape shape;
+  shape.tokens = 300;
+  shape.hidden = 4;
+  shape.topk = 8;
+  shape.experts = kExperts * GetParam().ranks;
+  each(shape, [&](Seat& seat) {
+    World world(seat.size(), shape, kSeed + 4);
+    for (Sent& sent : world.ranks) std::fill(sent.routes.begin(), sent.routes.end(), -1);
+    Sent& first = world.ranks[0];
+    for (std::size_t i = 0; i < first.routes.size(); ++i) {
+      first.routes[i] = static_cast<std::int64_t>(i) % kExperts;  // rank 0's
+    }
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    DispatchOptions options;
+    options.order = RowOrder::expert_major;
+    options.alignment = 1 << 20;
+    try {
+      (void)seat.group.dispatch(mine.x_view(), plan, options);
+      need(false, "2^31 rows");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::exhausted && error.peer() == 0, error.what());
+      need(std::string(error.what()).find("2147483647") != std::string::npos, error.what());
+    }
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+  });
+}
+
+}  // namespace
+}  // namespace ferry::test

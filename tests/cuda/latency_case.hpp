@@ -1,0 +1,137 @@
+// One latency exchange of a KernelGroup: random inputs, what the definition makes of them, and the
+// comparison of every byte.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/latency.hpp"
+#include "kernel_group.hpp"
+
+namespace ferry::cuda::test {
+
+enum class Routes { uniform, holes, duplicates, one_expert, nothing };
+
+struct LatencyCase {
+  int ranks = 1;
+  int topk = 2;       ///< of the exchange
+  int call_topk = 2;  ///< of its calls, at most topk
+  std::int64_t experts = 4;
+  std::int64_t hidden = 64;
+  std::int64_t capacity = 8;
+  Dtype dtype = Dtype::bf16;
+  LatencyFormat format = LatencyFormat::as_is;
+  bool wide = true;
+  bool weights_with_dispatch = false;
+  Routes routes = Routes::uniform;
+  int blocks = 2;
+  int parts = 0;  ///< 0: latency_parts
+};
+std::string describe(const LatencyCase& c);
+
+/// What one rank brings to a generation.
+struct LatencyInput {
+  std::int64_t tokens = 0;
+  std::vector<std::int64_t> ids;  ///< [tokens, call_topk]
+  std::vector<std::byte> x;       ///< [tokens, hidden]
+  std::vector<float> weights;     ///< [tokens, call_topk]
+};
+
+/// A row of an expert.
+struct ExpertRow {
+  int source = 0;
+  int token = 0;
+  int slot = 0;
+};
+
+/// Inputs of one generation on all ranks.
+struct LatencyWorld {
+  LatencyCase c;
+  Placement placement;
+  std::vector<LatencyInput> inputs;
+  std::uint64_t seed = 0;
+
+  std::size_t row_bytes() const;
+  /// Rows of each local expert of a rank in their order.
+  std::vector<std::vector<ExpertRow>> rows_of(int rank) const;
+  /// What `rank` gives back for a row of its local expert: random numbers of the dtype.
+  std::vector<std::byte> result_row(int rank, std::int64_t expert, std::int64_t place) const;
+};
+/// `tokens` [ranks]; empty: random, some zero, some the capacity.
+LatencyWorld make_latency_world(const LatencyCase& c, std::uint64_t seed,
+                                const std::vector<std::int64_t>& tokens = {});
+
+/// What a check leaves out, in a call in which some rank was masked.
+struct Absent {
+  int no_header = -1;  ///< nothing of this source is there
+  int no_rows = -1;    ///< the rows of this source are zero
+};
+
+/// The memory of an exchange on all ranks, with two handles.
+class LatencyRun {
+ public:
+  LatencyRun(KernelGroup& group, const LatencyCase& c);
+
+  /// Puts a generation's inputs on the GPUs, behind what runs there.
+  void upload(const LatencyWorld& world, int handle);
+  /// Result rows into the memory that `combine` reads. After the dispatch was checked.
+  void upload_results(const LatencyWorld& world, int handle);
+  /// Poison over all outputs of a handle.
+  void poison(int handle);
+
+  LatencyDispatchParameters dispatch(int rank, int handle) const;
+  LatencyCombineParameters combine(int rank, int handle, CombinePath path) const;
+  LatencyAlarm& alarm(int rank) { return *members_[index(rank)].alarm; }
+  LatencyView& view(int rank) { return members_[index(rank)].view; }
+  std::uint64_t* waits(int rank) const { return members_[index(rank)].waits; }
+  bool masked(int rank, int peer);
+  /// The generation on the GPU.
+  std::uint64_t generation(int rank);
+
+  /// Each stops the program at the first byte that differs. After the streams are idle.
+  void check_dispatch(const LatencyWorld& world, int rank, int handle, const Absent& absent = {});
+  void check_combine(const LatencyWorld& world, int rank, int handle, CombinePath path,
+                     const Absent& absent = {});
+
+ private:
+  static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  struct HandleMemory {
+    LatencyHandle* words = nullptr;
+    std::int32_t* slots = nullptr;
+    float* slot_weights = nullptr;
+    std::byte *out = nullptr, *scales = nullptr, *rows = nullptr, *combined = nullptr;
+    std::int32_t *counts = nullptr, *source_token = nullptr;
+    std::int64_t* ranges = nullptr;
+    std::byte *x = nullptr, *ids = nullptr;
+    float* weights = nullptr;
+    int tokens = 0;
+  };
+  struct Member {
+    LatencyView view{};
+    LatencyAlarm* alarm = nullptr;
+    std::uint64_t* waits = nullptr;
+    HandleMemory handles[2];
+  };
+  HandleMemory make_handle(int rank);
+  std::int64_t local_experts(int rank) const { return placement_.local_experts(rank); }
+  std::int64_t output_rows() const { return c_.ranks * c_.capacity; }
+  std::size_t wire_row_bytes() const;
+  std::int64_t scale_columns() const;
+
+  KernelGroup& group_;
+  LatencyCase c_;
+  Placement placement_;
+  std::vector<Member> members_;
+};
+
+/// Arena bytes that a run takes.
+std::size_t latency_arena_bytes(const LatencyCase& c);
+
+/// Limits a search; 0: does not.
+struct SearchOnly {
+  std::int64_t tokens = 0;
+  int blocks = 0;
+};
+void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& only);
+
+}  // namespace ferry::cuda::test
