@@ -191,7 +191,8 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   }
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
-    if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
+    const bool guesses = status == StepStatus::guessed && call.kind == CallKind::dispatch;
+    if (status == StepStatus::ok || guesses) return kNoComplaint;
     return status == StepStatus::too_many ? 5 : 4;
   }
   if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 5;

@@ -104,7 +104,8 @@ __device__ inline Grant grant_of(std::uint64_t word) {
 __device__ __forceinline__ bool find_target(const DispatchParameters& p, int peer,
                                             const Grant& grant, std::int64_t mine,
                                             const PeerSegment& known, PushTarget& target) {
-  if (grant.rows < 0 || grant.rows > kMostRows || grant.blocks > kMaxBlocks) return false;
+  if (grant.rows < 0 || grant.rows > kMostRows) return false;
+  if (grant.blocks < 1 || grant.blocks > kMaxBlocks) return false;  // they are waited for
   const int topk = p.plan.topk;
   const ReceiveLayout receive =
       make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);

@@ -143,7 +143,7 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
     Reason reason;
     if (!patience.over(at.v.group, reason)) continue;
     if (reason != Reason::none) {
-      fail(at.v.group, call.number, reason, Stage::latency_credit, at.v.group.rank);
+      fail_latency(at.v, reason, Stage::latency_credit, at.v.group.rank);
     }
     return;
   }

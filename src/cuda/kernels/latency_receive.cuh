@@ -170,8 +170,7 @@ struct RowReceiver {
     const bool good =
         missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
     if (!__all_sync(kAllLanes, good)) {
-      return fail(v.group, call.number, Reason::distrust, Stage::latency_rows, source,
-                  {0, 0, token});
+      return fail_latency(v, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }
     if (first == 0) note_landing(p, source, token, slot, weight);
     lost |= missing;

@@ -95,6 +95,13 @@ __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
   return v.peers[v.group.rank];
 }
 
+/// Fatal; always false. A call of latency mode is not counted among the group's calls: those that
+/// have ended came before it.
+__device__ inline bool fail_latency(const LatencyView& v, Reason reason, Stage stage, int peer,
+                                    FatalDetail more = {}) {
+  return fail(v.group, UINT64_MAX, reason, stage, peer, more);
+}
+
 // Masks.
 
 /// `call`: the number of the running kernel call, of `LatencyWords::calls`.
@@ -106,7 +113,7 @@ __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_
 /// The peer missed its deadline. False: nobody may, and the group has failed.
 __device__ inline bool mask_late(const LatencyView& v, std::uint32_t call, Stage stage, int peer,
                                  FatalDetail detail) {
-  if (v.alarm == nullptr) return fail(v.group, call, Reason::deadline, stage, peer, detail);
+  if (v.alarm == nullptr) return fail_latency(v, Reason::deadline, stage, peer, detail);
   if (atomicCAS(&v.words->masked[peer], 0u, call) == 0) {
     auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
     atomicAdd_system(count, 1ull);
@@ -128,7 +135,7 @@ __device__ inline Came between_looks(const LatencyView& v, std::uint32_t call, P
   if (reason == Reason::none) return Came::stop;
   const FatalDetail detail{expected, seen, 0};
   if (reason != Reason::deadline) {
-    fail(v.group, call, reason, stage, peer, detail);
+    fail_latency(v, reason, stage, peer, detail);
     return Came::stop;
   }
   return mask_late(v, call, stage, peer, detail) ? Came::missing : Came::stop;

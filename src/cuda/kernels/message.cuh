@@ -4,7 +4,8 @@
 // PTX promises that an aligned access of 8 bytes is made at once, and nothing about the order of
 // several; it treats a vector of two as two. So 8 bytes are the unit that carries its generation,
 // 16 are what one instruction moves. A head is written in every generation, so the tags before are
-// known; a word of a body may be older, and would be taken for new after exactly 2^32 generations.
+// known; a word of a body or of a second grant may be older, and would be taken for new after
+// exactly 2^32 generations; one that was never written, in a generation that is a multiple of that.
 #pragma once
 #include "cuda/kernels/wait.cuh"
 

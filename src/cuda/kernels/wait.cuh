@@ -125,9 +125,11 @@ struct FatalDetail {
 };
 
 /// Fatal: the first to come tells the host; all blocks of this and of later calls stop. Always
-/// false.
+/// false. The host takes calls before `written` for ended well, so it is never past the first that
+/// has not ended: a kernel may run, and fail, beside the call before its own.
 __device__ inline bool fail(const GroupView& group, std::uint64_t generation, Reason reason,
                             Stage stage, int peer, FatalDetail more = {}) {
+  generation = min(generation, load_relaxed(&local_words(group)->generation) + 1);
   auto* failed = reinterpret_cast<unsigned long long*>(&local_words(group)->failed);
   if (atomicCAS(failed, 0ull, static_cast<unsigned long long>(generation)) != 0) return false;
   Failure* fatal = group.fatal;
