@@ -227,7 +227,7 @@ __device__ __forceinline__ bool await_plan(const DispatchParameters& p, std::uin
   bool there = true;
   if (looks) {
     there = first.has_head =
-        await_head(p.group, first_peer(), generation, Stage::grants, first.head);
+        await_head(p.group, first_peer(), generation, Stage::grants, first.head, true);
   }
   // Every warp: nobody reads what the plan made before it has said so.
   const int peer = looks ? first_peer() : p.group.rank;

@@ -99,7 +99,7 @@ __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
 /// have ended came before it.
 __device__ inline bool fail_latency(const LatencyView& v, Reason reason, Stage stage, int peer,
                                     FatalDetail more = {}) {
-  return fail(v.group, UINT64_MAX, reason, stage, peer, more);
+  return fail(v.group, first_running(v.group), reason, stage, peer, more);
 }
 
 // Masks.
