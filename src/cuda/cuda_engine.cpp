@@ -165,7 +165,8 @@ int CudaEngine::sms_for(const char* call, int asked) const {
            "1 … " + to_string(parts_.sms) + ", the SMs of this GPU, or 0: a default");
   }
   constexpr int kDefault = 16;
-  return std::min(asked == 0 ? kDefault : asked, std::max(1, parts_.sms / parts_.sharing));
+  const int most = std::clamp(parts_.sms / parts_.sharing, 1, kMaxBlocks);
+  return std::min(asked == 0 ? kDefault : asked, most);
 }
 
 std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,

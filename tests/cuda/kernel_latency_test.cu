@@ -311,7 +311,7 @@ void test_missing_sums() {
   for (int r = 0; r < 3; ++r) run.check_dispatch(world, r, 1);
   run.upload_results(world, 1);
   group.launch([&](int r) {
-    LatencyCombineParameters p = run.combine(r, 1, CombinePath::per_slot);
+    LatencyCombineParameters p = run.combine(r, 1, CombinePath::per_rank);
     if (r == 1) {
       p.halves = Halves::send;
       // The tags of the first halves of its rows come, those of the second go astray.
@@ -322,7 +322,7 @@ void test_missing_sums() {
   group.wait(5);
   for (const int r : {0, 2}) {
     expect("missing sums", run.masked(r, 1) && run.alarm(r).masked == 1);
-    run.check_combine(world, r, 1, CombinePath::per_slot, {-1, 1});
+    run.check_combine(world, r, 1, CombinePath::per_rank, {-1, 1});
   }
   std::printf("missing sums: as expected\n");
 }
@@ -339,6 +339,7 @@ void test_failures() {
   {  // without masks, a missing rank ends the group
     KernelGroup group(options);
     LatencyRun run(group, c);
+    exchange_once(group, run, c, 2);
     run.upload(make_latency_world(c, 1, {3, 4, 5}), 0);
     for (int again = 0; again < 2; ++again) {
       group.launch([&](int r) {
@@ -350,6 +351,8 @@ void test_failures() {
       group.wait(5);
     }
     for (const int r : {0, 2}) expect_failure("deadline", group.fatal(r), Reason::deadline, 1);
+    // None of the group's calls has ended: latency calls do not count among them.
+    for (const int r : {0, 2}) expect("calls ended", group.fatal(r).written == 1);
   }
   {  // formats that differ
     options.deadline_ns = 5'000'000'000;

@@ -335,6 +335,7 @@ LatencyCombineParameters LatencyRun::combine(int rank, int handle, CombinePath p
   const HandleMemory& h = m.handles[handle];
   LatencyCombineParameters p;
   p.view = m.view;
+  if (path == CombinePath::per_slot) p.view.alarm = nullptr;  // nobody may be masked
   p.path = path;
   p.handle = h.words;
   p.slots = h.slots;

@@ -83,15 +83,18 @@ __device__ __forceinline__ bool begin_dispatch(const DispatchParameters& p, cons
 /// The same directly behind the plan's kernel, which may still run: the kernels before that one
 /// have ended, so what is pushed can be read.
 __device__ __forceinline__ bool begin_glued(const DispatchParameters& p, const PushShape& shape,
-                                            std::byte* shared, FirstPeer& first,
+                                            std::byte* shared, FirstPeer& first, LaneWords& lanes,
                                             std::uint64_t& generation, bool& holds_counts,
                                             bool& begun) {
 #if __CUDA_ARCH__ >= 900
   fence_proxy_async();
 #endif
   begun = true;
-  if (static_cast<int>(threadIdx.x / 32) < shape.row_warps) begin_rows(p, shape, shared);
+  const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
+  if (row_warp) begin_rows(p, shape, shared);
   generation = load_acquire(&local_words(p.group)->planning) + 1;
+  // Behind that word the lanes can be read; they come while the heads do.
+  if (row_warp) lanes = first_lanes(p, shape);
   const bool usable = !has_failed(p.group);  // else the plan did nothing, and this is not its word
   return __syncthreads_and(usable && await_plan(p, generation, first, holds_counts)) != 0;
 }
@@ -127,9 +130,7 @@ __device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape
   bool holds_counts = false, begun = false, good = true;
   LaneWords lanes{};
   if (p.glued) {
-    // Before it let this kernel come, the plan had written the lanes.
-    if (row_warp) lanes = first_lanes(p, shape);
-    good = begin_glued(p, shape, shared, first, generation, holds_counts, begun);
+    good = begin_glued(p, shape, shared, first, lanes, generation, holds_counts, begun);
   } else {
     await_kernel_before();
     if (row_warp) lanes = first_lanes(p, shape);

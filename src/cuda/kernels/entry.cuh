@@ -133,20 +133,22 @@ __device__ __forceinline__ std::uint64_t head_word(const GroupView& group, int p
   return data_of(load_pair_relaxed(posted_word(group, peer, generation, word)));
 }
 
-/// Sixteen lanes: wait for `peer`'s head, of which each gets its word. False, in all of them: the
-/// group has failed.
+/// Sixteen lanes: wait for `peer`'s head, of which each gets its word. `beside`: as await_words.
+/// False, in all of them: the group has failed.
 __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
                                            std::uint64_t generation, Stage stage,
-                                           std::uint64_t& value) {
+                                           std::uint64_t& value, bool beside = false) {
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   const std::byte* at = posted_word(group, peer, generation, word);
   TaggedPair pair{};
-  const bool there = word >= kHeadWords || await_words(group, generation, stage, peer, [&] {
-                       TagCheck check;
-                       pair = load_pair(at);
-                       check.look_at_head(pair, generation);
-                       return check;
-                     });
+  const auto look = [&] {
+    TagCheck check;
+    pair = load_pair(at);
+    check.look_at_head(pair, generation);
+    return check;
+  };
+  const bool there =
+      word >= kHeadWords || await_words(group, generation, stage, peer, look, beside);
   value = data_of(pair);
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
@@ -191,7 +193,8 @@ __device__ __forceinline__ std::uint32_t complaint(std::uint64_t value, const Ca
   }
   if (word == kStatusWord) {
     const auto status = static_cast<StepStatus>(value & 0xffffffff);
-    if (status == StepStatus::ok || status == StepStatus::guessed) return kNoComplaint;
+    const bool guesses = status == StepStatus::guessed && call.kind == CallKind::dispatch;
+    if (status == StepStatus::ok || guesses) return kNoComplaint;
     return status == StepStatus::too_many ? 5 : 4;
   }
   if (word == kRowsWord && needed > static_cast<std::int64_t>(value)) return 5;

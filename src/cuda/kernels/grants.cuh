@@ -104,7 +104,8 @@ __device__ inline Grant grant_of(std::uint64_t word) {
 __device__ __forceinline__ bool find_target(const DispatchParameters& p, int peer,
                                             const Grant& grant, std::int64_t mine,
                                             const PeerSegment& known, PushTarget& target) {
-  if (grant.rows < 0 || grant.rows > kMostRows || grant.blocks > kMaxBlocks) return false;
+  if (grant.rows < 0 || grant.rows > kMostRows) return false;
+  if (grant.blocks < 1 || grant.blocks > kMaxBlocks) return false;  // they are waited for
   const int topk = p.plan.topk;
   const ReceiveLayout receive =
       make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);
@@ -226,7 +227,7 @@ __device__ __forceinline__ bool await_plan(const DispatchParameters& p, std::uin
   bool there = true;
   if (looks) {
     there = first.has_head =
-        await_head(p.group, first_peer(), generation, Stage::grants, first.head);
+        await_head(p.group, first_peer(), generation, Stage::grants, first.head, true);
   }
   // Every warp: nobody reads what the plan made before it has said so.
   const int peer = looks ? first_peer() : p.group.rank;

@@ -6,7 +6,12 @@
 // and one 32-bit tag announces. Ahead of the rows goes a header for each destination: how many rows
 // each local expert gets and where each row goes among them, so that the receiver knows the places
 // while the data is in flight. Nobody waits for counts, and a slot has one writer for ever, so what
-// a late rank writes can only spoil what it would have sent itself.
+// a late rank writes can only spoil what it would have sent itself; the sums of a combine by slots
+// have several, and there nobody may be late.
+//
+// Tags are the low 32 bits of the generation. One that was written exactly 2^32 generations ago and
+// never since, or never (then it is 0), would be taken for new: only by a receiver that looks in
+// that one generation and before the row that it was told of is here.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -155,7 +160,8 @@ struct LatencyView {
   int parts = 1;  ///< latency_parts(hidden)
   Dtype dtype = Dtype::bf16;
   LatencyWords* words = nullptr;
-  LatencyAlarm* alarm = nullptr;   ///< null: who misses a deadline ends the group
+  /// Null: who misses a deadline ends the group. Else combines are per_rank.
+  LatencyAlarm* alarm = nullptr;
   std::byte* peers[kMaxDomain]{};  ///< the registered memory of each rank
 };
 

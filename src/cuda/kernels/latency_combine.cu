@@ -110,7 +110,10 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   const cudaError_t error = kernel_limits(limits);
   if (error != cudaSuccess) return error;
   const Kernel kernel = kernel_of(parameters.view.dtype, parameters.path);
-  if (kernel == nullptr || !fits_latency(parameters.view) || parameters.blocks < 1) {
+  // The place of a slot's row belongs to whoever holds the slot's expert: a rank that is masked and
+  // writes late could spoil what another writes there in a later call.
+  const bool spoils = parameters.path == CombinePath::per_slot && parameters.view.alarm != nullptr;
+  if (kernel == nullptr || spoils || !fits_latency(parameters.view) || parameters.blocks < 1) {
     return cudaErrorInvalidValue;
   }
   LatencyCombineParameters copy = parameters;

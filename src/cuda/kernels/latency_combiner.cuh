@@ -130,7 +130,7 @@ class Combiner {
     if (row >= 0) {
       std::uint32_t bits = 0;
       const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
-      came = await_word(v, call_.number, word, at_.tag(), source, Stage::latency_weights, bits);
+      came = await_word(v, call_, word, at_.tag(), source, Stage::latency_weights, bits);
       weight = __uint_as_float(bits);
     }
     if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
@@ -241,7 +241,7 @@ class Combiner {
       if (peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag(v, call_.number, tag, at_.tag(), peer, Stage::latency_sums);
+        const Came what = await_tag(v, call_, tag, at_.tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         lost |= what == Came::missing;

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
     auto* numbers = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
     if (!await_headers(p, at, ranks, start, call, words, numbers)) return;
-    count_rows(p, at, experts, call.tokens, numbers);
+    if (!count_rows(p, at, call, experts, numbers)) return;
     RowReceiver<T, kQuantized> receiver{p, at, call, numbers, experts, start};
     if (__syncthreads_or(!receiver.receive()) != 0) return;
     lost = receiver.lost;

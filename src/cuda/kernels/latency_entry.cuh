@@ -47,17 +47,6 @@ struct RankFinder {
   }
 };
 
-/// What a block knows of its call; in shared memory.
-struct LatencyCall {
-  std::uint64_t generation;
-  std::uint32_t number;         ///< among the kernel calls, from 1
-  std::uint32_t came_before;    ///< of the words
-  std::uint32_t passed_before;  ///< of the words; block 0 alone
-  bool masked[kMaxDomain];      ///< before this call
-  bool open[kMaxDomain];        ///< the rank takes part
-  int tokens[kMaxDomain];       ///< that each source sent
-};
-
 /// One warp: tells all ranks that their buffers of generations up to `upto` are free.
 __device__ inline void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
   const LatencyView& v = at.v;
@@ -86,6 +75,7 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
     const std::uint32_t number = load_relaxed(&words.calls) + 1;
     const std::uint32_t came = load_relaxed(&words.came_before);
     const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
+    const std::uint64_t running = first_running(v.group);
     const std::uint32_t mask = lane < ranks ? load_relaxed(&words.masked[lane]) : 0;
     const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
     std::byte* own = v.peers[v.group.rank];
@@ -93,6 +83,13 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
         handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
     const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
     stopped = failed != 0;
+    if (lane == 0) {
+      call.generation = at.generation;
+      call.first_running = running;
+      call.number = number;
+      call.came_before = came;
+    }
+    __syncwarp();
     // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
     // last none is alive, read or not.
     const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
@@ -105,16 +102,11 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
       const bool masked = found != 0 && found != number;
       Came came_here = masked ? Came::missing : Came::here;
       if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
-        came_here = await_credit(at, number, r, needed);
+        came_here = await_credit(at, call, r, needed);
       }
       call.masked[r] = masked;
       call.open[r] = came_here == Came::here;
       stopped |= came_here == Came::stop;
-    }
-    if (lane == 0) {
-      call.generation = at.generation;
-      call.number = number;
-      call.came_before = came;
     }
   }
   const bool good = __syncthreads_or(stopped) == 0;
@@ -143,7 +135,7 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
     Reason reason;
     if (!patience.over(at.v.group, reason)) continue;
     if (reason != Reason::none) {
-      fail(at.v.group, call.number, reason, Stage::latency_credit, at.v.group.rank);
+      fail_latency(at.v, call, reason, Stage::latency_credit, at.v.group.rank);
     }
     return;
   }

@@ -157,11 +157,11 @@ struct RowReceiver {
       if (!here) here = load_acquire(tag) == at.tag();
       word = static_cast<std::uint32_t>(now);
       if (!is_word_of(now, at.tag())) {
-        came = await_word(v, call.number, place, at.tag(), source, Stage::latency_rows, word);
+        came = await_word(v, call, place, at.tag(), source, Stage::latency_rows, word);
       }
       if (came == Came::here && first == 0 && p.slot_weights != nullptr) {
-        came = await_word(v, call.number, at.header_weights(own, source) + token * v.topk + lane,
-                          at.tag(), source, Stage::latency_rows, weight);
+        came = await_word(v, call, at.header_weights(own, source) + token * v.topk + lane, at.tag(),
+                          source, Stage::latency_rows, weight);
       }
     }
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
@@ -170,14 +170,13 @@ struct RowReceiver {
     const bool good =
         missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
     if (!__all_sync(kAllLanes, good)) {
-      return fail(v.group, call.number, Reason::distrust, Stage::latency_rows, source,
-                  {0, 0, token});
+      return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }
     if (first == 0) note_landing(p, source, token, slot, weight);
     lost |= missing;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
-    if (!here) came = await_tag(v, call.number, tag, at.tag(), source, Stage::latency_rows);
+    if (!here) came = await_tag(v, call, tag, at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     if (__any_sync(kAllLanes, came != Came::here)) {
       lost = true;

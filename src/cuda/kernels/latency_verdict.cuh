@@ -42,8 +42,7 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
     }
     // Block 0 is about to say so.
     if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) continue;
-    fail(v.group, call.number, reason, Stage::latency_headers, source,
-         {at.generation, seen >> 32, 0});
+    fail_latency(v, call, reason, Stage::latency_headers, source, {at.generation, seen >> 32, 0});
     return Found::stop;
   }
 }
@@ -79,14 +78,13 @@ __device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& ca
 
 /// One thread: waits for other blocks of this rank. False: the group has failed.
 template <class Ready>
-__device__ inline bool await_blocks(const LatencyView& v, std::uint32_t call, const Ready& ready) {
+__device__ inline bool await_blocks(const LatencyView& v, const LatencyCall& call,
+                                    const Ready& ready) {
   Patience patience;
   while (!ready()) {
     Reason reason;
     if (!patience.over(v.group, reason)) continue;
-    if (reason != Reason::none) {
-      fail(v.group, call, reason, Stage::latency_headers, v.group.rank);
-    }
+    if (reason != Reason::none) fail_latency(v, call, reason, Stage::latency_headers, v.group.rank);
     return false;
   }
   return true;
@@ -99,7 +97,7 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall&
   const LatencyView& v = at.v;
   LatencyWords& words = *v.words;
   std::uint32_t passed = 0, halted = 0;
-  const bool good = await_blocks(v, call.number, [&] {
+  const bool good = await_blocks(v, call, [&] {
     passed = load_acquire_gpu(&words.passed) - call.passed_before;
     halted = load_acquire_gpu(&words.halted);
     return passed + halted == gridDim.x;
@@ -111,7 +109,7 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall&
     for (int w = 0; w < kLatencyHeadWords + experts && here && passed == 0; ++w) {
       here = is_word_of(load_relaxed(at.header(v.peers[v.group.rank], s) + w), at.tag());
     }
-    if (!here) mask_late(v, call.number, Stage::latency_headers, s, {});
+    if (!here) mask_late(v, call, s);
     words.verdict[s] = at.generation << 1 | (here ? 1u : 0u);
   }
   words.halted = 0;
@@ -127,10 +125,9 @@ __device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const 
   bool stopped = false;
   if (threadIdx.x == 0) {
     count_released(&v.words->halted);
-    stopped =
-        blockIdx.x == 0 ? !judge_headers(at, call, experts) : !await_blocks(v, call.number, [&] {
-          return load_acquire(&v.words->judged) == at.generation;
-        });
+    stopped = blockIdx.x == 0 ? !judge_headers(at, call, experts) : !await_blocks(v, call, [&] {
+      return load_acquire(&v.words->judged) == at.generation;
+    });
   }
   if (__syncthreads_or(stopped) != 0) return false;
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
@@ -158,13 +155,13 @@ __device__ inline bool await_header_words(const LatencyPlaces& at, const Latency
 
 /// One thread: the tokens that `source` sends, from its header; −1: the group has failed.
 __device__ inline int judge_head(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                 std::uint32_t call, int source, std::uint32_t head,
+                                 const LatencyCall& call, int source, std::uint32_t head,
                                  std::uint32_t refused) {
   const int tokens = head_tokens(head);
   const auto own = static_cast<std::uint32_t>(p.format), format = head_format(head);
   if (format != own || tokens > p.view.capacity) {
     const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
-    fail(p.view.group, call, reason, Stage::latency_headers, source, {own, format, tokens});
+    fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
     return -1;
   }
   if (refused != 0 && blockIdx.x == 0 && p.failure != nullptr) {
@@ -188,7 +185,7 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
   bool stopped = false;
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     const bool here = !call.masked[s] && !words.missing[s];
-    const int found = here ? judge_head(p, at, call.number, s, words.head[s], words.refused[s]) : 0;
+    const int found = here ? judge_head(p, at, call, s, words.head[s], words.refused[s]) : 0;
     call.tokens[s] = found < 0 ? 0 : found;
     stopped |= found < 0;
     if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
@@ -206,11 +203,14 @@ __device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int
 }
 
 /// Whole block: where the rows of each source begin among those of each expert, in place of the
-/// numbers [R, local experts] (null: no room for them). One block tells the caller.
-__device__ inline void count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                  int experts, const int* tokens, std::int32_t* numbers) {
+/// numbers [R, local experts] (null: no room for them). One block tells the caller. False: the
+/// group has failed, for a source counted what cannot be.
+__device__ inline bool count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                  const LatencyCall& call, int experts, std::int32_t* numbers) {
+  const int* tokens = call.tokens;
   const LatencyView& v = p.view;
   const bool tells = blockIdx.x == gridDim.x - 1;
+  bool good = true;
   for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
        e += kLatencyThreads) {
     std::int32_t first = 0;
@@ -218,6 +218,12 @@ __device__ inline void count_rows(const LatencyDispatchParameters& p, const Late
       std::int32_t rows = 0;
       if (tokens[s] > 0) {
         rows = numbers != nullptr ? numbers[s * experts + e] : load_number(at, s, e);
+      }
+      // A source itself refuses routes that name an expert more often than the capacity.
+      const int most = min(static_cast<int>(v.capacity), tokens[s] * v.topk);
+      if (rows < 0 || rows > most) {
+        good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
+        rows = 0;
       }
       if (numbers != nullptr) numbers[s * experts + e] = first;
       if (tells) {
@@ -228,7 +234,7 @@ __device__ inline void count_rows(const LatencyDispatchParameters& p, const Late
     }
     if (tells) p.counts[e] = first;
   }
-  __syncthreads();
+  return __syncthreads_and(good) != 0;
 }
 
 }  // namespace ferry::cuda::device

@@ -95,6 +95,24 @@ __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
   return v.peers[v.group.rank];
 }
 
+/// What a block knows of its call; in shared memory.
+struct LatencyCall {
+  std::uint64_t generation;
+  std::uint64_t first_running;  ///< of the group's calls, among which this one is not
+  std::uint32_t number;         ///< among the kernel calls, from 1
+  std::uint32_t came_before;    ///< of the words
+  std::uint32_t passed_before;  ///< of the words; block 0 alone
+  bool masked[kMaxDomain];      ///< before this call
+  bool open[kMaxDomain];        ///< the rank takes part
+  int tokens[kMaxDomain];       ///< that each source sent
+};
+
+/// Fatal; always false.
+__device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
+                                    Stage stage, int peer, FatalDetail more = {}) {
+  return fail(v.group, call.first_running, reason, stage, peer, more);
+}
+
 // Masks.
 
 /// `call`: the number of the running kernel call, of `LatencyWords::calls`.
@@ -103,39 +121,35 @@ __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_
   return mask != 0 && mask != call;
 }
 
-/// The peer missed its deadline. False: nobody may, and the group has failed.
-__device__ inline bool mask_late(const LatencyView& v, std::uint32_t call, Stage stage, int peer,
-                                 FatalDetail detail) {
-  if (v.alarm == nullptr) return fail(v.group, call, Reason::deadline, stage, peer, detail);
-  if (atomicCAS(&v.words->masked[peer], 0u, call) == 0) {
-    auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
-    atomicAdd_system(count, 1ull);
-  }
-  return true;
+/// The peer missed its deadline where it may.
+__device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, int peer) {
+  if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
+  auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
+  atomicAdd_system(count, 1ull);
 }
 
 enum class Came { here, missing, stop };
 
 /// One thread, between two looks at what `peer` writes: here means go on looking.
-__device__ inline Came between_looks(const LatencyView& v, std::uint32_t call, Patience& patience,
-                                     int peer, Stage stage, std::uint64_t expected,
-                                     std::uint64_t seen) {
+__device__ inline Came between_looks(const LatencyView& v, const LatencyCall& call,
+                                     Patience& patience, int peer, Stage stage,
+                                     std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
   const bool over = patience.over(v.group, reason);
   if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
   if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
   if (!over) return Came::here;
   if (reason == Reason::none) return Came::stop;
-  const FatalDetail detail{expected, seen, 0};
-  if (reason != Reason::deadline) {
-    fail(v.group, call, reason, stage, peer, detail);
+  if (reason != Reason::deadline || v.alarm == nullptr) {
+    fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
   }
-  return mask_late(v, call, stage, peer, detail) ? Came::missing : Came::stop;
+  mask_late(v, call, peer);
+  return Came::missing;
 }
 
 /// One thread, or several with the same word: waits for a tag that `peer` writes.
-__device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
+__device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
                                  const std::uint32_t* word, std::uint32_t tag, int peer,
                                  Stage stage) {
   Patience patience;
@@ -148,7 +162,7 @@ __device__ inline Came await_tag(const LatencyView& v, std::uint32_t call,
 }
 
 /// The same for a word that carries its generation, which is all that is waited for.
-__device__ inline Came await_word(const LatencyView& v, std::uint32_t call,
+__device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
                                   const std::uint64_t* word, std::uint32_t tag, int peer,
                                   Stage stage, std::uint32_t& data) {
   Patience patience;
@@ -164,7 +178,7 @@ __device__ inline Came await_word(const LatencyView& v, std::uint32_t call,
 }
 
 /// One thread waits until `receiver` has read what the buffer held before.
-__device__ inline Came await_credit(const LatencyPlaces& at, std::uint32_t call, int receiver,
+__device__ inline Came await_credit(const LatencyPlaces& at, const LatencyCall& call, int receiver,
                                     std::uint64_t least) {
   const LatencyView& v = at.v;
   const std::uint64_t* word = at.released(v.peers[v.group.rank], receiver);

@@ -4,7 +4,8 @@
 // PTX promises that an aligned access of 8 bytes is made at once, and nothing about the order of
 // several; it treats a vector of two as two. So 8 bytes are the unit that carries its generation,
 // 16 are what one instruction moves. A head is written in every generation, so the tags before are
-// known; a word of a body may be older, and would be taken for new after exactly 2^32 generations.
+// known; a word of a body or of a second grant may be older, and would be taken for new after
+// exactly 2^32 generations; one that was never written, in a generation that is a multiple of that.
 #pragma once
 #include "cuda/kernels/wait.cuh"
 
@@ -79,10 +80,11 @@ __device__ __noinline__ inline std::uint64_t last_posted(const std::byte* messag
 }
 
 /// One thread waits until `look()`, a TagCheck, has found all that it looks for in `source`'s
-/// message. False: the group has failed.
+/// message. `beside`: the call before may not have ended. False: the group has failed.
 template <class Look>
 __device__ __forceinline__ bool await_words(const GroupView& group, std::uint64_t generation,
-                                            Stage stage, int source, const Look& look) {
+                                            Stage stage, int source, const Look& look,
+                                            bool beside = false) {
   Patience patience;
   Reason reason;
   std::int32_t ahead;
@@ -99,7 +101,8 @@ __device__ __forceinline__ bool await_words(const GroupView& group, std::uint64_
                 : last_posted(mailbox_slot(group, group.control, source, 0),
                               static_cast<std::uint64_t>(group.ranks) * group.layout.message_bytes,
                               generation);
-  return fail(group, generation, reason, stage, source, {generation, seen, 0});
+  return fail(group, beside ? first_running(group) : generation, reason, stage, source,
+              {generation, seen, 0});
 }
 
 }  // namespace ferry::cuda::device

@@ -135,10 +135,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) set_state(p, 0);
   // Whatever lay here before could be taken for words of this generation.
   if (static_cast<int>(threadIdx.x) < p.group.ranks) {
-    store_pair(placed_at(p.plan, static_cast<int>(threadIdx.x)), 0, 0);
+    store_pair(placed_at(p.plan, static_cast<int>(threadIdx.x)), 0, generation - 1);
   }
   const bool last = threadIdx.x == kThreads - 1;  // of a warp that posts nothing
-  if (last) store_relaxed(&local_words(p.group)->planning, generation);
   count_and_place<kWords, Id>(p, shape, work, &bad);
   __syncthreads();
   post_entry(
@@ -150,9 +149,10 @@ __global__ void __launch_bounds__(kThreads)
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
   if (last) {
-    // A dispatch that comes now looks at `planning` and at the lanes. One thread is enough to let
-    // it come, and the first.
+    // A dispatch that comes now looks at `planning` and then at the lanes. One thread is enough to
+    // let it come, and the first.
     fence_device();
+    store_relaxed(&local_words(p.group)->planning, generation);
     let_next_kernel_come();
   }
   auto* matrix = reinterpret_cast<std::int32_t*>(work.masks);

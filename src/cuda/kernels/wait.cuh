@@ -125,7 +125,7 @@ struct FatalDetail {
 };
 
 /// Fatal: the first to come tells the host; all blocks of this and of later calls stop. Always
-/// false.
+/// false. The host takes the calls before `generation` for ended well.
 __device__ inline bool fail(const GroupView& group, std::uint64_t generation, Reason reason,
                             Stage stage, int peer, FatalDetail more = {}) {
   auto* failed = reinterpret_cast<unsigned long long*>(&local_words(group)->failed);
@@ -139,6 +139,11 @@ __device__ inline bool fail(const GroupView& group, std::uint64_t generation, Re
   fatal->detail = more.detail;
   store_release(&fatal->written, generation);
   return false;
+}
+
+/// The first call of the group that has not ended: for failures in a kernel that may run beside it.
+__device__ __forceinline__ std::uint64_t first_running(const GroupView& group) {
+  return load_relaxed(&local_words(group)->generation) + 1;
 }
 
 /// Whether this rank's group has failed, here or in another block.
