@@ -179,7 +179,12 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   } catch (const Error&) {
     const bool known = launch.record()->refused();
     if (!known || launch.blocking() || launch.capture().active) throw;
-    return Plan(plan_without_memory(launch, topk_idx));
+    try {
+      return Plan(plan_without_memory(launch, topk_idx));
+    } catch (const std::exception& thrown) {
+      give_up("plan", thrown);  // the others will wait in the dispatch
+      throw;
+    }
   }
   enter_plan(launch, *state, parameters);
   if (launch.blocking()) finish("plan", state->ready);
