@@ -97,7 +97,9 @@ struct DispatchOptions {
   /// e4m3: f32, bf16 or f16 rows are quantised on the way, H a multiple of 16; instead of `scales`.
   /// Some ranks may do so while others bring e4m3 rows and scales.
   WireFormat format = WireFormat::as_is;
-  ScaleFormat scale_format = ScaleFormat::f32;  ///< of format e4m3: f32 or f32_pow2
+  /// Of format e4m3: f32 or f32_pow2. Every rank's own choice: the scales of a row, f32 in both,
+  /// say what its source did.
+  ScaleFormat scale_format = ScaleFormat::f32;
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;  ///< expert-major: rows of every expert padded to a multiple
   /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
@@ -123,7 +125,9 @@ struct Received {
   Tensor topk_idx{};      ///< i64 [n, K], rank-major: local expert ids, −1 = not on this rank
   Tensor topk_weights{};  ///< f32 [n, K], rank-major, when weights were given
   Tensor source_token{};  ///< i32 [n], rank-major: index of the token at its owner
-  Tensor slot_rows{};     ///< i64 [n, K], expert-major only: row of `x` of each slot, −1 = none
+  /// i64 [n, K], expert-major only: row of `x` of each slot, −1 = none. May be the plan's own, as
+  /// `expert_offsets`: shared with later results and used by later calls, so only to be read.
+  Tensor slot_rows{};
   /// i64 [local experts + 1], expert-major only: first row of every expert's block and the end.
   Tensor expert_offsets{};
   Plan plan{};    ///< of a dispatch that was given routes: the plan that it made

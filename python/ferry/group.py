@@ -211,7 +211,8 @@ class Group:
             format: "as_is", or "e4m3": x of f32, bf16 or f16 is quantised on the way, H a multiple
                 of 16; `scales` of the result has ceil(H/128) columns. Some ranks may do so while
                 others bring e4m3 rows and scales.
-            scale_format: with "e4m3": "f32", or "f32_pow2", rounded up to powers of two.
+            scale_format: with "e4m3": "f32", or "f32_pow2", rounded up to powers of two. Every
+                rank's own choice.
             order: "rank_major": one row for each (token, this rank). "expert_major": one row for
                 each slot, in blocks of ascending local expert.
             alignment: expert-major: every expert's rows padded with zero rows to a multiple.

@@ -76,12 +76,14 @@ class Received(Generic[ArrayT]):
 
     @cached_property
     def slot_rows(self) -> ArrayT | None:
-        """i64 [n, K], expert-major only: row of `x` of each slot, -1 = none."""
+        """i64 [n, K], expert-major only: row of `x` of each slot, -1 = none. May be the plan's own,
+        shared with later results and used by later calls: only to be read."""
         return self._array(self._raw.slot_rows)
 
     @cached_property
     def expert_offsets(self) -> ArrayT | None:
-        """i64 [local experts + 1], expert-major only: first row of every expert; the end."""
+        """i64 [local experts + 1], expert-major only: first row of every expert; the end. Only to
+        be read, as `slot_rows`."""
         return self._array(self._raw.expert_offsets)
 
     @property

@@ -27,6 +27,7 @@ class Env:
         self.plan = group.plan(self.routes)
         self.x = np.ones((TOKENS, HIDDEN), np.float32)
         self.weights = np.ones((TOKENS, TOPK), np.float32)
+        self.makes_plan = False  # the dispatches
         self.received = group.dispatch(self.x, self.plan, topk_weights=self.weights)
         self.lat = ferry.LatencyExchange(
             group, capacity=TOKENS, hidden=HIDDEN, topk=TOPK, dtype="f32"
@@ -60,9 +61,19 @@ def plan(routes: Any) -> Callable[[Env], Any]:
 
 def dispatch(**options: Any) -> Callable[[Env], Any]:
     x = options.pop("x", "own")
-    return lambda e: e.group.dispatch(
-        e.x if isinstance(x, str) and x == "own" else x, options.pop("plan", e.plan), **options
-    )
+    plan = options.pop("plan", "own")
+
+    def call(e: Env) -> Any:
+        own = isinstance(plan, str)
+        routes = {"topk_idx": e.routes} if own and e.makes_plan else {}
+        return e.group.dispatch(
+            e.x if isinstance(x, str) and x == "own" else x,
+            None if routes else e.plan if own else plan,
+            **routes,
+            **options,
+        )
+
+    return call
 
 
 def combine(**options: Any) -> Callable[[Env], Any]:
@@ -157,7 +168,7 @@ CALLS = [
     ("dtype: disagrees", dispatch(dtype="bf16"), "x", "float32", "bf16"),
     ("dtype: word", dispatch(dtype="bfloat"), "dtype", "bfloat", "bf16"),
     ("dtype: of torch", dispatch(dtype=torch.float64), "dtype", "float64", "f32"),
-    ("plan: None", dispatch(plan=None), "plan", "None", "ferry.Plan"),
+    ("plan: None", dispatch(plan=None), "plan", "none", "a plan, or else topk_idx"),
     ("plan: an array", dispatch(plan=np.zeros(3)), "plan", "ndarray", "ferry.Plan"),
     ("weights: dtype", dispatch(topk_weights=np.ones((4, 2))), "topk_weights", "float64", " f32$"),
     (
@@ -334,6 +345,11 @@ CALLS = [
     ("latency: stream", lat_dispatch(stream=0), "stream", "0", "ferry.Stream"),
     ("events: deadline", lambda e: ferry.Event().wait(-1.0), "deadline", "-1", "more than 0"),
 ]
+DISPATCHES = [
+    case
+    for case in CALLS
+    if case[1].__qualname__.startswith("dispatch.") and not case[0].startswith("plan:")
+]
 # Calls that are wrong in or after something collective, so both ranks make them.
 TOGETHER = [
     ("latency: hidden", latency(hidden=3), "hidden", "12 bytes", "multiple of 16"),
@@ -384,6 +400,28 @@ def test_refused_by_one_rank(
         if group.rank == 0:
             check(call, env, argument, got, expected)
         assert group.memory() == before
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "got", "expected"),
+    [c[1:] for c in DISPATCHES],
+    ids=[c[0] for c in DISPATCHES],
+)
+def test_refused_by_one_rank_before_it_makes_its_plan(
+    call: Callable[[Env], Any], argument: str, got: str, expected: str
+) -> None:
+    """dispatch(topk_idx=...), which is two calls of the group, or none."""
+
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        env.makes_plan = True
+        if group.rank == 0:
+            check(call, env, argument, got, expected)
+        made = group.dispatch(env.x, topk_idx=env.routes)
+        assert (group.combine(made.x, made.plan).x == group.size).all()
         env.check_it_works()
 
     run_ranks(2, body, experts=EXPERTS)
@@ -448,6 +486,19 @@ def test_out_with_too_few_rows() -> None:
         env = Env(group)
         with pytest.raises((ferry.InvalidArgument, ferry.Exhausted), match="out"):
             group.dispatch(env.x, env.plan, out=f32(3, HIDDEN))
+        env.check_it_works()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+def test_out_with_too_few_rows_on_one_rank_that_makes_its_plan() -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        kind = ferry.InvalidArgument if group.rank == 0 else ferry.Exhausted
+        with pytest.raises(kind, match="out"):
+            group.dispatch(
+                env.x, topk_idx=env.routes, out=f32(3, HIDDEN) if group.rank == 0 else None
+            )
         env.check_it_works()
 
     run_ranks(2, body, experts=EXPERTS)

@@ -156,6 +156,10 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
              dtype_text(dtype) + " with " + to_string(x.columns()) + " columns, as x" +
                  (dtype == x.dtype ? "" : " and format"));
     }
+    if (options.out->rows() < options.worst_case_rows) {
+      refuse(kCall, "out", to_string(options.out->rows()) + " rows",
+             "at least " + to_string(options.worst_case_rows));
+    }
   }
 }
 

@@ -106,6 +106,17 @@ TEST(Check, WhatDispatchCannotQuantise) {
   refused({"out", "u8", "e4m3"}, tensor(4), options);
 }
 
+TEST(Check, AnOutSmallerThanTheWorstCaseIsRefused) {
+  std::vector<float> out(4 * 16);
+  DispatchOptions options;
+  options.out = TensorView(out.data(), Dtype::f32, {4, 16});
+  options.worst_case_rows = 4;
+  check_dispatch(tensor(4), 4, 2, options);
+  options.worst_case_rows = 5;
+  expect_refused({"out", "4 rows", "at least 5"},
+                 [&] { check_dispatch(tensor(4), 4, 2, options); });
+}
+
 TEST(Check, StridesOfAnotherNumberOfDimensionsAreRefused) {
   const std::vector<std::int64_t> ids(8, 0);
   for (const Extents& strides : {Extents{2}, Extents{}}) {

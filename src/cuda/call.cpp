@@ -133,7 +133,7 @@ bool Launch::follows_in_graph(std::uint64_t number) const {
 std::uint64_t Launch::enter(const CallSignature& signature) {
   record_->signature = signature;
   entered_ = true;
-  const std::uint64_t number = ++engine_.calls_;
+  const std::uint64_t number = number_ = ++engine_.calls_;
   // A captured call runs when its graph does; only the GPU counts those.
   if (!capture_.active) engine_.channel_.count(number);
   // As long as no graph runs calls, each call has one generation.

@@ -131,6 +131,8 @@ class Launch {
   /// Just before the first kernel that waits for peers: the number of this call in the group, the
   /// same on all ranks. From here on the call takes place.
   std::uint64_t enter(const CallSignature& signature);
+  /// 0: not entered.
+  std::uint64_t number() const { return number_; }
   /// The same for a call that has a generation of its own (latency mode).
   void enter_apart(const CallSignature& signature);
   /// Fails the group when a kernel could not be launched.
@@ -162,6 +164,7 @@ class Launch {
   std::vector<std::shared_ptr<void>> graph_;
   const std::uint64_t* told_ = nullptr;
   bool entered_ = false;
+  std::uint64_t number_ = 0;
   bool apart_ = false;
   bool ended_ = false;
 };

@@ -18,7 +18,8 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
       row_(wire_row(x, options)),
       plan_(std::move(plan)),
       options_(options),
-      make_plan_(std::move(make_plan)) {
+      make_plan_(std::move(make_plan)),
+      makes_plan_(static_cast<bool>(make_plan_)) {
   sms_ = engine_.sms_for(kDispatch, options_.sms);
   // Not sent, or sent in vain and the caller knows. A rank that knows better than others, or worse,
   // is told so by the GPU, which refuses the call on all of them.
@@ -32,10 +33,21 @@ DispatchJob::DispatchJob(CudaEngine& engine, Launch& launch, const ConstTensorVi
   } else if (!guess_rows()) {
     know_rows();
   }
-  if (options_.out && options_.out->rows() < out_rows_) {
-    refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
-           "at least " + std::to_string(out_rows_));
+}
+
+/// Once the plan's call has been entered the peers make this one, too, so they must learn of it.
+void DispatchJob::check_out() {
+  if (!options_.out || options_.out->rows() >= out_rows_) return;
+  if (makes_plan_ && !make_plan_) {
+    push(StepStatus::too_many);
+    const Event event = launch_.finish();
+    try {
+      engine_.finish(kDispatch, event);
+    } catch (const Error&) {  // says no more
+    }
   }
+  refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
+         "at least " + std::to_string(out_rows_));
 }
 
 bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
@@ -192,6 +204,7 @@ Received DispatchJob::run() {
   launch_.record()->plan = plan_->made;
   launch_.record()->plan_failure = {plan_->slot, &plan_->counts->failure};
   if (plan_error_) fail_with_plan();
+  check_out();
   bool room = guessed_ && reserve_guess();
   if (guessed_ && !room) know_rows();
   if (plan_error_) fail_with_plan();
@@ -248,27 +261,30 @@ Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTens
   const auto topk = static_cast<int>(topk_idx.shape[1]);
   check_dispatch(x, topk_idx.shape[0], topk, options, device());
   (void)sms_for(kDispatch, options.sms);
+  Launch planning(*this, "plan", options.stream);
+  Launch launch(planning, kDispatch);  // has the turn until both calls are made
+  PlanParameters parameters;
   std::shared_ptr<CudaPlan> state;
-  std::uint64_t number = 0;  // of the plan
   try {
-    Launch planning(*this, "plan", options.stream);
-    PlanParameters parameters;
-    number = calls_ + 1;
     state = prepare_plan(planning, topk_idx, parameters);
-    Launch launch(planning, kDispatch);
     DispatchJob job(*this, launch, x, state, options,
                     [&] { enter_plan(planning, *state, parameters); });
     Received received = job.run();
     received.plan = Plan(state);
     return received;
-  } catch (const Error& error) {
-    if (state || error.kind() != ErrorKind::exhausted || calls_ != number) throw;
-    // Without memory for the plan, which all ranks know: they are in the dispatch now.
-    Launch launch(*this, kDispatch, options.stream);
-    try {
-      tell_no_room(launch, dispatch_signature(wire_row(x, options), topk, options, true, number),
-                   0);
-    } catch (const Error&) {  // says no more
+  } catch (const std::exception& thrown) {
+    const bool expected = planning.number() != 0 && launch.number() == 0;  // by the peers
+    const bool captured = planning.capture().active;
+    if (expected && !state && (captured || planning.record()->refused())) {
+      // Without memory for the plan, which all ranks know: they are in the dispatch now.
+      try {
+        tell_no_room(
+            launch,
+            dispatch_signature(wire_row(x, options), topk, options, true, planning.number()), 0);
+      } catch (const Error&) {  // says no more
+      }
+    } else if (expected && !captured) {
+      give_up(kDispatch, thrown);
     }
     throw;
   }

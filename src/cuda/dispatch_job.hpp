@@ -36,6 +36,7 @@ class DispatchJob {
   }
 
   bool make_plan();
+  void check_out();
 
   // dispatch_rows.cpp: how many rows there will be.
   void learn_counts();
@@ -83,6 +84,7 @@ class DispatchJob {
   std::shared_ptr<CudaPlan> plan_;
   const DispatchOptions& options_;
   std::function<void()> make_plan_;
+  bool makes_plan_ = false;
   int sms_ = 1;
   bool carries_routes_ = false;
   bool guessed_ = false;

@@ -39,7 +39,7 @@ std::string most_rows(const CallRecord& record, const Failure& failure, bool own
            " (topk_idx and alignment give this number)";
   }
   return own ? "worst_case_rows = " + to_string(record.worst_case_rows)
-             : std::string("a smaller worst_case_rows");
+             : std::string("a smaller worst_case_rows or out");
 }
 
 std::string size_of_what(Stage stage) {

@@ -144,7 +144,7 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
 std::shared_ptr<CudaPlan> CudaEngine::plan_without_memory(Launch& launch,
                                                           const ConstTensorView& topk_idx) {
   auto state = new_plan(launch, topk_idx);
-  state->number = calls_;
+  state->number = launch.number();
   state->counts->failure = *launch.record()->failure;
   std::atomic_ref(state->counts->done).store(1, std::memory_order_release);
   return state;
@@ -174,13 +174,17 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   Launch launch(*this, "plan", options.stream);
   PlanParameters parameters;
   std::shared_ptr<CudaPlan> state;
-  const std::uint64_t number = calls_ + 1;
   try {
     state = prepare_plan(launch, topk_idx, parameters);
   } catch (const Error&) {
-    const bool known = calls_ == number && launch.record()->refused();
+    const bool known = launch.record()->refused();
     if (!known || launch.blocking() || launch.capture().active) throw;
-    return Plan(plan_without_memory(launch, topk_idx));
+    try {
+      return Plan(plan_without_memory(launch, topk_idx));
+    } catch (const std::exception& thrown) {
+      give_up("plan", thrown);  // the others will wait in the dispatch
+      throw;
+    }
   }
   enter_plan(launch, *state, parameters);
   if (launch.blocking()) finish("plan", state->ready);

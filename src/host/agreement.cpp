@@ -49,8 +49,9 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
         all_ranks_throw();
         throw Error(ErrorKind::exhausted,
                     std::string(stage) + ": rank " + std::to_string(peer) + " would receive " +
-                        std::to_string(theirs.need_bytes) + " rows but gave worst_case_rows = " +
-                        std::to_string(theirs.rows) + "; nothing was sent",
+                        std::to_string(theirs.need_bytes) +
+                        " rows but gave worst_case_rows (or out) = " + std::to_string(theirs.rows) +
+                        "; nothing was sent",
                     {rank(), peer, stage, channel_.generation(), 0, 0});
       }
       room = room && theirs.status == StepStatus::ok;

@@ -25,6 +25,22 @@ std::vector<std::size_t> DispatchJob::region_sizes() const {
   return sizes;
 }
 
+void DispatchJob::learn_rows() {
+  if (options_.worst_case_rows > 0) {
+    // Every row that arrives fills at least one expert-major row, so this bounds both.
+    rank_rows_ = out_rows_ = options_.worst_case_rows;
+    return;
+  }
+  plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
+  rank_rows_ = plan().recv_rows();
+  out_rows_ = needed_rows();
+}
+
+void DispatchJob::refuse_out() const {
+  refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
+         "at least " + std::to_string(out_rows_));
+}
+
 bool DispatchJob::allocate_regions() {
   if (allocated_) return allocate_side();
   const auto taken = regions_.take(region_sizes());
@@ -131,6 +147,14 @@ void DispatchJob::run() {
   regions_.release_all();
 }
 
+void DispatchJob::run_in_vain() {
+  StepMessage head = grant();
+  head.status = StepStatus::too_many;
+  head.rows = options_.out->rows();
+  head.need_bytes = static_cast<std::uint64_t>(out_rows_);
+  engine_.agree(kStage, head, {});
+}
+
 void DispatchJob::check_grants() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     const StepMessage theirs = channel().head(peer);
@@ -156,14 +180,51 @@ Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,
   }
   check_dispatch(x, state.tokens, state.topk, options);
   auto job = std::make_shared<DispatchJob>(*this, x, plan.state(), options);
+  job->learn_rows();
+  if (!job->fits_out()) job->refuse_out();
   const bool room = job->allocate();
+  return enter_dispatch(job, room, options.stream, call);
+}
+
+Received HostEngine::enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room,
+                                    Stream* stream, Call& inside) {
   const Event event =
-      enter(kDispatch, options.stream, [job] { job->run(); }, &call, [job] { job->enter(); });
+      enter(kDispatch, stream, [job] { job->run(); }, &inside, [job] { job->enter(); });
   // An exact size blocks the caller for the count only; without room now, for the whole call.
   if (!room) finish(kDispatch, event);
   Received result = job->result();
   result.event = event;
   return result;
+}
+
+Received HostEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                       const DispatchOptions& options) {
+  Call call(*this, kDispatch);
+  check_routes(kDispatch, topk_idx);
+  check_dispatch(x, topk_idx.shape[0], static_cast<int>(topk_idx.shape[1]), options);
+  const Plan made = enter_plan(topk_idx, options.stream, nullptr);
+  // From here on the peers count the plan, and wait for this rank in the dispatch.
+  auto job = std::make_shared<DispatchJob>(*this, x, made.state(), options);
+  bool counted = false, room = false;
+  try {
+    job->learn_rows();
+    counted = true;
+    room = job->fits_out() && job->allocate();
+  } catch (const std::exception& thrown) {
+    // A plan that failed without failing the group failed on all ranks.
+    if (counted || !made.state()->ready.ready()) channel_.fail(kDispatch, thrown.what());
+    throw;
+  }
+  if (!job->fits_out()) {
+    try {
+      finish(kDispatch, enter(kDispatch, options.stream, [job] { job->run_in_vain(); }, &call));
+    } catch (const Error&) {  // says no more
+    }
+    job->refuse_out();
+  }
+  Received received = enter_dispatch(job, room, options.stream, call);
+  received.plan = made;
+  return received;
 }
 
 }  // namespace ferry::host

@@ -30,23 +30,12 @@ class DispatchJob {
     carries_routes_ = !plan_->routes_sent.load();  // for the sizes; `run` decides
   }
 
-  /// Learns the count if the output is exact, and allocates the result tensors if there is room
-  /// now. False: `run` will make room.
-  bool allocate() {
-    if (options_.worst_case_rows == 0) {
-      plan_->ready.wait(engine_.config().deadline, engine_.config().on_wait);
-      rank_rows_ = plan().recv_rows();
-      out_rows_ = needed_rows();
-    } else {
-      // Every row that arrives fills at least one expert-major row, so this bounds both.
-      rank_rows_ = out_rows_ = options_.worst_case_rows;
-    }
-    if (options_.out && options_.out->rows() < out_rows_) {
-      refuse(kDispatch, "out", std::to_string(options_.out->rows()) + " rows",
-             "at least " + std::to_string(out_rows_));
-    }
-    return allocate_regions();
-  }
+  /// Learns the count if the output is exact.
+  void learn_rows();
+  bool fits_out() const { return !options_.out || options_.out->rows() >= out_rows_; }
+  [[noreturn]] void refuse_out() const;
+  /// Allocates the result tensors if there is room now. False: `run` will make room.
+  bool allocate() { return allocate_regions(); }
   /// The dispatch will take place: if it is the plan's first, it brings the routes.
   void enter() {
     plan_->routes_sent.store(true);
@@ -54,6 +43,8 @@ class DispatchJob {
   }
 
   void run();
+  /// Instead of `run`: takes part, so that all ranks learn that `out` is too small here.
+  void run_in_vain();
   const Received& result() const { return result_; }
 
  private:

@@ -114,6 +114,10 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   Call call(*this, "plan");
   check_stream("plan", options.stream);
+  return enter_plan(topk_idx, options.stream, &call);
+}
+
+Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside) {
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
@@ -121,7 +125,7 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
   state->ready = enter(
-      "plan", options.stream,
+      "plan", stream,
       [this, state, ids = std::move(routes)]() mutable {
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
         std::vector<std::int32_t> counts(own.tokens_per_rank);
@@ -141,7 +145,7 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
         state->exchange = make_plan(std::move(own), all, placement_, rank());
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
-      &call);
+      inside);
   return Plan(state);
 }
 

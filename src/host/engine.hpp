@@ -50,6 +50,8 @@ std::size_t message_bytes(std::int64_t experts, int ranks);
 /// A dense tensor in ordinary memory, not initialised.
 Tensor heap_tensor(const Extents& shape, Dtype dtype);
 
+class DispatchJob;
+
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
   HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
@@ -64,6 +66,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
   Received dispatch(const ConstTensorView& x, const Plan& plan,
                     const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
   Combined combine(const ConstTensorView& rows, const Plan& plan,
                    const CombineOptions& options) override;
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
@@ -126,6 +130,10 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
+  /// `inside`: the call that ends with it; null: the same thread makes another call right after.
+  Plan enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside);
+  Received enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room, Stream* stream,
+                          Call& inside);
   void check_counts(std::span<const std::int32_t> counts);
   void run_work(const char* call, const std::function<void()>& work);
   /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "cuda/cuda_engine.hpp"
@@ -139,6 +141,78 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
       both.combined.event.wait(60s);
       check(world, seat, trip, both);
     }
+  });
+}
+
+/// Rank 0 learns it when its peers have counted the plan and are in the dispatch.
+TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 100);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    const Buffer out(static_cast<std::size_t>(shape.hidden) * sizeof(float));
+    OwnStream own(seat.device);
+    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+      for (Stream* stream : {&own.stream, static_cast<Stream*>(nullptr)}) {
+        DispatchOptions options;
+        options.order = order;
+        options.stream = stream;
+        if (seat.rank() == 0) {
+          options.out = TensorView(out.data(), Dtype::f32, {1, shape.hidden},
+                                   Device{DeviceKind::cuda, seat.device});
+        }
+        seat.meet();
+        const auto start = std::chrono::steady_clock::now();
+        try {
+          seat.group.dispatch(mine.x_view(), mine.routes_view(), options).event.wait(60s);
+          need(false, "an out of one row was taken");
+        } catch (const Error& error) {
+          const bool own_error = seat.rank() == 0;
+          need(error.kind() == (own_error ? ErrorKind::invalid_argument : ErrorKind::exhausted) &&
+                   std::string(error.what()).find("out") != std::string::npos,
+               error.what());
+        }
+        need(std::chrono::steady_clock::now() - start < 5s, "somebody waited");
+        Trip trip;
+        trip.stream = stream;
+        const Both both = there_and_back(seat, mine, trip);
+        both.combined.event.wait(60s);
+        check(world, seat, trip, both);
+      }
+    }
+  });
+}
+
+/// Rank 0 is told to stop (Ctrl-C) when it has made the plan, and not the dispatch.
+TEST_P(EngineTest, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
+  const Shape shape;
+  static thread_local bool stop = false;
+  GroupConfig config = config_for(shape);
+  config.on_wait = [] {
+    if (stop) throw std::runtime_error("stop");
+  };
+  on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 110);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    DispatchOptions options;
+    options.order = RowOrder::expert_major;  // exact, so its rows must be known
+    seat.meet();
+    stop = seat.rank() == 0;
+    if (!stop) std::this_thread::sleep_for(500ms);
+    const auto start = std::chrono::steady_clock::now();
+    std::string said;
+    try {
+      (void)seat.group.dispatch(mine.x_view(), mine.routes_view(), options);
+    } catch (const std::exception& error) {
+      said = error.what();
+    }
+    stop = false;
+    need(!said.empty(), "a dispatch without a rank");
+    need(seat.rank() != 0 || said == "stop", said);
+    need(std::chrono::steady_clock::now() - start < 5s, "somebody waited: " + said);
+    seat.meet();  // so nobody has left
   });
 }
 

@@ -88,6 +88,57 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
   });
 }
 
+/// Whatever the plan's call is refused for.
+TEST_P(EngineTest, ARankWithoutMemoryForItsPlanTakesPartInTheDispatch) {
+  Shape shape;
+  shape.topk = 8;
+  each(shape, [&](Seat& seat) {
+    const int poor = seat.size() - 1;
+    const World world(seat.size(), shape, kSeed + 5);
+    const Sent& sent = world.ranks[static_cast<std::size_t>(seat.rank())];
+    const OnGpu mine(sent, shape, seat.device, seat.copier);
+    ConstTensorView routes = mine.routes_view();
+    ConstTensorView x = mine.x_view();
+    std::unique_ptr<Buffer> many;
+    if (seat.rank() == poor) {
+      x.shape[0] = routes.shape[0] = 1 << 21;  // 64 MB of ids alone
+      many = std::make_unique<Buffer>(routes.bytes());
+      x.data = routes.data = many->data();  // never read
+    }
+    OwnStream own(seat.device);
+    for (const bool bad : {false, true}) {
+      for (const std::int64_t worst : {200, 0}) {
+        std::unique_ptr<Hog> hog;
+        Sent now = sent;
+        if (bad && seat.rank() == 0) now.routes[5] = shape.experts;
+        mine.fill(now, seat.copier);
+        seat.meet();
+        if (seat.rank() == poor) hog = std::make_unique<Hog>();
+        seat.meet();
+        const auto start = Clock::now();
+        try {
+          DispatchOptions options;
+          options.stream = &own.stream;
+          options.worst_case_rows = worst;
+          seat.group.dispatch(x, routes, options).event.wait(60s);
+          need(false, "a dispatch without a plan");
+        } catch (const Error& error) {
+          need(error.peer() == (bad ? 0 : poor), error.what());
+          need(bad || error.kind() == ErrorKind::exhausted, error.what());
+        }
+        need(Clock::now() - start < 5s, "somebody waited");
+        seat.meet();
+        hog.reset();
+        mine.fill(sent, seat.copier);
+        seat.meet();
+        const Plan plan = seat.group.plan(mine.routes_view());
+        round_trip(seat.group, world, mine, plan, {}, seat.copier);
+      }
+    }
+    seat.meet();
+  });
+}
+
 TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
   constexpr std::int64_t kExperts = 2400;  // of a rank; each padded to 2^20 rows
   Shape shape;
