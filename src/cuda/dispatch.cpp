@@ -252,6 +252,7 @@ Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTens
   std::uint64_t number = 0;  // of the plan
   try {
     Launch planning(*this, "plan", options.stream);
+    planning.record()->routes_of = kDispatch;
     PlanParameters parameters;
     number = calls_ + 1;
     state = prepare_plan(planning, topk_idx, parameters);
