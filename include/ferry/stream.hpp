@@ -38,8 +38,9 @@ class Stream {
   Stream();
   /// The caller's CUDA stream (a cudaStream_t; null: the default stream) on that device, which must
   /// outlive every tensor that was made or used on it, and every plan made on it. `submit` runs
-  /// work in a thread of the driver, where no CUDA call is allowed. Throws Error(unsupported) when
-  /// this build has no CUDA engine.
+  /// work in a thread of the driver, where no CUDA call is allowed. cudaStreamPerThread, which is
+  /// another stream in each thread, is refused. Throws Error(unsupported) when this build has no
+  /// CUDA engine.
   static Stream of_cuda(void* cuda_stream, int device);
   /// Runs `work` after everything submitted before. Never blocks.
   Event submit(std::function<void()> work);

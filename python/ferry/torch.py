@@ -81,7 +81,7 @@ def dispatch(
     backward is `Group.combine` of the gradient of what arrived.
     """
     _check("torch.dispatch", group, plan, x=x, topk_weights=topk_weights)
-    if format != "as_is":
+    if format != "as_is" and torch.is_grad_enabled():
         no_gradient("torch.dispatch", x=x, topk_weights=topk_weights)
     if isinstance(plan, TorchPlan):
         layout = (order, alignment, worst_case_rows, sms, format, scale_format)

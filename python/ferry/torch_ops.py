@@ -92,9 +92,10 @@ def without_tail(rows: Tensor, topk_idx: Tensor) -> Tensor:
 
 
 def no_gradient(call: str, **tensors: Tensor | None) -> None:
-    """Refuse tensors that require a gradient where there is none."""
+    """Refuse tensors that require a gradient where there is none. For callers that know that
+    gradients are enabled: setup_context runs without, and only if the call was made with."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and tensor.requires_grad:
             refuse(
                 f"{call}: {name}",
                 'a tensor that requires a gradient with format "e4m3"',

@@ -76,6 +76,31 @@ def test_handles_that_name_nothing_are_refused() -> None:
     run_ranks(1, body)
 
 
+def test_the_operator_refuses_gradients_of_quantised_rows() -> None:
+    def body(group: ferry.Group) -> None:
+        x, weights = torch.ones(2, 16), torch.ones(2, 1)
+        plan = ft.plan(group, torch.zeros(2, 1, dtype=torch.int64))
+        common = (group.handle, 1, group.local_experts, "rank_major", 1, 0, 0, "e4m3", "f32")
+
+        def run(x: torch.Tensor, weights: torch.Tensor) -> None:
+            torch.ops.ferry.dispatch(x, plan.tensor, weights, *common)
+
+        run(x, weights)
+        for name in ("x", "topk_weights"):
+            grad = [t.clone().requires_grad_(t is x and name == "x") for t in (x, weights)]
+            grad[1].requires_grad_(name == "topk_weights")
+            with pytest.raises(ferry.InvalidArgument, match=f"ferry::dispatch: {name}: got"):
+                run(*grad)
+            with torch.no_grad():
+                run(*grad)
+            with pytest.raises(ferry.InvalidArgument, match=f"torch.dispatch: {name}: got"):
+                ft.dispatch(group, plan, grad[0], grad[1], format="e4m3")
+            with torch.no_grad():
+                ft.dispatch(group, plan, grad[0], grad[1], format="e4m3")
+
+    run_ranks(1, body)
+
+
 def test_a_group_is_not_kept_by_its_handle() -> None:
     group = ferry.Group(ferry.threads(1)[0], experts=1)
     handle = group.handle

@@ -222,6 +222,12 @@ def test_a_build_without_the_engine_says_so() -> None:
         ferry.Stream.of_cuda(0, 0)
 
 
+@pytest.mark.skipif(not ferry.has_cuda, reason="this build has the host engine only")
+def test_the_stream_of_each_thread_is_refused() -> None:
+    with pytest.raises(ferry.InvalidArgument, match="got cudaStreamPerThread"):
+        ferry.Stream.of_cuda(2, 0)
+
+
 def test_streams_of_workers_have_no_handle() -> None:
     stream = ferry.Stream()
     assert stream.device is None and stream.cuda_stream is None

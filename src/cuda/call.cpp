@@ -33,12 +33,18 @@ bool CallRecord::has_ended() const {
 }
 
 GpuEvent CallRecord::end(EventPool& events) {
-  std::scoped_lock lock(mutex_);
-  if (word_ == nullptr || done_) return done_;
-  if (has_told()) return nullptr;  // its stream may be gone
+  cudaStream_t stream = nullptr;
+  {
+    std::scoped_lock lock(mutex_);
+    if (word_ == nullptr || done_) return done_;
+    if (has_told()) return nullptr;  // its stream may be gone
+    stream = stream_;
+  }
+  // Without the lock: where a stream's queue is full this waits, and the monitor, which ends such
+  // waits, asks this record.
   const OnDevice here(events.device());
-  if (!is_capturing(stream_)) done_ = events.record(stream_);
-  return done_;
+  if (!is_capturing(stream)) ends_at(events.record(stream));
+  return marked();
 }
 
 Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
@@ -103,7 +109,7 @@ void Launch::order_after_last() {
 }
 
 User Launch::user() const {
-  return {stream_, stream_id_, capture_.active, &engine_.config_.on_wait};
+  return {stream_, stream_id_, capture_.active, &engine_.config_.on_wait, name(), engine_.rank()};
 }
 
 std::byte* Launch::temporary(Held held) {

@@ -42,6 +42,7 @@ struct CallSlot {
 /// What is known of a call after its launch.
 struct CallRecord {
   const char* call = "";
+  const char* routes_of = "plan";  ///< of a plan: the caller's call, which has topk_idx
   CallSignature signature{};
   std::int64_t worst_case_rows = 0;
   std::shared_ptr<std::byte> slot{};         ///< pinned, a CallSlot

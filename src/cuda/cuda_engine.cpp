@@ -37,11 +37,10 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
       segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
       count_words_(count_words_of(placement_, channel_.rank())) {
-  constexpr std::size_t kCalls = 256;           // records of calls in flight or kept by events
-  constexpr std::size_t kPlanBytes = 1u << 20;  // of counts, unless four plans need more
+  constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
   const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
   failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
-  counts_ = PinnedPool::make(slot, std::clamp<std::size_t>(kPlanBytes / slot, 4, 64));
+  counts_ = PinnedPool::make(slot, plans_at_once(slot));
   words_.slot = PinnedPool::make(2 * kLineBytes + sizeof(Failure), 1)->take();
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
   words_.abort =

@@ -155,8 +155,8 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
           "[" + to_string(failure.detail / 64) + ", " + to_string(failure.detail % 64) + "]";
       if (peer == rank()) {
         return Error(ErrorKind::invalid_argument,
-                     "plan: topk_idx: got an id that is no expert at " + at +
-                         "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1),
+                     std::string(record.routes_of) + ": topk_idx: got an id that is no expert at " +
+                         at + "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1),
                      context);
       }
       return Error(ErrorKind::peer_failed,

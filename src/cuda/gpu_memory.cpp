@@ -72,13 +72,21 @@ Held GpuMemory::take_idle(std::size_t bytes, const User& user) {
 
 Held GpuMemory::take_local(std::size_t bytes, const User& user) {
   if (const auto region = local_.take(bytes, user)) return hold(local_, *region);
-  grow_local(bytes);
-  if (const auto region = local_.take(bytes, user)) return hold(local_, *region);
+  std::string reason = grow_local(bytes);
+  if (reason.empty()) {
+    if (const auto region = local_.take(bytes, user)) return hold(local_, *region);
+    reason = "other threads took what was added";
+  }
   throw Error(ErrorKind::exhausted,
-              "no GPU memory for a result of " + std::to_string(bytes) + " bytes");
+              std::string(user.call) + ": rank " + std::to_string(user.rank) + " has no room for " +
+                  std::to_string(bytes) +
+                  " bytes beside its registered memory on cuda:" + std::to_string(device_) + " (" +
+                  reason + "); drop results and plans, or free GPU memory that others hold",
+              {user.rank, user.rank, user.call, 0, 0, 0});
 }
 
-void GpuMemory::grow_local(std::size_t bytes) {
+/// Says why not, or nothing.
+std::string GpuMemory::grow_local(std::size_t bytes) {
   constexpr std::size_t kLeast = std::size_t{32} << 20;
   const std::size_t page = context_->granularity();
   const std::size_t needed = round_up(bytes + engine::kRegionAlignment, page);
@@ -94,14 +102,12 @@ void GpuMemory::grow_local(std::size_t bytes) {
       // Its own number for each: the arena tells pieces apart by it.
       local_.add({static_cast<fabric::SegmentId>(blocks_.size()), block->data(), size, {}});
       blocks_.push_back(std::move(block));
-      return;
+      return {};
     } catch (const fabric::CallRefused& refused) {
       reason = refused.what();
     }
   }
-  throw Error(ErrorKind::exhausted, "no GPU memory for results of " + std::to_string(bytes) +
-                                        " bytes on cuda:" + std::to_string(device_) + ": " +
-                                        reason);
+  return reason.empty() ? "no GPU memory" : reason;
 }
 
 void GpuMemory::settle(const Held& held, const GpuEvent& event) {

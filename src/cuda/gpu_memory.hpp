@@ -56,7 +56,7 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
 
  private:
   Held hold(StreamArena& arena, const engine::Region& region);
-  void grow_local(std::size_t bytes);
+  std::string grow_local(std::size_t bytes);
   bool await_rest();
   void keep_for_ever();
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/claim.hpp"
 #include "core/number/quantize.hpp"
 #include "cuda/event.hpp"
 #include "cuda/latency_engine.hpp"
@@ -25,15 +26,16 @@ LatencyFormat format_of(const LatencyDispatchOptions& options) {
   return LatencyFormat::e4m3;
 }
 
-/// The second half of a dispatch.
+/// The second half of a dispatch. One that could not begin may be called again.
 struct ReceiveRows final : LatencyState {
   std::shared_ptr<CudaLatency> engine{};
   std::shared_ptr<LatencyRound> round{};
   std::optional<Stream> stream{};
   std::atomic<bool> called{false};
   void receive() override {
-    if (called.exchange(true)) refuse_second_receive(kLatencyDispatch);
-    engine->receive_rows(*round, stream ? &*stream : nullptr);
+    Claim claim(called);
+    if (!claim) refuse_second_receive(kLatencyDispatch);
+    engine->receive_rows(*round, stream ? &*stream : nullptr, claim);
   }
 };
 
@@ -45,8 +47,9 @@ struct ReceiveSums final : LatencyState {
   std::optional<Stream> stream{};
   std::atomic<bool> called{false};
   void receive() override {
-    if (called.exchange(true)) refuse_second_receive(kLatencyCombine);
-    engine->receive_sums(*round, stream ? &*stream : nullptr);
+    Claim claim(called);
+    if (!claim) refuse_second_receive(kLatencyCombine);
+    engine->receive_sums(*round, stream ? &*stream : nullptr, claim);
     round.reset();  // the result may go back now
   }
 };
@@ -65,6 +68,7 @@ CallSignature CudaLatency::signature(CallKind kind) const {
   return call;
 }
 
+/// It takes its turn of the two results when the dispatch enters.
 std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& options,
                                                  std::int64_t tokens, int topk) {
   auto round = std::make_shared<LatencyRound>();
@@ -81,7 +85,6 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
                   {engine_->rank(), engine_->rank(), kLatencyDispatch, dispatches_, 0, 0});
     }
     alive_[result] = true;
-    ++dispatches_;
   }
   round->lease = std::make_shared<LatencyLease>(shared_from_this(), result);
   const LatencyResultLayout& layout = memory_.results[result];
@@ -143,6 +146,13 @@ LatencyReceived CudaLatency::make_tensors(const std::shared_ptr<LatencyRound>& r
   return result;
 }
 
+/// From here on the dispatch takes place.
+void CudaLatency::enter_dispatch(Launch& launch) {
+  launch.enter_apart(signature(CallKind::latency_dispatch));
+  std::scoped_lock lock(mutex_);
+  ++dispatches_;
+}
+
 /// Rows at a multiple of 16 bytes: the caller's own, or a copy.
 const std::byte* CudaLatency::aligned(Launch& launch, const ConstTensorView& tensor) const {
   const auto* data = static_cast<const std::byte*>(tensor.data);
@@ -187,17 +197,18 @@ LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTenso
   sending.wide = topk_idx.dtype == Dtype::i64;
   sending.token_stride = topk_idx.strides[0];
   sending.slot_stride = topk_idx.strides[1];
-  launch.enter_apart(signature(CallKind::latency_dispatch));
+  enter_dispatch(launch);
   launch.run(launch_latency_dispatch(sending, launch.stream()), "launch_latency_dispatch");
   result.event = end(launch, kLatencyDispatch);
   return result;
 }
 
-void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream) {
+void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim) {
   Launch launch(*engine_, kLatencyDispatch, stream);
   LatencyDispatchParameters receiving = round.dispatch;
   receiving.halves = Halves::receive;
   receiving.failure = launch.record()->failure;
+  claim.keep();
   launch.enter_apart(signature(CallKind::latency_dispatch));
   launch.run(launch_latency_dispatch(receiving, launch.stream()), "launch_latency_dispatch");
   end(launch, kLatencyDispatch);
@@ -227,7 +238,8 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   }
   check_stream(kLatencyCombine, options.stream, where);
   Launch launch(*engine_, kLatencyCombine, options.stream);
-  if (round->combined.exchange(true)) {
+  Claim claim(round->combined);
+  if (!claim) {
     refuse(kLatencyCombine, "received", "a result that was combined already",
            "one not combined yet");
   }
@@ -249,6 +261,7 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   sending.rows = aligned(launch, rows);
   sending.weights = static_cast<const float*>(topk_weights.data);
   if (!options.hook) sending.kept_weights = nullptr;
+  claim.keep();
   launch.enter_apart(signature(CallKind::latency_combine));
   launch.run(launch_latency_combine(sending, launch.stream()), "launch_latency_combine");
   if (!options.hook) later->round.reset();  // the result may go back now
@@ -256,12 +269,13 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   return result;
 }
 
-void CudaLatency::receive_sums(const LatencyRound& round, const Stream* stream) {
+void CudaLatency::receive_sums(const LatencyRound& round, const Stream* stream, Claim& claim) {
   Launch launch(*engine_, kLatencyCombine, stream);
   LatencyCombineParameters receiving = round.combine;
   receiving.halves = Halves::receive;
   receiving.weights = receiving.kept_weights;
   receiving.kept_weights = nullptr;
+  claim.keep();
   launch.enter_apart(signature(CallKind::latency_combine));
   launch.run(launch_latency_combine(receiving, launch.stream()), "launch_latency_combine");
   end(launch, kLatencyCombine);

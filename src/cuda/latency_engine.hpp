@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 
+#include "core/claim.hpp"
 #include "core/engine.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/kernels/latency.hpp"
@@ -74,9 +75,9 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                           const ConstTensorView& topk_weights,
                           const LatencyCombineOptions& options) override;
 
-  /// The second halves. `stream` null: they block.
-  void receive_rows(const LatencyRound& round, const Stream* stream);
-  void receive_sums(const LatencyRound& round, const Stream* stream);
+  /// The second halves. `stream` null: they block. `claim` is kept once they take place.
+  void receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim);
+  void receive_sums(const LatencyRound& round, const Stream* stream, Claim& claim);
   void drop(std::size_t result);
 
  private:
@@ -92,6 +93,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                                       int topk);
   LatencyReceived make_tensors(const std::shared_ptr<LatencyRound>& round,
                                const LatencyDispatchOptions& options) const;
+  void enter_dispatch(Launch& launch);
   const std::byte* aligned(Launch& launch, const ConstTensorView& tensor) const;
   Event end(Launch& launch, const char* call);
 

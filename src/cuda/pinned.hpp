@@ -1,6 +1,7 @@
 // Pinned host memory that kernels write to, in slots of one size. Allocating it may wait for the
 // GPU, so there is enough from the beginning.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -29,5 +30,11 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::vector<void*> slabs_;
   std::vector<std::byte*> free_;
 };
+
+/// Plans whose counts have room at once: those of a model's layers, for two halves of a batch.
+inline std::size_t plans_at_once(std::size_t bytes_each) {
+  constexpr std::size_t kBytes = std::size_t{1} << 20;  // unless four plans need more
+  return std::clamp<std::size_t>(kBytes / bytes_each, 4, 256);
+}
 
 }  // namespace ferry::cuda

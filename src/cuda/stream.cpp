@@ -2,6 +2,7 @@
 #include <exception>
 #include <utility>
 
+#include "core/check.hpp"
 #include "cuda/event.hpp"
 #include "cuda/runtime.hpp"
 
@@ -89,6 +90,12 @@ class CudaQueue final : public Stream::Queue {
 namespace ferry {
 
 Stream Stream::of_cuda(void* cuda_stream, int device) {
+  // Ferry makes and waits for events of a stream on threads of its own and of the caller.
+  if (cuda_stream == cudaStreamPerThread) {
+    refuse("Stream::of_cuda", "cuda_stream",
+           "cudaStreamPerThread, which is another stream in each thread",
+           "a stream that you made (cudaStreamCreateWithFlags), or 0, the default stream");
+  }
   return Stream(std::make_shared<cuda::CudaQueue>(static_cast<cudaStream_t>(cuda_stream), device));
 }
 

@@ -26,6 +26,8 @@ struct User {
   unsigned long long id = 0;        ///< of the stream
   bool captured = false;            ///< into a graph: the pieces live as long as the graph
   const OnWait* on_wait = nullptr;  ///< for the taking alone
+  const char* call = "";            ///< for messages
+  int rank = -1;
 };
 
 /// Thread-safe: tensors are dropped on any thread.

@@ -1,6 +1,11 @@
 // Latency mode of the host engine: what a caller may do with results.
 #include <algorithm>
+#include <functional>
+#include <memory>
+#include <new>
+#include <utility>
 
+#include "core/stream_state.hpp"
 #include "engine/test_groups.hpp"
 
 namespace ferry::host::test {
@@ -24,6 +29,37 @@ TEST(HostLatency, WritingIntoTheCountsChangesNothing) {
       const LatencyCombined back = latency.combine(received.x, received, ones(weights, 4));
       EXPECT_TRUE(same_rows(back.x, batch)) << "counts " << nonsense;
     }
+  });
+}
+
+/// A stream that takes no work the first time.
+struct FullQueue final : Stream::Queue {
+  Stream behind{};
+  bool full = true;
+  Event submit(std::function<void()> work) override {
+    if (std::exchange(full, false)) throw std::bad_alloc();
+    return behind.submit(std::move(work));
+  }
+  Event record() override { return behind.record(); }
+  void wait(const Event& event) override { behind.wait(event); }
+  void synchronize() override { behind.synchronize(); }
+};
+
+TEST(HostLatency, ACombineThatCouldNotBeginMayBeRepeated) {
+  with_groups(2, {}, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    const std::vector<float> weights(4, 1.0F);
+    const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+    Stream stream(std::make_shared<FullQueue>());
+    LatencyCombineOptions options;
+    options.stream = &stream;
+    EXPECT_THROW(latency.combine(received.x, received, ones(weights, 4), options), std::bad_alloc);
+    const LatencyCombined back = latency.combine(received.x, received, ones(weights, 4), options);
+    back.event.wait();
+    EXPECT_TRUE(same_rows(back.x, batch));
+    expect_error(ErrorKind::invalid_argument, {"combined already"},
+                 [&] { latency.combine(received.x, received, ones(weights, 4), options); });
   });
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/claim.hpp"
 #include "host/kernels/kernels.hpp"
 #include "host/latency_engine.hpp"
 
@@ -31,7 +32,8 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
     check_exact(kLatencyCombine, "out", *options.out, config_.dtype,
                 {exchange->tokens, config_.hidden});
   }
-  if (exchange->combined.exchange(true)) {
+  Claim claim(exchange->combined);
+  if (!claim) {
     refuse(kLatencyCombine, "received", "a result that was combined already",
            "one not combined yet");
   }
@@ -56,6 +58,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
         later->exchange.reset();  // the buffer may go back now
       },
       &call);
+  claim.keep();
   if (!options.hook) later->called = true;
   return result;
 }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <memory>
 
+#include "engine_hog.hpp"
 #include "engine_seat.hpp"
 
 namespace ferry::test {
@@ -12,26 +13,6 @@ namespace {
 
 constexpr std::uint64_t kSeed = 20261127;
 using Clock = std::chrono::steady_clock;
-
-/// All but a little of the memory of the current GPU.
-class Hog {
- public:
-  Hog() {
-    for (std::size_t bytes = std::size_t{1} << 33; bytes >= std::size_t{2} << 20; bytes /= 2) {
-      void* data = nullptr;
-      while (cudaMalloc(&data, bytes) == cudaSuccess) held_.push_back(data);
-      (void)cudaGetLastError();
-    }
-  }
-  ~Hog() {
-    for (void* data : held_) cudaFree(data);
-  }
-  Hog(const Hog&) = delete;
-  Hog& operator=(const Hog&) = delete;
-
- private:
-  std::vector<void*> held_;
-};
 
 TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
   Shape shape;

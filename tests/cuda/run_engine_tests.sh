@@ -25,8 +25,8 @@ count=${#gpus[@]}
 [ "$count" -gt 0 ] || { echo "NO GPU"; exit 77; }
 lanes=${LANES:-3}
 chosen=${*:-$(seq 0 $((lanes - 1)))}
-# Takes all memory of its GPU, so it comes alone.
-alone='*APlanWithoutMemory*'
+# They take all memory of their GPU, so they come alone.
+alone='*WithoutMemory*'
 filter=${FILTER:-*}
 [[ $filter == *-* ]] && filter=$filter:$alone || filter=$filter:-$alone
 failed=0

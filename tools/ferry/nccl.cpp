@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -41,7 +42,12 @@ void look(const std::string& library, Answer& answer) {
   if (void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     using GetVersion = int (*)(int*);
     if (const auto get = reinterpret_cast<GetVersion>(dlsym(handle, "ncclGetVersion"))) {
-      if (get(&answer.version) != 0) reason = library + ": ncclGetVersion failed";
+      int version = 0;
+      if (get(&version) == 0 && version > 0) {
+        answer.version = version;
+      } else {
+        reason = library + ": ncclGetVersion failed";
+      }
     } else {
       reason = last_error();
     }
@@ -49,6 +55,16 @@ void look(const std::string& library, Answer& answer) {
     reason = last_error();
   }
   std::strncpy(answer.reason, reason.c_str(), sizeof answer.reason - 1);
+}
+
+/// Waits for the end of a child; false: a signal killed it.
+bool exits(pid_t child) {
+  int status = 0;
+  pid_t gone = -1;
+  do {
+    gone = waitpid(child, &status, 0);
+  } while (gone < 0 && errno == EINTR);
+  return gone == child && WIFEXITED(status);
 }
 
 }  // namespace
@@ -69,11 +85,11 @@ Nccl find_nccl(const std::string& asked) {
     look(library, answer[0]);
     _exit(0);
   }
-  int status = 0;
-  const bool ended = child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status);
+  if (child < 0) throw std::runtime_error(fmt::format("fork: {}", std::strerror(errno)));
+  const bool ended = exits(child);
   if (ended && answer[0].version > 0) return {library, nccl_version(answer[0].version), ""};
   const std::string reason = ended ? answer[0].reason : library + ": loading it killed a process";
-  if (!by_name) throw std::runtime_error("--nccl: " + reason);
+  if (!by_name) throw std::runtime_error((asked == "auto" ? "FERRY_NCCL: " : "--nccl: ") + reason);
   return {"", "", reason};
 }
 

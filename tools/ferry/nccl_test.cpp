@@ -1,6 +1,8 @@
 #include "nccl.hpp"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/time.h>
 
 #include <cstdlib>
 #include <stdexcept>
@@ -12,9 +14,22 @@ namespace {
 /// Gone at the end of a test, whatever the user has set.
 class NcclSearch : public testing::Test {
  protected:
-  void SetUp() override { unsetenv("FERRY_NCCL"); }
-  void TearDown() override { unsetenv("FERRY_NCCL"); }
+  void SetUp() override { forget(); }
+  void TearDown() override { forget(); }
+  static void forget() {
+    unsetenv("FERRY_NCCL");
+    unsetenv("FAKE_NCCL");
+  }
 };
+
+std::string refusal_of(const std::string& asked) {
+  try {
+    find_nccl(asked);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "none";
+}
 
 TEST_F(NcclSearch, OffSaysSo) {
   const Nccl found = find_nccl("off");
@@ -35,13 +50,32 @@ TEST_F(NcclSearch, ALibraryThatWasNamedMustBeThere) {
   EXPECT_EQ(find_nccl("off").reason, "--nccl off");
 }
 
+TEST_F(NcclSearch, ARefusalNamesWhatNamedTheLibrary) {
+  EXPECT_EQ(refusal_of("/nowhere/a.so").rfind("--nccl: /nowhere/a.so", 0), 0u);
+  setenv("FERRY_NCCL", "/nowhere/b.so", 1);
+  EXPECT_EQ(refusal_of("auto").rfind("FERRY_NCCL: /nowhere/b.so", 0), 0u) << refusal_of("auto");
+}
+
 TEST_F(NcclSearch, AnotherLibraryIsNotNccl) {
-  try {
-    find_nccl("libm.so.6");
-    FAIL() << "found NCCL in libm";
-  } catch (const std::runtime_error& error) {
-    EXPECT_NE(std::string(error.what()).find("ncclGetVersion"), std::string::npos) << error.what();
-  }
+  EXPECT_NE(refusal_of("libm.so.6").find("ncclGetVersion"), std::string::npos);
+}
+
+TEST_F(NcclSearch, ALibraryThatFailsIsNotUsed) {
+  EXPECT_EQ(find_nccl(FERRY_FAKE_NCCL).version, "2.28.9");
+  setenv("FAKE_NCCL", "fails", 1);
+  EXPECT_NE(refusal_of(FERRY_FAKE_NCCL).find("ncclGetVersion failed"), std::string::npos);
+}
+
+TEST_F(NcclSearch, ASignalDoesNotEndTheLook) {
+  setenv("FAKE_NCCL", "slow", 1);
+  struct sigaction act{}, before{};
+  act.sa_handler = [](int) {};  // no SA_RESTART: what waits is interrupted
+  ASSERT_EQ(sigaction(SIGALRM, &act, &before), 0);
+  const itimerval soon{{0, 0}, {0, 50'000}};
+  ASSERT_EQ(setitimer(ITIMER_REAL, &soon, nullptr), 0);
+  const std::string refusal = refusal_of(FERRY_FAKE_NCCL);
+  sigaction(SIGALRM, &before, nullptr);
+  EXPECT_EQ(refusal, "none");
 }
 
 TEST(NcclVersion, IsRead) {
