@@ -85,6 +85,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Device device() const { return {DeviceKind::cuda, parts_.gpu->device()}; }
   const GroupView& view() const { return view_; }
   const GroupWords& words() const { return words_; }
+  /// Zeroed memory that kernels and the CPU share, 4 bytes a rank at least, for a while: whoever
+  /// makes and frees its own waits for every kernel on this GPU, and they may wait for peers.
+  std::shared_ptr<std::byte> pinned_words() { return counts_->take(); }
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked) const;

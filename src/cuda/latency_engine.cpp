@@ -146,8 +146,8 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
     open.need_bytes = static_cast<std::int64_t>(memory.bytes);
   }
   open.segment = segment.id;
-  const auto slot =
-      PinnedPool::make(sizeof(LatencyPlace) * static_cast<std::size_t>(engine->size()), 1)->take();
+  static_assert(sizeof(LatencyPlace) == 4);
+  const std::shared_ptr<std::byte> slot = engine->pinned_words();
   open.places = reinterpret_cast<LatencyPlace*>(slot.get());
   launch.keep(slot);
   launch.enter(open.call);
