@@ -191,12 +191,14 @@ struct OnGpu {
     copier.put(routes.data(), sent.routes);
     copier.put(weights.data(), sent.weights);
   }
-  ConstTensorView x_view() const { return {x.data(), Dtype::f32, {tokens, shape.hidden}, device}; }
+  /// As frameworks have it, an empty tensor lies nowhere.
+  void* place(const Buffer& buffer) const { return tokens == 0 ? nullptr : buffer.data(); }
+  ConstTensorView x_view() const { return {place(x), Dtype::f32, {tokens, shape.hidden}, device}; }
   ConstTensorView routes_view() const {
-    return {routes.data(), Dtype::i64, {tokens, shape.topk}, device};
+    return {place(routes), Dtype::i64, {tokens, shape.topk}, device};
   }
   ConstTensorView weights_view() const {
-    return {weights.data(), Dtype::f32, {tokens, shape.topk}, device};
+    return {place(weights), Dtype::f32, {tokens, shape.topk}, device};
   }
 };
 
