@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -135,6 +136,11 @@ struct World {
     return ranks[static_cast<std::size_t>(source)]
         .x[static_cast<std::size_t>(token * shape.hidden + h)];
   }
+  /// Whether these `hidden` numbers are that token's.
+  bool is_row(int source, std::int64_t token, const float* row) const {
+    const float* sent = ranks[static_cast<std::size_t>(source)].x.data() + token * shape.hidden;
+    return std::equal(sent, sent + shape.hidden, row);
+  }
   bool local(int rank, std::int64_t expert) const {
     return expert >= 0 && placement.rank_of(expert) == rank;
   }
@@ -232,15 +238,11 @@ inline void check_received(const World& world, int rank, const Trip& trip, const
       if (slot_rows.empty()) continue;
       const std::int64_t row = slot_rows[i * topk + k];
       need((row >= 0) == here && row < got.x.rows(), where + ": slot_rows");
-      for (std::size_t h = 0; here && h < hidden; ++h) {
-        need(x[static_cast<std::size_t>(row) * hidden + h] ==
-                 world.x(s, t, static_cast<std::int64_t>(h)),
-             where + ": expert-major x");
-      }
+      if (!here) continue;
+      need(world.is_row(s, t, x.data() + static_cast<std::size_t>(row) * hidden),
+           where + ": expert-major x");
     }
-    for (std::size_t h = 0; slot_rows.empty() && h < hidden; ++h) {
-      need(x[i * hidden + h] == world.x(s, t, static_cast<std::int64_t>(h)), where + ": x");
-    }
+    need(!slot_rows.empty() || world.is_row(s, t, x.data() + i * hidden), where + ": x");
   }
   for (std::size_t i = rows.size() * topk; i < ids.size(); ++i) {
     need(ids[i] == -1 && weights[i] == 0.0f, "tail of topk_idx and topk_weights");
@@ -274,10 +276,10 @@ inline void check_combined(const World& world, int rank, const Trip& trip, const
         }
         sum += part;
       }
-      need(x[static_cast<std::size_t>(t * world.shape.hidden + h)] == sum,
-           "combined token " + std::to_string(t) + ", channel " + std::to_string(h) + ": got " +
-               std::to_string(x[static_cast<std::size_t>(t * world.shape.hidden + h)]) +
-               ", expected " + std::to_string(sum));
+      const float found = x[static_cast<std::size_t>(t * world.shape.hidden + h)];
+      if (found == sum) continue;  // words for every number would take seconds
+      need(false, "combined token " + std::to_string(t) + ", channel " + std::to_string(h) +
+                      ": got " + std::to_string(found) + ", expected " + std::to_string(sum));
     }
   }
 }
