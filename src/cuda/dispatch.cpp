@@ -109,12 +109,8 @@ void DispatchJob::push(StepStatus status) {
     parameters.scale_token_stride = options_.scales->strides[0];
     parameters.scale_column_stride = options_.scales->strides[1];
   }
-  // A rank without tokens has weights as its peers do, though they may lie nowhere.
-  static constexpr float kNone = 0.0f;
-  if (has_weights()) {
-    const auto* weights = static_cast<const float*>(options_.topk_weights->data);
-    parameters.weights = weights != nullptr ? weights : &kNone;
-  }
+  parameters.has_weights = has_weights();
+  if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
   if (carries_routes_ && lasting()) {
     parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);

@@ -235,6 +235,7 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
     p.scale_token_stride = c.strided_scales ? 2 * c.scale_columns + 3 : c.scale_columns;
     p.scale_column_stride = c.strided_scales ? 2 : 1;
   }
+  p.has_weights = c.weights;
   if (c.weights) p.weights = reinterpret_cast<const float*>(placed_.weights[at(rank)].data);
   p.carries_routes = routes;
   if (routes) p.came = reinterpret_cast<std::uint64_t*>(placed_.came[at(rank)].data);

@@ -210,7 +210,7 @@ PushShape make_shape(const DispatchParameters& p, const KernelLimits& limits) {
   const bool scales = p.scales != nullptr && p.scale_columns > 0;
   const bool ride = limits.bulk_copies && scales && scales_ride(p);
   shape.side_scales = scales && !ride;
-  const bool beside = p.carries_routes || p.weights != nullptr || shape.side_scales;
+  const bool beside = p.carries_routes || p.has_weights || shape.side_scales;
   shape.side_warps = beside ? kSideWarps : 0;
   while (shape.width < p.plan.topk && shape.width < 32) shape.width *= 2;
   shape.block = static_cast<std::int32_t>(p.plan.placement.experts / p.group.ranks);

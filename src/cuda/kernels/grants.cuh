@@ -110,7 +110,7 @@ __device__ __forceinline__ bool find_target(const DispatchParameters& p, int pee
   const ReceiveLayout receive =
       make_receive_layout(grant.rows, static_cast<std::size_t>(p.row_bytes), p.scale_columns);
   const WideSideLayout side =
-      make_wide_side_layout(grant.rows, topk, p.carries_routes, p.weights != nullptr);
+      make_wide_side_layout(grant.rows, topk, p.carries_routes, p.has_weights);
   // An empty region may lie nowhere. Both places are looked up before either is judged.
   const PeerSegment rows_in = find_segment(p.group, peer, grant.segment, known);
   const PeerSegment side_in = find_segment(p.group, peer, grant.side_segment, known);

@@ -86,7 +86,7 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
   for (int slot = slot0; slot - slot0 < topk; slot += 32) {
     const bool there = slot < topk;
     const std::int32_t id = there ? ids[slot] : -1;
-    const float weight = there && p.weights != nullptr ? p.weights[token * topk + slot] : 0.0f;
+    const float weight = there && p.has_weights ? p.weights[token * topk + slot] : 0.0f;
 #pragma unroll 1
     for (int i = lane / shape.width; i - lane / shape.width < lanes.count; i += side_by_side) {
       const DeviceLane to = lane_at(lanes, i < lanes.count ? i : 0);
@@ -100,7 +100,7 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
         target.wide_ids[at] = is_local ? local : -1;
         if (slot == 0) target.source_token[to.row] = static_cast<std::int32_t>(token);
       }
-      if (p.weights != nullptr) target.weights[at] = is_local ? weight : 0.0f;
+      if (p.has_weights) target.weights[at] = is_local ? weight : 0.0f;
     }
   }
 }
@@ -142,7 +142,7 @@ __device__ inline void fill_tails(const DispatchParameters& p, const PushShape& 
   const std::int64_t received = recv_offset[p.group.ranks], topk = p.plan.topk;
   if (received >= p.capacity) return;
   const auto layout =
-      make_wide_side_layout(p.capacity, p.plan.topk, p.carries_routes, p.weights != nullptr);
+      make_wide_side_layout(p.capacity, p.plan.topk, p.carries_routes, p.has_weights);
   std::byte* side = segment_of(p.group, p.group.rank, p.side_segment).data + p.side_offset;
   auto* tokens = reinterpret_cast<std::int32_t*>(side + layout.source_token);
   auto* ids = reinterpret_cast<std::int64_t*>(side + layout.wide_ids);
@@ -153,7 +153,7 @@ __device__ inline void fill_tails(const DispatchParameters& p, const PushShape& 
   const std::int64_t stride = gridDim.x * side_threads;
   for (std::int64_t i = received * topk + thread; i < p.capacity * topk; i += stride) {
     if (p.carries_routes) ids[i] = -1;
-    if (p.weights != nullptr) weights[i] = 0.0f;
+    if (p.has_weights) weights[i] = 0.0f;
   }
   if (!p.carries_routes) return;
   for (std::int64_t row = received + thread; row < p.capacity; row += stride) tokens[row] = -1;
@@ -164,7 +164,7 @@ __device__ inline void push_side(const DispatchParameters& p, const PushShape& s
                                  const PushTarget* targets) {
   const std::int64_t stride = std::int64_t{gridDim.x} * shape.side_warps;
   const std::int64_t warp = std::int64_t{threadIdx.x / 32} - shape.row_warps;
-  const bool routes = p.carries_routes || p.weights != nullptr;
+  const bool routes = p.carries_routes || p.has_weights;
   std::int64_t token = warp * gridDim.x + blockIdx.x;
   TokenLanes lanes = load_lanes(p, token);
   for (; token < p.plan.tokens; token += stride) {

@@ -120,7 +120,8 @@ struct DispatchParameters {
   std::int64_t scale_columns = 0;
   std::int64_t scale_token_stride = 0;
   std::int64_t scale_column_stride = 1;
-  const float* weights = nullptr;  ///< [T, K] dense; null: none
+  bool has_weights = false;        ///< the same on all ranks
+  const float* weights = nullptr;  ///< [T, K] dense; an empty one may lie nowhere
   bool carries_routes = false;     ///< write source_token and local ids into the side region
   /// Not null: becomes 1 when this dispatch has brought the routes, 0 when it has not. Calls that
   /// use them take it for the plan's state.
