@@ -6,28 +6,16 @@
 // is made zero at the call's end.
 #pragma once
 #include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/message.cuh"
 #include "cuda/kernels/wait.cuh"
 
 namespace ferry::cuda::device {
 
-__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* word) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_release(std::uint32_t* word, std::uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-/// A word of 64 bits that carries its generation, so that it needs no flag behind it. PTX promises
-/// that an aligned access of 8 bytes is made at once.
+/// A word of 64 bits that carries its generation, so that it needs no flag behind it (message.cuh
+/// says why).
 __device__ __forceinline__ void store_word(std::uint64_t* word, std::uint32_t data,
                                            std::uint32_t tag) {
-  store_relaxed(word, static_cast<std::uint64_t>(tag) << 32 | data);
+  store_relaxed(word, tagged(data, tag));
 }
 __device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag) {
   return word >> 32 == tag;

@@ -41,6 +41,11 @@ struct Peak<float> {
   }
 };
 
+/// A code by integer arithmetic. Apart, for many of it side by side do not fit into the registers.
+__device__ __noinline__ inline std::uint32_t code_of(float value) {
+  return from_float<E4m3>(value).bits;
+}
+
 /// Two codes, the lower first.
 __device__ __forceinline__ std::uint32_t e4m3_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -48,7 +53,7 @@ __device__ __forceinline__ std::uint32_t e4m3_pair(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 #else
-  return from_float<E4m3>(low).bits | std::uint32_t{from_float<E4m3>(high).bits} << 8;
+  return code_of(low) | code_of(high) << 8;
 #endif
 }
 

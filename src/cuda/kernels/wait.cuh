@@ -19,6 +19,14 @@ __device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* word)
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
 __device__ __forceinline__ void store_release(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -37,6 +45,9 @@ __device__ __forceinline__ std::int64_t load_relaxed(const std::int64_t* word) {
 }
 __device__ __forceinline__ std::int32_t load_relaxed(const std::int32_t* word) {
   return static_cast<std::int32_t>(load_relaxed(reinterpret_cast<const std::uint32_t*>(word)));
+}
+__device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 __device__ __forceinline__ void store_relaxed(std::uint64_t* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
