@@ -12,11 +12,6 @@ std::size_t at(std::int64_t value) {
   return static_cast<std::size_t>(value);
 }
 
-template <class T, std::size_t N>
-T pick(Random& random, const T (&values)[N]) {
-  return values[random.below(static_cast<std::int64_t>(N))];
-}
-
 /// Slow sums: a combine that did not wait would read what was there before.
 ExpertCase random_case(Random& random, int ranks) {
   ExpertCase c;

@@ -11,11 +11,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-template <class T, std::size_t N>
-T pick(Random& random, const T (&values)[N]) {
-  return values[random.below(static_cast<std::int64_t>(N))];
-}
-
 ExpertCase random_case(Random& random, int ranks) {
   ExpertCase c;
   c.shape.ranks = ranks;

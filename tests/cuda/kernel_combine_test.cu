@@ -18,11 +18,6 @@ std::size_t at(std::int64_t value) {
   return static_cast<std::size_t>(value);
 }
 
-template <class T, std::size_t N>
-T pick(Random& random, const T (&values)[N]) {
-  return values[random.below(static_cast<std::int64_t>(N))];
-}
-
 CombineCase random_case(Random& random, int ranks) {
   CombineCase c;
   c.shape.ranks = ranks;

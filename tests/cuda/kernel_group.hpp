@@ -148,4 +148,10 @@ class Random {
   std::uint64_t state_;
 };
 
+/// One of the values.
+template <class T, std::size_t N>
+T pick(Random& random, const T (&values)[N]) {
+  return values[random.below(static_cast<std::int64_t>(N))];
+}
+
 }  // namespace ferry::cuda::test
