@@ -1,8 +1,8 @@
 // The caller's CUDA stream as a ferry::Stream.
-#include <exception>
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/kept_error.hpp"
 #include "cuda/event.hpp"
 #include "cuda/runtime.hpp"
 
@@ -12,7 +12,7 @@ namespace {
 /// Work and its end; freed by the driver's thread that ran it.
 struct Work {
   std::function<void()> run;
-  std::shared_ptr<std::exception_ptr> error;
+  std::shared_ptr<KeptError> error;
 };
 
 void CUDART_CB run_work(void* pointer) {
@@ -20,24 +20,24 @@ void CUDART_CB run_work(void* pointer) {
   try {
     if (work->run) work->run();
   } catch (...) {
-    *work->error = std::current_exception();
+    *work->error = KeptError::current();
   }
 }
 
 /// The end of work, which may have thrown.
 class WorkEvent final : public Event::State {
  public:
-  WorkEvent(GpuEvent event, int device, std::shared_ptr<std::exception_ptr> error)
+  WorkEvent(GpuEvent event, int device, std::shared_ptr<KeptError> error)
       : point_(event_of(std::move(event), device)), error_(std::move(error)) {}
   bool ready() override { return point_.ready(); }
   void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override {
     point_.wait(deadline, on_wait);
-    if (*error_) std::rethrow_exception(*error_);
+    if (*error_) error_->raise();
   }
 
  private:
   Event point_;
-  std::shared_ptr<std::exception_ptr> error_;
+  std::shared_ptr<KeptError> error_;
 };
 
 class CudaQueue final : public Stream::Queue {
@@ -47,7 +47,7 @@ class CudaQueue final : public Stream::Queue {
 
   Event submit(std::function<void()> work) override {
     const OnDevice here(device_);
-    auto error = std::make_shared<std::exception_ptr>();
+    auto error = std::make_shared<KeptError>();
     auto held = std::make_unique<Work>(Work{std::move(work), error});
     check(cudaLaunchHostFunc(stream_, run_work, held.get()), "cudaLaunchHostFunc");
     held.release();

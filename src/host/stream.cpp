@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "core/kept_error.hpp"
 #include "core/stream_state.hpp"
 #include "ferry/error.hpp"
 
@@ -20,9 +20,9 @@ struct WorkEvent final : Event::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
-  std::exception_ptr error;
+  KeptError error;
 
-  void complete(std::exception_ptr thrown) {
+  void complete(KeptError thrown) {
     {
       std::scoped_lock lock(mutex);
       done = true;
@@ -54,7 +54,7 @@ struct WorkEvent final : Event::State {
         lock.lock();
       }
     }
-    if (error) std::rethrow_exception(error);
+    if (error) error.raise();
   }
 };
 
@@ -70,7 +70,7 @@ class Worker final : public Stream::Queue {
     std::condition_variable changed;
     std::deque<Item> items;
     bool stopping = false;
-    std::exception_ptr first_error;
+    KeptError first_error;
   };
   std::shared_ptr<Items> queue = std::make_shared<Items>();
   std::thread thread{[shared = queue] { run(*shared); }};
@@ -106,11 +106,11 @@ class Worker final : public Stream::Queue {
       Item item = std::move(queue.items.front());
       queue.items.pop_front();
       lock.unlock();
-      std::exception_ptr error;
+      KeptError error;
       try {
         if (item.work) item.work();
       } catch (...) {
-        error = std::current_exception();
+        error = KeptError::current();
       }
       item.work = nullptr;  // what the work held is dropped before the event says so
       item.event->complete(error);
@@ -134,7 +134,7 @@ class Worker final : public Stream::Queue {
   void synchronize() override {
     record().wait();
     std::scoped_lock lock(queue->mutex);
-    if (auto error = std::exchange(queue->first_error, nullptr)) std::rethrow_exception(error);
+    if (const KeptError error = std::exchange(queue->first_error, {})) error.raise();
   }
 };
 
