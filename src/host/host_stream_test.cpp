@@ -29,6 +29,29 @@ TEST(Stream, WorkRunsInOrderAndErrorsStayWithTheirEvents) {
   EXPECT_NO_THROW(stream.synchronize());  // once
 }
 
+/// Who asks may read it while another thread frees its own.
+TEST(Stream, WhoeverAsksForAnErrorGetsOneOfItsOwn) {
+  Stream stream;
+  const Event bad = stream.submit(
+      [] { throw Error(ErrorKind::peer_failed, "rank 3 died", {0, 3, "test", 1, 0, 0}); });
+  try {
+    bad.wait(20s);
+    FAIL();
+  } catch (const Error& first) {
+    try {
+      bad.wait(20s);
+      FAIL();
+    } catch (const Error& second) {
+      EXPECT_STREQ(first.what(), second.what());
+      EXPECT_NE(first.what(), second.what());
+      EXPECT_EQ(second.kind(), ErrorKind::peer_failed);
+      EXPECT_EQ(second.peer(), 3);
+      EXPECT_EQ(second.context().stage, "test");
+    }
+  }
+  EXPECT_THROW(stream.synchronize(), Error);
+}
+
 TEST(Stream, AnEventWaitsNoLongerThanItsDeadline) {
   Stream stream;
   std::promise<void> release;
