@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "ferry/group.hpp"
 
@@ -19,11 +20,38 @@ struct LatencyConfig {
   std::int64_t hidden = 0;    ///< channels of a token; row bytes a multiple of 16
   int topk = 0;               ///< most slots of a route
   Dtype dtype = Dtype::bf16;  ///< of tokens and of combined rows: bf16, f16 or f32
+  /// What a rank that misses the deadline of a call costs. false: the group fails, as in throughput
+  /// mode. true: the rank is masked and the others go on without it (`LatencyExchange::masked`);
+  /// combines take `CombinePath::per_rank`.
+  bool masks = false;
+};
+
+/// Who sums the rows of a token.
+enum class CombinePath : std::uint8_t {
+  per_slot,  ///< one row for each slot crosses; the owner sums them in ascending k: bit-exact with
+             ///< the definition of `LatencyCombined::x`
+  per_rank,  ///< the rank of the experts sums its slots in ascending k from +0 by fp32 fma and
+             ///< rounds to the dtype; one row for each rank crosses; the owner adds them in
+             ///< ascending rank from +0, one rounding
+};
+
+/// How the rows of a combine are written in flight.
+enum class CombineFormat : std::uint8_t {
+  as_is,     ///< the configuration's dtype
+  e4m3,      ///< e4m3 with one f32 scale for each 128 channels, as dispatch quantises
+  logfmt10,  ///< 10 bits a channel: sign and 9 bits of logarithm between the least and the largest
+             ///< magnitude of 128 channels
 };
 
 struct LatencyDispatchOptions {
   WireFormat format = WireFormat::as_is;
   ScaleFormat scale_format = ScaleFormat::f32;
+  RowOrder order = RowOrder::expert_major;
+  /// f32 [T, K]: carried to the ranks of the experts. Rank-major results show them; a combine with
+  /// `CombinePath::per_rank` then needs no weights of its own. All ranks or none.
+  std::optional<ConstTensorView> topk_weights{};
+  /// i64 [ranks]: how many nanoseconds this call's receive waited for each source is added here.
+  std::optional<TensorView> waits{};
   bool hook = false;         ///< true: only send; `receive()` of the result does the rest
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results
 };
@@ -44,6 +72,14 @@ class LatencyReceived {
   Tensor counts{};  ///< i32 [local experts]
   Tensor source_token{};  ///< i32 [local experts, ranks · capacity]: token index at its owner
   Tensor ranges{};        ///< i64 [local experts, ranks]: (first row << 32) | rows
+  /// `RowOrder::rank_major`: nothing is fanned out. x is [ranks, capacity, H], scales
+  /// [ranks, capacity, ..] with stride 1 along the rows, counts i32 [ranks], source_token i32
+  /// [ranks, capacity], ranges empty; the first counts[s] rows of source s are valid, in ascending
+  /// token. With them come the local expert ids of the slots, i32 [ranks, capacity, K], −1 where a
+  /// slot is not on this rank and in rows that are not valid.
+  Tensor topk_idx{};
+  Tensor topk_weights{};  ///< rank-major, when weights were given: f32 [ranks, capacity, K], 0
+                          ///< where topk_idx is −1
   Event event{};
 
   /// With `hook`: receives. Blocks (without a stream) until all rows arrived. Nothing is written
@@ -54,6 +90,11 @@ class LatencyReceived {
 };
 
 struct LatencyCombineOptions {
+  /// Of expert-major rows. Rank-major rows [ranks, capacity, H] hold one row for each token, the
+  /// caller's own weighted sum: they are added in ascending rank, whatever the path.
+  CombinePath path = CombinePath::per_slot;
+  CombineFormat format = CombineFormat::as_is;
+  std::optional<TensorView> waits{};  ///< as in dispatch
   bool hook = false;
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output
   Stream* stream = nullptr;
@@ -86,6 +127,25 @@ class LatencyExchange {
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
                           const ConstTensorView& topk_weights,
                           const LatencyCombineOptions& options = {});
+
+  /// Collective. With weights that came with the dispatch, or rank-major rows.
+  LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
+                          const LatencyCombineOptions& options = {});
+
+  /// Masks, of an exchange whose configuration has `masks`; else Error(invalid_argument). A masked
+  /// rank is neither sent to nor waited for; what it holds of a token is zero. A rank is masked by
+  /// missing the deadline of a call, which also raises the count of `mask_count`; late writes of a
+  /// masked rank are ignored.
+  std::vector<bool> masked() const;  ///< [ranks]; own rank: never
+  void set_mask(int rank, bool masked);
+  void clear_masks();
+  /// Times that a deadline masked a rank. The word lies in (pinned) host memory and lives as long
+  /// as the exchange; reading it touches no GPU.
+  const std::uint64_t* mask_count() const;
+  /// Collective of all ranks, those that go on and those that come back, at the same place in every
+  /// rank's calls: agrees on a generation after all that were used and clears all masks. Results
+  /// that are alive may still be read, not combined.
+  void rejoin();
 
   const LatencyConfig& config() const;
   /// Registered bytes of one rank's latency buffers: what creation adds to memory().latency_bytes.

@@ -39,6 +39,28 @@ LatencyCombined LatencyExchange::combine(const ConstTensorView& rows,
   return live(engine_, "latency combine").combine(rows, received, topk_weights, options);
 }
 
+LatencyCombined LatencyExchange::combine(const ConstTensorView& rows,
+                                         const LatencyReceived& received,
+                                         const LatencyCombineOptions& options) {
+  return live(engine_, "latency combine").combine(rows, received, std::nullopt, options);
+}
+
+std::vector<bool> LatencyExchange::masked() const {
+  return live(engine_, "masked").masked();
+}
+void LatencyExchange::set_mask(int rank, bool masked) {
+  live(engine_, "set_mask").set_mask(rank, masked);
+}
+void LatencyExchange::clear_masks() {
+  live(engine_, "clear_masks").clear_masks();
+}
+const std::uint64_t* LatencyExchange::mask_count() const {
+  return live(engine_, "mask_count").mask_count();
+}
+void LatencyExchange::rejoin() {
+  live(engine_, "rejoin").rejoin();
+}
+
 const LatencyConfig& LatencyExchange::config() const {
   return live(engine_, "config").config();
 }

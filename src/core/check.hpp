@@ -74,5 +74,7 @@ void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,
                             const Device& where = {});
+void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
+                           const LatencyCombineOptions& options);
 
 }  // namespace ferry

@@ -240,6 +240,21 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
            "at most " + to_string(config.topk) + ", as configured");
   }
   check_formats(kCall, options.format, options.scale_format);
+  if (options.order != RowOrder::expert_major || options.topk_weights || options.waits) {
+    refuse(kCall, "order, topk_weights, waits", "one of them", "none: not there yet");
+  }
+}
+
+void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
+                           const LatencyCombineOptions& options) {
+  constexpr std::string_view kCall = "latency combine";
+  if (!topk_weights) {
+    refuse(kCall, "topk_weights", "none", "weights: the dispatch brought none");
+  }
+  if (options.path != CombinePath::per_slot || options.format != CombineFormat::as_is ||
+      options.waits) {
+    refuse(kCall, "path, format, waits", "one of them", "none: not there yet");
+  }
 }
 
 namespace {

@@ -16,8 +16,21 @@ class LatencyEngine {
   virtual LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                    const LatencyDispatchOptions& options) = 0;
   virtual LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
-                                  const ConstTensorView& topk_weights,
+                                  const std::optional<ConstTensorView>& topk_weights,
                                   const LatencyCombineOptions& options) = 0;
+  /// For an exchange without masks.
+  virtual std::vector<bool> masked() const { no_masks(); }
+  virtual void set_mask(int /*rank*/, bool /*masked*/) { no_masks(); }
+  virtual void clear_masks() { no_masks(); }
+  virtual const std::uint64_t* mask_count() const { no_masks(); }
+  virtual void rejoin() { no_masks(); }
+
+ private:
+  [[noreturn]] static void no_masks() {
+    throw Error(ErrorKind::invalid_argument,
+                "latency masks: the exchange was made without masks; expected "
+                "LatencyConfig::masks = true");
+  }
 };
 
 /// The second half of a call that was made with a hook.

@@ -215,7 +215,7 @@ void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, 
 }
 
 LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
-                                     const ConstTensorView& topk_weights,
+                                     const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
   const Device where = engine_->device();
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
@@ -228,10 +228,11 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
            "receive() before combine");
   }
   const std::shared_ptr<LatencyRound> round = state->round;
+  check_latency_combine(topk_weights, options);
   const std::int64_t tokens = round->combine.tokens, topk = round->combine.topk;
   check_exact(kLatencyCombine, "rows", rows, config_.dtype,
               {local_experts(), output_rows(), config_.hidden}, where);
-  check_exact(kLatencyCombine, "topk_weights", topk_weights, Dtype::f32, {tokens, topk}, where);
+  check_exact(kLatencyCombine, "topk_weights", *topk_weights, Dtype::f32, {tokens, topk}, where);
   const Extents shape{tokens, config_.hidden};
   if (options.out) {
     check_exact(kLatencyCombine, "out", *options.out, config_.dtype, shape, where);
@@ -259,7 +260,7 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   LatencyCombineParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
   sending.rows = aligned(launch, rows);
-  sending.weights = static_cast<const float*>(topk_weights.data);
+  sending.weights = static_cast<const float*>(topk_weights->data);
   if (!options.hook) sending.kept_weights = nullptr;
   claim.keep();
   launch.enter_apart(signature(CallKind::latency_combine));

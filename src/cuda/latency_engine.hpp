@@ -72,7 +72,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
-                          const ConstTensorView& topk_weights,
+                          const std::optional<ConstTensorView>& topk_weights,
                           const LatencyCombineOptions& options) override;
 
   /// The second halves. `stream` null: they block. `claim` is kept once they take place.

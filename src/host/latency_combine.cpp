@@ -11,7 +11,7 @@
 namespace ferry::host {
 
 LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
-                                     const ConstTensorView& topk_weights,
+                                     const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
   HostEngine::Call call(*engine_, kLatencyCombine);
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
@@ -24,9 +24,10 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
     refuse(kLatencyCombine, "received", "a result whose hook was not called",
            "receive() before combine");
   }
+  check_latency_combine(topk_weights, options);
   check_exact(kLatencyCombine, "rows", rows, config_.dtype,
               {local_experts(), output_rows(), config_.hidden});
-  check_exact(kLatencyCombine, "topk_weights", topk_weights, Dtype::f32,
+  check_exact(kLatencyCombine, "topk_weights", *topk_weights, Dtype::f32,
               {exchange->tokens, exchange->topk});
   if (options.out) {
     check_exact(kLatencyCombine, "out", *options.out, config_.dtype,
@@ -40,8 +41,8 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   auto later = std::make_shared<SumRowsLater>();
   later->engine = shared_from_this();
   later->exchange = exchange;
-  const auto* weights = static_cast<const float*>(topk_weights.data);
-  later->weights.assign(weights, weights + topk_weights.shape.product());
+  const auto* weights = static_cast<const float*>(topk_weights->data);
+  later->weights.assign(weights, weights + topk_weights->shape.product());
   const Extents own{exchange->tokens, config_.hidden};
   later->out = options.out
                    ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}

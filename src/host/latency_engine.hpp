@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
-                          const ConstTensorView& topk_weights,
+                          const std::optional<ConstTensorView>& topk_weights,
                           const LatencyCombineOptions& options) override;
 
   /// A result is gone. If it was never received, its rows may still be on their way: then the
