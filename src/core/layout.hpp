@@ -94,6 +94,26 @@ FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool
   return layout;
 }
 
+/// A row of a latency combine in flight, in the formats that change it: codes first.
+struct CombineRowLayout {
+  std::size_t e4m3_scales = 0;    ///< f32 [ceil(hidden / 128)]
+  std::size_t e4m3_bytes = 0;     ///< of the row
+  std::size_t logfmt_high = 0;    ///< the codes' high bits; the low ones come first
+  std::size_t logfmt_ranges = 0;  ///< LogfmtRange [ceil(hidden / 128)]
+  std::size_t logfmt_bytes = 0;   ///< of the row
+};
+
+FERRY_FN constexpr CombineRowLayout make_combine_row_layout(std::size_t hidden) {
+  const std::size_t blocks = (hidden + 127) / 128;
+  CombineRowLayout layout{};
+  layout.e4m3_scales = round_up(hidden, 16);
+  layout.e4m3_bytes = layout.e4m3_scales + blocks * 4;
+  layout.logfmt_high = round_up(hidden, 16);
+  layout.logfmt_ranges = layout.logfmt_high + round_up((hidden + 3) / 4, 16);
+  layout.logfmt_bytes = layout.logfmt_ranges + blocks * 8;
+  return layout;
+}
+
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
 /// generations, but for the flags that every generation raises.
 struct LatencyLayout {
