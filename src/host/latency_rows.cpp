@@ -77,9 +77,8 @@ void HostLatency::await_announcements(const Exchange& exchange, const CombineCal
   const protocol::FlagRow row{segment_.data + line_offset(layout_.announced, g, 0), kLineBytes,
                               ranks()};
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
-  engine_->channel().await(stage, {row, g}, [&](GroupWatch& watch) {
-    return announced_[buffer(g)].await(g, watch);
-  });
+  engine_->channel().await(
+      stage, {row, g}, [&](GroupWatch& watch) { return announced_[buffer(g)].await(g, watch); });
   for (int source = 0; source < ranks(); ++source) {
     const auto& head = *reinterpret_cast<const CombineHead*>(
         segment_.data + line_offset(layout_.combines, g, source));
