@@ -76,5 +76,8 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
                             const Device& where = {});
 void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
                            const LatencyCombineOptions& options);
+/// How long a receive waited for each rank is added there.
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where = {});
 
 }  // namespace ferry

@@ -240,8 +240,8 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
            "at most " + to_string(config.topk) + ", as configured");
   }
   check_formats(kCall, options.format, options.scale_format);
-  if (options.order != RowOrder::expert_major || options.topk_weights || options.waits) {
-    refuse(kCall, "order, topk_weights, waits", "one of them", "none: not there yet");
+  if (options.order != RowOrder::expert_major || options.topk_weights) {
+    refuse(kCall, "order, topk_weights", "one of them", "none: not there yet");
   }
 }
 
@@ -251,10 +251,14 @@ void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
   if (!topk_weights) {
     refuse(kCall, "topk_weights", "none", "weights: the dispatch brought none");
   }
-  if (options.path != CombinePath::per_slot || options.format != CombineFormat::as_is ||
-      options.waits) {
-    refuse(kCall, "path, format, waits", "one of them", "none: not there yet");
+  if (options.path != CombinePath::per_slot || options.format != CombineFormat::as_is) {
+    refuse(kCall, "path, format", "one of them", "none: not there yet");
   }
+}
+
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where) {
+  if (waits) check_exact(call, "waits", *waits, Dtype::i64, {ranks}, where);
 }
 
 namespace {

@@ -100,14 +100,18 @@ struct LatencyLayout {
   std::size_t arrived = 0;    ///< [R] lines: rows and counts of source are here
   std::size_t combined = 0;   ///< [2, R] lines: source's rows for my tokens are here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
+  std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
+  std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
+  std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included
   std::size_t scale_at = 0;   ///< of the scales inside a quantised row's slot
   std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids
   std::size_t rows = 0;       ///< [2, R, capacity, row_slot]
   std::size_t metas = 0;      ///< [2, R, capacity, meta_slot]
   std::size_t counts = 0;     ///< [2, R] lines: rows that source sends
-  std::size_t partials = 0;   ///< [2, capacity, K, combine row bytes]
-  std::size_t outputs = 0;    ///< [2, output_bytes]
+  std::size_t partials = 0;   ///< [2, writers, capacity, K, combine row bytes]
+  std::size_t partial_writers = 0;  ///< R with masks, so that a place has one writer; else 1
+  std::size_t outputs = 0;          ///< [2, output_bytes]
   std::size_t output_bytes = 0;
   std::size_t bytes = 0;
 };
@@ -119,6 +123,7 @@ struct LatencyShape {
   std::int64_t hidden = 0;
   int topk = 1;
   std::size_t element_bytes = 2;
+  bool masks = false;
 };
 
 FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) {
@@ -135,12 +140,17 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.combined = carver.take(2 * r * kLineBytes);
   layout.released = carver.take(r * kLineBytes);
   layout.counts = carver.take(2 * r * kLineBytes);
+  const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
+  layout.masks = carver.take(mask_lines);
+  layout.offers = carver.take(mask_lines);
+  layout.answers = carver.take(mask_lines);
   layout.scale_at = round_up(hidden, 16);
   layout.row_slot = round_up(plain > quantized ? plain : quantized, 16);
   layout.meta_slot = round_up((1 + k) * sizeof(std::int32_t), 16);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);
   layout.metas = carver.take(2 * r * capacity * layout.meta_slot);
-  layout.partials = carver.take(2 * capacity * k * plain);
+  layout.partial_writers = shape.masks ? r : 1;
+  layout.partials = carver.take(2 * layout.partial_writers * capacity * k * plain);
   const std::size_t output_rows = static_cast<std::size_t>(shape.local_experts) * r * capacity;
   layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
   layout.outputs = carver.take(2 * layout.output_bytes);

@@ -177,6 +177,7 @@ LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTenso
                                       const LatencyDispatchOptions& options) {
   const Device where = engine_->device();
   check_latency_dispatch(x, topk_idx, config_, options, where);
+  if (options.waits) refuse(kLatencyDispatch, "waits", "a tensor", "none: not there yet");
   check_routes(kLatencyDispatch, topk_idx, where);
   check_stream(kLatencyDispatch, options.stream, where);
   Launch launch(*engine_, kLatencyDispatch, options.stream);
@@ -229,6 +230,7 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   }
   const std::shared_ptr<LatencyRound> round = state->round;
   check_latency_combine(topk_weights, options);
+  if (options.waits) refuse(kLatencyCombine, "waits", "a tensor", "none: not there yet");
   const std::int64_t tokens = round->combine.tokens, topk = round->combine.topk;
   check_exact(kLatencyCombine, "rows", rows, config_.dtype,
               {local_experts(), output_rows(), config_.hidden}, where);

@@ -35,7 +35,12 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
                           layout.combined + static_cast<std::size_t>(engine_->size()) * kLineBytes),
                     engine_->rank(),
                     segment_.data + layout.combined +
-                        static_cast<std::size_t>(engine_->size()) * kLineBytes)} {}
+                        static_cast<std::size_t>(engine_->size()) * kLineBytes)},
+      masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
+             segment_.data + layout.masks, config.masks),
+      rejoin_({flags(engine_->size(), segment_.id, layout.offers),
+               flags(engine_->size(), segment_.id, layout.answers)},
+              engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers) {}
 
 BufferLease::~BufferLease() {
   if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));
@@ -48,7 +53,10 @@ void refuse_second_receive(const char* call) {
 void HostLatency::drop(Generation generation, bool received) {
   std::scoped_lock lock(mutex_);
   alive_[buffer(generation)] = false;
-  if (!received) {
+  if (const Generation base = masks_.base(); generation <= base) {
+    // From before a rejoin, which counts the buffers as used by the two generations before its own.
+    generation = base - (base - generation) % 2;
+  } else if (!received) {
     unreceived_.push_back(generation);
     return;
   }
@@ -68,6 +76,7 @@ LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, 
   shape.hidden = config.hidden;
   shape.topk = config.topk;
   shape.element_bytes = size_of(config.dtype);
+  shape.masks = config.masks;
   return make_latency_layout(shape);
 }
 
@@ -95,6 +104,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.columns = config.hidden;
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
+    head.call.weights = config.masks ? 1 : 0;
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =

@@ -14,6 +14,7 @@
 #include "engine/reach.hpp"
 #include "host/engine.hpp"
 #include "host/latency.hpp"
+#include "host/latency_masks.hpp"
 #include "protocol/credit.hpp"
 #include "protocol/delivery.hpp"
 
@@ -21,6 +22,7 @@ namespace ferry::host {
 
 inline constexpr const char* kLatencyDispatch = "latency dispatch";
 inline constexpr const char* kLatencyCombine = "latency combine";
+inline constexpr const char* kLatencyRejoin = "latency rejoin";
 
 /// What a source says about the rows that it sent.
 struct SourceHeader {
@@ -67,6 +69,8 @@ struct Exchange {
   std::int64_t tokens = 0;
   int topk = 0;
   std::vector<std::int32_t> routes{};  // own, [T, K]
+  RankBytes sent{};                    // to whom; all but ranks that were masked
+  RankBytes came{};                    // whose rows; the same
   // Filled by the receive, [local experts, ranks · capacity]; valid are the first counts[e].
   std::vector<Origin> origins{};
   std::vector<std::int32_t> counts{};  // [local experts]; the caller may write into its tensor
@@ -83,6 +87,11 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
               const AddedSegments& segments, const LatencyLayout& layout);
 
   const LatencyConfig& config() const override { return config_; }
+  std::vector<bool> masked() const override;
+  void set_mask(int rank, bool masked) override;
+  void clear_masks() override;
+  const std::uint64_t* mask_count() const override;
+  void rejoin() override;
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
@@ -93,15 +102,20 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// buffer goes back to the senders only when the next dispatch has seen them arrive.
   void drop(Generation generation, bool received);
   void receive_rows(Exchange& exchange);
-  void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out);
+  void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out,
+                const std::optional<TensorView>& waits);
   Event enter(const char* call, Stream* stream, std::function<void()> work,
               HostEngine::Call* inside = nullptr) {
     auto run = [this, call, work = std::move(work)] {
       engine_->channel().enter_call({call_named(call), number_});
+      masks_.begin_call();
       work();
     };
-    return engine_->enter(call, stream, std::move(run), inside);
+    return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
+  Asks asks() const { return config_.masks ? Asks::existence : Asks::no_failure; }
+  /// Throws Error(left_behind) for a result from before a rejoin, and as `LatencyMasks` does.
+  void check_still_joined(const char* call, Generation generation) const;
 
  private:
   int ranks() const { return engine_->size(); }
@@ -129,9 +143,11 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                              static_cast<std::size_t>(source)) *
                                 kLineBytes;
   }
-  std::size_t partial_offset(Generation generation, std::int64_t token, int k) const {
+  std::size_t partial_offset(Generation generation, int writer, std::int64_t token, int k) const {
     const auto capacity = static_cast<std::size_t>(config_.capacity);
-    return layout_.partials + ((buffer(generation) * capacity + static_cast<std::size_t>(token)) *
+    const std::size_t place = buffer(generation) * layout_.partial_writers +
+                              (layout_.partial_writers > 1 ? static_cast<std::size_t>(writer) : 0);
+    return layout_.partials + ((place * capacity + static_cast<std::size_t>(token)) *
                                    static_cast<std::size_t>(config_.topk) +
                                static_cast<std::size_t>(k)) *
                                   plain_bytes();
@@ -143,7 +159,26 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void make_tensors(Exchange& exchange);
   void settle_unreceived();
   void await_credits(Generation generation);
-  void send_rows(const Exchange& exchange, const ConstTensorView& x);
+  void send_rows(const Exchange& exchange, const ConstTensorView& x, const RankBytes& to);
+
+  // latency_rejoin.cpp
+  /// Every rank, but for those that are masked here.
+  RankBytes unmasked() const;
+  /// Sends to whom gives credit, in the order in which they do.
+  void send_as_credits_come(Exchange& exchange, const ConstTensorView& x);
+  /// Waits for what the ranks in `pending` send; returns those of whom it came. `waits` is the
+  /// caller's tensor.
+  RankBytes await_sources(const SourceWait& wait, const RankBytes& pending,
+                          const std::optional<TensorView>& waits);
+  /// To whom this rank may say that its part of a combine is there.
+  RankBytes answered(const Exchange& exchange) const;
+  [[noreturn]] void throw_not_rejoined(const protocol::Status& status) const;
+  void start_from(Generation agreed, const RankBytes& gone);
+  void require_masks() const;
+  protocol::FlagRow flag_row(std::size_t offset) const {
+    return {segment_.data + offset, kLineBytes, ranks()};
+  }
+
   std::size_t encode(const Exchange& exchange, const std::byte* row, std::byte* wire) const;
   const SourceHeader& checked_header(const Exchange& exchange, int source);
   void place_row(const Exchange& exchange, const std::byte* wire, std::int64_t expert,
@@ -158,6 +193,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   FabricReach reach_;
   protocol::Credit<> credit_;
   std::array<protocol::Delivery<>, 2> combined_;
+  LatencyMasks masks_;
+  protocol::Rejoin<> rejoin_;
 
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;
@@ -184,6 +221,7 @@ struct SumRowsLater final : LatencyState {
   std::shared_ptr<Exchange> exchange;
   std::vector<float> weights{};
   Tensor out{};
+  std::optional<TensorView> waits{};
   std::atomic<bool> called{false};
   void receive() override;
 };

@@ -55,9 +55,9 @@ void HostLatency::place_row(const Exchange& exchange, const std::byte* wire, std
 
 void HostLatency::receive_rows(Exchange& exchange) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
-  engine_->channel().await("latency dispatch: rows", {row, g},
-                           [&](GroupWatch& watch) { return credit_.await_arrivals(g, watch); });
+  check_still_joined(kLatencyDispatch, g);
+  exchange.came = await_sources({"latency dispatch: rows", flag_row(layout_.arrived), g},
+                                unmasked(), exchange.options.waits);
   const std::int64_t experts = local_experts(), rows = output_rows();
   exchange.origins.resize(static_cast<std::size_t>(experts * rows));
   auto* counts = exchange.result.counts.as<std::int32_t>();
@@ -65,7 +65,8 @@ void HostLatency::receive_rows(Exchange& exchange) {
   auto* ranges = exchange.result.ranges.as<std::int64_t>();
   std::fill_n(counts, experts, 0);
   for (int source = 0; source < ranks(); ++source) {
-    const SourceHeader& header = checked_header(exchange, source);
+    const bool came = exchange.came[static_cast<std::size_t>(source)] != 0;
+    const SourceHeader header = came ? checked_header(exchange, source) : SourceHeader{};
     std::vector<std::int32_t> first(counts, counts + experts);
     for (std::int32_t r = 0; r < header.rows; ++r) {
       const std::byte* wire = segment_.data + row_offset(g, source, r);

@@ -29,6 +29,7 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
   check_latency_dispatch(x, topk_idx, config_, options);
+  check_waits(kLatencyDispatch, options.waits, ranks());
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
@@ -79,7 +80,8 @@ void HostLatency::make_tensors(Exchange& exchange) {
 
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
-  HostEngine::Call call(*engine_, kLatencyDispatch);
+  HostEngine::Call call(*engine_, kLatencyDispatch, asks());
+  masks_.check_left_behind(kLatencyDispatch);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();
@@ -89,9 +91,9 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {
+        self->masks_.check_left_behind(kLatencyDispatch);
         self->settle_unreceived();
-        self->await_credits(exchange->generation);
-        self->send_rows(*exchange, x);
+        self->send_as_credits_come(*exchange, x);
         if (!hook) self->receive_rows(*exchange);
       },
       &call);
@@ -106,11 +108,21 @@ void HostLatency::settle_unreceived() {
     dropped.swap(unreceived_);
   }
   std::sort(dropped.begin(), dropped.end());
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
+  RankBytes senders(static_cast<std::size_t>(ranks()), 1);
+  if (masks_.on()) {
+    // What is written late spoils only what its writer sends; but on a network it may come after
+    // what its writer sends next.
+    senders = unmasked();
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (engine_->channel().pointer(peer, {segment_.id, 0}) != nullptr) {
+        senders[static_cast<std::size_t>(peer)] = 0;
+      }
+    }
+  }
   for (const Generation generation : dropped) {
-    engine_->channel().await(
-        "latency dispatch: rows of a dropped result", {row, generation},
-        [&](GroupWatch& watch) { return credit_.await_arrivals(generation, watch); });
+    await_sources(
+        {"latency dispatch: rows of a dropped result", flag_row(layout_.arrived), generation},
+        senders, std::nullopt);
     drop(generation, true);
   }
 }
@@ -142,7 +154,8 @@ std::size_t HostLatency::encode(const Exchange& exchange, const std::byte* row,
   return layout_.scale_at + scale_count(static_cast<std::size_t>(config_.hidden)) * sizeof(float);
 }
 
-void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) {
+void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
+                            const RankBytes& to) {
   const Generation g = exchange.generation;
   const Placement& placement = engine_->placement();
   const std::uint64_t tag = protocol::Credit<>::tag(g);
@@ -157,6 +170,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) 
     const std::size_t row_bytes =
         encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire.data());
     for (int peer = 0; peer < ranks(); ++peer) {
+      if (to[static_cast<std::size_t>(peer)] == 0) continue;
       const auto first = static_cast<std::int32_t>(placement.first_expert(peer));
       const auto end = static_cast<std::int32_t>(placement.first_expert(peer + 1));
       bool goes = false;
@@ -178,6 +192,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) 
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
     const auto d = static_cast<std::size_t>(peer);
+    if (to[d] == 0) continue;
     const SourceHeader header{g, sent[d], static_cast<std::uint32_t>(exchange.options.format),
                               static_cast<std::uint32_t>(exchange.options.scale_format), 0};
     reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header), tag);
