@@ -51,9 +51,20 @@ class Load {
 
   /// One dispatch and combine. `absent`: whom this rank is to go without.
   void round(int number, const std::vector<int>& absent) {
-    const LatencyReceived received = latency_.dispatch(x(number), ids());
+    LatencyDispatchOptions options;
+    const bool ahead = number % 2 == 1;
+    if (ahead) options.topk_weights = weights();
+    const LatencyReceived received = latency_.dispatch(x(number), ids(), options);
     expect_received(received, number, absent);
-    expect_sums(latency_.combine(received.x, received, weights()).x, number, absent);
+    expect_sums(combine(received, ahead).x, number, absent);
+  }
+
+  /// `ahead`: the weights came with the dispatch.
+  LatencyCombined combine(const LatencyReceived& received, bool ahead = false) const {
+    LatencyCombineOptions options;
+    options.path = CombinePath::per_rank;
+    if (ahead) return latency_.combine(received.x, received, options);
+    return latency_.combine(received.x, received, weights(), options);
   }
 
   void expect_received(const LatencyReceived& received, int round,
@@ -171,7 +182,7 @@ TEST(HostMasks, ARankThatIsLateWithinACallSpoilsNothing) {
       {
         const LatencyReceived received = latency.dispatch(load.x(3), load.ids());
         load.expect_received(received, 3, {});  // its rows came
-        const LatencyCombined sums = latency.combine(received.x, received, load.weights());
+        const LatencyCombined sums = load.combine(received);
         load.expect_sums(sums.x, 3, {kLate});  // nothing came back
       }
       for (int round = 4; round <= 6; ++round) load.round(round, {kLate});
@@ -191,6 +202,7 @@ TEST(HostMasks, MasksAreSetAndCleared) {
     const int rank = group.rank();
     const std::vector<int> others = rank < 2 ? std::vector{2, 3} : std::vector{0, 1};
     load.round(1, {});
+    all.arrive_and_wait();  // whoever is in a call when another masks it was left behind
     for (const int other : others) latency.set_mask(other, true);
     all.arrive_and_wait();
     for (int round = 2; round <= 4; ++round) load.round(round, others);  // two halves
@@ -227,7 +239,7 @@ TEST(HostMasks, AMaskTakenBackInTheMidstOfAnExchangeVouchesForNothing) {
     }
     all.arrive_and_wait();
     load.expect_received(received, 5, group.rank() == 0 ? std::vector{1} : std::vector<int>{});
-    const Tensor sums = latency.combine(received.x, received, load.weights()).x;
+    const Tensor sums = load.combine(received).x;
     load.expect_sums(sums, 5, group.rank() == 1 ? std::vector{0} : std::vector<int>{});
     if (group.rank() == 1) {
       EXPECT_EQ(latency.masked(), only(0));
@@ -294,8 +306,7 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
     std::optional<LatencyReceived> old = latency.dispatch(load.x(2), load.ids());
     latency.rejoin();
     load.expect_received(*old, 2, {});
-    expect_error(ErrorKind::left_behind, {"before the last rejoin"},
-                 [&] { latency.combine(old->x, *old, load.weights()); });
+    expect_error(ErrorKind::left_behind, {"before the last rejoin"}, [&] { load.combine(*old); });
     load.round(3, {});  // in the other buffer
     expect_error(ErrorKind::exhausted, {"still alive"},
                  [&] { latency.dispatch(load.x(4), load.ids()); });
@@ -332,6 +343,16 @@ TEST(HostMasks, RanksAgreeOnMasks) {
   });
 }
 
+TEST(HostMasks, CombinesTakeOnePlaceForEachRank) {
+  with_groups(2, {}, [](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    const LatencyReceived received = latency.dispatch(load.x(1), load.ids());
+    expect_error(ErrorKind::invalid_argument, {"path", "per_rank"},
+                 [&] { latency.combine(received.x, received, load.weights()); });
+  });
+}
+
 TEST(HostMasks, TheHintIsTheAllocation) {
   with_groups(3, {}, [](Group& group) {
     const std::size_t before = group.memory().latency_bytes;
@@ -354,6 +375,7 @@ void slow_rank(bool masks) {
     LatencyDispatchOptions dispatch;
     dispatch.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
     LatencyCombineOptions combine;
+    combine.path = CombinePath::per_rank;
     combine.waits = TensorView(sums.data(), Dtype::i64, {kRanks});
     for (int round = 0; round < kRounds; ++round) {
       if (group.rank() == kSlow) std::this_thread::sleep_for(kPause);

@@ -56,10 +56,10 @@ void HostLatency::send_as_credits_come(Exchange& exchange, const ConstTensorView
 }
 
 RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pending,
-                                     const std::optional<TensorView>& waits) {
+                                     const std::optional<TensorView>& waits,
+                                     Clock::time_point start) {
   RankBytes came(pending.size(), 0);
   if (!any(pending)) return came;
-  const auto start = Clock::now();
   const auto note = [&](const RankBytes& newcomers) {
     const auto waited = (Clock::now() - start).count();
     for (std::size_t r = 0; r < newcomers.size(); ++r) {
@@ -91,11 +91,16 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
   return came;
 }
 
+RankBytes HostLatency::served(const Exchange& exchange) const {
+  RankBytes ranks = unmasked();
+  for (std::size_t r = 0; r < ranks.size(); ++r) ranks[r] &= exchange.sent[r];
+  return ranks;
+}
+
 RankBytes HostLatency::answered(const Exchange& exchange) const {
-  // Not to a rank whose rows did not come: the flag would vouch for rows that nobody wrote.
-  RankBytes to = unmasked();
-  for (std::size_t r = 0; r < to.size(); ++r) to[r] &= exchange.sent[r] & exchange.came[r];
-  return to;
+  RankBytes ranks = served(exchange);
+  for (std::size_t r = 0; r < ranks.size(); ++r) ranks[r] &= exchange.came[r];
+  return ranks;
 }
 
 void HostLatency::require_masks() const {

@@ -29,6 +29,7 @@ enum class Channel : std::uint8_t {
   kLoan,
   kArrival,
   kCredit,
+  kAnnounced,
   kMask,
   kOffer,
   kAnswer
