@@ -58,10 +58,10 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   LatencyDispatchOptions latency;
   latency.format = static_cast<WireFormat>(7);
   expect_refused({"format", "7", "e4m3"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, 2, latency); });
   latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
   expect_refused({"scale_format", "9", "f32_pow2"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, 2, latency); });
   expect_refused({"dtype", "77"}, [] { check_config(LatencyConfig{8, 16, 2, kNoDtype}); });
 
   GroupConfig group;
