@@ -130,10 +130,19 @@ class LatencyExchange:
         hidden: channels of a token; row bytes a multiple of 16.
         topk: most slots of a route.
         dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
+        order: of results. "expert_major": dispatches may ask for either. "rank_major": for that
+            alone, and no memory is taken to fan out.
     """
 
     def __init__(
-        self, group: Group, *, capacity: int, hidden: int, topk: int, dtype: Any = "bf16"
+        self,
+        group: Group,
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
         self._raw = _ferry.LatencyExchange(
@@ -142,6 +151,7 @@ class LatencyExchange:
             integer("LatencyExchange: hidden", hidden, 1),
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
+            choice("LatencyExchange: order", order, ORDERS),
         )
         self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
 
@@ -171,6 +181,7 @@ class LatencyExchange:
             format: "as_is", or "e4m3": quantised in flight, one scale for each 128 channels.
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
+                An exchange that was made "rank_major" takes that alone.
             hook: only send; `receive()` of the result does the rest.
             stream: None: returns finished (or sent) results.
 
@@ -236,7 +247,14 @@ class LatencyExchange:
 
     @staticmethod
     def memory_hint(
-        *, capacity: int, hidden: int, topk: int, experts: int, ranks: int, dtype: Any = "bf16"
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        experts: int,
+        ranks: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
     ) -> int:
         """Registered bytes of one rank's latency buffers."""
         return _ferry.LatencyExchange.memory_hint(
@@ -246,6 +264,7 @@ class LatencyExchange:
             dtype_named("memory_hint: dtype", dtype),
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
+            choice("memory_hint: order", order, ORDERS),
         )
 
     def _view(self, name: str, value: Any) -> tuple[_ferry.View, Like]:

@@ -51,12 +51,13 @@ Hooked<Result> hold(Result result, bool hook, const nb::object& stream,
 }
 
 void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capacity,
-                   std::int64_t hidden, int topk, Dtype dtype) {
+                   std::int64_t hidden, int topk, Dtype dtype, RowOrder order) {
   LatencyConfig config;
   config.capacity = capacity;
   config.hidden = hidden;
   config.topk = topk;
   config.dtype = dtype;
+  config.order = order;
   new (self) HeldExchange(without_gil([&] { return LatencyExchange(group.get(), config); }));
 }
 
@@ -125,7 +126,7 @@ void bind_latency(nb::module_& m) {
       .def("receive", &Combined::receive);
   nb::class_<HeldExchange>(m, "LatencyExchange")
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
-           nb::arg("topk"), nb::arg("dtype"))
+           nb::arg("topk"), nb::arg("dtype"), nb::arg("order"))
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
            nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("hook"),
            nb::arg("stream").none(),
@@ -141,12 +142,13 @@ void bind_latency(nb::module_& m) {
       .def_static(
           "memory_hint",
           [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
-             std::int64_t experts, int ranks) {
+             std::int64_t experts, int ranks, RowOrder order) {
             LatencyConfig config{capacity, hidden, topk, dtype};
+            config.order = order;
             return LatencyExchange::memory_hint(config, experts, ranks);
           },
           nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
-          nb::arg("experts"), nb::arg("ranks"));
+          nb::arg("experts"), nb::arg("ranks"), nb::arg("order"));
 }
 
 }  // namespace ferry::python
