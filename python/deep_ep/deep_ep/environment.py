@@ -15,7 +15,7 @@ def deadline() -> float:
 
 
 def qp_depth() -> int:
-    """NVSHMEM_QP_DEPTH: only reported, as `Buffer.nvshmem_qp_depth`; nothing here has such queues."""
+    """NVSHMEM_QP_DEPTH: only reported, as `Buffer.nvshmem_qp_depth`: there are no such queues."""
     return int(_number("NVSHMEM_QP_DEPTH", 1024))
 
 

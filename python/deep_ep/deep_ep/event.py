@@ -14,8 +14,8 @@ class EventHandle:
 
     def __init__(self, stream: Any = None) -> None:
         self._event: Any = None
-        if torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream if stream is not None else torch.cuda.current_stream())
 
     def current_stream_wait(self) -> None:

@@ -59,7 +59,7 @@ class Runtime:
     def get_comm_stream(self) -> Any:
         """The torch.cuda.Stream of asynchronous exchanges, made when first asked for."""
         if self._comm_stream is None:
-            self._comm_stream = torch.cuda.Stream(priority=-1)
+            self._comm_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         return self._comm_stream
 
     def get_local_buffer_tensor(
@@ -71,7 +71,8 @@ class Runtime:
         require(offset % dtype.itemsize == 0, call, "offset", offset, f"elements of {dtype}")
         buffer = self._buffers.get(use_rdma_buffer)
         if buffer is None:
-            device = "cuda" if torch.cuda.is_initialized() else "cpu"
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = "cuda" if on_gpu else "cpu"
             buffer = torch.zeros(size, dtype=torch.uint8, device=device)
             self._buffers[use_rdma_buffer] = buffer
         whole = (size - offset) // dtype.itemsize * dtype.itemsize

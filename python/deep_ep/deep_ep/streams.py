@@ -1,0 +1,76 @@
+"""Which stream an exchange runs on, and what waits for what."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import ferry
+from deep_ep.errors import require
+from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.runtime import Runtime
+
+
+class Turn:
+    """One exchange among the streams of its GPU. In CPU memory there are none: calls return
+    finished results.
+
+    A plain call stands on the current stream, like any operator. With `async_finish` or
+    `previous_event` it stands on the communication stream, which first waits for that event alone,
+    or else for the current stream.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        runtime: Runtime,
+        device: torch.device,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> None:
+        previous = getattr(previous_event, "event", None)
+        if allocate_on_comm_stream:
+            require(
+                previous is not None and async_finish,
+                call,
+                "allocate_on_comm_stream",
+                True,
+                "previous_event= with an event, and async_finish=True beside it",
+            )
+        self._async_finish = async_finish
+        self.stream: Any = None
+        """The torch.cuda.Stream for Ferry's `stream=`; None: the current one, or none at all."""
+        if device.type != "cuda" or (previous is None and not async_finish):
+            return
+        self._current = torch.cuda.current_stream(device)
+        self.stream = runtime.get_comm_stream()
+        if previous is None:
+            self.stream.wait_stream(self._current)
+        else:
+            previous.stream_wait(self.stream)
+
+    def torch(self) -> AbstractContextManager[Any]:
+        """Around torch's own work on the results."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def end(
+        self,
+        group: ferry.Group | None,
+        received: tuple[torch.Tensor | None, ...] = (),
+        made: tuple[torch.Tensor | None, ...] = (),
+    ) -> EventOverlap:
+        """What the call returns. received: results in the group's memory; made: in torch's."""
+        if self.stream is not None:
+            for tensor in received:
+                if tensor is not None and tensor.numel() > 0:
+                    assert group is not None
+                    group.record_stream(tensor, self._current)
+            for tensor in made:
+                if tensor is not None:
+                    tensor.record_stream(self._current)
+            if not self._async_finish:
+                self._current.wait_stream(self.stream)
+        return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
