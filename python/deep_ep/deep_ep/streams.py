@@ -52,7 +52,7 @@ class Turn:
         else:
             previous.stream_wait(self.stream)
 
-    def torch(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[Any]:
         """Around torch's own work on the results."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
