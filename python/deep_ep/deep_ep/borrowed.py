@@ -33,12 +33,10 @@ def borrowed(tensor: Tensor, keeper: object) -> Tensor:
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride())
     )
     memory = _Bytes(tensor.data_ptr(), elements * tensor.element_size(), tensor.is_cuda, keeper)
-    # Not a tensor of inference mode, whatever the mode of this call: it may be used outside.
-    with torch.inference_mode(False):
-        plain: Any
-        if tensor.is_cuda:
-            plain = torch.as_tensor(memory, device=tensor.device)
-        else:
-            plain = torch.from_numpy(np.asarray(memory))
-        typed: Tensor = plain.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        return typed
+    plain: Any
+    if tensor.is_cuda:
+        plain = torch.as_tensor(memory, device=tensor.device)
+    else:
+        plain = torch.from_numpy(np.asarray(memory))
+    typed: Tensor = plain.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return typed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.errors import require
+from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
 from deep_ep.low_latency_checks import (
     Shape,
@@ -171,7 +171,7 @@ class LowLatency:
         )
         shape, rounds, made = self._found(call, handle, topk_idx)
         check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
-        rows = _rows(call, x, rounds, made) if zero_copy else x
+        rows = _rows(call, rounds, made) if zero_copy else x
         options = self._waits(call, "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         if use_logfmt:
             options["format"] = "logfmt10"
@@ -195,9 +195,7 @@ class LowLatency:
         call = "get_next_low_latency_combine_buffer"
         self._require_low_latency(call)
         _, rounds, made = self._found(call, handle, None)
-        if made is None:
-            require(False, call, "handle", "one of a dispatch before the last two", "a later one")
-        return rounds.rows(made)  # type: ignore[arg-type]
+        return _rows(call, rounds, made)
 
     def _require_low_latency(self, call: str) -> None:
         require(
@@ -232,7 +230,7 @@ class LowLatency:
         """What a handle belongs to; None for the round when its buffer serves another by now."""
         source_token, _, capacity, hidden, experts = unpacked(call, handle)
         topk = None if topk_idx is None else topk_idx.shape[-1]
-        fitting = None
+        fitting: tuple[Shape, Rounds, None] | None = None
         for shape, rounds in self._latency_rounds.items():
             made = rounds.find(source_token)
             if made is not None:
@@ -241,8 +239,8 @@ class LowLatency:
             if named == (shape.capacity, shape.hidden, shape.experts, shape.topk, shape.device):
                 fitting = shape, rounds, None
         if fitting is None:
-            require(False, call, "handle", "one of another Buffer", "one that this Buffer returned")
-        return fitting  # type: ignore[return-value]
+            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
+        return fitting
 
     def _again(self, shape: Shape, topk_idx: Tensor, turn: Turn) -> tuple[Rounds, Round]:
         """Collective: a dispatch that repeats only routes, whose rows come to lie as before."""
@@ -272,11 +270,11 @@ def _wire(call: str, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> dict[
     return {"format": "e4m3", "scale_format": rounded if round_scale else "f32"}
 
 
-def _rows(call: str, x: Tensor, rounds: Rounds, made: Round | None) -> Tensor:
-    """The rows of a combine with zero_copy; x, if the caller gives what it had got for them."""
+def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:
+    """Where the caller writes the rows of a combine with zero_copy."""
     if made is None:
-        require(False, call, "handle", "one of a dispatch before the last two", "a later one")
-    return rounds.rows(made)  # type: ignore[arg-type]
+        refuse(call, "handle", "one of a dispatch before the last two", "a later one")
+    return rounds.rows(made)
 
 
 def _end(turn: Turn, *inputs: Tensor) -> EventOverlap:

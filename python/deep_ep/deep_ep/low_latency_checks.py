@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deep_ep.errors import require
+from deep_ep.errors import refuse, require
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROUTES = (torch.int64, torch.int32)
@@ -46,7 +46,7 @@ def check_tensor(
     extents = ["any" if extent is None else extent for extent in shape]
     expected = f"{wanted} {extents}".replace("'", "")
     if not isinstance(tensor, Tensor):
-        require(False, call, name, f"an object of type {type(tensor).__name__}", expected)
+        refuse(call, name, f"an object of type {type(tensor).__name__}", expected)
     fits = len(tensor.shape) == len(shape) and all(
         extent is None or extent == own for own, extent in zip(tensor.shape, shape)
     )

@@ -50,6 +50,7 @@ class Round:
         self, exchange: ferry.LatencyExchange, rows: Tensor, weights: Tensor, **options: Any
     ) -> tuple[Tensor, Callable[[], None]]:
         """The sums, and what waits for them. Without a hook the buffer is free from here on."""
+        assert self.received is not None, "asked only while combinable"
         combined = exchange.combine(rows, self.received, weights, **options)
         self.received = None
         if not options["hook"]:
@@ -120,7 +121,8 @@ class Rounds:
         """Memory for the rows that answer this dispatch; what it holds is undefined at first."""
         found = self._rows[of.turn]
         if found is None:
-            found = torch.empty(of.x.shape, dtype=self._dtype, device=of.x.device)
+            with torch.inference_mode(False):  # it is kept for calls of any mode
+                found = torch.empty(of.x.shape, dtype=self._dtype, device=of.x.device)
             self._rows[of.turn] = found
         return found
 
