@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from devices import device_of
 from low_latency_reference import Batch, factor, quantised, restored
 from torch import Tensor
 
@@ -23,19 +24,10 @@ ENDS: dict[str, dict[str, bool]] = {
 }
 
 
-def device_of(buffer: Any, device: str) -> torch.device:
-    """Where this rank's tensors lie."""
-    if device != "cuda":
-        return torch.device(device)
-    ordinal = buffer.rank % torch.cuda.device_count()
-    torch.cuda.set_device(ordinal)
-    return torch.device("cuda", ordinal)
-
-
 def own(buffer: Any, batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's tokens, routes and weights."""
     where, rank = device_of(buffer, device), buffer.rank
-    return tuple(t[rank].to(where) for t in (batch.x, batch.topk_idx, batch.weights))  # type: ignore[return-value]
+    return tuple(t[rank].to(where) for t in (batch.x, batch.topk_idx, batch.weights))
 
 
 def finish(event: Any, hook: Any, end: dict[str, bool]) -> None:

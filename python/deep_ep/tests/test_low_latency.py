@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICES
 from low_latency_bodies import (
     CAPACITY,
     ENDS,
@@ -22,22 +23,14 @@ from rank_buffers import run_buffers
 
 from deep_ep.errors import EPException
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = [5, 0, CAPACITY, 1, 7, 3, 2, 9]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    """Where tensors lie."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return str(request.param)
 
 
 def run(size: int, body: Any, **options: Any) -> list[Any]:
     return run_buffers(size, body, low_latency_mode=True, **options)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_and_end(ranks: int, name: str, device: str) -> None:
@@ -56,6 +49,7 @@ def test_every_format_and_end(ranks: int, name: str, device: str) -> None:
     run(ranks, body)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("ranks", "count", "topk", "hidden"),
     [(3, 7, 2, 256), (4, 2, 2, 136), (2, 48, 12, 64), (1, 1, 1, 2880)],
@@ -95,6 +89,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     run(2, body)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_routes_of_32_bits_and_nobody_routed(device: str) -> None:
     batch = Batch(9, [4, 6], 4, 2, 128)
     nobody = Batch(9, [4, 6], 4, 2, 128)
@@ -112,6 +107,7 @@ def test_routes_of_32_bits_and_nobody_routed(device: str) -> None:
     run(2, body)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("end", ENDS)
 def test_counts_are_added_to_statistics(end: str, device: str) -> None:
     """With a hook: when it is called, not before."""
@@ -135,6 +131,7 @@ def test_counts_are_added_to_statistics(end: str, device: str) -> None:
     run(2, body)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_in_the_combine_buffer(device: str) -> None:
     """zero_copy reads what was written there, whatever x holds; each of two dispatches has its
     own."""
@@ -188,6 +185,7 @@ def test_a_hook_writes_nothing_before_it_is_called() -> None:
     run(2, body)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_one_buffer_serves_many_shapes(device: str) -> None:
     """Capacity, hidden size, experts and top-k may differ from call to call, results overlap."""
     shapes = [(12, 4, 2, 128), (8, 4, 2, 128), (12, 6, 2, 128), (12, 4, 3, 128), (12, 4, 2, 256)]
