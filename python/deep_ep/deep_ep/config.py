@@ -93,6 +93,10 @@ def domains_of(num_ranks: int) -> int:
     return num_ranks // RANKS_OF_A_HOST
 
 
+MOST_RANKS = 160
+"""The last number of ranks with defaults."""
+
+
 class _Chunks(NamedTuple):
     nvl_send: int
     nvl_recv: int

@@ -52,25 +52,39 @@ class Turn:
         else:
             previous.stream_wait(self.stream)
 
-    def context(self) -> AbstractContextManager[Any]:
-        """Around torch's own work on the results."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def context(self, *read: torch.Tensor) -> AbstractContextManager[Any]:
+        """Around torch's own work of the call, which reads these tensors of the caller's."""
+        if self.stream is None:
+            return nullcontext()
+        for tensor in read:
+            tensor.record_stream(self.stream)
+        return torch.cuda.stream(self.stream)
 
     def end(
         self,
-        group: ferry.Group | None,
+        group: ferry.Group | None = None,
         received: tuple[torch.Tensor | None, ...] = (),
         made: tuple[torch.Tensor | None, ...] = (),
     ) -> EventOverlap:
-        """What the call returns. received: results in the group's memory; made: in torch's."""
+        """What the call returns. received: results of Ferry; made: of torch, in `context`."""
         if self.stream is not None:
             for tensor in received:
                 if tensor is not None and tensor.numel() > 0:
-                    assert group is not None
-                    group.record_stream(tensor, self._current)
+                    _record(group, tensor, self._current)
             for tensor in made:
                 if tensor is not None:
                     tensor.record_stream(self._current)
             if not self._async_finish:
                 self._current.wait_stream(self.stream)
         return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
+
+
+def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> None:
+    """The current stream uses it, too: its memory may be the group's, or torch's."""
+    try:
+        if group is not None:
+            group.record_stream(tensor, stream)
+            return
+    except ferry.InvalidArgument:
+        pass
+    tensor.record_stream(stream)

@@ -47,7 +47,12 @@ def run_buffers(size: int, body: Callable[[Any], T], **options: Any) -> list[T]:
 
     def one(comm: ThreadComm) -> T:
         buffer = deep_ep.Buffer(None, comm=comm, **options)
-        result = body(buffer)
+        try:
+            result = body(buffer)
+        except BaseException:  # whose traceback would keep the buffer, and the others waiting
+            buffer.explicitly_destroy = True
+            buffer.destroy()
+            raise
         comm.allgather(None)
         return result
 
