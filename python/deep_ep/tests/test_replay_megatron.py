@@ -136,8 +136,8 @@ class Leaves:
 
     def __init__(self, case: Case, rank: int, where: torch.device) -> None:
         self.case, self.rank = case, rank
-        self.x = case.x[rank].to(where).requires_grad_()
-        self.probs = case.weights[rank].to(where).requires_grad_()
+        self.x = case.x[rank].clone().to(where).requires_grad_()
+        self.probs = case.weights[rank].clone().to(where).requires_grad_()
         self.grad = torch.flip(case.x[rank], (0, 1)).to(where)
 
     def layer(self, buffers: Buffers, use_async: bool) -> Tensor:
