@@ -88,25 +88,22 @@ class Buffer(Throughput, LowLatency):
             "destroy: this Buffer was made without explicitly_destroy=True; expected it, or to "
             "drop the last reference instead"
         )
-        if self.runtime is not None:
-            self._leave()
+        if self.runtime is None:
+            return
+        runtime, self.runtime = self.runtime, None
+        self._close_low_latency()
+        self._groups.destroy()
+        runtime.destroy()
 
     def __del__(self) -> None:
-        if getattr(self, "runtime", None) is None:
-            return
-        if self.explicitly_destroy:
+        # Groups are left with their last user: callers that make a larger Buffer and drop this one
+        # still have handles, which keep the group that they belong to.
+        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
             print(
                 f"deep_ep: rank {self.rank}: a Buffer made with explicitly_destroy=True was "
                 "dropped without destroy()",
                 file=sys.stderr,
             )
-        self._leave()
-
-    def _leave(self) -> None:
-        runtime, self.runtime = self.runtime, None
-        self._close_low_latency()
-        self._groups.destroy()
-        runtime.destroy()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
