@@ -143,18 +143,25 @@ class LatencyExchange {
                           const LatencyCombineOptions& options = {});
 
   /// Masks, of an exchange whose configuration has `masks`; else Error(invalid_argument). A masked
-  /// rank is neither sent to nor waited for; what it holds of a token is zero. A rank is masked by
-  /// missing the deadline of a call, which also raises the count of `mask_count`; late writes of a
-  /// masked rank are ignored.
+  /// rank is neither sent to nor waited for; what it holds of a token is zero. Each rank decides
+  /// for itself: a peer is masked by missing the deadline of a call, by the end of its process or
+  /// by destroying its group, all of which raise `mask_count`, and by `set_mask`. Late writes of a
+  /// masked rank are ignored. A rank that was masked by a peer that it has not masked itself gets
+  /// Error(left_behind) from its calls, and the others are not disturbed by it.
   std::vector<bool> masked() const;  ///< [ranks]; own rank: never
+  /// `rank`: a peer. Counts for calls that begin later. A mask may be taken back without `rejoin`
+  /// only from a rank that made as many dispatches as this one.
   void set_mask(int rank, bool masked);
   void clear_masks();
-  /// Times that a deadline masked a rank. The word lies in (pinned) host memory and lives as long
-  /// as the exchange; reading it touches no GPU.
+  /// Times that this rank masked another by itself. The word lies in (pinned) host memory and lives
+  /// as long as the exchange; reading it touches no GPU.
   const std::uint64_t* mask_count() const;
   /// Collective of all ranks, those that go on and those that come back, at the same place in every
-  /// rank's calls: agrees on a generation after all that were used and clears all masks. Results
-  /// that are alive may still be read, not combined.
+  /// rank's calls: agrees on a generation after all that were used and clears all masks, but of
+  /// ranks whose process has ended or that destroyed their group: those stay masked. A rank that
+  /// does not come within the deadline is Error(deadline) that names it; until a rejoin succeeds
+  /// every other call of this rank is Error(left_behind) then. Results that are alive may still be
+  /// read, but neither received nor combined.
   void rejoin();
 
   const LatencyConfig& config() const;

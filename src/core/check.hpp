@@ -73,8 +73,8 @@ void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout
                            const Extents& shape, int topk);
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options,
-                            const Device& where = {});
+                            const LatencyConfig& config, int ranks,
+                            const LatencyDispatchOptions& options, const Device& where = {});
 
 /// What a combine of latency mode must know of its dispatch.
 struct LatencyDispatched {

@@ -8,8 +8,8 @@ namespace ferry {
 using std::to_string;
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options,
-                            const Device& where) {
+                            const LatencyConfig& config, int ranks,
+                            const LatencyDispatchOptions& options, const Device& where) {
   constexpr std::string_view kCall = "latency dispatch";
   if (x.dtype != config.dtype) {
     refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
@@ -41,7 +41,7 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
     check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32,
                 {topk_idx.shape[0], topk_idx.shape[1]}, where);
   }
-  if (options.waits) refuse(kCall, "waits", "a tensor", "none: not there yet");
+  if (options.waits) check_exact(kCall, "waits", *options.waits, Dtype::i64, {ranks}, where);
 }
 
 namespace {
@@ -80,7 +80,14 @@ void check_latency_combine(const ConstTensorView& rows,
     refuse(kCombine, "format", "number " + to_string(static_cast<int>(options.format)),
            "as_is, e4m3 or logfmt10");
   }
-  if (options.waits) refuse(kCombine, "waits", "a tensor", "none: not there yet");
+  if (config.masks && options.path == CombinePath::per_slot &&
+      dispatched.order == RowOrder::expert_major) {
+    refuse(kCombine, "path", "per_slot in an exchange with masks",
+           "per_rank: a place that several ranks write in turn could hold what a masked one wrote "
+           "late");
+  }
+  if (options.waits)
+    check_exact(kCombine, "waits", *options.waits, Dtype::i64, {dispatched.ranks}, where);
   const Extents shape =
       dispatched.order == RowOrder::rank_major
           ? Extents{dispatched.ranks, config.capacity, config.hidden}

@@ -121,6 +121,9 @@ struct LatencyLayout {
   std::size_t combined = 0;   ///< [2, R] lines: source's rows for my tokens are here
   std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
+  std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
+  std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
+  std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included, in any format
   std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids, K weights
   std::size_t rows = 0;       ///< [2, R, capacity, row]; quantised: then scales [R, capacity, C]
@@ -161,6 +164,10 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.announced = carver.take(2 * r * kLineBytes);
   layout.released = carver.take(r * kLineBytes);
   layout.counts = carver.take(2 * r * kLineBytes);
+  const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
+  layout.masks = carver.take(mask_lines);
+  layout.offers = carver.take(mask_lines);
+  layout.answers = carver.take(mask_lines);
   layout.combines = carver.take(2 * r * kLineBytes);
   layout.row_slot = round_up(most(plain, combine.e4m3_bytes), 16);
   layout.meta_slot = round_up((1 + 2 * k) * sizeof(std::int32_t), 16);

@@ -176,7 +176,8 @@ Event CudaLatency::end(Launch& launch, const char* call) {
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
   const Device where = engine_->device();
-  check_latency_dispatch(x, topk_idx, config_, options, where);
+  check_latency_dispatch(x, topk_idx, config_, engine_->size(), options, where);
+  if (options.waits) refuse(kLatencyDispatch, "waits", "a tensor", "none: not there yet on GPUs");
   if (options.order != RowOrder::expert_major || options.topk_weights) {
     refuse(kLatencyDispatch, "order, topk_weights", "one of them", "none: not there yet on GPUs");
   }
@@ -238,6 +239,7 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   dispatched.ranks = engine_->size();
   dispatched.local_experts = local_experts();
   check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
+  if (options.waits) refuse(kLatencyCombine, "waits", "a tensor", "none: not there yet on GPUs");
   if (options.path != ferry::CombinePath::per_slot || options.format != CombineFormat::as_is) {
     refuse(kLatencyCombine, "path, format", "one of them", "none: not there yet on GPUs");
   }

@@ -43,6 +43,11 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
               engine_->rank(), segment_.data + layout.arrived, segment_.data + layout.released),
       combined_(deliveries<protocol::DeliveryTraits>(*engine_, segment_, layout.combined)),
       announced_(deliveries<protocol::AnnounceTraits>(*engine_, segment_, layout.announced)),
+      masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
+             segment_.data + layout.masks, config.masks),
+      rejoin_({flags(engine_->size(), segment_.id, layout.offers),
+               flags(engine_->size(), segment_.id, layout.answers)},
+              engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),
       combine_row_(make_combine_row_layout(static_cast<std::size_t>(config.hidden))),
       encoded_(layout.sum_slot) {}
 
@@ -65,7 +70,10 @@ void disagree(HostEngine& engine, const char* call, int peer, const char* what,
 void HostLatency::drop(Generation generation, bool received) {
   std::scoped_lock lock(mutex_);
   alive_[buffer(generation)] = false;
-  if (!received) {
+  if (const Generation base = masks_.base(); generation <= base) {
+    // From before a rejoin, which counts the buffers as used by the two generations before its own.
+    generation = base - (base - generation) % 2;
+  } else if (!received) {
     unreceived_.push_back(generation);
     return;
   }
@@ -113,6 +121,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.columns = config.hidden;
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
+    head.call.weights = config.masks ? 1 : 0;
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =

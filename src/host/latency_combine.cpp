@@ -23,7 +23,7 @@ LatencyDispatched HostLatency::dispatched(const Exchange& exchange) const {
 LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
                                      const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
-  HostEngine::Call call(*engine_, kLatencyCombine);
+  HostEngine::Call call(*engine_, kLatencyCombine, asks());
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",
@@ -34,6 +34,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
     refuse(kLatencyCombine, "received", "a result whose hook was not called",
            "receive() before combine");
   }
+  check_still_joined(kLatencyCombine, exchange->generation);
   check_latency_combine(rows, topk_weights, config_, dispatched(*exchange), options);
   Claim claim(exchange->combined);
   if (!claim) {
@@ -66,6 +67,7 @@ CombineCall HostLatency::combine_call(const Exchange& exchange,
                                       const LatencyCombineOptions& options) const {
   CombineCall call;
   call.format = options.format;
+  call.waits = options.waits;
   const bool summed = exchange.options.order == RowOrder::rank_major;
   call.by_rank = summed || options.path == CombinePath::per_rank;
   call.weights_follow = call.by_rank && topk_weights.has_value();
@@ -83,11 +85,12 @@ CombineCall HostLatency::combine_call(const Exchange& exchange,
 
 void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{segment_.data + line_offset(layout_.combined, g, 0), kLineBytes,
-                              ranks()};
-  await_announcements(exchange, call);
-  engine_->channel().await("latency combine: rows", {row, g},
-                           [&](GroupWatch& watch) { return combined_[buffer(g)].await(g, watch); });
+  check_still_joined(kLatencyCombine, g);
+  const auto start = Clock::now();
+  const RankBytes announced = await_announcements(exchange, call, served(exchange));
+  const RankBytes came =
+      await_sources({"latency combine: rows", flag_row(line_offset(layout_.combined, g, 0)), g},
+                    announced, call.waits, start);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
   SumRows sum;
@@ -99,7 +102,7 @@ void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   sum.in_flight = combine_row_;
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     const auto t = static_cast<std::size_t>(token);
-    sum.count = call.by_rank ? rows_of_ranks(exchange, token, rows.data())
+    sum.count = call.by_rank ? rows_of_ranks(exchange, token, came, rows.data())
                              : rows_of_slots(exchange, call, token, rows.data(), factors.data());
     sum.out = call.out.as<std::byte>() + t * plain_bytes();
     kernels().sum_rows(sum);
@@ -121,7 +124,7 @@ std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const CombineC
 }
 
 std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, std::int64_t token,
-                                        const void** rows) const {
+                                        const RankBytes& came, const void** rows) const {
   const std::int64_t first = token * exchange.topk;
   std::array<std::pair<int, int>, kMaxTopk> slots{};  // rank, slot
   std::size_t used = 0;
@@ -134,6 +137,7 @@ std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, std::int64_t t
   for (std::size_t i = 0; i < used; ++i) {
     const auto [rank, slot] = slots[i];
     if (i > 0 && slots[i - 1].first == rank) continue;
+    if (came[static_cast<std::size_t>(rank)] == 0) continue;  // masked: nothing
     rows[count++] = segment_.data + sum_offset(exchange.generation, token, rank, slot, true);
   }
   return count;

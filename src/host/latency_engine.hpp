@@ -16,6 +16,7 @@
 #include "engine/reach.hpp"
 #include "host/engine.hpp"
 #include "host/latency.hpp"
+#include "host/latency_masks.hpp"
 #include "protocol/credit.hpp"
 #include "protocol/delivery.hpp"
 
@@ -23,6 +24,7 @@ namespace ferry::host {
 
 inline constexpr const char* kLatencyDispatch = "latency dispatch";
 inline constexpr const char* kLatencyCombine = "latency combine";
+inline constexpr const char* kLatencyRejoin = "latency rejoin";
 
 /// What a source says about the rows that it sent.
 struct SourceHeader {
@@ -82,6 +84,8 @@ struct Exchange {
   int topk = 0;
   std::vector<std::int32_t> routes{};  // own, [T, K]
   std::vector<float> weights{};        // own, [T, K], if they came with the dispatch
+  RankBytes sent{};                    // to whom: all but ranks that were masked
+  RankBytes came{};                    // whose rows; the same
   // Filled by the receive: what came, in ascending source and token; K of the configuration.
   std::vector<Arrival> arrivals{};
   std::vector<std::int32_t> slot_rows{};  // [arrivals, K]: expert-major row or -1; rank-major: none
@@ -105,19 +109,25 @@ struct CombineCall {
   bool by_rank = false;          ///< one row for each rank crosses, not for each slot
   bool weights_follow = false;   ///< they are pushed ahead of the rows
   std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
+  std::optional<TensorView> waits{};
   Tensor out{};
 };
 
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
 /// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_rank_major.cpp:
 /// its results without fan-out; latency_combine.cpp: the call and the sums of the owner;
-/// latency_rows.cpp: the rows on their way there.
+/// latency_rows.cpp: the rows on their way there; latency_rejoin.cpp: who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
               const AddedSegments& segments, const LatencyLayout& layout);
 
   const LatencyConfig& config() const override { return config_; }
+  std::vector<bool> masked() const override;
+  void set_mask(int rank, bool masked) override;
+  void clear_masks() override;
+  const std::uint64_t* mask_count() const override;
+  void rejoin() override;
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
@@ -133,10 +143,14 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
               HostEngine::Call* inside = nullptr) {
     auto run = [this, call, work = std::move(work)] {
       engine_->channel().enter_call({call_named(call), number_});
+      masks_.begin_call();
       work();
     };
-    return engine_->enter(call, stream, std::move(run), inside);
+    return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
+  Asks asks() const { return config_.masks ? Asks::existence : Asks::no_failure; }
+  /// Throws Error(left_behind) for a result from before a rejoin, and as `LatencyMasks` does.
+  void check_still_joined(const char* call, Generation generation) const;
 
  private:
   int ranks() const { return engine_->size(); }
@@ -158,10 +172,24 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::size_t rows_offset(Generation generation) const {
     return layout_.rows + slot(generation, 0, 0) * layout_.row_slot;
   }
+  /// With masks each source has the same place whatever the format: what a masked one writes late
+  /// must not touch the rows of others.
+  std::size_t source_offset(Generation generation, int source) const {
+    return rows_offset(generation) + slot(0, source, 0) * layout_.row_slot;
+  }
   std::size_t row_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    if (config_.masks) {
+      return source_offset(exchange.generation, source) +
+             static_cast<std::size_t>(row) * row_bytes(exchange);
+    }
     return rows_offset(exchange.generation) + slot(0, source, row) * row_bytes(exchange);
   }
   std::size_t scales_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    if (config_.masks) {
+      const std::size_t own = slot(0, 0, config_.capacity) * row_bytes(exchange);
+      return source_offset(exchange.generation, source) + round_up(own, 16) +
+             slot(0, 0, row) * scales() * sizeof(float);
+    }
     const std::size_t codes = slot(0, ranks(), 0) * row_bytes(exchange);
     return rows_offset(exchange.generation) + round_up(codes, 16) +
            slot(0, source, row) * scales() * sizeof(float);
@@ -206,12 +234,35 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                                   const LatencyDispatchOptions& options);
   void settle_unreceived();
   void await_credits(Generation generation);
-  void send_rows(const Exchange& exchange, const ConstTensorView& x);
+  void send_rows(const Exchange& exchange, const ConstTensorView& x, const RankBytes& to);
+
+  // latency_rejoin.cpp
+  /// Every rank, but for those that are masked here.
+  RankBytes unmasked() const;
+  /// Of the unmasked: to whom the rows of this dispatch went.
+  RankBytes served(const Exchange& exchange) const;
+  /// Of those: whose rows came. To others this rank must not say that its part of a combine is
+  /// there.
+  RankBytes answered(const Exchange& exchange) const;
+  /// Sends to whom gives credit, in the order in which they do.
+  void send_as_credits_come(Exchange& exchange, const ConstTensorView& x);
+  /// Waits for what the ranks in `pending` send; returns those of whom it came. `waits`: the
+  /// caller's tensor; the time since `start` is added there.
+  RankBytes await_sources(const SourceWait& wait, const RankBytes& pending,
+                          const std::optional<TensorView>& waits = {},
+                          Clock::time_point start = Clock::now());
+  [[noreturn]] void throw_not_rejoined(const protocol::Status& status) const;
+  void start_from(Generation agreed, const RankBytes& gone);
+  void require_masks() const;
+  protocol::FlagRow flag_row(std::size_t offset) const {
+    return {segment_.data + offset, kLineBytes, ranks()};
+  }
+
   void encode(const Exchange& exchange, const std::byte* row, WireToken& wire) const;
   /// Whether the token goes to `peer`, and what stands beside it there.
   bool route_to(const Exchange& exchange, std::int64_t token, int peer, std::int32_t* meta) const;
   std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
-  const SourceHeader& checked_header(const Exchange& exchange, int source);
+  SourceHeader checked_header(const Exchange& exchange, int source);
   const Arrival& note_arrival(Exchange& exchange, int source, std::int32_t row);
   void fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts);
   void place_scales(const Exchange& exchange, int source, std::int64_t row, std::int64_t block,
@@ -227,12 +278,18 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                            const std::optional<ConstTensorView>& topk_weights,
                            const LatencyCombineOptions& options) const;
   void announce_combine(const Exchange& exchange, const CombineCall& call);
-  void await_announcements(const Exchange& exchange, const CombineCall& call);
+  /// What the ranks in `pending` announced must be what this rank did. Returns those that came.
+  RankBytes await_announcements(const Exchange& exchange, const CombineCall& call,
+                                const RankBytes& pending);
+  void check_announcement(const Exchange& exchange, const CombineCall& call, int source) const;
+  void send_sums(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows,
+                 const RankBytes& to);
   void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
   /// The rows of a token in the order in which they are summed; return how many.
   std::int64_t rows_of_slots(const Exchange& exchange, const CombineCall& call, std::int64_t token,
                              const void** rows, float* factors) const;
-  std::int64_t rows_of_ranks(const Exchange& exchange, std::int64_t token, const void** rows) const;
+  std::int64_t rows_of_ranks(const Exchange& exchange, std::int64_t token, const RankBytes& came,
+                             const void** rows) const;
   /// The weights of an arrival's slots, [K].
   const float* weights_of(const Exchange& exchange, const CombineCall& call, std::size_t n) const;
   /// Writes a row to the owner of its token, in the call's format; returns its bytes.
@@ -248,6 +305,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   protocol::Credit<> credit_;
   std::array<protocol::Delivery<>, 2> combined_;
   std::array<protocol::Delivery<protocol::AnnounceTraits>, 2> announced_;
+  LatencyMasks masks_;
+  protocol::Rejoin<> rejoin_;
   CombineRowLayout combine_row_;
   std::vector<std::byte> encoded_{};  ///< one row; calls of a group run one after another
 

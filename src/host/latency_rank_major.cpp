@@ -11,8 +11,12 @@ void HostLatency::make_rank_major(Exchange& exchange) {
   LatencyReceived& result = exchange.result;
   std::byte* rows = segment_.data + rows_offset(exchange.generation);
   const Dtype dtype = quantized(exchange) ? Dtype::e4m3 : config_.dtype;
-  result.x = {TensorView(rows, dtype, {ranks(), capacity, config_.hidden}),
-              std::shared_ptr<void>(exchange.lease, rows)};
+  const auto source_bytes =
+      static_cast<std::int64_t>(row_offset(exchange, 1, 0) - row_offset(exchange, 0, 0));
+  result.x = {
+      TensorView(rows, dtype, {ranks(), capacity, config_.hidden},
+                 {source_bytes / static_cast<std::int64_t>(size_of(dtype)), config_.hidden, 1}, {}),
+      std::shared_ptr<void>(exchange.lease, rows)};
   result.counts = heap_tensor({ranks()}, Dtype::i32);
   result.source_token = heap_tensor({ranks(), capacity}, Dtype::i32);
   result.topk_idx = heap_tensor({ranks(), capacity, topk}, Dtype::i32);
@@ -31,7 +35,7 @@ void HostLatency::receive_rank_major(Exchange& exchange) {
   float* weights = result.topk_weights ? result.topk_weights.as<float>() : nullptr;
   if (weights != nullptr) std::fill_n(weights, result.topk_weights.shape().product(), 0.0f);
   for (int source = 0; source < ranks(); ++source) {
-    const SourceHeader& header = checked_header(exchange, source);
+    const SourceHeader header = checked_header(exchange, source);
     for (std::int32_t row = 0; row < header.rows; ++row) {
       const Arrival& arrival = note_arrival(exchange, source, row);
       const std::size_t at = slot(0, source, row);

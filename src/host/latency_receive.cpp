@@ -9,7 +9,8 @@
 
 namespace ferry::host {
 
-const SourceHeader& HostLatency::checked_header(const Exchange& exchange, int source) {
+SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
+  if (exchange.came[static_cast<std::size_t>(source)] == 0) return {};  // masked: no rows
   const auto& header = *reinterpret_cast<const SourceHeader*>(
       segment_.data + header_offset(exchange.generation, source));
   const bool same =
@@ -108,7 +109,7 @@ void HostLatency::receive_expert_major(Exchange& exchange) {
   // The caller may write into its tensor.
   std::vector<std::int32_t> counts(static_cast<std::size_t>(experts), 0);
   for (int source = 0; source < ranks(); ++source) {
-    const SourceHeader& header = checked_header(exchange, source);
+    const SourceHeader header = checked_header(exchange, source);
     const std::vector<std::int32_t> first = counts;
     for (std::int32_t row = 0; row < header.rows; ++row) {
       fan_out(exchange, note_arrival(exchange, source, row), counts.data());
@@ -123,9 +124,9 @@ void HostLatency::receive_expert_major(Exchange& exchange) {
 
 void HostLatency::receive_rows(Exchange& exchange) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
-  engine_->channel().await("latency dispatch: rows", {row, g},
-                           [&](GroupWatch& watch) { return credit_.await_arrivals(g, watch); });
+  check_still_joined(kLatencyDispatch, g);
+  exchange.came = await_sources({"latency dispatch: rows", flag_row(layout_.arrived), g},
+                                unmasked(), exchange.options.waits);
   const bool by_rank = exchange.options.order == RowOrder::rank_major;
   by_rank ? receive_rank_major(exchange) : receive_expert_major(exchange);
   exchange.lease->mark_received();

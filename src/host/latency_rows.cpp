@@ -58,8 +58,10 @@ void HostLatency::announce_combine(const Exchange& exchange, const CombineCall& 
   const CombineHead head = head_of(g, call);
   const auto topk = static_cast<std::size_t>(exchange.topk);
   const std::size_t row_bytes = topk * sizeof(float);
+  const RankBytes to = served(exchange);
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
+    if (to[static_cast<std::size_t>(peer)] == 0) continue;
     std::uint64_t bytes = sizeof(head);
     reach_.write(peer, at(line_offset(layout_.combines, g, engine_->rank())), &head, sizeof(head),
                  tag);
@@ -72,20 +74,25 @@ void HostLatency::announce_combine(const Exchange& exchange, const CombineCall& 
   }
 }
 
-void HostLatency::await_announcements(const Exchange& exchange, const CombineCall& call) {
+RankBytes HostLatency::await_announcements(const Exchange& exchange, const CombineCall& call,
+                                           const RankBytes& pending) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{segment_.data + line_offset(layout_.announced, g, 0), kLineBytes,
-                              ranks()};
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
-  engine_->channel().await(stage, {row, g}, [&](GroupWatch& watch) {
-    return announced_[buffer(g)].await(g, watch);
-  });
+  const RankBytes came =
+      await_sources({stage, flag_row(line_offset(layout_.announced, g, 0)), g}, pending);
   for (int source = 0; source < ranks(); ++source) {
-    const auto& head = *reinterpret_cast<const CombineHead*>(
-        segment_.data + line_offset(layout_.combines, g, source));
-    if (head == head_of(g, call)) continue;
-    disagree(*engine_, kLatencyCombine, source, "path, format or place for the weights", g);
+    if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
   }
+  return came;
+}
+
+void HostLatency::check_announcement(const Exchange& exchange, const CombineCall& call,
+                                     int source) const {
+  const Generation g = exchange.generation;
+  const auto& head = *reinterpret_cast<const CombineHead*>(
+      segment_.data + line_offset(layout_.combines, g, source));
+  if (head == head_of(g, call)) return;
+  disagree(*engine_, kLatencyCombine, source, "path, format or place for the weights", g);
 }
 
 const float* HostLatency::weights_of(const Exchange& exchange, const CombineCall& call,
@@ -125,15 +132,37 @@ std::size_t HostLatency::send_sum(const Exchange& exchange, const CombineCall& c
 
 void HostLatency::send_results(const Exchange& exchange, const CombineCall& call,
                                const ConstTensorView& rows) {
-  const Generation g = exchange.generation;
+  check_still_joined(kLatencyCombine, exchange.generation);
   announce_combine(exchange, call);
-  if (call.weights_follow) await_announcements(exchange, call);
+  const RankBytes to = answered(exchange);
+  if (!call.weights_follow) {
+    send_sums(exchange, call, rows, to);
+  } else if (!masks_.on()) {
+    send_sums(exchange, call, rows, await_announcements(exchange, call, to));
+  } else {
+    // Whoever's weights are here is served at once, as in `send_as_credits_come`.
+    const Generation g = exchange.generation;
+    masks_.await({"latency combine: weights", flag_row(line_offset(layout_.announced, g, 0)), g},
+                 to, g, [&](const RankBytes& given) {
+                   for (int source = 0; source < ranks(); ++source) {
+                     if (given[static_cast<std::size_t>(source)] == 0) continue;
+                     check_announcement(exchange, call, source);
+                   }
+                   send_sums(exchange, call, rows, given);
+                 });
+  }
+}
+
+void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
+                            const ConstTensorView& rows, const RankBytes& to) {
+  const Generation g = exchange.generation;
   const auto* from = static_cast<const std::byte*>(rows.data);
   const bool sums = call.by_rank && exchange.options.order == RowOrder::expert_major;
   std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
   SlotSum slots(config_);
   for (std::size_t n = 0; n < exchange.arrivals.size(); ++n) {
     const Arrival& arrival = exchange.arrivals[n];
+    if (to[static_cast<std::size_t>(arrival.source)] == 0) continue;
     std::uint64_t& sent = bytes[static_cast<std::size_t>(arrival.source)];
     if (exchange.options.order == RowOrder::rank_major) {
       const std::byte* row = from + this->slot(0, arrival.source, arrival.row) * plain_bytes();
@@ -155,6 +184,7 @@ void HostLatency::send_results(const Exchange& exchange, const CombineCall& call
   }
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
+    if (to[static_cast<std::size_t>(peer)] == 0) continue;
     combined_[buffer(g)].deliver(reach_, peer, g, bytes[static_cast<std::size_t>(peer)]);
   }
 }

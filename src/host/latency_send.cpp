@@ -28,7 +28,7 @@ void HostLatency::check_expert_capacity(const std::vector<std::int32_t>& routes)
 std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
-  check_latency_dispatch(x, topk_idx, config_, options);
+  check_latency_dispatch(x, topk_idx, config_, ranks(), options);
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
@@ -87,7 +87,8 @@ Tensor HostLatency::scales_tensor(const Exchange& exchange, std::int64_t blocks,
 
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
-  HostEngine::Call call(*engine_, kLatencyDispatch);
+  HostEngine::Call call(*engine_, kLatencyDispatch, asks());
+  masks_.check_left_behind(kLatencyDispatch);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();
@@ -97,9 +98,9 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {
+        self->masks_.check_left_behind(kLatencyDispatch);
         self->settle_unreceived();
-        self->await_credits(exchange->generation);
-        self->send_rows(*exchange, x);
+        self->send_as_credits_come(*exchange, x);
         if (!hook) self->receive_rows(*exchange);
       },
       &call);
@@ -114,11 +115,21 @@ void HostLatency::settle_unreceived() {
     dropped.swap(unreceived_);
   }
   std::sort(dropped.begin(), dropped.end());
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
+  RankBytes senders(static_cast<std::size_t>(ranks()), 1);
+  if (masks_.on()) {
+    // What is written late spoils only what its writer sends; but on a network it may come after
+    // what its writer sends next.
+    senders = unmasked();
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (engine_->channel().pointer(peer, {segment_.id, 0}) != nullptr) {
+        senders[static_cast<std::size_t>(peer)] = 0;
+      }
+    }
+  }
   for (const Generation generation : dropped) {
-    engine_->channel().await(
-        "latency dispatch: rows of a dropped result", {row, generation},
-        [&](GroupWatch& watch) { return credit_.await_arrivals(generation, watch); });
+    await_sources(
+        {"latency dispatch: rows of a dropped result", flag_row(layout_.arrived), generation},
+        senders);
     drop(generation, true);
   }
 }
@@ -190,7 +201,8 @@ std::size_t HostLatency::send_row(const Exchange& exchange, const WireToken& wir
   return bytes + meta_bytes;
 }
 
-void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) {
+void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
+                            const RankBytes& to) {
   const Generation g = exchange.generation;
   WireToken wire;
   wire.codes.resize(static_cast<std::size_t>(config_.hidden));
@@ -202,6 +214,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) 
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire);
     for (int peer = 0; peer < ranks(); ++peer) {
+      if (to[static_cast<std::size_t>(peer)] == 0) continue;
       if (!route_to(exchange, token, peer, wire.meta.data())) continue;
       const auto d = static_cast<std::size_t>(peer);
       bytes[d] += send_row(exchange, wire, peer, sent[d]++);
@@ -210,6 +223,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) 
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
     const auto d = static_cast<std::size_t>(peer);
+    if (to[d] == 0) continue;
     const SourceHeader header{g, sent[d], static_cast<std::uint32_t>(exchange.options.format),
                               static_cast<std::uint32_t>(exchange.options.scale_format),
                               exchange.options.topk_weights ? 1u : 0u};

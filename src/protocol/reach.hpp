@@ -29,7 +29,10 @@ enum class Channel : std::uint8_t {
   kLoan,
   kArrival,
   kCredit,
-  kAnnounced
+  kAnnounced,
+  kMask,
+  kOffer,
+  kAnswer
 };
 
 /// Names the bytes that one signal counts: unique for each (source, target, signal).
