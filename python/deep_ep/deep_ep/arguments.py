@@ -17,7 +17,8 @@ def check_rows(call: str, name: str, x: Any) -> None:
     """Rows that can travel: dense, of whole 16 bytes."""
     if not isinstance(x, Tensor) or x.dim() != 2:
         refuse(call, name, _words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
-    require(x.is_contiguous(), call, name, f"strides {x.stride()}", "a contiguous tensor")
+    if not x.is_contiguous():
+        refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
     row_bytes = x.shape[1] * x.element_size()
     if row_bytes == 0 or row_bytes % _ROW_STEP_BYTES != 0:
         refuse(call, name, f"rows of {row_bytes} bytes", "a multiple of 16 bytes")
@@ -42,13 +43,13 @@ def check_layout(
             "None for one of them",
             "those of get_dispatch_layout, or a handle",
         )
-    good = tuple(per_rank.shape) == (num_ranks,)
-    require(good, call, "num_tokens_per_rank", tuple(per_rank.shape), f"shape {(num_ranks,)}")
+    if per_rank.shape != (num_ranks,):
+        refuse(call, "num_tokens_per_rank", _words(per_rank), f"shape {(num_ranks,)}")
     wanted = (x.shape[0], num_ranks)
-    good = tuple(in_rank.shape) == wanted and in_rank.dtype == torch.bool
-    require(good, call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
-    good = per_expert.dim() == 1 and per_expert.numel() > 0
-    require(good, call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
+    if in_rank.shape != wanted or in_rank.dtype != torch.bool:
+        refuse(call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
+    if per_expert.dim() != 1 or per_expert.numel() == 0:
+        refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
 
 
 def check_least(call: str, name: str, value: int, least: int) -> None:
@@ -63,8 +64,9 @@ def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) ->
     good = good and topk_weights.dtype == torch.float32 and topk_weights.shape[0] == rows
     if slots is not None:
         good = good and topk_weights.shape[1] == slots
-    wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
-    require(good, call, "topk_weights", _words(topk_weights), wanted)
+    if not good:
+        wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
+        refuse(call, "topk_weights", _words(topk_weights), wanted)
 
 
 def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:

@@ -11,7 +11,7 @@ class EPException(AssertionError, RuntimeError):  # noqa: N818
 
 
 def require(condition: bool, call: str, argument: str, got: object, expected: str) -> None:
-    """Refuse unless the condition holds."""
+    """Refuse unless the condition holds. Where the words take time to make, `refuse` is better."""
     if not condition:
         refuse(call, argument, got, expected)
 

@@ -43,7 +43,9 @@ class Turn:
         self._async_finish = async_finish
         self.stream: Any = None
         """The torch.cuda.Stream for Ferry's `stream=`; None: the current one, or none at all."""
-        if device.type != "cuda" or (previous is None and not async_finish):
+        if not async_finish and previous is None:
+            return
+        if device.type != "cuda":
             return
         self._current = torch.cuda.current_stream(device)
         self.stream = runtime.get_comm_stream()
@@ -63,28 +65,25 @@ class Turn:
     def end(
         self,
         group: ferry.Group | None = None,
-        received: tuple[torch.Tensor | None, ...] = (),
-        made: tuple[torch.Tensor | None, ...] = (),
+        results: tuple[torch.Tensor | None, ...] = (),
     ) -> EventOverlap:
-        """What the call returns. received: results of Ferry; made: of torch, in `context`."""
+        """What the call returns. results: of the group, or of torch in `context`; where `stream` is
+        None they may be left out."""
         if self.stream is not None:
-            for tensor in received:
+            for tensor in results:
                 if tensor is not None and tensor.numel() > 0:
                     _record(group, tensor, self._current)
-            for tensor in made:
-                if tensor is not None:
-                    tensor.record_stream(self._current)
             if not self._async_finish:
                 self._current.wait_stream(self.stream)
         return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
 
 
 def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> None:
-    """The current stream uses it, too: its memory may be the group's, or torch's."""
-    try:
-        if group is not None:
+    """This stream uses it, too, whether its memory is the group's or torch's."""
+    if group is not None:
+        try:
             group.record_stream(tensor, stream)
             return
-    except ferry.InvalidArgument:
-        pass
+        except ferry.InvalidArgument:
+            pass
     tensor.record_stream(stream)

@@ -65,7 +65,7 @@ class Throughput:
         turn = Turn(call, self.runtime, topk_idx.device, *when)
         with turn.context(topk_idx):
             layout = layout_of(topk_idx, num_experts, self.group_size)
-        return (*layout, turn.end(made=layout))
+        return (*layout, turn.end(None, layout))
 
     def dispatch(
         self,
@@ -117,7 +117,7 @@ class Throughput:
             received = exchange.group.dispatch(
                 rows, exchange.plan, worst_case_rows=exchange.worst_case_rows, **call.how
             )
-            event = call.turn.end(exchange.group, (received.x, received.scales))
+            event = call.end(exchange.group, received, ("x", "scales"))
             return _with_scales(received, scales), None, None, None, None, event
 
         arguments.check_layout(
@@ -152,8 +152,8 @@ class Throughput:
         if topk_idx is not None:
             with call.turn.context():
                 ids = received.topk_idx.to(topk_idx.dtype)
-        results = (received.x, received.scales, weights, ids, received.source_token)
-        event = call.turn.end(group, results, (made.key,))
+        names = ("x", "scales", "topk_weights", "topk_idx", "source_token")
+        event = call.end(group, received, names, (made.key, ids))
         if num_worst_tokens > 0:
             counts = []
         elif topk_idx is None:
@@ -191,8 +191,8 @@ class Throughput:
         when = (previous_event, async_finish, allocate_on_comm_stream)
         call = self._call("combine", config, _default_combine, x, when)
         exchange = self._exchange(call, handle, x.device)
-        good = x.shape[0] == exchange.rows
-        require(good, call.name, "x", f"{x.shape[0]} rows", f"{exchange.rows}, as dispatch gave")
+        if x.shape[0] != exchange.rows:
+            refuse(call.name, "x", f"{x.shape[0]} rows", f"{exchange.rows}, as dispatch gave")
         apart = False
         if topk_weights is not None:
             arguments.check_weights(call.name, topk_weights, exchange.rows, None)
@@ -206,11 +206,12 @@ class Throughput:
             bias1=bias1,
             **call.how,
         )
-        weights = made = combined.topk_weights
+        weights = None if topk_weights is None else combined.topk_weights
         if apart:
             assert topk_weights is not None
-            made = weights = _summed_apart(call, exchange, topk_weights)
-        event = call.turn.end(exchange.group, (combined.x, made))
+            weights = _summed_apart(call, exchange, topk_weights)
+        made = (weights,) if apart else ()
+        event = call.end(exchange.group, combined, ("x", "topk_weights"), made)
         return combined.x, weights, event
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,13 +265,13 @@ class Throughput:
                 group, plan, handle[1].shape[-1], rows, worst_case=rows != exact, sums=exact
             )
             attach(handle, exchange)
-        require(
-            exchange.channels == call.channels,
-            call.name,
-            "config.num_sms",
-            2 * call.channels,
-            f"{2 * exchange.channels}, as of the dispatch that made the handle",
-        )
+        if exchange.channels != call.channels:
+            refuse(
+                call.name,
+                "config.num_sms",
+                2 * call.channels,
+                f"{2 * exchange.channels}, as of the dispatch that made the handle",
+            )
         return exchange
 
     def _by_ranks(self, call: _Call, is_token_in_rank: Tensor) -> tuple[ferry.Group, Tensor]:
@@ -302,6 +303,19 @@ class _Call(NamedTuple):
     turn: Turn
     channels: int
     how: dict[str, Any]  # arguments of Ferry's call
+
+    def end(
+        self,
+        group: ferry.Group,
+        received: Any,
+        names: tuple[str, ...],
+        made: tuple[Tensor | None, ...] = (),
+    ) -> EventOverlap:
+        """What the call returns; results of Ferry that have these names, and of torch."""
+        if self.turn.stream is None:
+            return self.turn.end()
+        results = (getattr(received, name) for name in names)
+        return self.turn.end(group, (*results, *made))
 
 
 def _with_scales(received: Any, scales: Tensor | None) -> Any:

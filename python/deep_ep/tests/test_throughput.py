@@ -9,22 +9,9 @@ import throughput_bodies as bodies
 from rank_buffers import run_buffers
 
 SIZES = (1, 2, 4, 8)
-BODIES = [
-    bodies.layouts,
-    bodies.every_dispatch,
-    bodies.every_combine,
-    bodies.worst_case_begins_as_exact,
-    bodies.handle_contents,
-    bodies.saved_handles,
-    bodies.copied_worst_case,
-    bodies.lopsided,
-    bodies.grows,
-    bodies.changing_experts,
-    bodies.internode_names,
-]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"))

@@ -407,3 +407,18 @@ def internode_names(buffer: Any, device: str) -> None:
     check_rows(got[0], job.x, job, rank, device, "")
     y = buffer.internode_combine(expert(rank, got[0]), got[4])[0]
     same(y, combined(job, rank, answers(job, rank, job.x)), device)
+
+
+ALL = [
+    layouts,
+    every_dispatch,
+    every_combine,
+    worst_case_begins_as_exact,
+    handle_contents,
+    saved_handles,
+    copied_worst_case,
+    lopsided,
+    grows,
+    changing_experts,
+    internode_names,
+]
