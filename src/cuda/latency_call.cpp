@@ -176,7 +176,11 @@ Event CudaLatency::end(Launch& launch, const char* call) {
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
   const Device where = engine_->device();
-  check_latency_dispatch(x, topk_idx, config_, options, where);
+  check_latency_dispatch(x, topk_idx, config_, engine_->size(), options, where);
+  if (options.waits) refuse(kLatencyDispatch, "waits", "a tensor", "none: not there yet on GPUs");
+  if (options.order != RowOrder::expert_major || options.topk_weights) {
+    refuse(kLatencyDispatch, "order, topk_weights", "one of them", "none: not there yet on GPUs");
+  }
   check_routes(kLatencyDispatch, topk_idx, where);
   check_stream(kLatencyDispatch, options.stream, where);
   Launch launch(*engine_, kLatencyDispatch, options.stream);
@@ -228,15 +232,18 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
            "receive() before combine");
   }
   const std::shared_ptr<LatencyRound> round = state->round;
-  check_latency_combine(topk_weights, options);
-  const std::int64_t tokens = round->combine.tokens, topk = round->combine.topk;
-  check_exact(kLatencyCombine, "rows", rows, config_.dtype,
-              {local_experts(), output_rows(), config_.hidden}, where);
-  check_exact(kLatencyCombine, "topk_weights", *topk_weights, Dtype::f32, {tokens, topk}, where);
-  const Extents shape{tokens, config_.hidden};
-  if (options.out) {
-    check_exact(kLatencyCombine, "out", *options.out, config_.dtype, shape, where);
+  const std::int64_t tokens = round->combine.tokens;
+  LatencyDispatched dispatched;
+  dispatched.tokens = tokens;
+  dispatched.topk = static_cast<int>(round->combine.topk);
+  dispatched.ranks = engine_->size();
+  dispatched.local_experts = local_experts();
+  check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
+  if (options.waits) refuse(kLatencyCombine, "waits", "a tensor", "none: not there yet on GPUs");
+  if (options.path != ferry::CombinePath::per_slot || options.format != CombineFormat::as_is) {
+    refuse(kLatencyCombine, "path, format", "one of them", "none: not there yet on GPUs");
   }
+  const Extents shape{tokens, config_.hidden};
   check_stream(kLatencyCombine, options.stream, where);
   Launch launch(*engine_, kLatencyCombine, options.stream);
   Claim claim(round->combined);

@@ -23,6 +23,7 @@ constexpr const char* kMake = "LatencyExchange";
 /// What the kernels cannot do.
 void check_served(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
   check_config(config);
+  if (config.masks) refuse("LatencyExchange", "masks", "true", "false: not there yet on GPUs");
   check_size(config, local_experts, ranks);
   const auto most = [](const char* what, std::int64_t got, std::int64_t limit) {
     if (got <= limit) return;

@@ -25,10 +25,8 @@ class _Bytes:
 
 
 def borrowed(tensor: Tensor, keeper: object) -> Tensor:
-    """A tensor on the same memory, which stays mapped as long as `keeper` lives. It does not keep
-    what keeps `tensor`."""
-    if tensor.numel() == 0:
-        return torch.empty_like(tensor)
+    """A tensor on the same memory as `tensor`, which is not empty. It stays mapped as long as
+    `keeper` lives; what keeps `tensor` is not kept."""
     elements = 1 + sum(
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride())
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse
 from deep_ep.event import EventOverlap
 from deep_ep.low_latency_checks import (
     Shape,
     check_combine,
-    check_either,
+    check_mode,
     check_sizes,
     check_stats,
     check_tokens,
@@ -23,6 +24,14 @@ from deep_ep.low_latency_checks import (
 from deep_ep.rounds import Round, Rounds
 from deep_ep.runtime import Runtime
 from deep_ep.streams import Turn
+
+# (use_fp8, round_scale, use_ue8m0): how rows cross. Without fp8 the others say nothing.
+_WIRES: dict[tuple[bool, bool, bool], dict[str, Any]] = {
+    (True, False, False): {"format": "e4m3", "scale_format": "f32"},
+    (True, True, False): {"format": "e4m3", "scale_format": "f32_pow2"},
+    (True, True, True): {"format": "e4m3", "scale_format": "ue8m0_packed"},
+    **{(False, rounded, packed): {} for rounded in (False, True) for packed in (False, True)},
+}
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
@@ -47,7 +56,7 @@ class LowLatency:
 
     def _open_low_latency(self) -> None:
         """Called at the end of the constructor, on all ranks: prepares this half's own state."""
-        self._latency_rounds: dict[Shape, Rounds] = {}
+        self._latency_rounds: dict[tuple[Any, ...], Rounds] = {}
 
     def _close_low_latency(self) -> None:
         """Called by `destroy`, before the groups are left: drops what holds their memory."""
@@ -59,7 +68,7 @@ class LowLatency:
         """There is nothing to clean, whatever ran before: Ferry's flags are numbers that only grow
         and lie outside what callers can write. Waits for nobody."""
         call = "clean_low_latency_buffer"
-        self._require_low_latency(call)
+        check_mode(call, self.low_latency_mode, False, False)
         check_sizes(
             call,
             num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
@@ -99,34 +108,46 @@ class LowLatency:
         num_experts); the event; the hook or None.
         """
         call = "low_latency_dispatch"
-        self._require_low_latency(call)
-        check_either(call, async_finish, return_recv_hook)
+        check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
+        check_tokens(call, x, topk_idx)
+        options = _WIRES.get((use_fp8, round_scale, use_ue8m0))
+        if options is None:
+            refuse(call, "use_ue8m0", "True", "round_scale=True beside it: exponents say no more")
         capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
-        check_sizes(call, num_max_dispatch_tokens_per_rank=capacity, num_experts=experts)
-        check_tokens(call, x, topk_idx, capacity)
-        options = _wire(call, use_fp8, round_scale, use_ue8m0)
-        shape = Shape(capacity, x.shape[1], experts, topk_idx.shape[1], x.dtype, x.device)
-        rounds = self._rounds_for(shape)
+        tokens, hidden = x.shape
+        key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
+        rounds = self._latency_rounds.get(key)
+        if rounds is None:
+            check_sizes(call, num_max_dispatch_tokens_per_rank=capacity, num_experts=experts)
+        if tokens > capacity:
+            most = f"at most num_max_dispatch_tokens_per_rank = {capacity}"
+            refuse(call, "x", f"{tokens} tokens", most)
+        if rounds is None:
+            rounds = self._rounds_for(Shape(*key))
         stats = cumulative_local_expert_recv_stats
-        name = "cumulative_local_expert_recv_stats"
-        check_stats(call, name, stats, torch.int32, rounds.local_experts)
-        options |= self._waits(call, "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
-        turn = Turn(call, self.runtime, x.device, None, async_finish)
-        made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, stream=turn.stream, **options)
+        if stats is not None:
+            name = "cumulative_local_expert_recv_stats"
+            check_stats(call, name, stats, torch.int32, rounds.local_experts)
+        if dispatch_wait_recv_cost_stats is not None:
+            name = "dispatch_wait_recv_cost_stats"
+            options = options | self._waits(call, name, dispatch_wait_recv_cost_stats)
+        turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
+        if turn is not None:
+            options = options | {"stream": turn.stream}
+        made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, **options)
 
         def receive() -> None:
-            if return_recv_hook:
-                made.receive()
+            made.receive()
             if stats is not None:
                 stats.add_(made.counts)
 
-        if not return_recv_hook:
-            with turn.context():
-                receive()
+        if stats is not None and not return_recv_hook:
+            with nullcontext() if turn is None else turn.context():
+                stats.add_(made.counts)
         return (
             made.x if made.scales is None else (made.x, made.scales),
             made.counts,
-            (made.source_token, made.ranges, capacity, shape.hidden, experts),
+            (made.source_token, made.ranges, capacity, hidden, experts),
             _end(turn, x, topk_idx),
             receive if return_recv_hook else None,
         )
@@ -160,59 +181,43 @@ class LowLatency:
         dispatches; Ferry, which has forgotten its routes by then, sends them once more.
         """
         call = "low_latency_combine"
-        self._require_low_latency(call)
-        check_either(call, async_finish, return_recv_hook)
-        require(
-            not (use_logfmt and zero_copy),
-            call,
-            "use_logfmt",
-            "True together with zero_copy",
-            "one of the two: rows of zero_copy cross as they are",
-        )
-        shape, rounds, made = self._found(call, handle, topk_idx)
+        check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
+        if use_logfmt and zero_copy:
+            one = "one of the two: rows of zero_copy cross as they are"
+            refuse(call, "use_logfmt", "True together with zero_copy", one)
+        rounds, made = self._found(call, handle, topk_idx)
+        shape = rounds.shape
         check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
-        rows = _rows(call, rounds, made) if zero_copy else x
-        options = self._waits(call, "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
+        options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
         if use_logfmt:
             options["format"] = "logfmt10"
-        turn = Turn(call, self.runtime, x.device, None, async_finish)
-        if made is None or not made.combinable:
+        if combine_wait_recv_cost_stats is not None:
+            name = "combine_wait_recv_cost_stats"
+            options |= self._waits(call, name, combine_wait_recv_cost_stats)
+        rows = _rows(call, rounds, made) if zero_copy else x
+        turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
+        if turn is not None:
+            options["stream"] = turn.stream
+        if made is None or made.received is None:
             rounds, made = self._again(shape, topk_idx, turn)
-        combined, receive = made.combine(
-            rounds.exchange,
-            rows,
-            topk_weights,
-            hook=return_recv_hook,
-            out=out,
-            stream=turn.stream,
-            **options,
-        )
+        combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
         return combined, _end(turn, rows, topk_weights), receive if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
         """Memory for the rows of this handle's combine with `zero_copy`: [L, R*C, H], the dtype
         that was dispatched. What it holds is undefined."""
         call = "get_next_low_latency_combine_buffer"
-        self._require_low_latency(call)
-        _, rounds, made = self._found(call, handle, None)
+        check_mode(call, self.low_latency_mode, False, False)
+        rounds, made = self._found(call, handle, None)
         return _rows(call, rounds, made)
 
-    def _require_low_latency(self, call: str) -> None:
-        require(
-            self.low_latency_mode,
-            call,
-            "this Buffer",
-            "low_latency_mode=False",
-            "Buffer(..., low_latency_mode=True)",
-        )
-
     def _rounds_for(self, shape: Shape) -> Rounds:
+        """Collective when they are new."""
         found = self._latency_rounds.get(shape)
         if found is None:
             group = self._group_for(shape.experts, shape.device)
-            found = self._latency_rounds[shape] = Rounds(
-                group, self._exchange_for(group, shape), shape.dtype
-            )
+            found = Rounds(group, self._exchange_for(group, shape), shape)
+            self._latency_rounds[shape] = found
         return found
 
     def _exchange_for(self, group: ferry.Group, shape: Shape) -> ferry.LatencyExchange:
@@ -226,48 +231,34 @@ class LowLatency:
 
     def _found(
         self, call: str, handle: Any, topk_idx: Tensor | None
-    ) -> tuple[Shape, Rounds, Round | None]:
+    ) -> tuple[Rounds, Round | None]:
         """What a handle belongs to; None for the round when its buffer serves another by now."""
-        source_token, _, capacity, hidden, experts = unpacked(call, handle)
+        if isinstance(handle, tuple) and len(handle) == 5:
+            for rounds in self._latency_rounds.values():
+                made = rounds.find(handle[0])
+                if made is not None:
+                    return rounds, made
+        source_token, _, *numbers = unpacked(call, handle)
         topk = None if topk_idx is None else topk_idx.shape[-1]
-        fitting: tuple[Shape, Rounds, None] | None = None
-        for shape, rounds in self._latency_rounds.items():
-            made = rounds.find(source_token)
-            if made is not None:
-                return shape, rounds, made
-            named = (capacity, hidden, experts, topk, source_token.device)
-            if named == (shape.capacity, shape.hidden, shape.experts, shape.topk, shape.device):
-                fitting = shape, rounds, None
-        if fitting is None:
-            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
-        return fitting
+        named = (*numbers, topk, source_token.device)
+        for rounds in self._latency_rounds.values():
+            s = rounds.shape
+            if named == (s.capacity, s.hidden, s.experts, s.topk, s.device):
+                return rounds, None
+        return refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
 
-    def _again(self, shape: Shape, topk_idx: Tensor, turn: Turn) -> tuple[Rounds, Round]:
+    def _again(self, shape: Shape, topk_idx: Tensor, turn: Turn | None) -> tuple[Rounds, Round]:
         """Collective: a dispatch that repeats only routes, whose rows come to lie as before."""
         rounds = self._rounds_for(shape._replace(again=True))
-        with turn.context():
+        with nullcontext() if turn is None else turn.context():
             tokens = (topk_idx.shape[0], shape.hidden)
             x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)
-        return rounds, rounds.dispatch(x, topk_idx, hook=False, stream=turn.stream)
+        options = {} if turn is None else {"stream": turn.stream}
+        return rounds, rounds.dispatch(x, topk_idx, hook=False, **options)
 
-    def _waits(self, call: str, name: str, stats: Tensor | None) -> dict[str, Any]:
+    def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
         check_stats(call, name, stats, torch.int64, self.group_size)
-        return {} if stats is None else {"waits": stats}
-
-
-def _wire(call: str, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> dict[str, Any]:
-    """How rows cross."""
-    if not use_fp8:
-        return {}
-    require(
-        round_scale or not use_ue8m0,
-        call,
-        "use_ue8m0",
-        "True without round_scale",
-        "round_scale=True, as exponents say powers of two only",
-    )
-    rounded = "ue8m0_packed" if use_ue8m0 else "f32_pow2"
-    return {"format": "e4m3", "scale_format": rounded if round_scale else "f32"}
+        return {"waits": stats}
 
 
 def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:
@@ -277,9 +268,10 @@ def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:
     return rounds.rows(made)
 
 
-def _end(turn: Turn, *inputs: Tensor) -> EventOverlap:
+def _end(turn: Turn | None, *inputs: Tensor) -> EventOverlap:
     """The event of a call, which keeps what the call reads."""
-    overlap = turn.end(None)
-    if overlap.event is not None:
-        overlap.extra_tensors = inputs
+    if turn is None:
+        return EventOverlap()
+    overlap = turn.end()
+    overlap.extra_tensors = inputs
     return overlap

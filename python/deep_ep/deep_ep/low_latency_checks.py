@@ -61,40 +61,55 @@ def check_tensor(
     )
 
 
-def check_tokens(call: str, x: Any, topk_idx: Any, capacity: int) -> None:
+def check_tokens(call: str, x: Any, topk_idx: Any) -> None:
     """The inputs of a dispatch."""
+    if (
+        isinstance(x, Tensor)
+        and isinstance(topk_idx, Tensor)
+        and x.dim() == 2 == topk_idx.dim()
+        and x.dtype in _FLOATS
+        and topk_idx.dtype in _ROUTES
+        and x.shape[0] == topk_idx.shape[0]
+        and x.is_contiguous()
+    ):
+        return
     check_tensor(call, "x", x, _FLOATS, (None, None))
     check_tensor(call, "topk_idx", topk_idx, _ROUTES, (x.shape[0], None), dense=False)
-    require(
-        x.shape[0] <= capacity,
-        call,
-        "x",
-        f"{x.shape[0]} tokens",
-        f"at most num_max_dispatch_tokens_per_rank = {capacity}",
-    )
 
 
 def check_stats(call: str, name: str, stats: Any, dtype: torch.dtype, extent: int) -> None:
-    """Statistics that a call adds to, or None."""
-    if stats is not None:
-        check_tensor(call, name, stats, (dtype,), (extent,))
+    """Statistics that a call adds to."""
+    check_tensor(call, name, stats, (dtype,), (extent,))
 
 
-def check_either(call: str, async_finish: bool, return_recv_hook: bool) -> None:
-    """A call ends later by its event or by its hook."""
-    require(
-        not (async_finish and return_recv_hook),
-        call,
-        "async_finish",
-        "True together with return_recv_hook",
-        "one of the two",
-    )
+def check_mode(call: str, low_latency: bool, async_finish: bool, return_recv_hook: bool) -> None:
+    """The Buffer is made for these calls; one ends later by its event or by its hook."""
+    if not low_latency:
+        mode = "low_latency_mode="
+        refuse(call, "this Buffer", f"{mode}False", f"Buffer(..., {mode}True)")
+    if async_finish and return_recv_hook:
+        refuse(call, "async_finish", "True together with return_recv_hook", "one of the two")
 
 
 def check_combine(
     call: str, shape: Shape, x: Any, rows: int, topk_idx: Any, topk_weights: Any, out: Any
 ) -> None:
     """The inputs of a combine whose rows are [local experts, `rows`, H]."""
+    if (
+        isinstance(x, Tensor)
+        and isinstance(topk_idx, Tensor)
+        and isinstance(topk_weights, Tensor)
+        and x.dim() == 3
+        and x.dtype == shape.dtype
+        and (x.shape[1], x.shape[2]) == (rows, shape.hidden)
+        and topk_idx.dtype in _ROUTES
+        and topk_idx.shape == topk_weights.shape
+        and topk_idx.shape[1:] == (shape.topk,)
+        and topk_weights.dtype == torch.float32
+        and topk_weights.is_contiguous()
+        and out is None
+    ):
+        return
     check_tensor(call, "topk_idx", topk_idx, _ROUTES, (None, shape.topk), dense=False)
     tokens = topk_idx.shape[0]
     check_tensor(call, "x", x, (shape.dtype,), (None, rows, shape.hidden), dense=False)

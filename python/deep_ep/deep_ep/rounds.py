@@ -11,31 +11,38 @@ from torch import Tensor
 import ferry
 from deep_ep.borrowed import borrowed
 from deep_ep.errors import EPException
+from deep_ep.low_latency_checks import Shape
 
 
 class Round:
     """One dispatch until its combine has ended or its buffer is needed again, whatever comes
     first. Tensors of it may be read for as long as the buffer is not given to another."""
 
+    __slots__ = (
+        "_sums",
+        "counts",
+        "ranges",
+        "received",
+        "scales",
+        "source_token",
+        "turn",
+        "x",
+    )
+
     def __init__(
         self,
         received: ferry.LatencyReceived[Tensor],
         turn: int,
-        survivor: Callable[[Tensor], Tensor],
+        lent: Callable[[str, Tensor], Tensor],
     ) -> None:
         self.turn = turn
         self.received: ferry.LatencyReceived[Tensor] | None = received
-        self.x = survivor(received.x)
-        self.scales = None if received.scales is None else survivor(received.scales)
-        self.counts = survivor(received.counts)
-        self.source_token = survivor(received.source_token)
-        self.ranges = survivor(received.ranges)
+        self.x = lent("x", received.x)
+        self.scales = None if received.scales is None else lent("scales", received.scales)
+        self.counts = lent("counts", received.counts)
+        self.source_token = lent("source_token", received.source_token)
+        self.ranges = lent("ranges", received.ranges)
         self._sums: _Sums | None = None
-
-    @property
-    def combinable(self) -> bool:
-        """False once it was combined or its buffer was given to another."""
-        return self.received is not None
 
     def receive(self) -> None:
         """The second half of a dispatch with a hook."""
@@ -82,13 +89,13 @@ class _Sums:
 class Rounds:
     """A LatencyExchange of a group, and its last two dispatches."""
 
-    def __init__(
-        self, group: ferry.Group, exchange: ferry.LatencyExchange, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, group: ferry.Group, exchange: ferry.LatencyExchange, shape: Shape) -> None:
         self._group = group
-        self._dtype = dtype
+        self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
+        self._shared: dict[str, bool] = {}
+        self._lent: dict[tuple[int, torch.dtype], Tensor] = {}
         self._turn = 0
         self._rounds: list[Round | None] = [None, None]
         self._rows: list[Tensor | None] = [None, None]
@@ -99,16 +106,27 @@ class Rounds:
         before = self._rounds[turn]
         if before is not None:
             before.end()
-        made = Round(self.exchange.dispatch(x, topk_idx, **options), turn, self._survivor)
+        made = Round(self.exchange.dispatch(x, topk_idx, **options), turn, self._lend)
         self._rounds[turn] = made
         self._turn = 1 - turn
         return made
 
-    def _survivor(self, tensor: Tensor) -> Tensor:
-        """The tensor for the caller: what lies in the exchange's memory must not keep the buffer;
-        what does not lie there has memory of its own."""
-        shared = self._group.is_registered(tensor.data_ptr())
-        return borrowed(tensor, self.exchange) if shared else tensor
+    def _lend(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor for the caller. What lies in the exchange's memory must not keep the buffer;
+        what does not lie there has memory of its own, in every dispatch or in none."""
+        if self.local_experts == 0:
+            return torch.empty_like(tensor)
+        shared = self._shared.get(name)
+        if shared is None:
+            shared = self._shared[name] = self._group.is_registered(tensor.data_ptr())
+        if not shared:
+            return tensor
+        key = tensor.data_ptr(), tensor.dtype
+        found = self._lent.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # it is kept for calls of any mode
+                found = self._lent[key] = borrowed(tensor, self.exchange)
+        return found.detach()
 
     def find(self, source_token: object) -> Round | None:
         """The dispatch that this tensor of a handle belongs to, if it is one of the last two."""
@@ -122,7 +140,7 @@ class Rounds:
         found = self._rows[of.turn]
         if found is None:
             with torch.inference_mode(False):  # it is kept for calls of any mode
-                found = torch.empty(of.x.shape, dtype=self._dtype, device=of.x.device)
+                found = torch.empty(of.x.shape, dtype=self.shape.dtype, device=of.x.device)
             self._rows[of.turn] = found
         return found
 

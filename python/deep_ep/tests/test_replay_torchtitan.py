@@ -1,5 +1,5 @@
-"""The calls of TorchTitan: everything on the communication stream, handles behind numbers, a combine
-whose event is waited for later, and activation checkpoints, which dispatch once more in the
+"""The calls of TorchTitan: everything on the communication stream, handles behind numbers, a
+combine whose event is waited for later, and activation checkpoints, which dispatch once more in the
 backward."""
 
 from __future__ import annotations
