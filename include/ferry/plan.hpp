@@ -4,6 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "ferry/tensor.hpp"
+
 namespace ferry {
 
 struct PlanState;
@@ -27,6 +29,10 @@ class Plan {
   std::vector<std::int64_t> recv_rows_per_rank() const;
   /// Rows that this rank sends to each rank, [ranks].
   std::vector<std::int64_t> send_rows_per_rank() const;
+  /// i32 [ranks, ranks], where the group's tensors lie: rows that rank s (row) sends to rank d.
+  /// Only to be read. Of a plan on a CUDA stream nothing blocks: the numbers come in the stream's
+  /// order.
+  Tensor rank_rows() const;
   /// Route slots that name each expert of this rank, [local experts].
   std::vector<std::int64_t> slots_per_expert() const;
   /// Rows of the expert-major output when every expert's block is padded to `alignment` rows.

@@ -26,6 +26,7 @@ from ferry.bootstrap import from_all_gather
 from ferry.errors import InvalidArgument
 from ferry.group import Group
 from ferry.handles import everything
+from ferry.torch_experts import ExpertParallel  # which needs this module, but only when it runs
 from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
 
 
@@ -289,6 +290,7 @@ def from_process_group(pg: Any = None) -> Bootstrap:
 
 
 __all__ = [
+    "ExpertParallel",
     "TorchPlan",
     "TorchReceived",
     "combine",

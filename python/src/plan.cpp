@@ -1,10 +1,12 @@
 #include "plan.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
 #include "repr.hpp"
+#include "tensor.hpp"
 
 namespace ferry::python {
 namespace {
@@ -39,6 +41,15 @@ void bind_plan(nb::module_& m) {
            "Rows from each source rank, [ranks].")
       .def("send_rows_per_rank", &without_gil_call<&Plan::send_rows_per_rank>,
            "Rows that this rank sends to each rank, [ranks].")
+      .def(
+          "rank_rows",
+          [](const HeldPlan& p) { return to_python(without_gil_call<&Plan::rank_rows>(p)); },
+          nb::sig("def rank_rows(self) -> Tensor"),
+          "i32 [ranks, ranks], where the group's tensors lie: rows that rank s (row) sends to rank "
+          "d, "
+          "as a\ntensor that speaks DLPack. Only to be read. Of a plan on a CUDA stream nothing "
+          "blocks: the "
+          "numbers\ncome in the stream's order.")
       .def("slots_per_expert", &without_gil_call<&Plan::slots_per_expert>,
            "Route slots that name each expert of this rank, [local experts].")
       .def(

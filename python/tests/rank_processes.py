@@ -15,6 +15,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+import ferry
+
 DEADLINE = 30.0  # seconds; a test that reaches it has failed
 PATIENCE = 150.0  # seconds, for a body that compiles
 
@@ -25,12 +27,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(pipe: Connection, device: str, rank: int) -> None:
-    """The life of a rank: calls bodies until the pipe closes."""
+def exchange(boot: Any, where: dict[str, Any], body: Any, arguments: Any, config: Any) -> Any:
+    """One body on this rank, with a group."""
+    config = {"experts": 8, "deadline": DEADLINE, "memory_bytes": 1 << 20} | config
+    with ferry.Group(boot, **where, **config) as group:
+        result = body(group, *arguments)
+        if not group.destroyed:
+            group.barrier()
+        return result
+
+
+def serve(pipe: Connection, device: str, rank: int, one: Any) -> None:
+    """The life of a rank: calls `one` with bodies until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-
-    import ferry
 
     torch.set_num_threads(1)
     where: dict[str, Any] = {"backend": "host"}
@@ -46,27 +56,25 @@ def serve(pipe: Connection, device: str, rank: int) -> None:
         try:
             body = getattr(importlib.import_module(module), name)
             boot = ferry.tcp(**meeting, deadline=DEADLINE)
-            with ferry.Group(boot, **where, **config) as group:
-                result = body(group, *arguments)
-                if not group.destroyed:
-                    group.barrier()
-            pipe.send((True, result))
+            pipe.send((True, one(boot, where, body, arguments, config)))
         except BaseException as error:
             pipe.send((False, (type(error).__name__, traceback.format_exc())))
 
 
 class RankProcesses:
-    """`size` processes on a device."""
+    """`size` processes on a device. `one` runs a body there, as `exchange` does."""
 
-    def __init__(self, size: int, device: str) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, device: str, one: Any = exchange) -> None:
+        self.size, self.device, self.one = size, device, one
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             mine, theirs = context.Pipe()
-            child = context.Process(target=serve, args=(theirs, self.device, rank), daemon=True)
+            child = context.Process(
+                target=serve, args=(theirs, self.device, rank, self.one), daemon=True
+            )
             child.start()
             theirs.close()
             self.children.append((child, mine))
@@ -84,7 +92,6 @@ class RankProcesses:
         replaced before the next run."""
         if not self.children:
             self.start()
-        config = {"experts": 8, "deadline": DEADLINE, "memory_bytes": 1 << 20} | config
         common = {"size": self.size, "port": free_port(), "secret": secrets.token_hex(8)}
         for rank, (_, pipe) in enumerate(self.children):
             meeting = common | {"rank": rank}

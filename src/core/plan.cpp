@@ -55,6 +55,18 @@ std::vector<std::int64_t> Plan::send_rows_per_rank() const {
   return rows;
 }
 
+Tensor Plan::rank_rows() const {
+  PlanState& state = checked(*this, "Plan::rank_rows");
+  if (state.rank_rows.data == nullptr) {
+    const std::vector<std::int32_t>& rows = counted(*this, "Plan::rank_rows").rank_tokens;
+    const std::int64_t ranks = state.exchange.ranks();
+    // A tensor has no other way to say that its memory is only to be read.
+    auto* data = const_cast<std::int32_t*>(rows.data());
+    return {TensorView(data, Dtype::i32, {ranks, ranks}), state_};
+  }
+  return {state.rank_rows, state_};
+}
+
 std::vector<std::int64_t> Plan::slots_per_expert() const {
   return counted(*this, "Plan::slots_per_expert").slots_per_expert();
 }

@@ -52,6 +52,7 @@ struct PlanState {
   int topk = 0;
   Event ready{};  ///< complete when `exchange` is filled
   ExchangePlan exchange{};
+  TensorView rank_rows{};  ///< what Plan::rank_rows shows; no data: `exchange` has it
   ReceivedRoutes routes{};
   RowLayouts layouts{};
   /// Set when a dispatch that will carry the routes was entered, and when it has brought them.

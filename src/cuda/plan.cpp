@@ -125,6 +125,8 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
     throw;
   }
   state->view.data = state->memory.data();
+  state->rank_rows = TensorView(state->view.data + state->view.layout.rank_tokens, Dtype::i32,
+                                {size(), size()}, device());
   if (state->captured) forget_states(*state);
 
   parameters.group = view_;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the Python package with the command line and installs it into .venv, with a count of the
-# steps. build/python keeps the objects; everything that was said is in build/logs/package-build.log.
+# steps, and python/deep_ep beside it. build/python keeps the objects; everything that was said is in build/logs/package-build.log.
 #
 # FERRY_CUDA=1 builds the CUDA engine, FERRY_CUDA=0 does not; unset: where there is a GPU.
 set -euo pipefail
@@ -55,3 +55,7 @@ if ! .venv/bin/python -m pip install --verbose --disable-pip-version-check --no-
   echo "the build failed; all of its output: $log" >&2
   exit 1
 fi
+
+# The drop-in: a distribution of its own, pure Python.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+  --force-reinstall ./python/deep_ep

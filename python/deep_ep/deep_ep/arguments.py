@@ -1,0 +1,99 @@
+"""Arguments of throughput mode: refused here where the interface says what it wants, by Ferry where
+ranks or sizes do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_ep.errors import refuse, require
+
+_ROW_STEP_BYTES = 16
+
+
+def check_rows(call: str, name: str, x: Any) -> None:
+    """Rows that can travel: dense, of whole 16 bytes."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        refuse(call, name, _words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
+    if not x.is_contiguous():
+        refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
+    row_bytes = x.shape[1] * x.element_size()
+    if row_bytes == 0 or row_bytes % _ROW_STEP_BYTES != 0:
+        refuse(call, name, f"rows of {row_bytes} bytes", "a multiple of 16 bytes")
+
+
+def check_routes(call: str, topk_idx: Any) -> None:
+    """Routes of tokens."""
+    if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2:
+        refuse(call, "topk_idx", _words(topk_idx), "a torch.Tensor of two dimensions, [T, K]")
+    good = topk_idx.dtype in (torch.int64, torch.int32)
+    require(good, call, "topk_idx", topk_idx.dtype, "torch.int64 or torch.int32")
+
+
+def check_layout(
+    call: str, x: Tensor, per_rank: Any, in_rank: Any, per_expert: Any, num_ranks: int
+) -> None:
+    """What get_dispatch_layout returned, for these rows and ranks."""
+    if per_rank is None or in_rank is None or per_expert is None:
+        refuse(
+            call,
+            "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert",
+            "None for one of them",
+            "those of get_dispatch_layout, or a handle",
+        )
+    if per_rank.shape != (num_ranks,):
+        refuse(call, "num_tokens_per_rank", _words(per_rank), f"shape {(num_ranks,)}")
+    wanted = (x.shape[0], num_ranks)
+    if in_rank.shape != wanted or in_rank.dtype != torch.bool:
+        refuse(call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
+    if per_expert.dim() != 1 or per_expert.numel() == 0:
+        refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
+
+
+def check_least(call: str, name: str, value: int, least: int) -> None:
+    """An integer from `least` on."""
+    good = isinstance(value, int) and value >= least
+    require(good, call, name, value, f"an integer, at least {least}")
+
+
+def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:
+    """f32 weights of rows; slots None: any number."""
+    good = isinstance(topk_weights, Tensor) and topk_weights.dim() == 2
+    good = good and topk_weights.dtype == torch.float32 and topk_weights.shape[0] == rows
+    if slots is not None:
+        good = good and topk_weights.shape[1] == slots
+    if not good:
+        wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
+        refuse(call, "topk_weights", _words(topk_weights), wanted)
+
+
+def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:
+    """Scales as Ferry takes them: four bytes each, whatever they mean."""
+    require(x.element_size() == 1, call, "x", x.dtype, "elements of one byte beside scales")
+    good = isinstance(scales, Tensor) and scales.dim() == 2 and scales.shape[0] == x.shape[0]
+    good = good and scales.dtype in (torch.float32, torch.int32)
+    wanted = f"torch.float32 or torch.int32 of shape ({x.shape[0]}, any)"
+    require(good, call, "x[1], the scales", _words(scales), wanted)
+    carried: Tensor = scales
+    return carried if carried.dtype == torch.float32 else carried.view(torch.float32)
+
+
+def biases(call: str, x: Tensor, bias: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The two that combine adds."""
+    if bias is None:
+        return None, None
+    both = bias if isinstance(bias, tuple) else (bias, None)
+    good = len(both) == 2 and all(one is None or isinstance(one, Tensor) for one in both)
+    require(good, call, "bias", _words(bias), "a tensor or a tuple of two")
+    for one in both:
+        good = one is None or (one.dtype == x.dtype and one.is_contiguous())
+        require(good, call, "bias", _words(one), f"a contiguous tensor of {x.dtype}")
+    return both
+
+
+def _words(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return f"an object of type {type(value).__name__}"

@@ -1,0 +1,179 @@
+"""`Buffer`: what frameworks make once and exchange tokens through."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import ferry
+import ferry.torch
+from deep_ep.config import Config, combine_config, dispatch_config
+from deep_ep.environment import qp_depth
+from deep_ep.errors import require
+from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.groups import Groups
+from deep_ep.low_latency import LowLatency
+from deep_ep.runtime import Runtime
+from deep_ep.throughput import Throughput
+
+
+class Buffer(Throughput, LowLatency):
+    """R ranks that exchange tokens, in throughput mode and in low-latency mode.
+
+    Making one is collective. All ranks make the same calls in the same order. Tensors lie on the
+    GPU, or in CPU memory; the first call with a number of experts makes a group of Ferry there.
+
+    Args:
+        group: a process group of torch.distributed, of any backend. It is used here and not after.
+        num_nvl_bytes: what to register at first for tensors; Ferry grows it when it needs more. A
+            multiple of 128, as the next one.
+        num_rdma_bytes: only the size of `get_local_buffer_tensor(use_rdma_buffer=True)`.
+        low_latency_mode: whether the low_latency methods may be called.
+        explicitly_destroy: `destroy` will be called; else the last reference to go does it.
+        enable_shrink: ranks that do not answer are masked in low-latency mode.
+        comm: instead of group: a communicator of mpi4py, or what has Get_rank, Get_size and
+            allgather as it has.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: taken, and
+            without effect.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:
+        self.runtime: Any = None
+        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            good = value >= 0 and value % 128 == 0
+            require(good, "Buffer", name, value, "a multiple of 128, 0 or more")
+        if group is not None:
+            bootstrap = ferry.torch.from_process_group(group)
+        elif comm is not None:
+            bootstrap = ferry.from_mpi(comm)
+        else:
+            raise ValueError(
+                "Buffer: got neither group nor comm; expected a process group of "
+                "torch.distributed, or comm=, a communicator of mpi4py"
+            )
+        self.group = group if group is not None else comm
+        self.rank: int = bootstrap.rank
+        self.group_size: int = bootstrap.size
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.nvshmem_qp_depth = qp_depth()
+        self._groups = Groups(bootstrap, num_nvl_bytes)
+        self.runtime = Runtime(self.rank, self.group_size, num_nvl_bytes, num_rdma_bytes)
+        self._open_low_latency()
+
+    def destroy(self) -> None:
+        """Leave. Needs explicitly_destroy. It waits for no peer: every rank may come to it when it
+        is done with its own calls, and results stay valid until they are dropped."""
+        assert self.explicitly_destroy, (
+            "destroy: this Buffer was made without explicitly_destroy=True; expected it, or to "
+            "drop the last reference instead"
+        )
+        if self.runtime is None:
+            return
+        runtime, self.runtime = self.runtime, None
+        self._close_low_latency()
+        self._groups.destroy()
+        runtime.destroy()
+
+    def __del__(self) -> None:
+        # Groups are left with their last user: callers that make a larger Buffer and drop this one
+        # still have handles, which keep the group that they belong to.
+        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
+            print(
+                f"deep_ep: rank {self.rank}: a Buffer made with explicitly_destroy=True was "
+                "dropped without destroy()",
+                file=sys.stderr,
+            )
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether low-latency and fp8 kernels for Hopper are there: they always are."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """How many SMs calls without a config use from now on. An even number."""
+        assert new_num_sms % 2 == 0, (
+            f"set_num_sms: new_num_sms: got {new_num_sms}; expected an even number"
+        )
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at this point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The defaults of dispatch for this many ranks, 1 to 160."""
+        return dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The defaults of combine for this many ranks, 1 to 160."""
+        return combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that the original registers for low-latency mode. Ferry needs none of them."""
+        capacity = num_max_dispatch_tokens_per_rank
+        call = "get_low_latency_rdma_size_hint"
+        good = num_ranks >= 1 and num_experts >= 1
+        require(good, call, "num_ranks, num_experts", (num_ranks, num_experts), "at least 1")
+        scales = 4 * (hidden // 128)
+        to_expert = 16 + max(2 * hidden, hidden + scales)
+        back = scales + 2 * hidden
+        send = max(capacity * to_expert, num_experts * capacity * back)
+        recv = num_experts * capacity * max(to_expert, back)
+        signals = -(-num_experts * 4 // 128) * 128
+        return (2 * (send + recv + signals) + 128) // 128 * 128
+
+    def get_comm_stream(self) -> Any:
+        """The torch.cuda.Stream that asynchronous exchanges run on."""
+        return self.runtime.get_comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """A flat view of num_nvl_bytes (or num_rdma_bytes) of memory from `offset` bytes on, or its
+        first elements as `size`. It is the caller's: no exchange touches it."""
+        tensor: torch.Tensor = self.runtime.get_local_buffer_tensor(dtype, offset, use_rdma_buffer)
+        if size is None:
+            return tensor
+        wanted = torch.Size(size).numel()
+        good = wanted <= tensor.numel()
+        require(good, "get_local_buffer_tensor", "size", size, f"at most {tensor.numel()} elements")
+        return tensor[:wanted].view(size)
+
+    def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
+        """The group of Ferry with that many experts whose tensors lie there. Collective when it is
+        new; the same object after."""
+        if self.runtime is None:
+            raise RuntimeError("deep_ep: this Buffer is destroyed; make a new one")
+        return self._groups.of(num_experts, device)

@@ -1,0 +1,20 @@
+"""What a wrong use raises."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class EPException(AssertionError, RuntimeError):  # noqa: N818
+    """A condition of the interface does not hold. Callers know some of these as assertions of
+    Python and some as runtime errors of the extension; whichever they catch, it is one."""
+
+
+def require(condition: bool, call: str, argument: str, got: object, expected: str) -> None:
+    """Refuse unless the condition holds. Where the words take time to make, `refuse` is better."""
+    if not condition:
+        refuse(call, argument, got, expected)
+
+
+def refuse(call: str, argument: str, got: object, expected: str) -> NoReturn:
+    raise EPException(f"{call}: {argument}: got {got}; expected {expected}")

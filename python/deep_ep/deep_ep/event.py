@@ -1,0 +1,67 @@
+"""Points of a stream that later work can wait for."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class EventHandle:
+    """The point that the current CUDA stream has reached now. Without CUDA everything before it is
+    done already."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self._event: Any = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(stream if stream is not None else torch.cuda.current_stream())
+
+    def current_stream_wait(self) -> None:
+        """What comes on the current stream from now on runs after this point."""
+        self.stream_wait(None)
+
+    def stream_wait(self, stream: Any) -> None:
+        """The same for any stream; None: the current one."""
+        if self._event is not None:
+            (stream if stream is not None else torch.cuda.current_stream()).wait_event(self._event)
+
+
+class EventOverlap:
+    """An event, or none, and tensors that are kept as long as this object.
+
+    As a context manager it waits at the end of the block: what stands in the block overlaps with
+    the communication.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event, which must be there."""
+        assert self.event is not None, (
+            "EventOverlap: there is no event; expected one of a call with async_finish=True, or of "
+            "Buffer.capture()"
+        )
+        self.event.current_stream_wait()
+
+    def __call__(self) -> EventOverlap:
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()

@@ -1,0 +1,89 @@
+"""The groups of Ferry that one Buffer uses.
+
+A group of Ferry knows its number of experts; a Buffer learns it with each call. So there is a group
+for each number of experts and each kind of device, made when first needed. Only the constructor
+talks through the caller's communicator, which may serve other ends afterwards, or be gone: ranks
+find each other for later groups through a small group of their own.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+import ferry
+from deep_ep.environment import deadline
+
+_LATER_BYTES = 64 << 20
+"""Registered for tensors at first, of groups in CPU memory and of all but a Buffer's first: it
+grows by agreement."""
+_LEAST_BYTES = 1 << 20
+_MOST_MESSAGE_BYTES = 1 << 30
+
+
+class Groups:
+    """Made collectively.
+
+    bootstrap: how the ranks find each other, used here and not after. memory_bytes: what the first
+    group on GPUs registers for tensors; the most that any rank says.
+    """
+
+    def __init__(self, bootstrap: ferry.Bootstrap, memory_bytes: int) -> None:
+        self._deadline = deadline()
+        self._base = ferry.Group(
+            bootstrap,
+            experts=bootstrap.size,
+            deadline=self._deadline,
+            memory_bytes=_LEAST_BYTES,
+            backend="host",
+        )
+        everyone = torch.arange(bootstrap.size).reshape(-1, 1)  # a token for each rank
+        self._to_everyone = self._base.plan(everyone)
+        said = self.all_gather(struct.pack("=q", memory_bytes))
+        self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
+        self._made: dict[tuple[int, str], ferry.Group] = {}
+
+    def of(self, num_experts: int, device: torch.device) -> ferry.Group:
+        """The group with that many experts whose tensors lie there; collective when it is new."""
+        key = (num_experts, str(device))
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._make(num_experts, device)
+        return found
+
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        """Collective: the bytes of all ranks, in rank order."""
+        sizes = self._swap(torch.tensor([len(mine), 0])).tolist()
+        longest = max(size for size, _ in sizes)
+        if min(size for size, _ in sizes) < 0 or longest > _MOST_MESSAGE_BYTES:
+            raise RuntimeError(f"all_gather: ranks announce {sizes} bytes; expected 0 to 2^30")
+        row = torch.zeros(max(16, -(-longest // 16) * 16), dtype=torch.uint8)
+        if mine:
+            row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = self._swap(row)
+        return [row[:size].numpy().tobytes() for row, (size, _) in zip(rows, sizes)]
+
+    def destroy(self) -> None:
+        """Leave all groups; waits for no peer."""
+        for group in self._made.values():
+            group.destroy()
+        self._base.destroy()
+
+    def _make(self, num_experts: int, device: torch.device) -> ferry.Group:
+        on_gpu = device.type == "cuda"
+        memory_bytes = max(_LEAST_BYTES, self._memory_bytes)
+        if self._made or not on_gpu:
+            memory_bytes = min(memory_bytes, _LATER_BYTES)
+        return ferry.Group(
+            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+            experts=num_experts,
+            deadline=self._deadline,
+            memory_bytes=memory_bytes,
+            backend="cuda" if on_gpu else "host",
+            device=device if on_gpu else None,
+        )
+
+    def _swap(self, row: torch.Tensor) -> torch.Tensor:
+        tokens = row.expand(self._base.size, -1).contiguous()
+        return self._base.dispatch(tokens, self._to_everyone).x

@@ -1,0 +1,249 @@
+"""What `dispatch` returns for the exchanges that answer it.
+
+A handle is a tuple of tensors, as callers know it. Ferry needs only its plan, which the memory of
+one of these tensors carries: so a handle that went through `save_for_backward`, or was put together
+anew from the same tensors, is still known. What nobody has looked at is not computed.
+
+Ferry sends rows straight to their place, in no channels. For callers that read them, the rows of
+each pair of ranks are cut into C equal parts, C being half the SMs of the call's config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ferry
+from deep_ep.config import RANKS_OF_A_HOST
+
+
+class Exchange:
+    """A dispatch that others answer.
+
+    rows: of what it received, or of its results whatever was received (worst_case). sums: how many
+    of them a combine brings back, where that is not all. captured: it is part of a CUDA graph, and
+    every replay is another exchange.
+    """
+
+    def __init__(
+        self,
+        group: ferry.Group,
+        plan: ferry.Plan,
+        channels: int,
+        rows: int,
+        *,
+        worst_case: bool,
+        sums: int | None = None,
+        captured: bool = False,
+    ) -> None:
+        self.group = group
+        self.plan = plan
+        self.channels = channels
+        self.rows = rows
+        self.worst_case_rows = rows if worst_case else 0
+        self.captured = captured
+        self._sums = rows if sums is None else sums
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The rows that a combine brings back."""
+        return rows if self._sums == self.rows else rows[: self._sums]
+
+
+def attach(handle: Sequence[Any], exchange: Exchange) -> None:
+    """The exchange lives as long as the memory of the handle's key, and is found by it."""
+    _key(handle).untyped_storage()._ferry_exchange = exchange
+
+
+def find(handle: Sequence[Any]) -> Exchange | None:
+    """The exchange of a handle; None for copies of one."""
+    if isinstance(handle, _Lazy):
+        return handle.exchange
+    found: Exchange | None = getattr(_key(handle).untyped_storage(), "_ferry_exchange", None)
+    return found
+
+
+def is_handle(thing: Any) -> bool:
+    """Whether it has the form of a handle, intranode or internode."""
+    if isinstance(thing, _Lazy):
+        return True
+    whole = isinstance(thing, (tuple, list)) and len(thing) in (6, 10)
+    return whole and all(isinstance(one, Tensor) for one in thing)
+
+
+def _key(handle: Sequence[Any]) -> Any:
+    return handle[0] if len(handle) == 6 else handle[6]
+
+
+class _Lazy(tuple[Any, ...]):
+    """A tuple whose elements are made when somebody looks at one that is not there yet."""
+
+    exchange: Exchange
+    _made: tuple[Tensor, ...] | None
+
+    def __new__(cls, exchange: Exchange, known: dict[int, Tensor], length: int) -> Any:
+        self: Any = super().__new__(cls, (known.get(i) for i in range(length)))
+        self.exchange, self._made = exchange, None
+        attach(self, exchange)
+        return self
+
+    @property
+    def key(self) -> Tensor:
+        """The tensor whose memory carries the exchange."""
+        found: Tensor = _key(self)
+        return found
+
+    def _make(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def _all(self) -> tuple[Any, ...]:
+        made = self._made if self._made is not None else self._make()
+        if not self.exchange.captured:
+            self._made = made
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._all())
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            known = super().__getitem__(index)
+            if known is not None:
+                return known
+        return self._all()[index]
+
+    def __add__(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._all() + tuple(other)
+
+    def __radd__(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(other) + self._all()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return tuple, (self._all(),)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+class _Parts:
+    """The channels of an exchange, out of what every rank knows of it."""
+
+    def __init__(self, prefix: Tensor, rank: int, channels: int) -> None:
+        self._prefix, self._rank, self._channels = prefix, rank, channels
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """[R, R]: rows that rank s sends to rank d."""
+        return torch.diff(self._prefix, dim=0, prepend=torch.zeros_like(self._prefix[:1]))
+
+    @cached_property
+    def _each(self) -> Tensor:
+        """[R, R]: rows of a channel."""
+        parts = max(self._channels, 1)
+        return torch.div(self._rows + (parts - 1), parts, rounding_mode="floor")
+
+    def ends(self, *, sent: bool) -> Tensor:
+        """i32 [R, C + 1]: rows of channels before the c-th, sent to or received from each rank."""
+        at = (self._rank, slice(None)) if sent else (slice(None), self._rank)
+        rows, each = self._rows[at], self._each[at]
+        steps = torch.arange(self._channels + 1, dtype=torch.int32, device=rows.device)
+        return torch.minimum(each[:, None] * steps, rows[:, None])
+
+    def heads(self, is_token_in_rank: Tensor) -> Tensor:
+        """i32 [T, R]: which row of its channel a token is, -1 where it does not go."""
+        ordinal = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
+        each = self._each[self._rank].clamp(min=1)
+        return torch.where(is_token_in_rank, ordinal % each, -1).to(torch.int32)
+
+
+class IntranodeHandle(_Lazy):
+    """(rank_prefix_matrix i32 [R, R], channel_prefix_matrix i32 [R, C],
+    recv_channel_prefix_matrix i32 [R, C], recv_src_idx i32 [N], is_token_in_rank bool [T, R],
+    send_head i32 [T, R]).
+
+    rank_prefix_matrix[i][r]: rows that rank r receives from ranks up to i. channel_prefix_matrix:
+    rows sent to each rank in channels up to c; recv_channel_prefix_matrix: rows received from each
+    rank in channels before c. recv_src_idx: each row's token at its source. send_head: which row of
+    its channel a token is, -1 where it does not go.
+    """
+
+    def __new__(
+        cls, exchange: Exchange, prefix: Tensor, source: Tensor, is_token_in_rank: Tensor
+    ) -> Any:
+        return super().__new__(cls, exchange, {0: prefix, 3: source, 4: is_token_in_rank}, 6)
+
+    def _make(self) -> tuple[Tensor, ...]:
+        prefix, source, in_rank = self[0], self[3], self[4]
+        exchange = self.exchange
+        parts = _Parts(prefix, exchange.group.rank, exchange.channels)
+        sent, came = parts.ends(sent=True), parts.ends(sent=False)
+        return (
+            prefix,
+            sent[:, 1:].contiguous(),
+            came[:, :-1].contiguous(),
+            source,
+            in_rank,
+            parts.heads(in_rank),
+        )
+
+
+class InternodeHandle(_Lazy):
+    """(is_token_in_rank bool [T, R], rdma_channel_prefix_matrix i32 [D, C],
+    gbl_channel_prefix_matrix i32 [R, C], recv_rdma_channel_prefix_matrix i32 [D, C],
+    recv_rdma_rank_prefix_sum i32 [D], recv_gbl_channel_prefix_matrix i32 [R, C],
+    recv_gbl_rank_prefix_sum i32 [R], recv_src_meta u8 [N, 8], send_rdma_head i32 [T, D],
+    send_nvl_head i32 [N, 8]) for R ranks on D = R / 8 hosts.
+
+    recv_gbl_rank_prefix_sum[i]: rows received from ranks up to i. With Ferry no rank forwards rows
+    to another: what the original counts of those on their way, here a rank counts of its own rows.
+    recv_src_meta: two i32, the host of a row's source, and a mask of the ranks here that got it:
+    this one. send_rdma_head: which row to a host a token is, -1 for none; send_nvl_head: which row
+    of this rank, -1 in the columns of others.
+    """
+
+    def __new__(
+        cls, exchange: Exchange, prefix: Tensor, source: Tensor, is_token_in_rank: Tensor
+    ) -> Any:
+        received = prefix[:, exchange.group.rank].contiguous()
+        self = super().__new__(cls, exchange, {0: is_token_in_rank, 6: received}, 10)
+        self._prefix, self._source = prefix, source
+        return self
+
+    _prefix: Tensor
+    _source: Tensor
+
+    def _make(self) -> tuple[Tensor, ...]:
+        in_rank, received = self[0], self[6]
+        exchange, tokens = self.exchange, self[0].shape[0]
+        rank, channels = exchange.group.rank, exchange.channels
+        parts = _Parts(self._prefix, rank, channels)
+        sent, came = parts.ends(sent=True), parts.ends(sent=False)
+        ranks, here = received.numel(), rank % RANKS_OF_A_HOST
+        hosts = ranks // RANKS_OF_A_HOST
+
+        def by_host(ends: Tensor) -> Tensor:
+            return ends.view(hosts, RANKS_OF_A_HOST, -1).sum(1, dtype=torch.int32)
+
+        to_host = in_rank.view(tokens, hosts, RANKS_OF_A_HOST).any(2)
+        heads = to_host.cumsum(0, dtype=torch.int32) - 1
+        rows = torch.arange(self._source.numel(), dtype=torch.int32, device=received.device)
+        meta = torch.full((rows.numel(), 2), 1 << here, dtype=torch.int32, device=received.device)
+        meta[:, 0] = torch.searchsorted(received, rows, right=True) // RANKS_OF_A_HOST
+        nvl_heads = torch.full_like(rows, -1)[:, None].repeat(1, RANKS_OF_A_HOST)
+        nvl_heads[:, here] = rows
+        starts = received[:, None] - came[:, -1:]
+        return (
+            in_rank,
+            by_host(sent)[:, 1:].contiguous(),
+            sent[:, 1:].contiguous(),
+            by_host(came)[:, 1:].contiguous(),
+            received[RANKS_OF_A_HOST - 1 :: RANKS_OF_A_HOST].contiguous(),
+            (starts + came[:, :-1]).contiguous(),
+            received,
+            meta.view(torch.uint8),
+            torch.where(to_host, heads, -1).to(torch.int32),
+            nvl_heads,
+        )

@@ -1,0 +1,60 @@
+"""What a rank's own routes say: how many of its tokens go where."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deep_ep.config import RANKS_OF_A_HOST, domains_of
+
+
+class Layout(NamedTuple):
+    """T tokens, R ranks, E experts."""
+
+    num_tokens_per_rank: Tensor  # i32 [R]
+    num_tokens_per_rdma_rank: Tensor | None  # i32 [R / 8], of more than 8 ranks
+    num_tokens_per_expert: Tensor  # i32 [E]: slots that name it
+    is_token_in_rank: Tensor  # bool [T, R]
+
+
+def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+    """Ids that are no expert are left out here; a dispatch refuses all of them but -1."""
+    tokens, device = topk_idx.shape[0], topk_idx.device
+    # One column more on both sides takes what names nobody.
+    ids = topk_idx.to(torch.int64).clamp(-1, num_experts)
+    ranks = _rank_of(ids, num_experts, num_ranks)
+    hit = torch.zeros(tokens, num_ranks + 2, dtype=torch.bool, device=device)
+    is_token_in_rank = hit.scatter_(1, ranks + 1, True)[:, 1:-1].contiguous()
+    slots = (ids + 1).flatten()
+    per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=device)
+    per_expert.scatter_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
+    per_domain = None
+    if (domains := domains_of(num_ranks)) > 1:
+        in_domain = is_token_in_rank.view(tokens, domains, RANKS_OF_A_HOST).any(2)
+        per_domain = in_domain.sum(0, dtype=torch.int32)
+    return Layout(
+        is_token_in_rank.sum(0, dtype=torch.int32),
+        per_domain,
+        per_expert[1:-1],
+        is_token_in_rank,
+    )
+
+
+def _rank_of(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """The rank of each expert, in contiguous blocks of which the first E mod R hold one more; -1
+    stays -1, E becomes R."""
+    small, more = divmod(num_experts, num_ranks)
+    if more == 0:
+        return ids.div(small, rounding_mode="floor")
+    large = ids.div(small + 1, rounding_mode="floor")
+    rest = (ids - more * (small + 1)).div(max(small, 1), rounding_mode="floor") + more
+    rest = torch.where(ids == num_experts, num_ranks, rest)
+    return torch.where(ids < more * (small + 1), large, rest)
+
+
+def rank_routes(is_token_in_rank: Tensor) -> Tensor:
+    """Routes to ranks instead of experts, for a group with one expert on each rank: i64 [T, R]."""
+    ranks = torch.arange(is_token_in_rank.shape[1], device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, ranks, -1)

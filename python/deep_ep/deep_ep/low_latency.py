@@ -1,0 +1,277 @@
+"""Low-latency mode: the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ferry
+from deep_ep.errors import refuse
+from deep_ep.event import EventOverlap
+from deep_ep.low_latency_checks import (
+    Shape,
+    check_combine,
+    check_mode,
+    check_sizes,
+    check_stats,
+    check_tokens,
+    unpacked,
+)
+from deep_ep.rounds import Round, Rounds
+from deep_ep.runtime import Runtime
+from deep_ep.streams import Turn
+
+# (use_fp8, round_scale, use_ue8m0): how rows cross. Without fp8 the others say nothing.
+_WIRES: dict[tuple[bool, bool, bool], dict[str, Any]] = {
+    (True, False, False): {"format": "e4m3", "scale_format": "f32"},
+    (True, True, False): {"format": "e4m3", "scale_format": "f32_pow2"},
+    (True, True, True): {"format": "e4m3", "scale_format": "ue8m0_packed"},
+    **{(False, rounded, packed): {} for rounded in (False, True) for packed in (False, True)},
+}
+
+Handle = tuple[Tensor, Tensor, int, int, int]
+Hook = Callable[[], None]
+
+
+class LowLatency:
+    """The low-latency half of a Buffer. The other half provides what is declared here.
+
+    Each (num_max_dispatch_tokens_per_rank, hidden, num_experts, top-k, dtype) has buffers of its
+    own, made collectively by the first dispatch with it. Results of the last two dispatches may be
+    used; older tensors see what later dispatches write.
+    """
+
+    rank: int
+    group_size: int
+    low_latency_mode: bool
+    enable_shrink: bool
+    runtime: Runtime
+
+    def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
+        raise NotImplementedError
+
+    def _open_low_latency(self) -> None:
+        """Called at the end of the constructor, on all ranks: prepares this half's own state."""
+        self._latency_rounds: dict[tuple[Any, ...], Rounds] = {}
+
+    def _close_low_latency(self) -> None:
+        """Called by `destroy`, before the groups are left: drops what holds their memory."""
+        self._latency_rounds.clear()
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """There is nothing to clean, whatever ran before: Ferry's flags are numbers that only grow
+        and lie outside what callers can write. Waits for nobody."""
+        call = "clean_low_latency_buffer"
+        check_mode(call, self.low_latency_mode, False, False)
+        check_sizes(
+            call,
+            num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
+            hidden=hidden,
+            num_experts=num_experts,
+        )
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle, EventOverlap, Hook | None]:
+        """Collective. Sends every token to the experts that it names.
+
+        Args:
+            x: [T, H] bf16 (or f16, f32), T at most `num_max_dispatch_tokens_per_rank`.
+            topk_idx: i64 or i32 [T, K], -1 = unused.
+            cumulative_local_expert_recv_stats: i32 [L], the rows received are added.
+            dispatch_wait_recv_cost_stats: i64 [R], the nanoseconds that this call waited for each
+                source are added.
+            use_fp8: rows arrive as e4m3 with a scale for each 128 channels.
+            round_scale: scales are powers of two. use_ue8m0: as exponents, four in an i32.
+            return_recv_hook: only send; the hook receives.
+
+        Returns, with L local experts, R ranks and C = `num_max_dispatch_tokens_per_rank`: the rows
+        [L, R*C, H], with fp8 a pair with their scales; the number of valid rows, i32 [L]; the
+        handle: (source tokens i32 [L, R*C], layout i64 [L, R]: first row << 32 | rows, C, H,
+        num_experts); the event; the hook or None.
+        """
+        call = "low_latency_dispatch"
+        check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
+        check_tokens(call, x, topk_idx)
+        options = _WIRES.get((use_fp8, round_scale, use_ue8m0))
+        if options is None:
+            refuse(call, "use_ue8m0", "True", "round_scale=True beside it: exponents say no more")
+        capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
+        tokens, hidden = x.shape
+        key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
+        rounds = self._latency_rounds.get(key)
+        if rounds is None:
+            check_sizes(call, num_max_dispatch_tokens_per_rank=capacity, num_experts=experts)
+        if tokens > capacity:
+            most = f"at most num_max_dispatch_tokens_per_rank = {capacity}"
+            refuse(call, "x", f"{tokens} tokens", most)
+        if rounds is None:
+            rounds = self._rounds_for(Shape(*key))
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            name = "cumulative_local_expert_recv_stats"
+            check_stats(call, name, stats, torch.int32, rounds.local_experts)
+        if dispatch_wait_recv_cost_stats is not None:
+            name = "dispatch_wait_recv_cost_stats"
+            options = options | self._waits(call, name, dispatch_wait_recv_cost_stats)
+        turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
+        if turn is not None:
+            options = options | {"stream": turn.stream}
+        made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, **options)
+
+        def receive() -> None:
+            made.receive()
+            if stats is not None:
+                stats.add_(made.counts)
+
+        if stats is not None and not return_recv_hook:
+            with nullcontext() if turn is None else turn.context():
+                stats.add_(made.counts)
+        return (
+            made.x if made.scales is None else (made.x, made.scales),
+            made.counts,
+            (made.source_token, made.ranges, capacity, hidden, experts),
+            _end(turn, x, topk_idx),
+            receive if return_recv_hook else None,
+        )
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Collective. Brings rows back to the owners of their tokens and sums them there: in fp32,
+        in ascending slot, with one rounding.
+
+        Args:
+            x: [L, R*C, H], the dtype that was dispatched.
+            topk_idx: [T, K], those of the dispatch.
+            topk_weights: f32 [T, K].
+            use_logfmt: rows cross in 10 bits a channel.
+            zero_copy: the rows are what was written to `get_next_low_latency_combine_buffer`.
+            out: [T, H], the caller's own output.
+            combine_wait_recv_cost_stats: i64 [R], as for the dispatch.
+
+        Returns [T, H], the event, the hook or None. A handle may serve again, and after two later
+        dispatches; Ferry, which has forgotten its routes by then, sends them once more.
+        """
+        call = "low_latency_combine"
+        check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
+        if use_logfmt and zero_copy:
+            one = "one of the two: rows of zero_copy cross as they are"
+            refuse(call, "use_logfmt", "True together with zero_copy", one)
+        rounds, made = self._found(call, handle, topk_idx)
+        shape = rounds.shape
+        check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
+        options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
+        if use_logfmt:
+            options["format"] = "logfmt10"
+        if combine_wait_recv_cost_stats is not None:
+            name = "combine_wait_recv_cost_stats"
+            options |= self._waits(call, name, combine_wait_recv_cost_stats)
+        rows = _rows(call, rounds, made) if zero_copy else x
+        turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
+        if turn is not None:
+            options["stream"] = turn.stream
+        if made is None or made.received is None:
+            rounds, made = self._again(shape, topk_idx, turn)
+        combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
+        return combined, _end(turn, rows, topk_weights), receive if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
+        """Memory for the rows of this handle's combine with `zero_copy`: [L, R*C, H], the dtype
+        that was dispatched. What it holds is undefined."""
+        call = "get_next_low_latency_combine_buffer"
+        check_mode(call, self.low_latency_mode, False, False)
+        rounds, made = self._found(call, handle, None)
+        return _rows(call, rounds, made)
+
+    def _rounds_for(self, shape: Shape) -> Rounds:
+        """Collective when they are new."""
+        found = self._latency_rounds.get(shape)
+        if found is None:
+            group = self._group_for(shape.experts, shape.device)
+            found = Rounds(group, self._exchange_for(group, shape), shape)
+            self._latency_rounds[shape] = found
+        return found
+
+    def _exchange_for(self, group: ferry.Group, shape: Shape) -> ferry.LatencyExchange:
+        return ferry.LatencyExchange(
+            group,
+            capacity=shape.capacity,
+            hidden=shape.hidden,
+            topk=shape.topk,
+            dtype=shape.dtype,
+        )
+
+    def _found(
+        self, call: str, handle: Any, topk_idx: Tensor | None
+    ) -> tuple[Rounds, Round | None]:
+        """What a handle belongs to; None for the round when its buffer serves another by now."""
+        if isinstance(handle, tuple) and len(handle) == 5:
+            for rounds in self._latency_rounds.values():
+                made = rounds.find(handle[0])
+                if made is not None:
+                    return rounds, made
+        source_token, _, *numbers = unpacked(call, handle)
+        topk = None if topk_idx is None else topk_idx.shape[-1]
+        named = (*numbers, topk, source_token.device)
+        for rounds in self._latency_rounds.values():
+            s = rounds.shape
+            if named == (s.capacity, s.hidden, s.experts, s.topk, s.device):
+                return rounds, None
+        return refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
+
+    def _again(self, shape: Shape, topk_idx: Tensor, turn: Turn | None) -> tuple[Rounds, Round]:
+        """Collective: a dispatch that repeats only routes, whose rows come to lie as before."""
+        rounds = self._rounds_for(shape._replace(again=True))
+        with nullcontext() if turn is None else turn.context():
+            tokens = (topk_idx.shape[0], shape.hidden)
+            x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)
+        options = {} if turn is None else {"stream": turn.stream}
+        return rounds, rounds.dispatch(x, topk_idx, hook=False, **options)
+
+    def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
+        check_stats(call, name, stats, torch.int64, self.group_size)
+        return {"waits": stats}
+
+
+def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:
+    """Where the caller writes the rows of a combine with zero_copy."""
+    if made is None:
+        refuse(call, "handle", "one of a dispatch before the last two", "a later one")
+    return rounds.rows(made)
+
+
+def _end(turn: Turn | None, *inputs: Tensor) -> EventOverlap:
+    """The event of a call, which keeps what the call reads."""
+    if turn is None:
+        return EventOverlap()
+    overlap = turn.end()
+    overlap.extra_tensors = inputs
+    return overlap

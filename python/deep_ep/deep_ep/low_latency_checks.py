@@ -1,0 +1,130 @@
+"""What is refused before a low-latency call does anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deep_ep.errors import refuse, require
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_ROUTES = (torch.int64, torch.int32)
+
+
+class Shape(NamedTuple):
+    """What a LatencyExchange is made for. `again`: one beside, for dispatches that only repeat the
+    routes of another."""
+
+    capacity: int
+    hidden: int
+    experts: int
+    topk: int
+    dtype: torch.dtype
+    device: torch.device
+    again: bool = False
+
+
+def check_sizes(call: str, **sizes: Any) -> None:
+    """Positive integers."""
+    for name, size in sizes.items():
+        good = isinstance(size, int) and size > 0
+        require(good, call, name, size, "a positive integer")
+
+
+def check_tensor(
+    call: str,
+    name: str,
+    tensor: Any,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    dense: bool = True,
+) -> None:
+    """A tensor of one of these dtypes and this shape; None: any extent."""
+    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    extents = ["any" if extent is None else extent for extent in shape]
+    expected = f"{wanted} {extents}".replace("'", "")
+    if not isinstance(tensor, Tensor):
+        refuse(call, name, f"an object of type {type(tensor).__name__}", expected)
+    fits = len(tensor.shape) == len(shape) and all(
+        extent is None or extent == own for own, extent in zip(tensor.shape, shape)
+    )
+    got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    require(fits and tensor.dtype in dtypes, call, name, got, expected)
+    require(
+        not dense or tensor.is_contiguous(),
+        call,
+        name,
+        f"strides {list(tensor.stride())}",
+        f"a contiguous tensor; call {name}.contiguous() first",
+    )
+
+
+def check_tokens(call: str, x: Any, topk_idx: Any) -> None:
+    """The inputs of a dispatch."""
+    if (
+        isinstance(x, Tensor)
+        and isinstance(topk_idx, Tensor)
+        and x.dim() == 2 == topk_idx.dim()
+        and x.dtype in _FLOATS
+        and topk_idx.dtype in _ROUTES
+        and x.shape[0] == topk_idx.shape[0]
+        and x.is_contiguous()
+    ):
+        return
+    check_tensor(call, "x", x, _FLOATS, (None, None))
+    check_tensor(call, "topk_idx", topk_idx, _ROUTES, (x.shape[0], None), dense=False)
+
+
+def check_stats(call: str, name: str, stats: Any, dtype: torch.dtype, extent: int) -> None:
+    """Statistics that a call adds to."""
+    check_tensor(call, name, stats, (dtype,), (extent,))
+
+
+def check_mode(call: str, low_latency: bool, async_finish: bool, return_recv_hook: bool) -> None:
+    """The Buffer is made for these calls; one ends later by its event or by its hook."""
+    if not low_latency:
+        mode = "low_latency_mode="
+        refuse(call, "this Buffer", f"{mode}False", f"Buffer(..., {mode}True)")
+    if async_finish and return_recv_hook:
+        refuse(call, "async_finish", "True together with return_recv_hook", "one of the two")
+
+
+def check_combine(
+    call: str, shape: Shape, x: Any, rows: int, topk_idx: Any, topk_weights: Any, out: Any
+) -> None:
+    """The inputs of a combine whose rows are [local experts, `rows`, H]."""
+    if (
+        isinstance(x, Tensor)
+        and isinstance(topk_idx, Tensor)
+        and isinstance(topk_weights, Tensor)
+        and x.dim() == 3
+        and x.dtype == shape.dtype
+        and (x.shape[1], x.shape[2]) == (rows, shape.hidden)
+        and topk_idx.dtype in _ROUTES
+        and topk_idx.shape == topk_weights.shape
+        and topk_idx.shape[1:] == (shape.topk,)
+        and topk_weights.dtype == torch.float32
+        and topk_weights.is_contiguous()
+        and out is None
+    ):
+        return
+    check_tensor(call, "topk_idx", topk_idx, _ROUTES, (None, shape.topk), dense=False)
+    tokens = topk_idx.shape[0]
+    check_tensor(call, "x", x, (shape.dtype,), (None, rows, shape.hidden), dense=False)
+    check_tensor(call, "topk_weights", topk_weights, (torch.float32,), (tokens, shape.topk))
+    if out is not None:
+        check_tensor(call, "out", out, (shape.dtype,), (tokens, shape.hidden))
+
+
+def unpacked(call: str, handle: Any) -> tuple[Tensor, Tensor, int, int, int]:
+    """The five parts of a low-latency handle."""
+    good = isinstance(handle, (tuple, list)) and len(handle) == 5
+    expected = "the handle that low_latency_dispatch returned"
+    require(good, call, "handle", f"an object of type {type(handle).__name__}", expected)
+    source_token, ranges, capacity, hidden, experts = handle
+    check_sizes(f"{call}: handle", capacity=capacity, hidden=hidden, num_experts=experts)
+    check_tensor(f"{call}: handle", "source tokens", source_token, (torch.int32,), (None, None))
+    check_tensor(f"{call}: handle", "layout", ranges, (torch.int64,), (None, None))
+    return source_token, ranges, capacity, hidden, experts

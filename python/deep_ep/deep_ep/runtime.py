@@ -1,0 +1,84 @@
+"""`Buffer.runtime`: what the original keeps in its extension, as far as callers look at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deep_ep.config import RANKS_OF_A_HOST, domains_of
+from deep_ep.errors import require
+
+
+class Runtime:
+    """Who this rank is, the stream of the exchanges, and memory that callers may ask for.
+
+    The two buffers exist for callers that want their bytes: Ferry's own memory lies elsewhere, so
+    anything may be written into them at any time.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._bytes = {False: num_nvl_bytes, True: num_rdma_bytes}
+        self._buffers: dict[bool, torch.Tensor] = {}
+        self._comm_stream: Any = None
+        self._available = True
+
+    def is_available(self) -> bool:
+        """Until it is destroyed."""
+        return self._available
+
+    def get_num_rdma_ranks(self) -> int:
+        """Hosts of 8 ranks."""
+        return domains_of(self._num_ranks)
+
+    def get_rdma_rank(self) -> int:
+        """The host of this rank."""
+        return self._rank // RANKS_OF_A_HOST if self.get_num_rdma_ranks() > 1 else 0
+
+    def get_root_rdma_rank(self, global_: bool, /) -> int:
+        """The rank that the original starts its network from."""
+        return self._rank % RANKS_OF_A_HOST if global_ else 0
+
+    def get_local_device_id(self) -> int:
+        """Ordinal of the current GPU, which the original puts the buffer on; -1 without one."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+    def get_local_ipc_handle(self) -> bytearray:
+        """Empty: Ferry's ranks exchange their memory by themselves."""
+        return bytearray()
+
+    def get_local_nvshmem_unique_id(self) -> bytearray:
+        """Empty: there is no NVSHMEM."""
+        return bytearray()
+
+    def sync(self, device_ids: Any, ipc_handles: Any, root_unique_id: Any, /) -> None:
+        """Nothing is left to do: a buffer that was made is ready."""
+
+    def get_comm_stream(self) -> Any:
+        """The torch.cuda.Stream of asynchronous exchanges, made when first asked for."""
+        if self._comm_stream is None:
+            self._comm_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        return self._comm_stream
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, offset: int = 0, use_rdma_buffer: bool = False, /
+    ) -> torch.Tensor:
+        """A flat view of a buffer from `offset` bytes on. The memory comes at the first call."""
+        call, size = "get_local_buffer_tensor", self._bytes[use_rdma_buffer]
+        require(0 <= offset <= size, call, "offset", offset, f"0 to {size} bytes")
+        require(offset % dtype.itemsize == 0, call, "offset", offset, f"elements of {dtype}")
+        buffer = self._buffers.get(use_rdma_buffer)
+        if buffer is None:
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = "cuda" if on_gpu else "cpu"
+            buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._buffers[use_rdma_buffer] = buffer
+        whole = (size - offset) // dtype.itemsize * dtype.itemsize
+        return buffer[offset : offset + whole].view(dtype)
+
+    def destroy(self) -> None:
+        """Drop the buffers."""
+        self._buffers.clear()
+        self._available = False

@@ -1,0 +1,89 @@
+"""Which stream an exchange runs on, and what waits for what."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import ferry
+from deep_ep.errors import require
+from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.runtime import Runtime
+
+
+class Turn:
+    """One exchange among the streams of its GPU. In CPU memory there are none: calls return
+    finished results.
+
+    A plain call stands on the current stream, like any operator. With `async_finish` or
+    `previous_event` it stands on the communication stream, which first waits for that event alone,
+    or else for the current stream.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        runtime: Runtime,
+        device: torch.device,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> None:
+        previous = getattr(previous_event, "event", None)
+        if allocate_on_comm_stream:
+            require(
+                previous is not None and async_finish,
+                call,
+                "allocate_on_comm_stream",
+                True,
+                "previous_event= with an event, and async_finish=True beside it",
+            )
+        self._async_finish = async_finish
+        self.stream: Any = None
+        """The torch.cuda.Stream for Ferry's `stream=`; None: the current one, or none at all."""
+        if not async_finish and previous is None:
+            return
+        if device.type != "cuda":
+            return
+        self._current = torch.cuda.current_stream(device)
+        self.stream = runtime.get_comm_stream()
+        if previous is None:
+            self.stream.wait_stream(self._current)
+        else:
+            previous.stream_wait(self.stream)
+
+    def context(self, *read: torch.Tensor) -> AbstractContextManager[Any]:
+        """Around torch's own work of the call, which reads these tensors of the caller's."""
+        if self.stream is None:
+            return nullcontext()
+        for tensor in read:
+            tensor.record_stream(self.stream)
+        return torch.cuda.stream(self.stream)
+
+    def end(
+        self,
+        group: ferry.Group | None = None,
+        results: tuple[torch.Tensor | None, ...] = (),
+    ) -> EventOverlap:
+        """What the call returns. results: of the group, or of torch in `context`; where `stream` is
+        None they may be left out."""
+        if self.stream is not None:
+            for tensor in results:
+                if tensor is not None and tensor.numel() > 0:
+                    _record(group, tensor, self._current)
+            if not self._async_finish:
+                self._current.wait_stream(self.stream)
+        return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
+
+
+def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> None:
+    """This stream uses it, too, whether its memory is the group's or torch's."""
+    if group is not None:
+        try:
+            group.record_stream(tensor, stream)
+            return
+        except ferry.InvalidArgument:
+            pass
+    tensor.record_stream(stream)

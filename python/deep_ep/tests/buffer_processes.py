@@ -1,0 +1,29 @@
+"""Runs a test's body on ranks that are processes, each with a Buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rank_buffers import ThreadComm
+from rank_processes import RankProcesses
+
+import deep_ep
+
+
+def exchange(boot: Any, where: dict[str, Any], body: Any, arguments: Any, options: Any) -> Any:
+    """One body on this rank, with a Buffer of this device."""
+    comm = ThreadComm(boot)
+    buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, **options)
+    try:
+        result = body(buffer, "cuda" if where["backend"] == "cuda" else "cpu", *arguments)
+        comm.allgather(None)
+        return result
+    finally:
+        buffer.destroy()
+
+
+class BufferProcesses(RankProcesses):
+    """`size` processes on a device."""
+
+    def __init__(self, size: int, device: str) -> None:
+        super().__init__(size, device, exchange)

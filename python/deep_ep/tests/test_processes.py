@@ -1,0 +1,66 @@
+"""Ranks as processes: on GPUs, and in CPU memory with process groups of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import throughput_bodies as bodies
+import torch
+import torch.distributed as dist
+from buffer_processes import BufferProcesses
+from rank_processes import free_port
+
+import deep_ep
+import ferry
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
+needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    """`pool(device, size)`: processes that stay from test to test."""
+    made: dict[tuple[str, int], BufferProcesses] = {}
+
+    def get(device: str, size: int) -> BufferProcesses:
+        return made.setdefault((device, size), BufferProcesses(size, device))
+
+    yield get
+    for processes in made.values():
+        processes.stop()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", [*bodies.ALL, bodies.captured], ids=lambda body: body.__name__)
+def test_on_gpus(pool: Any, body: Any, size: int) -> None:
+    pool("cuda", size).run(body, num_nvl_bytes=1 << 20)
+
+
+def test_processes_in_cpu_memory(pool: Any) -> None:
+    pool("cpu", 2).run(bodies.every_dispatch)
+
+
+def with_process_group(buffer: Any, device: str, port: int, new_group: bool) -> None:
+    """A Buffer of a process group of torch: the default one, or one beside it."""
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", where, rank=buffer.rank, world_size=buffer.group_size)
+    try:
+        group = dist.new_group([0, 1]) if new_group else dist.group.WORLD
+        own = deep_ep.Buffer(group, 1 << 20, explicitly_destroy=True)
+        assert own.group is group
+        assert (own.rank, own.group_size) == (buffer.rank, buffer.group_size)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    bodies.changing_experts(own, device)  # torch's group is gone
+    own.destroy()
+
+
+@pytest.mark.parametrize("new_group", [False, True])
+def test_a_process_group_of_torch(pool: Any, new_group: bool) -> None:
+    pool("cpu", 2).run(with_process_group, free_port(), new_group)

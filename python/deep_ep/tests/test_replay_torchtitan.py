@@ -1,0 +1,181 @@
+"""The calls of TorchTitan: everything on the communication stream, handles behind numbers, a
+combine whose event is waited for later, and activation checkpoints, which dispatch once more in the
+backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from low_latency_reference import factor
+from rank_buffers import ThreadComm, run_ranks
+from replays import Case
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from deep_ep import Buffer, EventHandle, EventOverlap
+
+RANKS, EXPERTS = 4, 8
+STREAM: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
+
+
+class Exchange:
+    """The process's buffer, its handles by number, and the combine that is still to be waited
+    for."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self.buffer = Buffer(None, 1 << 20, comm=comm)
+        self.handles: dict[int, Any] = {}
+        self.calls = 0
+        self.pending: EventOverlap | None = None
+
+    def keep(self, handle: Any) -> Tensor:
+        self.calls += 1
+        self.handles[self.calls] = handle
+        return torch.tensor([self.calls])
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.current_stream_wait()
+        self.pending = None
+
+
+def now() -> EventOverlap:
+    return EventOverlap(EventHandle())
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, ids: Tensor, exchange: Exchange, layout: Any
+    ) -> Any:
+        per_rank, per_rdma_rank, per_expert, in_rank = layout
+        rows, row_ids, row_scores, counts, handle, after = exchange.buffer.dispatch(
+            x=x,
+            topk_idx=ids,
+            topk_weights=scores.to(torch.float32),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=now(),
+            **STREAM,
+        )
+        after.current_stream_wait()
+        ctx.exchange, ctx.handle = exchange, handle
+        return rows, row_ids, row_scores, torch.tensor(counts), exchange.keep(handle)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_rows, _, grad_scores, _, _ = grads
+        grad_x, grad_scores, after = ctx.exchange.buffer.combine(
+            x=grad_rows,
+            handle=ctx.handle,
+            topk_weights=grad_scores.float(),
+            previous_event=now(),
+            **STREAM,
+        )
+        after.current_stream_wait()
+        return grad_x, grad_scores, None, None, None
+
+
+class Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, number: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.handle = exchange, exchange.handles.pop(int(number.item()))
+        combined, _, exchange.pending = exchange.buffer.combine(
+            x=rows, handle=ctx.handle, previous_event=now(), **STREAM
+        )
+        assert isinstance(combined, Tensor)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, _, _, _, _, after = ctx.exchange.buffer.dispatch(
+            x=grads[0],
+            topk_idx=None,
+            topk_weights=None,
+            num_tokens_per_rank=None,
+            num_tokens_per_rdma_rank=None,
+            is_token_in_rank=None,
+            num_tokens_per_expert=None,
+            handle=ctx.handle,
+            previous_event=now(),
+            **STREAM,
+        )
+        after.current_stream_wait()
+        return rows, None, None
+
+
+def moe_layer(x: Tensor, scores: Tensor, case: Case, exchange: Exchange) -> Tensor:
+    """Rows sorted by expert, a product for each expert, and back."""
+    rank = exchange.buffer.rank
+    ids = case.topk_idx[rank].masked_fill(scores.detach() == 0, -1)
+    per_rank, per_rdma_rank, per_expert, in_rank, _ = exchange.buffer.get_dispatch_layout(
+        topk_idx=ids, num_experts=EXPERTS
+    )
+    layout = per_rank, per_rdma_rank, per_expert, in_rank
+    rows, row_ids, row_scores, counts, number = Dispatch.apply(  # type: ignore[no-untyped-call]
+        x, scores, ids, exchange, layout
+    )
+    mask = row_ids != -1
+    chosen = row_ids[mask]
+    order = torch.argsort(chosen, stable=True)
+    source = torch.arange(len(rows)).repeat_interleave(mask.sum(1))[order]
+    by_expert, by_score = rows[source], row_scores[mask][order]
+    made = []
+    for e, part in enumerate(by_expert.split(counts.tolist())):
+        own = factor(torch.tensor(case.local(rank).start + e))
+        made.append((part.float() * own).to(part.dtype))
+    weighted = (torch.cat(made).float() * by_score[:, None]).to(x.dtype)
+    back = torch.zeros_like(rows).index_add(0, source, weighted)
+    combined: Tensor = Combine.apply(back, number, exchange)  # type: ignore[no-untyped-call]
+    exchange.wait()
+    return combined
+
+
+def test_layers_with_and_without_checkpoints() -> None:
+    def body(comm: ThreadComm) -> None:
+        exchange, rank = Exchange(comm), comm.Get_rank()
+        for again in (False, True):
+            cases = [Case(90 + i, [7, 0, 12, 3], EXPERTS) for i in range(3)]
+            leaves = [
+                (case.x[rank].requires_grad_(), case.weights[rank].requires_grad_())
+                for case in cases
+            ]
+            total = torch.zeros(())
+            for case, (x, scores) in zip(cases, leaves):
+                call = (x, scores, case, exchange)
+                out = (
+                    checkpoint(moe_layer, *call, use_reentrant=False) if again else moe_layer(*call)
+                )
+                assert torch.equal(out.detach().double(), case.dense(rank).detach())
+                total = total + (out.float() * torch.flip(x.detach(), (0, 1)).float()).sum()
+            total.backward()
+            for case, (x, scores) in zip(cases, leaves):
+                own = (
+                    x.detach().double().requires_grad_(),
+                    scores.detach().double().requires_grad_(),
+                )
+                case.dense(rank, *own).backward(torch.flip(x.detach(), (0, 1)).double())
+                for mine, wanted in zip((x, scores), own):
+                    assert mine.grad is not None
+                    assert wanted.grad is not None
+                    assert torch.equal(mine.grad.double(), wanted.grad)
+        comm.allgather(None)
+
+    run_ranks(RANKS, body)
+
+
+def test_inference_keeps_no_handle() -> None:
+    def body(comm: ThreadComm) -> None:
+        exchange, rank = Exchange(comm), comm.Get_rank()
+        case = Case(99, [7, 0, 12, 3], EXPERTS)
+        with torch.inference_mode():
+            for _ in range(3):
+                out = moe_layer(case.x[rank], case.weights[rank], case, exchange)
+                assert torch.equal(out.double(), case.dense(rank))
+        assert not exchange.handles
+        comm.allgather(None)
+
+    run_ranks(RANKS, body)

@@ -1,0 +1,267 @@
+"""The calls of vLLM: one buffer for prefill and one for decode, a module for each layer that keeps
+its last handle, and pairs of micro-batches on two threads that hand over to each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, device_of
+from low_latency_bodies import arrived, experts
+from low_latency_reference import Batch
+from rank_buffers import ThreadComm, run_ranks
+from replays import Case, expert_rows
+from torch import Tensor
+
+import deep_ep
+
+RANKS, EXPERTS, CAPACITY = 4, 8, 16
+
+
+def nothing() -> None:
+    pass
+
+
+class Prefill:
+    """A layer over the throughput calls. `switch` is called where the micro-batch hands over."""
+
+    def __init__(self, buffer: deep_ep.Buffer, switch: Callable[[], None] = nothing) -> None:
+        self.buffer, self.switch = buffer, switch
+        self.handles: list[Any] = [None, None]
+
+    def run(self, case: Case, x: Tensor | tuple[Tensor, Tensor], which: int = 0) -> Tensor:
+        """One layer; the rows that come must be those of the case."""
+        buffer, rank = self.buffer, self.buffer.rank
+        plain = x[0] if isinstance(x, tuple) else x
+        topk_idx = case.topk_idx[rank].to(plain.device)
+        weights = case.weights[rank].to(plain.device)
+        self.switch()
+        previous = buffer.capture()
+        per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
+            topk_idx=topk_idx,
+            num_experts=EXPERTS,
+            previous_event=previous,
+            async_finish=False,
+            allocate_on_comm_stream=False,
+        )
+        (rows, ids, row_weights, counts, self.handles[which], event) = buffer.dispatch(
+            x=x,
+            handle=None,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            expert_alignment=1,
+            config=deep_ep.Buffer.get_dispatch_config(RANKS),
+            previous_event=previous,
+            async_finish=True,
+            allocate_on_comm_stream=False,
+        )
+        self.switch()
+        assert event.event is not None
+        event.current_stream_wait()
+        assert counts == case.counts(rank)
+        assert torch.equal(ids.cpu(), case.received_ids(rank))
+        first = case.local(rank).start
+        if isinstance(rows, tuple):  # one scale for each row and block of channels
+            codes, scales = rows
+            rows = codes.float() * scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
+            rows = rows.bfloat16()
+        else:
+            assert torch.equal(rows.cpu(), case.received_rows(rank))
+        made = expert_rows(rows, ids, row_weights, first)
+        self.switch()
+        combined, none, event = buffer.combine(
+            x=made,
+            handle=self.handles[which],
+            topk_weights=None,
+            config=deep_ep.Buffer.get_combine_config(RANKS),
+            previous_event=buffer.capture(),
+            async_finish=True,
+            allocate_on_comm_stream=False,
+        )
+        self.switch()
+        assert none is None
+        event.current_stream_wait()
+        output = torch.empty_like(plain, dtype=combined.dtype)
+        output.copy_(combined, non_blocking=True)
+        return output
+
+
+class Decode:
+    """A layer over the low-latency calls."""
+
+    def __init__(
+        self,
+        buffer: deep_ep.Buffer,
+        use_fp8: bool,
+        device: str = "cpu",
+        switch: Callable[[], None] = nothing,
+    ) -> None:
+        self.buffer, self.use_fp8, self.device, self.switch = buffer, use_fp8, device, switch
+        self.handles: list[Any] = [None, None]
+
+    def run(self, case: Batch, which: int = 0) -> Tensor:
+        buffer, rank = self.buffer, self.buffer.rank
+        where = device_of(buffer, self.device)
+        x, topk_idx, weights = (
+            tensors[rank].to(where) for tensors in (case.x, case.topk_idx, case.weights)
+        )
+        rows, counts, self.handles[which], _, hook = buffer.low_latency_dispatch(
+            x,
+            topk_idx,
+            CAPACITY,
+            EXPERTS,
+            use_fp8=self.use_fp8,
+            async_finish=False,
+            return_recv_hook=True,
+        )
+        self.switch()
+        assert hook is not None
+        hook()
+        assert counts.tolist() == [len(a) for a in case.arrivals(rank)]
+        made = experts(buffer, case, rows)
+        output = torch.empty_like(x)
+        _, _, hook = buffer.low_latency_combine(
+            made,
+            topk_idx,
+            weights,
+            self.handles[which],
+            async_finish=False,
+            zero_copy=False,
+            return_recv_hook=True,
+            out=output,
+        )
+        self.switch()
+        assert hook is not None
+        hook()
+        return output
+
+
+class Baton:
+    """Two threads of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self.turns = [threading.Semaphore(1), threading.Semaphore(0)]
+        self.gone = [False, False]
+
+    def hand_over(self, which: int) -> None:
+        self.turns[1 - which].release()
+        if not self.gone[1 - which]:
+            self.turns[which].acquire()
+
+    def run(self, bodies: list[Callable[[Callable[[], None]], None]]) -> None:
+        """Both bodies, each given the function that hands over."""
+        errors: list[BaseException] = []
+
+        def one(which: int) -> None:
+            self.turns[which].acquire()
+            try:
+                bodies[which](lambda: self.hand_over(which))
+            except BaseException as error:
+                errors.append(error)
+            self.gone[which] = True
+            self.turns[1 - which].release()
+
+        threads = [threading.Thread(target=one, args=(which,)) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def low_latency_buffer(comm: ThreadComm) -> deep_ep.Buffer:
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(CAPACITY, 128, RANKS, EXPERTS)
+    return deep_ep.Buffer(
+        None,
+        comm=comm,
+        num_nvl_bytes=0,
+        num_rdma_bytes=size,
+        low_latency_mode=True,
+        num_qps_per_rank=EXPERTS // RANKS,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+    )
+
+
+def cases(count: int) -> list[Case]:
+    return [Case(40 + i, [7, 0, 12, 3], EXPERTS) for i in range(count)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_and_decode_buffers(device: str) -> None:
+    """Layers keep their handles for ever; the decode buffer is zeroed between steps."""
+
+    def body(comm: ThreadComm) -> None:
+        prefill_buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20, num_qps_per_rank=10)
+        decode_buffer = low_latency_buffer(comm)
+        where = device_of(prefill_buffer, device)
+        prefill = [Prefill(prefill_buffer) for _ in range(2)]
+        decode = [Decode(decode_buffer, fp8, device) for fp8 in (False, True, False)]
+        for _ in range(2):
+            for prefilling, case in zip(prefill, cases(2)):
+                out = prefilling.run(case, case.x[comm.Get_rank()].to(where))
+                assert torch.equal(out.cpu().double(), case.dense(comm.Get_rank()))
+            for decoding, case in zip(decode, cases(3)):
+                wanted = case.combined(comm.Get_rank(), arrived(case, use_fp8=decoding.use_fp8))
+                assert torch.equal(decoding.run(case).cpu(), wanted)
+            decode_buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        comm.allgather(None)
+
+    run_ranks(RANKS, body)
+
+
+def test_prefill_of_quantised_rows() -> None:
+    """With a scale for each block of a row, as vLLM makes them for block-quantised models."""
+
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20)
+        rank, layer = comm.Get_rank(), Prefill(buffer)
+        case = Case(50, [7, 0, 12, 3], EXPERTS, hidden=256)
+        codes = case.x[rank].to(torch.float8_e4m3fn)
+        scales = 1.0 + torch.arange(codes.shape[0] * 2).view(-1, 2).float() % 2
+        wide = scales.repeat_interleave(128, 1).double()
+        out = layer.run(case, (codes, scales))
+        assert torch.equal(out.double(), case.dense(rank, case.x[rank].double() * wide))
+        comm.allgather(None)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_two_micro_batches(mode: str) -> None:
+    """Each rank runs three layers of two micro-batches on two threads."""
+
+    def body(comm: ThreadComm) -> None:
+        rank, baton = comm.Get_rank(), Baton()
+        low_latency = mode == "decode"
+        buffer = (
+            low_latency_buffer(comm)
+            if low_latency
+            else deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20)
+        )
+        pairs = [cases(6)[i::3] for i in range(3)]
+
+        def micro_batch(which: int) -> Callable[[Callable[[], None]], None]:
+            def layers(switch: Callable[[], None]) -> None:
+                for pair in pairs:
+                    case = pair[which]
+                    if low_latency:
+                        out = Decode(buffer, False, switch=switch).run(case, which)
+                    else:
+                        out = Prefill(buffer, switch).run(case, case.x[rank], which)
+                    assert torch.equal(out.double(), case.dense(rank))
+
+            return layers
+
+        baton.run([micro_batch(0), micro_batch(1)])
+        comm.allgather(None)
+
+    run_ranks(RANKS, body)

@@ -1,0 +1,213 @@
+"""Wrong uses raise what callers expect, and the Buffer goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_buffers import ThreadComm, run_buffers, run_ranks
+from reference import make_job
+from throughput_bodies import dispatched, every_dispatch
+
+import deep_ep
+import ferry
+
+E4M3 = torch.float8_e4m3fn
+
+
+def wrong_calls(buffer: Any) -> dict[str, Any]:
+    """Calls by what is wrong with them."""
+    job = make_job(buffer.group_size, tokens_of=(5, 4))  # wrong on all ranks alike
+    x, idx, weights = job.x[buffer.rank], job.topk_idx[buffer.rank], job.topk_weights[buffer.rank]
+    per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
+    got = dispatched(buffer, "cpu", job, x)
+    handle, rows = got[4], got[0]
+    layout = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_ranks,
+        "num_tokens_per_expert": per_expert,
+    }
+
+    def dispatch(x: Any = x, **changes: Any) -> Any:
+        given = layout | {"topk_idx": idx, "topk_weights": weights} | changes
+        return lambda: buffer.dispatch(x, **given)
+
+    def combine(rows: Any = rows, handle: Any = handle, **changes: Any) -> Any:
+        return lambda: buffer.combine(rows, handle, **changes)
+
+    def get_layout(*args: Any, **kwargs: Any) -> Any:
+        return lambda: buffer.get_dispatch_layout(*args, **kwargs)
+
+    return {
+        "routes of one dimension": get_layout(idx[:, 0], 16),
+        "routes of floats": get_layout(idx.float(), 16),
+        "no experts": get_layout(idx, 0),
+        "the communication stream without an event": get_layout(
+            idx, 16, async_finish=True, allocate_on_comm_stream=True
+        ),
+        "the communication stream without async_finish": get_layout(
+            idx, 16, previous_event=buffer.capture(), allocate_on_comm_stream=True
+        ),
+        "no layout": dispatch(num_tokens_per_rank=None),
+        "no is_token_in_rank": dispatch(is_token_in_rank=None),
+        "no num_tokens_per_expert": dispatch(num_tokens_per_expert=None),
+        "routes beside a handle": dispatch(handle=handle),
+        "not a handle": dispatch(handle=(1, 2), topk_idx=None, topk_weights=None),
+        "a handle of no tensors": dispatch(handle=(1,) * 6, topk_idx=None, topk_weights=None),
+        "a part of a handle": combine(handle=tuple(handle)[:5]),
+        "x of one dimension": dispatch(x[:, 0]),
+        "x that is no tensor": dispatch(x.tolist()),
+        "x with gaps": dispatch(x[:, ::2]),
+        "rows of 8 bytes": dispatch(x[:, :4].contiguous()),
+        "layout of fewer ranks": dispatch(num_tokens_per_rank=per_rank[:1]),
+        "layout of fewer tokens": dispatch(is_token_in_rank=in_ranks[1:]),
+        "layout that is not bool": dispatch(is_token_in_rank=in_ranks.int()),
+        "no expert at all": dispatch(num_tokens_per_expert=per_expert[:0]),
+        "routes of fewer tokens": dispatch(topk_idx=idx[1:], topk_weights=weights[1:]),
+        "weights of doubles": dispatch(topk_weights=weights.double()),
+        "weights of fewer slots": dispatch(topk_weights=weights[:, :2]),
+        "weights without routes": dispatch(topk_idx=None),
+        "a worst case without routes": dispatch(
+            topk_idx=None, topk_weights=None, num_worst_tokens=100
+        ),
+        "a negative worst case": dispatch(num_worst_tokens=-1),
+        "an alignment of 0": dispatch(expert_alignment=0),
+        "an odd number of SMs": dispatch(config=deep_ep.Config(21)),
+        "scales beside two-byte rows": dispatch((x, torch.ones(len(x), 1))),
+        "scales of fewer tokens": dispatch((x.to(E4M3), torch.ones(1, 1))),
+        "scales of one dimension": dispatch((x.to(E4M3), torch.ones(len(x)))),
+        "scales of bf16": dispatch((x.to(E4M3), torch.ones(len(x), 1).bfloat16())),
+        "fewer rows than received": combine(rows[1:]),
+        "rows that cannot be added": combine(rows.to(E4M3)),
+        "other SMs than the dispatch": combine(config=deep_ep.Config(24)),
+        "again with other SMs": dispatch(
+            handle=handle, topk_idx=None, topk_weights=None, config=deep_ep.Config(24)
+        ),
+        "returned weights of doubles": combine(topk_weights=got[2].double()),
+        "returned weights of fewer rows": combine(topk_weights=got[2][1:]),
+        "bias of another dtype": combine(bias=x.float()),
+        "bias of fewer tokens": combine(bias=x[1:].contiguous()),
+        "three biases": combine(bias=(x, x, x)),
+        "bias that is no tensor": combine(bias=3.0),
+    }
+
+
+def test_wrong_calls() -> None:
+    def body(buffer: Any) -> None:
+        for what, call in wrong_calls(buffer).items():
+            with pytest.raises((AssertionError, ValueError, RuntimeError)) as error:
+                call()
+                pytest.fail(f"{what}: nothing was raised")
+            text = str(error.value)
+            assert "expected" in text, f"{what}: {text}"
+        every_dispatch(buffer, "cpu")  # the Buffer goes on
+
+    run_buffers(2, body)
+
+
+def test_more_than_the_worst_case_is_an_error_on_all_ranks() -> None:
+    def body(buffer: Any) -> None:
+        job = make_job(buffer.group_size)
+        with pytest.raises(RuntimeError, match="worst_case_rows"):
+            dispatched(buffer, "cpu", job, job.x[buffer.rank], num_worst_tokens=3)
+        dispatched(buffer, "cpu", job, job.x[buffer.rank])
+
+    run_buffers(2, body)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FERRY_DEADLINE", "0.5")
+
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.Buffer(None, comm=comm)
+        job = make_job(2)
+        dispatched(buffer, "cpu", job, job.x[buffer.rank])
+        if buffer.rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1") as error:
+                dispatched(buffer, "cpu", job, job.x[buffer.rank])
+            assert isinstance(error.value, TimeoutError)
+        comm.allgather(None)
+
+    run_ranks(2, body)
+
+
+def test_after_destroy() -> None:
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True)
+        job = make_job(1)
+        rows, *_, handle, _ = dispatched(buffer, "cpu", job, job.x[0])
+        buffer.destroy()
+        buffer.destroy()  # once more does nothing
+        assert rows.float().sum().isfinite()  # results stay
+        for call in (
+            lambda: dispatched(buffer, "cpu", job, job.x[0]),
+            lambda: buffer.dispatch(job.x[0], handle=handle),
+            lambda: buffer.combine(rows, handle),
+        ):
+            with pytest.raises(RuntimeError, match="destroy"):
+                call()
+
+    run_ranks(1, body)
+
+
+def test_destroy_wants_to_be_announced(capfd: pytest.CaptureFixture[str]) -> None:
+    buffer = deep_ep.Buffer(None, comm=ThreadComm(ferry.threads(1)[0]))
+    with pytest.raises(AssertionError, match="explicitly_destroy"):
+        buffer.destroy()
+    del buffer
+    assert capfd.readouterr().err == ""
+    buffer = deep_ep.Buffer(None, comm=ThreadComm(ferry.threads(1)[0]), explicitly_destroy=True)
+    del buffer
+    assert "without destroy()" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("pending", [False, True])
+def test_ranks_leave_in_any_order(order: tuple[int, ...], pending: bool) -> None:
+    """One after another, each when those before it have left for good."""
+
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True)
+        job = make_job(3)
+        alive = []
+        if pending:
+            idx = job.topk_idx[buffer.rank]
+            layout = buffer.get_dispatch_layout(idx, job.experts, async_finish=True)
+            alive += [layout, dispatched(buffer, "cpu", job, job.x[buffer.rank], async_finish=True)]
+        for rank in order:
+            if rank == buffer.rank:
+                buffer.destroy()
+            comm.allgather(None)
+        del alive
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_left_is_missed_and_named() -> None:
+    def body(comm: ThreadComm) -> None:
+        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True)
+        job = make_job(2)
+        dispatched(buffer, "cpu", job, job.x[buffer.rank])
+        if buffer.rank == 1:
+            buffer.destroy()
+        comm.allgather(None)
+        if buffer.rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1"):
+                dispatched(buffer, "cpu", job, job.x[buffer.rank])
+        comm.allgather(None)
+
+    run_ranks(2, body)
+
+
+def test_two_buffers_beside_each_other() -> None:
+    def body(comm: ThreadComm) -> None:
+        first, second = (deep_ep.Buffer(None, comm=comm) for _ in range(2))
+        job = make_job(2)
+        x = job.x[first.rank]
+        one, two = dispatched(first, "cpu", job, x), dispatched(second, "cpu", job, x)
+        y = second.combine(one[0], one[4])[0]  # a handle is good in any
+        assert torch.equal(y, first.combine(two[0], two[4])[0])
+        comm.allgather(None)
+
+    run_ranks(2, body)

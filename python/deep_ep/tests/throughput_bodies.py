@@ -1,0 +1,472 @@
+"""Bodies of tests: `body(buffer, device, ...)` on every rank, which checks its own results."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from reference import (
+    Job,
+    answers,
+    arrived,
+    combined,
+    expert,
+    first_expert,
+    in_rank,
+    make_job,
+    rows_between,
+)
+from torch import Tensor
+
+import deep_ep
+
+KINDS = ("bf16", "f32", "u8", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
+ROUTES = ("none", "ids", "ids and weights", "i32 ids and weights")
+ENDS = ("plain", "async", "after event", "async after event", "on comm stream")
+
+
+def same(got: Tensor, expected: Tensor, device: str, words: object = "") -> None:
+    """Equal in device, dtype, shape and every byte."""
+    assert got.device.type == device, words
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), words
+    assert torch.equal(
+        got.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    ), f"{words}: {got} instead of {expected}"
+
+
+def ended(buffer: Any, way: str) -> dict[str, Any]:
+    """The arguments of streams and events, one of the ways to call."""
+    kwargs: dict[str, Any] = {"async_finish": "async" in way or "comm" in way}
+    if "after" in way or "comm" in way:
+        kwargs["previous_event"] = buffer.capture()
+    if "comm" in way:
+        kwargs["allocate_on_comm_stream"] = True
+    return kwargs
+
+
+def product(device: str, *choices: Any) -> Any:
+    """All combinations, each with all ways to call; in CPU memory, where these differ in little,
+    with one of them in turn."""
+    combinations = itertools.product(*choices)
+    if device == "cpu":
+        return ((*one, way) for one, way in zip(combinations, itertools.cycle(ENDS)))
+    return ((*one, way) for one in combinations for way in ENDS)
+
+
+def wait(event: Any, way: str) -> None:
+    """The event is there when the call was asynchronous, and only then."""
+    assert isinstance(event, deep_ep.EventOverlap)
+    if "async" in way or "comm" in way:
+        assert event.event is not None
+        event.current_stream_wait()
+    else:
+        assert event.event is None
+
+
+def layouts(buffer: Any, device: str) -> None:
+    for experts, dtype, way in itertools.product((16, 19, 3), (torch.int64, torch.int32), ENDS):
+        job = make_job(buffer.group_size, experts, topk=min(3, experts))
+        idx = job.topk_idx[buffer.rank]
+        found = buffer.get_dispatch_layout(idx.to(device, dtype), experts, **ended(buffer, way))
+        per_rank, per_host, per_expert, in_ranks, event = found
+        wait(event, way)
+        there = in_rank(job, buffer.rank)
+        slots = [(idx == e).sum() for e in range(experts)]
+        same(in_ranks, there, device)
+        same(per_rank, there.sum(0).int(), device)
+        same(per_expert, torch.tensor(slots, dtype=torch.int32), device)
+        if buffer.group_size <= 8:
+            assert per_host is None
+        else:
+            hosts = there.view(len(there), buffer.group_size // 8, 8).any(2).sum(0).int()
+            same(per_host, hosts, device)
+
+
+def inputs(job: Job, kind: str) -> list[Any]:
+    """What each rank dispatches: a tensor, or one with scales."""
+    if kind == "bf16":
+        return list(job.x)
+    if kind == "f32":
+        return [x.float() for x in job.x]
+    if kind == "u8":
+        return [(x.float() * 50).to(torch.uint8) for x in job.x]
+    columns = 1 if kind == "fp8 one scale" else 4
+    scales = [x.float()[:, :columns].abs() + 1 for x in job.x]
+    if kind == "fp8 column-major":
+        scales = [s.t().contiguous().t() for s in scales]
+    if kind == "fp8 packed":
+        scales = [s.contiguous().view(torch.int32) for s in scales]
+    return [(x.to(torch.float8_e4m3fn), s) for x, s in zip(job.x, scales)]
+
+
+def on(device: str, x: Any) -> Any:
+    """A tensor, or some, there; strides are kept."""
+    return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
+
+
+def dispatched(
+    buffer: Any, device: str, job: Job, x: Any, routes: str = "ids and weights", **how: Any
+) -> Any:
+    """A dispatch of this rank's part of the job."""
+    rank = buffer.rank
+    idx = job.topk_idx[rank].to(device)
+    per_rank, per_host, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
+    if "i32" in routes:
+        idx = idx.int()
+    return buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_host,
+        is_token_in_rank=in_ranks,
+        num_tokens_per_expert=per_expert,
+        topk_idx=None if routes == "none" else idx,
+        topk_weights=job.topk_weights[rank].to(device) if "weights" in routes else None,
+        **how,
+    )
+
+
+def check_rows(got: Any, sent: list[Any], job: Job, rank: int, device: str, words: object) -> None:
+    """The rows of a dispatch, and their scales."""
+    there = arrived(job, rank)
+    if isinstance(sent[0], tuple):
+        assert isinstance(got, tuple)
+        for part in range(2):
+            expected = there.rows([one[part].contiguous() for one in sent])
+            assert got[part].is_contiguous(), words
+            same(got[part][: len(expected)], expected, device, words)
+    else:
+        expected = there.rows(sent)
+        assert got.is_contiguous(), words
+        same(got[: len(expected)], expected, device, words)
+
+
+def every_dispatch(buffer: Any, device: str) -> None:
+    """All combinations of what is sent, with which routes, exact or worst case, and how it ends."""
+    job, rank = make_job(buffer.group_size), buffer.rank
+    there = arrived(job, rank)
+    rows = len(there.token)
+    combinations = product(device, KINDS, ROUTES, (False, True))
+    for number, (kind, routes, worst, way) in enumerate(combinations):
+        if worst and routes == "none":
+            continue
+        words = (kind, routes, worst, way)
+        most = sum(len(x) for x in job.x) + 2 if worst else 0
+        sent = inputs(job, kind)
+        alignment = (1, 8, 128)[number % 3]
+        how = {"expert_alignment": alignment, "num_worst_tokens": most} | ended(buffer, way)
+        if number % 2:
+            how["config"] = deep_ep.Config(20, 8, 256)
+        x = on(device, sent[rank])
+        got, ids, weights, counts, handle, event = dispatched(buffer, device, job, x, routes, **how)
+        wait(event, way)
+        length = most if worst else rows
+        assert (got[0] if isinstance(got, tuple) else got).shape[0] == length, words
+        check_rows(got, sent, job, rank, device, words)
+        padded = [-(-count // alignment) * alignment for count in there.per_expert]
+        assert counts == ([] if worst else padded), words
+        assert (ids is None) == (routes == "none") and (weights is None) == ("wei" not in routes)
+        if ids is not None:
+            expected = there.topk_idx.int() if "i32" in routes else there.topk_idx
+            same(ids[:rows], expected, device, words)
+            assert ids.shape[0] == length and (ids[rows:] == -1).all(), words
+        if weights is not None:
+            same(weights[:rows], there.topk_weights, device, words)
+            assert weights.shape[0] == length, words
+
+        again = buffer.dispatch(x, handle=handle, **ended(buffer, way))
+        wait(again[5], way)
+        assert again[1:5] == (None, None, None, None), words
+        assert (again[0][0] if isinstance(got, tuple) else again[0]).shape[0] == length, words
+        check_rows(again[0], sent, job, rank, device, words)
+
+
+def every_combine(buffer: Any, device: str) -> None:
+    """All combinations of dtype, biases, weights and ends."""
+    job, rank = make_job(buffer.group_size, seed=2), buffer.rank
+    random = torch.Generator().manual_seed(3)
+    sizes = [(len(x), x.shape[1]) for x in job.x]
+    biases = [[torch.randn(size, generator=random) for size in sizes] for _ in range(2)]
+    for dtype, kind, weighted, worst, way in product(
+        device,
+        (torch.bfloat16, torch.float16, torch.float32),
+        ("none", "one", "one of two", "two"),
+        ("none", "as routes", "other"),
+        (False, True),
+    ):
+        words = (dtype, kind, weighted, worst, way)
+        x = [one.to(dtype) for one in job.x]
+        most = 200 if worst else 0
+        got = dispatched(buffer, device, job, x[rank].to(device), num_worst_tokens=most)
+        rows, weights, handle = got[0], got[2], got[4]
+        if weighted == "other":  # a handle serves weights of any number of slots
+            weights = weights.repeat(1, 2)[:, :5]
+        own = [bias[rank].to(dtype) for bias in biases]
+        added = {"none": [], "one": own[:1], "one of two": own[:1], "two": own}[kind]
+        here = [bias.to(device) for bias in added]
+        bias: Any = None if kind == "none" else here[0]
+        if "two" in kind:
+            bias = (here[0], here[1] if kind == "two" else None)
+        y, back, event = buffer.combine(
+            expert(rank, rows),
+            handle,
+            topk_weights=None if weighted == "none" else weights.contiguous(),
+            bias=bias,
+            **ended(buffer, way),
+        )
+        wait(event, way)
+        same(y, combined(job, rank, answers(job, rank, x), added), device, words)
+        assert (back is None) == (weighted == "none"), words
+        if back is not None:
+            expected = returned_weights(job, rank)
+            if weighted == "other":
+                expected = expected.repeat(1, 2)[:, :5].contiguous()
+            same(back, expected, device, words)
+
+
+def returned_weights(job: Job, rank: int) -> Tensor:
+    """Weights travel to the rank of their expert and back; those of unused slots become 0."""
+    return torch.where(job.topk_idx[rank] >= 0, job.topk_weights[rank], 0.0)
+
+
+def worst_case_begins_as_exact(buffer: Any, device: str) -> None:
+    job, x = make_job(buffer.group_size, seed=4), None
+    x = job.x[buffer.rank].to(device)
+    exact = dispatched(buffer, device, job, x)
+    worst = dispatched(buffer, device, job, x, num_worst_tokens=300)
+    for a, b in zip(exact[:3], worst[:3]):
+        same(b[: len(a)], a.cpu(), device)
+    tokens = exact[4][3]
+    same(worst[4][3][: len(tokens)], tokens.cpu(), device)
+    assert worst[4][3].shape == (300,)
+
+
+def handle_contents(buffer: Any, device: str) -> None:
+    """Every element of a handle, from the definition."""
+    ranks, rank = buffer.group_size, buffer.rank
+    for experts, sms in ((16, 20), (19, 6), (16, 2)):
+        job = make_job(ranks, experts, seed=5)
+        config, there = deep_ep.Config(sms), arrived(job, rank)
+        x = job.x[rank].to(device)
+        handle = dispatched(buffer, device, job, x, config=config)[4]
+        assert isinstance(handle, tuple) and len(handle) == (6 if ranks <= 8 else 10)
+        between, in_ranks = rows_between(job), in_rank(job, rank)
+        prefix = between.cumsum(0).int()
+        channels = sms // 2
+        ends = [
+            torch.stack(
+                [torch.minimum(-(-pair // channels) * c, pair) for c in range(channels + 1)], 1
+            )
+            for pair in (between[rank], between[:, rank])
+        ]
+        sent, came = ends
+        if ranks <= 8:
+            same(handle[0], prefix, device)
+            same(handle[1], sent[:, 1:], device)
+            same(handle[2], came[:, :-1], device)
+            same(handle[3], there.token.int(), device)
+            same(handle[4], in_ranks, device)
+            ordinal = in_ranks.cumsum(0) - 1
+            each = (-(-between[rank] // channels)).clamp(min=1)
+            heads = torch.where(in_ranks, ordinal % each, -1).int()
+            same(handle[5], heads, device)
+        else:
+            hosts = ranks // 8
+            received = prefix[:, rank]
+            same(handle[-4], received, device)
+            same(handle[0], in_ranks, device)
+            same(handle[1], sent[:, 1:].view(hosts, 8, -1).sum(1).int(), device)
+            same(handle[2], sent[:, 1:], device)
+            same(handle[3], came[:, 1:].view(hosts, 8, -1).sum(1).int(), device)
+            same(handle[4], received[7::8], device)
+            starts = received - between[:, rank]
+            same(handle[5], starts[:, None] + came[:, :-1], device)
+            meta = torch.stack([there.source // 8, torch.full_like(there.source, 1 << rank % 8)])
+            same(handle[7], meta.t().int().contiguous().view(torch.uint8), device)
+            to_host = in_ranks.view(-1 if len(in_ranks) else 0, hosts, 8).any(2)
+            heads = torch.where(to_host, to_host.cumsum(0) - 1, -1).int()
+            same(handle[8], heads, device)
+            here = torch.full((len(there.token), 8), -1, dtype=torch.int32)
+            here[:, rank % 8] = torch.arange(len(there.token))
+            same(handle[9], here, device)
+
+
+class _Layer(torch.autograd.Function):
+    """Keeps a handle as some frameworks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.save_for_backward(*handle)
+        ctx.buffer = buffer
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = ctx.buffer.combine(grads[0].contiguous(), ctx.saved_tensors)[0]
+        return ctx.buffer.dispatch(back, handle=ctx.saved_tensors)[0], None, None
+
+
+def saved_handles(buffer: Any, device: str) -> None:
+    """A handle's tensors are as good as the handle, whoever has kept them, and copies are, too."""
+    rank = buffer.rank
+    first, second = (make_job(buffer.group_size, seed=seed) for seed in (6, 7))
+    got = dispatched(buffer, device, first, first.x[rank].to(device))
+    layer = got[0].float().requires_grad_()
+    out = _Layer.apply(layer, buffer, got[4])
+    kept, copies = list(got[4]), [t.cpu().clone().to(device) for t in got[4]]
+    rows = expert(rank, got[0])
+    del got
+    for _ in range(3):  # others come in between
+        dispatched(buffer, device, second, second.x[rank].to(device))
+    expected = combined(first, rank, answers(first, rank, first.x))
+    for handle in (tuple(kept), copies, copies):
+        same(buffer.combine(rows, tuple(handle))[0], expected, device)
+        again = buffer.dispatch(first.x[rank].to(device), handle=tuple(handle))[0]
+        same(again, arrived(first, rank).rows(first.x), device)
+        weights = arrived(first, rank).topk_weights.to(device)
+        back = buffer.combine(rows, tuple(handle), topk_weights=weights)[1]
+        same(back, returned_weights(first, rank), device)
+    del kept, copies
+    out.sum().backward()
+    ones = [torch.ones(len(x), x.shape[1]) for x in first.x]
+    sums = [ones[s] * in_rank(first, s).sum(1, keepdim=True) for s in range(first.ranks)]
+    same(layer.grad, arrived(first, rank).rows(sums), device)
+
+
+def copied_worst_case(buffer: Any, device: str) -> None:
+    """Copies of a handle whose dispatch had a size of its own."""
+    rank = buffer.rank
+    job = make_job(buffer.group_size, seed=8)
+    x = job.x[rank].to(device)
+    got = dispatched(buffer, device, job, x, num_worst_tokens=250)
+    copies = tuple(t.clone() for t in got[4])
+    rows, weights = expert(rank, got[0]), got[2].nan_to_num()
+    y, back, _ = buffer.combine(rows, copies, topk_weights=weights)
+    same(y, combined(job, rank, answers(job, rank, job.x)), device)
+    same(back, returned_weights(job, rank), device)
+    again = buffer.dispatch(x, handle=copies)[0]
+    assert again.shape[0] == 250
+    check_rows(again, job.x, job, rank, device, "")
+
+
+def lopsided(buffer: Any, device: str) -> None:
+    """All tokens to one expert; nobody has a token; a rank receives nothing."""
+    rank, ranks = buffer.rank, buffer.group_size
+    for case in ("one expert", "no token", "no route"):
+        job = make_job(ranks, seed=9)
+        for r in range(ranks):
+            if case == "one expert":
+                job.topk_idx[r][:] = -1
+                job.topk_idx[r][:, 1] = job.experts - 1
+            elif case == "no token":
+                job.x[r], job.topk_idx[r] = job.x[r][:0], job.topk_idx[r][:0]
+                job.topk_weights[r] = job.topk_weights[r][:0]
+            else:
+                job.topk_idx[r][:] = -1
+        got = dispatched(buffer, device, job, job.x[rank].to(device))
+        check_rows(got[0], job.x, job, rank, device, case)
+        assert got[3] == arrived(job, rank).per_expert, case
+        assert got[4][3 if ranks <= 8 else 7].shape[0] == len(arrived(job, rank).token), case
+        y, back, _ = buffer.combine(expert(rank, got[0]), got[4], topk_weights=got[2])
+        same(y, combined(job, rank, answers(job, rank, job.x)), device, case)
+        same(back, returned_weights(job, rank), device, case)
+
+
+def grows(buffer: Any, device: str) -> None:
+    """A Buffer of nothing carries what comes, and several results are alive at once."""
+    job = make_job(buffer.group_size, hidden=1 << 15, seed=10)
+    x = job.x[buffer.rank].to(device)
+    alive = [dispatched(buffer, device, job, x) for _ in range(4)]
+    for got in alive:
+        check_rows(got[0], job.x, job, buffer.rank, device, "")
+
+
+def changing_experts(buffer: Any, device: str) -> None:
+    """The number of experts may change from call to call, and handles stay good."""
+    rank = buffer.rank
+    alive = []
+    for experts in (16, 8, 40, 16):
+        job = make_job(buffer.group_size, experts, seed=experts)
+        assert first_expert(job, buffer.group_size) == experts
+        alive.append((job, dispatched(buffer, device, job, job.x[rank].to(device))))
+    for job, got in alive:
+        check_rows(got[0], job.x, job, rank, device, job.experts)
+        assert got[3] == arrived(job, rank).per_expert
+        y = buffer.combine(expert(rank, got[0]), got[4])[0]
+        same(y, combined(job, rank, answers(job, rank, job.x)), device, job.experts)
+
+
+def internode_names(buffer: Any, device: str) -> None:
+    job, rank = make_job(buffer.group_size), buffer.rank
+    x = job.x[rank].to(device)
+    idx = job.topk_idx[rank].to(device)
+    per_rank, per_host, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
+    got = buffer.internode_dispatch(
+        x, None, per_rank, per_host, in_ranks, per_expert, idx, job.topk_weights[rank].to(device)
+    )
+    check_rows(got[0], job.x, job, rank, device, "")
+    y = buffer.internode_combine(expert(rank, got[0]), got[4])[0]
+    same(y, combined(job, rank, answers(job, rank, job.x)), device)
+
+
+def leaves_with_calls_pending(buffer: Any, device: str) -> None:
+    """Nobody has waited for what was asked for; ranks leave at once, in no order."""
+    job, rank = make_job(buffer.group_size), buffer.rank
+    buffer.explicitly_destroy = True
+    got = dispatched(buffer, device, job, job.x[rank].to(device), async_finish=True)
+    last = buffer.combine(got[0], got[4], async_finish=True)
+    buffer.destroy()
+    assert buffer.runtime is None
+    del got, last
+
+
+def captured(buffer: Any, device: str) -> None:
+    """Layout, dispatch and combine in a CUDA graph, replayed with other routes."""
+    jobs = [make_job(buffer.group_size, seed=seed) for seed in (21, 22, 23)]
+    rank = buffer.rank
+    x, idx, weights = (
+        one[rank].to(device) for one in (jobs[0].x, jobs[0].topk_idx, jobs[0].topk_weights)
+    )
+    fixed = Job(jobs[0].ranks, jobs[0].experts, [x] * 16, [idx] * 16, [weights] * 16)
+    most = {"num_worst_tokens": 200}
+
+    def step() -> Any:
+        got = dispatched(buffer, device, fixed, x, **most)
+        y, back, _ = buffer.combine(got[0], got[4], topk_weights=got[2])
+        return got, y, back
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, y, back = step()
+    for job in jobs:
+        x.copy_(job.x[rank])
+        idx.copy_(job.topk_idx[rank])
+        weights.copy_(job.topk_weights[rank])
+        graph.replay()
+        torch.cuda.synchronize()
+        check_rows(got[0], job.x, job, rank, device, "")
+        same(got[1][: len(arrived(job, rank).token)], arrived(job, rank).topk_idx, device)
+        rows = [job.x[rank][in_rank(job, rank)[:, r]] for r in range(job.ranks)]
+        same(y, combined(job, rank, rows), device)
+        same(back, returned_weights(job, rank), device)
+        same(got[4][0], rows_between(job).cumsum(0).int(), device)
+        same(got[4][1][:, -1], rows_between(job)[rank], device)
+
+
+ALL = [
+    layouts,
+    every_dispatch,
+    every_combine,
+    worst_case_begins_as_exact,
+    handle_contents,
+    saved_handles,
+    copied_worst_case,
+    lopsided,
+    grows,
+    changing_experts,
+    internode_names,
+    leaves_with_calls_pending,
+]
+"""For every device."""

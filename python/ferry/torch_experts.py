@@ -1,0 +1,158 @@
+"""`ferry.torch.ExpertParallel`: the experts of a layer, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ferry.torch as ft
+from ferry.arguments import choice, instance, integer, optional, refuse
+from ferry.group import FORMATS, Group
+from ferry.latency import LatencyExchange, LatencyReceived
+from ferry.torch_through_e4m3 import restored  # importing it defines the operator
+
+
+class ExpertParallel(nn.Module):
+    """Brings tokens to their experts on all ranks and the weighted sums of what those make back.
+
+    `forward` is for training and prefill: differentiable in x, in topk_weights and in what the
+    experts hold, and torch.compile takes it in. `decode` is for small batches, in latency mode.
+    Both are collective, and so is the backward: all ranks make the same calls in the same order,
+    ranks without tokens, too. Router and data-parallel gradients are the caller's.
+
+    Args:
+        group: its `experts` are those of the layer; this rank holds `group.local_experts`.
+        experts: experts(rows [M, H], offsets i64 [local experts + 1]) returns [M, H], row by row:
+            expert e has the rows from offsets[e] to offsets[e + 1]. Rows from offsets[-1] on, if
+            there are any, are undefined and must not touch parameters. M may be 0.
+        alignment: every expert's rows are padded with zero rows to a multiple of this.
+        worst_case_rows: > 0: M is this, whatever arrives, so nothing waits for the counts: for
+            CUDA graphs and static shapes.
+        sms: on GPUs: how many multiprocessors move rows; 0: a default.
+        format: "as_is", or "e4m3": tokens cross to their experts in fp8 with a scale for each 128
+            channels, in both modes; experts see them in x's dtype again. The gradient takes the
+            quantisation for the identity.
+        decode_tokens: most tokens of a rank in one `decode`; 0: no `decode`.
+        decode_experts: instead of `experts` in `decode`:
+            decode_experts(rows [L, N, H], counts i32 [L]) returns [L, N, H]; of expert e the first
+            counts[e] rows matter. With "e4m3" the rows are e4m3 and their scales,
+            f32 [L, N, ceil(H/128)], come third. None: `experts`, with all N rows of each.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        experts: nn.Module,
+        *,
+        alignment: int = 1,
+        worst_case_rows: int = 0,
+        sms: int = 0,
+        format: str = "as_is",
+        decode_tokens: int = 0,
+        decode_experts: Callable[..., Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        call = "ExpertParallel"
+        self.group = instance(f"{call}: group", group, Group, "a ferry.Group")
+        self.experts = instance(f"{call}: experts", experts, nn.Module, "a torch.nn.Module")
+        choice(f"{call}: format", format, FORMATS)
+        self.format = format
+        self.layout: dict[str, Any] = {
+            "order": "expert_major",
+            "alignment": integer(f"{call}: alignment", alignment, 1),
+            "worst_case_rows": integer(f"{call}: worst_case_rows", worst_case_rows),
+            "sms": integer(f"{call}: sms", sms),
+        }
+        self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
+        self.decode_experts = decode_experts
+        self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """The sum over slots of weight times expert(x): [T, H], x's dtype; 0 for tokens that no
+        slot sends anywhere.
+
+        x: f32, bf16 or f16 [T, H]. topk_idx: i64 or i32 [T, K], -1 = unused. topk_weights: f32
+        [T, K].
+        """
+        plan = ft.plan(self.group, topk_idx)
+        if self.format == "as_is":
+            got = ft.dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
+            ids, slots, offsets = got.topk_idx, got.slot_rows, got.expert_offsets
+            rows, weights = got.x, got.topk_weights
+        else:
+            rows, weights, ids, slots, offsets = torch.ops.ferry.dispatch_through_e4m3(
+                x,
+                plan.tensor,
+                topk_weights,
+                self.group.handle,
+                plan.topk,
+                self.group.local_experts,
+                *(self.layout[name] for name in ("alignment", "worst_case_rows", "sms")),
+            )
+        assert weights is not None
+        assert slots is not None
+        made = self.experts(rows, offsets)
+        factors = _of_rows(weights, ids, slots, made.shape[0])
+        weighted = (made.float() * factors[:, None]).to(made.dtype)
+        return ft.combine(self.group, plan, weighted, **self.layout)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decode(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
+        """The same in latency mode, without gradients: at most `decode_tokens` tokens.
+
+        meanwhile: called while the tokens are on their way, for shared experts, say. The first call
+        with a hidden size, top-k or dtype makes buffers, which takes longer.
+        """
+        if self.decode_tokens == 0:
+            refuse("decode", "a module with decode_tokens=0", "decode_tokens, the most of a rank")
+        optional("decode: meanwhile", meanwhile, Callable, "a function or None")  # type: ignore[arg-type]
+        exchange = self._exchange(x, topk_idx)
+        with torch.no_grad():
+            received = exchange.dispatch(
+                x, topk_idx, format=self.format, hook=meanwhile is not None
+            )
+            if meanwhile is not None:
+                meanwhile()
+                received.receive()
+            made = self._decoded(received, x.dtype)
+            return exchange.combine(made, received, topk_weights).x
+
+    def extra_repr(self) -> str:
+        return f"{self.group!r}, format={self.format}, decode_tokens={self.decode_tokens}"
+
+    def _exchange(self, x: Tensor, topk_idx: Tensor) -> LatencyExchange:
+        key = (x.shape[1], topk_idx.shape[1], x.dtype)
+        found = self._exchanges.get(key)
+        if found is None:
+            found = self._exchanges[key] = LatencyExchange(
+                self.group, capacity=self.decode_tokens, hidden=key[0], topk=key[1], dtype=key[2]
+            )
+        return found
+
+    def _decoded(self, received: LatencyReceived[Tensor], dtype: torch.dtype) -> Tensor:
+        rows, scales = received.x, received.scales
+        if self.decode_experts is not None:
+            given = (rows, received.counts) if scales is None else (rows, received.counts, scales)
+            return self.decode_experts(*given)
+        if scales is not None:
+            rows = restored(rows, scales, dtype)
+        local, each, hidden = rows.shape
+        offsets = torch.arange(0, local * each + 1, each, device=rows.device)
+        made: Tensor = self.experts(rows.reshape(-1, hidden), offsets)
+        return made.view(local, each, -1)
+
+
+def _of_rows(weights: Tensor, topk_idx: Tensor, slot_rows: Tensor, rows: int) -> Tensor:
+    """The weight of each expert-major row, 0 for padding: f32 [rows]. Of a worst case, slots that
+    did not arrive are known by their id alone."""
+    places = torch.where(topk_idx < 0, rows, slot_rows).flatten()
+    return weights.new_zeros(rows + 1).scatter(0, places, weights.flatten())[:-1]
