@@ -98,12 +98,15 @@ def test_rank_major(rng: np.random.Generator, ranks: int, kind: Kind) -> None:
         assert plan.tokens == len(case.x[r])
         assert plan.topk == TOPK
         assert plan.recv_rows() == len(got.x)
-        return plan.recv_rows_per_rank(), plan.send_rows_per_rank(), got, back
+        between = np.from_dlpack(plan.rank_rows()).copy()
+        return plan.recv_rows_per_rank(), plan.send_rows_per_rank(), between, got, back
 
     results = run_ranks(ranks, body, experts=EXPERTS)
     arrived = [ref.rank_major(case.x, r) for r in range(ranks)]
-    for r, (received, sent, got, back) in enumerate(results):
+    for r, (received, sent, between, got, back) in enumerate(results):
         same(kind.back(got.x), arrived[r])
+        assert between.dtype == np.int32 and between.shape == (ranks, ranks)
+        assert np.array_equal(between, np.array([sent for _, sent, *_ in results]))
         assert received == [sum(row.source == p for row in ref.rows(r)) for p in range(ranks)]
         assert sent == [sum(row.source == r for row in ref.rows(p)) for p in range(ranks)]
         assert np.array_equal(got.topk_idx, ref.topk_idx(r))

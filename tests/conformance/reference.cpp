@@ -93,6 +93,10 @@ ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,
     const auto theirs = arrivals_at(world, peer);
     result.send_rows_per_rank.push_back(std::count_if(
         theirs.begin(), theirs.end(), [&](const Arrival& a) { return a.source == rank; }));
+    result.rank_rows.resize(index(world.ranks) * index(world.ranks));
+    for (const Arrival& a : theirs) {
+      ++result.rank_rows[index(a.source) * index(world.ranks) + index(peer)];
+    }
   }
   const ExpertMajor experts = place_experts(world, rank, result.arrivals, alignment);
   result.slots_per_expert = experts.slots;

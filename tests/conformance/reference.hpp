@@ -54,6 +54,7 @@ struct ExpectedDispatch {
   std::vector<Arrival> arrivals{};
   std::vector<std::int64_t> recv_rows_per_rank{};
   std::vector<std::int64_t> send_rows_per_rank{};
+  std::vector<std::int32_t> rank_rows{};  ///< [ranks, ranks]
   std::vector<std::int64_t> slots_per_expert{};
   std::int64_t rows = 0;  ///< of x, in the order asked for
   Bytes x{};

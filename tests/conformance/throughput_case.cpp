@@ -127,6 +127,12 @@ class ThroughputCase {
     };
     same(plan_.recv_rows_per_rank(), expected_.recv_rows_per_rank, "Plan::recv_rows_per_rank");
     same(plan_.send_rows_per_rank(), expected_.send_rows_per_rank, "Plan::send_rows_per_rank");
+    const Tensor rank_rows = to_cpu(plan_.rank_rows());
+    rank_.check(rank_rows.shape() == Extents{group_.size(), group_.size()},
+                "Plan::rank_rows: shape");
+    const auto* numbers = rank_rows.as<std::int32_t>();
+    same(std::vector<std::int32_t>(numbers, numbers + rank_rows.shape().product()),
+         expected_.rank_rows, "Plan::rank_rows");
     same(plan_.slots_per_expert(), expected_.slots_per_expert, "Plan::slots_per_expert");
     rank_.equal(plan_.expert_major_rows(c_.alignment), expected_.expert_offsets.back(),
                 "Plan::expert_major_rows");
