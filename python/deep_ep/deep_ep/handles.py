@@ -25,7 +25,8 @@ class Exchange:
     """A dispatch that others answer.
 
     rows: of what it received, or of its results whatever was received (worst_case). sums: how many
-    of them a combine brings back, where that is not all.
+    of them a combine brings back, where that is not all. captured: it is part of a CUDA graph, and
+    every replay is another exchange.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Exchange:
         *,
         worst_case: bool,
         sums: int | None = None,
+        captured: bool = False,
     ) -> None:
         self.group = group
         self.plan = plan
         self.channels = channels
         self.rows = rows
         self.worst_case_rows = rows if worst_case else 0
+        self.captured = captured
         self._sums = rows if sums is None else sums
 
     def cut(self, rows: Tensor) -> Tensor:
@@ -61,6 +64,14 @@ def find(handle: Sequence[Any]) -> Exchange | None:
         return handle.exchange
     found: Exchange | None = getattr(_key(handle).untyped_storage(), "_ferry_exchange", None)
     return found
+
+
+def is_handle(thing: Any) -> bool:
+    """Whether it has the form of a handle, intranode or internode."""
+    if isinstance(thing, _Lazy):
+        return True
+    whole = isinstance(thing, (tuple, list)) and len(thing) in (6, 10)
+    return whole and all(isinstance(one, Tensor) for one in thing)
 
 
 def _key(handle: Sequence[Any]) -> Any:
@@ -89,9 +100,10 @@ class _Lazy(tuple[Any, ...]):
         raise NotImplementedError
 
     def _all(self) -> tuple[Any, ...]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        made = self._made if self._made is not None else self._make()
+        if not self.exchange.captured:
+            self._made = made
+        return made
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._all())

@@ -15,7 +15,14 @@ from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, 
 from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
 from deep_ep.groups import Groups
-from deep_ep.handles import Exchange, InternodeHandle, IntranodeHandle, attach, find
+from deep_ep.handles import (
+    Exchange,
+    InternodeHandle,
+    IntranodeHandle,
+    attach,
+    find,
+    is_handle,
+)
 from deep_ep.layout import layout_of, rank_routes
 from deep_ep.streams import Turn
 from ferry.tensors import TORCH, array
@@ -241,7 +248,12 @@ class Throughput:
         self, call: _Call, group: ferry.Group, received: Any, in_rank: Tensor, worst_rows: int
     ) -> IntranodeHandle | InternodeHandle:
         exchange = Exchange(
-            group, received.plan, call.channels, received.x.shape[0], worst_case=worst_rows > 0
+            group,
+            received.plan,
+            call.channels,
+            received.x.shape[0],
+            worst_case=worst_rows > 0,
+            captured=in_rank.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         with call.turn.context(in_rank):
             prefix = array(received.plan.rank_rows(), TORCH).cumsum(0, dtype=torch.int32)
@@ -252,7 +264,7 @@ class Throughput:
     def _exchange(self, call: _Call, handle: Any, device: torch.device) -> Exchange:
         """What a handle stands for. Tensors that are copies of a handle's, as after a trip of saved
         tensors to other memory, make the plan anew, on all ranks alike."""
-        if not isinstance(handle, (tuple, list)) or len(handle) not in (6, 10):
+        if not is_handle(handle):
             refuse(call.name, "handle", type(handle).__name__, "the handle of a dispatch")
         exchange = find(handle)
         if exchange is None:

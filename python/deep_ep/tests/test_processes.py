@@ -36,7 +36,7 @@ def pool() -> Iterator[Any]:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*bodies.ALL, bodies.captured], ids=lambda body: body.__name__)
 def test_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, num_nvl_bytes=1 << 20)
 

@@ -54,6 +54,8 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "no num_tokens_per_expert": dispatch(num_tokens_per_expert=None),
         "routes beside a handle": dispatch(handle=handle),
         "not a handle": dispatch(handle=(1, 2), topk_idx=None, topk_weights=None),
+        "a handle of no tensors": dispatch(handle=(1,) * 6, topk_idx=None, topk_weights=None),
+        "a part of a handle": combine(handle=tuple(handle)[:5]),
         "x of one dimension": dispatch(x[:, 0]),
         "x that is no tensor": dispatch(x.tolist()),
         "x with gaps": dispatch(x[:, ::2]),

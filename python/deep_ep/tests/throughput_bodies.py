@@ -409,6 +409,52 @@ def internode_names(buffer: Any, device: str) -> None:
     same(y, combined(job, rank, answers(job, rank, job.x)), device)
 
 
+def leaves_with_calls_pending(buffer: Any, device: str) -> None:
+    """Nobody has waited for what was asked for; ranks leave at once, in no order."""
+    job, rank = make_job(buffer.group_size), buffer.rank
+    buffer.explicitly_destroy = True
+    got = dispatched(buffer, device, job, job.x[rank].to(device), async_finish=True)
+    last = buffer.combine(got[0], got[4], async_finish=True)
+    buffer.destroy()
+    assert buffer.runtime is None
+    del got, last
+
+
+def captured(buffer: Any, device: str) -> None:
+    """Layout, dispatch and combine in a CUDA graph, replayed with other routes."""
+    jobs = [make_job(buffer.group_size, seed=seed) for seed in (21, 22, 23)]
+    rank = buffer.rank
+    x, idx, weights = (
+        one[rank].to(device) for one in (jobs[0].x, jobs[0].topk_idx, jobs[0].topk_weights)
+    )
+    fixed = Job(jobs[0].ranks, jobs[0].experts, [x] * 16, [idx] * 16, [weights] * 16)
+    most = {"num_worst_tokens": 200}
+
+    def step() -> Any:
+        got = dispatched(buffer, device, fixed, x, **most)
+        y, back, _ = buffer.combine(got[0], got[4], topk_weights=got[2])
+        return got, y, back
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, y, back = step()
+    for job in jobs:
+        x.copy_(job.x[rank])
+        idx.copy_(job.topk_idx[rank])
+        weights.copy_(job.topk_weights[rank])
+        graph.replay()
+        torch.cuda.synchronize()
+        check_rows(got[0], job.x, job, rank, device, "")
+        same(got[1][: len(arrived(job, rank).token)], arrived(job, rank).topk_idx, device)
+        rows = [job.x[rank][in_rank(job, rank)[:, r]] for r in range(job.ranks)]
+        same(y, combined(job, rank, rows), device)
+        same(back, returned_weights(job, rank), device)
+        same(got[4][0], rows_between(job).cumsum(0).int(), device)
+        same(got[4][1][:, -1], rows_between(job)[rank], device)
+
+
 ALL = [
     layouts,
     every_dispatch,
@@ -421,4 +467,6 @@ ALL = [
     grows,
     changing_experts,
     internode_names,
+    leaves_with_calls_pending,
 ]
+"""For every device."""
