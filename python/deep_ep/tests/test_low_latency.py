@@ -18,7 +18,7 @@ from low_latency_bodies import (
     experts,
     own,
 )
-from low_latency_reference import Batch
+from low_latency_reference import Batch, factor
 from rank_buffers import run_buffers
 
 from deep_ep.errors import EPException
@@ -280,3 +280,24 @@ def test_a_buffer_without_the_mode_refuses() -> None:
             refused(call, "low_latency_mode=True")
 
     run_buffers(1, body)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_rows_come_back_in_ten_bits(end: str) -> None:
+    """Off by no more than LogFMT-10 may be (docs/latency.md), and off: it was used."""
+    batch = Batch(16, [4, 6], 4, 2, 256, whole=False)
+    most = (2 ** (32 / 505) - 1) / 2 + 5e-6  # of a row's value, of a block of any span
+
+    def body(buffer: Any) -> None:
+        rows, _, handle = dispatch(buffer, batch, use_fp8=False)
+        made = experts(buffer, batch, rows)
+        exact = combine(buffer, batch, made, handle, end=end)
+        combined = combine(buffer, batch, made, handle, end=end, use_logfmt=True)
+        weights, x = batch.weights[buffer.rank], batch.x[buffer.rank].float()
+        ids = batch.topk_idx[buffer.rank]
+        reach = torch.where(ids >= 0, weights * factor(ids), 0.0).sum(1, keepdim=True) * x.abs()
+        bound = reach * (most + 2**-8) + 2**-8 * exact.float().abs() + 1e-6
+        assert ((combined.float() - exact.float()).abs() <= bound).all()
+        assert not torch.equal(combined, exact)
+
+    run(2, body)
