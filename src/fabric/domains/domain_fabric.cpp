@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
 
 namespace ferry::fabric {
@@ -35,15 +36,12 @@ struct Halves {
 };
 
 /// The handle comes from the peer.
-Halves halves(std::span<const std::byte> both, int rank, int peer) {
+Halves halves(std::span<const std::byte> both, const Attachment& attachment) {
   std::uint32_t first = 0;
   if (both.size() >= sizeof first) std::memcpy(&first, both.data(), sizeof first);
   if (both.size() < sizeof first || first > both.size() - sizeof first) {
-    throw Error(ErrorKind::system,
-                "rank " + std::to_string(rank) + ": the handle of a segment of rank " +
-                    std::to_string(peer) + " (" + std::to_string(both.size()) +
-                    " bytes) cannot be read; use the same version of Ferry on all ranks",
-                {.rank = rank, .peer = peer});
+    throw_attach(attachment, "a handle of " + std::to_string(both.size()) +
+                                 " bytes is not that of two fabrics");
   }
   return {both.subspan(sizeof first, first), both.subspan(sizeof first + first)};
 }
@@ -108,7 +106,8 @@ void DomainFabric::attach(int peer, SegmentId segment, std::size_t bytes,
                           std::span<const std::byte> handle) {
   check_peer(peer, size(), rank(), "attach");
   if (!network_) return inside_->attach(peer, segment, bytes, handle);
-  const Halves two = halves(handle, rank(), peer);
+  const Halves two =
+      halves(handle, {.self = rank(), .peer = peer, .segment = segment, .bytes = bytes});
   way(peer).attach(peer, segment, bytes, in_domain(peer) ? two.inside : two.network);
 }
 
