@@ -141,6 +141,9 @@ class Channel {
                           std::chrono::nanoseconds waited);
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
+  /// How long after the deadline others may still say who is to blame: those that are missing wait
+  /// themselves, or nobody here sees which of them do.
+  std::chrono::nanoseconds grace(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
   bool waits(int peer) const;
