@@ -11,6 +11,7 @@
 
 #include "ferry/bootstrap.hpp"
 #include "ferry/error.hpp"
+#include "ferry/network.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
@@ -63,7 +64,16 @@ struct GroupConfig {
   Backend backend = Backend::automatic;
   int device = -1;             ///< CUDA ordinal of this rank; −1: the current device
   std::uint64_t sim_seed = 1;  ///< of the sim fabric
-  OnWait on_wait{};            ///< polled in every wait; may throw (Ctrl-C)
+  /// Ranks that share memory form a domain; the others are reached over `network`. 0: the ranks of
+  /// one host are one domain. n: virtual domains, every n consecutive ranks are one, the last one
+  /// shorter if need be; what `fabric` could reach by memory beyond them, it does not. Host engine.
+  int domain_size = 0;
+  /// By which wire the ranks of different domains reach each other. automatic: copies through
+  /// `fabric`, as a network makes them; sim: the simulated network (ranks as threads).
+  FabricKind network = FabricKind::automatic;
+  /// What `automatic` means in the options of this group's calls.
+  Crossing crossing = Crossing::automatic;
+  OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
 };
 
 /// How the rows of an output (or of a combine's input) are ordered.
@@ -110,6 +120,9 @@ struct DispatchOptions {
   /// Of the dtype that arrives.
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
+  /// How tokens cross between domains; the same on all ranks. automatic: what `Plan::crossing`
+  /// says.
+  Crossing crossing = Crossing::automatic;
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
   /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
   /// groups that may run at once must find their SMs beside each other. The host engine has none.
@@ -147,6 +160,10 @@ struct CombineOptions {
   std::optional<ConstTensorView> bias1{};
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
+  /// How sums come back between domains; the same on all ranks. automatic: as the plan's last
+  /// dispatch crossed. hierarchical: only after a dispatch that did; each domain's sum, fp32 in
+  /// ascending rank order, is rounded to the dtype of the rows, then the domains are added.
+  Crossing crossing = Crossing::automatic;
   /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
   /// memory, run beside on other SMs.
   int sms = 0;
@@ -179,7 +196,8 @@ struct TimeUse {
 /// exchanges make two groups. A group that failed stays failed: every later call throws.
 ///
 /// Arithmetic: fp32 accumulation from +0 in ascending rank order, one rounding to nearest even at
-/// the end. From expert-major rows, each rank first sums its own slots in ascending k
+/// the end (across domains: see CombineOptions::crossing). From expert-major rows, each rank first
+/// sums its own slots in ascending k
 /// (`acc = fma(w, x, acc)`), rounds once to the row's dtype, and that one row crosses the wire.
 class Group {
  public:
@@ -195,8 +213,11 @@ class Group {
   std::int64_t experts() const;
   std::int64_t local_experts() const;
   const GroupConfig& config() const;
-  /// "local", "shm", "sim".
+  /// "local", "shm", "sim"; of several domains with their network: "shm+copies", "local+sim".
   std::string fabric_name() const;
+  /// Domains of this group, numbered by their lowest ranks, and the one that a rank is in.
+  int domains() const;
+  int domain_of(int rank) const;
 
   /// Collective. Counts and swaps. topk_idx: i64 or i32 [T, K], values −1 (unused) or 0 … E−1;
   /// T may differ between ranks and be 0, K may not differ; 1 ≤ K ≤ 64.
@@ -240,6 +261,7 @@ class Group {
   /// What memory() says right after creation with this configuration and number of ranks.
   static MemoryUse memory_hint(const GroupConfig& config, int ranks);
   TimeUse time() const;
+  NetworkUse network() const;
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
 

@@ -44,7 +44,8 @@ struct CallSignature {
   std::uint32_t order = 0;
   std::uint32_t routes = 0;
   std::uint32_t weights = 0;
-  std::uint64_t plan = 0;  ///< which plan of the group, by the order of making
+  std::uint64_t plan = 0;      ///< which plan of the group, by the order of making
+  std::uint64_t crossing = 0;  ///< a Crossing, never automatic; 0 in calls that do not cross
   friend bool operator==(const CallSignature&, const CallSignature&) = default;
 };
 

@@ -125,6 +125,21 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "fabric", "number " + to_string(static_cast<int>(config.fabric)),
            "automatic, local, shm or sim");
   }
+  if (config.domain_size < 0) {
+    refuse("Group", "domain_size", to_string(config.domain_size),
+           "0 (the ranks of one host), or the ranks of a domain");
+  }
+  if (config.network != FabricKind::automatic && config.network != FabricKind::sim) {
+    refuse("Group", "network", std::string(name_of(config.network)), "automatic or sim");
+  }
+  if (config.fabric == FabricKind::sim && config.domain_size != 0) {
+    refuse("Group", "domain_size", to_string(config.domain_size) + " with fabric sim",
+           "0, because ranks share no memory there; or fabric local and network sim");
+  }
+  if (config.crossing > Crossing::hierarchical) {
+    refuse("Group", "crossing", "number " + to_string(static_cast<int>(config.crossing)),
+           "automatic, direct or hierarchical");
+  }
   if (config.device < -1) {
     refuse("Group", "device", to_string(config.device), "a CUDA ordinal, or -1: the current one");
   }

@@ -32,7 +32,8 @@ enum class Channel : std::uint8_t {
   kAnnounced,
   kMask,
   kOffer,
-  kAnswer
+  kAnswer,
+  kChunk
 };
 
 /// Names the bytes that one signal counts: unique for each (source, target, signal).

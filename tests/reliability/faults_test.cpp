@@ -21,7 +21,12 @@ std::uint64_t base_seed() {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : 20261121;
 }
 
-enum class Mode { throughput, latency };
+/// across: hierarchical throughput mode over two domains. latency_across: latency mode over them.
+enum class Mode { throughput, latency, across, latency_across };
+
+bool is_latency(Mode mode) {
+  return mode == Mode::latency || mode == Mode::latency_across;
+}
 
 /// Exchanges for ever, checking every sum; returns only by an exception.
 void exchange(Group& group, Mode mode, const Reporter& reporter) {
@@ -34,7 +39,7 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
   const ConstTensorView view{x.data(), Dtype::f32, {kTokens, kHidden}};
   const std::vector<float> weights(kTokens * 2, 1.0F);
   std::optional<LatencyExchange> latency;
-  if (mode == Mode::latency) {
+  if (is_latency(mode)) {
     latency.emplace(group, LatencyConfig{kTokens, kHidden, 2, Dtype::f32});
   }
   for (int round = 0;; ++round) {
@@ -65,8 +70,10 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
 /// Reports "kind peer seconds message" of the error that ends the exchanges.
 Ranks::Body exchanging(Mode mode, std::chrono::nanoseconds deadline) {
   return [=](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
-    Group group(std::move(bootstrap),
-                {.experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20});
+    GroupConfig config{.experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20};
+    if (mode == Mode::across || mode == Mode::latency_across) config.domain_size = kRanks / 2;
+    config.crossing = Crossing::hierarchical;
+    Group group(std::move(bootstrap), config);
     try {
       exchange(group, mode, reporter);
     } catch (const Error& error) {
@@ -119,7 +126,8 @@ TEST_P(Faults, EverySurvivorNamesTheKilledRankWithinASecond) {
 
 TEST_P(Faults, EverySurvivorNamesTheStoppedRankAtTheDeadline) {
   constexpr double kDeadline = 1.5;
-  for (int victim : {0, 2}) {
+  const bool domains = GetParam() == Mode::across || GetParam() == Mode::latency_across;
+  for (int victim : {domains ? 3 : 0, domains ? 1 : 2}) {
     Ranks ranks(kRanks, exchanging(GetParam(), std::chrono::milliseconds(1500)));
     for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(ranks.line(rank, 30), "going");
     const double stopped = now();
@@ -142,10 +150,19 @@ TEST_P(Faults, EverySurvivorNamesTheStoppedRankAtTheDeadline) {
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, Faults, testing::Values(Mode::throughput, Mode::latency),
-                         [](const auto& mode) {
-                           return mode.param == Mode::throughput ? "Throughput" : "Latency";
-                         });
+std::string mode_name(const testing::TestParamInfo<Mode>& mode) {
+  switch (mode.param) {
+    case Mode::throughput: return "Throughput";
+    case Mode::latency: return "Latency";
+    case Mode::across: return "Across";
+    default: return "LatencyAcross";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, Faults,
+                         testing::Values(Mode::throughput, Mode::latency, Mode::across,
+                                         Mode::latency_across),
+                         mode_name);
 
 TEST(Leaving, ARankThatLeavesIsNamedAndOneThatIsDoneMayGo) {
   Ranks ranks(3, [](int rank, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {

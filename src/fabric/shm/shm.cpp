@@ -93,7 +93,8 @@ Segment ShmFabric::register_memory(std::size_t bytes) {
                                          .segment = id,
                                          .bytes = bytes,
                                          .inode = object.inode,
-                                         .job = job_})};
+                                         .job = job_}),
+                  object.memory};
   segments().add(rank(), id, std::move(object.memory), bytes);
   return segment;
 }
