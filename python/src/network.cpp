@@ -1,9 +1,13 @@
+#include <nanobind/nanobind.h>
+
 #include <string>
 
 #include "bind.hpp"
 #include "ferry/network.hpp"
 
 namespace ferry::python {
+
+namespace nb = nanobind;
 
 void bind_network(nb::module_& m) {
   nb::enum_<Crossing>(m, "Crossing")

@@ -62,7 +62,8 @@ void bind_plan(nb::module_& m) {
       .def(
           "crossing",
           [](const HeldPlan& p) {
-            return std::string(name_of(without_gil([&] { return p->crossing(); })));
+            const Crossing crossing = without_gil([&] { return p->crossing(); });
+            return std::string(name_of(crossing));
           },
           "How tokens cross between domains where a dispatch says \"automatic\": \"direct\" or "
           "\"hierarchical\".")
