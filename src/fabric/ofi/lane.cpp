@@ -43,7 +43,7 @@ void Lane::start(const JobKey& job, const std::vector<std::vector<std::byte>>& n
     peer.to_token = way_token(job, setting_.rank, rank, setting_.index);
     peer.from_token = way_token(job, rank, setting_.rank, setting_.index);
     peer.address = endpoint_.insert(names[static_cast<std::size_t>(rank)]);
-    peer.moved = peer.told = now;
+    peer.moved = now;  // never told anything: a first message goes at once and connects
     peer.heard = now.time_since_epoch().count();
   }
   const std::size_t receives = std::min(kReceives, endpoint_.info().rx_attr->size);

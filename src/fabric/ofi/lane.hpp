@@ -117,6 +117,7 @@ class Lane {
     Clock::time_point moved{};  // when the provider last took or completed anything
     Clock::time_point told{};   // when this rank last sent anything
     bool bye_seen = false;      // it knows that this rank leaves
+    bool spoke = false;         // there was a connection
     std::atomic<bool> lost{false};
     std::atomic<bool> left{false};
     std::atomic<std::int64_t> heard{0};  // when it last said anything, ns of Clock
@@ -153,6 +154,8 @@ class Lane {
   void release(const Signal& signal);
   std::byte* own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_t bytes) const;
   void beat(Clock::time_point now);
+  bool is_lost(const Peer& peer, Clock::time_point now) const;
+  void heard_from(Peer& peer);
   void sleep();
   void wake();
   bool all_said_goodbye();

@@ -11,6 +11,8 @@ namespace ferry::fabric::ofi {
 namespace {
 
 constexpr auto kBeat = std::chrono::milliseconds(100);
+/// A peer that is silent and takes nothing, not even a first message, for so long.
+constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr std::size_t kBatch = 32;
@@ -115,8 +117,7 @@ void Lane::piece(std::uint64_t data) {
   const std::uint64_t expected = piece_data(peer.from_token, source, stream);
   const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof data;
   if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
-  // relaxed: a time stamp by itself.
-  peer.heard.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  heard_from(peer);
   signals_.piece(source, stream, 1,
                  [this](int /*source*/, const Signal& arrived) { release(arrived); });
 }
@@ -126,7 +127,7 @@ void Lane::message(const Message& message, const std::byte* payload) {
   if (source < 0 || source >= setting_.size || source == setting_.rank) return;
   Peer& peer = peer_of(source);
   if (message.token != peer.from_token) return;  // not of this job
-  peer.heard.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  heard_from(peer);
   switch (message.kind) {
     case MessageKind::signal: signal(message, payload); break;
     case MessageKind::beat: break;
@@ -175,17 +176,35 @@ std::byte* Lane::own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_
   return own.data + offset;
 }
 
+void Lane::heard_from(Peer& peer) {
+  peer.spoke = true;
+  // relaxed: a time stamp by itself.
+  peer.heard.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
+  const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
+  const auto still = now - peer.moved;
+  if (stuck && still > setting_.deadline) return true;
+  // A provider hides that a peer's process has ended: it connects again, for ever, and has no room
+  // meanwhile. With nothing under way there is room wherever there is a connection.
+  const auto silent =
+      now.time_since_epoch() - std::chrono::nanoseconds(peer.heard.load(std::memory_order_relaxed));
+  return peer.spoke && peer.under_way == 0 && !peer.backlog.empty() && still > kRefused &&
+         silent > kRefused;
+}
+
 /// Tells peers that heard nothing lately that this rank is alive; loses those that take nothing.
 void Lane::beat(Clock::time_point now) {
   for (int rank = 0; rank < setting_.size; ++rank) {
     Peer& peer = peer_of(rank);
     if (rank == setting_.rank || peer.lost.load()) continue;
-    const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
-    if (stuck && now - peer.moved > setting_.deadline) {
+    if (is_lost(peer, now)) {
       lose(peer);
       continue;
     }
-    const bool quiet = now - peer.told >= kBeat && peer.backlog.empty();
+    const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
+    const bool quiet = now - peer.told >= kBeat && !stuck;
     if (setting_.beats && quiet && !peer.left.load()) {
       send_message(rank, {.kind = MessageKind::beat}, nullptr);
     }

@@ -223,7 +223,8 @@ bool Lane::post(Op* op) {
     lose(peer);
     return true;
   }
-  peer.moved = peer.told = Clock::now();
+  peer.told = Clock::now();
+  if (peer.under_way == 0) peer.moved = peer.told;
   if (completes) {
     peer.under_way++;
   } else {
