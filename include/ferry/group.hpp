@@ -11,6 +11,7 @@
 
 #include "ferry/bootstrap.hpp"
 #include "ferry/error.hpp"
+#include "ferry/network.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
@@ -21,10 +22,11 @@ class Engine;
 
 /// By which wire ranks reach each other.
 enum class FabricKind : std::uint8_t {
-  automatic,  ///< threads of one process: local; processes of one host: shm
+  automatic,  ///< threads of one process: local; processes of one host: shm; several hosts: ofi
   local,      ///< threads of one process
   shm,        ///< processes of one host, POSIX shared memory
   sim,        ///< threads of one process over an adversarial, seeded network (tests)
+  ofi,        ///< processes of any hosts, libfabric: TCP or RDMA (GroupConfig::ofi)
 };
 
 /// What runs the exchanges.
@@ -37,6 +39,7 @@ constexpr std::string_view name_of(FabricKind kind) {
     case FabricKind::local: return "local";
     case FabricKind::shm: return "shm";
     case FabricKind::sim: return "sim";
+    case FabricKind::ofi: return "ofi";
   }
   return "unknown";
 }
@@ -51,8 +54,9 @@ constexpr std::string_view name_of(Backend backend) {
   return "unknown";
 }
 
-/// What all ranks of a group agree on. Every field but `on_wait` and `device` must be the same on
-/// all ranks; creation fails with Error(mismatch) naming the rank and the field that differ.
+/// What all ranks of a group agree on. Every field but `on_wait`, `device` and parts of `ofi` must
+/// be the same on all ranks; creation fails with Error(mismatch) naming the rank and the field that
+/// differ.
 struct GroupConfig {
   std::int64_t experts = 0;  ///< in the whole group; contiguous blocks, the first E mod R ranks
                              ///< hold one more
@@ -63,7 +67,17 @@ struct GroupConfig {
   Backend backend = Backend::automatic;
   int device = -1;             ///< CUDA ordinal of this rank; −1: the current device
   std::uint64_t sim_seed = 1;  ///< of the sim fabric
-  OnWait on_wait{};            ///< polled in every wait; may throw (Ctrl-C)
+  /// Ranks that share memory form a domain; the others are reached over `network`. 0: the ranks of
+  /// one host are one domain. n: virtual domains, every n consecutive ranks are one, the last one
+  /// shorter if need be; what `fabric` could reach by memory beyond them, it does not. Host engine.
+  int domain_size = 0;
+  /// By which wire the ranks of different domains reach each other. automatic: copies through
+  /// `fabric`, as a network makes them; sim: the simulated network (ranks as threads); ofi.
+  FabricKind network = FabricKind::automatic;
+  OfiOptions ofi{};  ///< of the ofi fabric; `host` and `traffic_class` may differ between ranks
+  /// What `automatic` means in the options of this group's calls.
+  Crossing crossing = Crossing::automatic;
+  OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
 };
 
 /// How the rows of an output (or of a combine's input) are ordered.
@@ -195,8 +209,12 @@ class Group {
   std::int64_t experts() const;
   std::int64_t local_experts() const;
   const GroupConfig& config() const;
-  /// "local", "shm", "sim".
+  /// "local", "shm", "sim", "ofi"; of several domains with their network: "shm+copies",
+  /// "local+sim".
   std::string fabric_name() const;
+  /// Domains of this group, numbered by their lowest ranks, and the one that a rank is in.
+  int domains() const;
+  int domain_of(int rank) const;
 
   /// Collective. Counts and swaps. topk_idx: i64 or i32 [T, K], values −1 (unused) or 0 … E−1;
   /// T may differ between ranks and be 0, K may not differ; 1 ≤ K ≤ 64.
@@ -240,6 +258,7 @@ class Group {
   /// What memory() says right after creation with this configuration and number of ranks.
   static MemoryUse memory_hint(const GroupConfig& config, int ranks);
   TimeUse time() const;
+  NetworkUse network() const;
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
 

@@ -38,6 +38,7 @@ FABRICS = {
     "local": _ferry.FabricKind.local,
     "shm": _ferry.FabricKind.shm,
     "sim": _ferry.FabricKind.sim,
+    "ofi": _ferry.FabricKind.ofi,
 }
 BACKENDS = {
     "automatic": _ferry.Backend.automatic,
@@ -72,7 +73,8 @@ class Group:
         experts: in the whole group; contiguous blocks, the first E mod R ranks hold one more.
         deadline: seconds, of every wait. What is late raises `DeadlineExceeded`.
         memory_bytes: registered at creation for receive tensors; grows by agreement.
-        fabric: "automatic", "local" (threads), "shm" (processes), "sim" (adversarial, for tests).
+        fabric: "automatic", "local" (threads), "shm" (processes of one host), "ofi" (any hosts, by
+            libfabric; FERRY_HOST names this rank's address there), "sim" (adversarial, for tests).
         backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank.
         device: cuda: the GPU of this rank, an ordinal, "cuda:1" or a torch.device; None: torch's
             current one. Ranks may differ in it and may share a GPU.
@@ -158,7 +160,7 @@ class Group:
 
     @property
     def fabric_name(self) -> str:
-        """By which wire the ranks reach each other: "local", "shm", "sim"."""
+        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"."""
         return self._raw.fabric_name
 
     @property

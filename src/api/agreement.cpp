@@ -28,7 +28,12 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
           {"memory_bytes", number(config.memory_bytes)},
           {"fabric", std::string(name_of(config.fabric))},
           {"backend", std::string(name_of(config.backend))},
-          {"sim_seed", number(config.sim_seed)}};
+          {"sim_seed", number(config.sim_seed)},
+          {"domain_size", number(config.domain_size)},
+          {"network", std::string(name_of(config.network))},
+          {"ofi.provider", config.ofi.provider},
+          {"ofi.endpoints", number(config.ofi.endpoints)},
+          {"crossing", std::string(name_of(config.crossing))}};
 }
 
 std::string to_text(const std::vector<Field>& fields) {

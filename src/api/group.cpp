@@ -1,15 +1,20 @@
 // The public Group: agrees on the configuration, picks fabric and engine, then forwards.
 #include "ferry/group.hpp"
 
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "api/agreement.hpp"
 #include "core/check.hpp"
+#include "core/domains.hpp"
 #include "core/engine.hpp"
 #include "core/placement.hpp"
 #include "cuda/engine.hpp"
+#include "fabric/domains/domain_fabric.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/local/local.hpp"
+#include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
 #include "host/engine.hpp"
@@ -17,8 +22,7 @@
 namespace ferry {
 namespace {
 
-FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
-  if (config.fabric != FabricKind::automatic) return config.fabric;
+std::vector<fabric::Identity> identities_of(Bootstrap& bootstrap, const GroupConfig& config) {
   const auto mine = fabric::to_bytes(fabric::this_identity());
   const auto all = bootstrap.all_gather(mine, config.deadline, config.on_wait);
   std::vector<fabric::Identity> identities;
@@ -26,27 +30,73 @@ FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
     identities.push_back(
         fabric::identity_from(all[static_cast<std::size_t>(peer)], bootstrap.rank(), peer));
   }
-  const fabric::Choice choice = fabric::choose(identities);
+  return identities;
+}
+
+FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
+  if (config.fabric != FabricKind::automatic) return config.fabric;
+  const fabric::Choice choice = fabric::choose(identities_of(bootstrap, config));
   switch (choice.by) {
     case fabric::Reachable::local: return FabricKind::local;
     case fabric::Reachable::shm: return FabricKind::shm;
+    case fabric::Reachable::network: return FabricKind::ofi;
     case fabric::Reachable::nothing: break;
   }
   throw Error(choice.kind, "Group: " + choice.problem,
               {bootstrap.rank(), choice.peer, "Group: fabric", 0, 0, 0});
 }
 
-std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
-  switch (choose_fabric(bootstrap, config)) {
+std::unique_ptr<fabric::Fabric> make_sim(Bootstrap& bootstrap, const GroupConfig& config) {
+  fabric::SimOptions options;
+  options.seed = config.sim_seed;
+  return fabric::make_sim_fabric(bootstrap, options, config.deadline, config.on_wait);
+}
+
+std::unique_ptr<fabric::Fabric> make_ofi(Bootstrap& bootstrap, const GroupConfig& config) {
+  return fabric::make_ofi_fabric(bootstrap, config.ofi, config.deadline, config.on_wait);
+}
+
+std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config,
+                                            FabricKind kind) {
+  switch (kind) {
     case FabricKind::shm:
       return fabric::make_shm_fabric(bootstrap, config.deadline, config.on_wait);
-    case FabricKind::sim: {
-      fabric::SimOptions options;
-      options.seed = config.sim_seed;
-      return fabric::make_sim_fabric(bootstrap, options, config.deadline, config.on_wait);
-    }
+    case FabricKind::sim: return make_sim(bootstrap, config);
+    case FabricKind::ofi: return make_ofi(bootstrap, config);
     default: return fabric::make_local_fabric(bootstrap, config.deadline, config.on_wait);
   }
+}
+
+bool shares_nothing(FabricKind kind) {
+  return kind == FabricKind::sim || kind == FabricKind::ofi;
+}
+
+Domains make_domains(Bootstrap& bootstrap, const GroupConfig& config, FabricKind kind) {
+  if (shares_nothing(kind)) return Domains::blocks(bootstrap.size(), 1);
+  return Domains::blocks(bootstrap.size(), config.domain_size);
+}
+
+/// What reaches the ranks of the own domain, and over `network` those of the others.
+std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConfig& config,
+                                           FabricKind kind, const Domains& domains) {
+  auto inside = make_fabric(bootstrap, config, kind);
+  if (domains.count() == 1 || shares_nothing(kind)) return inside;
+  std::unique_ptr<fabric::Fabric> network;
+  if (config.network == FabricKind::sim) network = make_sim(bootstrap, config);
+  if (config.network == FabricKind::ofi) network = make_ofi(bootstrap, config);
+  return fabric::make_domain_fabric(domains, std::move(inside), std::move(network));
+}
+
+void check_backend(const GroupConfig& config, FabricKind kind, const Domains& domains, int rank) {
+  if (config.backend != Backend::cuda || domains.count() == 1 ||
+      kind == FabricKind::sim) {  // which the CUDA engine refuses itself
+    return;
+  }
+  throw Error(ErrorKind::unsupported,
+              "Group: domain_size: got " + std::to_string(domains.count()) +
+                  " domains with backend cuda; expected one: only the host engine crosses from "
+                  "domain to domain yet",
+              {rank, -1, "Group: domains", 0, 0, 0});
 }
 
 Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
@@ -64,14 +114,18 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   std::optional<Error> invalid;
   try {
     check_config(config);
+    config.ofi = with_environment(std::move(config.ofi));
   } catch (const Error& error) {
     invalid = error;
   }
   agree_on(*bootstrap, config, invalid);
-  auto fabric = make_fabric(*bootstrap, config);
+  const FabricKind kind = choose_fabric(*bootstrap, config);
+  const Domains domains = make_domains(*bootstrap, config, kind);
+  check_backend(config, kind, domains, bootstrap->rank());
+  auto fabric = make_wires(*bootstrap, config, kind, domains);
   engine_ = config.backend == Backend::cuda
                 ? cuda::make_cuda_engine(*bootstrap, config, std::move(fabric))
-                : host::make_host_engine(*bootstrap, config, std::move(fabric));
+                : host::make_host_engine(*bootstrap, config, domains, std::move(fabric));
 }
 
 Group::~Group() {
@@ -105,6 +159,17 @@ const GroupConfig& Group::config() const {
 }
 std::string Group::fabric_name() const {
   return live(engine_, "fabric_name").fabric_name();
+}
+
+int Group::domains() const {
+  return live(engine_, "domains").domains();
+}
+int Group::domain_of(int rank) const {
+  const Engine& engine = live(engine_, "domain_of");
+  if (rank < 0 || rank >= engine.size()) {
+    refuse("domain_of", "rank", std::to_string(rank), "0 … " + std::to_string(engine.size() - 1));
+  }
+  return engine.domain_of(rank);
 }
 
 Plan Group::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
@@ -145,6 +210,9 @@ MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
 }
 TimeUse Group::time() const {
   return live(engine_, "time").time();
+}
+NetworkUse Group::network() const {
+  return live(engine_, "network").network();
 }
 bool Group::has_backend(Backend backend) {
   return backend != Backend::cuda || cuda::available();

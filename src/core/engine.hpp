@@ -46,6 +46,8 @@ class Engine {
   virtual int size() const = 0;
   virtual const GroupConfig& config() const = 0;
   virtual std::string fabric_name() const = 0;
+  virtual int domains() const { return 1; }
+  virtual int domain_of(int /*rank*/) const { return 0; }
 
   virtual Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) = 0;
   virtual Received dispatch(const ConstTensorView& x, const Plan& plan,
@@ -67,6 +69,7 @@ class Engine {
   virtual void barrier() = 0;
   virtual MemoryUse memory() const = 0;
   virtual TimeUse time() const = 0;
+  virtual NetworkUse network() const { return {}; }
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
 };

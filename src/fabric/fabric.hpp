@@ -5,6 +5,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <ferry/network.hpp>
+#include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -20,12 +22,15 @@ struct Address {
   std::uint64_t offset = 0;  ///< bytes from the segment's start
 };
 
+class Memory;
+
 /// Registered memory of this rank: zeroed, aligned to 4096 bytes, mapped until the fabric ends.
 struct Segment {
   SegmentId id = 0;
   std::byte* data = nullptr;
   std::size_t bytes = 0;
-  std::vector<std::byte> handle{};  ///< lets a peer attach; at most kMaxHandleBytes
+  std::vector<std::byte> handle{};   ///< lets a peer attach; at most kMaxHandleBytes
+  std::shared_ptr<Memory> memory{};  ///< keeps `data` mapped; null where that is no mapping of ours
 };
 
 inline constexpr std::size_t kMaxHandleBytes = 192;
@@ -43,6 +48,9 @@ class Fabric {
 
   /// Registers memory of this rank. Throws Error(exhausted) or Error(system).
   virtual Segment register_memory(std::size_t bytes) = 0;
+  /// Registers what another fabric of this rank has registered, under the same number, so that
+  /// peers of this fabric reach the same memory. Throws Error(unsupported): not every fabric can.
+  virtual Segment adopt(const Segment& segment);
   /// Makes a peer's segment reachable. Throws Error(system) naming the peer; the handle comes from
   /// that peer and is checked before use.
   virtual void attach(int peer, SegmentId segment, std::size_t bytes,
@@ -70,6 +78,9 @@ class Fabric {
 
   /// Whether the peer still runs. Cheap enough to call for every peer every 50 ms; never blocks.
   virtual PeerState peer_state(int peer) noexcept = 0;
+
+  /// What left through `put` and `publish` for peers outside the domain.
+  virtual NetworkUse network_use() const noexcept { return {}; }
 };
 
 }  // namespace ferry::fabric

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "fabric/domains/domain_fabric.hpp"
 #include "fabric/fabric.hpp"
 #include "fabric/local/local.hpp"
 #include "fabric/ofi/ofi.hpp"
@@ -169,8 +170,26 @@ struct Rank {
     if (kind == "local") return make_local_fabric(bootstrap, kDeadline);
     if (kind == "shm") return make_shm_fabric(bootstrap, kDeadline);
     if (kind == "ofi") return make_ofi_fabric(bootstrap, ofi_options(), kDeadline);
+    // Every rank in a domain of its own.
+    if (kind == "local+sim") return make_domains(1, options);
+    if (kind == "shm+copies") {
+      return make_domain_fabric(Domains::blocks(size(), 1), make_shm_fabric(bootstrap, kDeadline));
+    }
+    if (kind == "shm+ofi") {
+      auto inside = make_shm_fabric(bootstrap, kDeadline);
+      return make_domain_fabric(Domains::blocks(size(), 1), std::move(inside),
+                                make_ofi_fabric(bootstrap, ofi_options(), kDeadline));
+    }
     options.seed = kSeed;
     return make_sim_fabric(bootstrap, options, kDeadline);
+  }
+
+  /// Domains of so many ranks: local inside, sim across.
+  std::unique_ptr<Fabric> make_domains(int domain_size, SimOptions options = {}) {
+    options.seed = kSeed;
+    auto inside = make_local_fabric(bootstrap, kDeadline);
+    return make_domain_fabric(Domains::blocks(size(), domain_size), std::move(inside),
+                              make_sim_fabric(bootstrap, options, kDeadline));
   }
 
   /// Registers on every rank, attaches everywhere, seals.

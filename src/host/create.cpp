@@ -27,6 +27,7 @@ MemoryUse host_memory_hint(const GroupConfig& config, int ranks) {
 }
 
 std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         const Domains& domains,
                                          std::unique_ptr<fabric::Fabric> fabric) {
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
@@ -43,7 +44,7 @@ std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig
   });
   wire.seal(control.id);
   wire.seal(arena.id);
-  return std::make_shared<HostEngine>(std::move(memory), config, control);
+  return std::make_shared<HostEngine>(std::move(memory), config, domains, control);
 }
 
 }  // namespace ferry::host

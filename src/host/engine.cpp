@@ -29,8 +29,9 @@ std::size_t message_bytes(std::int64_t experts, int ranks) {
 }
 
 HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
-                       const fabric::Segment& control)
+                       const Domains& domains, const fabric::Segment& control)
     : config_(config),
+      domains_(domains),
       memory_(std::move(memory)),
       placement_{config.experts, memory_->fabric->size()},
       channel_(memory_, config_, control,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/call.hpp"
+#include "core/domains.hpp"
 #include "core/engine.hpp"
 #include "core/exchange_plan.hpp"
 #include "core/plan_state.hpp"
@@ -38,7 +39,9 @@ using protocol::Generation;
 
 /// Collective: registers the control segment and the arena, and lets the peers attach.
 /// The configuration was checked and is the same on all ranks.
+/// `domains`: of ranks that `fabric` gives pointers to; by rank the same on all ranks.
 std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         const Domains& domains,
                                          std::unique_ptr<fabric::Fabric> fabric);
 
 /// What MemoryUse is right after creation.
@@ -54,7 +57,7 @@ class DispatchJob;
 
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
-  HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
+  HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config, const Domains& domains,
              const fabric::Segment& control);
   ~HostEngine() override;
 
@@ -62,6 +65,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   int size() const override { return channel_.size(); }
   const GroupConfig& config() const override { return config_; }
   std::string fabric_name() const override { return std::string(memory_->fabric->name()); }
+  int domains() const override { return domains_.count(); }
+  int domain_of(int rank) const override { return domains_.of(rank); }
 
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
   Received dispatch(const ConstTensorView& x, const Plan& plan,
@@ -77,6 +82,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void barrier() override;
   MemoryUse memory() const override;
   TimeUse time() const override;
+  NetworkUse network() const override { return memory_->fabric->network_use(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 
@@ -84,6 +90,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Channel& channel() { return channel_; }
   const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
   const Placement& placement() const { return placement_; }
+  const Domains& topology() const { return domains_; }
 
   /// A thread is inside a call, before the call has its place in the order. A second thread waits
   /// until the first has its place, so that what a call decides before (plan, buffer) is decided in
@@ -141,6 +148,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void pass_turn();  // with turn_mutex_ held
 
   GroupConfig config_;
+  Domains domains_;
   std::shared_ptr<Memory> memory_;
   Placement placement_;
   Channel channel_;

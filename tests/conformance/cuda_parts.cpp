@@ -25,7 +25,7 @@ Layout processes(const CudaOptions& options, int least) {
 bool passes(const CudaOptions& options, const Layout& layout, const std::string& what,
             const std::function<void(Rank&)>& body, int victim) {
   Fleet fleet;
-  fleet.fabric = layout.threads ? FabricKind::local : FabricKind::shm;
+  fleet.wires = layout.threads ? FabricKind::local : FabricKind::shm;
   fleet.ranks = layout.ranks;
   fleet.gpus = options.gpus;
   fleet.victim = victim;

@@ -119,7 +119,7 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
   std::atomic<int> left{fleet.ranks};
   for (int r = 0; r < fleet.ranks; ++r) {
     threads.emplace_back([&, r] {
-      Rank rank(board, r, fleet.ranks, fleet.fabric, boots[static_cast<std::size_t>(r)],
+      Rank rank(board, r, fleet.ranks, fleet.wires, boots[static_cast<std::size_t>(r)],
                 device_of(fleet, r));
       run_rank(rank, board, body);
       --left;
@@ -142,7 +142,7 @@ void run_threads(Board& board, const Fleet& fleet, const std::function<void(Rank
                         const std::function<void(Rank&)>& body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   {
-    Rank rank(board, r, fleet.ranks, fleet.fabric,
+    Rank rank(board, r, fleet.ranks, fleet.wires,
               custom_bootstrap(r, fleet.ranks, gather_on(board.gather, r, fleet.ranks)),
               device_of(fleet, r));
     run_rank(rank, board, body);
@@ -214,7 +214,7 @@ void run_threads_in_child(Board& board, const Fleet& fleet,
 
 Rank Rank::without(int dead) const {
   const int rank = rank_ - (rank_ > dead ? 1 : 0);
-  Rank left(board_, rank, size_ - 1, fabric_,
+  Rank left(board_, rank, size_ - 1, wires_,
             custom_bootstrap(rank, size_ - 1, gather_on(board_.left, rank, size_ - 1)), where_);
   left.seat_ = seat_;
   return left;
@@ -249,7 +249,7 @@ std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return {"the board could not be mapped"};
   Board* board = new (memory) Board;
-  if (fleet.fabric == FabricKind::shm) {
+  if (fleet.wires.fabric == FabricKind::shm) {
     run_processes(*board, fleet, body);
   } else if (fleet.gpus > 0) {
     run_threads_in_child(*board, fleet, body);
@@ -279,6 +279,9 @@ GroupConfig group_config(const Rank& rank, std::int64_t experts, std::size_t mem
   config.deadline = std::chrono::seconds(10);
   config.memory_bytes = memory_bytes;
   config.fabric = rank.fabric();
+  config.domain_size = rank.wires().domain_size;
+  config.network = rank.wires().network;
+  config.crossing = rank.wires().crossing;
   config.backend = Backend::host;
   if (rank.where().kind == DeviceKind::cuda) {
     config.backend = Backend::cuda;

@@ -1,6 +1,7 @@
 // Runs ranks as threads or as processes, with a deadline, and collects what they found wrong.
 #pragma once
 #include <chrono>
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,22 +16,35 @@ namespace ferry::conformance {
 
 struct Board;
 
+/// What joins the ranks of a fleet.
+struct Wires {
+  Wires(FabricKind inside) : fabric(inside) {}  // of one domain
+  Wires(FabricKind inside, int ranks_of_a_domain, FabricKind between, Crossing how)
+      : fabric(inside), domain_size(ranks_of_a_domain), network(between), crossing(how) {}
+  FabricKind fabric;  ///< shm: ranks are processes; the others: threads
+  int domain_size = 0;
+  FabricKind network = FabricKind::automatic;
+  Crossing crossing = Crossing::automatic;
+  friend auto operator<=>(const Wires&, const Wires&) = default;
+};
+
 /// One rank of a fleet: who it is, and where it reports. Nothing here throws.
 class Rank {
  public:
-  Rank(Board& board, int rank, int size, FabricKind fabric, std::shared_ptr<Bootstrap> bootstrap,
+  Rank(Board& board, int rank, int size, const Wires& wires, std::shared_ptr<Bootstrap> bootstrap,
        Device where = {})
       : board_(board),
         seat_(rank),
         rank_(rank),
         size_(size),
-        fabric_(fabric),
+        wires_(wires),
         bootstrap_(std::move(bootstrap)),
         where_(where) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  FabricKind fabric() const { return fabric_; }
+  FabricKind fabric() const { return wires_.fabric; }
+  const Wires& wires() const { return wires_; }
   const std::shared_ptr<Bootstrap>& bootstrap() const { return bootstrap_; }
   /// Where its arrays lie: a GPU for the CUDA engine.
   Device where() const { return where_; }
@@ -60,13 +74,13 @@ class Rank {
   int seat_;  // on the board
   int rank_;
   int size_;
-  FabricKind fabric_;
+  Wires wires_;
   std::shared_ptr<Bootstrap> bootstrap_;
   Device where_;
 };
 
 struct Fleet {
-  FabricKind fabric = FabricKind::local;  ///< shm: processes; the others: threads
+  Wires wires = FabricKind::local;
   int ranks = 1;
   /// Between two `begin` of a rank. A fleet of processes that exceeds it is killed; threads cannot
   /// be, so the program says where it hangs and ends.

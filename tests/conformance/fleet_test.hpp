@@ -11,15 +11,18 @@
 
 namespace ferry::conformance {
 
-inline std::string name_of_fabric(FabricKind kind) {
-  return kind == FabricKind::local ? "Local" : kind == FabricKind::shm ? "Shm" : "Sim";
+inline std::string name_of_wires(const Wires& wires) {
+  if (wires.domain_size > 0) return "Domains";
+  return wires.fabric == FabricKind::local ? "Local"
+         : wires.fabric == FabricKind::shm ? "Shm"
+                                           : "Sim";
 }
 
 /// Tests that hold on every fabric.
-class OnFabric : public ::testing::TestWithParam<FabricKind> {
+class OnFabric : public ::testing::TestWithParam<Wires> {
  protected:
   void SetUp() override {
-    if (GetParam() == FabricKind::shm && only_threads()) {
+    if (GetParam().fabric == FabricKind::shm && only_threads()) {
       GTEST_SKIP() << "the thread sanitizer watches threads of one process only";
     }
     std::printf("FERRY_TEST_SEED=%llu\n", static_cast<unsigned long long>(base_seed()));
@@ -31,9 +34,18 @@ class OnFabric : public ::testing::TestWithParam<FabricKind> {
 };
 
 #define FERRY_ON_EVERY_FABRIC(suite)                                                               \
-  INSTANTIATE_TEST_SUITE_P(Fabrics, suite,                                                         \
-                           ::testing::Values(FabricKind::local, FabricKind::shm, FabricKind::sim), \
-                           [](const auto& test) { return name_of_fabric(test.param); })
+  INSTANTIATE_TEST_SUITE_P(                                                                        \
+      Fabrics, suite,                                                                              \
+      ::testing::Values(Wires(FabricKind::local), Wires(FabricKind::shm), Wires(FabricKind::sim)), \
+      [](const auto& test) { return name_of_wires(test.param); })
+
+/// The same and over domains of two ranks.
+#define FERRY_ON_EVERY_FABRIC_AND_DOMAINS(suite)                                         \
+  FERRY_ON_EVERY_FABRIC(suite);                                                          \
+  INSTANTIATE_TEST_SUITE_P(                                                              \
+      Domains, suite,                                                                    \
+      ::testing::Values(Wires(FabricKind::local, 2, FabricKind::sim, Crossing::direct)), \
+      [](const auto& test) { return name_of_wires(test.param); })
 
 /// Runs `call`, which must throw a ferry::Error of this kind; returns its text.
 inline std::string expect_error(Rank& rank, ErrorKind kind, const char* what,

@@ -1,4 +1,4 @@
-// The full product of the matrix.
+// The full product of the matrix, in one domain and in several.
 //
 //   conformance_full [--every N] [--only TEXT] [--case NUMBER] [--deadline SECONDS]
 //
@@ -10,10 +10,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <tuple>
 
 #include "case.hpp"
+#include "domain_cases.hpp"
 #include "fleet.hpp"
 #include "random.hpp"
 #include "session.hpp"
@@ -34,23 +36,68 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 /// Cases that share their ranks, in order; a fleet runs all of them.
 using Batch = std::vector<std::pair<std::int64_t, Case>>;
-using BatchKey = std::tuple<FabricKind, int, std::int64_t, int>;
+using BatchKey = std::tuple<Wires, int, std::int64_t, int>;
+
+/// A case of the product, and what joins its ranks.
+struct Numbered {
+  std::int64_t number;
+  Wires wires;
+  Case c;
+};
+
+std::string line_of(const Numbered& each) {
+  const std::string line = to_string(each.c);
+  if (each.wires.domain_size == 0) return line;
+  return to_string(DomainCell{each.c.ranks, each.wires}) + ": " + line;
+}
+
+/// Each case of the product over the other axes runs in so many cells of domains, dealt in turn.
+constexpr std::int64_t kCellsOfACase = 5;
+
+/// The cases that `wanted` numbers name: first those of one domain, then those of several.
+std::vector<Numbered> chosen(const std::function<bool(std::int64_t)>& wanted, std::uint64_t seed,
+                             std::int64_t& total) {
+  std::vector<Numbered> all;
+  std::int64_t number = 0;
+  for (Mode mode : {Mode::throughput, Mode::latency}) {
+    for (std::int64_t i = 0; i < product(mode); ++i, ++number) {
+      if (!wanted(number)) continue;
+      const Case c = numbered_case(mode, i, seed);
+      all.push_back({number, c.fabric, c});
+    }
+  }
+  const std::vector<DomainCell> cells = domain_cells();
+  for (Mode mode : {Mode::throughput, Mode::latency}) {
+    // The first two axes, fabric and ranks, are the cell's.
+    const std::int64_t fixed = axes(mode)[0].choices * axes(mode)[1].choices;
+    for (std::int64_t i = 0; i < product(mode) / fixed * kCellsOfACase; ++i, ++number) {
+      if (!wanted(number)) continue;
+      const Case c =
+          numbered_case(mode, i / kCellsOfACase * fixed, mix(seed, static_cast<std::uint64_t>(i)));
+      const DomainCell& cell = cells[static_cast<std::size_t>(i) % cells.size()];
+      all.push_back({number, cell.wires, placed(c, cell)});
+    }
+  }
+  total = number;
+  return all;
+}
 
 int run(const Options& options) {
   const std::uint64_t seed = base_seed();
   std::map<BatchKey, Batch> batches;
   std::int64_t number = 0, total = 0;
-  for (Mode mode : {Mode::throughput, Mode::latency}) {
-    for (std::int64_t i = 0; i < product(mode); ++i, ++number) {
-      if (options.only_case >= 0 ? number != options.only_case : number % options.every != 0) {
-        continue;
-      }
-      const Case c = numbered_case(mode, i, seed);
-      if (c.fabric == FabricKind::shm && only_threads()) continue;
-      if (to_string(c).find(options.only) == std::string::npos) continue;
-      batches[{c.fabric, c.ranks, c.hidden, c.topk}].emplace_back(number, c);
-      ++total;
-    }
+  const auto wanted = [&](std::int64_t n) {
+    return options.only_case >= 0 ? n == options.only_case : n % options.every == 0;
+  };
+  for (const Numbered& each : chosen(wanted, seed, number)) {
+    const Case& c = each.c;
+    if (c.fabric == FabricKind::shm && only_threads()) continue;
+    if (line_of(each).find(options.only) == std::string::npos) continue;
+    // Fleets of domains have few cases each; they share one whatever the size of their rows.
+    const bool domains = each.wires.domain_size > 0;
+    batches[{each.wires, c.ranks, domains ? 0 : c.hidden, domains ? 0 : c.topk}].emplace_back(
+        each.number, c);
+    ++total;
   }
   std::printf("conformance: %lld of %lld cases, FERRY_TEST_SEED=%llu\n",
               static_cast<long long>(total), static_cast<long long>(number),

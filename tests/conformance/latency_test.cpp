@@ -14,7 +14,7 @@ namespace ferry::conformance {
 namespace {
 
 class Latency : public OnFabric {};
-FERRY_ON_EVERY_FABRIC(Latency);
+FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Latency);
 
 constexpr std::int64_t kHidden = 32;
 constexpr int kTopk = 2;

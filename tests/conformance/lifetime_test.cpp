@@ -9,7 +9,7 @@ namespace ferry::conformance {
 namespace {
 
 class Lifetime : public OnFabric {};
-FERRY_ON_EVERY_FABRIC(Lifetime);
+FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Lifetime);
 
 std::uint64_t seed(std::uint64_t which) {
   return mix(base_seed(), 81, which) >> 1;
@@ -238,9 +238,10 @@ TEST_P(Lifetime, AutomaticFabric) {
     GroupConfig config = group_config(rank, 4);
     if (rank.fabric() != FabricKind::sim) config.fabric = FabricKind::automatic;
     Group group(rank.bootstrap(), config);
-    const std::string expected = rank.fabric() == FabricKind::local ? "local"
-                                 : rank.fabric() == FabricKind::shm ? "shm"
-                                                                    : "sim";
+    const std::string expected = rank.wires().domain_size == 1        ? "local+sim"
+                                 : rank.fabric() == FabricKind::local ? "local"
+                                 : rank.fabric() == FabricKind::shm   ? "shm"
+                                                                      : "sim";
     rank.check(group.fabric_name() == expected, "fabric is " + group.fabric_name());
     Case c = small_case(rank, seed(9));
     c.expert_kind = ExpertKind::even;

@@ -11,7 +11,7 @@ namespace ferry::conformance {
 namespace {
 
 class Refusals : public OnFabric {};
-FERRY_ON_EVERY_FABRIC(Refusals);
+FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Refusals);
 
 std::uint64_t seed(std::uint64_t which) {
   return mix(base_seed(), 101, which) >> 1;

@@ -20,7 +20,7 @@ class LocalFabric final : public MappedFabric {
   Segment register_memory(std::size_t bytes) override {
     auto memory = anonymous_memory(bytes, rank());
     const SegmentId id = segments().next();
-    Segment segment{id, memory->data(), bytes, hub_->offer(rank(), id, bytes, memory)};
+    Segment segment{id, memory->data(), bytes, hub_->offer(rank(), id, bytes, memory), memory};
     segments().add(rank(), id, std::move(memory), bytes);
     return segment;
   }

@@ -1,9 +1,14 @@
 #include "fabric/ofi/ofi.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <ferry/error.hpp>
+#include <map>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,9 +32,9 @@ constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
 
 /// A segment's handle: what every fabric says, and how each lane writes there.
 struct OfiHandle {
-  SegmentHandle segment{};
   std::uint64_t base = 0;  // the same on all lanes: an address or nothing
   std::array<std::uint64_t, kMaxOfiEndpoints> keys{};
+  SegmentHandle segment{};
 };
 static_assert(sizeof(OfiHandle) <= kMaxHandleBytes);
 
@@ -48,6 +53,7 @@ class OfiFabric final : public Fabric {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   Segment register_memory(std::size_t bytes) override;
+  Segment adopt(const Segment& segment) override;
   void attach(int peer, SegmentId segment, std::size_t bytes,
               std::span<const std::byte> handle) override;
   void seal(SegmentId /*segment*/) override {}  // a handle names nothing that others could find
@@ -60,6 +66,10 @@ class OfiFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
+  NetworkUse network_use() const noexcept override {
+    return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
+            signals_.load(std::memory_order_relaxed)};
+  }
 
  private:
   using OwnSignal = protocol::ArrivedSignal<protocol::Place>;
@@ -70,12 +80,17 @@ class OfiFabric final : public Fabric {
     if (lanes_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *lanes_[0];
     return *lanes_[1 + space % (lanes_.size() - 1)];
   }
+  Segment exposed(Segment segment);
   void release_own(const OwnSignal& signal);
 
   int rank_;
   int size_;
   JobKey job_;
   SegmentTable segments_;  // peers' entries have no memory
+  // Numbers for statistics: relaxed.
+  std::atomic<std::uint64_t> put_bytes_{0};
+  std::atomic<std::uint64_t> puts_{0};
+  std::atomic<std::uint64_t> signals_{0};
   std::mutex own_mutex_;
   std::map<protocol::Place, std::uint64_t> own_sequences_;
   protocol::CountedSignals<protocol::Place> own_;  // what this rank tells itself
@@ -85,16 +100,32 @@ class OfiFabric final : public Fabric {
 Segment OfiFabric::register_memory(std::size_t bytes) {
   auto memory = anonymous_memory(bytes, rank_);
   const SegmentId id = segments_.next();
+  return exposed({id, memory->data(), bytes, {}, memory});
+}
+
+Segment OfiFabric::adopt(const Segment& segment) {
+  if (segment.id != segments_.next() || !segment.memory) {
+    throw Error(ErrorKind::unsupported,
+                "rank " + std::to_string(rank_) + ": the network cannot share segment " +
+                    std::to_string(segment.id) + "; expected mapped memory as segment " +
+                    std::to_string(segments_.next()),
+                {.rank = rank_});
+  }
+  return exposed(segment);
+}
+
+Segment OfiFabric::exposed(Segment segment) {
   OfiHandle handle;
-  handle.segment = {.wire = Wire::ofi, .rank = rank_, .segment = id, .bytes = bytes, .job = job_};
+  handle.segment = {
+      .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const Remote remote = lanes_[lane]->expose(memory->data(), bytes);
+    const Remote remote = lanes_[lane]->expose(segment.data, segment.bytes);
     handle.base = remote.base;
     handle.keys[lane] = remote.key;
   }
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
-  Segment segment{id, memory->data(), bytes, {first, first + sizeof handle}};
-  segments_.add(rank_, id, std::move(memory), bytes);
+  segment.handle.assign(first, first + sizeof handle);
+  segments_.add(rank_, segment.id, segment.memory, segment.bytes);
   return segment;
 }
 
@@ -108,7 +139,7 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
     throw_attach(attachment, "its handle has " + std::to_string(handle.size()) +
                                  " bytes, expected " + std::to_string(sizeof theirs));
   }
-  checked_handle(handle.first(sizeof(SegmentHandle)), attachment);
+  checked_handle(handle.last(sizeof(SegmentHandle)), attachment);
   std::memcpy(&theirs, handle.data(), sizeof theirs);
   if (lanes_[0]->left(peer)) throw_attach(attachment, "the rank left");
   if (segment < kMaxSegments && segments_.find(peer, segment) == nullptr) {
@@ -128,6 +159,8 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
   const auto& entry = segments_.checked(peer, to, bytes, "put");
   if (bytes == 0) return;
   if (peer != rank_) {
+    put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+    puts_.fetch_add(1, std::memory_order_relaxed);
     lane_of(tag).put(peer, to, static_cast<const std::byte*>(from), bytes, tag);
     return;
   }
@@ -140,6 +173,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
                         std::uint64_t tag) {
   segments_.checked_flag(peer, flag, "publish");
   if (peer != rank_) {
+    signals_.fetch_add(1, std::memory_order_relaxed);
     lane_of(tag).publish(peer, flag, value, bytes, tag);
     return;
   }

@@ -2,30 +2,12 @@
 #pragma once
 #include <chrono>
 #include <ferry/bootstrap.hpp>
+#include <ferry/network.hpp>
 #include <memory>
-#include <string>
 
 #include "fabric/fabric.hpp"
 
 namespace ferry::fabric {
-
-inline constexpr int kMaxOfiEndpoints = 8;
-
-/// How a rank uses the network. `provider` and `endpoints` must be the same on all ranks.
-struct OfiOptions {
-  /// As `fi_info -l` and `fi_info` name it ("net", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "cxi");
-  /// empty: the first that offers what Ferry needs, RDMA before TCP.
-  std::string provider{};
-  /// The address or interface name at which this rank can be reached and listens; empty: loopback.
-  std::string host{};
-  /// Endpoints (queue pairs) of a rank, 1 to kMaxOfiEndpoints. The group's own traffic is on the
-  /// first; latency exchanges take turns on the others.
-  int endpoints = 1;
-  /// Traffic class of all endpoints but, if there are several, those of latency exchanges, which
-  /// ask for low latency: "", "best_effort", "low_latency", "dedicated_access", "bulk_data",
-  /// "scavenger", "network_ctrl". Providers map it to service levels, or ignore it.
-  std::string traffic_class{};
-};
 
 /// Whether this build has it (the headers of libfabric were there); the machine may lack the
 /// library all the same.

@@ -145,7 +145,7 @@ bool is_loopback(const std::string& address) {
 }
 
 Info find_provider(const Library& library, int rank, const OfiOptions& options, bool latency) {
-  if (options.endpoints < 1 || options.endpoints > kMaxOfiEndpoints) {
+  if (options.endpoints < 0 || options.endpoints > kMaxOfiEndpoints) {
     refuse(rank, ErrorKind::invalid_argument,
            "the network's endpoints are " + std::to_string(options.endpoints) + ", expected 1 to " +
                std::to_string(kMaxOfiEndpoints));

@@ -59,6 +59,7 @@ class SimFabric final : public Fabric {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   Segment register_memory(std::size_t bytes) override;
+  Segment adopt(const Segment& segment) override;
   void attach(int peer, SegmentId segment, std::size_t bytes,
               std::span<const std::byte> handle) override;
   void seal(SegmentId segment) override { network_->hub.withdraw(rank_, segment); }
@@ -71,6 +72,7 @@ class SimFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
+  NetworkUse network_use() const noexcept override;
 
  private:
   /// The way from this rank to one target.
@@ -91,9 +93,10 @@ class SimFabric final : public Fabric {
   int size_;
   std::shared_ptr<Network> network_;
   SegmentTable segments_;
-  std::mutex mutex_;           // of what follows
+  mutable std::mutex mutex_;   // of what follows
   std::vector<Route> routes_;  // by target
   std::uint64_t operations_ = 0;
+  NetworkUse use_{};
 };
 
 SimFabric::SimFabric(int rank, int size, std::shared_ptr<Network> network)
@@ -108,9 +111,23 @@ SimFabric::SimFabric(int rank, int size, std::shared_ptr<Network> network)
 Segment SimFabric::register_memory(std::size_t bytes) {
   auto memory = anonymous_memory(bytes, rank_);
   const SegmentId id = segments_.next();
-  Segment segment{id, memory->data(), bytes, network_->hub.offer(rank_, id, bytes, memory)};
+  Segment segment{id, memory->data(), bytes, network_->hub.offer(rank_, id, bytes, memory), memory};
   segments_.add(rank_, id, std::move(memory), bytes);
   return segment;
+}
+
+Segment SimFabric::adopt(const Segment& segment) {
+  if (segment.id != segments_.next() || !segment.memory) {
+    throw Error(ErrorKind::unsupported,
+                "rank " + std::to_string(rank_) + ": the simulated network cannot share segment " +
+                    std::to_string(segment.id) + "; expected mapped memory as segment " +
+                    std::to_string(segments_.next()),
+                {.rank = rank_});
+  }
+  Segment shared = segment;
+  shared.handle = network_->hub.offer(rank_, segment.id, segment.bytes, segment.memory);
+  segments_.add(rank_, segment.id, segment.memory, segment.bytes);
+  return shared;
 }
 
 void SimFabric::attach(int peer, SegmentId segment, std::size_t bytes,
@@ -147,6 +164,10 @@ bool SimFabric::vanishes() {
 void SimFabric::put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) {
   const auto& entry = segments_.checked(peer, to, bytes, "put");
   const std::lock_guard lock(mutex_);
+  if (peer != rank_) {
+    use_.put_bytes += bytes;
+    ++use_.puts;
+  }
   if (bytes == 0 || vanishes()) return;
   Route& way = route(peer);
   const auto* first = static_cast<const std::byte*>(from);
@@ -179,6 +200,7 @@ void SimFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
                         std::uint64_t tag) {
   const auto& entry = segments_.checked_flag(peer, flag, "publish");
   const std::lock_guard lock(mutex_);
+  if (peer != rank_) ++use_.signals;
   if (vanishes()) return;
   Route& way = route(peer);
   SimParcel parcel{.due = due(way), .source = rank_};
@@ -190,6 +212,11 @@ void SimFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   std::vector<SimParcel> parcels;
   parcels.push_back(std::move(parcel));
   target(peer).send(std::move(parcels));
+}
+
+NetworkUse SimFabric::network_use() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return use_;
 }
 
 PeerState SimFabric::peer_state(int peer) noexcept {

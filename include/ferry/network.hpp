@@ -1,0 +1,58 @@
+// Groups whose ranks are in several domains, joined by a network.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace ferry {
+
+/// How tokens cross from one domain to another. Within one domain it makes no difference.
+enum class Crossing : std::uint8_t {
+  automatic,     ///< by the cost model (docs/design.md), which every rank computes alike
+  direct,        ///< one copy of a token for each destination rank
+  hierarchical,  ///< one copy for each destination domain, to the rank on the same rail, which
+                 ///< spreads it inside; sums inside a domain come back as one row
+};
+
+/// "automatic", "direct", "hierarchical".
+constexpr std::string_view name_of(Crossing crossing) {
+  switch (crossing) {
+    case Crossing::automatic: return "automatic";
+    case Crossing::direct: return "direct";
+    case Crossing::hierarchical: return "hierarchical";
+  }
+  return "unknown";
+}
+
+inline constexpr int kMaxOfiEndpoints = 8;
+
+/// How a rank uses libfabric. `provider` and `endpoints` must be the same on all ranks.
+struct OfiOptions {
+  /// As `fi_info` names it ("net", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "cxi"); empty:
+  /// FERRY_OFI_PROVIDER, or the first that offers what Ferry needs, RDMA before TCP.
+  std::string provider{};
+  /// The address, name or interface at which this rank listens and its peers reach it; never all
+  /// interfaces. Empty: FERRY_HOST, or loopback.
+  std::string host{};
+  /// Endpoints (queue pairs) of a rank, 1 … kMaxOfiEndpoints: the group's own traffic is on the
+  /// first, latency exchanges take turns on the others. 0: FERRY_OFI_ENDPOINTS, or 1.
+  int endpoints = 0;
+  /// "best_effort", "low_latency", "dedicated_access", "bulk_data", "scavenger" or "network_ctrl",
+  /// which the provider maps to a service level, or ignores. Where there are several endpoints
+  /// those of latency exchanges ask for low latency. Empty: FERRY_OFI_TRAFFIC_CLASS, or none.
+  std::string traffic_class{};
+};
+
+/// `options`, with what they leave open taken from the environment. Throws Error(invalid_argument)
+/// naming a variable that is wrong.
+OfiOptions with_environment(OfiOptions options);
+
+/// What a rank has sent to ranks of other domains since its group was made.
+struct NetworkUse {
+  std::uint64_t put_bytes = 0;  ///< rows and what travels beside them, and messages of calls
+  std::uint64_t puts = 0;       ///< writes that carried them
+  std::uint64_t signals = 0;    ///< 8-byte flags, which are not in `put_bytes`
+  friend bool operator==(const NetworkUse&, const NetworkUse&) = default;
+};
+
+}  // namespace ferry

@@ -1,0 +1,45 @@
+// Which ranks share memory with which.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace ferry {
+
+/// The ranks of a group in domains, numbered by their lowest ranks. Every rank is in one.
+class Domains {
+ public:
+  /// `labels`: [R]; ranks with equal labels are in one domain.
+  explicit Domains(const std::vector<int>& labels);
+  /// Blocks of `size` consecutive ranks, the last one shorter if they do not divide; 0: one domain.
+  static Domains blocks(int ranks, int size);
+
+  int count() const { return static_cast<int>(members_.size()); }
+  int ranks() const { return static_cast<int>(domain_of_.size()); }
+  int of(int rank) const { return domain_of_[static_cast<std::size_t>(rank)]; }
+  /// The place of a rank among the ranks of its domain: its rail.
+  int index(int rank) const { return index_[static_cast<std::size_t>(rank)]; }
+  /// Ascending.
+  const std::vector<int>& members(int domain) const {
+    return members_[static_cast<std::size_t>(domain)];
+  }
+  bool together(int a, int b) const { return of(a) == of(b); }
+
+  /// The rank of `domain` on the rail of `rank`: what goes from one to the other crosses there. In
+  /// a domain with fewer ranks rails meet: it is the rank whose index is that of `rank` modulo
+  /// their number.
+  int rail(int rank, int domain) const {
+    const std::vector<int>& all = members(domain);
+    return all[static_cast<std::size_t>(index(rank)) % all.size()];
+  }
+  /// The ranks of other domains whose rail in `rank`'s domain is `rank`, ascending.
+  std::vector<int> feeders(int rank) const;
+
+  friend bool operator==(const Domains&, const Domains&) = default;
+
+ private:
+  std::vector<int> domain_of_;
+  std::vector<int> index_;
+  std::vector<std::vector<int>> members_;
+};
+
+}  // namespace ferry

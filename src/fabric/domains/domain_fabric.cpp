@@ -1,0 +1,149 @@
+#include "fabric/domains/domain_fabric.hpp"
+
+#include <atomic>
+#include <cstring>
+#include <ferry/error.hpp>
+#include <string>
+#include <utility>
+
+#include "fabric/segment_handle.hpp"
+#include "fabric/segment_table.hpp"
+
+namespace ferry::fabric {
+namespace {
+
+/// Two handles in one: how long the first is, then both.
+std::vector<std::byte> joined(const std::vector<std::byte>& inside,
+                              const std::vector<std::byte>& network, int rank) {
+  const auto first = static_cast<std::uint32_t>(inside.size());
+  std::vector<std::byte> both(sizeof first);
+  std::memcpy(both.data(), &first, sizeof first);
+  both.insert(both.end(), inside.begin(), inside.end());
+  both.insert(both.end(), network.begin(), network.end());
+  if (both.size() > kMaxHandleBytes) {
+    throw Error(ErrorKind::system,
+                "rank " + std::to_string(rank) + ": the handle of a segment has " +
+                    std::to_string(both.size()) + " bytes, more than fit a message (" +
+                    std::to_string(kMaxHandleBytes) + ")",
+                {.rank = rank});
+  }
+  return both;
+}
+
+struct Halves {
+  std::span<const std::byte> inside{};
+  std::span<const std::byte> network{};
+};
+
+/// The handle comes from the peer.
+Halves halves(std::span<const std::byte> both, const Attachment& attachment) {
+  std::uint32_t first = 0;
+  if (both.size() >= sizeof first) std::memcpy(&first, both.data(), sizeof first);
+  if (both.size() < sizeof first || first > both.size() - sizeof first) {
+    throw_attach(attachment, "a handle of " + std::to_string(both.size()) +
+                                 " bytes is not that of two fabrics");
+  }
+  return {both.subspan(sizeof first, first), both.subspan(sizeof first + first)};
+}
+
+class DomainFabric final : public Fabric {
+ public:
+  DomainFabric(const Domains& domains, std::unique_ptr<Fabric> inside,
+               std::unique_ptr<Fabric> network)
+      : domains_(domains),
+        inside_(std::move(inside)),
+        network_(std::move(network)),
+        name_(std::string(inside_->name()) + "+" +
+              std::string(network_ ? network_->name() : "copies")) {}
+
+  std::string_view name() const override { return name_; }
+  int rank() const override { return inside_->rank(); }
+  int size() const override { return inside_->size(); }
+
+  Segment register_memory(std::size_t bytes) override;
+  void attach(int peer, SegmentId segment, std::size_t bytes,
+              std::span<const std::byte> handle) override;
+  void seal(SegmentId segment) override;
+  void forget(int peer) noexcept override;
+  std::byte* pointer(int peer, SegmentId segment) const noexcept override {
+    return in_domain(peer) ? inside_->pointer(peer, segment) : nullptr;
+  }
+  std::size_t bytes(int peer, SegmentId segment) const noexcept override {
+    return way(peer).bytes(peer, segment);
+  }
+  void put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) override;
+  void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
+               std::uint64_t tag) override;
+  PeerState peer_state(int peer) noexcept override { return way(peer).peer_state(peer); }
+  NetworkUse network_use() const noexcept override;
+
+ private:
+  bool in_domain(int peer) const noexcept {
+    return peer >= 0 && peer < domains_.ranks() && domains_.together(peer, rank());
+  }
+  Fabric& way(int peer) const noexcept {
+    return in_domain(peer) || !network_ ? *inside_ : *network_;
+  }
+
+  Domains domains_;
+  std::unique_ptr<Fabric> inside_;
+  std::unique_ptr<Fabric> network_;  // null: the others are reached by `inside_`, too
+  std::string name_;
+  // Numbers for statistics: relaxed.
+  std::atomic<std::uint64_t> put_bytes_{0};
+  std::atomic<std::uint64_t> puts_{0};
+  std::atomic<std::uint64_t> signals_{0};
+};
+
+Segment DomainFabric::register_memory(std::size_t bytes) {
+  Segment segment = inside_->register_memory(bytes);
+  if (!network_) return segment;
+  segment.handle = joined(segment.handle, network_->adopt(segment).handle, rank());
+  return segment;
+}
+
+void DomainFabric::attach(int peer, SegmentId segment, std::size_t bytes,
+                          std::span<const std::byte> handle) {
+  check_peer(peer, size(), rank(), "attach");
+  if (!network_) return inside_->attach(peer, segment, bytes, handle);
+  const Halves two =
+      halves(handle, {.self = rank(), .peer = peer, .segment = segment, .bytes = bytes});
+  way(peer).attach(peer, segment, bytes, in_domain(peer) ? two.inside : two.network);
+}
+
+void DomainFabric::seal(SegmentId segment) {
+  inside_->seal(segment);
+  if (network_) network_->seal(segment);
+}
+
+void DomainFabric::forget(int peer) noexcept {
+  way(peer).forget(peer);
+}
+
+void DomainFabric::put(int peer, Address to, const void* from, std::size_t bytes,
+                       std::uint64_t tag) {
+  way(peer).put(peer, to, from, bytes, tag);
+  if (in_domain(peer)) return;
+  put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  puts_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void DomainFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
+                           std::uint64_t tag) {
+  way(peer).publish(peer, flag, value, bytes, tag);
+  if (!in_domain(peer)) signals_.fetch_add(1, std::memory_order_relaxed);
+}
+
+NetworkUse DomainFabric::network_use() const noexcept {
+  return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
+          signals_.load(std::memory_order_relaxed)};
+}
+
+}  // namespace
+
+std::unique_ptr<Fabric> make_domain_fabric(const Domains& domains, std::unique_ptr<Fabric> inside,
+                                           std::unique_ptr<Fabric> network) {
+  return std::make_unique<DomainFabric>(domains, std::move(inside), std::move(network));
+}
+
+}  // namespace ferry::fabric
