@@ -1,6 +1,10 @@
 #include "fabric/ofi/endpoint.hpp"
 
+#include <poll.h>
+
+#include <array>
 #include <ferry/error.hpp>
+#include <string_view>
 #include <utility>
 
 #include "fabric/segment_handle.hpp"
@@ -27,20 +31,7 @@ Endpoint::Endpoint(const Library& library, Info info, int rank)
   domain_ = opened<fid_domain>(library, rank, "fi_domain", [&](fid_domain** made) {
     return fi_domain(fabric_.get(), info_.get(), made, nullptr);
   });
-  fi_cq_attr cq{};
-  cq.size = info_->tx_attr->size + 2 * info_->rx_attr->size;
-  cq.format = FI_CQ_FORMAT_DATA;
-  cq.wait_obj = FI_WAIT_FD;
-  fid_cq* made_cq = nullptr;
-  if (fi_cq_open(domain_.get(), &cq, &made_cq, nullptr) == 0) {
-    cq_.reset(made_cq);
-    if (fi_control(&cq_->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
-  } else {
-    cq.wait_obj = FI_WAIT_NONE;
-    cq_ = opened<fid_cq>(library, rank, "fi_cq_open", [&](fid_cq** made) {
-      return fi_cq_open(domain_.get(), &cq, made, nullptr);
-    });
-  }
+  open_queue();
   fi_av_attr av{};
   av.type = FI_AV_TABLE;
   av_ = opened<fid_av>(library, rank, "fi_av_open", [&](fid_av** made) {
@@ -55,6 +46,42 @@ Endpoint::Endpoint(const Library& library, Info info, int rank)
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &av_->fid, 0));
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
   checked("fi_enable", fi_enable(ep_.get()));
+}
+
+void Endpoint::open_queue() {
+  fi_cq_attr attributes{};
+  attributes.size = info_->tx_attr->size + 2 * info_->rx_attr->size;
+  attributes.format = FI_CQ_FORMAT_DATA;
+  // TCP without a layer above it never takes back the signal of its one descriptor (libfabric
+  // 1.17): its descriptors one by one, then.
+  const std::string_view provider = info_->fabric_attr->prov_name;
+  const bool one_by_one = provider == "net" || provider == "tcp";
+  int code = -FI_ENOSYS;
+  for (const fi_wait_obj wait : {one_by_one ? FI_WAIT_POLLFD : FI_WAIT_FD, FI_WAIT_NONE}) {
+    attributes.wait_obj = wait_ = wait;
+    fid_cq* made = nullptr;
+    code = fi_cq_open(domain_.get(), &attributes, &made, nullptr);
+    if (code == 0) {
+      cq_.reset(made);
+      return;
+    }
+  }
+  throw_ofi(library_, rank_, "fi_cq_open", code);
+}
+
+std::vector<int> Endpoint::wait_fds() const {
+  std::vector<int> fds;
+  if (wait_ == FI_WAIT_FD) {
+    int fd = -1;
+    if (fi_control(&cq_->fid, FI_GETWAIT, &fd) == 0) fds.push_back(fd);
+  } else if (wait_ == FI_WAIT_POLLFD) {
+    std::array<pollfd, 16> list{};
+    fi_wait_pollfd wait{.change_index = 0, .nfds = list.size(), .fd = list.data()};
+    if (fi_control(&cq_->fid, FI_GETWAIT, &wait) == 0) {
+      for (std::size_t i = 0; i < wait.nfds; ++i) fds.push_back(list[i].fd);
+    }
+  }
+  return fds;
 }
 
 std::vector<std::byte> Endpoint::name() const {

@@ -57,12 +57,13 @@ class Endpoint {
 
   fid_ep* ep() const { return ep_.get(); }
   fid_cq* cq() const { return cq_.get(); }
-  /// Whether a thread may sleep on wait_fd() now: nothing is ready that would not wake it.
+  /// Whether a thread may sleep on wait_fds() now: nothing is ready that would not wake it.
   bool may_wait();
-  /// Readable when there is progress to make; -1: the provider has none, so it must be polled.
-  int wait_fd() const { return wait_fd_; }
+  /// One of them is readable when there is progress to make. None: the provider must be polled.
+  std::vector<int> wait_fds() const;
 
  private:
+  void open_queue();
   Registration registered(std::byte* data, std::size_t bytes, std::uint64_t access);
 
   const Library& library_;
@@ -73,7 +74,7 @@ class Endpoint {
   Owned<fid_cq> cq_{};
   Owned<fid_av> av_{};
   Owned<fid_ep> ep_{};
-  int wait_fd_ = -1;
+  fi_wait_obj wait_ = FI_WAIT_NONE;
 };
 
 }  // namespace ferry::fabric::ofi

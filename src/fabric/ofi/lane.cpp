@@ -67,6 +67,7 @@ Lane::~Lane() {
         if (rank == setting_.rank || peer_of(rank).gone()) continue;
         send_message(rank, {.kind = MessageKind::bye}, nullptr);
       }
+      wake();
       room_.wait_for(lock, kGoodbye, [this] { return all_said_goodbye(); });
       stop_ = true;
     }

@@ -184,6 +184,9 @@ class Lane {
   bool stop_ = false;
   Clock::time_point last_beat_{};
   std::atomic<bool> asleep_{false};
+  /// Of the lane's thread: descriptors that stay readable with nothing to do, and how often each
+  /// was found so.
+  std::map<int, int> false_alarms_{};
   std::thread thread_{};
 };
 

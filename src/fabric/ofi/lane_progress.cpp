@@ -16,6 +16,10 @@ constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr std::size_t kBatch = 32;
+constexpr auto kPoll = std::chrono::microseconds(50);
+/// So many times in a row readable with nothing to do: it will always be (the provider's own
+/// signal). A large message that comes in small parts has far fewer.
+constexpr int kFalseAlarms = 1000;
 
 }  // namespace
 
@@ -33,6 +37,9 @@ void Lane::run() {
     const auto now = Clock::now();
     if (any) {
       busy = now;
+      for (auto& [fd, times] : false_alarms_) {
+        if (times < kFalseAlarms) times = 0;
+      }
     } else if (now - busy >= spin_) {
       sleep();
     }
@@ -221,6 +228,7 @@ bool Lane::all_said_goodbye() {
 }
 
 void Lane::sleep() {
+  std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}};
   bool backlog = false;
   {
     const std::lock_guard lock(mutex_);
@@ -231,14 +239,19 @@ void Lane::sleep() {
       return;
     }
     for (const auto& peer : peers_) backlog = backlog || !peer->backlog.empty();
+    for (const int fd : endpoint_.wait_fds()) {
+      if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
+    }
   }
-  if (endpoint_.wait_fd() < 0) {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  } else {
-    std::array<pollfd, 2> fds{{{endpoint_.wait_fd(), POLLIN, 0}, {wake_fd_, POLLIN, 0}}};
-    poll(fds.data(), fds.size(), backlog ? kSleepWithBacklogMs : kSleepMs);
+  if (fds.size() == 1) {
+    std::this_thread::sleep_for(kPoll);
+  } else if (poll(fds.data(), fds.size(), backlog ? kSleepWithBacklogMs : kSleepMs) > 0) {
     std::uint64_t count = 0;
-    if ((fds[1].revents & POLLIN) != 0 && read(wake_fd_, &count, sizeof count) < 0) return;
+    if ((fds[0].revents & POLLIN) != 0 && read(wake_fd_, &count, sizeof count) < 0) return;
+    // One after the other without any completion between them: `run` forgets them at the first.
+    for (const pollfd& fd : fds) {
+      if (fd.revents != 0 && fd.fd != wake_fd_) ++false_alarms_[fd.fd];
+    }
   }
   asleep_ = false;
 }
