@@ -130,6 +130,7 @@ class Channel {
                           std::chrono::nanoseconds waited);
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
+  int silent(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
   bool waits(int peer) const;
