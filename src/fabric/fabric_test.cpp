@@ -8,7 +8,6 @@
 namespace ferry::fabric::test {
 namespace {
 
-// Processes first: a fork keeps nothing of a library that its parent has used.
 constexpr Setting kSettings[] = {{"ofi", "ofi", true},
                                  {"across_ofi", "shm+ofi", true},
                                  {"ofi_threads", "ofi", false},
@@ -24,6 +23,9 @@ class FabricTest : public ::testing::TestWithParam<Setting> {
   void SetUp() override {
     if (!std::string(GetParam().fabric).ends_with("ofi")) return;
     if (const std::string why = no_ofi(); !why.empty()) GTEST_SKIP() << why;
+    // Ranks that meet on the board are ordered by it, which one process alone does not show; of a
+    // network this process writes what arrives.
+    if (GetParam().processes && thread_sanitizer()) GTEST_SKIP() << "needs ranks as threads";
   }
   void run(int ranks, const Body& body) {
     SCOPED_TRACE("seed " + std::to_string(kSeed));

@@ -94,13 +94,16 @@ Verdict read_verdict(Ranks& ranks, int rank, double seconds) {
   return verdict;
 }
 
-/// A group over libfabric, in a process of its own: the library must not be there when others fork.
+/// Also makes libfabric look at this machine, once and not in every rank: that takes a second.
 bool has_network() {
   static const bool there = [] {
-    Ranks one(1, [](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter&) {
-      const Group group(std::move(bootstrap), {.experts = 1, .fabric = FabricKind::ofi});
-    });
-    return one.join(0, 20) == 0;
+    try {
+      const Group group(thread_bootstrap(1)[0], {.experts = 1, .fabric = FabricKind::ofi});
+      return true;
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::unsupported) throw;
+      return false;
+    }
   }();
   return there;
 }
@@ -115,6 +118,11 @@ class Faults : public testing::TestWithParam<Setting> {
   static Mode mode() { return std::get<0>(GetParam()); }
   static FabricKind fabric() { return std::get<1>(GetParam()); }
   static bool over_network() { return fabric() == FabricKind::ofi; }
+  /// Over a network, where each takes longer, only one of them.
+  static std::vector<int> victims(const std::vector<int>& all) {
+    if (!over_network()) return all;
+    return {mode() == Mode::throughput ? all.back() : all.front()};
+  }
 };
 
 TEST_P(Faults, EverySurvivorNamesTheKilledRankSoon) {
@@ -122,7 +130,7 @@ TEST_P(Faults, EverySurvivorNamesTheKilledRankSoon) {
   std::printf("seed %llu\n", static_cast<unsigned long long>(base_seed()));
   // A network tells nobody that a process has ended: silence has to.
   const double limit = over_network() ? 3.0 : 1.0;
-  for (int victim = 0; victim < kRanks; victim += over_network() ? 2 : 1) {
+  for (int victim : victims({0, 1, 2, 3})) {
     Ranks ranks(kRanks, exchanging(mode(), fabric(), std::chrono::seconds(30)));
     for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(ranks.line(rank, 30), "going");
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
@@ -144,7 +152,7 @@ TEST_P(Faults, EverySurvivorNamesTheKilledRankSoon) {
 
 TEST_P(Faults, EverySurvivorNamesTheStoppedRankAtTheDeadline) {
   constexpr double kDeadline = 1.5;
-  for (int victim : {0, 2}) {
+  for (int victim : victims({0, 2})) {
     Ranks ranks(kRanks, exchanging(mode(), fabric(), std::chrono::milliseconds(1500)));
     for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(ranks.line(rank, 30), "going");
     const double stopped = now();
