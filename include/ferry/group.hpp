@@ -22,10 +22,11 @@ class Engine;
 
 /// By which wire ranks reach each other.
 enum class FabricKind : std::uint8_t {
-  automatic,  ///< threads of one process: local; processes of one host: shm
+  automatic,  ///< threads of one process: local; processes of one host: shm; several hosts: ofi
   local,      ///< threads of one process
   shm,        ///< processes of one host, POSIX shared memory
   sim,        ///< threads of one process over an adversarial, seeded network (tests)
+  ofi,        ///< processes of any hosts, libfabric: TCP or RDMA (GroupConfig::ofi)
 };
 
 /// What runs the exchanges.
@@ -38,6 +39,7 @@ constexpr std::string_view name_of(FabricKind kind) {
     case FabricKind::local: return "local";
     case FabricKind::shm: return "shm";
     case FabricKind::sim: return "sim";
+    case FabricKind::ofi: return "ofi";
   }
   return "unknown";
 }
@@ -52,8 +54,9 @@ constexpr std::string_view name_of(Backend backend) {
   return "unknown";
 }
 
-/// What all ranks of a group agree on. Every field but `on_wait` and `device` must be the same on
-/// all ranks; creation fails with Error(mismatch) naming the rank and the field that differ.
+/// What all ranks of a group agree on. Every field but `on_wait`, `device` and parts of `ofi` must
+/// be the same on all ranks; creation fails with Error(mismatch) naming the rank and the field that
+/// differ.
 struct GroupConfig {
   std::int64_t experts = 0;  ///< in the whole group; contiguous blocks, the first E mod R ranks
                              ///< hold one more
@@ -69,8 +72,9 @@ struct GroupConfig {
   /// shorter if need be; what `fabric` could reach by memory beyond them, it does not. Host engine.
   int domain_size = 0;
   /// By which wire the ranks of different domains reach each other. automatic: copies through
-  /// `fabric`, as a network makes them; sim: the simulated network (ranks as threads).
+  /// `fabric`, as a network makes them; sim: the simulated network (ranks as threads); ofi.
   FabricKind network = FabricKind::automatic;
+  OfiOptions ofi{};  ///< of the ofi fabric; `host` and `traffic_class` may differ between ranks
   /// What `automatic` means in the options of this group's calls.
   Crossing crossing = Crossing::automatic;
   OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
@@ -213,7 +217,8 @@ class Group {
   std::int64_t experts() const;
   std::int64_t local_experts() const;
   const GroupConfig& config() const;
-  /// "local", "shm", "sim"; of several domains with their network: "shm+copies", "local+sim".
+  /// "local", "shm", "sim", "ofi"; of several domains with their network: "shm+copies",
+  /// "local+sim".
   std::string fabric_name() const;
   /// Domains of this group, numbered by their lowest ranks, and the one that a rank is in.
   int domains() const;

@@ -1,6 +1,7 @@
 // Groups whose ranks are in several domains, joined by a network.
 #pragma once
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace ferry {
@@ -22,6 +23,29 @@ constexpr std::string_view name_of(Crossing crossing) {
   }
   return "unknown";
 }
+
+inline constexpr int kMaxOfiEndpoints = 8;
+
+/// How a rank uses libfabric. `provider` and `endpoints` must be the same on all ranks.
+struct OfiOptions {
+  /// As `fi_info` names it ("net", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "cxi"); empty:
+  /// FERRY_OFI_PROVIDER, or the first that offers what Ferry needs, RDMA before TCP.
+  std::string provider{};
+  /// The address, name or interface at which this rank listens and its peers reach it; never all
+  /// interfaces. Empty: FERRY_HOST, or loopback.
+  std::string host{};
+  /// Endpoints (queue pairs) of a rank, 1 … kMaxOfiEndpoints: the group's own traffic is on the
+  /// first, latency exchanges take turns on the others. 0: FERRY_OFI_ENDPOINTS, or 1.
+  int endpoints = 0;
+  /// "best_effort", "low_latency", "dedicated_access", "bulk_data", "scavenger" or "network_ctrl",
+  /// which the provider maps to a service level, or ignores. Where there are several endpoints
+  /// those of latency exchanges ask for low latency. Empty: FERRY_OFI_TRAFFIC_CLASS, or none.
+  std::string traffic_class{};
+};
+
+/// `options`, with what they leave open taken from the environment. Throws Error(invalid_argument)
+/// naming a variable that is wrong.
+OfiOptions with_environment(OfiOptions options);
 
 /// What a rank has sent to ranks of other domains since its group was made.
 struct NetworkUse {

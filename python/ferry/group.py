@@ -38,8 +38,9 @@ FABRICS = {
     "local": _ferry.FabricKind.local,
     "shm": _ferry.FabricKind.shm,
     "sim": _ferry.FabricKind.sim,
+    "ofi": _ferry.FabricKind.ofi,
 }
-NETWORKS = {"automatic": _ferry.FabricKind.automatic, "sim": _ferry.FabricKind.sim}
+NETWORKS = {kind: FABRICS[kind] for kind in ("automatic", "sim", "ofi")}
 CROSSINGS = {
     "automatic": _ferry.Crossing.automatic,
     "direct": _ferry.Crossing.direct,
@@ -78,7 +79,8 @@ class Group:
         experts: in the whole group; contiguous blocks, the first E mod R ranks hold one more.
         deadline: seconds, of every wait. What is late raises `DeadlineExceeded`.
         memory_bytes: registered at creation for receive tensors; grows by agreement.
-        fabric: "automatic", "local" (threads), "shm" (processes), "sim" (adversarial, for tests).
+        fabric: "automatic", "local" (threads), "shm" (processes of one host), "ofi" (any hosts, by
+            libfabric; FERRY_HOST names this rank's address there), "sim" (adversarial, for tests).
         backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank.
         device: cuda: the GPU of this rank, an ordinal, "cuda:1" or a torch.device; None: torch's
             current one. Ranks may differ in it and may share a GPU.
@@ -176,8 +178,8 @@ class Group:
 
     @property
     def fabric_name(self) -> str:
-        """By which wire the ranks reach each other: "local", "shm", "sim"; of several domains with
-        their network: "shm+copies", "local+sim"."""
+        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"; of several domains
+        with their network: "shm+copies", "local+sim"."""
         return self._raw.fabric_name
 
     @property

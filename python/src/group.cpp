@@ -104,7 +104,8 @@ void bind_enums(nb::module_& m) {
       .value("automatic", FabricKind::automatic)
       .value("local", FabricKind::local)
       .value("shm", FabricKind::shm)
-      .value("sim", FabricKind::sim);
+      .value("sim", FabricKind::sim)
+      .value("ofi", FabricKind::ofi);
   nb::enum_<Backend>(m, "Backend")
       .value("automatic", Backend::automatic)
       .value("host", Backend::host)

@@ -31,6 +31,8 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
           {"sim_seed", number(config.sim_seed)},
           {"domain_size", number(config.domain_size)},
           {"network", std::string(name_of(config.network))},
+          {"ofi.provider", config.ofi.provider},
+          {"ofi.endpoints", number(config.ofi.endpoints)},
           {"crossing", std::string(name_of(config.crossing))}};
 }
 

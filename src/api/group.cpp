@@ -14,6 +14,7 @@
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/local/local.hpp"
+#include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
 #include "host/engine.hpp"
@@ -38,6 +39,7 @@ FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
   switch (choice.by) {
     case fabric::Reachable::local: return FabricKind::local;
     case fabric::Reachable::shm: return FabricKind::shm;
+    case fabric::Reachable::network: return FabricKind::ofi;
     case fabric::Reachable::nothing: break;
   }
   throw Error(choice.kind, "Group: " + choice.problem,
@@ -50,34 +52,44 @@ std::unique_ptr<fabric::Fabric> make_sim(Bootstrap& bootstrap, const GroupConfig
   return fabric::make_sim_fabric(bootstrap, options, config.deadline, config.on_wait);
 }
 
-std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
-  switch (choose_fabric(bootstrap, config)) {
+std::unique_ptr<fabric::Fabric> make_ofi(Bootstrap& bootstrap, const GroupConfig& config) {
+  return fabric::make_ofi_fabric(bootstrap, config.ofi, config.deadline, config.on_wait);
+}
+
+std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config,
+                                            FabricKind kind) {
+  switch (kind) {
     case FabricKind::shm:
       return fabric::make_shm_fabric(bootstrap, config.deadline, config.on_wait);
     case FabricKind::sim: return make_sim(bootstrap, config);
+    case FabricKind::ofi: return make_ofi(bootstrap, config);
     default: return fabric::make_local_fabric(bootstrap, config.deadline, config.on_wait);
   }
 }
 
-Domains make_domains(Bootstrap& bootstrap, const GroupConfig& config) {
-  // Nobody shares memory there.
-  if (config.fabric == FabricKind::sim) return Domains::blocks(bootstrap.size(), 1);
+bool shares_nothing(FabricKind kind) {
+  return kind == FabricKind::sim || kind == FabricKind::ofi;
+}
+
+Domains make_domains(Bootstrap& bootstrap, const GroupConfig& config, FabricKind kind) {
+  if (shares_nothing(kind)) return Domains::blocks(bootstrap.size(), 1);
   return Domains::blocks(bootstrap.size(), config.domain_size);
 }
 
 /// What reaches the ranks of the own domain, and over `network` those of the others.
 std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConfig& config,
-                                           const Domains& domains) {
-  auto inside = make_fabric(bootstrap, config);
-  if (domains.count() == 1 || config.fabric == FabricKind::sim) return inside;
+                                           FabricKind kind, const Domains& domains) {
+  auto inside = make_fabric(bootstrap, config, kind);
+  if (domains.count() == 1 || shares_nothing(kind)) return inside;
   std::unique_ptr<fabric::Fabric> network;
   if (config.network == FabricKind::sim) network = make_sim(bootstrap, config);
+  if (config.network == FabricKind::ofi) network = make_ofi(bootstrap, config);
   return fabric::make_domain_fabric(domains, std::move(inside), std::move(network));
 }
 
-void check_backend(const GroupConfig& config, const Domains& domains, int rank) {
+void check_backend(const GroupConfig& config, FabricKind kind, const Domains& domains, int rank) {
   if (config.backend != Backend::cuda || domains.count() == 1 ||
-      config.fabric == FabricKind::sim) {  // which the CUDA engine refuses itself
+      kind == FabricKind::sim) {  // which the CUDA engine refuses itself
     return;
   }
   throw Error(ErrorKind::unsupported,
@@ -102,13 +114,15 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   std::optional<Error> invalid;
   try {
     check_config(config);
+    config.ofi = with_environment(std::move(config.ofi));
   } catch (const Error& error) {
     invalid = error;
   }
   agree_on(*bootstrap, config, invalid);
-  const Domains domains = make_domains(*bootstrap, config);
-  check_backend(config, domains, bootstrap->rank());
-  auto fabric = make_wires(*bootstrap, config, domains);
+  const FabricKind kind = choose_fabric(*bootstrap, config);
+  const Domains domains = make_domains(*bootstrap, config, kind);
+  check_backend(config, kind, domains, bootstrap->rank());
+  auto fabric = make_wires(*bootstrap, config, kind, domains);
   engine_ = config.backend == Backend::cuda
                 ? cuda::make_cuda_engine(*bootstrap, config, std::move(fabric))
                 : host::make_host_engine(*bootstrap, config, domains, std::move(fabric));

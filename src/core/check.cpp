@@ -121,20 +121,29 @@ void check_config(const GroupConfig& config) {
   if (config.memory_bytes > (std::size_t{1} << 46)) {
     refuse("Group", "memory_bytes", to_string(config.memory_bytes), "at most 64 TiB");
   }
-  if (config.fabric > FabricKind::sim) {
+  if (config.fabric > FabricKind::ofi) {
     refuse("Group", "fabric", "number " + to_string(static_cast<int>(config.fabric)),
-           "automatic, local, shm or sim");
+           "automatic, local, shm, sim or ofi");
   }
   if (config.domain_size < 0) {
     refuse("Group", "domain_size", to_string(config.domain_size),
            "0 (the ranks of one host), or the ranks of a domain");
   }
-  if (config.network != FabricKind::automatic && config.network != FabricKind::sim) {
-    refuse("Group", "network", std::string(name_of(config.network)), "automatic or sim");
+  if (config.network != FabricKind::automatic && config.network != FabricKind::sim &&
+      config.network != FabricKind::ofi) {
+    refuse("Group", "network", std::string(name_of(config.network)), "automatic, sim or ofi");
   }
-  if (config.fabric == FabricKind::sim && config.domain_size != 0) {
-    refuse("Group", "domain_size", to_string(config.domain_size) + " with fabric sim",
-           "0, because ranks share no memory there; or fabric local and network sim");
+  const bool shares_nothing = config.fabric == FabricKind::sim || config.fabric == FabricKind::ofi;
+  if (shares_nothing && config.domain_size != 0) {
+    const std::string name(name_of(config.fabric));
+    refuse("Group", "domain_size", to_string(config.domain_size) + " with fabric " + name,
+           "0, because ranks share no memory there; or fabric " +
+               std::string(config.fabric == FabricKind::sim ? "local" : "shm") + " and network " +
+               name);
+  }
+  if (config.ofi.endpoints < 0 || config.ofi.endpoints > kMaxOfiEndpoints) {
+    refuse("Group", "ofi.endpoints", to_string(config.ofi.endpoints),
+           "1 … " + to_string(kMaxOfiEndpoints) + ", or 0: FERRY_OFI_ENDPOINTS or 1");
   }
   if (config.crossing > Crossing::hierarchical) {
     refuse("Group", "crossing", "number " + to_string(static_cast<int>(config.crossing)),

@@ -82,6 +82,13 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   group.experts = 4;
   group.fabric = static_cast<FabricKind>(11);
   expect_refused({"fabric", "11", "shm"}, [&] { check_config(group); });
+  group.fabric = FabricKind::ofi;
+  group.domain_size = 2;
+  expect_refused({"domain_size", "ofi", "shm"}, [&] { check_config(group); });
+  group.domain_size = 0;
+  group.ofi.endpoints = 9;
+  expect_refused({"ofi.endpoints", "9", "8"}, [&] { check_config(group); });
+  group.ofi.endpoints = 0;
   group.fabric = FabricKind::automatic;
   group.backend = static_cast<Backend>(12);
   expect_refused({"backend", "12", "host"}, [&] { check_config(group); });

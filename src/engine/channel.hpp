@@ -149,6 +149,7 @@ class Channel {
                           std::chrono::nanoseconds waited);
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
+  int silent(const Awaited& awaited) const;
   /// How long after the deadline others may still say who is to blame: those that are missing wait
   /// themselves, or nobody here sees which of them do.
   std::chrono::nanoseconds grace(const Awaited& awaited) const;

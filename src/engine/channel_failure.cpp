@@ -130,8 +130,11 @@ void Channel::raise(const char* stage, const Status& status, const std::optional
         notices_.raise(reach_, notice->kind, context.peer, generation());
       } else {
         notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation());
-        text =
-            rank_text(context.peer) + " died: its process has ended, seen after " + seconds(waited);
+        const bool near = memory_->fabric->pointer(context.peer, kControl) != nullptr;
+        text = rank_text(context.peer) +
+               (near ? " died: its process has ended"
+                     : " died, or the network to it: it is not heard and takes nothing") +
+               ", seen after " + seconds(waited);
       }
       break;
     default:

@@ -67,7 +67,23 @@ std::optional<CallWord> Channel::call_of(int peer) const {
   return unpack_call(std::atomic_ref(*word).load(std::memory_order_relaxed));
 }
 
+/// Outside the domain nobody's line can be read, but a rank that is stopped or cut off is silent.
+/// It may be awaited by another rank, which is why that one does not come.
+int Channel::silent(const Awaited& awaited) const {
+  int first = -1;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || own_word(peer, kBeatWord) != nullptr ||
+        memory_->fabric->peer_state(peer) != fabric::PeerState::unknown) {
+      continue;
+    }
+    if (awaited.missing(peer)) return peer;
+    if (first < 0) first = peer;
+  }
+  return first;
+}
+
 int Channel::blame(const Awaited& awaited, int fallback) const {
+  if (const int peer = silent(awaited); peer >= 0) return peer;
   int other_call = -1;  // waits, but in another call
   int quiet = -1;       // in this call, but does not wait: stopped, or its deadline has just ended
   for (int peer = 0; peer < size_; ++peer) {
@@ -87,6 +103,7 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
 }
 
 std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
+  if (silent(awaited) >= 0) return {};  // it is the one
   int unseen = 0;
   bool held_up = false;
   for (int peer = 0; peer < size_; ++peer) {

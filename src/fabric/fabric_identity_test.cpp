@@ -19,9 +19,9 @@ Identity identity(std::int64_t pid) {
 }
 
 void expect_problem(const std::vector<Identity>& ranks, int peer,
-                    const std::vector<std::string>& words) {
+                    const std::vector<std::string>& words, Reachable by = Reachable::nothing) {
   const Choice choice = choose(ranks);
-  EXPECT_EQ(choice.by, Reachable::nothing);
+  EXPECT_EQ(choice.by, by);
   EXPECT_EQ(choice.peer, peer);
   for (const auto& word : words) {
     EXPECT_NE(choice.problem.find(word), std::string::npos) << choice.problem;
@@ -81,9 +81,10 @@ TEST(Choose, SaysWhyNothingJoinsThem) {
   far.boot_id = "0b5e3f6a-0000-4000-8000-000000000002";
   far.host = "beta";
   expect_problem({identity(5), identity(6), far}, 2,
-                 {"rank 0 on host alpha", "rank 2 on host beta", "different hosts", "later"});
+                 {"rank 0 on host alpha", "rank 2 on host beta", "different hosts", "ofi"},
+                 Reachable::network);
   far.host = "alpha";  // two hosts of one name
-  expect_problem({identity(5), far}, 1, {"different hosts"});
+  expect_problem({identity(5), far}, 1, {"different hosts"}, Reachable::network);
   auto container = identity(6);
   container.shm_device = 26;
   expect_problem({identity(5), container}, 1, {"different /dev/shm", "--ipc=host"});

@@ -124,10 +124,12 @@ Choice choose(std::span<const Identity> identities) {
     if (one_process) continue;
     const std::string who = describe(first, 0) + " and " + describe(other, r);
     std::string problem;
+    Reachable by = Reachable::nothing;
     if (!one_host) {
       problem = who +
-                " run on different hosts: Ferry joins the ranks of one host; networks come "
-                "later. Start all ranks on one host";
+                " run on different hosts, which share no memory; start all ranks on one host, or "
+                "join them by a network (fabric ofi)";
+      by = Reachable::network;
     } else if (first.shm_device == 0 || other.shm_device == 0) {
       problem = who +
                 " are processes of one host, but one of them has no /dev/shm; mount a tmpfs "
@@ -141,7 +143,7 @@ Choice choose(std::span<const Identity> identities) {
                 std::to_string(other.user) + "); shared memory is for one user";
     }
     if (!problem.empty()) {
-      return {Reachable::nothing, problem, static_cast<int>(r), ErrorKind::unsupported};
+      return {by, problem, static_cast<int>(r), ErrorKind::unsupported};
     }
   }
   return {one_process ? Reachable::local : Reachable::shm, {}, -1, ErrorKind::unsupported};

@@ -32,17 +32,17 @@ std::vector<std::byte> to_bytes(const Identity& identity);
 Identity identity_from(std::span<const std::byte> bytes, int rank, int peer);
 
 /// What joins all ranks of a group.
-enum class Reachable { local, shm, nothing };
+enum class Reachable { local, shm, network, nothing };
 
 struct Choice {
   Reachable by = Reachable::nothing;
-  std::string problem{};  ///< why nothing does: which ranks, which hosts, what to do
+  std::string problem{};  ///< why memory does not: which ranks, which hosts, what to do
   int peer = -1;          ///< first rank that rank 0 cannot reach
   ErrorKind kind = ErrorKind::unsupported;
 };
 
 /// By rank. The same on every rank that is given the same list. One process: local. One host, one
-/// user and one /dev/shm: shm.
+/// user and one /dev/shm: shm. Several hosts: a network.
 Choice choose(std::span<const Identity> identities);
 
 }  // namespace ferry::fabric

@@ -12,7 +12,7 @@
 namespace ferry::fabric {
 
 /// Which fabric wrote a handle or a greeting.
-enum class Wire : std::uint32_t { local = 1, shm = 2, sim = 3 };
+enum class Wire : std::uint32_t { local = 1, shm = 2, sim = 3, ofi = 4 };
 
 /// 128 bits that only the ranks of one job know.
 using JobKey = std::array<std::uint64_t, 2>;

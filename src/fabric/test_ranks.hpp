@@ -1,5 +1,6 @@
 // For the tests of this folder: ranks as threads or as forked processes, always bounded in time.
 #pragma once
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -11,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
@@ -23,6 +25,7 @@
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/fabric.hpp"
 #include "fabric/local/local.hpp"
+#include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
 #include "protocol/watch.hpp"
@@ -122,12 +125,34 @@ class BoardBootstrap final : public Bootstrap {
 /// What is under test, and what its ranks are.
 struct Setting {
   const char* name;
-  const char* fabric;  // "local", "shm", "sim"
+  const char* fabric;  // "local", "shm", "sim", "ofi"
   bool processes;
 };
 
 inline void PrintTo(const Setting& setting, std::ostream* out) {
   *out << setting.name;
+}
+
+/// FERRY_OFI_PROVIDER runs the same tests over another provider.
+inline OfiOptions ofi_options() {
+  OfiOptions options;
+  if (const char* provider = std::getenv("FERRY_OFI_PROVIDER")) options.provider = provider;
+  return options;
+}
+
+/// Why the ofi fabric cannot be tested here; empty: it can.
+inline std::string no_ofi() {
+  if (!ofi_is_built()) return "built without the headers of libfabric";
+  static const bool there = dlopen("libfabric.so.1", RTLD_NOW) != nullptr;
+  return there ? "" : "libfabric.so.1 is not installed";
+}
+
+constexpr bool thread_sanitizer() {
+#if defined(__SANITIZE_THREAD__)
+  return true;
+#else
+  return false;
+#endif
 }
 
 /// One rank of a test.
@@ -144,10 +169,16 @@ struct Rank {
     const std::string kind = setting.fabric;
     if (kind == "local") return make_local_fabric(bootstrap, kDeadline);
     if (kind == "shm") return make_shm_fabric(bootstrap, kDeadline);
+    if (kind == "ofi") return make_ofi_fabric(bootstrap, ofi_options(), kDeadline);
     // Every rank in a domain of its own.
     if (kind == "local+sim") return make_domains(1, options);
     if (kind == "shm+copies") {
       return make_domain_fabric(Domains::blocks(size(), 1), make_shm_fabric(bootstrap, kDeadline));
+    }
+    if (kind == "shm+ofi") {
+      auto inside = make_shm_fabric(bootstrap, kDeadline);
+      return make_domain_fabric(Domains::blocks(size(), 1), std::move(inside),
+                                make_ofi_fabric(bootstrap, ofi_options(), kDeadline));
     }
     options.seed = kSeed;
     return make_sim_fabric(bootstrap, options, kDeadline);

@@ -249,7 +249,8 @@ std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return {"the board could not be mapped"};
   Board* board = new (memory) Board;
-  if (fleet.wires.fabric == FabricKind::shm) {
+  const FabricKind fabric = fleet.wires.fabric;
+  if (fabric == FabricKind::shm || (fabric == FabricKind::ofi && !only_threads())) {
     run_processes(*board, fleet, body);
   } else if (fleet.gpus > 0) {
     run_threads_in_child(*board, fleet, body);

@@ -21,7 +21,7 @@ struct Wires {
   Wires(FabricKind inside) : fabric(inside) {}  // of one domain
   Wires(FabricKind inside, int ranks_of_a_domain, FabricKind between, Crossing how)
       : fabric(inside), domain_size(ranks_of_a_domain), network(between), crossing(how) {}
-  FabricKind fabric;  ///< shm: ranks are processes; the others: threads
+  FabricKind fabric;  ///< shm, and ofi where they can be: ranks are processes; else threads
   int domain_size = 0;
   FabricKind network = FabricKind::automatic;
   Crossing crossing = Crossing::automatic;

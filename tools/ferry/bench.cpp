@@ -189,7 +189,8 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
                      {{"automatic", FabricKind::automatic},
                       {"local", FabricKind::local},
                       {"shm", FabricKind::shm},
-                      {"sim", FabricKind::sim}},
+                      {"sim", FabricKind::sim},
+                      {"ofi", FabricKind::ofi}},
                      "What joins the ranks");
   CLI::Option* threads = bench_app->add_flag("--threads", given->threads, "Ranks as threads");
   bench_app->add_flag("--processes", given->processes, "Ranks as processes (the default)")

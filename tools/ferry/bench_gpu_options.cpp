@@ -63,8 +63,8 @@ void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu)
   if (app.count("--mode") > 0 && shape.mode != BenchMode::throughput) {
     throw CLI::ValidationError("--backend cuda measures --mode throughput");
   }
-  if (shape.fabric == FabricKind::sim) {
-    throw CLI::ValidationError("--fabric sim: only with --backend host");
+  if (shape.fabric == FabricKind::sim || shape.fabric == FabricKind::ofi) {
+    throw CLI::ValidationError("--fabric sim and ofi: only with --backend host");
   }
   for (const Dtype dtype : gpu.dtypes) {
     shape.dtype = dtype;

@@ -22,6 +22,7 @@ const char* name_of(FabricKind kind, bool processes) {
     case FabricKind::local: return "local";
     case FabricKind::shm: return "shm";
     case FabricKind::sim: return "sim";
+    case FabricKind::ofi: return "ofi";
   }
   return "";
 }

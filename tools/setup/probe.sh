@@ -110,6 +110,9 @@ collect_missing() {
     need "Google Benchmark" "libbenchmark-dev" have_header benchmark/benchmark.h
     need "ccache" "ccache" have ccache
     need "setarch" "util-linux" have setarch
+    need "libfabric headers" "libfabric-dev" have_header rdma/fabric.h
+    need "fi_info" "libfabric-bin" have fi_info
+    need "ip" "iproute2" have ip
     need "clang with libFuzzer" "$(clang_packages)" find_clangxx
     if [[ $(uname -m) != aarch64 ]]; then
       need "Arm64 cross compiler" "g++-aarch64-linux-gnu" have aarch64-linux-gnu-g++

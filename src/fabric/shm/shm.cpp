@@ -147,7 +147,7 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanos
     ranks.push_back(greeting.identity);
   }
   const Choice choice = choose(ranks);
-  if (choice.by == Reachable::nothing) {
+  if (choice.by != Reachable::local && choice.by != Reachable::shm) {
     throw Error(choice.kind, choice.problem, {.rank = rank, .peer = choice.peer});
   }
   return std::make_unique<ShmFabric>(rank, key, ranks);

@@ -1,0 +1,112 @@
+#include "fabric/ofi/lane.hpp"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <ferry/error.hpp>
+
+namespace ferry::fabric::ofi {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
+constexpr std::size_t kChunksInSlab = 4;
+constexpr std::size_t kMessagesInSlab = 64;
+constexpr std::size_t kReceives = 128;
+constexpr auto kGoodbye = std::chrono::seconds(1);
+
+}  // namespace
+
+Lane::Lane(const Library& library, Info info, const LaneSetting& setting)
+    : library_(library),
+      setting_(setting),
+      endpoint_(library, info, setting.rank),
+      owner_pid_(getpid()),
+      chunks_(endpoint_, setting.rank, std::min(kChunkBytes, info->ep_attr->max_msg_size),
+              kChunksInSlab),
+      messages_(endpoint_, setting.rank, kMessageRoom, kMessagesInSlab),
+      signals_(setting.size) {
+  for (int peer = 0; peer < setting.size; ++peer) peers_.push_back(std::make_unique<Peer>());
+  wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake_fd_ < 0) throw_ofi(library, setting.rank, "eventfd", errno);
+}
+
+void Lane::start(const JobKey& job, const std::vector<std::vector<std::byte>>& names,
+                 std::chrono::nanoseconds spin) {
+  const auto lock = locked();
+  spin_ = spin;
+  const auto now = Clock::now();
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    if (rank == setting_.rank) continue;
+    Peer& peer = peer_of(rank);
+    peer.to_token = way_token(job, setting_.rank, rank, setting_.index);
+    peer.from_token = way_token(job, rank, setting_.rank, setting_.index);
+    peer.address = endpoint_.insert(names[static_cast<std::size_t>(rank)]);
+    peer.moved = now;  // never told anything: a first message goes at once and connects
+    peer.heard = now.time_since_epoch().count();
+  }
+  const std::size_t receives = std::min(kReceives, endpoint_.info().rx_attr->size);
+  for (std::size_t i = 0; i < receives; ++i) {
+    Op* op = new_op(OpKind::receive, -1);
+    op->buffer = messages_.take();
+    receive(op);
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+Lane::~Lane() {
+  if (getpid() != owner_pid_) {  // a forked child has no such thread, and the sockets are shared
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  if (thread_.joinable()) {
+    {
+      auto lock = locked();
+      for (int rank = 0; rank < setting_.size; ++rank) {
+        if (rank == setting_.rank || peer_of(rank).gone()) continue;
+        send_message(rank, {.kind = MessageKind::bye}, nullptr);
+      }
+      wake();
+      room_.wait_for(lock, kGoodbye, [this] { return all_said_goodbye(); });
+      stop_ = true;
+    }
+    wake();
+    thread_.join();
+  }
+  endpoint_.close();
+  close(wake_fd_);
+}
+
+Remote Lane::expose(std::byte* data, std::size_t bytes) {
+  const auto lock = locked();
+  own_.push_back({data, bytes, {}});
+  try {
+    if (bytes > 0) own_.back().registration = endpoint_.expose(data, bytes);
+  } catch (...) {
+    own_.pop_back();
+    throw;
+  }
+  return {own_.back().registration.base, own_.back().registration.key()};
+}
+
+void Lane::attach(int peer, SegmentId segment, const Remote& remote) {
+  const auto lock = locked();
+  auto& segments = peer_of(peer).segments;
+  if (segments.size() <= segment) segments.resize(segment + 1);
+  segments[segment] = remote;
+}
+
+bool Lane::lost(int peer) const noexcept {
+  return peer_of(peer).lost.load();
+}
+
+bool Lane::left(int peer) const noexcept {
+  return peer_of(peer).left.load();
+}
+
+std::chrono::nanoseconds Lane::silent_for(int peer) const noexcept {
+  return Clock::now().time_since_epoch() - std::chrono::nanoseconds(peer_of(peer).heard.load());
+}
+
+}  // namespace ferry::fabric::ofi

@@ -1,0 +1,265 @@
+// The thread of a lane: completions, what arrives, signs of life.
+#include <poll.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+
+#include "fabric/ofi/lane.hpp"
+
+namespace ferry::fabric::ofi {
+namespace {
+
+constexpr auto kBeat = std::chrono::milliseconds(100);
+/// A peer that is silent and takes nothing, not even a first message, for so long.
+constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
+constexpr int kSleepMs = 50;
+constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
+constexpr std::size_t kBatch = 32;
+constexpr auto kPoll = std::chrono::microseconds(50);
+/// So many times in a row readable with nothing to do: it will always be (the provider's own
+/// signal). A large message that comes in small parts has far fewer.
+constexpr int kFalseAlarms = 1000;
+
+}  // namespace
+
+void Lane::run() {
+  Clock::time_point busy = Clock::now();
+  for (;;) {
+    // relaxed: politeness, not order: a thread that spins on a lock keeps others from it.
+    while (callers_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+    bool any = false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stop_) return;
+      any = progress();
+    }
+    const auto now = Clock::now();
+    if (any) {
+      busy = now;
+      for (auto& [fd, times] : false_alarms_) {
+        if (times < kFalseAlarms) times = 0;
+      }
+    } else if (now - busy >= spin_) {
+      sleep();
+    }
+  }
+}
+
+bool Lane::progress() {
+  bool any = read_completions();
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    if (rank != setting_.rank && !peer_of(rank).backlog.empty()) {
+      any = post_backlog(peer_of(rank)) || any;
+    }
+  }
+  const auto now = Clock::now();
+  if (now - last_beat_ >= kBeat) {
+    last_beat_ = now;
+    beat(now);
+  }
+  return any;
+}
+
+bool Lane::read_completions() {
+  std::array<fi_cq_data_entry, kBatch> entries;
+  const ssize_t got = fi_cq_read(endpoint_.cq(), entries.data(), entries.size());
+  if (got == -FI_EAVAIL) {
+    std::array<std::byte, 256> why{};
+    fi_cq_err_entry entry{};
+    entry.err_data = why.data();
+    entry.err_data_size = why.size();
+    if (fi_cq_readerr(endpoint_.cq(), &entry, 0) > 0) failed(entry);
+    return true;
+  }
+  for (ssize_t i = 0; i < got; ++i) complete(entries[static_cast<std::size_t>(i)]);
+  return got > 0;
+}
+
+void Lane::complete(const fi_cq_data_entry& entry) {
+  if ((entry.flags & FI_REMOTE_CQ_DATA) != 0 && (entry.flags & FI_RECV) == 0) {
+    piece(entry.data);
+    return;
+  }
+  auto* op = static_cast<Op*>(entry.op_context);
+  if (op == nullptr) return;
+  if (op->kind == OpKind::receive) {
+    const auto came = message_in({op->buffer.data, std::min(entry.len, kMessageRoom)});
+    if (came) message(*came, op->buffer.data + sizeof(Message));
+    receive(op);
+    return;
+  }
+  Peer& peer = peer_of(op->peer);
+  peer.under_way--;
+  peer.moved = Clock::now();
+  recycle(op);
+}
+
+void Lane::failed(const fi_cq_err_entry& entry) {
+  auto* op = static_cast<Op*>(entry.op_context);
+  if (op == nullptr) return;  // of what a stranger tried
+  if (op->kind == OpKind::receive) {
+    if (entry.err != FI_ECANCELED) receive(op);  // a stranger's message was too long
+    return;
+  }
+  Peer& peer = peer_of(op->peer);
+  peer.under_way--;
+  recycle(op);
+  // The transport is reliable: what failed is lost, and with it every signal that counts it.
+  lose(peer);
+}
+
+void Lane::receive(Op* op) {
+  const ssize_t code = fi_recv(endpoint_.ep(), op->buffer.data, kMessageRoom, op->buffer.desc,
+                               FI_ADDR_UNSPEC, &op->context);
+  if (code == 0) return;
+  recycle(op);  // one receive fewer: the endpoint is closing
+}
+
+void Lane::piece(std::uint64_t data) {
+  const int source = source_of(data);
+  if (source >= setting_.size || source == setting_.rank) return;
+  Peer& peer = peer_of(source);
+  const auto stream = static_cast<std::uint32_t>(data) & kStreamMask;
+  const std::uint64_t expected = piece_data(peer.from_token, source, stream);
+  const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof data;
+  if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
+  heard_from(peer);
+  signals_.piece(source, stream, 1,
+                 [this](int /*source*/, const Signal& arrived) { release(arrived); });
+}
+
+void Lane::message(const Message& message, const std::byte* payload) {
+  const int source = message.source;
+  if (source < 0 || source >= setting_.size || source == setting_.rank) return;
+  Peer& peer = peer_of(source);
+  if (message.token != peer.from_token) return;  // not of this job
+  heard_from(peer);
+  switch (message.kind) {
+    case MessageKind::signal: signal(message, payload); break;
+    case MessageKind::beat: break;
+    case MessageKind::bye:
+      peer.left = true;
+      send_message(source, {.kind = MessageKind::bye_seen}, nullptr);
+      room_.notify_all();
+      break;
+    case MessageKind::bye_seen:
+      peer.bye_seen = true;
+      room_.notify_all();
+      break;
+  }
+}
+
+void Lane::signal(const Message& message, const std::byte* payload) {
+  if (own_bytes(message.flag_segment, message.flag_offset, sizeof(std::uint64_t)) == nullptr ||
+      message.flag_offset % sizeof(std::uint64_t) != 0) {
+    return;
+  }
+  if (message.payload > 0) {
+    std::byte* to = own_bytes(message.payload_segment, message.payload_offset, message.payload);
+    if (to == nullptr) return;
+    std::memcpy(to, payload, message.payload);
+  }
+  const Signal arrived{.sequence = message.sequence,
+                       .flag = {message.flag_segment, message.flag_offset},
+                       .value = message.value,
+                       .tag = message.stream,
+                       .bytes = message.pieces};
+  signals_.signal(message.source, arrived,
+                  [this](int /*source*/, const Signal& complete) { release(complete); });
+}
+
+void Lane::release(const Signal& signal) {
+  std::byte* word = own_bytes(signal.flag.segment, signal.flag.offset, sizeof(std::uint64_t));
+  protocol::publish_in_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)}, signal.value);
+}
+
+/// Null unless all of it lies in a segment of this rank.
+std::byte* Lane::own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_t bytes) const {
+  if (segment >= own_.size()) return nullptr;
+  const Own& own = own_[segment];
+  // Not offset + bytes: that could overflow.
+  if (offset > own.bytes || bytes > own.bytes - offset) return nullptr;
+  return own.data + offset;
+}
+
+void Lane::heard_from(Peer& peer) {
+  peer.spoke = true;
+  // relaxed: a time stamp by itself.
+  peer.heard.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
+  const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
+  const auto still = now - peer.moved;
+  if (stuck && still > setting_.deadline) return true;
+  // A provider hides that a peer's process has ended: it connects again, for ever, and has no room
+  // meanwhile. With nothing under way there is room wherever there is a connection.
+  const auto silent =
+      now.time_since_epoch() - std::chrono::nanoseconds(peer.heard.load(std::memory_order_relaxed));
+  return peer.spoke && peer.under_way == 0 && !peer.backlog.empty() && still > kRefused &&
+         silent > kRefused;
+}
+
+/// Tells peers that heard nothing lately that this rank is alive; loses those that take nothing.
+void Lane::beat(Clock::time_point now) {
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    Peer& peer = peer_of(rank);
+    if (rank == setting_.rank || peer.lost.load()) continue;
+    if (is_lost(peer, now)) {
+      lose(peer);
+      continue;
+    }
+    const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
+    const bool quiet = now - peer.told >= kBeat && !stuck;
+    if (setting_.beats && quiet && !peer.left.load()) {
+      send_message(rank, {.kind = MessageKind::beat}, nullptr);
+    }
+  }
+}
+
+bool Lane::all_said_goodbye() {
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    const Peer& peer = peer_of(rank);
+    if (rank == setting_.rank || peer.gone()) continue;
+    if (!peer.bye_seen || peer.under_way > 0 || !peer.backlog.empty()) return false;
+  }
+  return true;
+}
+
+void Lane::sleep() {
+  std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}};
+  bool backlog = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_) return;
+    asleep_ = true;  // from now on whoever adds to a backlog wakes this thread
+    if (!endpoint_.may_wait()) {
+      asleep_ = false;
+      return;
+    }
+    for (const auto& peer : peers_) backlog = backlog || !peer->backlog.empty();
+    for (const int fd : endpoint_.wait_fds()) {
+      if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
+    }
+  }
+  if (fds.size() == 1) {
+    std::this_thread::sleep_for(kPoll);
+  } else if (poll(fds.data(), fds.size(), backlog ? kSleepWithBacklogMs : kSleepMs) > 0) {
+    std::uint64_t count = 0;
+    if ((fds[0].revents & POLLIN) != 0 && read(wake_fd_, &count, sizeof count) < 0) return;
+    // One after the other without any completion between them: `run` forgets them at the first.
+    for (const pollfd& fd : fds) {
+      if (fd.revents != 0 && fd.fd != wake_fd_) ++false_alarms_[fd.fd];
+    }
+  }
+  asleep_ = false;
+}
+
+void Lane::wake() {
+  if (!asleep_.load()) return;
+  const std::uint64_t one = 1;
+  if (write(wake_fd_, &one, sizeof one) < 0) return;  // full: it wakes anyway
+}
+
+}  // namespace ferry::fabric::ofi

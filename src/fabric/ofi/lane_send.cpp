@@ -1,0 +1,263 @@
+// What a lane sends: chunks of rows, messages, and what becomes of a peer that takes nothing.
+#include <algorithm>
+#include <cstring>
+#include <ferry/error.hpp>
+#include <string>
+#include <utility>
+
+#include "fabric/ofi/lane.hpp"
+
+namespace ferry::fabric::ofi {
+namespace {
+
+/// Of one peer: more waits in `put` until some have left.
+constexpr std::size_t kMaxChunks = 16;
+constexpr auto kLook = std::chrono::milliseconds(50);
+
+}  // namespace
+
+std::unique_lock<std::mutex> Lane::locked() {
+  // relaxed: only makes the lane's own thread step aside.
+  callers_.fetch_add(1, std::memory_order_relaxed);
+  std::unique_lock lock(mutex_);
+  callers_.fetch_sub(1, std::memory_order_relaxed);
+  return lock;
+}
+
+Lane::Op* Lane::new_op(OpKind kind, int peer) {
+  if (free_ops_.empty()) {
+    ops_.push_back(std::make_unique<Op>());
+    free_ops_.push_back(ops_.back().get());
+  }
+  Op* op = free_ops_.back();
+  free_ops_.pop_back();
+  *op = Op{};
+  op->kind = kind;
+  op->peer = peer;
+  return op;
+}
+
+void Lane::recycle(Op* op) {
+  if (op->kind == OpKind::write) {
+    chunks_.give_back(op->buffer);
+    peer_of(op->peer).chunks--;
+    room_.notify_all();
+  } else {
+    messages_.give_back(op->buffer);
+  }
+  free_ops_.push_back(op);
+}
+
+Lane::Tagged& Lane::tagged(Peer& peer, std::uint64_t tag) {
+  const auto [entry, is_new] = peer.tags.try_emplace(tag);
+  if (is_new) entry->second.stream = peer.next_stream++ & kStreamMask;
+  return entry->second;
+}
+
+/// Waits until the peer may have one more chunk. False: it is gone.
+bool Lane::await_chunk(std::unique_lock<std::mutex>& lock, int rank) {
+  Peer& peer = peer_of(rank);
+  while (!peer.gone() && peer.chunks >= kMaxChunks) {
+    flush(peer);
+    wake();  // what was completed at once woke nobody
+    room_.wait_for(lock, kLook);  // the lane's thread loses a peer that takes nothing
+  }
+  return !peer.gone();
+}
+
+void Lane::put(int rank, Address to, const std::byte* from, std::size_t bytes, std::uint64_t tag) {
+  auto lock = locked();
+  Peer& peer = peer_of(rank);
+  while (bytes > 0 && !peer.gone()) {
+    Op* open = peer.open;
+    const bool fits = open != nullptr && open->tag == tag && open->to.segment == to.segment &&
+                      open->to.offset + open->bytes == to.offset && open->bytes < chunks_.bytes();
+    if (!fits) {
+      flush(peer);
+      if (peer.chunks >= kMaxChunks) {
+        if (!await_chunk(lock, rank)) return;
+        continue;  // another thread may have put meanwhile
+      }
+      if (peer.gone()) return;  // the flush may have found out
+      const Buffer buffer = chunks_.take();
+      open = new_op(OpKind::write, rank);
+      open->buffer = buffer;
+      open->to = to;
+      open->tag = tag;
+      open->stream = tagged(peer, tag).stream;
+      peer.chunks++;
+      peer.open = open;
+    }
+    const std::size_t now = std::min(bytes, chunks_.bytes() - open->bytes);
+    std::memcpy(open->buffer.data + open->bytes, from, now);
+    open->bytes += now;
+    tagged(peer, tag).bytes += now;
+    if (open->bytes == chunks_.bytes()) flush(peer);
+    from += now;
+    bytes -= now;
+    to.offset += now;
+  }
+  const auto entry = peer.tags.find(tag);
+  if (peer.gone() || entry == peer.tags.end() || entry->second.held.empty()) return;
+  const Held held = entry->second.held.front();
+  if (entry->second.bytes < held.bytes) return;
+  entry->second.held.erase(entry->second.held.begin());
+  send_signal(rank, held, tag);
+}
+
+void Lane::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
+                   std::uint64_t tag) {
+  const auto lock = locked();
+  Peer& peer = peer_of(rank);
+  if (peer.gone()) return;
+  const Held held{flag, value, bytes};
+  if (bytes > 0) {
+    Tagged& put = tagged(peer, tag);
+    if (put.bytes < bytes) {
+      put.held.push_back(held);
+      return;
+    }
+    if (put.bytes > bytes) {
+      throw Error(ErrorKind::invalid_argument,
+                  "publish: rank " + std::to_string(setting_.rank) + " to rank " +
+                      std::to_string(rank) + ": " + std::to_string(bytes) + " bytes, but " +
+                      std::to_string(put.bytes) + " were put with this tag",
+                  {.rank = setting_.rank, .peer = rank});
+    }
+  }
+  send_signal(rank, held, tag);
+}
+
+void Lane::flush(Peer& peer) {
+  Op* op = std::exchange(peer.open, nullptr);
+  if (op == nullptr) return;
+  tagged(peer, op->tag).pieces++;
+  submit(op);
+}
+
+/// All bytes of the signal were put.
+void Lane::send_signal(int rank, const Held& held, std::uint64_t tag) {
+  Peer& peer = peer_of(rank);
+  Message message{.kind = MessageKind::signal,
+                  .sequence = ++peer.sequences[{held.flag.segment, held.flag.offset}],
+                  .value = held.value,
+                  .flag_offset = held.flag.offset,
+                  .flag_segment = held.flag.segment};
+  if (held.bytes == 0) {
+    message.stream = kStreamMask + 1;  // of no piece
+    send_message(rank, message, nullptr);
+    return;
+  }
+  Tagged& put = tagged(peer, tag);
+  Op* open = peer.open;
+  const bool alone = open != nullptr && open->tag == tag && put.pieces == 0 &&
+                     open->bytes == put.bytes && open->bytes <= kMaxPayload;
+  if (alone) {  // few bytes: they ride in the message
+    peer.open = nullptr;
+    message.payload = static_cast<std::uint32_t>(open->bytes);
+    message.payload_segment = open->to.segment;
+    message.payload_offset = open->to.offset;
+    message.stream = kStreamMask + 1;
+  } else {
+    if (open != nullptr && open->tag == tag) flush(peer);
+    message.stream = put.stream;
+    message.pieces = put.pieces;
+  }
+  send_message(rank, message, alone ? open->buffer.data : nullptr);
+  if (alone) recycle(open);
+  // The tag's next bytes are a stream of their own.
+  std::vector<Held> later = std::move(put.held);
+  peer.tags.erase(tag);
+  if (!later.empty()) tagged(peer, tag).held = std::move(later);
+}
+
+void Lane::send_message(int rank, Message message, const std::byte* payload) {
+  Peer& peer = peer_of(rank);
+  message.source = setting_.rank;
+  message.token = peer.to_token;
+  const Buffer buffer = messages_.take();
+  Op* op = new_op(OpKind::message, rank);
+  op->buffer = buffer;
+  op->bytes = sizeof message + message.payload;
+  std::memcpy(op->buffer.data, &message, sizeof message);
+  if (message.payload > 0) {
+    std::memcpy(op->buffer.data + sizeof message, payload, message.payload);
+  }
+  submit(op);
+}
+
+void Lane::submit(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  if (peer.lost.load()) {
+    recycle(op);
+    return;
+  }
+  if (peer.backlog.empty() && peer.under_way == 0) peer.moved = Clock::now();
+  if (!peer.backlog.empty() || !post(op)) {
+    peer.backlog.push_back(op);
+    wake();
+  }
+}
+
+/// Gives an operation to the provider. False: it has no room now.
+bool Lane::post(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  fid_ep* ep = endpoint_.ep();
+  ssize_t code = 0;
+  bool completes = true;
+  if (op->kind == OpKind::write) {
+    const Remote& there = peer.segments[op->to.segment];
+    const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
+    const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof all;
+    code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
+                        wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,
+                        there.key, &op->context);
+  } else if (op->bytes <= endpoint_.info().tx_attr->inject_size) {
+    code = fi_inject(ep, op->buffer.data, op->bytes, peer.address);
+    completes = false;
+  } else {
+    code = fi_send(ep, op->buffer.data, op->bytes, op->buffer.desc, peer.address, &op->context);
+  }
+  if (code == -FI_EAGAIN) return false;
+  if (code != 0) {
+    recycle(op);
+    lose(peer);
+    return true;
+  }
+  peer.told = Clock::now();
+  if (peer.under_way == 0) peer.moved = peer.told;
+  if (completes) {
+    peer.under_way++;
+  } else {
+    recycle(op);
+  }
+  return true;
+}
+
+/// Whether anything went.
+bool Lane::post_backlog(Peer& peer) {
+  bool any = false;
+  while (!peer.backlog.empty()) {
+    Op* op = peer.backlog.front();
+    peer.backlog.pop_front();  // before the post, which may lose the peer and its backlog
+    if (!post(op)) {
+      peer.backlog.push_front(op);
+      break;
+    }
+    any = true;
+  }
+  return any;
+}
+
+void Lane::lose(Peer& peer) {
+  if (peer.lost.exchange(true)) return;
+  // What is under way is given back by its completion, or with the endpoint.
+  std::deque<Op*> backlog = std::move(peer.backlog);
+  peer.backlog.clear();
+  for (Op* op : backlog) recycle(op);
+  if (Op* open = std::exchange(peer.open, nullptr)) recycle(open);
+  peer.tags.clear();
+  room_.notify_all();
+}
+
+}  // namespace ferry::fabric::ofi

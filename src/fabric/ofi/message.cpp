@@ -1,0 +1,14 @@
+#include "fabric/ofi/message.hpp"
+
+#include "fabric/shm/names.hpp"
+
+namespace ferry::fabric::ofi {
+
+Token way_token(const JobKey& job, int source, int target, int lane) {
+  const auto way = static_cast<std::uint64_t>(static_cast<std::uint32_t>(source)) << 32 |
+                   static_cast<std::uint32_t>(target);
+  const auto place = static_cast<std::uint64_t>(lane) << 1;
+  return {siphash(job, way, place), siphash(job, way, place | 1)};
+}
+
+}  // namespace ferry::fabric::ofi

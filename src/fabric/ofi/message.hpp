@@ -1,0 +1,76 @@
+// What crosses the network beside the rows: signals, signs of life, farewells. Everything that
+// arrives is checked, for anybody who can reach the port can send.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <type_traits>
+
+#include "fabric/segment_handle.hpp"
+
+namespace ferry::fabric::ofi {
+
+/// 128 bits that only ranks of this job can make, others for each way from source to target.
+using Token = JobKey;
+Token way_token(const JobKey& job, int source, int target, int lane);
+
+enum class MessageKind : std::uint32_t {
+  signal = 1,    ///< a flag's new value, behind so many pieces of a stream; may carry bytes
+  beat = 2,      ///< the source is alive
+  bye = 3,       ///< the source leaves; it waits for the answer
+  bye_seen = 4,  ///< the answer
+};
+
+/// The head of every message; `payload` bytes follow.
+struct Message {
+  std::uint32_t magic = kMagic;
+  MessageKind kind{};
+  std::int32_t source = -1;
+  std::uint32_t payload = 0;
+  Token token{};
+  // Of a signal: the flag and what goes before it.
+  std::uint64_t sequence = 0;
+  std::uint64_t value = 0;
+  std::uint64_t flag_offset = 0;
+  SegmentId flag_segment = 0;
+  std::uint32_t stream = 0;
+  std::uint64_t pieces = 0;
+  std::uint64_t payload_offset = 0;
+  SegmentId payload_segment = 0;
+  std::uint32_t padding = 0;
+
+  static constexpr std::uint32_t kMagic = 0x314f5946;  // "FYO1"
+};
+static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
+
+/// Bytes that a signal carries at most: one message instead of a write and a message.
+inline constexpr std::size_t kMaxPayload = 1024;
+inline constexpr std::size_t kMessageRoom = sizeof(Message) + kMaxPayload;
+
+/// The message in `bytes`, if its form is right: any values, but no more payload than came.
+inline std::optional<Message> message_in(std::span<const std::byte> bytes) {
+  Message message;
+  if (bytes.size() < sizeof message) return std::nullopt;
+  std::memcpy(&message, bytes.data(), sizeof message);
+  if (message.magic != Message::kMagic || bytes.size() - sizeof message != message.payload) {
+    return std::nullopt;
+  }
+  return message;
+}
+
+/// Which stream a write belongs to: the data that arrives with it. The lower half says it; the
+/// upper half, where the provider carries 8 bytes, is part of the way's token.
+inline constexpr int kStreamBits = 20;
+inline constexpr std::uint32_t kStreamMask = (1u << kStreamBits) - 1;
+
+constexpr std::uint64_t piece_data(const Token& token, int source, std::uint32_t stream) {
+  return (token[0] & ~0xffffffffull) | static_cast<std::uint64_t>(source) << kStreamBits |
+         (stream & kStreamMask);
+}
+constexpr int source_of(std::uint64_t data) {
+  return static_cast<int>((data & 0xffffffffull) >> kStreamBits);
+}
+
+}  // namespace ferry::fabric::ofi

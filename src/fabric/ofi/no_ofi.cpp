@@ -1,0 +1,24 @@
+// Of builds without the headers of libfabric.
+#include <ferry/error.hpp>
+
+#include "fabric/ofi/ofi.hpp"
+
+namespace ferry::fabric {
+
+bool ofi_is_built() noexcept {
+  return false;
+}
+
+std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& /*options*/,
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+  // The peers may have it: they learn from this rank's greeting, which says nothing they can read.
+  bootstrap.all_gather({}, deadline, on_wait);
+  throw Error(ErrorKind::unsupported,
+              "rank " + std::to_string(bootstrap.rank()) +
+                  ": this build of Ferry has no ofi fabric: the headers of libfabric were missing; "
+                  "install them (Debian, Ubuntu: apt install libfabric-dev; RHEL: dnf install "
+                  "libfabric-devel) and build again",
+              {.rank = bootstrap.rank()});
+}
+
+}  // namespace ferry::fabric

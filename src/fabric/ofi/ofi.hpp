@@ -1,0 +1,29 @@
+// The fabric between hosts: libfabric, whatever network it finds.
+#pragma once
+#include <chrono>
+#include <ferry/bootstrap.hpp>
+#include <ferry/network.hpp>
+#include <memory>
+
+#include "fabric/fabric.hpp"
+
+namespace ferry::fabric {
+
+/// Whether this build has it (the headers of libfabric were there); the machine may lack the
+/// library all the same.
+bool ofi_is_built() noexcept;
+
+/// Collective. No peer pointers: puts are one-sided writes, counted where they land. A thread of
+/// each endpoint makes progress as long as the fabric lives, so a rank that computes still
+/// receives.
+///
+/// `deadline` bounds creation, and later how long a peer may take no data: then it counts as dead
+/// and what goes to it is dropped, for a put cannot wait for ever. Throws Error(unsupported) where
+/// libfabric or the provider is missing, on all ranks when on one; Error(mismatch) when ranks use
+/// different providers or numbers of endpoints; Error(invalid_argument) for options, or for a host
+/// at loopback while another rank is on another host; or what the bootstrap throws.
+std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& options,
+                                        std::chrono::nanoseconds deadline,
+                                        const OnWait& on_wait = {});
+
+}  // namespace ferry::fabric
