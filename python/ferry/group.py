@@ -88,7 +88,7 @@ class Group:
         domain_size: 0: the ranks of one host are one domain. n: virtual domains: every n
             consecutive ranks share memory, the others are reached as over a network. Host engine.
         network: what joins the domains. "automatic": copies through `fabric`, as a network makes
-            them; "sim" (threads): adversarial, for tests.
+            them; "ofi": libfabric; "sim" (threads): adversarial, for tests.
         crossing: what "automatic" means in the calls of this group: "automatic" (by a cost model:
             `Plan.crossing`), "direct" or "hierarchical".
 
