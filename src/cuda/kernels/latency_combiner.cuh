@@ -24,8 +24,8 @@ __device__ __forceinline__ int load_tokens(const LatencyHandle& handle, int sour
   return load_relaxed(&handle.tokens[source]);
 }
 
-/// One call on one warp.
-template <class T, bool kPerSlot>
+/// One call on one warp. kTimed: somebody asks how long it waits, which takes registers.
+template <class T, bool kPerSlot, bool kTimed>
 class Combiner {
  public:
   __device__ Combiner(const LatencyCombineParameters& p, const RankFinder& ranks,
@@ -57,7 +57,7 @@ class Combiner {
 
   /// The receiving half, of `blocks` blocks of which this is one. `again`: all that comes has come,
   /// and masked ranks are left out. False: the group has failed.
-  __device__ bool receive(int block, int blocks, bool again, std::uint64_t start) {
+  __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
     // Some warps for each part, where there are enough.
     const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
@@ -68,7 +68,7 @@ class Combiner {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
-      if (!await_part(token, part, again, start, here)) return false;
+      if (!await_part(token, part, again, here)) return false;
       const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
       const int pieces = (end - begin + kPiece - 1) / kPiece;
       const int each = (pieces + shares - 1) / shares * kPiece;
@@ -117,7 +117,8 @@ class Combiner {
     if (tells) {
       std::uint32_t* tags = at_.sum_tags(base, kPerSlot ? lane : v.group.rank, token);
       fence_system();
-      for (int part = first; part <= last; ++part) store_relaxed(tags + part, at_.tag());
+      for (int part = first; part <= last; ++part)
+        store_relaxed(tags + part, at_.sum_tag(kPerSlot));
     }
     return true;
   }
@@ -219,8 +220,7 @@ class Combiner {
   }
 
   /// Whole warp: which rows of the token are here: bits of slots or of ranks.
-  __device__ bool await_part(int token, int part, bool again, std::uint64_t start,
-                             std::uint32_t* here) {
+  __device__ bool await_part(int token, int part, bool again, std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int rank = given_ ? owner(token, lane) : -1;
@@ -241,13 +241,11 @@ class Combiner {
       if (peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag(v, call_, tag, at_.tag(), peer, Stage::latency_sums);
+        const Came what =
+            await_tag<kTimed>(v, call_, tag, at_.sum_tag(kPerSlot), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         lost |= what == Came::missing;
-        if (p_.waits != nullptr && !again) {
-          atomicMax(reinterpret_cast<unsigned long long*>(p_.waits + peer), now_ns() - start);
-        }
       }
       here[w] = __ballot_sync(kAllLanes, came);
     }
