@@ -67,9 +67,13 @@ struct LatencyDeviceShape {
 };
 
 /// One rank's registered memory of a latency exchange. Everything is there twice, for even and odd
-/// generations, but for `released`. All before `rows` is zero before the first call.
+/// generations, but for what comes before `headers`. All before `rows` is zero before the first
+/// call.
 struct DeviceLatencyLayout {
   std::size_t released = 0;  ///< [R] lines: the receiver has read all up to this generation
+  std::size_t gone = 0;      ///< u32 [R], of Gone
+  std::size_t offers = 0;    ///< [R] lines: latency_masks.cu
+  std::size_t answers = 0;   ///< [R] lines
   std::size_t headers = 0;   ///< [2, R, header_bytes]
   std::size_t header_bytes = 0;
   std::size_t places_at = 0;   ///< inside a header
@@ -95,6 +99,9 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   DeviceLatencyLayout layout{};
   Carver carver{};
   layout.released = carver.take(r * kLineBytes);
+  layout.gone = carver.take(r * sizeof(std::uint32_t));
+  layout.offers = carver.take(r * kLineBytes);
+  layout.answers = carver.take(r * kLineBytes);
   layout.places_at = (kLatencyHeadWords + static_cast<std::size_t>(shape.local_experts)) * 8;
   layout.weights_at = layout.places_at + capacity * k * 8;
   layout.header_bytes = round_up(layout.weights_at + capacity * k * 8, kLineBytes);
@@ -139,6 +146,7 @@ struct LatencyWords {
   /// generation * 2, + 1: it is there.
   std::uint64_t suspected[kMaxDomain];
   std::uint64_t verdict[kMaxDomain];
+  std::uint64_t rounds;             ///< of rejoining
   std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
 };
 
@@ -154,7 +162,14 @@ struct LatencyHandle {
 struct LatencyAlarm {
   std::uint64_t masked;             ///< times that a rank was masked by a deadline
   std::uint32_t ranks[kMaxDomain];  ///< not 0: the rank is masked; written before `masked`
-  std::uint32_t gone[kMaxDomain];   ///< the host's: not 0: nothing of the rank comes any more
+  std::uint32_t behind;             ///< a rank, + 1, that goes on without this one; 0: none
+};
+
+/// Why a rank is not waited for until the deadline: a word in this rank's memory that others write.
+enum class Gone : std::uint32_t {
+  no,
+  without_us,  ///< it has masked this rank, and says so itself
+  dead,        ///< its process has ended, says this rank's CPU
 };
 
 struct LatencyView {
@@ -227,7 +242,7 @@ struct LatencyCombineParameters {
   float* kept_weights = nullptr;
   int tokens = 0;
   int topk = 1;
-  std::byte* out = nullptr;  ///< [tokens, hidden]
+  std::byte* out = nullptr;        ///< [tokens, hidden]
   std::uint64_t* waits = nullptr;  ///< as in dispatch
   int blocks = 0;
 };
@@ -260,11 +275,10 @@ cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
 
 struct LatencyRejoinParameters {
   LatencyView view{};
-  CallSignature call{};
-  Failure* failure = nullptr;
+  Failure* failure = nullptr;  ///< pinned: a rank did not come, or saw others
 };
-/// A call of the group: all ranks go on after the newest generation that any of them used, without
-/// masks. No latency call of this rank may run.
+/// All ranks but those that are gone go on after the newest generation that any of them used,
+/// without masks. No latency call of this rank may run.
 cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream);
 
 /// Blocks of these kernels that one SM holds: all of a call must run at once.

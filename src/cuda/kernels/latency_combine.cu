@@ -125,8 +125,8 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
     return cudaErrorInvalidValue;
   }
   LatencyCombineParameters copy = parameters;
-  // It holds an SM almost alone: it comes when the kernel before has ended, so that ranks that share
-  // a GPU have room for each other.
+  // It holds an SM almost alone: it comes when the kernel before has ended, so that ranks that
+  // share a GPU have room for each other.
   if (timed) copy.blocks = std::min(copy.blocks, limits.sms);
   void* arguments[] = {&copy};
   return launch(reinterpret_cast<const void*>(kernel),

@@ -24,6 +24,20 @@ __device__ __forceinline__ int load_tokens(const LatencyHandle& handle, int sour
   return load_relaxed(&handle.tokens[source]);
 }
 
+/// The weights of `source` have not come in time. False: the group has failed.
+__device__ __noinline__ inline bool give_up_weights(const LatencyView& v, const LatencyCall& call,
+                                                    int source, std::uint32_t tag) {
+  if (has_failed(v.group)) return false;
+  if (load_relaxed(&v.words->masked[source]) != 0) return true;
+  const bool aborted = load_relaxed(v.group.abort) != 0;
+  if (v.alarm == nullptr || aborted) {
+    return fail_latency(v, call, aborted ? Reason::aborted : Reason::deadline,
+                        Stage::latency_weights, source, {tag, 0, 0});
+  }
+  mask_late(v, call, source);
+  return true;
+}
+
 /// One call on one warp. kTimed: somebody asks how long it waits, which takes registers.
 template <class T, bool kPerSlot, bool kTimed>
 class Combiner {
@@ -109,8 +123,9 @@ class Combiner {
       tells = row >= 0;
     } else {
       float weight = row >= 0 && p_.slot_weights != nullptr ? __ldg(p_.slot_weights + entry) : 0;
-      const Came came = sum_slots(source, token, begin, end, row, weight, lanes);
-      if (came != Came::here) return came != Came::stop;
+      if (!sum_slots(source, token, begin, end, row, weight, lanes)) {
+        return give_up_weights(v, call_, source, at_.tag());
+      }
       tells = lane == 0;
     }
     __syncwarp();
@@ -123,19 +138,26 @@ class Combiner {
     return true;
   }
 
-  /// Whole warp: the weights of the slots whose row is here, which their owner pushes.
-  __device__ Came await_weights(int source, int token, int row, float& weight) {
+  /// Whole warp: the weights of the slots whose row is here, which their owner pushes. False: they
+  /// do not come. Here sums need the registers: what then is to be done waits until they are free.
+  __device__ bool await_weights(int source, int token, int row, float& weight) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    Came came = Came::here;
-    if (row >= 0) {
-      std::uint32_t bits = 0;
-      const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
-      came = await_word(v, call_, word, at_.tag(), source, Stage::latency_weights, bits);
-      weight = __uint_as_float(bits);
+    const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
+    Patience patience;
+    bool over = false;
+    while (row >= 0 && !over) {
+      const std::uint64_t seen = load_relaxed(word);
+      weight = __uint_as_float(static_cast<std::uint32_t>(seen));
+      if (is_word_of(seen, at_.tag())) break;
+      Reason reason;
+      over = patience.over(v.group, reason);
+      // Warps that wait for its sums find out whether it is gone.
+      if (patience.looks % Patience::kLooksPerCheck == 0) {
+        over |= load_relaxed(&v.words->masked[source]) != 0;
+      }
     }
-    if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
-    return __any_sync(kAllLanes, came != Came::here) ? Came::missing : Came::here;
+    return __any_sync(kAllLanes, over) == 0;
   }
 
   __device__ const uint4* input(int row) const {
@@ -165,8 +187,8 @@ class Combiner {
   }
 
   /// The slots of one row on this rank, in ascending k, rounded once. The weights are waited for
-  /// while the first rows are loaded.
-  __device__ Came sum_slots(int source, int token, int begin, int end, int row, float weight,
+  /// while the first rows are loaded. False: they do not come.
+  __device__ bool sum_slots(int source, int token, int begin, int end, int row, float weight,
                             std::uint32_t lanes) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -194,8 +216,7 @@ class Combiner {
           }
         }
         if (!weighed) {
-          const Came came = await_weights(source, token, row, weight);
-          if (came != Came::here) return came;
+          if (!await_weights(source, token, row, weight)) return false;
           weighed = true;
         }
         const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
@@ -212,7 +233,7 @@ class Combiner {
         if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
       }
     }
-    return Came::here;
+    return true;
   }
 
   __device__ int owner(int token, int slot) const {

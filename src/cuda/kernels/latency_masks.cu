@@ -1,6 +1,5 @@
 // Masks that the host sets and clears, and the rejoining of ranks that were masked: small kernels
 // of one block, between the calls of an exchange.
-#include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/latency_wait.cuh"
 #include "cuda/kernels/load.hpp"
 
@@ -19,62 +18,127 @@ __global__ void __launch_bounds__(kThreads)
     latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
     if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
-    if (!masked) {
-      v.words->masked[r] = 0;
-    } else if (v.words->masked[r] == 0) {
-      v.words->masked[r] = kMaskedByHost;
-    }
+    if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
+    const Gone gone = masked ? Gone::without_us : Gone::no;
+    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.group.rank),
+                  static_cast<std::uint32_t>(gone));
     store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
   }
 }
 
-/// Nothing that a rank wrote in a generation up to `newest` is looked at any more.
-__device__ void go_on_after(const LatencyView& v, std::uint64_t newest) {
-  const LatencyPlaces at{v, newest};
+// Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
+// newest generation that it used; who has all offers answers with the newest of them, and goes on
+// when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
+// a later one joins it. A word is round << 48 | generation, so it only grows.
+
+constexpr int kGenerationBits = 48;
+
+__device__ std::uint64_t round_of(std::uint64_t word) {
+  return word >> kGenerationBits;
+}
+__device__ std::uint64_t generation_in(std::uint64_t word) {
+  return word & ((std::uint64_t{1} << kGenerationBits) - 1);
+}
+
+struct Rejoining {
+  const LatencyRejoinParameters& p;
+  std::uint64_t round;
+
+  /// Whole block.
+  __device__ void publish(std::size_t lines, std::uint64_t generation) const {
+    const LatencyView& v = p.view;
+    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.group.rank),
+                    round << kGenerationBits | generation);
+    }
+  }
+
+  /// One thread: a rank's word of this round or a later one; 0: the rank is gone, or does not come,
+  /// which is a failure.
+  __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
+    const LatencyView& v = p.view;
+    const std::uint64_t* line = LatencyPlaces::line_of(own_memory(v), lines, peer);
+    Patience patience;
+    for (;;) {
+      const std::uint64_t word = load_acquire(line);
+      if (round_of(word) >= round) return word;
+      Reason reason;
+      const bool over = patience.over(v.group, reason);
+      if (patience.looks % Patience::kLooksPerCheck != 0) continue;
+      if (find_gone(v, peer) == Gone::dead) return 0;
+      if (!over) continue;
+      failed = true;
+      refuse(reason == Reason::none ? Reason::aborted : reason, peer);
+      return 0;
+    }
+  }
+  __device__ void refuse(Reason reason, int peer) const {
+    p.failure->reason = reason;
+    p.failure->stage = Stage::latency_rejoin;
+    p.failure->peer = peer;
+    store_release(&p.failure->written, round);
+  }
+};
+
+/// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
+/// ranks have ended their calls before, so nobody writes to another's buffers now. `absent` [R].
+__device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bool* absent) {
+  const LatencyPlaces at{v, agreed};
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-    v.words->masked[r] = 0;
-    store_relaxed(&v.alarm->ranks[r], 0);
-    store_release(at.released(v.peers[r], v.group.rank), newest);
+    v.words->masked[r] = absent[r] ? kMaskedByHost : 0;
+    if (!absent[r]) store_relaxed(at.gone(own_memory(v), r), 0);
+    store_relaxed(&v.alarm->ranks[r], absent[r] ? 1 : 0);
+    store_release(at.released(v.peers[r], v.group.rank), agreed);
   }
   if (threadIdx.x != 0) return;
   LatencyWords& words = *v.words;
-  words.generation = newest;
-  words.received[newest % 2] = newest;
-  words.received[(newest + 1) % 2] = newest == 0 ? 0 : newest - 1;
-  words.released = newest;
+  words.generation = agreed;
+  words.received[agreed % 2] = agreed;
+  words.received[(agreed + 1) % 2] = agreed - 1;
+  words.released = agreed;
+  store_relaxed(&v.alarm->behind, 0);
 }
 
-/// By the swap of heads all ranks are here, and so have ended their latency calls before: nobody
-/// writes into another's buffers, and what a peer writes after it is of a newer generation.
 __global__ void __launch_bounds__(kThreads)
     latency_rejoin_kernel(const __grid_constant__ LatencyRejoinParameters p) {
-  __shared__ unsigned long long newest;
-  const GroupView& group = p.view.group;
-  std::byte* control = first_control(group);
-  std::uint64_t generation;
-  if (threadIdx.x == 0) newest = 0;
-  if (!begin_call(group, generation)) return;
-  post_entry(group, control, generation, p.call, [&](DeviceHead& head) {
-    head.detail = static_cast<std::int64_t>(load_relaxed(&p.view.words->generation));
-  });
-  Verdict verdict;
-  if (!await_entry(group, generation, Stage::latency_rejoin, p.call, nullptr, verdict)) return;
-  if (verdict.reason != Reason::none) {
-    refuse_call(group, generation, verdict, Stage::latency_rejoin, nullptr, p.failure);
-    return;
-  }
-  bool good = true;
-  for (int r = static_cast<int>(threadIdx.x); r < group.ranks; r += kThreads) {
-    const std::uint64_t theirs = head_word(group, r, generation, kDetailWord);
-    if (theirs >> 62 != 0) {
-      good = fail(group, generation, Reason::distrust, Stage::latency_rejoin, r, {0, theirs, 0});
+  __shared__ unsigned long long newest, latest;
+  __shared__ bool absent[kMaxDomain];
+  const LatencyView& v = p.view;
+  const int ranks = v.group.ranks;
+  std::uint64_t* rounds = &v.words->rounds;
+  Rejoining rejoining{p, load_relaxed(rounds) + 1};
+  const std::uint64_t used = load_relaxed(&v.words->generation);
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) absent[r] = false;
+  if (threadIdx.x == 0) latest = rejoining.round;
+  bool failed = false;
+  for (;;) {
+    if (threadIdx.x == 0) newest = used;
+    __syncthreads();
+    rejoining.round = latest;
+    __syncthreads();
+    rejoining.publish(v.layout.offers, used);
+    for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
+      if (absent[r]) continue;
+      const std::uint64_t word = rejoining.hear(v.layout.offers, r, failed);
+      absent[r] = word == 0;
+      atomicMax(&latest, static_cast<unsigned long long>(round_of(word)));
+      atomicMax(&newest, static_cast<unsigned long long>(generation_in(word)));
     }
-    atomicMax(&newest, static_cast<unsigned long long>(theirs));
+    if (__syncthreads_or(failed) != 0 || latest == rejoining.round) break;
   }
-  if (__syncthreads_and(good) == 0) return;
-  go_on_after(p.view, newest);
-  __syncthreads();
-  if (threadIdx.x == 0) end_call(group, generation);
+  if (threadIdx.x == 0) *rounds = rejoining.round;
+  if (__syncthreads_or(failed) != 0) return;
+  const std::uint64_t agreed = newest + 1;
+  rejoining.publish(v.layout.answers, agreed);
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) {
+    if (absent[r]) continue;
+    const std::uint64_t word = rejoining.hear(v.layout.answers, r, failed);
+    absent[r] = word == 0;
+    if (word == 0 || word == (rejoining.round << kGenerationBits | agreed)) continue;
+    failed = true;  // it saw others than this rank did
+    rejoining.refuse(Reason::mismatch, r);
+  }
+  if (__syncthreads_or(failed) == 0) go_on_after(v, agreed, absent);
 }
 
 }  // namespace

@@ -47,8 +47,15 @@ struct LatencyPlaces {
            static_cast<std::size_t>(token);
   }
   __device__ std::uint64_t* released(std::byte* base, int receiver) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.released +
-                                            static_cast<std::size_t>(receiver) * kLineBytes);
+    return line_of(base, v.layout.released, receiver);
+  }
+  __device__ static std::uint64_t* line_of(std::byte* base, std::size_t lines, int rank) {
+    return reinterpret_cast<std::uint64_t*>(base + lines +
+                                            static_cast<std::size_t>(rank) * kLineBytes);
+  }
+  /// What the owner of `base` knows of `rank`: of Gone.
+  __device__ std::uint32_t* gone(std::byte* base, int rank) const {
+    return reinterpret_cast<std::uint32_t*>(base + v.layout.gone) + rank;
   }
   /// Words of the head, then the numbers of rows.
   __device__ std::uint64_t* header(std::byte* base, int source) const {
@@ -117,9 +124,18 @@ __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_
   return mask != 0 && mask != call;
 }
 
+__device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
+  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(own_memory(v), peer)));
+}
+
 /// The peer missed its deadline where it may.
 __device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, int peer) {
   if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
+  const LatencyPlaces at{v, call.generation};
+  store_relaxed(at.gone(v.peers[peer], v.group.rank), static_cast<std::uint32_t>(Gone::without_us));
+  if (find_gone(v, peer) == Gone::without_us) {
+    store_relaxed(&v.alarm->behind, static_cast<std::uint32_t>(peer) + 1);
+  }
   store_relaxed(&v.alarm->ranks[peer], 1);
   fence_system();  // whoever sees the count sees whom it is about
   auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
@@ -127,14 +143,6 @@ __device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, 
 }
 
 enum class Came { here, missing, stop };
-
-/// Whether the host says that nothing of `peer` comes any more; seldom asked, for the word lies
-/// behind PCIe.
-__device__ __forceinline__ bool is_gone(const LatencyView& v, const Patience& patience, int peer) {
-  constexpr std::uint32_t kLooks = Patience::kLooksPerCheck * Patience::kChecksPerAbort;
-  return v.alarm != nullptr && patience.looks % kLooks == 0 &&
-         load_relaxed(&v.alarm->gone[peer]) != 0;
-}
 
 // How long a receive has waited for each source, if somebody asks.
 
@@ -165,11 +173,14 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
   const bool over = patience.over(v.group, reason);
   if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
   if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
-  const bool gone = !over && is_gone(v, patience, peer);
-  if (!over && !gone) return Came::here;
-  if (!gone && reason == Reason::none) return Came::stop;
+  if (!over && find_gone(v, peer) != Gone::no) {
+    mask_late(v, call, peer);
+    return Came::missing;
+  }
+  if (!over) return Came::here;
+  if (reason == Reason::none) return Came::stop;
   if (stage == Stage::latency_sums && (expected ^ seen) == kPerSlotTag) reason = Reason::mismatch;
-  if (!gone && (reason != Reason::deadline || v.alarm == nullptr)) {
+  if (reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
   }
