@@ -110,35 +110,42 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t used = load_relaxed(&v.words->generation);
   for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) absent[r] = false;
   if (threadIdx.x == 0) latest = rejoining.round;
-  bool failed = false;
   for (;;) {
     if (threadIdx.x == 0) newest = used;
     __syncthreads();
     rejoining.round = latest;
+    if (threadIdx.x == 0) *rounds = rejoining.round;
     __syncthreads();
+    const auto hear = [&](std::size_t lines, const auto& take) {
+      bool failed = false;
+      for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
+        if (absent[r]) continue;
+        const std::uint64_t word = rejoining.hear(lines, r, failed);
+        absent[r] = word == 0;
+        atomicMax(&latest, static_cast<unsigned long long>(round_of(word)));
+        if (word != 0 && round_of(word) == rejoining.round) take(r, generation_in(word), failed);
+      }
+      return __syncthreads_or(failed) == 0;
+    };
     rejoining.publish(v.layout.offers, used);
-    for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
-      if (absent[r]) continue;
-      const std::uint64_t word = rejoining.hear(v.layout.offers, r, failed);
-      absent[r] = word == 0;
-      atomicMax(&latest, static_cast<unsigned long long>(round_of(word)));
-      atomicMax(&newest, static_cast<unsigned long long>(generation_in(word)));
-    }
-    if (__syncthreads_or(failed) != 0 || latest == rejoining.round) break;
+    const bool offered = hear(v.layout.offers, [&](int, std::uint64_t generation, bool&) {
+      atomicMax(&newest, static_cast<unsigned long long>(generation));
+    });
+    if (!offered) return;
+    if (latest > rejoining.round) continue;
+    const std::uint64_t agreed = newest + 1;
+    rejoining.publish(v.layout.answers, agreed);
+    const bool answered =
+        hear(v.layout.answers, [&](int r, std::uint64_t generation, bool& failed) {
+          if (generation == agreed) return;
+          failed = true;  // it saw others than this rank did
+          rejoining.refuse(Reason::mismatch, r);
+        });
+    if (!answered) return;
+    if (latest > rejoining.round) continue;
+    go_on_after(v, agreed, absent);
+    return;
   }
-  if (threadIdx.x == 0) *rounds = rejoining.round;
-  if (__syncthreads_or(failed) != 0) return;
-  const std::uint64_t agreed = newest + 1;
-  rejoining.publish(v.layout.answers, agreed);
-  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) {
-    if (absent[r]) continue;
-    const std::uint64_t word = rejoining.hear(v.layout.answers, r, failed);
-    absent[r] = word == 0;
-    if (word == 0 || word == (rejoining.round << kGenerationBits | agreed)) continue;
-    failed = true;  // it saw others than this rank did
-    rejoining.refuse(Reason::mismatch, r);
-  }
-  if (__syncthreads_or(failed) == 0) go_on_after(v, agreed, absent);
 }
 
 }  // namespace
