@@ -26,8 +26,12 @@ class Graph {
   }
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
+  void launch() const { need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch"); }
   void run() const {
-    need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch");
+    launch();
+    wait();
+  }
+  void wait() const {
     while (cudaStreamQuery(stream_) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
   }
 
