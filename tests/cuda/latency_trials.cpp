@@ -36,6 +36,7 @@ struct Settings {
 struct Told {
   std::atomic<std::int64_t> fault{0};  ///< ns
   std::atomic<int> victim{0};          ///< its process
+  std::atomic<int> stop_at{0};         ///< exchanges after which a trial's load ends
   double mask_ms[kRanksAtMost]{};
   double all_ms[kMostTrials * kRanksAtMost]{};  ///< of stopped ranks
   double before = 0, after = 0;                 ///< exchanges a second
@@ -172,12 +173,17 @@ class MaskClock {
   std::thread thread_;
 };
 
-void trips_until_masked(Loaded& rank) {
+/// Exchanges until the victim is masked, and some more; as many on all ranks that are left. Ranks
+/// may mask it in different calls, but none is two calls ahead of another.
+void trips_around_fault(Loaded& rank, Told& told) {
+  constexpr int kMore = 25;
   const auto until = std::chrono::steady_clock::now() + 30s;
-  while (!rank.masks_victim()) {
+  for (int count = 0; told.stop_at == 0 || count < told.stop_at; ++count) {
     need(std::chrono::steady_clock::now() < until, "no mask after 30 s");
     rank.trip();
+    if (rank.rank() == 0 && told.stop_at == 0 && rank.masks_victim()) told.stop_at = count + kMore;
   }
+  need(rank.masks_victim(), "other ranks mask the victim, this one does not");
 }
 
 void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int trial) {
@@ -198,9 +204,8 @@ void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int
   }
   {
     const MaskClock clock(rank.latency(), told, rank.rank());
-    trips_until_masked(rank);
+    trips_around_fault(rank, told);
   }
-  for (int i = 0; i < 20; ++i) rank.trip();
   const double after = rank.speed();
   if (rank.rank() == 0) told.after = after;
   rank.latency().rejoin();
@@ -238,9 +243,8 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
       }
     } else {
       const MaskClock clock(rank.latency(), told, rank.rank());
-      trips_until_masked(rank);
+      trips_around_fault(rank, told);
     }
-    for (int i = 0; rank.rank() != kVictim && i < 20; ++i) rank.trip();
     if (stopper.joinable()) stopper.join();
     rank.meet();
     rank.latency().rejoin();
@@ -253,6 +257,7 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
       }
       std::printf(" ms, rejoined\n");
       std::fflush(stdout);
+      told.stop_at = 0;
     }
     if (rank.rank() != kVictim)
       told.all_ms[trial * kRanksAtMost + rank.rank()] = told.mask_ms[rank.rank()];
@@ -354,6 +359,7 @@ int run(const Settings& settings) {
   };
   std::vector<double> killed;
   for (int trial = 0; trial < settings.kill; ++trial) {
+    told.stop_at = 0;
     const auto problems =
         run_ranks(ranks, 1, [&](Bootstrap& b) { killed_rank(b, settings, told, trial); }, 60);
     complain(problems, 1);  // the victim's process ended
@@ -367,6 +373,7 @@ int run(const Settings& settings) {
     std::fflush(stdout);
   }
   tell("kill", killed);
+  told.stop_at = 0;
   if (settings.stop > 0) {
     complain(run_ranks(
                  ranks, 1, [&](Bootstrap& b) { stopped_rank(b, settings, told, settings.stop); },
