@@ -55,6 +55,7 @@ struct CallRecord {
   std::shared_ptr<const Failure> plan_failure{};
   std::weak_ptr<void> event{};          ///< while it lives, somebody may still ask
   std::function<void()> on_failure{};   ///< once, when the failure is seen
+  std::function<void()> on_wait{};      ///< when somebody has waited for the end; may throw
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
   std::atomic<bool> told{false};        ///< somebody has seen how it ended
   std::atomic<bool> ended_well{false};  ///< seen to have ended before any fatal failure

@@ -41,6 +41,8 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
   failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
   counts_ = PinnedPool::make(slot, plans_at_once(slot));
+  constexpr std::size_t kExchanges = 4;  // with masks; more come when they are needed
+  alarms_ = PinnedPool::make(sizeof(LatencyAlarm), kExchanges);
   words_.slot = PinnedPool::make(2 * kLineBytes + sizeof(Failure), 1)->take();
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
   words_.abort =
@@ -105,7 +107,7 @@ CudaEngine::~CudaEngine() {
       new Parts(parts_);
       new GroupWords(words_);
       new std::deque<Flight>(in_flight_);
-      new std::vector<std::shared_ptr<void>>{failures_, counts_, staging_};
+      new std::vector<std::shared_ptr<void>>{failures_, counts_, alarms_, staging_};
     }
     cudaStreamDestroy(aux_);
   } catch (...) {  // the GPU is going away
@@ -242,7 +244,7 @@ MemoryUse CudaEngine::memory() const {
   std::size_t latency_bytes = 0;
   {
     std::scoped_lock lock(latency_mutex_);
-    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
+    for (const LatencySegment& segment : latency_segments_) latency_bytes += segment.memory.bytes;
   }
   return {control_bytes_, memory.registered().total_bytes() + memory.local().total_bytes(),
           memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
@@ -256,17 +258,19 @@ std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& con
   return make_cuda_latency(shared_from_this(), config);
 }
 
-void CudaEngine::add_latency_memory(const fabric::Segment& segment) {
+void CudaEngine::add_latency_memory(const fabric::Segment& segment, std::size_t gone) {
   std::scoped_lock lock(latency_mutex_);
-  latency_segments_.push_back(segment);
+  latency_segments_.push_back(
+      {segment, gone, std::vector<bool>(gone == 0 ? 0 : static_cast<std::size_t>(size()))});
 }
 
 bool CudaEngine::is_latency_memory(const void* pointer) const {
   const auto* at = static_cast<const std::byte*>(pointer);
   std::scoped_lock lock(latency_mutex_);
   return std::any_of(latency_segments_.begin(), latency_segments_.end(),
-                     [&](const fabric::Segment& segment) {
-                       return at >= segment.data && at < segment.data + segment.bytes;
+                     [&](const LatencySegment& segment) {
+                       const fabric::Segment& memory = segment.memory;
+                       return at >= memory.data && at < memory.data + memory.bytes;
                      });
 }
 

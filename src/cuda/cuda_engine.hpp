@@ -117,8 +117,11 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Registers a segment and offers it to the peers, who have mapped it on return. bytes 0: the
   /// GPU's memory is exhausted.
   fabric::Segment add_segment(const char* call, std::size_t bytes);
-  /// Latency exchanges own a segment each, until the group ends.
-  void add_latency_memory(const fabric::Segment& segment);
+  /// Latency exchanges own a segment each, until the group ends. `gone`: offset of a u32 for each
+  /// rank, which says that nothing of it comes any more (cuda::Gone); 0: the exchange has no masks.
+  void add_latency_memory(const fabric::Segment& segment, std::size_t gone);
+  /// Pinned and zeroed: a LatencyAlarm.
+  std::shared_ptr<std::byte> take_alarm() { return alarms_->take(); }
   bool is_latency_memory(const void* pointer) const;
   /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
   /// launched.
@@ -149,6 +152,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
   Error latency_mismatch(const Failure& failure) const;
+  Error rejoin_refusal(const Failure& failure) const;
   Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void load_copies();
@@ -156,6 +160,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void monitor();
   void look_after_peers();
   void serve_offers();
+  void tell_of_dead();
   std::uint64_t ended_calls();
   /// Whether the call that runs on the GPU now still needs something from this peer.
   bool awaits(int peer);
@@ -169,6 +174,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   SegmentExchange segments_;
   std::shared_ptr<PinnedPool> failures_;
   std::shared_ptr<PinnedPool> counts_;
+  std::shared_ptr<PinnedPool> alarms_;
   std::size_t count_words_ = 0;
   GroupWords words_{};
   GroupView view_{};
@@ -199,7 +205,12 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::mutex wire_mutex_;                 // the table, aux_
   std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
   mutable std::mutex latency_mutex_;
-  std::vector<fabric::Segment> latency_segments_{};
+  struct LatencySegment {
+    fabric::Segment memory{};
+    std::size_t gone = 0;
+    std::vector<bool> told{};  ///< of whose end; for `gone`
+  };
+  std::vector<LatencySegment> latency_segments_{};
   std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};
   std::atomic<std::uint64_t> exchange_ns_{0};

@@ -97,6 +97,7 @@ bool CallEvent::ready() {
 void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const OnDevice here(device_);
   poll([&] { return record_->has_ended(); }, deadline, on_wait);
+  if (record_->on_wait) record_->on_wait();
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
     engine->check_ended(*record_);

@@ -22,6 +22,7 @@ const char* stage_name(Stage stage) {
     case Stage::loans: return "combine: readers";
     case Stage::barrier: return "barrier";
     case Stage::latency_open: return "LatencyExchange: buffers";
+    case Stage::latency_rejoin: return "latency rejoin";
     case Stage::latency_credit: return "latency dispatch: credit";
     case Stage::latency_headers:
     case Stage::latency_rows: return "latency dispatch: rows";
@@ -53,11 +54,29 @@ bool is_latency(Stage stage) {
 }  // namespace
 
 Error CudaEngine::latency_mismatch(const Failure& failure) const {
-  return Error(
-      ErrorKind::mismatch,
-      "rank " + to_string(rank()) + ": latency dispatch: rank " + to_string(failure.peer) +
-          " used another format or scale_format in this call",
-      {rank(), failure.peer, "latency dispatch", failure.written, failure.expected, failure.seen});
+  const bool combine = failure.stage == Stage::latency_sums;
+  const char* call = combine ? "latency combine" : "latency dispatch";
+  return Error(ErrorKind::mismatch,
+               "rank " + to_string(rank()) + ": " + call + ": rank " + to_string(failure.peer) +
+                   (combine ? " takes another path"
+                            : " used another format or scale_format, or differs in having "
+                              "topk_weights,") +
+                   " in this call",
+               {rank(), failure.peer, call, failure.written, failure.expected, failure.seen});
+}
+
+Error CudaEngine::rejoin_refusal(const Failure& failure) const {
+  if (failure.reason == Reason::aborted) {
+    return Error(ErrorKind::interrupted,
+                 "rank " + to_string(rank()) + ": latency rejoin: the exchange was told to stop",
+                 {rank(), failure.peer, "latency rejoin", failure.written, 0, 0});
+  }
+  const bool late = failure.reason == Reason::deadline;
+  return Error(late ? ErrorKind::deadline : ErrorKind::mismatch,
+               "rank " + to_string(rank()) + ": latency rejoin: rank " + to_string(failure.peer) +
+                   (late ? " did not come within the deadline; expected rejoin() on all ranks"
+                         : " saw other ranks than this one; rejoin again"),
+               {rank(), failure.peer, "latency rejoin", failure.written, 0, 0});
 }
 
 Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {
@@ -130,6 +149,7 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   const char* stage = stage_name(failure.stage);
   const ErrorContext context{rank(), peer, stage, failure.written, 0, 0};
   const std::string who = "rank " + to_string(peer);
+  if (failure.stage == Stage::latency_rejoin) return rejoin_refusal(failure);
   if (is_latency(failure.stage)) return latency_refusal(record, failure);
   switch (failure.reason) {
     case Reason::mismatch:

@@ -1,4 +1,4 @@
-// The calls of latency mode: what is checked, launched and handed out.
+// Dispatch of latency mode: what is checked, launched and handed out.
 #include <string>
 #include <utility>
 
@@ -12,10 +12,6 @@ namespace ferry::cuda {
 
 namespace {
 
-[[noreturn]] void refuse_second_receive(const char* call) {
-  refuse(call, "hook", "a second receive(), or one without hook = true", "one receive()");
-}
-
 LatencyFormat format_of(const LatencyDispatchOptions& options) {
   if (options.format == WireFormat::as_is) return LatencyFormat::as_is;
   switch (options.scale_format) {
@@ -26,39 +22,29 @@ LatencyFormat format_of(const LatencyDispatchOptions& options) {
   return LatencyFormat::e4m3;
 }
 
-/// The second half of a dispatch. One that could not begin may be called again.
-struct ReceiveRows final : LatencyState {
-  std::shared_ptr<CudaLatency> engine{};
-  std::shared_ptr<LatencyRound> round{};
-  std::optional<Stream> stream{};
-  std::atomic<bool> called{false};
-  void receive() override {
-    Claim claim(called);
-    if (!claim) refuse_second_receive(kLatencyDispatch);
-    engine->receive_rows(*round, stream ? &*stream : nullptr, claim);
-  }
-};
+/// What the CUDA engine does not have yet.
+void check_served(const LatencyDispatchOptions& options) {
+  if (options.order == RowOrder::expert_major) return;
+  throw Error(
+      ErrorKind::unsupported,
+      std::string(kLatencyDispatch) + ": order: got rank_major; the CUDA engine has expert_major");
+}
 
-/// The second half of a combine.
-struct ReceiveSums final : LatencyState {
-  std::shared_ptr<CudaLatency> engine{};
-  std::shared_ptr<LatencyRound> round{};
-  Tensor out{};
-  std::optional<Stream> stream{};
-  std::atomic<bool> called{false};
-  void receive() override {
-    Claim claim(called);
-    if (!claim) refuse_second_receive(kLatencyCombine);
-    engine->receive_sums(*round, stream ? &*stream : nullptr, claim);
-    round.reset();  // the result may go back now
-  }
-};
+}  // namespace
+
+[[noreturn]] void refuse_second_receive(const char* call) {
+  refuse(call, "hook", "a second receive(), or one without hook = true", "one receive()");
+}
 
 std::optional<Stream> copy_of(const Stream* stream) {
   return stream == nullptr ? std::nullopt : std::optional<Stream>(*stream);
 }
 
-}  // namespace
+void ReceiveRows::receive() {
+  Claim claim(called);
+  if (!claim) refuse_second_receive(kLatencyDispatch);
+  engine->receive_rows(*round, stream ? &*stream : nullptr, claim);
+}
 
 CallSignature CudaLatency::signature(CallKind kind) const {
   CallSignature call;
@@ -87,6 +73,10 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
     alive_[result] = true;
   }
   round->lease = std::make_shared<LatencyLease>(shared_from_this(), result);
+  round->result = result;
+  round->rejoins = rejoins_.load();
+  round->waits = options.waits;
+  round->weighted = options.topk_weights.has_value();
   const LatencyResultLayout& layout = memory_.results[result];
   LatencyDispatchParameters& d = round->dispatch;
   d.view = view_;
@@ -96,6 +86,10 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   d.handle = at<LatencyHandle>(layout.handle);
   d.slots = at<std::int32_t>(layout.slots);
   d.routes = at<std::int32_t>(layout.routes);
+  if (round->weighted) {
+    d.slot_weights = at<float>(layout.slot_weights);
+    d.own_weights = at<float>(layout.weights);
+  }
   d.out = at<std::byte>(layout.x);
   d.scales = at<void*>(layout.scales);
   d.counts = at<std::int32_t>(layout.counts);
@@ -104,12 +98,10 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   d.blocks = blocks();
   LatencyCombineParameters& c = round->combine;
   c.view = view_;
-  c.path = CombinePath::per_slot;  // the same bits as on the host
   c.handle = d.handle;
   c.slots = d.slots;
   c.topk_idx = d.routes;
   c.wide = false;
-  c.kept_weights = at<float>(layout.weights);
   c.tokens = d.tokens;
   c.topk = topk;
   c.blocks = d.blocks;
@@ -163,9 +155,25 @@ const std::byte* CudaLatency::aligned(Launch& launch, const ConstTensorView& ten
   return copy;
 }
 
+std::uint64_t* CudaLatency::asked(const std::optional<TensorView>& waits) const {
+  return waits ? view_.words->waits : nullptr;
+}
+
+void CudaLatency::add_waits(Launch& launch, const std::optional<TensorView>& waits) const {
+  if (!waits) return;
+  launch.run(launch_latency_waits(view_.words, static_cast<std::int64_t*>(waits->data),
+                                  view_.group.ranks, launch.stream()),
+             "launch_latency_waits");
+}
+
 /// The event of a call on a stream; without one the call ends here.
 Event CudaLatency::end(Launch& launch, const char* call) {
   launch.outlives(shared_from_this());
+  if (alarm_) {
+    launch.record()->on_wait = [alarm = alarm_, call, rank = engine_->rank()] {
+      throw_left_behind(*reinterpret_cast<const LatencyAlarm*>(alarm.get()), call, rank);
+    };
+  }
   const bool blocking = launch.blocking();
   Event event = launch.finish();
   if (!blocking) return event;
@@ -173,16 +181,20 @@ Event CudaLatency::end(Launch& launch, const char* call) {
   return {};
 }
 
+void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                 const LatencyDispatchOptions& options) const {
+  const Device where = engine_->device();
+  check_served(options);
+  check_latency_dispatch(x, topk_idx, config_, options, where);
+  check_routes(kLatencyDispatch, topk_idx, where);
+  check_waits(kLatencyDispatch, options.waits, engine_->size(), where);
+  check_stream(kLatencyDispatch, options.stream, where);
+  check_left_behind(kLatencyDispatch);
+}
+
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
-  const Device where = engine_->device();
-  check_latency_dispatch(x, topk_idx, config_, options, where);
-  if (options.waits) refuse(kLatencyDispatch, "waits", "a tensor", "none: not there yet on GPUs");
-  if (options.order != RowOrder::expert_major || options.topk_weights) {
-    refuse(kLatencyDispatch, "order, topk_weights", "one of them", "none: not there yet on GPUs");
-  }
-  check_routes(kLatencyDispatch, topk_idx, where);
-  check_stream(kLatencyDispatch, options.stream, where);
+  check_dispatch(x, topk_idx, options);
   Launch launch(*engine_, kLatencyDispatch, options.stream);
   const auto round = begin(options, x.rows(), static_cast<int>(topk_idx.shape[1]));
   LatencyReceived result = make_tensors(round, options);
@@ -196,97 +208,32 @@ LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTenso
   parameters.failure = launch.record()->failure;
   LatencyDispatchParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
+  if (!options.hook) sending.waits = asked(options.waits);
   sending.x = aligned(launch, x);
+  if (round->weighted) sending.weights = static_cast<const float*>(options.topk_weights->data);
   sending.topk_idx = topk_idx.data;
   sending.wide = topk_idx.dtype == Dtype::i64;
   sending.token_stride = topk_idx.strides[0];
   sending.slot_stride = topk_idx.strides[1];
   enter_dispatch(launch);
   launch.run(launch_latency_dispatch(sending, launch.stream()), "launch_latency_dispatch");
+  if (!options.hook) add_waits(launch, options.waits);
   result.event = end(launch, kLatencyDispatch);
   return result;
 }
 
 void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim) {
+  check_current(kLatencyDispatch, round);
   Launch launch(*engine_, kLatencyDispatch, stream);
   LatencyDispatchParameters receiving = round.dispatch;
   receiving.halves = Halves::receive;
+  receiving.waits = asked(round.waits);
   receiving.failure = launch.record()->failure;
   claim.keep();
   launch.enter_apart(signature(CallKind::latency_dispatch));
   launch.run(launch_latency_dispatch(receiving, launch.stream()), "launch_latency_dispatch");
+  add_waits(launch, round.waits);
   end(launch, kLatencyDispatch);
-}
-
-LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
-                                     const std::optional<ConstTensorView>& topk_weights,
-                                     const LatencyCombineOptions& options) {
-  const Device where = engine_->device();
-  const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
-  if (state == nullptr || state->engine.get() != this) {
-    refuse(kLatencyCombine, "received", "a result of another exchange, or none",
-           "what dispatch of this latency exchange returned");
-  }
-  if (!state->called.load()) {
-    refuse(kLatencyCombine, "received", "a result whose hook was not called",
-           "receive() before combine");
-  }
-  const std::shared_ptr<LatencyRound> round = state->round;
-  const std::int64_t tokens = round->combine.tokens;
-  LatencyDispatched dispatched;
-  dispatched.tokens = tokens;
-  dispatched.topk = static_cast<int>(round->combine.topk);
-  dispatched.ranks = engine_->size();
-  dispatched.local_experts = local_experts();
-  check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
-  if (options.waits) refuse(kLatencyCombine, "waits", "a tensor", "none: not there yet on GPUs");
-  if (options.path != ferry::CombinePath::per_slot || options.format != CombineFormat::as_is) {
-    refuse(kLatencyCombine, "path, format", "one of them", "none: not there yet on GPUs");
-  }
-  const Extents shape{tokens, config_.hidden};
-  check_stream(kLatencyCombine, options.stream, where);
-  Launch launch(*engine_, kLatencyCombine, options.stream);
-  Claim claim(round->combined);
-  if (!claim) {
-    refuse(kLatencyCombine, "received", "a result that was combined already",
-           "one not combined yet");
-  }
-  auto later = std::make_shared<ReceiveSums>();
-  later->engine = shared_from_this();
-  later->round = round;
-  later->stream = copy_of(options.stream);
-  later->called = !options.hook;
-  later->out = options.out
-                   ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}
-                   : engine_->local_tensor(launch, shape, config_.dtype);
-  LatencyCombined result;
-  result.x = later->out;
-  result.state = later;
-  LatencyCombineParameters& parameters = round->combine;
-  parameters.out = later->out.as<std::byte>();
-  LatencyCombineParameters sending = parameters;
-  sending.halves = options.hook ? Halves::send : Halves::both;
-  sending.rows = aligned(launch, rows);
-  sending.weights = static_cast<const float*>(topk_weights->data);
-  if (!options.hook) sending.kept_weights = nullptr;
-  claim.keep();
-  launch.enter_apart(signature(CallKind::latency_combine));
-  launch.run(launch_latency_combine(sending, launch.stream()), "launch_latency_combine");
-  if (!options.hook) later->round.reset();  // the result may go back now
-  result.event = end(launch, kLatencyCombine);
-  return result;
-}
-
-void CudaLatency::receive_sums(const LatencyRound& round, const Stream* stream, Claim& claim) {
-  Launch launch(*engine_, kLatencyCombine, stream);
-  LatencyCombineParameters receiving = round.combine;
-  receiving.halves = Halves::receive;
-  receiving.weights = receiving.kept_weights;
-  receiving.kept_weights = nullptr;
-  claim.keep();
-  launch.enter_apart(signature(CallKind::latency_combine));
-  launch.run(launch_latency_combine(receiving, launch.stream()), "launch_latency_combine");
-  end(launch, kLatencyCombine);
 }
 
 }  // namespace ferry::cuda

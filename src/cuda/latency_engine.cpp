@@ -23,8 +23,11 @@ constexpr const char* kMake = "LatencyExchange";
 /// What the kernels cannot do.
 void check_served(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
   check_config(config);
-  if (config.masks) refuse("LatencyExchange", "masks", "true", "false: not there yet on GPUs");
   check_size(config, local_experts, ranks);
+  if (config.order != RowOrder::expert_major) {
+    throw Error(ErrorKind::unsupported,
+                std::string(kMake) + ": order: got rank_major; the CUDA engine has expert_major");
+  }
   const auto most = [](const char* what, std::int64_t got, std::int64_t limit) {
     if (got <= limit) return;
     throw Error(ErrorKind::unsupported, std::string(kMake) + ": " + what + ": got " +
@@ -47,6 +50,7 @@ LatencyResultLayout make_result_layout(Carver& carver, const LatencyConfig& conf
   LatencyResultLayout layout;
   layout.handle = carver.take(sizeof(LatencyHandle));
   layout.slots = carver.take(r * capacity * k * sizeof(std::int32_t));
+  layout.slot_weights = carver.take(r * capacity * k * sizeof(float));
   layout.routes = carver.take(capacity * k * sizeof(std::int32_t));
   layout.weights = carver.take(capacity * k * sizeof(float));
   layout.x = carver.take(rows * hidden * size_of(config.dtype));
@@ -64,6 +68,7 @@ CallSignature signature_of(const LatencyConfig& config, bool valid) {
   call.columns = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
   call.scale_columns = config.capacity;
   call.topk = static_cast<std::uint32_t>(config.topk);
+  call.weights = config.masks ? 1 : 0;
   return call;
 }
 
@@ -104,12 +109,13 @@ std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t e
 
 CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
                          const LatencyMemory& memory, const fabric::Segment& segment,
-                         const LatencyView& view)
+                         const LatencyView& view, std::shared_ptr<std::byte> alarm)
     : engine_(std::move(engine)),
       config_(config),
       memory_(memory),
       segment_(segment),
-      view_(view) {}
+      view_(view),
+      alarm_(std::move(alarm)) {}
 
 LatencyLease::~LatencyLease() {
   engine_->drop(result_);
@@ -172,8 +178,14 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
   view.dtype = config.dtype;
   view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
   find_peers(*engine, open.places, memory.wire.bytes, view);
-  engine->add_latency_memory(segment);
-  return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view);
+  std::shared_ptr<std::byte> alarm;
+  if (config.masks) {
+    alarm = engine->take_alarm();
+    view.alarm = reinterpret_cast<LatencyAlarm*>(alarm.get());
+  }
+  engine->add_latency_memory(segment, config.masks ? view.layout.gone : 0);
+  return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view,
+                                       std::move(alarm));
 }
 
 }  // namespace ferry::cuda

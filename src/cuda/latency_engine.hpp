@@ -21,8 +21,9 @@ inline constexpr const char* kLatencyCombine = "latency combine";
 struct LatencyResultLayout {
   std::size_t handle = 0;        ///< LatencyHandle
   std::size_t slots = 0;         ///< i32 [R, capacity, topk]
+  std::size_t slot_weights = 0;  ///< f32 [R, capacity, topk]: those that came with the dispatch
   std::size_t routes = 0;        ///< i32 [capacity, topk]: own
-  std::size_t weights = 0;       ///< f32 [capacity, topk]: own, for a combine with a hook
+  std::size_t weights = 0;       ///< f32 [capacity, topk]: own, for a combine that has none
   std::size_t x = 0;             ///< [local experts, R · capacity, hidden]
   std::size_t scales = 0;        ///< f32 [local experts, C, R · capacity]
   std::size_t counts = 0;        ///< i32 [local experts]
@@ -58,15 +59,36 @@ class LatencyLease {
 /// One dispatch and its combine.
 struct LatencyRound {
   std::shared_ptr<LatencyLease> lease{};
+  std::size_t result = 0;                ///< which of the two
+  std::uint64_t rejoins = 0;             ///< of the exchange, before this round
+  std::optional<TensorView> waits{};     ///< of the dispatch
+  bool weighted = false;                 ///< weights came with it
   LatencyDispatchParameters dispatch{};  ///< without the input
   LatencyCombineParameters combine{};
   std::atomic<bool> combined{false};
 };
 
+/// The second half of a dispatch. One that could not begin may be called again.
+struct ReceiveRows final : LatencyState {
+  std::shared_ptr<CudaLatency> engine{};
+  std::shared_ptr<LatencyRound> round{};
+  std::optional<Stream> stream{};
+  std::atomic<bool> called{false};
+  void receive() override;
+};
+
+[[noreturn]] void refuse_second_receive(const char* call);
+/// Throws when a rank goes on without this one.
+void throw_left_behind(const LatencyAlarm& alarm, const char* call, int rank);
+std::optional<Stream> copy_of(const Stream* stream);
+
+/// latency_call.cpp: dispatch; latency_combine.cpp; latency_masks.cpp.
 class CudaLatency final : public LatencyEngine, public std::enable_shared_from_this<CudaLatency> {
  public:
+  /// `alarm`: pinned, a LatencyAlarm; null: the exchange has no masks.
   CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
-              const LatencyMemory& memory, const fabric::Segment& segment, const LatencyView& view);
+              const LatencyMemory& memory, const fabric::Segment& segment, const LatencyView& view,
+              std::shared_ptr<std::byte> alarm);
 
   const LatencyConfig& config() const override { return config_; }
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
@@ -75,12 +97,35 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                           const std::optional<ConstTensorView>& topk_weights,
                           const LatencyCombineOptions& options) override;
 
+  std::vector<bool> masked() const override;
+  void set_mask(int rank, bool masked) override;
+  void clear_masks() override;
+  const std::uint64_t* mask_count() const override;
+  void rejoin() override;
+
   /// The second halves. `stream` null: they block. `claim` is kept once they take place.
   void receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim);
-  void receive_sums(const LatencyRound& round, const Stream* stream, Claim& claim);
+  void receive_sums(const LatencyRound& round, const std::optional<TensorView>& waits,
+                    const Stream* stream, Claim& claim);
   void drop(std::size_t result);
 
  private:
+  /// Refuses an exchange without masks.
+  LatencyAlarm& alarm() const;
+  /// Throws when another rank goes on without this one, until it has rejoined.
+  void check_left_behind(const char* call) const;
+  /// Refuses a result from before the last rejoin.
+  void check_current(const char* call, const LatencyRound& round) const;
+  void change_mask(const char* call, int rank, bool masked);
+  void check_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                      const LatencyDispatchOptions& options) const;
+  void check_combine(const ConstTensorView& rows, const LatencyRound& round,
+                     const std::optional<ConstTensorView>& topk_weights,
+                     const LatencyCombineOptions& options) const;
+  /// Asks the kernel of a call to tell of its waits (null: not) …
+  std::uint64_t* asked(const std::optional<TensorView>& waits) const;
+  /// … and adds them to the caller's tensor, behind it.
+  void add_waits(Launch& launch, const std::optional<TensorView>& waits) const;
   template <class T>
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(segment_.data + offset);
@@ -102,7 +147,10 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   LatencyMemory memory_;
   fabric::Segment segment_;
   LatencyView view_;
-  std::mutex mutex_;  // of what follows: results are dropped on any thread
+  std::shared_ptr<std::byte> alarm_;
+  std::atomic<std::uint64_t> rejoins_{0};
+  std::atomic<bool> must_rejoin_{false};  // the last attempt failed
+  std::mutex mutex_;                      // of what follows: results are dropped on any thread
   std::uint64_t dispatches_ = 0;
   std::array<bool, 2> alive_{};
 };

@@ -9,6 +9,7 @@
 
 #include "cuda/cuda_engine.hpp"
 #include "cuda/event.hpp"
+#include "cuda/kernels/latency.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::cuda {
@@ -141,6 +142,26 @@ void CudaEngine::serve_offers() {
   }
 }
 
+void CudaEngine::tell_of_dead() {
+  std::scoped_lock lock(latency_mutex_);
+  for (LatencySegment& segment : latency_segments_) {
+    for (std::size_t peer = 0; peer < segment.told.size(); ++peer) {
+      const int rank_of = static_cast<int>(peer);
+      if (segment.told[peer] || rank_of == rank()) continue;
+      if (parts_.cpu->fabric->peer_state(rank_of) != fabric::PeerState::dead) continue;
+      constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
+      static_assert(sizeof(kDead) == 4);
+      std::scoped_lock wire(wire_mutex_);
+      std::memcpy(staging_.get(), &kDead, sizeof(kDead));
+      check(cudaMemcpyAsync(segment.memory.data + segment.gone + peer * sizeof(kDead),
+                            staging_.get(), sizeof(kDead), cudaMemcpyHostToDevice, aux_),
+            "cudaMemcpyAsync");
+      wait_aux(1s);
+      segment.told[peer] = true;
+    }
+  }
+}
+
 void CudaEngine::look_after_peers() {
   const bool failed = words_.failed();
   bool flying = false;
@@ -189,6 +210,7 @@ void CudaEngine::monitor() {
       const OnDevice here(device().index);
       look_after_peers();
       if (!channel_.dead()) serve_offers();
+      if (!channel_.dead()) tell_of_dead();
     } catch (const std::exception& error) {
       channel_.fail("exchange", error.what(), ErrorKind::system);
       words_.raise_abort();

@@ -28,9 +28,7 @@ Batches batches_of(const CudaOptions& options) {
     if (c.ranks == 5) c.ranks = 4;  // of the host's axis
     // Not there yet on GPUs.
     c.results = RowOrder::expert_major;
-    c.path = CombinePath::per_slot;
     c.combine_format = CombineFormat::as_is;
-    c.weights_ahead = false;
     if (std::find(options.ranks.begin(), options.ranks.end(), c.ranks) == options.ranks.end()) {
       continue;
     }

@@ -5,41 +5,12 @@
 #include <functional>
 #include <thread>
 
-#include "engine_seat.hpp"
+#include "engine_graph.hpp"
 
 namespace ferry::test {
 namespace {
 
 constexpr std::uint64_t kSeed = 20261123;
-
-/// A graph and what runs it.
-class Graph {
- public:
-  Graph(cudaStream_t stream, const std::function<void()>& calls) : stream_(stream) {
-    need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
-         "cudaStreamBeginCapture");
-    calls();
-    need(cudaStreamEndCapture(stream, &graph_), "cudaStreamEndCapture");
-    need(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
-    need(cudaGraphUpload(exec_, stream), "cudaGraphUpload");
-    need(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  }
-  ~Graph() {
-    cudaGraphExecDestroy(exec_);
-    cudaGraphDestroy(graph_);
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  void run() const {
-    need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch");
-    while (cudaStreamQuery(stream_) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
-};
 
 /// What one captured exchange leaves.
 struct Exchanged {

@@ -56,10 +56,11 @@ void launch_dispatch_all(KernelGroup& group, LatencyRun& run, int handle, Halves
 }
 
 void launch_combine_all(KernelGroup& group, LatencyRun& run, int handle, CombinePath path,
-                        Halves halves) {
+                        Halves halves, bool timed = false) {
   group.launch([&](int r) {
     LatencyCombineParameters p = run.combine(r, handle, path);
     p.halves = halves;
+    if (timed) p.waits = run.waits(r);  // a kernel of its own
     FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
   });
 }
@@ -78,7 +79,7 @@ void exchange_once(KernelGroup& group, LatencyRun& run, const LatencyCase& c, st
   for (int r = 0; r < c.ranks; ++r) run.check_dispatch(world, r, handle);
   run.upload_results(world, handle);
   const CombinePath path = path_of(seed / 2);
-  launch_combine_all(group, run, handle, path, Halves::both);
+  launch_combine_all(group, run, handle, path, Halves::both, seed / 4 % 2 == 0);
   group.wait_well();
   for (int r = 0; r < c.ranks; ++r) run.check_combine(world, r, handle, path);
 }
@@ -234,25 +235,9 @@ void run_graphs(std::uint64_t seed, int replays, int sample) {
   std::fflush(stdout);
 }
 
-LatencyCase small_case() {
-  LatencyCase c;
-  c.ranks = 3;
-  c.topk = c.call_topk = 3;
-  c.experts = 6;
-  c.hidden = 2080;
-  c.capacity = 20;
-  c.format = LatencyFormat::e4m3;
-  c.blocks = 4;
-  return c;
-}
-
-void expect(const char* what, bool good, const std::string& detail = {}) {
-  if (!good) stop(std::string(what) + " " + detail);
-}
-
 /// Rank 1 does not come, or its rows do not: the others mask it, and go on.
 void test_masks(bool header_comes) {
-  const LatencyCase c = small_case();
+  const LatencyCase c = small_latency_case();
   GroupOptions options = options_for(c);
   options.deadline_ns = 30'000'000;
   KernelGroup group(options);
@@ -299,7 +284,7 @@ void test_masks(bool header_comes) {
 
 /// Rank 1 sends its rows and then no sums.
 void test_missing_sums() {
-  const LatencyCase c = small_case();
+  const LatencyCase c = small_latency_case();
   GroupOptions options = options_for(c);
   options.deadline_ns = 30'000'000;
   KernelGroup group(options);
@@ -333,7 +318,7 @@ void expect_failure(const char* what, const Failure& got, Reason reason, int pee
 }
 
 void test_failures() {
-  const LatencyCase c = small_case();
+  const LatencyCase c = small_latency_case();
   GroupOptions options = options_for(c);
   options.deadline_ns = 30'000'000;
   {  // without masks, a missing rank ends the group
@@ -366,6 +351,44 @@ void test_failures() {
     });
     group.wait(10);
     expect_failure("mismatch", group.fatal(0), Reason::mismatch, 2);
+  }
+  {  // one rank brings weights with its dispatch, the others do not
+    KernelGroup group(options);
+    LatencyRun run(group, c);
+    run.upload(make_latency_world(c, 1, {3, 4, 5}), 0);
+    group.launch([&](int r) {
+      LatencyDispatchParameters p = run.dispatch(r, 0);
+      if (r == 2) p.slot_weights = run.slot_weights(r, 0);
+      FERRY_CUDA_CHECK(launch_latency_dispatch(p, group.stream(r)));
+    });
+    group.wait(10);
+    expect_failure("weights", group.fatal(0), Reason::mismatch, 2);
+  }
+  {  // paths that differ, one rank against two
+    KernelGroup group(options);
+    LatencyRun run(group, c);
+    const LatencyWorld world = make_latency_world(c, 1, {20, 20, 20});
+    run.upload(world, 0);
+    launch_dispatch_all(group, run, 0, Halves::both);
+    group.wait_well();
+    group.launch([&](int r) {
+      const CombinePath path = r == 2 ? CombinePath::per_slot : CombinePath::per_rank;
+      LatencyCombineParameters p = run.combine(r, 0, path);
+      p.view.alarm = nullptr;
+      p.view.group.deadline_ns = 300'000'000;
+      FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
+    });
+    group.wait(10);
+    for (int r = 0; r < 3; ++r) {
+      const Reason reason = group.fatal(r).reason;
+      expect(
+          "paths that differ",
+          group.fatal(r).written != 0 && (reason == Reason::mismatch || reason == Reason::deadline),
+          describe(group.fatal(r)));
+    }
+    expect("which is told", group.fatal(0).reason == Reason::mismatch ||
+                                group.fatal(1).reason == Reason::mismatch ||
+                                group.fatal(2).reason == Reason::mismatch);
   }
   {  // a route that is none: its rank sends nothing, all are told, the next call is whole
     KernelGroup group(options);
@@ -437,7 +460,10 @@ int run_main(int argc, char** argv) {
     if (wanted("full")) run_full();
     if (wanted("graphs")) run_graphs(seed, replays, 20);
     if (wanted("failures")) test_failures();
-    if (wanted("masks")) test_masks(false), test_masks(true), test_missing_sums();
+    if (wanted("masks")) {
+      test_masks(false), test_masks(true), test_missing_sums();
+      run_mask_tests(seed);
+    }
   }
   std::printf("OK\n");
   return 0;

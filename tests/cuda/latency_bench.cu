@@ -14,7 +14,9 @@ namespace {
 
 constexpr int kChain = 20;
 constexpr int kWarmUp = 5;
-constexpr int kSamples = 60;
+constexpr int kSamples = 200;
+constexpr int kBusyVectors = 1 << 20;
+constexpr int kBusySteps = 60;
 
 __global__ void spin(std::uint64_t ns) {
   std::uint64_t start, now;
@@ -22,6 +24,24 @@ __global__ void spin(std::uint64_t ns) {
   do {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   } while (now - start < ns);
+}
+
+/// As long and as broad as a GEMM of a decode step: all SMs compute, and read memory.
+__global__ void __launch_bounds__(1024) busy(const float4* data, int steps, float* out) {
+  float4 sum{};
+  const int threads = static_cast<int>(gridDim.x * blockDim.x);
+  int at = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  for (int i = 0; i < steps; ++i, at += threads) {
+    const float4 more = __ldg(data + at % kBusyVectors);
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      sum.x = fmaf(sum.x, more.x, more.y);
+      sum.y = fmaf(sum.y, more.y, more.z);
+      sum.z = fmaf(sum.z, more.z, more.w);
+      sum.w = fmaf(sum.w, more.w, more.x);
+    }
+  }
+  if (sum.x + sum.y + sum.z + sum.w == 1.25f) *out = 0;  // never, and nobody knows
 }
 
 using Calls = std::function<void(int rank)>;
@@ -113,17 +133,41 @@ struct Bench {
   LatencyRun& run;
   const LatencyCase& c;
 
-  void dispatch(int r, int handle, Halves halves = Halves::both) const {
+  void dispatch(int r, int handle, Halves halves = Halves::both, bool masks = true) const {
     LatencyDispatchParameters p = run.dispatch(r, handle);
+    if (!masks) p.view.alarm = nullptr;
     p.halves = halves;
     check(launch_latency_dispatch(p, group.stream(r)));
   }
-  void combine(int r, int handle, CombinePath path, Halves halves = Halves::both) const {
+  void combine(int r, int handle, CombinePath path, Halves halves = Halves::both,
+               bool masks = true) const {
     LatencyCombineParameters p = run.combine(r, handle, path);
+    if (!masks) p.view.alarm = nullptr;
     p.halves = halves;
     check(launch_latency_combine(p, group.stream(r)));
   }
 };
+
+/// What a hook is for: how much longer a GPU full of work takes between the halves.
+void measure_overlap(const Bench& b, Clock& clock, const Calls& rest) {
+  const std::size_t bytes = kBusyVectors * sizeof(float4);
+  std::vector<std::byte*> data;
+  for (int r = 0; r < b.c.ranks; ++r) data.push_back(b.group.take(r, bytes + 16, 0).data);
+  b.group.settle();
+  const Calls work = [&](int r) {
+    std::byte* mine = data[KernelGroup::index(r)];
+    busy<<<2 * 132, 1024, 0, b.group.stream(r)>>>(reinterpret_cast<const float4*>(mine), kBusySteps,
+                                                  reinterpret_cast<float*>(mine + bytes));
+    check(cudaGetLastError());
+  };
+  b.group.launch(work);  // loaded before anybody waits for a peer
+  b.group.wait_well();
+  const double alone = clock.time(rest, work);
+  const double between = clock.time([&](int r) { rest(r), b.dispatch(r, 0, Halves::send); }, work,
+                                    [&](int r) { b.dispatch(r, 0, Halves::receive); });
+  std::printf("LAT overlap: work alone %.1f, between the halves of a dispatch %.1f (%+.2f %%)\n",
+              alone, between, 100 * (between / alone - 1));
+}
 
 void verify(const Bench& b, const LatencyWorld& world) {
   for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
@@ -190,6 +234,11 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
     const auto receive = [&](int r) { b.dispatch(r, 0, Halves::receive); };
     const double none = clock.time(rest, [](int) {});
     std::printf(" | by slot: pair %.2f combine %.2f", by_slot, by_slot - dispatch);
+    const double without_masks = clock.period([&](int r, int i) {
+      b.dispatch(r, i % 2, Halves::both, false);
+      b.combine(r, i % 2, kRank, Halves::both, false);
+    });
+    std::printf(" | without masks: pair %.2f", without_masks);
     std::printf(" | single: dispatch %.2f combine %.2f, halves %.2f+%.2f / %.2f+%.2f (events %.2f)",
                 clock.time(rest, [&](int r) { b.dispatch(r, 0); }),
                 clock.time(received, [&](int r) { b.combine(r, 0, kRank); }),
@@ -201,6 +250,7 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
                 none);
   }
   std::printf("\n");
+  if (verified) measure_overlap(b, clock, rest);
   std::fflush(stdout);
 }
 

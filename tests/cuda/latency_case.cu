@@ -167,6 +167,22 @@ LatencyWorld make_latency_world(const LatencyCase& c, std::uint64_t seed,
   return world;
 }
 
+LatencyCase small_latency_case() {
+  LatencyCase c;
+  c.ranks = 3;
+  c.topk = c.call_topk = 3;
+  c.experts = 6;
+  c.hidden = 2080;
+  c.capacity = 20;
+  c.format = LatencyFormat::e4m3;
+  c.blocks = 4;
+  return c;
+}
+
+void expect(const char* what, bool good, const std::string& detail) {
+  if (!good) stop(std::string(what) + " " + detail);
+}
+
 std::size_t LatencyRun::wire_row_bytes() const {
   return static_cast<std::size_t>(c_.hidden) *
          (c_.format == LatencyFormat::as_is ? size_of(c_.dtype) : 1);
@@ -354,6 +370,12 @@ LatencyCombineParameters LatencyRun::combine(int rank, int handle, CombinePath p
 bool LatencyRun::masked(int rank, int peer) {
   const LatencyWords* words = members_[index(rank)].view.words;
   return group_.download<std::uint32_t>(rank, &words->masked[peer], 1)[0] != 0;
+}
+
+void LatencyRun::set_gone(int rank, int peer, Gone gone) {
+  const LatencyView& view = members_[index(rank)].view;
+  group_.copy_in(rank, view.peers[rank] + view.layout.gone + index(peer) * sizeof(gone), &gone,
+                 sizeof(gone));
 }
 
 std::uint64_t LatencyRun::generation(int rank) {

@@ -84,7 +84,12 @@ class LatencyRun {
   LatencyAlarm& alarm(int rank) { return *members_[index(rank)].alarm; }
   LatencyView& view(int rank) { return members_[index(rank)].view; }
   std::uint64_t* waits(int rank) const { return members_[index(rank)].waits; }
+  float* slot_weights(int rank, int handle) const {
+    return members_[index(rank)].handles[handle].slot_weights;
+  }
   bool masked(int rank, int peer);
+  /// Puts a word of Gone where a peer or the CPU would.
+  void set_gone(int rank, int peer, Gone gone);
   /// The generation on the GPU.
   std::uint64_t generation(int rank);
 
@@ -126,6 +131,14 @@ class LatencyRun {
 
 /// Arena bytes that a run takes.
 std::size_t latency_arena_bytes(const LatencyCase& c);
+
+/// The same that all tests of one shape use: three ranks, small.
+LatencyCase small_latency_case();
+/// Stops the program unless it is good.
+void expect(const char* what, bool good, const std::string& detail = {});
+
+/// Ranks that are gone, masks of the host, rejoining, waits (latency_masks_test.cu).
+void run_mask_tests(std::uint64_t seed);
 
 /// Limits a search; 0: does not.
 struct SearchOnly {

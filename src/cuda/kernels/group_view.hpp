@@ -132,6 +132,7 @@ enum class Stage : std::uint32_t {
   loans,
   barrier,
   latency_open,
+  latency_rejoin,
   latency_credit,
   latency_headers,
   latency_rows,

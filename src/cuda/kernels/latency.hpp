@@ -35,6 +35,7 @@ inline constexpr int kLatencyHeadWords = 2;
 
 /// `refused` is the second word: 0, or why nothing comes: token * 64 + slot + 1 of a route that is
 /// none, or kNoPlace: too many slots name one expert.
+/// `format`: all that ranks must agree on in a dispatch.
 FERRY_FN constexpr std::uint32_t make_head(int tokens, std::uint32_t format) {
   return static_cast<std::uint32_t>(tokens) | format << 16;
 }
@@ -44,6 +45,9 @@ FERRY_FN constexpr int head_tokens(std::uint32_t head) {
 FERRY_FN constexpr std::uint32_t head_format(std::uint32_t head) {
   return head >> 16;
 }
+
+/// In the format of a head: weights come with the rows.
+inline constexpr std::uint32_t kWithWeights = 1u << 8;
 
 /// Place of a slot's row: local expert and ordinal among the source's rows for it.
 FERRY_FN constexpr std::uint32_t make_place(std::uint32_t expert, std::uint32_t ordinal) {
@@ -63,9 +67,13 @@ struct LatencyDeviceShape {
 };
 
 /// One rank's registered memory of a latency exchange. Everything is there twice, for even and odd
-/// generations, but for `released`. All before `rows` is zero before the first call.
+/// generations, but for what comes before `headers`. All before `rows` is zero before the first
+/// call.
 struct DeviceLatencyLayout {
   std::size_t released = 0;  ///< [R] lines: the receiver has read all up to this generation
+  std::size_t gone = 0;      ///< u32 [R], of Gone
+  std::size_t offers = 0;    ///< [R] lines: latency_masks.cu
+  std::size_t answers = 0;   ///< [R] lines
   std::size_t headers = 0;   ///< [2, R, header_bytes]
   std::size_t header_bytes = 0;
   std::size_t places_at = 0;   ///< inside a header
@@ -91,6 +99,9 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   DeviceLatencyLayout layout{};
   Carver carver{};
   layout.released = carver.take(r * kLineBytes);
+  layout.gone = carver.take(r * sizeof(std::uint32_t));
+  layout.offers = carver.take(r * kLineBytes);
+  layout.answers = carver.take(r * kLineBytes);
   layout.places_at = (kLatencyHeadWords + static_cast<std::size_t>(shape.local_experts)) * 8;
   layout.weights_at = layout.places_at + capacity * k * 8;
   layout.header_bytes = round_up(layout.weights_at + capacity * k * 8, kLineBytes);
@@ -135,6 +146,8 @@ struct LatencyWords {
   /// generation * 2, + 1: it is there.
   std::uint64_t suspected[kMaxDomain];
   std::uint64_t verdict[kMaxDomain];
+  std::uint64_t rounds;             ///< of rejoining
+  std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
 };
 
 /// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32
@@ -145,9 +158,18 @@ struct LatencyHandle {
   std::int32_t tokens[kMaxDomain];  ///< of each source; 0: it is masked or refused
 };
 
-/// What the host sees of masks without asking the GPU; pinned.
+/// What the host sees of masks without asking the GPU, and tells running kernels; pinned.
 struct LatencyAlarm {
-  std::uint64_t masked;  ///< times that a rank was masked by a deadline
+  std::uint64_t masked;             ///< times that a rank was masked by a deadline
+  std::uint32_t ranks[kMaxDomain];  ///< not 0: the rank is masked; written before `masked`
+  std::uint32_t behind;             ///< a rank, + 1, that goes on without this one; 0: none
+};
+
+/// Why a rank is not waited for until the deadline: a word in this rank's memory that others write.
+enum class Gone : std::uint32_t {
+  no,
+  without_us,  ///< it has masked this rank, and says so itself
+  dead,        ///< its process has ended, says this rank's CPU
 };
 
 struct LatencyView {
@@ -181,6 +203,7 @@ struct LatencyDispatchParameters {
   std::int64_t token_stride = 0;   ///< of the ids, in elements
   std::int64_t slot_stride = 1;
   std::int32_t* routes = nullptr;  ///< [tokens, topk]: a copy for the combine; null: none is made
+  float* own_weights = nullptr;    ///< the same of the weights
   int tokens = 0;
   int topk = 1;
   LatencyHandle* handle = nullptr;
@@ -191,7 +214,7 @@ struct LatencyDispatchParameters {
   std::int32_t* counts = nullptr;        ///< [local experts]
   std::int32_t* source_token = nullptr;  ///< [local experts, R · capacity]
   std::int64_t* ranges = nullptr;        ///< [local experts, R]
-  std::uint64_t* waits = nullptr;        ///< [R], ns: maximum so far and of this call; null: none
+  std::uint64_t* waits = nullptr;        ///< [R]: the words' waits; null: nobody asks
   Failure* failure = nullptr;            ///< pinned, of this call: a rank's routes were refused
   int blocks = 0;
 };
@@ -219,8 +242,8 @@ struct LatencyCombineParameters {
   float* kept_weights = nullptr;
   int tokens = 0;
   int topk = 1;
-  std::byte* out = nullptr;  ///< [tokens, hidden]
-  std::uint64_t* waits = nullptr;
+  std::byte* out = nullptr;        ///< [tokens, hidden]
+  std::uint64_t* waits = nullptr;  ///< as in dispatch
   int blocks = 0;
 };
 cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters, cudaStream_t stream);
@@ -241,6 +264,23 @@ struct LatencyOpenParameters {
 /// The making of an exchange, a call of the group: every rank learns where the others' memory is.
 cudaError_t launch_latency_open(const LatencyOpenParameters& parameters, cudaStream_t stream);
 
+/// Adds what the call before in the stream has waited for each source to `out` (i64 [R], ns), and
+/// makes the words ready for the next.
+cudaError_t launch_latency_waits(LatencyWords* words, std::int64_t* out, int ranks,
+                                 cudaStream_t stream);
+
+/// Sets or clears the mask of a rank; −1: of all. It counts for the calls after it.
+cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
+                                cudaStream_t stream);
+
+struct LatencyRejoinParameters {
+  LatencyView view{};
+  Failure* failure = nullptr;  ///< pinned: a rank did not come, or saw others
+};
+/// All ranks but those that are gone go on after the newest generation that any of them used,
+/// without masks. No latency call of this rank may run.
+cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream);
+
 /// Blocks of these kernels that one SM holds: all of a call must run at once.
 inline constexpr int kLatencyBlocksPerSm = 2;
 inline constexpr int kLatencyThreads = 384;
@@ -252,5 +292,7 @@ bool fits_latency(const LatencyView& view);
 cudaError_t load_latency_kernels();
 cudaError_t load_latency_dispatch_kernels();
 cudaError_t load_latency_open_kernels();
+cudaError_t load_latency_mask_kernels();
+cudaError_t load_latency_waits_kernels();
 
 }  // namespace ferry::cuda

@@ -1,5 +1,7 @@
 // Latency combine: results to the owners of their tokens, who sum them. One kernel; with a hook,
 // two.
+#include <algorithm>
+
 #include "cuda/kernels/latency_combiner.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
@@ -47,8 +49,8 @@ class WeightPusher {
   float weight_ = 0;
 };
 
-template <class T, bool kPerSlot>
-__global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
+template <class T, bool kPerSlot, bool kTimed>
+__global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPerSm)
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p) {
   __shared__ LatencyCall call;
   const LatencyView& v = p.view;
@@ -70,8 +72,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     return;
   }
   const LatencyPlaces at{v, call.generation};
-  Combiner<T, kPerSlot> combiner(p, ranks, at, call);
-  const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+  Combiner<T, kPerSlot, kTimed> combiner(p, ranks, at, call);
   bool good = true;
   if (sends) {
     if (block == 0 && p.kept_weights != nullptr) {
@@ -82,22 +83,28 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     good = combiner.send();
   }
   note_latency_call(at, call, false, false);
-  if (receives && good) good = combiner.receive(block, blocks, false, start);
+  if constexpr (kTimed) start_clock(call, p.waits);
+  if (receives && good) good = combiner.receive(block, blocks, false);
   if (__syncthreads_or(!good) != 0) return;
-  if (end_latency_call(v, call, receives && combiner.lost)) combiner.receive(0, 1, true, start);
+  if (end_latency_call(v, call, receives && combiner.lost)) combiner.receive(0, 1, true);
 }
 
 using Kernel = void (*)(LatencyCombineParameters);
 
-Kernel kernel_of(Dtype dtype, CombinePath path) {
+template <class T>
+Kernel kernel_of(bool slots, bool timed) {
+  if (timed) {
+    return slots ? latency_combine_kernel<T, true, true> : latency_combine_kernel<T, false, true>;
+  }
+  return slots ? latency_combine_kernel<T, true, false> : latency_combine_kernel<T, false, false>;
+}
+
+Kernel kernel_of(Dtype dtype, CombinePath path, bool timed) {
   const bool slots = path == CombinePath::per_slot;
   switch (dtype) {
-    case Dtype::f32:
-      return slots ? latency_combine_kernel<float, true> : latency_combine_kernel<float, false>;
-    case Dtype::f16:
-      return slots ? latency_combine_kernel<Fp16, true> : latency_combine_kernel<Fp16, false>;
-    case Dtype::bf16:
-      return slots ? latency_combine_kernel<Bf16, true> : latency_combine_kernel<Bf16, false>;
+    case Dtype::f32: return kernel_of<float>(slots, timed);
+    case Dtype::f16: return kernel_of<Fp16>(slots, timed);
+    case Dtype::bf16: return kernel_of<Bf16>(slots, timed);
     default: return nullptr;
   }
 }
@@ -109,7 +116,8 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   KernelLimits limits;
   const cudaError_t error = kernel_limits(limits);
   if (error != cudaSuccess) return error;
-  const Kernel kernel = kernel_of(parameters.view.dtype, parameters.path);
+  const bool timed = parameters.waits != nullptr;
+  const Kernel kernel = kernel_of(parameters.view.dtype, parameters.path, timed);
   // The place of a slot's row belongs to whoever holds the slot's expert: a rank that is masked and
   // writes late could spoil what another writes there in a later call.
   const bool spoils = parameters.path == CombinePath::per_slot && parameters.view.alarm != nullptr;
@@ -117,22 +125,31 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
     return cudaErrorInvalidValue;
   }
   LatencyCombineParameters copy = parameters;
+  // It holds an SM almost alone: it comes when the kernel before has ended, so that ranks that
+  // share a GPU have room for each other.
+  if (timed) copy.blocks = std::min(copy.blocks, limits.sms);
   void* arguments[] = {&copy};
   return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(parameters.blocks), kLatencyThreads, 0}, arguments, stream,
-                limits.bulk_copies);
+                {static_cast<unsigned>(copy.blocks), kLatencyThreads, 0}, arguments, stream,
+                limits.bulk_copies && !timed);
 }
 
 cudaError_t load_latency_kernels() {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     for (const CombinePath path : {CombinePath::per_slot, CombinePath::per_rank}) {
-      const cudaError_t error =
-          load_kernel(reinterpret_cast<const void*>(kernel_of(dtype, path)), 0);
-      if (error != cudaSuccess) return error;
+      for (const bool timed : {false, true}) {
+        const cudaError_t error =
+            load_kernel(reinterpret_cast<const void*>(kernel_of(dtype, path, timed)), 0);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
-  const cudaError_t error = load_latency_open_kernels();
-  return error != cudaSuccess ? error : load_latency_dispatch_kernels();
+  for (const auto load : {load_latency_open_kernels, load_latency_mask_kernels,
+                          load_latency_waits_kernels, load_latency_dispatch_kernels}) {
+    const cudaError_t error = load();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace ferry::cuda

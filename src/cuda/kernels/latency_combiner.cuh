@@ -24,8 +24,22 @@ __device__ __forceinline__ int load_tokens(const LatencyHandle& handle, int sour
   return load_relaxed(&handle.tokens[source]);
 }
 
-/// One call on one warp.
-template <class T, bool kPerSlot>
+/// The weights of `source` have not come in time. False: the group has failed.
+__device__ __noinline__ inline bool give_up_weights(const LatencyView& v, const LatencyCall& call,
+                                                    int source, std::uint32_t tag) {
+  if (has_failed(v.group)) return false;
+  if (load_relaxed(&v.words->masked[source]) != 0) return true;
+  const bool aborted = load_relaxed(v.group.abort) != 0;
+  if (v.alarm == nullptr || aborted) {
+    return fail_latency(v, call, aborted ? Reason::aborted : Reason::deadline,
+                        Stage::latency_weights, source, {tag, 0, 0});
+  }
+  mask_late(v, call, source);
+  return true;
+}
+
+/// One call on one warp. kTimed: somebody asks how long it waits, which takes registers.
+template <class T, bool kPerSlot, bool kTimed>
 class Combiner {
  public:
   __device__ Combiner(const LatencyCombineParameters& p, const RankFinder& ranks,
@@ -57,7 +71,7 @@ class Combiner {
 
   /// The receiving half, of `blocks` blocks of which this is one. `again`: all that comes has come,
   /// and masked ranks are left out. False: the group has failed.
-  __device__ bool receive(int block, int blocks, bool again, std::uint64_t start) {
+  __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
     // Some warps for each part, where there are enough.
     const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
@@ -68,7 +82,7 @@ class Combiner {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
-      if (!await_part(token, part, again, start, here)) return false;
+      if (!await_part(token, part, again, here)) return false;
       const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
       const int pieces = (end - begin + kPiece - 1) / kPiece;
       const int each = (pieces + shares - 1) / shares * kPiece;
@@ -109,32 +123,41 @@ class Combiner {
       tells = row >= 0;
     } else {
       float weight = row >= 0 && p_.slot_weights != nullptr ? __ldg(p_.slot_weights + entry) : 0;
-      const Came came = sum_slots(source, token, begin, end, row, weight, lanes);
-      if (came != Came::here) return came != Came::stop;
+      if (!sum_slots(source, token, begin, end, row, weight, lanes)) {
+        return give_up_weights(v, call_, source, at_.tag());
+      }
       tells = lane == 0;
     }
     __syncwarp();
     if (tells) {
       std::uint32_t* tags = at_.sum_tags(base, kPerSlot ? lane : v.group.rank, token);
       fence_system();
-      for (int part = first; part <= last; ++part) store_relaxed(tags + part, at_.tag());
+      for (int part = first; part <= last; ++part)
+        store_relaxed(tags + part, at_.sum_tag(kPerSlot));
     }
     return true;
   }
 
-  /// Whole warp: the weights of the slots whose row is here, which their owner pushes.
-  __device__ Came await_weights(int source, int token, int row, float& weight) {
+  /// Whole warp: the weights of the slots whose row is here, which their owner pushes. False: they
+  /// do not come. Here sums need the registers: what then is to be done waits until they are free.
+  __device__ bool await_weights(int source, int token, int row, float& weight) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    Came came = Came::here;
-    if (row >= 0) {
-      std::uint32_t bits = 0;
-      const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
-      came = await_word(v, call_, word, at_.tag(), source, Stage::latency_weights, bits);
-      weight = __uint_as_float(bits);
+    const std::uint64_t* word = at_.weights(own_memory(v), source) + token * v.topk + lane;
+    Patience patience;
+    bool over = false;
+    while (row >= 0 && !over) {
+      const std::uint64_t seen = load_relaxed(word);
+      weight = __uint_as_float(static_cast<std::uint32_t>(seen));
+      if (is_word_of(seen, at_.tag())) break;
+      Reason reason;
+      over = patience.over(v.group, reason);
+      // Warps that wait for its sums find out whether it is gone.
+      if (patience.looks % Patience::kLooksPerCheck == 0) {
+        over |= load_relaxed(&v.words->masked[source]) != 0;
+      }
     }
-    if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
-    return __any_sync(kAllLanes, came != Came::here) ? Came::missing : Came::here;
+    return __any_sync(kAllLanes, over) == 0;
   }
 
   __device__ const uint4* input(int row) const {
@@ -164,8 +187,8 @@ class Combiner {
   }
 
   /// The slots of one row on this rank, in ascending k, rounded once. The weights are waited for
-  /// while the first rows are loaded.
-  __device__ Came sum_slots(int source, int token, int begin, int end, int row, float weight,
+  /// while the first rows are loaded. False: they do not come.
+  __device__ bool sum_slots(int source, int token, int begin, int end, int row, float weight,
                             std::uint32_t lanes) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -193,8 +216,7 @@ class Combiner {
           }
         }
         if (!weighed) {
-          const Came came = await_weights(source, token, row, weight);
-          if (came != Came::here) return came;
+          if (!await_weights(source, token, row, weight)) return false;
           weighed = true;
         }
         const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
@@ -211,7 +233,7 @@ class Combiner {
         if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
       }
     }
-    return Came::here;
+    return true;
   }
 
   __device__ int owner(int token, int slot) const {
@@ -219,8 +241,7 @@ class Combiner {
   }
 
   /// Whole warp: which rows of the token are here: bits of slots or of ranks.
-  __device__ bool await_part(int token, int part, bool again, std::uint64_t start,
-                             std::uint32_t* here) {
+  __device__ bool await_part(int token, int part, bool again, std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int rank = given_ ? owner(token, lane) : -1;
@@ -241,13 +262,11 @@ class Combiner {
       if (peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag(v, call_, tag, at_.tag(), peer, Stage::latency_sums);
+        const Came what =
+            await_tag<kTimed>(v, call_, tag, at_.sum_tag(kPerSlot), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         lost |= what == Came::missing;
-        if (p_.waits != nullptr && !again) {
-          atomicMax(reinterpret_cast<unsigned long long*>(p_.waits + peer), now_ns() - start);
-        }
       }
       here[w] = __ballot_sync(kAllLanes, came);
     }

@@ -67,6 +67,7 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
        i += kLatencyThreads) {
     p.routes[i] = route_id(p, i / p.topk, i % p.topk);
+    if (p.own_weights != nullptr) p.own_weights[i] = p.weights[i];
   }
   return true;
 }
@@ -97,11 +98,11 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
   bool lost = false;
   const int experts = ranks.local_experts(v.group.rank);
   if (receives) {
-    const std::uint64_t start = p.waits != nullptr ? now_ns() : 0;
+    start_clock(call, p.waits);
     auto* numbers = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
-    if (!await_headers(p, at, ranks, start, call, words, numbers)) return;
+    if (!await_headers(p, at, ranks, call, words, numbers)) return;
     if (!count_rows(p, at, call, experts, numbers)) return;
-    RowReceiver<T, kQuantized> receiver{p, at, call, numbers, experts, start};
+    RowReceiver<T, kQuantized> receiver{p, at, call, numbers, experts};
     if (__syncthreads_or(!receiver.receive()) != 0) return;
     lost = receiver.lost;
   }

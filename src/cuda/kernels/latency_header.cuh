@@ -10,6 +10,11 @@ namespace ferry::cuda::device {
 
 inline constexpr int kBadRoute = -2;
 
+/// What a header says that all ranks must have given alike.
+__device__ __forceinline__ std::uint32_t agreed_format(const LatencyDispatchParameters& p) {
+  return static_cast<std::uint32_t>(p.format) | (p.slot_weights != nullptr ? kWithWeights : 0u);
+}
+
 /// A slot's global expert id; −1: none; kBadRoute: the id is no expert.
 __device__ __forceinline__ int route_id(const LatencyDispatchParameters& p, int token, int slot) {
   if (slot >= p.topk) return -1;
@@ -134,7 +139,7 @@ __device__ inline void send_header(const LatencyDispatchParameters& p, const Lat
   if (thread == kLatencyThreads - 1) {
     std::uint64_t* head = at.header(base, v.group.rank);
     const int tokens = refused != 0 ? 0 : p.tokens;
-    store_word(head, make_head(tokens, static_cast<std::uint32_t>(p.format)), tag);
+    store_word(head, make_head(tokens, agreed_format(p)), tag);
     store_word(head + 1, refused, tag);
   }
   __syncthreads();

@@ -116,7 +116,6 @@ struct RowReceiver {
   const LatencyCall& call;
   const std::int32_t* bases;
   int experts;
-  std::uint64_t start;
   bool lost = false;  ///< something of a masked rank did not come
   static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
 
@@ -176,14 +175,11 @@ struct RowReceiver {
     lost |= missing;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
-    if (!here) came = await_tag(v, call, tag, at.tag(), source, Stage::latency_rows);
+    if (!here) came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     if (__any_sync(kAllLanes, came != Came::here)) {
       lost = true;
       return true;
-    }
-    if (p.waits != nullptr && lane == 0) {
-      atomicMax(reinterpret_cast<unsigned long long*>(p.waits + source), now_ns() - start);
     }
     __syncwarp();  // all lanes read what some have waited for
     copy(at.row(own, source, token), first, last, slot, lanes);

@@ -23,20 +23,25 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
                                   const std::uint64_t* word, std::uint32_t& data) {
   const LatencyView& v = at.v;
   Patience patience;
+  std::uint64_t late = 0;
   for (;;) {
     const std::uint64_t seen = load_relaxed(word);
     if (is_word_of(seen, at.tag())) {
       data = static_cast<std::uint32_t>(seen);
+      note_wait(call, source, late);
       return Found::here;
     }
+    if (blockIdx.x == 0) late = look_time(call);  // all blocks wait for the same
     Reason reason;
     const bool over = patience.over(v.group, reason);
     if (patience.looks % Patience::kLooksPerCheck != 0) continue;
     if (load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
-    if (!over) continue;
-    if (reason == Reason::none) return Found::stop;
-    const bool may_mask = reason == Reason::deadline && v.alarm != nullptr;
+    const bool gone = !over && blockIdx.x == 0 && find_gone(v, source) != Gone::no;
+    if (!over && !gone) continue;
+    if (reason == Reason::none && !gone) return Found::stop;
+    const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
     if (may_mask && blockIdx.x == 0) {
+      note_wait(call, source, late);
       store_relaxed(&v.words->suspected[source], at.generation);
       return Found::halted;
     }
@@ -158,7 +163,7 @@ __device__ inline int judge_head(const LatencyDispatchParameters& p, const Laten
                                  const LatencyCall& call, int source, std::uint32_t head,
                                  std::uint32_t refused) {
   const int tokens = head_tokens(head);
-  const auto own = static_cast<std::uint32_t>(p.format), format = head_format(head);
+  const std::uint32_t own = agreed_format(p), format = head_format(head);
   if (format != own || tokens > p.view.capacity) {
     const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
     fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
@@ -176,8 +181,8 @@ __device__ inline int judge_head(const LatencyDispatchParameters& p, const Laten
 
 /// Whole block: the tokens of each source. False: the group has failed.
 __device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     const RankFinder& ranks, std::uint64_t start,
-                                     LatencyCall& call, HeaderWords& words, std::int32_t* numbers) {
+                                     const RankFinder& ranks, LatencyCall& call, HeaderWords& words,
+                                     std::int32_t* numbers) {
   const LatencyView& v = p.view;
   if (!await_header_words(at, call, ranks.local_experts(v.group.rank), words, numbers)) {
     return false;
@@ -189,9 +194,6 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
     call.tokens[s] = found < 0 ? 0 : found;
     stopped |= found < 0;
     if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
-    if (p.waits != nullptr && blockIdx.x == 0) {
-      atomicMax(reinterpret_cast<unsigned long long*>(p.waits + s), now_ns() - start);
-    }
   }
   return __syncthreads_or(stopped) == 0;
 }

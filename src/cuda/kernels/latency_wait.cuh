@@ -21,6 +21,8 @@ __device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag
   return word >> 32 == tag;
 }
 
+inline constexpr std::uint32_t kPerSlotTag = 1u << 31;
+
 // Places; `base` is any rank's registered memory.
 
 struct LatencyPlaces {
@@ -29,6 +31,10 @@ struct LatencyPlaces {
 
   __device__ std::size_t half() const { return generation % 2; }
   __device__ std::uint32_t tag() const { return static_cast<std::uint32_t>(generation); }
+  /// Of rows of a combine: ranks that take different paths find each other's tags odd, not right.
+  __device__ std::uint32_t sum_tag(bool per_slot) const {
+    return tag() ^ (per_slot ? kPerSlotTag : 0u);
+  }
   __device__ std::size_t line(int source) const {
     return (half() * static_cast<std::size_t>(v.group.ranks) + static_cast<std::size_t>(source));
   }
@@ -41,8 +47,15 @@ struct LatencyPlaces {
            static_cast<std::size_t>(token);
   }
   __device__ std::uint64_t* released(std::byte* base, int receiver) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.released +
-                                            static_cast<std::size_t>(receiver) * kLineBytes);
+    return line_of(base, v.layout.released, receiver);
+  }
+  __device__ static std::uint64_t* line_of(std::byte* base, std::size_t lines, int rank) {
+    return reinterpret_cast<std::uint64_t*>(base + lines +
+                                            static_cast<std::size_t>(rank) * kLineBytes);
+  }
+  /// What the owner of `base` knows of `rank`: of Gone.
+  __device__ std::uint32_t* gone(std::byte* base, int rank) const {
+    return reinterpret_cast<std::uint32_t*>(base + v.layout.gone) + rank;
   }
   /// Words of the head, then the numbers of rows.
   __device__ std::uint64_t* header(std::byte* base, int source) const {
@@ -86,13 +99,15 @@ __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
 /// What a block knows of its call; in shared memory.
 struct LatencyCall {
   std::uint64_t generation;
-  std::uint64_t first_running;  ///< of the group's calls, among which this one is not
-  std::uint32_t number;         ///< among the kernel calls, from 1
-  std::uint32_t came_before;    ///< of the words
-  std::uint32_t passed_before;  ///< of the words; block 0 alone
-  bool masked[kMaxDomain];      ///< before this call
-  bool open[kMaxDomain];        ///< the rank takes part
-  int tokens[kMaxDomain];       ///< that each source sent
+  std::uint64_t first_running;                ///< of the group's calls, among which this one is not
+  std::uint32_t number;                       ///< among the kernel calls, from 1
+  std::uint32_t came_before;                  ///< of the words
+  std::uint32_t passed_before;                ///< of the words; block 0 alone
+  bool masked[kMaxDomain];                    ///< before this call
+  bool open[kMaxDomain];                      ///< the rank takes part
+  int tokens[kMaxDomain];                     ///< that each source sent
+  std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
+  std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
 };
 
 /// Fatal; always false.
@@ -109,14 +124,46 @@ __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_
   return mask != 0 && mask != call;
 }
 
+__device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
+  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(own_memory(v), peer)));
+}
+
 /// The peer missed its deadline where it may.
 __device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, int peer) {
   if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
+  const LatencyPlaces at{v, call.generation};
+  store_relaxed(at.gone(v.peers[peer], v.group.rank), static_cast<std::uint32_t>(Gone::without_us));
+  if (find_gone(v, peer) == Gone::without_us) {
+    store_relaxed(&v.alarm->behind, static_cast<std::uint32_t>(peer) + 1);
+  }
+  store_relaxed(&v.alarm->ranks[peer], 1);
+  fence_system();  // whoever sees the count sees whom it is about
   auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
   atomicAdd_system(count, 1ull);
 }
 
 enum class Came { here, missing, stop };
+
+// How long a receive has waited for each source, if somebody asks.
+
+/// Whole warp, when it begins to receive. `waits` [R]; null: nobody asks.
+__device__ __forceinline__ void start_clock(LatencyCall& call, std::uint64_t* waits) {
+  if (threadIdx.x % 32 == 0) {
+    call.waits = waits;
+    if (waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
+  }
+  __syncwarp();
+}
+/// After a look that did not find what it looks for; 0: nobody asks.
+__device__ __forceinline__ std::uint64_t look_time(const LatencyCall& call) {
+  return call.waits != nullptr ? now_ns() : 0;
+}
+/// `late`: of the last such look; 0: there was none.
+__device__ __forceinline__ void note_wait(const LatencyCall& call, int source, std::uint64_t late) {
+  if (late == 0) return;
+  const std::uint64_t start = call.start[threadIdx.x / 32];
+  atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
+}
 
 /// One thread, between two looks at what `peer` writes: here means go on looking.
 __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& call,
@@ -126,8 +173,13 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
   const bool over = patience.over(v.group, reason);
   if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
   if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
+  if (!over && find_gone(v, peer) != Gone::no) {
+    mask_late(v, call, peer);
+    return Came::missing;
+  }
   if (!over) return Came::here;
   if (reason == Reason::none) return Came::stop;
+  if (stage == Stage::latency_sums && (expected ^ seen) == kPerSlotTag) reason = Reason::mismatch;
   if (reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
@@ -136,16 +188,24 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
   return Came::missing;
 }
 
-/// One thread, or several with the same word: waits for a tag that `peer` writes.
+/// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells
+/// for how long.
+template <bool kTimed>
 __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
                                  const std::uint32_t* word, std::uint32_t tag, int peer,
                                  Stage stage) {
   Patience patience;
+  std::uint64_t late = 0;
   for (;;) {
     const std::uint32_t seen = load_acquire(word);
-    if (seen == tag) return Came::here;
-    const Came came = between_looks(v, call, patience, peer, stage, tag, seen);
-    if (came != Came::here) return came;
+    Came came = Came::here;
+    if (seen != tag) {
+      came = between_looks(v, call, patience, peer, stage, tag, seen);
+      if constexpr (kTimed) late = look_time(call);
+      if (came == Came::here) continue;
+    }
+    if constexpr (kTimed) note_wait(call, peer, late);
+    return came;
   }
 }
 

@@ -1,0 +1,178 @@
+// Masks that the host sets and clears, and the rejoining of ranks that were masked: small kernels
+// of one block, between the calls of an exchange.
+#include "cuda/kernels/latency_wait.cuh"
+#include "cuda/kernels/load.hpp"
+
+namespace ferry::cuda {
+
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 128;
+
+/// No call has this number: what the host has masked is masked in all of them.
+constexpr std::uint32_t kMaskedByHost = 0xffffffff;
+
+__global__ void __launch_bounds__(kThreads)
+    latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
+    if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
+    const Gone gone = masked ? Gone::without_us : Gone::no;
+    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.group.rank),
+                  static_cast<std::uint32_t>(gone));
+    store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
+  }
+}
+
+// Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
+// newest generation that it used; who has all offers answers with the newest of them, and goes on
+// when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
+// a later one joins it. A word is round << 48 | generation, so it only grows.
+
+constexpr int kGenerationBits = 48;
+
+__device__ std::uint64_t round_of(std::uint64_t word) {
+  return word >> kGenerationBits;
+}
+__device__ std::uint64_t generation_in(std::uint64_t word) {
+  return word & ((std::uint64_t{1} << kGenerationBits) - 1);
+}
+
+struct Rejoining {
+  const LatencyRejoinParameters& p;
+  std::uint64_t round;
+
+  /// Whole block.
+  __device__ void publish(std::size_t lines, std::uint64_t generation) const {
+    const LatencyView& v = p.view;
+    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.group.rank),
+                    round << kGenerationBits | generation);
+    }
+  }
+
+  /// One thread: a rank's word of this round or a later one; 0: the rank is gone, or does not come,
+  /// which is a failure.
+  __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
+    const LatencyView& v = p.view;
+    const std::uint64_t* line = LatencyPlaces::line_of(own_memory(v), lines, peer);
+    Patience patience;
+    for (;;) {
+      const std::uint64_t word = load_acquire(line);
+      if (round_of(word) >= round) return word;
+      Reason reason;
+      const bool over = patience.over(v.group, reason);
+      if (patience.looks % Patience::kLooksPerCheck != 0) continue;
+      if (find_gone(v, peer) == Gone::dead) return 0;
+      if (!over) continue;
+      failed = true;
+      refuse(reason == Reason::none ? Reason::aborted : reason, peer);
+      return 0;
+    }
+  }
+  __device__ void refuse(Reason reason, int peer) const {
+    p.failure->reason = reason;
+    p.failure->stage = Stage::latency_rejoin;
+    p.failure->peer = peer;
+    store_release(&p.failure->written, round);
+  }
+};
+
+/// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
+/// ranks have ended their calls before, so nobody writes to another's buffers now. `absent` [R].
+__device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bool* absent) {
+  const LatencyPlaces at{v, agreed};
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    v.words->masked[r] = absent[r] ? kMaskedByHost : 0;
+    if (!absent[r]) store_relaxed(at.gone(own_memory(v), r), 0);
+    store_relaxed(&v.alarm->ranks[r], absent[r] ? 1 : 0);
+    store_release(at.released(v.peers[r], v.group.rank), agreed);
+  }
+  if (threadIdx.x != 0) return;
+  LatencyWords& words = *v.words;
+  words.generation = agreed;
+  words.received[agreed % 2] = agreed;
+  words.received[(agreed + 1) % 2] = agreed - 1;
+  words.released = agreed;
+  store_relaxed(&v.alarm->behind, 0);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    latency_rejoin_kernel(const __grid_constant__ LatencyRejoinParameters p) {
+  __shared__ unsigned long long newest, latest;
+  __shared__ bool absent[kMaxDomain];
+  const LatencyView& v = p.view;
+  const int ranks = v.group.ranks;
+  std::uint64_t* rounds = &v.words->rounds;
+  Rejoining rejoining{p, load_relaxed(rounds) + 1};
+  const std::uint64_t used = load_relaxed(&v.words->generation);
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) absent[r] = false;
+  if (threadIdx.x == 0) latest = rejoining.round;
+  for (;;) {
+    if (threadIdx.x == 0) newest = used;
+    __syncthreads();
+    rejoining.round = latest;
+    if (threadIdx.x == 0) *rounds = rejoining.round;
+    __syncthreads();
+    const auto hear = [&](std::size_t lines, const auto& take) {
+      bool failed = false;
+      for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
+        if (absent[r]) continue;
+        const std::uint64_t word = rejoining.hear(lines, r, failed);
+        absent[r] = word == 0;
+        atomicMax(&latest, static_cast<unsigned long long>(round_of(word)));
+        if (word != 0 && round_of(word) == rejoining.round) take(r, generation_in(word), failed);
+      }
+      return __syncthreads_or(failed) == 0;
+    };
+    rejoining.publish(v.layout.offers, used);
+    const bool offered = hear(v.layout.offers, [&](int, std::uint64_t generation, bool&) {
+      atomicMax(&newest, static_cast<unsigned long long>(generation));
+    });
+    if (!offered) return;
+    if (latest > rejoining.round) continue;
+    const std::uint64_t agreed = newest + 1;
+    rejoining.publish(v.layout.answers, agreed);
+    const bool answered =
+        hear(v.layout.answers, [&](int r, std::uint64_t generation, bool& failed) {
+          if (generation == agreed) return;
+          failed = true;  // it saw others than this rank did
+          rejoining.refuse(Reason::mismatch, r);
+        });
+    if (!answered) return;
+    if (latest > rejoining.round) continue;
+    go_on_after(v, agreed, absent);
+    return;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
+                                cudaStream_t stream) {
+  if (view.words == nullptr || view.alarm == nullptr) return cudaErrorInvalidValue;
+  LatencyView copy = view;
+  void* arguments[] = {&copy, &rank, &masked};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_mask_kernel), dim3(1),
+                          dim3(kThreads), arguments, 0, stream);
+}
+
+cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream) {
+  if (parameters.view.words == nullptr || parameters.view.alarm == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  LatencyRejoinParameters copy = parameters;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), dim3(1),
+                          dim3(kThreads), arguments, 0, stream);
+}
+
+cudaError_t load_latency_mask_kernels() {
+  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(&latency_mask_kernel), 0);
+  if (error != cudaSuccess) return error;
+  return load_kernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), 0);
+}
+
+}  // namespace ferry::cuda

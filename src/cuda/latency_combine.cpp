@@ -1,0 +1,129 @@
+// Combine of latency mode: what is checked, launched and handed out.
+#include <string>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/claim.hpp"
+#include "cuda/event.hpp"
+#include "cuda/latency_engine.hpp"
+
+namespace ferry::cuda {
+
+namespace {
+
+/// The second half of a combine.
+struct ReceiveSums final : LatencyState {
+  std::shared_ptr<CudaLatency> engine{};
+  std::shared_ptr<LatencyRound> round{};
+  Tensor out{};
+  std::optional<TensorView> waits{};
+  std::optional<Stream> stream{};
+  std::atomic<bool> called{false};
+  void receive() override {
+    Claim claim(called);
+    if (!claim) refuse_second_receive(kLatencyCombine);
+    engine->receive_sums(*round, waits, stream ? &*stream : nullptr, claim);
+    round.reset();  // the result may go back now
+  }
+};
+
+CombinePath path_of(ferry::CombinePath path) {
+  return path == ferry::CombinePath::per_slot ? CombinePath::per_slot : CombinePath::per_rank;
+}
+
+/// What the CUDA engine does not have yet.
+void check_served(const LatencyCombineOptions& options) {
+  if (options.format == CombineFormat::as_is) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(kLatencyCombine) +
+                  ": format: got one of low precision; the CUDA engine has as_is");
+}
+
+}  // namespace
+
+void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound& round,
+                                const std::optional<ConstTensorView>& topk_weights,
+                                const LatencyCombineOptions& options) const {
+  const Device where = engine_->device();
+  check_served(options);
+  LatencyDispatched dispatched;
+  dispatched.weights = round.weighted;
+  dispatched.tokens = round.combine.tokens;
+  dispatched.topk = static_cast<int>(round.combine.topk);
+  dispatched.ranks = engine_->size();
+  dispatched.local_experts = local_experts();
+  check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
+  check_stream(kLatencyCombine, options.stream, where);
+  check_left_behind(kLatencyCombine);
+  check_current(kLatencyCombine, round);
+}
+
+LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
+                                     const std::optional<ConstTensorView>& topk_weights,
+                                     const LatencyCombineOptions& options) {
+  const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
+  if (state == nullptr || state->engine.get() != this) {
+    refuse(kLatencyCombine, "received", "a result of another exchange, or none",
+           "what dispatch of this latency exchange returned");
+  }
+  if (!state->called.load()) {
+    refuse(kLatencyCombine, "received", "a result whose hook was not called",
+           "receive() before combine");
+  }
+  const std::shared_ptr<LatencyRound> round = state->round;
+  check_combine(rows, *round, topk_weights, options);
+  Launch launch(*engine_, kLatencyCombine, options.stream);
+  Claim claim(round->combined);
+  if (!claim) {
+    refuse(kLatencyCombine, "received", "a result that was combined already",
+           "one not combined yet");
+  }
+  auto later = std::make_shared<ReceiveSums>();
+  later->engine = shared_from_this();
+  later->round = round;
+  later->stream = copy_of(options.stream);
+  later->called = !options.hook;
+  later->waits = options.waits;
+  const Extents shape{round->combine.tokens, config_.hidden};
+  later->out = options.out
+                   ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}
+                   : engine_->local_tensor(launch, shape, config_.dtype);
+  LatencyCombined result;
+  result.x = later->out;
+  result.state = later;
+  LatencyCombineParameters& parameters = round->combine;
+  parameters.out = later->out.as<std::byte>();
+  parameters.path = path_of(options.path);
+  parameters.slot_weights = round->dispatch.slot_weights;
+  auto* kept = at<float>(memory_.results[round->result].weights);
+  parameters.weights = kept;  // of a dispatch that brought them, or of a hook
+  LatencyCombineParameters sending = parameters;
+  sending.halves = options.hook ? Halves::send : Halves::both;
+  sending.rows = aligned(launch, rows);
+  if (topk_weights) sending.weights = static_cast<const float*>(topk_weights->data);
+  if (topk_weights && options.hook) sending.kept_weights = kept;
+  if (!options.hook) sending.waits = asked(options.waits);
+  claim.keep();
+  launch.enter_apart(signature(CallKind::latency_combine));
+  launch.run(launch_latency_combine(sending, launch.stream()), "launch_latency_combine");
+  if (!options.hook) add_waits(launch, options.waits);
+  if (!options.hook) later->round.reset();  // the result may go back now
+  result.event = end(launch, kLatencyCombine);
+  return result;
+}
+
+void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<TensorView>& waits,
+                               const Stream* stream, Claim& claim) {
+  check_current(kLatencyCombine, round);
+  Launch launch(*engine_, kLatencyCombine, stream);
+  LatencyCombineParameters receiving = round.combine;
+  receiving.halves = Halves::receive;
+  receiving.waits = asked(waits);
+  claim.keep();
+  launch.enter_apart(signature(CallKind::latency_combine));
+  launch.run(launch_latency_combine(receiving, launch.stream()), "launch_latency_combine");
+  add_waits(launch, waits);
+  end(launch, kLatencyCombine);
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,196 @@
+// Latency mode of the CUDA engine: both paths, weights with the dispatch, hooks, graphs, waits.
+// Skips without a GPU.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include "engine_graph.hpp"
+#include "engine_latency.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261125;
+
+/// The kind of error that the call throws; nothing when it does not.
+std::optional<ErrorKind> kind_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.kind();
+  }
+  return std::nullopt;
+}
+
+TEST_P(EngineTest, LatencyExchangesByEitherPath) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    World world(seat.size(), shape, kSeed);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    for (unsigned choice = 0; choice < 16; ++choice) {
+      world = World(seat.size(), shape, kSeed + choice);
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      LatencyTrip trip;
+      trip.path = choice % 2 == 0 ? CombinePath::per_rank : CombinePath::per_slot;
+      trip.weights_with_dispatch = choice / 2 % 2 == 0;
+      trip.hooks = choice / 4 % 2 == 0;
+      trip.stream = choice / 8 % 2 == 0 ? &own.stream : nullptr;
+      latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
+    }
+  });
+}
+
+TEST_P(EngineTest, LatencyWeightsComeOnce) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 20);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    LatencyTrip with;
+    with.weights_with_dispatch = true;
+    const LatencyReceived weighted = latency_dispatch(latency, mine, with);
+    const LatencyReceived plain = latency_dispatch(latency, mine, {});
+    const auto refused = std::optional(ErrorKind::invalid_argument);
+    need(kind_of([&] { (void)latency_combine(latency, mine, weighted, {}); }) == refused,
+         "weights were taken twice");
+    need(kind_of([&] { (void)latency_combine(latency, mine, plain, with); }) == refused,
+         "a combine had no weights");
+    need(kind_of([&] { (void)latency_dispatch(latency, mine, {}); }) == ErrorKind::exhausted,
+         "a third result");
+    for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
+      LatencyTrip trip = path == CombinePath::per_rank ? with : LatencyTrip{};
+      trip.path = path;
+      const LatencyReceived& received = path == CombinePath::per_rank ? weighted : plain;
+      const LatencyCombined combined = latency_combine(latency, mine, received, trip);
+      check_latency_sums(world, seat.rank(), path, combined.x, seat.copier);
+    }
+  });
+}
+
+/// Ranks that differ in having weights find out, and nobody gets wrong rows.
+TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 21);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    LatencyTrip trip;
+    trip.weights_with_dispatch = seat.rank() == 1;
+    const auto kind = kind_of([&] { (void)latency_dispatch(latency, mine, trip); });
+    need(kind == ErrorKind::mismatch || kind == ErrorKind::peer_failed, "it went on");
+    seat.meet();
+  });
+}
+
+/// Other routes and fewer tokens in each replay, both results alive.
+TEST_P(EngineTest, LatencyExchangesAreReplayed) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    World world(seat.size(), shape, kSeed + 30);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    LatencyTrip by_rank{CombinePath::per_rank, true, false, &own.stream, {}};
+    LatencyTrip by_slot{CombinePath::per_slot, false, true, &own.stream, {}};
+    LatencyExchanged one, two;
+    const Graph graph(own.raw, [&] {
+      one.received = latency_dispatch(latency, mine, by_rank);
+      one.combined = latency_combine(latency, mine, one.received, by_rank);
+      two.received = latency_dispatch(latency, mine, by_slot);
+      two.combined = latency_combine(latency, mine, two.received, by_slot);
+    });
+    for (std::uint64_t i = 0; i < 6; ++i) {
+      world = World(seat.size(), shape, kSeed + 31 + i);
+      for (std::size_t r = 0; r < world.ranks.size(); ++r) {  // fewer tokens: the rest go nowhere
+        Sent& sent = world.ranks[r];
+        const auto used = static_cast<std::size_t>(shape.topk) * ((i * 11 + r * 5) % 37);
+        for (std::size_t s = used; s < sent.routes.size(); ++s) sent.routes[s] = -1;
+      }
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      graph.run();
+      check_latency_rows(world, seat.rank(), one.received, seat.copier);
+      check_latency_rows(world, seat.rank(), two.received, seat.copier);
+      check_latency_sums(world, seat.rank(), by_rank.path, one.combined.x, seat.copier);
+      check_latency_sums(world, seat.rank(), by_slot.path, two.combined.x, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
+TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    World world(seat.size(), shape, kSeed + 50);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    LatencyTrip trip{CombinePath::per_rank, true, false, &own.stream, {}};
+    LatencyCombined sums;
+    const Graph graph(own.raw, [&] {  // results end with the capture
+      sums = latency_combine(latency, mine, latency_dispatch(latency, mine, trip), trip);
+    });
+    for (std::uint64_t i = 0; i < 8; ++i) {
+      world = World(seat.size(), shape, kSeed + 51 + i);
+      mine.fill(world.ranks[self], seat.copier);
+      seat.meet();
+      graph.run();
+      check_latency_sums(world, seat.rank(), trip.path, sums.x, seat.copier);
+      LatencyTrip eager = trip;
+      eager.path = i % 2 == 0 ? CombinePath::per_slot : CombinePath::per_rank;
+      eager.hooks = i % 3 == 0;
+      for (std::uint64_t n = 0; n <= i % 3; ++n) {
+        latency_trip(latency, world, seat.rank(), mine, eager, seat.copier);
+      }
+    }
+    seat.meet();
+  });
+}
+
+/// What a call waits for a late rank stands in the caller's tensor.
+TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 70);
+    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
+                     seat.copier);
+    const Buffer memory(static_cast<std::size_t>(seat.size()) * 8);
+    const std::vector<std::int64_t> before(static_cast<std::size_t>(seat.size()), 1000);
+    const TensorView waits(memory.data(), Dtype::i64, {seat.size()},
+                           {DeviceKind::cuda, seat.device});
+    LatencyExchange latency(seat.group, latency_config(shape));
+    for (const bool hooks : {false, true}) {
+      seat.copier.put(memory.data(), before);
+      LatencyTrip trip{CombinePath::per_rank, true, hooks, nullptr, waits};
+      seat.meet();
+      if (seat.rank() == 0) std::this_thread::sleep_for(100ms);
+      latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
+      const Tensor told{waits, {}};
+      const auto ns = seat.copier.get<std::int64_t>(told, seat.size());
+      for (const std::int64_t one : ns) need(one >= 1000, "waits are added to what was there");
+      if (seat.rank() == 1) {
+        need(ns[0] > 20'000'000, "waited " + std::to_string(ns[0]) + " ns for the late rank");
+        need(ns[1] < ns[0], "and longer for itself");
+      }
+      seat.meet();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace ferry::test

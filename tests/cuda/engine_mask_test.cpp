@@ -1,0 +1,210 @@
+// Latency mode of the CUDA engine with masks: ranks that die or come late, and what the others do.
+// Skips without a GPU.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include "engine_graph.hpp"
+#include "engine_latency.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr std::uint64_t kSeed = 20261126;
+constexpr LatencyTrip kTrip{CombinePath::per_rank, true, false, nullptr, {}};
+
+std::uint64_t count_of(const LatencyExchange& latency) {
+  return std::atomic_ref(const_cast<std::uint64_t&>(*latency.mask_count()))
+      .load(std::memory_order_acquire);
+}
+
+void need_masked(const LatencyExchange& latency, const std::set<int>& expected,
+                 const std::string& when) {
+  const std::vector<bool> masked = latency.masked();
+  for (std::size_t r = 0; r < masked.size(); ++r) {
+    need(masked[r] == expected.contains(static_cast<int>(r)),
+         when + ": mask of rank " + std::to_string(r));
+  }
+}
+
+/// Whether the call throws that this rank was left behind.
+bool is_left_behind(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.kind() == ErrorKind::left_behind;
+  }
+  return false;
+}
+
+/// A rank's place in an exchange with masks.
+struct Masked {
+  World world;
+  OnGpu mine;
+  LatencyExchange latency;
+  int rank;
+  const Copier& copier;
+
+  Masked(Group& group, const Shape& shape, std::uint64_t seed, int device, const Copier& on)
+      : world(group.size(), shape, seed),
+        mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, on),
+        latency(group, latency_config(shape, true)),
+        rank(group.rank()),
+        copier(on) {}
+  void trip(const std::set<int>& absent = {}, const LatencyTrip& with = kTrip) {
+    latency_trip(latency, world, rank, mine, with, copier, absent);
+  }
+};
+
+TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
+  const Shape shape;
+  GroupConfig config = config_for(shape);
+  config.deadline = 3s;
+  on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
+    Masked at(seat.group, shape, kSeed, seat.device, seat.copier);
+    std::set<int> others;
+    for (int r = 0; r < seat.size(); ++r) {
+      if (r != 1) others.insert(r);
+    }
+    seat.meet();
+    for (int i = 0; i < 3; ++i) at.trip();
+    need(count_of(at.latency) == 0, "a mask too early");
+    need_masked(at.latency, {}, "at first");
+    seat.meet();
+    if (seat.rank() != 1) {
+      at.trip({1});
+      need(count_of(at.latency) == 1, "one mask");
+      need_masked(at.latency, {1}, "after the deadline");
+      for (int i = 0; i < 3; ++i) at.trip({1});
+      need(count_of(at.latency) == 1, "still one mask");
+    }
+    seat.meet();
+    if (seat.rank() == 1) {
+      // The first is what the others sent before they knew.
+      bool told = false;
+      for (int i = 0; i < 4 && !told; ++i) {
+        told = is_left_behind([&] { (void)latency_dispatch(at.latency, at.mine, kTrip); });
+      }
+      need(told, "it did not learn that it was left behind");
+      need_masked(at.latency, others, "left behind");
+    }
+    seat.meet();
+    at.latency.rejoin();
+    need_masked(at.latency, {}, "after rejoining");
+    for (int i = 0; i < 3; ++i) at.trip();
+    seat.meet();
+  });
+}
+
+TEST_P(EngineTest, MasksAreSetAndCleared) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    Masked at(seat.group, shape, kSeed + 1, seat.device, seat.copier);
+    const auto refused = [&](const std::function<void()>& call) {
+      try {
+        call();
+      } catch (const Error& error) {
+        return error.kind() == ErrorKind::invalid_argument;
+      }
+      return false;
+    };
+    LatencyExchange plain(seat.group, latency_config(shape));
+    need(refused([&] { (void)plain.masked(); }), "masks of an exchange without");
+    need(refused([&] { plain.rejoin(); }), "rejoin of an exchange without masks");
+    need(refused([&] { at.latency.set_mask(seat.rank(), true); }), "a mask of this rank");
+    need(refused([&] { at.latency.set_mask(seat.size(), true); }), "a mask of no rank");
+    {
+      LatencyTrip by_slot = kTrip;
+      by_slot.path = CombinePath::per_slot;
+      const LatencyReceived received = latency_dispatch(at.latency, at.mine, kTrip);
+      need(refused([&] { (void)latency_combine(at.latency, at.mine, received, by_slot); }),
+           "slots with masks");
+      (void)latency_combine(at.latency, at.mine, received, kTrip);
+    }
+    seat.meet();
+    // Every rank alone, then all together again.
+    std::set<int> others;
+    for (int r = 0; r < seat.size(); ++r) {
+      if (r == seat.rank()) continue;
+      at.latency.set_mask(r, true);
+      others.insert(r);
+    }
+    need_masked(at.latency, others, "set");
+    seat.meet();
+    at.latency.clear_masks();
+    need_masked(at.latency, {}, "cleared");
+    seat.meet();
+    at.latency.rejoin();
+    at.trip();
+    need(count_of(at.latency) == 0, "no deadline masked a rank");
+    // A result from before a rejoin may be read, and no more.
+    const LatencyReceived old = latency_dispatch(at.latency, at.mine, kTrip);
+    at.latency.rejoin();
+    check_latency_rows(at.world, seat.rank(), old, seat.copier);
+    try {
+      (void)latency_combine(at.latency, at.mine, old, kTrip);
+      need(false, "a result from before a rejoin was combined");
+    } catch (const Error& error) {
+      need(std::string(error.what()).find("rejoin") != std::string::npos, error.what());
+    }
+    at.trip();
+    seat.meet();
+  });
+}
+
+/// Killed in the midst of exchanges: the others mask it long before their deadline, go on, and
+/// rejoin without it; captured exchanges, too.
+TEST(EngineEndTest, AKilledRankIsMaskedAtOnce) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const Shape shape;
+  const auto problems = run_ranks(
+      3, 1,
+      [&](Bootstrap& bootstrap) {
+        int gpus = 0;
+        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+        const int device = bootstrap.rank() % gpus;
+        need(cudaSetDevice(device), "cudaSetDevice");
+        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+        const Copier copier;
+        Masked at(group, shape, kSeed + 2, device, copier);
+        OwnStream own(device);
+        LatencyTrip captured = kTrip;
+        captured.stream = &own.stream;
+        LatencyCombined sums;
+        bootstrap.all_gather({}, 60s);
+        const Graph graph(own.raw, [&] {
+          sums = latency_combine(at.latency, at.mine,
+                                 latency_dispatch(at.latency, at.mine, captured), captured);
+        });
+        bootstrap.all_gather({}, 60s);
+        for (int i = 0; i < 3; ++i) at.trip();
+        graph.run();
+        check_latency_sums(at.world, group.rank(), kTrip.path, sums.x, copier);
+        bootstrap.all_gather({}, 60s);
+        if (group.rank() == 1) kill(getpid(), SIGKILL);
+        const auto start = std::chrono::steady_clock::now();
+        at.trip({1});
+        need(std::chrono::steady_clock::now() - start < 10s, "the deadline was waited for");
+        need(count_of(at.latency) == 1, "one mask");
+        need_masked(at.latency, {1}, "killed");
+        for (int i = 0; i < 5; ++i) at.trip({1});
+        for (int i = 0; i < 5; ++i) {
+          graph.run();
+          check_latency_sums(at.world, group.rank(), kTrip.path, sums.x, copier, {1});
+        }
+        at.latency.rejoin();
+        need_masked(at.latency, {1}, "rejoined");
+        for (int i = 0; i < 5; ++i) at.trip({1});
+      },
+      90);
+  ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
+  EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
+}
+
+}  // namespace
+}  // namespace ferry::test
