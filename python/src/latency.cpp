@@ -51,42 +51,58 @@ Hooked<Result> hold(Result result, bool hook, const nb::object& stream,
 }
 
 void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capacity,
-                   std::int64_t hidden, int topk, Dtype dtype) {
+                   std::int64_t hidden, int topk, Dtype dtype, RowOrder order) {
   LatencyConfig config;
   config.capacity = capacity;
   config.hidden = hidden;
   config.topk = topk;
   config.dtype = dtype;
+  config.order = order;
   new (self) HeldExchange(without_gil([&] { return LatencyExchange(group.get(), config); }));
 }
 
 Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_idx,
-                  WireFormat format, ScaleFormat scale_format, bool hook,
-                  const nb::object& stream) {
+                  const View* topk_weights, WireFormat format, ScaleFormat scale_format,
+                  RowOrder order, bool hook, const nb::object& stream) {
   LatencyDispatchOptions options;
   options.format = format;
   options.scale_format = scale_format;
+  options.order = order;
+  options.topk_weights = optional_read(topk_weights);
   options.hook = hook;
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx});
+  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx, topk_weights});
   LatencyReceived result =
       without_gil([&] { return exchange->dispatch(x.read(), topk_idx.read(), options); });
-  return hold(std::move(result), hook, stream, {&x, &topk_idx});
+  return hold(std::move(result), hook, stream, {&x, &topk_idx, topk_weights});
 }
 
 Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
-                 const View& topk_weights, bool hook, const View* out, const nb::object& stream) {
+                 const View* topk_weights, CombinePath path, CombineFormat format, bool hook,
+                 const View* out, const nb::object& stream) {
   LatencyCombineOptions options;
+  options.path = path;
+  options.format = format;
   options.hook = hook;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&rows, &topk_weights, out});
-  LatencyCombined result = without_gil(
-      [&] { return exchange->combine(rows.read(), received.get(), topk_weights.read(), options); });
-  return hold(std::move(result), hook, stream, {&rows, &topk_weights, out});
+  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, out});
+  LatencyCombined result = without_gil([&] {
+    if (topk_weights == nullptr) return exchange->combine(rows.read(), received.get(), options);
+    return exchange->combine(rows.read(), received.get(), topk_weights->read(), options);
+  });
+  return hold(std::move(result), hook, stream, {&rows, topk_weights, out});
 }
 
-void bind_formats(nb::module_& m) {}
+void bind_formats(nb::module_& m) {
+  nb::enum_<CombinePath>(m, "CombinePath")
+      .value("per_slot", CombinePath::per_slot)
+      .value("per_rank", CombinePath::per_rank);
+  nb::enum_<CombineFormat>(m, "CombineFormat")
+      .value("as_is", CombineFormat::as_is)
+      .value("e4m3", CombineFormat::e4m3)
+      .value("logfmt10", CombineFormat::logfmt10);
+}
 
 }  // namespace
 
@@ -99,6 +115,9 @@ void bind_latency(nb::module_& m) {
       .def_prop_ro("source_token",
                    [](const Received& r) { return to_python(r.get().source_token); })
       .def_prop_ro("ranges", [](const Received& r) { return to_python(r.get().ranges); })
+      .def_prop_ro("topk_idx", [](const Received& r) { return to_python(r.get().topk_idx); })
+      .def_prop_ro("topk_weights",
+                   [](const Received& r) { return to_python(r.get().topk_weights); })
       .def_prop_ro("event", [](const Received& r) { return HeldEvent(r.get().event); })
       .def("receive", &Received::receive);
   nb::class_<Combined>(m, "LatencyCombined")
@@ -107,24 +126,29 @@ void bind_latency(nb::module_& m) {
       .def("receive", &Combined::receive);
   nb::class_<HeldExchange>(m, "LatencyExchange")
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
-           nb::arg("topk"), nb::arg("dtype"))
-      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("format"),
-           nb::arg("scale_format"), nb::arg("hook"), nb::arg("stream").none(),
-           nb::sig("def dispatch(self, x: View, topk_idx: View, format: WireFormat, scale_format: "
-                   "ScaleFormat, hook: bool, stream: Stream | None) -> LatencyReceived"))
-      .def("combine", &combine, nb::arg("rows"), nb::arg("received"), nb::arg("topk_weights"),
-           nb::arg("hook"), nb::arg("out").none(), nb::arg("stream").none(),
-           nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View, "
-                   "hook: bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
+           nb::arg("topk"), nb::arg("dtype"), nb::arg("order"))
+      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
+           nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("hook"),
+           nb::arg("stream").none(),
+           nb::sig("def dispatch(self, x: View, topk_idx: View, topk_weights: View | None, format: "
+                   "WireFormat, scale_format: ScaleFormat, order: RowOrder, hook: bool, stream: "
+                   "Stream | None) -> LatencyReceived"))
+      .def("combine", &combine, nb::arg("rows"), nb::arg("received"),
+           nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"), nb::arg("hook"),
+           nb::arg("out").none(), nb::arg("stream").none(),
+           nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View | "
+                   "None, path: CombinePath, format: CombineFormat, hook: bool, out: View | None, "
+                   "stream: Stream | None) -> LatencyCombined"))
       .def_static(
           "memory_hint",
           [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
-             std::int64_t experts, int ranks) {
+             std::int64_t experts, int ranks, RowOrder order) {
             LatencyConfig config{capacity, hidden, topk, dtype};
+            config.order = order;
             return LatencyExchange::memory_hint(config, experts, ranks);
           },
           nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
-          nb::arg("experts"), nb::arg("ranks"));
+          nb::arg("experts"), nb::arg("ranks"), nb::arg("order"));
 }
 
 }  // namespace ferry::python

@@ -37,6 +37,10 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
     refuse(kCall, "order", "number " + to_string(static_cast<int>(options.order)),
            "rank_major or expert_major");
   }
+  if (options.order == RowOrder::expert_major && config.order == RowOrder::rank_major) {
+    refuse(kCall, "order", "expert_major",
+           "rank_major, as configured: there is no room to fan out");
+  }
   if (options.topk_weights && topk_idx.dims() == 2) {
     check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32,
                 {topk_idx.shape[0], topk_idx.shape[1]}, where);
