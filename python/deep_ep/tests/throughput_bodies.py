@@ -20,6 +20,7 @@ from reference import (
 from torch import Tensor
 
 import deep_ep
+from deep_ep.handles import find
 
 KINDS = ("bf16", "f32", "u8", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
 ROUTES = ("none", "ids", "ids and weights", "i32 ids and weights")
@@ -68,7 +69,9 @@ def layouts(buffer: Any, device: str) -> None:
     for experts, dtype, way in itertools.product((16, 19, 3), (torch.int64, torch.int32), ENDS):
         job = make_job(buffer.group_size, experts, topk=min(3, experts))
         idx = job.topk_idx[buffer.rank]
-        found = buffer.get_dispatch_layout(idx.to(device, dtype), experts, **ended(buffer, way))
+        asked = idx.to(device, dtype)
+        asked[::3] = torch.where(asked[::3] < 0, experts, asked[::3])  # no expert either: left out
+        found = buffer.get_dispatch_layout(asked, experts, **ended(buffer, way))
         per_rank, per_host, per_expert, in_ranks, event = found
         wait(event, way)
         there = in_rank(job, buffer.rank)
@@ -143,14 +146,15 @@ def check_rows(got: Any, sent: list[Any], job: Job, rank: int, device: str, word
 
 def every_dispatch(buffer: Any, device: str) -> None:
     """All combinations of what is sent, with which routes, exact or worst case, and how it ends."""
-    job, rank = make_job(buffer.group_size), buffer.rank
-    there = arrived(job, rank)
-    rows = len(there.token)
+    jobs, rank = [make_job(buffer.group_size, experts) for experts in (16, 19)], buffer.rank
     combinations = product(device, KINDS, ROUTES, (False, True))
     for number, (kind, routes, worst, way) in enumerate(combinations):
         if worst and routes == "none":
             continue
         words = (kind, routes, worst, way)
+        job = jobs[number // 2 % 2]
+        there = arrived(job, rank)
+        rows = len(there.token)
         most = sum(len(x) for x in job.x) + 2 if worst else 0
         sent = inputs(job, kind)
         alignment = (1, 8, 128)[number % 3]
@@ -315,6 +319,7 @@ def saved_handles(buffer: Any, device: str) -> None:
     out = _Layer.apply(layer, buffer, got[4])
     kept, copies = list(got[4]), [t.cpu().clone().to(device) for t in got[4]]
     rows = expert(rank, got[0])
+    assert find(kept) is got[4].exchange and find(copies) is None
     del got
     for _ in range(3):  # others come in between
         dispatched(buffer, device, second, second.x[rank].to(device))
@@ -366,6 +371,7 @@ def lopsided(buffer: Any, device: str) -> None:
         got = dispatched(buffer, device, job, job.x[rank].to(device))
         check_rows(got[0], job.x, job, rank, device, case)
         assert got[3] == arrived(job, rank).per_expert, case
+        assert all(isinstance(one, Tensor) for one in got[4]), case
         assert got[4][3 if ranks <= 8 else 7].shape[0] == len(arrived(job, rank).token), case
         y, back, _ = buffer.combine(expert(rank, got[0]), got[4], topk_weights=got[2])
         same(y, combined(job, rank, answers(job, rank, job.x)), device, case)
