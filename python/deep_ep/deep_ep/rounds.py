@@ -90,7 +90,7 @@ class Rounds:
     """A LatencyExchange of a group, and its last two dispatches."""
 
     def __init__(self, group: ferry.Group, exchange: ferry.LatencyExchange, shape: Shape) -> None:
-        self._group = group
+        self.group = group
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
@@ -118,7 +118,7 @@ class Rounds:
             return torch.empty_like(tensor)
         shared = self._shared.get(name)
         if shared is None:
-            shared = self._shared[name] = self._group.is_registered(tensor.data_ptr())
+            shared = self._shared[name] = self.group.is_registered(tensor.data_ptr())
         if not shared:
             return tensor
         key = tensor.data_ptr(), tensor.dtype
