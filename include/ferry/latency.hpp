@@ -24,6 +24,9 @@ struct LatencyConfig {
   /// mode. true: the rank is masked and the others go on without it (`LatencyExchange::masked`);
   /// combines take `CombinePath::per_rank`.
   bool masks = false;
+  /// Of results. expert_major: rank_major ones, too. rank_major: there is no room to fan out, which
+  /// on the host is 2 · local experts · ranks · capacity rows less.
+  RowOrder order = RowOrder::expert_major;
 };
 
 /// Who sums the rows of a token.

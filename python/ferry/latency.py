@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, choice, flag, instance, integer, optional
+from ferry.arguments import INT32_MAX, choice, flag, instance, integer
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import summary
+from ferry.streams import Place
 from ferry.tensors import Like, array, dtype_named, optional_view, view
 
 ArrayT = TypeVar("ArrayT")
@@ -130,18 +131,34 @@ class LatencyExchange:
         hidden: channels of a token; row bytes a multiple of 16.
         topk: most slots of a route.
         dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
+        order: of results. "expert_major": dispatches may ask for either. "rank_major": for that
+            alone, and no memory is taken to fan out.
+        masks: a rank that misses the deadline of a call is masked, and the others go on without it;
+            see `masked`. Without, the group fails. Expert-major combines then take
+            `path="per_rank"`.
     """
 
     def __init__(
-        self, group: Group, *, capacity: int, hidden: int, topk: int, dtype: Any = "bf16"
+        self,
+        group: Group,
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
+        masks: bool = False,
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
+        self._streams = instance("LatencyExchange: group", group, Group, "a ferry.Group")._streams
         self._raw = _ferry.LatencyExchange(
-            instance("LatencyExchange: group", group, Group, "a ferry.Group")._raw,
+            group._raw,
             integer("LatencyExchange: capacity", capacity, 1),
             integer("LatencyExchange: hidden", hidden, 1),
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
+            choice("LatencyExchange: order", order, ORDERS),
+            flag("LatencyExchange: masks", masks),
         )
         self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
 
@@ -157,8 +174,9 @@ class LatencyExchange:
         format: str = "as_is",
         scale_format: str = "f32",
         order: str = "expert_major",
+        waits: Any = None,
         hook: bool = False,
-        stream: _ferry.Stream | None = None,
+        stream: Any = None,
     ) -> LatencyReceived[ArrayT]:
         """Collective. Carries tokens to their experts; a token crosses once for each rank and,
         expert-major, fans out there.
@@ -171,23 +189,28 @@ class LatencyExchange:
             format: "as_is", or "e4m3": quantised in flight, one scale for each 128 channels.
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
+                An exchange that was made "rank_major" takes that alone.
+            waits: i64 [R]: how many nanoseconds the receive waited for each source is added there.
             hook: only send; `receive()` of the result does the rest.
-            stream: None: returns finished (or sent) results.
+            stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
 
         A third result alive raises `Exhausted` before anything moves.
         """
-        x_view, like = self._view("latency dispatch: x", x)
+        name = "latency dispatch"
+        place = self._streams.place(name, stream, x)
+        x_view, like = self._view(f"{name}: x", x, place)
         raw = self._raw.dispatch(
             x_view,
-            view("latency dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES)[0],
-            optional_view("latency dispatch: topk_weights", topk_weights, expected="f32"),
-            choice("latency dispatch: format", format, FORMATS),
-            choice("latency dispatch: scale_format", scale_format, SCALE_FORMATS),
-            choice("latency dispatch: order", order, ORDERS),
-            flag("latency dispatch: hook", hook),
-            optional("latency dispatch: stream", stream, _ferry.Stream, "a ferry.Stream"),
+            view(f"{name}: topk_idx", topk_idx, expected=ROUTE_DTYPES, place=place)[0],
+            optional_view(f"{name}: topk_weights", topk_weights, expected="f32", place=place),
+            choice(f"{name}: format", format, FORMATS),
+            choice(f"{name}: scale_format", scale_format, SCALE_FORMATS),
+            choice(f"{name}: order", order, ORDERS),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
+            flag(f"{name}: hook", hook),
+            place.stream,
         )
-        return LatencyReceived(raw, like)
+        return LatencyReceived(place.finished(raw), like)
 
     def combine(
         self,
@@ -197,9 +220,10 @@ class LatencyExchange:
         *,
         path: str = "per_slot",
         format: str = "as_is",
+        waits: Any = None,
         hook: bool = False,
         out: ArrayT | None = None,
-        stream: _ferry.Stream | None = None,
+        stream: Any = None,
     ) -> LatencyCombined[ArrayT]:
         """Collective. Brings rows back to the owners of their tokens and sums them.
 
@@ -214,29 +238,77 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
+            waits: i64 [R], as in `dispatch`.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output.
-            stream: None: returns finished (or sent) results.
+            stream: as for the dispatch.
         """
         name = "latency combine"
-        rows_view, like = self._view(f"{name}: rows", rows)
+        place = self._streams.place(name, stream, rows)
+        rows_view, like = self._view(f"{name}: rows", rows, place)
         expected = "a ferry.LatencyReceived, as dispatch returns it"
         raw = self._raw.combine(
             rows_view,
             instance(f"{name}: received", received, LatencyReceived, expected)._raw,
-            optional_view(f"{name}: topk_weights", topk_weights, expected="f32"),
+            optional_view(f"{name}: topk_weights", topk_weights, expected="f32", place=place),
             choice(f"{name}: path", path, PATHS),
             choice(f"{name}: format", format, COMBINE_FORMATS),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
-            optional_view(f"{name}: out", out, self._carried(out), True),
-            optional(f"{name}: stream", stream, _ferry.Stream, "a ferry.Stream"),
+            optional_view(f"{name}: out", out, self._carried(out), True, place=place),
+            place.stream,
         )
-        return LatencyCombined(raw, like, out)
+        return LatencyCombined(place.finished(raw), like, out)
+
+    def masked(self) -> list[bool]:
+        """Of each rank, whether this rank goes on without it: nothing is sent to it, nothing waits
+        for it, and what it holds of a token is zero. Each rank decides for itself: by a missed
+        deadline, the end of a process or of a rank's group, and by `set_mask`.
+
+        A rank that was masked by a peer that it has not masked itself gets `LeftBehind` from its
+        calls. Without `masks=True` this and what follows raises `InvalidArgument`.
+        """
+        return self._raw.masked()
+
+    def set_mask(self, rank: int, masked: bool = True) -> None:
+        """Masks a peer, or takes its mask back, for calls that begin later. Without `rejoin` a mask
+        may be taken back only from a rank that made as many dispatches as this one."""
+        self._raw.set_mask(
+            integer("set_mask: rank", rank, 0, INT32_MAX), flag("set_mask: masked", masked)
+        )
+
+    def clear_masks(self) -> None:
+        """Takes all masks back, as `set_mask`."""
+        self._raw.clear_masks()
+
+    @property
+    def mask_count(self) -> int:
+        """How many times this rank masked another by itself, not by `set_mask`. Cheap to ask: a
+        word in host memory."""
+        return self._raw.mask_count()
+
+    def rejoin(self) -> None:
+        """Collective of all ranks, those that go on and those that come back. Clears the masks, but
+        of ranks whose process has ended or that destroyed their group.
+
+        A rank that does not come within the deadline: `DeadlineExceeded` that names it, and
+        `LeftBehind` from every other call until a rejoin succeeds. Results that are alive may still
+        be read, but neither received nor combined.
+        """
+        self._raw.rejoin()
 
     @staticmethod
     def memory_hint(
-        *, capacity: int, hidden: int, topk: int, experts: int, ranks: int, dtype: Any = "bf16"
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        experts: int,
+        ranks: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
+        masks: bool = False,
     ) -> int:
         """Registered bytes of one rank's latency buffers."""
         return _ferry.LatencyExchange.memory_hint(
@@ -246,10 +318,12 @@ class LatencyExchange:
             dtype_named("memory_hint: dtype", dtype),
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
+            choice("memory_hint: order", order, ORDERS),
+            flag("memory_hint: masks", masks),
         )
 
-    def _view(self, name: str, value: Any) -> tuple[_ferry.View, Like]:
-        return view(name, value, self._carried(value))
+    def _view(self, name: str, value: Any, place: Place) -> tuple[_ferry.View, Like]:
+        return view(name, value, self._carried(value), place=place)
 
     def _carried(self, value: Any) -> _ferry.Dtype | None:
         """The configured dtype for a uint16 array, which cannot say it."""

@@ -259,6 +259,25 @@ def test_paths_and_formats(
             assert (error <= share * np.abs(case.x[rank]) * size + 1e-4).all()
 
 
+def test_rank_major_alone(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        size: Any = {"capacity": CAPACITY, "hidden": HIDDEN, "topk": TOPK, "order": "rank_major"}
+        lat = ferry.LatencyExchange(group, dtype="f32", **size)
+        hint = ferry.LatencyExchange.memory_hint(dtype="f32", experts=EXPERTS, ranks=RANKS, **size)
+        assert group.memory().latency_bytes == hint
+        call = (case.x[rank], case.routes[rank])
+        with pytest.raises(ferry.InvalidArgument, match="no room to fan out"):
+            lat.dispatch(*call)
+        r = lat.dispatch(*call, topk_weights=case.weights[rank], order="rank_major")
+        return lat.combine(own_sums(r.x, r.topk_weights), r).x
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert np.array_equal(out, case.combined(rank))
+
+
 def test_refusals(rng: np.random.Generator) -> None:
     case = Case(rng)
 

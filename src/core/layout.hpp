@@ -147,6 +147,7 @@ struct LatencyShape {
   int topk = 1;
   std::size_t element_bytes = 2;
   bool masks = false;
+  bool fans_out = true;  ///< room for expert-major results
 };
 
 FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) {
@@ -178,7 +179,8 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.sum_rows = shape.masks ? most(r, k) : k;
   layout.sum_slot = round_up(most(plain, most(combine.e4m3_bytes, combine.logfmt_bytes)), 16);
   layout.sums = carver.take(2 * capacity * layout.sum_rows * layout.sum_slot);
-  const std::size_t output_rows = static_cast<std::size_t>(shape.local_experts) * r * capacity;
+  const std::size_t experts = static_cast<std::size_t>(shape.local_experts);
+  const std::size_t output_rows = shape.fans_out ? experts * r * capacity : 0;
   layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
   layout.outputs = carver.take(2 * layout.output_bytes);
   layout.bytes = round_up(carver.end, 4096);

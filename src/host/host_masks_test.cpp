@@ -247,6 +247,34 @@ TEST(HostMasks, AMaskTakenBackInTheMidstOfAnExchangeVouchesForNothing) {
   });
 }
 
+TEST(HostMasks, TheNextGenerationsRowsDoNotPassForThoseThatWereNotSent) {
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    for (int round = 1; round <= 4; ++round) load.round(round, {});
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    const int rank = group.rank();
+    LatencyReceived fifth;
+    if (rank != 1) fifth = latency.dispatch(load.x(5), load.ids(), hook);
+    all.arrive_and_wait();
+    if (rank == 1) {
+      latency.set_mask(0, true);
+      fifth = latency.dispatch(load.x(5), load.ids(), hook);  // nothing for rank 0
+      latency.clear_masks();
+    }
+    all.arrive_and_wait();
+    LatencyReceived sixth = latency.dispatch(load.x(6), load.ids(), hook);
+    all.arrive_and_wait();
+    fifth.receive();
+    load.expect_received(fifth, 5, rank == 0 ? std::vector{1} : std::vector<int>{});
+    sixth.receive();
+    load.expect_received(sixth, 6, {});
+    all.arrive_and_wait();
+  });
+}
+
 TEST(HostMasks, ARankThatLeavesIsMaskedAtOnce) {
   with_groups(kRanks, with_deadline(60s), [&](Group& group) {
     std::optional<LatencyExchange> latency(std::in_place, group, masked_config());

@@ -94,6 +94,7 @@ LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, 
   shape.topk = config.topk;
   shape.element_bytes = size_of(config.dtype);
   shape.masks = config.masks;
+  shape.fans_out = config.order == RowOrder::expert_major;
   return make_latency_layout(shape);
 }
 
@@ -122,6 +123,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
     head.call.weights = config.masks ? 1 : 0;
+    head.call.order = static_cast<std::uint32_t>(config.order);
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =

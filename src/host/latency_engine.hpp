@@ -239,6 +239,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   // latency_rejoin.cpp
   /// Every rank, but for those that are masked here.
   RankBytes unmasked() const;
+  /// A source that took its mask of this rank back sends again, but not what it left out: the flag
+  /// of its next generation passes for this one's, and only the header tells.
+  void leave_out_unsent(Exchange& exchange) const;
   /// Of the unmasked: to whom the rows of this dispatch went.
   RankBytes served(const Exchange& exchange) const;
   /// Of those: whose rows came. To others this rank must not say that its part of a combine is

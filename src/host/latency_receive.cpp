@@ -127,6 +127,7 @@ void HostLatency::receive_rows(Exchange& exchange) {
   check_still_joined(kLatencyDispatch, g);
   exchange.came = await_sources({"latency dispatch: rows", flag_row(layout_.arrived), g},
                                 unmasked(), exchange.options.waits);
+  if (masks_.on()) leave_out_unsent(exchange);
   const bool by_rank = exchange.options.order == RowOrder::rank_major;
   by_rank ? receive_rank_major(exchange) : receive_expert_major(exchange);
   exchange.lease->mark_received();

@@ -91,6 +91,15 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
   return came;
 }
 
+void HostLatency::leave_out_unsent(Exchange& exchange) const {
+  for (int source = 0; source < ranks(); ++source) {
+    const auto& header = *reinterpret_cast<const SourceHeader*>(
+        segment_.data + header_offset(exchange.generation, source));
+    std::uint8_t& came = exchange.came[static_cast<std::size_t>(source)];
+    if (came != 0 && header.generation != exchange.generation) came = 0;
+  }
+}
+
 RankBytes HostLatency::served(const Exchange& exchange) const {
   RankBytes ranks = unmasked();
   for (std::size_t r = 0; r < ranks.size(); ++r) ranks[r] &= exchange.sent[r];

@@ -282,6 +282,19 @@ TEST_P(LatencyPaths, WeightsAreGivenOnce) {
   });
 }
 
+TEST(LatencyDisagreement, RoomToFanOutIsAgreedOn) {
+  const auto failures = run_fleet({FabricKind::local, 2}, [](Rank& rank) {
+    Group group(rank.bootstrap(), group_config(rank, 4));
+    LatencyConfig config{4, 32, 2, Dtype::f32};
+    if (rank.rank() == 1) config.order = RowOrder::rank_major;
+    expect_text(rank,
+                expect_error(rank, ErrorKind::mismatch, "exchanges of different orders",
+                             [&] { LatencyExchange(group, config); }),
+                "order");
+  });
+  EXPECT_TRUE(failures.empty()) << joined(failures);
+}
+
 /// Ranks that do different things hear it, each from the other, long before a deadline.
 void expect_disagreement(const std::function<void(Tiny&)>& body, const char* what) {
   const auto failures = run_fleet({FabricKind::local, 2}, [&](Rank& rank) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from deep_ep.low_latency_checks import (
     check_tokens,
     unpacked,
 )
+from deep_ep.low_latency_masks import Masks
 from deep_ep.rounds import Round, Rounds
 from deep_ep.runtime import Runtime
 from deep_ep.streams import Turn
@@ -37,7 +38,7 @@ Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 
 
-class LowLatency:
+class LowLatency(Masks):
     """The low-latency half of a Buffer. The other half provides what is declared here.
 
     Each (num_max_dispatch_tokens_per_rank, hidden, num_experts, top-k, dtype) has buffers of its
@@ -45,10 +46,7 @@ class LowLatency:
     used; older tensors see what later dispatches write.
     """
 
-    rank: int
-    group_size: int
     low_latency_mode: bool
-    enable_shrink: bool
     runtime: Runtime
 
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
@@ -57,6 +55,7 @@ class LowLatency:
     def _open_low_latency(self) -> None:
         """Called at the end of the constructor, on all ranks: prepares this half's own state."""
         self._latency_rounds: dict[tuple[Any, ...], Rounds] = {}
+        self._open_masks()
 
     def _close_low_latency(self) -> None:
         """Called by `destroy`, before the groups are left: drops what holds their memory."""
@@ -166,7 +165,8 @@ class LowLatency:
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Collective. Brings rows back to the owners of their tokens and sums them there: in fp32,
-        in ascending slot, with one rounding.
+        in ascending slot, with one rounding. With enable_shrink the rank of the experts sums its
+        slots and rounds, and the owner adds the ranks.
 
         Args:
             x: [L, R*C, H], the dtype that was dispatched.
@@ -189,6 +189,8 @@ class LowLatency:
         shape = rounds.shape
         check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
         options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
+        if self.enable_shrink:
+            options["path"] = "per_rank"  # the one that ranks may be missing from
         if use_logfmt:
             options["format"] = "logfmt10"
         if combine_wait_recv_cost_stats is not None:
@@ -221,13 +223,19 @@ class LowLatency:
         return found
 
     def _exchange_for(self, group: ferry.Group, shape: Shape) -> ferry.LatencyExchange:
-        return ferry.LatencyExchange(
+        exchange = ferry.LatencyExchange(
             group,
             capacity=shape.capacity,
             hidden=shape.hidden,
             topk=shape.topk,
             dtype=shape.dtype,
+            masks=self.enable_shrink,
         )
+        self._begin_masks(exchange)
+        return exchange
+
+    def _latency_exchanges(self) -> Iterable[ferry.LatencyExchange]:
+        return [rounds.exchange for rounds in self._latency_rounds.values()]
 
     def _found(
         self, call: str, handle: Any, topk_idx: Tensor | None
