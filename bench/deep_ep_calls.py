@@ -4,10 +4,10 @@
     ferry run -n 4 -- python bench/deep_ep_calls.py --device cuda --tokens 4096 --hidden 7168 \\
         --topk 8 --experts 256
 
-Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it or
-an exchange like that behind it, in turn, in one run; the figure is the median over rounds. CPU time is
-that of the calling thread. The time of a call is a round divided by its calls; on GPUs a round ends
-with a synchronisation. The GB/s count the rows received.
+Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
+or an exchange like that behind it, in turn, in one run; the figure is the median over rounds. CPU
+time is that of the calling thread. The time of a call is a round divided by its calls; on GPUs a
+round ends with a synchronisation. The GB/s count the rows received.
 """
 
 from __future__ import annotations
