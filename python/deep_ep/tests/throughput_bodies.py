@@ -152,14 +152,14 @@ def every_dispatch(buffer: Any, device: str) -> None:
         if worst and routes == "none":
             continue
         words = (kind, routes, worst, way)
-        job = jobs[number // 2 % 2]
+        job = jobs[(number // 8 + number // 2) % 2]
         there = arrived(job, rank)
         rows = len(there.token)
         most = sum(len(x) for x in job.x) + 2 if worst else 0
         sent = inputs(job, kind)
         alignment = (1, 8, 128)[number % 3]
         how = {"expert_alignment": alignment, "num_worst_tokens": most} | ended(buffer, way)
-        if number % 2:
+        if number // 3 % 2:
             how["config"] = deep_ep.Config(20, 8, 256)
         x = on(device, sent[rank])
         got, ids, weights, counts, handle, event = dispatched(buffer, device, job, x, routes, **how)
