@@ -90,3 +90,18 @@ def test_compiled(form: str) -> None:
                 results.append((y.detach(), leaves[0].grad, leaves[1].grad))
             for eager, own in zip(*results):
                 assert torch.equal(eager, own)
+
+
+def test_compiled_decode() -> None:
+    """One operator."""
+    with ferry.Group(ferry.threads(1)[0], **bodies.CONFIG) as group:
+        layer = bodies.layer_of(group, torch.bfloat16, decode_tokens=max(bodies.TOKENS))
+
+        @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+        def step(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layer.decode(x * 1, ids, weights) + 1
+
+        for rank in (0, 3):
+            given = bodies.inputs(rank, torch.bfloat16)
+            wanted = bodies.dense(*given, bodies.tables(torch.bfloat16)) + 1
+            assert torch.equal(step(*given), wanted)
