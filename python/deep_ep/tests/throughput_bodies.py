@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import torch
@@ -318,20 +319,28 @@ def saved_handles(buffer: Any, device: str) -> None:
     layer = got[0].float().requires_grad_()
     out = _Layer.apply(layer, buffer, got[4])
     kept, copies = list(got[4]), [t.cpu().clone().to(device) for t in got[4]]
+    handle = got[4]
+    rebuilt = type(handle)(one for one in handle)
+    mapped = torch.utils._pytree.tree_map(lambda one: one.view(one.shape), handle)
+    assert type(rebuilt) is type(mapped) is tuple
+    assert all(isinstance(one, Tensor) for one in handle + handle)
+    assert len(handle[1:4]) == 3 and [*handle][-1] is handle[-1]
+    assert pickle.loads(pickle.dumps(handle))[0].equal(handle[0])
+    del handle
     rows = expert(rank, got[0])
     assert find(kept) is got[4].exchange and find(copies) is None
     del got
     for _ in range(3):  # others come in between
         dispatched(buffer, device, second, second.x[rank].to(device))
     expected = combined(first, rank, answers(first, rank, first.x))
-    for handle in (tuple(kept), copies, copies):
+    for handle in (tuple(kept), rebuilt, mapped, copies, copies):
         same(buffer.combine(rows, tuple(handle))[0], expected, device)
         again = buffer.dispatch(first.x[rank].to(device), handle=tuple(handle))[0]
         same(again, arrived(first, rank).rows(first.x), device)
         weights = arrived(first, rank).topk_weights.to(device)
         back = buffer.combine(rows, tuple(handle), topk_weights=weights)[1]
         same(back, returned_weights(first, rank), device)
-    del kept, copies
+    del kept, copies, rebuilt, mapped
     out.sum().backward()
     ones = [torch.ones(len(x), x.shape[1]) for x in first.x]
     sums = [ones[s] * in_rank(first, s).sum(1, keepdim=True) for s in range(first.ranks)]
