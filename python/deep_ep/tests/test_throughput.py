@@ -1,4 +1,7 @@
-"""Throughput mode of the drop-in: every method with every argument, against the definition."""
+"""Throughput mode of the drop-in: every method with every argument, against the definition.
+
+Ranks are threads of one process: a call that held the GIL while it waits would wait for ever.
+"""
 
 from __future__ import annotations
 

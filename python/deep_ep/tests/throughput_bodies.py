@@ -413,11 +413,12 @@ def grows(buffer: Any, device: str) -> None:
 
 
 def changing_experts(buffer: Any, device: str) -> None:
-    """The number of experts may change from call to call, and handles stay good."""
+    """The numbers of experts and slots may change from call to call, also beyond what the original
+    takes, and handles stay good."""
     rank = buffer.rank
     alive = []
-    for experts in (16, 8, 40, 16):
-        job = make_job(buffer.group_size, experts, seed=experts)
+    for experts, topk in ((16, 3), (8, 1), (1200, 40), (16, 3)):
+        job = make_job(buffer.group_size, experts, topk=topk, seed=experts)
         assert first_expert(job, buffer.group_size) == experts
         alive.append((job, dispatched(buffer, device, job, job.x[rank].to(device))))
     for job, got in alive:
