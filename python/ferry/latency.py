@@ -131,11 +131,11 @@ class LatencyExchange:
         hidden: channels of a token; row bytes a multiple of 16.
         topk: most slots of a route.
         dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
-        masks: a rank that misses the deadline of a call, whose process ends or that leaves is
-            masked, and the others go on without it; else the group fails. Combines take the path
-            "per_rank".
         order: of results. "expert_major": dispatches may ask for either. "rank_major": for that
             alone, and no memory is taken to fan out.
+        masks: a rank that misses the deadline of a call is masked, and the others go on without it;
+            see `masked`. Without, the group fails. Expert-major combines then take
+            `path="per_rank"`.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class LatencyExchange:
         hidden: int,
         topk: int,
         dtype: Any = "bf16",
-        masks: bool = False,
         order: str = "expert_major",
+        masks: bool = False,
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
         self._streams = instance("LatencyExchange: group", group, Group, "a ferry.Group")._streams
@@ -157,8 +157,8 @@ class LatencyExchange:
             integer("LatencyExchange: hidden", hidden, 1),
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
-            flag("LatencyExchange: masks", masks),
             choice("LatencyExchange: order", order, ORDERS),
+            flag("LatencyExchange: masks", masks),
         )
         self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
 
@@ -190,7 +190,7 @@ class LatencyExchange:
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
-            waits: i64 [R]: the nanoseconds that the receive waited for each source are added.
+            waits: i64 [R]: how many nanoseconds the receive waited for each source is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
 
@@ -206,7 +206,7 @@ class LatencyExchange:
             choice(f"{name}: format", format, FORMATS),
             choice(f"{name}: scale_format", scale_format, SCALE_FORMATS),
             choice(f"{name}: order", order, ORDERS),
-            optional_view(f"{name}: waits", waits, _ferry.Dtype.i64, True, place=place),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             place.stream,
         )
@@ -238,7 +238,7 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
-            waits: as for the dispatch.
+            waits: i64 [R], as in `dispatch`.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output.
@@ -254,7 +254,7 @@ class LatencyExchange:
             optional_view(f"{name}: topk_weights", topk_weights, expected="f32", place=place),
             choice(f"{name}: path", path, PATHS),
             choice(f"{name}: format", format, COMBINE_FORMATS),
-            optional_view(f"{name}: waits", waits, _ferry.Dtype.i64, True, place=place),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True, place=place),
             place.stream,
@@ -262,29 +262,40 @@ class LatencyExchange:
         return LatencyCombined(place.finished(raw), like, out)
 
     def masked(self) -> list[bool]:
-        """Of each rank, whether it is masked here: neither sent to nor waited for; what it holds of
-        a token is zero. This and what follows needs `masks=True`."""
+        """Of each rank, whether this rank goes on without it: nothing is sent to it, nothing waits
+        for it, and what it holds of a token is zero. Each rank decides for itself: by a missed
+        deadline, the end of a process or of a rank's group, and by `set_mask`.
+
+        A rank that was masked by a peer that it has not masked itself gets `LeftBehind` from its
+        calls. Without `masks=True` this and what follows raises `InvalidArgument`.
+        """
         return self._raw.masked()
 
     def set_mask(self, rank: int, masked: bool = True) -> None:
-        """Masks a peer for calls that begin later, or takes the mask back, which without `rejoin`
-        is right only if that rank made as many dispatches as this one."""
+        """Masks a peer, or takes its mask back, for calls that begin later. Without `rejoin` a mask
+        may be taken back only from a rank that made as many dispatches as this one."""
         self._raw.set_mask(
             integer("set_mask: rank", rank, 0, INT32_MAX), flag("set_mask: masked", masked)
         )
 
     def clear_masks(self) -> None:
-        """Takes all masks back, as `set_mask` does."""
+        """Takes all masks back, as `set_mask`."""
         self._raw.clear_masks()
 
     @property
     def mask_count(self) -> int:
-        """Times that this rank masked another by itself. Reading it touches no GPU."""
-        return self._raw.mask_count
+        """How many times this rank masked another by itself, not by `set_mask`. Cheap to ask: a
+        word in host memory."""
+        return self._raw.mask_count()
 
     def rejoin(self) -> None:
-        """Collective of all ranks, those that went on and those that come back: clears all masks,
-        but of ranks that are gone for good. Results alive may still be read, not combined."""
+        """Collective of all ranks, those that go on and those that come back. Clears the masks, but
+        of ranks whose process has ended or that destroyed their group.
+
+        A rank that does not come within the deadline: `DeadlineExceeded` that names it, and
+        `LeftBehind` from every other call until a rejoin succeeds. Results that are alive may still
+        be read, but neither received nor combined.
+        """
         self._raw.rejoin()
 
     @staticmethod
@@ -296,8 +307,8 @@ class LatencyExchange:
         experts: int,
         ranks: int,
         dtype: Any = "bf16",
-        masks: bool = False,
         order: str = "expert_major",
+        masks: bool = False,
     ) -> int:
         """Registered bytes of one rank's latency buffers."""
         return _ferry.LatencyExchange.memory_hint(
@@ -307,8 +318,8 @@ class LatencyExchange:
             dtype_named("memory_hint: dtype", dtype),
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
-            flag("memory_hint: masks", masks),
             choice("memory_hint: order", order, ORDERS),
+            flag("memory_hint: masks", masks),
         )
 
     def _view(self, name: str, value: Any, place: Place) -> tuple[_ferry.View, Like]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ferry.torch as ft
-from ferry.arguments import choice, instance, integer, optional, refuse
+from ferry.arguments import choice, describe, instance, integer, refuse
 from ferry.group import FORMATS, Group
+from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
 
@@ -69,6 +70,7 @@ class ExpertParallel(nn.Module):
         self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
         self.decode_experts = decode_experts
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
+        self._handle = register(self)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The sum over slots of weight times expert(x): [T, H], x's dtype; 0 for tokens that no
@@ -99,7 +101,6 @@ class ExpertParallel(nn.Module):
         weighted = (made.float() * factors[:, None]).to(made.dtype)
         return ft.combine(self.group, plan, weighted, **self.layout)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def decode(
         self,
         x: Tensor,
@@ -109,25 +110,38 @@ class ExpertParallel(nn.Module):
     ) -> Tensor:
         """The same in latency mode, without gradients: at most `decode_tokens` tokens.
 
-        meanwhile: called while the tokens are on their way, for shared experts, say. The first call
-        with a hidden size, top-k or dtype makes buffers, which takes longer.
+        meanwhile: called while the tokens are on their way, for shared experts, say. Without it
+        this is one operator, which torch.compile takes in. The first call with a hidden size, top-k
+        or dtype makes buffers, which takes longer.
         """
         if self.decode_tokens == 0:
             refuse("decode", "a module with decode_tokens=0", "decode_tokens, the most of a rank")
-        optional("decode: meanwhile", meanwhile, Callable, "a function or None")  # type: ignore[arg-type]
-        exchange = self._exchange(x, topk_idx)
-        with torch.no_grad():
-            received = exchange.dispatch(
-                x, topk_idx, format=self.format, hook=meanwhile is not None
-            )
-            if meanwhile is not None:
-                meanwhile()
-                received.receive()
-            made = self._decoded(received, x.dtype)
-            return exchange.combine(made, received, topk_weights).x
+        if meanwhile is not None:
+            if not callable(meanwhile):
+                refuse("decode: meanwhile", describe(meanwhile), "a function or None")
+            return self._decode(x, topk_idx, topk_weights, meanwhile)
+        given = x.detach(), topk_idx, topk_weights.detach()
+        decoded: Tensor = torch.ops.ferry.decode(*given, self._handle)
+        return decoded
 
     def extra_repr(self) -> str:
         return f"{self.group!r}, format={self.format}, decode_tokens={self.decode_tokens}"
+
+    @torch.no_grad()
+    def _decode(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        meanwhile: Callable[[], object] | None,
+    ) -> Tensor:
+        exchange = self._exchange(x, topk_idx)
+        received = exchange.dispatch(x, topk_idx, format=self.format, hook=meanwhile is not None)
+        if meanwhile is not None:
+            meanwhile()
+            received.receive()
+        made = self._decoded(received, x.dtype)
+        return exchange.combine(made, received, topk_weights).x
 
     def _exchange(self, x: Tensor, topk_idx: Tensor) -> LatencyExchange:
         key = (x.shape[1], topk_idx.shape[1], x.dtype)
@@ -156,3 +170,22 @@ def _of_rows(weights: Tensor, topk_idx: Tensor, slot_rows: Tensor, rows: int) ->
     did not arrive are known by their id alone."""
     places = torch.where(topk_idx < 0, rows, slot_rows).flatten()
     return weights.new_zeros(rows + 1).scatter(0, places, weights.flatten())[:-1]
+
+
+def _decode(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    """The operator `ferry::decode`: what `ExpertParallel.decode` does."""
+    what = "the module, kept elsewhere"
+    found: ExpertParallel = find("ferry::decode: module", module, "ExpertParallel", what)
+    return found._decode(x, topk_idx, topk_weights, None)
+
+
+def _decode_fake(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.custom_op(
+    "ferry::decode",
+    _decode,
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_idx, Tensor topk_weights, SymInt module) -> Tensor",
+).register_fake(_decode_fake)

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <atomic>
 #include <vector>
 
 #include "bind.hpp"
@@ -51,14 +52,14 @@ Hooked<Result> hold(Result result, bool hook, const nb::object& stream,
 }
 
 void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capacity,
-                   std::int64_t hidden, int topk, Dtype dtype, bool masks, RowOrder order) {
+                   std::int64_t hidden, int topk, Dtype dtype, RowOrder order, bool masks) {
   LatencyConfig config;
   config.capacity = capacity;
   config.hidden = hidden;
   config.topk = topk;
   config.dtype = dtype;
-  config.masks = masks;
   config.order = order;
+  config.masks = masks;
   new (self) HeldExchange(without_gil([&] { return LatencyExchange(group.get(), config); }));
 }
 
@@ -129,7 +130,7 @@ void bind_latency(nb::module_& m) {
       .def("receive", &Combined::receive);
   nb::class_<HeldExchange>(m, "LatencyExchange")
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
-           nb::arg("topk"), nb::arg("dtype"), nb::arg("masks"), nb::arg("order"))
+           nb::arg("topk"), nb::arg("dtype"), nb::arg("order"), nb::arg("masks"))
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
            nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("waits").none(),
            nb::arg("hook"), nb::arg("stream").none(),
@@ -146,27 +147,36 @@ void bind_latency(nb::module_& m) {
       .def(
           "masked",
           [](const HeldExchange& e) {
-            nb::list masked;
-            for (const bool one : e->masked()) masked.append(one);
-            return masked;
+            nb::list masks;
+            for (const bool masked : e->masked()) masks.append(masked);
+            return masks;
           },
           nb::sig("def masked(self) -> list[bool]"))
       .def(
           "set_mask",
-          [](const HeldExchange& e, int rank, bool masked) { e->set_mask(rank, masked); },
+          [](const HeldExchange& e, int rank, bool masked) {
+            without_gil([&] { e->set_mask(rank, masked); });
+          },
           nb::arg("rank"), nb::arg("masked"))
-      .def("clear_masks", [](const HeldExchange& e) { e->clear_masks(); })
-      .def_prop_ro("mask_count", [](const HeldExchange& e) { return *e->mask_count(); })
+      .def("clear_masks", [](const HeldExchange& e) { without_gil([&] { e->clear_masks(); }); })
+      .def("mask_count",
+           [](const HeldExchange& e) {
+             // Acquire: who sees the count sees the masks.
+             return std::atomic_ref(const_cast<std::uint64_t&>(*e->mask_count()))
+                 .load(std::memory_order_acquire);
+           })
       .def("rejoin", [](const HeldExchange& e) { without_gil([&] { e->rejoin(); }); })
       .def_static(
           "memory_hint",
           [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
-             std::int64_t experts, int ranks, bool masks, RowOrder order) {
-            const LatencyConfig config{capacity, hidden, topk, dtype, masks, order};
+             std::int64_t experts, int ranks, RowOrder order, bool masks) {
+            LatencyConfig config{capacity, hidden, topk, dtype};
+            config.order = order;
+            config.masks = masks;
             return LatencyExchange::memory_hint(config, experts, ranks);
           },
           nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
-          nb::arg("experts"), nb::arg("ranks"), nb::arg("masks"), nb::arg("order"));
+          nb::arg("experts"), nb::arg("ranks"), nb::arg("order"), nb::arg("masks"));
 }
 
 }  // namespace ferry::python

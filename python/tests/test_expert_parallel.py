@@ -2,165 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import expert_parallel_bodies as bodies
 import pytest
 import torch
+from rank_processes import RankProcesses
 from rank_threads import run_ranks
-from torch import Tensor, nn
 
 import ferry
 import ferry.torch as ft
 
-EXPERTS, TOPK, HIDDEN = 7, 3, 256
-TOKENS = [5, 0, 9, 2]
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
+needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
+OPTIONS: list[dict[str, int]] = [{}, {"alignment": 4}, {"worst_case_rows": 64}]
 
 
-def tables(dtype: torch.dtype) -> Tensor:
-    """What each expert multiplies the channels by: whole numbers, so that sums are exact."""
-    make = torch.Generator().manual_seed(5)
-    return torch.randint(-2, 3, (EXPERTS, HIDDEN), generator=make).to(dtype)
-
-
-class Experts(nn.Module):
-    """Of one rank."""
-
-    def __init__(self, tables: Tensor) -> None:
-        super().__init__()
-        self.tables = nn.Parameter(tables.clone())
-
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        place = torch.arange(rows.shape[0], device=rows.device)
-        expert = torch.searchsorted(offsets[1:], place, right=True)
-        padded = torch.cat([self.tables, self.tables.new_zeros(1, HIDDEN)])
-        return rows * padded[expert]
-
-
-def inputs(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    make = torch.Generator().manual_seed(rank)
-    shape = (TOKENS[rank], TOPK)
-    x = torch.randint(-3, 4, (TOKENS[rank], HIDDEN), generator=make).to(dtype)
-    return (
-        x,
-        torch.randint(-1, EXPERTS, shape, generator=make),
-        torch.randint(1, 3, shape, generator=make).float(),
-    )
-
-
-def dense(x: Tensor, ids: Tensor, weights: Tensor, all_tables: Tensor) -> Tensor:
-    each = torch.where(ids >= 0, weights, 0.0)[:, :, None] * all_tables[ids.clamp(min=0)].float()
-    return (x.float() * each.sum(1)).to(x.dtype)
-
-
-def local(group: ferry.Group) -> slice:
-    each, more = divmod(EXPERTS, group.size)
-    first = group.rank * each + min(group.rank, more)
-    return slice(first, first + group.local_experts)
-
-
-def wanted(ranks: int, dtype: torch.dtype) -> tuple[list[list[Any]], Tensor]:
-    """Of each rank: y and the gradients of x and weights; and that of all tables."""
-    all_tables = tables(dtype).requires_grad_()
-    made = []
-    for rank in range(ranks):
-        x, ids, weights = inputs(rank, dtype)
-        leaves = x.requires_grad_(), weights.requires_grad_()
-        y = dense(*leaves[:1], ids, leaves[1], all_tables)
-        y.float().sum().backward()
-        made.append([y.detach(), x.grad, weights.grad])
-    assert all_tables.grad is not None
-    return made, all_tables.grad
-
-
-@pytest.mark.parametrize("options", [{}, {"alignment": 4}, {"worst_case_rows": 64}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_training_step(ranks: int, dtype: torch.dtype, options: dict[str, int]) -> None:
-    """Outputs and all gradients are exact."""
-    expected, of_tables = wanted(ranks, dtype)
-
-    def body(group: ferry.Group) -> None:
-        layer = ft.ExpertParallel(group, Experts(tables(dtype)[local(group)]), **options)
-        assert [name for name, _ in layer.named_parameters()] == ["experts.tables"]
-        x, ids, weights = inputs(group.rank, dtype)
-        y = layer(x.requires_grad_(), ids, weights.requires_grad_())
-        y.float().sum().backward()
-        for got, value in zip((y.detach(), x.grad, weights.grad), expected[group.rank]):
-            assert torch.equal(got, value)
-        assert torch.equal(layer.experts.tables.grad, of_tables[local(group)])
-
-    run_ranks(ranks, body, experts=EXPERTS)
+    run_ranks(ranks, lambda group: bodies.train(group, dtype, options), **bodies.CONFIG)
 
 
 def test_training_step_in_fp8() -> None:
-    """These tokens are exact in e4m3 up to their scale, so sums are right but for its rounding; the
-    gradients do not see it."""
-    expected, of_tables = wanted(3, torch.float32)
-
-    def body(group: ferry.Group) -> None:
-        layer = ft.ExpertParallel(
-            group, Experts(tables(torch.float32)[local(group)]), format="e4m3"
-        )
-        x, ids, weights = inputs(group.rank, torch.float32)
-        y = layer(x.requires_grad_(), ids, weights.requires_grad_())
-        y.sum().backward()
-        value, grad_x, grad_weights = expected[group.rank]
-        # Of whole numbers up to 3 and their scale, e4m3 keeps 4 bits: a token is off by 1/16 of
-        # itself at most. Then 3 slots with weights and tables up to 2, or all channels, or rows.
-        torch.testing.assert_close(y.detach(), value, rtol=0, atol=3 * 2 * 2 * 3 / 16)
-        assert torch.equal(x.grad, grad_x)
-        torch.testing.assert_close(weights.grad, grad_weights, rtol=0, atol=HIDDEN * 2 * 3 / 16)
-        torch.testing.assert_close(
-            layer.experts.tables.grad, of_tables[local(group)], rtol=0, atol=16 * 3 * 2 * 3 / 16
-        )
-
-    run_ranks(3, body, experts=EXPERTS, memory_bytes=1 << 22)
+    run_ranks(3, bodies.train_in_fp8, **bodies.CONFIG)
 
 
 @pytest.mark.parametrize("form", ["as_is", "e4m3"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_decode_step(form: str, batched: bool) -> None:
-    """With experts of their own and with those of training, also while something else is done; as
-    often as one likes."""
-    ranks, dtype = 4, torch.bfloat16
+    run_ranks(4, lambda group: bodies.decode(group, form, batched), **bodies.CONFIG)
 
-    def body(group: ferry.Group) -> None:
-        own = tables(dtype)[local(group)]
-        seen = []
 
-        def on_blocks(rows: Tensor, counts: Tensor, scales: Tensor | None = None) -> Tensor:
-            seen.append(counts.sum())
-            if scales is not None:
-                wide = scales.repeat_interleave(128, -1)
-                rows = (rows.float() * wide).to(dtype)
-            return rows * own[:, None]
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Any]:
+    processes = RankProcesses(4, "cuda")
+    yield processes
+    processes.stop()
 
-        layer = ft.ExpertParallel(
-            group,
-            Experts(own),
-            format=form,
-            decode_tokens=max(TOKENS),
-            decode_experts=on_blocks if batched else None,
-        )
-        x, ids, weights = inputs(group.rank, dtype)
-        for _ in range(5):
-            for meanwhile in (None, lambda: seen.append(torch.zeros(()))):
-                y = layer.decode(x, ids, weights, meanwhile)
-                assert not y.requires_grad
-                value = dense(x, ids, weights, tables(dtype))
-                if form == "as_is":
-                    assert torch.equal(y, value)
-                else:
-                    torch.testing.assert_close(y, value, rtol=1 / 128, atol=3 * 2 * 2 * 3 / 16)
-        assert len(seen) == 5 + 10 * batched
 
-    run_ranks(ranks, body, experts=EXPERTS, memory_bytes=1 << 22)
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.timeout(280)
+def test_on_gpus(gpus: RankProcesses) -> None:
+    for options in OPTIONS:
+        gpus.run(bodies.train, torch.bfloat16, options, **bodies.CONFIG)
+    gpus.run(bodies.train_in_fp8, **bodies.CONFIG)
+    for form in ("as_is", "e4m3"):
+        for batched in (False, True):
+            gpus.run(bodies.decode, form, batched, **bodies.CONFIG)
 
 
 def test_refusals() -> None:
-    with ferry.Group(ferry.threads(1)[0], experts=EXPERTS) as group:
-        experts = Experts(tables(torch.float32))
-        x, ids, weights = inputs(0, torch.float32)
+    with ferry.Group(ferry.threads(1)[0], experts=bodies.EXPERTS) as group:
+        experts = bodies.Experts(bodies.tables(torch.float32))
+        x, ids, weights = bodies.inputs(0, torch.float32)
         with pytest.raises(ferry.InvalidArgument, match="decode_tokens"):
             ft.ExpertParallel(group, experts).decode(x, ids, weights)
         with pytest.raises(ferry.InvalidArgument, match=r"experts: got .*; expected a torch"):
@@ -179,11 +77,11 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("form", ["as_is", "e4m3"])
 def test_compiled(form: str) -> None:
     """The layer compiles in whole, with new sizes and without them."""
-    with ferry.Group(ferry.threads(1)[0], experts=EXPERTS) as group:
-        layer = ft.ExpertParallel(group, Experts(tables(torch.float32)), format=form)
+    with ferry.Group(ferry.threads(1)[0], experts=bodies.EXPERTS) as group:
+        layer = ft.ExpertParallel(group, bodies.Experts(bodies.tables(torch.float32)), format=form)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-        for rank in (0, 2, 3):
-            x, ids, weights = inputs(rank, torch.float32)
+        for rank in (0, 3):
+            x, ids, weights = bodies.inputs(rank, torch.float32)
             results = []
             for run in (layer, compiled):
                 leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -192,3 +90,18 @@ def test_compiled(form: str) -> None:
                 results.append((y.detach(), leaves[0].grad, leaves[1].grad))
             for eager, own in zip(*results):
                 assert torch.equal(eager, own)
+
+
+def test_compiled_decode() -> None:
+    """One operator."""
+    with ferry.Group(ferry.threads(1)[0], **bodies.CONFIG) as group:
+        layer = bodies.layer_of(group, torch.bfloat16, decode_tokens=max(bodies.TOKENS))
+
+        @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+        def step(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return layer.decode(x * 1, ids, weights) + 1
+
+        for rank in (0, 3):
+            given = bodies.inputs(rank, torch.bfloat16)
+            wanted = bodies.dense(*given, bodies.tables(torch.bfloat16)) + 1
+            assert torch.equal(step(*given), wanted)

@@ -59,6 +59,8 @@ def test_torch_comes_when_asked_for() -> None:
         assert ferry.torch.from_process_group
         import torch
         assert ferry.torch is not torch
+        import sys
+        assert "torch._dynamo" not in sys.modules  # seconds, for those who compile
     """)
     with pytest.raises(AttributeError, match="nonsense"):
         ferry.nonsense  # noqa: B018

@@ -42,11 +42,11 @@ class Groups:
         self._to_everyone = self._base.plan(everyone)
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
-        self._made: dict[tuple[int, str], ferry.Group] = {}
+        self._made: dict[tuple[int, torch.device], ferry.Group] = {}
 
     def of(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group with that many experts whose tensors lie there; collective when it is new."""
-        key = (num_experts, str(device))
+        key = (num_experts, device)
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = self._make(num_experts, device)

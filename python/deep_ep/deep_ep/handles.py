@@ -10,7 +10,7 @@ each pair of ranks are cut into C equal parts, C being half the SMs of the call'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,7 +84,12 @@ class _Lazy(tuple[Any, ...]):
     exchange: Exchange
     _made: tuple[Tensor, ...] | None
 
-    def __new__(cls, exchange: Exchange, known: dict[int, Tensor], length: int) -> Any:
+    def __new__(cls, elements: Iterable[Any] = ()) -> Any:
+        """Of callers that rebuild whatever sequence they find: a plain tuple."""
+        return tuple(elements)
+
+    @classmethod
+    def _of(cls, exchange: Exchange, known: dict[int, Tensor], length: int) -> Any:
         self: Any = super().__new__(cls, (known.get(i) for i in range(length)))
         self.exchange, self._made = exchange, None
         attach(self, exchange)
@@ -170,10 +175,12 @@ class IntranodeHandle(_Lazy):
     its channel a token is, -1 where it does not go.
     """
 
-    def __new__(
+    @classmethod
+    def of(
         cls, exchange: Exchange, prefix: Tensor, source: Tensor, is_token_in_rank: Tensor
-    ) -> Any:
-        return super().__new__(cls, exchange, {0: prefix, 3: source, 4: is_token_in_rank}, 6)
+    ) -> IntranodeHandle:
+        """prefix, source: the elements of these names; they must be ready on the current stream."""
+        return cls._of(exchange, {0: prefix, 3: source, 4: is_token_in_rank}, 6)  # type: ignore[no-any-return]
 
     def _make(self) -> tuple[Tensor, ...]:
         prefix, source, in_rank = self[0], self[3], self[4]
@@ -204,13 +211,15 @@ class InternodeHandle(_Lazy):
     of this rank, -1 in the columns of others.
     """
 
-    def __new__(
+    @classmethod
+    def of(
         cls, exchange: Exchange, prefix: Tensor, source: Tensor, is_token_in_rank: Tensor
-    ) -> Any:
+    ) -> InternodeHandle:
+        """The same arguments as of an IntranodeHandle."""
         received = prefix[:, exchange.group.rank].contiguous()
-        self = super().__new__(cls, exchange, {0: is_token_in_rank, 6: received}, 10)
+        self = cls._of(exchange, {0: is_token_in_rank, 6: received}, 10)
         self._prefix, self._source = prefix, source
-        return self
+        return self  # type: ignore[no-any-return]
 
     _prefix: Tensor
     _source: Tensor
@@ -247,3 +256,9 @@ class InternodeHandle(_Lazy):
             torch.where(to_host, heads, -1).to(torch.int32),
             nvl_heads,
         )
+
+
+for _kind in (IntranodeHandle, InternodeHandle):  # torch takes plain tuples alone for trees
+    torch.utils._pytree.register_pytree_node(
+        _kind, lambda handle: (list(handle), None), lambda elements, _: tuple(elements)
+    )

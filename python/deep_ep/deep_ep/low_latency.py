@@ -203,7 +203,8 @@ class LowLatency(Masks):
         if made is None or made.received is None:
             rounds, made = self._again(shape, topk_idx, turn)
         combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
-        return combined, _end(turn, rows, topk_weights), receive if return_recv_hook else None
+        event = _end(turn, rows, topk_weights, group=rounds.group, made=combined)
+        return combined, event, receive if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
         """Memory for the rows of this handle's combine with `zero_copy`: [L, R*C, H], the dtype
@@ -276,10 +277,13 @@ def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:
     return rounds.rows(made)
 
 
-def _end(turn: Turn | None, *inputs: Tensor) -> EventOverlap:
-    """The event of a call, which keeps what the call reads."""
+def _end(
+    turn: Turn | None, *inputs: Tensor, group: Any = None, made: Tensor | None = None
+) -> EventOverlap:
+    """The event of a call, which keeps what the call reads. made: a result with memory of its
+    own; that of a dispatch stays where it is as long as the exchange."""
     if turn is None:
         return EventOverlap()
-    overlap = turn.end()
+    overlap = turn.end(group, (made,))
     overlap.extra_tensors = inputs
     return overlap

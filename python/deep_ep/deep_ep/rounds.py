@@ -33,15 +33,23 @@ class Round:
         self,
         received: ferry.LatencyReceived[Tensor],
         turn: int,
-        lent: Callable[[str, Tensor], Tensor],
+        lend: Callable[[Tensor], Tensor],
+        all_lent: bool,
     ) -> None:
+        """lend: makes of a tensor that lies in the exchange's memory, as rows do, one that does not
+        keep the buffer. all_lent: others lie there, too; else they have memory of their own."""
         self.turn = turn
         self.received: ferry.LatencyReceived[Tensor] | None = received
-        self.x = lent("x", received.x)
-        self.scales = None if received.scales is None else lent("scales", received.scales)
-        self.counts = lent("counts", received.counts)
-        self.source_token = lent("source_token", received.source_token)
-        self.ranges = lent("ranges", received.ranges)
+        self.x = lend(received.x)
+        self.scales = received.scales
+        self.counts = received.counts
+        self.source_token = received.source_token
+        self.ranges = received.ranges
+        if all_lent:
+            self.scales = None if self.scales is None else lend(self.scales)
+            self.counts = lend(self.counts)
+            self.source_token = lend(self.source_token)
+            self.ranges = lend(self.ranges)
         self._sums: _Sums | None = None
 
     def receive(self) -> None:
@@ -90,11 +98,11 @@ class Rounds:
     """A LatencyExchange of a group, and its last two dispatches."""
 
     def __init__(self, group: ferry.Group, exchange: ferry.LatencyExchange, shape: Shape) -> None:
-        self._group = group
+        self.group = group
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
-        self._shared: dict[str, bool] = {}
+        self._all_lent: bool | None = None
         self._lent: dict[tuple[int, torch.dtype], Tensor] = {}
         self._turn = 0
         self._rounds: list[Round | None] = [None, None]
@@ -106,24 +114,24 @@ class Rounds:
         before = self._rounds[turn]
         if before is not None:
             before.end()
-        made = Round(self.exchange.dispatch(x, topk_idx, **options), turn, self._lend)
-        self._rounds[turn] = made
+        received = self.exchange.dispatch(x, topk_idx, **options)
+        if self._all_lent is None:
+            self._all_lent = self.local_experts == 0 or self._shares(received.counts)
+        made = self._rounds[turn] = Round(received, turn, self._lend, self._all_lent)
         self._turn = 1 - turn
         return made
 
-    def _lend(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor for the caller. What lies in the exchange's memory must not keep the buffer;
-        what does not lie there has memory of its own, in every dispatch or in none."""
+    def _shares(self, tensor: Tensor) -> bool:
+        return self.group.is_registered(tensor.data_ptr())
+
+    def _lend(self, tensor: Tensor) -> Tensor:
         if self.local_experts == 0:
             return torch.empty_like(tensor)
-        shared = self._shared.get(name)
-        if shared is None:
-            shared = self._shared[name] = self._group.is_registered(tensor.data_ptr())
-        if not shared:
-            return tensor
         key = tensor.data_ptr(), tensor.dtype
         found = self._lent.get(key)
         if found is None:
+            if not self._shares(tensor):
+                return tensor
             with torch.inference_mode(False):  # it is kept for calls of any mode
                 found = self._lent[key] = borrowed(tensor, self.exchange)
         return found.detach()

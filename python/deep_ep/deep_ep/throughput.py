@@ -258,8 +258,8 @@ class Throughput:
         with call.turn.context(in_rank):
             prefix = array(received.plan.rank_rows(), TORCH).cumsum(0, dtype=torch.int32)
             if domains_of(self.group_size) > 1:
-                return InternodeHandle(exchange, prefix, received.source_token, in_rank)
-            return IntranodeHandle(exchange, prefix, received.source_token, in_rank)
+                return InternodeHandle.of(exchange, prefix, received.source_token, in_rank)
+            return IntranodeHandle.of(exchange, prefix, received.source_token, in_rank)
 
     def _exchange(self, call: _Call, handle: Any, device: torch.device) -> Exchange:
         """What a handle stands for. Tensors that are copies of a handle's, as after a trip of saved

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import low_latency_calls
 import pytest
+import replay_megatron
+import replay_sglang
+import replay_torchtitan
+import replay_vllm
 import throughput_bodies as bodies
 import torch
 import torch.distributed as dist
@@ -41,8 +46,28 @@ def test_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, num_nvl_bytes=1 << 20)
 
 
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", low_latency_calls.ALL, ids=lambda body: body.__name__)
+def test_low_latency_on_gpus(pool: Any, body: Any, size: int) -> None:
+    pool("cuda", size).run(body, low_latency_mode=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "replay",
+    (*replay_vllm.ALL, *replay_sglang.ALL, *replay_megatron.ALL, *replay_torchtitan.ALL),
+    ids=lambda replay: replay.__name__,
+)
+def test_replays_on_gpus(pool: Any, replay: Any) -> None:
+    pool("cuda", 4).run(replay, num_nvl_bytes=1 << 20)
+
+
 def test_processes_in_cpu_memory(pool: Any) -> None:
     pool("cpu", 2).run(bodies.every_dispatch)
+    pool("cpu", 2).run(low_latency_calls.two_micro_batches_in_flight, low_latency_mode=True)
 
 
 def with_process_group(buffer: Any, device: str, port: int, new_group: bool) -> None:

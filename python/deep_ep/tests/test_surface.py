@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
+from reference import make_job
+from throughput_bodies import dispatched
 
 import deep_ep
 import deep_ep.buffer
@@ -229,7 +231,14 @@ def test_the_constructor_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ranks_may_ask_for_different_sizes() -> None:
-    run_ranks(2, lambda comm: Buffer(None, 128 << comm.Get_rank(), comm=comm))
+    def body(comm: ThreadComm) -> None:
+        buffer = Buffer(None, 2 << 20 << comm.Get_rank(), comm=comm)
+        job = make_job(2)
+        dispatched(buffer, "cpu", job, job.x[buffer.rank])
+        assert buffer._groups.of(16, torch.device("cpu")).memory().arena_bytes == 4 << 20
+        comm.allgather(None)
+
+    run_ranks(2, body)
 
 
 def test_local_buffers() -> None:

@@ -1,4 +1,7 @@
-"""Throughput mode of the drop-in: every method with every argument, against the definition."""
+"""Throughput mode of the drop-in: every method with every argument, against the definition.
+
+Ranks are threads of one process: a call that held the GIL while it waits would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,15 @@ SIZES = (1, 2, 4, 8)
 @pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("size", "some"),
+    [
+        (3, (bodies.layouts, bodies.handle_contents, bodies.saved_handles)),
+        (12, (bodies.layouts, bodies.lopsided)),
+        (16, (bodies.layouts, bodies.handle_contents, bodies.internode_names)),
+    ],
+)
+def test_other_numbers_of_ranks(size: int, some: Any) -> None:
+    run_buffers(size, lambda buffer: [body(buffer, "cpu") for body in some])

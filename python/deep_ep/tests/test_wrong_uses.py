@@ -174,7 +174,7 @@ def test_ranks_leave_in_any_order(order: tuple[int, ...], pending: bool) -> None
         if pending:
             idx = job.topk_idx[buffer.rank]
             layout = buffer.get_dispatch_layout(idx, job.experts, async_finish=True)
-            alive += [layout, dispatched(buffer, "cpu", job, job.x[buffer.rank], async_finish=True)]
+            alive += [layout, dispatched(buffer, "cpu", job, job.x[buffer.rank], way="async")]
         for rank in order:
             if rank == buffer.rank:
                 buffer.destroy()

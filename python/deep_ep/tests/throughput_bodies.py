@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from reference import (
 from torch import Tensor
 
 import deep_ep
+from deep_ep.handles import find
 
 KINDS = ("bf16", "f32", "u8", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
 ROUTES = ("none", "ids", "ids and weights", "i32 ids and weights")
@@ -33,6 +35,11 @@ def same(got: Tensor, expected: Tensor, device: str, words: object = "") -> None
     assert torch.equal(
         got.cpu().contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
     ), f"{words}: {got} instead of {expected}"
+
+
+def several_hosts(ranks: int) -> bool:
+    """As the interface counts them."""
+    return ranks > 8 and ranks % 8 == 0
 
 
 def ended(buffer: Any, way: str) -> dict[str, Any]:
@@ -68,7 +75,9 @@ def layouts(buffer: Any, device: str) -> None:
     for experts, dtype, way in itertools.product((16, 19, 3), (torch.int64, torch.int32), ENDS):
         job = make_job(buffer.group_size, experts, topk=min(3, experts))
         idx = job.topk_idx[buffer.rank]
-        found = buffer.get_dispatch_layout(idx.to(device, dtype), experts, **ended(buffer, way))
+        asked = idx.to(device, dtype)
+        asked[::3] = torch.where(asked[::3] < 0, experts, asked[::3])  # no expert either: left out
+        found = buffer.get_dispatch_layout(asked, experts, **ended(buffer, way))
         per_rank, per_host, per_expert, in_ranks, event = found
         wait(event, way)
         there = in_rank(job, buffer.rank)
@@ -76,7 +85,7 @@ def layouts(buffer: Any, device: str) -> None:
         same(in_ranks, there, device)
         same(per_rank, there.sum(0).int(), device)
         same(per_expert, torch.tensor(slots, dtype=torch.int32), device)
-        if buffer.group_size <= 8:
+        if not several_hosts(buffer.group_size):
             assert per_host is None
         else:
             hosts = there.view(len(there), buffer.group_size // 8, 8).any(2).sum(0).int()
@@ -106,7 +115,13 @@ def on(device: str, x: Any) -> Any:
 
 
 def dispatched(
-    buffer: Any, device: str, job: Job, x: Any, routes: str = "ids and weights", **how: Any
+    buffer: Any,
+    device: str,
+    job: Job,
+    x: Any,
+    routes: str = "ids and weights",
+    way: str = "plain",
+    **how: Any,
 ) -> Any:
     """A dispatch of this rank's part of the job."""
     rank = buffer.rank
@@ -114,6 +129,7 @@ def dispatched(
     per_rank, per_host, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
     if "i32" in routes:
         idx = idx.int()
+    how |= ended(buffer, way)  # an event behind all that the call reads
     return buffer.dispatch(
         x,
         num_tokens_per_rank=per_rank,
@@ -143,22 +159,25 @@ def check_rows(got: Any, sent: list[Any], job: Job, rank: int, device: str, word
 
 def every_dispatch(buffer: Any, device: str) -> None:
     """All combinations of what is sent, with which routes, exact or worst case, and how it ends."""
-    job, rank = make_job(buffer.group_size), buffer.rank
-    there = arrived(job, rank)
-    rows = len(there.token)
+    jobs, rank = [make_job(buffer.group_size, experts) for experts in (16, 19)], buffer.rank
     combinations = product(device, KINDS, ROUTES, (False, True))
     for number, (kind, routes, worst, way) in enumerate(combinations):
         if worst and routes == "none":
             continue
         words = (kind, routes, worst, way)
+        job = jobs[(number // 8 + number // 2) % 2]
+        there = arrived(job, rank)
+        rows = len(there.token)
         most = sum(len(x) for x in job.x) + 2 if worst else 0
         sent = inputs(job, kind)
         alignment = (1, 8, 128)[number % 3]
-        how = {"expert_alignment": alignment, "num_worst_tokens": most} | ended(buffer, way)
-        if number % 2:
+        how = {"expert_alignment": alignment, "num_worst_tokens": most}
+        if number // 3 % 2:
             how["config"] = deep_ep.Config(20, 8, 256)
         x = on(device, sent[rank])
-        got, ids, weights, counts, handle, event = dispatched(buffer, device, job, x, routes, **how)
+        got, ids, weights, counts, handle, event = dispatched(
+            buffer, device, job, x, routes, way, **how
+        )
         wait(event, way)
         length = most if worst else rows
         assert (got[0] if isinstance(got, tuple) else got).shape[0] == length, words
@@ -249,7 +268,7 @@ def handle_contents(buffer: Any, device: str) -> None:
         config, there = deep_ep.Config(sms), arrived(job, rank)
         x = job.x[rank].to(device)
         handle = dispatched(buffer, device, job, x, config=config)[4]
-        assert isinstance(handle, tuple) and len(handle) == (6 if ranks <= 8 else 10)
+        assert isinstance(handle, tuple) and len(handle) == (10 if several_hosts(ranks) else 6)
         between, in_ranks = rows_between(job), in_rank(job, rank)
         prefix = between.cumsum(0).int()
         channels = sms // 2
@@ -260,7 +279,7 @@ def handle_contents(buffer: Any, device: str) -> None:
             for pair in (between[rank], between[:, rank])
         ]
         sent, came = ends
-        if ranks <= 8:
+        if not several_hosts(ranks):
             same(handle[0], prefix, device)
             same(handle[1], sent[:, 1:], device)
             same(handle[2], came[:, :-1], device)
@@ -314,19 +333,28 @@ def saved_handles(buffer: Any, device: str) -> None:
     layer = got[0].float().requires_grad_()
     out = _Layer.apply(layer, buffer, got[4])
     kept, copies = list(got[4]), [t.cpu().clone().to(device) for t in got[4]]
+    handle = got[4]
+    rebuilt = type(handle)(one for one in handle)
+    mapped = torch.utils._pytree.tree_map(lambda one: one.view(one.shape), handle)
+    assert type(rebuilt) is type(mapped) is tuple
+    assert all(isinstance(one, Tensor) for one in handle + handle)
+    assert len(handle[1:4]) == 3 and [*handle][-1] is handle[-1]
+    assert pickle.loads(pickle.dumps(handle))[0].equal(handle[0])
+    del handle
     rows = expert(rank, got[0])
+    assert find(kept) is got[4].exchange and find(copies) is None
     del got
     for _ in range(3):  # others come in between
         dispatched(buffer, device, second, second.x[rank].to(device))
     expected = combined(first, rank, answers(first, rank, first.x))
-    for handle in (tuple(kept), copies, copies):
+    for handle in (tuple(kept), rebuilt, mapped, copies, copies):
         same(buffer.combine(rows, tuple(handle))[0], expected, device)
         again = buffer.dispatch(first.x[rank].to(device), handle=tuple(handle))[0]
         same(again, arrived(first, rank).rows(first.x), device)
         weights = arrived(first, rank).topk_weights.to(device)
         back = buffer.combine(rows, tuple(handle), topk_weights=weights)[1]
         same(back, returned_weights(first, rank), device)
-    del kept, copies
+    del kept, copies, rebuilt, mapped
     out.sum().backward()
     ones = [torch.ones(len(x), x.shape[1]) for x in first.x]
     sums = [ones[s] * in_rank(first, s).sum(1, keepdim=True) for s in range(first.ranks)]
@@ -366,7 +394,10 @@ def lopsided(buffer: Any, device: str) -> None:
         got = dispatched(buffer, device, job, job.x[rank].to(device))
         check_rows(got[0], job.x, job, rank, device, case)
         assert got[3] == arrived(job, rank).per_expert, case
-        assert got[4][3 if ranks <= 8 else 7].shape[0] == len(arrived(job, rank).token), case
+        assert all(isinstance(one, Tensor) for one in got[4]), case
+        assert got[4][7 if several_hosts(ranks) else 3].shape[0] == len(arrived(job, rank).token), (
+            case
+        )
         y, back, _ = buffer.combine(expert(rank, got[0]), got[4], topk_weights=got[2])
         same(y, combined(job, rank, answers(job, rank, job.x)), device, case)
         same(back, returned_weights(job, rank), device, case)
@@ -382,11 +413,12 @@ def grows(buffer: Any, device: str) -> None:
 
 
 def changing_experts(buffer: Any, device: str) -> None:
-    """The number of experts may change from call to call, and handles stay good."""
+    """The numbers of experts and slots may change from call to call, also beyond what the original
+    takes, and handles stay good."""
     rank = buffer.rank
     alive = []
-    for experts in (16, 8, 40, 16):
-        job = make_job(buffer.group_size, experts, seed=experts)
+    for experts, topk in ((16, 3), (8, 1), (1200, 40), (16, 3)):
+        job = make_job(buffer.group_size, experts, topk=topk, seed=experts)
         assert first_expert(job, buffer.group_size) == experts
         alive.append((job, dispatched(buffer, device, job, job.x[rank].to(device))))
     for job, got in alive:
@@ -413,7 +445,7 @@ def leaves_with_calls_pending(buffer: Any, device: str) -> None:
     """Nobody has waited for what was asked for; ranks leave at once, in no order."""
     job, rank = make_job(buffer.group_size), buffer.rank
     buffer.explicitly_destroy = True
-    got = dispatched(buffer, device, job, job.x[rank].to(device), async_finish=True)
+    got = dispatched(buffer, device, job, job.x[rank].to(device), way="async")
     last = buffer.combine(got[0], got[4], async_finish=True)
     buffer.destroy()
     assert buffer.runtime is None

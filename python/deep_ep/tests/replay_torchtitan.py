@@ -7,15 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from devices import device_of
 from low_latency_reference import factor
-from rank_buffers import ThreadComm, run_ranks
+from rank_buffers import ThreadComm
 from replays import Case
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deep_ep import Buffer, EventHandle, EventOverlap
 
-RANKS, EXPERTS = 4, 8
+EXPERTS, TOKENS = 8, [7, 0, 12, 3]
 STREAM: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
 
 
@@ -110,7 +111,7 @@ class Combine(torch.autograd.Function):
 def moe_layer(x: Tensor, scores: Tensor, case: Case, exchange: Exchange) -> Tensor:
     """Rows sorted by expert, a product for each expert, and back."""
     rank = exchange.buffer.rank
-    ids = case.topk_idx[rank].masked_fill(scores.detach() == 0, -1)
+    ids = case.topk_idx[rank].to(x.device).masked_fill(scores.detach() == 0, -1)
     per_rank, per_rdma_rank, per_expert, in_rank, _ = exchange.buffer.get_dispatch_layout(
         topk_idx=ids, num_experts=EXPERTS
     )
@@ -121,11 +122,11 @@ def moe_layer(x: Tensor, scores: Tensor, case: Case, exchange: Exchange) -> Tens
     mask = row_ids != -1
     chosen = row_ids[mask]
     order = torch.argsort(chosen, stable=True)
-    source = torch.arange(len(rows)).repeat_interleave(mask.sum(1))[order]
+    source = torch.arange(len(rows), device=rows.device).repeat_interleave(mask.sum(1))[order]
     by_expert, by_score = rows[source], row_scores[mask][order]
     made = []
     for e, part in enumerate(by_expert.split(counts.tolist())):
-        own = factor(torch.tensor(case.local(rank).start + e))
+        own = float(factor(torch.tensor(case.local(rank).start + e)))
         made.append((part.float() * own).to(part.dtype))
     weighted = (torch.cat(made).float() * by_score[:, None]).to(x.dtype)
     back = torch.zeros_like(rows).index_add(0, source, weighted)
@@ -134,48 +135,41 @@ def moe_layer(x: Tensor, scores: Tensor, case: Case, exchange: Exchange) -> Tens
     return combined
 
 
-def test_layers_with_and_without_checkpoints() -> None:
-    def body(comm: ThreadComm) -> None:
-        exchange, rank = Exchange(comm), comm.Get_rank()
-        for again in (False, True):
-            cases = [Case(90 + i, [7, 0, 12, 3], EXPERTS) for i in range(3)]
-            leaves = [
-                (case.x[rank].requires_grad_(), case.weights[rank].requires_grad_())
-                for case in cases
-            ]
-            total = torch.zeros(())
-            for case, (x, scores) in zip(cases, leaves):
-                call = (x, scores, case, exchange)
-                out = (
-                    checkpoint(moe_layer, *call, use_reentrant=False) if again else moe_layer(*call)
-                )
-                assert torch.equal(out.detach().double(), case.dense(rank).detach())
-                total = total + (out.float() * torch.flip(x.detach(), (0, 1)).float()).sum()
-            total.backward()
-            for case, (x, scores) in zip(cases, leaves):
-                own = (
-                    x.detach().double().requires_grad_(),
-                    scores.detach().double().requires_grad_(),
-                )
-                case.dense(rank, *own).backward(torch.flip(x.detach(), (0, 1)).double())
-                for mine, wanted in zip((x, scores), own):
-                    assert mine.grad is not None
-                    assert wanted.grad is not None
-                    assert torch.equal(mine.grad.double(), wanted.grad)
-        comm.allgather(None)
-
-    run_ranks(RANKS, body)
+def layers_with_and_without_checkpoints(first: Buffer, device: str) -> None:
+    """A checkpointed layer is dispatched and combined once more before its backward."""
+    exchange, rank, where = Exchange(first.group), first.rank, device_of(first, device)
+    for again in (False, True):
+        cases = [Case(90 + i, TOKENS, EXPERTS) for i in range(3)]
+        leaves = [
+            [of[rank].clone().to(where).requires_grad_() for of in (case.x, case.weights)]
+            for case in cases
+        ]
+        total = torch.zeros((), device=where)
+        for case, (x, scores) in zip(cases, leaves):
+            call = (x, scores, case, exchange)
+            out = checkpoint(moe_layer, *call, use_reentrant=False) if again else moe_layer(*call)
+            assert torch.equal(out.detach().cpu().double(), case.dense(rank))
+            total = total + (out.float() * torch.flip(x.detach(), (0, 1)).float()).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        for case, mine in zip(cases, leaves):
+            own = [of[rank].double().requires_grad_() for of in (case.x, case.weights)]
+            case.dense(rank, *own).backward(torch.flip(case.x[rank], (0, 1)).double())  # type: ignore[no-untyped-call]
+            for got, wanted in zip(mine, own):
+                assert got.grad is not None
+                assert wanted.grad is not None
+                assert torch.equal(got.grad.cpu().double(), wanted.grad)
+    first.group.allgather(None)
 
 
-def test_inference_keeps_no_handle() -> None:
-    def body(comm: ThreadComm) -> None:
-        exchange, rank = Exchange(comm), comm.Get_rank()
-        case = Case(99, [7, 0, 12, 3], EXPERTS)
-        with torch.inference_mode():
-            for _ in range(3):
-                out = moe_layer(case.x[rank], case.weights[rank], case, exchange)
-                assert torch.equal(out.double(), case.dense(rank))
-        assert not exchange.handles
-        comm.allgather(None)
+def inference_keeps_no_handle(first: Buffer, device: str) -> None:
+    exchange, rank, where = Exchange(first.group), first.rank, device_of(first, device)
+    case = Case(99, TOKENS, EXPERTS)
+    with torch.inference_mode():
+        for _ in range(3):
+            out = moe_layer(case.x[rank].to(where), case.weights[rank].to(where), case, exchange)
+            assert torch.equal(out.cpu().double(), case.dense(rank))
+    assert not exchange.handles
+    first.group.allgather(None)
 
-    run_ranks(RANKS, body)
+
+ALL = (layers_with_and_without_checkpoints, inference_keeps_no_handle)

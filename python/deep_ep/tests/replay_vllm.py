@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from devices import DEVICES, device_of
+from devices import device_of
 from low_latency_bodies import arrived, experts
 from low_latency_reference import Batch
-from rank_buffers import ThreadComm, run_ranks
+from rank_buffers import ThreadComm
 from replays import Case, expert_rows
 from torch import Tensor
 
 import deep_ep
 
 RANKS, EXPERTS, CAPACITY = 4, 8, 16
+TOKENS = [7, 0, 12, 3]
 
 
 def nothing() -> None:
@@ -192,76 +192,60 @@ def low_latency_buffer(comm: ThreadComm) -> deep_ep.Buffer:
 
 
 def cases(count: int) -> list[Case]:
-    return [Case(40 + i, [7, 0, 12, 3], EXPERTS) for i in range(count)]
+    return [Case(40 + i, TOKENS, EXPERTS) for i in range(count)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_prefill_and_decode_buffers(device: str) -> None:
+def prefill_and_decode_buffers(first: deep_ep.Buffer, device: str) -> None:
     """Layers keep their handles for ever; the decode buffer is zeroed between steps."""
-
-    def body(comm: ThreadComm) -> None:
-        prefill_buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20, num_qps_per_rank=10)
-        decode_buffer = low_latency_buffer(comm)
-        where = device_of(prefill_buffer, device)
-        prefill = [Prefill(prefill_buffer) for _ in range(2)]
-        decode = [Decode(decode_buffer, fp8, device) for fp8 in (False, True, False)]
-        for _ in range(2):
-            for prefilling, case in zip(prefill, cases(2)):
-                out = prefilling.run(case, case.x[comm.Get_rank()].to(where))
-                assert torch.equal(out.cpu().double(), case.dense(comm.Get_rank()))
-            for decoding, case in zip(decode, cases(3)):
-                wanted = case.combined(comm.Get_rank(), arrived(case, use_fp8=decoding.use_fp8))
-                assert torch.equal(decoding.run(case).cpu(), wanted)
-            decode_buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
-        comm.allgather(None)
-
-    run_ranks(RANKS, body)
+    comm, rank = first.group, first.rank
+    prefill_buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20, num_qps_per_rank=10)
+    decode_buffer = low_latency_buffer(comm)
+    where = device_of(prefill_buffer, device)
+    prefill = [Prefill(prefill_buffer) for _ in range(2)]
+    decode = [Decode(decode_buffer, fp8, device) for fp8 in (False, True, False)]
+    for _ in range(2):
+        for prefilling, case in zip(prefill, cases(2)):
+            out = prefilling.run(case, case.x[rank].to(where))
+            assert torch.equal(out.cpu().double(), case.dense(rank))
+        for decoding, case in zip(decode, cases(3)):
+            wanted = case.combined(rank, arrived(case, use_fp8=decoding.use_fp8))
+            assert torch.equal(decoding.run(case).cpu(), wanted)
+        decode_buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+    comm.allgather(None)
 
 
-def test_prefill_of_quantised_rows() -> None:
+def quantised_prefill(buffer: deep_ep.Buffer, device: str) -> None:
     """With a scale for each block of a row, as vLLM makes them for block-quantised models."""
-
-    def body(comm: ThreadComm) -> None:
-        buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20)
-        rank, layer = comm.Get_rank(), Prefill(buffer)
-        case = Case(50, [7, 0, 12, 3], EXPERTS, hidden=256)
-        codes = case.x[rank].to(torch.float8_e4m3fn)
-        scales = 1.0 + torch.arange(codes.shape[0] * 2).view(-1, 2).float() % 2
-        wide = scales.repeat_interleave(128, 1).double()
-        out = layer.run(case, (codes, scales))
-        assert torch.equal(out.double(), case.dense(rank, case.x[rank].double() * wide))
-        comm.allgather(None)
-
-    run_ranks(RANKS, body)
+    rank, layer = buffer.rank, Prefill(buffer)
+    where = device_of(buffer, device)
+    case = Case(50, TOKENS, EXPERTS, hidden=256)
+    codes = case.x[rank].to(torch.float8_e4m3fn)
+    scales = 1.0 + torch.arange(codes.shape[0] * 2).view(-1, 2).float() % 2
+    wide = scales.repeat_interleave(128, 1).double()
+    out = layer.run(case, (codes.to(where), scales.to(where)))
+    assert torch.equal(out.cpu().double(), case.dense(rank, case.x[rank].double() * wide))
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_two_micro_batches(mode: str) -> None:
-    """Each rank runs three layers of two micro-batches on two threads."""
+def two_micro_batches(first: deep_ep.Buffer, device: str) -> None:
+    """Each rank runs three layers of two micro-batches on two threads, in both modes."""
+    comm, rank = first.group, first.rank
+    for buffer in (first, low_latency_buffer(comm)):
+        where = device_of(buffer, device)
 
-    def body(comm: ThreadComm) -> None:
-        rank, baton = comm.Get_rank(), Baton()
-        low_latency = mode == "decode"
-        buffer = (
-            low_latency_buffer(comm)
-            if low_latency
-            else deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20)
-        )
-        pairs = [cases(6)[i::3] for i in range(3)]
-
-        def micro_batch(which: int) -> Callable[[Callable[[], None]], None]:
+        def micro_batch(which: int, buffer: deep_ep.Buffer = buffer, where: Any = where) -> Any:
             def layers(switch: Callable[[], None]) -> None:
-                for pair in pairs:
-                    case = pair[which]
-                    if low_latency:
-                        out = Decode(buffer, False, switch=switch).run(case, which)
+                device_of(buffer, device)  # a thread begins on the first GPU
+                for case in cases(6)[which::2]:
+                    if buffer is first:
+                        out = Prefill(buffer, switch).run(case, case.x[rank].to(where), which)
                     else:
-                        out = Prefill(buffer, switch).run(case, case.x[rank], which)
-                    assert torch.equal(out.double(), case.dense(rank))
+                        out = Decode(buffer, False, device, switch).run(case, which)
+                    assert torch.equal(out.cpu().double(), case.dense(rank))
 
             return layers
 
-        baton.run([micro_batch(0), micro_batch(1)])
+        Baton().run([micro_batch(0), micro_batch(1)])
         comm.allgather(None)
 
-    run_ranks(RANKS, body)
+
+ALL = (prefill_and_decode_buffers, quantised_prefill, two_micro_batches)

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from devices import DEVICES, device_of
+from devices import device_of
 from low_latency_bodies import arrived, experts
 from low_latency_reference import BLOCK, Batch, restored
-from rank_buffers import ThreadComm, run_ranks
+from rank_buffers import ThreadComm
 from replays import Case, expert_rows
 from torch import Tensor
 
@@ -184,49 +183,42 @@ def cases(count: int) -> list[Case]:
     return [Case(60 + i, tokens, EXPERTS, HIDDEN) for i in range(count)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("use_async", [False, True])
-def test_one_buffer_changes_its_mode(use_async: bool, device: str) -> None:
-    """Prefill, decode, prefill, decode; every form of rows in both."""
-
-    def body(comm: ThreadComm) -> None:
-        modes, rank = Modes(comm, device), comm.Get_rank()
-        for _ in range(2):
-            for case, form in zip(cases(4), ("bf16", "rows", "columns", "packed")):
-                combined = prefill(modes, case, form, use_async)
-                assert torch.equal(combined.cpu().double(), prefill_wanted(case, rank, form))
-            for batch, wire in zip(cases(3), (FP8, PACKED, PLAIN)):
-                combined = last(decode(modes, batch, wire, hooks=not use_async))
-                assert torch.equal(combined.cpu(), batch.combined(rank, arrived(batch, **wire)))
-        comm.allgather(None)
-
-    run_ranks(RANKS, body)
+def one_buffer_changes_its_mode(first: deep_ep.Buffer, device: str) -> None:
+    """Prefill, decode, prefill, decode; every form of rows in both; by events and by hooks."""
+    modes, rank = Modes(first.group, device), first.rank
+    for use_async in (False, True, False):
+        for case, form in zip(cases(4), ("bf16", "rows", "columns", "packed")):
+            combined = prefill(modes, case, form, use_async)
+            assert torch.equal(combined.cpu().double(), prefill_wanted(case, rank, form))
+        for batch, wire in zip(cases(3), (FP8, PACKED, PLAIN)):
+            combined = last(decode(modes, batch, wire, hooks=not use_async))
+            assert torch.equal(combined.cpu(), batch.combined(rank, arrived(batch, **wire)))
+    first.group.allgather(None)
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2])
-def test_two_batches_overlap(behind: int) -> None:
-    """Stages of one batch between those of another that is so many stages behind, layer after
+def two_batches_overlap(first: deep_ep.Buffer, device: str) -> None:
+    """Stages of one batch between those of another that is some stages behind, layer after
     layer."""
+    modes, rank = Modes(first.group, device), first.rank
 
-    def body(comm: ThreadComm) -> None:
-        modes, rank = Modes(comm), comm.Get_rank()
+    def through(own: list[Case]) -> Iterator[None]:
+        for batch in own:
+            for combined in decode(modes, batch, PACKED, hooks=True):
+                result = combined
+                yield
+            wanted = batch.combined(rank, arrived(batch, **PACKED))
+            assert torch.equal(result.cpu(), wanted)
+            yield  # attention
+
+    for behind in (0, 1, 2):
         layers = cases(6)
-
-        def through(own: list[Case]) -> Iterator[None]:
-            for batch in own:
-                steps = decode(modes, batch, PACKED, hooks=True)
-                for combined in steps:
-                    result = combined
-                    yield
-                assert torch.equal(result, batch.combined(rank, arrived(batch, **PACKED)))
-                yield  # attention
-
-        first, second = through(layers[::2]), through(layers[1::2])
+        one, other = through(layers[::2]), through(layers[1::2])
         for _ in range(behind):
-            next(first)
-        running = [first, second]
+            next(one)
+        running = [one, other]
         while running:
-            running = [one for one in running if next(one, running) is None]
-        comm.allgather(None)
+            running = [batch for batch in running if next(batch, running) is None]
+        first.group.allgather(None)
 
-    run_ranks(RANKS, body)
+
+ALL = (one_buffer_changes_its_mode, two_batches_overlap)

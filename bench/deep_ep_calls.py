@@ -1,0 +1,173 @@
+"""What `deep_ep` costs beside Ferry's own calls: CPU time of a call, and logical GB/s.
+
+    ferry run -n 1 -- python bench/deep_ep_calls.py
+    ferry run -n 4 -- python bench/deep_ep_calls.py --device cuda --tokens 4096 --hidden 7168 \\
+        --topk 8 --experts 256
+
+Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
+or an exchange like that behind it, in turn, in one run; the figure is the median over rounds. CPU
+time is that of the calling thread. The time of a call is a round divided by its calls; on GPUs a
+round ends with a synchronisation. The GB/s count the rows received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deep_ep
+import ferry
+
+
+class Comm:
+    """An mpi4py communicator, as far as a Buffer needs one, of a bootstrap."""
+
+    def __init__(self, bootstrap: ferry.Bootstrap) -> None:
+        self.bootstrap = bootstrap
+
+    def Get_rank(self) -> int:  # noqa: N802
+        return self.bootstrap.rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self.bootstrap.size
+
+    def allgather(self, thing: Any) -> list[Any]:
+        return [pickle.loads(one) for one in self.bootstrap.all_gather(pickle.dumps(thing))]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tokens", type=int, default=8, help="of each rank")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--topk", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--decode-tokens", type=int, default=8, help="of low-latency calls")
+    parser.add_argument("--sms", type=int, default=24)
+    parser.add_argument("--calls", type=int, default=200, help="in a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    return parser.parse_args()
+
+
+def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Any, Any, int]]:
+    """By name: a call of Ferry's, the same through deep_ep, the bytes that it moves."""
+    torch.manual_seed(buffer.rank)
+    x = torch.randn(args.tokens, args.hidden, device=args.device).bfloat16()
+    scores = torch.rand(args.tokens, args.experts, device=args.device)
+    weights, idx = scores.softmax(1).topk(args.topk)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, args.experts)
+    config = deep_ep.Config(args.sms, 6, 256)
+    rows, _, _, _, handle, _ = buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=idx,
+        topk_weights=weights,
+        config=config,
+    )
+    group, plan, sms = handle.exchange.group, handle.exchange.plan, args.sms
+    few, few_idx, few_weights = (t[: args.decode_tokens] for t in (x, idx, weights))
+    capacity = args.decode_tokens
+    exchange = ferry.LatencyExchange(
+        group, capacity=capacity, hidden=args.hidden, topk=args.topk, dtype="bf16"
+    )
+    own = exchange.dispatch(few, few_idx, format="e4m3")
+    sent = buffer.low_latency_dispatch(few, few_idx, capacity, args.experts)
+    answer = torch.zeros(own.x.shape, dtype=torch.bfloat16, device=args.device)
+
+    def latency_dispatch() -> None:
+        nonlocal own
+        own = exchange.dispatch(few, few_idx, format="e4m3")
+        _ = own.x, own.scales, own.counts, own.source_token, own.ranges
+
+    def low_latency_dispatch() -> None:
+        nonlocal sent
+        sent = buffer.low_latency_dispatch(few, few_idx, capacity, args.experts)
+
+    def latency_pair() -> None:
+        latency_dispatch()
+        _ = exchange.combine(answer, own, few_weights).x
+
+    def low_latency_pair() -> None:
+        low_latency_dispatch()
+        buffer.low_latency_combine(answer, few_idx, few_weights, sent[2])
+
+    return {
+        "dispatch, cached": (
+            lambda: group.dispatch(x, plan, sms=sms).x,
+            lambda: buffer.dispatch(x, handle=handle, config=config),
+            rows.numel() * 2,
+        ),
+        "combine": (
+            lambda: group.combine(rows, plan, sms=sms).x,
+            lambda: buffer.combine(rows, handle, config=config),
+            rows.numel() * 2,
+        ),
+        "low-latency dispatch": (latency_dispatch, low_latency_dispatch, 0),
+        "low-latency dispatch and combine": (latency_pair, low_latency_pair, 0),
+    }
+
+
+def timed(args: argparse.Namespace, call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a call, and CPU seconds of this thread."""
+    call()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    start, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(args.calls):
+        call()
+    cpu = time.thread_time() - cpu
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / args.calls, cpu / args.calls
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    boot = ferry.from_environment()
+    if args.device == "cuda":
+        torch.cuda.set_device(boot.rank % torch.cuda.device_count())
+    comm = Comm(boot)
+    buffer = deep_ep.Buffer(None, 1 << 30, comm=comm, low_latency_mode=True)
+    figures = {}
+    for name, (ferrys, through, size) in pairs(args, buffer).items():
+        samples: list[list[tuple[float, float]]] = [[], []]
+        for _ in range(args.rounds):
+            for kept, call in zip(samples, (ferrys, through)):
+                comm.allgather(None)
+                kept.append(timed(args, call))
+        (own, own_cpu), (all_, all_cpu) = (
+            [statistics.median(column) for column in zip(*kept)] for kept in samples
+        )
+        figures[name] = {
+            "ferry_us": own * 1e6,
+            "deep_ep_us": all_ * 1e6,
+            "ferry_cpu_us": own_cpu * 1e6,
+            "deep_ep_cpu_us": all_cpu * 1e6,
+            "bytes": size,
+        }
+        if boot.rank == 0:
+            rate = f", {size / own / 1e9:.3g} and {size / all_ / 1e9:.3g} GB/s" if size else ""
+            print(
+                f"{name}: Ferry {own * 1e6:.1f} µs, CPU {own_cpu * 1e6:.1f}; deep_ep "
+                f"{all_ * 1e6:.1f} µs, CPU {all_cpu * 1e6:.1f} (+{(all_cpu - own_cpu) * 1e6:.1f})"
+                f"{rate}"
+            )
+    if args.json and boot.rank == 0:
+        args.json.write_text(json.dumps(vars(args) | {"json": None, "figures": figures}, indent=1))
+    comm.allgather(None)
+
+
+if __name__ == "__main__":
+    main()

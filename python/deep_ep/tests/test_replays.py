@@ -1,0 +1,27 @@
+"""The call sequences of frameworks, replayed, with values compared, in CPU memory. On GPUs:
+test_processes.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import replay_megatron
+import replay_sglang
+import replay_torchtitan
+import replay_vllm
+from rank_buffers import run_buffers
+
+REPLAYS = (*replay_vllm.ALL, *replay_sglang.ALL, *replay_megatron.ALL, *replay_torchtitan.ALL)
+"""For 4 ranks."""
+
+
+@pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.__name__)
+def test_four_ranks(replay: Any) -> None:
+    run_buffers(4, lambda buffer: replay(buffer, "cpu"), num_nvl_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("replay", replay_megatron.ALL, ids=lambda replay: replay.__name__)
+def test_other_numbers_of_ranks(replay: Any, ranks: int) -> None:
+    run_buffers(ranks, lambda buffer: replay(buffer, "cpu"), num_nvl_bytes=1 << 20)
