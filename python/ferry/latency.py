@@ -132,6 +132,9 @@ class LatencyExchange:
         dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
         order: of results. "expert_major": dispatches may ask for either. "rank_major": for that
             alone, and no memory is taken to fan out.
+        masks: a rank that misses the deadline of a call is masked, and the others go on without it;
+            see `masked`. Without, the group fails. Expert-major combines then take
+            `path="per_rank"`.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class LatencyExchange:
         topk: int,
         dtype: Any = "bf16",
         order: str = "expert_major",
+        masks: bool = False,
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
         self._raw = _ferry.LatencyExchange(
@@ -152,6 +156,7 @@ class LatencyExchange:
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
             choice("LatencyExchange: order", order, ORDERS),
+            flag("LatencyExchange: masks", masks),
         )
         self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
 
@@ -167,6 +172,7 @@ class LatencyExchange:
         format: str = "as_is",
         scale_format: str = "f32",
         order: str = "expert_major",
+        waits: Any = None,
         hook: bool = False,
         stream: _ferry.Stream | None = None,
     ) -> LatencyReceived[ArrayT]:
@@ -182,6 +188,7 @@ class LatencyExchange:
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
+            waits: i64 [R]: how many nanoseconds the receive waited for each source is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: None: returns finished (or sent) results.
 
@@ -195,6 +202,7 @@ class LatencyExchange:
             choice("latency dispatch: format", format, FORMATS),
             choice("latency dispatch: scale_format", scale_format, SCALE_FORMATS),
             choice("latency dispatch: order", order, ORDERS),
+            optional_view("latency dispatch: waits", waits, writable=True, expected="i64"),
             flag("latency dispatch: hook", hook),
             optional("latency dispatch: stream", stream, _ferry.Stream, "a ferry.Stream"),
         )
@@ -208,6 +216,7 @@ class LatencyExchange:
         *,
         path: str = "per_slot",
         format: str = "as_is",
+        waits: Any = None,
         hook: bool = False,
         out: ArrayT | None = None,
         stream: _ferry.Stream | None = None,
@@ -225,6 +234,7 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
+            waits: i64 [R], as in `dispatch`.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output.
@@ -239,11 +249,49 @@ class LatencyExchange:
             optional_view(f"{name}: topk_weights", topk_weights, expected="f32"),
             choice(f"{name}: path", path, PATHS),
             choice(f"{name}: format", format, COMBINE_FORMATS),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64"),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True),
             optional(f"{name}: stream", stream, _ferry.Stream, "a ferry.Stream"),
         )
         return LatencyCombined(raw, like, out)
+
+    def masked(self) -> list[bool]:
+        """Of each rank, whether this rank goes on without it: nothing is sent to it, nothing waits
+        for it, and what it holds of a token is zero. Each rank decides for itself: by a missed
+        deadline, the end of a process or of a rank's group, and by `set_mask`.
+
+        A rank that was masked by a peer that it has not masked itself gets `LeftBehind` from its
+        calls. Without `masks=True` this and what follows raises `InvalidArgument`.
+        """
+        return self._raw.masked()
+
+    def set_mask(self, rank: int, masked: bool = True) -> None:
+        """Masks a peer, or takes its mask back, for calls that begin later. Without `rejoin` a mask
+        may be taken back only from a rank that made as many dispatches as this one."""
+        self._raw.set_mask(
+            integer("set_mask: rank", rank, 0, INT32_MAX), flag("set_mask: masked", masked)
+        )
+
+    def clear_masks(self) -> None:
+        """Takes all masks back, as `set_mask`."""
+        self._raw.clear_masks()
+
+    @property
+    def mask_count(self) -> int:
+        """How many times this rank masked another by itself, not by `set_mask`. Cheap to ask: a
+        word in host memory."""
+        return self._raw.mask_count()
+
+    def rejoin(self) -> None:
+        """Collective of all ranks, those that go on and those that come back. Clears the masks, but
+        of ranks whose process has ended or that destroyed their group.
+
+        A rank that does not come within the deadline: `DeadlineExceeded` that names it, and
+        `LeftBehind` from every other call until a rejoin succeeds. Results that are alive may still
+        be read, but neither received nor combined.
+        """
+        self._raw.rejoin()
 
     @staticmethod
     def memory_hint(
@@ -255,6 +303,7 @@ class LatencyExchange:
         ranks: int,
         dtype: Any = "bf16",
         order: str = "expert_major",
+        masks: bool = False,
     ) -> int:
         """Registered bytes of one rank's latency buffers."""
         return _ferry.LatencyExchange.memory_hint(
@@ -265,6 +314,7 @@ class LatencyExchange:
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
             choice("memory_hint: order", order, ORDERS),
+            flag("memory_hint: masks", masks),
         )
 
     def _view(self, name: str, value: Any) -> tuple[_ferry.View, Like]:

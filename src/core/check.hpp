@@ -73,8 +73,11 @@ void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout
                            const Extents& shape, int topk);
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, int ranks,
-                            const LatencyDispatchOptions& options, const Device& where = {});
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where = {});
+/// How long a receive waited for each rank is added there.
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where = {});
 
 /// What a combine of latency mode must know of its dispatch.
 struct LatencyDispatched {

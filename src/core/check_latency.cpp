@@ -8,8 +8,8 @@ namespace ferry {
 using std::to_string;
 
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, int ranks,
-                            const LatencyDispatchOptions& options, const Device& where) {
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where) {
   constexpr std::string_view kCall = "latency dispatch";
   if (x.dtype != config.dtype) {
     refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
@@ -45,7 +45,11 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
     check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32,
                 {topk_idx.shape[0], topk_idx.shape[1]}, where);
   }
-  if (options.waits) check_exact(kCall, "waits", *options.waits, Dtype::i64, {ranks}, where);
+}
+
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where) {
+  if (waits) check_exact(call, "waits", *waits, Dtype::i64, {ranks}, where);
 }
 
 namespace {
@@ -90,8 +94,7 @@ void check_latency_combine(const ConstTensorView& rows,
            "per_rank: a place that several ranks write in turn could hold what a masked one wrote "
            "late");
   }
-  if (options.waits)
-    check_exact(kCombine, "waits", *options.waits, Dtype::i64, {dispatched.ranks}, where);
+  check_waits(kCombine, options.waits, dispatched.ranks, where);
   const Extents shape =
       dispatched.order == RowOrder::rank_major
           ? Extents{dispatched.ranks, config.capacity, config.hidden}

@@ -176,7 +176,7 @@ Event CudaLatency::end(Launch& launch, const char* call) {
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
   const Device where = engine_->device();
-  check_latency_dispatch(x, topk_idx, config_, engine_->size(), options, where);
+  check_latency_dispatch(x, topk_idx, config_, options, where);
   if (options.waits) refuse(kLatencyDispatch, "waits", "a tensor", "none: not there yet on GPUs");
   if (options.order != RowOrder::expert_major || options.topk_weights) {
     refuse(kLatencyDispatch, "order, topk_weights", "one of them", "none: not there yet on GPUs");

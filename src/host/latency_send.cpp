@@ -28,7 +28,8 @@ void HostLatency::check_expert_capacity(const std::vector<std::int32_t>& routes)
 std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
-  check_latency_dispatch(x, topk_idx, config_, ranks(), options);
+  check_latency_dispatch(x, topk_idx, config_, options);
+  check_waits(kLatencyDispatch, options.waits, ranks());
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
