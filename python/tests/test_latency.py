@@ -144,7 +144,8 @@ def test_e4m3(rng: np.random.Generator, scale_format: str) -> None:
 
 def own_sums(x: Any, weights: Any) -> np.ndarray:
     """Rank-major rows: each token times the sum of its weights on this rank."""
-    return (np.asarray(x) * np.asarray(weights).sum(2, keepdims=True)).astype(np.float32)
+    sums: np.ndarray = np.asarray(x) * np.asarray(weights).sum(2, keepdims=True)
+    return sums.astype(np.float32)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])

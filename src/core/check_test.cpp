@@ -58,14 +58,14 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   LatencyDispatchOptions latency;
   latency.format = static_cast<WireFormat>(7);
   expect_refused({"format", "7", "e4m3"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
   latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
   expect_refused({"scale_format", "9", "f32_pow2"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
   latency = {};
   latency.order = static_cast<RowOrder>(5);
   expect_refused({"order", "5", "rank_major"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
   const auto check_options = [&](const LatencyCombineOptions& options) {
     check_latency_combine(tensor(4), {}, config, {}, options);
   };

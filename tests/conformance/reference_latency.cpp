@@ -139,9 +139,9 @@ std::vector<float> in_flight(const std::byte* row, Dtype dtype, std::int64_t hid
 namespace {
 
 /// One combine as the owner of a token sees it.
-class LatencySums {
+class TokenSums {
  public:
-  LatencySums(const World& world, int rank, const LatencyRowOf& row_of, const LatencyHow& how)
+  TokenSums(const World& world, int rank, const LatencyRowOf& row_of, const LatencyHow& how)
       : world_(world), rank_(rank), row_of_(row_of), how_(how), row_(world.row_bytes()) {
     for (int d = 0; d < world.ranks; ++d) {
       by_expert_.push_back(expect_latency(world, d));
@@ -219,7 +219,7 @@ class LatencySums {
 
 Bytes expect_latency_combine(const World& world, int rank, const LatencyRowOf& row_of,
                              const LatencyHow& how) {
-  LatencySums sums(world, rank, row_of, how);
+  TokenSums sums(world, rank, row_of, how);
   const bool by_rank = how.order == RowOrder::rank_major || how.path == CombinePath::per_rank;
   Bytes result(index(world.inputs[index(rank)].tokens) * world.row_bytes());
   for (std::int64_t t = 0; t < world.inputs[index(rank)].tokens; ++t) {

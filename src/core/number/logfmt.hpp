@@ -159,7 +159,9 @@ class LogfmtEncoder {
     using namespace number_detail;
     const std::int32_t magnitude = magnitude_bits(x);
     const std::int32_t bits = smaller(larger(magnitude, lowest_), kLargestBits);
-    const float y = float_of(static_cast<std::uint32_t>(bits - scale_.exponent));
+    // Unsigned: for an infinity there is no such value.
+    const float y =
+        float_of(static_cast<std::uint32_t>(bits) - static_cast<std::uint32_t>(scale_.exponent));
     // The level below, or a neighbour of it when y is close to one: the logarithm is not exact.
     const float guess = logfmt_octaves(y * inverse_) * levels_;
     // As integers: the bits of a negative float are a negative number.
