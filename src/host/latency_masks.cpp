@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace ferry::host {
 
@@ -10,16 +11,20 @@ using protocol::Status;
 
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
+constexpr auto kSlice = std::chrono::milliseconds(5);  // of a sleep
+constexpr std::chrono::nanoseconds kLeastLately = std::chrono::milliseconds(20);
+constexpr std::chrono::nanoseconds kMostLately = std::chrono::milliseconds(250);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
 
 }  // namespace
 
 LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
-                           const protocol::FlagLayout& layout, std::byte* told, bool on)
+                           const protocol::FlagLayout& layout, std::byte* told,
+                           std::vector<std::byte*> pulses, bool on)
     : engine_(engine),
       reach_(reach),
       told_(layout, engine.rank(), told),
+      pulses_(std::move(pulses)),
       on_(on),
       masked_(static_cast<std::size_t>(engine.size())),
       words_(static_cast<std::size_t>(engine.size())) {}
@@ -52,6 +57,24 @@ void LatencyMasks::mask(int peer, Generation now) {
   std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
 }
 
+void LatencyMasks::beat() const {
+  // relaxed: a time stamp; nothing is read on the strength of it.
+  std::atomic_ref(
+      *reinterpret_cast<std::int64_t*>(pulses_[static_cast<std::size_t>(engine_.rank())]))
+      .store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+bool LatencyMasks::held_up(int peer) const {
+  if (!reads(peer)) return false;
+  const auto lately = std::clamp<std::chrono::nanoseconds>(engine_.config().deadline / 4,
+                                                           kLeastLately, kMostLately);
+  // relaxed: a time stamp; nothing is read on the strength of it.
+  const std::int64_t beat =
+      std::atomic_ref(*reinterpret_cast<std::int64_t*>(pulses_[static_cast<std::size_t>(peer)]))
+          .load(std::memory_order_relaxed);
+  return Clock::now().time_since_epoch().count() - beat < lately.count();
+}
+
 int LatencyMasks::evictor() const {
   // A rank that this one has masked has no say.
   return told_.find(base(), [this](int peer) { return !masked(peer); });
@@ -82,6 +105,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
                          const std::function<void(const RankBytes&)>& came) {
   const auto began = Clock::now();
   MaskWatch watch(engine_, this, start_, pending);
+  bool patient = true;
   while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
     RankBytes newcomers(pending.size(), 0);
     const Status status =
@@ -94,9 +118,15 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
         break;
       case Status::Code::kDeadline:
         for (std::size_t p = 0; p < pending.size(); ++p) {
-          if (pending[p] != 0) mask(static_cast<int>(p), now);
+          const int peer = static_cast<int>(p);
+          // A rank that fails while it delivers holds up some ranks and not others: those that it
+          // holds up are a call behind, and come when their deadline is over.
+          if (pending[p] == 0 || (patient && held_up(peer))) continue;
+          mask(peer, now);
+          pending[p] = 0;
         }
-        pending.assign(pending.size(), 0);
+        patient = false;
+        watch.wait_as_long_again();
         break;
       case Status::Code::kInterrupted:
         throw Error(ErrorKind::destroyed,
@@ -128,7 +158,11 @@ void LatencyMasks::start_over(Generation generation, const RankBytes& gone) {
 
 MaskWatch::MaskWatch(HostEngine& engine, const LatencyMasks* masks, Clock::time_point start,
                      protocol::RankSet pending)
-    : engine_(engine), masks_(masks), start_(start), pending_(pending) {
+    : engine_(engine),
+      masks_(masks),
+      start_(start),
+      limit_(engine.config().deadline),
+      pending_(pending) {
   engine_.channel().beat(true);
 }
 
@@ -142,7 +176,7 @@ std::uint64_t MaskWatch::spin_ns() const {
 }
 
 std::uint64_t MaskWatch::slice_ns() const {
-  const auto left = engine_.config().deadline - (Clock::now() - start_);
+  const auto left = limit_ - (Clock::now() - start_);
   return static_cast<std::uint64_t>(
       std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
 }
@@ -158,10 +192,11 @@ int MaskWatch::gone() const {
 Status MaskWatch::check() {
   Status status;
   const auto now = Clock::now();
-  const bool late = now - start_ >= engine_.config().deadline;
+  const bool late = now - start_ >= limit_;
   if (!late && now - last_look_ < kBetweenLooks) return status;
   last_look_ = now;
   engine_.channel().beat(true);
+  if (masks_ != nullptr) masks_->beat();
   // Before the deadline: a rank that was stopped finds its own over, and must hear first that the
   // others went on.
   const int evictor = masks_ == nullptr ? -1 : masks_->evictor();

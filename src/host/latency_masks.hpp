@@ -28,9 +28,10 @@ struct SourceWait {
 
 class LatencyMasks {
  public:
-  /// `told`: this rank's row of words in which peers say that they mask it.
+  /// `told`: this rank's row of words in which peers say that they mask it. `pulses`: each rank's
+  /// word for when it was last in a call; null outside the domain.
   LatencyMasks(HostEngine& engine, FabricReach& reach, const protocol::FlagLayout& layout,
-               std::byte* told, bool on);
+               std::byte* told, std::vector<std::byte*> pulses, bool on);
 
   bool on() const { return on_; }
   bool masked(int peer) const {
@@ -46,10 +47,16 @@ class LatencyMasks {
   /// this rank must rejoin first.
   void check_left_behind(const char* call) const;
   /// The deadline of a call runs from here: all its waits share it.
-  void begin_call() { start_ = Clock::now(); }
+  void begin_call() {
+    start_ = Clock::now();
+    if (on_) beat();
+  }
+  /// Whether the words of a peer can be read here.
+  bool reads(int peer) const { return pulses_[static_cast<std::size_t>(peer)] != nullptr; }
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
-  /// them. Ranks that miss the deadline, or are gone, are masked. Throws Error(left_behind).
+  /// them. Ranks that miss the deadline, or are gone, are masked; those that were in a call lately
+  /// are held up themselves, and get as long again. Throws Error(left_behind).
   void await(const SourceWait& wait, RankBytes pending, Generation now,
              const std::function<void(const RankBytes&)>& came);
 
@@ -64,6 +71,8 @@ class LatencyMasks {
  private:
   friend class MaskWatch;
   int evictor() const;
+  void beat() const;
+  bool held_up(int peer) const;
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
@@ -72,6 +81,7 @@ class LatencyMasks {
   HostEngine& engine_;
   FabricReach& reach_;
   protocol::ToldMasks told_;
+  std::vector<std::byte*> pulses_;
   bool on_;
   std::vector<std::atomic<bool>> masked_;
   mutable std::mutex mutex_;          // of the words: masks are set by any thread
@@ -97,12 +107,14 @@ class MaskWatch {
   std::uint64_t slice_ns() const;
   protocol::Status check();
   void awaits(int peer) { only_ = peer; }
+  void wait_as_long_again() { limit_ *= 2; }
 
  private:
   int gone() const;
   HostEngine& engine_;
   const LatencyMasks* masks_;
   Clock::time_point start_, began_ = Clock::now(), last_look_ = began_;
+  std::chrono::nanoseconds limit_;
   protocol::RankSet pending_;
   int only_ = -1;
 };

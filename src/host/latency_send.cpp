@@ -122,9 +122,7 @@ void HostLatency::settle_unreceived() {
     // what its writer sends next.
     senders = unmasked();
     for (int peer = 0; peer < ranks(); ++peer) {
-      if (engine_->channel().pointer(peer, {segment_.id, 0}) != nullptr) {
-        senders[static_cast<std::size_t>(peer)] = 0;
-      }
+      if (masks_.reads(peer)) senders[static_cast<std::size_t>(peer)] = 0;
     }
   }
   for (const Generation generation : dropped) {

@@ -2,7 +2,8 @@
 //
 // What keeps tokens right when ranks disagree about who is left out:
 // - a flag is taken for generation g only if it says g, or the next (`await_some`): a late write of
-//   an older generation counts for nothing;
+//   an older generation counts for nothing. If it says the next, what came must say itself that it
+//   is of g: a rank that masked this one for a while left g out;
 // - every place is written by one rank alone, so what a late rank writes spoils only what it would
 //   have sent itself, and no rank writes to a peer without the peer's credit;
 // - a rank says that its part of a generation is there only if it is: to a peer whose rows it did

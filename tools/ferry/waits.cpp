@@ -14,6 +14,7 @@ namespace ferry::cli {
 namespace {
 
 constexpr double kLong = 3, kLeastNs = 1000;
+constexpr double kMatters = 0.1;  // of the worst
 
 enum class Middle { lower, upper };
 
@@ -102,6 +103,9 @@ std::vector<SlowPart> slow_parts(const WaitMatrix& waits) {
           {SlowPart::Kind::link, static_cast<int>(j), static_cast<int>(i), waits[i][j], usual});
     }
   }
+  double worst = 0;
+  for (const SlowPart& part : parts) worst = std::max(worst, part.waited_ns);
+  std::erase_if(parts, [&](const SlowPart& part) { return part.waited_ns < kMatters * worst; });
   return parts;
 }
 

@@ -25,7 +25,8 @@ struct SlowPart {
 };
 
 /// Who is slow: a sender if most ranks waited long for it, a receiver if it waited long for most
-/// ranks, else a link. Long: three times what is usual elsewhere, and a microsecond more.
+/// ranks, else a link. Long: three times what is usual elsewhere, and a microsecond more. What is
+/// less than a tenth of the worst is left out.
 std::vector<SlowPart> slow_parts(const WaitMatrix& waits);
 
 /// A sentence for each, or one that says that nothing is odd.

@@ -84,6 +84,13 @@ TEST(Waits, TwoSlowSendersAndALink) {
   EXPECT_EQ(parts[2].kind, SlowPart::Kind::link);
 }
 
+TEST(Waits, WhatIsSmallBesideTheWorstIsLeftOut) {
+  WaitMatrix waits = usual(8);
+  for (std::size_t r = 0; r < 8; ++r) waits[r][1] = 1e8;
+  waits[3][4] = 4e5;
+  EXPECT_EQ(slow_parts(waits).size(), 1u) << describe_waits(waits);
+}
+
 TEST(Waits, TwoRanksTellNoMoreThanTheirLink) {
   const WaitMatrix waits{{0, 1e6}, {1e4, 0}};
   const auto parts = slow_parts(waits);
