@@ -175,6 +175,7 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
   view.hidden = config.hidden;
   view.topk = config.topk;
   view.parts = latency_parts(config.hidden);
+  view.few = kFewTokens;
   view.dtype = config.dtype;
   view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
   find_peers(*engine, open.places, memory.wire.bytes, view);

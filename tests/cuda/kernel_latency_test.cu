@@ -43,6 +43,8 @@ LatencyCase random_case(int ranks, std::int64_t hidden, Random& random) {
   c.weights_with_dispatch = random.below(2) == 0;
   c.routes = static_cast<Routes>(random.below(5));
   c.blocks = 1 + static_cast<int>(random.below(12));
+  const int fews[] = {0, 3, kFewTokens};
+  c.few = fews[random.below(3)];
   return c;
 }
 
@@ -157,6 +159,19 @@ void run_full() {
     c.format = format;
     run_case(c, 5);
   }
+  for (const LatencyFormat format :
+       {LatencyFormat::e4m3, LatencyFormat::as_is, LatencyFormat::e4m3_packed}) {
+    for (const std::int64_t capacity : {1, kFewTokens}) {
+      LatencyCase c = full_case(ranks);
+      c.format = format;
+      c.capacity = capacity;
+      c.few = kFewTokens;
+      for (const bool early : {false, true}) {
+        c.weights_with_dispatch = early;
+        run_case(c, 6);
+      }
+    }
+  }
   std::printf("full shape, %d ranks: good\n", ranks);
   std::fflush(stdout);
 }
@@ -170,6 +185,7 @@ void run_graphs(std::uint64_t seed, int replays, int sample) {
   c.experts = 3 * c.ranks;
   c.hidden = 1040;
   c.capacity = 24;
+  c.few = kFewTokens;
   c.format = LatencyFormat::e4m3;
   c.blocks = 8;
   KernelGroup group(options_for(c));
@@ -236,15 +252,17 @@ void run_graphs(std::uint64_t seed, int replays, int sample) {
 }
 
 /// Rank 1 does not come, or its rows do not: the others mask it, and go on.
-void test_masks(bool header_comes) {
-  const LatencyCase c = small_latency_case();
+void test_masks(bool header_comes, int few) {
+  LatencyCase c = small_latency_case();
+  c.few = few;
+  if (few > 0) c.capacity = few;
   GroupOptions options = options_for(c);
   options.deadline_ns = 30'000'000;
   KernelGroup group(options);
   LatencyRun run(group, c);
   exchange_once(group, run, c, 3);  // all is well
   const Absent absent{header_comes ? -1 : 1, header_comes ? 1 : -1};
-  std::vector<std::int64_t> tokens{12, header_comes ? 9 : 0, 20};
+  std::vector<std::int64_t> tokens{c.capacity / 2, header_comes ? c.capacity / 3 : 0, c.capacity};
   for (const std::uint64_t again : {0, 1, 2}) {
     const CombinePath path = path_of(again);
     const LatencyWorld world = make_latency_world(c, 40 + again, tokens);
@@ -256,6 +274,7 @@ void test_masks(bool header_comes) {
       if (r == 1) {  // its tags go astray
         p.halves = Halves::send;
         p.view.layout.row_tags = p.view.layout.bytes;
+        p.view.layout.few_rows = p.view.layout.bytes;
       }
       FERRY_CUDA_CHECK(launch_latency_dispatch(p, group.stream(r)));
     });
@@ -279,17 +298,20 @@ void test_masks(bool header_comes) {
     group.wait(5);
     for (const int r : {0, 2}) run.check_combine(seen, r, 0, path, absent);
   }
-  std::printf("masks, %s: as expected\n", header_comes ? "rows missing" : "rank missing");
+  std::printf("masks, %s, few %d: as expected\n", header_comes ? "rows missing" : "rank missing",
+              few);
 }
 
 /// Rank 1 sends its rows and then no sums.
-void test_missing_sums() {
-  const LatencyCase c = small_latency_case();
+void test_missing_sums(int few) {
+  LatencyCase c = small_latency_case();
+  c.few = few;
+  if (few > 0) c.capacity = few;
   GroupOptions options = options_for(c);
   options.deadline_ns = 30'000'000;
   KernelGroup group(options);
   LatencyRun run(group, c);
-  const LatencyWorld world = make_latency_world(c, 9, {20, 7, 15});
+  const LatencyWorld world = make_latency_world(c, 9, {c.capacity, c.capacity / 3, c.capacity - 2});
   run.upload(world, 1);
   launch_dispatch_all(group, run, 1, Halves::both);
   group.wait_well();
@@ -301,6 +323,7 @@ void test_missing_sums() {
       p.halves = Halves::send;
       // The tags of the first halves of its rows come, those of the second go astray.
       p.view.layout.sum_tags = p.view.layout.bytes;
+      p.view.layout.few_sums = p.view.layout.bytes;
     }
     FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
   });
@@ -309,7 +332,7 @@ void test_missing_sums() {
     expect("missing sums", run.masked(r, 1) && run.alarm(r).masked == 1);
     run.check_combine(world, r, 1, CombinePath::per_rank, {-1, 1});
   }
-  std::printf("missing sums: as expected\n");
+  std::printf("missing sums, few %d: as expected\n", few);
 }
 
 void expect_failure(const char* what, const Failure& got, Reason reason, int peer) {
@@ -461,7 +484,9 @@ int run_main(int argc, char** argv) {
     if (wanted("graphs")) run_graphs(seed, replays, 20);
     if (wanted("failures")) test_failures();
     if (wanted("masks")) {
-      test_masks(false), test_masks(true), test_missing_sums();
+      for (const int few : {0, kFewTokens}) {
+        test_masks(false, few), test_masks(true, few), test_missing_sums(few);
+      }
       run_mask_tests(seed);
     }
   }

@@ -212,10 +212,11 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
     check(cudaGetLastError());
   };
   const double dispatch = clock.period(chain), by_rank = pair(kRank);
-  std::printf("LAT T %3lld %s blocks %3d parts %d weights %s: dispatch %.2f pair %.2f combine %.2f",
-              static_cast<long long>(tokens), c.format == LatencyFormat::as_is ? "bf16" : "fp8 ",
-              c.blocks, run.view(0).parts, c.weights_with_dispatch ? "early" : "late ", dispatch,
-              by_rank, by_rank - dispatch);
+  std::printf(
+      "LAT T %3lld %s blocks %3d parts %d few %d weights %s: dispatch %.2f pair %.2f combine %.2f",
+      static_cast<long long>(tokens), c.format == LatencyFormat::as_is ? "bf16" : "fp8 ", c.blocks,
+      run.view(0).parts, c.few, c.weights_with_dispatch ? "early" : "late ", dispatch, by_rank,
+      by_rank - dispatch);
   if (!brief) {
     const double by_slot = pair(kSlot);
     const auto sent = [&](int r) {
@@ -250,7 +251,7 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
                 none);
   }
   std::printf("\n");
-  if (verified) measure_overlap(b, clock, rest);
+  if (verified && tokens == 128) measure_overlap(b, clock, rest);
   std::fflush(stdout);
 }
 
@@ -265,15 +266,25 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
   c.capacity = 256;
   c.format = LatencyFormat::e4m3;
   c.blocks = 2 * 132;
+  c.few = kFewTokens;
   KernelGroup group(
       {c.ranks, latency_arena_bytes(c) + (std::size_t{64} << 20), 4096, 5'000'000'000});
   if (!wide_search) {
-    for (const std::int64_t tokens : {1, 16, 64, 128, 256}) {
+    for (const std::int64_t tokens : {1, 4, 8}) {  // as others, and with words that carry their tag
+      c.capacity = 16;
+      for (const int few : {0, kFewTokens}) {
+        c.few = few;
+        measure(group, c, tokens, seed, few > 0, false);
+      }
+    }
+    for (const std::int64_t tokens : {16, 64, 128, 256}) {
       c.capacity = std::max<std::int64_t>(tokens, 16);
       measure(group, c, tokens, seed, tokens == 128, false);
     }
-    c.capacity = 128;
     c.weights_with_dispatch = true;
+    c.capacity = 16;
+    measure(group, c, 1, seed, false, false);
+    c.capacity = 128;
     measure(group, c, 128, seed, true, false);
     c.format = LatencyFormat::as_is;
     measure(group, c, 128, seed, true, false);

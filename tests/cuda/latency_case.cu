@@ -102,8 +102,8 @@ std::string describe(const LatencyCase& c) {
          std::to_string(c.hidden) + ", capacity " + std::to_string(c.capacity) + ", " +
          std::string(name_of(c.dtype)) + ", format " + std::to_string(static_cast<int>(c.format)) +
          ", routes " + std::to_string(static_cast<int>(c.routes)) + ", blocks " +
-         std::to_string(c.blocks) + ", parts " + std::to_string(c.parts) + ", weights " +
-         std::to_string(c.weights_with_dispatch);
+         std::to_string(c.blocks) + ", parts " + std::to_string(c.parts) + ", few " +
+         std::to_string(c.few) + ", weights " + std::to_string(c.weights_with_dispatch);
 }
 
 std::size_t LatencyWorld::row_bytes() const {
@@ -179,6 +179,12 @@ LatencyCase small_latency_case() {
   return c;
 }
 
+std::size_t spare_bytes(const LatencyCase& c, const DeviceLatencyLayout& layout) {
+  const auto ranks = static_cast<std::size_t>(c.ranks);
+  return 2 * ranks *
+         std::max(static_cast<std::size_t>(c.capacity) * 64, kFewTokens * layout.few_row_slot);
+}
+
 void expect(const char* what, bool good, const std::string& detail) {
   if (!good) stop(std::string(what) + " " + detail);
 }
@@ -200,7 +206,8 @@ std::size_t latency_arena_bytes(const LatencyCase& c) {
   const auto slots = static_cast<std::size_t>(experts * c.ranks * c.capacity);
   const auto table = static_cast<std::size_t>(c.ranks * c.capacity * c.topk);
   const LatencyDeviceShape shape{c.ranks, experts, c.capacity, c.hidden, c.topk, size_of(c.dtype)};
-  return make_device_latency_layout(shape).bytes +
+  const DeviceLatencyLayout layout = make_device_latency_layout(shape);
+  return layout.bytes + spare_bytes(c, layout) +
          2 * (slots * (2 * row + row / 32 + 64) + table * 16 +
               static_cast<std::size_t>(c.capacity) * (2 * row + 4096)) +
          (std::size_t{1} << 20);
@@ -214,10 +221,8 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
   std::vector<std::byte*> segments;
   for (int r = 0; r < c.ranks; ++r) {
     Member& m = members_[index(r)];
-    // What lies before the rows must be zero; all else may hold anything. Some space behind is for
-    // tags that a test misleads.
-    const std::size_t spare = 2 * index(c.ranks) * static_cast<std::size_t>(c.capacity) * 64;
-    segments.push_back(group.take(r, layout.bytes + spare).data);
+    // What lies before the rows must be zero; all else may hold anything.
+    segments.push_back(group.take(r, layout.bytes + spare_bytes(c, layout)).data);
     const auto zero = [&](std::size_t at, std::size_t bytes) {
       FERRY_CUDA_CHECK(cudaMemsetAsync(segments.back() + at, 0, bytes, group.stream(r)));
     };
@@ -230,6 +235,7 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
     m.view.topk = c.topk;
     m.view.parts = c.parts > 0 ? c.parts : latency_parts(c.hidden);
     m.view.dtype = c.dtype;
+    m.view.few = c.few;
     m.view.words = reinterpret_cast<LatencyWords*>(group.take(r, sizeof(LatencyWords), 0).data);
     m.alarm = reinterpret_cast<LatencyAlarm*>(group.take_pinned(sizeof(LatencyAlarm)));
     m.view.alarm = m.alarm;

@@ -26,6 +26,7 @@ struct LatencyCase {
   Routes routes = Routes::uniform;
   int blocks = 2;
   int parts = 0;  ///< 0: latency_parts
+  int few = 0;    ///< of the view
 };
 std::string describe(const LatencyCase& c);
 
@@ -134,6 +135,8 @@ std::size_t latency_arena_bytes(const LatencyCase& c);
 
 /// The same that all tests of one shape use: three ranks, small.
 LatencyCase small_latency_case();
+/// Bytes behind an exchange's memory for what a test misleads.
+std::size_t spare_bytes(const LatencyCase& c, const DeviceLatencyLayout& layout);
 /// Stops the program unless it is good.
 void expect(const char* what, bool good, const std::string& detail = {});
 

@@ -57,6 +57,10 @@ inline constexpr std::uint32_t kNoPlace = 0xffffffff;
 inline constexpr std::int64_t kMostLatencyExperts = 8192;  ///< local ones, counted in shared memory
 inline constexpr std::int64_t kMostLatencyTokens = 65535;  ///< 16 bits of a head and a place
 
+/// So few tokens of a source, at most, cross with their generation beside the data
+/// (latency_few.cuh).
+inline constexpr int kFewTokens = 8;
+
 struct LatencyDeviceShape {
   int ranks = 1;
   std::int64_t local_experts = 1;  ///< of the rank that has the most
@@ -81,7 +85,11 @@ struct DeviceLatencyLayout {
   std::size_t weights = 0;     ///< u64 [2, R, capacity, topk], pushed by combine; with generation
   std::size_t row_tags = 0;    ///< u32 [2, R, capacity, kMaxParts]
   std::size_t sum_tags = 0;    ///< u32 [2, S, capacity, kMaxParts]
-  std::size_t rows = 0;        ///< [2, R, capacity, row_slot]
+  std::size_t few_rows = 0;    ///< [2, R, kFewTokens, few_row_slot]
+  std::size_t few_row_slot = 0;
+  std::size_t few_scale_at = 0;  ///< inside such a row; and the bytes of one of few_sums
+  std::size_t few_sums = 0;      ///< [2, R, kFewTokens, few_scale_at]
+  std::size_t rows = 0;          ///< [2, R, capacity, row_slot]
   std::size_t row_slot = 0;
   std::size_t scale_at = 0;   ///< inside a quantised row's slot
   std::size_t sums = 0;       ///< [2, S, capacity, hidden]: S is the source rank or the slot
@@ -110,6 +118,10 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   layout.sum_slots = r > k ? r : k;
   layout.row_tags = carver.take(2 * r * capacity * kMaxParts * 4);
   layout.sum_tags = carver.take(2 * layout.sum_slots * capacity * kMaxParts * 4);
+  layout.few_scale_at = 2 * round_up(plain, 512);
+  layout.few_row_slot = round_up(layout.few_scale_at + (hidden + 127) / 128 * 8, kLineBytes);
+  layout.few_rows = carver.take(2 * r * kFewTokens * layout.few_row_slot);
+  layout.few_sums = carver.take(2 * r * kFewTokens * layout.few_scale_at);
   layout.scale_at = round_up(hidden, 16);
   layout.row_slot = round_up(plain > quantized ? plain : quantized, 32);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);
@@ -180,12 +192,20 @@ struct LatencyView {
   std::int64_t hidden = 0;
   int topk = 1;   ///< of the configuration
   int parts = 1;  ///< latency_parts(hidden)
+  int few = 0;    ///< most tokens that cross as tagged words; at most kFewTokens, 0: none
   Dtype dtype = Dtype::bf16;
   LatencyWords* words = nullptr;
   /// Null: who misses a deadline ends the group. Else combines are per_rank.
   LatencyAlarm* alarm = nullptr;
   std::byte* peers[kMaxDomain]{};  ///< the registered memory of each rank
 };
+
+/// Whether a source of so many tokens of so wide elements has few (kFewTokens). Wider elements, and
+/// more ranks, have no registers left for it.
+FERRY_FN constexpr bool is_few_of(const LatencyView& view, int tokens, std::size_t element_bytes) {
+  return element_bytes == 2 && tokens <= view.few && view.hidden % 16 == 0 &&
+         view.group.ranks <= 32;
+}
 
 /// Which halves of a call a kernel does.
 enum class Halves : std::uint32_t { both, send, receive };

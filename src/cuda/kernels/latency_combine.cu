@@ -49,7 +49,7 @@ class WeightPusher {
   float weight_ = 0;
 };
 
-template <class T, bool kPerSlot, bool kTimed>
+template <class T, bool kPerSlot, bool kTimed, bool kFew>
 __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPerSm)
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p) {
   __shared__ LatencyCall call;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPe
     return;
   }
   const LatencyPlaces at{v, call.generation};
-  Combiner<T, kPerSlot, kTimed> combiner(p, ranks, at, call);
+  Combiner<T, kPerSlot, kTimed, kFew> combiner(p, ranks, at, call);
   bool good = true;
   if (sends) {
     if (block == 0 && p.kept_weights != nullptr) {
@@ -91,20 +91,25 @@ __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPe
 
 using Kernel = void (*)(LatencyCombineParameters);
 
-template <class T>
-Kernel kernel_of(bool slots, bool timed) {
-  if (timed) {
-    return slots ? latency_combine_kernel<T, true, true> : latency_combine_kernel<T, false, true>;
+template <class T, bool kTimed>
+Kernel kernel_of(bool slots, bool few) {
+  if (slots) return latency_combine_kernel<T, true, kTimed, false>;
+  if constexpr (sizeof(T) == 2) {
+    if (few) return latency_combine_kernel<T, false, kTimed, true>;
   }
-  return slots ? latency_combine_kernel<T, true, false> : latency_combine_kernel<T, false, false>;
+  return latency_combine_kernel<T, false, kTimed, false>;
+}
+template <class T>
+Kernel kernel_of(bool slots, bool few, bool timed) {
+  return timed ? kernel_of<T, true>(slots, few) : kernel_of<T, false>(slots, few);
 }
 
-Kernel kernel_of(Dtype dtype, CombinePath path, bool timed) {
+Kernel kernel_of(Dtype dtype, CombinePath path, bool few, bool timed) {
   const bool slots = path == CombinePath::per_slot;
   switch (dtype) {
-    case Dtype::f32: return kernel_of<float>(slots, timed);
-    case Dtype::f16: return kernel_of<Fp16>(slots, timed);
-    case Dtype::bf16: return kernel_of<Bf16>(slots, timed);
+    case Dtype::f32: return kernel_of<float>(slots, few, timed);
+    case Dtype::f16: return kernel_of<Fp16>(slots, few, timed);
+    case Dtype::bf16: return kernel_of<Bf16>(slots, few, timed);
     default: return nullptr;
   }
 }
@@ -117,7 +122,9 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   const cudaError_t error = kernel_limits(limits);
   if (error != cudaSuccess) return error;
   const bool timed = parameters.waits != nullptr;
-  const Kernel kernel = kernel_of(parameters.view.dtype, parameters.path, timed);
+  const LatencyView& view = parameters.view;
+  const bool few = is_few_of(view, parameters.tokens, size_of(view.dtype));
+  const Kernel kernel = kernel_of(view.dtype, parameters.path, few, timed);
   // The place of a slot's row belongs to whoever holds the slot's expert: a rank that is masked and
   // writes late could spoil what another writes there in a later call.
   const bool spoils = parameters.path == CombinePath::per_slot && parameters.view.alarm != nullptr;
@@ -136,12 +143,11 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
 
 cudaError_t load_latency_kernels() {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
-    for (const CombinePath path : {CombinePath::per_slot, CombinePath::per_rank}) {
-      for (const bool timed : {false, true}) {
-        const cudaError_t error =
-            load_kernel(reinterpret_cast<const void*>(kernel_of(dtype, path, timed)), 0);
-        if (error != cudaSuccess) return error;
-      }
+    for (unsigned choice = 0; choice < 8; ++choice) {
+      const auto path = choice / 4 == 0 ? CombinePath::per_slot : CombinePath::per_rank;
+      const Kernel kernel = kernel_of(dtype, path, choice / 2 % 2 == 0, choice % 2 == 0);
+      const cudaError_t error = load_kernel(reinterpret_cast<const void*>(kernel), 0);
+      if (error != cudaSuccess) return error;
     }
   }
   for (const auto load : {load_latency_open_kernels, load_latency_mask_kernels,

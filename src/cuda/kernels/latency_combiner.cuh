@@ -1,5 +1,6 @@
 // Latency combine on one warp: some parts of one row in each half.
 #pragma once
+#include "cuda/kernels/latency_few.cuh"
 #include "cuda/kernels/latency_send.cuh"
 
 namespace ferry::cuda::device {
@@ -12,6 +13,9 @@ inline constexpr int kRows = 3;
 #else
 inline constexpr int kRows = 4;
 #endif
+
+/// The same of rows that carry their generation.
+inline constexpr int kFewRows = 4;
 
 /// The id of one of this rank's slots; whatever is no expert is none to the RankFinder.
 __device__ __forceinline__ int combine_route(const LatencyCombineParameters& p, int slot) {
@@ -38,8 +42,9 @@ __device__ __noinline__ inline bool give_up_weights(const LatencyView& v, const 
   return true;
 }
 
-/// One call on one warp. kTimed: somebody asks how long it waits, which takes registers.
-template <class T, bool kPerSlot, bool kTimed>
+/// One call on one warp. kTimed: somebody asks how long it waits; kFew: this rank's own tokens are
+/// few. Both would take registers from the others.
+template <class T, bool kPerSlot, bool kTimed, bool kFew>
 class Combiner {
  public:
   __device__ Combiner(const LatencyCombineParameters& p, const RankFinder& ranks,
@@ -73,6 +78,7 @@ class Combiner {
   /// and masked ranks are left out. False: the group has failed.
   __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
+    if constexpr (kFew) return receive_few(block, blocks, again);
     // Some warps for each part, where there are enough.
     const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
     const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
@@ -126,7 +132,7 @@ class Combiner {
       if (!sum_slots(source, token, begin, end, row, weight, lanes)) {
         return give_up_weights(v, call_, source, at_.tag());
       }
-      tells = lane == 0;
+      tells = lane == 0 && !is_few<T>(v, call_.tokens[source]);
     }
     __syncwarp();
     if (tells) {
@@ -192,7 +198,9 @@ class Combiner {
                             std::uint32_t lanes) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    auto* to = reinterpret_cast<uint4*>(at_.sum(v.peers[source], v.group.rank, token, row_bytes()));
+    const bool few = is_few<T>(v, call_.tokens[source]);
+    std::byte* to = few ? few_sum(at_, v.peers[source], v.group.rank, token)
+                        : at_.sum(v.peers[source], v.group.rank, token, row_bytes());
     bool weighed = p_.slot_weights != nullptr;
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
@@ -230,8 +238,102 @@ class Combiner {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);
+        if (base + 32 * i >= end) continue;
+        const auto byte = static_cast<std::size_t>(base + 32 * i) * 16;
+        const uint4 sum = round_vector<T>(acc[i]);
+        if (few) {
+          store_few(to, byte, sum, at_.tag());
+        } else {
+          *reinterpret_cast<uint4*>(to + byte) = sum;
+        }
       }
+    }
+    return true;
+  }
+
+  /// The receiving half of rows that carry their generation; as `receive`. A warp takes every other
+  /// 8 bytes of a slice, so that rows of several ranks fit into its registers with their tags.
+  __device__ bool receive_few(int block, int blocks, bool again) {
+    const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + block; unit < p_.tokens * slices * 2;
+         unit += blocks * kLatencyWarps) {
+      const int token = unit / (2 * slices), rest = unit - token * 2 * slices;
+      std::uint32_t expected[kMaskWords];
+      if (!await_part<false>(token, 0, again, expected)) return false;
+      if (!sum_half_slice(token, rest / 2, rest % 2, expected[0])) return false;
+    }
+    return true;
+  }
+
+  /// Whole warp: the sum of what the expected ranks (bits) say, in ascending order, rounded once.
+  __device__ bool sum_half_slice(int token, int slice, int half, std::uint32_t expected) {
+    const int byte = slice * kSliceBytes + static_cast<int>(threadIdx.x % 32) * 16;
+    float acc[4] = {};
+    while (expected != 0) {
+      std::uint32_t some = 0;  // of whom rows are loaded at once
+#pragma unroll
+      for (int n = 0; n < kFewRows; ++n) {
+        some |= expected & (~expected + 1);
+        expected &= expected - 1;
+      }
+      uint2 data[kFewRows];
+      if (!await_slices(token, byte, half, some, data)) return false;
+#pragma unroll
+      for (int n = 0; n < kFewRows; ++n) {
+        acc[0] = __fadd_rn(acc[0], Pair<T>::low(data[n].x));
+        acc[1] = __fadd_rn(acc[1], Pair<T>::high(data[n].x));
+        acc[2] = __fadd_rn(acc[2], Pair<T>::low(data[n].y));
+        acc[3] = __fadd_rn(acc[3], Pair<T>::high(data[n].y));
+      }
+    }
+    if (byte >= static_cast<int>(row_bytes())) return true;
+    std::byte* to = p_.out + static_cast<std::size_t>(token) * row_bytes() + byte + half * 8;
+    *reinterpret_cast<uint2*>(to) =
+        uint2{Pair<T>::round(acc[0], acc[1]), Pair<T>::round(acc[2], acc[3])};
+    return true;
+  }
+
+  /// Whole warp: this lane's share of the rows of `some` ranks (bits) in ascending order, then −0,
+  /// which changes no sum. Of a rank that is masked on the way it may be anything: then all sums
+  /// are made again. False: the group has failed.
+  __device__ bool await_slices(int token, int byte, int half, std::uint32_t some, uint2* data) {
+    const LatencyView& v = p_.view;
+    constexpr std::uint32_t kMinusZeros = 0x80008000;
+#pragma unroll
+    for (int n = 0; n < kFewRows; ++n) data[n] = uint2{kMinusZeros, kMinusZeros};
+    const std::byte* rows =
+        few_sum(at_, own_memory(v), 0, token) + few_offset(static_cast<std::size_t>(byte), half);
+    const auto step = static_cast<std::uint32_t>(kFewTokens * v.layout.few_scale_at);
+    Patience patience;
+    std::uint32_t pending = some;
+    std::uint64_t late = 0;
+    while (pending != 0) {
+      std::uint32_t ranks = some, missing = 0;
+#pragma unroll
+      for (int n = 0; n < kFewRows; ++n) {
+        const std::uint32_t bit = ranks & (~ranks + 1);
+        ranks &= ranks - 1;
+        if ((pending & bit) == 0 || byte >= static_cast<int>(row_bytes())) continue;
+        const auto peer = static_cast<std::uint32_t>(__ffs(static_cast<int>(bit)) - 1);
+        if (!load_half(rows + std::size_t{peer} * step, at_.tag(), data[n])) missing |= bit;
+      }
+      missing = __reduce_or_sync(kAllLanes, missing);
+      if constexpr (kTimed) {
+        for (std::uint32_t came = pending & ~missing; came != 0; came &= came - 1) {
+          note_wait(call_, __ffs(static_cast<int>(came)) - 1, late);
+        }
+      }
+      pending = missing;
+      if (pending == 0) break;
+      const int peer = __ffs(static_cast<int>(pending)) - 1;
+      const Came came =
+          between_looks(v, call_, patience, peer, Stage::latency_sums, at_.tag(), at_.tag());
+      if constexpr (kTimed) late = look_time(call_);
+      if (__any_sync(kAllLanes, came == Came::stop)) return false;
+      if (!__any_sync(kAllLanes, came != Came::here)) continue;
+      lost = true;
+      pending &= pending - 1;
     }
     return true;
   }
@@ -240,7 +342,9 @@ class Combiner {
     return slot < p_.topk ? ranks_.rank_of(combine_route(p_, token * p_.topk + slot)) : -1;
   }
 
-  /// Whole warp: which rows of the token are here: bits of slots or of ranks.
+  /// Whole warp: which rows of the token are here: bits of slots or of ranks. Without kWaits: which
+  /// are to come.
+  template <bool kWaits = true>
   __device__ bool await_part(int token, int part, bool again, std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -259,7 +363,8 @@ class Combiner {
       bool came = false;
       const bool masked =
           peer >= 0 && (!call_.open[peer] || (again && load_relaxed(&v.words->masked[peer]) != 0));
-      if (peer >= 0 && !masked) {
+      if (!kWaits) came = peer >= 0 && !masked;
+      if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
         const Came what =

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/entry.cuh"
-#include "cuda/kernels/latency_receive.cuh"
+#include "cuda/kernels/latency_few_receive.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
 
@@ -102,9 +102,11 @@ __global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
     auto* numbers = shape.bases ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
     if (!await_headers(p, at, ranks, call, words, numbers)) return;
     if (!count_rows(p, at, call, experts, numbers)) return;
+    FewReceiver<T, kQuantized> few{p, at, call, numbers, experts};
     RowReceiver<T, kQuantized> receiver{p, at, call, numbers, experts};
-    if (__syncthreads_or(!receiver.receive()) != 0) return;
-    lost = receiver.lost;
+    const bool good = few.receive() && receiver.receive();
+    if (__syncthreads_or(!good) != 0) return;
+    lost = few.lost || receiver.lost;
   }
   if (end_latency_call(v, call, lost)) {
     clear_lost_rows(p, call, experts,

@@ -108,7 +108,7 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, int sour
   if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
 }
 
-/// The receiving half on one warp.
+/// The receiving half on one warp, but for rows of few tokens.
 template <class T, bool kQuantized>
 struct RowReceiver {
   const LatencyDispatchParameters& p;
@@ -124,7 +124,8 @@ struct RowReceiver {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
     int most = 0;
-    for (int s = 0; s < ranks; ++s) most = max(most, call.tokens[s]);
+    for (int s = 0; s < ranks; ++s)
+      most = max(most, is_few<T>(v, call.tokens[s]) ? 0 : call.tokens[s]);
     const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.
@@ -133,7 +134,7 @@ struct RowReceiver {
          unit += blocks * kLatencyWarps) {
       const int row = unit / units, first = (unit - row * units) * group;
       const int token = row / ranks, source = row - token * ranks;
-      if (token >= call.tokens[source]) continue;
+      if (token >= call.tokens[source] || is_few<T>(v, call.tokens[source])) continue;
       const int last = min(first + group, v.parts) - 1;
       if (!receive_parts(source, token, first, last)) return false;
     }

@@ -1,6 +1,7 @@
 // Latency dispatch, the sending half: one warp takes one part of one token, quantises it if asked
 // to, stores it into the slot of every destination, and announces it there.
 #pragma once
+#include "cuda/kernels/latency_few.cuh"
 #include "cuda/kernels/latency_header.cuh"
 #include "cuda/kernels/latency_quantize.cuh"
 
@@ -62,10 +63,23 @@ __device__ __forceinline__ void load_piece(const std::byte* row, int begin, int 
   }
 }
 
+/// Vectors of a lane's share of a piece, as it crosses.
+template <class T, bool kQuantized>
+inline constexpr int kWireVectors = kQuantized ? 2 : kLaneVectors<T>;
+
+/// The byte of a row at which vector `i` of this lane's share of a piece lies, which begins at
+/// channel `begin`; of codes or of elements.
+template <class T, bool kQuantized>
+__device__ __forceinline__ std::size_t wire_byte(int begin, int i) {
+  const auto channels = static_cast<std::size_t>(begin);
+  const auto vector = static_cast<std::size_t>(i * 32) + threadIdx.x % 32;
+  return channels * (kQuantized ? 1 : sizeof(T)) + vector * 16;
+}
+
 /// A lane's share of a piece, as it crosses.
 template <class T, bool kQuantized>
 struct WirePiece {
-  static constexpr int kCount = kQuantized ? 2 : kLaneVectors<T>;
+  static constexpr int kCount = kWireVectors<T, kQuantized>;
   uint4 vectors[kCount];
   float scale = 0;  ///< of the piece's block number `lane`
 
@@ -109,6 +123,24 @@ struct WirePiece {
       }
     }
   }
+
+  /// The same with the generation beside the data.
+  __device__ __forceinline__ void store_few(const LatencyPlaces& at, std::byte* row, int begin,
+                                            int end) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (kQuantized) {
+      const int block = begin / 128 + lane;
+      if (lane < 8 && block * 128 < end) {
+        store_word(few_scales(at, row) + block, __float_as_uint(scale), at.tag());
+      }
+    }
+    const std::size_t last = static_cast<std::size_t>(end) * (kQuantized ? 1 : sizeof(T));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const std::size_t byte = wire_byte<T, kQuantized>(begin, i);
+      if (byte < last) device::store_few(row, byte, vectors[i], at.tag());
+    }
+  }
 };
 
 /// Where this warp stands among the units of a call: unit `first`, then every `step`-th. Units of
@@ -143,6 +175,7 @@ class RowSender {
   /// `open` [R]: the receivers that take part.
   __device__ void send(const LatencyPlaces& at, const bool* open) {
     const LatencyView& v = p_.view;
+    const bool few = is_few<T>(v, p_.tokens);
     while (unit_ < p_.tokens * units_) {
       const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
       const int last = min(first + group_, v.parts) - 1;
@@ -159,11 +192,15 @@ class RowSender {
           const int from = __ffs(static_cast<int>(high != 0 ? high : left)) - 1;
           left &= ~(1u << from);
           const int peer = __shfl_sync(kAllLanes, dest, from);
-          wire.store(at.row(v.peers[peer], v.group.rank, token), v.layout.scale_at, piece, end);
+          if (few) {
+            wire.store_few(at, few_row(at, v.peers[peer], v.group.rank, token), piece, end);
+          } else {
+            wire.store(at.row(v.peers[peer], v.group.rank, token), v.layout.scale_at, piece, end);
+          }
         }
       }
       __syncwarp();
-      if (dest >= 0) {
+      if (dest >= 0 && !few) {
         std::uint32_t* tags = at.row_tags(v.peers[dest], v.group.rank, token);
         fence_system();
         for (int part = first; part <= last; ++part) store_relaxed(tags + part, at.tag());

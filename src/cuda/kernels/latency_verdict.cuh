@@ -36,7 +36,8 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
     const bool over = patience.over(v.group, reason);
     if (patience.looks % Patience::kLooksPerCheck != 0) continue;
     if (load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
-    const bool gone = !over && blockIdx.x == 0 && find_gone(v, source) != Gone::no;
+    const bool gone =
+        !over && blockIdx.x == 0 && v.alarm != nullptr && find_gone(v, source) != Gone::no;
     if (!over && !gone) continue;
     if (reason == Reason::none && !gone) return Found::stop;
     const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);

@@ -173,7 +173,7 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
   const bool over = patience.over(v.group, reason);
   if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
   if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
-  if (!over && find_gone(v, peer) != Gone::no) {
+  if (!over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
     mask_late(v, call, peer);
     return Came::missing;
   }
