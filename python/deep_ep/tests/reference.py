@@ -83,12 +83,10 @@ class Arrived:
     def rows(self, of_ranks: list[Tensor]) -> Tensor:
         """The rows [N, ..] out of what each rank sends, [T, ..]."""
         empty = of_ranks[0][:0]
-        return torch.cat(
-            [
-                empty,
-                *(of_ranks[s][self.token[self.source == s]] for s in range(len(of_ranks))),
-            ]
-        )
+        return torch.cat([
+            empty,
+            *(of_ranks[s][self.token[self.source == s]] for s in range(len(of_ranks))),
+        ])
 
 
 def arrived(job: Job, rank: int) -> Arrived:
