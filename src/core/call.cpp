@@ -96,7 +96,7 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
                 to_string(mine.plan));
   }
   if (theirs.crossing != mine.crossing) {
-    const auto name = [](std::uint64_t crossing) {
+    const auto name = [](std::uint16_t crossing) {
       return std::string(name_of(static_cast<Crossing>(static_cast<std::uint8_t>(crossing))));
     };
     return says("crossing", name(theirs.crossing), their_rank, name(mine.crossing));

@@ -5,6 +5,7 @@
 
 #include "core/layout.hpp"
 #include "engine/test_groups.hpp"
+#include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"
 
 namespace ferry::engine::test {
@@ -12,7 +13,8 @@ namespace {
 
 constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
 
-/// One rank: a local fabric with its control segment attached everywhere, and a channel on it.
+/// One rank: a local fabric, its ranks in domains of `domain_size` if that is not 0, with its
+/// control segment attached everywhere, and a channel on it.
 struct Seat {
   GroupConfig config;
   std::shared_ptr<Memory> memory;
@@ -20,9 +22,10 @@ struct Seat {
   fabric::Segment control;
   std::unique_ptr<Channel> channel;
 
-  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline) {
+  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline, int domain_size) {
     config.deadline = deadline;
-    memory = std::make_shared<Memory>(fabric::make_local_fabric(bootstrap, 20s));
+    memory = std::make_shared<Memory>(fabric::make_domain_fabric(
+        Domains::blocks(bootstrap.size(), domain_size), fabric::make_local_fabric(bootstrap, 20s)));
     layout = make_control_layout(bootstrap.size(), kMessage);
     control = memory->fabric->register_memory(layout.bytes);
     const auto handles = bootstrap.all_gather(control.handle, 20s);
@@ -36,10 +39,10 @@ struct Seat {
 };
 
 void with_seats(int ranks, const std::function<void(Channel&, std::size_t)>& body,
-                std::chrono::nanoseconds deadline = 20s) {
+                std::chrono::nanoseconds deadline = 20s, int domain_size = 0) {
   const auto bootstraps = thread_bootstrap(ranks);
   on_ranks(ranks, [&](int r) {
-    Seat seat(*bootstraps[static_cast<std::size_t>(r)], deadline);
+    Seat seat(*bootstraps[static_cast<std::size_t>(r)], deadline, domain_size);
     body(*seat.channel, seat.layout.bytes);
   });
 }
@@ -135,6 +138,55 @@ TEST(Channel, TheDeadlineIsOfEachWaitAndNamesTheRankThatDoesNotWait) {
         over.arrive_and_wait();
       },
       300ms);
+}
+
+/// The rank that this wait's deadline names.
+int named(Channel& channel, const std::function<void()>& wait) {
+  try {
+    wait();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::deadline) << e.what();
+    return e.peer();
+  }
+  ADD_FAILURE() << "rank " << channel.rank() << ": no error";
+  return -1;
+}
+
+// Rank 0 waits for rank 1, which began to wait for rank 2 a little later: its deadline comes first.
+TEST(Channel, WhoWaitsForARankThatWaitsHearsWhomThatOneMisses) {
+  std::latch over(3);
+  with_seats(
+      3,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        if (channel.rank() == 1) std::this_thread::sleep_for(100ms);
+        if (channel.rank() < 2) {
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows", channel.rank() + 1); }),
+                    2);
+        }
+        over.arrive_and_wait();
+      },
+      400ms);
+}
+
+// Ranks 0 and 1 wait for ranks 2 and 3 of another domain, of which they do not see that rank 2
+// waits for rank 3.
+TEST(Channel, AcrossDomainsWhoeverSeesMoreSaysWhoIsLate) {
+  std::latch over(4);
+  with_seats(
+      4,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        if (channel.rank() < 2) {
+          for (int peer = 0; peer < 2; ++peer) channel.deliver(peer, 0);
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows"); }), 3);
+        } else if (channel.rank() == 2) {
+          std::this_thread::sleep_for(60ms);
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows", 3); }), 3);
+        }
+        over.arrive_and_wait();
+      },
+      800ms, 2);
 }
 
 }  // namespace

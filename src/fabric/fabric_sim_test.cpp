@@ -106,6 +106,26 @@ TEST(SimFabric, AFlagWaitsForBytesSentAfterIt) {
   });
 }
 
+// 20 KB over a link of 1 MB/s take 20 ms, and those of two sources over one target's link 40.
+TEST(SimFabric, ALinkHasTheRateThatItWasGiven) {
+  run_ranks(kSim, 3, [](Rank& me) {
+    const auto fabric = me.make({.max_delay_us = 0, .bytes_per_us = 1});
+    const Segment mine = me.connect(*fabric, 65536);
+    const Bytes data(20'000, std::byte{1});
+    me.barrier();
+    const auto start = Clock::now();
+    if (me.rank() > 0) {
+      const auto place = 64 + 20'000 * std::uint64_t(me.rank());
+      fabric->put(0, {0, place}, data.data(), data.size(), 1);
+      fabric->publish(0, {0, 8 * std::uint64_t(me.rank())}, 1, data.size(), 1);
+    } else {
+      ASSERT_TRUE(await_flag(mine, 8, 1) && await_flag(mine, 16, 1));
+      EXPECT_GE(Clock::now() - start, 38ms);  // the clock was started a little late
+    }
+    me.barrier();
+  });
+}
+
 TEST(SimFabric, ASmallQueueHoldsBackButLosesNothing) {
   run_ranks(kSim, 3, [](Rank& me) {
     const auto fabric = me.make({.max_delay_us = 100, .queue_bytes = 4096});

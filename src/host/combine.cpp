@@ -62,10 +62,10 @@ void CombineJob::agree() {
   head.call.dtype = static_cast<std::uint32_t>(rows_.dtype);
   head.call.columns = rows_.columns();
   head.call.topk = static_cast<std::uint32_t>(plan_->topk);
-  head.call.order = static_cast<std::uint32_t>(options_.order);
+  head.call.order = static_cast<std::uint16_t>(options_.order);
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
-  head.call.crossing = static_cast<std::uint64_t>(crossing_);
+  head.call.crossing = static_cast<std::uint16_t>(crossing_);
   const std::vector<std::size_t> sizes{registered ? 0 : received * row_bytes,
                                        received * weight_bytes(), staged * row_bytes,
                                        staged * weight_bytes()};

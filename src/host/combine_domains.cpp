@@ -130,16 +130,44 @@ void CombineJob::wait_for_sums() {
   }
 }
 
-void CombineJob::sum_domains() {
+/// Where the sums of one token's domains are, in ascending order: the own domain's is made in
+/// `inside`, `next` counts those that came. Weights are added on the way.
+void CombineJob::find_sums(std::int64_t token, TokenSums& sums) {
   const Domains& domains = engine_.topology();
-  const int own = domains.of(engine_.rank());
+  std::fill(sums.there.begin(), sums.there.end(), false);
+  sums.lanes.clear();
+  sums.rows.clear();
+  for (std::int64_t l = plan().lane_offset[index(token)]; l < plan().lane_offset[index(token + 1)];
+       ++l) {
+    const Lane lane = plan().lanes[index(l)];
+    sums.there[index(domains.of(lane.rank))] = true;
+    if (domains.together(lane.rank, engine_.rank())) sums.lanes.push_back(lane);
+  }
+  float* weights = has_weights() ? result_.topk_weights.as<float>() + token * plan_->topk : nullptr;
+  if (weights != nullptr) std::fill_n(weights, plan_->topk, 0.0f);
+  for (int domain = 0; domain < domains.count(); ++domain) {
+    if (!sums.there[index(domain)]) continue;
+    if (domain == domains.of(engine_.rank())) {
+      sum_lanes(sums.lanes, sums.inside.data());
+      sums.rows.push_back(sums.inside.data());
+      if (weights != nullptr) add_inside(sums.lanes, weights);
+      continue;
+    }
+    const std::size_t row = index(sums.next[index(domain)]++);
+    sums.rows.push_back(stage_ + row * rows_.row_bytes());
+    if (weights == nullptr) continue;
+    const auto* theirs = reinterpret_cast<const float*>(stage_weights_ + row * weight_bytes());
+    for (std::size_t k = 0; k < index(plan_->topk); ++k) weights[k] += theirs[k];
+  }
+}
+
+void CombineJob::sum_domains() {
   const std::size_t row_bytes = rows_.row_bytes();
   find_rows_of(engine_.rank());
-  std::vector<std::int64_t> next(plan_->crossing.offset.begin(), plan_->crossing.offset.end() - 1);
-  std::vector<std::byte> inside(row_bytes);
-  std::vector<bool> there(index(domains.count()));
-  std::vector<Lane> lanes;
-  std::vector<const void*> rows;
+  TokenSums sums;
+  sums.next.assign(plan_->crossing.offset.begin(), plan_->crossing.offset.end() - 1);
+  sums.inside.resize(row_bytes);
+  sums.there.resize(index(engine_.domains()));
   SumRows sum;
   sum.columns = rows_.columns();
   sum.dtype = rows_.dtype;
@@ -147,34 +175,9 @@ void CombineJob::sum_domains() {
     return bias ? static_cast<const std::byte*>(bias->data) + index(token) * row_bytes : nullptr;
   };
   for (std::int64_t token = 0; token < plan_->tokens; ++token) {
-    std::fill(there.begin(), there.end(), false);
-    lanes.clear();
-    rows.clear();
-    for (std::int64_t l = plan().lane_offset[index(token)];
-         l < plan().lane_offset[index(token + 1)]; ++l) {
-      const Lane lane = plan().lanes[index(l)];
-      there[index(domains.of(lane.rank))] = true;
-      if (domains.of(lane.rank) == own) lanes.push_back(lane);
-    }
-    float* weights =
-        has_weights() ? result_.topk_weights.as<float>() + token * plan_->topk : nullptr;
-    if (weights != nullptr) std::fill_n(weights, plan_->topk, 0.0f);
-    for (int domain = 0; domain < domains.count(); ++domain) {
-      if (!there[index(domain)]) continue;
-      if (domain == own) {
-        sum_lanes(lanes, inside.data());
-        rows.push_back(inside.data());
-        if (weights != nullptr) add_inside(lanes, weights);
-        continue;
-      }
-      const std::size_t row = index(next[index(domain)]++);
-      rows.push_back(stage_ + row * row_bytes);
-      if (weights == nullptr) continue;
-      const auto* theirs = reinterpret_cast<const float*>(stage_weights_ + row * weight_bytes());
-      for (std::size_t k = 0; k < index(plan_->topk); ++k) weights[k] += theirs[k];
-    }
-    sum.rows = rows.data();
-    sum.count = static_cast<std::int64_t>(rows.size());
+    find_sums(token, sums);
+    sum.rows = sums.rows.data();
+    sum.count = static_cast<std::int64_t>(sums.rows.size());
     sum.bias0 = at(options_.bias0, token);
     sum.bias1 = at(options_.bias1, token);
     sum.out = static_cast<std::byte*>(result_.x.data()) + index(token) * row_bytes;

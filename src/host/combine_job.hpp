@@ -67,6 +67,15 @@ class CombineJob {
   void add_weights(std::span<const Lane> lanes, float* to) const;
   void add_inside(std::span<const Lane> lanes, float* to) const;
   void wait_for_sums();
+  /// Of one token at its owner, and what is kept from token to token.
+  struct TokenSums {
+    std::vector<Lane> lanes{};         // in the own domain
+    std::vector<const void*> rows{};   // a sum for each domain, ascending
+    std::vector<bool> there{};         // [D]
+    std::vector<std::int64_t> next{};  // [D]: row of the stage that comes next
+    std::vector<std::byte> inside{};   // the own domain's sum
+  };
+  void find_sums(std::int64_t token, TokenSums& sums);
   void sum_domains();
   void find_rows();
   void sum_tokens();

@@ -96,11 +96,11 @@ StepMessage DispatchJob::grant() const {
   head.call.columns = row_.columns;
   head.call.scale_columns = row_.scale_columns;
   head.call.topk = static_cast<std::uint32_t>(plan_->topk);
-  head.call.order = static_cast<std::uint32_t>(options_.order);
+  head.call.order = static_cast<std::uint16_t>(options_.order);
   head.call.routes = carries_routes_ ? 1 : 0;
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
-  head.call.crossing = static_cast<std::uint64_t>(crossing_);
+  head.call.crossing = static_cast<std::uint16_t>(crossing_);
   return head;
 }
 

@@ -92,7 +92,7 @@ void Forwarder::spread(std::size_t feeder) {
     first_row_of_ = source;
   }
   for (std::int64_t row = first; row < end; ++row) {
-    spread_row(plan_.forwards[feeder], row, plan_.crossing.feeder_row[feeder] + row, source);
+    spread_row(plan_.forwards[feeder], row, plan_.crossing.feeder_row[feeder] + row);
   }
   next_[feeder] = end;
 }
@@ -110,8 +110,7 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
   }
 }
 
-void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_t staged,
-                           int /*source*/) {
+void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_t staged) {
   const std::size_t from = index(staged);
   const std::size_t scale_bytes = index(shape_.scale_columns) * sizeof(float);
   const std::int32_t* ids = forward.topk_idx.data() + index(row) * index(plan_.topk);
@@ -129,7 +128,7 @@ void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_
                   stage_ + layout_.source_token + from * sizeof(std::int32_t),
                   sizeof(std::int32_t));
     }
-    spread_slots(target, ids, to, from);
+    if (shape_.tokens || shape_.weights) spread_slots(target, ids, to, from);
   }
 }
 

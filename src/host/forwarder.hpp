@@ -43,7 +43,7 @@ class Forwarder {
   Target target_of(int rank);
   void spread(std::size_t feeder);
   void learn(std::size_t feeder, std::int64_t first, std::int64_t end);
-  void spread_row(const Forward& forward, std::int64_t row, std::int64_t staged, int source);
+  void spread_row(const Forward& forward, std::int64_t row, std::int64_t staged);
   void spread_slots(const Target& target, const std::int32_t* ids, std::size_t to,
                     std::size_t staged);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <set>
 
 #include "domain_cases.hpp"
 #include "exchange.hpp"
@@ -70,37 +71,168 @@ TEST(Domains, AreWhatTheConfigurationSays) {
   });
 }
 
-/// What a barrier sends is what every step of a call sends: one message to each rank of another
-/// domain.
-TEST(Domains, BytesOfDirectDispatchEqualTheFormula) {
-  for (const FabricKind network : {FabricKind::sim, FabricKind::automatic}) {
-    run_on({6, {FabricKind::local, 4, network, Crossing::direct}}, [](Rank& rank) {
-      Case c = small_case(rank, mix(base_seed(), 202));
-      c.tokens = 40;
-      Group group(rank.bootstrap(), group_config(rank, c.experts()));
-      const auto sent = [&](const std::function<void()>& call) {
-        const std::uint64_t before = group.network().put_bytes;
-        call();
-        return group.network().put_bytes - before;
-      };
-      const std::uint64_t step = sent([&] { group.barrier(); });
-      Exchange exchange(rank, group, c);
-      std::uint64_t rows = 0;
-      const std::vector<std::int64_t> to = exchange.plan().send_rows_per_rank();
-      for (int peer = 0; peer < rank.size(); ++peer) {
-        if (peer / 4 != rank.rank() / 4)
-          rows += static_cast<std::uint64_t>(to[static_cast<std::size_t>(peer)]);
-      }
-      rank.check(step > 0 && rows > 0, "nothing crosses");
-      const std::uint64_t row = 64 * 2, weights = 3 * 4, routes = 4 + 3 * 4;
-      Received received;
-      rank.equal(sent([&] { received = exchange.dispatch(0); }),
-                 step + rows * (row + weights + routes), "bytes of the first dispatch");
-      rank.equal(sent([&] { received = exchange.dispatch(1); }), step + rows * (row + weights),
-                 "bytes of a cached dispatch");
-      group.barrier();
-    });
+/// What this rank sends across in a call. A barrier sends what every step of a call sends: one
+/// message to each rank of another domain.
+class Sent {
+ public:
+  explicit Sent(Group& group) : group_(group), step_(by([&] { group.barrier(); })) {}
+  std::uint64_t by(const std::function<void()>& call) const {
+    const std::uint64_t before = group_.network().put_bytes;
+    call();
+    return group_.network().put_bytes - before;
   }
+  std::uint64_t step() const { return step_; }
+
+ private:
+  Group& group_;
+  std::uint64_t step_;
+};
+
+/// Copies of this rank's tokens that cross to other domains of `size` ranks: one for each rank, or
+/// one for each domain. From the definition.
+std::uint64_t crossings(const World& world, int rank, int size, bool hierarchical) {
+  std::set<std::pair<std::int64_t, int>> copies;
+  const RankInput& own = world.inputs[static_cast<std::size_t>(rank)];
+  for (std::int64_t i = 0; i < own.tokens * world.topk; ++i) {
+    const std::int64_t id = own.topk_idx[static_cast<std::size_t>(i)];
+    const int target = id < 0 ? rank : world.rank_of(id);
+    if (target / size == rank / size) continue;
+    copies.emplace(i / world.topk, hierarchical ? target / size : target);
+  }
+  return copies.size();
+}
+
+TEST(Domains, BytesThatCrossEqualTheFormula) {
+  constexpr int kSize = 4;
+  for (const Crossing crossing : {Crossing::direct, Crossing::hierarchical}) {
+    for (const FabricKind network : {FabricKind::sim, FabricKind::automatic}) {
+      run_on({6, {FabricKind::local, kSize, network, crossing}}, [&](Rank& rank) {
+        Case c = small_case(rank, mix(base_seed(), 202));
+        c.topk = 5;
+        c.tokens = 150;  // several chunks
+        Group group(rank.bootstrap(), group_config(rank, c.experts()));
+        const Sent sent(group);
+        Exchange exchange(rank, group, c);
+        const bool hierarchical = crossing == Crossing::hierarchical;
+        const std::uint64_t rows = crossings(exchange.world(0), rank.rank(), kSize, hierarchical);
+        rank.check(sent.step() > 0 && rows > 0, "nothing crosses");
+        const std::uint64_t row = 64 * 2, weights = 5 * 4, routes = 4 + 5 * 4;
+        Received received;
+        rank.equal(sent.by([&] { received = exchange.dispatch(0); }),
+                   sent.step() + rows * (row + weights + routes), "bytes of the first dispatch");
+        exchange.check(received, 0);
+        rank.equal(sent.by([&] { received = exchange.dispatch(1); }),
+                   sent.step() + rows * (row + weights), "bytes of a cached dispatch");
+        exchange.check(received, 1);
+        // Back come as many rows as the others sent here, or, for a domain, as crossed to here.
+        std::uint64_t back = 0;
+        for (int peer = 0; peer < rank.size(); ++peer) {
+          if (peer / kSize == rank.rank() / kSize) continue;
+          const std::size_t here = static_cast<std::size_t>(rank.rank() % kSize);
+          const std::size_t members = rank.rank() / kSize == 0 ? 4 : 2;
+          const bool mine = static_cast<std::size_t>(peer % kSize) % members == here;
+          if (!hierarchical) {
+            back += static_cast<std::uint64_t>(
+                exchange.plan().recv_rows_per_rank()[static_cast<std::size_t>(peer)]);
+          } else if (mine) {
+            back += crossings(exchange.world(0), peer, kSize, true);
+          }
+        }
+        rank.equal(sent.by([&] { exchange.combine_and_check(1); }),
+                   sent.step() + back * (row + weights), "bytes of a combine");
+        group.barrier();
+      });
+    }
+  }
+}
+
+// Routes limited to so many domains bound what crosses: a copy for each, whatever topk is.
+TEST(Domains, GroupLimitedRoutesBoundTheCrossings) {
+  run_on({8, {FabricKind::local, 2, FabricKind::sim, Crossing::hierarchical}}, [](Rank& rank) {
+    constexpr std::int64_t kTokens = 90, kHidden = 64;
+    constexpr int kTopk = 8, kDomains = 2;  // of four
+    Group group(rank.bootstrap(), group_config(rank, 64));
+    Random random(mix(base_seed(), 203, static_cast<std::uint64_t>(rank.rank())));
+    std::vector<std::int64_t> ids;
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      const std::int64_t first = random.below(4);
+      for (int k = 0; k < kTopk; ++k) {
+        const std::int64_t domain = (first + k % kDomains) % 4;
+        ids.push_back(domain * 16 + random.below(16));
+      }
+    }
+    const std::vector<float> x(kTokens * kHidden, 1.0f);
+    const Sent sent(group);
+    const Plan plan = group.plan({ids.data(), Dtype::i64, {kTokens, kTopk}});
+    const ConstTensorView rows{x.data(), Dtype::f32, {kTokens, kHidden}};
+    {
+      const Received first = group.dispatch(rows, plan);
+    }
+    const std::uint64_t bytes = sent.by([&] { const Received again = group.dispatch(rows, plan); });
+    rank.check(bytes <= sent.step() + kTokens * kDomains * kHidden * 4,
+               "more crosses than a copy of each token for each of two domains");
+    DispatchOptions direct;
+    direct.crossing = Crossing::direct;
+    const std::uint64_t copies =
+        sent.by([&] { const Received again = group.dispatch(rows, plan, direct); });
+    rank.check(copies > bytes, "the direct mode sends no more");
+    group.barrier();
+  });
+}
+
+TEST(Domains, TheChoiceIsSeenAndCanBeForced) {
+  run_on({4, {FabricKind::local, 2, FabricKind::automatic, Crossing::automatic}}, [](Rank& rank) {
+    Case c = small_case(rank, mix(base_seed(), 204));
+    c.expert_kind = ExpertKind::even;
+    c.topk = 8;
+    c.tokens = 30;
+    Group group(rank.bootstrap(), group_config(rank, c.experts()));
+    Exchange many(rank, group, c);  // most tokens go to both ranks of the other domain
+    rank.check(many.plan().crossing() == Crossing::hierarchical, "top-8 does not save by domains");
+    std::vector<std::int64_t> evenly;  // one expert a token, all ranks alike: nothing to save
+    for (std::int64_t t = 0; t < 32; ++t) evenly.push_back(t % 8);
+    const Plan one = group.plan({evenly.data(), Dtype::i64, {32, 1}});
+    rank.check(one.crossing() == Crossing::direct, "top-1 does not go directly");
+    const Sent sent(group);
+    const RankInput& own = many.world(0).inputs[static_cast<std::size_t>(rank.rank())];
+    const ConstTensorView x{own.x.data(), Dtype::bf16, {own.tokens, 64}};
+    DispatchOptions options;
+    const auto bytes = [&](Crossing crossing) {
+      options.crossing = crossing;
+      {
+        const Received first = group.dispatch(x, many.plan(), options);
+      }
+      return sent.by([&] { const Received again = group.dispatch(x, many.plan(), options); });
+    };
+    rank.equal(bytes(Crossing::automatic), bytes(Crossing::hierarchical), "bytes by choice");
+    rank.check(bytes(Crossing::direct) > bytes(Crossing::hierarchical), "it cannot be forced");
+    group.barrier();
+  });
+}
+
+TEST(Domains, CrossingsThatDoNotFitAreRefused) {
+  run_on({4, {FabricKind::local, 2, FabricKind::sim, Crossing::direct}}, [](Rank& rank) {
+    Case c = small_case(rank, mix(base_seed(), 205));
+    Group group(rank.bootstrap(), group_config(rank, c.experts()));
+    Exchange exchange(rank, group, c);
+    exchange.run(0);  // direct, as the group says
+    const Received received = exchange.dispatch(0);
+    CombineOptions back;
+    back.crossing = Crossing::hierarchical;
+    const auto text = expect_error(rank, ErrorKind::invalid_argument, "combine",
+                                   [&] { (void)group.combine(received.x, exchange.plan(), back); });
+    expect_text(rank, text, "crossing");
+    expect_text(rank, text, "such a dispatch first");
+    const RankInput& own = exchange.world(0).inputs[static_cast<std::size_t>(rank.rank())];
+    DispatchOptions options;
+    options.crossing = rank.rank() == 1 ? Crossing::hierarchical : Crossing::direct;
+    const auto differs = expect_error(rank, ErrorKind::mismatch, "dispatch", [&] {
+      (void)group.dispatch({own.x.data(), Dtype::bf16, {own.tokens, 64}}, exchange.plan(), options);
+    });
+    expect_text(rank, differs, "crossing is ");
+    exchange.run(1);  // the group goes on
+    group.barrier();
+  });
 }
 
 TEST(Domains, ConfigurationsThatCannotBe) {

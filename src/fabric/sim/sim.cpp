@@ -85,7 +85,7 @@ class SimFabric final : public Fabric {
 
   SimTarget& target(int peer) { return *network_->targets[static_cast<std::size_t>(peer)]; }
   Route& route(int peer) { return routes_[static_cast<std::size_t>(peer)]; }
-  SimClock::time_point due(Route& route) const;
+  SimClock::time_point due(Route& route, int peer, std::size_t bytes);
   /// Counts one put or publish; whether it vanishes.
   bool vanishes();
 
@@ -96,6 +96,7 @@ class SimFabric final : public Fabric {
   mutable std::mutex mutex_;   // of what follows
   std::vector<Route> routes_;  // by target
   std::uint64_t operations_ = 0;
+  SimClock::time_point link_free_{};  // of a rank whose link has a rate
   NetworkUse use_{};
 };
 
@@ -142,10 +143,16 @@ std::byte* SimFabric::pointer(int peer, SegmentId segment) const noexcept {
   return entry == nullptr ? nullptr : entry->memory->data();
 }
 
-SimClock::time_point SimFabric::due(Route& route) const {
+SimClock::time_point SimFabric::due(Route& route, int peer, std::size_t bytes) {
   const SimOptions& options = network_->options;
   const auto delay = std::chrono::microseconds(route.dice.upto(options.max_delay_us));
-  SimClock::time_point when = SimClock::now() + delay;
+  SimClock::time_point when = SimClock::now();
+  if (options.bytes_per_us > 0 && peer != rank_) {
+    const std::chrono::nanoseconds takes(bytes * 1000 / options.bytes_per_us);
+    link_free_ = std::max(link_free_, when) + takes;
+    when = std::max(link_free_, target(peer).occupy(takes));
+  }
+  when += delay;
   if (!options.reorder) when = std::max(when, route.newest);
   route.newest = std::max(when, route.newest);
   return when;
@@ -183,7 +190,7 @@ void SimFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
   std::size_t start = 0;
   for (const std::size_t end : ends) {
     if (end == start) continue;
-    parcels.push_back({.due = due(way),
+    parcels.push_back({.due = due(way, peer, end - start),
                        .source = rank_,
                        .data = data,
                        .from = start,
@@ -203,7 +210,7 @@ void SimFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   if (peer != rank_) ++use_.signals;
   if (vanishes()) return;
   Route& way = route(peer);
-  SimParcel parcel{.due = due(way), .source = rank_};
+  SimParcel parcel{.due = due(way, peer, 0), .source = rank_};
   parcel.signal = {.sequence = ++way.published[{flag.segment, flag.offset}],
                    .flag = {entry.memory, flag.offset},
                    .value = value,

@@ -16,8 +16,11 @@ namespace ferry::fabric {
 struct SimOptions {
   std::uint64_t seed = 1;
   std::uint32_t max_delay_us = 200;  ///< each piece and each signal is late by 0 to this
-  bool split = true;                 ///< puts travel in pieces of random sizes
-  bool reorder = true;               ///< pieces and signals overtake each other
+  /// 0: any number. Else every rank's link carries so many bytes in a microsecond (MB/s), in each
+  /// direction: what is more waits its turn.
+  std::uint64_t bytes_per_us = 0;
+  bool split = true;    ///< puts travel in pieces of random sizes
+  bool reorder = true;  ///< pieces and signals overtake each other
   /// `put` waits for room while this many bytes of one target are under way.
   std::size_t queue_bytes = std::size_t{64} << 20;
 

@@ -54,6 +54,12 @@ void SimTarget::send(std::vector<SimParcel> parcels) {
   changed_.notify_one();
 }
 
+SimClock::time_point SimTarget::occupy(std::chrono::nanoseconds takes) {
+  const std::lock_guard lock(mutex_);
+  link_free_ = std::max(link_free_, SimClock::now()) + takes;
+  return link_free_;
+}
+
 void SimTarget::run() {
   std::unique_lock lock(mutex_);
   while (!stop_) {

@@ -52,6 +52,8 @@ class SimTarget {
 
   /// Waits for room. All parcels of one put or publish together, so that none is lost halfway.
   void send(std::vector<SimParcel> parcels);
+  /// Takes the target's link for so long, after all that took it before: when it is free again.
+  SimClock::time_point occupy(std::chrono::nanoseconds takes);
 
  private:
   void run();
@@ -65,6 +67,7 @@ class SimTarget {
   std::vector<SimParcel> heap_;  // the parcel due first is in front
   std::size_t under_way_ = 0;    // bytes
   std::uint64_t next_order_ = 0;
+  SimClock::time_point link_free_{};
   bool stop_ = false;
   protocol::CountedSignals<SimFlag> signals_;  // of the thread alone
   std::thread thread_;                         // last: the rest is there when it starts
