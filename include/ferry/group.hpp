@@ -124,6 +124,9 @@ struct DispatchOptions {
   /// Of the dtype that arrives.
   std::optional<TensorView> out{};
   Stream* stream = nullptr;  ///< null: returns finished results
+  /// How tokens cross between domains; the same on all ranks. automatic: what `Plan::crossing`
+  /// says.
+  Crossing crossing = Crossing::automatic;
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
   /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
   /// groups that may run at once must find their SMs beside each other. The host engine has none.
@@ -161,6 +164,10 @@ struct CombineOptions {
   std::optional<ConstTensorView> bias1{};
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output; must not overlap the rows
   Stream* stream = nullptr;
+  /// How sums come back between domains; the same on all ranks. automatic: as the plan's last
+  /// dispatch crossed. hierarchical: only after a dispatch that did; each domain's sum, fp32 in
+  /// ascending rank order, is rounded to the dtype of the rows, then the domains are added.
+  Crossing crossing = Crossing::automatic;
   /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
   /// memory, run beside on other SMs.
   int sms = 0;
@@ -193,7 +200,8 @@ struct TimeUse {
 /// exchanges make two groups. A group that failed stays failed: every later call throws.
 ///
 /// Arithmetic: fp32 accumulation from +0 in ascending rank order, one rounding to nearest even at
-/// the end. From expert-major rows, each rank first sums its own slots in ascending k
+/// the end (across domains: see CombineOptions::crossing). From expert-major rows, each rank first
+/// sums its own slots in ascending k
 /// (`acc = fma(w, x, acc)`), rounds once to the row's dtype, and that one row crosses the wire.
 class Group {
  public:

@@ -4,6 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "ferry/network.hpp"
+
 namespace ferry {
 
 struct PlanState;
@@ -31,6 +33,9 @@ class Plan {
   std::vector<std::int64_t> slots_per_expert() const;
   /// Rows of the expert-major output when every expert's block is padded to `alignment` rows.
   std::int64_t expert_major_rows(std::int64_t alignment = 1) const;
+
+  /// How tokens cross between domains where a dispatch with this plan says `automatic`.
+  Crossing crossing() const;
 
   explicit Plan(std::shared_ptr<PlanState> state) : state_(std::move(state)) {}
   const std::shared_ptr<PlanState>& state() const { return state_; }

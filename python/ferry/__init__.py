@@ -10,7 +10,7 @@ import atexit as _atexit
 from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
-from ferry._ferry import Event, MemoryUse, Plan, Stream, TimeUse
+from ferry._ferry import Event, MemoryUse, NetworkUse, Plan, Stream, TimeUse
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
 from ferry.errors import (
     DeadlineExceeded,
@@ -65,6 +65,7 @@ __all__ = [
     "LatencyExchange",
     "LatencyReceived",
     "MemoryUse",
+    "NetworkUse",
     "Mismatch",
     "PeerFailed",
     "PeerLeft",

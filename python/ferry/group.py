@@ -40,6 +40,16 @@ FABRICS = {
     "sim": _ferry.FabricKind.sim,
     "ofi": _ferry.FabricKind.ofi,
 }
+NETWORKS = {
+    "automatic": _ferry.FabricKind.automatic,
+    "sim": _ferry.FabricKind.sim,
+    "ofi": _ferry.FabricKind.ofi,
+}
+CROSSINGS = {
+    "automatic": _ferry.Crossing.automatic,
+    "direct": _ferry.Crossing.direct,
+    "hierarchical": _ferry.Crossing.hierarchical,
+}
 BACKENDS = {
     "automatic": _ferry.Backend.automatic,
     "host": _ferry.Backend.host,
@@ -78,7 +88,13 @@ class Group:
         backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank.
         device: cuda: the GPU of this rank, an ordinal, "cuda:1" or a torch.device; None: torch's
             current one. Ranks may differ in it and may share a GPU.
-        sim_seed: of the sim fabric.
+        sim_seed: of the sim fabric and network.
+        domain_size: 0: the ranks of one host are one domain. n: virtual domains: every n
+            consecutive ranks share memory, the others are reached as over a network. Host engine.
+        network: what joins the domains. "automatic": copies through `fabric`, as a network makes
+            them; "sim" (threads): adversarial, for tests.
+        crossing: what "automatic" means in the calls of this group: "automatic" (by a cost model:
+            `Plan.crossing`), "direct" or "hierarchical".
 
     On GPUs every call takes a place in the order of a CUDA stream: `stream` is a torch.cuda.Stream,
     a cudaStream_t as an integer or a ferry.Stream. None is torch's current stream when the call's
@@ -103,6 +119,9 @@ class Group:
         backend: str = "automatic",
         device: Any = None,
         sim_seed: int = 1,
+        domain_size: int = 0,
+        network: str = "automatic",
+        crossing: str = "automatic",
     ) -> None:
         chosen = choice("Group: backend", backend, BACKENDS)
         if device is not None and chosen != _ferry.Backend.cuda:
@@ -119,6 +138,9 @@ class Group:
             chosen,
             -1 if gpu is None else gpu,
             integer("Group: sim_seed", sim_seed, 0, UINT64_MAX),
+            integer("Group: domain_size", domain_size, 0, INT32_MAX),
+            choice("Group: network", network, NETWORKS),
+            choice("Group: crossing", crossing, CROSSINGS),
         )
         if gpu == -1:
             gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
@@ -160,8 +182,18 @@ class Group:
 
     @property
     def fabric_name(self) -> str:
-        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"."""
+        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"; of several domains
+        with their network: "shm+copies", "local+sim", "shm+ofi"."""
         return self._raw.fabric_name
+
+    @property
+    def domains(self) -> int:
+        """Number of domains: ranks that share memory are in one."""
+        return self._raw.domains
+
+    def domain_of(self, rank: int) -> int:
+        """The domain of a rank; domains are numbered by their lowest ranks."""
+        return self._raw.domain_of(integer("domain_of: rank", rank, 0, self.size - 1))
 
     @property
     def destroyed(self) -> bool:
@@ -200,6 +232,7 @@ class Group:
         dtype: Any = None,
         stream: Any = None,
         sms: int = 0,
+        crossing: str = "automatic",
     ) -> Received[ArrayT]:
         """Collective. Carries every token to the ranks that its route names, one copy a rank.
 
@@ -226,6 +259,8 @@ class Group:
             stream: host engine: None: returns finished results; a ferry.Stream: they are valid
                 after `event`, and the arrays given are kept until then. GPUs: see above.
             sms: on GPUs: how many multiprocessors move the rows, 1 to all; 0: a default.
+            crossing: between domains: "direct": a copy for each rank; "hierarchical": one for each
+                domain, spread inside; "automatic": `Plan.crossing`. The same on all ranks.
         """
         place = self._streams.place("dispatch", stream, x)
         x_view, like = view(
@@ -249,6 +284,7 @@ class Group:
             optional_view("dispatch: out", out, arrives, True, place=place),
             place.stream,
             integer("dispatch: sms", sms, 0, INT32_MAX),
+            choice("dispatch: crossing", crossing, CROSSINGS),
         )
         return Received(place.finished(raw), like, out)
 
@@ -267,6 +303,7 @@ class Group:
         dtype: Any = None,
         stream: Any = None,
         sms: int = 0,
+        crossing: str = "automatic",
     ) -> Combined[ArrayT]:
         """Collective. For each own token: the sum over the ranks that it went to, 0 if it went
         nowhere. fp32, from +0 in ascending rank order, one rounding to nearest even at the end.
@@ -283,6 +320,9 @@ class Group:
             out: [T, H], the caller's own output.
             dtype: of rows, where its array cannot say it.
             stream, sms: as for dispatch.
+            crossing: between domains: "direct", or "hierarchical" after a dispatch that was: the
+                sum of a domain, rounded to the dtype of the rows, comes back as one row.
+                "automatic": as the plan's last dispatch crossed. The same on all ranks.
         """
         place = self._streams.place("combine", stream, rows)
         rows_view, like = view(
@@ -304,6 +344,7 @@ class Group:
             optional_view("combine: out", out, rows_view.dtype, True, place=place),
             place.stream,
             integer("combine: sms", sms, 0, INT32_MAX),
+            choice("combine: crossing", crossing, CROSSINGS),
         )
         return Combined(place.finished(raw), like, out)
 
@@ -385,6 +426,10 @@ class Group:
     def time(self) -> _ferry.TimeUse:
         """Nanoseconds that this rank has spent inside exchanges since creation."""
         return self._raw.time()
+
+    def network(self) -> _ferry.NetworkUse:
+        """What this rank has sent to ranks of other domains since creation."""
+        return self._raw.network()
 
     def destroy(self) -> None:
         """Leaves the group. Not collective, never waits for peers; those that still exchange get

@@ -9,8 +9,10 @@ void bind_dtype(nanobind::module_& module);
 void bind_tensor(nanobind::module_& module);
 void bind_stream(nanobind::module_& module);
 void bind_bootstrap(nanobind::module_& module);
+void bind_network(nanobind::module_& module);
 void bind_plan(nanobind::module_& module);
 void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
+void bind_network(nanobind::module_& module);
 
 }  // namespace ferry::python

@@ -18,7 +18,8 @@ using HeldReceived = Held<Received>;
 using HeldCombined = Held<Combined>;
 
 GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memory_bytes,
-                        FabricKind fabric, Backend backend, int device, std::uint64_t sim_seed) {
+                        FabricKind fabric, Backend backend, int device, std::uint64_t sim_seed,
+                        int domain_size, FabricKind network, Crossing crossing) {
   GroupConfig config;
   config.experts = experts;
   config.deadline = to_nanoseconds(deadline, "Group: deadline");
@@ -27,15 +28,19 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
   config.backend = backend;
   config.device = device;
   config.sim_seed = sim_seed;
+  config.domain_size = domain_size;
+  config.network = network;
+  config.crossing = crossing;
   config.on_wait = python_on_wait();
   return config;
 }
 
 void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
                 double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
-                int device, std::uint64_t sim_seed) {
-  GroupConfig config =
-      make_config(experts, deadline, memory_bytes, fabric, backend, device, sim_seed);
+                int device, std::uint64_t sim_seed, int domain_size, FabricKind network,
+                Crossing crossing) {
+  GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, device,
+                                   sim_seed, domain_size, network, crossing);
   std::shared_ptr<Bootstrap> meeting = bootstrap.get();
   new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
 }
@@ -50,8 +55,9 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* pla
                       const View* topk_idx, const View* topk_weights, const View* scales,
                       WireFormat format, ScaleFormat scale_format, RowOrder order,
                       std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
-                      PythonStream* stream, int sms) {
+                      PythonStream* stream, int sms, Crossing crossing) {
   DispatchOptions options;
+  options.crossing = crossing;
   options.format = format;
   options.scale_format = scale_format;
   options.sms = sms;
@@ -72,8 +78,9 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* pla
 HeldCombined combine(const HeldGroup& group, const View& rows, const HeldPlan& plan, RowOrder order,
                      std::int64_t alignment, const View* topk_weights, bool apply_weights,
                      const View* bias0, const View* bias1, const View* out, PythonStream* stream,
-                     int sms) {
+                     int sms, Crossing crossing) {
   CombineOptions options;
+  options.crossing = crossing;
   options.sms = sms;
   options.order = order;
   options.alignment = alignment;
@@ -168,11 +175,11 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
            nb::arg("topk_weights").none(), nb::arg("scales").none(), nb::arg("format"),
            nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"),
            nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none(),
-           nb::arg("sms"))
+           nb::arg("sms"), nb::arg("crossing"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),
            nb::arg("alignment"), nb::arg("topk_weights").none(), nb::arg("apply_weights"),
            nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),
-           nb::arg("stream").none(), nb::arg("sms"))
+           nb::arg("stream").none(), nb::arg("sms"), nb::arg("crossing"))
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); });
 }
@@ -186,11 +193,16 @@ void bind_group(nb::module_& m) {
   group
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
            nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("device"),
-           nb::arg("sim_seed"))
+           nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"), nb::arg("crossing"))
       .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
       .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })
       .def_prop_ro("experts", [](const HeldGroup& g) { return g->experts(); })
       .def_prop_ro("local_experts", [](const HeldGroup& g) { return g->local_experts(); })
+      .def_prop_ro("domains", [](const HeldGroup& g) { return g->domains(); })
+      .def(
+          "domain_of", [](const HeldGroup& g, int rank) { return g->domain_of(rank); },
+          nb::arg("rank"))
+      .def("network", [](const HeldGroup& g) { return g->network(); })
       .def_prop_ro("fabric_name", [](const HeldGroup& g) { return g->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldGroup& g) { return g->destroyed(); })
       .def(
@@ -212,8 +224,9 @@ void bind_group(nb::module_& m) {
           "memory_hint",
           [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, Backend backend,
              int ranks) {
-            return Group::memory_hint(
-                make_config(experts, 60.0, memory_bytes, fabric, backend, -1, 1), ranks);
+            return Group::memory_hint(make_config(experts, 60.0, memory_bytes, fabric, backend, -1,
+                                                  1, 0, FabricKind::automatic, Crossing::automatic),
+                                      ranks);
           },
           nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"),
           nb::arg("ranks"));

@@ -16,6 +16,7 @@ NB_MODULE(_ferry, m) {
   fp::bind_tensor(m);
   fp::bind_stream(m);
   fp::bind_bootstrap(m);
+  fp::bind_network(m);
   fp::bind_plan(m);
   fp::bind_group(m);
   fp::bind_latency(m);

@@ -48,6 +48,14 @@ void bind_plan(nb::module_& m) {
           },
           nb::arg("alignment") = 1,
           "Rows of the expert-major output when every expert's block is padded to `alignment`.")
+      .def(
+          "crossing",
+          [](const HeldPlan& p) {
+            const Crossing crossing = without_gil([&] { return p->crossing(); });
+            return std::string(name_of(crossing));
+          },
+          "How tokens cross between domains where a dispatch says \"automatic\": \"direct\" or "
+          "\"hierarchical\".")
       .def("__repr__", &repr);
 }
 

@@ -1,6 +1,7 @@
 #include "core/call.hpp"
 
 #include "ferry/dtype.hpp"
+#include "ferry/network.hpp"
 
 namespace ferry {
 
@@ -91,6 +92,12 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (theirs.plan != mine.plan) {
     return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
                 to_string(mine.plan));
+  }
+  if (theirs.crossing != mine.crossing) {
+    const auto name = [](std::uint16_t crossing) {
+      return std::string(name_of(static_cast<Crossing>(static_cast<std::uint8_t>(crossing))));
+    };
+    return says("crossing", name(theirs.crossing), their_rank, name(mine.crossing));
   }
   if (theirs.routes != mine.routes) {
     return says("first dispatch of the plan", theirs.routes ? "true" : "false", their_rank,

@@ -17,6 +17,12 @@ bool overlap(const ConstTensorView& a, const ConstTensorView& b) {
   return a.bytes() > 0 && b.bytes() > 0 && x < y + b.bytes() && y < x + a.bytes();
 }
 
+void check_crossing(std::string_view call, Crossing crossing) {
+  if (crossing <= Crossing::hierarchical) return;
+  refuse(call, "crossing", "number " + to_string(static_cast<int>(crossing)),
+         "automatic, direct or hierarchical");
+}
+
 void check_order(std::string_view call, RowOrder order, std::int64_t alignment) {
   if (order > RowOrder::expert_major) {
     refuse(call, "order", "number " + to_string(static_cast<int>(order)),
@@ -120,6 +126,7 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
            to_string(tokens) + ", the tokens of the plan");
   }
   check_row_bytes(kCall, "x", x.row_bytes());
+  check_crossing(kCall, options.crossing);
   check_format(kCall, x, options);
   check_order(kCall, options.order, options.alignment);
   if (options.worst_case_rows < 0) {
@@ -173,6 +180,7 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
   check_stream(kCall, options.stream, where);
   check_tensor(kCall, "rows", rows, 2, where);
   check_row_bytes(kCall, "rows", rows.row_bytes());
+  check_crossing(kCall, options.crossing);
   check_order(kCall, options.order, options.alignment);
   const Extents own{tokens, rows.columns()};
   if (options.bias0) check_exact(kCall, "bias0", *options.bias0, rows.dtype, own, where);

@@ -31,6 +31,7 @@ struct ControlLayout {
   std::size_t swap_flags = 0;  ///< [R] lines: generation of source's last message
   std::size_t delivered = 0;   ///< [R] lines: generation in which source's rows are all here
   std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
+  std::size_t crossed = 0;     ///< [R] lines: chunks of source's that crossed to here, ever
   std::size_t notices = 0;     ///< [R] lines: failure notices
   std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, then
                                ///< the call that it is in (core/call.hpp, CallWord)
@@ -47,6 +48,7 @@ FERRY_FN constexpr ControlLayout make_control_layout(int ranks, std::size_t body
   layout.swap_flags = carver.take(r * kLineBytes);
   layout.delivered = carver.take(r * kLineBytes);
   layout.done = carver.take(r * kLineBytes);
+  layout.crossed = carver.take(r * kLineBytes);
   layout.notices = carver.take(r * kLineBytes);
   layout.heartbeat = carver.take(kLineBytes);
   layout.message_bytes = round_up(body_bytes, kLineBytes);
@@ -92,6 +94,47 @@ FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool
   layout.weights = carver.take(weights ? n * k * sizeof(float) : 0);
   layout.bytes = carver.end;
   return layout;
+}
+
+/// What lies in the stage of a rank to which tokens cross: each row, and what is spread with it.
+struct StageShape {
+  std::int64_t rows = 0;
+  std::size_t row_bytes = 0;
+  std::int64_t scale_columns = 0;
+  int topk = 1;
+  bool tokens = false;  ///< the plan's first dispatch
+  bool routes = false;  ///< its first hierarchical one
+  bool weights = false;
+};
+
+struct StageLayout {
+  std::size_t rows_at = 0;       ///< [rows, row_bytes]
+  std::size_t scales = 0;        ///< f32 [rows, scale_columns]
+  std::size_t source_token = 0;  ///< i32 [rows]
+  std::size_t topk_idx = 0;      ///< i32 [rows, K], global ids
+  std::size_t weights = 0;       ///< f32 [rows, K]
+  std::size_t bytes = 0;
+};
+
+FERRY_FN constexpr StageLayout make_stage_layout(const StageShape& shape) {
+  const auto n = static_cast<std::size_t>(shape.rows);
+  const auto k = static_cast<std::size_t>(shape.topk);
+  StageLayout layout{};
+  Carver carver{};
+  layout.rows_at = carver.take(n * shape.row_bytes);
+  layout.scales = carver.take(n * static_cast<std::size_t>(shape.scale_columns) * sizeof(float));
+  layout.source_token = carver.take(shape.tokens ? n * sizeof(std::int32_t) : 0);
+  layout.topk_idx = carver.take(shape.routes ? n * k * sizeof(std::int32_t) : 0);
+  layout.weights = carver.take(shape.weights ? n * k * sizeof(float) : 0);
+  layout.bytes = carver.end;
+  return layout;
+}
+
+/// Rows that cross as one chunk: about 256 KiB, so that a large exchange has many and a network is
+/// not asked for small ones.
+FERRY_FN constexpr std::int64_t chunk_rows(std::size_t row_bytes) {
+  const std::size_t rows = (std::size_t{256} << 10) / (row_bytes > 0 ? row_bytes : 1);
+  return static_cast<std::int64_t>(rows < 1 ? 1 : rows > 64 ? 64 : rows);
 }
 
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd

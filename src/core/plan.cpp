@@ -68,4 +68,10 @@ std::int64_t Plan::expert_major_rows(std::int64_t alignment) const {
   return counted(*this, "Plan::expert_major_rows").expert_offsets(alignment).back();
 }
 
+Crossing Plan::crossing() const {
+  PlanState& state = checked(*this, "Plan::crossing");
+  state.ready.wait(std::chrono::hours(24), state.on_wait);
+  return state.crossing.automatic;
+}
+
 }  // namespace ferry

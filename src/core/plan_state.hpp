@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
 #include "ferry/group.hpp"
 #include "ferry/plan.hpp"
@@ -58,6 +59,14 @@ struct PlanState {
   std::atomic<bool> routes_sent{false};
   std::atomic<bool> routes_known{false};
   std::function<void()> on_wait{};
+
+  // Of groups in several domains.
+  CrossingPlan crossing{};  ///< filled with `exchange`
+  /// By feeder: where rows that cross to this rank go. Known after the first hierarchical dispatch,
+  /// which brings it; touched only by the call whose turn it is.
+  std::vector<Forward> forwards{};
+  bool forwards_known = false;
+  Crossing crossed = Crossing::direct;  ///< how the last dispatch did
 };
 
 /// The state of a plan that may be used: throws Error(invalid_argument) for an empty plan and

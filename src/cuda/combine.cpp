@@ -60,7 +60,7 @@ CallSignature CombineJob::signature() const {
   call.dtype = static_cast<std::uint32_t>(rows_.dtype);
   call.columns = rows_.columns();
   call.topk = static_cast<std::uint32_t>(plan_->topk);
-  call.order = static_cast<std::uint32_t>(options_.order);
+  call.order = static_cast<std::uint16_t>(options_.order);
   call.weights = has_weights() ? 1 : 0;
   call.plan = plan_->number;
   return call;

@@ -74,7 +74,7 @@ CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOpt
   call.columns = row.columns;
   call.scale_columns = row.scale_columns;
   call.topk = static_cast<std::uint32_t>(topk);
-  call.order = static_cast<std::uint32_t>(options.order);
+  call.order = static_cast<std::uint16_t>(options.order);
   call.routes = carries_routes ? 1 : 0;
   call.weights = options.topk_weights ? 1 : 0;
   call.plan = plan;

@@ -33,6 +33,9 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
             control.data + layout.swap_flags),
       delivery_(flags_at(size_, layout.delivered), rank_, control.data + layout.delivered),
       loan_(flags_at(size_, layout.done), rank_, control.data + layout.done),
+      chunks_(flags_at(size_, layout.crossed), rank_, control.data + layout.crossed),
+      chunks_sent_(static_cast<std::size_t>(size_)),
+      chunks_taken_(static_cast<std::size_t>(size_)),
       notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices, &own_notice_),
       outgoing_(layout.message_bytes) {}
 
@@ -82,6 +85,23 @@ void Channel::await_delivered(const char* stage, int source) {
     return source < 0 ? delivery_.await(generation(), watch)
                       : delivery_.await_from(source, generation(), watch);
   });
+}
+
+void Channel::send_chunk(int peer, std::uint64_t bytes) {
+  chunks_.send(reach_, peer, ++chunks_sent_[static_cast<std::size_t>(peer)], bytes);
+}
+
+bool Channel::take_chunk(int source) {
+  std::uint64_t& taken = chunks_taken_[static_cast<std::size_t>(source)];
+  if (!chunks_.arrived(source, taken + 1)) return false;
+  ++taken;
+  return true;
+}
+
+void Channel::await_chunk(const char* stage, int source) {
+  const std::uint64_t next = ++chunks_taken_[static_cast<std::size_t>(source)];
+  const Awaited awaited{{control_.data + layout_.crossed, kLineBytes, size_}, next, source};
+  await(stage, awaited, [&](GroupWatch& watch) { return chunks_.await(source, next, watch); });
 }
 
 void Channel::give_back(int owner) {

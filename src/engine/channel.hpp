@@ -19,6 +19,7 @@
 #include "engine/memory.hpp"
 #include "engine/reach.hpp"
 #include "ferry/group.hpp"
+#include "protocol/chunks.hpp"
 #include "protocol/delivery.hpp"
 #include "protocol/notice.hpp"
 #include "protocol/swap.hpp"
@@ -80,6 +81,16 @@ class Channel {
   /// Waits until the readers (`peers`: those inside the domain) have read this rank's rows.
   void await_given_back(const char* stage, int reader);
 
+  /// The tag of the next chunk that crosses from here to `peer`.
+  std::uint64_t chunk_tag(int peer) const {
+    return protocol::Chunks<>::tag(chunks_sent_[static_cast<std::size_t>(peer)] + 1);
+  }
+  /// The next chunk for `peer` is written, `bytes` of it.
+  void send_chunk(int peer, std::uint64_t bytes);
+  /// Takes the next chunk of `source` if it is there.
+  bool take_chunk(int source);
+  void await_chunk(const char* stage, int source);
+
   /// Runs one wait of any protocol under this group's watch; throws what its status says.
   template <class Wait>
   void await(const char* stage, const Awaited& awaited, Wait&& wait);
@@ -131,6 +142,9 @@ class Channel {
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
   int silent(const Awaited& awaited) const;
+  /// How long after the deadline others may still say who is to blame: those that are missing wait
+  /// themselves, or nobody here sees which of them do.
+  std::chrono::nanoseconds grace(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
   bool waits(int peer) const;
@@ -149,6 +163,9 @@ class Channel {
   protocol::Swap<> swap_;
   protocol::Delivery<> delivery_;
   protocol::Loan<> loan_;
+  protocol::Chunks<> chunks_;
+  std::vector<std::uint64_t> chunks_sent_;   // [R], of the thread whose turn it is, as the next
+  std::vector<std::uint64_t> chunks_taken_;  // [R]
   protocol::Notices<> notices_;
   alignas(64) std::uint64_t own_notice_ = 0;
   std::vector<std::byte> outgoing_;

@@ -18,6 +18,9 @@ constexpr auto kSlice = std::chrono::milliseconds(40);
 constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
 constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kOvertaken = std::chrono::seconds(1);
+/// For news from another domain, where it is seen who waits.
+constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
+constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// Of the line in which a rank says how it is: when it last looked up from a wait, and its call.
 constexpr std::size_t kBeatWord = 0, kCallWord = 1;
 
@@ -99,6 +102,24 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
   return quiet >= 0 ? quiet : fallback;
 }
 
+std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
+  if (silent(awaited) >= 0) return {};
+  int unseen = 0;
+  bool held_up = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || !awaited.missing(peer)) continue;
+    if (own_word(peer, kBeatWord) == nullptr) {
+      ++unseen;
+    } else if (waits(peer) && call_of(peer) == call_of(rank_)) {
+      held_up = true;
+    } else {
+      return {};  // it is the one
+    }
+  }
+  if (held_up) return config_.deadline;
+  return unseen > 1 ? std::min(config_.deadline / 4, kUnseenGrace) : std::chrono::nanoseconds{};
+}
+
 GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)
     : channel_(channel), awaited_(awaited) {
   beat(now_ns());
@@ -121,6 +142,7 @@ std::uint64_t GroupWatch::spin_ns() const {
 
 std::uint64_t GroupWatch::slice_ns() const {
   const auto left = channel_.config_.deadline - (Clock::now() - start_);
+  if (left <= left.zero()) return std::chrono::nanoseconds(kGraceSlice).count();
   return static_cast<std::uint64_t>(
       std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
 }
@@ -135,7 +157,8 @@ bool GroupWatch::may_be_under_way(const Notice& left, Clock::time_point now) con
 Status GroupWatch::check() {
   Status status;
   const auto now = Clock::now();
-  const bool late = now - start_ >= channel_.config_.deadline;
+  bool late = now - start_ >= channel_.config_.deadline;
+  late = late && now - start_ >= channel_.config_.deadline + channel_.grace(awaited_);
   if (!late && now - last_look_ < kSlice / 2) return status;
   last_look_ = now;
   beat(now_ns());

@@ -1,6 +1,5 @@
 // Combine: every rank says where its rows are; owners read them in place inside the domain, and
 // get them pushed from outside; sums in ascending rank order.
-#include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
@@ -29,16 +28,23 @@ void CombineJob::run() {
   }
   check();  // too late to refuse now: the peers are in this call, so it fails the group
   for (int peer = 0; peer < engine_.size(); ++peer) outsiders_ |= !in_domain(peer);
+  resolve_crossing();
   agree();
   check_places();
   regions_.promise();
-  if (outsiders_) {
-    push();
-    wait_for_pushed();
+  if (hierarchical()) {
+    push_sums();
+    wait_for_sums();
+    sum_domains();
+  } else {
+    if (outsiders_) {
+      push();
+      wait_for_pushed();
+    }
+    find_rows();
+    sum_tokens();
+    if (has_weights()) sum_weights();
   }
-  find_rows();
-  sum_tokens();
-  if (has_weights()) sum_weights();
   give_back();
   regions_.settle();
   regions_.release_all();
@@ -47,7 +53,7 @@ void CombineJob::run() {
 void CombineJob::agree() {
   const std::size_t row_bytes = rows_.row_bytes();
   const auto received = static_cast<std::size_t>(plan().recv_rows());
-  const auto sent = plan().lanes.size();
+  const std::size_t staged = staged_rows();
   const auto registered =
       expert_major() ? std::nullopt
                      : engine_.shared_memory()->arena.find(rows_.data, received * row_bytes);
@@ -56,12 +62,13 @@ void CombineJob::agree() {
   head.call.dtype = static_cast<std::uint32_t>(rows_.dtype);
   head.call.columns = rows_.columns();
   head.call.topk = static_cast<std::uint32_t>(plan_->topk);
-  head.call.order = static_cast<std::uint32_t>(options_.order);
+  head.call.order = static_cast<std::uint16_t>(options_.order);
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
+  head.call.crossing = static_cast<std::uint16_t>(crossing_);
   const std::vector<std::size_t> sizes{registered ? 0 : received * row_bytes,
-                                       received * weight_bytes(), outsiders_ ? sent * row_bytes : 0,
-                                       outsiders_ ? sent * weight_bytes() : 0};
+                                       received * weight_bytes(), staged * row_bytes,
+                                       staged * weight_bytes()};
   head.need_bytes = Regions::total(sizes);
   bool taken = false;
   engine_.agree(kStage, head, [&] {
@@ -93,7 +100,6 @@ void CombineJob::agree() {
 
 void CombineJob::check_places() {
   const std::size_t row_bytes = rows_.row_bytes();
-  const auto ranks = static_cast<std::size_t>(engine_.size());
   for (int peer = 0; peer < engine_.size(); ++peer) {
     const StepMessage theirs = channel().head(peer);
     const auto check = [&](std::uint32_t segment, std::uint64_t offset, std::int64_t rows,
@@ -104,11 +110,8 @@ void CombineJob::check_places() {
       const std::int64_t rows = plan().recv_rows_of(peer);
       check(theirs.segment, theirs.offset, rows, row_bytes);
       check(theirs.side_segment, theirs.side_offset, rows, weight_bytes());
-    } else {  // pushed to its stage: all rows that it sent to anybody
-      const auto first = plan().rank_tokens.begin() +
-                         static_cast<std::ptrdiff_t>(static_cast<std::size_t>(peer) * ranks);
-      const std::int64_t rows =
-          std::accumulate(first, first + static_cast<std::ptrdiff_t>(ranks), std::int64_t{0});
+    } else {
+      const std::int64_t rows = staged_rows_of(peer);
       check(theirs.stage_segment, theirs.stage_offset, rows, row_bytes);
       check(theirs.stage_side_segment, theirs.stage_side_offset, rows, weight_bytes());
     }

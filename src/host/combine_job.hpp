@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -11,7 +12,8 @@
 
 namespace ferry::host {
 
-/// combine.cpp: its steps; combine_rows.cpp: where rows are and their sums.
+/// combine.cpp: its steps; combine_rows.cpp: where rows are and their sums; combine_domains.cpp:
+/// sums of whole domains.
 class CombineJob {
  public:
   CombineJob(HostEngine& engine, const ConstTensorView& rows, std::shared_ptr<PlanState> plan,
@@ -47,12 +49,25 @@ class CombineJob {
     return has_weights() ? static_cast<std::size_t>(plan_->topk) * sizeof(float) : 0;
   }
 
+  bool hierarchical() const { return crossing_ == Crossing::hierarchical; }
+  void resolve_crossing();
+  /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s stage.
+  std::size_t staged_rows() const;
+  std::int64_t staged_rows_of(int peer) const;
   void agree();
   void check_places();
   void place_rows();
   void reduce_slots();
   void push();
   void wait_for_pushed();
+  void push_sums();
+  void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
+  void find_rows_of(int owner);
+  void sum_lanes(std::span<const Lane> lanes, void* out) const;
+  void add_weights(std::span<const Lane> lanes, float* to) const;
+  void add_inside(std::span<const Lane> lanes, float* to) const;
+  void wait_for_sums();
+  void sum_domains();
   void find_rows();
   void sum_tokens();
   void sum_weights();
@@ -65,6 +80,7 @@ class CombineJob {
   CombineOptions options_;
   Regions regions_;
   Combined result_{};
+  Crossing crossing_ = Crossing::direct;
   bool outsiders_ = false;             // some peer is outside the domain
   std::byte* mine_ = nullptr;          // rank-major rows, in registered memory
   std::byte* mine_weights_ = nullptr;  // their weights, likewise

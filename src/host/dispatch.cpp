@@ -96,10 +96,11 @@ StepMessage DispatchJob::grant() const {
   head.call.columns = row_.columns;
   head.call.scale_columns = row_.scale_columns;
   head.call.topk = static_cast<std::uint32_t>(plan_->topk);
-  head.call.order = static_cast<std::uint32_t>(options_.order);
+  head.call.order = static_cast<std::uint16_t>(options_.order);
   head.call.routes = carries_routes_ ? 1 : 0;
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
+  head.call.crossing = static_cast<std::uint16_t>(crossing_);
   return head;
 }
 
@@ -111,15 +112,19 @@ void DispatchJob::agree() {
     head.rows = options_.worst_case_rows;
     head.need_bytes = static_cast<std::uint64_t>(needed);
   } else {
-    head.need_bytes = Regions::total(region_sizes());
+    std::vector<std::size_t> sizes = region_sizes();
+    if (hierarchical()) sizes.push_back(make_stage_layout(stage_shape(engine_.rank())).bytes);
+    head.need_bytes = Regions::total(sizes);
   }
   try {
     engine_.agree(kStage, head, [&] {
-      if (!allocate_regions()) return false;
+      if (!allocate_regions() || !allocate_stage()) return false;
       head.segment = rank_region_.address.segment;
       head.offset = rank_region_.address.offset;
       head.side_segment = side_region_.address.segment;
       head.side_offset = side_region_.address.offset;
+      head.stage_segment = stage_.address.segment;
+      head.stage_offset = stage_.address.offset;
       head.rows = rank_rows_;
       return true;
     });
@@ -133,12 +138,19 @@ void DispatchJob::run() {
   engine_.await_counts(*plan_);
   // Now it is known what became of the dispatches before; all ranks find the same.
   carries_routes_ = !plan_->routes_known.load(std::memory_order_acquire);
+  resolve_crossing();
   agree();
   check_grants();
+  if (hierarchical()) check_stages();
   regions_.promise();
   push();
-  channel().await_delivered("dispatch: rows");
+  if (hierarchical()) {
+    await_domain();
+  } else {
+    channel().await_delivered("dispatch: rows");
+  }
   regions_.settle();
+  plan_->crossed = crossing_;
   finish_side();
   if (expert_major()) fan_out();
   if (options_.out && landed_.view().bytes() > 0) {
@@ -148,6 +160,7 @@ void DispatchJob::run() {
 }
 
 void DispatchJob::run_in_vain() {
+  resolve_crossing();
   StepMessage head = grant();
   head.status = StepStatus::too_many;
   head.rows = options_.out->rows();

@@ -14,8 +14,8 @@ namespace ferry::host {
 
 inline constexpr const char* kDispatch = "dispatch";
 
-/// dispatch.cpp: grants and results; dispatch_push.cpp: rows on their way; dispatch_finish.cpp:
-/// what has arrived.
+/// dispatch.cpp: grants and results; dispatch_push.cpp: rows on their way; dispatch_cross.cpp: to
+/// other domains; dispatch_finish.cpp: what has arrived.
 class DispatchJob {
  public:
   DispatchJob(HostEngine& engine, const ConstTensorView& x, std::shared_ptr<PlanState> plan,
@@ -68,8 +68,17 @@ class DispatchJob {
   StepMessage grant() const;
   void agree();
   void check_grants();
+  bool hierarchical() const { return crossing_ == Crossing::hierarchical; }
+  void resolve_crossing();
+  /// Of what crosses to `rank`.
+  StageShape stage_shape(int rank) const;
+  bool allocate_stage();
+  void check_stages();
   void push();
-  void push_rows();
+  void push_hierarchical(bool stream);
+  void send_chunk(int domain, std::int64_t first, std::int64_t end);
+  void await_domain();
+  void push_rows(bool stream);
   const std::byte* encode(std::int64_t token, std::byte* codes);
   ConstTensorView scales() const;
   void push_side(int peer, const StepMessage& theirs);
@@ -86,13 +95,16 @@ class DispatchJob {
   Regions regions_;
   Received result_{};
   Tensor landed_{};  // x in registered memory
+  Crossing crossing_ = Crossing::direct;
   bool carries_routes_ = false;
+  bool carries_forwards_ = false;  // what a hierarchical dispatch needs to be spread
   bool allocated_ = false;
   std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
   std::int64_t out_rows_ = 0;
   Region rank_region_{};
   Region side_region_{};
   Region expert_region_{};
+  Region stage_{};                          // hierarchical: rows that cross to this rank
   std::vector<float> made_scales_{};        // [T, C] of quantised rows
   std::vector<std::uint64_t> put_bytes_{};  // outside the domain, for each peer
 };

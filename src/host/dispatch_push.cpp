@@ -26,7 +26,12 @@ void DispatchJob::write(int peer, fabric::Address to, const void* from, std::siz
 
 void DispatchJob::push() {
   put_bytes_.assign(static_cast<std::size_t>(engine_.size()), 0);
-  push_rows();
+  if (row_.quantized) {
+    made_scales_.resize(static_cast<std::size_t>(plan_->tokens * row_.scale_columns));
+  }
+  const bool stream = plan().lanes.size() * row_.bytes() > kStreamBytes;
+  if (hierarchical()) return push_hierarchical(stream);
+  push_rows(stream);
   for (int i = 0; i < engine_.size(); ++i) {
     const int peer = (engine_.rank() + i) % engine_.size();
     push_side(peer, channel().head(peer));
@@ -55,12 +60,10 @@ ConstTensorView DispatchJob::scales() const {
   return {made_scales_.data(), Dtype::f32, {plan_->tokens, row_.scale_columns}};
 }
 
-void DispatchJob::push_rows() {
+/// To every rank; of a hierarchical dispatch, to those of the domain.
+void DispatchJob::push_rows(bool stream) {
   const std::size_t row_bytes = row_.bytes();
   std::vector<std::byte> codes(row_.quantized ? row_bytes : 0);
-  if (row_.quantized) {
-    made_scales_.resize(static_cast<std::size_t>(plan_->tokens * row_.scale_columns));
-  }
   const auto ranks = static_cast<std::size_t>(engine_.size());
   std::vector<fabric::Address> target(ranks);
   std::vector<std::byte*> base(ranks);
@@ -73,7 +76,6 @@ void DispatchJob::push_rows() {
     base[d] = channel().pointer(peer, target[d]);
   }
   const Kernels& run = kernels();
-  const bool stream = plan().lanes.size() * row_bytes > kStreamBytes;
   for (std::int64_t token = 0; token < plan_->tokens; ++token) {
     const std::byte* row = encode(token, codes.data());
     const auto t = static_cast<std::size_t>(token);
@@ -82,7 +84,8 @@ void DispatchJob::push_rows() {
       const auto d = static_cast<std::size_t>(lane.rank);
       const std::uint64_t at = static_cast<std::uint64_t>(lane.row) * row_bytes;
       if (base[d] == nullptr) {
-        write(lane.rank, {target[d].segment, target[d].offset + at}, row, row_bytes);
+        if (!hierarchical())
+          write(lane.rank, {target[d].segment, target[d].offset + at}, row, row_bytes);
       } else if (stream) {
         run.copy_stream(base[d] + at, row, row_bytes);
       } else {

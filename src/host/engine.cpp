@@ -23,8 +23,10 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype) {
 }
 
 std::size_t message_bytes(std::int64_t experts, int ranks) {
+  // Of every rank, every expert and every domain, of which there are at most as many as ranks.
   const std::size_t counts =
-      (static_cast<std::size_t>(ranks) + static_cast<std::size_t>(experts)) * sizeof(std::int32_t);
+      (2 * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(experts)) *
+      sizeof(std::int32_t);
   return sizeof(StepMessage) + std::max(counts, fabric::kMaxHandleBytes);
 }
 
@@ -112,6 +114,15 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
   }
 }
 
+void HostEngine::make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens) {
+  const int culprit = impossible_crossing(state.exchange, domains_, domain_tokens);
+  if (culprit >= 0) {
+    channel_.distrust("plan: counts", culprit,
+                      "counted tokens for a domain that do not fit those for its ranks");
+  }
+  state.crossing = make_crossing_plan(state.exchange, domains_, std::move(domain_tokens));
+}
+
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   Call call(*this, "plan");
   check_stream("plan", options.stream);
@@ -131,19 +142,27 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
         std::vector<std::int32_t> counts(own.tokens_per_rank);
         counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
+        const std::size_t each = counts.size();
+        const auto crossings = count_crossings(own, placement_, domains_, rank());
+        counts.insert(counts.end(), crossings.begin(), crossings.end());
         StepMessage head;
         head.call.kind = CallKind::plan;
         head.call.topk = static_cast<std::uint32_t>(state->topk);
         channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
         engine::check_same_call(channel_, "plan: counts", head.call);
-        const std::size_t each = counts.size();
+        std::vector<std::int32_t> domain_tokens(crossings.size() *
+                                                static_cast<std::size_t>(size()));
         std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
         for (int s = 0; s < size(); ++s) {
           std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
                       each * sizeof(std::int32_t));
+          std::memcpy(domain_tokens.data() + static_cast<std::size_t>(s) * crossings.size(),
+                      channel_.body(s) + each * sizeof(std::int32_t),
+                      crossings.size() * sizeof(std::int32_t));
         }
         check_counts(all);
         state->exchange = make_plan(std::move(own), all, placement_, rank());
+        make_crossing(*state, std::move(domain_tokens));
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);

@@ -142,6 +142,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Received enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room, Stream* stream,
                           Call& inside);
   void check_counts(std::span<const std::int32_t> counts);
+  void make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens);
   void run_work(const char* call, const std::function<void()>& work);
   /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.
   void check_waiting(const char* call);

@@ -1,7 +1,7 @@
 // Cases of the matrix over several domains.
 #pragma once
+#include <cstddef>
 #include <string>
-#include <vector>
 
 #include "case.hpp"
 #include "fleet.hpp"
@@ -14,10 +14,10 @@ struct DomainCell {
   Wires wires;
 };
 
-/// Every group of ranks in domains that cases run over: 2, 4, 6 and 8 ranks in one, two and four
-/// domains, and uneven domains, over each network and crossing. Those of processes only where they
-/// can be.
-std::vector<DomainCell> domain_cells();
+/// The cells that cases are dealt to, again and again: 2, 4, 6 and 8 ranks in one, two and four
+/// domains, and uneven domains; 56 in a row have each with every crossing, 168 over every network.
+/// Processes only where they can be.
+DomainCell domain_cell(std::size_t number);
 std::string to_string(const DomainCell& cell);
 /// `c` with its ranks in these domains.
 Case placed(Case c, const DomainCell& cell);

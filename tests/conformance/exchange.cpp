@@ -5,6 +5,7 @@
 #include "compare.hpp"
 #include "device.hpp"
 #include "random.hpp"
+#include "session.hpp"
 
 namespace ferry::conformance {
 namespace {
@@ -135,6 +136,7 @@ void Exchange::check(const Combined& combined, std::uint64_t round) {
     return weight(round, rank, row, slot);
   };
   input.apply_weights = case_.order == RowOrder::expert_major;
+  input.domain_size = hierarchical_size(rank_, plan_);
   const ExpectedCombine expected = expect_combine(world(0), rank_.rank(), input);
   const std::int64_t tokens = world(0).inputs[index(rank_.rank())].tokens;
   if (!same_shape(rank_, "combined x", got.x, case_.dtype, {tokens, case_.hidden})) return;

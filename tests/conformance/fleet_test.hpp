@@ -40,11 +40,11 @@ class OnFabric : public ::testing::TestWithParam<Wires> {
       [](const auto& test) { return name_of_wires(test.param); })
 
 /// The same and over domains of two ranks.
-#define FERRY_ON_EVERY_FABRIC_AND_DOMAINS(suite)                                         \
-  FERRY_ON_EVERY_FABRIC(suite);                                                          \
-  INSTANTIATE_TEST_SUITE_P(                                                              \
-      Domains, suite,                                                                    \
-      ::testing::Values(Wires(FabricKind::local, 2, FabricKind::sim, Crossing::direct)), \
+#define FERRY_ON_EVERY_FABRIC_AND_DOMAINS(suite)                                               \
+  FERRY_ON_EVERY_FABRIC(suite);                                                                \
+  INSTANTIATE_TEST_SUITE_P(                                                                    \
+      Domains, suite,                                                                          \
+      ::testing::Values(Wires(FabricKind::local, 2, FabricKind::sim, Crossing::hierarchical)), \
       [](const auto& test) { return name_of_wires(test.param); })
 
 /// Runs `call`, which must throw a ferry::Error of this kind; returns its text.

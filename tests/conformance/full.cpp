@@ -66,7 +66,6 @@ std::vector<Numbered> chosen(const std::function<bool(std::int64_t)>& wanted, st
       all.push_back({number, c.fabric, c});
     }
   }
-  const std::vector<DomainCell> cells = domain_cells();
   for (Mode mode : {Mode::throughput, Mode::latency}) {
     // The first two axes, fabric and ranks, are the cell's.
     const std::int64_t fixed = axes(mode)[0].choices * axes(mode)[1].choices;
@@ -74,7 +73,7 @@ std::vector<Numbered> chosen(const std::function<bool(std::int64_t)>& wanted, st
       if (!wanted(number)) continue;
       const Case c =
           numbered_case(mode, i / kCellsOfACase * fixed, mix(seed, static_cast<std::uint64_t>(i)));
-      const DomainCell& cell = cells[static_cast<std::size_t>(i) % cells.size()];
+      const DomainCell cell = domain_cell(static_cast<std::size_t>(i));
       all.push_back({number, cell.wires, placed(c, cell)});
     }
   }

@@ -188,8 +188,23 @@ ExpectedCombine expect_combine(const World& world, int rank, const CombineInput&
   result.x.resize(index(tokens) * row_bytes);
   if (input.weight) result.topk_weights.assign(index(tokens * world.topk), 0.0f);
   for (std::int64_t t = 0; t < tokens; ++t) {
-    Sum sum(input.hidden);
+    Sum sum(input.hidden), inside(input.hidden);
+    std::vector<float> inside_weights(index(world.topk), 0.0f);
+    int rows_inside = 0;
+    // Hierarchical: what a domain sums is rounded, and is one number from there on.
+    const auto close_domain = [&] {
+      if (rows_inside == 0) return;
+      inside.round(partial.data(), input.dtype);
+      sum.add(partial.data(), input.dtype);
+      for (int k = 0; input.weight && k < world.topk; ++k) {
+        result.topk_weights[index(t * world.topk + k)] += inside_weights[index(k)];
+      }
+      inside = Sum(input.hidden);
+      std::fill(inside_weights.begin(), inside_weights.end(), 0.0f);
+      rows_inside = 0;
+    };
     for (int d = 0; d < world.ranks; ++d) {
+      if (input.domain_size > 0 && d % input.domain_size == 0) close_domain();
       const auto& theirs = arrivals[index(d)];
       const auto found = std::find_if(theirs.begin(), theirs.end(), [&](const Arrival& a) {
         return a.source == rank && a.token == t;
@@ -212,11 +227,15 @@ ExpectedCombine expect_combine(const World& world, int rank, const CombineInput&
         }
         slots.round(partial.data(), input.dtype);
       }
-      sum.add(partial.data(), input.dtype);
+      (input.domain_size > 0 ? inside : sum).add(partial.data(), input.dtype);
+      rows_inside += input.domain_size > 0 ? 1 : 0;
       for (int k = 0; input.weight && k < world.topk; ++k) {
-        result.topk_weights[index(t * world.topk + k)] += input.weight(d, i, k);
+        float& weight = input.domain_size > 0 ? inside_weights[index(k)]
+                                              : result.topk_weights[index(t * world.topk + k)];
+        weight += input.weight(d, i, k);
       }
     }
+    close_domain();
     for (const Bytes* bias : {input.bias0, input.bias1}) {
       if (bias != nullptr) sum.add(bias->data() + index(t) * row_bytes, input.dtype);
     }

@@ -87,6 +87,7 @@ struct CombineInput {
   bool apply_weights = false;
   const Bytes* bias0 = nullptr;
   const Bytes* bias1 = nullptr;
+  int domain_size = 0;  ///< > 0: hierarchical over domains of so many ranks
 };
 
 struct ExpectedCombine {

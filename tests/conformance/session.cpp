@@ -45,6 +45,14 @@ void Session::tidy() {
   poisoned_.clear();
 }
 
+int hierarchical_size(const Rank& rank, const Plan& plan) {
+  const Wires& wires = rank.wires();
+  const Crossing crossing =
+      wires.crossing == Crossing::automatic ? plan.crossing() : wires.crossing;
+  const bool one_domain = wires.domain_size >= rank.size();
+  return crossing == Crossing::hierarchical && !one_domain ? wires.domain_size : 0;
+}
+
 bool shares_before(const Case& a, const Case& b) {
   const auto shared = [](const Case& c) {
     return std::tuple(c.expert_kind, c.small_memory, c.mode, c.dtype, c.hidden, c.topk);

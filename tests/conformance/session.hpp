@@ -36,6 +36,9 @@ class Session {
   std::map<void*, std::size_t> poisoned_{};
 };
 
+/// The ranks of a domain whose sums come back as one row; 0: all ranks are added by the owner.
+int hierarchical_size(const Rank& rank, const Plan& plan);
+
 /// Runs one case on this rank and reports what differs from the reference. Collective.
 /// `label` is said before the case's line.
 void run_case(Session& session, const Case& c, const std::string& label = {});

@@ -261,6 +261,7 @@ class ThroughputCase {
     CombineInput input{c_.order, c_.alignment, c_.combine_dtype, c_.hidden};
     input.row = [&](int d, std::int64_t row, std::byte* out) { fill_combine_row(d, row, out); };
     input.apply_weights = c_.weights == WeightKind::applied;
+    input.domain_size = hierarchical_size(rank_, plan_);
     CombineOptions options;
     options.order = c_.order;
     options.alignment = c_.alignment;

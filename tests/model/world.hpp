@@ -42,6 +42,7 @@ struct Case {
   bool network = false;
   Bounds bounds{};
   std::uint64_t words = 2;  ///< of a message: a network carries each on its own
+  int domain_size = 0;      ///< > 0: of a network: so many neighbours reach each other by memory
 };
 
 /// Weakened traits of everything that every protocol stands on. `Publish`: how memory publishes;
@@ -94,7 +95,11 @@ class World {
     }
 
    private:
-    bool by_network(int peer) const { return world_->case_.network && peer != self_; }
+    bool by_network(int peer) const {
+      const int size = world_->case_.domain_size;
+      const bool together = size > 0 ? peer / size == self_ / size : peer == self_;
+      return world_->case_.network && !together;
+    }
     World* world_;
     int self_;
   };

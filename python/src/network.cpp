@@ -1,0 +1,28 @@
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "bind.hpp"
+#include "ferry/network.hpp"
+
+namespace ferry::python {
+
+namespace nb = nanobind;
+
+void bind_network(nb::module_& m) {
+  nb::enum_<Crossing>(m, "Crossing")
+      .value("automatic", Crossing::automatic)
+      .value("direct", Crossing::direct)
+      .value("hierarchical", Crossing::hierarchical);
+  nb::class_<NetworkUse>(m, "NetworkUse", "What a rank has sent to ranks of other domains.")
+      .def_ro("put_bytes", &NetworkUse::put_bytes,
+              "Rows and what travels beside them, and messages of calls.")
+      .def_ro("puts", &NetworkUse::puts, "Writes that carried them.")
+      .def_ro("signals", &NetworkUse::signals, "8-byte flags, which are not in `put_bytes`.")
+      .def("__repr__", [](const NetworkUse& u) {
+        return "NetworkUse(put_bytes=" + std::to_string(u.put_bytes) +
+               ", puts=" + std::to_string(u.puts) + ", signals=" + std::to_string(u.signals) + ")";
+      });
+}
+
+}  // namespace ferry::python

@@ -1,0 +1,79 @@
+// Which tokens cross to which domain, once for each, and where they go from there. Pure.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/domains.hpp"
+#include "core/exchange_plan.hpp"
+#include "ferry/network.hpp"
+
+namespace ferry {
+
+/// [D]: how many of the tokens of `rank`, whose routes these are, go to each domain; 0 for its own.
+std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placement& placement,
+                                          const Domains& domains, int rank);
+
+/// What crosses between domains, on one rank. A token of rank s that has experts in another domain
+/// crosses once, to the rank there that is on the rail of s, and lies in its stage: by ascending
+/// source rank, then token. Sums come back the same way, to the stage of s: by ascending domain,
+/// then token.
+struct CrossingPlan {
+  Domains domains{std::vector<int>{}};
+  int rank = 0;
+  std::vector<std::int32_t> domain_tokens{};  ///< [R, D]: tokens of s that cross to domain d
+  std::vector<std::int32_t> tokens{};         ///< own tokens by other domain, then token
+  std::vector<std::int64_t> offset{};         ///< [D + 1] into `tokens`
+  std::vector<int> feeders{};                 ///< whose tokens cross to this rank, ascending
+  std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their rows in this rank's stage
+  Crossing automatic = Crossing::direct;      ///< what the cost model picks
+
+  std::int64_t crossing(int source, int domain) const {
+    return domain_tokens[static_cast<std::size_t>(source * domains.count() + domain)];
+  }
+  /// Rows that cross to rank `target`, of all sources or of those before `source`.
+  std::int64_t stage_rows(int target) const { return first_stage_row(target, domains.ranks()); }
+  std::int64_t first_stage_row(int target, int source) const;
+  /// In the stage of `source`, where the sums of `domain` begin; of `domain` = count: their number.
+  std::int64_t first_sum(int source, int domain) const;
+};
+
+/// `domain_tokens`: what every rank counted, in rank order.
+CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
+                                std::vector<std::int32_t> domain_tokens);
+
+/// The first rank whose `domain_tokens` do not fit the tokens that it counted for the ranks of that
+/// domain; -1: all do.
+int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
+                        std::span<const std::int32_t> domain_tokens);
+
+/// Where rows that crossed from one feeder go inside this rank's domain.
+struct Forward {
+  std::vector<std::int32_t> topk_idx{};         ///< [n, K], global ids as the source has them
+  std::vector<std::int64_t> lane_offset = {0};  ///< [n + 1] into lanes
+  std::vector<Lane> lanes{};                    ///< rank: in the group; row: ordinal among the
+                                                ///< rows that the source sends there
+  std::vector<std::int32_t> filled{};           ///< [R], or empty: lanes of each rank
+
+  std::int64_t rows() const { return static_cast<std::int64_t>(lane_offset.size()) - 1; }
+};
+
+/// Appends rows of `source` that crossed, in its order; ids [n, K]. False: they are not those that
+/// it counted, and nothing may be written on their strength.
+bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& domains, int source,
+                 std::span<const std::int32_t> ids);
+
+/// Whether all rows of `source` were appended that it counted for the ranks of this domain.
+bool complete(const Forward& forward, const ExchangePlan& plan, const Domains& domains, int source);
+
+/// The cost model: the time of the busiest rank, in rows over the network. A row that is spread
+/// inside a domain costs 1 / kInsideSpeed of one that crosses.
+struct CrossingCost {
+  double direct = 0;
+  double hierarchical = 0;
+};
+inline constexpr double kInsideSpeed = 8;
+CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing);
+
+}  // namespace ferry
