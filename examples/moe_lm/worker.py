@@ -190,6 +190,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for this run's files")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--stop-after", type=int, help="steps of these that are run; default: all")
+    parser.add_argument("--fabric", default="automatic", help="of the group; default: automatic")
+    for name in ("batch", "shares", "context"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
+    parser.add_argument("--held-out", type=int, default=Settings.held_out_windows)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -207,11 +211,20 @@ def main() -> None:
         world_size=ranks,
         timeout=timedelta(seconds=120),
     )
-    settings = Settings(steps=arguments.steps)
+    settings = Settings(
+        steps=arguments.steps,
+        batch=arguments.batch,
+        shares=arguments.shares,
+        context=arguments.context,
+        held_out_windows=arguments.held_out,
+        quick_windows=min(max(Settings.quick_windows, arguments.shares), arguments.held_out),
+    )
     # Every rank writes; only rank 0's is kept.
     name = arguments.out / "progress.jsonl" if rank == 0 else os.devnull
     with (
-        ferry.Group(ferry.from_environment(), experts=settings.experts, **where) as group,
+        ferry.Group(
+            ferry.from_environment(), experts=settings.experts, fabric=arguments.fabric, **where
+        ) as group,
         open(name, "w", buffering=1) as progress,
     ):
         trainer = Trainer(settings, group)

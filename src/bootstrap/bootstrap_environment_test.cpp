@@ -14,8 +14,11 @@ namespace {
 class Environment : public ::testing::Test {
  protected:
   void SetUp() override {
-    for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRY_PORT",
-                             "FERRY_SECRET", "FERRY_SECRET_FILE"}) {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRY_PORT", "FERRY_SECRET",
+          "FERRY_SECRET_FILE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
+          "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK",
+          "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
       ::unsetenv(name);
     }
     set("RANK", "1");
@@ -50,6 +53,54 @@ TEST_F(Environment, FerryPortComesBeforeMasterPort) {
   EXPECT_EQ(tcp_options_from_environment().port, 31000);
   set("FERRY_PORT", "0");
   expect_message("FERRY_PORT is \"0\", expected an integer from 1 to 65535");
+}
+
+TEST_F(Environment, UnderstandsSlurm) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) ::unsetenv(name);
+  set("SLURM_PROCID", "3");
+  set("SLURM_NTASKS", "8");
+  set("SLURM_JOB_ID", "1234567");
+  set("SLURM_JOB_NODELIST", "alpha,beta");
+  TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 3);
+  EXPECT_EQ(options.size, 8);
+  EXPECT_EQ(options.address, "alpha");
+  EXPECT_EQ(options.port, 24567);
+  set("SLURM_STEP_NUM_TASKS", "4");  // a step may be smaller than its job
+  for (const auto& [list, first] :
+       {std::pair{"node[003-010,12]-ib,x7", "node003-ib"}, std::pair{"n[7]", "n7"},
+        std::pair{"n[1,5]", "n1"}, std::pair{"one", "one"}}) {
+    set("SLURM_STEP_NODELIST", list);
+    options = tcp_options_from_environment();
+    EXPECT_EQ(options.size, 4);
+    EXPECT_EQ(options.address, first);
+  }
+  set("SLURM_STEP_NODELIST", "r[1-2]n[1-4]");
+  expect_message("SLURM_STEP_NODELIST is \"r[1-2]n[1-4]\", whose first host");
+  set("SLURM_STEP_NODELIST", "r[1-2");
+  expect_message("expected Slurm's form");
+  set("MASTER_ADDR", "gamma");  // what is said wins
+  set("MASTER_PORT", "29501");
+  options = tcp_options_from_environment();
+  EXPECT_EQ(options.address, "gamma");
+  EXPECT_EQ(options.port, 29501);
+  set("SLURM_PROCID", "4");
+  expect_message("SLURM_PROCID is \"4\", expected an integer from 0 to 3");
+}
+
+TEST_F(Environment, UnderstandsOpenMpi) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR"}) ::unsetenv(name);
+  set("OMPI_COMM_WORLD_RANK", "1");
+  set("OMPI_COMM_WORLD_SIZE", "2");
+  set("OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+  const TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 1);
+  EXPECT_EQ(options.size, 2);
+  EXPECT_EQ(options.address, "127.0.0.1");
+  set("OMPI_COMM_WORLD_LOCAL_SIZE", "1");
+  expect_message("MASTER_ADDR is not set, but Open MPI's ranks are on several hosts");
+  set("MASTER_ADDR", "node1");
+  EXPECT_EQ(tcp_options_from_environment().address, "node1");
 }
 
 TEST_F(Environment, NamesWhatIsMissing) {

@@ -1,9 +1,14 @@
 // TcpOptions from the environment. The bootstrap reads environment variables here and nowhere else:
 //
-//   RANK, WORLD_SIZE   this process and how many there are (torchrun and `ferry run` set them)
-//   MASTER_ADDR        rank 0's machine; 127.0.0.1 if unset. Rank 0 listens exactly there
+//   RANK, WORLD_SIZE   this process and how many there are (torchrun and `ferry run` set them); or
+//   SLURM_PROCID, SLURM_STEP_NUM_TASKS (SLURM_NTASKS)    the same under srun; or
+//   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE           the same under Open MPI's mpirun
+//   MASTER_ADDR        rank 0's machine. Rank 0 listens exactly there. If unset: under srun the
+//   first
+//                      host of SLURM_STEP_NODELIST (SLURM_JOB_NODELIST), otherwise 127.0.0.1
 //   FERRY_PORT         the store's port; MASTER_PORT if unset. Set it under torchrun: there
-//                      MASTER_PORT belongs to torch's own store
+//                      MASTER_PORT belongs to torch's own store. Under srun, if both are unset, a
+//                      port that follows from SLURM_JOB_ID
 //   FERRY_SECRET       the job's secret, the same on all ranks; or
 //   FERRY_SECRET_FILE  a file that holds it (its last line end does not count)
 #include <ferry/bootstrap.hpp>
@@ -21,7 +26,7 @@ namespace ferry {
 namespace {
 
 constexpr const char* kStart =
-    "start with `ferry run -n 4 -- prog` or torchrun, or set it yourself";
+    "start with `ferry run -n 4 -- prog`, torchrun, srun or mpirun, or set it yourself";
 constexpr std::size_t kLongestSecret = 4096;
 
 std::optional<std::string> variable(const char* name) {
@@ -53,6 +58,70 @@ int integer(const char* name, int lowest, int highest, const std::string& what_t
     refuse(name, "is " + in_quotes(*value) + ", " + expected + "; " + what_to_do);
   }
   return number;
+}
+
+/// The variables in which a launcher says who this process is.
+struct Launcher {
+  const char* rank;
+  const char* size;
+  bool slurm = false;
+  bool open_mpi = false;
+};
+
+Launcher launcher() {
+  constexpr const char* kStep = "SLURM_STEP_NUM_TASKS";
+  if (variable("RANK") || variable("WORLD_SIZE")) return {"RANK", "WORLD_SIZE"};
+  if (variable("SLURM_PROCID")) {
+    return {"SLURM_PROCID", variable(kStep) ? kStep : "SLURM_NTASKS", true};
+  }
+  if (variable("OMPI_COMM_WORLD_RANK")) {
+    return {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", false, true};
+  }
+  return {"RANK", "WORLD_SIZE"};
+}
+
+/// "node[003-010,12]-ib,x7" -> "node003-ib": Slurm numbers tasks from the first node on.
+std::string first_host(const char* name, const std::string& list) {
+  const std::size_t open = list.find_first_of("[,");
+  if (open == std::string::npos || list[open] == ',') return list.substr(0, open);
+  const std::size_t close = list.find(']', open);
+  const std::size_t end = list.find_first_of("-,]", open);
+  if (close == std::string::npos) refuse(name, "is " + in_quotes(list) + ", expected Slurm's form");
+  const std::string rest = list.substr(close + 1, list.find(',', close) - close - 1);
+  if (rest.find('[') != std::string::npos) {
+    refuse(name, "is " + in_quotes(list) + ", whose first host Ferry cannot read; set MASTER_ADDR");
+  }
+  return list.substr(0, open) + list.substr(open + 1, end - open - 1) + rest;
+}
+
+std::string address(const Launcher& by) {
+  if (const auto given = variable("MASTER_ADDR")) {
+    if (given->empty()) refuse("MASTER_ADDR", "is empty, expected rank 0's host name or number");
+    return *given;
+  }
+  if (by.slurm) {
+    for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
+      const auto list = variable(name);
+      if (list && !list->empty()) return first_host(name, *list);
+    }
+  }
+  const auto here = variable("OMPI_COMM_WORLD_LOCAL_SIZE");
+  if (by.open_mpi && here && *here != variable(by.size)) {
+    refuse("MASTER_ADDR",
+           "is not set, but Open MPI's ranks are on several hosts, expected rank 0's host name or "
+           "number: `mpirun -x MASTER_ADDR=node1 -x FERRY_PORT=29500 -x FERRY_SECRET ...`");
+  }
+  return "127.0.0.1";
+}
+
+std::uint16_t port(const Launcher& by) {
+  constexpr int kFirst = 20000, kPorts = 10000;  // below the range that kernels give out themselves
+  const char* name = variable("FERRY_PORT") ? "FERRY_PORT" : "MASTER_PORT";
+  if (by.slurm && !variable(name) && variable("SLURM_JOB_ID")) {
+    const int job = integer("SLURM_JOB_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
+    return std::uint16_t(kFirst + job % kPorts);
+  }
+  return std::uint16_t(integer(name, 1, 65535, kStart));
 }
 
 std::string secret_of_file(const std::string& path) {
@@ -93,16 +162,11 @@ std::string secret() {
 
 TcpOptions tcp_options_from_environment() {
   TcpOptions options;
-  options.size = integer("WORLD_SIZE", 1, 65536, kStart);
-  options.rank = integer("RANK", 0, options.size - 1, kStart);
-  if (const auto address = variable("MASTER_ADDR")) {
-    if (address->empty()) {
-      refuse("MASTER_ADDR", "is empty, expected rank 0's host name or number");
-    }
-    options.address = *address;
-  }
-  const char* port = variable("FERRY_PORT") ? "FERRY_PORT" : "MASTER_PORT";
-  options.port = std::uint16_t(integer(port, 1, 65535, kStart));
+  const Launcher by = launcher();
+  options.size = integer(by.size, 1, 65536, kStart);
+  options.rank = integer(by.rank, 0, options.size - 1, kStart);
+  options.address = address(by);
+  options.port = port(by);
   options.secret = secret();
   return options;
 }

@@ -2,6 +2,13 @@
 // port, options.
 #include "fabric/ofi/ofi.hpp"
 
+#include <sys/socket.h>
+
+#include <random>
+
+#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/message.hpp"
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {
@@ -105,6 +112,144 @@ TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
   EXPECT_TRUE(eventually([&] { return ranks.ended(0) && ranks.ended(2); }));
   kill(ranks.pid(1), SIGKILL);
   ranks.expect_success({1});
+}
+
+/// Somebody with libfabric who knows the address but not the job.
+class Stranger {
+ public:
+  explicit Stranger(const Bytes& name)
+      : library_(ofi::library(0)),
+        endpoint_(library_, ofi::find_provider(library_, 0, ofi_options(), false), 0),
+        victim_(endpoint_.insert(name)) {}
+
+  template <class T>
+  void send(const T& what) {
+    post([&] { return fi_inject(endpoint_.ep(), &what, sizeof what, victim_); });
+  }
+  void write(const std::uint64_t& word, std::uint64_t data, std::uint64_t key) {
+    post([&] {
+      return fi_inject_writedata(endpoint_.ep(), &word, sizeof word, data, victim_, 0, key);
+    });
+  }
+
+ private:
+  void post(const std::function<ssize_t()>& call) {
+    fi_cq_data_entry entry;
+    const auto look = [&] {
+      if (fi_cq_read(endpoint_.cq(), &entry, 1) == -FI_EAVAIL) {
+        fi_cq_err_entry error{};
+        fi_cq_readerr(endpoint_.cq(), &error, 0);
+      }
+    };
+    EXPECT_TRUE(eventually([&] {
+      look();
+      return call() != -FI_EAGAIN;
+    }));
+    for (int i = 0; i < 200; ++i, std::this_thread::sleep_for(100us)) look();
+  }
+
+  const ofi::Library& library_;
+  ofi::Endpoint endpoint_;
+  fi_addr_t victim_;
+};
+
+/// A connection to the port of an endpoint, with these bytes; closed by the caller.
+int connected(const Bytes& name, const Bytes& says) {
+  sockaddr_storage to{};
+  std::memcpy(&to, name.data(), name.size());
+  const int fd = socket(to.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  EXPECT_EQ(
+      connect(fd, reinterpret_cast<const sockaddr*>(&to), static_cast<socklen_t>(name.size())), 0);
+  if (!says.empty()) {
+    EXPECT_GT(::send(fd, says.data(), says.size(), MSG_NOSIGNAL), 0);
+  }
+  return fd;
+}
+
+TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
+  Processes ranks(kOfi, 2, [](Rank& me) {
+    me.bootstrap.record();
+    const auto fabric = me.make();
+    const auto greetings = me.bootstrap.gathered().front();
+    const Bytes victim = ofi::greeting_from(greetings[0], me.rank(), 0).names[0];
+    const Segment mine = me.connect(*fabric, 1 << 20);
+    meet(me, *fabric, mine);
+    std::vector<int> open;
+    if (me.rank() == 1) {
+      open.push_back(connected(victim, {}));  // says nothing
+      for (const unsigned seed : {1u, 2u, 3u}) {
+        std::mt19937 random(kSeed + seed);
+        Bytes garbage(10'000 * seed);
+        for (std::byte& byte : garbage) byte = static_cast<std::byte>(random());
+        open.push_back(connected(victim, garbage));
+      }
+      open.push_back(connected(victim, Bytes(8, std::byte{3})));  // half a header
+      Stranger stranger(victim);
+      ofi::Message message{.kind = ofi::MessageKind::signal, .source = 1};
+      message.sequence = 2;
+      message.value = 99;
+      message.flag_offset = 512 + 8;  // whose first value rank 1 has published
+      stranger.send(message);
+      message.kind = ofi::MessageKind::bye;
+      stranger.send(message);
+      stranger.send(Bytes::value_type{7});
+      stranger.send(std::array<std::byte, 100>{});
+      Stranger(victim).write(99, ofi::piece_data({}, 1, 0), 12345);  // a key that is none
+    }
+    me.barrier();
+    if (me.rank() == 0) {
+      EXPECT_EQ(flag_value(mine, 512 + 8), 1u);
+      EXPECT_EQ(flag_value(mine, 0), 0u);
+    }
+    EXPECT_EQ(fabric->peer_state(1 - me.rank()), PeerState::alive);
+    const Bytes data(100'000, std::byte{5});
+    for (std::uint64_t round = 1; round <= 3; ++round) {
+      fabric->put(1 - me.rank(), {mine.id, 4096}, data.data(), data.size(), round);
+      fabric->publish(1 - me.rank(), {mine.id, 8}, round, data.size(), round);
+      ASSERT_TRUE(await_flag(mine, 8, round));
+      EXPECT_EQ(mine.data[4096 + 99'999], std::byte{5});
+    }
+    me.barrier();
+    for (const int fd : open) close(fd);
+  });
+  ranks.expect_success();
+}
+
+TEST_F(OfiFabric, OptionsThatCannotBe) {
+  run_ranks({"ofi", "ofi", false}, 1, [](Rank& me) {
+    const auto refused = [&](ErrorKind kind, const OfiOptions& options, const char* words) {
+      expect_error(kind, {words}, [&] { make_ofi_fabric(me.bootstrap, options, kDeadline); });
+    };
+    refused(ErrorKind::invalid_argument, {.host = "0.0.0.0"}, "all interfaces");
+    refused(ErrorKind::invalid_argument, {.host = "::"}, "all interfaces");
+    refused(ErrorKind::invalid_argument, {.host = "no such host"}, "no such host");
+    refused(ErrorKind::invalid_argument, {.endpoints = 9}, "endpoints are 9");
+    refused(ErrorKind::invalid_argument, {.traffic_class = "fast"}, "\"fast\"");
+    refused(ErrorKind::unsupported, {.provider = "nonsense"}, "nonsense");
+    refused(ErrorKind::invalid_argument, {.host = "192.0.2.99"}, "none of this machine's");
+  });
+}
+
+TEST_F(OfiFabric, SeveralEndpointsCarryTheirOwnTags) {
+  run_ranks({"ofi", "ofi", false}, 2, [](Rank& me) {
+    OfiOptions options = ofi_options();
+    options.endpoints = 3;
+    options.traffic_class = "bulk_data";
+    const auto fabric = make_ofi_fabric(me.bootstrap, options, kDeadline);
+    const Segment mine = me.connect(*fabric, 1 << 20);
+    const int peer = 1 - me.rank();
+    for (std::uint64_t space = 0; space < 5; ++space) {  // of the group and of latency exchanges
+      const std::uint64_t tag = space << 40 | 9;
+      const Bytes data(5000, static_cast<std::byte>(space + 1));
+      fabric->put(peer, {mine.id, 8192 * (space + 1)}, data.data(), data.size(), tag);
+      fabric->publish(peer, {mine.id, 8 * space}, 1, data.size(), tag);
+    }
+    for (std::uint64_t space = 0; space < 5; ++space) {
+      ASSERT_TRUE(await_flag(mine, 8 * space, 1));
+      EXPECT_EQ(mine.data[8192 * (space + 1) + 4999], static_cast<std::byte>(space + 1));
+    }
+    me.barrier();
+  });
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <string>
 
 #include "domain_cases.hpp"
 #include "fleet_test.hpp"
@@ -43,10 +45,13 @@ std::vector<DomainCell> cells() {
   return all;
 }
 
-/// Every pair of choices of the other axes, dealt out to the cells.
+/// Every pair of choices of the other axes, dealt out to the cells; without FERRY_CONFORMANCE=full
+/// every third case of them.
 void run_cover(Mode mode) {
   const std::uint64_t seed = mix(base_seed(), 301);
-  const auto cover = pairwise_cover(mode, seed);
+  auto cover = pairwise_cover(mode, seed);
+  const char* text = std::getenv("FERRY_CONFORMANCE");
+  if (text == nullptr || std::string(text) != "full") cover.resize((cover.size() + 2) / 3);
   const std::vector<DomainCell> all = cells();
   std::vector<std::vector<Case>> dealt(all.size());
   for (std::size_t i = 0; i < cover.size(); ++i) {

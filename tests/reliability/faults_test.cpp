@@ -7,7 +7,6 @@
 #include <random>
 #include <sstream>
 #include <thread>
-#include <tuple>
 
 #include "processes.hpp"
 
@@ -23,14 +22,15 @@ std::uint64_t base_seed() {
 }
 
 /// across: hierarchical throughput mode over two domains. latency_across: latency mode over them.
-enum class Mode { throughput, latency, across, latency_across };
+/// network, latency_network: over libfabric.
+enum class Mode { throughput, latency, across, latency_across, network, latency_network };
 
 bool is_latency(Mode mode) {
-  return mode == Mode::latency || mode == Mode::latency_across;
+  return mode == Mode::latency || mode == Mode::latency_across || mode == Mode::latency_network;
 }
 
-bool is_across(Mode mode) {
-  return mode == Mode::across || mode == Mode::latency_across;
+bool is_network(Mode mode) {
+  return mode == Mode::network || mode == Mode::latency_network;
 }
 
 /// Exchanges for ever, checking every sum; returns only by an exception.
@@ -73,12 +73,12 @@ void exchange(Group& group, Mode mode, const Reporter& reporter) {
 }
 
 /// Reports "kind peer seconds message" of the error that ends the exchanges.
-Ranks::Body exchanging(Mode mode, FabricKind fabric, std::chrono::nanoseconds deadline) {
+Ranks::Body exchanging(Mode mode, std::chrono::nanoseconds deadline) {
   return [=](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
-    GroupConfig config{
-        .experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20, .fabric = fabric};
-    if (is_across(mode)) config.domain_size = kRanks / 2;
+    GroupConfig config{.experts = kExperts, .deadline = deadline, .memory_bytes = 1 << 20};
+    if (mode == Mode::across || mode == Mode::latency_across) config.domain_size = kRanks / 2;
     config.crossing = Crossing::hierarchical;
+    if (is_network(mode)) config.fabric = FabricKind::ofi;
     Group group(std::move(bootstrap), config);
     try {
       exchange(group, mode, reporter);
@@ -119,20 +119,15 @@ bool has_network() {
   return there;
 }
 
-using Setting = std::tuple<Mode, FabricKind>;
-
-class Faults : public testing::TestWithParam<Setting> {
+class Faults : public testing::TestWithParam<Mode> {
  protected:
   void SetUp() override {
-    if (over_network() && !has_network()) GTEST_SKIP() << "no libfabric on this machine";
+    if (is_network(GetParam()) && !has_network()) GTEST_SKIP() << "no libfabric on this machine";
   }
-  static Mode mode() { return std::get<0>(GetParam()); }
-  static FabricKind fabric() { return std::get<1>(GetParam()); }
-  static bool over_network() { return fabric() == FabricKind::ofi; }
   /// Over a network, where each takes longer, only one of them.
   static std::vector<int> victims(const std::vector<int>& all) {
-    if (!over_network()) return all;
-    return {mode() == Mode::throughput ? all.back() : all.front()};
+    if (!is_network(GetParam())) return all;
+    return {GetParam() == Mode::network ? all.back() : all.front()};
   }
 };
 
@@ -140,9 +135,9 @@ TEST_P(Faults, EverySurvivorNamesTheKilledRankSoon) {
   std::mt19937_64 random(base_seed());
   std::printf("seed %llu\n", static_cast<unsigned long long>(base_seed()));
   // A network tells nobody that a process has ended: silence has to.
-  const double limit = over_network() ? 3.0 : 1.0;
+  const double limit = is_network(GetParam()) ? 3.0 : 1.0;
   for (int victim : victims({0, 1, 2, 3})) {
-    Ranks ranks(kRanks, exchanging(mode(), fabric(), std::chrono::seconds(30)));
+    Ranks ranks(kRanks, exchanging(GetParam(), std::chrono::seconds(30)));
     for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(ranks.line(rank, 30), "going");
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
     const double killed = now();
@@ -163,8 +158,9 @@ TEST_P(Faults, EverySurvivorNamesTheKilledRankSoon) {
 
 TEST_P(Faults, EverySurvivorNamesTheStoppedRankAtTheDeadline) {
   constexpr double kDeadline = 1.5;
-  for (int victim : is_across(mode()) ? std::vector{3, 1} : victims({0, 2})) {
-    Ranks ranks(kRanks, exchanging(mode(), fabric(), std::chrono::milliseconds(1500)));
+  const bool domains = GetParam() == Mode::across || GetParam() == Mode::latency_across;
+  for (int victim : victims({domains ? 3 : 0, domains ? 1 : 2})) {
+    Ranks ranks(kRanks, exchanging(GetParam(), std::chrono::milliseconds(1500)));
     for (int rank = 0; rank < kRanks; ++rank) ASSERT_EQ(ranks.line(rank, 30), "going");
     const double stopped = now();
     ranks.signal(victim, SIGSTOP);
@@ -186,24 +182,22 @@ TEST_P(Faults, EverySurvivorNamesTheStoppedRankAtTheDeadline) {
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 
-std::string setting_name(const testing::TestParamInfo<Setting>& test) {
-  const std::string network = std::get<1>(test.param) == FabricKind::ofi ? "OverNetwork" : "";
-  switch (std::get<0>(test.param)) {
-    case Mode::throughput: return "Throughput" + network;
-    case Mode::latency: return "Latency" + network;
-    case Mode::across: return "Across" + network;
-    default: return "LatencyAcross" + network;
+std::string mode_name(const testing::TestParamInfo<Mode>& mode) {
+  switch (mode.param) {
+    case Mode::throughput: return "Throughput";
+    case Mode::latency: return "Latency";
+    case Mode::across: return "Across";
+    case Mode::latency_across: return "LatencyAcross";
+    case Mode::network: return "Network";
+    default: return "LatencyNetwork";
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, Faults,
-                         testing::Values(Setting{Mode::throughput, FabricKind::automatic},
-                                         Setting{Mode::latency, FabricKind::automatic},
-                                         Setting{Mode::across, FabricKind::automatic},
-                                         Setting{Mode::latency_across, FabricKind::automatic},
-                                         Setting{Mode::throughput, FabricKind::ofi},
-                                         Setting{Mode::latency, FabricKind::ofi}),
-                         setting_name);
+                         testing::Values(Mode::throughput, Mode::latency, Mode::across,
+                                         Mode::latency_across, Mode::network,
+                                         Mode::latency_network),
+                         mode_name);
 
 class Leaving : public testing::TestWithParam<FabricKind> {
  protected:

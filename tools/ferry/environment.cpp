@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -102,6 +103,31 @@ ReservedPort::ReservedPort(std::uint16_t port) : port_(port), claim_(claim(port)
   }
 }
 
+int own_place(const std::vector<std::string>& addresses) {
+  std::vector<int> own;
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    addrinfo hints{};
+    hints.ai_socktype = SOCK_STREAM;
+    addrinfo* list = nullptr;
+    if (const int code = getaddrinfo(addresses[i].c_str(), nullptr, &hints, &list); code != 0) {
+      throw std::runtime_error(
+          fmt::format("--hosts: \"{}\" does not resolve: {}", addresses[i], gai_strerror(code)));
+    }
+    // An address is this machine's when a socket can be bound to it.
+    const UniqueFd fd(socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (fd && bind(fd.get(), list->ai_addr, list->ai_addrlen) == 0) {
+      own.push_back(static_cast<int>(i));
+    }
+    freeaddrinfo(list);
+  }
+  if (own.size() == 1) return own.front();
+  throw std::runtime_error(
+      own.empty() ? "--hosts: none of them is this machine"
+                  : fmt::format("--hosts: {} and {} are both this machine; expected each once",
+                                addresses[static_cast<std::size_t>(own[0])],
+                                addresses[static_cast<std::size_t>(own[1])]));
+}
+
 std::string random_secret() {
   std::uint64_t words[2];
   fill_random(words, sizeof words);
@@ -111,15 +137,16 @@ std::string random_secret() {
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
                                              int rank) {
   std::vector<std::pair<std::string, std::string>> ours = {
-      {"RANK", std::to_string(rank)},
+      {"RANK", std::to_string(job.host * job.ranks + rank)},
       {"LOCAL_RANK", std::to_string(rank)},
-      {"WORLD_SIZE", std::to_string(job.ranks)},
+      {"WORLD_SIZE", std::to_string(job.hosts * job.ranks)},
       {"LOCAL_WORLD_SIZE", std::to_string(job.ranks)},
-      {"MASTER_ADDR", "127.0.0.1"},
+      {"MASTER_ADDR", job.master},
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"FERRY_PORT", std::to_string(job.ferry_port)},
       {"FERRY_SECRET", secret},
   };
+  if (!job.address.empty()) ours.emplace_back("FERRY_HOST", job.address);
   if (job.ranks > 1 && getenv("OMP_NUM_THREADS") == nullptr)
     ours.emplace_back("OMP_NUM_THREADS", "1");
 

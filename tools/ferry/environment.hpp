@@ -23,18 +23,27 @@ class ReservedPort {
   UniqueFd claim_;
 };
 
+/// Which of the addresses (numbers or names) is this machine's. Throws std::runtime_error unless
+/// exactly one is.
+int own_place(const std::vector<std::string>& addresses);
+
 /// 128 random bits in hexadecimal.
 std::string random_secret();
 
 struct JobEnvironment {
-  int ranks = 1;
+  int ranks = 1;  // of this host
+  int hosts = 1;
+  int host = 0;  // this one, by its place among all
+  std::string master = "127.0.0.1";
+  std::string address{};  // of this host for the others; empty: one host
   std::uint16_t master_port = 0;
   std::uint16_t ferry_port = 0;
 };
 
 /// "NAME=value" strings for one rank: this process's environment with RANK, LOCAL_RANK,
 /// WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, FERRY_PORT and `secret` as
-/// FERRY_SECRET set; with several ranks OMP_NUM_THREADS=1 unless it is already there.
+/// FERRY_SECRET set, of several hosts FERRY_HOST, too; with several ranks OMP_NUM_THREADS=1 unless
+/// it is already there. `rank`: of this host, from 0.
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
                                              int rank);
 

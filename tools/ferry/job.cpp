@@ -31,6 +31,10 @@ bool stdin_can_be_passed_on() {
   return isatty(STDIN_FILENO) == 0 && fstat(STDIN_FILENO, &status) == 0;
 }
 
+int all_ranks(const JobOptions& options) {
+  return options.ranks * std::max(1, static_cast<int>(options.hosts.size()));
+}
+
 std::string job_secret() {
   const char* given = std::getenv("FERRY_SECRET");
   return given != nullptr && *given != '\0' ? given : random_secret();
@@ -40,8 +44,8 @@ std::string job_secret() {
 
 Job::Job(const JobOptions& options)
     : options_(options),
-      out_(STDOUT_FILENO, options.ranks, options.prefix, terminal_),
-      err_(STDERR_FILENO, options.ranks, options.prefix, terminal_) {}
+      out_(STDOUT_FILENO, all_ranks(options), options.prefix, terminal_),
+      err_(STDERR_FILENO, all_ranks(options), options.prefix, terminal_) {}
 
 int Job::run() {
   take_signals();
@@ -77,12 +81,46 @@ void Job::take_signals() {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
 }
 
-void Job::start_ranks() {
+JobEnvironment Job::one_host() {
   // Ferry and torch.distributed each listen on a port of their own.
   master_port_ = options_.port != 0 ? ReservedPort(options_.port) : ReservedPort();
   ferry_port_.emplace();
-  const JobEnvironment environment{options_.ranks, master_port_->number(), ferry_port_->number()};
+  return {.ranks = options_.ranks,
+          .master_port = master_port_->number(),
+          .ferry_port = ferry_port_->number()};
+}
+
+/// Of several hosts each runs the same command, so nothing may be drawn or looked for.
+JobEnvironment Job::one_of_several() {
+  if (options_.port == 0 || options_.port == 65535) {
+    throw std::runtime_error(
+        "--hosts needs --port, the same on all hosts: MASTER_PORT, and FERRY_PORT is the next");
+  }
+  const char* secret = std::getenv("FERRY_SECRET");
+  if (secret == nullptr || *secret == '\0') {
+    throw std::runtime_error(
+        "--hosts needs FERRY_SECRET, the same random text on all hosts: once "
+        "`openssl rand -hex 16`, then `export FERRY_SECRET=...` on each");
+  }
+  const int host = own_place(options_.hosts);
+  const auto next = static_cast<std::uint16_t>(options_.port + 1);
+  if (host == 0) {  // where both listen
+    master_port_.emplace(options_.port);
+    ferry_port_.emplace(next);
+  }
+  return {.ranks = options_.ranks,
+          .hosts = static_cast<int>(options_.hosts.size()),
+          .host = host,
+          .master = options_.hosts.front(),
+          .address = options_.hosts[static_cast<std::size_t>(host)],
+          .master_port = options_.port,
+          .ferry_port = next};
+}
+
+void Job::start_ranks() {
+  const JobEnvironment environment = options_.hosts.empty() ? one_host() : one_of_several();
   const std::string secret = job_secret();
+  const int first = environment.host * options_.ranks;
   for (int r = 0; r < options_.ranks; ++r) {
     ProcessSpec spec;
     spec.command = options_.command;
@@ -92,10 +130,10 @@ void Job::start_ranks() {
     Process process = start_process(spec);
     keeper_->watch(process.pid);
     Rank& rank = ranks_.emplace_back();
-    rank.rank = r;
+    rank.rank = first + r;
     rank.pid = process.pid;
-    rank.out = {std::move(process.out), &out_, {}, {r, {}}};
-    rank.err = {std::move(process.err), &err_, {}, {r, {}}};
+    rank.out = {std::move(process.out), &out_, {}, {rank.rank, {}}};
+    rank.err = {std::move(process.err), &err_, {}, {rank.rank, {}}};
   }
 }
 

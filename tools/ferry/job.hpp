@@ -15,12 +15,15 @@
 namespace ferry::cli {
 
 struct JobOptions {
-  int ranks = 0;
+  int ranks = 0;  ///< of this host
+  /// All hosts, by their addresses, each of which runs the same command; empty: this one alone.
+  std::vector<std::string> hosts{};
   bool keep_going = false;
   std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
   bool prefix = true;
-  int tty_rank = -1;       ///< this rank's output is the launcher's own, unprefixed
-  std::uint16_t port = 0;  ///< MASTER_PORT; 0: any free one
+  int tty_rank = -1;  ///< this rank's output is the launcher's own, unprefixed
+  std::uint16_t port =
+      0;  ///< MASTER_PORT; 0: any free one. Of several hosts FERRY_PORT is the next
   std::vector<std::string> command{};
 };
 
@@ -52,6 +55,8 @@ class Job {
   enum class Ending { not_yet, asked, forced };  // what the launcher did to end the group
 
   void start_ranks();
+  JobEnvironment one_host();
+  JobEnvironment one_of_several();
   void take_signals();
   void wait_a_while(std::chrono::milliseconds longest);
   void read_stream(Stream& stream);

@@ -26,6 +26,11 @@ Every rank finds in its environment
   FERRY_SECRET                  128 random bits for this job, kept if already set
   OMP_NUM_THREADS               1 when n > 1, kept if already set
 
+With --hosts a,b,c each host runs this same command (by ssh, pdsh, Slurm, a script: nothing is started
+on other machines); each finds its own address in the list and starts its n ranks. WORLD_SIZE is n
+times the hosts, ranks count on from host to host, MASTER_ADDR is the first, FERRY_PORT is --port + 1,
+FERRY_HOST this host's address. FERRY_SECRET must be set, the same on all.
+
 Output comes in whole lines, each behind its rank: [2] loss 3.1. Progress bars (carriage returns)
 are drawn in place on a terminal; in a file they become lines, at most one a second for each rank.
 Rank 0 reads this command's standard input when that is a pipe or a file; all others, and all from a
@@ -97,6 +102,11 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->required()
       ->type_name("N")
       ->check(whole_number(1, kMostRanks).description("1 ... 1024"));
+  run_app
+      ->add_option("--hosts", given->job.hosts,
+                   "Addresses of all hosts, each of which runs this command; -n is then for each")
+      ->type_name("A,B,...")
+      ->delimiter(',');
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
   run_app

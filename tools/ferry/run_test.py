@@ -191,6 +191,36 @@ class Environment(unittest.TestCase):
             result = ferry_run("-n", "2", *shell(script), env=env)
             self.assertNotIn("deadbeefcafe", result.stdout + result.stderr)
 
+    def test_several_hosts(self):
+        # Of this machine only the first is an address: 192.0.2.0/24 is for documentation.
+        hosts = ["--hosts", "127.0.0.1,192.0.2.77", "-n", "2", "--port", "23456"]
+        script = "echo $RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $FERRY_PORT $FERRY_HOST"
+        secret = os.environ | {"FERRY_SECRET": "hush-hush"}
+        result = ferry_run(*hosts, *shell(script), env=secret)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(
+            sorted(result.stdout.splitlines()),
+            [f"[{rank}] {rank} 4 127.0.0.1 23456 23457 127.0.0.1" for rank in range(2)],
+        )
+        hosts[1] = "192.0.2.77,127.0.0.1"
+        result = ferry_run(*hosts, *shell("echo $RANK $LOCAL_RANK"), env=secret)
+        self.assertEqual(sorted(result.stdout.splitlines()), ["[2] 2 0", "[3] 3 1"])
+
+    def test_several_hosts_need_what_cannot_be_drawn(self):
+        secret = os.environ | {"FERRY_SECRET": "hush-hush"}
+        for addresses, port, env, words in (
+            ("127.0.0.1,192.0.2.77", [], secret, "--hosts needs --port"),
+            ("127.0.0.1,192.0.2.77", ["--port", "23456"], None, "--hosts needs FERRY_SECRET"),
+            ("192.0.2.77", ["--port", "23456"], secret, "none of them is this machine"),
+            ("127.0.0.1,127.0.0.2", ["--port", "23456"], secret, "are both this machine"),
+        ):
+            result = ferry_run(
+                "--hosts", addresses, "-n", "2", *port, "--", "true",
+                env=env or {k: v for k, v in os.environ.items() if k != "FERRY_SECRET"},
+            )  # fmt: skip
+            self.assertEqual(result.returncode, 1)
+            self.assertIn(words, result.stderr)
+
     def test_a_taken_port_is_refused(self):
         import socket
 

@@ -8,6 +8,7 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdlib>
@@ -95,6 +96,20 @@ std::string of_name(const std::string& host, std::string& problem) {
   return text;
 }
 
+/// Whether a numeric address is one of this machine's: a socket can be bound to it.
+bool is_own(const std::string& address) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* list = nullptr;
+  if (getaddrinfo(address.c_str(), nullptr, &hints, &list) != 0) return false;
+  const int fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const bool own = fd >= 0 && bind(fd, list->ai_addr, list->ai_addrlen) == 0;
+  if (fd >= 0) close(fd);
+  freeaddrinfo(list);
+  return own;
+}
+
 Info ask(const Library& library, const char* provider, const std::string& address,
          std::uint32_t tclass, int& code) {
   const Info hints(library.dupinfo(nullptr), library.freeinfo);
@@ -136,6 +151,12 @@ std::string listening_address(const std::string& host, int rank) {
            "the network's host is " + address +
                ", all interfaces; expected one address of this machine, at which its peers reach "
                "it (FERRY_HOST)");
+  }
+  if (!is_own(address)) {
+    refuse(rank, ErrorKind::invalid_argument,
+           "the network's host is " + address +
+               ", which is none of this machine's addresses; expected one of them, at which its "
+               "peers reach it (FERRY_HOST)");
   }
   return address;
 }
