@@ -178,8 +178,8 @@ class Group:
 
     @property
     def fabric_name(self) -> str:
-        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"; of several domains
-        with their network: "shm+copies", "local+sim", "shm+ofi"."""
+        """By which wire the ranks reach each other: "local", "shm", "sim", "ofi"; of several
+        domains with their network: "shm+copies", "local+sim", "shm+ofi"."""
         return self._raw.fabric_name
 
     @property
