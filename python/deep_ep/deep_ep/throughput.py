@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ferry
 from deep_ep import arguments
+from deep_ep.call import Call, summed_apart, with_scales
 from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, domains_of
 from deep_ep.errors import refuse, require
 from deep_ep.event import EventOverlap
@@ -125,7 +126,7 @@ class Throughput:
                 rows, exchange.plan, worst_case_rows=exchange.worst_case_rows, **call.how
             )
             event = call.end(exchange.group, received, ("x", "scales"))
-            return _with_scales(received, scales), None, None, None, None, event
+            return with_scales(received, scales), None, None, None, None, event
 
         arguments.check_layout(
             call.name,
@@ -169,7 +170,7 @@ class Throughput:
             assert received.plan is not None
             counts = received.plan.slots_per_expert()
         counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        return _with_scales(received, scales), ids, weights, counts, made, event
+        return with_scales(received, scales), ids, weights, counts, made, event
 
     def combine(
         self,
@@ -216,7 +217,7 @@ class Throughput:
         weights = None if topk_weights is None else combined.topk_weights
         if apart:
             assert topk_weights is not None
-            weights = _summed_apart(call, exchange, topk_weights)
+            weights = summed_apart(call, exchange, topk_weights)
         made = (weights,) if apart else ()
         event = call.end(exchange.group, combined, ("x", "topk_weights"), made)
         return combined.x, weights, event
@@ -236,16 +237,16 @@ class Throughput:
         default: Callable[[int, int], Config],
         rows: Tensor,
         when: tuple[EventOverlap | None, bool, bool],
-    ) -> _Call:
+    ) -> Call:
         if config is None:
             config = default(min(self.group_size, MOST_RANKS), self.num_sms)
         sms = config.num_sms
         require(sms % 2 == 0, name, "config.num_sms", sms, "an even number")
         turn = Turn(name, self.runtime, rows.device, *when)
-        return _Call(name, turn, sms // 2, {"stream": turn.stream, "sms": sms})
+        return Call(name, turn, sms // 2, {"stream": turn.stream, "sms": sms})
 
     def _handle(
-        self, call: _Call, group: ferry.Group, received: Any, in_rank: Tensor, worst_rows: int
+        self, call: Call, group: ferry.Group, received: Any, in_rank: Tensor, worst_rows: int
     ) -> IntranodeHandle | InternodeHandle:
         exchange = Exchange(
             group,
@@ -261,7 +262,7 @@ class Throughput:
                 return InternodeHandle.of(exchange, prefix, received.source_token, in_rank)
             return IntranodeHandle.of(exchange, prefix, received.source_token, in_rank)
 
-    def _exchange(self, call: _Call, handle: Any, device: torch.device) -> Exchange:
+    def _exchange(self, call: Call, handle: Any, device: torch.device) -> Exchange:
         """What a handle stands for. Tensors that are copies of a handle's, as after a trip of saved
         tensors to other memory, make the plan anew, on all ranks alike."""
         if not is_handle(handle):
@@ -286,7 +287,7 @@ class Throughput:
             )
         return exchange
 
-    def _by_ranks(self, call: _Call, is_token_in_rank: Tensor) -> tuple[ferry.Group, Tensor]:
+    def _by_ranks(self, call: Call, is_token_in_rank: Tensor) -> tuple[ferry.Group, Tensor]:
         """A group with one expert on each rank, and routes to them."""
         ranks = self.group_size
         good = ranks <= _MOST_SLOTS
@@ -306,42 +307,3 @@ class Throughput:
         first = self.rank * small + min(self.rank, more)
         counts: list[int] = torch.stack(said).sum(0)[first:][: small + (self.rank < more)].tolist()
         return counts
-
-
-class _Call(NamedTuple):
-    """One dispatch or combine: its name in messages, its place, its config."""
-
-    name: str
-    turn: Turn
-    channels: int
-    how: dict[str, Any]  # arguments of Ferry's call
-
-    def end(
-        self,
-        group: ferry.Group,
-        received: Any,
-        names: tuple[str, ...],
-        made: tuple[Tensor | None, ...] = (),
-    ) -> EventOverlap:
-        """What the call returns; results of Ferry that have these names, and of torch."""
-        if self.turn.stream is None:
-            return self.turn.end()
-        results = (getattr(received, name) for name in names)
-        return self.turn.end(group, (*results, *made))
-
-
-def _with_scales(received: Any, scales: Tensor | None) -> Any:
-    """The received rows, with what the scales were, dense, if there were any."""
-    if scales is None:
-        return received.x
-    return received.x, received.scales.view(scales.dtype)
-
-
-def _summed_apart(call: _Call, exchange: Exchange, topk_weights: Tensor) -> Tensor:
-    """Weights of another number of slots than the plan's, brought back as rows of their own."""
-    slots = topk_weights.shape[1]
-    with call.turn.context(topk_weights):
-        rows = torch.nn.functional.pad(exchange.cut(topk_weights), (0, -slots % 4))
-    summed: Tensor = exchange.group.combine(rows, exchange.plan, **call.how).x
-    with call.turn.context():
-        return summed[:, :slots].contiguous()

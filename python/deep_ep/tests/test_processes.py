@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import handle_bodies
 import low_latency_calls
 import pytest
 import replay_megatron
@@ -22,6 +23,7 @@ import ferry
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
+EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, bodies.captured]
 pytestmark = pytest.mark.timeout(280)
 
 
@@ -41,7 +43,7 @@ def pool() -> Iterator[Any]:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("body", [*bodies.ALL, bodies.captured], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", EVERYWHERE, ids=lambda body: body.__name__)
 def test_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, num_nvl_bytes=1 << 20)
 

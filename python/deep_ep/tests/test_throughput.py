@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import handle_bodies
 import pytest
 import throughput_bodies as bodies
 from rank_buffers import run_buffers
@@ -15,7 +16,7 @@ SIZES = (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*bodies.ALL, *handle_bodies.ALL], ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"))
 
@@ -23,9 +24,9 @@ def test_on_cpu(body: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("size", "some"),
     [
-        (3, (bodies.layouts, bodies.handle_contents, bodies.saved_handles)),
+        (3, (bodies.layouts, handle_bodies.handle_contents, handle_bodies.saved_handles)),
         (12, (bodies.layouts, bodies.lopsided)),
-        (16, (bodies.layouts, bodies.handle_contents, bodies.internode_names)),
+        (16, (bodies.layouts, handle_bodies.handle_contents, bodies.internode_names)),
     ],
 )
 def test_other_numbers_of_ranks(size: int, some: Any) -> None:
