@@ -45,7 +45,7 @@ struct CallSignature {
   std::uint16_t crossing = 0;  ///< a Crossing, never automatic; 0 in calls that do not cross
   std::uint32_t routes = 0;
   std::uint32_t weights = 0;
-  std::uint64_t plan = 0;      ///< which plan of the group, by the order of making
+  std::uint64_t plan = 0;  ///< which plan of the group, by the order of making
   friend bool operator==(const CallSignature&, const CallSignature&) = default;
 };
 
