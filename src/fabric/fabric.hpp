@@ -35,6 +35,7 @@ struct Segment {
 
 inline constexpr std::size_t kMaxHandleBytes = 192;
 
+/// unknown: nobody can tell; of a network: the peer has not been heard for a second.
 enum class PeerState : std::uint8_t { alive, dead, unknown };
 
 /// One thread at a time registers, attaches, seals and forgets; meanwhile other threads may put,

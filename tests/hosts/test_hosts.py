@@ -79,7 +79,16 @@ def train(hosts: int, each: int, folder: Path, fabric: str, rate: str = "") -> d
     """Trains the demo model; rank 0's result."""
     out = folder / f"{hosts}x{each}"
     out.mkdir()
-    command = [sys.executable, WORKER, "--out", out, "--steps", str(STEPS), "--fabric", fabric]
+    command: list[str | Path] = [
+        sys.executable,
+        WORKER,
+        "--out",
+        out,
+        "--steps",
+        str(STEPS),
+        "--fabric",
+        fabric,
+    ]
     # Parts for 1 … 16 ranks, and a smaller model's worth of data.
     command += ["--batch", "48", "--shares", "48", "--context", "16", "--held-out", "48"]
     with Hosts(hosts) as machines:
@@ -129,7 +138,7 @@ FAULTS = ["cable", "killed", "frozen"] if EVERYTHING else ["cable"]
 def test_survivors_name_the_host(fault: str, tmp_path: Path) -> None:
     victim = 1
     with Hosts(3) as machines:
-        command = [sys.executable, HERE / "exchanges.py", str(DEADLINE), tmp_path]
+        command: list[str | Path] = [sys.executable, HERE / "exchanges.py", str(DEADLINE), tmp_path]
         processes = machines.start_ranks(1, command, tmp_path)
         for rank in range(3):
             wait_for(tmp_path, rank, "going")
