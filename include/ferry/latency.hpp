@@ -24,6 +24,9 @@ struct LatencyConfig {
   /// mode. true: the rank is masked and the others go on without it (`LatencyExchange::masked`);
   /// combines take `CombinePath::per_rank`.
   bool masks = false;
+  /// Of results. expert_major: rank_major ones, too. rank_major: there is no room to fan out, which
+  /// on the host is 2 · local experts · ranks · capacity rows less.
+  RowOrder order = RowOrder::expert_major;
 };
 
 /// Who sums the rows of a token.
@@ -35,7 +38,9 @@ enum class CombinePath : std::uint8_t {
              ///< ascending rank from +0, one rounding
 };
 
-/// How the rows of a combine are written in flight.
+/// How the rows of a combine are written in flight. Whoever sends a row quantises it, once; its
+/// owner takes the exact values of the codes (e4m3: times the scale, rounded to fp32) and sums them
+/// as the path says. Of `per_rank` it is the row in the dtype that is quantised.
 enum class CombineFormat : std::uint8_t {
   as_is,     ///< the configuration's dtype
   e4m3,      ///< e4m3 with one f32 scale for each 128 channels, as dispatch quantises
@@ -75,15 +80,17 @@ class LatencyReceived {
   /// `RowOrder::rank_major`: nothing is fanned out. x is [ranks, capacity, H], scales
   /// [ranks, capacity, ..] with stride 1 along the rows, counts i32 [ranks], source_token i32
   /// [ranks, capacity], ranges empty; the first counts[s] rows of source s are valid, in ascending
-  /// token. With them come the local expert ids of the slots, i32 [ranks, capacity, K], −1 where a
-  /// slot is not on this rank and in rows that are not valid.
+  /// token. Rows may lie where they were written: then with a hook they come before `receive()`.
+  /// With them come the local expert ids of the slots, i32 [ranks, capacity, K], K of the
+  /// configuration; −1 where a slot is not on this rank and in rows that are not valid.
   Tensor topk_idx{};
   Tensor topk_weights{};  ///< rank-major, when weights were given: f32 [ranks, capacity, K], 0
                           ///< where topk_idx is −1
   Event event{};
 
   /// With `hook`: receives. Blocks (without a stream) until all rows arrived. Nothing is written
-  /// to the tensors before it is called; calling it twice is Error(invalid_argument).
+  /// to the tensors before it is called, but for rank-major rows; calling it twice is
+  /// Error(invalid_argument).
   void receive();
 
   std::shared_ptr<LatencyState> state{};
@@ -95,6 +102,8 @@ struct LatencyCombineOptions {
   CombinePath path = CombinePath::per_slot;
   CombineFormat format = CombineFormat::as_is;
   std::optional<TensorView> waits{};  ///< as in dispatch
+  /// Only send. With `CombinePath::per_rank` and weights that come with the combine the sending
+  /// waits for those of the other ranks.
   bool hook = false;
   std::optional<TensorView> out{};  ///< [T, H], the caller's own output
   Stream* stream = nullptr;
@@ -102,7 +111,9 @@ struct LatencyCombineOptions {
 
 class LatencyCombined {
  public:
-  Tensor x{};  ///< [T, H]: Σ_k w_k · row_k, fp32 fma in ascending k from +0, one rounding
+  /// [T, H]. per_slot: Σ_k w_k · row_k, fp32 fma in ascending k from +0, one rounding. per_rank, or
+  /// rank-major: Σ_rank row_rank, fp32 in ascending rank from +0, one rounding.
+  Tensor x{};
   Event event{};
   void receive();  ///< with `hook`, as above
 
@@ -128,23 +139,32 @@ class LatencyExchange {
                           const ConstTensorView& topk_weights,
                           const LatencyCombineOptions& options = {});
 
-  /// Collective. With weights that came with the dispatch, or rank-major rows.
+  /// Collective. With weights that came with the dispatch, or with rank-major rows [ranks,
+  /// capacity, H] in the order of `received.x`. Weights are given once: with the dispatch or with
+  /// the combine, and with the combine of rank-major rows never; twice is Error(invalid_argument).
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
                           const LatencyCombineOptions& options = {});
 
   /// Masks, of an exchange whose configuration has `masks`; else Error(invalid_argument). A masked
-  /// rank is neither sent to nor waited for; what it holds of a token is zero. A rank is masked by
-  /// missing the deadline of a call, which also raises the count of `mask_count`; late writes of a
-  /// masked rank are ignored.
+  /// rank is neither sent to nor waited for; what it holds of a token is zero. Each rank decides
+  /// for itself: a peer is masked by missing the deadline of a call, by the end of its process or
+  /// by destroying its group, all of which raise `mask_count`, and by `set_mask`. Late writes of a
+  /// masked rank are ignored. A rank that was masked by a peer that it has not masked itself gets
+  /// Error(left_behind) from its calls, and the others are not disturbed by it.
   std::vector<bool> masked() const;  ///< [ranks]; own rank: never
+  /// `rank`: a peer. Counts for calls that begin later. A mask may be taken back without `rejoin`
+  /// only from a rank that made as many dispatches as this one.
   void set_mask(int rank, bool masked);
   void clear_masks();
-  /// Times that a deadline masked a rank. The word lies in (pinned) host memory and lives as long
-  /// as the exchange; reading it touches no GPU.
+  /// Times that this rank masked another by itself. The word lies in (pinned) host memory and lives
+  /// as long as the exchange; reading it touches no GPU.
   const std::uint64_t* mask_count() const;
   /// Collective of all ranks, those that go on and those that come back, at the same place in every
-  /// rank's calls: agrees on a generation after all that were used and clears all masks. Results
-  /// that are alive may still be read, not combined.
+  /// rank's calls: agrees on a generation after all that were used and clears all masks, but of
+  /// ranks whose process has ended or that destroyed their group: those stay masked. A rank that
+  /// does not come within the deadline is Error(deadline) that names it; until a rejoin succeeds
+  /// every other call of this rank is Error(left_behind) then. Results that are alive may still be
+  /// read, but neither received nor combined.
   void rejoin();
 
   const LatencyConfig& config() const;

@@ -72,6 +72,12 @@ class PeerLeft(Error):  # noqa: N818
     kind = "peer left"
 
 
+class LeftBehind(Error):  # noqa: N818
+    """Latency mode with masks: the peers masked this rank and went on; `LatencyExchange.rejoin`."""
+
+    kind = "left behind"
+
+
 class Refused(Error):  # noqa: N818
     """The bootstrap turned this process away: secret, version, size, or the rank is taken."""
 
@@ -117,6 +123,7 @@ _CLASSES: dict[str, type[Error]] = {
         DeadlineExceeded,
         PeerFailed,
         PeerLeft,
+        LeftBehind,
         Refused,
         Interrupted,
         Destroyed,

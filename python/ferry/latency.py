@@ -1,4 +1,4 @@
-"""Latency mode: small batches, fixed-capacity expert-major output, hooks."""
+"""Latency mode: small batches, fixed-capacity output, hooks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, choice, flag, instance, integer, optional
-from ferry.group import FORMATS, ROUTE_DTYPES, SCALE_FORMATS, Group
+from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import summary
 from ferry.tensors import Like, array, dtype_named, optional_view, view
 
 ArrayT = TypeVar("ArrayT")
 
+PATHS = {"per_slot": _ferry.CombinePath.per_slot, "per_rank": _ferry.CombinePath.per_rank}
+COMBINE_FORMATS = {
+    "as_is": _ferry.CombineFormat.as_is,
+    "e4m3": _ferry.CombineFormat.e4m3,
+    "logfmt10": _ferry.CombineFormat.logfmt10,
+}
+
 
 class LatencyReceived(Generic[ArrayT]):
-    """What a latency dispatch brings. L: local experts, R: ranks, C: capacity.
+    """What a latency dispatch brings. L: local experts, R: ranks, C: capacity, K: the configured
+    topk. With `order="rank_major"` shapes begin with [R, C] instead of [L, R*C].
 
     At most two are alive at a time; dropping this object and its arrays gives the buffer back.
     """
@@ -27,7 +35,8 @@ class LatencyReceived(Generic[ArrayT]):
     @cached_property
     def x(self) -> ArrayT:
         """[L, R*C, H], e4m3 or the input's dtype. The first counts[e] rows of expert e are valid:
-        ascending source rank, token, slot."""
+        ascending source rank, token, slot. Rank-major [R, C, H], one row for each token: the first
+        counts[s] rows of source s, ascending token."""
         return self._array(self._raw.x)
 
     @cached_property
@@ -38,7 +47,7 @@ class LatencyReceived(Generic[ArrayT]):
 
     @cached_property
     def counts(self) -> ArrayT:
-        """i32 [L]: valid rows of each expert."""
+        """i32 [L]: valid rows of each expert; rank-major [R], of each source."""
         return self._array(self._raw.counts)
 
     @cached_property
@@ -48,8 +57,20 @@ class LatencyReceived(Generic[ArrayT]):
 
     @cached_property
     def ranges(self) -> ArrayT:
-        """i64 [L, R]: (first row << 32) | rows."""
+        """i64 [L, R]: (first row << 32) | rows. Rank-major: None."""
         return self._array(self._raw.ranges)
+
+    @cached_property
+    def topk_idx(self) -> ArrayT | None:
+        """Rank-major only: i32 [R, C, K], local expert ids; -1 for a slot that is not on this rank
+        and in rows that are not valid."""
+        return self._array(self._raw.topk_idx)
+
+    @cached_property
+    def topk_weights(self) -> ArrayT | None:
+        """Rank-major only, if the dispatch was given weights: f32 [R, C, K], 0 where `topk_idx` is
+        -1."""
+        return self._array(self._raw.topk_weights)
 
     @property
     def event(self) -> _ferry.Event:
@@ -58,7 +79,7 @@ class LatencyReceived(Generic[ArrayT]):
 
     def receive(self) -> None:
         """With `hook=True`: receives; blocks, without a stream, until all rows arrived. Nothing is
-        written before. A second call raises `InvalidArgument`."""
+        written before, but rank-major rows. A second call raises `InvalidArgument`."""
         self._raw.receive()
 
     def __repr__(self) -> str:
@@ -80,7 +101,7 @@ class LatencyCombined(Generic[ArrayT]):
     @cached_property
     def x(self) -> ArrayT:
         """[T, H]: the sum over slots of weight times row: fp32 fma in ascending k from +0, one
-        rounding."""
+        rounding; `path="per_rank"` and rank-major rows: the sum over ranks, in ascending order."""
         if self._out is not None:
             return self._out
         result: ArrayT = array(self._raw.x, self._like)
@@ -109,10 +130,23 @@ class LatencyExchange:
         hidden: channels of a token; row bytes a multiple of 16.
         topk: most slots of a route.
         dtype: of tokens and of combined rows: "bf16", "f16" or "f32".
+        order: of results. "expert_major": dispatches may ask for either. "rank_major": for that
+            alone, and no memory is taken to fan out.
+        masks: a rank that misses the deadline of a call is masked, and the others go on without it;
+            see `masked`. Without, the group fails. Expert-major combines then take
+            `path="per_rank"`.
     """
 
     def __init__(
-        self, group: Group, *, capacity: int, hidden: int, topk: int, dtype: Any = "bf16"
+        self,
+        group: Group,
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
+        masks: bool = False,
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
         self._raw = _ferry.LatencyExchange(
@@ -121,6 +155,8 @@ class LatencyExchange:
             integer("LatencyExchange: hidden", hidden, 1),
             integer("LatencyExchange: topk", topk, 1, INT32_MAX),
             self._dtype,
+            choice("LatencyExchange: order", order, ORDERS),
+            flag("LatencyExchange: masks", masks),
         )
         self._words = f"capacity {capacity}, hidden {hidden}, top-{topk}, {self._dtype.name}"
 
@@ -132,19 +168,27 @@ class LatencyExchange:
         x: ArrayT,
         topk_idx: Any,
         *,
+        topk_weights: Any = None,
         format: str = "as_is",
         scale_format: str = "f32",
+        order: str = "expert_major",
+        waits: Any = None,
         hook: bool = False,
         stream: _ferry.Stream | None = None,
     ) -> LatencyReceived[ArrayT]:
-        """Collective. Carries tokens to their experts; a token crosses once for each rank and fans
-        out there.
+        """Collective. Carries tokens to their experts; a token crosses once for each rank and,
+        expert-major, fans out there.
 
         Args:
             x: [T, H] dense, T <= capacity, the configured dtype (or uint16 that carries it).
             topk_idx: i64 or i32 [T, K], -1 = unused.
+            topk_weights: f32 [T, K], carried to the ranks of the experts; all ranks or none. A
+                combine then takes none.
             format: "as_is", or "e4m3": quantised in flight, one scale for each 128 channels.
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
+            order: "expert_major", or "rank_major": one row for each token, where it was written.
+                An exchange that was made "rank_major" takes that alone.
+            waits: i64 [R]: how many nanoseconds the receive waited for each source is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: None: returns finished (or sent) results.
 
@@ -154,8 +198,11 @@ class LatencyExchange:
         raw = self._raw.dispatch(
             x_view,
             view("latency dispatch: topk_idx", topk_idx, expected=ROUTE_DTYPES)[0],
+            optional_view("latency dispatch: topk_weights", topk_weights, expected="f32"),
             choice("latency dispatch: format", format, FORMATS),
             choice("latency dispatch: scale_format", scale_format, SCALE_FORMATS),
+            choice("latency dispatch: order", order, ORDERS),
+            optional_view("latency dispatch: waits", waits, writable=True, expected="i64"),
             flag("latency dispatch: hook", hook),
             optional("latency dispatch: stream", stream, _ferry.Stream, "a ferry.Stream"),
         )
@@ -165,8 +212,11 @@ class LatencyExchange:
         self,
         rows: ArrayT,
         received: LatencyReceived[Any],
-        topk_weights: Any,
+        topk_weights: Any = None,
         *,
+        path: str = "per_slot",
+        format: str = "as_is",
+        waits: Any = None,
         hook: bool = False,
         out: ArrayT | None = None,
         stream: _ferry.Stream | None = None,
@@ -174,10 +224,19 @@ class LatencyExchange:
         """Collective. Brings rows back to the owners of their tokens and sums them.
 
         Args:
-            rows: [L, R*C, H] in the configured dtype, in the order of `received.x`.
+            rows: in the configured dtype and in the order of `received.x`: [L, R*C, H]; rank-major
+                [R, C, H], each the caller's own weighted sum.
             received: of the dispatch that this answers.
-            topk_weights: f32 [T, K] of this rank's own tokens.
-            hook: only send; `receive()` of the result does the rest.
+            topk_weights: f32 [T, K] of this rank's own tokens. None with rank-major rows, or if
+                they came with the dispatch.
+            path: of expert-major rows. "per_slot": one row for each slot crosses and the owner of
+                the token sums. "per_rank": the rank of the experts sums its slots and rounds, one
+                row for each rank crosses.
+            format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
+                "logfmt10" (10 bits a channel).
+            waits: i64 [R], as in `dispatch`.
+            hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
+                given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output.
             stream: None: returns finished (or sent) results.
         """
@@ -187,16 +246,64 @@ class LatencyExchange:
         raw = self._raw.combine(
             rows_view,
             instance(f"{name}: received", received, LatencyReceived, expected)._raw,
-            view(f"{name}: topk_weights", topk_weights, expected="f32")[0],
+            optional_view(f"{name}: topk_weights", topk_weights, expected="f32"),
+            choice(f"{name}: path", path, PATHS),
+            choice(f"{name}: format", format, COMBINE_FORMATS),
+            optional_view(f"{name}: waits", waits, writable=True, expected="i64"),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True),
             optional(f"{name}: stream", stream, _ferry.Stream, "a ferry.Stream"),
         )
         return LatencyCombined(raw, like, out)
 
+    def masked(self) -> list[bool]:
+        """Of each rank, whether this rank goes on without it: nothing is sent to it, nothing waits
+        for it, and what it holds of a token is zero. Each rank decides for itself: by a missed
+        deadline, the end of a process or of a rank's group, and by `set_mask`.
+
+        A rank that was masked by a peer that it has not masked itself gets `LeftBehind` from its
+        calls. Without `masks=True` this and what follows raises `InvalidArgument`.
+        """
+        return self._raw.masked()
+
+    def set_mask(self, rank: int, masked: bool = True) -> None:
+        """Masks a peer, or takes its mask back, for calls that begin later. Without `rejoin` a mask
+        may be taken back only from a rank that made as many dispatches as this one."""
+        self._raw.set_mask(
+            integer("set_mask: rank", rank, 0, INT32_MAX), flag("set_mask: masked", masked)
+        )
+
+    def clear_masks(self) -> None:
+        """Takes all masks back, as `set_mask`."""
+        self._raw.clear_masks()
+
+    @property
+    def mask_count(self) -> int:
+        """How many times this rank masked another by itself, not by `set_mask`. Cheap to ask: a
+        word in host memory."""
+        return self._raw.mask_count()
+
+    def rejoin(self) -> None:
+        """Collective of all ranks, those that go on and those that come back. Clears the masks, but
+        of ranks whose process has ended or that destroyed their group.
+
+        A rank that does not come within the deadline: `DeadlineExceeded` that names it, and
+        `LeftBehind` from every other call until a rejoin succeeds. Results that are alive may still
+        be read, but neither received nor combined.
+        """
+        self._raw.rejoin()
+
     @staticmethod
     def memory_hint(
-        *, capacity: int, hidden: int, topk: int, experts: int, ranks: int, dtype: Any = "bf16"
+        *,
+        capacity: int,
+        hidden: int,
+        topk: int,
+        experts: int,
+        ranks: int,
+        dtype: Any = "bf16",
+        order: str = "expert_major",
+        masks: bool = False,
     ) -> int:
         """Registered bytes of one rank's latency buffers."""
         return _ferry.LatencyExchange.memory_hint(
@@ -206,6 +313,8 @@ class LatencyExchange:
             dtype_named("memory_hint: dtype", dtype),
             integer("memory_hint: experts", experts, 1),
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
+            choice("memory_hint: order", order, ORDERS),
+            flag("memory_hint: masks", masks),
         )
 
     def _view(self, name: str, value: Any) -> tuple[_ferry.View, Like]:

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 
+#include <atomic>
 #include <vector>
 
 #include "bind.hpp"
@@ -51,42 +52,61 @@ Hooked<Result> hold(Result result, bool hook, const nb::object& stream,
 }
 
 void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capacity,
-                   std::int64_t hidden, int topk, Dtype dtype) {
+                   std::int64_t hidden, int topk, Dtype dtype, RowOrder order, bool masks) {
   LatencyConfig config;
   config.capacity = capacity;
   config.hidden = hidden;
   config.topk = topk;
   config.dtype = dtype;
+  config.order = order;
+  config.masks = masks;
   new (self) HeldExchange(without_gil([&] { return LatencyExchange(group.get(), config); }));
 }
 
 Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_idx,
-                  WireFormat format, ScaleFormat scale_format, bool hook,
-                  const nb::object& stream) {
+                  const View* topk_weights, WireFormat format, ScaleFormat scale_format,
+                  RowOrder order, const View* waits, bool hook, const nb::object& stream) {
   LatencyDispatchOptions options;
   options.format = format;
   options.scale_format = scale_format;
+  options.order = order;
+  options.topk_weights = optional_read(topk_weights);
+  options.waits = optional_write(waits);
   options.hook = hook;
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx});
+  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx, topk_weights, waits});
   LatencyReceived result =
       without_gil([&] { return exchange->dispatch(x.read(), topk_idx.read(), options); });
-  return hold(std::move(result), hook, stream, {&x, &topk_idx});
+  return hold(std::move(result), hook, stream, {&x, &topk_idx, topk_weights, waits});
 }
 
 Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
-                 const View& topk_weights, bool hook, const View* out, const nb::object& stream) {
+                 const View* topk_weights, CombinePath path, CombineFormat format,
+                 const View* waits, bool hook, const View* out, const nb::object& stream) {
   LatencyCombineOptions options;
+  options.path = path;
+  options.format = format;
+  options.waits = optional_write(waits);
   options.hook = hook;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&rows, &topk_weights, out});
-  LatencyCombined result = without_gil(
-      [&] { return exchange->combine(rows.read(), received.get(), topk_weights.read(), options); });
-  return hold(std::move(result), hook, stream, {&rows, &topk_weights, out});
+  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, waits, out});
+  LatencyCombined result = without_gil([&] {
+    if (topk_weights == nullptr) return exchange->combine(rows.read(), received.get(), options);
+    return exchange->combine(rows.read(), received.get(), topk_weights->read(), options);
+  });
+  return hold(std::move(result), hook, stream, {&rows, topk_weights, waits, out});
 }
 
-void bind_formats(nb::module_& m) {}
+void bind_formats(nb::module_& m) {
+  nb::enum_<CombinePath>(m, "CombinePath")
+      .value("per_slot", CombinePath::per_slot)
+      .value("per_rank", CombinePath::per_rank);
+  nb::enum_<CombineFormat>(m, "CombineFormat")
+      .value("as_is", CombineFormat::as_is)
+      .value("e4m3", CombineFormat::e4m3)
+      .value("logfmt10", CombineFormat::logfmt10);
+}
 
 }  // namespace
 
@@ -99,6 +119,9 @@ void bind_latency(nb::module_& m) {
       .def_prop_ro("source_token",
                    [](const Received& r) { return to_python(r.get().source_token); })
       .def_prop_ro("ranges", [](const Received& r) { return to_python(r.get().ranges); })
+      .def_prop_ro("topk_idx", [](const Received& r) { return to_python(r.get().topk_idx); })
+      .def_prop_ro("topk_weights",
+                   [](const Received& r) { return to_python(r.get().topk_weights); })
       .def_prop_ro("event", [](const Received& r) { return HeldEvent(r.get().event); })
       .def("receive", &Received::receive);
   nb::class_<Combined>(m, "LatencyCombined")
@@ -107,24 +130,53 @@ void bind_latency(nb::module_& m) {
       .def("receive", &Combined::receive);
   nb::class_<HeldExchange>(m, "LatencyExchange")
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
-           nb::arg("topk"), nb::arg("dtype"))
-      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("format"),
-           nb::arg("scale_format"), nb::arg("hook"), nb::arg("stream").none(),
-           nb::sig("def dispatch(self, x: View, topk_idx: View, format: WireFormat, scale_format: "
-                   "ScaleFormat, hook: bool, stream: Stream | None) -> LatencyReceived"))
-      .def("combine", &combine, nb::arg("rows"), nb::arg("received"), nb::arg("topk_weights"),
-           nb::arg("hook"), nb::arg("out").none(), nb::arg("stream").none(),
-           nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View, "
-                   "hook: bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
+           nb::arg("topk"), nb::arg("dtype"), nb::arg("order"), nb::arg("masks"))
+      .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
+           nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("waits").none(),
+           nb::arg("hook"), nb::arg("stream").none(),
+           nb::sig("def dispatch(self, x: View, topk_idx: View, topk_weights: View | None, format: "
+                   "WireFormat, scale_format: ScaleFormat, order: RowOrder, waits: View | None, "
+                   "hook: bool, stream: Stream | None) -> LatencyReceived"))
+      .def("combine", &combine, nb::arg("rows"), nb::arg("received"),
+           nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"),
+           nb::arg("waits").none(), nb::arg("hook"), nb::arg("out").none(),
+           nb::arg("stream").none(),
+           nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View | "
+                   "None, path: CombinePath, format: CombineFormat, waits: View | None, hook: "
+                   "bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
+      .def(
+          "masked",
+          [](const HeldExchange& e) {
+            nb::list masks;
+            for (const bool masked : e->masked()) masks.append(masked);
+            return masks;
+          },
+          nb::sig("def masked(self) -> list[bool]"))
+      .def(
+          "set_mask",
+          [](const HeldExchange& e, int rank, bool masked) {
+            without_gil([&] { e->set_mask(rank, masked); });
+          },
+          nb::arg("rank"), nb::arg("masked"))
+      .def("clear_masks", [](const HeldExchange& e) { without_gil([&] { e->clear_masks(); }); })
+      .def("mask_count",
+           [](const HeldExchange& e) {
+             // Acquire: who sees the count sees the masks.
+             return std::atomic_ref(const_cast<std::uint64_t&>(*e->mask_count()))
+                 .load(std::memory_order_acquire);
+           })
+      .def("rejoin", [](const HeldExchange& e) { without_gil([&] { e->rejoin(); }); })
       .def_static(
           "memory_hint",
           [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
-             std::int64_t experts, int ranks) {
+             std::int64_t experts, int ranks, RowOrder order, bool masks) {
             LatencyConfig config{capacity, hidden, topk, dtype};
+            config.order = order;
+            config.masks = masks;
             return LatencyExchange::memory_hint(config, experts, ranks);
           },
           nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
-          nb::arg("experts"), nb::arg("ranks"));
+          nb::arg("experts"), nb::arg("ranks"), nb::arg("order"), nb::arg("masks"));
 }
 
 }  // namespace ferry::python

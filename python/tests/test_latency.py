@@ -142,6 +142,167 @@ def test_e4m3(rng: np.random.Generator, scale_format: str) -> None:
     assert all(run_ranks(RANKS, body, experts=EXPERTS, memory_bytes=1 << 22))
 
 
+def own_sums(x: Any, weights: Any) -> np.ndarray:
+    """Rank-major rows: each token times the sum of its weights on this rank."""
+    sums: np.ndarray = np.asarray(x) * np.asarray(weights).sum(2, keepdims=True)
+    return sums.astype(np.float32)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_rank_major(rng: np.random.Generator, hook: bool, framework: str) -> None:
+    case = Case(rng)
+
+    def array(data: np.ndarray) -> Any:
+        return torch.from_numpy(data) if framework == "torch" else data
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        r = lat.dispatch(
+            array(case.x[rank]),
+            array(case.routes[rank]),
+            topk_weights=array(case.weights[rank]),
+            order="rank_major",
+            hook=hook,
+        )
+        if hook:
+            r.receive()
+        assert tuple(r.x.shape) == (RANKS, CAPACITY, HIDDEN)
+        assert r.topk_idx is not None
+        assert r.topk_weights is not None
+        assert r.ranges is None
+        assert type(r.topk_idx) is type(r.topk_weights) is type(array(case.x[rank]))
+        assert group.is_registered(r.x)
+        block = case.reference.blocks[rank]
+        for source in range(RANKS):
+            tokens = [
+                t for t, route in enumerate(case.routes[source].tolist()) if set(route) & set(block)
+            ]
+            n = len(tokens)
+            assert int(r.counts[source]) == n
+            assert np.array_equal(np.asarray(r.source_token)[source, :n], tokens)
+            assert np.array_equal(np.asarray(r.x)[source, :n], case.x[source][tokens])
+            routes = case.routes[source][tokens]
+            here = np.isin(routes, list(block))
+            ids, weights = np.asarray(r.topk_idx)[source], np.asarray(r.topk_weights)[source]
+            assert np.array_equal(ids[:n], np.where(here, routes - block.start, -1))
+            assert np.array_equal(weights[:n], np.where(here, case.weights[source][tokens], 0))
+            assert (ids[n:] == -1).all()
+            assert (weights[n:] == 0).all()
+        rows = array(own_sums(r.x, r.topk_weights))
+        c = lat.combine(rows, r, hook=hook)
+        if hook:
+            c.receive()
+        return c.x
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert np.array_equal(out, case.combined(rank))
+
+
+@pytest.mark.parametrize("scale_format", ["f32", "f32_pow2", "ue8m0_packed"])
+def test_rank_major_scales(rng: np.random.Generator, scale_format: str) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        x = case.x[group.rank].astype(ml_dtypes.bfloat16)
+        options: Any = {"format": "e4m3", "scale_format": scale_format}
+        lat = exchange(group, "bf16")
+        r = lat.dispatch(x, case.routes[group.rank], order="rank_major", **options)
+        assert r.scales is not None
+        packed = scale_format == "ue8m0_packed"
+        assert r.scales.shape == (RANKS, CAPACITY, 1 if packed else HIDDEN // 128)
+        assert r.scales.strides[1] == 4
+        for source in range(RANKS):
+            n = int(r.counts[source])
+            scales = r.scales[source, :n]
+            if packed:
+                bytes_ = np.ascontiguousarray(scales).view(np.uint8)[:, : HIDDEN // 128]
+                scales = np.exp2(bytes_.astype(np.float32) - 127)
+            back = r.x[source, :n].astype(np.float32) * np.repeat(scales, 128, axis=1)
+            tokens = r.source_token[source, :n]
+            assert np.allclose(back, case.x[source][tokens], rtol=1 / 16, atol=1e-2)
+        return True
+
+    assert all(run_ranks(RANKS, body, experts=EXPERTS, memory_bytes=1 << 22))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("path", ["per_slot", "per_rank"])
+@pytest.mark.parametrize("format", ["as_is", "e4m3", "logfmt10"])
+def test_paths_and_formats(
+    rng: np.random.Generator, format: str, path: str, ahead: bool, framework: str
+) -> None:
+    case = Case(rng)
+
+    def array(data: np.ndarray) -> Any:
+        return torch.from_numpy(data) if framework == "torch" else data
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        weights = array(case.weights[rank])
+        call = (array(case.x[rank]), array(case.routes[rank]))
+        r = lat.dispatch(*call, topk_weights=weights if ahead else None)
+        assert r.topk_idx is None
+        assert r.topk_weights is None
+        return lat.combine(r.x, r, None if ahead else weights, path=path, format=format).x
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        if format == "as_is":  # small integers: exact in any order
+            assert np.array_equal(out, case.combined(rank))
+        else:
+            # Each slot's error is at most 1/16 of it, that of logfmt10 half a step of 3 octaves.
+            share = 1 / 15 if format == "e4m3" else 0.0025
+            size = np.where(case.routes[rank] >= 0, np.abs(case.weights[rank]), 0).sum(1)[:, None]
+            error = np.abs(np.asarray(out) - case.combined(rank))
+            assert (error <= share * np.abs(case.x[rank]) * size + 1e-4).all()
+
+
+def test_rank_major_alone(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        size: Any = {"capacity": CAPACITY, "hidden": HIDDEN, "topk": TOPK, "order": "rank_major"}
+        lat = ferry.LatencyExchange(group, dtype="f32", **size)
+        hint = ferry.LatencyExchange.memory_hint(dtype="f32", experts=EXPERTS, ranks=RANKS, **size)
+        assert group.memory().latency_bytes == hint
+        call = (case.x[rank], case.routes[rank])
+        with pytest.raises(ferry.InvalidArgument, match="no room to fan out"):
+            lat.dispatch(*call)
+        r = lat.dispatch(*call, topk_weights=case.weights[rank], order="rank_major")
+        return lat.combine(own_sums(r.x, r.topk_weights), r).x
+
+    for rank, out in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert np.array_equal(out, case.combined(rank))
+
+
+def test_refusals(rng: np.random.Generator) -> None:
+    case = Case(rng)
+
+    def body(group: ferry.Group) -> Any:
+        rank = group.rank
+        lat = exchange(group)
+        call = (case.x[rank], case.routes[rank])
+        with pytest.raises(ferry.InvalidArgument, match="order"):
+            lat.dispatch(*call, order="sideways")
+        r = lat.dispatch(*call, topk_weights=case.weights[rank])
+        with pytest.raises(ferry.InvalidArgument, match="path"):
+            lat.combine(r.x, r, path="per_expert")
+        with pytest.raises(ferry.InvalidArgument, match="format"):
+            lat.combine(r.x, r, format="fp4")
+        with pytest.raises(ferry.InvalidArgument, match="came with the dispatch"):
+            lat.combine(r.x, r, case.weights[rank])
+        other = lat.dispatch(*call)
+        with pytest.raises(ferry.InvalidArgument, match="brought none"):
+            lat.combine(other.x, other)
+        return True
+
+    assert all(run_ranks(RANKS, body, experts=EXPERTS))
+
+
 def test_nothing_arrives_before_the_hook(rng: np.random.Generator) -> None:
     case = Case(rng)
 

@@ -86,7 +86,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
   }
   if (theirs.weights != mine.weights) {
-    return says("topk_weights", yes_no(theirs.weights), their_rank, yes_no(mine.weights));
+    const bool latency = mine.kind == CallKind::latency;  // whether it has masks
+    return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,
+                yes_no(mine.weights));
   }
   if (theirs.plan != mine.plan) {
     return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,

@@ -147,7 +147,10 @@ void check_config(const LatencyConfig& config) {
   if (config.topk < 1 || config.topk > kMaxTopk) {
     refuse(kCall, "topk", to_string(config.topk), "1 … 64");
   }
-  if (config.masks) refuse(kCall, "masks", "true", "false: not there yet");
+  if (config.order > RowOrder::expert_major) {
+    refuse(kCall, "order", "number " + to_string(static_cast<int>(config.order)),
+           "rank_major or expert_major");
+  }
 }
 
 void check_size(const LatencyConfig& config, std::int64_t local_experts, int ranks) {

@@ -71,10 +71,26 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
 /// The same for the weights of received rows, shape [n, topk].
 void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                            const Extents& shape, int topk);
+void check_formats(std::string_view call, WireFormat format, ScaleFormat scales);
 void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                             const LatencyConfig& config, const LatencyDispatchOptions& options,
                             const Device& where = {});
-void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
-                           const LatencyCombineOptions& options);
+/// How long a receive waited for each rank is added there.
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where = {});
+
+/// What a combine of latency mode must know of its dispatch.
+struct LatencyDispatched {
+  RowOrder order = RowOrder::expert_major;
+  bool weights = false;  ///< came with it
+  std::int64_t tokens = 0;
+  int topk = 1;
+  int ranks = 1;
+  std::int64_t local_experts = 0;
+};
+void check_latency_combine(const ConstTensorView& rows,
+                           const std::optional<ConstTensorView>& topk_weights,
+                           const LatencyConfig& config, const LatencyDispatched& dispatched,
+                           const LatencyCombineOptions& options, const Device& where = {});
 
 }  // namespace ferry

@@ -1,4 +1,4 @@
-// The arguments of plan, dispatch and combine, in both modes.
+// The arguments of plan, dispatch and combine.
 #include <cstdint>
 #include <utility>
 
@@ -31,6 +31,8 @@ void check_order(std::string_view call, RowOrder order, std::int64_t alignment) 
   }
 }
 
+}  // namespace
+
 void check_formats(std::string_view call, WireFormat format, ScaleFormat scales) {
   if (format > WireFormat::e4m3) {
     refuse(call, "format", "number " + to_string(static_cast<int>(format)), "as_is or e4m3");
@@ -44,6 +46,8 @@ void check_formats(std::string_view call, WireFormat format, ScaleFormat scales)
            "format e4m3, or scale_format f32");
   }
 }
+
+namespace {
 
 /// Rows of dispatch, as they are or quantised on the way.
 void check_format(std::string_view call, const ConstTensorView& x, const DispatchOptions& options) {
@@ -211,49 +215,6 @@ void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
   if (options.apply_weights && !options.topk_weights) {
     refuse(kCall, "apply_weights", "true without topk_weights",
            "topk_weights, as dispatch returned them");
-  }
-}
-
-void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
-                            const LatencyConfig& config, const LatencyDispatchOptions& options,
-                            const Device& where) {
-  constexpr std::string_view kCall = "latency dispatch";
-  if (x.dtype != config.dtype) {
-    refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
-           dtype_text(config.dtype) + ", as configured");
-  }
-  check_tensor(kCall, "x", x, 2, where);
-  if (x.columns() != config.hidden) {
-    refuse(kCall, "x", "hidden " + to_string(x.columns()),
-           to_string(config.hidden) + ", as configured");
-  }
-  if (x.rows() > config.capacity) {
-    refuse(kCall, "x", to_string(x.rows()) + " tokens",
-           "at most the capacity, " + to_string(config.capacity));
-  }
-  if (topk_idx.dims() == 2 && topk_idx.shape[0] != x.rows()) {
-    refuse(kCall, "topk_idx", to_string(topk_idx.shape[0]) + " tokens",
-           to_string(x.rows()) + ", as x");
-  }
-  if (topk_idx.dims() == 2 && topk_idx.shape[1] > config.topk) {
-    refuse(kCall, "topk_idx", "topk " + to_string(topk_idx.shape[1]),
-           "at most " + to_string(config.topk) + ", as configured");
-  }
-  check_formats(kCall, options.format, options.scale_format);
-  if (options.order != RowOrder::expert_major || options.topk_weights || options.waits) {
-    refuse(kCall, "order, topk_weights, waits", "one of them", "none: not there yet");
-  }
-}
-
-void check_latency_combine(const std::optional<ConstTensorView>& topk_weights,
-                           const LatencyCombineOptions& options) {
-  constexpr std::string_view kCall = "latency combine";
-  if (!topk_weights) {
-    refuse(kCall, "topk_weights", "none", "weights: the dispatch brought none");
-  }
-  if (options.path != CombinePath::per_slot || options.format != CombineFormat::as_is ||
-      options.waits) {
-    refuse(kCall, "path, format, waits", "one of them", "none: not there yet");
   }
 }
 

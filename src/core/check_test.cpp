@@ -58,11 +58,25 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   LatencyDispatchOptions latency;
   latency.format = static_cast<WireFormat>(7);
   expect_refused({"format", "7", "e4m3"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
   latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
   expect_refused({"scale_format", "9", "f32_pow2"},
-                 [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
+                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
+  latency = {};
+  latency.order = static_cast<RowOrder>(5);
+  expect_refused({"order", "5", "rank_major"},
+                 [&] { check_latency_dispatch(tensor(4), routes, config, 1, latency); });
+  const auto check_options = [&](const LatencyCombineOptions& options) {
+    check_latency_combine(tensor(4), {}, config, {}, options);
+  };
+  expect_refused({"path", "6", "per_rank"},
+                 [&] { check_options({.path = static_cast<CombinePath>(6)}); });
+  expect_refused({"format", "8", "logfmt10"},
+                 [&] { check_options({.format = static_cast<CombineFormat>(8)}); });
   expect_refused({"dtype", "77"}, [] { check_config(LatencyConfig{8, 16, 2, kNoDtype}); });
+  LatencyConfig ordered = config;
+  ordered.order = static_cast<RowOrder>(3);
+  expect_refused({"order", "3", "rank_major"}, [&] { check_config(ordered); });
 
   GroupConfig group;
   group.experts = 4;

@@ -94,19 +94,46 @@ FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool
   return layout;
 }
 
+/// A row of a latency combine in flight, in the formats that change it: codes first.
+struct CombineRowLayout {
+  std::size_t e4m3_scales = 0;    ///< f32 [ceil(hidden / 128)]
+  std::size_t e4m3_bytes = 0;     ///< of the row
+  std::size_t logfmt_high = 0;    ///< the codes' high bits; the low ones come first
+  std::size_t logfmt_ranges = 0;  ///< LogfmtRange [ceil(hidden / 128)]
+  std::size_t logfmt_bytes = 0;   ///< of the row
+};
+
+FERRY_FN constexpr CombineRowLayout make_combine_row_layout(std::size_t hidden) {
+  const std::size_t blocks = (hidden + 127) / 128;
+  CombineRowLayout layout{};
+  layout.e4m3_scales = round_up(hidden, 16);
+  layout.e4m3_bytes = layout.e4m3_scales + blocks * 4;
+  layout.logfmt_high = round_up(hidden, 16);
+  layout.logfmt_ranges = layout.logfmt_high + round_up((hidden + 3) / 4, 16);
+  layout.logfmt_bytes = layout.logfmt_ranges + blocks * 8;
+  return layout;
+}
+
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
 /// generations, but for the flags that every generation raises.
 struct LatencyLayout {
   std::size_t arrived = 0;    ///< [R] lines: rows and counts of source are here
   std::size_t combined = 0;   ///< [2, R] lines: source's rows for my tokens are here
+  std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
-  std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included
-  std::size_t scale_at = 0;   ///< of the scales inside a quantised row's slot
-  std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids
-  std::size_t rows = 0;       ///< [2, R, capacity, row_slot]
+  std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
+  std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
+  std::size_t answers = 0;    ///< [R] lines
+  std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included, in any format
+  std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids, K weights
+  std::size_t rows = 0;       ///< [2, R, capacity, row]; quantised: then scales [R, capacity, C]
   std::size_t metas = 0;      ///< [2, R, capacity, meta_slot]
   std::size_t counts = 0;     ///< [2, R] lines: rows that source sends
-  std::size_t partials = 0;   ///< [2, capacity, K, combine row bytes]
+  std::size_t combines = 0;   ///< [2, R] lines: how source combines
+  std::size_t weights = 0;    ///< f32 [2, R, capacity, K]: of source's tokens
+  std::size_t sums = 0;       ///< [2, capacity, sum_rows, sum_slot]: rows to be summed
+  std::size_t sum_rows = 0;   ///< of a token: one for each slot; with masks for each rank, too
+  std::size_t sum_slot = 0;   ///< bytes of one of them, in any format
   std::size_t outputs = 0;    ///< [2, output_bytes]
   std::size_t output_bytes = 0;
   std::size_t bytes = 0;
@@ -119,6 +146,8 @@ struct LatencyShape {
   std::int64_t hidden = 0;
   int topk = 1;
   std::size_t element_bytes = 2;
+  bool masks = false;
+  bool fans_out = true;  ///< room for expert-major results
 };
 
 FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) {
@@ -126,22 +155,32 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   const auto capacity = static_cast<std::size_t>(shape.capacity);
   const auto hidden = static_cast<std::size_t>(shape.hidden);
   const auto k = static_cast<std::size_t>(shape.topk);
-  const std::size_t scales = (hidden + 127) / 128 * sizeof(float);
+  const CombineRowLayout combine = make_combine_row_layout(hidden);
   const std::size_t plain = hidden * shape.element_bytes;
-  const std::size_t quantized = round_up(hidden, 16) + scales;
+  const auto most = [](std::size_t a, std::size_t b) { return a > b ? a : b; };
   LatencyLayout layout{};
   Carver carver{};
   layout.arrived = carver.take(r * kLineBytes);
   layout.combined = carver.take(2 * r * kLineBytes);
+  layout.announced = carver.take(2 * r * kLineBytes);
   layout.released = carver.take(r * kLineBytes);
   layout.counts = carver.take(2 * r * kLineBytes);
-  layout.scale_at = round_up(hidden, 16);
-  layout.row_slot = round_up(plain > quantized ? plain : quantized, 16);
-  layout.meta_slot = round_up((1 + k) * sizeof(std::int32_t), 16);
+  const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
+  layout.masks = carver.take(mask_lines);
+  layout.offers = carver.take(mask_lines);
+  layout.answers = carver.take(mask_lines);
+  layout.combines = carver.take(2 * r * kLineBytes);
+  layout.row_slot = round_up(most(plain, combine.e4m3_bytes), 16);
+  layout.meta_slot = round_up((1 + 2 * k) * sizeof(std::int32_t), 16);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);
   layout.metas = carver.take(2 * r * capacity * layout.meta_slot);
-  layout.partials = carver.take(2 * capacity * k * plain);
-  const std::size_t output_rows = static_cast<std::size_t>(shape.local_experts) * r * capacity;
+  layout.weights = carver.take(2 * r * capacity * k * sizeof(float));
+  // A rank that is masked may write late: only where no other rank writes.
+  layout.sum_rows = shape.masks ? most(r, k) : k;
+  layout.sum_slot = round_up(most(plain, most(combine.e4m3_bytes, combine.logfmt_bytes)), 16);
+  layout.sums = carver.take(2 * capacity * layout.sum_rows * layout.sum_slot);
+  const std::size_t experts = static_cast<std::size_t>(shape.local_experts);
+  const std::size_t output_rows = shape.fans_out ? experts * r * capacity : 0;
   layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
   layout.outputs = carver.take(2 * layout.output_bytes);
   layout.bytes = round_up(carver.end, 4096);

@@ -2,6 +2,7 @@
 //
 //   number/formats.hpp   Bf16, Fp16, E4m3, E5m2: storage types, to_float, from_float
 //   number/quantize.hpp  fp8 with one fp32 scale for each 128 channels
+//   number/logfmt.hpp    10 bits: a sign and a logarithm between the extremes of 128 channels
 //   number/ue8m0.hpp     power-of-two scales as biased exponents, four a word
 //
 // What all of it relies on, host and device: IEEE-754 binary32 `float`, the default rounding
@@ -11,5 +12,6 @@
 #pragma once
 
 #include "core/number/formats.hpp"
+#include "core/number/logfmt.hpp"
 #include "core/number/quantize.hpp"
 #include "core/number/ue8m0.hpp"

@@ -166,10 +166,6 @@ void CudaLatency::add_waits(Launch& launch, const std::optional<TensorView>& wai
              "launch_latency_waits");
 }
 
-void CudaLatency::check_waits(const char* call, const std::optional<TensorView>& waits) const {
-  if (waits) check_exact(call, "waits", *waits, Dtype::i64, {engine_->size()}, engine_->device());
-}
-
 /// The event of a call on a stream; without one the call ends here.
 Event CudaLatency::end(Launch& launch, const char* call) {
   launch.outlives(shared_from_this());
@@ -189,16 +185,9 @@ void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView
                                  const LatencyDispatchOptions& options) const {
   const Device where = engine_->device();
   check_served(options);
-  LatencyDispatchOptions plain = options;
-  plain.topk_weights.reset();
-  plain.waits.reset();
-  check_latency_dispatch(x, topk_idx, config_, plain, where);
+  check_latency_dispatch(x, topk_idx, config_, options, where);
   check_routes(kLatencyDispatch, topk_idx, where);
-  if (options.topk_weights) {
-    check_exact(kLatencyDispatch, "topk_weights", *options.topk_weights, Dtype::f32, topk_idx.shape,
-                where);
-  }
-  check_waits(kLatencyDispatch, options.waits);
+  check_waits(kLatencyDispatch, options.waits, engine_->size(), where);
   check_stream(kLatencyDispatch, options.stream, where);
   check_left_behind(kLatencyDispatch);
 }

@@ -45,28 +45,14 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
                                 const std::optional<ConstTensorView>& topk_weights,
                                 const LatencyCombineOptions& options) const {
   const Device where = engine_->device();
-  const std::int64_t tokens = round.combine.tokens, topk = round.combine.topk;
+  LatencyDispatched dispatched;
+  dispatched.weights = round.weighted;
+  dispatched.tokens = round.combine.tokens;
+  dispatched.topk = round.combine.topk;
+  dispatched.ranks = engine_->size();
+  dispatched.local_experts = local_experts();
+  check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
   check_served(options);
-  if (config_.masks && options.path == ferry::CombinePath::per_slot) {
-    refuse(kLatencyCombine, "path", "per_slot in an exchange with masks",
-           "per_rank: a slot's row has no place of its sender's own");
-  }
-  check_exact(kLatencyCombine, "rows", rows, config_.dtype,
-              {local_experts(), output_rows(), config_.hidden}, where);
-  if (!topk_weights && !round.weighted) {
-    refuse(kLatencyCombine, "topk_weights", "none", "weights: the dispatch brought none");
-  }
-  if (topk_weights && round.weighted) {
-    refuse(kLatencyCombine, "topk_weights", "a tensor", "none: the weights came with the dispatch");
-  }
-  if (topk_weights) {
-    check_exact(kLatencyCombine, "topk_weights", *topk_weights, Dtype::f32, {tokens, topk}, where);
-  }
-  if (options.out) {
-    check_exact(kLatencyCombine, "out", *options.out, config_.dtype, {tokens, config_.hidden},
-                where);
-  }
-  check_waits(kLatencyCombine, options.waits);
   check_stream(kLatencyCombine, options.stream, where);
   check_left_behind(kLatencyCombine);
   check_current(kLatencyCombine, round);

@@ -122,7 +122,6 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   void check_combine(const ConstTensorView& rows, const LatencyRound& round,
                      const std::optional<ConstTensorView>& topk_weights,
                      const LatencyCombineOptions& options) const;
-  void check_waits(const char* call, const std::optional<TensorView>& waits) const;
   /// Asks the kernel of a call to tell of its waits (null: not) …
   std::uint64_t* asked(const std::optional<TensorView>& waits) const;
   /// … and adds them to the caller's tensor, behind it.

@@ -27,7 +27,7 @@ void throw_left_behind(const LatencyAlarm& alarm, const char* call, int rank) {
   const std::uint32_t behind = load(alarm.behind);
   if (behind == 0) return;
   const int peer = static_cast<int>(behind) - 1;
-  throw Error(ErrorKind::peer_failed,
+  throw Error(ErrorKind::left_behind,
               "rank " + to_string(rank) + ": " + call + ": rank " + to_string(peer) +
                   " has masked this rank and goes on without it: left behind; its results since "
                   "may lack rows. Call rejoin on all ranks to come back",
@@ -46,7 +46,7 @@ LatencyAlarm& CudaLatency::alarm() const {
 void CudaLatency::check_left_behind(const char* call) const {
   if (!alarm_) return;
   if (must_rejoin_.load()) {
-    throw Error(ErrorKind::peer_failed,
+    throw Error(ErrorKind::left_behind,
                 "rank " + to_string(engine_->rank()) + ": " + call +
                     ": the last rejoin of this exchange failed on this rank; rejoin again",
                 {engine_->rank(), engine_->rank(), call, 0, 0, 0});
@@ -56,8 +56,11 @@ void CudaLatency::check_left_behind(const char* call) const {
 
 void CudaLatency::check_current(const char* call, const LatencyRound& round) const {
   if (round.rejoins == rejoins_.load()) return;
-  refuse(call, "received", "a result from before the last rejoin",
-         "one of a dispatch after it; older ones may only be read");
+  throw Error(ErrorKind::left_behind,
+              "rank " + to_string(engine_->rank()) + ": " + call +
+                  ": this result is of a dispatch before the last rejoin; its rows may still be "
+                  "read, but neither received nor combined",
+              {engine_->rank(), engine_->rank(), call, 0, 0, 0});
 }
 
 std::vector<bool> CudaLatency::masked() const {

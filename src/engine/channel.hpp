@@ -119,6 +119,14 @@ class Channel {
   /// How many calls there were, for messages and notices.
   void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }
 
+  // For an exchange that goes on without some ranks.
+
+  /// Whether a peer will never come again: its process has ended, or it destroyed its group.
+  bool gone(int peer) const;
+  void count_wait(std::chrono::nanoseconds waited) {
+    wait_ns_.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+  }
+
   bool left() const { return left_.load(std::memory_order_acquire); }
 
   std::uint64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
@@ -199,7 +207,7 @@ void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
     throw;
   }
   const auto waited = watch.waited();
-  wait_ns_.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+  count_wait(waited);
   if (!status.ok()) raise(stage, status, watch.notice(), waited);
 }
 

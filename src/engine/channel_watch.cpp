@@ -109,6 +109,17 @@ std::uint64_t GroupWatch::slice_ns() const {
       std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
 }
 
+bool Channel::gone(int peer) const {
+  if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead) return true;
+  // Outside the domain a notice overtakes the flags before it: there the deadline must tell.
+  if (own_word(peer, kBeatWord) == nullptr) return false;
+  return notices_
+      .scan([peer](const Notice& told) {
+        return told.kind == Notice::Kind::kLeft && told.culprit == peer && told.reporter == peer;
+      })
+      .has_value();
+}
+
 /// Outside the domain a notice overtakes the flags that its reporter raised before it left: those
 /// of its last generation get time to arrive.
 bool GroupWatch::may_be_under_way(const Notice& left, Clock::time_point now) const {

@@ -52,6 +52,10 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype);
 
 class DispatchJob;
 
+/// What a call asks of its group: that it has not failed; or only that it is not destroyed, for an
+/// exchange that goes on without ranks that failed. Errors of such a call leave the group as it is.
+enum class Asks { no_failure, existence };
+
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
   HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
@@ -95,7 +99,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// the group, unless it said `all_ranks_throw`.
   /// `entered` runs once the call has its place and before the work begins.
   Event enter(const char* call, Stream* stream, std::function<void()> work, Call* inside = nullptr,
-              const std::function<void()>& entered = {});
+              const std::function<void()>& entered = {}, Asks asks = Asks::no_failure);
   /// Waits for work that uses the caller's memory: returns or throws when it has ended, and not
   /// before. Ctrl-C fails the group, which ends the work soon.
   void finish(const char* call, const Event& event);
@@ -135,9 +139,11 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Received enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room, Stream* stream,
                           Call& inside);
   void check_counts(std::span<const std::int32_t> counts);
-  void run_work(const char* call, const std::function<void()>& work);
+  void run_work(const char* call, const std::function<void()>& work, Asks asks);
+  /// Throws when the group is destroyed or, if asked, dead.
+  void check_group(const char* call, Asks asks) const;
   /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.
-  void check_waiting(const char* call);
+  void check_waiting(const char* call, Asks asks);
   void pass_turn();  // with turn_mutex_ held
 
   GroupConfig config_;
@@ -162,7 +168,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
 class HostEngine::Call {
  public:
-  Call(HostEngine& engine, const char* call);
+  Call(HostEngine& engine, const char* call, Asks asks = Asks::no_failure);
   ~Call() { end(); }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;

@@ -3,6 +3,8 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "core/stream_state.hpp"
@@ -88,6 +90,45 @@ TEST(HostLatency, ResultsMayBeDroppedUnreceived) {
 
 TEST(HostLatency, ResultsMayBeDroppedUnreceivedOverANetwork) {
   drop_unreceived(FabricKind::sim, 3);
+}
+
+TEST(HostLatency, WeightsThatDoNotComeAreNamed) {
+  GroupConfig config;
+  config.deadline = 300ms;
+  with_groups(3, config, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    const std::vector<float> weights(4, 1.0F);
+    const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(900ms);
+      return;
+    }
+    try {
+      latency.combine(received.x, received, ones(weights, 4), {.path = CombinePath::per_rank});
+      ADD_FAILURE() << "rank 1 gave no weights";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("latency combine: weights"), std::string::npos)
+          << error.what();
+      EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+    }
+  });
+}
+
+TEST(HostLatency, ARankMajorResultMayBeTheRowsOfItsCombine) {
+  with_groups(2, {}, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    LatencyDispatchOptions options;
+    options.order = RowOrder::rank_major;
+    // More results than buffers: what lies where peers write next is not written too early.
+    for (int round = 0; round < 20; ++round) {
+      options.hook = round % 2 == 1;
+      LatencyReceived received = latency.dispatch(batch.x(), batch.ids(), options);
+      if (options.hook) received.receive();
+      EXPECT_TRUE(same_rows(latency.combine(received.x, received).x, batch)) << "round " << round;
+    }
+  });
 }
 
 TEST(HostLatency, StridesOfExtentsBelowTwoSayNothing) {

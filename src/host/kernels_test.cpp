@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -154,6 +155,75 @@ TEST(Kernels, QuantizesBf16) {
 }
 TEST(Kernels, QuantizesFp16) {
   same_codes<Fp16>(Dtype::f16);
+}
+
+/// Rows of a latency combine as they cross, and their sums: every variant gives what the number
+/// formats say.
+template <class T>
+void same_in_flight(Dtype dtype) {
+  std::mt19937 random(kSeed + 3);
+  SCOPED_TRACE("seed " + std::to_string(kSeed + 3));
+  for (const std::size_t columns : {4u, 16u, 128u, 132u, 500u, 512u, 516u, 1416u}) {
+    const CombineRowLayout layout = make_combine_row_layout(columns);
+    std::vector<std::vector<std::uint8_t>> rows;
+    std::vector<std::vector<float>> decoded;
+    std::vector<const void*> pointers;
+    for (int r = 0; r < 3; ++r) {
+      const auto row = values<T>(random, columns);
+      std::vector<std::uint8_t> expected(layout.logfmt_bytes + 1, 0x5a), got = expected;
+      std::vector<float> back(columns);
+      for (std::size_t i = 0; i < columns; i += 128) {
+        const std::size_t count = std::min<std::size_t>(128, columns - i);
+        std::uint8_t* high = expected.data() + layout.logfmt_high + i / 4;
+        const LogfmtRange range =
+            logfmt_encode_block(row.data() + i, count, expected.data() + i, high);
+        std::memcpy(expected.data() + layout.logfmt_ranges + i / 128 * sizeof(range), &range,
+                    sizeof(range));
+        logfmt_decode_block(expected.data() + i, high, count, range, back.data() + i);
+      }
+      for (const Kernels* variant : variants()) {
+        got.assign(got.size(), 0x5a);
+        variant->encode_logfmt(
+            {row.data(), dtype, static_cast<std::int64_t>(columns), got.data(), layout});
+        ASSERT_EQ(got, expected) << variant->name << ", columns " << columns;
+      }
+      rows.push_back(expected);
+      decoded.push_back(back);
+    }
+    for (const auto& row : rows) pointers.push_back(row.data());
+    const std::vector<float> weights{0.5f, -1.25f, 3.0f};
+    std::vector<T> expected(columns), got(columns);
+    for (std::size_t i = 0; i < columns; ++i) {
+      float acc = 0;
+      for (std::size_t r = 0; r < 3; ++r) acc = std::fma(weights[r], decoded[r][i], acc);
+      expected[i] = from_float<T>(acc);
+    }
+    for (const Kernels* variant : variants()) {
+      variant->sum_rows({.rows = pointers.data(),
+                         .weights = weights.data(),
+                         .count = 3,
+                         .out = got.data(),
+                         .columns = static_cast<std::int64_t>(columns),
+                         .dtype = dtype,
+                         .format = CombineFormat::logfmt10,
+                         .in_flight = layout});
+      for (std::size_t i = 0; i < columns; ++i) {
+        ASSERT_TRUE(std::memcmp(&got[i], &expected[i], sizeof(T)) == 0 ||
+                    (std::isnan(to_float(got[i])) && std::isnan(to_float(expected[i]))))
+            << variant->name << ", columns " << columns << ", column " << i;
+      }
+    }
+  }
+}
+
+TEST(Kernels, LogfmtF32) {
+  same_in_flight<float>(Dtype::f32);
+}
+TEST(Kernels, LogfmtBf16) {
+  same_in_flight<Bf16>(Dtype::bf16);
+}
+TEST(Kernels, LogfmtFp16) {
+  same_in_flight<Fp16>(Dtype::f16);
 }
 
 TEST(Kernels, CopiesAnySizeToAnyPlace) {

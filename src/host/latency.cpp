@@ -2,6 +2,7 @@
 #include "host/latency.hpp"
 
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "core/check.hpp"
@@ -13,6 +14,18 @@ namespace {
 
 protocol::FlagLayout flags(int ranks, fabric::SegmentId segment, std::size_t offset) {
   return {ranks, {segment, offset}, kLineBytes};
+}
+
+/// One delivery for each buffer: `lines` is [2, R].
+template <class Traits>
+std::array<protocol::Delivery<Traits>, 2> deliveries(const HostEngine& engine,
+                                                     const fabric::Segment& segment,
+                                                     std::size_t lines) {
+  const auto one = [&](std::size_t at) {
+    return protocol::Delivery<Traits>(flags(engine.size(), segment.id, at), engine.rank(),
+                                      segment.data + at);
+  };
+  return {one(lines), one(lines + static_cast<std::size_t>(engine.size()) * kLineBytes)};
 }
 
 }  // namespace
@@ -28,14 +41,15 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
       credit_({flags(engine_->size(), segment_.id, layout.arrived),
                flags(engine_->size(), segment_.id, layout.released)},
               engine_->rank(), segment_.data + layout.arrived, segment_.data + layout.released),
-      combined_{protocol::Delivery<>(flags(engine_->size(), segment_.id, layout.combined),
-                                     engine_->rank(), segment_.data + layout.combined),
-                protocol::Delivery<>(
-                    flags(engine_->size(), segment_.id,
-                          layout.combined + static_cast<std::size_t>(engine_->size()) * kLineBytes),
-                    engine_->rank(),
-                    segment_.data + layout.combined +
-                        static_cast<std::size_t>(engine_->size()) * kLineBytes)} {}
+      combined_(deliveries<protocol::DeliveryTraits>(*engine_, segment_, layout.combined)),
+      announced_(deliveries<protocol::AnnounceTraits>(*engine_, segment_, layout.announced)),
+      masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
+             segment_.data + layout.masks, config.masks),
+      rejoin_({flags(engine_->size(), segment_.id, layout.offers),
+               flags(engine_->size(), segment_.id, layout.answers)},
+              engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),
+      combine_row_(make_combine_row_layout(static_cast<std::size_t>(config.hidden))),
+      encoded_(layout.sum_slot) {}
 
 BufferLease::~BufferLease() {
   if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));
@@ -45,10 +59,21 @@ void refuse_second_receive(const char* call) {
   refuse(call, "hook", "a second receive(), or one without hook = true", "one receive()");
 }
 
+void disagree(HostEngine& engine, const char* call, int peer, const char* what,
+              Generation generation) {
+  const std::string text = "rank " + std::to_string(engine.rank()) + ": " + call + ": rank " +
+                           std::to_string(peer) + " used another " + what + " in this call";
+  engine.channel().fail(call, text, ErrorKind::mismatch);
+  throw Error(ErrorKind::mismatch, text, {engine.rank(), peer, call, generation, 0, 0});
+}
+
 void HostLatency::drop(Generation generation, bool received) {
   std::scoped_lock lock(mutex_);
   alive_[buffer(generation)] = false;
-  if (!received) {
+  if (const Generation base = masks_.base(); generation <= base) {
+    // From before a rejoin, which counts the buffers as used by the two generations before its own.
+    generation = base - (base - generation) % 2;
+  } else if (!received) {
     unreceived_.push_back(generation);
     return;
   }
@@ -68,6 +93,8 @@ LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, 
   shape.hidden = config.hidden;
   shape.topk = config.topk;
   shape.element_bytes = size_of(config.dtype);
+  shape.masks = config.masks;
+  shape.fans_out = config.order == RowOrder::expert_major;
   return make_latency_layout(shape);
 }
 
@@ -95,6 +122,8 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     head.call.columns = config.hidden;
     head.call.scale_columns = config.capacity;
     head.call.topk = static_cast<std::uint32_t>(config.topk);
+    head.call.weights = config.masks ? 1 : 0;
+    head.call.order = static_cast<std::uint32_t>(config.order);
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =

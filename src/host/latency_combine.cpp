@@ -1,4 +1,5 @@
-// Latency combine: one row for each slot to the token's owner, who sums in ascending k.
+// Latency combine: the call, and the sums at the owner of the tokens.
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -10,10 +11,19 @@
 
 namespace ferry::host {
 
+LatencyDispatched HostLatency::dispatched(const Exchange& exchange) const {
+  return {exchange.options.order,
+          exchange.options.topk_weights.has_value(),
+          exchange.tokens,
+          exchange.topk,
+          ranks(),
+          local_experts()};
+}
+
 LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
                                      const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
-  HostEngine::Call call(*engine_, kLatencyCombine);
+  HostEngine::Call call(*engine_, kLatencyCombine, asks());
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",
@@ -24,15 +34,8 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
     refuse(kLatencyCombine, "received", "a result whose hook was not called",
            "receive() before combine");
   }
-  check_latency_combine(topk_weights, options);
-  check_exact(kLatencyCombine, "rows", rows, config_.dtype,
-              {local_experts(), output_rows(), config_.hidden});
-  check_exact(kLatencyCombine, "topk_weights", *topk_weights, Dtype::f32,
-              {exchange->tokens, exchange->topk});
-  if (options.out) {
-    check_exact(kLatencyCombine, "out", *options.out, config_.dtype,
-                {exchange->tokens, config_.hidden});
-  }
+  check_still_joined(kLatencyCombine, exchange->generation);
+  check_latency_combine(rows, topk_weights, config_, dispatched(*exchange), options);
   Claim claim(exchange->combined);
   if (!claim) {
     refuse(kLatencyCombine, "received", "a result that was combined already",
@@ -41,21 +44,16 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   auto later = std::make_shared<SumRowsLater>();
   later->engine = shared_from_this();
   later->exchange = exchange;
-  const auto* weights = static_cast<const float*>(topk_weights->data);
-  later->weights.assign(weights, weights + topk_weights->shape.product());
-  const Extents own{exchange->tokens, config_.hidden};
-  later->out = options.out
-                   ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}
-                   : heap_tensor(own, config_.dtype);
+  later->call = combine_call(*exchange, topk_weights, options);
   LatencyCombined result;
-  result.x = later->out;
+  result.x = later->call.out;
   result.state = later;
   result.event = enter(
       kLatencyCombine, options.stream,
       [self = shared_from_this(), later, rows, hook = options.hook] {
-        self->send_results(*later->exchange, rows);
+        self->send_results(*later->exchange, later->call, rows);
         if (hook) return;
-        self->sum_rows(*later->exchange, later->weights, later->out);
+        self->sum_rows(*later->exchange, later->call);
         later->exchange.reset();  // the buffer may go back now
       },
       &call);
@@ -64,58 +62,90 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   return result;
 }
 
-void HostLatency::send_results(const Exchange& exchange, const ConstTensorView& rows) {
-  const Generation g = exchange.generation;
-  const auto* from = static_cast<const std::byte*>(rows.data);
-  std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
-  for (std::int64_t e = 0; e < local_experts(); ++e) {
-    for (std::int32_t r = 0; r < exchange.counts[static_cast<std::size_t>(e)]; ++r) {
-      const auto index = static_cast<std::size_t>(e * output_rows() + r);
-      const Origin& origin = exchange.origins[index];
-      reach_.write(origin.source, at(partial_offset(g, origin.token, origin.slot)),
-                   from + index * plain_bytes(), plain_bytes(), protocol::Delivery<>::tag(g));
-      bytes[static_cast<std::size_t>(origin.source)] += plain_bytes();
-    }
+CombineCall HostLatency::combine_call(const Exchange& exchange,
+                                      const std::optional<ConstTensorView>& topk_weights,
+                                      const LatencyCombineOptions& options) const {
+  CombineCall call;
+  call.format = options.format;
+  call.waits = options.waits;
+  const bool summed = exchange.options.order == RowOrder::rank_major;
+  call.by_rank = summed || options.path == CombinePath::per_rank;
+  call.weights_follow = call.by_rank && topk_weights.has_value();
+  if (topk_weights) {
+    const auto* weights = static_cast<const float*>(topk_weights->data);
+    call.weights.assign(weights, weights + topk_weights->shape.product());
+  } else if (!call.by_rank) {
+    call.weights = exchange.weights;
   }
-  for (int i = 0; i < ranks(); ++i) {
-    const int peer = (engine_->rank() + i) % ranks();
-    combined_[buffer(g)].deliver(reach_, peer, g, bytes[static_cast<std::size_t>(peer)]);
-  }
+  call.out = options.out
+                 ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}
+                 : heap_tensor({exchange.tokens, config_.hidden}, config_.dtype);
+  return call;
 }
 
-void HostLatency::sum_rows(const Exchange& exchange, const std::vector<float>& weights,
-                           const Tensor& out) {
+void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{
-      segment_.data + layout_.combined + buffer(g) * static_cast<std::size_t>(ranks()) * kLineBytes,
-      kLineBytes, ranks()};
-  engine_->channel().await("latency combine: rows", {row, g},
-                           [&](GroupWatch& watch) { return combined_[buffer(g)].await(g, watch); });
-  const auto topk = static_cast<std::size_t>(exchange.topk);
+  check_still_joined(kLatencyCombine, g);
+  const auto start = Clock::now();
+  const RankBytes announced = await_announcements(exchange, call, served(exchange));
+  const RankBytes came =
+      await_sources({"latency combine: rows", flag_row(line_offset(layout_.combined, g, 0)), g},
+                    announced, call.waits, start);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
   SumRows sum;
   sum.rows = rows.data();
-  sum.weights = factors.data();
+  sum.weights = call.by_rank ? nullptr : factors.data();
   sum.columns = config_.hidden;
   sum.dtype = config_.dtype;
+  sum.format = call.format;
+  sum.in_flight = combine_row_;
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     const auto t = static_cast<std::size_t>(token);
-    sum.count = 0;
-    for (std::size_t k = 0; k < topk; ++k) {
-      if (exchange.routes[t * topk + k] < 0) continue;
-      const auto n = static_cast<std::size_t>(sum.count++);
-      rows[n] = segment_.data + partial_offset(g, token, static_cast<int>(k));
-      factors[n] = weights[t * topk + k];
-    }
-    sum.out = static_cast<std::byte*>(out.data()) + t * plain_bytes();
+    sum.count = call.by_rank ? rows_of_ranks(exchange, token, came, rows.data())
+                             : rows_of_slots(exchange, call, token, rows.data(), factors.data());
+    sum.out = call.out.as<std::byte>() + t * plain_bytes();
     kernels().sum_rows(sum);
   }
 }
 
+std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const CombineCall& call,
+                                        std::int64_t token, const void** rows,
+                                        float* factors) const {
+  const std::int64_t first = token * exchange.topk;
+  std::int64_t count = 0;
+  for (int k = 0; k < exchange.topk; ++k) {
+    const auto at = static_cast<std::size_t>(first + k);
+    if (exchange.routes[at] < 0) continue;
+    rows[count] = segment_.data + sum_offset(exchange.generation, token, 0, k, false);
+    factors[count++] = call.weights[at];
+  }
+  return count;
+}
+
+std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, std::int64_t token,
+                                        const RankBytes& came, const void** rows) const {
+  const std::int64_t first = token * exchange.topk;
+  std::array<std::pair<int, int>, kMaxTopk> slots{};  // rank, slot
+  std::size_t used = 0;
+  for (int k = 0; k < exchange.topk; ++k) {
+    const std::int32_t id = exchange.routes[static_cast<std::size_t>(first + k)];
+    if (id >= 0) slots[used++] = {engine_->placement().rank_of(id), k};
+  }
+  std::sort(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(used));
+  std::int64_t count = 0;
+  for (std::size_t i = 0; i < used; ++i) {
+    const auto [rank, slot] = slots[i];
+    if (i > 0 && slots[i - 1].first == rank) continue;
+    if (came[static_cast<std::size_t>(rank)] == 0) continue;  // masked: nothing
+    rows[count++] = segment_.data + sum_offset(exchange.generation, token, rank, slot, true);
+  }
+  return count;
+}
+
 void SumRowsLater::receive() {
   if (called.exchange(true)) refuse_second_receive(kLatencyCombine);
-  engine->enter(kLatencyCombine, nullptr, [this] { engine->sum_rows(*exchange, weights, out); });
+  engine->enter(kLatencyCombine, nullptr, [this] { engine->sum_rows(*exchange, call); });
   exchange.reset();  // the buffer may go back now
 }
 

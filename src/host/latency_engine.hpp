@@ -9,11 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.hpp"
 #include "core/engine.hpp"
 #include "core/layout.hpp"
+#include "core/number/quantize.hpp"
 #include "engine/reach.hpp"
 #include "host/engine.hpp"
 #include "host/latency.hpp"
+#include "host/latency_masks.hpp"
 #include "protocol/credit.hpp"
 #include "protocol/delivery.hpp"
 
@@ -21,6 +24,7 @@ namespace ferry::host {
 
 inline constexpr const char* kLatencyDispatch = "latency dispatch";
 inline constexpr const char* kLatencyCombine = "latency combine";
+inline constexpr const char* kLatencyRejoin = "latency rejoin";
 
 /// What a source says about the rows that it sent.
 struct SourceHeader {
@@ -28,15 +32,27 @@ struct SourceHeader {
   std::int32_t rows = 0;
   std::uint32_t format = 0;
   std::uint32_t scale_format = 0;
-  std::uint32_t unused = 0;
+  std::uint32_t weights = 0;  ///< 1: they are beside the rows
 };
 static_assert(sizeof(SourceHeader) <= kLineBytes);
 
-/// Where an expert-major row came from.
-struct Origin {
+/// What a rank says of its combine, ahead of the rows. The same on all ranks.
+struct CombineHead {
+  std::uint64_t generation = 0;
+  std::uint32_t by_rank = 0;  ///< one row for each rank, not for each slot
+  std::uint32_t format = 0;
+  std::uint32_t weights = 0;  ///< 1: this rank's weights are beside the head
+  std::uint32_t unused = 0;
+  bool operator==(const CombineHead&) const = default;
+};
+static_assert(sizeof(CombineHead) <= kLineBytes);
+
+/// A row that came.
+struct Arrival {
   std::int32_t source = 0;
+  std::int32_t row = 0;  ///< among those of the source
   std::int32_t token = 0;
-  std::int32_t slot = 0;
+  std::int32_t slot = 0;  ///< the first one that is here
 };
 
 class HostLatency;
@@ -67,22 +83,51 @@ struct Exchange {
   std::int64_t tokens = 0;
   int topk = 0;
   std::vector<std::int32_t> routes{};  // own, [T, K]
-  // Filled by the receive, [local experts, ranks · capacity]; valid are the first counts[e].
-  std::vector<Origin> origins{};
-  std::vector<std::int32_t> counts{};  // [local experts]; the caller may write into its tensor
+  std::vector<float> weights{};        // own, [T, K], if they came with the dispatch
+  RankBytes sent{};                    // to whom: all but ranks that were masked
+  RankBytes came{};                    // whose rows; the same
+  // Filled by the receive: what came, in ascending source and token; K of the configuration.
+  std::vector<Arrival> arrivals{};
+  std::vector<std::int32_t> slot_rows{};  // [arrivals, K]: expert-major row or -1; rank-major: none
+  std::vector<float> slot_weights{};      // [arrivals, K], if they came with the dispatch
   std::atomic<bool> received{false};
   std::atomic<bool> combined{false};
   LatencyReceived result{};  // the tensors alone, without owner of this state
 };
 
+/// A token on its way: as it crosses, and beside it its index, K local ids, K weights.
+struct WireToken {
+  const void* row = nullptr;
+  std::vector<std::byte> codes{};
+  std::vector<float> scales{};
+  std::vector<std::int32_t> meta{};
+};
+
+/// One combine.
+struct CombineCall {
+  CombineFormat format = CombineFormat::as_is;
+  bool by_rank = false;          ///< one row for each rank crosses, not for each slot
+  bool weights_follow = false;   ///< they are pushed ahead of the rows
+  std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
+  std::optional<TensorView> waits{};
+  Tensor out{};
+};
+
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
-/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_combine.cpp.
+/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_rank_major.cpp:
+/// its results without fan-out; latency_combine.cpp: the call and the sums of the owner;
+/// latency_rows.cpp: the rows on their way there; latency_rejoin.cpp: who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
               const AddedSegments& segments, const LatencyLayout& layout);
 
   const LatencyConfig& config() const override { return config_; }
+  std::vector<bool> masked() const override;
+  void set_mask(int rank, bool masked) override;
+  void clear_masks() override;
+  const std::uint64_t* mask_count() const override;
+  void rejoin() override;
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
   LatencyCombined combine(const ConstTensorView& rows, const LatencyReceived& received,
@@ -93,15 +138,19 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// buffer goes back to the senders only when the next dispatch has seen them arrive.
   void drop(Generation generation, bool received);
   void receive_rows(Exchange& exchange);
-  void sum_rows(const Exchange& exchange, const std::vector<float>& weights, const Tensor& out);
+  void sum_rows(const Exchange& exchange, const CombineCall& call);
   Event enter(const char* call, Stream* stream, std::function<void()> work,
               HostEngine::Call* inside = nullptr) {
     auto run = [this, call, work = std::move(work)] {
       engine_->channel().enter_call({call_named(call), number_});
+      masks_.begin_call();
       work();
     };
-    return engine_->enter(call, stream, std::move(run), inside);
+    return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
+  Asks asks() const { return config_.masks ? Asks::existence : Asks::no_failure; }
+  /// Throws Error(left_behind) for a result from before a rejoin, and as `LatencyMasks` does.
+  void check_still_joined(const char* call, Generation generation) const;
 
  private:
   int ranks() const { return engine_->size(); }
@@ -112,11 +161,46 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   }
   protocol::Place at(std::size_t offset) const { return {segment_.id, offset}; }
   std::size_t buffer(Generation generation) const { return generation % 2; }
-  std::size_t row_offset(Generation generation, int source, std::int64_t row) const {
-    return layout_.rows + slot(generation, source, row) * layout_.row_slot;
+  bool quantized(const Exchange& exchange) const {
+    return exchange.options.format == WireFormat::e4m3;
   }
+  /// Bytes of a row in flight, scales apart: rows of all sources lie close together, so that they
+  /// are one tensor.
+  std::size_t row_bytes(const Exchange& exchange) const {
+    return quantized(exchange) ? static_cast<std::size_t>(config_.hidden) : plain_bytes();
+  }
+  std::size_t rows_offset(Generation generation) const {
+    return layout_.rows + slot(generation, 0, 0) * layout_.row_slot;
+  }
+  /// With masks each source has the same place whatever the format: what a masked one writes late
+  /// must not touch the rows of others.
+  std::size_t source_offset(Generation generation, int source) const {
+    return rows_offset(generation) + slot(0, source, 0) * layout_.row_slot;
+  }
+  std::size_t row_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    if (config_.masks) {
+      return source_offset(exchange.generation, source) +
+             static_cast<std::size_t>(row) * row_bytes(exchange);
+    }
+    return rows_offset(exchange.generation) + slot(0, source, row) * row_bytes(exchange);
+  }
+  std::size_t scales_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    if (config_.masks) {
+      const std::size_t own = slot(0, 0, config_.capacity) * row_bytes(exchange);
+      return source_offset(exchange.generation, source) + round_up(own, 16) +
+             slot(0, 0, row) * scales() * sizeof(float);
+    }
+    const std::size_t codes = slot(0, ranks(), 0) * row_bytes(exchange);
+    return rows_offset(exchange.generation) + round_up(codes, 16) +
+           slot(0, source, row) * scales() * sizeof(float);
+  }
+  std::size_t scales() const { return scale_count(static_cast<std::size_t>(config_.hidden)); }
   std::size_t meta_offset(Generation generation, int source, std::int64_t row) const {
     return layout_.metas + slot(generation, source, row) * layout_.meta_slot;
+  }
+  std::size_t weights_offset(Generation generation, int source, std::int64_t token) const {
+    return layout_.weights +
+           slot(generation, source, token) * static_cast<std::size_t>(config_.topk) * sizeof(float);
   }
   std::size_t slot(Generation generation, int source, std::int64_t row) const {
     return (buffer(generation) * static_cast<std::size_t>(ranks()) +
@@ -124,31 +208,96 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                static_cast<std::size_t>(config_.capacity) +
            static_cast<std::size_t>(row);
   }
-  std::size_t header_offset(Generation generation, int source) const {
-    return layout_.counts + (buffer(generation) * static_cast<std::size_t>(ranks()) +
-                             static_cast<std::size_t>(source)) *
-                                kLineBytes;
+  /// Of [2, R] lines.
+  std::size_t line_offset(std::size_t lines, Generation generation, int source) const {
+    return lines + (buffer(generation) * static_cast<std::size_t>(ranks()) +
+                    static_cast<std::size_t>(source)) *
+                       kLineBytes;
   }
-  std::size_t partial_offset(Generation generation, std::int64_t token, int k) const {
+  std::size_t header_offset(Generation generation, int source) const {
+    return line_offset(layout_.counts, generation, source);
+  }
+  /// Where, in the memory of a token's owner, a row lies that is to be summed: of a slot, or of a
+  /// rank whose first slot it is.
+  std::size_t sum_offset(Generation generation, std::int64_t token, int rank, int slot,
+                         bool by_rank) const {
     const auto capacity = static_cast<std::size_t>(config_.capacity);
-    return layout_.partials + ((buffer(generation) * capacity + static_cast<std::size_t>(token)) *
-                                   static_cast<std::size_t>(config_.topk) +
-                               static_cast<std::size_t>(k)) *
-                                  plain_bytes();
+    const auto place = static_cast<std::size_t>(by_rank && config_.masks ? rank : slot);
+    return layout_.sums +
+           ((buffer(generation) * capacity + static_cast<std::size_t>(token)) * layout_.sum_rows +
+            place) *
+               layout_.sum_slot;
   }
 
   void check_expert_capacity(const std::vector<std::int32_t>& routes) const;
   std::shared_ptr<Exchange> begin(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                   const LatencyDispatchOptions& options);
-  void make_tensors(Exchange& exchange);
   void settle_unreceived();
   void await_credits(Generation generation);
-  void send_rows(const Exchange& exchange, const ConstTensorView& x);
-  std::size_t encode(const Exchange& exchange, const std::byte* row, std::byte* wire) const;
-  const SourceHeader& checked_header(const Exchange& exchange, int source);
-  void place_row(const Exchange& exchange, const std::byte* wire, std::int64_t expert,
-                 std::int64_t row);
-  void send_results(const Exchange& exchange, const ConstTensorView& rows);
+  void send_rows(const Exchange& exchange, const ConstTensorView& x, const RankBytes& to);
+
+  // latency_rejoin.cpp
+  /// Every rank, but for those that are masked here.
+  RankBytes unmasked() const;
+  /// A source that took its mask of this rank back sends again, but not what it left out: the flag
+  /// of its next generation passes for this one's, and only the header tells.
+  void leave_out_unsent(Exchange& exchange) const;
+  /// Of the unmasked: to whom the rows of this dispatch went.
+  RankBytes served(const Exchange& exchange) const;
+  /// Of those: whose rows came. To others this rank must not say that its part of a combine is
+  /// there.
+  RankBytes answered(const Exchange& exchange) const;
+  /// Sends to whom gives credit, in the order in which they do.
+  void send_as_credits_come(Exchange& exchange, const ConstTensorView& x);
+  /// Waits for what the ranks in `pending` send; returns those of whom it came. `waits`: the
+  /// caller's tensor; the time since `start` is added there.
+  RankBytes await_sources(const SourceWait& wait, const RankBytes& pending,
+                          const std::optional<TensorView>& waits = {},
+                          Clock::time_point start = Clock::now());
+  [[noreturn]] void throw_not_rejoined(const protocol::Status& status) const;
+  void start_from(Generation agreed, const RankBytes& gone);
+  void require_masks() const;
+  protocol::FlagRow flag_row(std::size_t offset) const {
+    return {segment_.data + offset, kLineBytes, ranks()};
+  }
+
+  void encode(const Exchange& exchange, const std::byte* row, WireToken& wire) const;
+  /// Whether the token goes to `peer`, and what stands beside it there.
+  bool route_to(const Exchange& exchange, std::int64_t token, int peer, std::int32_t* meta) const;
+  std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
+  SourceHeader checked_header(const Exchange& exchange, int source);
+  const Arrival& note_arrival(Exchange& exchange, int source, std::int32_t row);
+  void fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts);
+  void place_scales(const Exchange& exchange, int source, std::int64_t row, std::int64_t block,
+                    std::int64_t place);
+  void make_expert_major(Exchange& exchange);
+  void receive_expert_major(Exchange& exchange);
+  void make_rank_major(Exchange& exchange);
+  void receive_rank_major(Exchange& exchange);
+  Tensor scales_tensor(const Exchange& exchange, std::int64_t blocks, std::int64_t rows) const;
+
+  LatencyDispatched dispatched(const Exchange& exchange) const;
+  CombineCall combine_call(const Exchange& exchange,
+                           const std::optional<ConstTensorView>& topk_weights,
+                           const LatencyCombineOptions& options) const;
+  void announce_combine(const Exchange& exchange, const CombineCall& call);
+  /// What the ranks in `pending` announced must be what this rank did. Returns those that came.
+  RankBytes await_announcements(const Exchange& exchange, const CombineCall& call,
+                                const RankBytes& pending);
+  void check_announcement(const Exchange& exchange, const CombineCall& call, int source) const;
+  void send_sums(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows,
+                 const RankBytes& to);
+  void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
+  /// The rows of a token in the order in which they are summed; return how many.
+  std::int64_t rows_of_slots(const Exchange& exchange, const CombineCall& call, std::int64_t token,
+                             const void** rows, float* factors) const;
+  std::int64_t rows_of_ranks(const Exchange& exchange, std::int64_t token, const RankBytes& came,
+                             const void** rows) const;
+  /// The weights of an arrival's slots, [K].
+  const float* weights_of(const Exchange& exchange, const CombineCall& call, std::size_t n) const;
+  /// Writes a row to the owner of its token, in the call's format; returns its bytes.
+  std::size_t send_sum(const Exchange& exchange, const CombineCall& call, const Arrival& arrival,
+                       int slot, const std::byte* row);
 
   std::shared_ptr<HostEngine> engine_;
   LatencyConfig config_;
@@ -158,6 +307,11 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   FabricReach reach_;
   protocol::Credit<> credit_;
   std::array<protocol::Delivery<>, 2> combined_;
+  std::array<protocol::Delivery<protocol::AnnounceTraits>, 2> announced_;
+  LatencyMasks masks_;
+  protocol::Rejoin<> rejoin_;
+  CombineRowLayout combine_row_;
+  std::vector<std::byte> encoded_{};  ///< one row; calls of a group run one after another
 
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;
@@ -166,6 +320,10 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   Generation released_ = 0;
   std::vector<Generation> unreceived_{};  // dropped before their rows were received
 };
+
+/// The ranks disagree about a call: fails the group and throws Error(mismatch).
+[[noreturn]] void disagree(HostEngine& engine, const char* call, int peer, const char* what,
+                           Generation generation);
 
 /// A hook serves once.
 [[noreturn]] void refuse_second_receive(const char* call);
@@ -182,8 +340,7 @@ struct ReceiveRows final : LatencyState {
 struct SumRowsLater final : LatencyState {
   std::shared_ptr<HostLatency> engine;
   std::shared_ptr<Exchange> exchange;
-  std::vector<float> weights{};
-  Tensor out{};
+  CombineCall call{};
   std::atomic<bool> called{false};
   void receive() override;
 };

@@ -9,7 +9,8 @@
 
 namespace ferry::host {
 
-const SourceHeader& HostLatency::checked_header(const Exchange& exchange, int source) {
+SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
+  if (exchange.came[static_cast<std::size_t>(source)] == 0) return {};  // masked: no rows
   const auto& header = *reinterpret_cast<const SourceHeader*>(
       segment_.data + header_offset(exchange.generation, source));
   const bool same =
@@ -18,82 +19,117 @@ const SourceHeader& HostLatency::checked_header(const Exchange& exchange, int so
       header.scale_format == static_cast<std::uint32_t>(exchange.options.scale_format) &&
       header.rows >= 0 && header.rows <= config_.capacity;
   if (!same) {
-    const std::string text = "rank " + std::to_string(engine_->rank()) + ": " + kLatencyDispatch +
-                             ": rank " + std::to_string(source) +
-                             " used another format or scale_format in this call";
-    engine_->channel().fail(kLatencyDispatch, text, ErrorKind::mismatch);
-    throw Error(ErrorKind::mismatch, text,
-                {engine_->rank(), source, kLatencyDispatch, exchange.generation,
-                 static_cast<std::uint64_t>(exchange.options.format), header.format});
+    disagree(*engine_, kLatencyDispatch, source, "format or scale_format", exchange.generation);
+  }
+  if (header.weights != (exchange.options.topk_weights ? 1u : 0u)) {
+    disagree(*engine_, kLatencyDispatch, source, "choice of topk_weights (all ranks or none)",
+             exchange.generation);
   }
   return header;
 }
 
-void HostLatency::place_row(const Exchange& exchange, const std::byte* wire, std::int64_t expert,
-                            std::int64_t row) {
-  const LatencyReceived& result = exchange.result;
-  const std::size_t row_bytes = result.x.view().row_bytes();
-  const auto place = static_cast<std::size_t>(expert * output_rows() + row);
-  std::memcpy(static_cast<std::byte*>(result.x.data()) + place * row_bytes, wire, row_bytes);
-  if (exchange.options.format == WireFormat::as_is) return;
-  const std::size_t scales = scale_count(static_cast<std::size_t>(config_.hidden));
-  const auto* from = reinterpret_cast<const float*>(wire + layout_.scale_at);
-  const Extents& strides = result.scales.view().strides;
-  const std::int64_t base = expert * strides[0] + row * strides[1];
+const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::int32_t row) {
+  const auto* meta = reinterpret_cast<const std::int32_t*>(
+      segment_.data + meta_offset(exchange.generation, source, row));
+  const std::int32_t token = meta[0];
+  std::int32_t first = -1;
+  // They decide where rows are written from here on.
+  bool good = token >= 0 && token < config_.capacity;
+  for (int k = config_.topk - 1; k >= 0; --k) {
+    const std::int32_t expert = meta[1 + k];
+    good = good && expert >= -1 && expert < local_experts();
+    if (expert != -1) first = k;
+  }
+  if (!good || first < 0) {
+    engine_->channel().distrust("latency dispatch: rows", source,
+                                "sent token " + std::to_string(token) +
+                                    " with slots for experts that this rank does not hold");
+  }
+  if (exchange.options.topk_weights) {
+    const std::size_t at = exchange.slot_weights.size();
+    const auto topk = static_cast<std::size_t>(config_.topk);
+    exchange.slot_weights.resize(at + topk);
+    std::memcpy(exchange.slot_weights.data() + at, meta + 1 + topk, topk * sizeof(float));
+  }
+  return exchange.arrivals.emplace_back(Arrival{source, row, token, first});
+}
+
+void HostLatency::place_scales(const Exchange& exchange, int source, std::int64_t row,
+                               std::int64_t block, std::int64_t place) {
+  const auto* from =
+      reinterpret_cast<const float*>(segment_.data + scales_offset(exchange, source, row));
+  const Tensor& to = exchange.result.scales;
+  const Extents& strides = to.view().strides;
+  const std::int64_t base = block * strides[0] + place * strides[1];
   if (exchange.options.scale_format != ScaleFormat::ue8m0_packed) {
-    for (std::size_t c = 0; c < scales; ++c) {
-      result.scales.as<float>()[base + static_cast<std::int64_t>(c) * strides[2]] = from[c];
+    for (std::size_t c = 0; c < scales(); ++c) {
+      to.as<float>()[base + static_cast<std::int64_t>(c) * strides[2]] = from[c];
     }
     return;
   }
-  std::vector<std::uint32_t> words(ue8m0_word_count(scales));
-  pack_ue8m0(from, scales, words.data());
+  std::vector<std::uint32_t> words(ue8m0_word_count(scales()));
+  pack_ue8m0(from, scales(), words.data());
   for (std::size_t c = 0; c < words.size(); ++c) {
-    result.scales.as<std::uint32_t>()[base + static_cast<std::int64_t>(c) * strides[2]] = words[c];
+    to.as<std::uint32_t>()[base + static_cast<std::int64_t>(c) * strides[2]] = words[c];
   }
+}
+
+void HostLatency::fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts) {
+  const std::int64_t rows = output_rows();
+  const std::size_t bytes = row_bytes(exchange);
+  const std::byte* wire = segment_.data + row_offset(exchange, arrival.source, arrival.row);
+  const auto* meta = reinterpret_cast<const std::int32_t*>(
+      segment_.data + meta_offset(exchange.generation, arrival.source, arrival.row));
+  for (int k = 0; k < config_.topk; ++k) {
+    const std::int32_t expert = meta[1 + k];
+    std::int32_t place = -1;
+    if (expert >= 0) {
+      if (counts[expert] >= rows) {
+        engine_->channel().distrust(
+            "latency dispatch: rows", arrival.source,
+            "sent more than the capacity for local expert " + std::to_string(expert));
+      }
+      const std::int64_t at = expert * rows + counts[expert];
+      std::memcpy(exchange.result.x.as<std::byte>() + static_cast<std::size_t>(at) * bytes, wire,
+                  bytes);
+      if (quantized(exchange)) {
+        place_scales(exchange, arrival.source, arrival.row, expert, counts[expert]);
+      }
+      exchange.result.source_token.as<std::int32_t>()[at] = arrival.token;
+      ++counts[expert];
+      place = static_cast<std::int32_t>(at);
+    }
+    exchange.slot_rows.push_back(place);
+  }
+}
+
+void HostLatency::receive_expert_major(Exchange& exchange) {
+  const std::int64_t experts = local_experts();
+  auto* ranges = exchange.result.ranges.as<std::int64_t>();
+  // The caller may write into its tensor.
+  std::vector<std::int32_t> counts(static_cast<std::size_t>(experts), 0);
+  for (int source = 0; source < ranks(); ++source) {
+    const SourceHeader header = checked_header(exchange, source);
+    const std::vector<std::int32_t> first = counts;
+    for (std::int32_t row = 0; row < header.rows; ++row) {
+      fan_out(exchange, note_arrival(exchange, source, row), counts.data());
+    }
+    for (std::size_t e = 0; e < counts.size(); ++e) {
+      ranges[e * static_cast<std::size_t>(ranks()) + static_cast<std::size_t>(source)] =
+          (static_cast<std::int64_t>(first[e]) << 32) | (counts[e] - first[e]);
+    }
+  }
+  std::copy(counts.begin(), counts.end(), exchange.result.counts.as<std::int32_t>());
 }
 
 void HostLatency::receive_rows(Exchange& exchange) {
   const Generation g = exchange.generation;
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
-  engine_->channel().await("latency dispatch: rows", {row, g},
-                           [&](GroupWatch& watch) { return credit_.await_arrivals(g, watch); });
-  const std::int64_t experts = local_experts(), rows = output_rows();
-  exchange.origins.resize(static_cast<std::size_t>(experts * rows));
-  auto* counts = exchange.result.counts.as<std::int32_t>();
-  auto* tokens = exchange.result.source_token.as<std::int32_t>();
-  auto* ranges = exchange.result.ranges.as<std::int64_t>();
-  std::fill_n(counts, experts, 0);
-  for (int source = 0; source < ranks(); ++source) {
-    const SourceHeader& header = checked_header(exchange, source);
-    std::vector<std::int32_t> first(counts, counts + experts);
-    for (std::int32_t r = 0; r < header.rows; ++r) {
-      const std::byte* wire = segment_.data + row_offset(g, source, r);
-      const auto* meta =
-          reinterpret_cast<const std::int32_t*>(segment_.data + meta_offset(g, source, r));
-      for (int k = 0; k < config_.topk; ++k) {
-        const std::int32_t expert = meta[1 + k];
-        if (expert == -1) continue;
-        if (expert < 0 || expert >= experts || counts[expert] >= rows || meta[0] < 0 ||
-            meta[0] >= config_.capacity) {  // they decide where rows are written from here on
-          engine_->channel().distrust("latency dispatch: rows", source,
-                                      "sent token " + std::to_string(meta[0]) +
-                                          " for local expert " + std::to_string(expert));
-        }
-        const std::int32_t place = counts[expert]++;
-        place_row(exchange, wire, expert, place);
-        const auto index = static_cast<std::size_t>(expert * rows + place);
-        tokens[index] = meta[0];
-        exchange.origins[index] = {source, meta[0], k};
-      }
-    }
-    for (std::int64_t e = 0; e < experts; ++e) {
-      ranges[e * ranks() + source] =
-          (static_cast<std::int64_t>(first[static_cast<std::size_t>(e)]) << 32) |
-          (counts[e] - first[static_cast<std::size_t>(e)]);
-    }
-  }
-  exchange.counts.assign(counts, counts + experts);
+  check_still_joined(kLatencyDispatch, g);
+  exchange.came = await_sources({"latency dispatch: rows", flag_row(layout_.arrived), g},
+                                unmasked(), exchange.options.waits);
+  if (masks_.on()) leave_out_unsent(exchange);
+  const bool by_rank = exchange.options.order == RowOrder::rank_major;
+  by_rank ? receive_rank_major(exchange) : receive_expert_major(exchange);
   exchange.lease->mark_received();
   exchange.received.store(true, std::memory_order_release);
 }

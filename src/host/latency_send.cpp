@@ -29,12 +29,17 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
   check_latency_dispatch(x, topk_idx, config_, options);
+  check_waits(kLatencyDispatch, options.waits, ranks());
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
   exchange->options = options;
   exchange->tokens = x.rows();
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
+  if (options.topk_weights) {
+    const auto* weights = static_cast<const float*>(options.topk_weights->data);
+    exchange->weights.assign(weights, weights + options.topk_weights->shape.product());
+  }
   std::scoped_lock lock(mutex_);
   const Generation next = generation_ + 1;
   if (alive_[buffer(next)]) {
@@ -46,7 +51,9 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                 {engine_->rank(), engine_->rank(), kLatencyDispatch, generation_, 0, 0});
   }
   exchange->generation = next;
-  make_tensors(*exchange);
+  exchange->lease = std::make_shared<BufferLease>(shared_from_this(), next);
+  const bool by_rank = options.order == RowOrder::rank_major;
+  by_rank ? make_rank_major(*exchange) : make_expert_major(*exchange);
   // Nothing fails any more: from here on the peers count on this generation.
   exchange->lease->take();
   generation_ = next;
@@ -54,32 +61,35 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   return exchange;
 }
 
-void HostLatency::make_tensors(Exchange& exchange) {
+void HostLatency::make_expert_major(Exchange& exchange) {
   const std::int64_t experts = local_experts(), rows = output_rows(), hidden = config_.hidden;
-  const bool quantized = exchange.options.format == WireFormat::e4m3;
   LatencyReceived& result = exchange.result;
-  exchange.lease = std::make_shared<BufferLease>(shared_from_this(), exchange.generation);
   std::byte* output =
       segment_.data + layout_.outputs + buffer(exchange.generation) * layout_.output_bytes;
-  result.x = {TensorView(output, quantized ? Dtype::e4m3 : config_.dtype, {experts, rows, hidden}),
+  const Dtype dtype = quantized(exchange) ? Dtype::e4m3 : config_.dtype;
+  result.x = {TensorView(output, dtype, {experts, rows, hidden}),
               std::shared_ptr<void>(exchange.lease, output)};
   result.counts = heap_tensor({experts}, Dtype::i32);
   result.source_token = heap_tensor({experts, rows}, Dtype::i32);
   result.ranges = heap_tensor({experts, ranks()}, Dtype::i64);
-  if (quantized) {
-    const auto scales = static_cast<std::int64_t>(scale_count(static_cast<std::size_t>(hidden)));
-    const bool packed = exchange.options.scale_format == ScaleFormat::ue8m0_packed;
-    const std::int64_t columns = packed ? (scales + 3) / 4 : scales;
-    const Tensor stored = heap_tensor({experts, columns, rows}, packed ? Dtype::i32 : Dtype::f32);
-    result.scales = {TensorView(stored.data(), stored.dtype(), {experts, rows, columns},
-                                {columns * rows, 1, rows}, {}),
-                     stored.owner()};
-  }
+  if (quantized(exchange)) result.scales = scales_tensor(exchange, experts, rows);
+}
+
+Tensor HostLatency::scales_tensor(const Exchange& exchange, std::int64_t blocks,
+                                  std::int64_t rows) const {
+  const bool packed = exchange.options.scale_format == ScaleFormat::ue8m0_packed;
+  const std::size_t count = packed ? ue8m0_word_count(scales()) : scales();
+  const auto columns = static_cast<std::int64_t>(count);
+  const Tensor stored = heap_tensor({blocks, columns, rows}, packed ? Dtype::i32 : Dtype::f32);
+  return {TensorView(stored.data(), stored.dtype(), {blocks, rows, columns},
+                     {columns * rows, 1, rows}, {}),
+          stored.owner()};
 }
 
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
-  HostEngine::Call call(*engine_, kLatencyDispatch);
+  HostEngine::Call call(*engine_, kLatencyDispatch, asks());
+  masks_.check_left_behind(kLatencyDispatch);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();
@@ -89,9 +99,9 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {
+        self->masks_.check_left_behind(kLatencyDispatch);
         self->settle_unreceived();
-        self->await_credits(exchange->generation);
-        self->send_rows(*exchange, x);
+        self->send_as_credits_come(*exchange, x);
         if (!hook) self->receive_rows(*exchange);
       },
       &call);
@@ -106,11 +116,21 @@ void HostLatency::settle_unreceived() {
     dropped.swap(unreceived_);
   }
   std::sort(dropped.begin(), dropped.end());
-  const protocol::FlagRow row{segment_.data + layout_.arrived, kLineBytes, ranks()};
+  RankBytes senders(static_cast<std::size_t>(ranks()), 1);
+  if (masks_.on()) {
+    // What is written late spoils only what its writer sends; but on a network it may come after
+    // what its writer sends next.
+    senders = unmasked();
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (engine_->channel().pointer(peer, {segment_.id, 0}) != nullptr) {
+        senders[static_cast<std::size_t>(peer)] = 0;
+      }
+    }
+  }
   for (const Generation generation : dropped) {
-    engine_->channel().await(
-        "latency dispatch: rows of a dropped result", {row, generation},
-        [&](GroupWatch& watch) { return credit_.await_arrivals(generation, watch); });
+    await_sources(
+        {"latency dispatch: rows of a dropped result", flag_row(layout_.arrived), generation},
+        senders);
     drop(generation, true);
   }
 }
@@ -125,62 +145,91 @@ void HostLatency::await_credits(Generation generation) {
   }
 }
 
-std::size_t HostLatency::encode(const Exchange& exchange, const std::byte* row,
-                                std::byte* wire) const {
-  if (exchange.options.format == WireFormat::as_is) {
-    std::memcpy(wire, row, plain_bytes());
-    return plain_bytes();
+void HostLatency::encode(const Exchange& exchange, const std::byte* row, WireToken& wire) const {
+  if (!quantized(exchange)) {
+    wire.row = row;
+    return;
   }
   QuantizeRow quantize;
   quantize.row = row;
   quantize.dtype = config_.dtype;
   quantize.columns = config_.hidden;
   quantize.round_scale = exchange.options.scale_format != ScaleFormat::f32;
-  quantize.codes = wire;
-  quantize.scales = reinterpret_cast<float*>(wire + layout_.scale_at);
+  quantize.codes = wire.codes.data();
+  quantize.scales = wire.scales.data();
   kernels().quantize_row(quantize);
-  return layout_.scale_at + scale_count(static_cast<std::size_t>(config_.hidden)) * sizeof(float);
+  wire.row = wire.codes.data();
 }
 
-void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x) {
-  const Generation g = exchange.generation;
+bool HostLatency::route_to(const Exchange& exchange, std::int64_t token, int peer,
+                           std::int32_t* meta) const {
   const Placement& placement = engine_->placement();
-  const std::uint64_t tag = protocol::Credit<>::tag(g);
+  const auto first = static_cast<std::int32_t>(placement.first_expert(peer));
+  const auto end = static_cast<std::int32_t>(placement.first_expert(peer + 1));
   const auto topk = static_cast<std::size_t>(exchange.topk);
-  std::vector<std::byte> wire(layout_.row_slot);
-  std::vector<std::int32_t> meta(layout_.meta_slot / sizeof(std::int32_t), -1);
+  const auto at = static_cast<std::size_t>(token) * topk;
+  auto* weights = meta + 1 + config_.topk;
+  bool goes = false;
+  meta[0] = static_cast<std::int32_t>(token);
+  for (std::size_t k = 0; k < topk; ++k) {
+    const std::int32_t id = exchange.routes[at + k];
+    const bool local = id >= first && id < end;
+    meta[1 + k] = local ? id - first : -1;
+    const float weight = local && !exchange.weights.empty() ? exchange.weights[at + k] : 0.0f;
+    std::memcpy(weights + k, &weight, sizeof(weight));
+    goes |= local;
+  }
+  return goes;
+}
+
+std::size_t HostLatency::send_row(const Exchange& exchange, const WireToken& wire, int peer,
+                                  std::int32_t row) {
+  const std::uint64_t tag = protocol::Credit<>::tag(exchange.generation);
+  const int self = engine_->rank();
+  std::size_t bytes = row_bytes(exchange);
+  reach_.write(peer, at(row_offset(exchange, self, row)), wire.row, bytes, tag);
+  if (quantized(exchange)) {
+    const std::size_t scale_bytes = wire.scales.size() * sizeof(float);
+    reach_.write(peer, at(scales_offset(exchange, self, row)), wire.scales.data(), scale_bytes,
+                 tag);
+    bytes += scale_bytes;
+  }
+  const std::size_t words = 1 + static_cast<std::size_t>(config_.topk) *
+                                    (exchange.weights.empty() ? std::size_t{1} : std::size_t{2});
+  const std::size_t meta_bytes = words * sizeof(std::int32_t);
+  reach_.write(peer, at(meta_offset(exchange.generation, self, row)), wire.meta.data(), meta_bytes,
+               tag);
+  return bytes + meta_bytes;
+}
+
+void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
+                            const RankBytes& to) {
+  const Generation g = exchange.generation;
+  WireToken wire;
+  wire.codes.resize(static_cast<std::size_t>(config_.hidden));
+  wire.scales.resize(scales());
+  wire.meta.assign(layout_.meta_slot / sizeof(std::int32_t), -1);
   std::vector<std::int32_t> sent(static_cast<std::size_t>(ranks()), 0);
   std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
   const auto* rows = static_cast<const std::byte*>(x.data);
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
-    const std::int32_t* route = exchange.routes.data() + static_cast<std::size_t>(token) * topk;
-    const std::size_t row_bytes =
-        encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire.data());
+    encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire);
     for (int peer = 0; peer < ranks(); ++peer) {
-      const auto first = static_cast<std::int32_t>(placement.first_expert(peer));
-      const auto end = static_cast<std::int32_t>(placement.first_expert(peer + 1));
-      bool goes = false;
-      meta[0] = static_cast<std::int32_t>(token);
-      for (std::size_t k = 0; k < topk; ++k) {
-        const bool local = route[k] >= first && route[k] < end;
-        meta[1 + k] = local ? route[k] - first : -1;
-        goes |= local;
-      }
-      if (!goes) continue;
+      if (to[static_cast<std::size_t>(peer)] == 0) continue;
+      if (!route_to(exchange, token, peer, wire.meta.data())) continue;
       const auto d = static_cast<std::size_t>(peer);
-      const std::int32_t row = sent[d]++;
-      reach_.write(peer, at(row_offset(g, engine_->rank(), row)), wire.data(), row_bytes, tag);
-      reach_.write(peer, at(meta_offset(g, engine_->rank(), row)), meta.data(), layout_.meta_slot,
-                   tag);
-      bytes[d] += row_bytes + layout_.meta_slot;
+      bytes[d] += send_row(exchange, wire, peer, sent[d]++);
     }
   }
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
     const auto d = static_cast<std::size_t>(peer);
+    if (to[d] == 0) continue;
     const SourceHeader header{g, sent[d], static_cast<std::uint32_t>(exchange.options.format),
-                              static_cast<std::uint32_t>(exchange.options.scale_format), 0};
-    reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header), tag);
+                              static_cast<std::uint32_t>(exchange.options.scale_format),
+                              exchange.options.topk_weights ? 1u : 0u};
+    reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header),
+                 protocol::Credit<>::tag(g));
     credit_.announce(reach_, peer, g, bytes[d] + sizeof(header));
   }
 }

@@ -14,12 +14,21 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(40);  // between two looks at the caller's wishes
 }
 
-void HostEngine::check_waiting(const char* call) {
-  channel_.check_usable(call);
+void HostEngine::check_group(const char* call, Asks asks) const {
+  if (asks == Asks::no_failure) {
+    channel_.check_usable(call);
+  } else if (channel_.left()) {
+    throw Error(ErrorKind::destroyed, std::string(call) + ": the group is destroyed");
+  }
+}
+
+void HostEngine::check_waiting(const char* call, Asks asks) {
+  check_group(call, asks);
   if (!config_.on_wait) return;
   try {
     config_.on_wait();
   } catch (const std::exception& thrown) {
+    if (asks == Asks::existence) throw;
     // This rank leaves its place in the order, and with it the agreement with the peers.
     channel_.fail(call, std::string("interrupted while an earlier call runs: ") + thrown.what());
     throw;
@@ -36,7 +45,7 @@ void HostEngine::pass_turn() {
 /// A call's turn in the group's order: the constructor waits for it, the destructor passes it on.
 class HostEngine::Turn {
  public:
-  Turn(HostEngine& engine, std::uint64_t ticket, const char* call) : engine_(engine) {
+  Turn(HostEngine& engine, std::uint64_t ticket, const char* call, Asks asks) : engine_(engine) {
     using Clock = std::chrono::steady_clock;
     std::unique_lock lock(engine_.turn_mutex_);
     std::uint64_t served = engine_.serving_;
@@ -49,8 +58,8 @@ class HostEngine::Turn {
       served = engine_.serving_;
       lock.unlock();
       try {
-        engine_.check_waiting(call);
-        if (Clock::now() - idle_since >= engine_.config_.deadline) blocked(call);
+        engine_.check_waiting(call, asks);
+        if (Clock::now() - idle_since >= engine_.config_.deadline) blocked(call, asks);
       } catch (...) {
         lock.lock();
         if (engine_.serving_ == ticket) {
@@ -72,12 +81,12 @@ class HostEngine::Turn {
   Turn& operator=(const Turn&) = delete;
 
  private:
-  [[noreturn]] void blocked(const char* call) {
+  [[noreturn]] void blocked(const char* call, Asks asks) {
     const std::string text =
         "rank " + std::to_string(engine_.rank()) + ": " + call +
         ": an earlier call of this group, submitted to a stream, did not begin within the "
         "deadline; is other work blocking that stream?";
-    engine_.channel_.fail(call, text, ErrorKind::deadline);
+    if (asks == Asks::no_failure) engine_.channel_.fail(call, text, ErrorKind::deadline);
     throw Error(ErrorKind::deadline, text,
                 {engine_.rank(), engine_.rank(), call, engine_.channel_.generation(), 0, 0});
   }
@@ -85,15 +94,15 @@ class HostEngine::Turn {
   HostEngine& engine_;
 };
 
-HostEngine::Call::Call(HostEngine& engine, const char* call) : engine_(engine) {
-  engine_.channel_.check_usable(call);
+HostEngine::Call::Call(HostEngine& engine, const char* call, Asks asks) : engine_(engine) {
+  engine_.check_group(call, asks);
   std::unique_lock lock(engine_.turn_mutex_);
   // The thread inside waits for nothing without a deadline.
   while (engine_.calling_) {
     engine_.turn_changed_.wait_for(lock, kLook);
     if (!engine_.calling_) break;
     lock.unlock();
-    engine_.check_waiting(call);
+    engine_.check_waiting(call, asks);
     lock.lock();
   }
   engine_.calling_ = true;
@@ -107,13 +116,14 @@ void HostEngine::Call::end() {
 }
 
 Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> work, Call* inside,
-                        const std::function<void()>& entered) {
-  channel_.check_usable(call);
+                        const std::function<void()>& entered, Asks asks) {
+  check_group(call, asks);
   std::unique_lock lock(turn_mutex_);
-  auto run = [self = shared_from_this(), call, ticket = next_ticket_, work = std::move(work)] {
-    const Turn turn(*self, ticket, call);
-    self->channel_.check_usable(call);
-    self->run_work(call, work);
+  auto run = [self = shared_from_this(), call, asks, ticket = next_ticket_,
+              work = std::move(work)] {
+    const Turn turn(*self, ticket, call, asks);
+    self->check_group(call, asks);
+    self->run_work(call, work, asks);
   };
   // Under the lock, so that the order on the stream is the order of the tickets.
   if (entered) entered();
@@ -126,7 +136,7 @@ Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> 
   return event;
 }
 
-void HostEngine::run_work(const char* call, const std::function<void()>& work) {
+void HostEngine::run_work(const char* call, const std::function<void()>& work, Asks asks) {
   const auto start = std::chrono::steady_clock::now();
   const auto count = [&] {
     exchange_ns_.fetch_add(
@@ -140,7 +150,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work) {
     channel_.enter_call({});
   } catch (const Error& error) {
     count();
-    if (channel_.all_ranks_threw()) {
+    if (channel_.all_ranks_threw() || asks == Asks::existence) {
       channel_.enter_call({});
     } else {
       channel_.fail(call, error.what(), error.kind());
@@ -148,7 +158,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work) {
     throw;
   } catch (const std::exception& error) {
     count();
-    if (channel_.all_ranks_threw()) {
+    if (channel_.all_ranks_threw() || asks == Asks::existence) {
       channel_.enter_call({});
     } else {
       channel_.fail(call, error.what(), ErrorKind::system);
@@ -156,7 +166,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work) {
     throw;
   } catch (...) {
     count();
-    if (channel_.all_ranks_threw()) {
+    if (channel_.all_ranks_threw() || asks == Asks::existence) {
       channel_.enter_call({});
     } else {
       channel_.fail(call, "an exception of unknown type", ErrorKind::system);

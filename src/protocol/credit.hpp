@@ -100,6 +100,9 @@ struct DropTraits {
 template <class Traits = DropTraits>
 class DropOrder {
  public:
+  /// Everything up to `released` counts as dropped.
+  constexpr explicit DropOrder(Generation released = 0) : released_(released) {}
+
   /// Notes that `generation` was dropped; returns the newest generation before which nothing is
   /// alive (0: none yet). Publish it if it grew.
   constexpr Generation drop(Generation generation) {
@@ -113,7 +116,7 @@ class DropOrder {
   }
 
  private:
-  Generation released_ = 0;
+  Generation released_;
   std::uint64_t dropped_ = 0;  // bit i: generation released_ + 1 + i
 };
 

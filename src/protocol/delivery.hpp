@@ -21,6 +21,13 @@ struct DeliveryTraits {
   using Await = AwaitTraits;
   /// A network counts the rows' bytes before it shows the flag.
   static constexpr bool kCounted = true;
+  static constexpr Channel kChannel = Channel::kDelivery;
+};
+
+/// Of a second delivery in the same generation, whose bytes are counted apart: what is told ahead
+/// of rows.
+struct AnnounceTraits : DeliveryTraits {
+  static constexpr Channel kChannel = Channel::kAnnounced;
 };
 
 /// The delivery flags of one rank: delivered[source] = generation. Generations grow, gaps allowed.
@@ -32,7 +39,7 @@ class Delivery {
 
   /// The tag under which all rows of a generation are written.
   FERRY_FN static constexpr std::uint64_t tag(Generation generation) {
-    return make_tag(Channel::kDelivery, generation);
+    return make_tag(Traits::kChannel, generation);
   }
 
   /// Says that all rows of `generation` for `receiver` are written: `bytes` in all, maybe 0. Called

@@ -22,7 +22,18 @@ struct Place {
 
 /// Which flag a tag belongs to. The protocols of one generation must not share tags, or the bytes
 /// of one would be counted for another.
-enum class Channel : std::uint8_t { kSwap = 1, kBarrier, kDelivery, kLoan, kArrival, kCredit };
+enum class Channel : std::uint8_t {
+  kSwap = 1,
+  kBarrier,
+  kDelivery,
+  kLoan,
+  kArrival,
+  kCredit,
+  kAnnounced,
+  kMask,
+  kOffer,
+  kAnswer
+};
 
 /// Names the bytes that one signal counts: unique for each (source, target, signal).
 FERRY_FN constexpr std::uint64_t make_tag(Channel channel, Generation generation) {

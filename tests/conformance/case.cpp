@@ -36,7 +36,16 @@ enum Throughput {
   kQuantize,
   kSms  // of Mode::device alone
 };
-enum Latency { kFloat = kSpecial + 1, kWire, kHook, kAlive };
+enum Latency {
+  kFloat = kSpecial + 1,
+  kWire,
+  kHook,
+  kAlive,
+  kResults,
+  kPath,
+  kCombineFormat,
+  kWeightsAhead
+};
 
 std::vector<Axis> with_common(std::vector<Axis> own) {
   std::vector<Axis> all{{"fabric", 3},  {"ranks", 6}, {"hidden", 4}, {"topk", 4}, {"routes", 8},
@@ -86,6 +95,7 @@ std::string to_string(const Case& c) {
   static constexpr std::array kSizeNames{"exact", "worst_case", "worst_case_loose"};
   static constexpr std::array kWireNames{"as_is", "e4m3/f32", "e4m3/pow2", "e4m3/packed"};
   static constexpr std::array kHookNames{"none", "dispatch", "combine", "both"};
+  static constexpr std::array kFormatNames{"as_is", "e4m3", "logfmt10"};
   std::ostringstream out;
   out << (c.mode == Mode::throughput ? "throughput" : "latency") << " fabric=" << name_of(c.fabric)
       << " ranks=" << c.ranks << " hidden=" << c.hidden << " topk=" << c.topk
@@ -102,7 +112,11 @@ std::string to_string(const Case& c) {
     if (c.sms > 0) out << " sms=" << c.sms;
   } else {
     out << " wire=" << pick(kWireNames, c.wire) << " hook=" << pick(kHookNames, c.hook)
-        << " two_alive=" << c.two_alive << " capacity=" << c.capacity;
+        << " two_alive=" << c.two_alive << " capacity=" << c.capacity
+        << " results=" << (c.results == RowOrder::rank_major ? "rank_major" : "expert_major")
+        << " path=" << (c.path == CombinePath::per_rank ? "per_rank" : "per_slot")
+        << " combine_format=" << pick(kFormatNames, c.combine_format)
+        << " weights_ahead=" << c.weights_ahead;
   }
   out << " seed=" << c.seed;
   return out.str();
@@ -118,8 +132,14 @@ const std::vector<Axis>& axes(Mode mode) {
                                                            {"size", 3},
                                                            {"small memory", 2},
                                                            {"quantize", 3}});
-  static const std::vector<Axis> latency =
-      with_common({{"dtype", 3}, {"wire", 4}, {"hook", 4}, {"two alive", 2}});
+  static const std::vector<Axis> latency = with_common({{"dtype", 3},
+                                                        {"wire", 4},
+                                                        {"hook", 4},
+                                                        {"two alive", 2},
+                                                        {"results", 2},
+                                                        {"path", 2},
+                                                        {"combine format", 3},
+                                                        {"weights ahead", 2}});
   static const std::vector<Axis> device = [] {
     std::vector<Axis> all = throughput;
     all[kFabric].choices = static_cast<int>(kDeviceFabrics.size());
@@ -174,6 +194,10 @@ Case make_case(Mode mode, const std::vector<int>& choice) {
     c.wire = at<WireKind>(get(kWire));
     c.hook = at<HookKind>(get(kHook));
     c.two_alive = get(kAlive) != 0;
+    c.results = get(kResults) == 0 ? RowOrder::expert_major : RowOrder::rank_major;
+    c.path = at<CombinePath>(get(kPath));
+    c.combine_format = at<CombineFormat>(get(kCombineFormat));
+    c.weights_ahead = get(kWeightsAhead) != 0;
     return c;
   }
   c.order = get(kLayout) == 0 ? RowOrder::rank_major : RowOrder::expert_major;

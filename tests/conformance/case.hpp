@@ -7,6 +7,7 @@
 
 #include "ferry/dtype.hpp"
 #include "ferry/group.hpp"
+#include "ferry/latency.hpp"
 
 namespace ferry::conformance {
 
@@ -72,6 +73,10 @@ struct Case {
   // Latency mode.
   HookKind hook = HookKind::none;
   bool two_alive = false;  ///< a second dispatch before the first result is dropped
+  RowOrder results = RowOrder::expert_major;
+  CombinePath path = CombinePath::per_slot;
+  CombineFormat combine_format = CombineFormat::as_is;
+  bool weights_ahead = false;  ///< they come with dispatch
 
   std::int64_t tokens = 4;    ///< N, of a rank
   std::int64_t capacity = 8;  ///< latency: at least 2 N

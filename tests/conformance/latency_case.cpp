@@ -5,6 +5,7 @@
 #include "compare.hpp"
 #include "device.hpp"
 #include "inputs.hpp"
+#include "latency_results.hpp"
 #include "random.hpp"
 #include "session.hpp"
 
@@ -12,27 +13,6 @@ namespace ferry::conformance {
 namespace {
 
 constexpr auto kWait = std::chrono::seconds(60);
-
-/// Scales lie column by column; in ordinary memory, too.
-Tensor scales_to_cpu(const Tensor& scales) {
-  if (!scales || scales.view().device.kind == DeviceKind::cpu) return scales;
-  const TensorView& view = scales.view();
-  const Extents stored{view.shape[0], view.shape[2], view.shape[1]};
-  const Tensor dense =
-      to_cpu({TensorView(view.data, view.dtype, stored, view.device), scales.owner()});
-  return {TensorView(dense.data(), view.dtype, view.shape, view.strides, Device{}), dense.owner()};
-}
-
-/// Everything that a dispatch brought, in ordinary memory.
-LatencyReceived on_cpu(const LatencyReceived& got) {
-  LatencyReceived cpu;
-  cpu.x = to_cpu(got.x);
-  cpu.scales = scales_to_cpu(got.scales);
-  cpu.counts = to_cpu(got.counts);
-  cpu.source_token = to_cpu(got.source_token);
-  cpu.ranges = to_cpu(got.ranges);
-  return cpu;
-}
 
 bool is_poisoned(const void* data, std::size_t bytes, Device where) {
   Bytes copy(bytes + 1);
@@ -49,16 +29,16 @@ class Generation {
         c_(c),
         round_(round),
         world_(make_world(c, round)),
-        expected_(expect_latency(world_, rank_.rank())),
+        expected_(c, world_, rank_.rank()),
         group_(session.group(c)),
         exchange_(session.latency(c)) {}
 
   void dispatch() {
     LatencyDispatchOptions options;
-    options.format = c_.wire == WireKind::as_is ? WireFormat::as_is : WireFormat::e4m3;
-    if (c_.wire == WireKind::scale_pow2) options.scale_format = ScaleFormat::f32_pow2;
-    if (c_.wire == WireKind::scale_packed) options.scale_format = ScaleFormat::ue8m0_packed;
-    options_ = options;
+    options.format = expected_.format();
+    options.scale_format = expected_.scale_format();
+    options.order = c_.results;
+    if (c_.weights_ahead) options.topk_weights = weights();
     options.hook = hooked(HookKind::dispatch);
     options.stream = session_.stream(c_);
     ConstTensorView index(own().topk_idx.data(), Dtype::i64, {own().tokens, c_.topk});
@@ -76,36 +56,9 @@ class Generation {
   }
 
   void check_rows() {
-    const LatencyReceived got_all = on_cpu(received_);
-    const std::int64_t local = world_.local_experts(rank_.rank()), rows = output_rows();
-    const Dtype dtype = quantized() ? Dtype::e4m3 : c_.dtype;
-    if (!same_shape(rank_, "x", got_all.x, dtype, {local, rows, c_.hidden})) return;
-    rank_.check(group_.is_registered(received_.x.data()) || local == 0,
+    rank_.check(group_.is_registered(received_.x.data()) || expected_.blocks() == 0,
                 "x does not lie in registered memory");
-    const std::size_t row_bytes = got_all.x.view().row_bytes();
-    for (std::int64_t e = 0; e < local; ++e) {
-      const auto& theirs = expected_.rows[static_cast<std::size_t>(e)];
-      if (!rank_.equal(got_all.counts.as<std::int32_t>()[e],
-                       static_cast<std::int32_t>(theirs.size()), "counts")) {
-        return;
-      }
-      for (std::size_t i = 0; i < theirs.size(); ++i) {
-        const std::int64_t place = e * rows + static_cast<std::int64_t>(i);
-        const WireRow row =
-            expect_wire_row(world_, theirs[i], options_.format, options_.scale_format);
-        const std::byte* got =
-            got_all.x.as<std::byte>() + static_cast<std::size_t>(place) * row_bytes;
-        if (quantized()) {
-          same_values(rank_, "latency dispatch: x", dtype, got, row.x.data(), 1, c_.hidden);
-          check_scales(got_all.scales, e, static_cast<std::int64_t>(i), row);
-        } else {
-          same_bytes(rank_, "latency dispatch: x", got, row.x.data(), 1, row_bytes);
-        }
-        rank_.equal(got_all.source_token.as<std::int32_t>()[place], theirs[i].token,
-                    "source_token");
-      }
-    }
-    same_vector(rank_, "ranges", got_all.ranges.as<std::int64_t>(), expected_.ranges);
+    expected_.check(rank_, received_);
   }
 
   void combine() {
@@ -118,10 +71,13 @@ class Generation {
     fill_bytes(out.get(), kPoison, out_bytes, where());
     const TensorView out_view(out.get(), c_.dtype, {tokens, c_.hidden}, where());
     if (c_.own_output) options.out = out_view;
-    const std::int64_t local = world_.local_experts(rank_.rank());
-    ConstTensorView rows(combine_rows(), c_.dtype, {local, output_rows(), c_.hidden}, where());
-    const ConstTensorView weights = put({own().weights.data(), Dtype::f32, {tokens, c_.topk}});
-    LatencyCombined got = exchange_.combine(rows, received_, weights, options);
+    options.path = c_.path;
+    options.format = c_.combine_format;
+    const ConstTensorView rows(combine_rows(), c_.dtype,
+                               {expected_.blocks(), expected_.block_rows(), c_.hidden}, where());
+    const bool gives_none = by_rank() || c_.weights_ahead;
+    LatencyCombined got = gives_none ? exchange_.combine(rows, received_, options)
+                                     : exchange_.combine(rows, received_, weights(), options);
     if (options.hook) {
       got.event.wait(kWait);
       if (c_.own_output) {
@@ -139,7 +95,8 @@ class Generation {
     const Tensor sum = to_cpu(got.x);
     const Bytes expected = expect_latency_combine(
         world_, rank_.rank(),
-        [&](int d, std::int64_t e, std::int64_t place, std::byte* to) { fill(d, e, place, to); });
+        [&](int d, std::int64_t b, std::int64_t place, std::byte* to) { fill(d, b, place, to); },
+        {c_.results, c_.path, c_.combine_format});
     if (!same_shape(rank_, "combined x", sum, c_.dtype, {tokens, c_.hidden})) return;
     same_values(rank_, "latency combine: x", c_.dtype, sum.data(), expected.data(), tokens,
                 c_.hidden);
@@ -147,7 +104,7 @@ class Generation {
 
   void drop() {
     poison(received_.x);
-    session_.poisoned()[received_.x.data()] = received_.x.view().bytes();
+    if (!by_rank()) session_.poisoned()[received_.x.data()] = received_.x.view().bytes();
     received_ = LatencyReceived{};
   }
 
@@ -166,7 +123,11 @@ class Generation {
   const RankInput& own() const { return world_.inputs[static_cast<std::size_t>(rank_.rank())]; }
   bool quantized() const { return c_.wire != WireKind::as_is; }
   bool hooked(HookKind half) const { return c_.hook == half || c_.hook == HookKind::both; }
-  std::int64_t output_rows() const { return c_.capacity * c_.ranks; }
+  bool by_rank() const { return c_.results == RowOrder::rank_major; }
+  static std::size_t index(std::int64_t value) { return static_cast<std::size_t>(value); }
+  ConstTensorView weights() {
+    return put({own().weights.data(), Dtype::f32, {own().tokens, c_.topk}});
+  }
 
   /// Everything was sent, and nothing of the output may have changed.
   void check_untouched() {
@@ -177,8 +138,11 @@ class Generation {
           is_poisoned(before->first, std::min(before->second, received_.x.view().bytes()), where()),
           "x was written by the sending half");
     }
-    std::vector<Tensor> all{received_.x, received_.counts, received_.source_token,
-                            received_.ranges};
+    std::vector<Tensor> all{received_.counts, received_.source_token};
+    // Rank-major rows lie where their sources write them.
+    if (!by_rank()) all.insert(all.end(), {received_.x, received_.ranges});
+    if (by_rank()) all.push_back(received_.topk_idx);
+    if (by_rank() && c_.weights_ahead) all.push_back(received_.topk_weights);
     if (quantized()) all.push_back(received_.scales);
     for (const Tensor& tensor : all) poison(tensor);
     group_.barrier();  // now all ranks have sent
@@ -189,27 +153,9 @@ class Generation {
     }
   }
 
-  void check_scales(const Tensor& all, std::int64_t expert, std::int64_t place,
-                    const WireRow& row) {
-    const TensorView& scales = all.view();
-    const auto columns = static_cast<std::int64_t>(row.scales.size());
-    const Dtype dtype = c_.wire == WireKind::scale_packed ? Dtype::i32 : Dtype::f32;
-    if (!same_shape(rank_, "scales", all, dtype,
-                    {world_.local_experts(rank_.rank()), output_rows(), columns})) {
-      return;
-    }
-    rank_.equal(scales.strides[1], 1, "stride of scales along the rows");
-    const auto* bits = static_cast<const std::uint32_t*>(scales.data);
-    for (std::int64_t c = 0; c < columns; ++c) {
-      rank_.equal(
-          bits[expert * scales.strides[0] + place * scales.strides[1] + c * scales.strides[2]],
-          row.scales[static_cast<std::size_t>(c)], "bits of a scale");
-    }
-  }
-
-  void fill(int rank, std::int64_t expert, std::int64_t place, std::byte* to) const {
+  void fill(int rank, std::int64_t block, std::int64_t place, std::byte* to) const {
     fill_row(mix(c_.seed + round_, 41, static_cast<std::uint64_t>(rank),
-                 static_cast<std::uint64_t>(expert << 32 | place)),
+                 static_cast<std::uint64_t>(block << 32 | place)),
              c_.dtype, c_.special_values, c_.hidden, to);
   }
 
@@ -217,14 +163,12 @@ class Generation {
   const void* combine_rows() {
     const bool in_place = !quantized() && c_.seed % 2 == 0;
     const std::size_t row_bytes = world_.row_bytes();
-    const std::size_t experts = expected_.rows.size();
-    const std::size_t bytes = experts * static_cast<std::size_t>(output_rows()) * row_bytes;
+    const std::int64_t rows = expected_.block_rows();
+    const std::size_t bytes = index(expected_.blocks() * rows) * row_bytes;
     Bytes made(bytes, static_cast<std::byte>(kPoison));
-    std::byte* to = made.data();
-    for (std::size_t e = 0; e < experts; ++e) {
-      for (std::size_t i = 0; i < expected_.rows[e].size(); ++i) {
-        fill(rank_.rank(), static_cast<std::int64_t>(e), static_cast<std::int64_t>(i),
-             to + (e * static_cast<std::size_t>(output_rows()) + i) * row_bytes);
+    for (std::int64_t b = 0; b < expected_.blocks(); ++b) {
+      for (std::int64_t i = 0; i < expected_.rows_in(b); ++i) {
+        fill(rank_.rank(), b, i, made.data() + index(b * rows + i) * row_bytes);
       }
     }
     void* data = received_.x.data();
@@ -241,10 +185,9 @@ class Generation {
   const Case& c_;
   std::uint64_t round_;
   World world_;
-  ExpectedLatency expected_;
+  LatencyResults expected_;
   Group& group_;
   LatencyExchange& exchange_;
-  LatencyDispatchOptions options_{};
   LatencyReceived received_{};
   std::vector<std::int32_t> index32_{};
   std::shared_ptr<void> rows_{};

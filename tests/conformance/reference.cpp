@@ -7,35 +7,10 @@
 #include <limits>
 
 #include "core/number.hpp"
+#include "reference_parts.hpp"
 
 namespace ferry::conformance {
 namespace {
-
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
-/// Everybody that a rank receives from, in the order of the definition.
-std::vector<Arrival> arrivals_at(const World& world, int rank) {
-  std::vector<Arrival> rows;
-  for (int source = 0; source < world.ranks; ++source) {
-    for (std::int64_t t = 0; t < world.inputs[index(source)].tokens; ++t) {
-      bool goes = false;
-      for (int k = 0; k < world.topk; ++k) {
-        const std::int64_t id = world.id(source, t, k);
-        goes = goes || (id >= 0 && world.rank_of(id) == rank);
-      }
-      if (goes) rows.push_back({source, t});
-    }
-  }
-  return rows;
-}
-
-/// The local id of a slot at `rank`, −1 if it is elsewhere or unused.
-std::int64_t local_id(const World& world, int rank, const Arrival& arrival, int slot) {
-  const std::int64_t id = world.id(arrival.source, arrival.token, slot);
-  return id >= 0 && world.rank_of(id) == rank ? id - world.first_expert(rank) : -1;
-}
 
 struct ExpertMajor {
   std::vector<std::int64_t> slots;      // of every expert
@@ -64,27 +39,6 @@ ExpertMajor place_experts(const World& world, int rank, const std::vector<Arriva
   result.offsets.push_back(next);
   return result;
 }
-
-/// Σ in fp32 from +0.
-struct Sum {
-  explicit Sum(std::int64_t hidden) : acc(index(hidden), 0.0f) {}
-  void add(const std::byte* row, Dtype dtype) {
-    for (std::size_t i = 0; i < acc.size(); ++i) {
-      acc[i] = acc[i] + load(row, dtype, static_cast<std::int64_t>(i));
-    }
-  }
-  void add_weighted(float weight, const std::byte* row, Dtype dtype) {
-    for (std::size_t i = 0; i < acc.size(); ++i) {
-      acc[i] = std::fma(weight, load(row, dtype, static_cast<std::int64_t>(i)), acc[i]);
-    }
-  }
-  void round(std::byte* out, Dtype dtype) const {
-    for (std::size_t i = 0; i < acc.size(); ++i) {
-      store(out, dtype, static_cast<std::int64_t>(i), acc[i]);
-    }
-  }
-  std::vector<float> acc;
-};
 
 }  // namespace
 
@@ -225,70 +179,6 @@ ExpectedCombine expect_combine(const World& world, int rank, const CombineInput&
   return result;
 }
 
-ExpectedLatency expect_latency(const World& world, int rank) {
-  ExpectedLatency result;
-  const std::int64_t local = world.local_experts(rank);
-  const std::vector<Arrival> arrivals = arrivals_at(world, rank);
-  result.rows.resize(index(local));
-  for (std::int64_t expert = 0; expert < local; ++expert) {
-    auto& rows = result.rows[index(expert)];
-    for (int source = 0; source < world.ranks; ++source) {
-      const std::size_t first = rows.size();
-      for (const Arrival& arrival : arrivals) {
-        for (int k = 0; k < world.topk; ++k) {
-          if (arrival.source == source && local_id(world, rank, arrival, k) == expert) {
-            rows.push_back({source, arrival.token, k});
-          }
-        }
-      }
-      result.ranges.push_back(static_cast<std::int64_t>(first << 32 | (rows.size() - first)));
-    }
-  }
-  return result;
-}
-
-WireRow expect_wire_row(const World& world, const ExpectedLatency::Row& from, WireFormat format,
-                        ScaleFormat scale_format) {
-  const std::byte* row =
-      world.inputs[index(from.source)].x.data() + index(from.token) * world.row_bytes();
-  WireRow result;
-  if (format == WireFormat::as_is) {
-    result.x.assign(row, row + world.row_bytes());
-    return result;
-  }
-  for (std::int64_t block = 0; block < world.hidden; block += 128) {
-    const std::int64_t end = std::min(world.hidden, block + 128);
-    float amax = 1e-4f;
-    for (std::int64_t i = block; i < end; ++i) {
-      const float magnitude = std::fabs(load(row, world.dtype, i));
-      if (!std::isnan(magnitude)) amax = std::max(amax, magnitude);
-    }
-    amax = std::min(amax, std::numeric_limits<float>::max());  // infinity
-    float scale = amax / 448.0f, inv = 448.0f / amax;
-    if (scale_format != ScaleFormat::f32) {
-      // The smallest power of two that is at least amax / 448, without rounding.
-      double power = 0x1p-100;
-      while (power * 448.0 < static_cast<double>(amax)) power *= 2.0;
-      scale = static_cast<float>(power);
-      inv = static_cast<float>(1.0 / power);
-    }
-    for (std::int64_t i = block; i < end; ++i) {
-      result.x.push_back(
-          static_cast<std::byte>(from_float<E4m3>(load(row, world.dtype, i) * inv).bits));
-    }
-    std::uint32_t bits;
-    std::memcpy(&bits, &scale, 4);
-    const auto count = static_cast<std::size_t>(block / 128);
-    if (scale_format != ScaleFormat::ue8m0_packed) {
-      result.scales.push_back(bits);
-    } else {
-      if (count % 4 == 0) result.scales.push_back(0);
-      result.scales.back() |= (bits >> 23) << (8 * (count % 4));
-    }
-  }
-  return result;
-}
-
 World quantized(const World& world, ScaleFormat scale_format) {
   World result = world;
   result.dtype = Dtype::e4m3;
@@ -304,30 +194,6 @@ World quantized(const World& world, ScaleFormat scale_format) {
         input.scales.push_back(std::bit_cast<float>(bits));
       }
     }
-  }
-  return result;
-}
-
-Bytes expect_latency_combine(const World& world, int rank, const LatencyRowOf& row_of) {
-  std::vector<ExpectedLatency> at;
-  for (int d = 0; d < world.ranks; ++d) at.push_back(expect_latency(world, d));
-  const RankInput& own = world.inputs[index(rank)];
-  Bytes result(index(own.tokens) * world.row_bytes()), row(world.row_bytes());
-  for (std::int64_t t = 0; t < own.tokens; ++t) {
-    Sum sum(world.hidden);
-    for (int k = 0; k < world.topk; ++k) {
-      const std::int64_t id = world.id(rank, t, k);
-      if (id < 0) continue;
-      const int d = world.rank_of(id);
-      const std::int64_t expert = id - world.first_expert(d);
-      const auto& rows = at[index(d)].rows[index(expert)];
-      const auto place = std::find_if(rows.begin(), rows.end(), [&](const auto& r) {
-        return r.source == rank && r.token == t && r.slot == k;
-      });
-      row_of(d, expert, place - rows.begin(), row.data());
-      sum.add_weighted(own.weights[index(t * world.topk + k)], row.data(), world.dtype);
-    }
-    sum.round(result.data() + index(t) * world.row_bytes(), world.dtype);
   }
   return result;
 }

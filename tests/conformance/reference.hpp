@@ -108,6 +108,18 @@ struct ExpectedLatency {
 
 ExpectedLatency expect_latency(const World& world, int rank);
 
+/// Rows without fan-out: one for each token that comes.
+struct ExpectedRankMajor {
+  struct Row {
+    std::int64_t token = 0;
+    std::vector<std::int32_t> topk_idx{};  ///< [K] local, −1 elsewhere
+    std::vector<float> topk_weights{};     ///< [K]
+  };
+  std::vector<std::vector<Row>> rows{};  ///< of every source
+};
+
+ExpectedRankMajor expect_rank_major(const World& world, int rank);
+
 /// A row as latency mode brings it: its bytes and its scales, f32 bits or packed words.
 struct WireRow {
   Bytes x{};
@@ -116,10 +128,22 @@ struct WireRow {
 WireRow expect_wire_row(const World& world, const ExpectedLatency::Row& row, WireFormat format,
                         ScaleFormat scale_format);
 
-/// Writes the row that rank `rank` gives to combine for place `place` of its expert `expert`.
+/// How a latency combine goes.
+struct LatencyHow {
+  RowOrder order = RowOrder::expert_major;
+  CombinePath path = CombinePath::per_slot;
+  CombineFormat format = CombineFormat::as_is;
+};
+
+/// Writes the row that rank `rank` gives to combine for place `place` of its expert, or rank-major
+/// of the source, `block`.
 using LatencyRowOf =
-    std::function<void(int rank, std::int64_t expert, std::int64_t place, std::byte* out)>;
-Bytes expect_latency_combine(const World& world, int rank, const LatencyRowOf& row);
+    std::function<void(int rank, std::int64_t block, std::int64_t place, std::byte* out)>;
+Bytes expect_latency_combine(const World& world, int rank, const LatencyRowOf& row,
+                             const LatencyHow& how = {});
+/// What the owner takes for a row that crossed in this format.
+std::vector<float> in_flight(const std::byte* row, Dtype dtype, std::int64_t hidden,
+                             CombineFormat format);
 
 /// The value of element `i`, and its rounding back. f32, bf16, f16.
 float load(const std::byte* row, Dtype dtype, std::int64_t i);

@@ -62,6 +62,10 @@ TEST_P(Repeated, LatencyOnPoisonedMemory) {
       c.hook = static_cast<HookKind>(random.below(4));
       c.two_alive = random.one_in(3);
       c.stream = random.one_in(4);
+      c.results = static_cast<RowOrder>(random.below(2));
+      c.path = static_cast<CombinePath>(random.below(2));
+      c.combine_format = static_cast<CombineFormat>(random.below(3));
+      c.weights_ahead = random.one_in(2);
       run_case(session, c);
     }
   });

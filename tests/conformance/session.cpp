@@ -18,9 +18,12 @@ Group& Session::group(const Case& c) {
 
 LatencyExchange& Session::latency(const Case& c) {
   Group& owner = group(c);
-  auto& slot = exchanges_[{c.experts(), c.hidden, c.topk, c.dtype, c.capacity}];
+  // Rank-major results do without room to fan out, and with it.
+  const RowOrder order = c.seed % 3 == 0 ? c.results : RowOrder::expert_major;
+  auto& slot = exchanges_[{c.experts(), c.hidden, c.topk, c.dtype, c.capacity, order}];
   if (!slot) {
-    const LatencyConfig config{c.capacity, c.hidden, c.topk, c.dtype};
+    LatencyConfig config{c.capacity, c.hidden, c.topk, c.dtype};
+    config.order = order;
     const std::size_t before = owner.memory().latency_bytes;
     slot = std::make_unique<LatencyExchange>(owner, config);
     rank_.equal(owner.memory().latency_bytes - before,

@@ -28,7 +28,7 @@ class Session {
 
  private:
   using GroupKey = std::pair<std::int64_t, bool>;
-  using LatencyKey = std::tuple<std::int64_t, std::int64_t, int, Dtype, std::int64_t>;
+  using LatencyKey = std::tuple<std::int64_t, std::int64_t, int, Dtype, std::int64_t, RowOrder>;
   Rank& rank_;
   std::shared_ptr<Stream> stream_{};  // outlives the groups' memory
   std::map<GroupKey, std::unique_ptr<Group>> groups_{};

@@ -1,5 +1,6 @@
 #include "crew.hpp"
 
+#include <execinfo.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <new>
@@ -52,11 +54,35 @@ void become_quiet() {
   GTEST_FLAG_SET(shuffle, false);
 }
 
+/// Where a process was when a signal ended it; raised anew by SA_RESETHAND.
+void tell_where(int signal) {
+  void* frames[48];
+  backtrace_symbols_fd(frames, backtrace(frames, 48), STDERR_FILENO);
+  raise(signal);
+}
+
+void tell_of_signals() {
+  void* first[1];
+  backtrace(first, 1);  // loads what it needs, now
+  struct sigaction action{};
+  action.sa_handler = tell_where;
+  action.sa_flags = SA_RESETHAND | SA_NODEFER;
+  for (const int signal : {SIGSEGV, SIGBUS, SIGABRT, SIGFPE, SIGILL}) {
+    sigaction(signal, &action, nullptr);
+  }
+}
+
+std::string end_of(int status) {
+  if (!WIFSIGNALED(status)) return "exit status " + std::to_string(WEXITSTATUS(status));
+  return std::string("signal ") + strsignal(WTERMSIG(status));
+}
+
 /// A crew's process: runs the test of each job until it is killed.
 [[noreturn]] void serve(Desk& desk, int first, int threads, int ranks, pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
   become_quiet();
+  tell_of_signals();
   worker = std::make_unique<Worker>(Worker{&desk, first, threads, ranks});
   for (std::uint64_t job = 1;; ++job) {
     while (desk.job.load(std::memory_order_acquire) < job) {
@@ -102,9 +128,12 @@ class Crew {
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const auto& done = desk_->done[static_cast<std::size_t>(threads_) * i];
       while (done.load(std::memory_order_acquire) < job && Clock::now() < until) {
-        if (waitpid(children_[i], nullptr, WNOHANG) != 0) {
+        int status = 0;
+        if (waitpid(children_[i], &status, WNOHANG) != 0) {
           children_.erase(children_.begin() + static_cast<std::ptrdiff_t>(i));
-          return desk_->board.problems(ranks_);
+          auto problems = desk_->board.problems(ranks_);
+          problems.push_back("a process of the crew ended: " + end_of(status));
+          return problems;
         }
         std::this_thread::sleep_for(std::chrono::microseconds(500));
       }

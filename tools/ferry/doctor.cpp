@@ -14,6 +14,7 @@
 #include "ferry/group.hpp"
 #include "machine.hpp"
 #include "self_test.hpp"
+#include "waits.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -249,12 +250,23 @@ void print(const Diagnosis& d) {
                                   : "Ferry does not work here: see the errors above.");
 }
 
+int tell_waits(const std::vector<std::string>& files) {
+  try {
+    fmt::print("{}\n", describe_waits(read_waits(files)));
+    return 0;
+  } catch (const std::runtime_error& error) {
+    fmt::print(stderr, "ferry doctor --waits: {}\n", error.what());
+    return kUsageError;
+  }
+}
+
 }  // namespace
 
 void add_doctor(CLI::App& app, int& exit_code) {
   struct Arguments {
     bool json = false;
     bool no_self_test = false;
+    std::vector<std::string> waits{};
   };
   auto given = std::make_shared<Arguments>();
   CLI::App* doctor = app.add_subcommand(
@@ -262,8 +274,19 @@ void add_doctor(CLI::App& app, int& exit_code) {
   doctor->add_flag("--json", given->json, "The same for programs");
   doctor->add_flag("--no-self-test", given->no_self_test,
                    "Only look; do not exchange a few rows between two ranks");
+  doctor
+      ->add_option("--waits", given->waits,
+                   "Only say who is slow, from how long ranks waited for each other in latency "
+                   "mode: a file with the R x R matrix in nanoseconds (row: who waits), or one for "
+                   "each rank with its row; text, JSON or .npy")
+      ->excludes("--json")
+      ->excludes("--no-self-test");
   doctor->footer("\nExit codes: 0 Ferry works here; 1 it does not; 2 wrong command line.");
   doctor->callback([given, &exit_code] {
+    if (!given->waits.empty()) {
+      exit_code = tell_waits(given->waits);
+      return;
+    }
     const Diagnosis diagnosis = diagnose(!given->no_self_test);
     if (given->json) {
       fmt::print("{}\n",

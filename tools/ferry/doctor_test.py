@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -66,6 +67,19 @@ class Doctor(unittest.TestCase):
 
     def test_without_self_test(self):
         self.assertEqual(json.loads(doctor("--json", "--no-self-test").stdout)["self_tests"], [])
+
+    def test_waits(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "waits.txt")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("0 9 900000\n8 0 900000\n7 6 0\n")
+            result = doctor("--waits", path)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("Rank 2 is a slow sender", result.stdout)
+            result = doctor("--waits", path, path)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn("waits.txt", result.stderr)
+            self.assertEqual(doctor("--waits", path, "--json").returncode, 2)
 
     def test_wrong_command_line(self):
         self.assertEqual(doctor("--bogus").returncode, 2)

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/layout.hpp"
 #include "ferry/dtype.hpp"
+#include "ferry/latency.hpp"
 
 namespace ferry::host {
 
@@ -22,6 +24,9 @@ struct SumRows {
   void* out = nullptr;
   std::int64_t columns = 0;
   Dtype dtype = Dtype::f32;  ///< f32, bf16 or f16, of rows, biases and out
+  /// Of the rows, where they are as they crossed; `in_flight` says how such a row lies.
+  CombineFormat format = CombineFormat::as_is;
+  CombineRowLayout in_flight{};
 };
 
 /// Quantises one row to e4m3 with one scale for each 128 channels.
@@ -34,11 +39,21 @@ struct QuantizeRow {
   float* scales = nullptr;  ///< [ceil(columns / 128)]
 };
 
+/// Writes one row as LogFMT-10 codes and ranges.
+struct EncodeLogfmt {
+  const void* row = nullptr;
+  Dtype dtype = Dtype::bf16;  ///< f32, bf16 or f16
+  std::int64_t columns = 0;
+  void* out = nullptr;
+  CombineRowLayout in_flight{};
+};
+
 struct Kernels {
   const char* name;  ///< "avx512", "avx2", "baseline"
   /// Sums in fp32 from +0 in the order given, rounds once to nearest even.
   void (*sum_rows)(const SumRows& sum);
   void (*quantize_row)(const QuantizeRow& quantize);
+  void (*encode_logfmt)(const EncodeLogfmt& encode);
   /// Copies past the caches where the machine can; `stream_fence` must follow before a flag is
   /// published, because such stores are not ordered by a release store.
   void (*copy_stream)(void* to, const void* from, std::size_t bytes);

@@ -30,7 +30,8 @@ void stream_fence() {
   _mm_sfence();
 }
 }  // namespace
-const Kernels kAvx512Kernels{"avx512", &sum_rows, &quantize, &copy_stream, &stream_fence};
+const Kernels kAvx512Kernels{"avx512",       &sum_rows,    &quantize,
+                             &encode_logfmt, &copy_stream, &stream_fence};
 }  // namespace ferry::host
 
 #if defined(__clang__)

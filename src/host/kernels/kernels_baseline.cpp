@@ -9,5 +9,6 @@ void copy_plain(void* to, const void* from, std::size_t bytes) {
 }
 void no_fence() {}
 }  // namespace
-const Kernels kBaselineKernels{"baseline", &sum_rows, &quantize, &copy_plain, &no_fence};
+const Kernels kBaselineKernels{"baseline",     &sum_rows,   &quantize,
+                               &encode_logfmt, &copy_plain, &no_fence};
 }  // namespace ferry::host

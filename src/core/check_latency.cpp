@@ -1,0 +1,110 @@
+// The arguments of latency mode's dispatch and combine.
+#include <string>
+
+#include "core/check.hpp"
+
+namespace ferry {
+
+using std::to_string;
+
+void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                            const LatencyConfig& config, const LatencyDispatchOptions& options,
+                            const Device& where) {
+  constexpr std::string_view kCall = "latency dispatch";
+  if (x.dtype != config.dtype) {
+    refuse(kCall, "x", "dtype " + dtype_text(x.dtype),
+           dtype_text(config.dtype) + ", as configured");
+  }
+  check_tensor(kCall, "x", x, 2, where);
+  if (x.columns() != config.hidden) {
+    refuse(kCall, "x", "hidden " + to_string(x.columns()),
+           to_string(config.hidden) + ", as configured");
+  }
+  if (x.rows() > config.capacity) {
+    refuse(kCall, "x", to_string(x.rows()) + " tokens",
+           "at most the capacity, " + to_string(config.capacity));
+  }
+  if (topk_idx.dims() == 2 && topk_idx.shape[0] != x.rows()) {
+    refuse(kCall, "topk_idx", to_string(topk_idx.shape[0]) + " tokens",
+           to_string(x.rows()) + ", as x");
+  }
+  if (topk_idx.dims() == 2 && topk_idx.shape[1] > config.topk) {
+    refuse(kCall, "topk_idx", "topk " + to_string(topk_idx.shape[1]),
+           "at most " + to_string(config.topk) + ", as configured");
+  }
+  check_formats(kCall, options.format, options.scale_format);
+  if (options.order > RowOrder::expert_major) {
+    refuse(kCall, "order", "number " + to_string(static_cast<int>(options.order)),
+           "rank_major or expert_major");
+  }
+  if (options.order == RowOrder::expert_major && config.order == RowOrder::rank_major) {
+    refuse(kCall, "order", "expert_major",
+           "rank_major, as configured: there is no room to fan out");
+  }
+  if (options.topk_weights && topk_idx.dims() == 2) {
+    check_exact(kCall, "topk_weights", *options.topk_weights, Dtype::f32,
+                {topk_idx.shape[0], topk_idx.shape[1]}, where);
+  }
+}
+
+void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+                 const Device& where) {
+  if (waits) check_exact(call, "waits", *waits, Dtype::i64, {ranks}, where);
+}
+
+namespace {
+
+constexpr std::string_view kCombine = "latency combine";
+
+void check_weights(const std::optional<ConstTensorView>& weights,
+                   const LatencyDispatched& dispatched, const Device& where) {
+  const bool by_rank = dispatched.order == RowOrder::rank_major;
+  if (!weights) {
+    if (by_rank || dispatched.weights) return;
+    refuse(kCombine, "topk_weights", "none", "weights: the dispatch brought none");
+  }
+  if (by_rank) {
+    refuse(kCombine, "topk_weights", "a tensor with rank-major rows",
+           "none: such a row is the caller's own weighted sum");
+  }
+  if (dispatched.weights) {
+    refuse(kCombine, "topk_weights", "a tensor", "none: the weights came with the dispatch");
+  }
+  check_exact(kCombine, "topk_weights", *weights, Dtype::f32, {dispatched.tokens, dispatched.topk},
+              where);
+}
+
+}  // namespace
+
+void check_latency_combine(const ConstTensorView& rows,
+                           const std::optional<ConstTensorView>& topk_weights,
+                           const LatencyConfig& config, const LatencyDispatched& dispatched,
+                           const LatencyCombineOptions& options, const Device& where) {
+  if (options.path > CombinePath::per_rank) {
+    refuse(kCombine, "path", "number " + to_string(static_cast<int>(options.path)),
+           "per_slot or per_rank");
+  }
+  if (options.format > CombineFormat::logfmt10) {
+    refuse(kCombine, "format", "number " + to_string(static_cast<int>(options.format)),
+           "as_is, e4m3 or logfmt10");
+  }
+  if (config.masks && options.path == CombinePath::per_slot &&
+      dispatched.order == RowOrder::expert_major) {
+    refuse(kCombine, "path", "per_slot in an exchange with masks",
+           "per_rank: a place that several ranks write in turn could hold what a masked one wrote "
+           "late");
+  }
+  check_waits(kCombine, options.waits, dispatched.ranks, where);
+  const Extents shape =
+      dispatched.order == RowOrder::rank_major
+          ? Extents{dispatched.ranks, config.capacity, config.hidden}
+          : Extents{dispatched.local_experts, dispatched.ranks * config.capacity, config.hidden};
+  check_exact(kCombine, "rows", rows, config.dtype, shape, where);
+  check_weights(topk_weights, dispatched, where);
+  if (options.out) {
+    check_exact(kCombine, "out", *options.out, config.dtype, {dispatched.tokens, config.hidden},
+                where);
+  }
+}
+
+}  // namespace ferry

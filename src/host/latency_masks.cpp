@@ -1,0 +1,183 @@
+#include "host/latency_masks.hpp"
+
+#include <algorithm>
+#include <string>
+#include <thread>
+
+namespace ferry::host {
+
+using protocol::Status;
+
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
+constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
+
+}  // namespace
+
+LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
+                           const protocol::FlagLayout& layout, std::byte* told, bool on)
+    : engine_(engine),
+      reach_(reach),
+      told_(layout, engine.rank(), told),
+      on_(on),
+      masked_(static_cast<std::size_t>(engine.size())),
+      words_(static_cast<std::size_t>(engine.size())) {}
+
+std::vector<bool> LatencyMasks::all() const {
+  std::vector<bool> all;
+  for (int peer = 0; peer < engine_.size(); ++peer) all.push_back(masked(peer));
+  return all;
+}
+
+void LatencyMasks::tell(int peer, bool masked, Generation now) {
+  std::uint64_t& word = words_[static_cast<std::size_t>(peer)];
+  const bool told = (word & 1) != 0 && (word >> 1) > base();
+  if (told == masked) return;
+  word = protocol::next_mask(word, std::max(now, base() + 1), masked);
+  told_.tell(reach_, peer, word);
+}
+
+void LatencyMasks::set(int peer, bool masked, Generation now) {
+  std::scoped_lock lock(mutex_);
+  masked_[static_cast<std::size_t>(peer)].store(masked, std::memory_order_relaxed);
+  tell(peer, masked, now);
+}
+
+void LatencyMasks::mask(int peer, Generation now) {
+  std::scoped_lock lock(mutex_);
+  if (masked_[static_cast<std::size_t>(peer)].exchange(true, std::memory_order_relaxed)) return;
+  tell(peer, true, now);
+  // Release: who sees the count sees the mask.
+  std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
+}
+
+int LatencyMasks::evictor() const {
+  // A rank that this one has masked has no say.
+  return told_.find(base(), [this](int peer) { return !masked(peer); });
+}
+
+void LatencyMasks::check_left_behind(const char* call) const {
+  if (!on_) return;
+  if (must_rejoin_.load(std::memory_order_relaxed)) {
+    throw Error(ErrorKind::left_behind,
+                "rank " + std::to_string(engine_.rank()) + ": " + call +
+                    ": the last rejoin of this exchange failed on this rank; rejoin again",
+                {engine_.rank(), engine_.rank(), call, base(), 0, 0});
+  }
+  if (const int peer = evictor(); peer >= 0) throw_left_behind(call, peer, 0, 0);
+}
+
+void LatencyMasks::throw_left_behind(const char* call, int peer, std::uint64_t expected,
+                                     std::uint64_t seen) const {
+  throw Error(ErrorKind::left_behind,
+              "rank " + std::to_string(engine_.rank()) + ": " + call + ": rank " +
+                  std::to_string(peer) +
+                  " has masked this rank and goes on without it: left behind; its results since "
+                  "may lack rows. Call rejoin on all ranks to come back",
+              {engine_.rank(), peer, call, base(), expected, seen});
+}
+
+void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation now,
+                         const std::function<void(const RankBytes&)>& came) {
+  const auto began = Clock::now();
+  MaskWatch watch(engine_, this, start_, pending);
+  while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
+    RankBytes newcomers(pending.size(), 0);
+    const Status status =
+        protocol::await_some(wait.row, wait.wanted, wait.depth, pending, newcomers, watch);
+    switch (status.code) {
+      case Status::Code::kOk: came(newcomers); break;
+      case Status::Code::kPeerFailed:
+        mask(status.peer, now);
+        pending[static_cast<std::size_t>(status.peer)] = 0;
+        break;
+      case Status::Code::kDeadline:
+        for (std::size_t p = 0; p < pending.size(); ++p) {
+          if (pending[p] != 0) mask(static_cast<int>(p), now);
+        }
+        pending.assign(pending.size(), 0);
+        break;
+      case Status::Code::kInterrupted:
+        throw Error(ErrorKind::destroyed,
+                    "rank " + std::to_string(engine_.rank()) + ": " + wait.stage +
+                        ": the group was destroyed during the exchange",
+                    {engine_.rank(), status.peer, wait.stage, now, wait.wanted, status.seen});
+      default: throw_left_behind(wait.stage, status.peer, wait.wanted, status.seen);
+    }
+  }
+  engine_.channel().count_wait(Clock::now() - began);
+}
+
+Generation LatencyMasks::newest_told() const {
+  std::scoped_lock lock(mutex_);
+  std::uint64_t newest = 0;
+  for (const std::uint64_t word : words_) newest = std::max(newest, word >> 1);
+  return newest;
+}
+
+void LatencyMasks::start_over(Generation generation, const RankBytes& gone) {
+  std::scoped_lock lock(mutex_);
+  for (std::size_t peer = 0; peer < gone.size(); ++peer) {
+    const bool was = masked_[peer].exchange(gone[peer] != 0, std::memory_order_relaxed);
+    if (gone[peer] != 0 && !was) std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
+  }
+  base_.store(generation, std::memory_order_relaxed);
+  must_rejoin_.store(false, std::memory_order_relaxed);
+}
+
+MaskWatch::MaskWatch(HostEngine& engine, const LatencyMasks* masks, Clock::time_point start,
+                     protocol::RankSet pending)
+    : engine_(engine), masks_(masks), start_(start), pending_(pending) {
+  engine_.channel().beat(true);
+}
+
+MaskWatch::~MaskWatch() {
+  engine_.channel().beat(false);
+}
+
+std::uint64_t MaskWatch::spin_ns() const {
+  static const unsigned cores = std::thread::hardware_concurrency();
+  return static_cast<unsigned>(engine_.size()) > cores ? 1'000 : 20'000;
+}
+
+std::uint64_t MaskWatch::slice_ns() const {
+  const auto left = engine_.config().deadline - (Clock::now() - start_);
+  return static_cast<std::uint64_t>(
+      std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
+}
+
+int MaskWatch::gone() const {
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    const bool awaited = only_ >= 0 ? peer == only_ : pending_[static_cast<std::size_t>(peer)] != 0;
+    if (awaited && peer != engine_.rank() && engine_.channel().gone(peer)) return peer;
+  }
+  return -1;
+}
+
+Status MaskWatch::check() {
+  Status status;
+  const auto now = Clock::now();
+  const bool late = now - start_ >= engine_.config().deadline;
+  if (!late && now - last_look_ < kBetweenLooks) return status;
+  last_look_ = now;
+  engine_.channel().beat(true);
+  // Before the deadline: a rank that was stopped finds its own over, and must hear first that the
+  // others went on.
+  const int evictor = masks_ == nullptr ? -1 : masks_->evictor();
+  if (engine_.channel().left()) {
+    status.code = Status::Code::kInterrupted;
+  } else if (evictor >= 0) {
+    status.code = Status::Code::kLeftBehind;
+    status.peer = evictor;
+  } else if (status.peer = gone(); status.peer >= 0) {
+    status.code = Status::Code::kPeerFailed;
+  } else if (late) {
+    status.code = Status::Code::kDeadline;
+  } else if (engine_.config().on_wait) {
+    engine_.config().on_wait();
+  }
+  return status;
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,110 @@
+// Masks of a latency exchange on the host: whom this rank goes on without, and the waits that find
+// out. docs/design.md, "Masks".
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "host/engine.hpp"
+#include "protocol/mask.hpp"
+#include "protocol/rejoin.hpp"
+
+namespace ferry::host {
+
+/// One byte for each rank.
+using RankBytes = std::vector<std::uint8_t>;
+using Clock = std::chrono::steady_clock;
+
+/// The flags that a wait is for.
+struct SourceWait {
+  const char* stage = "";
+  protocol::FlagRow row{};
+  Generation wanted = 0;
+  std::uint64_t depth = 2;  ///< how far ahead a flag may not be: the generations in flight
+};
+
+class LatencyMasks {
+ public:
+  /// `told`: this rank's row of words in which peers say that they mask it.
+  LatencyMasks(HostEngine& engine, FabricReach& reach, const protocol::FlagLayout& layout,
+               std::byte* told, bool on);
+
+  bool on() const { return on_; }
+  bool masked(int peer) const {
+    // relaxed: whom to leave out is this rank's own decision; nothing is read on the strength of it
+    return masked_[static_cast<std::size_t>(peer)].load(std::memory_order_relaxed);
+  }
+  std::vector<bool> all() const;
+  /// By the caller's wish.
+  void set(int peer, bool masked, Generation now);
+  const std::uint64_t* count() const { return &count_; }
+
+  /// Throws Error(left_behind) if a peer that this rank has not masked has masked this rank, or if
+  /// this rank must rejoin first.
+  void check_left_behind(const char* call) const;
+  /// The deadline of a call runs from here: all its waits share it.
+  void begin_call() { start_ = Clock::now(); }
+
+  /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
+  /// them. Ranks that miss the deadline, or are gone, are masked. Throws Error(left_behind).
+  void await(const SourceWait& wait, RankBytes pending, Generation now,
+             const std::function<void(const RankBytes&)>& came);
+
+  /// The newest generation that this rank's words name.
+  Generation newest_told() const;
+  /// Masks that were told before `generation` no longer count, nor do this rank's own, but of those
+  /// that are `gone`.
+  void start_over(Generation generation, const RankBytes& gone);
+  void require_rejoin() { must_rejoin_.store(true, std::memory_order_relaxed); }
+  Generation base() const { return base_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class MaskWatch;
+  int evictor() const;
+  void mask(int peer, Generation now);
+  void tell(int peer, bool masked, Generation now);  // with mutex_ held
+  [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
+                                      std::uint64_t seen) const;
+
+  HostEngine& engine_;
+  FabricReach& reach_;
+  protocol::ToldMasks told_;
+  bool on_;
+  std::vector<std::atomic<bool>> masked_;
+  mutable std::mutex mutex_;          // of the words: masks are set by any thread
+  std::vector<std::uint64_t> words_;  // [R]: what each peer was told last
+  alignas(8) std::uint64_t count_ = 0;
+  std::atomic<Generation> base_{0};  // of the last rejoin
+  std::atomic<bool> must_rejoin_{false};
+  Clock::time_point start_{};  // of the thread whose turn it is
+};
+
+/// The watch of a wait under masks: the call's deadline, destroy, ranks that are gone, ranks that
+/// went on without this one, the caller's `on_wait`. No notice of the group ends it.
+class MaskWatch {
+ public:
+  /// `masks`: null where nobody can be masked (rejoin). `pending`: of the wait; may be empty.
+  MaskWatch(HostEngine& engine, const LatencyMasks* masks, Clock::time_point start,
+            protocol::RankSet pending);
+  ~MaskWatch();
+  MaskWatch(const MaskWatch&) = delete;
+  MaskWatch& operator=(const MaskWatch&) = delete;
+
+  std::uint64_t spin_ns() const;
+  std::uint64_t slice_ns() const;
+  protocol::Status check();
+  void awaits(int peer) { only_ = peer; }
+
+ private:
+  int gone() const;
+  HostEngine& engine_;
+  const LatencyMasks* masks_;
+  Clock::time_point start_, began_ = Clock::now(), last_look_ = began_;
+  protocol::RankSet pending_;
+  int only_ = -1;
+};
+
+}  // namespace ferry::host

@@ -1,0 +1,132 @@
+// Rejoin: all ranks that are left agree on the newest generation that any of them used, so that
+// all go on with the one after it.
+//
+// A round has two steps. Every rank offers the newest generation that it used; who has all offers
+// answers with the newest of them, and goes on when all answers are the same. The second step is
+// there because a rank may end between two of its offers: then some have it and some have not.
+// Ranks whose attempts failed count rounds differently: whoever sees a later round joins that one.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "protocol/flags.hpp"
+#include "protocol/mask.hpp"
+#include "protocol/reach.hpp"
+#include "protocol/sync.hpp"
+
+namespace ferry::protocol {
+
+/// Where the words lie, at the same place in every rank's memory.
+struct RejoinLayout {
+  FlagLayout offers;   ///< offers[source], written by the source
+  FlagLayout answers;  ///< answers[source], written by the source
+};
+
+/// What rejoining relies on, as parameters, so that the explorer can break it.
+struct RejoinTraits {
+  using Await = AwaitTraits;
+  static constexpr bool kAnswers = true;
+  static constexpr bool kRounds = true;
+  FERRY_FN static constexpr Generation newer(Generation mine, Generation theirs) {
+    return std::max(mine, theirs);
+  }
+};
+
+/// A watch that is told whom the next wait is for; the status of a rank that is gone for ever is
+/// kPeerFailed.
+template <class T>
+concept RejoinWatch = Watch<T> && requires(T& watch, int peer) { watch.awaits(peer); };
+
+/// The rejoins of one rank. A word is round * 2^48 + generation: it grows with every round.
+template <class Traits = RejoinTraits>
+class Rejoin {
+ public:
+  FERRY_FN Rejoin(const RejoinLayout& layout, int self, std::byte* offers, std::byte* answers)
+      : layout_(layout),
+        self_(self),
+        offers_{offers, layout.offers.stride, layout.offers.ranks},
+        answers_{answers, layout.answers.stride, layout.answers.ranks} {}
+
+  /// `used`: the newest generation that this rank used. On success `agreed` is the newest that any
+  /// used, the same on all ranks, and `absent` holds those that are gone. Mismatch: ranks did not
+  /// see the same ranks; a new attempt will. After a failure the caller must not use generations
+  /// before an attempt succeeds: others may have succeeded.
+  template <class R, class W>
+    requires Reach<R> && RejoinWatch<W>
+  Status agree(R& reach, Generation used, RankSet absent, W& watch, Generation& agreed) {
+    if (Traits::kRounds) {
+      ++round_;
+      for (int peer = 0; peer < offers_.ranks; ++peer) {
+        // relaxed: a round to join; what counts of it is waited for below.
+        round_ = std::max(round_, round_of(offers_[peer].load(order::relaxed)));
+      }
+    } else {
+      round_ = 1;
+    }
+    for (bool again = true; again;) {
+      publish(reach, layout_.offers, Channel::kOffer, used);
+      agreed = used;
+      again = false;
+      for (int peer = 0; peer < offers_.ranks && !again; ++peer) {
+        Status status = hear(offers_, peer, absent, watch);
+        if (!status.ok()) return status;
+        if (absent[static_cast<std::size_t>(peer)] != 0) continue;
+        if (round_of(status.seen) > round_) {
+          round_ = round_of(status.seen);
+          again = true;
+        }
+        agreed = Traits::newer(agreed, generation_of(status.seen));
+      }
+    }
+    if (!Traits::kAnswers) return {};
+    publish(reach, layout_.answers, Channel::kAnswer, agreed);
+    for (int peer = 0; peer < answers_.ranks; ++peer) {
+      Status status = hear(answers_, peer, absent, watch);
+      if (!status.ok()) return status;
+      if (absent[static_cast<std::size_t>(peer)] == 0 && status.seen != word(agreed)) {
+        status.code = Status::Code::kMismatch;
+        return status;
+      }
+    }
+    return {};
+  }
+
+ private:
+  static constexpr int kGenerationBits = 48;
+  static constexpr std::uint64_t round_of(std::uint64_t word) { return word >> kGenerationBits; }
+  static constexpr Generation generation_of(std::uint64_t word) {
+    return word & ((1ull << kGenerationBits) - 1);
+  }
+  std::uint64_t word(Generation generation) const { return round_ << kGenerationBits | generation; }
+
+  template <class R>
+  void publish(R& reach, const FlagLayout& row, Channel channel, Generation generation) const {
+    for (int i = 0; i < row.ranks; ++i) {
+      reach.publish((self_ + i) % row.ranks, Signal{row.place(self_), word(generation),
+                                                    make_tag(channel, word(generation)), 0});
+    }
+  }
+
+  /// Waits for one rank's word of this round or a later one; a rank that is gone goes to `absent`.
+  template <class W>
+  Status hear(const FlagRow& row, int peer, RankSet absent, W& watch) const {
+    if (absent[static_cast<std::size_t>(peer)] != 0) return {};
+    watch.awaits(peer);
+    Status status = await_flag<typename Traits::Await>(row[peer], peer, word(0), kAnyAhead, watch);
+    if (status.code == Status::Code::kPeerFailed && status.peer == peer) {
+      absent[static_cast<std::size_t>(peer)] = 1;
+      return {};
+    }
+    return status;
+  }
+
+  RejoinLayout layout_;
+  int self_;
+  FlagRow offers_;
+  FlagRow answers_;
+  std::uint64_t round_ = 0;
+};
+
+}  // namespace ferry::protocol

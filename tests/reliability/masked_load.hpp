@@ -1,0 +1,66 @@
+// Ranks as processes that dispatch and combine without end under masks, checking every row, while
+// the test kills, stops and wakes them.
+#pragma once
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "processes.hpp"
+
+namespace ferry::test {
+
+/// Memory that the test and all ranks share.
+struct MaskBoard {
+  static constexpr int kRanks = 4;
+  std::array<std::atomic<std::int64_t>, kRanks> round{};
+  std::array<std::atomic<std::int64_t>, kRanks> masked_ns{};  ///< when it went on without another
+  std::array<std::atomic<int>, kRanks> masked{};              ///< bits of ranks, by this rank
+  std::array<std::atomic<int>, kRanks> left_behind{};
+  std::array<std::atomic<std::int64_t>, kRanks> rejoined{};  ///< the round in which it did
+  std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};
+  std::atomic<int> victim{-1};  ///< the only rank that anybody may go without
+};
+
+struct MaskFault {
+  std::vector<double> mask_ms{};  ///< of each survivor, from the signal
+  double rounds_before = 0;       ///< a second
+  double rounds_masked = 0;
+  double rounds_after = 0;  ///< of all ranks, after the rejoin; 0: a rank is dead
+};
+
+/// One job of MaskBoard::kRanks ranks under load.
+class MaskedJob {
+ public:
+  explicit MaskedJob(std::chrono::nanoseconds deadline);
+  ~MaskedJob();
+  MaskedJob(const MaskedJob&) = delete;
+  MaskedJob& operator=(const MaskedJob&) = delete;
+
+  /// A rank is killed. The job may only be ended then.
+  MaskFault kill(int victim);
+  /// A rank is stopped for `seconds`, learns that it was left behind, and all rejoin.
+  MaskFault stop(int victim, double seconds);
+  /// Ends all ranks that live. What was wrong; empty: nothing.
+  std::string end();
+  int ranks() const { return MaskBoard::kRanks; }
+
+ private:
+  MaskFault fault(int victim, int number);
+  double rounds_per_second(int rank) const;
+  /// One that no rank has reached yet.
+  std::int64_t round_to_come(double rounds_per_second) const;
+  /// Waits until `ready()`; after 30 s the job is broken.
+  template <class Ready>
+  void await(const char* what, const Ready& ready);
+
+  MaskBoard* board_;
+  std::optional<Ranks> ranks_{};
+  int dead_ = -1;
+  std::string wrong_{};
+};
+
+}  // namespace ferry::test

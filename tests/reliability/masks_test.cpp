@@ -1,0 +1,33 @@
+// Latency mode with masks: a rank is killed, or stopped for a while, and the others go on. The long
+// version is mask_trials.cpp.
+#include <gtest/gtest.h>
+
+#include "masked_load.hpp"
+
+namespace ferry::test {
+namespace {
+
+TEST(Masks, SurvivorsGoOnWithoutAKilledRank) {
+  // The end of the process tells, not the deadline.
+  MaskedJob job(std::chrono::seconds(20));
+  const MaskFault fault = job.kill(0);
+  EXPECT_EQ(job.end(), "");
+  ASSERT_EQ(fault.mask_ms.size(), 3u);
+  for (const double ms : fault.mask_ms) EXPECT_LT(ms, 10'000);
+  EXPECT_GT(fault.rounds_masked, 0);
+  EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
+TEST(Masks, AStoppedRankComesBack) {
+  MaskedJob job(std::chrono::milliseconds(1500));
+  const MaskFault fault = job.stop(2, 2.0);
+  ASSERT_EQ(fault.mask_ms.size(), 3u);
+  for (const double ms : fault.mask_ms) EXPECT_GT(ms, 1400);
+  EXPECT_GT(fault.rounds_masked, 0);
+  EXPECT_GT(fault.rounds_after, 0);
+  EXPECT_EQ(job.end(), "");
+  EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
+}  // namespace
+}  // namespace ferry::test
