@@ -160,7 +160,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void monitor();
   void look_after_peers();
   void serve_offers();
-  void tell_of_dead();
+  void tell_of_gone();
   std::uint64_t ended_calls();
   /// Whether the call that runs on the GPU now still needs something from this peer.
   bool awaits(int peer);

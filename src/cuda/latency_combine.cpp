@@ -45,14 +45,14 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
                                 const std::optional<ConstTensorView>& topk_weights,
                                 const LatencyCombineOptions& options) const {
   const Device where = engine_->device();
-  check_served(options);
   LatencyDispatched dispatched;
   dispatched.weights = round.weighted;
   dispatched.tokens = round.combine.tokens;
-  dispatched.topk = static_cast<int>(round.combine.topk);
+  dispatched.topk = round.combine.topk;
   dispatched.ranks = engine_->size();
   dispatched.local_experts = local_experts();
   check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
+  check_served(options);
   check_stream(kLatencyCombine, options.stream, where);
   check_left_behind(kLatencyCombine);
   check_current(kLatencyCombine, round);

@@ -23,11 +23,11 @@ constexpr const char* kMake = "LatencyExchange";
 /// What the kernels cannot do.
 void check_served(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
   check_config(config);
-  check_size(config, local_experts, ranks);
   if (config.order != RowOrder::expert_major) {
     throw Error(ErrorKind::unsupported,
                 std::string(kMake) + ": order: got rank_major; the CUDA engine has expert_major");
   }
+  check_size(config, local_experts, ranks);
   const auto most = [](const char* what, std::int64_t got, std::int64_t limit) {
     if (got <= limit) return;
     throw Error(ErrorKind::unsupported, std::string(kMake) + ": " + what + ": got " +
@@ -69,6 +69,7 @@ CallSignature signature_of(const LatencyConfig& config, bool valid) {
   call.scale_columns = config.capacity;
   call.topk = static_cast<std::uint32_t>(config.topk);
   call.weights = config.masks ? 1 : 0;
+  call.order = static_cast<std::uint32_t>(config.order);
   return call;
 }
 

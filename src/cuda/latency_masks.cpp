@@ -60,7 +60,7 @@ void CudaLatency::check_current(const char* call, const LatencyRound& round) con
               "rank " + to_string(engine_->rank()) + ": " + call +
                   ": this result is of a dispatch before the last rejoin; its rows may still be "
                   "read, but neither received nor combined",
-              {engine_->rank(), engine_->rank(), call, 0, rejoins_.load(), round.rejoins});
+              {engine_->rank(), engine_->rank(), call, 0, 0, 0});
 }
 
 std::vector<bool> CudaLatency::masked() const {

@@ -142,13 +142,13 @@ void CudaEngine::serve_offers() {
   }
 }
 
-void CudaEngine::tell_of_dead() {
+void CudaEngine::tell_of_gone() {
   std::scoped_lock lock(latency_mutex_);
   for (LatencySegment& segment : latency_segments_) {
     for (std::size_t peer = 0; peer < segment.told.size(); ++peer) {
       const int rank_of = static_cast<int>(peer);
       if (segment.told[peer] || rank_of == rank()) continue;
-      if (parts_.cpu->fabric->peer_state(rank_of) != fabric::PeerState::dead) continue;
+      if (!channel_.gone(rank_of)) continue;
       constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
       static_assert(sizeof(kDead) == 4);
       std::scoped_lock wire(wire_mutex_);
@@ -210,7 +210,7 @@ void CudaEngine::monitor() {
       const OnDevice here(device().index);
       look_after_peers();
       if (!channel_.dead()) serve_offers();
-      if (!channel_.dead()) tell_of_dead();
+      if (!channel_.dead()) tell_of_gone();
     } catch (const std::exception& error) {
       channel_.fail("exchange", error.what(), ErrorKind::system);
       words_.raise_abort();

@@ -237,7 +237,7 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
         try {
           rank.trip();
         } catch (const Error& error) {
-          behind = std::string(error.what()).find("left behind") != std::string::npos;
+          behind = error.kind() == ErrorKind::left_behind;
           if (!behind) throw;
         }
       }

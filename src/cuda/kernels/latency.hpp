@@ -181,7 +181,7 @@ struct LatencyAlarm {
 enum class Gone : std::uint32_t {
   no,
   without_us,  ///< it has masked this rank, and says so itself
-  dead,        ///< its process has ended, says this rank's CPU
+  dead,        ///< its process has ended, or it left, says this rank's CPU
 };
 
 struct LatencyView {
