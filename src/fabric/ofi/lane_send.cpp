@@ -59,7 +59,7 @@ bool Lane::await_chunk(std::unique_lock<std::mutex>& lock, int rank) {
   Peer& peer = peer_of(rank);
   while (!peer.gone() && peer.chunks >= kMaxChunks) {
     flush(peer);
-    wake();  // what was completed at once woke nobody
+    wake();                       // what was completed at once woke nobody
     room_.wait_for(lock, kLook);  // the lane's thread loses a peer that takes nothing
   }
   return !peer.gone();
