@@ -40,7 +40,11 @@ __device__ inline bool find_landing(const LatencyDispatchParameters& p, const La
 template <class Vector>
 __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out, std::size_t stride,
                                           int bytes, const LandingSlot& slot, std::uint32_t lanes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  constexpr int kAtOnce = 2;  // as many as the registers hold
+#else
   constexpr int kAtOnce = 4;
+#endif
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int count = bytes / static_cast<int>(sizeof(Vector));
   for (int base = lane; base - lane < count; base += 32 * kAtOnce) {
