@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Python package with the command line and installs it into .venv, with a count of the
-# steps, and python/deep_ep beside it. build/python keeps the objects; everything that was said is in build/logs/package-build.log.
+# steps, and python/deep_ep beside it. build/python keeps the objects; everything that was said is in
+# build/logs/package-build.log.
 #
 # FERRY_CUDA=1 builds the CUDA engine, FERRY_CUDA=0 does not; unset: where there is a GPU.
 set -euo pipefail
