@@ -22,7 +22,8 @@ class Engine;
 
 /// By which wire ranks reach each other.
 enum class FabricKind : std::uint8_t {
-  automatic,  ///< threads of one process: local; processes of one host: shm; several hosts: ofi
+  automatic,  ///< threads of one process: local; processes of one host: shm; several hosts:
+              ///< shm inside each, ofi between them
   local,      ///< threads of one process
   shm,        ///< processes of one host, POSIX shared memory
   sim,        ///< threads of one process over an adversarial, seeded network (tests)
@@ -71,8 +72,9 @@ struct GroupConfig {
   /// one host are one domain. n: virtual domains, every n consecutive ranks are one, the last one
   /// shorter if need be; what `fabric` could reach by memory beyond them, it does not. Host engine.
   int domain_size = 0;
-  /// By which wire the ranks of different domains reach each other. automatic: copies through
-  /// `fabric`, as a network makes them; sim: the simulated network (ranks as threads); ofi.
+  /// By which wire the ranks of different domains reach each other. automatic: between hosts ofi,
+  /// in virtual domains copies through `fabric`, as a network makes them; sim: the simulated
+  /// network (ranks as threads); ofi.
   FabricKind network = FabricKind::automatic;
   OfiOptions ofi{};  ///< of the ofi fabric; `host` and `traffic_class` may differ between ranks
   /// What `automatic` means in the options of this group's calls.

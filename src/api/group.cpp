@@ -1,6 +1,7 @@
 // The public Group: agrees on the configuration, picks fabric and engine, then forwards.
 #include "ferry/group.hpp"
 
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,13 +34,44 @@ std::vector<fabric::Identity> identities_of(Bootstrap& bootstrap, const GroupCon
   return identities;
 }
 
-FabricKind choose_fabric(Bootstrap& bootstrap, const GroupConfig& config) {
-  if (config.fabric != FabricKind::automatic) return config.fabric;
-  const fabric::Choice choice = fabric::choose(identities_of(bootstrap, config));
+bool shares_nothing(FabricKind kind) {
+  return kind == FabricKind::sim || kind == FabricKind::ofi;
+}
+
+/// What joins the ranks of one domain, and which ranks form one.
+struct Inside {
+  FabricKind kind = FabricKind::local;
+  Domains domains;
+  bool hosts = false;  ///< each domain is a host
+};
+
+/// Of ranks that shared memory alone does not join: the hosts are the domains.
+Inside choose_hosts(const GroupConfig& config, std::span<const fabric::Identity> identities,
+                    int rank) {
+  const Domains hosts(fabric::hosts_of(identities));
+  if (config.domain_size > 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "Group: domain_size: got " + std::to_string(config.domain_size) +
+                    " with ranks on " + std::to_string(hosts.count()) +
+                    " hosts; expected 0, which makes every host a domain",
+                {rank, -1, "Group: domains", 0, 0, 0});
+  }
+  if (hosts.count() == hosts.ranks()) return {FabricKind::ofi, hosts};
+  return {FabricKind::shm, hosts, true};
+}
+
+Inside choose_inside(Bootstrap& bootstrap, const GroupConfig& config) {
+  const auto blocks = [&](FabricKind kind) {
+    return Inside{kind,
+                  Domains::blocks(bootstrap.size(), shares_nothing(kind) ? 1 : config.domain_size)};
+  };
+  if (config.fabric != FabricKind::automatic) return blocks(config.fabric);
+  const std::vector<fabric::Identity> identities = identities_of(bootstrap, config);
+  const fabric::Choice choice = fabric::choose(identities);
   switch (choice.by) {
-    case fabric::Reachable::local: return FabricKind::local;
-    case fabric::Reachable::shm: return FabricKind::shm;
-    case fabric::Reachable::network: return FabricKind::ofi;
+    case fabric::Reachable::local: return blocks(FabricKind::local);
+    case fabric::Reachable::shm: return blocks(FabricKind::shm);
+    case fabric::Reachable::network: return choose_hosts(config, identities, bootstrap.rank());
     case fabric::Reachable::nothing: break;
   }
   throw Error(choice.kind, "Group: " + choice.problem,
@@ -57,43 +89,39 @@ std::unique_ptr<fabric::Fabric> make_ofi(Bootstrap& bootstrap, const GroupConfig
 }
 
 std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config,
-                                            FabricKind kind) {
-  switch (kind) {
+                                            const Inside& inside) {
+  switch (inside.kind) {
     case FabricKind::shm:
-      return fabric::make_shm_fabric(bootstrap, config.deadline, config.on_wait);
+      if (!inside.hosts) {
+        return fabric::make_shm_fabric(bootstrap, config.deadline, config.on_wait);
+      }
+      return fabric::make_shm_fabric(bootstrap, inside.domains, config.deadline, config.on_wait);
     case FabricKind::sim: return make_sim(bootstrap, config);
     case FabricKind::ofi: return make_ofi(bootstrap, config);
     default: return fabric::make_local_fabric(bootstrap, config.deadline, config.on_wait);
   }
 }
 
-bool shares_nothing(FabricKind kind) {
-  return kind == FabricKind::sim || kind == FabricKind::ofi;
-}
-
-Domains make_domains(Bootstrap& bootstrap, const GroupConfig& config, FabricKind kind) {
-  if (shares_nothing(kind)) return Domains::blocks(bootstrap.size(), 1);
-  return Domains::blocks(bootstrap.size(), config.domain_size);
-}
-
 /// What reaches the ranks of the own domain, and over `network` those of the others.
 std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConfig& config,
-                                           FabricKind kind, const Domains& domains) {
-  auto inside = make_fabric(bootstrap, config, kind);
-  if (domains.count() == 1 || shares_nothing(kind)) return inside;
+                                           const Inside& inside) {
+  auto own = make_fabric(bootstrap, config, inside);
+  if (inside.domains.count() == 1 || shares_nothing(inside.kind)) return own;
   std::unique_ptr<fabric::Fabric> network;
   if (config.network == FabricKind::sim) network = make_sim(bootstrap, config);
-  if (config.network == FabricKind::ofi) network = make_ofi(bootstrap, config);
-  return fabric::make_domain_fabric(domains, std::move(inside), std::move(network));
+  if (config.network == FabricKind::ofi || (inside.hosts && !network)) {
+    network = make_ofi(bootstrap, config);
+  }
+  return fabric::make_domain_fabric(inside.domains, std::move(own), std::move(network));
 }
 
-void check_backend(const GroupConfig& config, FabricKind kind, const Domains& domains, int rank) {
-  if (config.backend != Backend::cuda || domains.count() == 1 ||
-      kind == FabricKind::sim) {  // which the CUDA engine refuses itself
+void check_backend(const GroupConfig& config, const Inside& inside, int rank) {
+  if (config.backend != Backend::cuda || inside.domains.count() == 1 ||
+      inside.kind == FabricKind::sim) {  // which the CUDA engine refuses itself
     return;
   }
   throw Error(ErrorKind::unsupported,
-              "Group: domain_size: got " + std::to_string(domains.count()) +
+              "Group: domain_size: got " + std::to_string(inside.domains.count()) +
                   " domains with backend cuda; expected one: only the host engine crosses from "
                   "domain to domain yet",
               {rank, -1, "Group: domains", 0, 0, 0});
@@ -119,13 +147,12 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
     invalid = error;
   }
   agree_on(*bootstrap, config, invalid);
-  const FabricKind kind = choose_fabric(*bootstrap, config);
-  const Domains domains = make_domains(*bootstrap, config, kind);
-  check_backend(config, kind, domains, bootstrap->rank());
-  auto fabric = make_wires(*bootstrap, config, kind, domains);
+  const Inside inside = choose_inside(*bootstrap, config);
+  check_backend(config, inside, bootstrap->rank());
+  auto fabric = make_wires(*bootstrap, config, inside);
   engine_ = config.backend == Backend::cuda
                 ? cuda::make_cuda_engine(*bootstrap, config, std::move(fabric))
-                : host::make_host_engine(*bootstrap, config, domains, std::move(fabric));
+                : host::make_host_engine(*bootstrap, config, inside.domains, std::move(fabric));
 }
 
 Group::~Group() {

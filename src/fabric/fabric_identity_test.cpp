@@ -56,6 +56,19 @@ TEST(Identity, SurvivesTheWire) {
   expect_error(ErrorKind::mismatch, {"cannot be read"}, [&] { identity_from(other, 0, 1); });
 }
 
+TEST(Hosts, RanksThatShareMemoryAreOne) {
+  Identity beta = identity(7), container = identity(8), other_user = identity(9);
+  beta.boot_id = "0b5e3f6a-0000-4000-8000-000000000002";
+  beta.host = "beta";
+  container.shm_device = 26;
+  other_user.user = 1001;
+  const std::vector<Identity> ranks{identity(5), beta, identity(6), container, beta, other_user};
+  EXPECT_EQ(hosts_of(ranks), (std::vector<int>{0, 1, 0, 3, 1, 5}));
+  Identity bare = identity(5);
+  bare.shm_device = 0;  // no /dev/shm: shares nothing, not even with its like
+  EXPECT_EQ(hosts_of(std::vector{bare, bare}), (std::vector<int>{0, 1}));
+}
+
 TEST(Choose, OneProcessIsLocal) {
   EXPECT_EQ(choose(std::vector{identity(5)}).by, Reachable::local);
   EXPECT_EQ(choose(std::vector{identity(5), identity(5)}).by, Reachable::local);

@@ -49,6 +49,10 @@ std::string line_of(const char* path, int& error) {
   return std::string(line.substr(0, line.find('\n')));
 }
 
+bool same_host(const Identity& a, const Identity& b) {
+  return a.boot_id == b.boot_id && (!a.boot_id.empty() || a.host == b.host);
+}
+
 }  // namespace
 
 Identity this_identity() {
@@ -107,6 +111,23 @@ Identity identity_from(std::span<const std::byte> bytes, int rank, int peer) {
   return identity;
 }
 
+std::vector<int> hosts_of(std::span<const Identity> identities) {
+  std::vector<int> labels;
+  for (std::size_t r = 0; r < identities.size(); ++r) {
+    const Identity& own = identities[r];
+    std::size_t first = 0;
+    for (; first < r; ++first) {
+      const Identity& other = identities[first];
+      if (own.shm_device != 0 && same_host(own, other) && own.shm_device == other.shm_device &&
+          own.user == other.user) {
+        break;
+      }
+    }
+    labels.push_back(static_cast<int>(first));
+  }
+  return labels;
+}
+
 Choice choose(std::span<const Identity> identities) {
   for (std::size_t r = 0; r < identities.size(); ++r) {
     if (identities[r].problem.empty()) continue;
@@ -118,8 +139,7 @@ Choice choose(std::span<const Identity> identities) {
   for (std::size_t r = 0; r < identities.size(); ++r) {
     const Identity& first = identities.front();
     const Identity& other = identities[r];
-    const bool one_host =
-        first.boot_id == other.boot_id && (!first.boot_id.empty() || first.host == other.host);
+    const bool one_host = same_host(first, other);
     one_process = one_process && one_host && first.process == other.process;
     if (one_process) continue;
     const std::string who = describe(first, 0) + " and " + describe(other, r);

@@ -45,4 +45,8 @@ struct Choice {
 /// user and one /dev/shm: shm. Several hosts: a network.
 Choice choose(std::span<const Identity> identities);
 
+/// [ranks]: for each rank the first one that it shares memory with: same host, user and /dev/shm.
+/// Labels of the domains (core/domains.hpp) of a group on several hosts.
+std::vector<int> hosts_of(std::span<const Identity> identities);
+
 }  // namespace ferry::fabric

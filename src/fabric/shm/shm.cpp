@@ -132,12 +132,15 @@ PeerState ShmFabric::peer_state(int peer) noexcept {
 
 std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait) {
+  return make_shm_fabric(bootstrap, Domains::blocks(bootstrap.size(), 0), deadline, on_wait);
+}
+
+std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& domains,
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const int rank = bootstrap.rank();
   ShmGreeting mine{.key = {}, .identity = this_identity()};
-  if (rank == 0) {
-    remove_orphans();
-    mine.key = random_key(rank);
-  }
+  if (domains.index(rank) == 0) remove_orphans();  // once on every host
+  if (rank == 0) mine.key = random_key(rank);
   const auto all = bootstrap.all_gather(to_bytes(mine), deadline, on_wait);
   std::vector<Identity> ranks;
   JobKey key{};
@@ -145,6 +148,10 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanos
     const ShmGreeting greeting = greeting_from(all[r], rank, static_cast<int>(r));
     if (r == 0) key = greeting.key;
     ranks.push_back(greeting.identity);
+  }
+  // Ranks beyond are not asked for, nor looked at: their processes are another host's.
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    if (!domains.together(static_cast<int>(r), rank)) ranks[r] = mine.identity;
   }
   const Choice choice = choose(ranks);
   if (choice.by != Reachable::local && choice.by != Reachable::shm) {

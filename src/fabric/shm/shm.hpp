@@ -4,6 +4,7 @@
 #include <ferry/bootstrap.hpp>
 #include <memory>
 
+#include "core/domains.hpp"
 #include "fabric/fabric.hpp"
 
 namespace ferry::fabric {
@@ -17,6 +18,12 @@ namespace ferry::fabric {
 /// registered: a full /dev/shm is Error(exhausted), never SIGBUS. In a forked child the destructor
 /// removes nothing.
 std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
+                                        const OnWait& on_wait = {});
+
+/// The same for ranks of several hosts, of which those of one domain share one: it reaches the
+/// ranks of the own domain alone.
+std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& domains,
+                                        std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {});
 
 }  // namespace ferry::fabric
