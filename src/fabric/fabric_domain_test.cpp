@@ -62,7 +62,7 @@ TEST(DomainFabric, CountsWhatCrosses) {
       const Segment mine = me.connect(*fabric, 4096);
       EXPECT_EQ(fabric->network_use(), NetworkUse{});
       const Bytes data(300);
-      fabric->put(me.rank(), {mine.id, 0}, data.data(), 300, 1);  // to itself: nothing crosses
+      fabric->put(me.rank(), {mine.id, 3072}, data.data(), 300, 1);  // to itself: nothing crosses
       fabric->put(other_side(me.rank()), {mine.id, 0}, data.data(), 300, 2);
       fabric->put(other_side(me.rank()), {mine.id, 512}, data.data(), 7, 2);
       if (pairs) fabric->put(me.rank() ^ 1, {mine.id, 1024}, data.data(), 100, 2);
