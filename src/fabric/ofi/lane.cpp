@@ -78,6 +78,11 @@ Lane::~Lane() {
     wake();
     thread_.join();
   }
+  if (endpoint_.binds_memory()) {  // it cannot be closed as long as it has any
+    own_.clear();
+    chunks_.unbind();
+    messages_.unbind();
+  }
   endpoint_.close();
   close(wake_fd_);
 }
