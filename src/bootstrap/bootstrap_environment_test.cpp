@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <set>
 
 #include <unistd.h>
 
@@ -17,8 +18,8 @@ class Environment : public ::testing::Test {
     for (const char* name :
          {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRY_PORT", "FERRY_SECRET",
           "FERRY_SECRET_FILE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
-          "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK",
-          "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
+          "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+          "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
       ::unsetenv(name);
     }
     set("RANK", "1");
@@ -60,6 +61,7 @@ TEST_F(Environment, UnderstandsSlurm) {
   set("SLURM_PROCID", "3");
   set("SLURM_NTASKS", "8");
   set("SLURM_JOB_ID", "1234567");
+  set("SLURM_STEP_ID", "0");
   set("SLURM_JOB_NODELIST", "alpha,beta");
   TcpOptions options = tcp_options_from_environment();
   EXPECT_EQ(options.rank, 3);
@@ -86,6 +88,44 @@ TEST_F(Environment, UnderstandsSlurm) {
   EXPECT_EQ(options.port, 29501);
   set("SLURM_PROCID", "4");
   expect_message("SLURM_PROCID is \"4\", expected an integer from 0 to 3");
+}
+
+TEST_F(Environment, StepsOfOneSlurmJobHavePortsOfTheirOwn) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_PORT"}) ::unsetenv(name);
+  set("SLURM_PROCID", "0");
+  set("SLURM_NTASKS", "2");
+  set("SLURM_JOB_ID", "2147483647");
+  std::set<int> ports;
+  for (const char* step : {"0", "1", "2", "9999", "10001"}) {
+    set("SLURM_STEP_ID", step);
+    ports.insert(tcp_options_from_environment().port);
+  }
+  EXPECT_EQ(ports.size(), 4u);  // 1 and 10001 are alike
+  EXPECT_GE(*ports.begin(), 20000);
+  EXPECT_LT(*ports.rbegin(), 30000);
+}
+
+TEST_F(Environment, ABatchScriptIsNoTaskOfSlurm) {
+  for (const char* name : {"RANK", "WORLD_SIZE"}) ::unsetenv(name);
+  set("SLURM_PROCID", "0");
+  set("SLURM_NTASKS", "8");
+  expect_message("WORLD_SIZE is not set");  // no step
+  for (const char* step : {"4294967291", "4294967290", ""}) {
+    set("SLURM_STEP_ID", step);
+    expect_message("WORLD_SIZE is not set");
+  }
+}
+
+TEST_F(Environment, MpirunInsideASlurmJobSaysTheRank) {
+  for (const char* name : {"RANK", "WORLD_SIZE"}) ::unsetenv(name);
+  set("SLURM_PROCID", "0");
+  set("SLURM_NTASKS", "2");
+  set("SLURM_STEP_ID", "0");
+  set("OMPI_COMM_WORLD_RANK", "3");
+  set("OMPI_COMM_WORLD_SIZE", "4");
+  const TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 3);
+  EXPECT_EQ(options.size, 4);
 }
 
 TEST_F(Environment, UnderstandsOpenMpi) {

@@ -1,14 +1,15 @@
 // TcpOptions from the environment. The bootstrap reads environment variables here and nowhere else:
 //
 //   RANK, WORLD_SIZE   this process and how many there are (torchrun and `ferry run` set them); or
-//   SLURM_PROCID, SLURM_STEP_NUM_TASKS (SLURM_NTASKS)    the same under srun; or
-//   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE           the same under Open MPI's mpirun
+//   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE           the same under Open MPI's mpirun; or
+//   SLURM_PROCID, SLURM_STEP_NUM_TASKS (SLURM_NTASKS)    the same under srun: SLURM_STEP_ID is that
+//                      of a step, not of the batch script, which is no task itself
 //   MASTER_ADDR        rank 0's machine. Rank 0 listens exactly there. If unset: under srun the
 //   first
 //                      host of SLURM_STEP_NODELIST (SLURM_JOB_NODELIST), otherwise 127.0.0.1
 //   FERRY_PORT         the store's port; MASTER_PORT if unset. Set it under torchrun: there
 //                      MASTER_PORT belongs to torch's own store. Under srun, if both are unset, a
-//                      port that follows from SLURM_JOB_ID
+//                      port that follows from SLURM_JOB_ID and SLURM_STEP_ID
 //   FERRY_SECRET       the job's secret, the same on all ranks; or
 //   FERRY_SECRET_FILE  a file that holds it (its last line end does not count)
 #include <ferry/bootstrap.hpp>
@@ -68,15 +69,24 @@ struct Launcher {
   bool open_mpi = false;
 };
 
+/// Whether srun started this process. A batch script and an interactive shell have SLURM_PROCID,
+/// too, but no tasks beside them: they have no step, or one of the numbers kept for such.
+bool in_slurm_step() {
+  constexpr std::int64_t kFirstKept = 0xfffffff0;
+  const auto step = variable("SLURM_STEP_ID");
+  if (!variable("SLURM_PROCID") || !step) return false;
+  std::int64_t number = -1;
+  std::from_chars(step->data(), step->data() + step->size(), number);
+  return number >= 0 && number < kFirstKept;
+}
+
 Launcher launcher() {
   constexpr const char* kStep = "SLURM_STEP_NUM_TASKS";
   if (variable("RANK") || variable("WORLD_SIZE")) return {"RANK", "WORLD_SIZE"};
-  if (variable("SLURM_PROCID")) {
-    return {"SLURM_PROCID", variable(kStep) ? kStep : "SLURM_NTASKS", true};
-  }
-  if (variable("OMPI_COMM_WORLD_RANK")) {
+  if (variable("OMPI_COMM_WORLD_RANK")) {  // inside a Slurm job, mpirun's daemons are the tasks
     return {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", false, true};
   }
+  if (in_slurm_step()) return {"SLURM_PROCID", variable(kStep) ? kStep : "SLURM_NTASKS", true};
   return {"RANK", "WORLD_SIZE"};
 }
 
@@ -116,10 +126,12 @@ std::string address(const Launcher& by) {
 
 std::uint16_t port(const Launcher& by) {
   constexpr int kFirst = 20000, kPorts = 10000;  // below the range that kernels give out themselves
+  constexpr int kStepApart = 7919;               // no divisor in common: steps of a job differ
   const char* name = variable("FERRY_PORT") ? "FERRY_PORT" : "MASTER_PORT";
   if (by.slurm && !variable(name) && variable("SLURM_JOB_ID")) {
     const int job = integer("SLURM_JOB_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
-    return std::uint16_t(kFirst + job % kPorts);
+    const int step = integer("SLURM_STEP_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
+    return std::uint16_t(kFirst + (job % kPorts + step % kPorts * kStepApart) % kPorts);
   }
   return std::uint16_t(integer(name, 1, 65535, kStart));
 }

@@ -1,6 +1,8 @@
 // Steps of an exchange on one group: swaps, deliveries, loans, and what becomes of a rank that
 // fails in one. Turns the protocols' statuses into errors with words.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -179,6 +181,7 @@ class Channel {
   std::vector<std::byte> outgoing_;
   bool all_throw_ = false;  // of the thread whose turn it is
   std::atomic<bool> left_{false};
+  const pid_t owner_pid_ = getpid();
   std::atomic<std::uint64_t> wait_ns_{0};
   mutable std::mutex dead_mutex_;
   std::optional<Error> dead_{};
@@ -202,7 +205,7 @@ class GroupWatch {
  private:
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
-  bool may_be_under_way(const protocol::Notice& left, Clock::time_point now) const;
+  bool may_be_under_way(const protocol::Notice& left) const;
 
   Channel& channel_;
   Awaited awaited_;

@@ -73,6 +73,7 @@ void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind)
 
 void Channel::leave() {
   if (left_.exchange(true, std::memory_order_acq_rel)) return;
+  if (getpid() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
   notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation());
 }
 

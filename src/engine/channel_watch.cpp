@@ -17,7 +17,6 @@ constexpr auto kSlice = std::chrono::milliseconds(40);
 /// busy elsewhere.
 constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
 constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
-constexpr std::chrono::nanoseconds kOvertaken = std::chrono::seconds(1);
 /// For news from another domain, where it is seen who waits.
 constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
@@ -159,10 +158,10 @@ bool Channel::gone(int peer) const {
 }
 
 /// Outside the domain a notice overtakes the flags that its reporter raised before it left: those
-/// of its last generation get time to arrive.
-bool GroupWatch::may_be_under_way(const Notice& left, Clock::time_point now) const {
-  return left.reporter == left.culprit && awaited_.wanted <= left.generation &&
-         channel_.own_word(left.culprit, kBeatWord) == nullptr && now - start_ < kOvertaken;
+/// of its last generation may be under way as long as the network is slow.
+bool GroupWatch::may_be_under_way(const Notice& left) const {
+  return left.reporter == left.culprit && channel_.generation() <= left.generation &&
+         channel_.own_word(left.culprit, kBeatWord) == nullptr;
 }
 
 Status GroupWatch::check() {
@@ -184,14 +183,14 @@ Status GroupWatch::check() {
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its notice wins over its own death.
-  const auto notice = channel_.notices_.scan([this, now](const Notice& told) {
+  const auto notice = channel_.notices_.scan([this, late](const Notice& told) {
     // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
     // A rank that hears that it is late passes that on; whom to believe is the one who waited for
     // it.
     if (told.kind == Notice::Kind::kLate && told.reporter == told.culprit) return false;
     if (told.kind != Notice::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
-    return !may_be_under_way(told, now);
+    return late || !may_be_under_way(told);
   });
   if (notice) {
     notice_ = notice;

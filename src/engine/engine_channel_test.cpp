@@ -189,5 +189,39 @@ TEST(Channel, AcrossDomainsWhoeverSeesMoreSaysWhoIsLate) {
       800ms, 2);
 }
 
+// The notice that rank 1 leaves overtakes what rank 1 raised before: chunks, then a delivery.
+TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
+  with_seats(
+      2,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        constexpr int kChunks = 4;  // more than there were generations
+        if (channel.rank() == 0) {
+          for (int i = 0; i < kChunks; ++i) channel.await_chunk("chunks", 1);
+          channel.await_delivered("rows", 1);
+          return;
+        }
+        for (int i = 0; i + 1 < kChunks; ++i) channel.send_chunk(0, 0);
+        channel.leave();
+        std::this_thread::sleep_for(200ms);
+        channel.send_chunk(0, 0);
+        std::this_thread::sleep_for(1200ms);
+        channel.deliver(0, 0);
+      },
+      20s, 1);
+}
+
+TEST(Channel, AcrossDomainsARankThatLeftTooEarlyIsNamedAtTheDeadline) {
+  with_seats(
+      2,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        if (channel.rank() == 1) return channel.leave();
+        expect_error(ErrorKind::peer_left, {"rank 1", "destroyed"},
+                     [&] { channel.await_delivered("rows", 1); });
+      },
+      400ms, 1);
+}
+
 }  // namespace
 }  // namespace ferry::engine::test

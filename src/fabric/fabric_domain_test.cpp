@@ -116,12 +116,73 @@ TEST(DomainFabric, NotEveryFabricSharesMemory) {
     expect_error(ErrorKind::unsupported, {"rank 0", "local", "segment 0"},
                  [&] { local->adopt(mine); });
     const auto sim = make_sim_fabric(me.bootstrap, {}, kDeadline);
-    expect_error(ErrorKind::unsupported, {"rank 0", "segment 7"}, [&] {
-      Segment later = mine;
-      later.id = 7;
-      sim->adopt(later);
-    });
+    Segment later = mine;
+    later.id = 7;  // numbers may be left out, not used twice
+    sim->adopt(later);
+    expect_error(ErrorKind::unsupported, {"rank 0", "segment 7"}, [&] { sim->adopt(later); });
   });
+}
+
+/// A network that cannot share the second segment.
+class Refusing final : public Fabric {
+ public:
+  explicit Refusing(std::unique_ptr<Fabric> network) : network_(std::move(network)) {}
+  std::string_view name() const override { return network_->name(); }
+  int rank() const override { return network_->rank(); }
+  int size() const override { return network_->size(); }
+  Segment register_memory(std::size_t bytes) override { return network_->register_memory(bytes); }
+  Segment adopt(const Segment& segment) override {
+    if (++adopted_ == 2) throw Error(ErrorKind::exhausted, "no room", {.rank = rank()});
+    return network_->adopt(segment);
+  }
+  void attach(int peer, SegmentId segment, std::size_t bytes,
+              std::span<const std::byte> handle) override {
+    network_->attach(peer, segment, bytes, handle);
+  }
+  void seal(SegmentId segment) override { network_->seal(segment); }
+  void forget(int peer) noexcept override { network_->forget(peer); }
+  std::byte* pointer(int peer, SegmentId segment) const noexcept override {
+    return network_->pointer(peer, segment);
+  }
+  std::size_t bytes(int peer, SegmentId segment) const noexcept override {
+    return network_->bytes(peer, segment);
+  }
+  void put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) override {
+    network_->put(peer, to, from, bytes, tag);
+  }
+  void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
+               std::uint64_t tag) override {
+    network_->publish(peer, flag, value, bytes, tag);
+  }
+  PeerState peer_state(int peer) noexcept override { return network_->peer_state(peer); }
+  NetworkUse network_use() const noexcept override { return network_->network_use(); }
+
+ private:
+  std::unique_ptr<Fabric> network_;
+  int adopted_ = 0;
+};
+
+TEST(DomainFabric, ASegmentThatTheNetworkRefusesDoesNotSpoilTheNext) {
+  for (const bool ofi : {false, true}) {
+    if (ofi && !no_ofi().empty()) continue;
+    run_ranks(kThreads, 2, [ofi](Rank& me) {
+      auto inside = make_local_fabric(me.bootstrap, kDeadline);
+      auto network = ofi ? make_ofi_fabric(me.bootstrap, ofi_options(), kDeadline)
+                         : make_sim_fabric(me.bootstrap, {}, kDeadline);
+      const auto fabric = make_domain_fabric(Domains::blocks(2, 1), std::move(inside),
+                                             std::make_unique<Refusing>(std::move(network)));
+      me.connect(*fabric, 4096);
+      expect_error(ErrorKind::exhausted, {"no room"}, [&] { fabric->register_memory(8192); });
+      const Segment mine = me.connect(*fabric, 4096);
+      const int peer = 1 - me.rank();
+      const std::uint64_t word = 21;
+      fabric->put(peer, {mine.id, 8}, &word, 8, 1);
+      fabric->publish(peer, {mine.id, 0}, 1, 8, 1);
+      ASSERT_TRUE(await_flag(mine, 0, 1));
+      EXPECT_EQ(flag_value(mine, 8), 21u);
+      me.barrier();
+    });
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "fabric/ofi/ofi.hpp"
 
 #include <sys/socket.h>
+#include <sys/wait.h>
 
 #include <random>
 
@@ -112,6 +113,55 @@ TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
   EXPECT_TRUE(eventually([&] { return ranks.ended(0) && ranks.ended(2); }));
   kill(ranks.pid(1), SIGKILL);
   ranks.expect_success({1});
+}
+
+TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
+  constexpr std::size_t kBytes = 6 << 20;  // more than sockets hold
+  Processes ranks(kOfi, 2, [](Rank& me) {
+    auto fabric = me.make();
+    const Segment mine = me.connect(*fabric, 8 << 20);
+    meet(me, *fabric, mine);
+    if (me.rank() == 1) {
+      raise(SIGSTOP);
+      EXPECT_TRUE(await_flag(mine, 8, 2));
+      EXPECT_EQ(mine.data[4096 + kBytes - 1], std::byte{7});
+      return;
+    }
+    const Bytes data(kBytes, std::byte{7});
+    std::thread([&] {
+      fabric->put(1, {mine.id, 4096}, data.data(), data.size(), 5);
+      fabric->publish(1, {mine.id, 8}, 2, data.size(), 5);
+    }).join();
+    fabric.reset();
+  });
+  std::this_thread::sleep_for(1800ms);
+  kill(ranks.pid(1), SIGCONT);
+  ranks.expect_success();
+}
+
+TEST_F(OfiFabric, AForkedChildThatEndsDoesNotTakeTheConnectionsAlong) {
+  Processes ranks(kOfi, 2, [](Rank& me) {
+    auto fabric = me.make();
+    const Segment mine = me.connect(*fabric, 4096);
+    meet(me, *fabric, mine);
+    if (me.rank() == 0) {
+      const pid_t child = fork();
+      if (child == 0) {
+        fabric.reset();
+        _exit(0);
+      }
+      int status = -1;
+      EXPECT_TRUE(eventually([&] { return waitpid(child, &status, WNOHANG) == child; }, 5s));
+      EXPECT_EQ(status, 0);
+    }
+    me.barrier();
+    const int peer = 1 - me.rank();
+    fabric->publish(peer, {mine.id, 8}, 5, 0, 6);
+    EXPECT_TRUE(await_flag(mine, 8, 5));
+    EXPECT_EQ(fabric->peer_state(peer), PeerState::alive);
+    me.barrier();
+  });
+  ranks.expect_success();
 }
 
 /// Somebody with libfabric who knows the address but not the job.

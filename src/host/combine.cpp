@@ -29,6 +29,7 @@ void CombineJob::run() {
   check();  // too late to refuse now: the peers are in this call, so it fails the group
   for (int peer = 0; peer < engine_.size(); ++peer) outsiders_ |= !in_domain(peer);
   resolve_crossing();
+  if (hierarchical() && !plan_->forwards_known) refuse_crossing();
   agree();
   check_places();
   regions_.promise();
@@ -50,13 +51,7 @@ void CombineJob::run() {
   regions_.release_all();
 }
 
-void CombineJob::agree() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  const auto received = static_cast<std::size_t>(plan().recv_rows());
-  const std::size_t staged = staged_rows();
-  const auto registered =
-      expert_major() ? std::nullopt
-                     : engine_.shared_memory()->arena.find(rows_.data, received * row_bytes);
+StepMessage CombineJob::head() const {
   StepMessage head;
   head.call.kind = CallKind::combine;
   head.call.dtype = static_cast<std::uint32_t>(rows_.dtype);
@@ -66,6 +61,17 @@ void CombineJob::agree() {
   head.call.weights = has_weights() ? 1 : 0;
   head.call.plan = plan_->number;
   head.call.crossing = static_cast<std::uint16_t>(crossing_);
+  return head;
+}
+
+void CombineJob::agree() {
+  const std::size_t row_bytes = rows_.row_bytes();
+  const auto received = static_cast<std::size_t>(plan().recv_rows());
+  const std::size_t staged = staged_rows();
+  const auto registered =
+      expert_major() ? std::nullopt
+                     : engine_.shared_memory()->arena.find(rows_.data, received * row_bytes);
+  StepMessage head = this->head();
   const std::vector<std::size_t> sizes{registered ? 0 : received * row_bytes,
                                        received * weight_bytes(), staged * row_bytes,
                                        staged * weight_bytes()};

@@ -20,11 +20,16 @@ std::size_t index(std::int64_t value) {
 void CombineJob::resolve_crossing() {
   crossing_ = options_.crossing == Crossing::automatic ? plan_->crossed : options_.crossing;
   if (engine_.domains() == 1) crossing_ = Crossing::direct;
-  if (hierarchical() && !plan_->forwards_known) {
-    engine_.all_ranks_throw();  // the same is known of the plan on all of them
-    refuse("combine", "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
-           "such a dispatch first: it brings what the sums inside a domain need");
-  }
+}
+
+/// The same is known of the plan on all ranks, but not all need to have asked for this crossing:
+/// they hear of each other before they throw.
+void CombineJob::refuse_crossing() {
+  channel().swap("combine: rows", head());
+  engine::check_same_call(channel(), "combine: rows", head().call);
+  engine_.all_ranks_throw();
+  refuse("combine", "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
+         "such a dispatch first: it brings what the sums inside a domain need");
 }
 
 std::size_t CombineJob::staged_rows() const {

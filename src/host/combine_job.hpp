@@ -51,6 +51,9 @@ class CombineJob {
 
   bool hierarchical() const { return crossing_ == Crossing::hierarchical; }
   void resolve_crossing();
+  /// What all ranks must have in common.
+  StepMessage head() const;
+  [[noreturn]] void refuse_crossing();
   /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s stage.
   std::size_t staged_rows() const;
   std::int64_t staged_rows_of(int peer) const;

@@ -230,6 +230,11 @@ TEST(Domains, CrossingsThatDoNotFitAreRefused) {
       (void)group.dispatch({own.x.data(), Dtype::bf16, {own.tokens, 64}}, exchange.plan(), options);
     });
     expect_text(rank, differs, "crossing is ");
+    back.crossing = rank.rank() == 0 ? Crossing::hierarchical : Crossing::direct;
+    const auto mixed = expect_error(rank, ErrorKind::mismatch, "combine", [&] {
+      (void)group.combine(received.x, exchange.plan(), back);
+    });
+    expect_text(rank, mixed, "crossing is ");
     exchange.run(1);  // the group goes on
     group.barrier();
   });

@@ -144,9 +144,10 @@ std::vector<std::string> environment_of_rank(const JobEnvironment& job, const st
       {"MASTER_ADDR", job.master},
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"FERRY_PORT", std::to_string(job.ferry_port)},
-      {"FERRY_SECRET", secret},
   };
-  if (!job.address.empty()) ours.emplace_back("FERRY_HOST", job.address);
+  if (!secret.empty()) ours.emplace_back("FERRY_SECRET", secret);
+  if (!job.address.empty() && getenv("FERRY_HOST") == nullptr)
+    ours.emplace_back("FERRY_HOST", job.address);
   if (job.ranks > 1 && getenv("OMP_NUM_THREADS") == nullptr)
     ours.emplace_back("OMP_NUM_THREADS", "1");
 

@@ -35,9 +35,15 @@ int all_ranks(const JobOptions& options) {
   return options.ranks * std::max(1, static_cast<int>(options.hosts.size()));
 }
 
+bool is_given(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0';
+}
+
+/// Empty: the ranks read it from FERRY_SECRET_FILE.
 std::string job_secret() {
-  const char* given = std::getenv("FERRY_SECRET");
-  return given != nullptr && *given != '\0' ? given : random_secret();
+  if (is_given("FERRY_SECRET")) return std::getenv("FERRY_SECRET");
+  return is_given("FERRY_SECRET_FILE") ? std::string() : random_secret();
 }
 
 }  // namespace
@@ -96,11 +102,10 @@ JobEnvironment Job::one_of_several() {
     throw std::runtime_error(
         "--hosts needs --port, the same on all hosts: MASTER_PORT, and FERRY_PORT is the next");
   }
-  const char* secret = std::getenv("FERRY_SECRET");
-  if (secret == nullptr || *secret == '\0') {
+  if (!is_given("FERRY_SECRET") && !is_given("FERRY_SECRET_FILE")) {
     throw std::runtime_error(
-        "--hosts needs FERRY_SECRET, the same random text on all hosts: once "
-        "`openssl rand -hex 16`, then `export FERRY_SECRET=...` on each");
+        "--hosts needs FERRY_SECRET (or FERRY_SECRET_FILE), the same random text on all hosts: "
+        "once `openssl rand -hex 16`, then `export FERRY_SECRET=...` on each");
   }
   const int host = own_place(options_.hosts);
   const auto next = static_cast<std::uint16_t>(options_.port + 1);

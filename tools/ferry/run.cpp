@@ -23,13 +23,15 @@ Every rank finds in its environment
   WORLD_SIZE, LOCAL_WORLD_SIZE  n
   MASTER_ADDR, MASTER_PORT      127.0.0.1 and a free port (or --port), as torchrun sets them
   FERRY_PORT                    another free port, where Ferry's ranks meet
-  FERRY_SECRET                  128 random bits for this job, kept if already set
+  FERRY_SECRET                  128 random bits for this job, kept if already set (or in the file that
+                                FERRY_SECRET_FILE names)
   OMP_NUM_THREADS               1 when n > 1, kept if already set
 
 With --hosts a,b,c each host runs this same command (by ssh, pdsh, Slurm, a script: nothing is started
 on other machines); each finds its own address in the list and starts its n ranks. WORLD_SIZE is n
 times the hosts, ranks count on from host to host, MASTER_ADDR is the first, FERRY_PORT is --port + 1,
-FERRY_HOST this host's address. FERRY_SECRET must be set, the same on all.
+FERRY_HOST this host's address, kept if already set. FERRY_SECRET or FERRY_SECRET_FILE must be set, with
+the same secret on all.
 
 Output comes in whole lines, each behind its rank: [2] loss 3.1. Progress bars (carriage returns)
 are drawn in place on a terminal; in a file they become lines, at most one a second for each rank.

@@ -205,6 +205,13 @@ class Environment(unittest.TestCase):
         hosts[1] = "192.0.2.77,127.0.0.1"
         result = ferry_run(*hosts, *shell("echo $RANK $LOCAL_RANK"), env=secret)
         self.assertEqual(sorted(result.stdout.splitlines()), ["[2] 2 0", "[3] 3 1"])
+        # What is set is kept: another interface for the rows, a file for the secret.
+        given = self.clean(FERRY_HOST="eth7", FERRY_SECRET_FILE="secret.txt")
+        script = "echo $FERRY_HOST $FERRY_SECRET_FILE ${FERRY_SECRET-unset}"
+        result = ferry_run(*hosts, *shell(script), env=given)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        expected = [f"[{rank}] eth7 secret.txt unset" for rank in (2, 3)]
+        self.assertEqual(sorted(result.stdout.splitlines()), expected)
 
     def test_several_hosts_need_what_cannot_be_drawn(self):
         secret = os.environ | {"FERRY_SECRET": "hush-hush"}

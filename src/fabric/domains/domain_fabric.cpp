@@ -98,7 +98,12 @@ class DomainFabric final : public Fabric {
 Segment DomainFabric::register_memory(std::size_t bytes) {
   Segment segment = inside_->register_memory(bytes);
   if (!network_) return segment;
-  segment.handle = joined(segment.handle, network_->adopt(segment).handle, rank());
+  try {
+    segment.handle = joined(segment.handle, network_->adopt(segment).handle, rank());
+  } catch (...) {
+    inside_->seal(segment.id);  // nobody will attach it; its number stays taken
+    throw;
+  }
   return segment;
 }
 

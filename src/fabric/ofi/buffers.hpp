@@ -24,6 +24,10 @@ class Buffers {
   /// Throws Error(exhausted) or Error(system).
   Buffer take();
   void give_back(const Buffer& buffer) { free_.push_back(buffer); }
+  /// Ends the registrations: nothing is sent or received any more.
+  void unbind() {
+    for (Slab& slab : slabs_) slab.registration = {};
+  }
 
  private:
   struct Slab {

@@ -1,7 +1,9 @@
 #include "fabric/ofi/endpoint.hpp"
 
 #include <poll.h>
+#include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <ferry/error.hpp>
 #include <string_view>
@@ -95,7 +97,11 @@ std::vector<std::byte> Endpoint::name() const {
 
 fi_addr_t Endpoint::insert(std::span<const std::byte> name) {
   fi_addr_t address = FI_ADDR_UNSPEC;
-  const int inserted = fi_av_insert(av_.get(), name.data(), 1, &address, 0, nullptr);
+  // libfabric takes no length: it reads what the name's own family says.
+  std::array<std::byte, std::max(kMaxEndpointName, sizeof(sockaddr_storage))> whole{};
+  if (name.size() > whole.size()) throw_ofi(library_, rank_, "fi_av_insert", -FI_EINVAL);
+  std::copy(name.begin(), name.end(), whole.begin());
+  const int inserted = fi_av_insert(av_.get(), whole.data(), 1, &address, 0, nullptr);
   if (inserted != 1)
     throw_ofi(library_, rank_, "fi_av_insert", inserted < 0 ? inserted : -FI_EINVAL);
   return address;

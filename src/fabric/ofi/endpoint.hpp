@@ -52,6 +52,8 @@ class Endpoint {
   /// For sends, receives and the near side of writes: nothing where the provider needs none.
   Registration local(std::byte* data, std::size_t bytes);
 
+  /// Whether registrations belong to the endpoint: then they end before close().
+  bool binds_memory() const { return (info_->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0; }
   /// Ends all traffic: what is under way neither reads nor writes memory any more.
   void close() { ep_.reset(); }
 

@@ -1,5 +1,6 @@
 #include "fabric/ofi/greeting.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <ferry/error.hpp>
 
@@ -60,6 +61,39 @@ std::string rank_text(std::size_t rank) {
 
 [[noreturn]] void refuse(ErrorKind kind, const std::string& what, int rank, std::size_t peer) {
   throw Error(kind, what, {.rank = rank, .peer = static_cast<int>(peer)});
+}
+
+/// Each rank must reach each other one.
+void check_addresses(const std::vector<Greeting>& greetings, int rank) {
+  const Greeting& first = greetings.front();
+  for (std::size_t r = 0; r < greetings.size(); ++r) {
+    const Greeting& other = greetings[r];
+    for (std::size_t lane = 0; lane < other.names.size(); ++lane) {
+      const std::size_t bytes = other.names[lane].size();
+      if (bytes > 0 && bytes == first.names[lane].size()) continue;
+      refuse(ErrorKind::mismatch,
+             rank_text(r) + " listens at " + printable(other.address, kMostShown) +
+                 " (an endpoint's name of " + std::to_string(bytes) + " bytes), rank 0 at " +
+                 printable(first.address, kMostShown) + " (" +
+                 std::to_string(first.names[lane].size()) +
+                 "); give all ranks a FERRY_HOST of one kind, IPv4 or IPv6",
+             rank, r);
+    }
+  }
+  const auto apart = std::find_if(greetings.begin(), greetings.end(), [&](const Greeting& other) {
+    return other.boot_id != first.boot_id;
+  });
+  if (apart == greetings.end()) return;
+  for (std::size_t r = 0; r < greetings.size(); ++r) {
+    if (!is_loopback(greetings[r].address)) continue;
+    refuse(ErrorKind::invalid_argument,
+           "ranks 0 and " + std::to_string(apart - greetings.begin()) +
+               " run on different hosts, but " + rank_text(r) + " listens at " +
+               greetings[r].address +
+               ", where only its own host reaches it; set FERRY_HOST there to an address or "
+               "interface of its network",
+           rank, r);
+  }
 }
 
 }  // namespace
@@ -129,19 +163,7 @@ void check_greetings(const std::vector<Greeting>& greetings, int rank) {
              rank, r);
     }
   }
-  for (std::size_t r = 1; r < greetings.size(); ++r) {
-    const bool apart = greetings[r].boot_id != first.boot_id;
-    if (!apart) continue;
-    for (const std::size_t local : {std::size_t{0}, r}) {
-      if (!is_loopback(greetings[local].address)) continue;
-      refuse(ErrorKind::invalid_argument,
-             "ranks 0 and " + std::to_string(r) + " run on different hosts, but " +
-                 rank_text(local) + " listens at " + greetings[local].address +
-                 ", where only its own host reaches it; set FERRY_HOST there to an address or "
-                 "interface of its network",
-             rank, local);
-    }
-  }
+  check_addresses(greetings, rank);
 }
 
 }  // namespace ferry::fabric::ofi

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <ferry/error.hpp>
+#include <utility>
 
 namespace ferry::fabric::ofi {
 namespace {
@@ -14,7 +15,7 @@ constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 constexpr std::size_t kChunksInSlab = 4;
 constexpr std::size_t kMessagesInSlab = 64;
 constexpr std::size_t kReceives = 128;
-constexpr auto kGoodbye = std::chrono::seconds(1);
+constexpr auto kLook = std::chrono::milliseconds(20);
 
 }  // namespace
 
@@ -55,11 +56,11 @@ void Lane::start(const JobKey& job, const std::vector<std::vector<std::byte>>& n
   thread_ = std::thread([this] { run(); });
 }
 
+bool Lane::in_forked_child() const {
+  return getpid() != owner_pid_;
+}
+
 Lane::~Lane() {
-  if (getpid() != owner_pid_) {  // a forked child has no such thread, and the sockets are shared
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
   if (thread_.joinable()) {
     {
       auto lock = locked();
@@ -68,26 +69,36 @@ Lane::~Lane() {
         send_message(rank, {.kind = MessageKind::bye}, nullptr);
       }
       wake();
-      room_.wait_for(lock, kGoodbye, [this] { return all_said_goodbye(); });
+      const auto start = Clock::now();
+      while (!all_said_goodbye(start) && Clock::now() - start < setting_.deadline) {
+        room_.wait_for(lock, kLook);
+      }
       stop_ = true;
     }
     wake();
     thread_.join();
   }
+  if (endpoint_.binds_memory()) {  // it cannot be closed as long as it has any
+    own_.clear();
+    chunks_.unbind();
+    messages_.unbind();
+  }
   endpoint_.close();
   close(wake_fd_);
 }
 
-Remote Lane::expose(std::byte* data, std::size_t bytes) {
+Remote Lane::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   const auto lock = locked();
-  own_.push_back({data, bytes, {}});
-  try {
-    if (bytes > 0) own_.back().registration = endpoint_.expose(data, bytes);
-  } catch (...) {
-    own_.pop_back();
-    throw;
-  }
-  return {own_.back().registration.base, own_.back().registration.key()};
+  Own own{data, bytes, {}};
+  if (bytes > 0) own.registration = endpoint_.expose(data, bytes);
+  if (own_.size() <= segment) own_.resize(segment + 1);
+  own_[segment] = std::move(own);
+  return {own_[segment].registration.base, own_[segment].registration.key()};
+}
+
+void Lane::withdraw(SegmentId segment) {
+  const auto lock = locked();
+  if (segment < own_.size()) own_[segment] = {};
 }
 
 void Lane::attach(int peer, SegmentId segment, const Remote& remote) {

@@ -61,12 +61,16 @@ class Lane {
   void start(const JobKey& job, const std::vector<std::vector<std::byte>>& names,
              std::chrono::nanoseconds spin);
 
-  /// Lets the peers write to this rank's next segment.
-  Remote expose(std::byte* data, std::size_t bytes);
+  /// Lets the peers write to a segment of this rank.
+  Remote expose(SegmentId segment, std::byte* data, std::size_t bytes);
+  /// Undoes it for a segment that no peer has heard of.
+  void withdraw(SegmentId segment);
   void attach(int peer, SegmentId segment, const Remote& remote);
   void put(int peer, Address to, const std::byte* from, std::size_t bytes, std::uint64_t tag);
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes, std::uint64_t tag);
 
+  /// A forked child has no such thread and shares the sockets: there a lane is never destroyed.
+  bool in_forked_child() const;
   /// The peer cannot be reached any more.
   bool lost(int peer) const noexcept;
   /// It said goodbye.
@@ -158,7 +162,7 @@ class Lane {
   void heard_from(Peer& peer);
   void sleep();
   void wake();
-  bool all_said_goodbye();
+  bool all_said_goodbye(Clock::time_point start) const;
 
   const Library& library_;
   const LaneSetting setting_;
@@ -178,6 +182,7 @@ class Lane {
   Buffers messages_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<Op*> free_ops_;
+  std::deque<Op*> refused_receives_{};  // the provider had no room
   std::vector<std::unique_ptr<Peer>> peers_;
   protocol::CountedSignals<Place> signals_;
   std::chrono::nanoseconds spin_{};

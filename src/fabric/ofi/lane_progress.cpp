@@ -2,8 +2,10 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 
 #include "fabric/ofi/lane.hpp"
 
@@ -13,6 +15,8 @@ namespace {
 constexpr auto kBeat = std::chrono::milliseconds(100);
 /// A peer that is silent and takes nothing, not even a first message, for so long.
 constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
+/// A peer that leaves unanswered that this rank leaves, with nothing under way to it.
+constexpr std::chrono::nanoseconds kGoodbye = std::chrono::seconds(1);
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr std::size_t kBatch = 32;
@@ -32,7 +36,12 @@ void Lane::run() {
     {
       const std::lock_guard lock(mutex_);
       if (stop_) return;
-      any = progress();
+      try {
+        any = progress();
+      } catch (const std::exception&) {  // no memory: nothing can be sent or counted any more
+        for (const auto& peer : peers_) lose(*peer);
+        return;
+      }
     }
     const auto now = Clock::now();
     if (any) {
@@ -48,6 +57,11 @@ void Lane::run() {
 
 bool Lane::progress() {
   bool any = read_completions();
+  for (std::size_t waiting = refused_receives_.size(); waiting-- > 0;) {
+    Op* op = refused_receives_.front();
+    refused_receives_.pop_front();
+    receive(op);
+  }
   for (int rank = 0; rank < setting_.size; ++rank) {
     if (rank != setting_.rank && !peer_of(rank).backlog.empty()) {
       any = post_backlog(peer_of(rank)) || any;
@@ -113,7 +127,11 @@ void Lane::receive(Op* op) {
   const ssize_t code = fi_recv(endpoint_.ep(), op->buffer.data, kMessageRoom, op->buffer.desc,
                                FI_ADDR_UNSPEC, &op->context);
   if (code == 0) return;
-  recycle(op);  // one receive fewer: the endpoint is closing
+  if (code == -FI_EAGAIN) {
+    refused_receives_.push_back(op);
+  } else {
+    recycle(op);  // one receive fewer: the endpoint is closing
+  }
 }
 
 void Lane::piece(std::uint64_t data) {
@@ -218,11 +236,18 @@ void Lane::beat(Clock::time_point now) {
   }
 }
 
-bool Lane::all_said_goodbye() {
+/// Whether all peers have what was sent and know that this rank leaves since `start`, or will
+/// never say so: those that take nothing are lost at the deadline.
+bool Lane::all_said_goodbye(Clock::time_point start) const {
   for (int rank = 0; rank < setting_.size; ++rank) {
     const Peer& peer = peer_of(rank);
     if (rank == setting_.rank || peer.gone()) continue;
-    if (!peer.bye_seen || peer.under_way > 0 || !peer.backlog.empty()) return false;
+    if (peer.under_way > 0 || !peer.backlog.empty()) return false;
+    // relaxed: a time stamp by itself.
+    const Clock::time_point heard{
+        std::chrono::nanoseconds(peer.heard.load(std::memory_order_relaxed))};
+    const auto last = std::max({start, peer.moved, heard});
+    if (!peer.bye_seen && Clock::now() - last < kGoodbye) return false;
   }
   return true;
 }

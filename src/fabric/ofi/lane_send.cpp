@@ -148,10 +148,15 @@ void Lane::send_signal(int rank, const Held& held, std::uint64_t tag) {
     send_message(rank, message, nullptr);
     return;
   }
-  Tagged& put = tagged(peer, tag);
   Op* open = peer.open;
-  const bool alone = open != nullptr && open->tag == tag && put.pieces == 0 &&
-                     open->bytes == put.bytes && open->bytes <= kMaxPayload;
+  const bool ours = open != nullptr && open->tag == tag;
+  const Tagged& put = tagged(peer, tag);
+  const bool alone =
+      ours && put.pieces == 0 && open->bytes == put.bytes && open->bytes <= kMaxPayload;
+  if (ours && !alone) flush(peer);
+  // The tag's next bytes are a stream of their own. A flush that lost the peer left no tags.
+  const auto taken = peer.tags.extract(tag);
+  if (taken.empty()) return;
   if (alone) {  // few bytes: they ride in the message
     peer.open = nullptr;
     message.payload = static_cast<std::uint32_t>(open->bytes);
@@ -159,16 +164,14 @@ void Lane::send_signal(int rank, const Held& held, std::uint64_t tag) {
     message.payload_offset = open->to.offset;
     message.stream = kStreamMask + 1;
   } else {
-    if (open != nullptr && open->tag == tag) flush(peer);
-    message.stream = put.stream;
-    message.pieces = put.pieces;
+    message.stream = taken.mapped().stream;
+    message.pieces = taken.mapped().pieces;
   }
   send_message(rank, message, alone ? open->buffer.data : nullptr);
   if (alone) recycle(open);
-  // The tag's next bytes are a stream of their own.
-  std::vector<Held> later = std::move(put.held);
-  peer.tags.erase(tag);
-  if (!later.empty()) tagged(peer, tag).held = std::move(later);
+  if (!peer.gone() && !taken.mapped().held.empty()) {
+    tagged(peer, tag).held = taken.mapped().held;
+  }
 }
 
 void Lane::send_message(int rank, Message message, const std::byte* payload) {

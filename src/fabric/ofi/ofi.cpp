@@ -49,6 +49,12 @@ class OfiFabric final : public Fabric {
         own_(1),
         lanes_(std::move(lanes)) {}
 
+  ~OfiFabric() override {
+    for (auto& lane : lanes_) {
+      if (lane->in_forked_child()) static_cast<void>(lane.release());  // the parent's
+    }
+  }
+
   std::string_view name() const override { return "ofi"; }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -104,11 +110,12 @@ Segment OfiFabric::register_memory(std::size_t bytes) {
 }
 
 Segment OfiFabric::adopt(const Segment& segment) {
-  if (segment.id != segments_.next() || !segment.memory) {
+  // Numbers may be left out: of a segment that another fabric made and this one could not share.
+  if (segment.id < segments_.next() || segment.id >= kMaxSegments || !segment.memory) {
     throw Error(ErrorKind::unsupported,
                 "rank " + std::to_string(rank_) + ": the network cannot share segment " +
                     std::to_string(segment.id) + "; expected mapped memory as segment " +
-                    std::to_string(segments_.next()),
+                    std::to_string(segments_.next()) + " or later",
                 {.rank = rank_});
   }
   return exposed(segment);
@@ -118,10 +125,15 @@ Segment OfiFabric::exposed(Segment segment) {
   OfiHandle handle;
   handle.segment = {
       .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const Remote remote = lanes_[lane]->expose(segment.data, segment.bytes);
-    handle.base = remote.base;
-    handle.keys[lane] = remote.key;
+  try {
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+      const Remote remote = lanes_[lane]->expose(segment.id, segment.data, segment.bytes);
+      handle.base = remote.base;
+      handle.keys[lane] = remote.key;
+    }
+  } catch (...) {
+    for (const auto& lane : lanes_) lane->withdraw(segment.id);
+    throw;
   }
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
   segment.handle.assign(first, first + sizeof handle);
