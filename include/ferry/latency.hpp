@@ -20,9 +20,10 @@ struct LatencyConfig {
   std::int64_t hidden = 0;    ///< channels of a token; row bytes a multiple of 16
   int topk = 0;               ///< most slots of a route
   Dtype dtype = Dtype::bf16;  ///< of tokens and of combined rows: bf16, f16 or f32
-  /// What a rank that misses the deadline of a call costs. false: the group fails, as in throughput
-  /// mode. true: the rank is masked and the others go on without it (`LatencyExchange::masked`);
-  /// combines take `CombinePath::per_rank`.
+  /// What a rank that misses the deadline of a call (on the host: of all its waits together; on
+  /// GPUs: of each) costs. false: the group fails, as in throughput mode. true: the rank is masked
+  /// and the others go on without it (`LatencyExchange::masked`); combines take
+  /// `CombinePath::per_rank`.
   bool masks = false;
   /// Of results. expert_major: rank_major ones, too. rank_major: there is no room to fan out, which
   /// on the host is 2 · local experts · ranks · capacity rows less.
@@ -55,7 +56,9 @@ struct LatencyDispatchOptions {
   /// f32 [T, K]: carried to the ranks of the experts. Rank-major results show them; a combine with
   /// `CombinePath::per_rank` then needs no weights of its own. All ranks or none.
   std::optional<ConstTensorView> topk_weights{};
-  /// i64 [ranks]: how many nanoseconds this call's receive waited for each source is added here.
+  /// i64 [ranks]: how many nanoseconds this call's receive waited for each source is added here:
+  /// until what the source sends was here, or the source was masked. Of a combine: for its
+  /// announcement, and for its rows once all that are awaited had announced.
   std::optional<TensorView> waits{};
   bool hook = false;         ///< true: only send; `receive()` of the result does the rest
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results
@@ -89,8 +92,8 @@ class LatencyReceived {
   Event event{};
 
   /// With `hook`: receives. Blocks (without a stream) until all rows arrived. Nothing is written
-  /// to the tensors before it is called, but for rank-major rows; calling it twice is
-  /// Error(invalid_argument).
+  /// to the tensors before it is called, but for rank-major rows; calling it again is
+  /// Error(invalid_argument), unless it threw.
   void receive();
 
   std::shared_ptr<LatencyState> state{};
@@ -105,7 +108,7 @@ struct LatencyCombineOptions {
   /// Only send. With `CombinePath::per_rank` and weights that come with the combine the sending
   /// waits for those of the other ranks.
   bool hook = false;
-  std::optional<TensorView> out{};  ///< [T, H], the caller's own output
+  std::optional<TensorView> out{};  ///< [T, H], the caller's own output; overlaps no row of `rows`
   Stream* stream = nullptr;
 };
 
@@ -152,7 +155,9 @@ class LatencyExchange {
   /// masked rank are ignored. A rank that was masked by a peer that it has not masked itself gets
   /// Error(left_behind) from its calls, and the others are not disturbed by it.
   std::vector<bool> masked() const;  ///< [ranks]; own rank: never
-  /// `rank`: a peer. Counts for calls that begin later. A mask may be taken back without `rejoin`
+  /// `rank`: a peer. Counts for calls that begin later. Set it on all ranks that go on, before the
+  /// same call: those on which it is not set wait a deadline for that rank, and ranks that cannot
+  /// read one another's memory may then mask each other. A mask may be taken back without `rejoin`
   /// only from a rank that made as many dispatches as this one.
   void set_mask(int rank, bool masked);
   void clear_masks();

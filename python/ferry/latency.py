@@ -190,7 +190,8 @@ class LatencyExchange:
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
-            waits: i64 [R]: how many nanoseconds the receive waited for each source is added there.
+            waits: i64 [R]: how many nanoseconds the receive waited for each source, or until it was
+                masked, is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
 
@@ -238,10 +239,11 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
-            waits: i64 [R], as in `dispatch`.
+            waits: i64 [R], as in `dispatch`: for each source's announcement, and for its rows once
+                all that are awaited had announced.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
-            out: [T, H], the caller's own output.
+            out: [T, H], the caller's own output. It may not overlap `rows`.
             stream: as for the dispatch.
         """
         name = "latency combine"
@@ -272,7 +274,8 @@ class LatencyExchange:
         return self._raw.masked()
 
     def set_mask(self, rank: int, masked: bool = True) -> None:
-        """Masks a peer, or takes its mask back, for calls that begin later. Without `rejoin` a mask
+        """Masks a peer, or takes its mask back, for calls that begin later. Mask it on all ranks
+        that go on, before the same call: the others wait a deadline for it. Without `rejoin` a mask
         may be taken back only from a rank that made as many dispatches as this one."""
         self._raw.set_mask(
             integer("set_mask: rank", rank, 0, INT32_MAX), flag("set_mask: masked", masked)

@@ -79,6 +79,9 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
 void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
                  const Device& where = {});
 
+/// Whether two tensors share memory.
+bool overlap(const ConstTensorView& a, const ConstTensorView& b);
+
 /// What a combine of latency mode must know of its dispatch.
 struct LatencyDispatched {
   RowOrder order = RowOrder::expert_major;

@@ -94,6 +94,25 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   expect_refused({"backend", "12", "host"}, [&] { check_config(group); });
 }
 
+TEST(Check, WhatALatencyCombineWritesOverlapsNoRowThatItReads) {
+  std::vector<float> rows(16 * 16, 0.0F);
+  const LatencyConfig config{8, 16, 2, Dtype::f32};
+  LatencyDispatched dispatched;
+  dispatched.weights = true;
+  dispatched.tokens = 4;
+  dispatched.ranks = 2;
+  dispatched.local_experts = 1;
+  LatencyCombineOptions options;
+  options.out = TensorView{rows.data() + 12 * 16, Dtype::f32, {4, 16}};
+  const auto check = [&](std::int64_t blocks) {
+    dispatched.local_experts = blocks;
+    check_latency_combine({rows.data(), Dtype::f32, {blocks, 16, 16}}, {}, config, dispatched,
+                          options);
+  };
+  expect_refused({"out", "overlaps rows"}, [&] { check(1); });
+  check(0);  // a rank without experts has no rows
+}
+
 TEST(Check, WhatDispatchCannotQuantise) {
   const auto refused = [](const std::vector<std::string>& words, const ConstTensorView& x,
                           const DispatchOptions& options) {

@@ -4,6 +4,7 @@
 #include <barrier>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 
 #include "engine/test_groups.hpp"
@@ -114,6 +115,12 @@ class Load {
   LatencyExchange& latency_;
   std::vector<std::int64_t> routes_{};
   std::vector<float> weights_{}, rows_{};
+};
+
+/// Keeps a rank in the exchange until all are done, or have failed.
+struct StayForAll {
+  std::barrier<>& all;
+  ~StayForAll() { all.arrive_and_wait(); }
 };
 
 std::vector<bool> only(int rank) {
@@ -344,6 +351,130 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
   });
 }
 
+TEST(HostMasks, AReceiveThatWasLeftBehindMayBeCalledAgain) {
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    LatencyReceived received = latency.dispatch(load.x(1), load.ids(), hook);
+    all.arrive_and_wait();
+    if (group.rank() == 1) latency.set_mask(0, true);
+    all.arrive_and_wait();
+    if (group.rank() == 0) {
+      expect_error(ErrorKind::left_behind, {"rank 1"}, [&] { received.receive(); });
+    }
+    all.arrive_and_wait();
+    if (group.rank() == 1) latency.clear_masks();
+    all.arrive_and_wait();
+    if (group.rank() == 0) {
+      expect_error(ErrorKind::invalid_argument, {"hook", "receive()"},
+                   [&] { load.combine(received); });
+    }
+    received.receive();
+    load.expect_received(received, 1, {});
+    load.expect_sums(load.combine(received).x, 1, {});
+  });
+}
+
+TEST(HostMasks, AReceiveThatTheCallerBrokeOffMayBeCalledAgain) {
+  static thread_local bool interrupted = false;
+  GroupConfig config = with_deadline(30s);
+  config.on_wait = [] {
+    if (interrupted) throw std::runtime_error("interrupted");
+  };
+  std::barrier all(kRanks);
+  with_groups(kRanks, config, [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    LatencyReceived received;
+    if (group.rank() == 0) {
+      received = latency.dispatch(load.x(1), load.ids(), hook);
+      interrupted = true;
+      EXPECT_THROW(received.receive(), std::runtime_error);
+      interrupted = false;
+      expect_error(ErrorKind::invalid_argument, {"hook", "receive()"},
+                   [&] { load.combine(received); });
+    }
+    all.arrive_and_wait();
+    if (group.rank() != 0) received = latency.dispatch(load.x(1), load.ids(), hook);
+    received.receive();
+    load.expect_received(received, 1, {});
+    LatencyCombineOptions options;
+    options.path = CombinePath::per_rank;
+    options.hook = true;
+    LatencyCombined sums = latency.combine(received.x, received, load.weights(), options);
+    sums.receive();
+    load.expect_sums(sums.x, 1, {});
+    EXPECT_THROW(received.receive(), Error);
+    EXPECT_THROW(sums.receive(), Error);
+  });
+}
+
+TEST(HostMasks, NothingIsCombinedOfADispatchThatFailedOnItsStream) {
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    Stream stream;
+    std::atomic<bool> masked = false;
+    LatencyReceived received;
+    if (group.rank() == 0) {
+      stream.submit([&] { masked.wait(false); });
+      LatencyDispatchOptions options;
+      options.stream = &stream;
+      options.topk_weights = load.weights();
+      received = latency.dispatch(load.x(1), load.ids(), options);
+    }
+    all.arrive_and_wait();
+    if (group.rank() == 1) latency.set_mask(0, true);
+    all.arrive_and_wait();
+    if (group.rank() == 0) {
+      masked = true;
+      masked.notify_all();
+      expect_error(ErrorKind::left_behind, {"rank 1"}, [&] { received.event.wait(); });
+    }
+    all.arrive_and_wait();
+    if (group.rank() == 1) latency.clear_masks();
+    all.arrive_and_wait();
+    if (group.rank() == 0) {
+      LatencyCombineOptions options;
+      options.path = CombinePath::per_rank;
+      options.stream = &stream;
+      const LatencyCombined sums = latency.combine(received.x, received, options);
+      expect_error(ErrorKind::invalid_argument, {"received", "failed"}, [&] { sums.event.wait(); });
+    }
+    all.arrive_and_wait();
+  });
+}
+
+TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnother) {
+  // Rank 1 alone masks rank 0, and waits in combine for the others, which wait in dispatch for
+  // rank 0 until their deadline, and then compute past that of rank 1.
+  constexpr auto kDeadline = 800ms;
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(kDeadline), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    load.round(1, {});
+    all.arrive_and_wait();
+    const StayForAll stay{all};
+    if (group.rank() == 0) return;
+    if (group.rank() == 1) {
+      latency.set_mask(0, true);
+      std::this_thread::sleep_for(kDeadline / 2);
+    }
+    const LatencyReceived received = latency.dispatch(load.x(2), load.ids());
+    load.expect_received(received, 2, {0});
+    if (group.rank() != 1) std::this_thread::sleep_for(kDeadline * 3 / 4);
+    load.expect_sums(load.combine(received).x, 2, {0});
+    EXPECT_EQ(latency.masked(), only(0));
+  });
+}
+
 TEST(HostMasks, UnreceivedResultsMayBeDropped) {
   with_groups(kRanks, with_deadline(30s), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
@@ -485,6 +616,57 @@ void slow_rank(bool masks) {
 TEST(HostWaits, SayForWhomTheReceiveWaited) {
   slow_rank(false);
   slow_rank(true);
+}
+
+/// Rank 2 comes late to combine: the others waited for it, not for one another.
+void late_to_combine(bool masks) {
+  constexpr int kLate = 2;
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyConfig config = masked_config();
+    config.masks = masks;
+    LatencyExchange latency(group, config);
+    Load load(group, latency);
+    std::vector<std::int64_t> waits(kRanks, 0);
+    LatencyDispatchOptions ahead;
+    ahead.topk_weights = load.weights();
+    const LatencyReceived received = latency.dispatch(load.x(1), load.ids(), ahead);
+    LatencyCombineOptions options;
+    options.path = CombinePath::per_rank;
+    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    all.arrive_and_wait();
+    if (group.rank() == kLate) std::this_thread::sleep_for(200ms);
+    load.expect_sums(latency.combine(received.x, received, options).x, 1, {});
+    if (group.rank() != kLate) {
+      EXPECT_LT(2 * waits[static_cast<std::size_t>(group.rank())], waits[kLate]);
+    }
+  });
+}
+
+TEST(HostWaits, OfACombineAreOfEachSourceItsOwn) {
+  late_to_combine(false);
+  late_to_combine(true);
+}
+
+TEST(HostWaits, EndWhenTheSourceIsMasked) {
+  constexpr int kAbsent = 3;
+  constexpr std::chrono::nanoseconds kDeadline = 400ms;
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(kDeadline), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    load.round(1, {});
+    std::vector<std::int64_t> waits(kRanks, 0);
+    LatencyDispatchOptions options;
+    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    if (group.rank() != kAbsent) {
+      const LatencyReceived received = latency.dispatch(load.x(2), load.ids(), options);
+      load.expect_received(received, 2, {kAbsent});
+      EXPECT_GT(waits[kAbsent], kDeadline.count() / 2);
+      EXPECT_EQ(std::max_element(waits.begin(), waits.end()) - waits.begin(), kAbsent);
+    }
+    all.arrive_and_wait();
+  });
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   }
   const std::shared_ptr<Exchange> exchange = state->exchange;
   if (!state->called.load()) {
-    refuse(kLatencyCombine, "received", "a result whose hook was not called",
+    refuse(kLatencyCombine, "received", "a result whose hook was not called, or failed",
            "receive() before combine");
   }
   check_still_joined(kLatencyCombine, exchange->generation);
@@ -86,11 +86,11 @@ CombineCall HostLatency::combine_call(const Exchange& exchange,
 void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   const Generation g = exchange.generation;
   check_still_joined(kLatencyCombine, g);
-  const auto start = Clock::now();
-  const RankBytes announced = await_announcements(exchange, call, served(exchange));
+  // Each source is charged in each wait from the wait's begin: not for those that announced later.
+  const RankBytes announced = await_announcements(exchange, call, served(exchange), call.waits);
   const RankBytes came =
       await_sources({"latency combine: rows", flag_row(line_offset(layout_.combined, g, 0)), g},
-                    announced, call.waits, start);
+                    announced, call.waits);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
   SumRows sum;
@@ -144,8 +144,10 @@ std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, std::int64_t t
 }
 
 void SumRowsLater::receive() {
-  if (called.exchange(true)) refuse_second_receive(kLatencyCombine);
+  Claim claim(called);
+  if (!claim) refuse_second_receive(kLatencyCombine);
   engine->enter(kLatencyCombine, nullptr, [this] { engine->sum_rows(*exchange, call); });
+  claim.keep();
   exchange.reset();  // the buffer may go back now
 }
 

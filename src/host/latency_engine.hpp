@@ -250,10 +250,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Sends to whom gives credit, in the order in which they do.
   void send_as_credits_come(Exchange& exchange, const ConstTensorView& x);
   /// Waits for what the ranks in `pending` send; returns those of whom it came. `waits`: the
-  /// caller's tensor; the time since `start` is added there.
+  /// caller's tensor; the time until a rank came, or was masked, is added there.
   RankBytes await_sources(const SourceWait& wait, const RankBytes& pending,
-                          const std::optional<TensorView>& waits = {},
-                          Clock::time_point start = Clock::now());
+                          const std::optional<TensorView>& waits = {});
   [[noreturn]] void throw_not_rejoined(const protocol::Status& status) const;
   void start_from(Generation agreed, const RankBytes& gone);
   void require_masks() const;
@@ -283,7 +282,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void announce_combine(const Exchange& exchange, const CombineCall& call);
   /// What the ranks in `pending` announced must be what this rank did. Returns those that came.
   RankBytes await_announcements(const Exchange& exchange, const CombineCall& call,
-                                const RankBytes& pending);
+                                const RankBytes& pending,
+                                const std::optional<TensorView>& waits = {});
   void check_announcement(const Exchange& exchange, const CombineCall& call, int source) const;
   void send_sums(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows,
                  const RankBytes& to);

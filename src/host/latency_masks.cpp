@@ -11,9 +11,7 @@ using protocol::Status;
 
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(5);  // of a sleep
-constexpr std::chrono::nanoseconds kLeastLately = std::chrono::milliseconds(20);
-constexpr std::chrono::nanoseconds kMostLately = std::chrono::milliseconds(250);
+constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
 constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
 
 }  // namespace
@@ -66,13 +64,14 @@ void LatencyMasks::beat() const {
 
 bool LatencyMasks::held_up(int peer) const {
   if (!reads(peer)) return false;
-  const auto lately = std::clamp<std::chrono::nanoseconds>(engine_.config().deadline / 4,
-                                                           kLeastLately, kMostLately);
+  // It was in a call when this one had long begun: so in an earlier one, and computes since. A rank
+  // that stopped did so about when this call began.
+  const auto long_begun = start_ + engine_.config().deadline / 4;
   // relaxed: a time stamp; nothing is read on the strength of it.
   const std::int64_t beat =
       std::atomic_ref(*reinterpret_cast<std::int64_t*>(pulses_[static_cast<std::size_t>(peer)]))
           .load(std::memory_order_relaxed);
-  return Clock::now().time_since_epoch().count() - beat < lately.count();
+  return beat > std::chrono::nanoseconds(long_begun.time_since_epoch()).count();
 }
 
 int LatencyMasks::evictor() const {
@@ -102,8 +101,14 @@ void LatencyMasks::throw_left_behind(const char* call, int peer, std::uint64_t e
 }
 
 void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation now,
-                         const std::function<void(const RankBytes&)>& came) {
+                         const std::function<void(const RankBytes&)>& came,
+                         const std::function<void(int)>& missed) {
   const auto began = Clock::now();
+  const auto give_up = [&](int peer) {
+    mask(peer, now);
+    pending[static_cast<std::size_t>(peer)] = 0;
+    if (missed) missed(peer);
+  };
   MaskWatch watch(engine_, this, start_, pending);
   bool patient = true;
   while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
@@ -112,18 +117,14 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
         protocol::await_some(wait.row, wait.wanted, wait.depth, pending, newcomers, watch);
     switch (status.code) {
       case Status::Code::kOk: came(newcomers); break;
-      case Status::Code::kPeerFailed:
-        mask(status.peer, now);
-        pending[static_cast<std::size_t>(status.peer)] = 0;
-        break;
+      case Status::Code::kPeerFailed: give_up(status.peer); break;
       case Status::Code::kDeadline:
         for (std::size_t p = 0; p < pending.size(); ++p) {
           const int peer = static_cast<int>(p);
           // A rank that fails while it delivers holds up some ranks and not others: those that it
           // holds up are a call behind, and come when their deadline is over.
           if (pending[p] == 0 || (patient && held_up(peer))) continue;
-          mask(peer, now);
-          pending[p] = 0;
+          give_up(peer);
         }
         patient = false;
         watch.wait_as_long_again();

@@ -55,10 +55,11 @@ class LatencyMasks {
   bool reads(int peer) const { return pulses_[static_cast<std::size_t>(peer)] != nullptr; }
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
-  /// them. Ranks that miss the deadline, or are gone, are masked; those that were in a call lately
-  /// are held up themselves, and get as long again. Throws Error(left_behind).
+  /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
+  /// those that are held up themselves get as long again. Throws Error(left_behind).
   void await(const SourceWait& wait, RankBytes pending, Generation now,
-             const std::function<void(const RankBytes&)>& came);
+             const std::function<void(const RankBytes&)>& came,
+             const std::function<void(int)>& missed = {});
 
   /// The newest generation that this rank's words name.
   Generation newest_told() const;

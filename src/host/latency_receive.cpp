@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/check.hpp"
+#include "core/claim.hpp"
 #include "core/number.hpp"
 #include "host/latency_engine.hpp"
 
@@ -128,6 +129,9 @@ void HostLatency::receive_rows(Exchange& exchange) {
   exchange.came = await_sources({"latency dispatch: rows", flag_row(layout_.arrived), g},
                                 unmasked(), exchange.options.waits);
   if (masks_.on()) leave_out_unsent(exchange);
+  exchange.arrivals.clear();  // of a receive that failed
+  exchange.slot_rows.clear();
+  exchange.slot_weights.clear();
   const bool by_rank = exchange.options.order == RowOrder::rank_major;
   by_rank ? receive_rank_major(exchange) : receive_expert_major(exchange);
   exchange.lease->mark_received();
@@ -135,8 +139,10 @@ void HostLatency::receive_rows(Exchange& exchange) {
 }
 
 void ReceiveRows::receive() {
-  if (called.exchange(true)) refuse_second_receive(kLatencyDispatch);
+  Claim claim(called);
+  if (!claim) refuse_second_receive(kLatencyDispatch);
   engine->enter(kLatencyDispatch, nullptr, [this] { engine->receive_rows(*exchange); });
+  claim.keep();
 }
 
 }  // namespace ferry::host

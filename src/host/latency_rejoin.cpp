@@ -56,20 +56,23 @@ void HostLatency::send_as_credits_come(Exchange& exchange, const ConstTensorView
 }
 
 RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pending,
-                                     const std::optional<TensorView>& waits,
-                                     Clock::time_point start) {
+                                     const std::optional<TensorView>& waits) {
   RankBytes came(pending.size(), 0);
   if (!any(pending)) return came;
+  const auto start = Clock::now();
+  const auto charge = [&](std::size_t source) {
+    if (waits) static_cast<std::int64_t*>(waits->data)[source] += (Clock::now() - start).count();
+  };
   const auto note = [&](const RankBytes& newcomers) {
-    const auto waited = (Clock::now() - start).count();
     for (std::size_t r = 0; r < newcomers.size(); ++r) {
       if (newcomers[r] == 0) continue;
       came[r] = 1;
-      if (waits) static_cast<std::int64_t*>(waits->data)[r] += waited;
+      charge(r);
     }
   };
   if (masks_.on()) {
-    masks_.await(wait, pending, wait.wanted, note);
+    masks_.await(wait, pending, wait.wanted, note,
+                 [&](int peer) { charge(static_cast<std::size_t>(peer)); });
     return came;
   }
   if (!waits) {

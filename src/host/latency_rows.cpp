@@ -75,11 +75,12 @@ void HostLatency::announce_combine(const Exchange& exchange, const CombineCall& 
 }
 
 RankBytes HostLatency::await_announcements(const Exchange& exchange, const CombineCall& call,
-                                           const RankBytes& pending) {
+                                           const RankBytes& pending,
+                                           const std::optional<TensorView>& waits) {
   const Generation g = exchange.generation;
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
   const RankBytes came =
-      await_sources({stage, flag_row(line_offset(layout_.announced, g, 0)), g}, pending);
+      await_sources({stage, flag_row(line_offset(layout_.announced, g, 0)), g}, pending, waits);
   for (int source = 0; source < ranks(); ++source) {
     if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
   }
@@ -133,6 +134,10 @@ std::size_t HostLatency::send_sum(const Exchange& exchange, const CombineCall& c
 void HostLatency::send_results(const Exchange& exchange, const CombineCall& call,
                                const ConstTensorView& rows) {
   check_still_joined(kLatencyCombine, exchange.generation);
+  if (!exchange.received) {
+    // On a stream, or while a receive() on another thread was about to fail.
+    refuse(kLatencyCombine, "received", "a result whose receive failed", "one that was received");
+  }
   announce_combine(exchange, call);
   const RankBytes to = answered(exchange);
   if (!call.weights_follow) {

@@ -35,6 +35,8 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   check_expert_capacity(exchange->routes);
   exchange->options = options;
   exchange->tokens = x.rows();
+  exchange->sent.assign(static_cast<std::size_t>(ranks()), 0);
+  exchange->came.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
   if (options.topk_weights) {
     const auto* weights = static_cast<const float*>(options.topk_weights->data);

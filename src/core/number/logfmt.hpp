@@ -19,7 +19,7 @@
 // neighbours alone; a block whose values have one magnitude comes back exactly; the sign of zero is
 // lost.
 //
-// Error of a value x that is not below `lowest`, with R = log2(hi / lowest) <= 32 (docs/guide.md
+// Error of a value x that is not below `lowest`, with R = log2(hi / lowest) <= 32 (docs/latency.md
 // derives it): at most |x| * (2^(R / 505) - 1) / 2 + |x| * 5e-6. Below: at most lowest / 2.
 //
 // A row of `hidden` channels (a multiple of 4) in flight: the low 8 bits of each code, one a byte;
