@@ -57,7 +57,7 @@ class Masks:
         masked = [rank in self._latency_masked for rank in range(self.group_size)]
         for exchange in self._latency_exchanges():
             masked = [one or other for one, other in zip(masked, exchange.masked())]
-        mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
+        mask_status.copy_(torch.tensor(masked, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all ranks back in, as `low_latency_update_mask_buffer` does."""
