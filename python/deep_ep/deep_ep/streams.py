@@ -84,6 +84,6 @@ def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> Non
         try:
             group.record_stream(tensor, stream)
             return
-        except ferry.InvalidArgument:
+        except (ferry.InvalidArgument, ferry.Destroyed):
             pass
     tensor.record_stream(stream)
