@@ -19,6 +19,7 @@ from torch import Tensor
 
 import ferry
 from deep_ep.config import RANKS_OF_A_HOST
+from ferry.tensors import TORCH, array
 
 
 class Exchange:
@@ -51,6 +52,12 @@ class Exchange:
     def cut(self, rows: Tensor) -> Tensor:
         """The rows that a combine brings back."""
         return rows if self._sums == self.rows else rows[: self._sums]
+
+
+def prefix_of(plan: ferry.Plan) -> Tensor:
+    """i32 [R, R]: rows that rank r receives from ranks up to i."""
+    rows: Tensor = array(plan.rank_rows(), TORCH)
+    return rows.cumsum(0, dtype=torch.int32)
 
 
 def attach(handle: Sequence[Any], exchange: Exchange) -> None:

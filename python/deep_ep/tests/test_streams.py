@@ -1,5 +1,5 @@
-"""Which stream waits for what, as far as it shows without a GPU: stand-ins write down what is asked of
-streams and events."""
+"""Which stream waits for what, as far as it shows without a GPU: stand-ins write down what is asked
+of streams and events."""
 
 from __future__ import annotations
 

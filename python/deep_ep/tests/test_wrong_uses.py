@@ -62,6 +62,7 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "rows of 8 bytes": dispatch(x[:, :4].contiguous()),
         "layout of fewer ranks": dispatch(num_tokens_per_rank=per_rank[:1]),
         "layout of fewer tokens": dispatch(is_token_in_rank=in_ranks[1:]),
+        "a layout of other routes": dispatch(is_token_in_rank=torch.zeros_like(in_ranks)),
         "layout that is not bool": dispatch(is_token_in_rank=in_ranks.int()),
         "no expert at all": dispatch(num_tokens_per_expert=per_expert[:0]),
         "routes of fewer tokens": dispatch(topk_idx=idx[1:], topk_weights=weights[1:]),
