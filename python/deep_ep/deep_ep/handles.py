@@ -19,7 +19,9 @@ from torch import Tensor
 
 import ferry
 from deep_ep.config import RANKS_OF_A_HOST
+from deep_ep.event import EventHandle
 from ferry.tensors import TORCH, array
+from ferry.torch import record_stream
 
 
 class Exchange:
@@ -90,6 +92,7 @@ class _Lazy(tuple[Any, ...]):
 
     exchange: Exchange
     _made: tuple[Tensor, ...] | None
+    _ready: EventHandle | None = None
 
     def __new__(cls, elements: Iterable[Any] = ()) -> Any:
         """Of callers that rebuild whatever sequence they find: a plain tuple."""
@@ -108,11 +111,32 @@ class _Lazy(tuple[Any, ...]):
         found: Tensor = _key(self)
         return found
 
+    def after(self, event: EventHandle | None) -> None:
+        """What the handle is made of is there when this event is. Who looks at an element before
+        anything waited for it waits then, on the stream that is current there."""
+        self._ready = event
+
     def _make(self) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
+    def _parts(self) -> Iterable[Tensor]:
+        """The tensors that `_make` reads."""
+        return (one for one in super().__iter__() if one is not None)
+
+    def _wait(self) -> None:
+        if self._ready is None:
+            return
+        if self.exchange.captured and not torch.cuda.is_current_stream_capturing():
+            return  # an event of a graph: replays are the caller's to order
+        self._ready.stream_wait(None)
+        for tensor in self._parts():
+            record_stream(tensor)
+
     def _all(self) -> tuple[Any, ...]:
-        made = self._made if self._made is not None else self._make()
+        if self._made is not None:
+            return self._made
+        self._wait()
+        made = self._make()
         if not self.exchange.captured:
             self._made = made
         return made
@@ -230,6 +254,9 @@ class InternodeHandle(_Lazy):
 
     _prefix: Tensor
     _source: Tensor
+
+    def _parts(self) -> Iterable[Tensor]:
+        return (*super()._parts(), self._prefix, self._source)
 
     def _make(self) -> tuple[Tensor, ...]:
         in_rank, received = self[0], self[6]

@@ -24,7 +24,7 @@ from deep_ep.low_latency_checks import (
 from deep_ep.low_latency_masks import Masks
 from deep_ep.rounds import Round, Rounds
 from deep_ep.runtime import Runtime
-from deep_ep.streams import Turn
+from deep_ep.streams import Turn, hook_of
 
 # (use_fp8, round_scale, use_ue8m0): how rows cross. Without fp8 the others say nothing.
 _WIRES: dict[tuple[bool, bool, bool], dict[str, Any]] = {
@@ -135,12 +135,17 @@ class LowLatency(Masks):
             options = options | {"stream": turn.stream}
         made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, **options)
 
-        def receive() -> None:
-            made.receive()
-            if stats is not None:
-                stats.add_(made.counts)
+        hook: Hook | None = None
+        if return_recv_hook:
+            parts = (made.scales, made.counts, made.source_token, made.ranges)
+            first = hook_of(made.receive, x.device, rounds.group, parts)
 
-        if stats is not None and not return_recv_hook:
+            def hook() -> None:
+                first()
+                if stats is not None:
+                    stats.add_(made.counts)
+
+        elif stats is not None:
             with nullcontext() if turn is None else turn.context():
                 stats.add_(made.counts)
         return (
@@ -148,7 +153,7 @@ class LowLatency(Masks):
             made.counts,
             (made.source_token, made.ranges, capacity, hidden, experts),
             _end(turn, x, topk_idx),
-            receive if return_recv_hook else None,
+            hook,
         )
 
     def low_latency_combine(
@@ -204,7 +209,9 @@ class LowLatency(Masks):
             rounds, made = self._again(shape, topk_idx, turn)
         combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
         event = _end(turn, rows, topk_weights, group=rounds.group, made=combined)
-        return combined, event, receive if return_recv_hook else None
+        if not return_recv_hook:
+            return combined, event, None
+        return combined, event, hook_of(receive, x.device, rounds.group, (combined,))
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
         """Memory for the rows of this handle's combine with `zero_copy`: [L, R*C, H], the dtype

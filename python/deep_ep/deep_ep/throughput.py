@@ -166,6 +166,8 @@ class Throughput:
                 ids = received.topk_idx.to(topk_idx.dtype)
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token")
         event = call.end(group, received, names, (made.key, ids))
+        if call.turn.stream is not None:
+            made.after(event.event)
         if num_worst_tokens > 0:
             counts = []
         elif topk_idx is None:
