@@ -60,12 +60,12 @@ def check_layout(
             "None for one of them",
             "those of get_dispatch_layout, or a handle",
         )
-    if per_rank.shape != (num_ranks,):
+    if not isinstance(per_rank, Tensor) or per_rank.shape != (num_ranks,):
         refuse(call, "num_tokens_per_rank", _words(per_rank), f"shape {(num_ranks,)}")
     wanted = (x.shape[0], num_ranks)
-    if in_rank.shape != wanted or in_rank.dtype != torch.bool:
+    if not isinstance(in_rank, Tensor) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
         refuse(call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
-    if per_expert.dim() != 1 or per_expert.numel() == 0:
+    if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or per_expert.numel() == 0:
         refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
 
 
@@ -79,12 +79,6 @@ def check_sent(call: str, in_rank: Tensor, plan: ferry.Plan, rank: int) -> None:
     if not torch.equal(marked, rows):
         expected = f"{rows.tolist()}, as topk_idx says: that of get_dispatch_layout for it"
         refuse(call, "is_token_in_rank", f"{marked.tolist()} tokens for the ranks", expected)
-
-
-def check_least(call: str, name: str, value: int, least: int) -> None:
-    """An integer from `least` on."""
-    good = isinstance(value, int) and value >= least
-    require(good, call, name, value, f"an integer, at least {least}")
 
 
 def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:

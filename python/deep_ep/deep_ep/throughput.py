@@ -14,7 +14,7 @@ from deep_ep import arguments
 from deep_ep.call import Call, summed_apart, with_scales
 from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, domains_of
 from deep_ep.copies import remade, routes_of
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.groups import Groups
 from deep_ep.handles import (
@@ -138,10 +138,13 @@ class Throughput:
             self.group_size,
         )
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
-        arguments.check_least(call.name, "expert_alignment", expert_alignment, 1)
-        arguments.check_least(call.name, "num_worst_tokens", num_worst_tokens, 0)
+        least = "an integer, at least"
+        alignment = require_integer(
+            call.name, "expert_alignment", expert_alignment, 1, f"{least} 1"
+        )
+        worst = require_integer(call.name, "num_worst_tokens", num_worst_tokens, 0, f"{least} 0")
         if topk_idx is None:
-            good = topk_weights is None and num_worst_tokens == 0
+            good = topk_weights is None and worst == 0
             require(good, call.name, "topk_idx", "None", "routes for weights, num_worst_tokens")
             group, routes = self._by_ranks(call, is_token_in_rank)
         else:
@@ -153,13 +156,13 @@ class Throughput:
             sent,
             topk_idx=routes,
             topk_weights=topk_weights,
-            worst_case_rows=num_worst_tokens,
+            worst_case_rows=worst,
             **call.how,
         )
         assert received.plan is not None
         if topk_idx is not None:
             arguments.check_sent(call.name, is_token_in_rank, received.plan, self.rank)
-        made = self._handle(call, group, received, is_token_in_rank, num_worst_tokens)
+        made = self._handle(call, group, received, is_token_in_rank, worst)
         ids, weights = None, received.topk_weights
         if topk_idx is not None:
             with call.turn.context():
@@ -168,7 +171,7 @@ class Throughput:
         event = call.end(group, received, names, (made.key, ids))
         if call.turn.stream is not None:
             made.after(event.event)
-        if num_worst_tokens > 0:
+        if worst > 0:
             counts = []
         elif topk_idx is None:
             per_expert = num_tokens_per_expert.to("cpu", torch.int32).contiguous()
@@ -176,7 +179,7 @@ class Throughput:
             counts = slots_here(said, self.rank)
         else:
             counts = received.plan.slots_per_expert()
-        counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        counts = [-(-count // alignment) * alignment for count in counts]
         return with_scales(received, dtype, scales), ids, weights, counts, made, event
 
     def combine(

@@ -1,13 +1,17 @@
-"""Where torch makes tensors by itself, and of which dtype, is the caller's to say: calls say their
-own."""
+"""What callers may choose: where torch makes tensors by itself, and of which dtype (calls say their
+own), and whose integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
-from rank_buffers import ThreadComm, run_ranks
+from rank_buffers import ThreadComm, run_buffers, run_ranks
+from reference import make_job
+from throughput_bodies import dispatched
 
 import deep_ep
 
@@ -57,3 +61,23 @@ def test_default_device_and_dtype() -> None:
         assert status.tolist() == [0, 0]
 
     run_ranks(2, body)
+
+
+def test_integers_of_numpy() -> None:
+    def body(buffer: Any) -> None:
+        job = make_job(2, seed=4)
+        rank, (n, one) = buffer.rank, (np.int64(60), np.int32(8))
+        x, idx, weights = job.x[rank], job.topk_idx[rank], job.topk_weights[rank]
+        got = dispatched(buffer, "cpu", job, x, num_worst_tokens=n, expert_alignment=one)
+        assert got[0].shape[0] == 60 and got[3] == []
+        counts = dispatched(buffer, "cpu", job, x, expert_alignment=one)[3]
+        assert all(type(count) is int and count % 8 == 0 for count in counts)
+        sizes = np.int64(16), np.int32(job.experts)
+        buffer.clean_low_latency_buffer(sizes[0], np.int64(64), sizes[1])
+        for _ in range(2):
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, *sizes, use_fp8=False)
+        for _ in range(2):
+            y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+        assert y.shape == x.shape
+
+    run_buffers(2, body, low_latency_mode=True)
