@@ -191,7 +191,9 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, exchange: tuple[Any, ...], rows: Tensor) -> Tensor:
         ctx.exchange = exchange
         group, plan, order, alignment, _, sms = exchange
-        return group.combine(rows, plan, order=order, alignment=alignment, sms=sms).x
+        made = group.combine(rows, plan, order=order, alignment=alignment, sms=sms)
+        summed: Tensor = made.x
+        return summed
 
     @staticmethod
     @once_differentiable

@@ -133,20 +133,19 @@ class ExpertParallel(nn.Module):
         state = self.__dict__.copy()
         for own in ("_parameters", "_buffers", "_modules"):
             state[own] = state[own].copy()
-        return self._of(type(self).__new__(type(self)), state)
+        return type(self).__new__(type(self))._with(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for shared in (self.group, self._exchanges):
             memo[id(shared)] = shared
-        made = memo[id(self)] = type(self).__new__(type(self))
-        return self._of(made, copy.deepcopy(self.__dict__, memo))
+        memo[id(self)] = made = type(self).__new__(type(self))
+        return made._with(copy.deepcopy(self.__dict__, memo))
 
-    @staticmethod
-    def _of(made: Any, state: dict[str, Any]) -> Any:
-        """A copy with this state, which the operator finds by a handle of its own."""
-        made.__dict__.update(state)
-        made._handle = register(made)
-        return made
+    def _with(self, state: dict[str, Any]) -> Self:
+        """Makes this a copy with that state, which the operator finds by a handle of its own."""
+        self.__dict__.update(state)
+        self._handle = register(self)
+        return self
 
     @torch.no_grad()
     def _decode(

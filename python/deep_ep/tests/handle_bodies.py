@@ -93,6 +93,9 @@ def saved_handles(buffer: Any, device: str) -> None:
     mapped = torch.utils._pytree.tree_map(lambda one: one.view(one.shape), handle)
     assert type(rebuilt) is type(mapped) is tuple
     assert all(isinstance(one, Tensor) for one in handle + handle)
+    for made in (1 * handle, handle * 1):
+        assert len(made) == len(handle) and all(isinstance(one, Tensor) for one in made)
+    assert None not in handle and handle.count(None) == 0
     assert len(handle[1:4]) == 3 and [*handle][-1] is handle[-1]
     assert pickle.loads(pickle.dumps(handle))[0].equal(handle[0])
     del handle
