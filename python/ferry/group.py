@@ -19,7 +19,7 @@ from ferry.arguments import (
     seconds,
 )
 from ferry.errors import Error
-from ferry.handles import register
+from ferry.handles import register_group
 from ferry.results import ArrayT, Combined, Received
 from ferry.streams import Streams, chosen_gpu, current_handle
 from ferry.tensors import (
@@ -144,7 +144,7 @@ class Group:
         self._streams = Streams(gpu)
         # Plain attributes: torch.compile reads them without running any code of ours.
         self._local_experts = self._raw.local_experts
-        self._handle = register(self)
+        self._handle = register_group(self)
 
     @property
     def rank(self) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from ferry.errors import Destroyed
 
 _numbers = itertools.count(1)
 _alive: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_groups: WeakSet[Any] = WeakSet()
+_groups_lock = threading.Lock()  # of additions and of walks, which threads may make at once
 
 
 def register(thing: Any) -> int:
@@ -27,6 +30,15 @@ def find(name: str, number: int, what: str, keep: str) -> Any:
     return thing
 
 
-def everything() -> list[Any]:
-    """All things that are alive and have a number."""
-    return list(_alive.values())
+def register_group(group: Any) -> int:
+    """`register` of a group, which `groups` then knows."""
+    with _groups_lock:
+        _groups.add(group)
+    return register(group)
+
+
+def groups() -> list[Any]:
+    """All groups that are alive, destroyed ones too. Plans, of which there may be thousands, cost
+    nothing here."""
+    with _groups_lock:
+        return list(_groups)

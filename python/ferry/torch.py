@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 from ferry._ferry import Bootstrap, Plan
 from ferry.arguments import instance, refuse
 from ferry.bootstrap import from_all_gather
-from ferry.errors import InvalidArgument
 from ferry.group import Group
-from ferry.handles import everything
 from ferry.torch_experts import ExpertParallel  # which needs this module, but only when it runs
 from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
+from ferry.torch_streams import record_stream
 
 
 class TorchPlan(NamedTuple):
@@ -192,7 +191,9 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, exchange: tuple[Any, ...], rows: Tensor) -> Tensor:
         ctx.exchange = exchange
         group, plan, order, alignment, _, sms = exchange
-        return group.combine(rows, plan, order=order, alignment=alignment, sms=sms).x
+        made = group.combine(rows, plan, order=order, alignment=alignment, sms=sms)
+        summed: Tensor = made.x
+        return summed
 
     @staticmethod
     @once_differentiable
@@ -236,31 +237,6 @@ def _check(call: str, group: Any, plan: Any, **tensors: Any) -> None:
             torch.float16,
         ):
             refuse(f"{call}: {name}", f"dtype {value.dtype}", "float32, bfloat16 or float16")
-
-
-def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """`tensor` is used by work on this stream, too (None: the current one): once it is dropped, its
-    memory is not used again before what is on the stream now has ended.
-
-    What `Tensor.record_stream` does for torch's memory, for Ferry's as well: received rows and all
-    other results belong to the stream that their call ran on, and torch cannot tell. The streams
-    themselves are yours to order: `stream.wait_stream(...)`. Nothing to do for CPU tensors.
-    """
-    instance("record_stream: tensor", tensor, Tensor, "a torch.Tensor")
-    if tensor.device.type != "cuda":
-        return
-    if stream is None:
-        stream = torch.cuda.current_stream(tensor.device)
-    instance("record_stream: stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
-    for group in everything():
-        if not isinstance(group, Group) or group.device != str(tensor.device):
-            continue
-        try:
-            group.record_stream(tensor.data_ptr(), stream)
-            return
-        except InvalidArgument:  # not this group's memory
-            continue
-    tensor.record_stream(stream)
 
 
 def from_process_group(pg: Any = None) -> Bootstrap:

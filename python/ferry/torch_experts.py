@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ class ExpertParallel(nn.Module):
     `forward` is for training and prefill: differentiable in x, in topk_weights and in what the
     experts hold, and torch.compile takes it in. `decode` is for small batches, in latency mode.
     Both are collective, and so is the backward: all ranks make the same calls in the same order,
-    ranks without tokens, too. Router and data-parallel gradients are the caller's.
+    ranks without tokens, too. Router and data-parallel gradients are the caller's. Copies, deep
+    ones, too, share the group and the buffers of `decode`.
 
     Args:
         group: its `experts` are those of the layer; this rank holds `group.local_experts`.
@@ -98,7 +100,7 @@ class ExpertParallel(nn.Module):
         assert slots is not None
         made = self.experts(rows, offsets)
         factors = _of_rows(weights, ids, slots, made.shape[0])
-        weighted = (made.float() * factors[:, None]).to(made.dtype)
+        weighted = (made.float() * factors[:, None]).to(x.dtype)
         return ft.combine(self.group, plan, weighted, **self.layout)
 
     def decode(
@@ -127,6 +129,24 @@ class ExpertParallel(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.group!r}, format={self.format}, decode_tokens={self.decode_tokens}"
 
+    def __copy__(self) -> Self:
+        state = self.__dict__.copy()
+        for own in ("_parameters", "_buffers", "_modules"):
+            state[own] = state[own].copy()
+        return type(self).__new__(type(self))._with(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for shared in (self.group, self._exchanges):
+            memo[id(shared)] = shared
+        memo[id(self)] = made = type(self).__new__(type(self))
+        return made._with(copy.deepcopy(self.__dict__, memo))
+
+    def _with(self, state: dict[str, Any]) -> Self:
+        """Makes this a copy with that state, which the operator finds by a handle of its own."""
+        self.__dict__.update(state)
+        self._handle = register(self)
+        return self
+
     @torch.no_grad()
     def _decode(
         self,
@@ -135,12 +155,13 @@ class ExpertParallel(nn.Module):
         topk_weights: Tensor,
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
+        x, topk_weights = x.contiguous(), topk_weights.contiguous()
         exchange = self._exchange(x, topk_idx)
         received = exchange.dispatch(x, topk_idx, format=self.format, hook=meanwhile is not None)
         if meanwhile is not None:
             meanwhile()
             received.receive()
-        made = self._decoded(received, x.dtype)
+        made = self._decoded(received, x.dtype).to(x.dtype)
         return exchange.combine(made, received, topk_weights).x
 
     def _exchange(self, x: Tensor, topk_idx: Tensor) -> LatencyExchange:
@@ -180,7 +201,7 @@ def _decode(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int) -> T
 
 
 def _decode_fake(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)  # dense, whatever x is
 
 
 torch.library.custom_op(

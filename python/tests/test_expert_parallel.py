@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,3 +106,39 @@ def test_compiled_decode() -> None:
             given = bodies.inputs(rank, torch.bfloat16)
             wanted = bodies.dense(*given, bodies.tables(torch.bfloat16)) + 1
             assert torch.equal(step(*given), wanted)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies(copied: Any) -> None:
+    """A copy has the group of the original and experts of its own."""
+    with ferry.Group(ferry.threads(1)[0], **bodies.CONFIG) as group:
+        own, others = bodies.tables(torch.float32), bodies.tables(torch.float32) + 1
+        layer = bodies.layer_of(group, torch.float32, decode_tokens=max(bodies.TOKENS))
+        other = copied(layer)
+        assert other.group is group
+        if copied is copy.copy:
+            other.experts = bodies.Experts(others)
+        else:
+            with torch.no_grad():
+                other.experts.tables += 1
+        given = bodies.inputs(0, torch.float32)
+        for one, of in ((layer, own), (other, others)):
+            wanted = bodies.dense(*given, of)
+            assert torch.equal(one(*given).detach(), wanted)
+            assert torch.equal(one.decode(*given), wanted)
+        assert other._exchanges is layer._exchanges
+
+
+def test_decode_takes_what_forward_takes() -> None:
+    """Rows with gaps, and experts that answer in another dtype than that of the tokens."""
+    with ferry.Group(ferry.threads(1)[0], **bodies.CONFIG) as group:
+        layer = bodies.layer_of(group, torch.float32, decode_tokens=max(bodies.TOKENS))
+        x, ids, weights = bodies.inputs(0, torch.bfloat16)
+        gaps = torch.stack([x, x], 2)[:, :, 0], ids, torch.stack([weights, weights], 2)[:, :, 0]
+        assert not gaps[0].is_contiguous() and not gaps[2].is_contiguous()
+        wanted = bodies.dense(x, ids, weights, bodies.tables(torch.bfloat16))
+        compiled = torch.compile(layer.decode, backend="aot_eager", fullgraph=True)
+        for run in (layer, layer.decode, lambda *all: layer.decode(*all, lambda: None), compiled):
+            y = run(*gaps).detach()
+            assert (y.dtype, y.stride()) == (x.dtype, x.stride())
+            assert torch.equal(y, wanted)

@@ -8,9 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ferry
 from deep_ep.errors import refuse, require
+from ferry.tensors import TORCH, array
 
 _ROW_STEP_BYTES = 16
+_CARRIED = {  # by Ferry as they are
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+}
 
 
 def check_rows(call: str, name: str, x: Any) -> None:
@@ -22,6 +34,11 @@ def check_rows(call: str, name: str, x: Any) -> None:
     row_bytes = x.shape[1] * x.element_size()
     if row_bytes == 0 or row_bytes % _ROW_STEP_BYTES != 0:
         refuse(call, name, f"rows of {row_bytes} bytes", "a multiple of 16 bytes")
+
+
+def carried_rows(x: Tensor) -> Tensor:
+    """Rows as Ferry takes them: of a dtype that it does not know, their bytes."""
+    return x if x.dtype in _CARRIED else x.detach().view(torch.uint8)
 
 
 def check_routes(call: str, topk_idx: Any) -> None:
@@ -43,19 +60,25 @@ def check_layout(
             "None for one of them",
             "those of get_dispatch_layout, or a handle",
         )
-    if per_rank.shape != (num_ranks,):
+    if not isinstance(per_rank, Tensor) or per_rank.shape != (num_ranks,):
         refuse(call, "num_tokens_per_rank", _words(per_rank), f"shape {(num_ranks,)}")
     wanted = (x.shape[0], num_ranks)
-    if in_rank.shape != wanted or in_rank.dtype != torch.bool:
+    if not isinstance(in_rank, Tensor) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
         refuse(call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
-    if per_expert.dim() != 1 or per_expert.numel() == 0:
+    if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or per_expert.numel() == 0:
         refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
 
 
-def check_least(call: str, name: str, value: int, least: int) -> None:
-    """An integer from `least` on."""
-    good = isinstance(value, int) and value >= least
-    require(good, call, name, value, f"an integer, at least {least}")
+def check_sent(call: str, in_rank: Tensor, plan: ferry.Plan, rank: int) -> None:
+    """is_token_in_rank marks as many tokens for each rank as the routes sent rows there. In CPU
+    memory alone: on a GPU the CPU would wait for it."""
+    if in_rank.is_cuda:
+        return
+    rows = array(plan.rank_rows(), TORCH)[rank]
+    marked = in_rank.sum(0, dtype=torch.int32)
+    if not torch.equal(marked, rows):
+        expected = f"{rows.tolist()}, as topk_idx says: that of get_dispatch_layout for it"
+        refuse(call, "is_token_in_rank", f"{marked.tolist()} tokens for the ranks", expected)
 
 
 def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:

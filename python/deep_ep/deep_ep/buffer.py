@@ -11,7 +11,7 @@ import ferry
 import ferry.torch
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import require
+from deep_ep.errors import EPException, require
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.groups import Groups
 from deep_ep.low_latency import LowLatency
@@ -152,6 +152,7 @@ class Buffer(Throughput, LowLatency):
 
     def get_comm_stream(self) -> Any:
         """The torch.cuda.Stream that asynchronous exchanges run on."""
+        self._require_living()
         return self.runtime.get_comm_stream()
 
     def get_local_buffer_tensor(
@@ -163,6 +164,7 @@ class Buffer(Throughput, LowLatency):
     ) -> torch.Tensor:
         """A flat view of num_nvl_bytes (or num_rdma_bytes) of memory from `offset` bytes on, or its
         first elements as `size`. It is the caller's: no exchange touches it."""
+        self._require_living()
         tensor: torch.Tensor = self.runtime.get_local_buffer_tensor(dtype, offset, use_rdma_buffer)
         if size is None:
             return tensor
@@ -171,9 +173,12 @@ class Buffer(Throughput, LowLatency):
         require(good, "get_local_buffer_tensor", "size", size, f"at most {tensor.numel()} elements")
         return tensor[:wanted].view(size)
 
+    def _require_living(self) -> None:
+        if self.runtime is None:
+            raise EPException("deep_ep: this Buffer is destroyed; make a new one")
+
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group of Ferry with that many experts whose tensors lie there. Collective when it is
         new; the same object after."""
-        if self.runtime is None:
-            raise RuntimeError("deep_ep: this Buffer is destroyed; make a new one")
+        self._require_living()
         return self._groups.of(num_experts, device)

@@ -35,11 +35,11 @@ class Call(NamedTuple):
         return self.turn.end(group, (*results, *made))
 
 
-def with_scales(received: Any, scales: Tensor | None) -> Any:
-    """The received rows, with what the scales were, dense, if there were any."""
-    if scales is None:
-        return received.x
-    return received.x, received.scales.view(scales.dtype)
+def with_scales(received: Any, dtype: torch.dtype, scales: Tensor | None) -> Any:
+    """The received rows, of the dtype that was sent, with what the scales were, dense, if there
+    were any."""
+    x = received.x if received.x.dtype == dtype else received.x.view(dtype)
+    return x if scales is None else (x, received.scales.view(scales.dtype))
 
 
 def summed_apart(call: Call, exchange: Exchange, topk_weights: Tensor) -> Tensor:

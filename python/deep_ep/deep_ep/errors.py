@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import operator
+from typing import Any, NoReturn
 
 
 class EPException(AssertionError, RuntimeError):  # noqa: N818
@@ -14,6 +15,16 @@ def require(condition: bool, call: str, argument: str, got: object, expected: st
     """Refuse unless the condition holds. Where the words take time to make, `refuse` is better."""
     if not condition:
         refuse(call, argument, got, expected)
+
+
+def require_integer(call: str, argument: str, value: Any, least: int, expected: str) -> int:
+    """Of anything that is an integer, as NumPy's are, and not below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        refuse(call, argument, value, expected)
+    require(number >= least, call, argument, value, expected)
+    return number
 
 
 def refuse(call: str, argument: str, got: object, expected: str) -> NoReturn:

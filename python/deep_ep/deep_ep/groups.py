@@ -38,7 +38,9 @@ class Groups:
             memory_bytes=_LEAST_BYTES,
             backend="host",
         )
-        everyone = torch.arange(bootstrap.size).reshape(-1, 1)  # a token for each rank
+        # A token for each rank. Where torch makes tensors by itself is for the caller to say, so
+        # every tensor here names its own place.
+        everyone = torch.arange(bootstrap.size, device="cpu").reshape(-1, 1)
         self._to_everyone = self._base.plan(everyone)
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
@@ -54,11 +56,12 @@ class Groups:
 
     def all_gather(self, mine: bytes) -> list[bytes]:
         """Collective: the bytes of all ranks, in rank order."""
-        sizes = self._swap(torch.tensor([len(mine), 0])).tolist()
+        sizes = self._swap(torch.tensor([len(mine), 0], device="cpu")).tolist()
         longest = max(size for size, _ in sizes)
         if min(size for size, _ in sizes) < 0 or longest > _MOST_MESSAGE_BYTES:
             raise RuntimeError(f"all_gather: ranks announce {sizes} bytes; expected 0 to 2^30")
-        row = torch.zeros(max(16, -(-longest // 16) * 16), dtype=torch.uint8)
+        size = max(16, -(-longest // 16) * 16)
+        row = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if mine:
             row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         rows = self._swap(row)

@@ -11,14 +11,17 @@ each pair of ranks are cut into C equal parts, C being half the SMs of the call'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.channels import Parts
 from deep_ep.config import RANKS_OF_A_HOST
+from deep_ep.event import EventHandle
+from ferry.tensors import TORCH, array
+from ferry.torch import record_stream
 
 
 class Exchange:
@@ -53,6 +56,12 @@ class Exchange:
         return rows if self._sums == self.rows else rows[: self._sums]
 
 
+def prefix_of(plan: ferry.Plan) -> Tensor:
+    """i32 [R, R]: rows that rank r receives from ranks up to i."""
+    rows: Tensor = array(plan.rank_rows(), TORCH)
+    return rows.cumsum(0, dtype=torch.int32)
+
+
 def attach(handle: Sequence[Any], exchange: Exchange) -> None:
     """The exchange lives as long as the memory of the handle's key, and is found by it."""
     _key(handle).untyped_storage()._ferry_exchange = exchange
@@ -83,6 +92,7 @@ class _Lazy(tuple[Any, ...]):
 
     exchange: Exchange
     _made: tuple[Tensor, ...] | None
+    _ready: EventHandle | None = None
 
     def __new__(cls, elements: Iterable[Any] = ()) -> Any:
         """Of callers that rebuild whatever sequence they find: a plain tuple."""
@@ -101,11 +111,32 @@ class _Lazy(tuple[Any, ...]):
         found: Tensor = _key(self)
         return found
 
+    def after(self, event: EventHandle | None) -> None:
+        """What the handle is made of is there when this event is. Who looks at an element before
+        anything waited for it waits then, on the stream that is current there."""
+        self._ready = event
+
     def _make(self) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
+    def _parts(self) -> Iterable[Tensor]:
+        """The tensors that `_make` reads."""
+        return (one for one in super().__iter__() if one is not None)
+
+    def _wait(self) -> None:
+        if self._ready is None:
+            return
+        if self.exchange.captured and not torch.cuda.is_current_stream_capturing():
+            return  # an event of a graph: replays are the caller's to order
+        self._ready.stream_wait(None)
+        for tensor in self._parts():
+            record_stream(tensor)
+
     def _all(self) -> tuple[Any, ...]:
-        made = self._made if self._made is not None else self._make()
+        if self._made is not None:
+            return self._made
+        self._wait()
+        made = self._make()
         if not self.exchange.captured:
             self._made = made
         return made
@@ -126,42 +157,23 @@ class _Lazy(tuple[Any, ...]):
     def __radd__(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(other) + self._all()
 
+    def __mul__(self, times: SupportsIndex) -> tuple[Any, ...]:
+        return self._all() * times
+
+    __rmul__ = __mul__
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._all()
+
+    def count(self, one: object) -> int:
+        """As of the tuple of all elements."""
+        return self._all().count(one)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return tuple, (self._all(),)
 
     def __repr__(self) -> str:
         return repr(self._all())
-
-
-class _Parts:
-    """The channels of an exchange, out of what every rank knows of it."""
-
-    def __init__(self, prefix: Tensor, rank: int, channels: int) -> None:
-        self._prefix, self._rank, self._channels = prefix, rank, channels
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        """[R, R]: rows that rank s sends to rank d."""
-        return torch.diff(self._prefix, dim=0, prepend=torch.zeros_like(self._prefix[:1]))
-
-    @cached_property
-    def _each(self) -> Tensor:
-        """[R, R]: rows of a channel."""
-        parts = max(self._channels, 1)
-        return torch.div(self._rows + (parts - 1), parts, rounding_mode="floor")
-
-    def ends(self, *, sent: bool) -> Tensor:
-        """i32 [R, C + 1]: rows of channels before the c-th, sent to or received from each rank."""
-        at = (self._rank, slice(None)) if sent else (slice(None), self._rank)
-        rows, each = self._rows[at], self._each[at]
-        steps = torch.arange(self._channels + 1, dtype=torch.int32, device=rows.device)
-        return torch.minimum(each[:, None] * steps, rows[:, None])
-
-    def heads(self, is_token_in_rank: Tensor) -> Tensor:
-        """i32 [T, R]: which row of its channel a token is, -1 where it does not go."""
-        ordinal = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
-        each = self._each[self._rank].clamp(min=1)
-        return torch.where(is_token_in_rank, ordinal % each, -1).to(torch.int32)
 
 
 class IntranodeHandle(_Lazy):
@@ -185,7 +197,7 @@ class IntranodeHandle(_Lazy):
     def _make(self) -> tuple[Tensor, ...]:
         prefix, source, in_rank = self[0], self[3], self[4]
         exchange = self.exchange
-        parts = _Parts(prefix, exchange.group.rank, exchange.channels)
+        parts = Parts(prefix, exchange.group.rank, exchange.channels)
         sent, came = parts.ends(sent=True), parts.ends(sent=False)
         return (
             prefix,
@@ -224,11 +236,14 @@ class InternodeHandle(_Lazy):
     _prefix: Tensor
     _source: Tensor
 
+    def _parts(self) -> Iterable[Tensor]:
+        return (*super()._parts(), self._prefix, self._source)
+
     def _make(self) -> tuple[Tensor, ...]:
         in_rank, received = self[0], self[6]
         exchange, tokens = self.exchange, self[0].shape[0]
         rank, channels = exchange.group.rank, exchange.channels
-        parts = _Parts(self._prefix, rank, channels)
+        parts = Parts(self._prefix, rank, channels)
         sent, came = parts.ends(sent=True), parts.ends(sent=False)
         ranks, here = received.numel(), rank % RANKS_OF_A_HOST
         hosts = ranks // RANKS_OF_A_HOST

@@ -42,6 +42,15 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     )
 
 
+def slots_here(said: list[bytes], rank: int) -> list[int]:
+    """Slots of all ranks for each expert of this one. said: num_tokens_per_expert of each rank."""
+    everyone = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int32) for one in said])
+    small, more = divmod(everyone.shape[1], len(said))
+    first = rank * small + min(rank, more)
+    counts: list[int] = everyone.sum(0)[first:][: small + (rank < more)].tolist()
+    return counts
+
+
 def _rank_of(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """The rank of each expert, in contiguous blocks of which the first E mod R hold one more; -1
     stays -1, E becomes R."""

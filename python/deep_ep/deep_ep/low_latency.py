@@ -20,19 +20,12 @@ from deep_ep.low_latency_checks import (
     check_stats,
     check_tokens,
     unpacked,
+    wire_of,
 )
 from deep_ep.low_latency_masks import Masks
 from deep_ep.rounds import Round, Rounds
 from deep_ep.runtime import Runtime
-from deep_ep.streams import Turn
-
-# (use_fp8, round_scale, use_ue8m0): how rows cross. Without fp8 the others say nothing.
-_WIRES: dict[tuple[bool, bool, bool], dict[str, Any]] = {
-    (True, False, False): {"format": "e4m3", "scale_format": "f32"},
-    (True, True, False): {"format": "e4m3", "scale_format": "f32_pow2"},
-    (True, True, True): {"format": "e4m3", "scale_format": "ue8m0_packed"},
-    **{(False, rounded, packed): {} for rounded in (False, True) for packed in (False, True)},
-}
+from deep_ep.streams import Turn, hook_of
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
@@ -48,6 +41,9 @@ class LowLatency(Masks):
 
     low_latency_mode: bool
     runtime: Runtime
+
+    def _require_living(self) -> None:
+        raise NotImplementedError
 
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
         raise NotImplementedError
@@ -109,9 +105,7 @@ class LowLatency(Masks):
         call = "low_latency_dispatch"
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         check_tokens(call, x, topk_idx)
-        options = _WIRES.get((use_fp8, round_scale, use_ue8m0))
-        if options is None:
-            refuse(call, "use_ue8m0", "True", "round_scale=True beside it: exponents say no more")
+        options = wire_of(call, use_fp8, round_scale, use_ue8m0)
         capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
         tokens, hidden = x.shape
         key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
@@ -122,7 +116,7 @@ class LowLatency(Masks):
             most = f"at most num_max_dispatch_tokens_per_rank = {capacity}"
             refuse(call, "x", f"{tokens} tokens", most)
         if rounds is None:
-            rounds = self._rounds_for(Shape(*key))
+            rounds = self._rounds_for(call, Shape(*key))
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
@@ -135,12 +129,17 @@ class LowLatency(Masks):
             options = options | {"stream": turn.stream}
         made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, **options)
 
-        def receive() -> None:
-            made.receive()
-            if stats is not None:
-                stats.add_(made.counts)
+        hook: Hook | None = None
+        if return_recv_hook:
+            parts = (made.scales, made.counts, made.source_token, made.ranges)
+            first = hook_of(made.receive, x.device, rounds.group, parts)
 
-        if stats is not None and not return_recv_hook:
+            def hook() -> None:
+                first()
+                if stats is not None:
+                    stats.add_(made.counts)
+
+        elif stats is not None:
             with nullcontext() if turn is None else turn.context():
                 stats.add_(made.counts)
         return (
@@ -148,7 +147,7 @@ class LowLatency(Masks):
             made.counts,
             (made.source_token, made.ranges, capacity, hidden, experts),
             _end(turn, x, topk_idx),
-            receive if return_recv_hook else None,
+            hook,
         )
 
     def low_latency_combine(
@@ -185,7 +184,7 @@ class LowLatency(Masks):
         if use_logfmt and zero_copy:
             one = "one of the two: rows of zero_copy cross as they are"
             refuse(call, "use_logfmt", "True together with zero_copy", one)
-        rounds, made = self._found(call, handle, topk_idx)
+        rounds, made = self._found(call, handle, topk_idx, getattr(x, "dtype", None))
         shape = rounds.shape
         check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
         options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
@@ -201,10 +200,12 @@ class LowLatency(Masks):
         if turn is not None:
             options["stream"] = turn.stream
         if made is None or made.received is None:
-            rounds, made = self._again(shape, topk_idx, turn)
+            rounds, made = self._again(call, shape, topk_idx, turn)
         combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
         event = _end(turn, rows, topk_weights, group=rounds.group, made=combined)
-        return combined, event, receive if return_recv_hook else None
+        if not return_recv_hook:
+            return combined, event, None
+        return combined, event, hook_of(receive, x.device, rounds.group, (combined,))
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
         """Memory for the rows of this handle's combine with `zero_copy`: [L, R*C, H], the dtype
@@ -214,10 +215,11 @@ class LowLatency(Masks):
         rounds, made = self._found(call, handle, None)
         return _rows(call, rounds, made)
 
-    def _rounds_for(self, shape: Shape) -> Rounds:
+    def _rounds_for(self, call: str, shape: Shape) -> Rounds:
         """Collective when they are new."""
         found = self._latency_rounds.get(shape)
         if found is None:
+            self._require_everyone(call)
             group = self._group_for(shape.experts, shape.device)
             found = Rounds(group, self._exchange_for(group, shape), shape)
             self._latency_rounds[shape] = found
@@ -239,7 +241,7 @@ class LowLatency(Masks):
         return [rounds.exchange for rounds in self._latency_rounds.values()]
 
     def _found(
-        self, call: str, handle: Any, topk_idx: Tensor | None
+        self, call: str, handle: Any, topk_idx: Tensor | None, dtype: torch.dtype | None = None
     ) -> tuple[Rounds, Round | None]:
         """What a handle belongs to; None for the round when its buffer serves another by now."""
         if isinstance(handle, tuple) and len(handle) == 5:
@@ -250,15 +252,24 @@ class LowLatency(Masks):
         source_token, _, *numbers = unpacked(call, handle)
         topk = None if topk_idx is None else topk_idx.shape[-1]
         named = (*numbers, topk, source_token.device)
-        for rounds in self._latency_rounds.values():
-            s = rounds.shape
-            if named == (s.capacity, s.hidden, s.experts, s.topk, s.device):
+        alike = [
+            rounds
+            for rounds in self._latency_rounds.values()
+            if named == rounds.shape[:4] + rounds.shape[5:6]
+        ]
+        for rounds in alike:
+            if rounds.shape.dtype == dtype:
                 return rounds, None
+        if alike:
+            return alike[0], None
+        self._require_living()
         return refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
 
-    def _again(self, shape: Shape, topk_idx: Tensor, turn: Turn | None) -> tuple[Rounds, Round]:
+    def _again(
+        self, call: str, shape: Shape, topk_idx: Tensor, turn: Turn | None
+    ) -> tuple[Rounds, Round]:
         """Collective: a dispatch that repeats only routes, whose rows come to lie as before."""
-        rounds = self._rounds_for(shape._replace(again=True))
+        rounds = self._rounds_for(call, shape._replace(again=True))
         with nullcontext() if turn is None else turn.context():
             tokens = (topk_idx.shape[0], shape.hidden)
             x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)

@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_integer
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROUTES = (torch.int64, torch.int32)
+# (use_fp8, round_scale, use_ue8m0): how rows cross. Without fp8 the others say nothing.
+_WIRES: dict[tuple[bool, bool, bool], dict[str, Any]] = {
+    (True, False, False): {"format": "e4m3", "scale_format": "f32"},
+    (True, True, False): {"format": "e4m3", "scale_format": "f32_pow2"},
+    (True, True, True): {"format": "e4m3", "scale_format": "ue8m0_packed"},
+    **{(False, rounded, packed): {} for rounded in (False, True) for packed in (False, True)},
+}
 
 
 class Shape(NamedTuple):
@@ -29,8 +36,15 @@ class Shape(NamedTuple):
 def check_sizes(call: str, **sizes: Any) -> None:
     """Positive integers."""
     for name, size in sizes.items():
-        good = isinstance(size, int) and size > 0
-        require(good, call, name, size, "a positive integer")
+        require_integer(call, name, size, 1, "a positive integer")
+
+
+def wire_of(call: str, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> dict[str, Any]:
+    """Ferry's arguments for how rows cross."""
+    found = _WIRES.get((use_fp8, round_scale, use_ue8m0))
+    if found is None:
+        refuse(call, "use_ue8m0", "True", "round_scale=True beside it: exponents say no more")
+    return found
 
 
 def check_tensor(

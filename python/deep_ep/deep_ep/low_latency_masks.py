@@ -32,6 +32,20 @@ class Masks:
         for rank in self._latency_masked:
             exchange.set_mask(rank, True)
 
+    def _require_everyone(self, call: str) -> None:
+        """Before buffers are made, for which all ranks must come."""
+        exchanges = self._latency_exchanges() if self.enable_shrink else ()
+        status = [exchange.masked() for exchange in exchanges]
+        masked = [rank for rank in range(self.group_size) if any(one[rank] for one in status)]
+        if masked:
+            refuse(
+                call,
+                "this call",
+                f"one that needs new buffers while ranks {masked} are masked",
+                "sizes that were dispatched before, and handles of the last two dispatches that "
+                "were not combined yet, as all ranks make buffers together",
+            )
+
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask another rank for later calls, or take it back in. It may be taken back if it has
         made as many dispatches meanwhile as this rank; else its next call tells it that it was left
@@ -57,7 +71,7 @@ class Masks:
         masked = [rank in self._latency_masked for rank in range(self.group_size)]
         for exchange in self._latency_exchanges():
             masked = [one or other for one, other in zip(masked, exchange.masked())]
-        mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
+        mask_status.copy_(torch.tensor(masked, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all ranks back in, as `low_latency_update_mask_buffer` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,12 +79,36 @@ class Turn:
         return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
 
 
+def hook_of(
+    receive: Callable[[], None],
+    device: torch.device,
+    group: ferry.Group,
+    results: tuple[torch.Tensor | None, ...],
+) -> Callable[[], None]:
+    """What a call's hook does first. Ferry receives on the stream of the call; the stream that is
+    current when the hook is called, which may be another, waits for that and uses the results."""
+    if device.type != "cuda":
+        return receive
+    began = torch.cuda.current_stream(device)
+
+    def hook() -> None:
+        receive()
+        current = torch.cuda.current_stream(device)
+        if current != began:
+            current.wait_stream(began)
+            for tensor in results:
+                if tensor is not None and tensor.numel() > 0:
+                    _record(group, tensor, current)
+
+    return hook
+
+
 def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> None:
     """This stream uses it, too, whether its memory is the group's or torch's."""
     if group is not None:
         try:
             group.record_stream(tensor, stream)
             return
-        except ferry.InvalidArgument:
+        except (ferry.InvalidArgument, ferry.Destroyed):
             pass
     tensor.record_stream(stream)

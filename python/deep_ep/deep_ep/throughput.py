@@ -13,20 +13,20 @@ import ferry
 from deep_ep import arguments
 from deep_ep.call import Call, summed_apart, with_scales
 from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, domains_of
-from deep_ep.errors import refuse, require
+from deep_ep.copies import remade, routes_of
+from deep_ep.errors import refuse, require, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.groups import Groups
 from deep_ep.handles import (
     Exchange,
     InternodeHandle,
     IntranodeHandle,
-    attach,
     find,
     is_handle,
+    prefix_of,
 )
-from deep_ep.layout import layout_of, rank_routes
+from deep_ep.layout import layout_of, rank_routes, slots_here
 from deep_ep.streams import Turn
-from ferry.tensors import TORCH, array
 
 _default_dispatch = cache(dispatch_config)
 _default_combine = cache(combine_config)
@@ -114,6 +114,7 @@ class Throughput:
         """
         rows, scales = x if isinstance(x, tuple) else (x, None)
         arguments.check_rows("dispatch", "x", rows)
+        dtype, sent = rows.dtype, arguments.carried_rows(rows)
         carried = None if scales is None else arguments.carried_scales("dispatch", rows, scales)
         when = (previous_event, async_finish, allocate_on_comm_stream)
         call = self._call("dispatch", config, _default_dispatch, rows, when)
@@ -123,10 +124,10 @@ class Throughput:
             require(none, call.name, "topk_idx, topk_weights", "a tensor", "None beside a handle")
             exchange = self._exchange(call, handle, rows.device)
             received = exchange.group.dispatch(
-                rows, exchange.plan, worst_case_rows=exchange.worst_case_rows, **call.how
+                sent, exchange.plan, worst_case_rows=exchange.worst_case_rows, **call.how
             )
             event = call.end(exchange.group, received, ("x", "scales"))
-            return with_scales(received, scales), None, None, None, None, event
+            return with_scales(received, dtype, scales), None, None, None, None, event
 
         arguments.check_layout(
             call.name,
@@ -137,10 +138,13 @@ class Throughput:
             self.group_size,
         )
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
-        arguments.check_least(call.name, "expert_alignment", expert_alignment, 1)
-        arguments.check_least(call.name, "num_worst_tokens", num_worst_tokens, 0)
+        least = "an integer, at least"
+        alignment = require_integer(
+            call.name, "expert_alignment", expert_alignment, 1, f"{least} 1"
+        )
+        worst = require_integer(call.name, "num_worst_tokens", num_worst_tokens, 0, f"{least} 0")
         if topk_idx is None:
-            good = topk_weights is None and num_worst_tokens == 0
+            good = topk_weights is None and worst == 0
             require(good, call.name, "topk_idx", "None", "routes for weights, num_worst_tokens")
             group, routes = self._by_ranks(call, is_token_in_rank)
         else:
@@ -149,28 +153,34 @@ class Throughput:
                 arguments.check_weights(call.name, topk_weights, *topk_idx.shape)
             group, routes = self._group_for(num_tokens_per_expert.numel(), rows.device), topk_idx
         received = group.dispatch(
-            rows,
+            sent,
             topk_idx=routes,
             topk_weights=topk_weights,
-            worst_case_rows=num_worst_tokens,
+            worst_case_rows=worst,
             **call.how,
         )
-        made = self._handle(call, group, received, is_token_in_rank, num_worst_tokens)
+        assert received.plan is not None
+        if topk_idx is not None:
+            arguments.check_sent(call.name, is_token_in_rank, received.plan, self.rank)
+        made = self._handle(call, group, received, is_token_in_rank, worst)
         ids, weights = None, received.topk_weights
         if topk_idx is not None:
             with call.turn.context():
                 ids = received.topk_idx.to(topk_idx.dtype)
         names = ("x", "scales", "topk_weights", "topk_idx", "source_token")
         event = call.end(group, received, names, (made.key, ids))
-        if num_worst_tokens > 0:
+        if call.turn.stream is not None:
+            made.after(event.event)
+        if worst > 0:
             counts = []
         elif topk_idx is None:
-            counts = self._slots(num_tokens_per_expert)
+            per_expert = num_tokens_per_expert.to("cpu", torch.int32).contiguous()
+            said = self._groups.all_gather(per_expert.numpy().tobytes())  # and the CPU waits
+            counts = slots_here(said, self.rank)
         else:
-            assert received.plan is not None
             counts = received.plan.slots_per_expert()
-        counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        return with_scales(received, scales), ids, weights, counts, made, event
+        counts = [-(-count // alignment) * alignment for count in counts]
+        return with_scales(received, dtype, scales), ids, weights, counts, made, event
 
     def combine(
         self,
@@ -257,7 +267,7 @@ class Throughput:
             captured=in_rank.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         with call.turn.context(in_rank):
-            prefix = array(received.plan.rank_rows(), TORCH).cumsum(0, dtype=torch.int32)
+            prefix = prefix_of(received.plan)
             if domains_of(self.group_size) > 1:
                 return InternodeHandle.of(exchange, prefix, received.source_token, in_rank)
             return IntranodeHandle.of(exchange, prefix, received.source_token, in_rank)
@@ -269,15 +279,8 @@ class Throughput:
             refuse(call.name, "handle", type(handle).__name__, "the handle of a dispatch")
         exchange = find(handle)
         if exchange is None:
-            in_rank, source = (handle[4], handle[3]) if len(handle) == 6 else (handle[0], handle[7])
-            group, routes = self._by_ranks(call, in_rank.to(device))
-            plan = group.plan(routes, stream=call.turn.stream)
-            rows = source.shape[0]
-            exact = plan.recv_rows()
-            exchange = Exchange(
-                group, plan, handle[1].shape[-1], rows, worst_case=rows != exact, sums=exact
-            )
-            attach(handle, exchange)
+            group, routes = self._by_ranks(call, routes_of(handle).to(device))
+            exchange = remade(call, handle, group, group.plan(routes, stream=call.turn.stream))
         if exchange.channels != call.channels:
             refuse(
                 call.name,
@@ -295,15 +298,3 @@ class Throughput:
         with call.turn.context(is_token_in_rank):
             routes = rank_routes(is_token_in_rank)
         return self._group_for(ranks, is_token_in_rank.device), routes
-
-    def _slots(self, num_tokens_per_expert: Tensor) -> list[int]:
-        """Slots of all ranks for each expert of this one. Collective, and the CPU waits."""
-        mine = num_tokens_per_expert.to("cpu", torch.int32).contiguous().numpy().tobytes()
-        said = [
-            torch.frombuffer(bytearray(one), dtype=torch.int32)
-            for one in self._groups.all_gather(mine)
-        ]
-        small, more = divmod(num_tokens_per_expert.numel(), self.group_size)
-        first = self.rank * small + min(self.rank, more)
-        counts: list[int] = torch.stack(said).sum(0)[first:][: small + (self.rank < more)].tolist()
-        return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from reference import answers, arrived, combined, expert, in_rank, make_job, rows_between
 from throughput_bodies import check_rows, dispatched, returned_weights, same, several_hosts
@@ -92,6 +93,9 @@ def saved_handles(buffer: Any, device: str) -> None:
     mapped = torch.utils._pytree.tree_map(lambda one: one.view(one.shape), handle)
     assert type(rebuilt) is type(mapped) is tuple
     assert all(isinstance(one, Tensor) for one in handle + handle)
+    for made in (1 * handle, handle * 1):
+        assert len(made) == len(handle) and all(isinstance(one, Tensor) for one in made)
+    assert None not in handle and handle.count(None) == 0
     assert len(handle[1:4]) == 3 and [*handle][-1] is handle[-1]
     assert pickle.loads(pickle.dumps(handle))[0].equal(handle[0])
     del handle
@@ -131,4 +135,23 @@ def copied_worst_case(buffer: Any, device: str) -> None:
     check_rows(again, job.x, job, rank, device, "")
 
 
-ALL = [handle_contents, saved_handles, copied_worst_case]
+def copies_of_another(buffer: Any, device: str) -> None:
+    """Copies whose is_token_in_rank says something else are refused on all ranks, and no rows are
+    taken for those of other tokens."""
+    rank = buffer.rank
+    job = make_job(buffer.group_size, seed=9, tokens_of=(5,))
+    rows, *_, handle, _ = dispatched(buffer, device, job, job.x[rank].to(device))
+    copies = [t.clone() for t in handle]
+    in_ranks = copies[4 if len(copies) == 6 else 0]
+    in_ranks[:] = True
+    for call in (
+        lambda: buffer.combine(rows, tuple(copies)),
+        lambda: buffer.dispatch(job.x[rank].to(device), handle=tuple(copies)),
+    ):
+        with pytest.raises(AssertionError, match="handle: got copies"):
+            call()
+    expected = combined(job, rank, answers(job, rank, job.x))
+    same(buffer.combine(expert(rank, rows), handle)[0], expected, device)
+
+
+ALL = [handle_contents, saved_handles, copied_worst_case, copies_of_another]

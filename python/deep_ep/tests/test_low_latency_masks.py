@@ -121,6 +121,29 @@ def test_ranks_are_masked_and_taken_back() -> None:
     run(body)
 
 
+def test_new_buffers_take_all_ranks() -> None:
+    """Refused at once while a rank is masked, and the others go on."""
+    case, other = Case(33, TOKENS, EXPERTS), Case(33, TOKENS, EXPERTS, hidden=256)
+
+    def body(buffer: Any) -> None:
+        step(buffer, case, [0, 1, 2])
+        if buffer.rank == 2:
+            buffer.destroy()
+            return
+        rows, _, handle = dispatch(buffer, case, use_fp8=False)
+        answer = experts(buffer, case, rows)
+        combine(buffer, case, answer, handle)
+        for call in (
+            lambda: dispatch(buffer, other, use_fp8=False),
+            lambda: combine(buffer, case, answer, handle),
+        ):
+            with pytest.raises(RuntimeError, match=r"while ranks \[2\] are masked"):
+                call()
+        step(buffer, case, [0, 1])
+
+    run(body)
+
+
 def test_refusals() -> None:
     def without(buffer: Any) -> None:
         for call in (

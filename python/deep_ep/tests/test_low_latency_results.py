@@ -149,3 +149,24 @@ def test_the_combine_buffer_serves_in_and_out_of_inference_mode() -> None:
                     check_combined(buffer, batch, rows, handle, zero_copy=True)
 
     run(2, body)
+
+
+def test_old_handles_of_two_dtypes() -> None:
+    """Alike in all but the dtype of the rows: the combine's rows say which they are of."""
+
+    def body(buffer: Any) -> None:
+        idx, weights = torch.tensor([[0, 1], [2, -1]]), torch.ones(2, 2)
+        old = []
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.ones(2, 64, dtype=dtype)
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, **BF16)
+            old.append((rows.clone(), handle))
+            for _ in range(2):
+                buffer.low_latency_dispatch(x, idx, 4, 4, **BF16)
+        for rows, handle in old:
+            y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+            assert y.dtype == rows.dtype and y[:, 0].tolist() == [2, 1]
+        with pytest.raises(AssertionError, match="x: got float16"):
+            buffer.low_latency_combine(old[0][0].half(), idx, weights, old[0][1])
+
+    run(2, body)

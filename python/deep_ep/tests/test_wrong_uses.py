@@ -61,7 +61,12 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "x with gaps": dispatch(x[:, ::2]),
         "rows of 8 bytes": dispatch(x[:, :4].contiguous()),
         "layout of fewer ranks": dispatch(num_tokens_per_rank=per_rank[:1]),
+        "layout that is a list": dispatch(num_tokens_per_rank=per_rank.tolist()),
+        "marks that are a list": dispatch(is_token_in_rank=in_ranks.tolist()),
+        "experts that are a list": dispatch(num_tokens_per_expert=per_expert.tolist()),
+        "a worst case of half a row": dispatch(num_worst_tokens=99.5),
         "layout of fewer tokens": dispatch(is_token_in_rank=in_ranks[1:]),
+        "a layout of other routes": dispatch(is_token_in_rank=torch.zeros_like(in_ranks)),
         "layout that is not bool": dispatch(is_token_in_rank=in_ranks.int()),
         "no expert at all": dispatch(num_tokens_per_expert=per_expert[:0]),
         "routes of fewer tokens": dispatch(topk_idx=idx[1:], topk_weights=weights[1:]),
@@ -134,9 +139,11 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_after_destroy() -> None:
     def body(comm: ThreadComm) -> None:
-        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True)
+        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, low_latency_mode=True)
         job = make_job(1)
         rows, *_, handle, _ = dispatched(buffer, "cpu", job, job.x[0])
+        x, idx, weights = job.x[0], job.topk_idx[0], job.topk_weights[0]
+        sent, _, ours, *_ = buffer.low_latency_dispatch(x, idx, 16, job.experts, use_fp8=False)
         buffer.destroy()
         buffer.destroy()  # once more does nothing
         assert rows.float().sum().isfinite()  # results stay
@@ -144,6 +151,11 @@ def test_after_destroy() -> None:
             lambda: dispatched(buffer, "cpu", job, job.x[0]),
             lambda: buffer.dispatch(job.x[0], handle=handle),
             lambda: buffer.combine(rows, handle),
+            lambda: buffer.low_latency_dispatch(x, idx, 16, job.experts),
+            lambda: buffer.low_latency_combine(sent, idx, weights, ours),
+            lambda: buffer.get_next_low_latency_combine_buffer(ours),
+            lambda: buffer.get_local_buffer_tensor(torch.uint8),
+            lambda: buffer.get_comm_stream(),
         ):
             with pytest.raises(RuntimeError, match="destroy"):
                 call()

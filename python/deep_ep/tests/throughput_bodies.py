@@ -155,6 +155,25 @@ def check_rows(got: Any, sent: list[Any], job: Job, rank: int, device: str, word
         same(got[: len(expected)], expected, device, words)
 
 
+def other_dtypes(buffer: Any, device: str) -> None:
+    """Dtypes that cannot be added cross as they are, with scales beside them or without."""
+    rank = buffer.rank
+    job = make_job(buffer.group_size, seed=3)
+    numbers = [(x.float() * 9).clamp(-100, 100) for x in job.x]
+    scales = [x.float()[:, :4].abs() + 1 for x in job.x]
+    for dtype in (torch.int8, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fnuz):
+        plain = [x.to(dtype) for x in numbers]
+        forms: list[list[Any]] = [plain]
+        if dtype.itemsize == 1:
+            forms.append(list(zip(plain, scales)))
+        for sent in forms:
+            for routes in ("none", "ids and weights"):
+                got = dispatched(buffer, device, job, on(device, sent[rank]), routes)
+                check_rows(got[0], sent, job, rank, device, (dtype, routes))
+            again = buffer.dispatch(on(device, sent[rank]), handle=got[4])[0]
+            check_rows(again, sent, job, rank, device, (dtype, "again"))
+
+
 def every_dispatch(buffer: Any, device: str) -> None:
     """All combinations of what is sent, with which routes, exact or worst case, and how it ends."""
     jobs, rank = [make_job(buffer.group_size, experts) for experts in (16, 19)], buffer.rank
@@ -371,6 +390,7 @@ def captured(buffer: Any, device: str) -> None:
 ALL = [
     layouts,
     every_dispatch,
+    other_dtypes,
     every_combine,
     worst_case_begins_as_exact,
     lopsided,
