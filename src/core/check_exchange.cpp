@@ -9,13 +9,13 @@ namespace ferry {
 
 using std::to_string;
 
-namespace {
-
 bool overlap(const ConstTensorView& a, const ConstTensorView& b) {
   const auto x = reinterpret_cast<std::uintptr_t>(a.data);
   const auto y = reinterpret_cast<std::uintptr_t>(b.data);
   return a.bytes() > 0 && b.bytes() > 0 && x < y + b.bytes() && y < x + a.bytes();
 }
+
+namespace {
 
 void check_crossing(std::string_view call, Crossing crossing) {
   if (crossing <= Crossing::hierarchical) return;

@@ -104,6 +104,10 @@ void check_latency_combine(const ConstTensorView& rows,
   if (options.out) {
     check_exact(kCombine, "out", *options.out, config.dtype, {dispatched.tokens, config.hidden},
                 where);
+    if (overlap(*options.out, rows)) {
+      refuse(kCombine, "out", "memory that overlaps rows",
+             "its own: sums are written while rows are read");
+    }
   }
 }
 
