@@ -328,7 +328,9 @@ class Combiner {
       if (pending == 0) break;
       const int peer = __ffs(static_cast<int>(pending)) - 1;
       std::uint32_t seen = at_.tag();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // below, there are no registers left for it
       if (patience.is_next_check()) seen = slot_tag(token, peer);
+#endif
       const Came came =
           between_looks(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
       if constexpr (kTimed) late = look_time(call_);
