@@ -67,6 +67,9 @@ struct LatencyDispatchOptions {
 /// What a latency dispatch brings. Two buffers are used in turn, so at most two results are alive
 /// at a time: a dispatch while the result of the one before the last is alive throws
 /// Error(exhausted) before anything moves. Dropping the last copy gives its buffer back.
+/// On GPUs a graph writes to its results at every replay, alive or not. If no captured result was
+/// alive together with another, the graphs of an exchange share one buffer and eager results stay
+/// in the other; else an eager result is good until the next replay.
 ///
 /// With a hook the result may be dropped before `receive()`: its rows are thrown away unread, no
 /// tensor is written, and it cannot be combined on this rank. The next dispatch of this rank then
@@ -158,7 +161,8 @@ class LatencyExchange {
   /// `rank`: a peer. Counts for calls that begin later. Set it on all ranks that go on, before the
   /// same call: those on which it is not set wait a deadline for that rank, and ranks that cannot
   /// read one another's memory may then mask each other. A mask may be taken back without `rejoin`
-  /// only from a rank that made as many dispatches as this one.
+  /// only from a rank that made as many dispatches as this one. If that rank got Error(left_behind)
+  /// meanwhile, it then takes back its own masks of those that went on.
   void set_mask(int rank, bool masked);
   void clear_masks();
   /// Times that this rank masked another by itself. The word lies in (pinned) host memory and lives

@@ -49,6 +49,8 @@ void check_data(std::string_view call, std::string_view name, const ConstTensorV
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                   int dims, const Device& where = {});
 /// The same, and exactly this shape and dtype.
+/// Whether they have bytes in common.
+bool overlap(const ConstTensorView& a, const ConstTensorView& b);
 void check_exact(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                  Dtype dtype, const Extents& shape, const Device& where = {});
 

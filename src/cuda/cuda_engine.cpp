@@ -47,7 +47,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
   words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
   words_.abort =
       reinterpret_cast<std::uint32_t*>(words_.slot.get() + round_up(sizeof(Failure), kLineBytes));
-  staging_ = PinnedPool::make(kLineBytes + sizeof(PeerWords), 1)->take();
+  staging_ = PinnedPool::make(2 * kLineBytes + sizeof(PeerWords), 1)->take();
   // Of another priority: streams of one priority may share a queue of the GPU, and these copies
   // must not come behind a kernel that waits for what they bring.
   int least = 0, greatest = 0;

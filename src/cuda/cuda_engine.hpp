@@ -161,6 +161,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void look_after_peers();
   void serve_offers();
   void tell_of_gone();
+  bool tell_of_death(std::byte* word);
   std::uint64_t ended_calls();
   /// Whether the call that runs on the GPU now still needs something from this peer.
   bool awaits(int peer);
@@ -202,8 +203,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
   std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
 
-  std::mutex wire_mutex_;                 // the table, aux_
-  std::shared_ptr<std::byte> staging_{};  // pinned: a line for writing, one for reading
+  std::mutex wire_mutex_;  // the table, aux_
+  std::shared_ptr<std::byte>
+      staging_{};  // pinned: a line for writing, one for reading, one that says dead
   mutable std::mutex latency_mutex_;
   struct LatencySegment {
     fabric::Segment memory{};

@@ -54,24 +54,51 @@ CallSignature CudaLatency::signature(CallKind kind) const {
   return call;
 }
 
-/// It takes its turn of the two results when the dispatch enters.
-std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& options,
-                                                 std::int64_t tokens, int topk) {
-  auto round = std::make_shared<LatencyRound>();
-  std::size_t result = 0;
+/// Graphs write to their buffer at every replay, which nobody sees from here: they share one where
+/// they can, and eager dispatches take the other.
+std::size_t CudaLatency::take_result(const Capture& capture) {
+  const unsigned long long here = capture.active ? capture.id : 0;
+  std::scoped_lock lock(mutex_);
+  const auto suits = [&](const ResultBuffer& buffer) {
+    return !buffer.alive && (buffer.graphs > 0) == capture.active;
+  };
+  std::size_t found = (dispatches_ + 1) % 2;
+  const bool other_suits = suits(results_[1 - found]) && !suits(results_[found]);
+  if (results_[found].alive || other_suits) found = 1 - found;
+  bool taken = results_[found].alive;
+  for (const ResultBuffer& buffer : results_) {
+    taken |= buffer.alive && buffer.capture == here && buffer.number < dispatches_;
+  }
+  if (taken) {
+    throw Error(ErrorKind::exhausted,
+                std::string(kLatencyDispatch) +
+                    ": the result of the dispatch before the last is still alive, or both buffers "
+                    "of results are in use; drop it (LatencyReceived, its tensors and its "
+                    "LatencyCombined) before this dispatch",
+                {engine_->rank(), engine_->rank(), kLatencyDispatch, dispatches_, 0, 0});
+  }
+  results_[found].alive = true;
+  results_[found].number = dispatches_ + 1;
+  results_[found].capture = here;
+  return found;
+}
+
+/// For as long as a graph keeps what is returned.
+std::shared_ptr<void> CudaLatency::use_in_graph(std::size_t result) {
   {
     std::scoped_lock lock(mutex_);
-    result = (dispatches_ + 1) % 2;
-    if (alive_[result]) {
-      throw Error(ErrorKind::exhausted,
-                  std::string(kLatencyDispatch) +
-                      ": the result of the dispatch before the last is still alive, and the two "
-                      "buffers are used in turn; drop it (LatencyReceived, its tensors and its "
-                      "LatencyCombined) before this dispatch",
-                  {engine_->rank(), engine_->rank(), kLatencyDispatch, dispatches_, 0, 0});
-    }
-    alive_[result] = true;
+    ++results_[result].graphs;
   }
+  return {this, [self = shared_from_this(), result](void*) {
+            std::scoped_lock lock(self->mutex_);
+            --self->results_[result].graphs;
+          }};
+}
+
+std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& options,
+                                                 std::size_t result, std::int64_t tokens,
+                                                 int topk) {
+  auto round = std::make_shared<LatencyRound>();
   round->lease = std::make_shared<LatencyLease>(shared_from_this(), result);
   round->result = result;
   round->rejoins = rejoins_.load();
@@ -196,7 +223,9 @@ LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTenso
                                       const LatencyDispatchOptions& options) {
   check_dispatch(x, topk_idx, options);
   Launch launch(*engine_, kLatencyDispatch, options.stream);
-  const auto round = begin(options, x.rows(), static_cast<int>(topk_idx.shape[1]));
+  const std::size_t buffer = take_result(launch.capture());
+  const auto round = begin(options, buffer, x.rows(), static_cast<int>(topk_idx.shape[1]));
+  if (launch.capture().active) launch.outlives(use_in_graph(buffer));
   LatencyReceived result = make_tensors(round, options);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();

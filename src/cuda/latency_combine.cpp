@@ -41,6 +41,29 @@ void check_served(const LatencyCombineOptions& options) {
 
 }  // namespace
 
+/// Where the kernel writes the sums: at a multiple of 16 bytes, so not always the caller's memory.
+std::byte* CudaLatency::aligned_out(Launch& launch, const LatencyCombineParameters& p) const {
+  const std::size_t bytes = out_bytes(p);
+  const auto address = reinterpret_cast<std::uintptr_t>(p.out);
+  if (p.halves == Halves::send || bytes == 0 || address % 16 == 0) return p.out;
+  return launch.temporary(engine_->gpu().take_local(bytes, launch.user()));
+}
+
+std::size_t CudaLatency::out_bytes(const LatencyCombineParameters& p) const {
+  return static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(config_.hidden) *
+         size_of(config_.dtype);
+}
+
+/// `out`: the caller's; the parameters have an aligned one.
+void CudaLatency::run_combine(Launch& launch, const LatencyCombineParameters& p,
+                              std::byte* out) const {
+  launch.enter_apart(signature(CallKind::latency_combine));
+  launch.run(launch_latency_combine(p, launch.stream()), "launch_latency_combine");
+  if (p.out == out) return;
+  launch.run(cudaMemcpyAsync(out, p.out, out_bytes(p), cudaMemcpyDeviceToDevice, launch.stream()),
+             "cudaMemcpyAsync");
+}
+
 void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound& round,
                                 const std::optional<ConstTensorView>& topk_weights,
                                 const LatencyCombineOptions& options) const {
@@ -100,12 +123,12 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   LatencyCombineParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
   sending.rows = aligned(launch, rows);
+  sending.out = aligned_out(launch, sending);
   if (topk_weights) sending.weights = static_cast<const float*>(topk_weights->data);
   if (topk_weights && options.hook) sending.kept_weights = kept;
   if (!options.hook) sending.waits = asked(options.waits);
   claim.keep();
-  launch.enter_apart(signature(CallKind::latency_combine));
-  launch.run(launch_latency_combine(sending, launch.stream()), "launch_latency_combine");
+  run_combine(launch, sending, parameters.out);
   if (!options.hook) add_waits(launch, options.waits);
   if (!options.hook) later->round.reset();  // the result may go back now
   result.event = end(launch, kLatencyCombine);
@@ -119,9 +142,9 @@ void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<Te
   LatencyCombineParameters receiving = round.combine;
   receiving.halves = Halves::receive;
   receiving.waits = asked(waits);
+  receiving.out = aligned_out(launch, receiving);
   claim.keep();
-  launch.enter_apart(signature(CallKind::latency_combine));
-  launch.run(launch_latency_combine(receiving, launch.stream()), "launch_latency_combine");
+  run_combine(launch, receiving, round.combine.out);
   add_waits(launch, waits);
   end(launch, kLatencyCombine);
 }

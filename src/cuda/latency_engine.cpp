@@ -124,7 +124,7 @@ LatencyLease::~LatencyLease() {
 
 void CudaLatency::drop(std::size_t result) {
   std::scoped_lock lock(mutex_);
-  alive_[result] = false;
+  results_[result].alive = false;
 }
 
 int CudaLatency::blocks() const {

@@ -40,6 +40,14 @@ struct LatencyMemory {
 };
 LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks);
 
+/// Who has one of the two buffers of results.
+struct ResultBuffer {
+  bool alive = false;
+  std::uint64_t number = 0;        ///< of the dispatch that has it, or had it last
+  unsigned long long capture = 0;  ///< in which that dispatch is; 0: in none
+  int graphs = 0;                  ///< dispatches of graphs that write to it
+};
+
 class CudaLatency;
 
 /// Keeps one of the two results in use.
@@ -134,12 +142,18 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::int64_t output_rows() const { return view_.group.ranks * config_.capacity; }
   int blocks() const;
   CallSignature signature(CallKind kind) const;
-  std::shared_ptr<LatencyRound> begin(const LatencyDispatchOptions& options, std::int64_t tokens,
-                                      int topk);
+  /// One of the two buffers, until `drop`. Error(exhausted): there is none for this dispatch.
+  std::size_t take_result(const Capture& capture);
+  std::shared_ptr<void> use_in_graph(std::size_t result);
+  std::shared_ptr<LatencyRound> begin(const LatencyDispatchOptions& options, std::size_t result,
+                                      std::int64_t tokens, int topk);
   LatencyReceived make_tensors(const std::shared_ptr<LatencyRound>& round,
                                const LatencyDispatchOptions& options) const;
   void enter_dispatch(Launch& launch);
   const std::byte* aligned(Launch& launch, const ConstTensorView& tensor) const;
+  std::byte* aligned_out(Launch& launch, const LatencyCombineParameters& p) const;
+  std::size_t out_bytes(const LatencyCombineParameters& p) const;
+  void run_combine(Launch& launch, const LatencyCombineParameters& p, std::byte* out) const;
   Event end(Launch& launch, const char* call);
 
   std::shared_ptr<CudaEngine> engine_;
@@ -152,7 +166,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::atomic<bool> must_rejoin_{false};  // the last attempt failed
   std::mutex mutex_;                      // of what follows: results are dropped on any thread
   std::uint64_t dispatches_ = 0;
-  std::array<bool, 2> alive_{};
+  std::array<ResultBuffer, 2> results_{};
 };
 
 /// Collective: registers the memory on every rank of the group.

@@ -142,6 +142,26 @@ void CudaEngine::serve_offers() {
   }
 }
 
+/// False: the GPU is busy, so it may have been told or not; it can be told again.
+bool CudaEngine::tell_of_death(std::byte* word) {
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  // Nobody else's line: a copy that comes late must find it unchanged.
+  std::byte* line = staging_.get() + kLineBytes + sizeof(PeerWords);
+  constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
+  static_assert(sizeof(kDead) == 4);
+  std::memcpy(line, &kDead, sizeof(kDead));
+  check(cudaMemcpyAsync(word, line, sizeof(kDead), cudaMemcpyHostToDevice, aux_),
+        "cudaMemcpyAsync");
+  try {
+    wait_aux(1s);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::deadline) throw;
+    return false;
+  }
+  return true;
+}
+
 void CudaEngine::tell_of_gone() {
   std::scoped_lock lock(latency_mutex_);
   for (LatencySegment& segment : latency_segments_) {
@@ -149,15 +169,8 @@ void CudaEngine::tell_of_gone() {
       const int rank_of = static_cast<int>(peer);
       if (segment.told[peer] || rank_of == rank()) continue;
       if (!channel_.gone(rank_of)) continue;
-      constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
-      static_assert(sizeof(kDead) == 4);
-      std::scoped_lock wire(wire_mutex_);
-      std::memcpy(staging_.get(), &kDead, sizeof(kDead));
-      check(cudaMemcpyAsync(segment.memory.data + segment.gone + peer * sizeof(kDead),
-                            staging_.get(), sizeof(kDead), cudaMemcpyHostToDevice, aux_),
-            "cudaMemcpyAsync");
-      wait_aux(1s);
-      segment.told[peer] = true;
+      segment.told[peer] =
+          tell_of_death(segment.memory.data + segment.gone + peer * sizeof(std::uint32_t));
     }
   }
 }

@@ -162,6 +162,81 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
   });
 }
 
+/// What an eager dispatch brought outlives replays, and a captured result that stays alive leaves a
+/// buffer to eager dispatches.
+TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const World world(seat.size(), shape, kSeed + 60), other(seat.size(), shape, kSeed + 61);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    OwnStream own(seat.device);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    seat.meet();
+    const LatencyTrip trip{CombinePath::per_rank, true, false, &own.stream, {}};
+    {
+      const Graph graph(own.raw, [&] {
+        for (int layer = 0; layer < 3; ++layer) {
+          (void)latency_combine(latency, mine, latency_dispatch(latency, mine, trip), trip);
+        }
+      });
+      const LatencyReceived kept = latency_dispatch(latency, mine, trip);
+      await_latency(kept.event, trip);
+      mine.fill(other.ranks[self], seat.copier);
+      seat.meet();
+      for (int i = 0; i < 2; ++i) graph.run();
+      check_latency_rows(world, seat.rank(), kept, seat.copier);
+      seat.meet();
+    }
+    LatencyExchanged captured;
+    const Graph graph(own.raw, [&] {
+      captured.received = latency_dispatch(latency, mine, trip);
+      captured.combined = latency_combine(latency, mine, captured.received, trip);
+    });
+    for (int i = 0; i < 4; ++i) {
+      latency_trip(latency, other, seat.rank(), mine, trip, seat.copier);
+      graph.run();
+      check_latency_rows(other, seat.rank(), captured.received, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
+/// The caller's own output may lie anywhere but in the rows.
+TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const World world(seat.size(), shape, kSeed + 62);
+    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    LatencyExchange latency(seat.group, latency_config(shape));
+    const Extents extents{world.ranks[self].tokens, shape.hidden};
+    const auto bytes = static_cast<std::size_t>(extents[0] * extents[1]) * sizeof(float);
+    const Buffer memory(bytes + 16);
+    const Device where{DeviceKind::cuda, seat.device};
+    for (const std::size_t skip : {std::size_t{0}, std::size_t{4}, std::size_t{8}}) {
+      LatencyCombineOptions options;
+      options.path = CombinePath::per_rank;
+      options.hook = skip == 8;
+      options.out = TensorView(static_cast<std::byte*>(static_cast<void*>(memory.data())) + skip,
+                               Dtype::f32, extents, where);
+      seat.meet();
+      const LatencyReceived received =
+          latency_dispatch(latency, mine, {CombinePath::per_rank, true, false, nullptr, {}});
+      LatencyCombineOptions inside = options;
+      inside.out = TensorView(received.x.data(), Dtype::f32, extents, where);
+      need(kind_of([&] { (void)latency.combine(received.x, received, inside); }) ==
+               ErrorKind::invalid_argument,
+           "sums over the rows that are read");
+      LatencyCombined combined = latency.combine(received.x, received, options);
+      if (options.hook) combined.receive();
+      need(combined.x.data() == options.out->data, "sums elsewhere");
+      check_latency_sums(world, seat.rank(), options.path, combined.x, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
 /// What a call waits for a late rank stands in the caller's tensor.
 TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
   const Shape shape;

@@ -387,10 +387,13 @@ void test_failures() {
     group.wait(10);
     expect_failure("weights", group.fatal(0), Reason::mismatch, 2);
   }
-  {  // paths that differ, one rank against two
-    KernelGroup group(options);
-    LatencyRun run(group, c);
-    const LatencyWorld world = make_latency_world(c, 1, {20, 20, 20});
+  for (const int few : {0, 8}) {  // paths that differ, one rank against two
+    LatencyCase own = c;
+    own.few = few;
+    KernelGroup group(options_for(own));
+    LatencyRun run(group, own);
+    const LatencyWorld world =
+        few > 0 ? make_latency_world(own, 1, {4, 4, 4}) : make_latency_world(own, 1, {20, 20, 20});
     run.upload(world, 0);
     launch_dispatch_all(group, run, 0, Halves::both);
     group.wait_well();
@@ -428,6 +431,18 @@ void test_failures() {
       expect_failure("bad route", *group.failure(r), Reason::bad_route, 1);
       expect("detail", group.failure(r)->detail == 3 * 64 + 1);
       run.check_dispatch(seen, r, 0);
+    }
+    launch_combine_all(group, run, 0, CombinePath::per_rank, Halves::both);
+    group.clear_failures();
+    // Of two such ranks the first is told of.
+    LatencyWorld two = world;
+    two.inputs[2].ids[0] = c.experts;
+    run.upload(two, 0);
+    launch_dispatch_all(group, run, 0, Halves::both);
+    group.wait(10);
+    for (int r = 0; r < 3; ++r) {
+      expect_failure("two bad routes", *group.failure(r), Reason::bad_route, 1);
+      expect("detail", group.failure(r)->detail == 3 * 64 + 1);
     }
     launch_combine_all(group, run, 0, CombinePath::per_rank, Halves::both);
     group.clear_failures();

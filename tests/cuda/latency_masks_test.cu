@@ -61,6 +61,11 @@ class Trio {
     const LatencyWorld world = dispatch(ranks, seed, deadline_ns);
     for (const int r : ranks) run_.check_dispatch(world, r, 0);
     run_.upload_results(world, 0);
+    combine(ranks, deadline_ns);
+    const int missing = ranks.size() < 3 ? 3 - sum(ranks) : -1;
+    for (const int r : ranks) run_.check_combine(world, r, 0, kPath, {missing, -1});
+  }
+  void combine(const std::vector<int>& ranks, std::uint64_t deadline_ns) {
     group_.launch([&](int r) {
       if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) return;
       LatencyCombineParameters p = run_.combine(r, 0, kPath);
@@ -68,8 +73,6 @@ class Trio {
       FERRY_CUDA_CHECK(launch_latency_combine(p, group_.stream(r)));
     });
     group_.wait(10);
-    const int missing = ranks.size() < 3 ? 3 - sum(ranks) : -1;
-    for (const int r : ranks) run_.check_combine(world, r, 0, kPath, {missing, -1});
   }
   void rejoin(const std::vector<int>& ranks, std::uint64_t deadline_ns) {
     group_.launch([&](int r) {
@@ -195,6 +198,45 @@ void test_host_masks(std::uint64_t seed) {
   std::printf("masks of the host: as expected\n");
 }
 
+/// Masked at a dispatch and no longer at its combine: there are no sums to wait for, and who was
+/// left behind is so no more when both sides have taken their masks back.
+void test_taken_back(std::uint64_t seed) {
+  Trio trio;
+  trio.exchange({0, 1, 2}, seed, kLong);
+  for (const int r : {0, 2}) trio.set_mask(r, 1, true);
+  const LatencyWorld world = trio.dispatch({0, 1, 2}, seed + 1, kLong);
+  expect("left behind", trio.run().alarm(1).behind != 0 && trio.sees(1, 0) && trio.sees(1, 2));
+  trio.set_mask(1, 0, false);
+  expect("behind still", trio.run().alarm(1).behind != 0);
+  for (const int r : {0, 2}) trio.set_mask(r, 1, false);
+  trio.set_mask(1, -1, false);
+  expect("behind no more", trio.run().alarm(1).behind == 0);
+  LatencyWorld seen = world;
+  seen.inputs[1] = {};
+  for (const int r : {0, 2}) trio.run().check_dispatch(seen, r, 0);
+  trio.run().upload_results(seen, 0);
+  trio.combine({0, 1, 2}, kLong);
+  for (int r = 0; r < 3; ++r) {
+    for (int peer = 0; peer < 3; ++peer) expect("masked by a combine", !trio.sees(r, peer));
+  }
+  for (const int r : {0, 2}) trio.run().check_combine(seen, r, 0, kPath, {1, -1});
+  for (std::uint64_t i = 0; i < 3; ++i) trio.exchange({0, 1, 2}, seed + 2 + i, kLong);
+  std::printf("masks taken back: as expected\n");
+}
+
+/// The CPU finds rank 1 dead after it has offered to rejoin: that is not forgotten.
+void test_dead_in_rejoin(std::uint64_t seed) {
+  Trio trio;
+  trio.exchange({0, 1, 2}, seed, kLong);
+  trio.run().set_gone(0, 1, Gone::dead);
+  trio.group().launch([&](int r) {
+    if (r == 0) hold<<<1, 1, 0, trio.group().stream(r)>>>(100'000'000);
+  });
+  trio.rejoin({0, 1, 2}, kLong);
+  expect("dead in a rejoin", trio.sees(0, 1) && !trio.sees(0, 2));
+  std::printf("dead in a rejoin: as expected\n");
+}
+
 /// Rank 1 comes 3 ms late: the others have waited for it, and hardly for each other.
 void test_waits(std::uint64_t seed) {
   Trio trio(true);  // else sums wait for the weights of rank 1
@@ -246,6 +288,8 @@ void run_mask_tests(std::uint64_t seed) {
   test_dead(seed);
   test_rejoin(seed);
   test_host_masks(seed);
+  test_taken_back(seed);
+  test_dead_in_rejoin(seed);
   test_waits(seed);
   std::fflush(stdout);
 }

@@ -168,6 +168,7 @@ struct LatencyWords {
 struct LatencyHandle {
   std::uint64_t generation;
   std::int32_t tokens[kMaxDomain];  ///< of each source; 0: it is masked or refused
+  std::uint32_t sent[kMaxDomain];   ///< not 0: the rank got rows and was not masked: sums come back
 };
 
 /// What the host sees of masks without asking the GPU, and tells running kernels; pinned.

@@ -327,8 +327,12 @@ class Combiner {
       pending = missing;
       if (pending == 0) break;
       const int peer = __ffs(static_cast<int>(pending)) - 1;
+      std::uint32_t seen = at_.tag();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // below, there are no registers left for it
+      if (patience.is_next_check()) seen = slot_tag(token, peer);
+#endif
       const Came came =
-          between_looks(v, call_, patience, peer, Stage::latency_sums, at_.tag(), at_.tag());
+          between_looks(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
       if constexpr (kTimed) late = look_time(call_);
       if (__any_sync(kAllLanes, came == Came::stop)) return false;
       if (!__any_sync(kAllLanes, came != Came::here)) continue;
@@ -336,6 +340,15 @@ class Combiner {
       pending &= pending - 1;
     }
     return true;
+  }
+
+  /// Whole warp: the tag by which `peer` tells that it sends slots, if it does; else the right one.
+  __device__ std::uint32_t slot_tag(int token, int peer) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const std::uint32_t odd = at_.sum_tag(true);
+    const bool sends_slots = owner(token, lane) == peer &&
+                             load_relaxed(at_.sum_tags(own_memory(p_.view), lane, token)) == odd;
+    return __any_sync(kAllLanes, sends_slots) != 0 ? odd : at_.tag();
   }
 
   __device__ int owner(int token, int slot) const {

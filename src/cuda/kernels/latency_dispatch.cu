@@ -64,6 +64,9 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   sender.send(at, call.open);
   if (block != 0) return true;
   if (threadIdx.x == 0) p.handle->generation = at.generation;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
+    p.handle->sent[r] = call.open[r] ? 1 : 0;
+  }
   for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
        i += kLatencyThreads) {
     p.routes[i] = route_id(p, i / p.topk, i % p.topk);

@@ -63,7 +63,8 @@ __device__ __forceinline__ void touch_view(const LatencyView& v) {
 }
 
 /// Whole block: fills `call` but for the tokens. `handle` null: the generation is a new one, and
-/// peers are open once they have read what the buffer held before. False: the group has failed.
+/// peers are open once they have read what the buffer held before. Else those that it went to.
+/// False: the group has failed.
 __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
                                           LatencyCall& call) {
   bool stopped = false;
@@ -77,6 +78,9 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
     const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
     const std::uint64_t running = first_running(v.group);
     const std::uint32_t mask = lane < ranks ? load_relaxed(&words.masked[lane]) : 0;
+    // A rank that was masked in the dispatch takes no part in its combine, masked still or not.
+    const std::uint32_t sent =
+        handle != nullptr && lane < ranks ? load_relaxed(&handle->sent[lane]) : 1;
     const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
     std::byte* own = v.peers[v.group.rank];
     const std::uint64_t credit =
@@ -105,7 +109,9 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
         came_here = await_credit(at, call, r, needed);
       }
       call.masked[r] = masked;
-      call.open[r] = came_here == Came::here;
+      const bool went =
+          handle == nullptr || (r == lane ? sent : load_relaxed(&handle->sent[r])) != 0;
+      call.open[r] = came_here == Came::here && went;
       stopped |= came_here == Came::stop;
     }
   }

@@ -24,6 +24,13 @@ __global__ void __launch_bounds__(kThreads)
                   static_cast<std::uint32_t>(gone));
     store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
   }
+  if (masked || load_relaxed(&v.alarm->behind) == 0) return;
+  // Left behind no more, if nobody goes on without this rank now.
+  bool behind = false;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    behind |= find_gone(v, r) == Gone::without_us;
+  }
+  if (__syncthreads_or(behind) == 0 && threadIdx.x == 0) store_relaxed(&v.alarm->behind, 0);
 }
 
 // Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
@@ -80,14 +87,23 @@ struct Rejoining {
   }
 };
 
+/// One thread: what `peer` said of its mask holds no longer. False: this rank's CPU has found it
+/// dead meanwhile, which it says once.
+__device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
+  constexpr auto kMask = static_cast<unsigned>(Gone::without_us);
+  constexpr auto kNo = static_cast<unsigned>(Gone::no);
+  constexpr auto kDead = static_cast<unsigned>(Gone::dead);
+  return atomicCAS_system(at.gone(own_memory(at.v), peer), kMask, kNo) != kDead;
+}
+
 /// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
 /// ranks have ended their calls before, so nobody writes to another's buffers now. `absent` [R].
 __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bool* absent) {
   const LatencyPlaces at{v, agreed};
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-    v.words->masked[r] = absent[r] ? kMaskedByHost : 0;
-    if (!absent[r]) store_relaxed(at.gone(own_memory(v), r), 0);
-    store_relaxed(&v.alarm->ranks[r], absent[r] ? 1 : 0);
+    const bool away = absent[r] || !forget_mask_of(at, r);
+    v.words->masked[r] = away ? kMaskedByHost : 0;
+    store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
     store_release(at.released(v.peers[r], v.group.rank), agreed);
   }
   if (threadIdx.x != 0) return;

@@ -222,6 +222,9 @@ __device__ __noinline__ inline void clear_lost_rows(const LatencyDispatchParamet
       (static_cast<std::size_t>(v.hidden) + (packed ? 511 : 127)) / (packed ? 512 : 128);
   for (int s = 0; s < v.group.ranks; ++s) {
     if (call.tokens[s] == 0 || load_relaxed(&v.words->masked[s]) != call.number) continue;
+    // It takes no part in the combine, should its mask be taken back before.
+    if (threadIdx.x == 0) p.handle->tokens[s] = 0;
+    if (threadIdx.x == 0) p.handle->sent[s] = 0;
     for (int e = 0; e < experts; ++e) {
       const std::int64_t range = load_relaxed(p.ranges + e * v.group.ranks + s);
       const auto begin = static_cast<std::size_t>(range >> 32);

@@ -170,14 +170,21 @@ __device__ inline int judge_head(const LatencyDispatchParameters& p, const Laten
     fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
     return -1;
   }
-  if (refused != 0 && blockIdx.x == 0 && p.failure != nullptr) {
-    p.failure->reason = refused == kNoPlace ? Reason::too_many : Reason::bad_route;
-    p.failure->stage = Stage::latency_headers;
-    p.failure->peer = source;
-    p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
-    store_release(&p.failure->written, at.generation);
-  }
   return refused != 0 ? 0 : tokens;
+}
+
+/// One thread of block 0: of several refused sources the first is told of.
+__device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uint64_t generation,
+                                    const HeaderWords& words, int source) {
+  for (int s = 0; s < source; ++s) {
+    if (words.refused[s] != 0) return;
+  }
+  const std::uint32_t refused = words.refused[source];
+  p.failure->reason = refused == kNoPlace ? Reason::too_many : Reason::bad_route;
+  p.failure->stage = Stage::latency_headers;
+  p.failure->peer = source;
+  p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
+  store_release(&p.failure->written, generation);
 }
 
 /// Whole block: the tokens of each source. False: the group has failed.
@@ -194,7 +201,10 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
     const int found = here ? judge_head(p, at, call, s, words.head[s], words.refused[s]) : 0;
     call.tokens[s] = found < 0 ? 0 : found;
     stopped |= found < 0;
-    if (blockIdx.x == 0) p.handle->tokens[s] = call.tokens[s];
+    if (blockIdx.x != 0) continue;
+    p.handle->tokens[s] = call.tokens[s];
+    if (!here) p.handle->sent[s] = 0;
+    if (words.refused[s] != 0 && p.failure != nullptr) tell_refused(p, at.generation, words, s);
   }
   return __syncthreads_or(stopped) == 0;
 }

@@ -169,6 +169,8 @@ struct Patience {
   static constexpr std::uint32_t kLooksPerCheck = 32;  ///< the clock and `failed` cost a look each
   static constexpr std::uint32_t kChecksPerAbort = 128;  ///< `abort` lies behind PCIe
 
+  /// Whether the next `over` looks at the clock.
+  __device__ bool is_next_check() const { return (looks + 1) % kLooksPerCheck == 0; }
   /// none: go on. deadline, aborted: give up with this reason; `failed`: another block has.
   __device__ bool over(const GroupView& group, Reason& reason) {
     reason = Reason::none;
