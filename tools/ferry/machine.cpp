@@ -60,7 +60,8 @@ std::string field(const std::string& text, const std::string& key, char separato
 }
 
 bool can_load(const char* library) {
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL);
+  // It stays mapped: libfabric's own libraries do not give back all that they took.
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) return false;
   dlclose(handle);
   return true;
