@@ -328,7 +328,8 @@ class Combiner {
       if (pending == 0) break;
       const int peer = __ffs(static_cast<int>(pending)) - 1;
       std::uint32_t seen = at_.tag();
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // below, there are no registers left for it
+// Elsewhere there are no registers left for it.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
       if (patience.is_next_check()) seen = slot_tag(token, peer);
 #endif
       const Came came =
