@@ -38,10 +38,9 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
   ring_memory_ = PinnedPool::make(kRingSlots * sizeof(protocol::CommandSlot), 1)->take();
   words_memory_ = PinnedPool::make(2 * kLineBytes, 1)->take();
   words_ = words_in(words_memory_.get());
-  check(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   constexpr std::size_t kRoutes = std::size_t{2} << 20;  // of most plans
   (void)buffer_.take(kRoutes);
-  own_stream_ = Stream::of_cuda(own_, device().index);
+  own_stream_ = Stream::of_cuda(inside().gpu().own().stream, device().index);
   const protocol::CommandRing<> ring(reinterpret_cast<protocol::CommandSlot*>(ring_memory_.get()),
                                      kRingSlots, words_.taken);
   proxy_ = std::make_unique<engine::Proxy>(
@@ -65,8 +64,6 @@ DomainEngine::~DomainEngine() {
       new std::vector<std::shared_ptr<void>>{ring_memory_, words_memory_, parts_.memory};
       return;
     }
-    last_.reset();
-    cudaStreamDestroy(own_);
   } catch (...) {  // the GPU is going away
   }
 }

@@ -142,8 +142,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::shared_ptr<std::byte> words_memory_;
   engine::ProxyWords words_{};
   std::unique_ptr<engine::Proxy> proxy_{};
-  cudaStream_t own_ = nullptr;
-  std::optional<Stream> own_stream_{};
+  std::optional<Stream> own_stream_{};  ///< of calls without one: that of the engine inside
 
   PinnedBuffer buffer_{};
   GpuEvent buffer_used_{};  // until then

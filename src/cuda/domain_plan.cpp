@@ -189,6 +189,9 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
   state->matrix = call.take(matrix.size() * sizeof(std::int32_t));
   to_gpu(call, state->matrix.data(), matrix.data(), matrix.size() * sizeof(std::int32_t));
   state->rank_rows = TensorView(state->matrix.data(), Dtype::i32, {size(), size()}, device());
+  if (call.blocking()) {
+    poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  }
   return Plan(state);
 }
 
