@@ -21,9 +21,10 @@ struct Command {
 };
 
 /// A slot of the ring; zero before the first use.
-struct alignas(64) CommandSlot {
+struct CommandSlot {
   std::uint64_t number = 0;  ///< of the command, plus 1; written last
   Command command{};
+  std::uint64_t unused[2]{};  ///< to a line of its own
 };
 static_assert(sizeof(CommandSlot) == 64);
 
