@@ -60,7 +60,8 @@ __device__ void copy_parts(const CrossingLayout& layout, const CrossingSource& f
   for (std::int64_t k = lane; k < topk; k += 32) weights[k] = from.weights[token * topk + k];
 }
 
-__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParameters p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    pack_kernel(const __grid_constant__ PackParameters p) {
   const auto post = [&](std::uint64_t number, const Command& command) {
     // As CommandRing::post; there is room, or this kernel would not have been started.
     CommandSlot& slot = p.ring[number % p.ring_size];
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ GatherParameters p) {
   const auto columns = static_cast<std::int64_t>(p.layout.scale_bytes / sizeof(float));
   const auto topk = static_cast<std::int64_t>(p.layout.weight_bytes / sizeof(float));
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     shift_lanes_kernel(const __grid_constant__ ShiftLanesParameters p) {
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (thread < p.ranks) p.peer_row[thread] = 0;
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     add_domains_kernel(const __grid_constant__ AddDomainsParameters p) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const auto vectors = static_cast<std::int64_t>(p.layout.row_bytes / 16);
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     quantize_rows_kernel(const __grid_constant__ QuantizeRowsParameters p) {
   using Part = LanePart<T>;
   const std::int64_t blocks = (p.columns + kBlockChannels - 1) / kBlockChannels;
