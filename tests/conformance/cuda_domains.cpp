@@ -18,11 +18,14 @@ constexpr int kCases = 400;  // dealt to the cells; the time decides how many of
 
 struct Shape {
   int ranks, domain_size;
-  bool threads;  ///< with a GPU each, over the simulated network
+  bool threads;  ///< with a GPU each, over the simulated network; else processes, over copies
+  Crossing crossing;
 };
 /// Domains of one, of two, uneven ones.
-constexpr Shape kShapes[]{{2, 1, true}, {2, 1, false}, {4, 2, false}, {3, 2, false}, {4, 1, false}};
-constexpr Crossing kCrossings[]{Crossing::hierarchical, Crossing::direct, Crossing::automatic};
+constexpr Shape kShapes[]{{2, 1, true, Crossing::hierarchical},  {2, 1, false, Crossing::direct},
+                          {4, 2, false, Crossing::hierarchical}, {4, 2, false, Crossing::direct},
+                          {3, 2, false, Crossing::hierarchical}, {3, 2, false, Crossing::direct},
+                          {4, 1, false, Crossing::automatic}};
 
 struct Cell {
   DomainCell cell;
@@ -33,11 +36,9 @@ std::vector<Cell> deal(const CudaOptions& options) {
   std::vector<Cell> cells;
   for (const Shape& shape : kShapes) {
     if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
-    for (const Crossing crossing : kCrossings) {
-      const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
-                        shape.threads ? FabricKind::sim : FabricKind::automatic, crossing);
-      cells.push_back({{shape.ranks, wires}});
-    }
+    const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
+                      shape.threads ? FabricKind::sim : FabricKind::automatic, shape.crossing);
+    cells.push_back({{shape.ranks, wires}});
   }
   const auto choices = random_choices(Mode::device, kCases, mix(options.seed, 231));
   for (std::size_t i = 0; i < choices.size(); ++i) {
@@ -49,9 +50,10 @@ std::vector<Cell> deal(const CudaOptions& options) {
   return cells;
 }
 
-/// Until the time is over, which rank 0 decides for all.
-void run_cell(Rank& rank, const Cell& cell, std::int64_t end, SharedNumber& done) {
+/// Until the time is over, which rank 0 decides for all, from its first case on.
+void run_cell(Rank& rank, const Cell& cell, std::int64_t most_ns, SharedNumber& done) {
   Session session(rank);
+  const std::int64_t end = now_ns() + most_ns;
   for (const Case& c : cell.cases) {
     const bool enough = now_ns() > end || rank.failures() > 0;
     const std::byte over{enough ? std::uint8_t{1} : std::uint8_t{0}};
@@ -135,13 +137,13 @@ bool run_domains(const CudaOptions& options) {
   for (const Cell& cell : cells) {
     SharedNumber done;
     const std::int64_t from = now_ns();
-    const std::int64_t end = from + static_cast<std::int64_t>(each * 1e9);
+    const auto most = static_cast<std::int64_t>(each * 1e9);
     Fleet fleet;
     fleet.wires = cell.cell.wires;
     fleet.ranks = cell.cell.ranks;
     fleet.gpus = options.gpus;
     fleet.deadline = std::chrono::seconds(80);
-    const auto failures = run_fleet(fleet, [&](Rank& rank) { run_cell(rank, cell, end, done); });
+    const auto failures = run_fleet(fleet, [&](Rank& rank) { run_cell(rank, cell, most, done); });
     if (!failures.empty()) {
       std::printf("FAILED domains, %s:\n%s", to_string(cell.cell).c_str(),
                   joined(failures).c_str());
