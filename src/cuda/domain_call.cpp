@@ -88,13 +88,14 @@ DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
   }
 }
 
-/// Later calls come after what was launched of one that failed.
+/// Later calls come after what was launched of a plan, or of a call that failed.
 DomainCall::~DomainCall() {
-  if (!crossing_) return;
-  if (GpuEvent end = engine_.inside().gpu().events()->record(native_)) {
-    engine_.last_ = std::move(end);
-    engine_.last_stream_ = id_;
-  }
+  if (finished_ || !here_ || !turn_.owns_lock()) return;
+  GpuEvent end = engine_.inside().gpu().events()->record(native_);
+  uses_->ends_at(end);
+  if (!end) return;
+  engine_.last_ = std::move(end);
+  engine_.last_stream_ = id_;
 }
 
 User DomainCall::user() const {
@@ -106,7 +107,7 @@ Held DomainCall::take(std::size_t bytes) const {
 }
 
 void DomainCall::use(const Held& held) const {
-  if (held) (void)engine_.inside().gpu().record_stream(held.data(), native_);
+  if (held) engine_.inside().gpu().record_use(held.data(), id_, uses_);
 }
 
 const float* DomainCall::floats(const std::optional<ConstTensorView>& tensor) const {
@@ -136,7 +137,6 @@ std::shared_ptr<engine::CrossingCall> DomainCall::cross(std::shared_ptr<engine::
   pack.ring = reinterpret_cast<protocol::CommandSlot*>(engine.ring_memory_.get());
   pack.ring_size = kRingSlots;
   pack.first_command = call->first;
-  crossing_ = true;
   constexpr auto piece = static_cast<std::int64_t>(kRingSlots / 2);
   try {
     for (std::int64_t first = 0; first == 0 || first < chunks; first += piece) {
@@ -163,7 +163,8 @@ Event DomainCall::finish(std::shared_ptr<engine::CrossingCall> call, Event insid
   check(cudaEventRecord(end.get(), native_), "cudaEventRecord");
   engine_.last_ = end;
   engine_.last_stream_ = id_;
-  crossing_ = false;
+  uses_->ends_at(end);
+  finished_ = true;
   const int device = engine_.device().index;
   turn_.unlock();
   Event event(std::make_shared<DomainEvent>(engine_.weak_from_this(), std::move(call),

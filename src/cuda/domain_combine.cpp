@@ -125,7 +125,7 @@ Combined DomainEngine::combine(const ConstTensorView& rows, const Plan& plan,
   try {
     sums = inside().combine(rows, to.inside, within);
   } catch (const Error& error) {
-    throw outside(error);
+    throw told(kStage, error);
   }
 
   PackParameters pack;

@@ -182,7 +182,7 @@ Received DomainEngine::dispatch(const ConstTensorView& x, const Plan& plan,
         ConstTensorView(gather.rows, row.dtype, {to.count, row.columns}, device()), to.inside,
         within);
   } catch (const Error& error) {
-    throw outside(error);
+    throw told(kStage, error);
   }
   state->crossed = how;
   state->layouts.add({options.order, options.alignment, options.worst_case_rows});

@@ -129,20 +129,32 @@ void DomainEngine::check_ended(const engine::CrossingCall& call, const Event& ev
     throw *call.refused;
   }
   if (!call.crossed.load(std::memory_order_acquire)) {
+    if (const auto dead = channel_.dead()) throw *dead;
     channel_.check_usable(call.stage);
     throw Error(ErrorKind::system, std::string(call.stage) + ": the exchange failed");
   }
   try {
     event.wait();
   } catch (const Error& error) {
-    if (!inside().channel().dead()) throw outside(error);
-    // What the other ranks said comes first: they may know who really failed.
-    const auto told = channel_.look(
-        call.stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return false; });
-    const Error known = channel_.dead() ? *channel_.dead() : told ? *told : outside(error);
-    fail(call.stage, known);
-    throw known;
+    throw told(call.stage, error);
   }
+}
+
+/// What the engine inside threw, in the group's words. If it is dead the group is, too, and all
+/// ranks are told who is to blame.
+Error DomainEngine::told(const char* stage, const Error& thrown) {
+  const Error error = outside(thrown);
+  if (!inside().channel().dead()) return error;
+  // What other ranks said comes first: they may know who really failed.
+  const int culprit = error.peer();
+  (void)channel_.look(
+      stage, [] { return engine::Channel::kUnknownEnd; },
+      [culprit](int peer) { return peer == culprit; });
+  if (!channel_.dead() && error.kind() == ErrorKind::deadline && culprit >= 0) {
+    (void)channel_.late(stage, culprit, error.context().expected, error.context().seen);
+  }
+  if (!channel_.dead()) channel_.fail(stage, error.what(), error.kind());
+  return channel_.dead() ? *channel_.dead() : error;
 }
 
 void DomainEngine::finish(const char* call, const Event& event) {

@@ -111,6 +111,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   Device device() const { return inside().device(); }
   void check_usable(const char* call);
   void fail(const char* call, const Error& error);
+  Error told(const char* stage, const Error& thrown);
   std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
   void finish(const char* call, const Event& event);
 
@@ -156,6 +157,30 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::atomic<bool> leaving_{false};
 };
 
+/// What a call used ends with it.
+class DomainUse final : public Use {
+ public:
+  GpuEvent end(EventPool&) override {
+    std::scoped_lock lock(mutex_);
+    return end_;
+  }
+  bool has_ended() const override {
+    std::scoped_lock lock(mutex_);
+    return launched_ && (!end_ || is_done(end_));
+  }
+  /// All is launched; null: nothing was, or the GPU is going away.
+  void ends_at(GpuEvent end) {
+    std::scoped_lock lock(mutex_);
+    end_ = std::move(end);
+    launched_ = true;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  GpuEvent end_{};
+  bool launched_ = false;
+};
+
 /// The making of one call: the turn, the stream, and memory in its order.
 class DomainCall {
  public:
@@ -172,7 +197,7 @@ class DomainCall {
   /// Of this GPU, in stream order: its next user comes after what was launched before it is
   /// dropped.
   Held take(std::size_t bytes) const;
-  /// Memory that another stream may have made is used on this one.
+  /// Memory that was taken by another call is used by this one.
   void use(const Held& held) const;
   const float* floats(const std::optional<ConstTensorView>& tensor) const;
   /// Rows of a caller, aligned to 16 bytes: themselves, or a copy that `copy` keeps.
@@ -194,7 +219,8 @@ class DomainCall {
   Stream* stream_;
   cudaStream_t native_;
   unsigned long long id_ = 0;
-  bool crossing_ = false;  // and not finished
+  std::shared_ptr<DomainUse> uses_ = std::make_shared<DomainUse>();
+  bool finished_ = false;
 };
 
 std::shared_ptr<engine::CrossingCall> new_crossing(const char* stage, const CallSignature& call);

@@ -1,7 +1,11 @@
 // The matrix of throughput mode on GPUs in several virtual domains: the same results as in one.
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
-#include <map>
+#include <thread>
 
 #include "case.hpp"
 #include "cuda_parts.hpp"
@@ -126,6 +130,43 @@ bool run_late(const CudaOptions& options) {
   return failures.empty();
 }
 
+/// Rank 3 of two domains of two is killed among exchanges: the ranks of both name it.
+bool run_killed(const CudaOptions& options) {
+  constexpr int kVictim = 3;
+  SharedNumber at;
+  const auto body = [&](Rank& rank) {
+    const Case c = small_case(rank, mix(options.seed, 233));
+    Group group(rank.bootstrap(), group_config(rank, c.experts()));
+    Exchange exchange(rank, group, c);
+    exchange.run();
+    rank.meet();
+    if (rank.rank() == kVictim) {
+      std::thread([&at] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        *at = now_ns();
+        ::kill(getpid(), SIGKILL);
+      }).detach();
+    }
+    try {
+      const std::int64_t start = now_ns();
+      for (std::uint64_t i = 0; now_ns() - start < 20'000'000'000; ++i) exchange.run(i % 4);
+      rank.fail("exchanges went on without rank 3");
+    } catch (const Error& error) {
+      rank.check(error.kind() == ErrorKind::peer_failed && error.peer() == kVictim,
+                 std::string("a killed rank: got ") + error.what());
+      rank.check(now_ns() - *at < 5'000'000'000, "a killed rank was named late");
+    }
+  };
+  Fleet fleet;
+  fleet.wires = Wires(FabricKind::shm, 2, FabricKind::automatic, Crossing::hierarchical);
+  fleet.ranks = 4;
+  fleet.gpus = options.gpus;
+  fleet.victim = kVictim;
+  const auto failures = run_fleet(fleet, body);
+  if (!failures.empty()) std::printf("FAILED killed rank:\n%s", joined(failures).c_str());
+  return failures.empty();
+}
+
 }  // namespace
 
 bool run_domains(const CudaOptions& options) {
@@ -156,6 +197,7 @@ bool run_domains(const CudaOptions& options) {
     all += *done;
   }
   ok = run_late(options) && ok;
+  ok = run_killed(options) && ok;
   return conclude("domains", ok && all > 0, std::to_string(all) + " cases", start);
 }
 
