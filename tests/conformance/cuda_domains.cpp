@@ -41,7 +41,7 @@ std::vector<Cell> deal(const CudaOptions& options) {
   for (const Shape& shape : kShapes) {
     if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
     const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
-                      shape.threads ? FabricKind::sim : FabricKind::automatic, shape.crossing);
+                      shape.threads ? FabricKind::sim : options.network, shape.crossing);
     cells.push_back({{shape.ranks, wires}});
   }
   const auto choices = random_choices(Mode::device, kCases, mix(options.seed, 231));
@@ -122,7 +122,7 @@ bool run_late(const CudaOptions& options) {
     rank.meet();
   };
   Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 1, FabricKind::automatic, Crossing::automatic);
+  fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
   fleet.ranks = 2;
   fleet.gpus = options.gpus;
   const auto failures = run_fleet(fleet, body);
@@ -158,7 +158,7 @@ bool run_killed(const CudaOptions& options) {
     }
   };
   Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 2, FabricKind::automatic, Crossing::hierarchical);
+  fleet.wires = Wires(FabricKind::shm, 2, options.network, Crossing::hierarchical);
   fleet.ranks = 4;
   fleet.gpus = options.gpus;
   fleet.victim = kVictim;
