@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <thread>
 
 #include "case.hpp"
@@ -100,6 +101,19 @@ bool run_late(const CudaOptions& options) {
     const Plan plan = group.plan(tokens.routes);
     const Received first = group.dispatch(tokens.x, plan);
     rank.equal(first.x.rows(), Tokens::kCount, "rows of the first dispatch");
+    // What crosses is the rows, once, beside one message for each step.
+    const auto sent = [&](const std::function<void()>& call) {
+      const std::uint64_t before = group.network().put_bytes;
+      call();
+      return group.network().put_bytes - before;
+    };
+    const std::uint64_t rows = Tokens::kCount * Tokens::kHidden * sizeof(float);
+    const std::uint64_t step = sent([&] { group.barrier(); });
+    Received again;
+    rank.equal(sent([&] { again = group.dispatch(tokens.x, plan); }), step + rows,
+               "bytes that a dispatch sends");
+    rank.equal(sent([&] { (void)group.combine(again.x, plan); }), step + rows,
+               "bytes that a combine sends");
     if (rank.rank() == 1) {
       rank.meet();
       return;
