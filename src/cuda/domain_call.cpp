@@ -39,7 +39,13 @@ class DomainEvent final : public Event::State, public GpuPoint {
   GpuEvent gpu_event() const override { return end_; }
 
  private:
-  bool has_ended() { return is_done(end_) && call_->ended.load(std::memory_order_acquire); }
+  /// The proxy of a group that has failed may still wait for a peer.
+  bool has_ended() {
+    if (!is_done(end_)) return false;
+    if (call_->ended.load(std::memory_order_acquire)) return true;
+    const auto engine = engine_.lock();
+    return engine != nullptr && engine->failed();
+  }
 
   std::weak_ptr<DomainEngine> engine_;
   std::shared_ptr<engine::CrossingCall> call_;

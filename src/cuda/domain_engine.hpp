@@ -119,6 +119,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
 
   /// Throws how a call ended, if not well; its stream has passed its end.
   void check_ended(const engine::CrossingCall& call, const Event& inside);
+  bool failed() const { return channel_.dead().has_value(); }
   /// What an error of the engine inside says to the group's ranks.
   Error outside(const Error& error) const;
 

@@ -83,13 +83,23 @@ void Proxy::serve() {
 
 /// Far beyond what any stream waits for.
 void Proxy::let_go() {
+  std::scoped_lock lock(words_mutex_);
+  if (gone_) return;
+  gone_ = true;
   for (std::uint64_t* word : {words_.arrived, words_.taken}) {
     const protocol::Flag flag{word};
-    // relaxed: written by this thread alone.
-    const std::uint64_t now = flag.load(protocol::order::relaxed);
-    if (now < kLetGo) flag.store(now + kLetGo, protocol::order::release);
+    // relaxed: `arrived` changes under this lock; of `taken` any recent value will do.
+    flag.store(flag.load(protocol::order::relaxed) + kLetGo, protocol::order::release);
     flag.wake();
   }
+}
+
+void Proxy::arrive(std::uint64_t number) {
+  std::scoped_lock lock(words_mutex_);
+  if (gone_) return;
+  const protocol::Flag arrived{words_.arrived};
+  arrived.store(number, protocol::order::release);
+  arrived.wake();
 }
 
 void Proxy::submit(std::shared_ptr<CrossingCall> call) {
@@ -220,9 +230,7 @@ void Proxy::carry(CrossingCall& call) {
     channel_.await_delivered(call.stage);
   }
   call.crossed.store(true, std::memory_order_release);
-  const protocol::Flag arrived{words_.arrived};
-  arrived.store(call.number, protocol::order::release);
-  arrived.wake();
+  arrive(call.number);
 }
 
 }  // namespace ferry::engine
