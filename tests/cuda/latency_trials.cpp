@@ -57,7 +57,7 @@ class Loaded {
  public:
   Loaded(Bootstrap& bootstrap, const Settings& settings, const Shape& shape)
       : bootstrap_(bootstrap),
-        device_(device_of(bootstrap)),
+        device_(take_gpu(bootstrap)),
         world_(bootstrap.size(), shape, kSeed),
         mine_(world_.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device_, copier_),
         group_(met(bootstrap), config_of(shape, settings)),
@@ -114,17 +114,10 @@ class Loaded {
   }
 
  private:
-  static int device_of(Bootstrap& bootstrap) {
-    int gpus = 0;
-    need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-    const int device = bootstrap.rank() % gpus;
-    need(cudaSetDevice(device), "cudaSetDevice");
-    return device;
-  }
   /// The ranks have met: the deadline is for Ferry, not for CUDA.
   static std::shared_ptr<Bootstrap> met(Bootstrap& bootstrap) {
     bootstrap.all_gather({}, 60s);
-    return {&bootstrap, [](Bootstrap*) {}};
+    return borrowed(bootstrap);
   }
   /// Throws what the last one says if none holds.
   static void one_of(const std::vector<std::function<void()>>& checks) {
@@ -268,11 +261,8 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
 void replayed_rank(Bootstrap& bootstrap, int replays) {
   constexpr int kWorlds = 8, kSamples = 100;
   Shape shape;
-  int gpus = 0;
-  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-  const int device = bootstrap.rank() % gpus;
-  need(cudaSetDevice(device), "cudaSetDevice");
-  Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+  const int device = take_gpu(bootstrap);
+  Group group(borrowed(bootstrap), config_for(shape));
   const Copier copier;
   const auto self = static_cast<std::size_t>(group.rank());
   std::vector<World> worlds;
