@@ -17,15 +17,14 @@ import pytest
 import quantised_bodies
 import torch
 from exchange_case import EXPERTS
-from rank_processes import RankProcesses, free_port
+from gpus import GPUS, needs_gpu
+from rank_processes import RankProcesses, free_port, kept
 from rank_threads import run_ranks
 
 import ferry
 from ferry.streams import chosen_gpu, stream_handle
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
 ON_GPUS = [
     pytest.param("cuda", size, marks=[gpu, needs_gpu], id=f"cuda-{size}") for size in (1, 2, 4)
 ]
@@ -36,14 +35,8 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
     """`pool(device, size)`: processes that stay from test to test."""
-    made: dict[tuple[str, int], RankProcesses] = {}
-
-    def get(device: str, size: int) -> RankProcesses:
-        return made.setdefault((device, size), RankProcesses(size, device))
-
-    yield get
-    for processes in made.values():
-        processes.stop()
+    with kept(RankProcesses) as get:
+        yield get
 
 
 @pytest.mark.parametrize("worst_case", [0, 160])
