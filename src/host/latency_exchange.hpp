@@ -23,7 +23,7 @@ struct SourceHeader {
   std::uint32_t scale_format = 0;
   std::uint32_t weights = 0;  ///< 1: they are beside the rows
 };
-static_assert(sizeof(SourceHeader) <= kLineBytes);
+static_assert(sizeof(SourceHeader) == kSourceHeaderBytes);
 
 /// What a rank says of its combine, ahead of the rows. The same on all ranks.
 struct CombineHead {
