@@ -215,7 +215,7 @@ class Hosts:
         hook = "type filter hook input priority 0;"
         self.drops = True
         for name in self.names:
-            table = f"table inet {LOSSES} {{ chain input {{ {hook} {rule} }} }}"
+            table = f"table inet {LOSSES} {{ chain input {{ {hook} {rule}; }}; }}"
             nft(name, table)
 
     def packets(self) -> dict[str, int]:
