@@ -25,10 +25,10 @@ struct Links {
 };
 
 /// Collective; the same on all ranks. Measures one pair of ranks after the other while the rest
-/// waits: about a tenth of a second for a pair, more over networks slower than 10 MB/s. Of several
-/// tries the usual round trip and the best rate count. Registers a few MiB on every rank, which
-/// stay with the group. Throws Error(unsupported) on a group whose engine is not the host's, and
-/// what exchanges throw when a rank fails.
+/// waits: about a fifth of a second for a pair, more over networks slower than 10 MB/s. Of several
+/// tries a round trip that is faster than most and the best rate count. Registers a few MiB on
+/// every rank, which stay with the group. Throws Error(unsupported) on a group whose engine is not
+/// the host's, and what exchanges throw when a rank fails.
 Links measure_links(Group& group);
 
 }  // namespace ferry

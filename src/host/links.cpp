@@ -15,10 +15,14 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kStage = "measure_links";
 constexpr std::size_t kLanding = std::size_t{1} << 20;  // rows of a rate land there, over and over
 constexpr std::size_t kPiece = std::size_t{256} << 10;
+constexpr std::size_t kLeastBytes = std::size_t{1} << 20;  // that a shaped link does not let burst
 constexpr std::size_t kMostBytes = std::size_t{64} << 20;
-constexpr double kRateSeconds = 0.02;  // of one try
-constexpr double kLatencySeconds = 0.02;
-constexpr int kRateTries = 3;
+// What disturbs a pair is often over when its turn comes again.
+constexpr int kPasses = 3;
+constexpr double kLatencySeconds = 0.01;
+constexpr double kRateSeconds = 0.01;    // of one try
+constexpr double kAllRateSeconds = 0.1;  // of all: then there is no further one
+constexpr int kRateTries = 2;
 constexpr std::uint64_t kWarmUp = 5, kFewestRounds = 7, kMostRounds = 200;
 
 /// What a rank found out about its way to a peer.
@@ -67,11 +71,13 @@ class Probe {
   }
 
   void run() {
-    for (int a = 0; a < engine_.size(); ++a) {
-      for (int b = a + 1; b < engine_.size(); ++b) {
-        meet();  // the others stay out of the way
-        if (engine_.rank() == a) lead(b);
-        if (engine_.rank() == b) follow(a);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      for (int a = 0; a < engine_.size(); ++a) {
+        for (int b = a + 1; b < engine_.size(); ++b) {
+          meet();  // the others stay out of the way
+          if (engine_.rank() == a) lead(b);
+          if (engine_.rank() == b) follow(a);
+        }
       }
     }
     meet();
@@ -102,19 +108,26 @@ class Probe {
   }
 
   void lead(int peer) {
-    Found& found = row_[static_cast<std::size_t>(peer)];
-    found.latency_ns = lead_rounds(peer);
-    found.bytes_per_s = send(peer, found.latency_ns);
-    announce(peer, static_cast<std::uint64_t>(found.latency_ns));
+    const auto latency_ns = static_cast<std::uint64_t>(lead_rounds(peer));
+    announce(peer, latency_ns);
+    const double rate = send(peer, latency_ns);
     receive(peer);
+    note(peer, latency_ns, rate);
   }
 
   void follow(int peer) {
-    Found& found = row_[static_cast<std::size_t>(peer)];
     follow_rounds(peer);
+    const std::uint64_t latency_ns = announced(peer);
     receive(peer);
-    found.latency_ns = static_cast<double>(announced(peer));
-    found.bytes_per_s = send(peer, found.latency_ns);
+    note(peer, latency_ns, send(peer, latency_ns));
+  }
+
+  /// The best of all passes counts.
+  void note(int peer, std::uint64_t latency_ns, double rate) {
+    Found& found = row_[static_cast<std::size_t>(peer)];
+    const auto latency = static_cast<double>(std::max<std::uint64_t>(latency_ns, 1));
+    found.latency_ns = found.latency_ns > 0 ? std::min(found.latency_ns, latency) : latency;
+    found.bytes_per_s = std::max(found.bytes_per_s, rate);
   }
 
   /// Half a round trip, in nanoseconds: of all rounds, one that is faster than three quarters, for
@@ -154,18 +167,23 @@ class Probe {
     }
   }
 
-  /// Bytes in a second to the peer, the best of some tries.
-  double send(int peer, double latency_ns) {
-    double best = try_rate(peer, kPiece, latency_ns);
-    for (int i = 0; i < kRateTries; ++i) {
-      const auto fit = static_cast<std::size_t>(std::min(best * kRateSeconds, 1e12));
-      const std::size_t bytes = std::clamp(fit / kPiece * kPiece, kPiece, kMostBytes);
-      best = std::max(best, try_rate(peer, bytes, latency_ns));
+  /// Bytes in a second to the peer: the best of some tries, but for the first, which only tells
+  /// how much to send.
+  double send(int peer, std::uint64_t latency_ns) {
+    const auto start = Clock::now();
+    double rate = try_rate(peer, kPiece, latency_ns), best = 0;
+    for (int left = kRateTries; left > 0;) {
+      const auto fit = static_cast<std::size_t>(std::min(rate * kRateSeconds, 1e12));
+      const std::size_t bytes = std::clamp(fit / kPiece * kPiece, kLeastBytes, kMostBytes);
+      rate = try_rate(peer, bytes, latency_ns);
+      best = std::max(best, rate);
+      left = seconds_since(start) < kAllRateSeconds ? left - 1 : 0;
+      announce(peer, left > 0 ? 1 : 0);
     }
     return best;
   }
 
-  double try_rate(int peer, std::size_t bytes, double latency_ns) {
+  double try_rate(int peer, std::size_t bytes, std::uint64_t latency_ns) {
     const auto start = Clock::now();
     const std::uint64_t tag = ++tag_;
     for (std::size_t at = 0; at < bytes; at += kPiece) {
@@ -175,13 +193,18 @@ class Probe {
     call(peer, tag, bytes);
     hear(peer);
     // The answer took its time, too.
-    const double took = seconds_since(start) - latency_ns * 1e-9;
+    const double took = seconds_since(start) - static_cast<double>(latency_ns) * 1e-9;
     return static_cast<double>(bytes) / std::max(took, 1e-9);
   }
 
-  void receive(int peer) { answer(peer, 1 + kRateTries); }
+  void receive(int peer) {
+    answer(peer, 1);
+    do {
+      answer(peer, 1);
+    } while (announced(peer) != 0);
+  }
 
-  /// Tells the peer a number, beside a call.
+  /// Tells the peer a number, beside a call. The peer must have answered before the next one.
   void announce(int peer, std::uint64_t number) {
     const std::uint64_t tag = ++tag_;
     const protocol::Place to{segments_.mine.id, line(layout_.counts, engine_.rank())};
