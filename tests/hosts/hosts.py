@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from namespace import BOOT_ID
+
 INTERFACE = "eth0"
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LOSSES = "ferry-losses"  # the table of nftables
 
 
@@ -159,9 +160,45 @@ class Hosts:
         return process
 
     def start_ranks(
-        self, each: int, command: Sequence[str | Path], logs: Path, **variables: str
+        self, each: int, command: Sequence[str | Path], logs: Path
     ) -> list[subprocess.Popen[str]]:
         """`each` ranks on every host, which meet at the first: by rank. Logs: rank-N.txt."""
+        return [
+            self.start(host, command, logs / f"rank-{rank}.txt", **variables)
+            for rank, (host, variables) in enumerate(self._ranks(each))
+        ]
+
+    def fork_ranks(
+        self, each: int, program: Path, arguments: Sequence[str], imports: Sequence[str], logs: Path
+    ) -> subprocess.Popen[str]:
+        """The same, of a Python program, forked from one process that has imported `imports`, and
+        that ends as they do."""
+        boot_ids = Path(self.folder.name)
+        ranks = [
+            {
+                "namespace": self.names[host],
+                "boot_id": str(boot_ids / self.names[host]) if self.own_boot_ids else "",
+                "log": str(logs / f"rank-{rank}.txt"),
+                "variables": variables,
+            }
+            for rank, (host, variables) in enumerate(self._ranks(each))
+        ]
+        job = {"program": str(program), "arguments": arguments, "imports": imports, "ranks": ranks}
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("nursery.py")],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.processes[0].append(process)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.close()
+        return process
+
+    def _ranks(self, each: int) -> list[tuple[int, dict[str, str]]]:
+        """Host and environment of each rank."""
         size = each * len(self.names)
         common = {
             "WORLD_SIZE": str(size),
@@ -173,16 +210,7 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
-        return [
-            self.start(
-                rank // each,
-                command,
-                logs / f"rank-{rank}.txt",
-                RANK=str(rank),
-                **(common | variables),
-            )
-            for rank in range(size)
-        ]
+        return [(rank // each, {"RANK": str(rank)} | common) for rank in range(size)]
 
     def send(self, host: int, number: signal.Signals) -> None:
         """A signal to every process of a host."""

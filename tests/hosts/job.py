@@ -36,6 +36,16 @@ def until_end(processes: list[subprocess.Popen[str]], logs: Path) -> None:
         )
 
 
+def wait_for_job(process: subprocess.Popen[str], logs: Path) -> None:
+    """Ranks that were forked end well."""
+    try:
+        code = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    texts = "".join(f"{log.name}:\n{log.read_text()}" for log in sorted(logs.glob("rank-*.txt")))
+    assert code == 0, f"the ranks ended with {code}:\n{texts}"
+
+
 def lines_of(logs: Path, rank: int) -> list[dict[str, Any]]:
     """What a rank has said so far; other output is not JSON."""
     text = (logs / f"rank-{rank}.txt").read_text()

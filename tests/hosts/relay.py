@@ -12,7 +12,6 @@ line of JSON when it is ready, and its counts after SIGTERM.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 import heapq
 import json
@@ -23,21 +22,13 @@ import signal
 import struct
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-CLONE_NEWNET = 0x40000000
+from namespace import enter
+
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 HELD_BACK = 5  # times the jitter
 MOST_BYTES = 65536
-
-
-def enter(namespace: Path) -> None:
-    """This process is in that network namespace from now on."""
-    with namespace.open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-            error = ctypes.get_errno()
-            raise OSError(error, f"setns {namespace}: {os.strerror(error)}")
 
 
 def open_tun(interface: str) -> int:
@@ -145,7 +136,7 @@ def main() -> None:
     given = parser.parse_args()
     tuns = []
     for name in given.namespaces:
-        enter(Path("/run/netns") / name)
+        enter(name)
         tuns.append(open_tun("eth0"))
     relay = Relay(given, tuns)
     print(json.dumps({"ready": True}), flush=True)

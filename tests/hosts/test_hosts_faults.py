@@ -17,7 +17,7 @@ from job import until_end, wait_for, why_not
 
 HERE = Path(__file__).parent
 EVERYTHING = os.environ.get("FERRY_HOSTS") == "all"
-DEADLINE = 3.0
+DEADLINE = 2.0
 LATE = 2.0  # seconds, of a machine that is busy
 HOSTS, VICTIM = 3, 1
 

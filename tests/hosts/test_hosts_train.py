@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Any
 
 import pytest
 from hosts import Hosts
-from job import until_end, why_not
+from job import wait_for_job, why_not
 
 WORKER = Path(__file__).resolve().parents[2] / "examples" / "moe_lm" / "worker.py"
+IMPORTS = ("torch", "torch._dynamo", "ferry.torch")  # the optimizer takes the second one
 STEPS = 40
 STEP_TOLERANCE = 1e-4  # of the demo, examples/moe_lm/report.py
 everything = pytest.mark.skipif(
@@ -51,15 +51,16 @@ class Run:
 
     def losses(self, folder: Path) -> list[float]:
         batch = str(self.batch)
-        command: list[str | Path] = [sys.executable, WORKER, "--out", folder]
-        command += ["--steps", str(STEPS), "--batch", batch, "--shares", batch, "--held-out", batch]
-        command += ["--context", "16", "--fabric", self.fabric, "--crossing", self.crossing]
+        arguments = ["--out", str(folder), "--steps", str(STEPS), "--context", "16"]
+        arguments += ["--batch", batch, "--shares", batch, "--held-out", batch]
+        arguments += ["--fabric", self.fabric, "--crossing", self.crossing]
         # `automatic` makes a domain of each host if they are not one machine.
         own_boot_ids = self.fabric == "automatic"
         with Hosts(self.hosts, own_boot_ids=own_boot_ids, relay=self.relay) as machines:
             if self.harm is not None:
                 self.harm(machines)
-            until_end(machines.start_ranks(self.each, command, folder), folder)
+            job = machines.fork_ranks(self.each, WORKER, arguments, IMPORTS, folder)
+            wait_for_job(job, folder)
             self.packets = machines.packets()
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         assert result["fabric"] == self.joined_by()
