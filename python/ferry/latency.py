@@ -312,8 +312,10 @@ class LatencyExchange:
         dtype: Any = "bf16",
         order: str = "expert_major",
         masks: bool = False,
+        domains: int = 1,
     ) -> int:
-        """Registered bytes of one rank's latency buffers."""
+        """Registered bytes of one rank's latency buffers. `domains`: of the group (`Group.domains`);
+        with several there is room for what comes from the others."""
         return _ferry.LatencyExchange.memory_hint(
             integer("memory_hint: capacity", capacity, 1),
             integer("memory_hint: hidden", hidden, 1),
@@ -323,6 +325,7 @@ class LatencyExchange:
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
             choice("memory_hint: order", order, ORDERS),
             flag("memory_hint: masks", masks),
+            integer("memory_hint: domains", domains, 1, INT32_MAX),
         )
 
     def _view(self, name: str, value: Any, place: Place) -> tuple[_ferry.View, Like]:
