@@ -74,6 +74,12 @@ class LatencyReceived(Generic[ArrayT]):
         return self._array(self._raw.topk_weights)
 
     @property
+    def address(self) -> int:
+        """Where `x` lies, which says which of the two buffers it is; 0 without local experts."""
+        x = self._raw.x
+        return 0 if x is None else x.address
+
+    @property
     def event(self) -> _ferry.Event:
         """Complete when the arrays are valid."""
         return self._raw.event
