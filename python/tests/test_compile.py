@@ -30,6 +30,8 @@ def test_layers_train(
     ranks: RankProcesses, backend: str | None, name: str, worst_case: int
 ) -> None:
     """Bits as on one rank; new sizes are no reason to compile again and again."""
+    if backend == "aot_eager" and worst_case == 0 and not bodies.TRACES_ANY_BACKWARD:
+        pytest.skip("this torch may not trace a backward of sizes that follow the routes")
     compiled = ranks.run(bodies.train_steps, backend, name, worst_case, experts=bodies.EXPERTS)
     assert all(count == 0 if backend is None else 1 <= count <= 2 for count in compiled)
 
