@@ -5,9 +5,9 @@
         --topk 8 --experts 256
 
 Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
-or an exchange like that behind it, in short rounds in turn, in one run, with all results as tensors.
-Figures are medians over rounds, "+" that of the differences of neighbouring rounds. CPU time is that
-of the calling thread. The time of a call is a round divided by its calls; on GPUs a round ends with
+or an exchange like that behind it, in short rounds in turn, in one run, all results as tensors.
+Figures are medians over rounds, "+" that of the differences of neighbouring rounds. CPU time is of
+the calling thread. The time of a call is a round divided by its calls; on GPUs a round ends with
 a synchronisation. A low-latency combine is a dispatch and a combine less the dispatch. The GB/s
 count the rows received, beside them the share of Ferry's own.
 """

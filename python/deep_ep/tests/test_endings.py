@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -38,6 +37,10 @@ BEGIN = """
     sent = buffer.low_latency_dispatch(x, idx, 16, job.experts, return_recv_hook=True)
     buffer.low_latency_dispatch(x, idx, 16, job.experts)
 """
+
+WARNING = (
+    "deep_ep: rank 0: a Buffer made with explicitly_destroy=True was dropped without destroy()\n"
+)
 
 
 def run(size: int, *ends: str) -> list[subprocess.CompletedProcess[str]]:
@@ -83,17 +86,12 @@ def test_a_peer_is_killed() -> None:
     assert killed.returncode == -9
 
 
-@pytest.mark.parametrize("destroyed", [False, True])
-def test_the_interpreter_ends(destroyed: bool) -> None:
-    """With a hook that nobody called and results that were not combined, one rank after the other;
-    what was not destroyed, but should have been, is told at most."""
-    end = "buffer.destroy()\n" if destroyed else ""
-    late = "import time; time.sleep(0.3)\n" + end
-    start = time.monotonic()
-    for one in run(2, end, late):
-        assert one.returncode == 0, one.stderr
-        assert one.stdout == "" and (one.stderr == "" or "without destroy()" in one.stderr)
-    assert time.monotonic() - start < 40
+def test_the_interpreter_ends() -> None:
+    """With a hook that nobody called and results that were not combined: of a rank that did not
+    destroy its Buffer, which it is told, and then of one that did."""
+    forgot, left = run(2, "", "import time; time.sleep(0.3); buffer.destroy()")
+    assert (forgot.returncode, forgot.stdout) == (left.returncode, left.stdout) == (0, "")
+    assert left.stderr == "" and forgot.stderr in ("", WARNING)
 
 
 def test_destroy_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
