@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import test_low_latency
-import test_processes
+import test_process_ranks
 import test_throughput
 
 import deep_ep
@@ -82,9 +82,9 @@ def test_every_body_runs_on_all_ranks_and_devices() -> None:
         assert tuple(parameters_of(test, "size")) == (1, 2, 4, 8)
         on_cpu |= bodies_on(parameters_of(test, "body"))
     for test in (
-        test_processes.test_on_gpus,
-        test_processes.test_low_latency_on_gpus,
-        test_processes.test_masks_on_gpus,
+        test_process_ranks.test_on_gpus,
+        test_process_ranks.test_low_latency_on_gpus,
+        test_process_ranks.test_masks_on_gpus,
     ):
         assert tuple(parameters_of(test, "size")) == (1, 2, 4, 8)
         on_gpus |= bodies_on(parameters_of(test, "body"))

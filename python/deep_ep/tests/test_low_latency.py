@@ -1,5 +1,5 @@
 """Low-latency mode: every argument, on every number of ranks, against the definition; and what is
-refused. On GPUs: test_processes.py."""
+refused. On GPUs: test_process_ranks.py."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_replays_on_gpus(pool: Any, replay: Any) -> None:
     pool("cuda", 4).run(replay, num_nvl_bytes=1 << 20)
 
 
-def test_processes_in_cpu_memory(pool: Any) -> None:
+def test_process_ranks_in_cpu_memory(pool: Any) -> None:
     pool("cpu", 8).run(bodies.changing_experts)
     pool("cpu", 8).run(low_latency_calls.two_micro_batches_in_flight, low_latency_mode=True)
 
