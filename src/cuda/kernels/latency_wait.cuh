@@ -177,9 +177,13 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
     mask_late(v, call, peer);
     return Came::missing;
   }
-  if (!over) return Came::here;
-  if (reason == Reason::none) return Came::stop;
-  if (stage == Stage::latency_sums && (expected ^ seen) == kPerSlotTag) reason = Reason::mismatch;
+  if (over && reason == Reason::none) return Came::stop;
+  // It took the other path in this very call: nothing more to wait for.
+  if (stage == Stage::latency_sums && (expected ^ seen) == kPerSlotTag) {
+    reason = Reason::mismatch;
+  } else if (!over) {
+    return Came::here;
+  }
   if (reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
