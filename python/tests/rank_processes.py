@@ -80,8 +80,9 @@ class RankProcesses:
             self.children.append((child, mine))
 
     def stop(self) -> None:
-        for child, pipe in self.children:
+        for _, pipe in self.children:
             pipe.close()
+        for child, _ in self.children:
             child.join(5)
             child.kill()
             child.join()
