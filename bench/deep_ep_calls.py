@@ -6,10 +6,10 @@
 
 Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
 or an exchange like that behind it, in short rounds in turn, in one run, all results as tensors.
-Figures are medians over rounds, "+" that of the differences of neighbouring rounds. CPU time is of
-the calling thread. The time of a call is a round divided by its calls; on GPUs a round ends with
-a synchronisation. A low-latency combine is a dispatch and a combine less the dispatch. The GB/s
-count the rows received, beside them the share of Ferry's own.
+Figures are medians over rounds, in brackets that of the differences of neighbouring rounds. CPU
+time is of the calling thread. The time of a call is a round divided by its calls; on GPUs a round
+ends with a synchronisation. A low-latency combine is a dispatch and a combine less the dispatch.
+The GB/s count the rows received, beside them the share of Ferry's own.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def words_of(name: str, f: dict[str, float]) -> str:
         rate = f", {own:.3g} and {all_:.3g} GB/s: {100 * all_ / own:.1f} %"
     return (
         f"{name}: Ferry {f['ferry_us']:.1f} µs, CPU {f['ferry_cpu_us']:.1f}; deep_ep "
-        f"{f['deep_ep_us']:.1f} µs, CPU {f['deep_ep_cpu_us']:.1f} (+{f['more_cpu_us']:.1f}){rate}"
+        f"{f['deep_ep_us']:.1f} µs, CPU {f['deep_ep_cpu_us']:.1f} ({f['more_cpu_us']:+.1f}){rate}"
     )
 
 

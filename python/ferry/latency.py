@@ -74,10 +74,9 @@ class LatencyReceived(Generic[ArrayT]):
         return self._array(self._raw.topk_weights)
 
     @property
-    def address(self) -> int:
-        """Where `x` lies, which says which of the two buffers it is; 0 without local experts."""
-        x = self._raw.x
-        return 0 if x is None else x.address
+    def raw(self) -> _ferry.LatencyReceived:
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        return self._raw
 
     @property
     def event(self) -> _ferry.Event:
@@ -113,6 +112,11 @@ class LatencyCombined(Generic[ArrayT]):
             return self._out
         result: ArrayT = array(self._raw.x, self._like)
         return result
+
+    @property
+    def raw(self) -> _ferry.LatencyCombined:
+        """As of `LatencyReceived`."""
+        return self._raw
 
     @property
     def event(self) -> _ferry.Event:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.borrowed import borrowed
+from deep_ep.borrowed import borrowed, tensor_of
 from deep_ep.errors import EPException
 from deep_ep.low_latency_checks import Shape, Wire
 
@@ -67,7 +67,8 @@ class Round:
         combined = exchange.combine(rows, self.received, weights, **options)
         self.received = None
         if not options["hook"]:
-            return combined.x, _nothing
+            out = options["out"]
+            return (tensor_of(combined.raw.x) if out is None else out), _nothing
         self._sums = _Sums(combined)
         return self._sums.x, self._sums.receive
 
@@ -129,7 +130,8 @@ class Rounds:
                     for name in Parts._fields
                 )
             )
-        place = received.address, wire
+        raw: Any = received.raw
+        place = raw.x.address, wire
         lent = self._lent.get(place)
         if lent is None:
             lent = self._lent[place] = Parts(
@@ -138,10 +140,10 @@ class Rounds:
         x, scales, counts, source_token, ranges = lent
         return Parts(
             received.x if x is None else x.detach(),
-            received.scales if scales is None else scales.detach(),
-            received.counts if counts is None else counts.detach(),
-            received.source_token if source_token is None else source_token.detach(),
-            received.ranges if ranges is None else ranges.detach(),
+            _other(raw.scales) if scales is None else scales.detach(),
+            tensor_of(raw.counts) if counts is None else counts.detach(),
+            tensor_of(raw.source_token) if source_token is None else source_token.detach(),
+            tensor_of(raw.ranges) if ranges is None else ranges.detach(),
         )
 
     def _borrowed(self, tensor: Tensor | None) -> Tensor | None:
@@ -166,6 +168,10 @@ class Rounds:
                 found = torch.empty(of.x.shape, dtype=self.shape.dtype, device=of.x.device)
             self._rows[of.turn] = found
         return found
+
+
+def _other(made: Any) -> Tensor | None:
+    return None if made is None else tensor_of(made)
 
 
 def _nothing() -> None:
