@@ -69,7 +69,10 @@ class RankProcesses:
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports what takes long, once, and the ranks are its forks; nothing of Ferry
+        # or of CUDA is made there.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             child = context.Process(
