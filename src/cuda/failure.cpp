@@ -80,6 +80,14 @@ Error CudaEngine::rejoin_refusal(const Failure& failure) const {
 }
 
 Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {
+  if (failure.reason == Reason::stale) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": received: a result that was kept over " +
+                     to_string(failure.detail) +
+                     " later dispatches, those of graphs included; its rows may still be read, but "
+                     "neither received nor combined. Expected at most one dispatch between",
+                 {rank(), rank(), record.call, failure.written, 0, 0});
+  }
   const std::string at = failure.reason == Reason::bad_route
                              ? "an id that is no expert at [" + to_string(failure.detail / 64) +
                                    ", " + to_string(failure.detail % 64) + "]"
