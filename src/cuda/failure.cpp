@@ -58,7 +58,7 @@ Error CudaEngine::latency_mismatch(const Failure& failure) const {
   const char* call = combine ? "latency combine" : "latency dispatch";
   return Error(ErrorKind::mismatch,
                "rank " + to_string(rank()) + ": " + call + ": rank " + to_string(failure.peer) +
-                   (combine ? " takes another path"
+                   (combine ? " takes another path or format"
                             : " used another format or scale_format, or differs in having "
                               "topk_weights,") +
                    " in this call",

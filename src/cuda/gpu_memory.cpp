@@ -119,4 +119,10 @@ bool GpuMemory::record_stream(const void* pointer, cudaStream_t stream) {
   return registered_.record_stream(pointer, stream) || local_.record_stream(pointer, stream);
 }
 
+void GpuMemory::record_use(const void* pointer, unsigned long long stream,
+                           const std::shared_ptr<Use>& use) {
+  registered_.record_use(pointer, stream, use);
+  local_.record_use(pointer, stream, use);
+}
+
 }  // namespace ferry::cuda

@@ -53,6 +53,8 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
   void settle(const Held& held, const GpuEvent& event);
   /// False: the pointer is not in this memory.
   bool record_stream(const void* pointer, cudaStream_t stream);
+  /// Of memory of others: nothing.
+  void record_use(const void* pointer, unsigned long long stream, const std::shared_ptr<Use>& use);
 
  private:
   Held hold(StreamArena& arena, const engine::Region& region);

@@ -24,21 +24,34 @@ void StreamArena::forget_done() {
 void StreamArena::retry_deferred() {
   std::vector<Deferred> again;
   again.swap(deferred_);
-  for (const Deferred& one : again) release(one.region, one.streams);  // may defer it again
+  for (Deferred& one : again) release(one.region, std::move(one.others));  // may defer it again
 }
 
-void StreamArena::release(const engine::Region& region, const std::set<cudaStream_t>& streams) {
-  if (std::any_of(streams.begin(), streams.end(), is_capturing)) {
-    deferred_.push_back({region, streams});
+bool StreamArena::can_be_asked(const Others& others) const {
+  if (std::any_of(others.streams.begin(), others.streams.end(), is_capturing)) return false;
+  return std::all_of(others.uses.begin(), others.uses.end(), [&](const auto& one) {
+    return one.second->end(*events_) != nullptr || one.second->has_ended();
+  });
+}
+
+void StreamArena::await_on_gpu(const engine::Region& region, unsigned long long stream,
+                               GpuEvent event) {
+  // Without an event the work has ended, or the GPU is going away and nobody will use the memory.
+  if (!event) return;
+  pending_.push_back({region.data, region.data + region.bytes, stream, std::move(event)});
+}
+
+void StreamArena::release(const engine::Region& region, Others others) {
+  if (!can_be_asked(others)) {
+    deferred_.push_back({region, std::move(others)});
     return;
   }
-  for (cudaStream_t stream : streams) {
-    // Without an event the GPU is going away, and nobody will use the memory again.
+  for (cudaStream_t stream : others.streams) {
     if (GpuEvent event = events_->record(stream)) {
-      pending_.push_back(
-          {region.data, region.data + region.bytes, id_of(stream), std::move(event)});
+      await_on_gpu(region, id_of(stream), std::move(event));
     }
   }
+  for (const auto& [stream, use] : others.uses) await_on_gpu(region, stream, use->end(*events_));
   arena_.release(region);
 }
 
@@ -148,17 +161,17 @@ void StreamArena::give_back(const engine::Region& taken) noexcept {
   live_.erase(at);
   engine::Region region = taken;
   region.bytes = live.bytes;  // less than was taken, after shrink
-  std::set<cudaStream_t> streams = live.others;
+  Others others = live.others;
   if (live.user.captured) {
     // The graph has ended with the last of its pieces' owners, and its stream may be gone.
   } else if (live.settled) {
     pending_.push_back({region.data, region.data + region.bytes, live.user.id, live.settled});
   } else {
-    streams.insert(live.user.stream);
+    others.streams.insert(live.user.stream);
   }
   try {
     const OnDevice here(events_->device());  // whose default stream is meant
-    release(region, streams);
+    release(region, std::move(others));
   } catch (...) {  // the GPU is going away, and nobody will use the memory again
   }
 }
@@ -169,16 +182,28 @@ void StreamArena::settle(const engine::Region& region, const GpuEvent& event) {
   if (at != live_.end()) at->second.settled = event;
 }
 
-bool StreamArena::record_stream(const void* pointer, cudaStream_t stream) {
+StreamArena::Live* StreamArena::live_at(const void* pointer) {
   const auto* at = static_cast<const std::byte*>(pointer);
-  std::scoped_lock lock(mutex_);
   auto piece = live_.upper_bound(at);
-  if (piece == live_.begin()) return false;
+  if (piece == live_.begin()) return nullptr;
   piece = std::prev(piece);
-  if (at >= piece->first + piece->second.bytes) return false;
-  Live& live = piece->second;
-  if (live.user.captured || live.user.stream != stream) live.others.insert(stream);
+  return at < piece->first + piece->second.bytes ? &piece->second : nullptr;
+}
+
+bool StreamArena::record_stream(const void* pointer, cudaStream_t stream) {
+  std::scoped_lock lock(mutex_);
+  Live* live = live_at(pointer);
+  if (live == nullptr) return false;
+  if (live->user.captured || live->user.stream != stream) live->others.streams.insert(stream);
   return true;
+}
+
+void StreamArena::record_use(const void* pointer, unsigned long long stream,
+                             std::shared_ptr<Use> use) {
+  std::scoped_lock lock(mutex_);
+  Live* live = live_at(pointer);
+  if (live == nullptr || (!live->user.captured && live->user.id == stream)) return;
+  live->others.uses[stream] = std::move(use);
 }
 
 }  // namespace ferry::cuda

@@ -185,14 +185,14 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
     mask_late(v, call, peer);
     return Came::missing;
   }
-  // Told at once: the peer may have gone on to wait for this rank, which would then say less.
+  if (over && reason == Reason::none) return Came::stop;
+  // It took another path or format in this very call: nothing more to wait for.
   const auto odd = static_cast<std::uint32_t>(expected ^ seen);
   if (stage == Stage::latency_sums && odd != 0 && (odd & kGenerationTag) == 0) {
     reason = Reason::mismatch;
   } else if (!over) {
     return Came::here;
   }
-  if (reason == Reason::none) return Came::stop;
   if (reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
