@@ -8,9 +8,14 @@ namespace ferry::cuda::device {
 inline constexpr int kAtOnce = 2;
 /// Rows of a sum that are loaded at once: as many as the registers hold.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ == 1000)
+template <class T, bool kPerSlot>
 inline constexpr int kRows = 3;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <class T, bool kPerSlot>
+inline constexpr int kRows = !kPerSlot && sizeof(T) == 2 ? 3 : 4;
 #else
-inline constexpr int kRows = 4;
+template <class T, bool kPerSlot>
+inline constexpr int kRows = !kPerSlot && sizeof(T) == 4 ? 3 : 4;
 #endif
 
 /// The same of rows that carry their generation.
@@ -35,7 +40,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     for (int unit = walk.first; unit < walk.end; unit += walk.step) {
       SentRow sent;
       if (!walk.find(v, call_, unit, sent) || send_parts(sent)) continue;
-      return send_rest<PlainRow<T>>(p_, call_, at_.generation, unit);
+      return send_rest<PlainRow<T>>(p_, call_, unit);
     }
     return true;
   }
@@ -290,11 +295,12 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       for (int w = 0; w < kMaskWords; ++w) {
         std::uint32_t left = here[w];
         while (left != 0) {
-          uint4 data[kRows][kAtOnce];
+          constexpr int kLoaded = kRows<T, kPerSlot>;
+          uint4 data[kLoaded][kAtOnce];
           std::uint32_t loaded = left;
           int count = 0;
 #pragma unroll
-          for (int n = 0; n < kRows; ++n) {
+          for (int n = 0; n < kLoaded; ++n) {
             if (left == 0) continue;
             const int bit = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
@@ -307,7 +313,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
             }
           }
 #pragma unroll
-          for (int n = 0; n < kRows; ++n) {
+          for (int n = 0; n < kLoaded; ++n) {
             if (n >= count) continue;
             float factor = 0;
             if constexpr (kPerSlot) {

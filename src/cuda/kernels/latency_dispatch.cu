@@ -47,18 +47,22 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   KernelLimits limits;
   const cudaError_t error = kernel_limits(limits);
   if (error != cudaSuccess) return error;
-  const DispatchKernel kernel =
-      kernel_of(parameters.view.dtype, parameters.format, parameters.rank_major);
+  // Sending is the same in both orders.
+  const bool ranked = parameters.rank_major && parameters.halves != Halves::send;
+  const DispatchKernel kernel = kernel_of(parameters.view.dtype, parameters.format, ranked);
   if (kernel == nullptr || !fits_latency(parameters.view) || parameters.blocks < 1 ||
       parameters.tokens > parameters.view.capacity || parameters.topk > parameters.view.topk) {
     return cudaErrorInvalidValue;
   }
   LatencyDispatchParameters copy = parameters;
+  // It has an SM almost alone: it comes when the kernel before has ended, so that ranks that share
+  // a GPU have room for each other.
+  if (ranked) copy.blocks = std::min(copy.blocks, limits.sms);
   SharedShape shape = make_shared_shape(parameters.view);
   void* arguments[] = {&copy, &shape};
   return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(parameters.blocks), kLatencyThreads, shape.bytes}, arguments,
-                stream, limits.bulk_copies);
+                {static_cast<unsigned>(copy.blocks), kLatencyThreads, shape.bytes}, arguments,
+                stream, limits.bulk_copies && !ranked);
 }
 
 cudaError_t load_latency_dispatch_kernels() {

@@ -49,7 +49,7 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
 }
 
 template <class T, bool kQuantized, bool kRanked>
-__global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
+__global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
     latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
                             const SharedShape shape) {
   extern __shared__ std::uint32_t scratch[];

@@ -125,7 +125,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
         if (p_.slot_weights != nullptr) {
           if (row >= 0) weight = __ldg(p_.slot_weights + entry);
         } else if (!look_for_weights(at_, sent.source, sent.token, row, kLooksForFirst, weight)) {
-          return send_rest<Row>(p_, call_, at_.generation, unit);
+          return send_rest<Row>(p_, call_, unit);
         }
       }
       Row::send(p_, at_, call_, sent, row, weight, lanes);

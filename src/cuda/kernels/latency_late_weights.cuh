@@ -31,9 +31,9 @@ __device__ __forceinline__ bool await_weight(const LatencyPlaces& at, const Late
 /// second: the same bytes to the same places. False: the group has failed.
 template <class Row>
 __device__ __noinline__ bool send_rest(const LatencyCombineParameters& p, const LatencyCall& call,
-                                       std::uint64_t generation, int unit) {
+                                       int unit) {
   const LatencyView& v = p.view;
-  const LatencyPlaces at{v, generation};
+  const LatencyPlaces at{v, call.generation};
   const SendWalk walk(v, call);
 #pragma unroll 1
   for (int next = unit, turn = 0; turn < 2; next += walk.step) {
