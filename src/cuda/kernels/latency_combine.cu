@@ -65,9 +65,9 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
     return cudaErrorInvalidValue;
   }
   LatencyCombineParameters copy = parameters;
-  // It holds an SM almost alone: it comes when the kernel before has ended, so that ranks that
+  // Who holds an SM almost alone comes when the kernel before has ended, so that ranks that
   // share a GPU have room for each other.
-  const bool alone = timed && !encoded;
+  const bool alone = encoded ? is_alone(view.dtype, parameters.format) : timed;
   if (alone) copy.blocks = std::min(copy.blocks, limits.sms);
   void* arguments[] = {&copy};
   return launch(reinterpret_cast<const void*>(kernel),

@@ -82,6 +82,11 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, L
 
 using CombineKernel = void (*)(LatencyCombineParameters);
 
+/// Whether a block of such a kernel takes an SM almost alone, for its registers.
+FERRY_FN constexpr bool is_alone(Dtype dtype, CombineFormat format) {
+  return dtype == Dtype::f32 && format == CombineFormat::logfmt10;
+}
+
 /// latency_combine_encoded.cu: of formats that are not as_is.
 CombineKernel encoded_kernel(Dtype dtype, CombinePath path, CombineFormat format);
 

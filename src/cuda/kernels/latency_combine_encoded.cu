@@ -7,7 +7,8 @@ namespace ferry::cuda::device {
 namespace {
 
 template <class T, class Codes, bool kPerSlot>
-__global__ void __launch_bounds__(kLatencyThreads, kLatencyBlocksPerSm)
+__global__ void __launch_bounds__(kLatencyThreads,
+                                  is_alone(kDtypeOf<T>, Codes::kFormat) ? 1 : kLatencyBlocksPerSm)
     latency_combine_encoded_kernel(const __grid_constant__ LatencyCombineParameters p) {
   __shared__ LatencyCall call;
   run_combine<EncodedCombiner<T, Codes, kPerSlot>, kPerSlot, true>(p, call);
