@@ -180,8 +180,9 @@ class LatencyExchange {
 
   const LatencyConfig& config() const;
   /// Registered bytes of one rank's latency buffers: what creation adds to memory().latency_bytes.
+  /// `domains`: those of the group; with several there is room for what comes from the others.
   static std::size_t memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
-                                 DeviceKind device = DeviceKind::cpu);
+                                 DeviceKind device = DeviceKind::cpu, int domains = 1);
 
  private:
   std::shared_ptr<LatencyEngine> engine_;

@@ -250,7 +250,7 @@ bool CombineJob::reserve() {
 }
 
 Combined CombineJob::run() {
-  launch_.outlives(plan_);
+  launch_.outlives(plan_->slot);
   launch_.use(plan_->memory.data(), plan_->memory.owner);
   launch_.use(plan_->gpu_routes.side.data(), plan_->gpu_routes.side.owner);
   if (expert_major() && !plan_->captured && plan_->gpu_routes.carrier) {

@@ -200,7 +200,7 @@ Received DispatchJob::run() {
     // In a graph the GPU alone knows how the run of a call ended.
     if (!plan_->captured) launch_.record()->needs.push_back(routes_.carrier);
   }
-  launch_.outlives(plan_);
+  launch_.outlives(plan_->slot);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
   launch_.record()->plan = plan_->made;
   launch_.record()->plan_failure = {plan_->slot, &plan_->counts->failure};

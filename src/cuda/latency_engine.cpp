@@ -1,6 +1,7 @@
 // Latency mode: the memory of an exchange, how it is made and its results given back.
 #include "cuda/latency_engine.hpp"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@ using std::to_string;
 namespace {
 
 constexpr const char* kMake = "LatencyExchange";
+constexpr std::int64_t kFewSlots = 64;  // tokens of all ranks
 
 CallSignature signature_of(const LatencyConfig& config, bool valid) {
   CallSignature call;
@@ -69,6 +71,8 @@ void CudaLatency::drop(std::size_t result) {
 int CudaLatency::blocks() const {
   // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
   const int sms = engine_->local_sms();
+  // Where there is little to do, blocks that have nothing to do cost more than they save.
+  if (config_.capacity * engine_->size() <= kFewSlots) return std::max(1, sms / 2);
   return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
 }
 

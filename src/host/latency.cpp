@@ -94,7 +94,8 @@ void HostLatency::drop(Generation generation, bool received) {
   }
 }
 
-LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks) {
+LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks,
+                             int domains) {
   check_size(config, Placement{experts, ranks}.local_experts(0), ranks);
   LatencyShape shape;
   shape.ranks = ranks;
@@ -105,11 +106,13 @@ LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, 
   shape.element_bytes = size_of(config.dtype);
   shape.masks = config.masks;
   shape.fans_out = config.order == RowOrder::expert_major;
+  shape.crosses = domains > 1;
   return make_latency_layout(shape);
 }
 
-std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks) {
-  return segment_bytes(latency_layout(config, experts, ranks).bytes);
+std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                int domains) {
+  return segment_bytes(latency_layout(config, experts, ranks, domains).bytes);
 }
 
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
@@ -118,7 +121,7 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
   std::optional<Error> invalid;
   try {
     check_config(config);
-    layout = latency_layout(config, engine->placement().experts, engine->size());
+    layout = latency_layout(config, engine->placement().experts, engine->size(), engine->domains());
   } catch (const Error& error) {
     invalid = error;
   }

@@ -16,7 +16,7 @@ constexpr int kCounterBytes = 32 << 10;
 
 int header_warps(std::int64_t local_experts) {
   const std::int64_t fit = kCounterBytes / 4 / std::max<std::int64_t>(local_experts, 1);
-  return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kLatencyWarps));
+  return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kMostHeaderWarps));
 }
 
 SharedShape make_shared_shape(const LatencyView& v) {

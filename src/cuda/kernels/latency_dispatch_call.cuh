@@ -12,6 +12,35 @@ struct SharedShape {
   std::size_t bytes = 0;
 };
 
+/// Whole block; begins the call, too: the headers of the destinations that are this block's. False:
+/// the group has failed.
+__device__ inline bool send_headers(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                                    LatencyCall& call, std::uint32_t* counters, int warps) {
+  __shared__ HeaderMaker::Words words;
+  const LatencyView& v = p.view;
+  const auto blocks = static_cast<int>(gridDim.x);
+  const int first = blocks - 1 - static_cast<int>(blockIdx.x);
+  HeaderMaker header(p, ranks, counters, warps, words);
+  bool stopped = false;
+  if (threadIdx.x < 32) {
+    stopped = open_latency_call(v, nullptr, call);
+  } else {
+    header.count(first);
+  }
+  if (!join_latency_call(v, stopped)) return false;
+  const LatencyPlaces at{v, call.generation};
+  for (int d = first; d < v.group.ranks; d += blocks) {
+    if (d != first) {
+      __syncthreads();
+      header.count(d);
+      __syncthreads();
+    }
+    if (call.open[d]) header.write(at, d);
+  }
+  __syncthreads();  // what follows has the same memory
+  return true;
+}
+
 /// Whole block; begins the call, too. False: the group has failed.
 template <class T, bool kQuantized>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
@@ -22,13 +51,7 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   const bool apart = blocks > 4 * v.group.ranks;
   const bool heads = blocks - 1 - block < v.group.ranks;
   if (heads) {
-    const RouteStretch stretch(p, warps);
-    if (!begin_latency_call(v, nullptr, call)) return false;
-    const LatencyPlaces at{v, call.generation};
-    for (int d = blocks - 1 - block; d < v.group.ranks; d += blocks) {
-      if (call.open[d]) send_header(p, at, ranks, stretch, d, counters, warps);
-      __syncthreads();
-    }
+    if (!send_headers(p, ranks, call, counters, warps)) return false;
     if (apart) return true;
   }
   RowSender<T, kQuantized> sender(p, ranks, block, apart ? blocks - v.group.ranks : blocks);
