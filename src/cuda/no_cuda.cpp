@@ -32,11 +32,6 @@ MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
   return {0, config.memory_bytes, 0, 0};
 }
 
-std::size_t cuda_latency_memory_hint(const LatencyConfig&, std::int64_t, int) {
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange::memory_hint: this build of Ferry has the host engine only");
-}
-
 }  // namespace ferry::cuda
 
 namespace ferry {
