@@ -33,9 +33,12 @@ void DomainEngine::make_room(const CrossingWay& way, const CrossingTables& table
       config_.on_wait);
 }
 
-std::shared_ptr<engine::CrossingCall> DomainCall::cross(
-    const CrossingWay& way, const CrossingTables& tables, const StepMessage& head,
-    PackParameters pack, std::function<void(engine::Channel&)> agree) {
+std::shared_ptr<engine::CrossingCall> DomainCall::cross(const CrossingWay& way,
+                                                        const CrossingTables& tables,
+                                                        const StepMessage& head,
+                                                        PackParameters pack,
+                                                        std::function<void(engine::Channel&)> agree,
+                                                        const std::function<void()>& meanwhile) {
   DomainEngine& engine = engine_;
   auto call = std::make_shared<engine::CrossingCall>();
   call->stage = way.stage;
@@ -60,6 +63,7 @@ std::shared_ptr<engine::CrossingCall> DomainCall::cross(
   pack.stage = engine.stage_.data(DomainStage::kOut);
   try {
     pack_in_pieces(*call, pack);
+    if (meanwhile) meanwhile();
     wait_for_word(native_, engine.words_.arrived, call->number);
   } catch (const Error& error) {
     engine.fail(name_, error);  // the peers are in this call, or will be

@@ -155,7 +155,6 @@ Received DomainDispatch::run() {
   const Held weights = call.take(index(tables.count) * way.layout.weight_bytes);
   GatherParameters gather;
   gather.layout = way.layout;
-  gather.count = tables.count;
   gather.from = tables.from;
   gather.own = pack.from;
   gather.blocks = tables.in;
@@ -165,8 +164,15 @@ Received DomainDispatch::run() {
   gather.weights = reinterpret_cast<float*>(weights.data());
   gather.sms = engine_.inside().local_sms();
 
-  auto crossing = call.cross(way, tables, head(how), pack, agree_on_rows);
-  check(launch_gather(gather, call.native()), "launch_gather");
+  const auto gather_some = [&](std::int64_t begin, std::int64_t end) {
+    gather.begin = begin;
+    gather.end = end;
+    check(launch_gather(gather, call.native()), "launch_gather");
+  };
+  auto crossing = call.cross(way, tables, head(how), pack, agree_on_rows,
+                             [&] { gather_some(tables.own_begin, tables.own_end); });
+  gather_some(0, tables.own_begin);
+  gather_some(tables.own_end, tables.count);
   Received received = exchange_inside(call, tables, gather);
   plan_->crossed = how;
   plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});

@@ -37,7 +37,9 @@ inline constexpr std::uint64_t kRingSlots = 2048;
 /// How tokens of a plan cross, one way: made by the first call that needs it.
 struct CrossingTables {
   CrossingLists lists{};
-  std::int64_t count = 0;                    ///< of domain tokens
+  std::int64_t count = 0;      ///< of domain tokens
+  std::int64_t own_begin = 0;  ///< the own ones among them
+  std::int64_t own_end = 0;
   Plan inside{};                             ///< of the domain tokens, by the engine inside
   Held memory{};                             ///< the tables below
   const std::int32_t* from = nullptr;        ///< [V]
@@ -224,10 +226,12 @@ class DomainCall {
   const std::byte* aligned(const ConstTensorView& rows, Held& copy) const;
 
   /// Hands the call to the proxy, packs its rows (`pack`: from where) and makes its commands; what
-  /// comes next in the stream comes when all is here. From here on the call takes place.
+  /// comes next in the stream comes when all is here, but for what `meanwhile` launches. From here
+  /// on the call takes place.
   std::shared_ptr<engine::CrossingCall> cross(const CrossingWay& way, const CrossingTables& tables,
                                               const StepMessage& head, PackParameters pack,
-                                              std::function<void(engine::Channel&)> agree = {});
+                                              std::function<void(engine::Channel&)> agree = {},
+                                              const std::function<void()>& meanwhile = {});
   /// The call's last kernel is launched: its event.
   Event finish(std::shared_ptr<engine::CrossingCall> call, Event inside);
 

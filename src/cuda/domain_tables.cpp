@@ -1,6 +1,8 @@
 // How the tokens of a plan cross: the first call that crosses in some way learns the routes of what
 // crosses to here, and plans the exchange inside the domain.
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "cuda/domain_engine.hpp"
@@ -121,6 +123,9 @@ void DomainEngine::upload(DomainCall& call, const DomainTokens& tokens, Crossing
   std::byte* data = to.memory.data();
   to_gpu(call, data, tables.bytes().data(), tables.bytes().size());
   to.count = tokens.count();
+  const auto own = std::find(tokens.sources.begin(), tokens.sources.end(), rank());
+  to.own_begin = tokens.first[index(own - tokens.sources.begin())];
+  to.own_end = tokens.first[index(own - tokens.sources.begin()) + 1];
   to.from = reinterpret_cast<const std::int32_t*>(data + from);
   to.names = reinterpret_cast<const std::int32_t*>(data + names);
   to.sent = reinterpret_cast<const std::int32_t*>(data + sent);
@@ -140,6 +145,10 @@ void DomainEngine::plan_inside(DomainCall& call, int topk, int sources, Crossing
   const ConstTensorView routes(to.ids, Dtype::i32, {to.count, topk}, device());
   to.inside = inside().plan(routes, {call.stream()});
   auto& made = static_cast<CudaPlan&>(*to.inside.state());
+  if (!made.memory) {
+    throw Error(ErrorKind::exhausted, std::string(call.name()) + ": no GPU memory for a plan of " +
+                                          std::to_string(to.count) + " tokens");
+  }
   made.scattered = true;
   made.token_names = to.names;
   ShiftLanesParameters parameters;

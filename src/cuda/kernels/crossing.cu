@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto columns = static_cast<std::int64_t>(p.layout.scale_bytes / sizeof(float));
   const auto topk = static_cast<std::int64_t>(p.layout.weight_bytes / sizeof(float));
   const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t v = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.count;
+  for (std::int64_t v = p.begin + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.end;
        v += stride) {
     std::byte* row = p.rows + v * static_cast<std::int64_t>(p.layout.row_bytes);
     const std::int32_t from = p.from[v];
@@ -269,9 +269,9 @@ cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream) {
 }
 
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream) {
-  if (parameters.count == 0) return cudaSuccess;
-  gather_kernel<<<grid(parameters.count, kWarps, parameters.sms), kThreads, 0, stream>>>(
-      parameters);
+  const std::int64_t count = parameters.end - parameters.begin;
+  if (count <= 0) return cudaSuccess;
+  gather_kernel<<<grid(count, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
