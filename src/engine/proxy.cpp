@@ -140,7 +140,7 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
     try {
       state->work();
     } catch (...) {
-      state->error = std::current_exception();
+      state->error = KeptError::current();
     }
     if (!failed_ && channel_.dead()) {
       failed_ = true;
@@ -166,7 +166,7 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
     }
     lock.lock();
   }
-  if (state->error) std::rethrow_exception(state->error);
+  if (state->error) state->error.raise();
 }
 
 void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& command,
@@ -208,7 +208,8 @@ void Proxy::carry(CrossingCall& call) {
     if (call.agree) call.agree(channel_);
   } catch (const Error& error) {
     if (!channel_.all_ranks_threw()) throw;
-    call.refused = error;
+    call.refused.emplace(error.kind(), error.what(),
+                         error.context());  // its own text, as KeptError
   }
   if (!call.refused) {
     for (const CrossingWindow& window : call.windows) {

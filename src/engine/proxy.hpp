@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/kept_error.hpp"
 #include "engine/channel.hpp"
 #include "protocol/command_ring.hpp"
 
@@ -83,7 +84,7 @@ class Proxy {
  private:
   struct Step {
     std::function<void()> work{};
-    std::exception_ptr error{};
+    KeptError error{};
     bool done = false;
   };
   void serve();
