@@ -12,6 +12,8 @@ import os
 import secrets
 import socket
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -114,3 +116,20 @@ class RankProcesses:
             failed.sort(key=lambda entry: entry[1] in ("PeerLeft", "PeerFailed", "Late"))
             raise AssertionError("\n".join(f"rank {r}: {text}" for r, _, text in failed))
         return [what for _, what in answers]
+
+
+@contextmanager
+def kept(
+    make: Callable[[int, str], RankProcesses],
+) -> Iterator[Callable[[str, int], RankProcesses]]:
+    """`get(device, size)`: one RankProcesses for each, stopped at the end."""
+    made: dict[tuple[str, int], RankProcesses] = {}
+
+    def get(device: str, size: int) -> RankProcesses:
+        if (device, size) not in made:
+            made[device, size] = make(size, device)
+        return made[device, size]
+
+    yield get
+    for processes in made.values():
+        processes.stop()

@@ -10,14 +10,13 @@ import expert_parallel_bodies as bodies
 import pytest
 import torch
 from compiled_bodies import TRACES_ANY_BACKWARD
+from gpus import needs_gpu
 from rank_processes import RankProcesses
 from rank_threads import run_ranks
 
 import ferry
 import ferry.torch as ft
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
 OPTIONS: list[dict[str, int]] = [{}, {"alignment": 4}, {"worst_case_rows": 64}]
 
 

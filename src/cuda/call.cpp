@@ -125,7 +125,9 @@ void Launch::outlives(const std::shared_ptr<void>& owner) {
 void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
   if (data == nullptr) return;
   if (capture_.active) {
-    if (owner) graph_.push_back(owner);
+    // Not by their owner: the graph may go after the streams that were to be asked then.
+    std::shared_ptr<void> held = engine_.gpu().hold(data);
+    if (held || owner) graph_.push_back(held ? std::move(held) : owner);
   } else {
     engine_.gpu().record_use(data, stream_id_, record_);
   }

@@ -116,7 +116,8 @@ class Launch {
 
   /// Keeps a piece until the call has ended (captured: as long as the graph).
   std::byte* temporary(Held held);
-  /// Keeps what a result or a plan holds as long as the graph, when there is one.
+  /// Keeps what a result or a plan holds as long as the graph, when there is one. No memory that
+  /// was not taken in the same capture: `use` is for that.
   void outlives(const std::shared_ptr<void>& owner);
   /// Memory that was made on any stream is used by this call. A graph keeps it instead.
   void use(const void* data, const std::shared_ptr<void>& owner);

@@ -64,6 +64,10 @@ class StreamArena {
   bool record_stream(const void* pointer, cudaStream_t stream);
   /// The piece that holds `pointer`, if there is one, is used by work on the stream of that id.
   void record_use(const void* pointer, unsigned long long stream, std::shared_ptr<Use> use);
+  /// The piece that holds `pointer` stays as long as a graph, too; `let_go` must follow, on any
+  /// thread and at any time: it asks no stream. False: there is none.
+  bool hold(const void* pointer);
+  void let_go(const void* pointer) noexcept;
   /// Whether the work that used pieces given back has ended.
   bool at_rest();
 
@@ -85,6 +89,8 @@ class StreamArena {
     User user{};
     Others others{};
     GpuEvent settled{};
+    int graphs = 0;                           // that hold it
+    std::optional<engine::Region> dropped{};  // given back, while graphs hold it
   };
   /// A piece that is free for whoever waits for `event`.
   struct Pending {
@@ -97,14 +103,15 @@ class StreamArena {
   struct Deferred {
     engine::Region region{};
     Others others{};
+    bool held = false;  // by graphs
   };
 
   void forget_done();
   void retry_deferred();
-  void release(const engine::Region& region, Others others);
+  void release(const engine::Region& region, Others others, bool held);
   bool can_be_asked(const Others& others) const;
   void await_on_gpu(const engine::Region& region, unsigned long long stream, GpuEvent event);
-  Live* live_at(const void* pointer);
+  std::map<const std::byte*, Live>::iterator live_at(const void* pointer);
   void hand_out(const engine::Region& region, const User& user);
   bool is_idle(const engine::Region& region) const;
   std::vector<GpuEvent> follow(const engine::Region& region, const User& user) const;

@@ -1,4 +1,5 @@
-// The latency exchange of the host engine, and what one generation of it holds.
+// The latency exchange of the host engine; latency_exchange.hpp has what one generation of it
+// holds.
 #pragma once
 #include <array>
 #include <atomic>
@@ -16,6 +17,7 @@
 #include "engine/reach.hpp"
 #include "host/engine.hpp"
 #include "host/latency.hpp"
+#include "host/latency_exchange.hpp"
 #include "host/latency_masks.hpp"
 #include "protocol/credit.hpp"
 #include "protocol/delivery.hpp"
@@ -26,97 +28,11 @@ inline constexpr const char* kLatencyDispatch = "latency dispatch";
 inline constexpr const char* kLatencyCombine = "latency combine";
 inline constexpr const char* kLatencyRejoin = "latency rejoin";
 
-/// What a source says about the rows that it sent.
-struct SourceHeader {
-  std::uint64_t generation = 0;
-  std::int32_t rows = 0;
-  std::uint32_t format = 0;
-  std::uint32_t scale_format = 0;
-  std::uint32_t weights = 0;  ///< 1: they are beside the rows
-};
-static_assert(sizeof(SourceHeader) <= kLineBytes);
-
-/// What a rank says of its combine, ahead of the rows. The same on all ranks.
-struct CombineHead {
-  std::uint64_t generation = 0;
-  std::uint32_t by_rank = 0;  ///< one row for each rank, not for each slot
-  std::uint32_t format = 0;
-  std::uint32_t weights = 0;  ///< 1: this rank's weights are beside the head
-  std::uint32_t unused = 0;
-  bool operator==(const CombineHead&) const = default;
-};
-static_assert(sizeof(CombineHead) <= kLineBytes);
-
-/// A row that came.
-struct Arrival {
-  std::int32_t source = 0;
-  std::int32_t row = 0;  ///< among those of the source
-  std::int32_t token = 0;
-  std::int32_t slot = 0;  ///< the first one that is here
-};
-
-class HostLatency;
-
-/// Keeps one of the two buffers in use; gives it back to the senders when dropped.
-class BufferLease {
- public:
-  BufferLease(std::shared_ptr<HostLatency> engine, Generation generation)
-      : engine_(std::move(engine)), generation_(generation) {}
-  ~BufferLease();
-  void take() { taken_ = true; }
-  void mark_received() { received_.store(true, std::memory_order_release); }
-  BufferLease(const BufferLease&) = delete;
-  BufferLease& operator=(const BufferLease&) = delete;
-
- private:
-  std::shared_ptr<HostLatency> engine_;
-  Generation generation_;
-  bool taken_ = false;
-  std::atomic<bool> received_{false};
-};
-
-/// One generation, from its dispatch to its combine.
-struct Exchange {
-  Generation generation = 0;
-  std::shared_ptr<BufferLease> lease{};
-  LatencyDispatchOptions options{};
-  std::int64_t tokens = 0;
-  int topk = 0;
-  std::vector<std::int32_t> routes{};  // own, [T, K]
-  std::vector<float> weights{};        // own, [T, K], if they came with the dispatch
-  RankBytes sent{};                    // to whom: all but ranks that were masked
-  RankBytes came{};                    // whose rows; the same
-  // Filled by the receive: what came, in ascending source and token; K of the configuration.
-  std::vector<Arrival> arrivals{};
-  std::vector<std::int32_t> slot_rows{};  // [arrivals, K]: expert-major row or -1; rank-major: none
-  std::vector<float> slot_weights{};      // [arrivals, K], if they came with the dispatch
-  std::atomic<bool> received{false};
-  std::atomic<bool> combined{false};
-  LatencyReceived result{};  // the tensors alone, without owner of this state
-};
-
-/// A token on its way: as it crosses, and beside it its index, K local ids, K weights.
-struct WireToken {
-  const void* row = nullptr;
-  std::vector<std::byte> codes{};
-  std::vector<float> scales{};
-  std::vector<std::int32_t> meta{};
-};
-
-/// One combine.
-struct CombineCall {
-  CombineFormat format = CombineFormat::as_is;
-  bool by_rank = false;          ///< one row for each rank crosses, not for each slot
-  bool weights_follow = false;   ///< they are pushed ahead of the rows
-  std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
-  std::optional<TensorView> waits{};
-  Tensor out{};
-};
-
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
-/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_rank_major.cpp:
-/// its results without fan-out; latency_combine.cpp: the call and the sums of the owner;
-/// latency_rows.cpp: the rows on their way there; latency_rejoin.cpp: who takes part.
+/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_cross.cpp: rows
+/// of other domains; latency_rank_major.cpp: results without fan-out; latency_combine.cpp: the call
+/// and the sums of the owner; latency_rows.cpp: the rows on their way there; latency_rejoin.cpp:
+/// who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
@@ -264,6 +180,33 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Whether the token goes to `peer`, and what stands beside it there.
   bool route_to(const Exchange& exchange, std::int64_t token, int peer, std::int32_t* meta) const;
   std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
+  /// How many tokens go to each rank, [R].
+  std::vector<std::int32_t> rows_to_ranks(const Exchange& exchange) const;
+  SourceHeader header_of(const Exchange& exchange, std::int32_t rows) const;
+
+  // latency_cross.cpp
+  /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
+  bool crosses(int peer) const { return !engine_->topology().together(engine_->rank(), peer); }
+  RecordLayout record_layout(const Exchange& exchange) const {
+    const std::size_t scale_bytes = quantized(exchange) ? scales() * sizeof(float) : 0;
+    return make_record_layout(config_.topk, row_bytes(exchange), scale_bytes);
+  }
+  std::size_t record_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    return layout_.records + slot(exchange.generation, source, 0) * layout_.record_slot +
+           static_cast<std::size_t>(row) * record_layout(exchange).bytes;
+  }
+  /// The same write for row, scales, route and count; returns its bytes.
+  std::size_t send_record(const Exchange& exchange, WireToken& wire, int peer, std::int32_t row,
+                          std::int32_t rows);
+  /// In place of rows, where there are none.
+  std::size_t send_no_record(const Exchange& exchange, int peer);
+  /// Where what came from a source lies, by whichever way it came.
+  const SourceHeader& header_from(const Exchange& exchange, int source) const;
+  const std::int32_t* meta_from(const Exchange& exchange, int source, std::int64_t row) const;
+  const std::byte* row_from(const Exchange& exchange, int source, std::int64_t row) const;
+  const float* scales_from(const Exchange& exchange, int source, std::int64_t row) const;
+
+  // latency_receive.cpp, latency_rank_major.cpp
   SourceHeader checked_header(const Exchange& exchange, int source);
   const Arrival& note_arrival(Exchange& exchange, int source, std::int32_t row);
   void fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts);

@@ -19,8 +19,7 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
   shape.topk = 8;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 3);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     ConstTensorView routes = mine.routes_view();
     ConstTensorView x = mine.x_view();
     std::unique_ptr<Buffer> many;
@@ -143,8 +142,7 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
     for (std::size_t i = 0; i < first.routes.size(); ++i) {
       first.routes[i] = static_cast<std::int64_t>(i) % kExperts;  // rank 0's
     }
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;

@@ -9,14 +9,7 @@ import low_latency_calls as calls
 import mask_bodies
 import pytest
 import torch
-from low_latency_bodies import (
-    CAPACITY,
-    check_received,
-    combine,
-    dispatch,
-    experts,
-    own,
-)
+from low_latency_bodies import CAPACITY, check_received, combine, dispatch, experts, own
 from low_latency_reference import Batch
 from rank_buffers import run_buffers
 

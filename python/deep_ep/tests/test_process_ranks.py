@@ -15,17 +15,14 @@ import replay_sglang
 import replay_torchtitan
 import replay_vllm
 import throughput_bodies as bodies
-import torch
 import torch.distributed as dist
 from buffer_processes import BufferProcesses
 from devices import device_of
-from rank_processes import free_port
+from gpus import needs_gpu
+from rank_processes import free_port, kept
 
 import deep_ep
-import ferry
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
 EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, *buffer_bodies.ALL, bodies.captured]
 TEN_BITS = low_latency_calls.rows_come_back_in_ten_bits
 not_there = pytest.mark.skip(reason="combine in ten bits is not there yet on GPUs")
@@ -39,14 +36,8 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
     """`pool(device, size)`: processes that stay from test to test."""
-    made: dict[tuple[str, int], BufferProcesses] = {}
-
-    def get(device: str, size: int) -> BufferProcesses:
-        return made.setdefault((device, size), BufferProcesses(size, device))
-
-    yield get
-    for processes in made.values():
-        processes.stop()
+    with kept(BufferProcesses) as get:
+        yield get
 
 
 @pytest.mark.gpu
