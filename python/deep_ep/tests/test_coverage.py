@@ -68,9 +68,7 @@ def test_every_argument_has_a_row() -> None:
 
 
 def bodies_on(parameters: Any) -> set[str]:
-    return {
-        body.__name__ for one in parameters for body in (getattr(one, "values", None) or (one,))
-    }
+    return {body.__name__ for body in parameters}
 
 
 def parameters_of(test: Any, name: str) -> list[Any]:

@@ -24,12 +24,6 @@ from rank_processes import free_port, kept
 import deep_ep
 
 EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, *buffer_bodies.ALL, bodies.captured]
-TEN_BITS = low_latency_calls.rows_come_back_in_ten_bits
-not_there = pytest.mark.skip(reason="combine in ten bits is not there yet on GPUs")
-LOW_LATENCY = [
-    pytest.param(body, marks=not_there) if body is TEN_BITS else body
-    for body in low_latency_calls.ALL
-]
 pytestmark = pytest.mark.timeout(280)
 
 
@@ -51,7 +45,7 @@ def test_on_gpus(pool: Any, body: Any, size: int) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("body", LOW_LATENCY, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", low_latency_calls.ALL, ids=lambda body: body.__name__)
 def test_low_latency_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, low_latency_mode=True)
 
