@@ -15,6 +15,7 @@ import replay_sglang
 import replay_torchtitan
 import replay_vllm
 import throughput_bodies as bodies
+import torch
 import torch.distributed as dist
 from buffer_processes import BufferProcesses
 from devices import device_of
@@ -76,10 +77,12 @@ def test_process_ranks_in_cpu_memory(pool: Any) -> None:
 
 def with_process_groups(buffer: Any, device: str, port: int) -> None:
     """Buffers of process groups of torch: the default one, and ones beside it of fewer ranks.
-    torch's groups are gone when tokens are exchanged."""
+    torch's groups are gone when tokens are exchanged. Of NCCL where each rank has a GPU."""
     device_of(buffer, device)
     where, ranks = f"tcp://127.0.0.1:{port}", buffer.group_size
-    dist.init_process_group("gloo", where, rank=buffer.rank, world_size=ranks)
+    apart = device == "cuda" and ranks <= torch.cuda.device_count()
+    backend = "nccl" if apart else "gloo"
+    dist.init_process_group(backend, where, rank=buffer.rank, world_size=ranks)
     made = []
     try:
         for size in (size for size in (1, 2, 4, 8) if size <= ranks):
@@ -94,6 +97,8 @@ def with_process_groups(buffer: Any, device: str, port: int) -> None:
         dist.destroy_process_group()
     for own in made:
         bodies.changing_experts(own, device)
+    buffer.group.allgather(None)
+    for own in made:
         own.destroy()
 
 
@@ -103,5 +108,6 @@ def test_process_groups_of_torch(pool: Any) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_process_groups_on_gpus(pool: Any) -> None:
-    pool("cuda", 4).run(with_process_groups, free_port())
+@pytest.mark.parametrize("size", [2, 4])
+def test_process_groups_on_gpus(pool: Any, size: int) -> None:
+    pool("cuda", size).run(with_process_groups, free_port())
