@@ -66,15 +66,19 @@ const LatencyConfig& LatencyExchange::config() const {
 }
 
 std::size_t LatencyExchange::memory_hint(const LatencyConfig& config, std::int64_t experts,
-                                         int ranks, DeviceKind device) {
+                                         int ranks, DeviceKind device, int domains) {
   check_config(config);
   if (experts < 1 || experts > (1 << 20) || ranks < 1 || ranks > kMaxRanks) {
     refuse("LatencyExchange::memory_hint", "experts, ranks",
            std::to_string(experts) + ", " + std::to_string(ranks),
            "1 … 1048576 experts, 1 … " + std::to_string(kMaxRanks) + " ranks");
   }
+  if (domains < 1 || domains > ranks) {
+    refuse("LatencyExchange::memory_hint", "domains", std::to_string(domains),
+           "1 … " + std::to_string(ranks) + ", the ranks");
+  }
   if (device == DeviceKind::cuda) return cuda::cuda_latency_memory_hint(config, experts, ranks);
-  return host::latency_memory_hint(config, experts, ranks);
+  return host::latency_memory_hint(config, experts, ranks, domains);
 }
 
 void LatencyReceived::receive() {

@@ -157,6 +157,29 @@ FERRY_FN constexpr CombineRowLayout make_combine_row_layout(std::size_t hidden) 
   return layout;
 }
 
+/// What a latency dispatch says of its rows, at the start of each record.
+inline constexpr std::size_t kSourceHeaderBytes = 24;
+
+/// A row of a latency dispatch as it crosses to another domain, with all that belongs to it, so
+/// that it is one write: the source's header, token, K local ids, K weights; row; scales. Records
+/// follow each other without gaps.
+struct RecordLayout {
+  std::size_t meta = kSourceHeaderBytes;
+  std::size_t row = 0;
+  std::size_t scales = 0;
+  std::size_t bytes = 0;
+};
+
+FERRY_FN constexpr RecordLayout make_record_layout(int topk, std::size_t row_bytes,
+                                                   std::size_t scale_bytes) {
+  const std::size_t words = 1 + 2 * static_cast<std::size_t>(topk);
+  RecordLayout layout{};
+  layout.row = round_up(layout.meta + words * sizeof(std::int32_t), 16);
+  layout.scales = layout.row + round_up(row_bytes, 16);
+  layout.bytes = layout.scales + round_up(scale_bytes, 16);
+  return layout;
+}
+
 /// Registered memory of one rank's latency exchange. Every part exists twice, for even and odd
 /// generations, but for the flags that every generation raises.
 struct LatencyLayout {
@@ -165,7 +188,7 @@ struct LatencyLayout {
   std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
   std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
-  std::size_t pulse = 0;      ///< one line, written by the owner: when it was last in a call
+  std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency_pulse.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
   std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included, in any format
@@ -180,6 +203,8 @@ struct LatencyLayout {
   std::size_t sum_slot = 0;   ///< bytes of one of them, in any format
   std::size_t outputs = 0;    ///< [2, output_bytes]
   std::size_t output_bytes = 0;
+  std::size_t records = 0;      ///< [2, R, capacity, record_slot]: rows from other domains
+  std::size_t record_slot = 0;  ///< bytes of one record, in any format
   std::size_t bytes = 0;
 };
 
@@ -192,6 +217,7 @@ struct LatencyShape {
   std::size_t element_bytes = 2;
   bool masks = false;
   bool fans_out = true;  ///< room for expert-major results
+  bool crosses = false;  ///< there are several domains
 };
 
 FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) {
@@ -211,7 +237,7 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.counts = carver.take(2 * r * kLineBytes);
   const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
   layout.masks = carver.take(mask_lines);
-  layout.pulse = carver.take(shape.masks ? kLineBytes : 0);
+  layout.pulse = carver.take(mask_lines);
   layout.offers = carver.take(mask_lines);
   layout.answers = carver.take(mask_lines);
   layout.combines = carver.take(2 * r * kLineBytes);
@@ -228,6 +254,8 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   const std::size_t output_rows = shape.fans_out ? experts * r * capacity : 0;
   layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
   layout.outputs = carver.take(2 * layout.output_bytes);
+  layout.record_slot = make_record_layout(shape.topk, layout.row_slot, 0).bytes;
+  layout.records = carver.take(shape.crosses ? 2 * r * capacity * layout.record_slot : 0);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }

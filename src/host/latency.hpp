@@ -13,9 +13,11 @@ class HostEngine;
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
                                                  const LatencyConfig& config);
 
-LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks);
+LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks,
+                             int domains);
 
 /// Registered bytes of one rank.
-std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
+std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                int domains);
 
 }  // namespace ferry::host

@@ -29,9 +29,10 @@ inline constexpr const char* kLatencyCombine = "latency combine";
 inline constexpr const char* kLatencyRejoin = "latency rejoin";
 
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
-/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_rank_major.cpp:
-/// its results without fan-out; latency_combine.cpp: the call and the sums of the owner;
-/// latency_rows.cpp: the rows on their way there; latency_rejoin.cpp: who takes part.
+/// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_cross.cpp: rows
+/// of other domains; latency_rank_major.cpp: results without fan-out; latency_combine.cpp: the call
+/// and the sums of the owner; latency_rows.cpp: the rows on their way there; latency_rejoin.cpp:
+/// who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
@@ -179,6 +180,33 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Whether the token goes to `peer`, and what stands beside it there.
   bool route_to(const Exchange& exchange, std::int64_t token, int peer, std::int32_t* meta) const;
   std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
+  /// How many tokens go to each rank, [R].
+  std::vector<std::int32_t> rows_to_ranks(const Exchange& exchange) const;
+  SourceHeader header_of(const Exchange& exchange, std::int32_t rows) const;
+
+  // latency_cross.cpp
+  /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
+  bool crosses(int peer) const { return !engine_->topology().together(engine_->rank(), peer); }
+  RecordLayout record_layout(const Exchange& exchange) const {
+    const std::size_t scale_bytes = quantized(exchange) ? scales() * sizeof(float) : 0;
+    return make_record_layout(config_.topk, row_bytes(exchange), scale_bytes);
+  }
+  std::size_t record_offset(const Exchange& exchange, int source, std::int64_t row) const {
+    return layout_.records + slot(exchange.generation, source, 0) * layout_.record_slot +
+           static_cast<std::size_t>(row) * record_layout(exchange).bytes;
+  }
+  /// The same write for row, scales, route and count; returns its bytes.
+  std::size_t send_record(const Exchange& exchange, WireToken& wire, int peer, std::int32_t row,
+                          std::int32_t rows);
+  /// In place of rows, where there are none.
+  std::size_t send_no_record(const Exchange& exchange, int peer);
+  /// Where what came from a source lies, by whichever way it came.
+  const SourceHeader& header_from(const Exchange& exchange, int source) const;
+  const std::int32_t* meta_from(const Exchange& exchange, int source, std::int64_t row) const;
+  const std::byte* row_from(const Exchange& exchange, int source, std::int64_t row) const;
+  const float* scales_from(const Exchange& exchange, int source, std::int64_t row) const;
+
+  // latency_receive.cpp, latency_rank_major.cpp
   SourceHeader checked_header(const Exchange& exchange, int source);
   const Arrival& note_arrival(Exchange& exchange, int source, std::int32_t row);
   void fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts);

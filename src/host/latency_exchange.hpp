@@ -23,7 +23,7 @@ struct SourceHeader {
   std::uint32_t scale_format = 0;
   std::uint32_t weights = 0;  ///< 1: they are beside the rows
 };
-static_assert(sizeof(SourceHeader) <= kLineBytes);
+static_assert(sizeof(SourceHeader) == kSourceHeaderBytes);
 
 /// What a rank says of its combine, ahead of the rows. The same on all ranks.
 struct CombineHead {
@@ -90,6 +90,8 @@ struct WireToken {
   std::vector<std::byte> codes{};
   std::vector<float> scales{};
   std::vector<std::int32_t> meta{};
+  std::vector<std::byte> record{};  // all of it, for another domain; made when it is needed
+  bool recorded = false;
 };
 
 /// One combine.

@@ -1,4 +1,5 @@
-// Latency dispatch without fan-out: rows stay where their sources wrote them.
+// Latency dispatch without fan-out: rows stay where their sources wrote them; those of other
+// domains are copied beside them.
 #include <algorithm>
 #include <cstring>
 
@@ -27,7 +28,6 @@ void HostLatency::make_rank_major(Exchange& exchange) {
 }
 
 void HostLatency::receive_rank_major(Exchange& exchange) {
-  const Generation g = exchange.generation;
   const LatencyReceived& result = exchange.result;
   const auto topk = static_cast<std::size_t>(config_.topk);
   auto* ids = result.topk_idx.as<std::int32_t>();
@@ -40,13 +40,16 @@ void HostLatency::receive_rank_major(Exchange& exchange) {
       const Arrival& arrival = note_arrival(exchange, source, row);
       const std::size_t at = slot(0, source, row);
       result.source_token.as<std::int32_t>()[at] = arrival.token;
-      const auto* meta =
-          reinterpret_cast<const std::int32_t*>(segment_.data + meta_offset(g, source, row));
+      const std::int32_t* meta = meta_from(exchange, source, row);
       std::memcpy(ids + at * topk, meta + 1, topk * sizeof(std::int32_t));
       for (std::size_t k = 0; weights != nullptr && k < topk; ++k) {
         if (meta[1 + k] >= 0) std::memcpy(weights + at * topk + k, meta + 1 + topk + k, 4);
       }
       if (quantized(exchange)) place_scales(exchange, source, row, source, row);
+      if (crosses(source)) {
+        std::memcpy(segment_.data + row_offset(exchange, source, row),
+                    row_from(exchange, source, row), row_bytes(exchange));
+      }
     }
     result.counts.as<std::int32_t>()[source] = header.rows;
   }

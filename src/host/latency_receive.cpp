@@ -12,8 +12,7 @@ namespace ferry::host {
 
 SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
   if (exchange.came[static_cast<std::size_t>(source)] == 0) return {};  // masked: no rows
-  const auto& header = *reinterpret_cast<const SourceHeader*>(
-      segment_.data + header_offset(exchange.generation, source));
+  const SourceHeader& header = header_from(exchange, source);
   const bool same =
       header.generation == exchange.generation &&
       header.format == static_cast<std::uint32_t>(exchange.options.format) &&
@@ -30,8 +29,7 @@ SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
 }
 
 const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::int32_t row) {
-  const auto* meta = reinterpret_cast<const std::int32_t*>(
-      segment_.data + meta_offset(exchange.generation, source, row));
+  const std::int32_t* meta = meta_from(exchange, source, row);
   const std::int32_t token = meta[0];
   std::int32_t first = -1;
   // They decide where rows are written from here on.
@@ -57,8 +55,7 @@ const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::in
 
 void HostLatency::place_scales(const Exchange& exchange, int source, std::int64_t row,
                                std::int64_t block, std::int64_t place) {
-  const auto* from =
-      reinterpret_cast<const float*>(segment_.data + scales_offset(exchange, source, row));
+  const float* from = scales_from(exchange, source, row);
   const Tensor& to = exchange.result.scales;
   const Extents& strides = to.view().strides;
   const std::int64_t base = block * strides[0] + place * strides[1];
@@ -78,9 +75,8 @@ void HostLatency::place_scales(const Exchange& exchange, int source, std::int64_
 void HostLatency::fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts) {
   const std::int64_t rows = output_rows();
   const std::size_t bytes = row_bytes(exchange);
-  const std::byte* wire = segment_.data + row_offset(exchange, arrival.source, arrival.row);
-  const auto* meta = reinterpret_cast<const std::int32_t*>(
-      segment_.data + meta_offset(exchange.generation, arrival.source, arrival.row));
+  const std::byte* wire = row_from(exchange, arrival.source, arrival.row);
+  const std::int32_t* meta = meta_from(exchange, arrival.source, arrival.row);
   for (int k = 0; k < config_.topk; ++k) {
     const std::int32_t expert = meta[1 + k];
     std::int32_t place = -1;

@@ -96,8 +96,7 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
 
 void HostLatency::leave_out_unsent(Exchange& exchange) const {
   for (int source = 0; source < ranks(); ++source) {
-    const auto& header = *reinterpret_cast<const SourceHeader*>(
-        segment_.data + header_offset(exchange.generation, source));
+    const SourceHeader& header = header_from(exchange, source);
     std::uint8_t& came = exchange.came[static_cast<std::size_t>(source)];
     if (came != 0 && header.generation != exchange.generation) came = 0;
   }

@@ -209,29 +209,55 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
   wire.codes.resize(static_cast<std::size_t>(config_.hidden));
   wire.scales.resize(scales());
   wire.meta.assign(layout_.meta_slot / sizeof(std::int32_t), -1);
+  const std::vector<std::int32_t> all = rows_to_ranks(exchange);
   std::vector<std::int32_t> sent(static_cast<std::size_t>(ranks()), 0);
   std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
   const auto* rows = static_cast<const std::byte*>(x.data);
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire);
+    wire.recorded = false;
     for (int peer = 0; peer < ranks(); ++peer) {
       if (to[static_cast<std::size_t>(peer)] == 0) continue;
       if (!route_to(exchange, token, peer, wire.meta.data())) continue;
       const auto d = static_cast<std::size_t>(peer);
-      bytes[d] += send_row(exchange, wire, peer, sent[d]++);
+      bytes[d] += crosses(peer) ? send_record(exchange, wire, peer, sent[d], all[d])
+                                : send_row(exchange, wire, peer, sent[d]);
+      ++sent[d];
     }
   }
   for (int i = 0; i < ranks(); ++i) {
     const int peer = (engine_->rank() + i) % ranks();
     const auto d = static_cast<std::size_t>(peer);
     if (to[d] == 0) continue;
-    const SourceHeader header{g, sent[d], static_cast<std::uint32_t>(exchange.options.format),
-                              static_cast<std::uint32_t>(exchange.options.scale_format),
-                              exchange.options.topk_weights ? 1u : 0u};
-    reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header),
-                 protocol::Credit<>::tag(g));
-    credit_.announce(reach_, peer, g, bytes[d] + sizeof(header));
+    if (!crosses(peer)) {
+      const SourceHeader header = header_of(exchange, all[d]);
+      reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header),
+                   protocol::Credit<>::tag(g));
+      bytes[d] += sizeof(header);
+    } else if (all[d] == 0) {
+      bytes[d] += send_no_record(exchange, peer);
+    }
+    credit_.announce(reach_, peer, g, bytes[d]);
   }
+}
+
+SourceHeader HostLatency::header_of(const Exchange& exchange, std::int32_t rows) const {
+  return {exchange.generation, rows, static_cast<std::uint32_t>(exchange.options.format),
+          static_cast<std::uint32_t>(exchange.options.scale_format),
+          exchange.options.topk_weights ? 1u : 0u};
+}
+
+std::vector<std::int32_t> HostLatency::rows_to_ranks(const Exchange& exchange) const {
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(ranks()), 0);
+  std::vector<std::int64_t> last(rows.size(), -1);  // token that went there
+  const auto topk = static_cast<std::size_t>(exchange.topk);
+  for (std::size_t i = 0; i < exchange.routes.size(); ++i) {
+    if (exchange.routes[i] < 0) continue;
+    const auto d = static_cast<std::size_t>(engine_->placement().rank_of(exchange.routes[i]));
+    const auto token = static_cast<std::int64_t>(i / topk);
+    if (std::exchange(last[d], token) != token) ++rows[d];
+  }
+  return rows;
 }
 
 }  // namespace ferry::host

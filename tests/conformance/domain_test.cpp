@@ -147,6 +147,54 @@ TEST(Domains, BytesThatCrossEqualTheFormula) {
   }
 }
 
+// Latency mode: one write for each token and rank beyond the line, which brings row, scales, route
+// and count, and one flag a rank. A rank that gets no token gets the count alone.
+TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
+  constexpr std::int64_t kTokens = 5, kHidden = 264;  // e4m3: 3 scales, no multiple of 16 bytes
+  constexpr int kTopk = 3, kSize = 2;
+  const auto up = [](std::uint64_t bytes) { return (bytes + 15) / 16 * 16; };
+  for (const FabricKind network : {FabricKind::sim, FabricKind::automatic}) {
+    run_on({5, {FabricKind::local, kSize, network, Crossing::automatic}}, [&](Rank& rank) {
+      Group group(rank.bootstrap(), group_config(rank, 10));  // two experts a rank
+      LatencyExchange exchange(group, {kTokens, kHidden, kTopk, Dtype::bf16});
+      // Tokens of rank r: the first to ranks 0 and 1, the second to 2 and 3, the others
+      // to rank r + 1 of the first four. The last rank gets nothing.
+      std::vector<std::int64_t> ids{0, 1, 2, 4, 5, 6};
+      const std::int64_t next = 2 * ((rank.rank() + 1) % 4);
+      while (ids.size() < kTokens * kTopk) ids.insert(ids.end(), {next, -1, next + 1});
+      std::vector<std::uint64_t> tokens(5, 0);
+      for (const int target : {0, 1}) ++tokens[static_cast<std::size_t>(target)];
+      for (const int target : {2, 3}) ++tokens[static_cast<std::size_t>(target)];
+      tokens[static_cast<std::size_t>(next / 2)] += kTokens - 2;
+      const std::vector<std::uint16_t> x(kTokens * kHidden, 0x3f80);
+      for (const WireFormat format : {WireFormat::as_is, WireFormat::e4m3}) {
+        const bool codes = format == WireFormat::e4m3;
+        const std::uint64_t record =
+            up(24 + 4 * (1 + 2 * kTopk)) + (codes ? up(kHidden) + up(3 * 4) : up(kHidden * 2));
+        NetworkUse expected{};
+        for (int peer = 0; peer < 5; ++peer) {
+          if (peer / kSize == rank.rank() / kSize) continue;
+          const std::uint64_t n = tokens[static_cast<std::size_t>(peer)];
+          expected.puts += std::max<std::uint64_t>(n, 1);
+          expected.put_bytes += n > 0 ? n * record : 24;
+          expected.signals += 1;
+        }
+        LatencyDispatchOptions options;
+        options.format = format;
+        const NetworkUse before = group.network();
+        const LatencyReceived received =
+            exchange.dispatch({x.data(), Dtype::bf16, {kTokens, kHidden}},
+                              {ids.data(), Dtype::i64, {kTokens, kTopk}}, options);
+        const NetworkUse after = group.network();
+        rank.equal(after.puts - before.puts, expected.puts, "writes");
+        rank.equal(after.put_bytes - before.put_bytes, expected.put_bytes, "bytes");
+        rank.equal(after.signals - before.signals, expected.signals, "flags");
+        group.barrier();
+      }
+    });
+  }
+}
+
 // Routes limited to so many domains bound what crosses: a copy for each, whatever topk is.
 TEST(Domains, GroupLimitedRoutesBoundTheCrossings) {
   run_on({8, {FabricKind::local, 2, FabricKind::sim, Crossing::hierarchical}}, [](Rank& rank) {

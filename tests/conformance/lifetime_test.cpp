@@ -203,7 +203,8 @@ TEST_P(Lifetime, HintsEqualWhatIsAllocated) {
         const LatencyConfig shape{3 + experts % 5, 48, 3, Dtype::f16};
         const LatencyExchange exchange(group, shape);
         rank.equal(group.memory().latency_bytes,
-                   LatencyExchange::memory_hint(shape, experts, rank.size()),
+                   LatencyExchange::memory_hint(shape, experts, rank.size(), DeviceKind::cpu,
+                                                group.domains()),
                    "memory_hint of a latency exchange");
         rank.equal(group.memory().arena_bytes, before.arena_bytes, "arena");
         group.barrier();

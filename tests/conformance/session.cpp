@@ -27,7 +27,8 @@ LatencyExchange& Session::latency(const Case& c) {
     const std::size_t before = owner.memory().latency_bytes;
     slot = std::make_unique<LatencyExchange>(owner, config);
     rank_.equal(owner.memory().latency_bytes - before,
-                LatencyExchange::memory_hint(config, c.experts(), rank_.size(), rank_.where().kind),
+                LatencyExchange::memory_hint(config, c.experts(), rank_.size(), rank_.where().kind,
+                                             owner.domains()),
                 "bytes of a latency exchange");
   }
   return *slot;

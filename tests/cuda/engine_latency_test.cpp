@@ -223,9 +223,11 @@ TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
           latency_dispatch(latency, mine, {CombinePath::per_rank, true, false, nullptr, {}});
       LatencyCombineOptions inside = options;
       inside.out = TensorView(received.x.data(), Dtype::f32, extents, where);
-      need(kind_of([&] { (void)latency.combine(received.x, received, inside); }) ==
-               ErrorKind::invalid_argument,
-           "sums over the rows that are read");
+      if (extents[0] > 0) {  // nothing overlaps a rank's sums of no tokens
+        need(kind_of([&] { (void)latency.combine(received.x, received, inside); }) ==
+                 ErrorKind::invalid_argument,
+             "sums over the rows that are read");
+      }
       LatencyCombined combined = latency.combine(received.x, received, options);
       if (options.hook) combined.receive();
       need(combined.x.data() == options.out->data, "sums elsewhere");
