@@ -48,7 +48,7 @@ RUNNING: set[subprocess.Popen[str]] = set()
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    print(f"{text}\n", end="", flush=True)  # one write: lines of two commands stay whole
 
 
 def at_once(*steps: Callable[[], Result]) -> Result:
