@@ -145,11 +145,13 @@ def every_combine(buffer: Any, device: str) -> None:
         bias: Any = None if kind == "none" else here[0]
         if "two" in kind:
             bias = (here[0], here[1] if kind == "two" else None)
+        config = buffer.get_combine_config(job.ranks) if kind == "two" else None
         y, back, event = buffer.combine(
             expert(rank, rows),
             handle,
             topk_weights=None if weighted == "none" else weights.contiguous(),
             bias=bias,
+            config=config,
             **ended(buffer, way),
         )
         wait(event, way)
@@ -239,7 +241,9 @@ def internode_names(buffer: Any, device: str) -> None:
         x, None, per_rank, per_host, in_ranks, per_expert, idx, job.topk_weights[rank].to(device)
     )
     check_rows(got[0], job.x, job, rank, device, "")
-    y = buffer.internode_combine(expert(rank, got[0]), got[4])[0]
+    again = buffer.internode_dispatch(x, handle=got[4])[0]
+    check_rows(again, job.x, job, rank, device, "again")
+    y = buffer.internode_combine(expert(rank, got[0]), handle=got[4])[0]
     same(y, combined(job, rank, answers(job, rank, job.x)), device)
 
 

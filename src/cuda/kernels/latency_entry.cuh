@@ -62,15 +62,27 @@ __device__ __forceinline__ void touch_view(const LatencyView& v) {
                "l"(v.group.layout.local), "l"(v.group.deadline_ns));
 }
 
+/// Of a result that was kept while a graph made two dispatches or more: what this call would write
+/// lies where peers may still be in a later one. All ranks find that alike, and nothing moves.
+__device__ __noinline__ inline void refuse_stale(Failure* failure, std::uint64_t generation,
+                                                 std::uint64_t last) {
+  if (failure == nullptr || blockIdx.x != 0 || threadIdx.x != 0) return;
+  failure->reason = Reason::stale;
+  failure->stage = Stage::latency_headers;
+  failure->peer = -1;
+  failure->detail = static_cast<std::int64_t>(last - generation);
+  store_release(&failure->written, generation);
+}
+
 /// Warp 0, the whole of it: fills `call` but for the tokens. `handle` null: the generation is a new
 /// one, and peers are open once they have read what the buffer held before. Else those that it went
-/// to. True: the group has failed.
+/// to. True: the group has failed, or the result of the handle is stale.
 __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHandle* handle,
-                                         LatencyCall& call) {
+                                         LatencyCall& call, Failure* failure = nullptr) {
   const int lane = static_cast<int>(threadIdx.x), ranks = v.group.ranks;
   const LatencyWords& words = *v.words;
-  const std::uint64_t last =
-      load_relaxed(handle != nullptr ? &handle->generation : &words.generation);
+  const std::uint64_t newest = load_relaxed(&words.generation);
+  const std::uint64_t last = handle != nullptr ? load_relaxed(&handle->generation) : newest;
   const std::uint32_t number = load_relaxed(&words.calls) + 1;
   const std::uint32_t came = load_relaxed(&words.came_before);
   const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
@@ -84,7 +96,9 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   const std::uint64_t credit =
       handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
   const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
-  bool stopped = failed != 0;
+  const bool stale = newest - last > 1;
+  if (stale) refuse_stale(failure, last, newest);
+  bool stopped = failed != 0 || stale;
   if (lane == 0) {
     call.generation = at.generation;
     call.first_running = running;
@@ -124,8 +138,8 @@ __device__ inline bool join_latency_call(const LatencyView& v, bool stopped) {
 
 /// Whole block, which has nothing else to do meanwhile.
 __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
-                                          LatencyCall& call) {
-  return join_latency_call(v, threadIdx.x < 32 && open_latency_call(v, handle, call));
+                                          LatencyCall& call, Failure* failure = nullptr) {
+  return join_latency_call(v, threadIdx.x < 32 && open_latency_call(v, handle, call, failure));
 }
 
 /// Block 0, one warp of it: tells the peers what earlier calls have read, and writes what the next
