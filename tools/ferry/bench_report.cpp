@@ -16,7 +16,7 @@ const char* name_of(RouteShape shape) {
   return shape == RouteShape::zipf ? "zipf" : "uniform";
 }
 
-const char* name_of(FabricKind kind, bool processes) {
+const char* name_of_kind(FabricKind kind, bool processes) {
   switch (kind) {
     case FabricKind::automatic: return processes ? "shm" : "local";
     case FabricKind::local: return "local";
@@ -25,6 +25,18 @@ const char* name_of(FabricKind kind, bool processes) {
     case FabricKind::ofi: return "ofi";
   }
   return "";
+}
+
+bool has_domains(const BenchSettings& s) {
+  return s.domain_size > 0 && s.domain_size < s.ranks;
+}
+
+// As Group::fabric_name has it.
+std::string wires(const BenchSettings& s) {
+  const std::string inside = name_of_kind(s.fabric, s.processes);
+  if (!has_domains(s)) return inside;
+  return inside + "+" +
+         (s.network == FabricKind::automatic ? "copies" : name_of_kind(s.network, s.processes));
 }
 
 // A dispatch moves a row for each (token, rank), a latency combine one for each slot.
@@ -92,11 +104,15 @@ std::vector<BenchResult> results_of(const BenchSettings& settings, const BenchBo
 }
 
 std::string table(const BenchSettings& s, const std::vector<BenchResult>& results) {
+  const std::string domains =
+      has_domains(s)
+          ? fmt::format(" in domains of {}, crossing {}", s.domain_size, ferry::name_of(s.crossing))
+          : "";
   std::string text = fmt::format(
       "{} ranks as {} over {}, {} tokens a rank (latency mode {}), hidden {}, top-{} of {} "
       "experts, "
       "{}, {} routes, seed {}\n\n",
-      s.ranks, s.processes ? "processes" : "threads", name_of(s.fabric, s.processes), s.tokens,
+      s.ranks, s.processes ? "processes" : "threads", wires(s) + domains, s.tokens,
       s.latency_tokens, s.hidden, s.topk, s.experts, ferry::name_of(s.dtype), name_of(s.routes),
       s.seed);
   text += fmt::format("{:<22}{:>12}{:>12}{:>16}{:>12}\n", "", "p50 us", "p95 us", "logical GB/s",
@@ -143,7 +159,9 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
           {"settings",
            {{"ranks", s.ranks},
             {"processes", s.processes},
-            {"fabric", name_of(s.fabric, s.processes)},
+            {"fabric", wires(s)},
+            {"domain_size", s.domain_size},
+            {"crossing", ferry::name_of(s.crossing)},
             {"tokens", s.tokens},
             {"latency_tokens", s.latency_tokens},
             {"hidden", s.hidden},
