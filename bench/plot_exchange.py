@@ -75,7 +75,7 @@ def main() -> int:
     runs = [json.loads(path.read_text()) for path in args.json]
     lines = [line for run in runs for line in run["results"]]
     tokens = sorted({line["tokens"] for line in lines})
-    by_tokens = len(tokens) > 1 and len({line["sms"] for line in lines if line["sms"]}) == 1
+    by_tokens = len(tokens) > 1 and len({line["sms"] for line in lines if line["sms"]}) <= 1
     groups = [tokens] if by_tokens else [[count] for count in tokens]
     figure, axes = plt.subplots(
         len(groups), 2, figsize=(13, 4.6 * len(groups)), squeeze=False, layout="constrained"

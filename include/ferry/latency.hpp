@@ -69,7 +69,9 @@ struct LatencyDispatchOptions {
 /// Error(exhausted) before anything moves. Dropping the last copy gives its buffer back.
 /// On GPUs a graph writes to its results at every replay, alive or not. If no captured result was
 /// alive together with another, the graphs of an exchange share one buffer and eager results stay
-/// in the other; else an eager result is good until the next replay.
+/// in the other; else an eager result is good until the next replay. An eager result that is kept
+/// over two dispatches or more, those of replays included, may be read, but to receive or combine
+/// it is Error(invalid_argument).
 ///
 /// With a hook the result may be dropped before `receive()`: its rows are thrown away unread, no
 /// tensor is written, and it cannot be combined on this rank. The next dispatch of this rank then

@@ -74,6 +74,11 @@ class LatencyReceived(Generic[ArrayT]):
         return self._array(self._raw.topk_weights)
 
     @property
+    def raw(self) -> _ferry.LatencyReceived:
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        return self._raw
+
+    @property
     def event(self) -> _ferry.Event:
         """Complete when the arrays are valid."""
         return self._raw.event
@@ -107,6 +112,11 @@ class LatencyCombined(Generic[ArrayT]):
             return self._out
         result: ArrayT = array(self._raw.x, self._like)
         return result
+
+    @property
+    def raw(self) -> _ferry.LatencyCombined:
+        """As of `LatencyReceived`."""
+        return self._raw
 
     @property
     def event(self) -> _ferry.Event:
@@ -313,9 +323,15 @@ class LatencyExchange:
         order: str = "expert_major",
         masks: bool = False,
         domains: int = 1,
+        device: str = "cpu",
     ) -> int:
-        """Registered bytes of one rank's latency buffers. `domains`: of the group (`Group.domains`);
-        with several there is room for what comes from the others."""
+        """Registered bytes of one rank's latency buffers.
+
+        Args:
+            domains: of the group (`Group.domains`); with several there is room for what comes from
+                the others.
+            device: on which the group's tensors lie, "cpu" or "cuda"; no GPU is asked.
+        """
         return _ferry.LatencyExchange.memory_hint(
             integer("memory_hint: capacity", capacity, 1),
             integer("memory_hint: hidden", hidden, 1),
@@ -326,6 +342,7 @@ class LatencyExchange:
             choice("memory_hint: order", order, ORDERS),
             flag("memory_hint: masks", masks),
             integer("memory_hint: domains", domains, 1, INT32_MAX),
+            choice("memory_hint: device", device, {"cpu": False, "cuda": True}),
         )
 
     def _view(self, name: str, value: Any, place: Place) -> tuple[_ferry.View, Like]:

@@ -169,15 +169,16 @@ void bind_latency(nb::module_& m) {
       .def_static(
           "memory_hint",
           [](std::int64_t capacity, std::int64_t hidden, int topk, Dtype dtype,
-             std::int64_t experts, int ranks, RowOrder order, bool masks, int domains) {
+             std::int64_t experts, int ranks, RowOrder order, bool masks, int domains, bool cuda) {
             LatencyConfig config{capacity, hidden, topk, dtype};
             config.order = order;
             config.masks = masks;
-            return LatencyExchange::memory_hint(config, experts, ranks, DeviceKind::cpu, domains);
+            return LatencyExchange::memory_hint(config, experts, ranks,
+                                                cuda ? DeviceKind::cuda : DeviceKind::cpu, domains);
           },
           nb::arg("capacity"), nb::arg("hidden"), nb::arg("topk"), nb::arg("dtype"),
           nb::arg("experts"), nb::arg("ranks"), nb::arg("order"), nb::arg("masks"),
-          nb::arg("domains"));
+          nb::arg("domains"), nb::arg("cuda"));
 }
 
 }  // namespace ferry::python

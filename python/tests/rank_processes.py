@@ -12,6 +12,8 @@ import os
 import secrets
 import socket
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,7 +71,10 @@ class RankProcesses:
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports what takes long, once, and the ranks are its forks; nothing of Ferry
+        # or of CUDA is made there.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             child = context.Process(
@@ -80,8 +85,9 @@ class RankProcesses:
             self.children.append((child, mine))
 
     def stop(self) -> None:
-        for child, pipe in self.children:
+        for _, pipe in self.children:
             pipe.close()
+        for child, _ in self.children:
             child.join(5)
             child.kill()
             child.join()
@@ -110,3 +116,20 @@ class RankProcesses:
             failed.sort(key=lambda entry: entry[1] in ("PeerLeft", "PeerFailed", "Late"))
             raise AssertionError("\n".join(f"rank {r}: {text}" for r, _, text in failed))
         return [what for _, what in answers]
+
+
+@contextmanager
+def kept(
+    make: Callable[[int, str], RankProcesses],
+) -> Iterator[Callable[[str, int], RankProcesses]]:
+    """`get(device, size)`: one RankProcesses for each, stopped at the end."""
+    made: dict[tuple[str, int], RankProcesses] = {}
+
+    def get(device: str, size: int) -> RankProcesses:
+        if (device, size) not in made:
+            made[device, size] = make(size, device)
+        return made[device, size]
+
+    yield get
+    for processes in made.values():
+        processes.stop()

@@ -1,65 +1,41 @@
 """Every kind of bad call is refused before anything moves: the message names the argument, what was
-got and what was expected, and the group works afterwards as if nothing had been said."""
+got and what was expected, and the group works afterwards as if nothing had been said. Here those of
+throughput mode; test_bad_groups.py and test_bad_latency_calls.py have the others."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bad_calls import (
+    EXPERTS,
+    HIDDEN,
+    I64,
+    TOKENS,
+    TOPK,
+    BadCall,
+    Call,
+    Env,
+    check,
+    check_refused_by_one_rank,
+    each,
+    f32,
+    read_only,
+    strided,
+)
 from rank_threads import run_ranks
 
 import ferry
 
-TOKENS, TOPK, HIDDEN, EXPERTS = 4, 2, 16, 8
 
-
-class Env:
-    """What a call can be made with, on rank 0 of two ranks."""
-
-    def __init__(self, group: ferry.Group) -> None:
-        self.group = group
-        self.routes = np.tile(np.array([0, EXPERTS - 1]), (TOKENS, 1))
-        self.plan = group.plan(self.routes)
-        self.x = np.ones((TOKENS, HIDDEN), np.float32)
-        self.weights = np.ones((TOKENS, TOPK), np.float32)
-        self.makes_plan = False  # the dispatches
-        self.received = group.dispatch(self.x, self.plan, topk_weights=self.weights)
-        self.lat = ferry.LatencyExchange(
-            group, capacity=TOKENS, hidden=HIDDEN, topk=TOPK, dtype="f32"
-        )
-
-    def check_it_works(self) -> None:
-        got = self.group.dispatch(self.x, self.plan)
-        assert (got.x == 1).all()
-        assert (self.group.combine(got.x, self.plan).x == self.group.size).all()
-        low = self.lat.dispatch(self.x, self.routes)
-        assert (self.lat.combine(low.x, low, self.weights).x == 2).all()
-
-
-def strided(shape: tuple[int, int]) -> np.ndarray:
-    return np.ones((shape[0], shape[1] * 2), np.float32)[:, ::2]
-
-
-def read_only(shape: tuple[int, int]) -> np.ndarray:
-    array = np.zeros(shape, np.float32)
-    array.setflags(write=False)
-    return array
-
-
-def f32(*shape: int) -> np.ndarray:
-    return np.ones(shape, np.float32)
-
-
-def plan(routes: Any) -> Callable[[Env], Any]:
+def plan(routes: Any) -> Call:
     return lambda e: e.group.plan(routes)
 
 
-def dispatch(**options: Any) -> Callable[[Env], Any]:
+def dispatch(**options: Any) -> Call:
     x = options.pop("x", "own")
     plan = options.pop("plan", "own")
 
@@ -76,7 +52,7 @@ def dispatch(**options: Any) -> Callable[[Env], Any]:
     return call
 
 
-def combine(**options: Any) -> Callable[[Env], Any]:
+def combine(**options: Any) -> Call:
     rows = options.pop("rows", "own")
     return lambda e: e.group.combine(
         e.received.x if isinstance(rows, str) and rows == "own" else rows,
@@ -85,52 +61,13 @@ def combine(**options: Any) -> Callable[[Env], Any]:
     )
 
 
-def latency(**config: Any) -> Callable[[Env], Any]:
-    settings = {"capacity": 4, "hidden": 16, "topk": 2, "dtype": "f32"} | config
-    return lambda e: ferry.LatencyExchange(e.group, **settings)
-
-
-def lat_dispatch(**options: Any) -> Callable[[Env], Any]:
-    return lambda e: e.lat.dispatch(
-        options.pop("x", e.x), options.pop("topk_idx", e.routes), **options
-    )
-
-
-def low(rows: Any = None, weights: Any = None, **options: Any) -> Callable[[Env], Any]:
-    def call(e: Env) -> Any:
-        received = e.lat.dispatch(e.x, e.routes)
-        return e.lat.combine(
-            received.x if rows is None else rows,
-            received,
-            e.weights if weights is None else weights,
-            **options,
-        )
-
-    return call
-
-
-def make(**options: Any) -> Callable[[Env], Any]:
-    return lambda e: ferry.Group(
-        **({"bootstrap": ferry.threads(1)[0], "experts": 4, "memory_bytes": 4096} | options)
-    )
-
-
-def tcp(**options: Any) -> Callable[[Env], Any]:
-    settings = {"rank": 0, "size": 1, "port": 9, "secret": "s"} | options
-    return lambda e: ferry.tcp(**settings)
-
-
-I64 = np.int64
 META = torch.zeros(TOKENS, TOPK, dtype=torch.int64, device="meta")
 SPARSE = torch.ones(TOKENS, TOPK).to_sparse()
 
 FP8 = torch.ones(4, 16).to(torch.float8_e4m3fn)
 STRUCT = np.zeros((4, 16), [("x", np.float32), ("other", np.int8)])
 
-HUGE = 2**21
-
-# (what is bad, the call, argument, got, expected); the last two are regular expressions.
-CALLS = [
+CALLS: list[BadCall] = [
     # plan
     ("routes: a list", plan([[0, 1]]), "topk_idx", "list", "NumPy array or a torch CPU tensor"),
     ("routes: None", plan(None), "topk_idx", "NoneType", "array"),
@@ -278,71 +215,7 @@ CALLS = [
     ("empty: like", lambda e: e.group.empty((1, 16), like="jax"), "like", "jax", "numpy"),
     ("empty: like a list", lambda e: e.group.empty((1, 16), like=[]), "like", "list", "array"),
     ("registered: a word", lambda e: e.group.is_registered("x"), "pointer", "str", "array"),
-    # creation
-    ("group: bootstrap", make(bootstrap=None), "bootstrap", "None", "ferry.Bootstrap"),
-    ("group: no experts", make(experts=0), "experts", "0", "at least 1"),
-    ("group: many experts", make(experts=2**21), "experts", "2097152", "1 …"),
-    ("group: experts text", make(experts="64"), "experts", "64", "integer"),
-    ("group: deadline 0", make(deadline=0), "deadline", "0 seconds", "more than 0"),
-    ("group: deadline nan", make(deadline=float("nan")), "deadline", "nan", "more than 0"),
-    ("group: deadline text", make(deadline="1"), "deadline", "1", "seconds"),
-    ("group: memory", make(memory_bytes=-1), "memory_bytes", "-1", "at least 0"),
-    ("group: much", make(memory_bytes=2**63), "memory_bytes", "9223.*808", " at most 64 TiB$"),
-    ("group: seed", make(sim_seed=2**64), "sim_seed", "18446.*616", r" at most 2\^64 - 1$"),
-    ("group: digits", make(sim_seed=10**5000), "sim_seed", "16610 bits", r" at most 2\^64 - 1$"),
-    ("group: word of digits", make(fabric=10**5000), "fabric", "int", '"shm"'),
-    ("group: fabric", make(fabric="nvlink"), "fabric", "nvlink", "shm"),
-    ("group: backend", make(backend="gpu"), "backend", "gpu", "host"),
-    ("threads: none", lambda e: ferry.threads(0), "ranks", "0", "1 to 4096"),
-    (
-        "tcp: rank",
-        lambda e: ferry.tcp(rank=2, size=2, port=9, secret="s"),
-        "rank",
-        "2",
-        "0",
-    ),
-    (
-        "tcp: port",
-        lambda e: ferry.tcp(rank=0, size=1, port=0, secret="s"),
-        "port",
-        "0",
-        "1 to 65535",
-    ),
-    (
-        "tcp: secret",
-        lambda e: ferry.tcp(rank=0, size=1, port=9, secret=""),
-        "secret",
-        "empty",
-        "job's secret",
-    ),
-    ("all-gather: fn", lambda e: ferry.from_all_gather(0, 1, b""), "fn", "bytes", "function"),
-    ("mpi: comm", lambda e: ferry.from_mpi(3), "comm", "int", "mpi4py"),
-    # latency mode
-    (
-        "latency: group",
-        lambda e: ferry.LatencyExchange(None, capacity=1, hidden=16, topk=1),
-        "group",
-        "None",
-        "ferry.Group",
-    ),
-    ("latency: capacity", latency(capacity=0), "capacity", "0", "at least 1"),
-    ("latency: x dtype", lat_dispatch(x=np.ones((4, 16), np.float16)), "x", "f16", "f32"),
-    ("latency: x hidden", lat_dispatch(x=f32(4, 32)), "x", "hidden 32", "16"),
-    ("latency: x tokens", lat_dispatch(x=f32(5, 16)), "x", "5 tokens", "capacity, 4"),
-    ("latency: routes", lat_dispatch(topk_idx=np.zeros((3, 2), I64)), "topk_idx", "3 tokens", "4"),
-    ("latency: topk_idx", lat_dispatch(topk_idx=np.zeros((4, 3), I64)), "topk_idx", "topk 3", "2"),
-    ("latency: expert", lat_dispatch(topk_idx=np.full((4, 2), 9)), "topk_idx", "expert 9", "… 7"),
-    ("latency: format", lat_dispatch(format="fp8"), "format", "fp8", "e4m3"),
-    (
-        "latency: scale format",
-        lat_dispatch(scale_format="f32_pow2"),
-        "scale_format",
-        "scale",
-        "e4m3",
-    ),
-    ("latency: scale word", lat_dispatch(scale_format="e8"), "scale_format", "e8", "ue8m0_packed"),
-    ("latency: hook", lat_dispatch(hook=None), "hook", "None", "True or False"),
-    ("latency: stream", lat_dispatch(stream=0), "stream", "0", "ferry.Stream"),
+    # events
     ("events: deadline", lambda e: ferry.Event().wait(-1.0), "deadline", "-1", "more than 0"),
 ]
 DISPATCHES = [
@@ -350,68 +223,16 @@ DISPATCHES = [
     for case in CALLS
     if case[1].__qualname__.startswith("dispatch.") and not case[0].startswith("plan:")
 ]
-# Calls that are wrong in or after something collective, so both ranks make them.
-TOGETHER = [
-    ("latency: hidden", latency(hidden=3), "hidden", "12 bytes", "multiple of 16"),
-    ("latency: topk", latency(topk=65), "topk", "65", "1 … 64"),
-    ("latency: dtype", latency(dtype="e4m3"), "dtype", "e4m3", "f32, bf16 or f16"),
-    ("latency: rows", low(rows=f32(4, 8, 32)), "rows", "4, 8, 32", "4, 8, 16"),
-    ("latency: rows dtype", low(rows=np.ones((4, 8, 16), np.float16)), "rows", "f16", "f32"),
-    ("latency: weights", low(weights=f32(4, 3)), "topk_weights", "4, 3", "4, 2"),
-    ("latency: weights dtype", low(weights=np.ones((4, 2))), "topk_weights", "float64", " f32$"),
-    ("latency: out", low(out=f32(3, 16)), "out", "3, 16", "4, 16"),
-    (
-        "latency: received",
-        lambda e: e.lat.combine(f32(4, 8, 16), e.received, e.weights),
-        "received",
-        "Received",
-        "LatencyReceived",
-    ),
-    (
-        "latency: no hook",
-        lambda e: e.lat.dispatch(e.x, e.routes).receive(),
-        "hook",
-        "without hook",
-        "receive",
-    ),
-]
 
 
-def check(call: Callable[[Env], Any], env: Env, argument: str, got: str, expected: str) -> None:
-    with pytest.raises(ferry.InvalidArgument) as caught:
-        call(env)
-    message = str(caught.value)
-    name, _, rest = message.partition("got ")
-    assert argument in re.findall(r"\w+", name), message
-    first, _, last = rest.partition("expected")
-    assert re.search(got, first), message
-    assert re.search(expected, last), message
+@each(CALLS)
+def test_refused_by_one_rank(call: Call, argument: str, got: str, expected: str) -> None:
+    check_refused_by_one_rank(call, argument, got, expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "argument", "got", "expected"), [c[1:] for c in CALLS], ids=[c[0] for c in CALLS]
-)
-def test_refused_by_one_rank(
-    call: Callable[[Env], Any], argument: str, got: str, expected: str
-) -> None:
-    def body(group: ferry.Group) -> None:
-        env = Env(group)
-        before = group.memory()
-        if group.rank == 0:
-            check(call, env, argument, got, expected)
-        assert group.memory() == before
-        env.check_it_works()
-
-    run_ranks(2, body, experts=EXPERTS)
-
-
-@pytest.mark.parametrize(
-    ("call", "argument", "got", "expected"),
-    [c[1:] for c in DISPATCHES],
-    ids=[c[0] for c in DISPATCHES],
-)
+@each(DISPATCHES)
 def test_refused_by_one_rank_before_it_makes_its_plan(
-    call: Callable[[Env], Any], argument: str, got: str, expected: str
+    call: Call, argument: str, got: str, expected: str
 ) -> None:
     """dispatch(topk_idx=...), which is two calls of the group, or none."""
 
@@ -422,22 +243,6 @@ def test_refused_by_one_rank_before_it_makes_its_plan(
             check(call, env, argument, got, expected)
         made = group.dispatch(env.x, topk_idx=env.routes)
         assert (group.combine(made.x, made.plan).x == group.size).all()
-        env.check_it_works()
-
-    run_ranks(2, body, experts=EXPERTS)
-
-
-@pytest.mark.parametrize(
-    ("call", "argument", "got", "expected"),
-    [c[1:] for c in TOGETHER],
-    ids=[c[0] for c in TOGETHER],
-)
-def test_refused_by_all_ranks(
-    call: Callable[[Env], Any], argument: str, got: str, expected: str
-) -> None:
-    def body(group: ferry.Group) -> None:
-        env = Env(group)
-        check(call, env, argument, got, expected)
         env.check_it_works()
 
     run_ranks(2, body, experts=EXPERTS)
@@ -504,25 +309,6 @@ def test_out_with_too_few_rows_on_one_rank_that_makes_its_plan() -> None:
     run_ranks(2, body, experts=EXPERTS)
 
 
-@pytest.mark.parametrize("field", ["experts", "deadline", "memory_bytes", "fabric", "sim_seed"])
-def test_ranks_that_disagree_about_the_configuration(field: str) -> None:
-    """Every rank is told which rank and which field differ."""
-    other = {"experts": 9, "deadline": 19.0, "memory_bytes": 8192, "fabric": "sim", "sim_seed": 5}
-    bootstraps = ferry.threads(3)
-
-    def one(rank: int) -> None:
-        config: dict[str, Any] = {"experts": 8, "deadline": 20.0, "memory_bytes": 4096}
-        config["fabric"] = "sim" if field == "sim_seed" else "local"
-        if rank == 1:
-            config[field] = other[field]
-        with pytest.raises(ferry.Mismatch, match=field) as caught:
-            ferry.Group(bootstraps[rank], **config)
-        assert "rank 1" in str(caught.value)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(one, range(3)))
-
-
 @pytest.mark.parametrize("what", ["hidden", "dtype", "topk", "call"])
 def test_ranks_that_disagree_about_a_call(what: str) -> None:
     def body(group: ferry.Group) -> None:
@@ -570,16 +356,3 @@ def test_use_after_destroy() -> None:
                 call()
         group.destroy()  # a second time is nothing
         assert (env.received.x == 1).all()
-
-
-def test_errors_are_also_pythons_own() -> None:
-    assert issubclass(ferry.InvalidArgument, ValueError)
-    assert issubclass(ferry.DeadlineExceeded, TimeoutError)
-    assert issubclass(ferry.Error, RuntimeError)
-    bootstraps = ferry.threads(2)  # rank 1 never comes
-    with pytest.raises(TimeoutError) as caught:
-        ferry.Group(bootstraps[0], experts=4, deadline=0.2)
-    error = caught.value
-    assert isinstance(error, ferry.DeadlineExceeded)
-    assert (error.kind, error.rank, error.peer) == ("deadline", 0, 1)
-    assert "rank 1" in str(error)

@@ -11,18 +11,20 @@ from typing import Any
 
 import compiled_bodies
 import exchange_bodies as bodies
+import gpu_bodies
 import numpy as np
 import pytest
+import quantised_bodies
 import torch
-from rank_processes import RankProcesses, free_port
+from exchange_case import EXPERTS
+from gpus import GPUS, needs_gpu
+from rank_processes import RankProcesses, free_port, kept
 from rank_threads import run_ranks
 
 import ferry
 from ferry.streams import chosen_gpu, stream_handle
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() and ferry.has_cuda else 0
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU, or a build without the CUDA engine")
 ON_GPUS = [
     pytest.param("cuda", size, marks=[gpu, needs_gpu], id=f"cuda-{size}") for size in (1, 2, 4)
 ]
@@ -33,14 +35,8 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
     """`pool(device, size)`: processes that stay from test to test."""
-    made: dict[tuple[str, int], RankProcesses] = {}
-
-    def get(device: str, size: int) -> RankProcesses:
-        return made.setdefault((device, size), RankProcesses(size, device))
-
-    yield get
-    for processes in made.values():
-        processes.stop()
+    with kept(RankProcesses) as get:
+        yield get
 
 
 @pytest.mark.parametrize("worst_case", [0, 160])
@@ -61,21 +57,9 @@ def test_own_output(pool: Any, device: str, size: int) -> None:
 
 EITHER = (
     bodies.biases_and_own_output,
-    bodies.fp8,
-    bodies.quantised_on_the_way,
-    bodies.quantised_by_torch,
     bodies.memory_goes_back,
     bodies.results_outlive_the_group,
-)
-GPU_ONLY = (
-    bodies.wrong_arguments,
-    bodies.bad_routes,
-    bodies.streams,
-    bodies.nothing_blocks,
-    bodies.graph_replays,
-    bodies.recorded_memory_is_not_reused,
-    bodies.inputs_are_kept,
-    bodies.dlpack,
+    *quantised_bodies.ALL,
 )
 
 
@@ -85,7 +69,7 @@ def test_on_either_engine(pool: Any, device: str, size: int, body: Any) -> None:
     pool(device, size).run(body)
 
 
-@pytest.mark.parametrize("body", GPU_ONLY, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", gpu_bodies.ALL, ids=lambda body: body.__name__)
 @pytest.mark.parametrize(("device", "size"), ON_GPUS)
 def test_on_gpus(pool: Any, device: str, size: int, body: Any) -> None:
     pool(device, size).run(body)
@@ -113,14 +97,14 @@ def test_compiled(
 @needs_gpu
 def test_cupy(pool: Any) -> None:
     pytest.importorskip("cupy")
-    pool("cuda", 2).run(bodies.cupy_arrays)
+    pool("cuda", 2).run(gpu_bodies.cupy_arrays)
 
 
 @gpu
 @pytest.mark.skipif(GPUS < 2, reason="NCCL wants a GPU for each rank")
 @pytest.mark.parametrize("bound", [True, False])
 def test_nccl_process_group(pool: Any, bound: bool) -> None:
-    pool("cuda", 2).run(bodies.nccl, free_port(), bound)
+    pool("cuda", 2).run(gpu_bodies.nccl, free_port(), bound)
 
 
 @gpu
@@ -132,9 +116,7 @@ def test_ranks_as_threads() -> None:
         torch.cuda.set_device(rank)
         for dtype in ("float32", "bfloat16"):
             torch.ones(1, device=f"cuda:{rank}").to(getattr(torch, dtype)).float().mul_(2).cpu()
-        with ferry.Group(
-            bootstraps[rank], experts=bodies.EXPERTS, backend="cuda", deadline=30.0
-        ) as group:
+        with ferry.Group(bootstraps[rank], experts=EXPERTS, backend="cuda", deadline=30.0) as group:
             assert group.device == f"cuda:{rank}"
             bodies.exchange(group, "bfloat16", "rank_major", 0)
             group.barrier()

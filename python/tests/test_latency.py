@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -46,6 +47,11 @@ def exchange(group: ferry.Group, dtype: str = "f32") -> ferry.LatencyExchange:
     return ferry.LatencyExchange(group, capacity=CAPACITY, hidden=HIDDEN, topk=TOPK, dtype=dtype)
 
 
+def maker(framework: str) -> Callable[[np.ndarray], Any]:
+    """What makes that framework's array of NumPy's; both lie on the same memory."""
+    return torch.from_numpy if framework == "torch" else np.asarray
+
+
 def check_arrived(case: Case, rank: int, r: Any, rows: np.ndarray) -> None:
     arrivals = case.arrivals(rank)
     assert np.array_equal(r.counts, [len(a) for a in arrivals])
@@ -65,10 +71,7 @@ def check_arrived(case: Case, rank: int, r: Any, rows: np.ndarray) -> None:
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("hook", [False, True])
 def test_round_trip(rng: np.random.Generator, hook: bool, framework: str) -> None:
-    case = Case(rng)
-
-    def array(data: np.ndarray) -> Any:
-        return torch.from_numpy(data) if framework == "torch" else data
+    case, array = Case(rng), maker(framework)
 
     def body(group: ferry.Group) -> Any:
         rank = group.rank
@@ -151,10 +154,7 @@ def own_sums(x: Any, weights: Any) -> np.ndarray:
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("hook", [False, True])
 def test_rank_major(rng: np.random.Generator, hook: bool, framework: str) -> None:
-    case = Case(rng)
-
-    def array(data: np.ndarray) -> Any:
-        return torch.from_numpy(data) if framework == "torch" else data
+    case, array = Case(rng), maker(framework)
 
     def body(group: ferry.Group) -> Any:
         rank = group.rank
@@ -234,10 +234,7 @@ def test_rank_major_scales(rng: np.random.Generator, scale_format: str) -> None:
 def test_paths_and_formats(
     rng: np.random.Generator, format: str, path: str, ahead: bool, framework: str
 ) -> None:
-    case = Case(rng)
-
-    def array(data: np.ndarray) -> Any:
-        return torch.from_numpy(data) if framework == "torch" else data
+    case, array = Case(rng), maker(framework)
 
     def body(group: ferry.Group) -> Any:
         rank = group.rank

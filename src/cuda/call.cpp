@@ -125,9 +125,11 @@ void Launch::outlives(const std::shared_ptr<void>& owner) {
 void Launch::use(const void* data, const std::shared_ptr<void>& owner) {
   if (data == nullptr) return;
   if (capture_.active) {
-    if (owner) graph_.push_back(owner);
+    // Not by their owner: the graph may go after the streams that were to be asked then.
+    std::shared_ptr<void> held = engine_.gpu().hold(data);
+    if (held || owner) graph_.push_back(held ? std::move(held) : owner);
   } else {
-    engine_.gpu().record_stream(data, stream_);
+    engine_.gpu().record_use(data, stream_id_, record_);
   }
 }
 
@@ -244,10 +246,16 @@ Launch::~Launch() {
 }
 
 void Launch::give_up_end() {
-  if (ended_ || !entered_) return;
-  // Something failed after the first kernel: later calls still come after it, and its pinned memory
-  // stays until it has ended.
+  if (ended_) return;
   try {
+    if (!entered_) {  // what used memory so far ends here
+      if (!capture_.active && record_.use_count() > 1) {
+        record_->ends_at(engine_.gpu().events()->record(stream_));
+      }
+      return;
+    }
+    // Something failed after the first kernel: later calls still come after it, and its pinned
+    // memory stays until it has ended.
     if (capture_.active) {
       capture_end(nullptr);
       return;

@@ -40,7 +40,7 @@ struct CallSlot {
 };
 
 /// What is known of a call after its launch.
-struct CallRecord {
+struct CallRecord final : Use {
   const char* call = "";
   const char* routes_of = "plan";  ///< of a plan: the caller's call, which has topk_idx
   CallSignature signature{};
@@ -67,14 +67,14 @@ struct CallRecord {
   /// its end in `word`, pinned; an event is recorded when somebody needs one.
   void ends_untold(const std::uint64_t* word, cudaStream_t stream);
   /// Never blocks. Throws Error(system) when the GPU has failed.
-  bool has_ended() const;
+  bool has_ended() const override;
   /// Its event, if it has one.
   GpuEvent marked() const {
     std::scoped_lock lock(mutex_);
     return done_;
   }
   /// What a stream can wait for. Null: the call has ended, or nothing can be recorded now.
-  GpuEvent end(EventPool& events);
+  GpuEvent end(EventPool& events) override;
   bool refused() const {
     return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
   }
@@ -116,10 +116,10 @@ class Launch {
 
   /// Keeps a piece until the call has ended (captured: as long as the graph).
   std::byte* temporary(Held held);
-  /// Keeps what a result or a plan holds as long as the graph, when there is one.
+  /// Keeps what a result or a plan holds as long as the graph, when there is one. No memory that
+  /// was not taken in the same capture: `use` is for that.
   void outlives(const std::shared_ptr<void>& owner);
-  /// Memory that was made on any stream is used on this one. A graph keeps it instead: its stream
-  /// may be gone when the graph goes.
+  /// Memory that was made on any stream is used by this call. A graph keeps it instead.
   void use(const void* data, const std::shared_ptr<void>& owner);
   /// Keeps pinned memory that the kernels use until the call has ended, and as long as the graph.
   /// Not GPU memory: it goes back in stream order while its streams are sure to exist.

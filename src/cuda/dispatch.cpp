@@ -112,6 +112,7 @@ void DispatchJob::push(StepStatus status) {
   parameters.has_weights = has_weights();
   if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
+  parameters.token_names = plan_->token_names;
   if (carries_routes_ && lasting()) {
     parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
   }
@@ -200,7 +201,7 @@ Received DispatchJob::run() {
     // In a graph the GPU alone knows how the run of a call ended.
     if (!plan_->captured) launch_.record()->needs.push_back(routes_.carrier);
   }
-  launch_.outlives(plan_);
+  launch_.outlives(plan_->slot);
   launch_.record()->worst_case_rows = options_.worst_case_rows;
   launch_.record()->plan = plan_->made;
   launch_.record()->plan_failure = {plan_->slot, &plan_->counts->failure};

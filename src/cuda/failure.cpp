@@ -58,7 +58,7 @@ Error CudaEngine::latency_mismatch(const Failure& failure) const {
   const char* call = combine ? "latency combine" : "latency dispatch";
   return Error(ErrorKind::mismatch,
                "rank " + to_string(rank()) + ": " + call + ": rank " + to_string(failure.peer) +
-                   (combine ? " takes another path"
+                   (combine ? " takes another path or format"
                             : " used another format or scale_format, or differs in having "
                               "topk_weights,") +
                    " in this call",
@@ -80,6 +80,14 @@ Error CudaEngine::rejoin_refusal(const Failure& failure) const {
 }
 
 Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {
+  if (failure.reason == Reason::stale) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": received: a result that was kept over " +
+                     to_string(failure.detail) +
+                     " later dispatches, those of graphs included; its rows may still be read, but "
+                     "neither received nor combined. Expected at most one dispatch between",
+                 {rank(), rank(), record.call, failure.written, 0, 0});
+  }
   const std::string at = failure.reason == Reason::bad_route
                              ? "an id that is no expert at [" + to_string(failure.detail / 64) +
                                    ", " + to_string(failure.detail % 64) + "]"

@@ -119,4 +119,19 @@ bool GpuMemory::record_stream(const void* pointer, cudaStream_t stream) {
   return registered_.record_stream(pointer, stream) || local_.record_stream(pointer, stream);
 }
 
+std::shared_ptr<void> GpuMemory::hold(const void* pointer) {
+  for (StreamArena* arena : {&registered_, &local_}) {
+    if (!arena->hold(pointer)) continue;
+    return {const_cast<void*>(pointer),
+            [memory = shared_from_this(), arena](void* held) { arena->let_go(held); }};
+  }
+  return nullptr;
+}
+
+void GpuMemory::record_use(const void* pointer, unsigned long long stream,
+                           const std::shared_ptr<Use>& use) {
+  registered_.record_use(pointer, stream, use);
+  local_.record_use(pointer, stream, use);
+}
+
 }  // namespace ferry::cuda

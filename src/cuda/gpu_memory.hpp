@@ -53,6 +53,11 @@ class GpuMemory : public std::enable_shared_from_this<GpuMemory> {
   void settle(const Held& held, const GpuEvent& event);
   /// False: the pointer is not in this memory.
   bool record_stream(const void* pointer, cudaStream_t stream);
+  /// What keeps the piece that holds `pointer` for a graph, which may drop it on any thread, when
+  /// its streams are gone. Null: memory of others.
+  std::shared_ptr<void> hold(const void* pointer);
+  /// Of memory of others: nothing.
+  void record_use(const void* pointer, unsigned long long stream, const std::shared_ptr<Use>& use);
 
  private:
   Held hold(StreamArena& arena, const engine::Region& region);

@@ -22,14 +22,6 @@ LatencyFormat format_of(const LatencyDispatchOptions& options) {
   return LatencyFormat::e4m3;
 }
 
-/// What the CUDA engine does not have yet.
-void check_served(const LatencyDispatchOptions& options) {
-  if (options.order == RowOrder::expert_major) return;
-  throw Error(
-      ErrorKind::unsupported,
-      std::string(kLatencyDispatch) + ": order: got rank_major; the CUDA engine has expert_major");
-}
-
 }  // namespace
 
 [[noreturn]] void refuse_second_receive(const char* call) {
@@ -104,6 +96,7 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   round->rejoins = rejoins_.load();
   round->waits = options.waits;
   round->weighted = options.topk_weights.has_value();
+  round->order = options.order;
   const LatencyResultLayout& layout = memory_.results[result];
   LatencyDispatchParameters& d = round->dispatch;
   d.view = view_;
@@ -131,13 +124,27 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   c.wide = false;
   c.tokens = d.tokens;
   c.topk = topk;
+  c.slot_weights = d.slot_weights;
   c.blocks = d.blocks;
+  if (round->order == RowOrder::rank_major) rank_major(*round);
   return round;
+}
+
+/// The combine finds one slot for each row, with weight 1.
+void CudaLatency::rank_major(LatencyRound& round) const {
+  const LatencyResultLayout& layout = memory_.results[round.result];
+  round.dispatch.rank_major = true;
+  round.dispatch.topk_out = at<std::int32_t>(layout.topk_idx);
+  round.dispatch.ones = at<float>(layout.ones);
+  round.combine.slot_weights = round.dispatch.ones;
 }
 
 LatencyReceived CudaLatency::make_tensors(const std::shared_ptr<LatencyRound>& round,
                                           const LatencyDispatchOptions& options) const {
-  const std::int64_t experts = local_experts(), rows = output_rows();
+  const bool ranked = round->order == RowOrder::rank_major;
+  const std::int64_t ranks = view_.group.ranks, capacity = config_.capacity;
+  const std::int64_t blocks = ranked ? ranks : local_experts();
+  const std::int64_t rows = ranked ? capacity : output_rows();
   const Device where = engine_->device();
   const LatencyDispatchParameters& d = round->dispatch;
   const bool quantized = options.format == WireFormat::e4m3;
@@ -147,10 +154,16 @@ LatencyReceived CudaLatency::make_tensors(const std::shared_ptr<LatencyRound>& r
   };
   LatencyReceived result;
   result.x = tensor(
-      {d.out, quantized ? Dtype::e4m3 : config_.dtype, {experts, rows, config_.hidden}, where});
-  result.counts = tensor({d.counts, Dtype::i32, {experts}, where});
-  result.source_token = tensor({d.source_token, Dtype::i32, {experts, rows}, where});
-  result.ranges = tensor({d.ranges, Dtype::i64, {experts, view_.group.ranks}, where});
+      {d.out, quantized ? Dtype::e4m3 : config_.dtype, {blocks, rows, config_.hidden}, where});
+  result.counts = tensor({d.counts, Dtype::i32, {blocks}, where});
+  result.source_token = tensor({d.source_token, Dtype::i32, {blocks, rows}, where});
+  if (ranked) {
+    const Extents table{ranks, capacity, config_.topk};
+    result.topk_idx = tensor({d.topk_out, Dtype::i32, table, where});
+    if (round->weighted) result.topk_weights = tensor({d.slot_weights, Dtype::f32, table, where});
+  } else {
+    result.ranges = tensor({d.ranges, Dtype::i64, {blocks, ranks}, where});
+  }
   if (quantized) {
     const auto scales =
         static_cast<std::int64_t>(scale_count(static_cast<std::size_t>(config_.hidden)));
@@ -158,7 +171,7 @@ LatencyReceived CudaLatency::make_tensors(const std::shared_ptr<LatencyRound>& r
     const std::int64_t columns = packed ? (scales + 3) / 4 : scales;
     result.scales = tensor({d.scales,
                             packed ? Dtype::i32 : Dtype::f32,
-                            {experts, rows, columns},
+                            {blocks, rows, columns},
                             {columns * rows, 1, rows},
                             where});
   }
@@ -211,7 +224,6 @@ Event CudaLatency::end(Launch& launch, const char* call) {
 void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                  const LatencyDispatchOptions& options) const {
   const Device where = engine_->device();
-  check_served(options);
   check_latency_dispatch(x, topk_idx, config_, options, where);
   check_routes(kLatencyDispatch, topk_idx, where);
   check_waits(kLatencyDispatch, options.waits, engine_->size(), where);

@@ -27,16 +27,18 @@ struct ReceiveSums final : LatencyState {
   }
 };
 
-CombinePath path_of(ferry::CombinePath path) {
-  return path == ferry::CombinePath::per_slot ? CombinePath::per_slot : CombinePath::per_rank;
+CombinePath path_of(ferry::CombinePath path, RowOrder order) {
+  const bool slots = path == ferry::CombinePath::per_slot && order == RowOrder::expert_major;
+  return slots ? CombinePath::per_slot : CombinePath::per_rank;
 }
 
-/// What the CUDA engine does not have yet.
-void check_served(const LatencyCombineOptions& options) {
-  if (options.format == CombineFormat::as_is) return;
-  throw Error(ErrorKind::unsupported,
-              std::string(kLatencyCombine) +
-                  ": format: got one of low precision; the CUDA engine has as_is");
+CombineFormat format_of(ferry::CombineFormat format) {
+  switch (format) {
+    case ferry::CombineFormat::e4m3: return CombineFormat::e4m3;
+    case ferry::CombineFormat::logfmt10: return CombineFormat::logfmt10;
+    case ferry::CombineFormat::as_is: break;
+  }
+  return CombineFormat::as_is;
 }
 
 }  // namespace
@@ -69,13 +71,13 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
                                 const LatencyCombineOptions& options) const {
   const Device where = engine_->device();
   LatencyDispatched dispatched;
+  dispatched.order = round.order;
   dispatched.weights = round.weighted;
   dispatched.tokens = round.combine.tokens;
   dispatched.topk = round.combine.topk;
   dispatched.ranks = engine_->size();
   dispatched.local_experts = local_experts();
   check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
-  check_served(options);
   check_stream(kLatencyCombine, options.stream, where);
   check_left_behind(kLatencyCombine);
   check_current(kLatencyCombine, round);
@@ -116,12 +118,13 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
   result.state = later;
   LatencyCombineParameters& parameters = round->combine;
   parameters.out = later->out.as<std::byte>();
-  parameters.path = path_of(options.path);
-  parameters.slot_weights = round->dispatch.slot_weights;
+  parameters.path = path_of(options.path, round->order);
+  parameters.format = format_of(options.format);
   auto* kept = at<float>(memory_.results[round->result].weights);
   parameters.weights = kept;  // of a dispatch that brought them, or of a hook
   LatencyCombineParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
+  sending.failure = launch.record()->failure;
   sending.rows = aligned(launch, rows);
   sending.out = aligned_out(launch, sending);
   if (topk_weights) sending.weights = static_cast<const float*>(topk_weights->data);
@@ -141,6 +144,7 @@ void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<Te
   Launch launch(*engine_, kLatencyCombine, stream);
   LatencyCombineParameters receiving = round.combine;
   receiving.halves = Halves::receive;
+  receiving.failure = launch.record()->failure;
   receiving.waits = asked(waits);
   receiving.out = aligned_out(launch, receiving);
   claim.keep();

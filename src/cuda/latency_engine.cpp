@@ -7,10 +7,8 @@
 #include <utility>
 
 #include "core/check.hpp"
-#include "core/number/quantize.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/event.hpp"
-#include "engine/growth.hpp"
 
 namespace ferry::cuda {
 
@@ -19,47 +17,7 @@ using std::to_string;
 namespace {
 
 constexpr const char* kMake = "LatencyExchange";
-
-/// What the kernels cannot do.
-void check_served(const LatencyConfig& config, std::int64_t local_experts, int ranks) {
-  check_config(config);
-  if (config.order != RowOrder::expert_major) {
-    throw Error(ErrorKind::unsupported,
-                std::string(kMake) + ": order: got rank_major; the CUDA engine has expert_major");
-  }
-  check_size(config, local_experts, ranks);
-  const auto most = [](const char* what, std::int64_t got, std::int64_t limit) {
-    if (got <= limit) return;
-    throw Error(ErrorKind::unsupported, std::string(kMake) + ": " + what + ": got " +
-                                            to_string(got) + "; the CUDA engine serves at most " +
-                                            to_string(limit));
-  };
-  most("topk", config.topk, kMaxLatencyTopk);
-  most("capacity", config.capacity, kMostLatencyTokens);
-  most("experts of a rank", local_experts, kMostLatencyExperts);
-}
-
-LatencyResultLayout make_result_layout(Carver& carver, const LatencyConfig& config,
-                                       std::int64_t local_experts, int ranks) {
-  const auto r = static_cast<std::size_t>(ranks);
-  const auto capacity = static_cast<std::size_t>(config.capacity);
-  const auto experts = static_cast<std::size_t>(local_experts);
-  const auto hidden = static_cast<std::size_t>(config.hidden);
-  const auto k = static_cast<std::size_t>(config.topk);
-  const std::size_t rows = experts * r * capacity;
-  LatencyResultLayout layout;
-  layout.handle = carver.take(sizeof(LatencyHandle));
-  layout.slots = carver.take(r * capacity * k * sizeof(std::int32_t));
-  layout.slot_weights = carver.take(r * capacity * k * sizeof(float));
-  layout.routes = carver.take(capacity * k * sizeof(std::int32_t));
-  layout.weights = carver.take(capacity * k * sizeof(float));
-  layout.x = carver.take(rows * hidden * size_of(config.dtype));
-  layout.scales = carver.take(rows * scale_count(hidden) * sizeof(float));
-  layout.counts = carver.take(experts * sizeof(std::int32_t));
-  layout.source_token = carver.take(rows * sizeof(std::int32_t));
-  layout.ranges = carver.take(experts * r * sizeof(std::int64_t));
-  return layout;
-}
+constexpr std::int64_t kFewSlots = 64;  // tokens of all ranks
 
 CallSignature signature_of(const LatencyConfig& config, bool valid) {
   CallSignature call;
@@ -91,23 +49,6 @@ void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t byte
 
 }  // namespace
 
-LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks) {
-  const std::int64_t local = Placement{experts, ranks}.local_experts(0);  // rank 0 has the most
-  check_served(config, local, ranks);
-  LatencyMemory memory;
-  memory.wire = make_device_latency_layout(
-      {ranks, local, config.capacity, config.hidden, config.topk, size_of(config.dtype)});
-  Carver carver{memory.wire.bytes};
-  memory.words = carver.take(sizeof(LatencyWords));
-  for (auto& result : memory.results) result = make_result_layout(carver, config, local, ranks);
-  memory.bytes = engine::segment_bytes(carver.end);
-  return memory;
-}
-
-std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks) {
-  return make_latency_memory(config, experts, ranks).bytes;
-}
-
 CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
                          const LatencyMemory& memory, const fabric::Segment& segment,
                          const LatencyView& view, std::shared_ptr<std::byte> alarm)
@@ -130,6 +71,8 @@ void CudaLatency::drop(std::size_t result) {
 int CudaLatency::blocks() const {
   // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
   const int sms = engine_->local_sms();
+  // Where there is little to do, blocks that have nothing to do cost more than they save.
+  if (config_.capacity * engine_->size() <= kFewSlots) return std::max(1, sms / 2);
   return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
 }
 

@@ -11,34 +11,12 @@
 #include "core/engine.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/kernels/latency.hpp"
+#include "cuda/latency_memory.hpp"
 
 namespace ferry::cuda {
 
 inline constexpr const char* kLatencyDispatch = "latency dispatch";
 inline constexpr const char* kLatencyCombine = "latency combine";
-
-/// One result and what its combine needs; offsets in the segment.
-struct LatencyResultLayout {
-  std::size_t handle = 0;        ///< LatencyHandle
-  std::size_t slots = 0;         ///< i32 [R, capacity, topk]
-  std::size_t slot_weights = 0;  ///< f32 [R, capacity, topk]: those that came with the dispatch
-  std::size_t routes = 0;        ///< i32 [capacity, topk]: own
-  std::size_t weights = 0;       ///< f32 [capacity, topk]: own, for a combine that has none
-  std::size_t x = 0;             ///< [local experts, R · capacity, hidden]
-  std::size_t scales = 0;        ///< f32 [local experts, C, R · capacity]
-  std::size_t counts = 0;        ///< i32 [local experts]
-  std::size_t source_token = 0;  ///< i32 [local experts, R · capacity]
-  std::size_t ranges = 0;        ///< i64 [local experts, R]
-};
-
-/// The segment of one rank; all ranks have the same.
-struct LatencyMemory {
-  DeviceLatencyLayout wire{};
-  std::size_t words = 0;  ///< LatencyWords
-  std::array<LatencyResultLayout, 2> results{};
-  std::size_t bytes = 0;
-};
-LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks);
 
 /// Who has one of the two buffers of results.
 struct ResultBuffer {
@@ -67,9 +45,10 @@ class LatencyLease {
 /// One dispatch and its combine.
 struct LatencyRound {
   std::shared_ptr<LatencyLease> lease{};
-  std::size_t result = 0;                ///< which of the two
-  std::uint64_t rejoins = 0;             ///< of the exchange, before this round
-  std::optional<TensorView> waits{};     ///< of the dispatch
+  std::size_t result = 0;             ///< which of the two
+  std::uint64_t rejoins = 0;          ///< of the exchange, before this round
+  std::optional<TensorView> waits{};  ///< of the dispatch
+  RowOrder order = RowOrder::expert_major;
   bool weighted = false;                 ///< weights came with it
   LatencyDispatchParameters dispatch{};  ///< without the input
   LatencyCombineParameters combine{};
@@ -149,6 +128,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                                       std::int64_t tokens, int topk);
   LatencyReceived make_tensors(const std::shared_ptr<LatencyRound>& round,
                                const LatencyDispatchOptions& options) const;
+  void rank_major(LatencyRound& round) const;
   void enter_dispatch(Launch& launch);
   const std::byte* aligned(Launch& launch, const ConstTensorView& tensor) const;
   std::byte* aligned_out(Launch& launch, const LatencyCombineParameters& p) const;

@@ -1,6 +1,8 @@
 #include "cuda/engine.hpp"
 #include "ferry/error.hpp"
 
+#include <utility>
+
 namespace ferry::cuda {
 
 bool available() {
@@ -15,13 +17,19 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
               {bootstrap.rank(), -1, "Group: backend", 0, 0, 0});
 }
 
-MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
-  return {0, config.memory_bytes, 0, 0};
+std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                                const Domains&,
+                                                std::unique_ptr<fabric::Fabric> fabric,
+                                                const DomainWires&) {
+  return make_cuda_engine(bootstrap, config, std::move(fabric));
 }
 
-std::size_t cuda_latency_memory_hint(const LatencyConfig&, std::int64_t, int) {
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange::memory_hint: this build of Ferry has the host engine only");
+MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
+  return cuda_memory_hint(config, ranks);
+}
+
+MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
+  return {0, config.memory_bytes, 0, 0};
 }
 
 }  // namespace ferry::cuda

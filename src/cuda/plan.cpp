@@ -137,7 +137,8 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
   parameters.plan = state->view;
   parameters.counts = state->counts;
   parameters.count_words = state->count_words;
-  launch.outlives(state);
+  launch.outlives(state->slot);
+  if (state->captured) launch.use(state->memory.data(), state->memory.owner);
   return state;
 }
 

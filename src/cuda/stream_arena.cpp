@@ -24,22 +24,38 @@ void StreamArena::forget_done() {
 void StreamArena::retry_deferred() {
   std::vector<Deferred> again;
   again.swap(deferred_);
-  for (const Deferred& one : again) release(one.region, one.streams);  // may defer it again
+  for (Deferred& one : again) {
+    release(one.region, std::move(one.others), one.held);  // may defer it again
+  }
 }
 
-void StreamArena::release(const engine::Region& region, const std::set<cudaStream_t>& streams) {
-  if (std::any_of(streams.begin(), streams.end(), is_capturing)) {
-    deferred_.push_back({region, streams});
+bool StreamArena::can_be_asked(const Others& others) const {
+  if (std::any_of(others.streams.begin(), others.streams.end(), is_capturing)) return false;
+  return std::all_of(others.uses.begin(), others.uses.end(), [&](const auto& one) {
+    return one.second->end(*events_) != nullptr || one.second->has_ended();
+  });
+}
+
+void StreamArena::await_on_gpu(const engine::Region& region, unsigned long long stream,
+                               GpuEvent event) {
+  // Without an event the work has ended, or the GPU is going away and nobody will use the memory.
+  if (!event) return;
+  pending_.push_back({region.data, region.data + region.bytes, stream, std::move(event)});
+}
+
+/// `held`: by graphs, which let go of it later.
+void StreamArena::release(const engine::Region& region, Others others, bool held) {
+  if (!can_be_asked(others)) {
+    deferred_.push_back({region, std::move(others), held});
     return;
   }
-  for (cudaStream_t stream : streams) {
-    // Without an event the GPU is going away, and nobody will use the memory again.
+  for (cudaStream_t stream : others.streams) {
     if (GpuEvent event = events_->record(stream)) {
-      pending_.push_back(
-          {region.data, region.data + region.bytes, id_of(stream), std::move(event)});
+      await_on_gpu(region, id_of(stream), std::move(event));
     }
   }
-  arena_.release(region);
+  for (const auto& [stream, use] : others.uses) await_on_gpu(region, stream, use->end(*events_));
+  if (!held) arena_.release(region);
 }
 
 /// Lets the user's stream wait for the earlier users of a piece. A graph cannot wait for what
@@ -144,23 +160,50 @@ void StreamArena::give_back(const engine::Region& taken) noexcept {
   std::scoped_lock lock(mutex_);
   const auto at = live_.find(taken.data);
   if (at == live_.end()) return;
-  const Live live = std::move(at->second);
-  live_.erase(at);
+  Live& live = at->second;
   engine::Region region = taken;
   region.bytes = live.bytes;  // less than was taken, after shrink
-  std::set<cudaStream_t> streams = live.others;
+  Others others = std::move(live.others);
   if (live.user.captured) {
     // The graph has ended with the last of its pieces' owners, and its stream may be gone.
   } else if (live.settled) {
     pending_.push_back({region.data, region.data + region.bytes, live.user.id, live.settled});
   } else {
-    streams.insert(live.user.stream);
+    others.streams.insert(live.user.stream);
+  }
+  const bool held = live.graphs > 0;
+  if (held) {
+    live.dropped = region;
+  } else {
+    live_.erase(at);
   }
   try {
     const OnDevice here(events_->device());  // whose default stream is meant
-    release(region, streams);
+    release(region, std::move(others), held);
   } catch (...) {  // the GPU is going away, and nobody will use the memory again
   }
+}
+
+bool StreamArena::hold(const void* pointer) {
+  std::scoped_lock lock(mutex_);
+  const auto piece = live_at(pointer);
+  if (piece == live_.end()) return false;
+  ++piece->second.graphs;
+  return true;
+}
+
+void StreamArena::let_go(const void* pointer) noexcept {
+  std::scoped_lock lock(mutex_);
+  const auto piece = live_at(pointer);
+  if (piece == live_.end() || --piece->second.graphs > 0 || !piece->second.dropped) return;
+  const engine::Region region = *piece->second.dropped;
+  live_.erase(piece);
+  for (Deferred& one : deferred_) {
+    if (one.region.data != region.data) continue;
+    one.held = false;
+    return;
+  }
+  arena_.release(region);
 }
 
 void StreamArena::settle(const engine::Region& region, const GpuEvent& event) {
@@ -169,16 +212,30 @@ void StreamArena::settle(const engine::Region& region, const GpuEvent& event) {
   if (at != live_.end()) at->second.settled = event;
 }
 
-bool StreamArena::record_stream(const void* pointer, cudaStream_t stream) {
+std::map<const std::byte*, StreamArena::Live>::iterator StreamArena::live_at(const void* pointer) {
   const auto* at = static_cast<const std::byte*>(pointer);
-  std::scoped_lock lock(mutex_);
   auto piece = live_.upper_bound(at);
-  if (piece == live_.begin()) return false;
+  if (piece == live_.begin()) return live_.end();
   piece = std::prev(piece);
-  if (at >= piece->first + piece->second.bytes) return false;
+  return at < piece->first + piece->second.bytes ? piece : live_.end();
+}
+
+bool StreamArena::record_stream(const void* pointer, cudaStream_t stream) {
+  std::scoped_lock lock(mutex_);
+  const auto piece = live_at(pointer);
+  if (piece == live_.end()) return false;
   Live& live = piece->second;
-  if (live.user.captured || live.user.stream != stream) live.others.insert(stream);
+  if (live.user.captured || live.user.stream != stream) live.others.streams.insert(stream);
   return true;
+}
+
+void StreamArena::record_use(const void* pointer, unsigned long long stream,
+                             std::shared_ptr<Use> use) {
+  std::scoped_lock lock(mutex_);
+  const auto piece = live_at(pointer);
+  if (piece == live_.end()) return;
+  Live& live = piece->second;
+  if (live.user.captured || live.user.id != stream) live.others.uses[stream] = std::move(use);
 }
 
 }  // namespace ferry::cuda

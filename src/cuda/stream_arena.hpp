@@ -30,6 +30,17 @@ struct User {
   int rank = -1;
 };
 
+/// Work that uses a piece. Its stream may be gone before the piece is given back, so the arena asks
+/// the work, not the stream. Must hold no piece itself.
+class Use {
+ public:
+  virtual ~Use() = default;
+  /// What a stream can wait for. Null: the work has ended, or nothing can be recorded now.
+  virtual GpuEvent end(EventPool& events) = 0;
+  /// Never blocks.
+  virtual bool has_ended() const = 0;
+};
+
 /// Thread-safe: tensors are dropped on any thread.
 class StreamArena {
  public:
@@ -51,6 +62,12 @@ class StreamArena {
   void settle(const engine::Region& region, const GpuEvent& event);
   /// The piece that holds `pointer` is used on this stream, too. False: there is none.
   bool record_stream(const void* pointer, cudaStream_t stream);
+  /// The piece that holds `pointer`, if there is one, is used by work on the stream of that id.
+  void record_use(const void* pointer, unsigned long long stream, std::shared_ptr<Use> use);
+  /// The piece that holds `pointer` stays as long as a graph, too; `let_go` must follow, on any
+  /// thread and at any time: it asks no stream. False: there is none.
+  bool hold(const void* pointer);
+  void let_go(const void* pointer) noexcept;
   /// Whether the work that used pieces given back has ended.
   bool at_rest();
 
@@ -61,12 +78,19 @@ class StreamArena {
   std::size_t used_bytes() const { return arena_.used_bytes(); }
 
  private:
+  /// Who used a piece, beside the stream that took it.
+  struct Others {
+    std::set<cudaStream_t> streams{};                           // of the caller, who keeps them
+    std::map<unsigned long long, std::shared_ptr<Use>> uses{};  // the last one, by id of the stream
+  };
   /// A piece that is handed out.
   struct Live {
     std::size_t bytes = 0;
     User user{};
-    std::set<cudaStream_t> others{};
+    Others others{};
     GpuEvent settled{};
+    int graphs = 0;                           // that hold it
+    std::optional<engine::Region> dropped{};  // given back, while graphs hold it
   };
   /// A piece that is free for whoever waits for `event`.
   struct Pending {
@@ -75,15 +99,19 @@ class StreamArena {
     unsigned long long stream = 0;  ///< id of the one that needs not wait itself
     GpuEvent event{};
   };
-  /// A piece whose streams could not be asked, because they were being captured.
+  /// A piece whose users could not be asked, because their streams were being captured.
   struct Deferred {
     engine::Region region{};
-    std::set<cudaStream_t> streams{};
+    Others others{};
+    bool held = false;  // by graphs
   };
 
   void forget_done();
   void retry_deferred();
-  void release(const engine::Region& region, const std::set<cudaStream_t>& streams);
+  void release(const engine::Region& region, Others others, bool held);
+  bool can_be_asked(const Others& others) const;
+  void await_on_gpu(const engine::Region& region, unsigned long long stream, GpuEvent event);
+  std::map<const std::byte*, Live>::iterator live_at(const void* pointer);
   void hand_out(const engine::Region& region, const User& user);
   bool is_idle(const engine::Region& region) const;
   std::vector<GpuEvent> follow(const engine::Region& region, const User& user) const;

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "domain_cases.hpp"
+#include "engine/test_network.hpp"
 #include "fleet_test.hpp"
 #include "random.hpp"
 #include "session.hpp"
@@ -21,19 +22,7 @@
 namespace ferry::conformance {
 namespace {
 
-/// Also makes libfabric look at this machine, once and not in every rank: that takes a second.
-bool has_network() {
-  static const bool there = [] {
-    try {
-      const Group group(thread_bootstrap(1)[0], {.experts = 1, .fabric = FabricKind::ofi});
-      return true;
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::unsupported) throw;
-      return false;
-    }
-  }();
-  return there;
-}
+using engine::test::has_network;
 
 class Network : public ::testing::Test {
  protected:

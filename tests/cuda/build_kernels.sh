@@ -29,7 +29,9 @@ for name in $kernels; do
   case $name in load) ;; *) objects="$objects $out/$name.o" ;; esac
 done
 for name in $tests; do
-  compile "$root/tests/cuda/$name.cu" "$out/$name.o" 90
+  source=$root/tests/cuda/$name.cpp
+  [ -f "$source" ] || source=$root/tests/cuda/$name.cu
+  compile "$source" "$out/$name.o" 90
   objects="$objects $out/$name.o"
 done
 # load.cu names every file of kernels; a test that uses only some brings its own ends.

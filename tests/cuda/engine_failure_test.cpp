@@ -29,8 +29,7 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     seat.meet();
     for (int i = 0; i < 3; ++i) {
@@ -63,8 +62,7 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 8);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     for (int i = 0; i < 2; ++i) {
       seat.meet();
@@ -91,8 +89,7 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     Trip trip;
     trip.order = RowOrder::expert_major;
@@ -128,8 +125,7 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 7);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     Trip trip;
     trip.worst_case_rows = 200;
@@ -167,8 +163,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
   for (const bool graphs : {false, true}) {
     each(shape, [&](Seat& seat) {
       const World world(seat.size(), shape, kSeed + 2);
-      const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                       seat.copier);
+      const OnGpu mine = seat.on_gpu(world);
       OwnStream own(seat.device);
       seat.meet();
       const Plan plan = seat.group.plan(mine.routes_view());
@@ -213,8 +208,7 @@ TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
@@ -245,32 +239,23 @@ TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
 TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
-  const auto problems = run_ranks(
-      2, 1,
-      [&](Bootstrap& bootstrap) {
-        int gpus = 0;
-        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-        const int device = bootstrap.rank() % gpus;
-        need(cudaSetDevice(device), "cudaSetDevice");
-        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
-        const Copier copier;
-        const World world(2, shape, kSeed + 3);
-        const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
-                         copier);
-        bootstrap.all_gather({}, 60s);
-        const Plan plan = group.plan(mine.routes_view());
-        round_trip(group, world, mine, plan, {}, copier);
-        if (bootstrap.rank() == 1) _exit(0);
-        std::this_thread::sleep_for(1s);
-        (void)group.empty({4, 4}, Dtype::f32);
-        try {
-          group.barrier();
-          need(false, "a barrier without rank 1");
-        } catch (const Error& error) {
-          need(error.kind() == ErrorKind::peer_failed && error.peer() == 1, error.what());
-        }
-      },
-      90);
+  const RankBody body = seated(config_for(shape), [&](Seat& seat) {
+    const World world(2, shape, kSeed + 3);
+    const OnGpu mine = seat.on_gpu(world);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    if (seat.rank() == 1) _exit(0);
+    std::this_thread::sleep_for(1s);
+    (void)seat.group.empty({4, 4}, Dtype::f32);
+    try {
+      seat.group.barrier();
+      need(false, "a barrier without rank 1");
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::peer_failed && error.peer() == 1, error.what());
+    }
+  });
+  const auto problems = run_ranks(2, 1, body, 90);
   ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems[0]);
   EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
 }
@@ -279,8 +264,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
   const auto problems = run_on_crew(2, 2, [&](Bootstrap& bootstrap) {
-    const int device = bootstrap.rank() % gpu_count();
-    need(cudaSetDevice(device), "cudaSetDevice");
+    const int device = take_gpu(bootstrap);
     const Copier copier;
     const World world(2, shape, kSeed + 4);
     const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
@@ -288,7 +272,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
     bootstrap.all_gather({}, 60s);
     Received received;
     {
-      Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
+      Group group(borrowed(bootstrap), config_for(shape));
       DispatchOptions options;
       options.topk_weights = mine.weights_view();
       received = group.dispatch(mine.x_view(), group.plan(mine.routes_view()), options);

@@ -50,7 +50,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
     OwnStream own(seat.device);
     std::uint64_t seed = kSeed;
     const World any(seat.size(), shape, seed);
-    const OnGpu mine(any.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(any);
     const std::size_t before = seat.group.memory().arena_used_bytes;
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (const std::int64_t worst : {0, 200}) {
@@ -80,7 +80,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
   each(shape, [&](Seat& seat) {
     const World first(seat.size(), shape, kSeed + 50);
     const auto self = static_cast<std::size_t>(seat.rank());
-    const OnGpu mine(first.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 200;
@@ -113,7 +113,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 80);
     const auto self = static_cast<std::size_t>(seat.rank());
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     for (const std::int64_t worst : {200, 0}) {
       Sent bad = world.ranks[self];
@@ -150,8 +150,7 @@ TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 100);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     const Buffer out(static_cast<std::size_t>(shape.hidden) * sizeof(float));
     OwnStream own(seat.device);
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
@@ -195,8 +194,7 @@ TEST_P(EngineTest, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
   };
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 110);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     DispatchOptions options;
     options.order = RowOrder::expert_major;  // exact, so its rows must be known
     seat.meet();
@@ -221,8 +219,7 @@ TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 90);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream other(seat.device);
     read_later(other.raw, 0ms);
     need(cudaStreamSynchronize(other.raw), "read_later");

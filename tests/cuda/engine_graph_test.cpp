@@ -52,7 +52,7 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     seat.meet();
     Exchanged got{seat.group.plan(mine.routes_view()), {}, {}};
@@ -81,9 +81,8 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
   shape.tokens = 1300;
   shape.hidden = 4096;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 4000;
@@ -113,9 +112,8 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
 TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 150;

@@ -109,7 +109,7 @@ TEST_P(EngineTest, GuessedRowsAreNarrowed) {
     OwnStream own(seat.device);
     warm_up(seat, own);
     const World first(seat.size(), shape, kSeed + 1);
-    const OnGpu mine(first.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(first);
     const std::size_t before = seat.group.memory().arena_used_bytes;
     for (std::uint64_t i = 0; i < 6; ++i) {
       const World world(seat.size(), shape, kSeed + 1 + i);
@@ -138,12 +138,11 @@ void change_rows(const Ranks& on, const Change& change) {
     GroupConfig config = config_for(shape);
     if (wide) config.memory_bytes = std::size_t{2} << 20;  // holds 42 rows, but not 160
     on_ranks(on.ranks, on.threads, config, [&](Seat& seat) {
-      const auto self = static_cast<std::size_t>(seat.rank());
       OwnStream own(seat.device);
       warm_up(seat, own);
       const World before = change.before(seat.size(), shape);
       const World after = change.after(seat.size(), shape);
-      const OnGpu mine(before.ranks[self], shape, seat.device, seat.copier);
+      const OnGpu mine = seat.on_gpu(before);
       if (!wide) {
         for (int i = 0; i < 8; ++i) guessed_trip(seat, before, mine, own);
       } else {
@@ -187,7 +186,7 @@ TEST(EngineGuessTest, ASecondGrantThatDoesNotComeIsMissed) {
     warm_up(seat, own);
     const auto self = static_cast<std::size_t>(seat.rank());
     const World before = world_to(2, of, of.experts - 1), after = world_to(2, of, 0);
-    const OnGpu mine(before.ranks[self], of, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(before);
     {
       const Plan plan = seat.group.plan(mine.routes_view());
       round_trip(seat.group, before, mine, plan, {}, seat.copier);
@@ -223,7 +222,7 @@ TEST_P(EngineTest, APlanThatFailedFailsItsDispatchOnAllRanks) {
     OwnStream own(seat.device);
     warm_up(seat, own);
     const World world(seat.size(), shape, kSeed + 20);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     PlanOptions planning;
     planning.stream = &own.stream;
     for (int i = 0; i < 4; ++i) {
@@ -266,8 +265,7 @@ TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
     OwnStream own(seat.device);
     warm_up(seat, own);
     const World world(seat.size(), shape, kSeed + 30);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     read_later(own.raw, 3000ms);
     PlanOptions planning;

@@ -29,7 +29,7 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -51,8 +51,7 @@ TEST_P(EngineTest, LatencyWeightsComeOnce) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 20);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip with;
@@ -81,8 +80,7 @@ TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 21);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip trip;
@@ -99,7 +97,7 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed + 30);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -136,7 +134,7 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed + 50);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -169,7 +167,7 @@ TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 60), other(seat.size(), shape, kSeed + 61);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -208,7 +206,7 @@ TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
   each(shape, [&](Seat& seat) {
     const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 62);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape));
     const Extents extents{world.ranks[self].tokens, shape.hidden};
     const auto bytes = static_cast<std::size_t>(extents[0] * extents[1]) * sizeof(float);
@@ -225,9 +223,11 @@ TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
           latency_dispatch(latency, mine, {CombinePath::per_rank, true, false, nullptr, {}});
       LatencyCombineOptions inside = options;
       inside.out = TensorView(received.x.data(), Dtype::f32, extents, where);
-      need(kind_of([&] { (void)latency.combine(received.x, received, inside); }) ==
-               ErrorKind::invalid_argument,
-           "sums over the rows that are read");
+      if (extents[0] > 0) {  // nothing overlaps a rank's sums of no tokens
+        need(kind_of([&] { (void)latency.combine(received.x, received, inside); }) ==
+                 ErrorKind::invalid_argument,
+             "sums over the rows that are read");
+      }
       LatencyCombined combined = latency.combine(received.x, received, options);
       if (options.hook) combined.receive();
       need(combined.x.data() == options.out->data, "sums elsewhere");
@@ -242,8 +242,7 @@ TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 70);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     const Buffer memory(static_cast<std::size_t>(seat.size()) * 8);
     const std::vector<std::int64_t> before(static_cast<std::size_t>(seat.size()), 1000);
     const TensorView waits(memory.data(), Dtype::i64, {seat.size()},

@@ -49,12 +49,12 @@ struct Masked {
   int rank;
   const Copier& copier;
 
-  Masked(Group& group, const Shape& shape, std::uint64_t seed, int device, const Copier& on)
-      : world(group.size(), shape, seed),
-        mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, on),
-        latency(group, latency_config(shape, true)),
-        rank(group.rank()),
-        copier(on) {}
+  Masked(Seat& seat, const Shape& shape, std::uint64_t seed)
+      : world(seat.size(), shape, seed),
+        mine(seat.on_gpu(world)),
+        latency(seat.group, latency_config(shape, true)),
+        rank(seat.rank()),
+        copier(seat.copier) {}
   void trip(const std::set<int>& absent = {}, const LatencyTrip& with = kTrip) {
     latency_trip(latency, world, rank, mine, with, copier, absent);
   }
@@ -65,7 +65,7 @@ TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
   GroupConfig config = config_for(shape);
   config.deadline = 3s;
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    Masked at(seat.group, shape, kSeed, seat.device, seat.copier);
+    Masked at(seat, shape, kSeed);
     std::set<int> others;
     for (int r = 0; r < seat.size(); ++r) {
       if (r != 1) others.insert(r);
@@ -103,7 +103,7 @@ TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
 TEST_P(EngineTest, MasksAreSetAndCleared) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    Masked at(seat.group, shape, kSeed + 1, seat.device, seat.copier);
+    Masked at(seat, shape, kSeed + 1);
     const auto refused = [&](const std::function<void()>& call) {
       try {
         call();
@@ -157,46 +157,38 @@ TEST_P(EngineTest, MasksAreSetAndCleared) {
 TEST(EngineEndTest, AKilledRankIsMaskedAtOnce) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
-  const auto problems = run_ranks(
-      3, 1,
-      [&](Bootstrap& bootstrap) {
-        int gpus = 0;
-        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-        const int device = bootstrap.rank() % gpus;
-        need(cudaSetDevice(device), "cudaSetDevice");
-        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
-        const Copier copier;
-        Masked at(group, shape, kSeed + 2, device, copier);
-        OwnStream own(device);
-        LatencyTrip captured = kTrip;
-        captured.stream = &own.stream;
-        LatencyCombined sums;
-        bootstrap.all_gather({}, 60s);
-        const Graph graph(own.raw, [&] {
-          sums = latency_combine(at.latency, at.mine,
-                                 latency_dispatch(at.latency, at.mine, captured), captured);
-        });
-        bootstrap.all_gather({}, 60s);
-        for (int i = 0; i < 3; ++i) at.trip();
-        graph.run();
-        check_latency_sums(at.world, group.rank(), kTrip.path, sums.x, copier);
-        bootstrap.all_gather({}, 60s);
-        if (group.rank() == 1) kill(getpid(), SIGKILL);
-        const auto start = std::chrono::steady_clock::now();
-        at.trip({1});
-        need(std::chrono::steady_clock::now() - start < 10s, "the deadline was waited for");
-        need(count_of(at.latency) == 1, "one mask");
-        need_masked(at.latency, {1}, "killed");
-        for (int i = 0; i < 5; ++i) at.trip({1});
-        for (int i = 0; i < 5; ++i) {
-          graph.run();
-          check_latency_sums(at.world, group.rank(), kTrip.path, sums.x, copier, {1});
-        }
-        at.latency.rejoin();
-        need_masked(at.latency, {1}, "rejoined");
-        for (int i = 0; i < 5; ++i) at.trip({1});
-      },
-      90);
+  const RankBody body = seated(config_for(shape), [&](Seat& seat) {
+    Masked at(seat, shape, kSeed + 2);
+    OwnStream own(seat.device);
+    LatencyTrip captured = kTrip;
+    captured.stream = &own.stream;
+    LatencyCombined sums;
+    seat.meet();
+    const Graph graph(own.raw, [&] {
+      sums = latency_combine(at.latency, at.mine, latency_dispatch(at.latency, at.mine, captured),
+                             captured);
+    });
+    seat.meet();
+    for (int i = 0; i < 3; ++i) at.trip();
+    graph.run();
+    check_latency_sums(at.world, seat.rank(), kTrip.path, sums.x, seat.copier);
+    seat.meet();
+    if (seat.rank() == 1) kill(getpid(), SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    at.trip({1});
+    need(std::chrono::steady_clock::now() - start < 10s, "the deadline was waited for");
+    need(count_of(at.latency) == 1, "one mask");
+    need_masked(at.latency, {1}, "killed");
+    for (int i = 0; i < 5; ++i) at.trip({1});
+    for (int i = 0; i < 5; ++i) {
+      graph.run();
+      check_latency_sums(at.world, seat.rank(), kTrip.path, sums.x, seat.copier, {1});
+    }
+    at.latency.rejoin();
+    need_masked(at.latency, {1}, "rejoined");
+    for (int i = 0; i < 5; ++i) at.trip({1});
+  });
+  const auto problems = run_ranks(3, 1, body, 90);
   ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
   EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
 }

@@ -70,7 +70,7 @@ void tensors_outlive(std::chrono::milliseconds deadline, std::chrono::millisecon
     {
       GroupConfig config = config_for(shape);
       config.deadline = deadline;
-      Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config);
+      Group group(borrowed(bootstrap), config);
       DispatchOptions options;
       options.stream = &own.stream;
       received = group.dispatch(mine.x_view(), group.plan(mine.routes_view()), options);
@@ -107,8 +107,7 @@ TEST_P(EngineTest, CapturedTensorsWaitForRecordedStreams) {
   each(shape, [&](Seat& seat) {
     Reader reader(seat.copier);
     const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device), other(seat.device);
     seat.meet();
     Plan plan = seat.group.plan(mine.routes_view());
@@ -157,7 +156,7 @@ TEST(EngineMemoryTest, ACaptureThatWaitsForMemoryCanBeStopped) {
   on_ranks(1, false, config, [&](Seat& seat) {
     Reader reader(seat.copier);
     const World world(1, shape, kSeed + 2);
-    const OnGpu mine(world.ranks[0], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream first(seat.device), second(seat.device);
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
@@ -196,7 +195,7 @@ TEST(EngineMemoryTest, ThreadsOnOneGpuNeedQueuesOfTheirOwn) {
     if (bootstrap.rank() == 0) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8", 1);
     bootstrap.all_gather({}, 60s);
     try {
-      Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for({}));
+      Group group(borrowed(bootstrap), config_for({}));
       need(false, "two threads on one GPU with eight queues");
     } catch (const Error& error) {
       need(error.kind() == ErrorKind::unsupported, error.what());

@@ -27,7 +27,35 @@ struct Seat {
   int rank() const { return group.rank(); }
   int size() const { return group.size(); }
   void meet() const { bootstrap.all_gather({}, 60s); }
+  /// What this rank sends in that world, on its GPU.
+  OnGpu on_gpu(const World& world) const {
+    return {world.ranks[static_cast<std::size_t>(rank())], world.shape, device, copier};
+  }
 };
+
+/// Makes this rank's GPU the current one; ranks take the GPUs in turn.
+inline int take_gpu(const Bootstrap& bootstrap) {
+  int gpus = 0;
+  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+  const int device = bootstrap.rank() % gpus;
+  need(cudaSetDevice(device), "cudaSetDevice");
+  return device;
+}
+
+/// For a group of a test that keeps the bootstrap and outlives the group.
+inline std::shared_ptr<Bootstrap> borrowed(Bootstrap& bootstrap) {
+  return {&bootstrap, [](Bootstrap*) {}};
+}
+
+/// For run_ranks and run_on_crew: gives a rank its GPU and its group, then runs the body.
+inline RankBody seated(const GroupConfig& config, const std::function<void(Seat&)>& body) {
+  return [config, body](Bootstrap& bootstrap) {
+    const int device = take_gpu(bootstrap);
+    Group group(borrowed(bootstrap), config);
+    Seat seat{group, bootstrap, device};
+    body(seat);
+  };
+}
 
 inline GroupConfig config_for(const Shape& shape) {
   GroupConfig config;
@@ -43,19 +71,11 @@ inline void on_ranks(int ranks, bool threads, GroupConfig config,
                      const std::function<void(Seat&)>& body) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   ASSERT_TRUE(kQueues);
-  const auto problems = run_on_crew(
-      ranks, threads ? ranks : 1,
-      [&](Bootstrap& bootstrap) {
-        int gpus = 0;
-        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-        const int device = bootstrap.rank() % gpus;
-        need(cudaSetDevice(device), "cudaSetDevice");
-        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config);
-        Seat seat{group, bootstrap, device};
-        body(seat);
-        group.destroy();
-      },
-      120);
+  const RankBody rank = seated(config, [&](Seat& seat) {
+    body(seat);
+    seat.group.destroy();
+  });
+  const auto problems = run_on_crew(ranks, threads ? ranks : 1, rank, 120);
   for (const std::string& problem : problems) ADD_FAILURE() << problem;
 }
 

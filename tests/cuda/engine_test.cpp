@@ -35,8 +35,7 @@ TEST_P(EngineRanksTest, RoundTrips) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     need(plan.recv_rows() == static_cast<std::int64_t>(world.arrivals(seat.rank()).size()),
@@ -61,8 +60,7 @@ TEST_P(EngineTest, TwoStreamsInOrder) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream a(seat.device), b(seat.device);
     seat.meet();
     for (int i = 0; i < 10; ++i) {
@@ -89,8 +87,7 @@ TEST_P(EngineTest, FanOutFollowsTheRows) {
   shape.hidden = 8192;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 7);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
@@ -114,8 +111,7 @@ TEST_P(EngineTest, GrowsWhenThereIsNoRoom) {
   shape.hidden = 8192;  // 20 MB a rank at most, and the group has 8
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 2);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
@@ -130,8 +126,7 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     World world(seat.size(), shape, kSeed + 3);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     // Rank 0 gives a route that is no expert.
     Sent bad = world.ranks[static_cast<std::size_t>(seat.rank())];
@@ -179,7 +174,7 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
     constexpr std::int64_t kWorst = 200;
     const World first(seat.size(), shape, kSeed + 4);
     const auto self = static_cast<std::size_t>(seat.rank());
-    const OnGpu mine(first.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     seat.meet();
     {  // once without a graph
@@ -228,8 +223,7 @@ TEST_P(EngineTest, DestroyedRanksAreNamed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
@@ -254,35 +248,26 @@ TEST(EngineKillTest, SurvivorsNameTheDead) {
   const int ranks = 3, victim = 1;
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
-  const auto problems = run_ranks(
-      ranks, 1,
-      [&](Bootstrap& bootstrap) {
-        int gpus = 0;
-        need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-        const int device = bootstrap.rank() % gpus;
-        need(cudaSetDevice(device), "cudaSetDevice");
-        Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
-        const Copier copier;
-        const World world(ranks, shape, kSeed + 6);
-        const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
-                         copier);
-        bootstrap.all_gather({}, 60s);
-        const Plan plan = group.plan(mine.routes_view());
-        round_trip(group, world, mine, plan, {}, copier);
-        if (bootstrap.rank() == victim) kill(getpid(), SIGKILL);
-        const auto start = std::chrono::steady_clock::now();
-        try {
-          for (;;) round_trip(group, world, mine, plan, {}, copier);
-        } catch (const Error& error) {
-          need(error.kind() == ErrorKind::peer_failed && error.peer() == victim, error.what());
-        }
-        need(std::chrono::steady_clock::now() - start < 3s, "it took too long");
-        // The GPU is usable.
-        const Buffer after(1 << 20);
-        need(cudaMemset(after.data(), 0, 1 << 20), "cudaMemset");
-        need(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-      },
-      90);
+  const RankBody body = seated(config_for(shape), [&](Seat& seat) {
+    const World world(ranks, shape, kSeed + 6);
+    const OnGpu mine = seat.on_gpu(world);
+    seat.meet();
+    const Plan plan = seat.group.plan(mine.routes_view());
+    round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    if (seat.rank() == victim) kill(getpid(), SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      for (;;) round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    } catch (const Error& error) {
+      need(error.kind() == ErrorKind::peer_failed && error.peer() == victim, error.what());
+    }
+    need(std::chrono::steady_clock::now() - start < 3s, "it took too long");
+    // The GPU is usable.
+    const Buffer after(1 << 20);
+    need(cudaMemset(after.data(), 0, 1 << 20), "cudaMemset");
+    need(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  });
+  const auto problems = run_ranks(ranks, 1, body, 90);
   ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
   EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
 }

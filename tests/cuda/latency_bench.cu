@@ -300,8 +300,9 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
     c.weights_with_dispatch = early;
     measure(group, c, tokens, seed, false, true);
   };
-  for (const std::int64_t tokens : {1, 16, 64, 128, 256}) {
-    for (const int blocks : {132, 264}) {
+  for (const std::int64_t tokens : {1, 4, 8, 16, 64, 128, 256}) {
+    for (const int blocks : {16, 33, 66, 132, 264}) {
+      if (tokens > 16 && blocks < 132) continue;
       for (const bool early : {false, true}) one(tokens, 7, blocks, early);
     }
   }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/number.hpp"
 #include "cuda/kernels/latency.hpp"
 #include "kernel_group.hpp"
 
@@ -29,6 +30,14 @@ struct LatencyCase {
   int few = 0;    ///< of the view
 };
 std::string describe(const LatencyCase& c);
+
+/// Calls `body(T{})` with the dtype's storage type.
+template <class Body>
+auto with_type(Dtype dtype, const Body& body) {
+  if (dtype == Dtype::f32) return body(float{});
+  if (dtype == Dtype::f16) return body(Fp16{});
+  return body(Bf16{});
+}
 
 /// What one rank brings to a generation.
 struct LatencyInput {
@@ -140,6 +149,9 @@ std::size_t spare_bytes(const LatencyCase& c, const DeviceLatencyLayout& layout)
 /// Stops the program unless it is good.
 void expect(const char* what, bool good, const std::string& detail = {});
 
+/// Ranks, rows or sums that do not come; what ends a group (latency_failures_test.cpp).
+void run_missing_tests();
+void run_failure_tests();
 /// Ranks that are gone, masks of the host, rejoining, waits (latency_masks_test.cu).
 void run_mask_tests(std::uint64_t seed);
 

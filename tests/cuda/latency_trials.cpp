@@ -17,15 +17,13 @@
 #include <string>
 #include <thread>
 
-#include "engine_graph.hpp"
-#include "engine_latency.hpp"
+#include "latency_load.hpp"
 
 namespace ferry::test {
 namespace {
 
 constexpr std::uint64_t kSeed = 20261127;
-constexpr int kRanksAtMost = 8, kMostTrials = 100, kVictim = 1;
-constexpr LatencyTrip kTrip{CombinePath::per_rank, true, false, nullptr, {}};
+constexpr int kRanksAtMost = 8, kMostTrials = 100;
 
 struct Settings {
   int kill = 0, stop = 0, replays = 0, ranks = 0;
@@ -42,111 +40,11 @@ struct Told {
   double before = 0, after = 0;                 ///< exchanges a second
 };
 
-std::int64_t now_ns() {
-  return std::chrono::steady_clock::now().time_since_epoch().count();
-}
-
 GroupConfig config_of(const Shape& shape, const Settings& settings) {
   GroupConfig config = config_for(shape);
   config.deadline = std::chrono::milliseconds(settings.deadline_ms);
   return config;
 }
-
-/// One rank under load.
-class Loaded {
- public:
-  Loaded(Bootstrap& bootstrap, const Settings& settings, const Shape& shape)
-      : bootstrap_(bootstrap),
-        device_(device_of(bootstrap)),
-        world_(bootstrap.size(), shape, kSeed),
-        mine_(world_.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device_, copier_),
-        group_(met(bootstrap), config_of(shape, settings)),
-        latency_(group_, latency_config(shape, true)) {
-    silent_ = world_;
-    auto& x = silent_.ranks[kVictim].x;
-    std::fill(x.begin(), x.end(), 0.0f);
-  }
-
-  void meet() { bootstrap_.all_gather({}, 60s); }
-  int rank() const { return group_.rank(); }
-  LatencyExchange& latency() { return latency_; }
-  bool masks_victim() const { return latency_.masked()[kVictim]; }
-
-  /// One exchange, compared. Whose rows are there is told by the mask before and after it.
-  void trip() {
-    const bool before = masks_victim();
-    const LatencyReceived received = latency_dispatch(latency_, mine_, kTrip);
-    const bool between = masks_victim();
-    const auto rows = [&](const World& world, const std::set<int>& absent) {
-      check_latency_rows(world, rank(), received, copier_, absent);
-    };
-    const auto all = [&] { rows(world_, {}); };
-    const auto none = [&] { rows(world_, {kVictim}); };
-    const auto zeros = [&] { rows(silent_, {}); };
-    if (before) {
-      none();
-    } else if (!between) {
-      all();
-    } else {
-      one_of({none, zeros, all});
-    }
-    const LatencyCombined combined = latency_combine(latency_, mine_, received, kTrip);
-    const auto sums = [&](const std::set<int>& absent) {
-      check_latency_sums(world_, rank(), kTrip.path, combined.x, copier_, absent);
-    };
-    if (between) {
-      sums({kVictim});
-    } else if (!masks_victim()) {
-      sums({});
-    } else {
-      one_of({[&] { sums({kVictim}); }, [&] { sums({}); }});
-    }
-  }
-  /// Exchanges a second, as many on all ranks.
-  double speed() {
-    constexpr int kExchanges = 200;
-    const std::int64_t start = now_ns();
-    for (int i = 0; i < kExchanges; ++i) {
-      const LatencyReceived received = latency_dispatch(latency_, mine_, kTrip);
-      (void)latency_combine(latency_, mine_, received, kTrip);
-    }
-    return kExchanges * 1e9 / static_cast<double>(now_ns() - start);
-  }
-
- private:
-  static int device_of(Bootstrap& bootstrap) {
-    int gpus = 0;
-    need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-    const int device = bootstrap.rank() % gpus;
-    need(cudaSetDevice(device), "cudaSetDevice");
-    return device;
-  }
-  /// The ranks have met: the deadline is for Ferry, not for CUDA.
-  static std::shared_ptr<Bootstrap> met(Bootstrap& bootstrap) {
-    bootstrap.all_gather({}, 60s);
-    return {&bootstrap, [](Bootstrap*) {}};
-  }
-  /// Throws what the last one says if none holds.
-  static void one_of(const std::vector<std::function<void()>>& checks) {
-    for (std::size_t i = 0; i + 1 < checks.size(); ++i) {
-      try {
-        checks[i]();
-        return;
-      } catch (const std::runtime_error&) {  // another one may hold
-      }
-    }
-    checks.back()();
-  }
-
-  Bootstrap& bootstrap_;
-  int device_;
-  Copier copier_{};
-  World world_;
-  World silent_ = world_;  // the victim's rows are zero
-  OnGpu mine_;
-  Group group_;
-  LatencyExchange latency_;
-};
 
 /// Waits in a thread of its own until the mask counter changes: no GPU is asked.
 class MaskClock {
@@ -188,7 +86,7 @@ void trips_around_fault(Loaded& rank, Told& told) {
 
 void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int trial) {
   Shape shape;
-  Loaded rank(bootstrap, settings, shape);
+  Loaded rank(bootstrap, config_of(shape, settings), shape, kSeed);
   rank.meet();
   for (int i = 0; i < 5; ++i) rank.trip();
   const double before = rank.speed();
@@ -215,7 +113,7 @@ void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int
 /// Rank 0 stops the victim for 3 s, again and again.
 void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int trials) {
   Shape shape;
-  Loaded rank(bootstrap, settings, shape);
+  Loaded rank(bootstrap, config_of(shape, settings), shape, kSeed);
   if (rank.rank() == kVictim) told.victim = getpid();
   for (int trial = 0; trial < trials; ++trial) {
     rank.meet();
@@ -262,72 +160,6 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
     if (rank.rank() != kVictim)
       told.all_ms[trial * kRanksAtMost + rank.rank()] = told.mask_ms[rank.rank()];
   }
-}
-
-/// Routes that change with every replay; the trips of a sample are compared.
-void replayed_rank(Bootstrap& bootstrap, int replays) {
-  constexpr int kWorlds = 8, kSamples = 100;
-  Shape shape;
-  int gpus = 0;
-  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-  const int device = bootstrap.rank() % gpus;
-  need(cudaSetDevice(device), "cudaSetDevice");
-  Group group(std::shared_ptr<Bootstrap>(&bootstrap, [](Bootstrap*) {}), config_for(shape));
-  const Copier copier;
-  const auto self = static_cast<std::size_t>(group.rank());
-  std::vector<World> worlds;
-  std::vector<std::unique_ptr<OnGpu>> inputs;
-  for (int i = 0; i < kWorlds; ++i) {
-    worlds.emplace_back(group.size(), shape, kSeed + static_cast<std::uint64_t>(i));
-    for (Sent& sent : worlds.back().ranks) {  // other numbers of tokens
-      const std::size_t used = sent.routes.size() * static_cast<std::size_t>(i) / (kWorlds - 1);
-      std::fill(sent.routes.begin() + static_cast<std::ptrdiff_t>(used), sent.routes.end(), -1);
-    }
-    inputs.push_back(std::make_unique<OnGpu>(worlds.back().ranks[self], shape, device, copier));
-  }
-  const OnGpu mine(worlds[0].ranks[self], shape, device, copier);
-  OwnStream own(device);
-  LatencyExchange latency(group, latency_config(shape));
-  LatencyTrip by_rank{CombinePath::per_rank, true, true, &own.stream, {}};
-  LatencyTrip by_slot{CombinePath::per_slot, false, false, &own.stream, {}};
-  LatencyExchanged one, two;
-  const Graph graph(own.raw, [&] {
-    one.received = latency_dispatch(latency, mine, by_rank);
-    two.received = latency_dispatch(latency, mine, by_slot);
-    two.combined = latency_combine(latency, mine, two.received, by_slot);
-    one.combined = latency_combine(latency, mine, one.received, by_rank);
-  });
-  bootstrap.all_gather({}, 60s);
-  const int every = std::max(1, replays / kSamples);
-  const auto start = std::chrono::steady_clock::now();
-  for (int i = 0; i < replays; ++i) {
-    const auto at = static_cast<std::size_t>(i % kWorlds);
-    const Sent& sent = worlds[at].ranks[self];
-    const auto copy = [&](const Buffer& to, const Buffer& from, std::size_t bytes) {
-      if (bytes == 0) return;
-      need(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, own.raw),
-           "cudaMemcpyAsync");
-    };
-    copy(mine.x, inputs[at]->x, sent.x.size() * 4);
-    copy(mine.routes, inputs[at]->routes, sent.routes.size() * 8);
-    copy(mine.weights, inputs[at]->weights, sent.weights.size() * 4);
-    graph.launch();
-    if (i % every != 0 && i + 1 != replays) continue;
-    graph.wait();
-    for (const LatencyExchanged* got : {&one, &two}) {
-      const LatencyTrip& trip = got == &one ? by_rank : by_slot;
-      check_latency_rows(worlds[at], group.rank(), got->received, copier);
-      check_latency_sums(worlds[at], group.rank(), trip.path, got->combined.x, copier);
-    }
-  }
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (group.rank() == 0) {
-    std::printf("REPLAYS %d of 2 exchanges, every %d-th compared, %.1f s: good\n", replays, every,
-                seconds);
-    std::fflush(stdout);
-  }
-  bootstrap.all_gather({}, 60s);
 }
 
 void tell(const char* fault, std::vector<double> ms) {
@@ -388,7 +220,7 @@ int run(const Settings& settings) {
   if (settings.replays > 0) {
     complain(run_ranks(
                  std::min(ranks, std::max(2, gpus)), 1,
-                 [&](Bootstrap& b) { replayed_rank(b, settings.replays); }, 300),
+                 [&](Bootstrap& b) { replayed_rank(b, settings.replays, kSeed); }, 300),
              0);
   }
   std::printf(good ? "TRIALS good\n" : "TRIALS bad\n");

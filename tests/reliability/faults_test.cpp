@@ -8,10 +8,13 @@
 #include <sstream>
 #include <thread>
 
+#include "engine/test_network.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
 namespace {
+
+using engine::test::has_network;
 
 constexpr int kRanks = 4;
 constexpr std::int64_t kTokens = 200, kHidden = 512, kExperts = 8;
@@ -103,20 +106,6 @@ Verdict read_verdict(Ranks& ranks, int rank, double seconds) {
   line >> verdict.kind >> verdict.peer >> verdict.when;
   std::getline(line, verdict.text);
   return verdict;
-}
-
-/// Also makes libfabric look at this machine, once and not in every rank: that takes a second.
-bool has_network() {
-  static const bool there = [] {
-    try {
-      const Group group(thread_bootstrap(1)[0], {.experts = 1, .fabric = FabricKind::ofi});
-      return true;
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::unsupported) throw;
-      return false;
-    }
-  }();
-  return there;
 }
 
 class Faults : public testing::TestWithParam<Mode> {

@@ -12,6 +12,7 @@
 #include "bench_board.hpp"
 #include "bench_gpu.hpp"
 #include "bench_options.hpp"
+#include "bench_plot.hpp"
 #include "bench_rank.hpp"
 #include "bench_report.hpp"
 #include "bench_settings.hpp"
@@ -34,8 +35,9 @@ class Progress {
   Progress(const BenchSettings& settings, const BenchBoard& board)
       : board_(board), terminal_(isatty(STDERR_FILENO) == 1) {
     const int each = settings.warmup + settings.iterations;
-    if (settings.mode != BenchMode::latency) total_ += 5 * each;
-    if (settings.mode != BenchMode::throughput) total_ += each;
+    const bool latency = settings.mode == BenchMode::latency;
+    // On GPUs it is told of what was measured, else of samples.
+    total_ = settings.backend == Backend::cuda ? 4 : (latency ? 1 : 5) * each;
   }
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
@@ -68,21 +70,48 @@ class Progress {
   int done_ = 0;
 };
 
-// True when every rank passed; says which did not.
-bool run_mode(const BenchSettings& settings, const BenchBoard& board, Progress& progress,
-              bool latency) {
+using BenchBody = void (*)(const BenchSettings&, const BenchBoard&, std::shared_ptr<Bootstrap>);
+
+BenchBody body_of(const BenchSettings& settings) {
+  if (settings.mode == BenchMode::throughput) return bench_throughput;
+  return settings.backend == Backend::cuda ? bench_gpu_latency : bench_latency;
+}
+
+/// Measures one mode and adds what it found. True when every rank passed; else says which did not.
+bool run_mode(const BenchSettings& settings, std::vector<BenchResult>& results) {
+  const BenchBoard board(settings);
+  Progress progress(settings, board);
   RankRun run;
   run.ranks = settings.ranks;
   run.processes = settings.processes;
   run.tick = [&progress] { progress.show(); };
-  progress.begin(latency ? "latency" : "throughput");
+  progress.begin(settings.mode == BenchMode::latency ? "latency" : "throughput");
   const auto failures = run_ranks(run, [&](int, std::shared_ptr<Bootstrap> bootstrap) {
-    (latency ? bench_latency : bench_throughput)(settings, board, std::move(bootstrap));
+    body_of(settings)(settings, board, std::move(bootstrap));
   });
-  if (failures.empty()) return true;
   progress.clear();
+  if (failures.empty()) {
+    for (const BenchResult& result : results_of(settings, board)) results.push_back(result);
+    return true;
+  }
   fmt::print(stderr, "ferry bench: {}\n", summary(failures));
   return false;
+}
+
+/// What is run one after another: throughput mode, then latency mode with each number of tokens.
+std::vector<BenchSettings> runs_of(const BenchSettings& settings,
+                                   std::vector<std::int64_t> latency_tokens) {
+  std::vector<BenchSettings> runs;
+  BenchSettings one = settings;
+  one.mode = BenchMode::throughput;
+  if (settings.mode != BenchMode::latency) runs.push_back(one);
+  if (latency_tokens.empty()) latency_tokens = {settings.latency_tokens};
+  one.mode = BenchMode::latency;
+  for (const std::int64_t tokens : latency_tokens) {
+    one.latency_tokens = tokens;
+    if (settings.mode != BenchMode::throughput) runs.push_back(one);
+  }
+  return runs;
 }
 
 std::vector<std::string> command_of(const CommandLine& line) {
@@ -105,19 +134,17 @@ int put(const std::string& file, const std::string& text) {
   return 1;
 }
 
-int bench(const BenchSettings& settings, bool json, const std::string& json_file,
-          const CommandLine& line) {
-  const BenchBoard board(settings);
-  {
-    Progress progress(settings, board);
-    const bool throughput = settings.mode != BenchMode::latency;
-    const bool latency = settings.mode != BenchMode::throughput;
-    if (throughput && !run_mode(settings, board, progress, false)) return 1;
-    if (latency && !run_mode(settings, board, progress, true)) return 1;
+int bench(const BenchSettings& settings, const std::vector<std::int64_t>& latency_tokens,
+          const GpuOutput& output, const CommandLine& line) {
+  std::vector<BenchResult> results;
+  for (const BenchSettings& run : runs_of(settings, latency_tokens)) {
+    if (!run_mode(run, results)) return 1;
   }
-  const std::vector<BenchResult> results = results_of(settings, board);
-  if (!json || !json_file.empty()) fmt::print("{}", table(settings, results));
-  return json ? put(json_file, to_json(settings, results, command_of(line)).dump(2)) : 0;
+  if (!output.json || !output.json_file.empty()) fmt::print("{}", table(settings, results));
+  if (!output.json) return 0;
+  const int code = put(output.json_file, to_json(settings, results, command_of(line)).dump(2));
+  if (code != 0 || output.plot_file.empty()) return code;
+  return draw_plot(output.json_file, output.plot_file) ? 0 : 1;
 }
 
 void add_number(CLI::App* app, const char* name, std::int64_t& value, std::int64_t most,
@@ -246,21 +273,24 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
       "\nAll data is checked before anything is timed. Progress goes to standard error.\n"
       "Exit codes: 0 done; 1 an exchange failed or brought wrong data; 2 wrong command line.");
   bench_app->callback([given, bench_app, json, &line, &exit_code] {
-    given->settings.processes = !given->threads;
-    const bool wants_json = json->count() > 0;
-    if (given->gpu.backend != Backend::cuda) {
-      refuse_gpu_options(*bench_app);
-      check(given->settings);
-      exit_code = bench(given->settings, wants_json, given->json_file, line);
-      return;
-    }
-    settle_gpu(*bench_app, given->settings, given->gpu.settings);
-    if (!given->gpu.plot_file.empty() && given->json_file.empty()) {
+    BenchSettings& shape = given->settings;
+    shape.processes = !given->threads;
+    const GpuOutput output{json->count() > 0, given->json_file, given->gpu.plot_file};
+    if (!output.plot_file.empty() && output.json_file.empty()) {
       throw CLI::ValidationError("--plot: needs --json FILE, which it draws");
     }
-    exit_code =
-        run_gpu_bench(given->gpu.settings, given->gpu.nccl,
-                      {wants_json, given->json_file, given->gpu.plot_file}, command_of(line));
+    const bool on_gpus = given->gpu.backend == Backend::cuda;
+    if (!on_gpus) refuse_gpu_options(*bench_app, shape.mode);
+    if (!on_gpus || shape.mode == BenchMode::latency) {
+      if (shape.mode == BenchMode::latency) settle_latency(*bench_app, shape, given->gpu);
+      check(shape);
+      exit_code = on_gpus && !gpus_suffice(shape)
+                      ? 1
+                      : bench(shape, given->gpu.latency_tokens, output, line);
+      return;
+    }
+    settle_gpu(*bench_app, shape, given->gpu.settings);
+    exit_code = run_gpu_bench(given->gpu.settings, given->gpu.nccl, output, command_of(line));
   });
 }
 

@@ -149,6 +149,8 @@ nlohmann::json to_json(const GpuBenchSettings& settings, const std::vector<GpuRe
 
 /// GPUs for ranks; 0 in a build without the CUDA engine. Asked in a child.
 int bench_gpu_count();
+/// Whether there are GPUs for these ranks; says why not, on standard error.
+bool gpus_suffice(const BenchSettings& shape);
 /// What every rank does: check, then measure. Collective. Throws when an exchange brings wrong
 /// data: nothing is measured then.
 void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,

@@ -8,20 +8,23 @@ void add_gpu_options(CLI::App* app, GpuArguments& given, CLI::Option* json) {
   GpuBenchSettings& s = given.settings;
   choice<Backend>(app, "--backend", given.backend,
                   {{"host", Backend::host}, {"cuda", Backend::cuda}}, "What runs the exchanges");
-  const char* group = "With --backend cuda (throughput mode)";
+  const char* group = "With --backend cuda";
   app->add_option("--sms", s.sms, "Numbers of SMs that move the rows")
       ->type_name("N,...")
       ->delimiter(',')
       ->check(whole_number(1, 1024))
       ->group(group)
       ->default_str("16");
-  app->add_option("--token-sweep", s.tokens, "Numbers of tokens of each rank, instead of --tokens")
+  app->add_option("--token-sweep", s.tokens,
+                  "Numbers of tokens of each rank, instead of --tokens; with --mode latency, on "
+                  "either backend, instead of --latency-tokens")
       ->type_name("N,...")
       ->delimiter(',')
       ->check(whole_number(1, kMostTokens))
       ->group(group)
       ->default_str("");
-  app->add_option("--chain", s.chain, "Calls that are timed together")
+  app->add_option("--chain", s.chain,
+                  "Calls that are timed together; with --mode latency, on either backend, pairs")
       ->type_name("N")
       ->check(whole_number(1, 32))
       ->group(group)
@@ -44,12 +47,38 @@ void add_gpu_options(CLI::App* app, GpuArguments& given, CLI::Option* json) {
       ->needs(json);
 }
 
-void refuse_gpu_options(const CLI::App& app) {
-  for (const char* name :
-       {"--sms", "--token-sweep", "--chain", "--alignment", "--nccl", "--plot"}) {
+void refuse_gpu_options(const CLI::App& app, BenchMode mode) {
+  for (const std::string name :
+       {"--sms", "--alignment", "--nccl", "--plot", "--token-sweep", "--chain"}) {
+    const bool shared = name == "--token-sweep" || name == "--chain";
+    if (shared && mode == BenchMode::latency) continue;
     if (app.count(name) > 0) {
       throw CLI::ValidationError(fmt::format("{}: only with --backend cuda", name));
     }
+  }
+}
+
+void settle_latency(const CLI::App& app, BenchSettings& shape, GpuArguments& given) {
+  const bool on_gpus = given.backend == Backend::cuda;
+  shape.backend = given.backend;
+  if (app.count("--chain") > 0) shape.chain = given.settings.chain;
+  if (app.count("--token-sweep") > 0) given.latency_tokens = given.settings.tokens;
+  if (!on_gpus) return;
+  if (app.count("--hidden") == 0) shape.hidden = 7168;
+  if (app.count("--experts") == 0) shape.experts = 256;
+  if (app.count("--dtype") == 0) shape.dtype = Dtype::e4m3;
+  if (app.count("--iterations") == 0) shape.iterations = 200;
+  if (app.count("--chain") == 0) shape.chain = 20;
+  if (given.latency_tokens.empty() && app.count("--latency-tokens") == 0) {
+    given.latency_tokens = {1, 64, 128, 256};
+  }
+  for (const char* name : {"--sms", "--alignment", "--nccl"}) {
+    if (app.count(name) > 0) {
+      throw CLI::ValidationError(fmt::format("{}: only with --mode throughput", name));
+    }
+  }
+  if (shape.fabric == FabricKind::sim || shape.fabric == FabricKind::ofi) {
+    throw CLI::ValidationError("--fabric sim and ofi: only with --backend host");
   }
 }
 
@@ -61,7 +90,7 @@ void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu)
   }
   if (app.count("--dtype") > 0) gpu.dtypes = {shape.dtype};
   if (app.count("--mode") > 0 && shape.mode != BenchMode::throughput) {
-    throw CLI::ValidationError("--backend cuda measures --mode throughput");
+    throw CLI::ValidationError("--backend cuda measures --mode throughput or --mode latency");
   }
   if (shape.fabric == FabricKind::sim || shape.fabric == FabricKind::ofi) {
     throw CLI::ValidationError("--fabric sim and ofi: only with --backend host");

@@ -66,36 +66,43 @@ int report(const GpuBenchSettings& settings, const GpuBoard& board, const GpuOut
   }
   if (!write_file(output.json_file, json)) return 1;
   if (output.plot_file.empty()) return 0;
-  const int code = run_python(kPlotProgram, output.json_file, output.plot_file);
-  if (code != 0) fmt::print(stderr, "ferry bench: python3 with matplotlib drew no plot\n");
-  return code == 0 ? 0 : 1;
+  return draw_plot(output.json_file, output.plot_file) ? 0 : 1;
 }
 
 }  // namespace
 
-int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuOutput& output,
-                  const std::vector<std::string>& command) {
+bool draw_plot(const std::string& json_file, const std::string& image) {
+  const int code = run_python(kPlotProgram, json_file, image);
+  if (code != 0) fmt::print(stderr, "ferry bench: python3 with matplotlib drew no plot\n");
+  return code == 0;
+}
+
+bool gpus_suffice(const BenchSettings& shape) {
   const int gpus = bench_gpu_count();
   if (gpus == 0) {
     fmt::print(stderr,
                "ferry bench: --backend cuda: there is no GPU, or this build has no CUDA "
                "engine (`ferry doctor` says which)\n");
-    return 1;
+    return false;
   }
-  if (settings.shape.ranks > gpus) {
-    if (!settings.shape.processes) {
-      fmt::print(stderr, "ferry bench: {} ranks on {} GPUs must be processes\n",
-                 settings.shape.ranks, gpus);
-      return 1;
-    }
-    fmt::print(stderr, "ferry bench: {} ranks share {} GPUs: the figures say little\n",
-               settings.shape.ranks, gpus);
+  if (shape.ranks <= gpus) return true;
+  if (!shape.processes) {
+    fmt::print(stderr, "ferry bench: {} ranks on {} GPUs must be processes\n", shape.ranks, gpus);
+    return false;
   }
+  fmt::print(stderr, "ferry bench: {} ranks share {} GPUs: the figures say little\n", shape.ranks,
+             gpus);
+  return true;
+}
+
+int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuOutput& output,
+                  const std::vector<std::string>& command) {
+  if (!gpus_suffice(settings.shape)) return 1;
   // Unless the user has said otherwise: an all-to-all uses no multicast, and NCCL may hang while it
   // sets that up.
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   try {
-    settings.nccl = settings.shape.ranks > gpus
+    settings.nccl = settings.shape.ranks > bench_gpu_count()
                         ? Nccl{"", "", "ranks share GPUs, which its communicators do not"}
                         : find_nccl(nccl);
   } catch (const std::exception& error) {

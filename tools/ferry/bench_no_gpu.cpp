@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "bench_gpu.hpp"
+#include "bench_rank.hpp"
 
 namespace ferry::cli {
 
@@ -10,6 +11,10 @@ int bench_gpu_count() {
 }
 
 void bench_gpu(const GpuBenchSettings&, const GpuBoard&, std::shared_ptr<Bootstrap>) {
+  throw std::runtime_error("this build has no CUDA engine");
+}
+
+void bench_gpu_latency(const BenchSettings&, const BenchBoard&, std::shared_ptr<Bootstrap>) {
   throw std::runtime_error("this build has no CUDA engine");
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "bench_gpu.hpp"
 #include "bench_settings.hpp"
@@ -47,10 +48,14 @@ struct GpuArguments {
   GpuBenchSettings settings{};
   std::string nccl = "auto";
   std::string plot_file{};
+  std::vector<std::int64_t> latency_tokens{};  ///< --token-sweep in latency mode
 };
 void add_gpu_options(CLI::App* app, GpuArguments& given, CLI::Option* json);
 /// Throws CLI::ValidationError when one of them was given, for another backend.
-void refuse_gpu_options(const CLI::App& app);
+void refuse_gpu_options(const CLI::App& app, BenchMode mode);
+/// Latency mode on either engine: what was not given is the shape of docs/benchmarks.md on GPUs.
+/// Numbers of tokens go to `latency_tokens`.
+void settle_latency(const CLI::App& app, BenchSettings& shape, GpuArguments& given);
 /// What was not given is the shape of docs/benchmarks.md, in bf16 and in e4m3.
 void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu);
 

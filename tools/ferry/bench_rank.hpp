@@ -5,6 +5,7 @@
 #include "bench_board.hpp"
 #include "bench_settings.hpp"
 #include "ferry/bootstrap.hpp"
+#include "ferry/latency.hpp"
 
 namespace ferry::cli {
 
@@ -13,5 +14,10 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
                       std::shared_ptr<Bootstrap> bootstrap);
 void bench_latency(const BenchSettings& settings, const BenchBoard& board,
                    std::shared_ptr<Bootstrap> bootstrap);
+/// On GPUs; a stub in builds without.
+void bench_gpu_latency(const BenchSettings& settings, const BenchBoard& board,
+                       std::shared_ptr<Bootstrap> bootstrap);
+/// With e4m3 the tokens are bf16 and are quantised in flight.
+LatencyConfig latency_config(const BenchSettings& settings);
 
 }  // namespace ferry::cli

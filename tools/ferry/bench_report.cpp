@@ -39,17 +39,17 @@ std::string wires(const BenchSettings& s) {
          (s.network == FabricKind::automatic ? "copies" : name_of_kind(s.network, s.processes));
 }
 
-// A dispatch moves a row for each (token, rank), a latency combine one for each slot.
+// A dispatch moves a row for each (token, rank), a latency combine by slots one for each slot.
 void count_bytes(const BenchSettings& s, const BenchBoard& board, BenchResult& result) {
-  if (result.which == BenchCase::plan) return;
+  if (!moves_rows(result.which)) return;
   const bool combines = result.which == BenchCase::combine_registered ||
                         result.which == BenchCase::combine_ordinary ||
-                        result.which == BenchCase::latency_combine;
+                        is_latency_combine(result.which);
   result.row_bytes = combines ? s.combine_row_bytes() : s.dispatch_row_bytes();
   std::int64_t to_self = 0;
   for (int r = 0; r < s.ranks; ++r) {
     const BenchRows& rows = board.rows(is_latency(result.which), r);
-    const bool slots = result.which == BenchCase::latency_combine;
+    const bool slots = result.which == BenchCase::latency_combine_slots;
     result.rows += slots ? rows.slots : rows.rows;
     to_self += slots ? rows.slots_to_self : rows.rows_to_self;
   }
@@ -57,10 +57,8 @@ void count_bytes(const BenchSettings& s, const BenchBoard& board, BenchResult& r
   result.wire_bytes = static_cast<std::uint64_t>(result.rows - to_self) * result.row_bytes;
 }
 
-BenchResult result_of(const BenchSettings& s, const BenchBoard& board, BenchCase which) {
-  BenchResult result;
-  result.which = which;
-  count_bytes(s, board, result);
+/// Microseconds of the slowest rank of each sample, sorted.
+std::vector<double> slowest_of(const BenchSettings& s, const BenchBoard& board, BenchCase which) {
   std::vector<double> slowest;
   for (int i = 0; i < s.iterations; ++i) {
     double most = 0;
@@ -68,12 +66,41 @@ BenchResult result_of(const BenchSettings& s, const BenchBoard& board, BenchCase
     slowest.push_back(most / 1e3);
   }
   std::sort(slowest.begin(), slowest.end());
+  return slowest;
+}
+
+/// On GPUs combines are not timed apart from their dispatch: what a pair takes beside it.
+std::vector<double> times_of(const BenchSettings& s, const BenchBoard& board, BenchCase which) {
+  const bool slots = which == BenchCase::latency_combine_slots;
+  if (s.backend != Backend::cuda || (!slots && which != BenchCase::latency_combine_ranks)) {
+    return slowest_of(s, board, which);
+  }
+  auto times =
+      slowest_of(s, board, slots ? BenchCase::latency_pair_slots : BenchCase::latency_pair_ranks);
+  const double dispatch = percentile(slowest_of(s, board, BenchCase::latency_dispatch), 0.50);
+  for (double& time : times) time = std::max(0.0, time - dispatch);
+  return times;
+}
+
+BenchResult result_of(const BenchSettings& s, const BenchBoard& board, BenchCase which) {
+  BenchResult result;
+  result.which = which;
+  result.tokens = is_latency(which) ? s.latency_tokens : s.tokens;
+  count_bytes(s, board, result);
+  const std::vector<double> slowest = times_of(s, board, which);
   result.min_us = slowest.front();
   result.mean_us =
       std::accumulate(slowest.begin(), slowest.end(), 0.0) / static_cast<double>(slowest.size());
   result.p50_us = percentile(slowest, 0.50);
   result.p95_us = percentile(slowest, 0.95);
   return result;
+}
+
+/// Of the rows that cross.
+Dtype dtype_of(const BenchSettings& s, BenchCase which) {
+  const bool combines = is_latency_combine(which) || which == BenchCase::combine_registered ||
+                        which == BenchCase::combine_ordinary;
+  return combines ? s.combine_dtype() : s.dtype;
 }
 
 std::string utc_now() {
@@ -98,7 +125,8 @@ std::vector<BenchResult> results_of(const BenchSettings& settings, const BenchBo
   std::vector<BenchResult> results;
   for (int c = 0; c < kBenchCases; ++c) {
     const auto which = static_cast<BenchCase>(c);
-    if (is_measured(which, settings.mode)) results.push_back(result_of(settings, board, which));
+    if (is_measured(which, settings.mode, settings.backend))
+      results.push_back(result_of(settings, board, which));
   }
   return results;
 }
@@ -108,18 +136,16 @@ std::string table(const BenchSettings& s, const std::vector<BenchResult>& result
       has_domains(s)
           ? fmt::format(" in domains of {}, crossing {}", s.domain_size, ferry::name_of(s.crossing))
           : "";
+  const std::string where = s.backend == Backend::cuda ? "GPUs" : wires(s) + domains;
   std::string text = fmt::format(
-      "{} ranks as {} over {}, {} tokens a rank (latency mode {}), hidden {}, top-{} of {} "
-      "experts, "
-      "{}, {} routes, seed {}\n\n",
-      s.ranks, s.processes ? "processes" : "threads", wires(s) + domains, s.tokens,
-      s.latency_tokens, s.hidden, s.topk, s.experts, ferry::name_of(s.dtype), name_of(s.routes),
-      s.seed);
-  text += fmt::format("{:<22}{:>12}{:>12}{:>16}{:>12}\n", "", "p50 us", "p95 us", "logical GB/s",
-                      "wire GB/s");
+      "{} ranks as {} over {}, hidden {}, top-{} of {} experts, {}, {} routes, seed {}\n\n",
+      s.ranks, s.processes ? "processes" : "threads", where, s.hidden, s.topk, s.experts,
+      ferry::name_of(s.dtype), name_of(s.routes), s.seed);
+  text += fmt::format("{:<28}{:>8}{:>12}{:>12}{:>16}{:>12}\n", "", "tokens", "p50 us", "p95 us",
+                      "logical GB/s", "wire GB/s");
   for (const BenchResult& result : results) {
-    text += fmt::format("{:<22}{:>12.1f}{:>12.1f}", ferry::cli::name_of(result.which),
-                        result.p50_us, result.p95_us);
+    text += fmt::format("{:<28}{:>8}{:>12.1f}{:>12.1f}", ferry::cli::name_of(result.which),
+                        result.tokens, result.p50_us, result.p95_us);
     text += result.row_bytes == 0
                 ? fmt::format("{:>16}{:>12}\n", "-", "-")
                 : fmt::format("{:>16.2f}{:>12.2f}\n", result.logical_gbps(), result.wire_gbps());
@@ -129,10 +155,23 @@ std::string table(const BenchSettings& s, const std::vector<BenchResult>& result
       "dispatch.\n"
       "GB/s: 10^9 bytes a second at the median, all ranks together. Logical bytes = rows x row\n"
       "bytes, own rank included; wire bytes without it. Row bytes: dispatch {}, combine {}. Rows:\n"
-      "one for each (token, destination rank); latency combine one for each slot.\n"
+      "one for each (token, destination rank); latency combine, per slot: one for each slot.\n"
       "Registered: rows in Ferry's memory; ordinary: anywhere, copied once. All data was "
       "checked.\n",
       s.iterations, s.warmup, s.dispatch_row_bytes(), s.combine_row_bytes());
+  if (s.mode == BenchMode::throughput) return text;
+  text += fmt::format(
+      "Latency mode: weights come with the dispatch. Pair: a dispatch and its combine, out of {} "
+      "one "
+      "behind\n"
+      "another. Send and receive: halves of calls with hooks, per rank, when all has come.\n",
+      s.chain);
+  if (s.backend == Backend::cuda) {
+    text +=
+        "On GPUs: replays of graphs. Dispatch: out of a chain; combine: the pair less the median "
+        "dispatch;\n"
+        "halves: between two events, which take what `events alone` says.\n";
+  }
   return text;
 }
 
@@ -141,6 +180,9 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
   nlohmann::json list = nlohmann::json::array();
   for (const BenchResult& result : results) {
     list.push_back({{"name", ferry::cli::name_of(result.which)},
+                    {"dtype", ferry::name_of(dtype_of(s, result.which))},
+                    {"tokens", result.tokens},
+                    {"sms", 0},  // not the caller's to choose
                     {"rows", result.rows},
                     {"row_bytes", result.row_bytes},
                     {"logical_bytes", result.logical_bytes},
@@ -157,7 +199,8 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
           {"time", utc_now()},
           {"machine", to_json(look_at_machine())},
           {"settings",
-           {{"ranks", s.ranks},
+           {{"backend", s.backend == Backend::cuda ? "cuda" : "host"},
+            {"ranks", s.ranks},
             {"processes", s.processes},
             {"fabric", wires(s)},
             {"domain_size", s.domain_size},
@@ -172,6 +215,7 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
             {"routes", name_of(s.routes)},
             {"iterations", s.iterations},
             {"warmup", s.warmup},
+            {"chain", s.chain},
             {"seed", s.seed}}},
           {"data_checked", true},
           {"results", list}};

@@ -14,8 +14,9 @@ namespace ferry::cli {
 /// over the ranks.
 struct BenchResult {
   BenchCase which = BenchCase::plan;
+  std::int64_t tokens = 0;  ///< of each rank
   std::int64_t rows = 0;
-  std::size_t row_bytes = 0;        ///< 0: no rows move (plan)
+  std::size_t row_bytes = 0;        ///< 0: no rows move (plan), or pairs
   std::uint64_t logical_bytes = 0;  ///< rows × row bytes, own rank included
   std::uint64_t wire_bytes = 0;     ///< without own rank
   double min_us = 0;

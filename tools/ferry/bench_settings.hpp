@@ -24,6 +24,7 @@ struct BenchSettings {
   std::int64_t experts = 64;
   Dtype dtype = Dtype::bf16;  ///< of dispatched rows; with e4m3 combine carries bf16
   BenchMode mode = BenchMode::all;
+  Backend backend = Backend::host;
   RouteShape routes = RouteShape::uniform;
   FabricKind fabric = FabricKind::automatic;
   int domain_size = 0;  ///< 0: one domain, or the hosts
@@ -32,6 +33,7 @@ struct BenchSettings {
   bool processes = true;
   int iterations = 30;
   int warmup = 5;
+  int chain = 4;  ///< pairs of latency mode that are timed together
   std::uint64_t seed = 1;
 
   Dtype combine_dtype() const { return dtype == Dtype::e4m3 ? Dtype::bf16 : dtype; }
@@ -66,9 +68,17 @@ enum class BenchCase : std::uint8_t {
   combine_registered,
   combine_ordinary,
   latency_dispatch,
-  latency_combine,
+  latency_combine_slots,  ///< CombinePath::per_slot
+  latency_combine_ranks,  ///< CombinePath::per_rank, as what follows
+  latency_pair_slots,     ///< a dispatch and its combine, one pair behind another
+  latency_pair_ranks,
+  latency_dispatch_send,  ///< halves, with hooks, when all that comes has come
+  latency_dispatch_receive,
+  latency_combine_send,
+  latency_combine_receive,
+  latency_events,  ///< on GPUs: nothing, between two events as the halves are
 };
-inline constexpr int kBenchCases = 7;
+inline constexpr int kBenchCases = 15;
 
 constexpr std::string_view name_of(BenchCase which) {
   switch (which) {
@@ -78,7 +88,15 @@ constexpr std::string_view name_of(BenchCase which) {
     case BenchCase::combine_registered: return "combine, registered";
     case BenchCase::combine_ordinary: return "combine, ordinary";
     case BenchCase::latency_dispatch: return "latency dispatch";
-    case BenchCase::latency_combine: return "latency combine";
+    case BenchCase::latency_combine_slots: return "latency combine, per slot";
+    case BenchCase::latency_combine_ranks: return "latency combine, per rank";
+    case BenchCase::latency_pair_slots: return "latency pair, per slot";
+    case BenchCase::latency_pair_ranks: return "latency pair, per rank";
+    case BenchCase::latency_dispatch_send: return "latency dispatch, send";
+    case BenchCase::latency_dispatch_receive: return "latency dispatch, receive";
+    case BenchCase::latency_combine_send: return "latency combine, send";
+    case BenchCase::latency_combine_receive: return "latency combine, receive";
+    case BenchCase::latency_events: return "latency events alone";
   }
   return "";
 }
@@ -87,7 +105,19 @@ constexpr bool is_latency(BenchCase which) {
   return which >= BenchCase::latency_dispatch;
 }
 
-constexpr bool is_measured(BenchCase which, BenchMode mode) {
+constexpr bool is_latency_combine(BenchCase which) {
+  return which == BenchCase::latency_combine_slots || which == BenchCase::latency_combine_ranks ||
+         which == BenchCase::latency_combine_send || which == BenchCase::latency_combine_receive;
+}
+
+/// Whether rows move in it whose bytes over its time say something.
+constexpr bool moves_rows(BenchCase which) {
+  return which != BenchCase::plan && which != BenchCase::latency_pair_slots &&
+         which != BenchCase::latency_pair_ranks && which != BenchCase::latency_events;
+}
+
+constexpr bool is_measured(BenchCase which, BenchMode mode, Backend backend) {
+  if (which == BenchCase::latency_events && backend != Backend::cuda) return false;
   return mode == BenchMode::all || is_latency(which) == (mode == BenchMode::latency);
 }
 

@@ -19,7 +19,17 @@ THROUGHPUT = [
     "combine, registered",
     "combine, ordinary",
 ]
-LATENCY = ["latency dispatch", "latency combine"]
+LATENCY = [
+    "latency dispatch",
+    "latency combine, per slot",
+    "latency combine, per rank",
+    "latency pair, per slot",
+    "latency pair, per rank",
+    "latency dispatch, send",
+    "latency dispatch, receive",
+    "latency combine, send",
+    "latency combine, receive",
+]
 
 
 def setUpModule():
@@ -66,7 +76,11 @@ class Bench(unittest.TestCase):
             self.assertLessEqual(line["p50_us"], line["p95_us"])
             self.assertEqual(line["logical_bytes"], line["rows"] * line["row_bytes"])
             self.assertLessEqual(line["wire_bytes"], line["logical_bytes"])
-        self.assertEqual(found["results"][-1]["rows"], 2 * 5 * 3)
+        by_name = {line["name"]: line for line in found["results"]}
+        self.assertEqual(by_name["latency combine, per slot"]["rows"], 2 * 5 * 3)
+        by_rank = by_name["latency combine, per rank"]["rows"]
+        self.assertEqual(by_rank, by_name["latency dispatch"]["rows"])
+        self.assertLess(by_rank, 2 * 5 * 3)
 
     def test_every_dtype(self):
         for dtype, row in (("f32", 1024), ("bf16", 512), ("f16", 512), ("e4m3", 256 + 2 * 4)):
@@ -93,6 +107,14 @@ class Bench(unittest.TestCase):
                 self.assertEqual(found["settings"]["crossing"], "hierarchical")
         table = bench("-n 3 --threads --mode throughput --domain-size 2 --crossing direct")
         self.assertIn("local+copies in domains of 2, crossing direct", table.stdout)
+
+    def test_latency_mode_takes_several_numbers_of_tokens(self):
+        found = self.measured("-n 2 --threads --mode latency --token-sweep 1,4 --chain 2")
+        self.assertEqual([line["name"] for line in found["results"]], 2 * LATENCY)
+        self.assertEqual(
+            [line["tokens"] for line in found["results"]], len(LATENCY) * [1] + len(LATENCY) * [4]
+        )
+        self.assertEqual(found["settings"]["chain"], 2)
 
     def test_table(self):
         before = set(os.listdir("/dev/shm"))
@@ -147,6 +169,15 @@ class Bench(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("there is no GPU, or this build has no CUDA engine", result.stderr)
 
+    def test_latency_mode_without_a_gpu_says_so(self):
+        result = bench("--backend cuda -n 2 --mode latency --token-sweep 1,5")
+        if result.returncode == 0:
+            self.assertIn("latency pair, per rank", result.stdout)
+            self.assertIn("latency events alone", result.stdout)
+            return
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("there is no GPU, or this build has no CUDA engine", result.stderr)
+
     def test_wrong_command_lines_are_refused_with_a_reason(self):
         for arguments, reason in (
             ("--topk 9", "there are only 6 experts"),
@@ -169,7 +200,9 @@ class Bench(unittest.TestCase):
             ("--nccl off", "--nccl: only with --backend cuda"),
             ("--backend cuda --sms 4,x", "--sms: 'x': must be a whole number\n"),
             ("--backend cuda --sms 0", "--sms: 0: must be at least 1\n"),
-            ("--backend cuda --mode latency", "measures --mode throughput"),
+            ("--token-sweep 4", "--token-sweep: only with --backend cuda"),
+            ("--backend cuda --mode all", "measures --mode throughput or --mode latency"),
+            ("--backend cuda --mode latency --sms 4", "--sms: only with --mode throughput"),
             ("--backend cuda --json --plot a.png", "needs --json FILE"),
             ("--backend cuda --topk 9", "there are only 6 experts"),
         ):

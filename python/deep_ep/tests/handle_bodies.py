@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from reference import answers, arrived, combined, expert, in_rank, make_job, rows_between
-from throughput_bodies import check_rows, dispatched, returned_weights, same, several_hosts
+from throughput_bodies import returned_weights
+from throughput_calls import check_rows, dispatched, same, several_hosts
 from torch import Tensor
 
 import deep_ep

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
 from reference import make_job
-from throughput_bodies import dispatched
+from throughput_calls import dispatched
 
 import deep_ep
 

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from low_latency_bodies import (
-    CAPACITY,
-    check_received,
-    combine,
-    dispatch,
-    experts,
-    own,
-)
+from low_latency_bodies import CAPACITY, check_received, combine, dispatch, experts, own
 from low_latency_reference import Batch
 from rank_buffers import run_buffers
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_buffers import run_buffers
 from reference import make_job
-from throughput_bodies import dispatched
+from throughput_calls import dispatched
 
 import ferry
 from deep_ep import handles, streams

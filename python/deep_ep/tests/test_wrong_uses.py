@@ -8,7 +8,8 @@ import pytest
 import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
 from reference import make_job
-from throughput_bodies import dispatched, every_dispatch
+from throughput_bodies import every_dispatch
+from throughput_calls import dispatched
 
 import deep_ep
 import ferry

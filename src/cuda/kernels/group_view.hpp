@@ -42,6 +42,7 @@ enum class Reason : std::uint32_t {
   too_many,   ///< more rows arrive at `peer` than it granted; `detail`: how many
   bad_route,  ///< `peer` was given an id that is no expert; `detail`: token * 64 + slot
   bad_plan,   ///< the plan's own call failed
+  stale,      ///< a latency result whose buffers later dispatches used; `detail`: how many
 };
 
 /// What a rank tells its peers at the entry of a call. It is the message of the call's swap; the

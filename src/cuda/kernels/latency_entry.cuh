@@ -62,62 +62,84 @@ __device__ __forceinline__ void touch_view(const LatencyView& v) {
                "l"(v.group.layout.local), "l"(v.group.deadline_ns));
 }
 
-/// Whole block: fills `call` but for the tokens. `handle` null: the generation is a new one, and
-/// peers are open once they have read what the buffer held before. Else those that it went to.
-/// False: the group has failed.
-__device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
-                                          LatencyCall& call) {
-  bool stopped = false;
-  if (threadIdx.x < 32) {
-    const int lane = static_cast<int>(threadIdx.x), ranks = v.group.ranks;
-    const LatencyWords& words = *v.words;
-    const std::uint64_t last =
-        load_relaxed(handle != nullptr ? &handle->generation : &words.generation);
-    const std::uint32_t number = load_relaxed(&words.calls) + 1;
-    const std::uint32_t came = load_relaxed(&words.came_before);
-    const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
-    const std::uint64_t running = first_running(v.group);
-    const std::uint32_t mask = lane < ranks ? load_relaxed(&words.masked[lane]) : 0;
-    // A rank that was masked in the dispatch takes no part in its combine, masked still or not.
-    const std::uint32_t sent =
-        handle != nullptr && lane < ranks ? load_relaxed(&handle->sent[lane]) : 1;
-    const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
-    std::byte* own = v.peers[v.group.rank];
-    const std::uint64_t credit =
-        handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
-    const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
-    stopped = failed != 0;
-    if (lane == 0) {
-      call.generation = at.generation;
-      call.first_running = running;
-      call.number = number;
-      call.came_before = came;
-    }
-    __syncwarp();
-    // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
-    // last none is alive, read or not.
-    const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
-                       (ranks > 32 && handle == nullptr);
-    if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
-      release_upto(at, needed);
-    }
-    for (int r = lane; r < ranks; r += 32) {
-      const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
-      const bool masked = found != 0 && found != number;
-      Came came_here = masked ? Came::missing : Came::here;
-      if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
-        came_here = await_credit(at, call, r, needed);
-      }
-      call.masked[r] = masked;
-      const bool went =
-          handle == nullptr || (r == lane ? sent : load_relaxed(&handle->sent[r])) != 0;
-      call.open[r] = came_here == Came::here && went;
-      stopped |= came_here == Came::stop;
-    }
+/// Of a result that was kept while a graph made two dispatches or more: what this call would write
+/// lies where peers may still be in a later one. All ranks find that alike, and nothing moves.
+__device__ __noinline__ inline void refuse_stale(Failure* failure, std::uint64_t generation,
+                                                 std::uint64_t last) {
+  if (failure == nullptr || blockIdx.x != 0 || threadIdx.x != 0) return;
+  failure->reason = Reason::stale;
+  failure->stage = Stage::latency_headers;
+  failure->peer = -1;
+  failure->detail = static_cast<std::int64_t>(last - generation);
+  store_release(&failure->written, generation);
+}
+
+/// Warp 0, the whole of it: fills `call` but for the tokens. `handle` null: the generation is a new
+/// one, and peers are open once they have read what the buffer held before. Else those that it went
+/// to. True: the group has failed, or the result of the handle is stale.
+__device__ inline bool open_latency_call(const LatencyView& v, const LatencyHandle* handle,
+                                         LatencyCall& call, Failure* failure = nullptr) {
+  const int lane = static_cast<int>(threadIdx.x), ranks = v.group.ranks;
+  const LatencyWords& words = *v.words;
+  const std::uint64_t newest = load_relaxed(&words.generation);
+  const std::uint64_t last = handle != nullptr ? load_relaxed(&handle->generation) : newest;
+  const std::uint32_t number = load_relaxed(&words.calls) + 1;
+  const std::uint32_t came = load_relaxed(&words.came_before);
+  const std::uint64_t failed = load_relaxed(&local_words(v.group)->failed);
+  const std::uint64_t running = first_running(v.group);
+  const std::uint32_t mask = lane < ranks ? load_relaxed(&words.masked[lane]) : 0;
+  // A rank that was masked in the dispatch takes no part in its combine, masked still or not.
+  const std::uint32_t sent =
+      handle != nullptr && lane < ranks ? load_relaxed(&handle->sent[lane]) : 1;
+  const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
+  std::byte* own = v.peers[v.group.rank];
+  const std::uint64_t credit =
+      handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
+  const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
+  const bool stale = newest - last > 1;
+  if (stale) refuse_stale(failure, last, newest);
+  bool stopped = failed != 0 || stale;
+  if (lane == 0) {
+    call.generation = at.generation;
+    call.first_running = running;
+    call.number = number;
+    call.came_before = came;
   }
+  __syncwarp();
+  // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
+  // last none is alive, read or not.
+  const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
+                     (ranks > 32 && handle == nullptr);
+  if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
+    release_upto(at, needed);
+  }
+  for (int r = lane; r < ranks; r += 32) {
+    const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
+    const bool masked = found != 0 && found != number;
+    Came came_here = masked ? Came::missing : Came::here;
+    if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
+      came_here = await_credit(at, call, r, needed);
+    }
+    call.masked[r] = masked;
+    const bool went = handle == nullptr || (r == lane ? sent : load_relaxed(&handle->sent[r])) != 0;
+    call.open[r] = came_here == Came::here && went;
+    stopped |= came_here == Came::stop;
+  }
+  return stopped;
+}
+
+/// Whole block, when warp 0 has opened the call: all threads may read it. False: the group has
+/// failed, for `stopped` is true in some thread.
+__device__ inline bool join_latency_call(const LatencyView& v, bool stopped) {
   const bool good = __syncthreads_or(stopped) == 0;
   if (good && threadIdx.x == kLatencyThreads - 1) count_released(&v.words->came);
   return good;
+}
+
+/// Whole block, which has nothing else to do meanwhile.
+__device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHandle* handle,
+                                          LatencyCall& call, Failure* failure = nullptr) {
+  return join_latency_call(v, threadIdx.x < 32 && open_latency_call(v, handle, call, failure));
 }
 
 /// Block 0, one warp of it: tells the peers what earlier calls have read, and writes what the next

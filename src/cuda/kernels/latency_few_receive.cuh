@@ -5,7 +5,7 @@
 
 namespace ferry::cuda::device {
 
-template <class T, bool kQuantized>
+template <class T, bool kQuantized, bool kRanked>
 struct FewReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
@@ -23,6 +23,7 @@ struct FewReceiver {
     for (int s = 0; s < ranks; ++s) {
       most = max(most, is_few<T>(v, call.tokens[s]) ? call.tokens[s] : 0);
     }
+    if (most == 0) return true;
     const int slices = (row_bytes() + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
     for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * slices;
@@ -30,7 +31,11 @@ struct FewReceiver {
       const int row = unit / slices, slice = unit - row * slices;
       const int token = row / ranks, source = row - token * ranks;
       if (token >= call.tokens[source] || !is_few<T>(v, call.tokens[source])) continue;
-      if (!receive_slice(source, token, slice)) return false;
+      if constexpr (kRanked) {
+        if (!receive_ranked(source, token, slice)) return false;
+      } else {
+        if (!receive_slice(source, token, slice)) return false;
+      }
     }
     return true;
   }
@@ -98,6 +103,20 @@ struct FewReceiver {
     return true;
   }
 
+  __device__ bool receive_ranked(int source, int token, int slice) {
+    const int place = land_row(p, call, at.generation, source, token, slice == 0);
+    lost |= place == kLostRow;
+    if (place < 0) return place != kStopped;
+    std::byte* row = few_row(at, own_memory(p.view), source, token);
+    Share share{};
+    const bool here = look(row, slice, share);
+    const Came came = await_share(source, row, slice, here, share);
+    if (came == Came::stop) return false;
+    lost |= came == Came::missing;
+    if (came == Came::here) store(slice, share, ranked_slot(p.view, source, place), 1);
+    return true;
+  }
+
   /// Whole warp; all lanes alike.
   __device__ Came await_share(int source, std::byte* row, int slice, bool here,
                               Share& share) const {
@@ -123,7 +142,7 @@ struct FewReceiver {
     const LatencyView& v = p.view;
     const int lane = static_cast<int>(threadIdx.x % 32), byte = slice * kSliceBytes + lane * 16;
     const bool packed = p.format == LatencyFormat::e4m3_packed;
-    const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
+    const std::size_t rows = block_rows<kRanked>(v);
     std::uint32_t scale = share.scale;
     int columns = scales(), column = slice * kScales + lane;
     bool scaled = lane < kScales && column < columns;

@@ -1,8 +1,9 @@
 // Latency dispatch: from the routes to the header of one destination: rows for each of its experts,
 // and every slot's ordinal among this rank's rows for its expert. Work of one whole block.
 //
-// Each warp counts a stretch of the tokens; prefix sums over the warps; each counts its stretch
-// again, now from where the warps before it end. Slots of one expert keep their order.
+// Each warp but warp 0, which opens the call meanwhile, counts a stretch of the tokens; prefix sums
+// over the warps; each counts its stretch again, now from where the warps before it end. Slots of
+// one expert keep their order.
 #pragma once
 #include "cuda/kernels/latency_entry.cuh"
 
@@ -25,19 +26,28 @@ __device__ __forceinline__ int route_id(const LatencyDispatchParameters& p, int 
   return id >= -1 && id < p.view.placement.experts ? static_cast<int>(id) : kBadRoute;
 }
 
+/// Warps that can count.
+inline constexpr int kMostHeaderWarps = kLatencyWarps - 1;
+
+/// This warp's number among those that count; −1: it does not.
+__device__ __forceinline__ int header_warp() {
+  return static_cast<int>(threadIdx.x / 32) - 1;
+}
+
 /// The routes of a warp's stretch of tokens: whole tokens in each chunk of 32 slots.
 class RouteStretch {
  public:
   /// Loads what it keeps.
   __device__ RouteStretch(const LatencyDispatchParameters& p, int warps)
       : p_(p), topk_(p.view.topk), each_(32 / p.view.topk) {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = header_warp();
+    const bool counts = warp >= 0 && warp < warps;
     token_ = lane / topk_;
     slot_ = lane - token_ * topk_;
     if (token_ >= each_) slot_ = topk_;  // none
     const int chunks = (p.tokens + each_ - 1) / each_, share = (chunks + warps - 1) / warps;
-    begin_ = min(warp < warps ? warp * share : chunks, chunks);
-    end_ = min(warp < warps ? begin_ + share : chunks, chunks);
+    begin_ = min(counts ? warp * share : chunks, chunks);
+    end_ = min(counts ? begin_ + share : chunks, chunks);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) kept_[i] = begin_ + i < end_ ? load(begin_ + i) : -1;
   }
@@ -96,67 +106,111 @@ __device__ __noinline__ inline bool is_crowded(const LatencyDispatchParameters& 
   return __syncthreads_or(crowded) != 0;
 }
 
-/// Whole block: writes the header of `dest`. `counts`: dynamic shared memory, [warps, experts of
-/// dest].
-__device__ inline void send_header(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                   const RankFinder& ranks, const RouteStretch& stretch, int dest,
-                                   std::uint32_t* counts, int warps) {
-  __shared__ std::uint32_t worst;  // 0, or as in the header
-  const LatencyView& v = p.view;
-  std::byte* base = v.peers[dest];
-  const std::uint32_t tag = at.tag();
-  const int first = ranks.first_expert(dest), experts = ranks.local_experts(dest);
-  const int warp = static_cast<int>(threadIdx.x / 32), thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < warps * experts; i += kLatencyThreads) counts[i] = 0;
-  if (thread == 0) worst = kNoPlace;
-  __syncthreads();
-  const auto local = [&](int id) { return id >= first && id - first < experts ? id - first : -1; };
-  std::uint32_t* mine = counts + (warp < warps ? warp * experts : 0);
-  bool twice = false;
-  stretch.walk([&](int token, int slot, int id) {
-    if (slot < v.topk && id == kBadRoute) {
-      atomicMin(&worst, static_cast<std::uint32_t>(token * 64 + slot + 1));
-    }
-    // Tokens of a chunk are told apart by their number in it.
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int key = id >= 0 && slot < v.topk ? (lane - slot) << 24 | id : -1 - lane;
-    twice |= __popc(__match_any_sync(kAllLanes, key)) > 1;
-    count_on(mine, slot < v.topk ? local(id) : -1);
-  });
-  const bool any_twice = __syncthreads_or(twice) != 0;
-  std::uint32_t refused = worst == kNoPlace ? 0 : worst;
-  if (refused == 0 && any_twice && is_crowded(p)) refused = kNoPlace;
-  std::uint64_t* numbers = at.numbers(base, v.group.rank);
-  for (int e = thread; e < experts; e += kLatencyThreads) {
-    std::uint32_t sum = 0;
-    for (int w = 0; w < warps; ++w) {
-      const std::uint32_t own = counts[w * experts + e];
-      counts[w * experts + e] = sum;
-      sum += own;
-    }
-    store_word(numbers + e, sum, tag);
+/// Makes headers, one after the other.
+class HeaderMaker {
+ public:
+  /// What its warps tell each other; in shared memory.
+  struct Words {
+    std::uint32_t worst[kMostHeaderWarps];  ///< kNoPlace, or the first route that is none
+    bool twice[kMostHeaderWarps];           ///< a token names an expert twice
+  };
+
+  /// Loads the first routes. `counts`: dynamic shared memory, [warps, experts of a destination].
+  __device__ HeaderMaker(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                         std::uint32_t* counts, int warps, Words& words)
+      : p_(p), ranks_(ranks), counts_(counts), warps_(warps), words_(words), stretch_(p, warps) {}
+
+  /// Each warp for itself, warp 0 idle: counts its stretch for `dest`. A barrier must follow.
+  __device__ void count(int dest) {
+    const int warp = header_warp(), lane = static_cast<int>(threadIdx.x % 32);
+    if (warp < 0 || warp >= warps_) return;
+    const int experts = ranks_.local_experts(dest);
+    for (int e = lane; e < experts; e += 32) own_counts(dest)[e] = 0;
+    __syncwarp();
+    std::uint32_t worst = kNoPlace;
+    bool twice = false;
+    stretch_.walk([&](int token, int slot, int id) {
+      if (slot < p_.view.topk && id == kBadRoute) {
+        worst = min(worst, static_cast<std::uint32_t>(token * 64 + slot + 1));
+      }
+      // Tokens of a chunk are told apart by their number in it.
+      const int key = id >= 0 && slot < p_.view.topk ? (lane - slot) << 24 | id : -1 - lane;
+      twice |= __popc(__match_any_sync(kAllLanes, key)) > 1;
+      count_on(own_counts(dest), slot < p_.view.topk ? local(dest, id) : -1);
+    });
+    worst = __reduce_min_sync(kAllLanes, worst);
+    twice = __any_sync(kAllLanes, twice) != 0;
+    if (lane != 0) return;
+    words_.worst[warp] = worst;
+    words_.twice[warp] = twice;
   }
-  if (thread == kLatencyThreads - 1) {
-    std::uint64_t* head = at.header(base, v.group.rank);
-    const int tokens = refused != 0 ? 0 : p.tokens;
-    store_word(head, make_head(tokens, agreed_format(p)), tag);
-    store_word(head + 1, refused, tag);
+
+  /// Whole block: writes the header of `dest`, which has been counted.
+  __device__ void write(const LatencyPlaces& at, int dest) {
+    const LatencyView& v = p_.view;
+    std::byte* base = v.peers[dest];
+    const std::uint32_t tag = at.tag(), refused = find_refusal();
+    const int experts = ranks_.local_experts(dest), thread = static_cast<int>(threadIdx.x);
+    std::uint64_t* numbers = at.numbers(base, v.group.rank);
+    for (int e = thread; e < experts; e += kLatencyThreads) {
+      std::uint32_t sum = 0;
+      for (int w = 0; w < warps_; ++w) {
+        const std::uint32_t own = counts_[w * experts + e];
+        counts_[w * experts + e] = sum;
+        sum += own;
+      }
+      store_word(numbers + e, sum, tag);
+    }
+    if (thread == kLatencyThreads - 1) {
+      std::uint64_t* head = at.header(base, v.group.rank);
+      const int tokens = refused != 0 ? 0 : p_.tokens;
+      store_word(head, make_head(tokens, agreed_format(p_)), tag);
+      store_word(head + 1, refused, tag);
+    }
+    __syncthreads();
+    std::uint64_t* places = at.places(base, v.group.rank);
+    std::uint64_t* weights = at.header_weights(base, v.group.rank);
+    stretch_.walk([&](int token, int slot, int id) {
+      const int expert = slot < v.topk ? local(dest, id) : -1;
+      const std::uint32_t ordinal = count_on(own_counts(dest), expert);
+      if (slot >= v.topk) return;
+      const int entry = token * v.topk + slot;
+      store_word(places + entry,
+                 expert < 0 ? kNoPlace : make_place(static_cast<std::uint32_t>(expert), ordinal),
+                 tag);
+      if (p_.weights == nullptr) return;
+      const float weight = slot < p_.topk ? p_.weights[token * p_.topk + slot] : 0.0f;
+      store_word(weights + entry, __float_as_uint(weight), tag);
+    });
   }
-  __syncthreads();
-  std::uint64_t* places = at.places(base, v.group.rank);
-  std::uint64_t* weights = at.header_weights(base, v.group.rank);
-  stretch.walk([&](int token, int slot, int id) {
-    const int expert = slot < v.topk ? local(id) : -1;
-    const std::uint32_t ordinal = count_on(mine, expert);
-    if (slot >= v.topk) return;
-    const int entry = token * v.topk + slot;
-    store_word(places + entry,
-               expert < 0 ? kNoPlace : make_place(static_cast<std::uint32_t>(expert), ordinal),
-               tag);
-    if (p.weights == nullptr) return;
-    const float weight = slot < p.topk ? p.weights[token * p.topk + slot] : 0.0f;
-    store_word(weights + entry, __float_as_uint(weight), tag);
-  });
-}
+
+ private:
+  __device__ int local(int dest, int id) const {
+    const int expert = id - ranks_.first_expert(dest);
+    return expert >= 0 && expert < ranks_.local_experts(dest) ? expert : -1;
+  }
+  __device__ std::uint32_t* own_counts(int dest) const {
+    const int warp = header_warp();
+    return counts_ + (warp >= 0 && warp < warps_ ? warp * ranks_.local_experts(dest) : 0);
+  }
+  /// Whole block: 0, or as in the header.
+  __device__ std::uint32_t find_refusal() const {
+    std::uint32_t worst = kNoPlace;
+    bool twice = false;
+    for (int w = 0; w < warps_; ++w) {
+      worst = min(worst, words_.worst[w]);
+      twice |= words_.twice[w];
+    }
+    if (worst != kNoPlace) return worst;
+    return twice && is_crowded(p_) ? kNoPlace : 0;
+  }
+
+  const LatencyDispatchParameters& p_;
+  const RankFinder& ranks_;
+  std::uint32_t* counts_;
+  int warps_;
+  Words& words_;
+  RouteStretch stretch_;
+};
 
 }  // namespace ferry::cuda::device

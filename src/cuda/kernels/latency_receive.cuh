@@ -2,8 +2,8 @@
 // flight; then one warp takes one part of one row to each of its experts.
 #pragma once
 #include "core/number/ue8m0.hpp"
+#include "cuda/kernels/latency_rank_major.cuh"
 #include "cuda/kernels/latency_send.cuh"
-#include "cuda/kernels/latency_verdict.cuh"
 
 namespace ferry::cuda::device {
 
@@ -64,7 +64,20 @@ __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out,
   }
 }
 
+/// Rows of a block of the results: of an expert, or of a source.
+template <bool kRanked>
+__device__ __forceinline__ std::size_t block_rows(const LatencyView& v) {
+  return static_cast<std::size_t>(kRanked ? v.capacity : v.group.ranks * v.capacity);
+}
+
+/// Rank-major: lane 0 stands for the row.
+__device__ __forceinline__ LandingSlot ranked_slot(const LatencyView& v, int source, int row) {
+  if (threadIdx.x % 32 != 0) return {};
+  return {source, row, static_cast<std::int32_t>(source * v.capacity) + row};
+}
+
 /// Whole warp: the scales of channels begin … end of a row, to the columns of all landing slots.
+template <bool kRanked>
 __device__ inline void copy_scales(const LatencyDispatchParameters& p, const float* from, int begin,
                                    int end, const LandingSlot& slot, std::uint32_t lanes) {
   const LatencyView& v = p.view;
@@ -72,7 +85,7 @@ __device__ inline void copy_scales(const LatencyDispatchParameters& p, const flo
   const int each = packed ? 4 * 128 : 128;
   const auto all = static_cast<int>((v.hidden + 127) / 128);
   const auto columns = static_cast<std::size_t>((v.hidden + each - 1) / each);
-  const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
+  const std::size_t rows = block_rows<kRanked>(v);
   const int lane = static_cast<int>(threadIdx.x % 32), last = (end + each - 1) / each;
   for (int base = begin / each; base < last; base += 32) {
     const int column = base + lane;
@@ -113,7 +126,7 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, int sour
 }
 
 /// The receiving half on one warp, but for rows of few tokens.
-template <class T, bool kQuantized>
+template <class T, bool kQuantized, bool kRanked>
 struct RowReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
@@ -130,6 +143,7 @@ struct RowReceiver {
     int most = 0;
     for (int s = 0; s < ranks; ++s)
       most = max(most, is_few<T>(v, call.tokens[s]) ? 0 : call.tokens[s]);
+    if (most == 0) return true;
     const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.
@@ -140,7 +154,11 @@ struct RowReceiver {
       const int token = row / ranks, source = row - token * ranks;
       if (token >= call.tokens[source] || is_few<T>(v, call.tokens[source])) continue;
       const int last = min(first + group, v.parts) - 1;
-      if (!receive_parts(source, token, first, last)) return false;
+      if constexpr (kRanked) {
+        if (!receive_ranked(source, token, first, last)) return false;
+      } else {
+        if (!receive_parts(source, token, first, last)) return false;
+      }
     }
     return true;
   }
@@ -191,6 +209,27 @@ struct RowReceiver {
     return true;
   }
 
+  __device__ bool receive_ranked(int source, int token, int first, int last) {
+    const LatencyView& v = p.view;
+    const int row = land_row(p, call, at.generation, source, token, first == 0);
+    lost |= row == kLostRow;
+    if (row < 0) return row != kStopped;
+    const int part = first + static_cast<int>(threadIdx.x % 32);
+    Came came = Came::here;
+    if (part <= last) {
+      const std::uint32_t* tag = at.row_tags(own_memory(v), source, token) + part;
+      came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
+    }
+    if (__any_sync(kAllLanes, came == Came::stop)) return false;
+    if (__any_sync(kAllLanes, came != Came::here)) {
+      lost = true;
+      return true;
+    }
+    __syncwarp();  // all lanes read what some have waited for
+    copy(at.row(own_memory(v), source, token), first, last, ranked_slot(v, source, row), 1);
+    return true;
+  }
+
   __device__ void copy(const std::byte* row, int first, int last, const LandingSlot& slot,
                        std::uint32_t lanes) const {
     const LatencyView& v = p.view;
@@ -205,8 +244,8 @@ struct RowReceiver {
       copy_part<std::uint32_t>(row + skip, p.out + skip, row_bytes, bytes, slot, lanes);
     }
     if constexpr (kQuantized) {
-      copy_scales(p, reinterpret_cast<const float*>(row + v.layout.scale_at), begin, end, slot,
-                  lanes);
+      copy_scales<kRanked>(p, reinterpret_cast<const float*>(row + v.layout.scale_at), begin, end,
+                           slot, lanes);
     }
   }
 };

@@ -5,7 +5,7 @@
 // so; when all blocks have passed or halted, nobody finds out anything by itself any more. If one
 // has passed, all is here. Else block 0 looks once more, and what it sees is the verdict.
 #pragma once
-#include "cuda/kernels/latency_entry.cuh"
+#include "cuda/kernels/latency_header.cuh"
 
 namespace ferry::cuda::device {
 

@@ -22,6 +22,10 @@ __device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag
 }
 
 inline constexpr std::uint32_t kPerSlotTag = 1u << 31;
+/// Bits of the tags of a combine's rows that say how it combines: the path, and above kFormatShift
+/// the format.
+inline constexpr int kFormatShift = 29;
+inline constexpr std::uint32_t kGenerationTag = (1u << kFormatShift) - 1;
 
 // Places; `base` is any rank's registered memory.
 
@@ -89,6 +93,10 @@ struct LatencyPlaces {
   __device__ std::byte* sum(std::byte* base, int row, std::int64_t token,
                             std::size_t row_bytes) const {
     return base + v.layout.sums + sum_slot(row, token) * row_bytes;
+  }
+  /// The same of a row that is not as it is.
+  __device__ std::byte* encoded_sum(std::byte* base, int row, std::int64_t token) const {
+    return base + v.layout.encoded_sums + sum_slot(row, token) * v.layout.encoded_slot;
   }
 };
 
@@ -177,9 +185,14 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
     mask_late(v, call, peer);
     return Came::missing;
   }
-  if (!over) return Came::here;
-  if (reason == Reason::none) return Came::stop;
-  if (stage == Stage::latency_sums && (expected ^ seen) == kPerSlotTag) reason = Reason::mismatch;
+  if (over && reason == Reason::none) return Came::stop;
+  // It took another path or format in this very call: nothing more to wait for.
+  const auto odd = static_cast<std::uint32_t>(expected ^ seen);
+  if (stage == Stage::latency_sums && odd != 0 && (odd & kGenerationTag) == 0) {
+    reason = Reason::mismatch;
+  } else if (!over) {
+    return Came::here;
+  }
   if (reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;

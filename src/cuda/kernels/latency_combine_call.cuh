@@ -1,0 +1,93 @@
+// A latency combine, whole: weights ahead of the rows where they come with it, rows out, sums in.
+#pragma once
+#include "cuda/kernels/latency_combine_wait.cuh"
+
+namespace ferry::cuda::device {
+
+/// This thread's share of this rank's weights, to the ranks of their experts, ahead of the rows.
+class WeightPusher {
+ public:
+  /// Loads the first, before the call's number is known.
+  __device__ WeightPusher(const LatencyCombineParameters& p, const RankFinder& ranks)
+      : p_(p), ranks_(ranks) {
+    // The other end than the senders'.
+    const auto block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+    slot_ = block * kLatencyThreads + kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
+    load();
+  }
+  __device__ void push(const LatencyPlaces& at, const LatencyCall& call) {
+    const LatencyView& v = p_.view;
+    while (slot_ < p_.tokens * p_.topk) {
+      if (dest_ >= 0 && call.open[dest_]) {
+        const int token = slot_ / p_.topk, k = slot_ - token * p_.topk;
+        store_word(at.weights(v.peers[dest_], v.group.rank) + token * v.topk + k,
+                   __float_as_uint(weight_), at.tag());
+      }
+      slot_ += static_cast<int>(gridDim.x) * kLatencyThreads;
+      load();
+    }
+  }
+
+ private:
+  __device__ void load() {
+    if (slot_ >= p_.tokens * p_.topk) return;
+    dest_ = ranks_.rank_of(combine_route(p_, slot_));
+    weight_ = p_.weights[slot_];
+  }
+  const LatencyCombineParameters& p_;
+  const RankFinder& ranks_;
+  int slot_;
+  int dest_ = -1;
+  float weight_ = 0;
+};
+
+/// Whole block. Work: what one warp does of either half (Combiner, EncodedCombiner).
+template <class Work, bool kPerSlot, bool kTimed>
+__device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, LatencyCall& call) {
+  const LatencyView& v = p.view;
+  const RankFinder ranks(v.placement);
+  touch_view(v);
+  await_kernel_before();
+  let_next_kernel_come();
+  const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
+  const auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  for (int s = static_cast<int>(threadIdx.x) - 32; s < v.group.ranks; s += kLatencyThreads) {
+    if (s >= 0) call.tokens[s] = load_tokens(*p.handle, s);
+  }
+  const bool pushes = sends && !kPerSlot && p.slot_weights == nullptr;
+  if (pushes) {
+    WeightPusher pusher(p, ranks);
+    if (!begin_latency_call(v, p.handle, call, p.failure)) return;
+    if (call.tokens[v.group.rank] > 0) pusher.push(LatencyPlaces{v, call.generation}, call);
+  } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
+    return;
+  }
+  const LatencyPlaces at{v, call.generation};
+  Work work(p, ranks, at, call);
+  bool good = true;
+  if (sends) {
+    if (block == 0 && p.kept_weights != nullptr) {
+      for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
+        p.kept_weights[i] = p.weights[i];
+      }
+    }
+    good = work.send();
+  }
+  note_latency_call(at, call, false, false);
+  if constexpr (kTimed) start_clock(call, p.waits);
+  if (receives && good) good = work.receive(block, blocks, false);
+  if (__syncthreads_or(!good) != 0) return;
+  if (end_latency_call(v, call, receives && work.lost)) work.receive(0, 1, true);
+}
+
+using CombineKernel = void (*)(LatencyCombineParameters);
+
+/// Whether a block of such a kernel takes an SM almost alone, for its registers.
+FERRY_FN constexpr bool is_alone(Dtype dtype, CombineFormat format) {
+  return dtype == Dtype::f32 && format == CombineFormat::logfmt10;
+}
+
+/// latency_combine_encoded.cu: of formats that are not as_is.
+CombineKernel encoded_kernel(Dtype dtype, CombinePath path, CombineFormat format);
+
+}  // namespace ferry::cuda::device

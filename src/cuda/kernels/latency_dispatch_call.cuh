@@ -1,0 +1,143 @@
+// A latency dispatch, whole: header and rows out, rows in and to where the caller reads them.
+#pragma once
+#include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/latency_few_receive.cuh"
+
+namespace ferry::cuda::device {
+
+/// Counters of headers, then the receiver's bases; one after the other in the same memory.
+struct SharedShape {
+  int header_warps = 1;
+  bool bases = false;  ///< they fit
+  std::size_t bytes = 0;
+};
+
+/// Whole block; begins the call, too: the headers of the destinations that are this block's. False:
+/// the group has failed.
+__device__ inline bool send_headers(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                                    LatencyCall& call, std::uint32_t* counters, int warps) {
+  __shared__ HeaderMaker::Words words;
+  const LatencyView& v = p.view;
+  const auto blocks = static_cast<int>(gridDim.x);
+  const int first = blocks - 1 - static_cast<int>(blockIdx.x);
+  HeaderMaker header(p, ranks, counters, warps, words);
+  bool stopped = false;
+  if (threadIdx.x < 32) {
+    stopped = open_latency_call(v, nullptr, call);
+  } else {
+    header.count(first);
+  }
+  if (!join_latency_call(v, stopped)) return false;
+  const LatencyPlaces at{v, call.generation};
+  for (int d = first; d < v.group.ranks; d += blocks) {
+    if (d != first) {
+      __syncthreads();
+      header.count(d);
+      __syncthreads();
+    }
+    if (call.open[d]) header.write(at, d);
+  }
+  __syncthreads();  // what follows has the same memory
+  return true;
+}
+
+/// Whole block; begins the call, too. False: the group has failed.
+template <class T, bool kQuantized>
+__device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                          LatencyCall& call, std::uint32_t* counters, int warps) {
+  const LatencyView& v = p.view;
+  const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  // Where there are blocks enough, those that make headers send no rows.
+  const bool apart = blocks > 4 * v.group.ranks;
+  const bool heads = blocks - 1 - block < v.group.ranks;
+  if (heads) {
+    if (!send_headers(p, ranks, call, counters, warps)) return false;
+    if (apart) return true;
+  }
+  RowSender<T, kQuantized> sender(p, ranks, block, apart ? blocks - v.group.ranks : blocks);
+  if (!heads && !begin_latency_call(v, nullptr, call)) return false;
+  const LatencyPlaces at{v, call.generation};
+  sender.send(at, call.open);
+  if (block != 0) return true;
+  if (threadIdx.x == 0) p.handle->generation = at.generation;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
+    p.handle->sent[r] = call.open[r] ? 1 : 0;
+  }
+  for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
+       i += kLatencyThreads) {
+    p.routes[i] = route_id(p, i / p.topk, i % p.topk);
+    if (p.own_weights != nullptr) p.own_weights[i] = p.weights[i];
+  }
+  return true;
+}
+
+template <class T, bool kQuantized, bool kRanked>
+__global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
+    latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
+                            const SharedShape shape) {
+  extern __shared__ std::uint32_t scratch[];
+  __shared__ LatencyCall call;
+  __shared__ HeaderWords words;
+  const LatencyView& v = p.view;
+  const RankFinder ranks(v.placement);
+  touch_view(v);
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    words.missing[s] = false;
+  }
+  await_kernel_before();
+  let_next_kernel_come();
+  const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
+  if (sends) {
+    if (!send_half<T, kQuantized>(p, ranks, call, scratch, shape.header_warps)) return;
+  } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
+    return;
+  }
+  const LatencyPlaces at{v, call.generation};
+  note_latency_call(at, call, sends, receives);
+  bool lost = false;
+  const int experts = ranks.local_experts(v.group.rank);
+  if (receives) {
+    start_clock(call, p.waits);
+    auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
+    if (!await_headers(p, at, ranks, call, words, numbers)) return;
+    if (!kRanked && !count_rows(p, at, call, experts, numbers)) return;
+    FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, experts};
+    RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, experts};
+    bool good = few.receive() && receiver.receive();
+    if constexpr (kRanked) good = good && count_sources(p, at, call, lost);
+    if (__syncthreads_or(!good) != 0) return;
+    lost |= few.lost || receiver.lost;
+  }
+  if (end_latency_call(v, call, lost)) {
+    const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T));
+    if constexpr (kRanked) {
+      clear_lost_ranks(p, call, row_bytes);
+    } else {
+      clear_lost_rows(p, call, experts, row_bytes);
+    }
+  }
+}
+
+using DispatchKernel = void (*)(LatencyDispatchParameters, SharedShape);
+
+template <bool kRanked>
+DispatchKernel dispatch_kernel(Dtype dtype, LatencyFormat format) {
+  const bool quantized = format != LatencyFormat::as_is;
+  switch (dtype) {
+    case Dtype::f32:
+      return quantized ? latency_dispatch_kernel<float, true, kRanked>
+                       : latency_dispatch_kernel<float, false, kRanked>;
+    case Dtype::f16:
+      return quantized ? latency_dispatch_kernel<Fp16, true, kRanked>
+                       : latency_dispatch_kernel<Bf16, false, kRanked>;  // the same bytes
+    case Dtype::bf16:
+      return quantized ? latency_dispatch_kernel<Bf16, true, kRanked>
+                       : latency_dispatch_kernel<Bf16, false, kRanked>;
+    default: return nullptr;
+  }
+}
+
+/// latency_dispatch_rank_major.cu: a file of its own, that compilers keep what they make of others.
+DispatchKernel rank_major_kernel(Dtype dtype, LatencyFormat format);
+
+}  // namespace ferry::cuda::device

@@ -1,0 +1,39 @@
+// One segment of registered memory for each latency exchange on GPUs. Computed in every build.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/kernels/latency_layout.hpp"
+#include "ferry/latency.hpp"
+
+namespace ferry::cuda {
+
+/// One result and what its combine needs; offsets in the segment.
+struct LatencyResultLayout {
+  std::size_t handle = 0;        ///< LatencyHandle
+  std::size_t slots = 0;         ///< i32 [R, capacity, topk]
+  std::size_t slot_weights = 0;  ///< f32 [R, capacity, topk]: those that came with the dispatch
+  std::size_t ones = 0;          ///< f32 [R, capacity, topk]: of rank-major rows
+  std::size_t routes = 0;        ///< i32 [capacity, topk]: own
+  std::size_t weights = 0;       ///< f32 [capacity, topk]: own, for a combine that has none
+  // What the caller sees. With rank-major results R blocks of `capacity` rows take the place of
+  // blocks of R · capacity rows for each local expert.
+  std::size_t x = 0;             ///< [local experts, R · capacity, hidden]
+  std::size_t scales = 0;        ///< f32 [local experts, C, R · capacity]
+  std::size_t counts = 0;        ///< i32 [local experts]
+  std::size_t source_token = 0;  ///< i32 [local experts, R · capacity]
+  std::size_t ranges = 0;        ///< i64 [local experts, R]; of rank-major results there are none
+  std::size_t topk_idx = 0;      ///< i32 [R, capacity, topk], rank-major alone
+};
+
+/// The segment of one rank; all ranks have the same.
+struct LatencyMemory {
+  DeviceLatencyLayout wire{};
+  std::size_t words = 0;  ///< LatencyWords
+  std::array<LatencyResultLayout, 2> results{};
+  std::size_t bytes = 0;
+};
+LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks);
+
+}  // namespace ferry::cuda
