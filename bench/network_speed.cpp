@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "ferry/ferry.hpp"
-#include "machine.hpp"
 #include "network_figures.hpp"
-#include "ranks.hpp"
 #include "raw_network.hpp"
-#include "shared_array.hpp"
+#include "tools/ferry/machine.hpp"
+#include "tools/ferry/ranks.hpp"
+#include "tools/ferry/shared_array.hpp"
 
 namespace ferry::bench {
 namespace {

@@ -149,8 +149,6 @@ class Lane {
   // lane_send.cpp; all but `locked` under the lock
   std::unique_lock<std::mutex> locked();
   Tagged& tagged(Peer& peer, std::uint64_t tag);
-  Op* new_op(OpKind kind, int peer);
-  void recycle(Op* op);
   bool await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
@@ -159,6 +157,10 @@ class Lane {
   /// `payload`: a chunk that is not submitted; it ends with the message.
   void send_message(int rank, Message message, Op* payload);
   void send_held(int rank);
+
+  // lane_post.cpp; under the lock
+  Op* new_op(OpKind kind, int peer);
+  void recycle(Op* op);
   void submit(Op* op);
   bool post(Op* op);
   bool post_backlog(Peer& peer);
