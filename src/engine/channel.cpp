@@ -37,7 +37,9 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
       chunks_sent_(static_cast<std::size_t>(size_)),
       chunks_taken_(static_cast<std::size_t>(size_)),
       notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices, &own_notice_),
-      outgoing_(layout.message_bytes) {}
+      outgoing_(layout.message_bytes) {
+  memory_->fabric->set_look_up([this](int peer) { look_up(peer); });
+}
 
 void Channel::swap(const char* stage, const StepMessage& head, std::span<const std::byte> body) {
   std::memcpy(outgoing_.data(), &head, sizeof(head));

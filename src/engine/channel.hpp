@@ -97,8 +97,9 @@ class Channel {
   template <class Wait>
   void await(const char* stage, const Awaited& awaited, Wait&& wait);
 
-  /// Says which call this rank is in, for the peers' messages; stays after a failure.
-  void enter_call(const CallWord& call);
+  /// Says which call this rank is in, for the peers' messages; stays after a failure. `survives`:
+  /// it goes on without ranks that fail.
+  void enter_call(const CallWord& call, bool survives = false);
 
   /// Said by a call before it throws what every rank throws in this step, before anything moved:
   /// the group can go on.
@@ -146,6 +147,8 @@ class Channel {
 
  private:
   friend class GroupWatch;
+  /// Of a write that waits for room: throws what a wait would.
+  void look_up(int peer);
   [[noreturn]] void raise(const char* stage, const protocol::Status& status,
                           const std::optional<protocol::Notice>& notice,
                           std::chrono::nanoseconds waited);
@@ -179,7 +182,8 @@ class Channel {
   protocol::Notices<> notices_;
   alignas(64) std::uint64_t own_notice_ = 0;
   std::vector<std::byte> outgoing_;
-  bool all_throw_ = false;  // of the thread whose turn it is
+  bool all_throw_ = false;  // of the thread whose turn it is, as the next
+  bool survives_ = false;   // the call goes on without ranks that fail
   std::atomic<bool> left_{false};
   const pid_t owner_pid_ = getpid();
   std::atomic<std::uint64_t> wait_ns_{0};
@@ -197,7 +201,11 @@ class GroupWatch {
 
   std::uint64_t spin_ns() const;
   std::uint64_t slice_ns() const;
+  bool progress();
+  void hand_over();
   protocol::Status check();
+  /// What `check` does now and then.
+  protocol::Status look(bool late);
 
   const std::optional<protocol::Notice>& notice() const { return notice_; }
   std::chrono::nanoseconds waited() const { return Clock::now() - start_; }

@@ -2,7 +2,6 @@
 // call.
 #include <algorithm>
 #include <atomic>
-#include <thread>
 
 #include "engine/channel.hpp"
 
@@ -35,7 +34,8 @@ bool Awaited::missing(int peer) const {
   return row[peer].load(protocol::order::relaxed) < wanted;
 }
 
-void Channel::enter_call(const CallWord& call) {
+void Channel::enter_call(const CallWord& call, bool survives) {
+  survives_ = survives;
   // relaxed: words for messages; nothing is read on the strength of them.
   std::atomic_ref(*own_word(rank_, kCallWord)).store(pack(call), std::memory_order_relaxed);
 }
@@ -135,8 +135,15 @@ void GroupWatch::beat(std::uint64_t value) {
 }
 
 std::uint64_t GroupWatch::spin_ns() const {
-  static const unsigned cores = std::thread::hardware_concurrency();
-  return static_cast<unsigned>(channel_.size_) > cores ? 1'000 : 20'000;
+  return static_cast<std::uint64_t>(channel_.memory_->fabric->patience().count());
+}
+
+bool GroupWatch::progress() {
+  return channel_.memory_->fabric->progress();
+}
+
+void GroupWatch::hand_over() {
+  channel_.memory_->fabric->hand_over();
 }
 
 std::uint64_t GroupWatch::slice_ns() const {
@@ -171,6 +178,28 @@ Status GroupWatch::check() {
   late = late && now - start_ >= channel_.config_.deadline + channel_.grace(awaited_);
   if (!late && now - last_look_ < kSlice / 2) return status;
   last_look_ = now;
+  return look(late);
+}
+
+void Channel::look_up(int peer) {
+  constexpr const char* kStage = "rows that wait for room";
+  if (!survives_) {
+    // Everything of the peer is missing: it has not even taken what it is to answer.
+    const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, ~0ull, peer};
+    await(kStage, awaited, [](GroupWatch& watch) { return watch.look(false); });
+    return;
+  }
+  if (left()) {
+    throw Error(ErrorKind::destroyed,
+                "rank " + std::to_string(rank_) + ": " + kStage +
+                    ": the group was destroyed during the exchange",
+                {rank_, peer, kStage, generation(), 0, 0});
+  }
+  if (config_.on_wait) config_.on_wait();
+}
+
+Status GroupWatch::look(bool late) {
+  Status status;
   beat(now_ns());
   if (channel_.left()) {
     status.code = Status::Code::kInterrupted;

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -28,10 +29,20 @@ class FabricReach {
       fabric_->put(peer, {segment, to.offset}, from, bytes, tag ^ tag_space_);
     }
   }
+  /// Beyond the domain alone: pieces that lie one behind the other there.
+  void write_pieces(int peer, protocol::Place to, std::span<const fabric::Piece> pieces,
+                    std::uint64_t tag) {
+    fabric_->put_pieces(peer, {segment_of(peer, to), to.offset}, pieces, tag ^ tag_space_);
+  }
   void publish(int peer, const protocol::Signal& signal) {
     const fabric::SegmentId segment = segment_of(peer, signal.flag);
     if (std::byte* base = fabric_->pointer(peer, segment)) {
-      protocol::publish_in_memory(flag(base + signal.flag.offset), signal.value);
+      const protocol::Flag there = flag(base + signal.flag.offset);
+      if (peer == fabric_->rank()) {
+        protocol::publish_in_own_memory(there, signal.value);
+      } else {
+        protocol::publish_in_memory(there, signal.value);
+      }
     } else {
       fabric_->publish(peer, {segment, signal.flag.offset}, signal.value, signal.bytes,
                        signal.tag ^ tag_space_);

@@ -2,6 +2,7 @@
 
 #include <ferry/error.hpp>
 #include <string>
+#include <thread>
 
 namespace ferry::fabric {
 
@@ -11,6 +12,21 @@ Segment Fabric::adopt(const Segment& segment) {
                   " registers memory of its own alone, not segment " + std::to_string(segment.id) +
                   " of another fabric",
               {.rank = rank()});
+}
+
+void Fabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) {
+  std::vector<std::byte> whole;
+  for (const Piece& piece : pieces) {
+    const auto* first = static_cast<const std::byte*>(piece.data);
+    whole.insert(whole.end(), first, first + piece.bytes);
+  }
+  put(peer, to, whole.data(), whole.size(), tag);
+}
+
+std::chrono::nanoseconds Fabric::patience() const noexcept {
+  static const unsigned cores = std::thread::hardware_concurrency();
+  return static_cast<unsigned>(size()) > cores ? std::chrono::microseconds(1)
+                                               : std::chrono::microseconds(20);
 }
 
 }  // namespace ferry::fabric

@@ -3,9 +3,11 @@
 // What fits behind this interface: threads (local), processes (shm), NVLink peers (a raw pointer
 // into a peer's memory) and a network (put + weak signal, counted, unordered).
 #pragma once
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <ferry/network.hpp>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -23,6 +25,12 @@ struct Address {
 };
 
 class Memory;
+
+/// A part of what one write carries.
+struct Piece {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+};
 
 /// Registered memory of this rank: zeroed, aligned to 4096 bytes, mapped until the fabric ends.
 struct Segment {
@@ -71,6 +79,11 @@ class Fabric {
   /// attached segment: checked, Error(invalid_argument).
   virtual void put(int peer, Address to, const void* from, std::size_t bytes,
                    std::uint64_t tag) = 0;
+  /// The same for pieces that lie one behind the other there: one write.
+  virtual void put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag);
+  /// What a `put` that waits for room calls about every 50 ms, with the peer: what it throws leaves
+  /// the put. Set once, by the only one who puts.
+  virtual void set_look_up(std::function<void(int peer)> /*look_up*/) {}
   /// Sets a 64-bit flag word of the peer to `value` once all `bytes` that this rank put there with
   /// this tag have landed, then wakes its waiters. For one flag word, values become visible in
   /// increasing order.
@@ -79,6 +92,15 @@ class Fabric {
 
   /// Whether the peer still runs. Cheap enough to call for every peer every 50 ms; never blocks.
   virtual PeerState peer_state(int peer) noexcept = 0;
+
+  /// How long who waits should look before it sleeps: about as long as a message takes, where each
+  /// rank has a core; hardly at all where they share some.
+  virtual std::chrono::nanoseconds patience() const noexcept;
+  /// Called by who waits, while it looks: does what else a thread of the fabric does, sparing both
+  /// ends the time until that thread runs. False: there is no such thread. Never blocks.
+  virtual bool progress() noexcept { return false; }
+  /// Who called `progress` goes to sleep: from now on the fabric's own thread does it at once.
+  virtual void hand_over() noexcept {}
 
   /// What left through `put` and `publish` for peers outside the domain.
   virtual NetworkUse network_use() const noexcept { return {}; }

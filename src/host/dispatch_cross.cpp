@@ -105,13 +105,16 @@ void DispatchJob::send_chunk(int domain, std::int64_t first, std::int64_t end) {
                             values.data(), size, channel().chunk_tag(rail));
     bytes += size;
   };
-  std::vector<std::byte> rows(tokens.size() * shape.row_bytes);
+  std::vector<std::byte> codes(row_.quantized ? tokens.size() * shape.row_bytes : 0);
+  std::vector<fabric::Piece> rows;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
-    std::byte* to = rows.data() + i * shape.row_bytes;
-    const std::byte* from = encode(tokens[i], to);
-    if (from != to) std::copy_n(from, shape.row_bytes, to);
+    std::byte* to = row_.quantized ? codes.data() + i * shape.row_bytes : nullptr;
+    rows.push_back({encode(tokens[i], to), shape.row_bytes});
   }
-  send(layout.rows_at, shape.row_bytes, rows);
+  channel().reach().write_pieces(
+      rail, {theirs.stage_segment, theirs.stage_offset + layout.rows_at + row * shape.row_bytes},
+      rows, channel().chunk_tag(rail));
+  bytes += rows.size() * shape.row_bytes;
   const auto topk = index(plan_->topk);
   if (shape.scale_columns > 0) {
     const ConstTensorView all = scales();

@@ -1,31 +1,34 @@
 // Latency dispatch to and from other domains: a record for each token and rank, one write with all
 // that belongs to it.
-#include <cstring>
+#include <array>
 
 #include "host/latency_engine.hpp"
 
 namespace ferry::host {
 
-std::size_t HostLatency::send_record(const Exchange& exchange, WireToken& wire, int peer,
+std::size_t HostLatency::send_record(const Exchange& exchange, const WireToken& wire, int peer,
                                      std::int32_t row, std::int32_t rows) {
+  constexpr std::array<std::byte, 16> kPadding{};
   const RecordLayout layout = record_layout(exchange);
-  const std::size_t meta_bytes =
-      (1 + 2 * static_cast<std::size_t>(config_.topk)) * sizeof(std::int32_t);
-  if (!wire.recorded) {  // the same for all ranks, but for its head
-    wire.record.assign(layout.bytes, std::byte{0});
-    std::memcpy(wire.record.data() + layout.row, wire.row, row_bytes(exchange));
-    if (quantized(exchange)) {
-      std::memcpy(wire.record.data() + layout.scales, wire.scales.data(),
-                  wire.scales.size() * sizeof(float));
-    }
-    wire.recorded = true;
-  }
   const SourceHeader header = header_of(exchange, rows);
-  std::memcpy(wire.record.data(), &header, sizeof header);
-  std::memcpy(wire.record.data() + layout.meta, wire.meta.data(), meta_bytes);
-  reach_.write(peer, at(record_offset(exchange, engine_->rank(), row)), wire.record.data(),
-               layout.bytes, protocol::Credit<>::tag(exchange.generation));
-  return layout.bytes;
+  const std::size_t words = 1 + 2 * static_cast<std::size_t>(config_.topk);
+  const std::size_t scale_bytes = quantized(exchange) ? wire.scales.size() * sizeof(float) : 0;
+  std::size_t bytes = 0;
+  std::array<fabric::Piece, 7> pieces{};
+  std::size_t count = 0;
+  const auto add = [&](const void* data, std::size_t size, std::size_t next) {
+    pieces[count++] = {data, size};
+    bytes += size;
+    if (bytes < next) pieces[count++] = {kPadding.data(), next - bytes};
+    bytes = next;
+  };
+  add(&header, sizeof header, layout.meta);
+  add(wire.meta.data(), words * sizeof(std::int32_t), layout.row);
+  add(wire.row, row_bytes(exchange), layout.scales);
+  if (scale_bytes > 0) add(wire.scales.data(), scale_bytes, layout.bytes);
+  reach_.write_pieces(peer, at(record_offset(exchange, engine_->rank(), row)),
+                      {pieces.data(), count}, protocol::Credit<>::tag(exchange.generation));
+  return bytes;
 }
 
 std::size_t HostLatency::send_no_record(const Exchange& exchange, int peer) {

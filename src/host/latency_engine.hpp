@@ -58,7 +58,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   Event enter(const char* call, Stream* stream, std::function<void()> work,
               HostEngine::Call* inside = nullptr) {
     auto run = [this, call, work = std::move(work)] {
-      engine_->channel().enter_call({call_named(call), number_});
+      engine_->channel().enter_call({call_named(call), number_}, config_.masks);
       masks_.begin_call();
       work();
     };
@@ -196,8 +196,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
            static_cast<std::size_t>(row) * record_layout(exchange).bytes;
   }
   /// The same write for row, scales, route and count; returns its bytes.
-  std::size_t send_record(const Exchange& exchange, WireToken& wire, int peer, std::int32_t row,
-                          std::int32_t rows);
+  std::size_t send_record(const Exchange& exchange, const WireToken& wire, int peer,
+                          std::int32_t row, std::int32_t rows);
   /// In place of rows, where there are none.
   std::size_t send_no_record(const Exchange& exchange, int peer);
   /// Where what came from a source lies, by whichever way it came.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace ferry::host {
@@ -157,8 +156,15 @@ MaskWatch::~MaskWatch() {
 }
 
 std::uint64_t MaskWatch::spin_ns() const {
-  static const unsigned cores = std::thread::hardware_concurrency();
-  return static_cast<unsigned>(engine_.size()) > cores ? 1'000 : 20'000;
+  return static_cast<std::uint64_t>(engine_.shared_memory()->fabric->patience().count());
+}
+
+bool MaskWatch::progress() {
+  return engine_.shared_memory()->fabric->progress();
+}
+
+void MaskWatch::hand_over() {
+  engine_.shared_memory()->fabric->hand_over();
 }
 
 std::uint64_t MaskWatch::slice_ns() const {

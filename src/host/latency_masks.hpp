@@ -106,6 +106,8 @@ class MaskWatch {
 
   std::uint64_t spin_ns() const;
   std::uint64_t slice_ns() const;
+  bool progress();
+  void hand_over();
   protocol::Status check();
   void awaits(int peer) { only_ = peer; }
   void wait_as_long_again() { limit_ *= 2; }

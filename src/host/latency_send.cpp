@@ -138,11 +138,14 @@ void HostLatency::settle_unreceived() {
 void HostLatency::await_credits(Generation generation) {
   if (generation <= 2) return;
   const protocol::FlagRow row{segment_.data + layout_.released, kLineBytes, ranks()};
-  for (int peer = 0; peer < ranks(); ++peer) {
-    engine_->channel().await(
-        "latency dispatch: credit", {row, generation - 2, peer},
-        [&](GroupWatch& watch) { return credit_.await_credit(peer, generation, watch); });
-  }
+  engine_->channel().await("latency dispatch: credit", {row, generation - 2},
+                           [&](GroupWatch& watch) {
+                             protocol::Status status;
+                             for (int peer = 0; peer < ranks() && status.ok(); ++peer) {
+                               status = credit_.await_credit(peer, generation, watch);
+                             }
+                             return status;
+                           });
 }
 
 void HostLatency::encode(const Exchange& exchange, const std::byte* row, WireToken& wire) const {
@@ -215,7 +218,6 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
   const auto* rows = static_cast<const std::byte*>(x.data);
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     encode(exchange, rows + static_cast<std::size_t>(token) * plain_bytes(), wire);
-    wire.recorded = false;
     for (int peer = 0; peer < ranks(); ++peer) {
       if (to[static_cast<std::size_t>(peer)] == 0) continue;
       if (!route_to(exchange, token, peer, wire.meta.data())) continue;

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <climits>
 #include <cstdint>
@@ -16,6 +17,9 @@ namespace ferry::protocol {
 static_assert(std::endian::native == std::endian::little,
               "the low half of a 64-bit flag is taken to be its first four bytes");
 
+/// How many threads of this process sleep on some word.
+inline std::atomic<int> sleepers{0};
+
 /// Sleeps while the low 32 bits of `*word` equal those of `seen`, at most `nanoseconds`. Returns
 /// when woken, when the word differs, at the end of the time or after a signal; the caller looks
 /// again in every case. `word` may lie in memory shared between processes.
@@ -23,13 +27,22 @@ inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint6
   timespec slice{};
   slice.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000u);
   slice.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000u);
+  // Before the kernel looks at the word: who changes it then sees that somebody sleeps.
+  sleepers.fetch_add(1);
   // Without FUTEX_PRIVATE_FLAG: the waker may be another process.
   syscall(SYS_futex, word, FUTEX_WAIT, static_cast<std::uint32_t>(seen), &slice, nullptr, 0);
+  sleepers.fetch_sub(1);
 }
 
 /// Wakes everyone who sleeps on `word`, in this and in other processes.
 inline void futex_wake(const std::uint64_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// The same for a word on which only this process sleeps: no system call if nobody does.
+inline void futex_wake_own(const std::uint64_t* word) {
+  // A write, so that the change of the word comes before the look.
+  if (sleepers.fetch_add(0) > 0) futex_wake(word);
 }
 
 }  // namespace ferry::protocol

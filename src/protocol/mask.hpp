@@ -36,6 +36,16 @@ struct ShortSleep {
 
   std::uint64_t spin_ns() { return spins ? static_cast<std::uint64_t>(watch.spin_ns()) : 0; }
   std::uint64_t slice_ns() { return std::min<std::uint64_t>(watch.slice_ns(), longest_ns); }
+  bool progress()
+    requires requires { watch.progress(); }
+  {
+    return watch.progress();
+  }
+  void hand_over()
+    requires requires { watch.hand_over(); }
+  {
+    watch.hand_over();
+  }
   Status check() {
     Status status = watch.check();
     if (!status.ok()) return status;

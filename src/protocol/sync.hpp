@@ -25,7 +25,8 @@ enum class order { relaxed, acquire, release };
 /// What a wait asks while it sleeps. `spin_ns`: how long to spin before the first sleep (short when
 /// there are fewer cores than ranks). `slice_ns`: the longest sleep before the next `check`.
 /// `check`: not ok ends the wait (deadline, failed peer, interrupt); a check that names no peer
-/// gets the peer of the flag.
+/// gets the peer of the flag. It may have `progress`, which is called while the wait spins and may
+/// itself raise the flag (false: it never does), and `hand_over`, called before it sleeps.
 template <class T>
 concept Watch = requires(T& watch) {
   { watch.spin_ns() } -> std::convertible_to<std::uint64_t>;
@@ -78,6 +79,8 @@ struct Flag {
 
   /// Wakes those who sleep in `wait_until` on this word, in any process.
   FERRY_FN void wake() const;
+  /// Those of this process: of a word in the memory of this rank, on which no other one waits.
+  FERRY_FN void wake_own() const;
 };
 
 /// Plain data in memory that another rank also touches: ordered by flags alone, never by itself.
@@ -101,6 +104,7 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
   return model::compare_exchange(word, expected, desired, o);
 }
 FERRY_FN void Flag::wake() const {}  // the explorer lets a waiter look whenever the word changed
+FERRY_FN void Flag::wake_own() const {}
 
 template <class Reached, class W>
   requires Watch<W>
@@ -139,6 +143,11 @@ inline void pause() {
 #endif
 }
 inline void shared_access(const void*, std::size_t, bool) {}
+template <class W>
+bool progress(W& watch) {
+  if constexpr (requires { watch.progress(); }) return watch.progress();
+  return false;
+}
 }  // namespace detail
 
 FERRY_FN std::uint64_t Flag::load(order o) const {
@@ -156,6 +165,9 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
 FERRY_FN void Flag::wake() const {
   futex_wake(word);
 }
+FERRY_FN void Flag::wake_own() const {
+  futex_wake_own(word);
+}
 
 template <class Reached, class W>
   requires Watch<W>
@@ -167,6 +179,11 @@ FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
   if (const std::uint64_t spin_ns = watch.spin_ns(); spin_ns > 0) {
     const auto end = SteadyClock::now() + std::chrono::nanoseconds(spin_ns);
     do {
+      if (detail::progress(watch)) {
+        status.seen = load(o);
+        if (reached(status.seen)) return status;
+        continue;
+      }
       for (int i = 0; i < 16; ++i) {
         detail::pause();
         status.seen = load(o);
@@ -174,6 +191,7 @@ FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
       }
     } while (SteadyClock::now() < end);
   }
+  if constexpr (requires { watch.hand_over(); }) watch.hand_over();
   for (;;) {
     futex_wait(word, status.seen, watch.slice_ns());
     status.seen = load(o);

@@ -1,10 +1,16 @@
 // Ranks joined by libfabric over TCP, as processes (threads under the thread sanitizer): the same
 // results as anywhere.
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <span>
 #include <string>
 
 #include "domain_cases.hpp"
@@ -66,6 +72,52 @@ TEST_F(Network, Throughput) {
 
 TEST_F(Network, Latency) {
   run_cover(Mode::latency);
+}
+
+struct Stopped {};
+
+// More is to be sent than the network and the sockets hold, to a rank that takes nothing: the call
+// ends when its caller wants it to, long before the deadline.
+TEST_F(Network, AWriteThatWaitsForRoomHeedsTheCaller) {
+  if (only_threads()) GTEST_SKIP() << "a thread cannot be stopped";
+  Fleet fleet{FabricKind::ofi, 2};
+  fleet.victim = 1;
+  const auto failures = run_fleet(fleet, [](Rank& rank) {
+    constexpr std::int64_t kTokens = 64, kHidden = 128 << 10;  // 16 MiB
+    std::atomic<bool> stop{false};
+    GroupConfig config = group_config(rank, 2);
+    config.deadline = std::chrono::seconds(30);
+    config.on_wait = [&] {
+      if (stop) throw Stopped{};
+    };
+    const pid_t mine = getpid();
+    const auto pids =
+        rank.bootstrap()->all_gather(std::as_bytes(std::span(&mine, 1)), std::chrono::seconds(10));
+    Group group(rank.bootstrap(), config);
+    LatencyExchange exchange(group, {kTokens, kHidden, 1, Dtype::bf16});
+    group.barrier();
+    if (rank.rank() == 1) raise(SIGSTOP);
+    pid_t other = 0;
+    std::memcpy(&other, pids[1].data(), sizeof other);
+    const std::vector<std::uint16_t> x(kTokens * kHidden);
+    const std::vector<std::int64_t> ids(kTokens, 1);
+    stop = true;
+    const auto start = std::chrono::steady_clock::now();
+    bool stopped = false;
+    try {
+      LatencyDispatchOptions options;
+      options.hook = true;  // sends, and waits for nothing but room
+      (void)exchange.dispatch({x.data(), Dtype::bf16, {kTokens, kHidden}},
+                              {ids.data(), Dtype::i64, {kTokens, 1}}, options);
+    } catch (const Stopped&) {
+      stopped = true;
+    }
+    rank.check(stopped, "what on_wait threw did not leave the call");
+    rank.check(std::chrono::steady_clock::now() - start < std::chrono::seconds(15),
+               "the call went on");
+    kill(other, SIGKILL);
+  });
+  EXPECT_TRUE(failures.empty()) << joined(failures);
 }
 
 }  // namespace

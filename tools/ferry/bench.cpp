@@ -178,6 +178,24 @@ void add_shape_options(CLI::App* app, BenchSettings& s) {
                      "Which experts are chosen");
 }
 
+void add_domain_options(CLI::App* app, BenchSettings& s) {
+  app->add_option("--domain-size", s.domain_size,
+                  "Every N consecutive ranks are a domain of their own, joined by --network")
+      ->type_name("N")
+      ->check(whole_number(1, kMostRanks));
+  choice<FabricKind>(
+      app, "--network", s.network,
+      {{"automatic", FabricKind::automatic}, {"sim", FabricKind::sim}, {"ofi", FabricKind::ofi}},
+      "What joins domains: automatic copies as a network would")
+      ->needs("--domain-size");
+  choice<Crossing>(app, "--crossing", s.crossing,
+                   {{"automatic", Crossing::automatic},
+                    {"direct", Crossing::direct},
+                    {"hierarchical", Crossing::hierarchical}},
+                   "How tokens cross from domain to domain in throughput mode")
+      ->needs("--domain-size");
+}
+
 }  // namespace
 
 void check(const BenchSettings& s) {
@@ -192,6 +210,15 @@ void check(const BenchSettings& s) {
   }
   if (s.processes && (s.fabric == FabricKind::local || s.fabric == FabricKind::sim)) {
     throw CLI::ValidationError("--fabric local and sim join threads: add --threads");
+  }
+  if (s.processes && s.network == FabricKind::sim) {
+    throw CLI::ValidationError("--network sim joins threads: add --threads");
+  }
+  if (s.domain_size > 0 && (s.fabric == FabricKind::sim || s.fabric == FabricKind::ofi)) {
+    throw CLI::ValidationError(
+        fmt::format("--domain-size {}: ranks share no memory over --fabric sim and ofi; give "
+                    "--network instead",
+                    s.domain_size));
   }
 }
 
@@ -219,6 +246,7 @@ void add_bench(CLI::App& app, const CommandLine& line, int& exit_code) {
                       {"sim", FabricKind::sim},
                       {"ofi", FabricKind::ofi}},
                      "What joins the ranks");
+  add_domain_options(bench_app, s);
   CLI::Option* threads = bench_app->add_flag("--threads", given->threads, "Ranks as threads");
   bench_app->add_flag("--processes", given->processes, "Ranks as processes (the default)")
       ->excludes(threads);

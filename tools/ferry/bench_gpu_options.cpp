@@ -95,6 +95,9 @@ void settle_gpu(const CLI::App& app, BenchSettings shape, GpuBenchSettings& gpu)
   if (shape.fabric == FabricKind::sim || shape.fabric == FabricKind::ofi) {
     throw CLI::ValidationError("--fabric sim and ofi: only with --backend host");
   }
+  if (app.count("--domain-size") > 0) {
+    throw CLI::ValidationError("--domain-size: only with --backend host");
+  }
   for (const Dtype dtype : gpu.dtypes) {
     shape.dtype = dtype;
     check(shape);

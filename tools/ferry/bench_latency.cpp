@@ -140,10 +140,7 @@ LatencyConfig latency_config(const BenchSettings& s) {
 
 void bench_latency(const BenchSettings& settings, const BenchBoard& board,
                    std::shared_ptr<Bootstrap> bootstrap) {
-  GroupConfig config;
-  config.experts = settings.experts;
-  config.fabric = settings.fabric;
-  config.sim_seed = settings.seed;
+  GroupConfig config = group_config(settings);
   const auto most_rows = static_cast<std::size_t>((settings.experts / settings.ranks + 1) *
                                                   settings.ranks * settings.latency_tokens);
   config.memory_bytes =

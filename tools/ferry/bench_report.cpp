@@ -16,7 +16,7 @@ const char* name_of(RouteShape shape) {
   return shape == RouteShape::zipf ? "zipf" : "uniform";
 }
 
-const char* name_of(FabricKind kind, bool processes) {
+const char* name_of_kind(FabricKind kind, bool processes) {
   switch (kind) {
     case FabricKind::automatic: return processes ? "shm" : "local";
     case FabricKind::local: return "local";
@@ -25,6 +25,18 @@ const char* name_of(FabricKind kind, bool processes) {
     case FabricKind::ofi: return "ofi";
   }
   return "";
+}
+
+bool has_domains(const BenchSettings& s) {
+  return s.domain_size > 0 && s.domain_size < s.ranks;
+}
+
+// As Group::fabric_name has it.
+std::string wires(const BenchSettings& s) {
+  const std::string inside = name_of_kind(s.fabric, s.processes);
+  if (!has_domains(s)) return inside;
+  return inside + "+" +
+         (s.network == FabricKind::automatic ? "copies" : name_of_kind(s.network, s.processes));
 }
 
 // A dispatch moves a row for each (token, rank), a latency combine by slots one for each slot.
@@ -120,7 +132,11 @@ std::vector<BenchResult> results_of(const BenchSettings& settings, const BenchBo
 }
 
 std::string table(const BenchSettings& s, const std::vector<BenchResult>& results) {
-  const char* where = s.backend == Backend::cuda ? "GPUs" : name_of(s.fabric, s.processes);
+  const std::string domains =
+      has_domains(s)
+          ? fmt::format(" in domains of {}, crossing {}", s.domain_size, ferry::name_of(s.crossing))
+          : "";
+  const std::string where = s.backend == Backend::cuda ? "GPUs" : wires(s) + domains;
   std::string text = fmt::format(
       "{} ranks as {} over {}, hidden {}, top-{} of {} experts, {}, {} routes, seed {}\n\n",
       s.ranks, s.processes ? "processes" : "threads", where, s.hidden, s.topk, s.experts,
@@ -186,7 +202,9 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
            {{"backend", s.backend == Backend::cuda ? "cuda" : "host"},
             {"ranks", s.ranks},
             {"processes", s.processes},
-            {"fabric", name_of(s.fabric, s.processes)},
+            {"fabric", wires(s)},
+            {"domain_size", s.domain_size},
+            {"crossing", ferry::name_of(s.crossing)},
             {"tokens", s.tokens},
             {"latency_tokens", s.latency_tokens},
             {"hidden", s.hidden},

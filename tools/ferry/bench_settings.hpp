@@ -27,6 +27,9 @@ struct BenchSettings {
   Backend backend = Backend::host;
   RouteShape routes = RouteShape::uniform;
   FabricKind fabric = FabricKind::automatic;
+  int domain_size = 0;  ///< 0: one domain, or the hosts
+  FabricKind network = FabricKind::automatic;
+  Crossing crossing = Crossing::automatic;
   bool processes = true;
   int iterations = 30;
   int warmup = 5;
@@ -44,6 +47,18 @@ struct BenchSettings {
     return static_cast<std::size_t>(hidden) * size_of(combine_dtype());
   }
 };
+
+/// Without the memory, which the modes need in different measure.
+inline GroupConfig group_config(const BenchSettings& settings) {
+  GroupConfig config;
+  config.experts = settings.experts;
+  config.fabric = settings.fabric;
+  config.domain_size = settings.domain_size;
+  config.network = settings.network;
+  config.crossing = settings.crossing;
+  config.sim_seed = settings.seed;
+  return config;
+}
 
 /// What is measured, in the order of the table.
 enum class BenchCase : std::uint8_t {

@@ -96,6 +96,18 @@ class Bench(unittest.TestCase):
         found = self.measured("-n 5 --threads --mode latency")
         self.assertEqual([line["name"] for line in found["results"]], LATENCY)
 
+    def test_domains(self):
+        for network, name in (("automatic", "local+copies"), ("sim", "local+sim")):
+            with self.subTest(network=network):
+                found = self.measured(
+                    f"-n 4 --threads --domain-size 2 --network {network} --crossing hierarchical"
+                )
+                self.assertEqual(found["settings"]["fabric"], name)
+                self.assertEqual(found["settings"]["domain_size"], 2)
+                self.assertEqual(found["settings"]["crossing"], "hierarchical")
+        table = bench("-n 3 --threads --mode throughput --domain-size 2 --crossing direct")
+        self.assertIn("local+copies in domains of 2, crossing direct", table.stdout)
+
     def test_latency_mode_takes_several_numbers_of_tokens(self):
         found = self.measured("-n 2 --threads --mode latency --token-sweep 1,4 --chain 2")
         self.assertEqual([line["name"] for line in found["results"]], 2 * LATENCY)
@@ -179,6 +191,11 @@ class Bench(unittest.TestCase):
             ("--threads --processes", "--processes"),
             ("--fabric local", "add --threads"),
             ("--tokens -1", "--tokens"),
+            ("--network sim", "--network requires --domain-size"),
+            ("--domain-size 2 --network sim", "--network sim joins threads: add --threads\n"),
+            ("--domain-size 2 --fabric ofi", "ranks share no memory over --fabric sim and ofi"),
+            ("--domain-size 0", "--domain-size: 0: must be at least 1\n"),
+            ("--backend cuda --domain-size 2", "--domain-size: only with --backend host"),
             ("--sms 4", "--sms: only with --backend cuda"),
             ("--nccl off", "--nccl: only with --backend cuda"),
             ("--backend cuda --sms 4,x", "--sms: 'x': must be a whole number\n"),

@@ -126,11 +126,8 @@ void measure_all(const Exchange& e, const BenchBoard& board, const Plan& plan,
 
 void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
                       std::shared_ptr<Bootstrap> bootstrap) {
-  GroupConfig config;
-  config.experts = settings.experts;
-  config.fabric = settings.fabric;
+  GroupConfig config = group_config(settings);
   config.memory_bytes = memory_for(settings);
-  config.sim_seed = settings.seed;
   Group group(std::move(bootstrap), config);
 
   const Exchange exchange(settings, group);

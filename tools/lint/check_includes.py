@@ -1,5 +1,6 @@
 """Holds the arrows of the house: who may include whom (docs/design.md, "One question a folder").
 
+    bench -> tools, fabric
     python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
     engine -> {protocol, fabric} -> core,  bootstrap -> core
 
@@ -45,7 +46,8 @@ FLOORS = {
     "tools": {"include/ferry"},
     "python/src": {"include/ferry"},
     "examples": {"include/ferry"},
-    "bench": {"include/ferry"},
+    # A measurement compares with what lies below, and runs its ranks as the command does.
+    "bench": {"include/ferry", "src/core", "src/fabric", "tools"},
 }
 # tests/ holds what no folder owns: it may look everywhere.
 UNBOUND = ("tests",)

@@ -72,9 +72,20 @@ class DomainFabric final : public Fabric {
     return way(peer).bytes(peer, segment);
   }
   void put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) override;
+  void put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) override;
+  void set_look_up(std::function<void(int peer)> look_up) override {
+    if (network_) network_->set_look_up(std::move(look_up));
+  }
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override { return way(peer).peer_state(peer); }
+  std::chrono::nanoseconds patience() const noexcept override {
+    return network_ ? network_->patience() : inside_->patience();
+  }
+  bool progress() noexcept override { return network_ && network_->progress(); }
+  void hand_over() noexcept override {
+    if (network_) network_->hand_over();
+  }
   NetworkUse network_use() const noexcept override;
 
  private:
@@ -130,6 +141,14 @@ void DomainFabric::put(int peer, Address to, const void* from, std::size_t bytes
   way(peer).put(peer, to, from, bytes, tag);
   if (in_domain(peer)) return;
   put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  puts_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void DomainFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces,
+                              std::uint64_t tag) {
+  way(peer).put_pieces(peer, to, pieces, tag);
+  if (in_domain(peer)) return;
+  for (const Piece& piece : pieces) put_bytes_.fetch_add(piece.bytes, std::memory_order_relaxed);
   puts_.fetch_add(1, std::memory_order_relaxed);
 }
 

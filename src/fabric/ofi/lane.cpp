@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 constexpr std::size_t kChunksInSlab = 4;
 constexpr std::size_t kMessagesInSlab = 64;
-constexpr std::size_t kReceives = 128;
+constexpr std::size_t kReceives = 32;
 constexpr auto kLook = std::chrono::milliseconds(20);
 
 }  // namespace

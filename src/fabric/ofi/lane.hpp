@@ -8,9 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -66,8 +68,18 @@ class Lane {
   /// Undoes it for a segment that no peer has heard of.
   void withdraw(SegmentId segment);
   void attach(int peer, SegmentId segment, const Remote& remote);
-  void put(int peer, Address to, const std::byte* from, std::size_t bytes, std::uint64_t tag);
+  /// `look_up`: what a caller that waits for room does now and then; it may throw.
+  using LookUp = std::function<void(int peer)>;
+  void put(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag,
+           const LookUp& look_up);
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes, std::uint64_t tag);
+
+  /// By a thread that waits: makes progress, unless somebody is at it. For a while this lane's
+  /// thread stays away from the network then: two threads that wake up for each message cost more
+  /// than they carry.
+  void help() noexcept;
+  /// Who helped sleeps now.
+  void hand_over() noexcept;
 
   /// A forked child has no such thread and shares the sockets: there a lane is never destroyed.
   bool in_forked_child() const;
@@ -81,18 +93,6 @@ class Lane {
   using Place = protocol::Place;
   using Signal = protocol::ArrivedSignal<Place>;
 
-  enum class OpKind : std::uint8_t { write, message, receive };
-  /// One operation of libfabric, from the post to its completion.
-  struct Op {
-    fi_context2 context{};  // libfabric's; first, so that its address is the op's
-    OpKind kind = OpKind::message;
-    int peer = -1;
-    Buffer buffer{};
-    std::size_t bytes = 0;
-    Address to{};           // of a write
-    std::uint64_t tag = 0;  // of a write
-    std::uint32_t stream = 0;
-  };
   /// A signal that waits for puts that are still to come.
   struct Held {
     Address flag{};
@@ -106,6 +106,20 @@ class Lane {
     std::uint64_t bytes = 0;
     std::vector<Held> held{};
   };
+  enum class OpKind : std::uint8_t { write, message, receive };
+  /// One operation of libfabric, from the post to its completion.
+  struct Op {
+    fi_context2 context{};  // libfabric's; first, so that its address is the op's
+    OpKind kind = OpKind::message;
+    int peer = -1;
+    Buffer buffer{};
+    std::size_t bytes = 0;
+    Op* payload = nullptr;  // of a message: a chunk that goes behind it
+    Address to{};           // of a write
+    std::uint64_t tag = 0;  // of a write
+    std::uint32_t stream = 0;
+    Tagged* tagged = nullptr;  // of a write that still grows
+  };
   struct Peer {
     fi_addr_t address = FI_ADDR_UNSPEC;
     Token to_token{};    // in what goes there
@@ -114,14 +128,15 @@ class Lane {
     std::map<std::uint64_t, Tagged> tags{};
     std::map<std::pair<SegmentId, std::uint64_t>, std::uint64_t> sequences{};  // by flag word
     std::uint32_t next_stream = 0;
-    Op* open = nullptr;         // a write that still grows
-    std::deque<Op*> backlog{};  // the provider had no room
-    std::size_t chunks = 0;     // open, in the backlog or under way
-    std::size_t under_way = 0;  // posted, not completed
-    Clock::time_point moved{};  // when the provider last took or completed anything
-    Clock::time_point told{};   // when this rank last sent anything
-    bool bye_seen = false;      // it knows that this rank leaves
-    bool spoke = false;         // there was a connection
+    Op* open = nullptr;           // a write that still grows
+    std::vector<Message> held{};  // go with the next message, or when the lane's thread looks
+    std::deque<Op*> backlog{};    // the provider had no room
+    std::size_t chunks = 0;       // open, in the backlog or under way
+    std::size_t under_way = 0;    // posted, not completed
+    Clock::time_point moved{};    // when the provider last took or completed anything
+    Clock::time_point told{};     // when this rank last sent anything
+    bool bye_seen = false;        // it knows that this rank leaves
+    bool spoke = false;           // there was a connection
     std::atomic<bool> lost{false};
     std::atomic<bool> left{false};
     std::atomic<std::int64_t> heard{0};  // when it last said anything, ns of Clock
@@ -134,20 +149,33 @@ class Lane {
   // lane_send.cpp; all but `locked` under the lock
   std::unique_lock<std::mutex> locked();
   Tagged& tagged(Peer& peer, std::uint64_t tag);
-  Op* new_op(OpKind kind, int peer);
-  void recycle(Op* op);
-  bool await_chunk(std::unique_lock<std::mutex>& lock, int rank);
+  bool await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);
+  bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
+               std::uint64_t tag, const LookUp& look_up);
   void flush(Peer& peer);
   void send_signal(int rank, const Held& held, std::uint64_t tag);
-  void send_message(int rank, Message message, const std::byte* payload);
+  /// `payload`: a chunk that is not submitted; it ends with the message.
+  void send_message(int rank, Message message, Op* payload);
+  void send_held(int rank);
+
+  // lane_post.cpp; under the lock
+  Op* new_op(OpKind kind, int peer);
+  void recycle(Op* op);
   void submit(Op* op);
   bool post(Op* op);
   bool post_backlog(Peer& peer);
   void lose(Peer& peer);
 
-  // lane_progress.cpp; all but `run` under the lock
+  // lane_thread.cpp
   void run();
-  bool progress();
+  void sleep();
+  void park();
+  bool helped() const;
+  void wake();
+  bool try_progress(Clock::time_point now);
+
+  // lane_progress.cpp; under the lock
+  bool progress(Clock::time_point now);
   bool read_completions();
   void complete(const fi_cq_data_entry& entry);
   void failed(const fi_cq_err_entry& entry);
@@ -160,8 +188,6 @@ class Lane {
   void beat(Clock::time_point now);
   bool is_lost(const Peer& peer, Clock::time_point now) const;
   void heard_from(Peer& peer);
-  void sleep();
-  void wake();
   bool all_said_goodbye(Clock::time_point start) const;
 
   const Library& library_;
@@ -187,8 +213,13 @@ class Lane {
   protocol::CountedSignals<Place> signals_;
   std::chrono::nanoseconds spin_{};
   bool stop_ = false;
+  Clock::time_point looked_up_{};
+  Clock::time_point now_{};  // when somebody last looked at the network
   Clock::time_point last_beat_{};
   std::atomic<bool> asleep_{false};
+  std::atomic<bool> parked_{false};
+  std::atomic<std::uint64_t> moves_{0};  // times that anybody found something to do
+  std::atomic<std::int64_t> helped_{0};  // when somebody last did, ns of Clock
   /// Of the lane's thread: descriptors that stay readable with nothing to do, and how often each
   /// was found so.
   std::map<int, int> false_alarms_{};

@@ -1,11 +1,8 @@
-// The thread of a lane: completions, what arrives, signs of life.
-#include <poll.h>
-#include <unistd.h>
-
+// What a lane does whenever somebody looks at its network: completions, what arrives, signs of
+// life.
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <exception>
 
 #include "fabric/ofi/lane.hpp"
 
@@ -17,45 +14,11 @@ constexpr auto kBeat = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
 /// A peer that leaves unanswered that this rank leaves, with nothing under way to it.
 constexpr std::chrono::nanoseconds kGoodbye = std::chrono::seconds(1);
-constexpr int kSleepMs = 50;
-constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr std::size_t kBatch = 32;
-constexpr auto kPoll = std::chrono::microseconds(50);
-/// So many times in a row readable with nothing to do: it will always be (the provider's own
-/// signal). A large message that comes in small parts has far fewer.
-constexpr int kFalseAlarms = 1000;
-
 }  // namespace
 
-void Lane::run() {
-  Clock::time_point busy = Clock::now();
-  for (;;) {
-    // relaxed: politeness, not order: a thread that spins on a lock keeps others from it.
-    while (callers_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
-    bool any = false;
-    {
-      const std::lock_guard lock(mutex_);
-      if (stop_) return;
-      try {
-        any = progress();
-      } catch (const std::exception&) {  // no memory: nothing can be sent or counted any more
-        for (const auto& peer : peers_) lose(*peer);
-        return;
-      }
-    }
-    const auto now = Clock::now();
-    if (any) {
-      busy = now;
-      for (auto& [fd, times] : false_alarms_) {
-        if (times < kFalseAlarms) times = 0;
-      }
-    } else if (now - busy >= spin_) {
-      sleep();
-    }
-  }
-}
-
-bool Lane::progress() {
+bool Lane::progress(Clock::time_point now) {
+  now_ = now;
   bool any = read_completions();
   for (std::size_t waiting = refused_receives_.size(); waiting-- > 0;) {
     Op* op = refused_receives_.front();
@@ -63,11 +26,10 @@ bool Lane::progress() {
     receive(op);
   }
   for (int rank = 0; rank < setting_.size; ++rank) {
-    if (rank != setting_.rank && !peer_of(rank).backlog.empty()) {
-      any = post_backlog(peer_of(rank)) || any;
-    }
+    if (rank == setting_.rank) continue;
+    send_held(rank);
+    if (!peer_of(rank).backlog.empty()) any = post_backlog(peer_of(rank)) || any;
   }
-  const auto now = Clock::now();
   if (now - last_beat_ >= kBeat) {
     last_beat_ = now;
     beat(now);
@@ -98,14 +60,17 @@ void Lane::complete(const fi_cq_data_entry& entry) {
   auto* op = static_cast<Op*>(entry.op_context);
   if (op == nullptr) return;
   if (op->kind == OpKind::receive) {
-    const auto came = message_in({op->buffer.data, std::min(entry.len, kMessageRoom)});
-    if (came) message(*came, op->buffer.data + sizeof(Message));
+    std::span<const std::byte> rest(op->buffer.data, std::min(entry.len, kMessageRoom));
+    while (const auto came = message_in(rest)) {
+      message(*came, rest.data() + sizeof(Message));
+      rest = rest.subspan(sizeof(Message) + came->payload);
+    }
     receive(op);
     return;
   }
   Peer& peer = peer_of(op->peer);
   peer.under_way--;
-  peer.moved = Clock::now();
+  peer.moved = now_;
   recycle(op);
 }
 
@@ -189,7 +154,8 @@ void Lane::signal(const Message& message, const std::byte* payload) {
 
 void Lane::release(const Signal& signal) {
   std::byte* word = own_bytes(signal.flag.segment, signal.flag.offset, sizeof(std::uint64_t));
-  protocol::publish_in_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)}, signal.value);
+  protocol::publish_in_own_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)},
+                                  signal.value);
 }
 
 /// Null unless all of it lies in a segment of this rank.
@@ -204,7 +170,7 @@ std::byte* Lane::own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_
 void Lane::heard_from(Peer& peer) {
   peer.spoke = true;
   // relaxed: a time stamp by itself.
-  peer.heard.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  peer.heard.store(now_.time_since_epoch().count(), std::memory_order_relaxed);
 }
 
 bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
@@ -250,41 +216,6 @@ bool Lane::all_said_goodbye(Clock::time_point start) const {
     if (!peer.bye_seen && Clock::now() - last < kGoodbye) return false;
   }
   return true;
-}
-
-void Lane::sleep() {
-  std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}};
-  bool backlog = false;
-  {
-    const std::lock_guard lock(mutex_);
-    if (stop_) return;
-    asleep_ = true;  // from now on whoever adds to a backlog wakes this thread
-    if (!endpoint_.may_wait()) {
-      asleep_ = false;
-      return;
-    }
-    for (const auto& peer : peers_) backlog = backlog || !peer->backlog.empty();
-    for (const int fd : endpoint_.wait_fds()) {
-      if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
-    }
-  }
-  if (fds.size() == 1) {
-    std::this_thread::sleep_for(kPoll);
-  } else if (poll(fds.data(), fds.size(), backlog ? kSleepWithBacklogMs : kSleepMs) > 0) {
-    std::uint64_t count = 0;
-    if ((fds[0].revents & POLLIN) != 0 && read(wake_fd_, &count, sizeof count) < 0) return;
-    // One after the other without any completion between them: `run` forgets them at the first.
-    for (const pollfd& fd : fds) {
-      if (fd.revents != 0 && fd.fd != wake_fd_) ++false_alarms_[fd.fd];
-    }
-  }
-  asleep_ = false;
-}
-
-void Lane::wake() {
-  if (!asleep_.load()) return;
-  const std::uint64_t one = 1;
-  if (write(wake_fd_, &one, sizeof one) < 0) return;  // full: it wakes anyway
 }
 
 }  // namespace ferry::fabric::ofi

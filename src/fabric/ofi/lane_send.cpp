@@ -1,4 +1,4 @@
-// What a lane sends: chunks of rows, messages, and what becomes of a peer that takes nothing.
+// What a lane sends: chunks of rows, and messages.
 #include <algorithm>
 #include <cstring>
 #include <ferry/error.hpp>
@@ -13,6 +13,8 @@ namespace {
 /// Of one peer: more waits in `put` until some have left.
 constexpr std::size_t kMaxChunks = 16;
 constexpr auto kLook = std::chrono::milliseconds(50);
+/// A payload that is copied behind its message, rather than sent from where it lies.
+constexpr std::size_t kCopied = 1024;
 
 }  // namespace
 
@@ -24,30 +26,6 @@ std::unique_lock<std::mutex> Lane::locked() {
   return lock;
 }
 
-Lane::Op* Lane::new_op(OpKind kind, int peer) {
-  if (free_ops_.empty()) {
-    ops_.push_back(std::make_unique<Op>());
-    free_ops_.push_back(ops_.back().get());
-  }
-  Op* op = free_ops_.back();
-  free_ops_.pop_back();
-  *op = Op{};
-  op->kind = kind;
-  op->peer = peer;
-  return op;
-}
-
-void Lane::recycle(Op* op) {
-  if (op->kind == OpKind::write) {
-    chunks_.give_back(op->buffer);
-    peer_of(op->peer).chunks--;
-    room_.notify_all();
-  } else {
-    messages_.give_back(op->buffer);
-  }
-  free_ops_.push_back(op);
-}
-
 Lane::Tagged& Lane::tagged(Peer& peer, std::uint64_t tag) {
   const auto [entry, is_new] = peer.tags.try_emplace(tag);
   if (is_new) entry->second.stream = peer.next_stream++ & kStreamMask;
@@ -55,19 +33,46 @@ Lane::Tagged& Lane::tagged(Peer& peer, std::uint64_t tag) {
 }
 
 /// Waits until the peer may have one more chunk. False: it is gone.
-bool Lane::await_chunk(std::unique_lock<std::mutex>& lock, int rank) {
+bool Lane::await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up) {
   Peer& peer = peer_of(rank);
   while (!peer.gone() && peer.chunks >= kMaxChunks) {
     flush(peer);
-    wake();                       // what was completed at once woke nobody
+    wake();  // what was completed at once woke nobody
+    hand_over();
     room_.wait_for(lock, kLook);  // the lane's thread loses a peer that takes nothing
+    // By the clock: room may come and go faster than that for as long as a call takes.
+    if (look_up && Clock::now() - looked_up_ >= kLook) {
+      looked_up_ = Clock::now();
+      lock.unlock();
+      look_up(rank);
+      lock.lock();
+    }
   }
   return !peer.gone();
 }
 
-void Lane::put(int rank, Address to, const std::byte* from, std::size_t bytes, std::uint64_t tag) {
+void Lane::put(int rank, Address to, std::span<const Piece> pieces, std::uint64_t tag,
+               const LookUp& look_up) {
   auto lock = locked();
   Peer& peer = peer_of(rank);
+  for (const Piece& piece : pieces) {
+    if (!copy_in(lock, rank, to, piece, tag, look_up)) return;
+    to.offset += piece.bytes;
+  }
+  if (peer.gone()) return;
+  Tagged& all = tagged(peer, tag);
+  if (all.held.empty() || all.bytes < all.held.front().bytes) return;
+  const Held held = all.held.front();
+  all.held.erase(all.held.begin());
+  send_signal(rank, held, tag);
+}
+
+/// False: the peer is gone.
+bool Lane::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
+                   std::uint64_t tag, const LookUp& look_up) {
+  Peer& peer = peer_of(rank);
+  const auto* from = static_cast<const std::byte*>(piece.data);
+  std::size_t bytes = piece.bytes;
   while (bytes > 0 && !peer.gone()) {
     Op* open = peer.open;
     const bool fits = open != nullptr && open->tag == tag && open->to.segment == to.segment &&
@@ -75,34 +80,34 @@ void Lane::put(int rank, Address to, const std::byte* from, std::size_t bytes, s
     if (!fits) {
       flush(peer);
       if (peer.chunks >= kMaxChunks) {
-        if (!await_chunk(lock, rank)) return;
+        if (!await_chunk(lock, rank, look_up)) return false;
         continue;  // another thread may have put meanwhile
       }
-      if (peer.gone()) return;  // the flush may have found out
+      if (peer.gone()) return false;  // the flush may have found out
       const Buffer buffer = chunks_.take();
       open = new_op(OpKind::write, rank);
       open->buffer = buffer;
       open->to = to;
       open->tag = tag;
-      open->stream = tagged(peer, tag).stream;
+      open->tagged = &tagged(peer, tag);
+      open->stream = open->tagged->stream;
       peer.chunks++;
       peer.open = open;
     }
     const std::size_t now = std::min(bytes, chunks_.bytes() - open->bytes);
     std::memcpy(open->buffer.data + open->bytes, from, now);
     open->bytes += now;
-    tagged(peer, tag).bytes += now;
-    if (open->bytes == chunks_.bytes()) flush(peer);
+    open->tagged->bytes += now;
+    if (open->bytes == chunks_.bytes()) {
+      flush(peer);
+      lock.unlock();  // a large put leaves room for what arrives
+      lock = locked();
+    }
     from += now;
     bytes -= now;
     to.offset += now;
   }
-  const auto entry = peer.tags.find(tag);
-  if (peer.gone() || entry == peer.tags.end() || entry->second.held.empty()) return;
-  const Held held = entry->second.held.front();
-  if (entry->second.bytes < held.bytes) return;
-  entry->second.held.erase(entry->second.held.begin());
-  send_signal(rank, held, tag);
+  return !peer.gone();
 }
 
 void Lane::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
@@ -131,7 +136,8 @@ void Lane::publish(int rank, Address flag, std::uint64_t value, std::uint64_t by
 void Lane::flush(Peer& peer) {
   Op* op = std::exchange(peer.open, nullptr);
   if (op == nullptr) return;
-  tagged(peer, op->tag).pieces++;
+  op->tagged->pieces++;
+  op->tagged = nullptr;
   submit(op);
 }
 
@@ -145,7 +151,12 @@ void Lane::send_signal(int rank, const Held& held, std::uint64_t tag) {
                   .flag_segment = held.flag.segment};
   if (held.bytes == 0) {
     message.stream = kStreamMask + 1;  // of no piece
-    send_message(rank, message, nullptr);
+    // It hurries nobody, and often more follows at once. A parked thread looks before long.
+    if (parked_.load() && peer.held.size() < kMaxHeld) {
+      peer.held.push_back(message);
+    } else {
+      send_message(rank, message, nullptr);
+    }
     return;
   }
   Op* open = peer.open;
@@ -167,100 +178,42 @@ void Lane::send_signal(int rank, const Held& held, std::uint64_t tag) {
     message.stream = taken.mapped().stream;
     message.pieces = taken.mapped().pieces;
   }
-  send_message(rank, message, alone ? open->buffer.data : nullptr);
-  if (alone) recycle(open);
+  send_message(rank, message, alone ? open : nullptr);
   if (!peer.gone() && !taken.mapped().held.empty()) {
     tagged(peer, tag).held = taken.mapped().held;
   }
 }
 
-void Lane::send_message(int rank, Message message, const std::byte* payload) {
+void Lane::send_message(int rank, Message message, Op* payload) {
   Peer& peer = peer_of(rank);
-  message.source = setting_.rank;
-  message.token = peer.to_token;
   const Buffer buffer = messages_.take();
   Op* op = new_op(OpKind::message, rank);
   op->buffer = buffer;
-  op->bytes = sizeof message + message.payload;
-  std::memcpy(op->buffer.data, &message, sizeof message);
-  if (message.payload > 0) {
-    std::memcpy(op->buffer.data + sizeof message, payload, message.payload);
+  const auto add = [&](Message one) {
+    one.source = setting_.rank;
+    one.token = peer.to_token;
+    std::memcpy(op->buffer.data + op->bytes, &one, sizeof one);
+    op->bytes += sizeof one;
+  };
+  for (const Message& held : peer.held) add(held);
+  peer.held.clear();
+  add(message);
+  if (payload != nullptr &&
+      (payload->bytes <= kCopied || endpoint_.info().tx_attr->iov_limit < 2)) {
+    std::memcpy(op->buffer.data + op->bytes, payload->buffer.data, payload->bytes);
+    op->bytes += payload->bytes;
+    recycle(std::exchange(payload, nullptr));
   }
+  op->payload = payload;
   submit(op);
 }
 
-void Lane::submit(Op* op) {
-  Peer& peer = peer_of(op->peer);
-  if (peer.lost.load()) {
-    recycle(op);
-    return;
-  }
-  if (peer.backlog.empty() && peer.under_way == 0) peer.moved = Clock::now();
-  if (!peer.backlog.empty() || !post(op)) {
-    peer.backlog.push_back(op);
-    wake();
-  }
-}
-
-/// Gives an operation to the provider. False: it has no room now.
-bool Lane::post(Op* op) {
-  Peer& peer = peer_of(op->peer);
-  fid_ep* ep = endpoint_.ep();
-  ssize_t code = 0;
-  bool completes = true;
-  if (op->kind == OpKind::write) {
-    const Remote& there = peer.segments[op->to.segment];
-    const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
-    const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof all;
-    code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
-                        wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,
-                        there.key, &op->context);
-  } else if (op->bytes <= endpoint_.info().tx_attr->inject_size) {
-    code = fi_inject(ep, op->buffer.data, op->bytes, peer.address);
-    completes = false;
-  } else {
-    code = fi_send(ep, op->buffer.data, op->bytes, op->buffer.desc, peer.address, &op->context);
-  }
-  if (code == -FI_EAGAIN) return false;
-  if (code != 0) {
-    recycle(op);
-    lose(peer);
-    return true;
-  }
-  peer.told = Clock::now();
-  if (peer.under_way == 0) peer.moved = peer.told;
-  if (completes) {
-    peer.under_way++;
-  } else {
-    recycle(op);
-  }
-  return true;
-}
-
-/// Whether anything went.
-bool Lane::post_backlog(Peer& peer) {
-  bool any = false;
-  while (!peer.backlog.empty()) {
-    Op* op = peer.backlog.front();
-    peer.backlog.pop_front();  // before the post, which may lose the peer and its backlog
-    if (!post(op)) {
-      peer.backlog.push_front(op);
-      break;
-    }
-    any = true;
-  }
-  return any;
-}
-
-void Lane::lose(Peer& peer) {
-  if (peer.lost.exchange(true)) return;
-  // What is under way is given back by its completion, or with the endpoint.
-  std::deque<Op*> backlog = std::move(peer.backlog);
-  peer.backlog.clear();
-  for (Op* op : backlog) recycle(op);
-  if (Op* open = std::exchange(peer.open, nullptr)) recycle(open);
-  peer.tags.clear();
-  room_.notify_all();
+void Lane::send_held(int rank) {
+  Peer& peer = peer_of(rank);
+  if (peer.held.empty()) return;
+  const Message last = peer.held.back();
+  peer.held.pop_back();
+  send_message(rank, last, nullptr);
 }
 
 }  // namespace ferry::fabric::ofi

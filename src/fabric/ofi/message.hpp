@@ -45,16 +45,21 @@ struct Message {
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
 
-/// Bytes that a signal carries at most: one message instead of a write and a message.
-inline constexpr std::size_t kMaxPayload = 1024;
-inline constexpr std::size_t kMessageRoom = sizeof(Message) + kMaxPayload;
+/// What is sent at once: a few messages, one behind the other.
+inline constexpr std::size_t kMessageRoom = std::size_t{16} << 10;
+/// Signals without bytes that wait for company.
+inline constexpr std::size_t kMaxHeld = 4;
+/// Bytes that a signal carries at most: one message instead of a write and a message. A token of
+/// 7168 bf16 fits.
+inline constexpr std::size_t kMaxPayload = kMessageRoom - (kMaxHeld + 1) * sizeof(Message);
 
-/// The message in `bytes`, if its form is right: any values, but no more payload than came.
+/// The first message in `bytes`, if its form is right: any values, but no more payload than came.
+/// Its payload follows it.
 inline std::optional<Message> message_in(std::span<const std::byte> bytes) {
   Message message;
   if (bytes.size() < sizeof message) return std::nullopt;
   std::memcpy(&message, bytes.data(), sizeof message);
-  if (message.magic != Message::kMagic || bytes.size() - sizeof message != message.payload) {
+  if (message.magic != Message::kMagic || bytes.size() - sizeof message < message.payload) {
     return std::nullopt;
   }
   return message;

@@ -28,7 +28,11 @@ using ofi::Remote;
 
 /// Nothing from a peer for so long: it is stopped, cut off or gone.
 constexpr std::chrono::nanoseconds kSilent = std::chrono::milliseconds(1000);
+/// How long a lane's thread looks before it sleeps; and a thread that waits for a peer, which does
+/// the lane's work meanwhile.
 constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
+constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
+constexpr std::chrono::nanoseconds kShortPatience = std::chrono::microseconds(1);
 
 /// A segment's handle: what every fabric says, and how each lane writes there.
 struct OfiHandle {
@@ -40,9 +44,11 @@ static_assert(sizeof(OfiHandle) <= kMaxHandleBytes);
 
 class OfiFabric final : public Fabric {
  public:
-  OfiFabric(int rank, int size, const JobKey& key, std::vector<std::unique_ptr<Lane>> lanes)
+  OfiFabric(int rank, int size, const JobKey& key, std::chrono::nanoseconds patience,
+            std::vector<std::unique_ptr<Lane>> lanes)
       : rank_(rank),
         size_(size),
+        patience_(patience),
         // In handles and for comparison only; the key itself stays in this process.
         job_{siphash(key, ~0ull, 2), siphash(key, ~0ull, 3)},
         segments_(rank, size),
@@ -69,9 +75,21 @@ class OfiFabric final : public Fabric {
     return segments_.bytes(peer, segment);
   }
   void put(int peer, Address to, const void* from, std::size_t bytes, std::uint64_t tag) override;
+  void put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) override;
+  void set_look_up(std::function<void(int peer)> look_up) override {
+    look_up_ = std::move(look_up);
+  }
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
+  std::chrono::nanoseconds patience() const noexcept override { return patience_; }
+  bool progress() noexcept override {
+    for (const auto& lane : lanes_) lane->help();
+    return true;
+  }
+  void hand_over() noexcept override {
+    for (const auto& lane : lanes_) lane->hand_over();
+  }
   NetworkUse network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
@@ -91,6 +109,8 @@ class OfiFabric final : public Fabric {
 
   int rank_;
   int size_;
+  std::chrono::nanoseconds patience_;
+  std::function<void(int peer)> look_up_{};
   JobKey job_;
   SegmentTable segments_;  // peers' entries have no memory
   // Numbers for statistics: relaxed.
@@ -173,12 +193,23 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
   if (peer != rank_) {
     put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     puts_.fetch_add(1, std::memory_order_relaxed);
-    lane_of(tag).put(peer, to, static_cast<const std::byte*>(from), bytes, tag);
+    const Piece whole{from, bytes};
+    lane_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
     return;
   }
   std::memcpy(entry.memory->data() + to.offset, from, bytes);
   const std::lock_guard lock(own_mutex_);
   own_.piece(0, tag, bytes, [this](int, const OwnSignal& signal) { release_own(signal); });
+}
+
+void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag) {
+  if (peer == rank_) return Fabric::put_pieces(peer, to, pieces, tag);
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  segments_.checked(peer, to, bytes, "put");
+  put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  puts_.fetch_add(1, std::memory_order_relaxed);
+  lane_of(tag).put(peer, to, pieces, tag, look_up_);
 }
 
 void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
@@ -198,7 +229,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
 void OfiFabric::release_own(const OwnSignal& signal) {
   std::byte* base = pointer(rank_, signal.flag.segment);
   auto* word = reinterpret_cast<std::uint64_t*>(base + signal.flag.offset);
-  protocol::publish_in_memory(protocol::Flag{word}, signal.value);
+  protocol::publish_in_own_memory(protocol::Flag{word}, signal.value);
 }
 
 PeerState OfiFabric::peer_state(int peer) noexcept {
@@ -212,14 +243,12 @@ PeerState OfiFabric::peer_state(int peer) noexcept {
   return silent > kSilent && !lanes_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
 }
 
-/// How long a lane's thread looks before it sleeps: not at all where ranks share few cores.
-std::chrono::nanoseconds spin_time(const std::vector<ofi::Greeting>& greetings, int rank) {
+/// Whether every rank of this machine has so many cores.
+bool has_cores(int each, const std::vector<ofi::Greeting>& greetings, int rank) {
   const std::string& here = greetings[static_cast<std::size_t>(rank)].boot_id;
   const auto local = std::count_if(greetings.begin(), greetings.end(),
                                    [&](const auto& other) { return other.boot_id == here; });
-  return 2 * static_cast<unsigned>(local) <= std::thread::hardware_concurrency()
-             ? kSpin
-             : std::chrono::nanoseconds(0);
+  return each * local <= static_cast<std::int64_t>(std::thread::hardware_concurrency());
 }
 
 std::vector<std::unique_ptr<Lane>> make_lanes(int rank, int size, const OfiOptions& options,
@@ -268,12 +297,14 @@ std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& 
     greetings.push_back(ofi::greeting_from(all[static_cast<std::size_t>(peer)], rank, peer));
   }
   ofi::check_greetings(greetings, rank);
+  const auto patience = has_cores(1, greetings, rank) ? kPatience : kShortPatience;
   for (std::size_t lane = 0; lane < lanes.size(); ++lane) {
     std::vector<std::vector<std::byte>> names;
     for (const auto& greeting : greetings) names.push_back(greeting.names[lane]);
-    lanes[lane]->start(greetings[0].key, names, spin_time(greetings, rank));
+    lanes[lane]->start(greetings[0].key, names,
+                       has_cores(2, greetings, rank) ? kSpin : std::chrono::nanoseconds(0));
   }
-  return std::make_unique<OfiFabric>(rank, size, greetings[0].key, std::move(lanes));
+  return std::make_unique<OfiFabric>(rank, size, greetings[0].key, patience, std::move(lanes));
 }
 
 }  // namespace ferry::fabric

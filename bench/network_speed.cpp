@@ -1,0 +1,245 @@
+// Ferry over libfabric against libfabric alone, in one run.
+//
+//   network_speed [--rounds N] [--tokens N] [--spins N] [--pin 0|1] [--only TEXT] [--json FILE]
+//
+// Two processes of this machine (FERRY_HOST, FERRY_OFI_PROVIDER as for a group). In turn, in every
+// round: raw remote writes of the same bytes both ways, in pieces of a row and of 64 KiB to 1 MiB;
+// a dispatch and a combine in throughput mode whose rows all cross; a dispatch in latency mode of 1
+// and 8 tokens, and raw writes of as many bytes. Rows are 7168 bf16. The first round is not
+// counted.
+#include <fmt/format.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ferry/ferry.hpp"
+#include "network_figures.hpp"
+#include "raw_network.hpp"
+#include "tools/ferry/machine.hpp"
+#include "tools/ferry/ranks.hpp"
+#include "tools/ferry/shared_array.hpp"
+
+namespace ferry::bench {
+namespace {
+
+constexpr std::int64_t kHidden = 7168;
+constexpr std::size_t kRow = kHidden * 2;
+constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // as much as a group has
+constexpr int kFewTokens = 8;
+
+struct Options {
+  int rounds = 15;
+  int tokens = 2048;
+  int spins = 100;     ///< exchanges of a latency sample
+  int pin = 1;         ///< each rank, with all its threads, on a core of its own
+  std::string only{};  ///< what has this in its name
+  std::string json{};
+};
+
+/// What one rank exchanges with the other.
+class Pair {
+ public:
+  Pair(const Options& o, const std::shared_ptr<Bootstrap>& bootstrap)
+      : options_(o),
+        raw_(*bootstrap, static_cast<std::size_t>(o.tokens) * kRow),
+        group_(bootstrap, config()),
+        latency_(group_, {kFewTokens, kHidden, 1, Dtype::bf16}),
+        ids_(static_cast<std::size_t>(o.tokens), 1 - group_.rank()),
+        x_(static_cast<std::size_t>(o.tokens * kHidden), 0x3f80),
+        out_(x_.size()),
+        plan_(group_.plan({ids_.data(), Dtype::i64, {o.tokens, 1}})) {}
+
+  RawNetwork& raw() { return raw_; }
+  Group& group() { return group_; }
+  void dispatch() {
+    received_ = group_.dispatch({x_.data(), Dtype::bf16, {tokens(), kHidden}}, plan_);
+  }
+  void combine() {
+    if (!received_.x) dispatch();  // --only
+    CombineOptions options;
+    options.out = TensorView(out_.data(), Dtype::bf16, {tokens(), kHidden});
+    group_.combine(received_.x, plan_, options);
+  }
+  void drop() { received_ = {}; }
+  void few(int count) {
+    const LatencyReceived received = latency_.dispatch({x_.data(), Dtype::bf16, {count, kHidden}},
+                                                       {ids_.data(), Dtype::i64, {count, 1}});
+  }
+
+ private:
+  GroupConfig config() const {
+    GroupConfig config;
+    config.experts = 2;
+    config.fabric = FabricKind::ofi;
+    config.memory_bytes = 4 * static_cast<std::size_t>(options_.tokens) * kRow + (16 << 20);
+    return config;
+  }
+  std::int64_t tokens() const { return options_.tokens; }
+
+  const Options& options_;
+  RawNetwork raw_;
+  Group group_;
+  LatencyExchange latency_;
+  std::vector<std::int64_t> ids_;
+  std::vector<std::uint16_t> x_;
+  std::vector<std::uint16_t> out_;  // the C library would give such memory back after each call
+  Plan plan_;
+  Received received_{};
+};
+
+struct Measurement {
+  Figure figure;
+  int repeats = 1;
+  std::function<void(Pair&)> run;
+};
+
+std::vector<Measurement> measurements(const Options& o) {
+  const auto tokens = static_cast<std::size_t>(o.tokens);
+  const std::size_t rows = tokens * kRow;
+  std::vector<Measurement> all;
+  const auto throughput = [&](const std::string& name, bool raw, std::function<void(Pair&)> run) {
+    all.push_back({{name, "throughput", raw, false, rows}, 1, std::move(run)});
+  };
+  throughput("raw writes of a row", true,
+             [=](Pair& p) { p.raw().exchange(kRow, tokens, kUnderWay / kRow); });
+  for (const std::size_t kib : {64, 256, 1024}) {
+    const std::size_t piece = kib << 10;
+    throughput(fmt::format("raw writes of {} KiB", kib), true,
+               [=](Pair& p) { p.raw().exchange(piece, rows / piece, kUnderWay / piece); });
+  }
+  throughput("dispatch", false, [](Pair& p) { p.dispatch(); });
+  throughput("combine", false, [](Pair& p) { p.combine(); });
+  for (const int count : {1, kFewTokens}) {
+    const auto n = static_cast<std::size_t>(count);
+    const auto latency = [&](const std::string& name, bool raw, std::function<void(Pair&)> run) {
+      all.push_back(
+          {{fmt::format("{}: {}", count == 1 ? "1 token" : fmt::format("{} tokens", count), name),
+            std::to_string(count), raw, true, n * kRow},
+           o.spins,
+           std::move(run)});
+    };
+    latency("raw write", true, [=](Pair& p) { p.raw().exchange(n * kRow, 1, 1); });
+    if (count > 1) {
+      latency("raw writes of a row", true, [=](Pair& p) { p.raw().exchange(kRow, n, n); });
+    }
+    latency("latency dispatch", false, [=](Pair& p) { p.few(count); });
+  }
+  std::erase_if(
+      all, [&](const Measurement& m) { return m.figure.name.find(o.only) == std::string::npos; });
+  return all;
+}
+
+double us_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+/// Microseconds of each rank, round and measurement.
+using Board = cli::SharedArray<double>;
+
+std::size_t place(std::size_t measurement, int round, int rank, const Options& o) {
+  return (measurement * static_cast<std::size_t>(o.rounds) + static_cast<std::size_t>(round)) * 2 +
+         static_cast<std::size_t>(rank);
+}
+
+void pin_to(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<std::size_t>(core), &cores);
+  if (sched_setaffinity(0, sizeof cores, &cores) != 0) fmt::print(stderr, "cannot pin a rank\n");
+}
+
+void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootstrap>& bootstrap) {
+  if (o.pin != 0) pin_to(bootstrap->rank());
+  Pair pair(o, bootstrap);
+  const std::vector<Measurement> all = measurements(o);
+  for (int round = -1; round < o.rounds; ++round) {
+    for (std::size_t m = 0; m < all.size(); ++m) {
+      const auto start_together = [&] {
+        pair.group().barrier();
+        pair.raw().exchange(8, 1, 1);
+      };
+      start_together();
+      const auto start = std::chrono::steady_clock::now();
+      for (int i = 0; i < all[m].repeats; ++i) all[m].run(pair);
+      const double us = us_since(start) / all[m].repeats;
+      if (round >= 0) board[place(m, round, bootstrap->rank(), o)] = us;
+    }
+    pair.drop();
+  }
+  pair.group().barrier();
+}
+
+int run(const Options& o, const std::string& command) {
+  const std::vector<Measurement> all = measurements(o);
+  const Board board(all.size() * static_cast<std::size_t>(o.rounds) * 2);
+  cli::RankRun job;
+  job.ranks = 2;
+  job.processes = true;
+  const auto failures = cli::run_ranks(
+      job, [&](int, std::shared_ptr<Bootstrap> bootstrap) { run_rank(o, board, bootstrap); });
+  if (!failures.empty()) {
+    fmt::print(stderr, "network_speed: {}\n", cli::summary(failures));
+    return 1;
+  }
+  std::vector<Figure> figures;
+  for (std::size_t m = 0; m < all.size(); ++m) {
+    figures.push_back(all[m].figure);
+    for (int round = 0; round < o.rounds; ++round) {
+      figures.back().us.push_back(
+          std::max(board[place(m, round, 0, o)], board[place(m, round, 1, o)]));
+    }
+  }
+  fmt::print("{}", table(figures));
+  if (o.json.empty()) return 0;
+  const cli::Machine machine = cli::look_at_machine();
+  const nlohmann::json out = {{"command", command},         {"machine", cli::to_json(machine)},
+                              {"ferry", FERRY_VERSION},     {"rounds", o.rounds},
+                              {"tokens", o.tokens},         {"pinned", o.pin != 0},
+                              {"figures", to_json(figures)}};
+  std::ofstream file(o.json);
+  file << out.dump(1) << '\n';
+  return file.good() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace ferry::bench
+
+int main(int argc, char** argv) {
+  ferry::bench::Options o;
+  std::string command = "network_speed";
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i], value = argv[i + 1];
+    command += " " + name + " " + value;
+    if (name == "--rounds") {
+      o.rounds = std::atoi(argv[i + 1]);
+    } else if (name == "--tokens") {
+      o.tokens = std::atoi(argv[i + 1]);
+    } else if (name == "--spins") {
+      o.spins = std::atoi(argv[i + 1]);
+    } else if (name == "--pin") {
+      o.pin = std::atoi(argv[i + 1]);
+    } else if (name == "--only") {
+      o.only = value;
+    } else if (name == "--json") {
+      o.json = value;
+    } else {
+      return fmt::print(stderr, "unknown option {}\n", name), 2;
+    }
+  }
+  if (o.rounds < 1 || o.tokens < 512 || o.tokens % 512 != 0 || o.spins < 1) {
+    return fmt::print(
+               stderr,
+               "--rounds, --spins: at least 1; --tokens: a multiple of 512, which is whole MiB\n"),
+           2;
+  }
+  return ferry::bench::run(o, command);
+}

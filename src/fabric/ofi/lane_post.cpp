@@ -1,0 +1,116 @@
+// How a lane gives operations to libfabric, and what becomes of a peer that takes nothing.
+#include <sys/uio.h>
+
+#include <array>
+#include <utility>
+
+#include "fabric/ofi/lane.hpp"
+
+namespace ferry::fabric::ofi {
+
+Lane::Op* Lane::new_op(OpKind kind, int peer) {
+  if (free_ops_.empty()) {
+    ops_.push_back(std::make_unique<Op>());
+    free_ops_.push_back(ops_.back().get());
+  }
+  Op* op = free_ops_.back();
+  free_ops_.pop_back();
+  *op = Op{};
+  op->kind = kind;
+  op->peer = peer;
+  return op;
+}
+
+void Lane::recycle(Op* op) {
+  if (op->kind == OpKind::write) {
+    chunks_.give_back(op->buffer);
+    peer_of(op->peer).chunks--;
+    room_.notify_all();
+  } else {
+    if (op->payload != nullptr) recycle(op->payload);
+    messages_.give_back(op->buffer);
+  }
+  free_ops_.push_back(op);
+}
+
+void Lane::submit(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  if (peer.lost.load()) {
+    recycle(op);
+    return;
+  }
+  if (!peer.backlog.empty() || !post(op)) {
+    if (peer.backlog.empty() && peer.under_way == 0) peer.moved = Clock::now();
+    peer.backlog.push_back(op);
+    wake();
+  }
+}
+
+/// Gives an operation to the provider. False: it has no room now.
+bool Lane::post(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  fid_ep* ep = endpoint_.ep();
+  ssize_t code = 0;
+  bool completes = true;
+  if (op->kind == OpKind::write) {
+    const Remote& there = peer.segments[op->to.segment];
+    const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
+    const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof all;
+    code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
+                        wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,
+                        there.key, &op->context);
+  } else if (op->payload != nullptr) {
+    const std::array<iovec, 2> parts{iovec{op->buffer.data, op->bytes},
+                                     iovec{op->payload->buffer.data, op->payload->bytes}};
+    std::array<void*, 2> descs{op->buffer.desc, op->payload->buffer.desc};
+    code = fi_sendv(ep, parts.data(), descs.data(), parts.size(), peer.address, &op->context);
+  } else if (op->bytes <= endpoint_.info().tx_attr->inject_size) {
+    code = fi_inject(ep, op->buffer.data, op->bytes, peer.address);
+    completes = false;
+  } else {
+    code = fi_send(ep, op->buffer.data, op->bytes, op->buffer.desc, peer.address, &op->context);
+  }
+  if (code == -FI_EAGAIN) return false;
+  if (code != 0) {
+    recycle(op);
+    lose(peer);
+    return true;
+  }
+  peer.told = Clock::now();
+  if (peer.under_way == 0) peer.moved = peer.told;
+  if (completes) {
+    peer.under_way++;
+  } else {
+    recycle(op);
+  }
+  return true;
+}
+
+/// Whether anything went.
+bool Lane::post_backlog(Peer& peer) {
+  bool any = false;
+  while (!peer.backlog.empty()) {
+    Op* op = peer.backlog.front();
+    peer.backlog.pop_front();  // before the post, which may lose the peer and its backlog
+    if (!post(op)) {
+      peer.backlog.push_front(op);
+      break;
+    }
+    any = true;
+  }
+  return any;
+}
+
+void Lane::lose(Peer& peer) {
+  if (peer.lost.exchange(true)) return;
+  // What is under way is given back by its completion, or with the endpoint.
+  std::deque<Op*> backlog = std::move(peer.backlog);
+  peer.backlog.clear();
+  for (Op* op : backlog) recycle(op);
+  if (Op* open = std::exchange(peer.open, nullptr)) recycle(open);
+  peer.tags.clear();
+  peer.held.clear();
+  room_.notify_all();
+}
+
+}  // namespace ferry::fabric::ofi
