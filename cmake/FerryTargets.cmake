@@ -11,6 +11,15 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
 endif()
 find_package(Threads REQUIRED)
 
+# Not every test has something to show to every sanitizer.
+foreach(kind ADDRESS THREAD)
+  string(TOLOWER ${kind} word)
+  set(FERRY_${kind}_SANITIZER OFF)
+  if(CMAKE_CXX_FLAGS MATCHES "fsanitize=[a-z,]*${word}")
+    set(FERRY_${kind}_SANITIZER ON)
+  endif()
+endforeach()
+
 add_library(ferry_options INTERFACE)
 # Not for nvcc, which does not know them (FerryCuda.cmake).
 target_compile_options(ferry_options INTERFACE

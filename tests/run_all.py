@@ -15,148 +15,25 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import xml.etree.ElementTree as ElementTree
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-LOGS = ROOT / "build" / "logs"
+from steps import LOGS, ROOT, Result, at_once, counted, run, say
+
 LIMIT_S = 30 * 60  # of the whole, on two cores
-COMMAND_LIMIT_S = 20 * 60
-FUZZ_S = 20
+FUZZ_S = 10  # of each target
 JOBS = "2"
 IN_CI = os.environ.get("CI") == "true"
 
 
 class CannotRunError(Exception):
     """This machine lacks what a stage needs; the message says what."""
-
-
-@dataclass
-class Result:
-    """What one stage yielded."""
-
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    words: list[str] = field(default_factory=list)
-
-    def add(self, other: Result) -> None:
-        self.passed += other.passed
-        self.failed += other.failed
-        self.skipped += other.skipped
-        self.seconds += other.seconds
-        self.cpu_seconds += other.cpu_seconds
-
-    def step(self, ok: bool, what: str) -> bool:
-        """A step that is no test of its own: it counts only when it fails."""
-        if not ok:
-            self.failed += 1
-            self.words.append(f"{what} failed")
-        return ok
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def run(
-    stage: str,
-    *command: str | Path,
-    quiet: bool = False,
-    limit: int = COMMAND_LIMIT_S,
-    **variables: str,
-) -> bool:
-    """Runs a command in the root; its output goes to the stage's log and, line by line, to the
-    terminal. `quiet` shows a line every ten seconds instead, and the end of it when it fails."""
-    words = [str(word) for word in command]
-    say(f"   $ {' '.join(words)}")
-    log = LOGS / f"{stage}.log"
-    last, shown, start = "", time.monotonic(), time.monotonic()
-    tail: list[str] = []
-    with log.open("a") as file:
-        child = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-
-        def stop() -> None:
-            say(f"   stopped after {limit} s: {words[0]}")
-            os.killpg(child.pid, signal.SIGKILL)
-
-        timer = threading.Timer(limit, stop)
-        timer.start()
-        try:
-            for line in child.stdout or ():
-                file.write(line)
-                last = line.rstrip()
-                tail = [*tail[-79:], last]
-                if not quiet:
-                    say(f"   {last}")
-                elif time.monotonic() - shown > 10:
-                    shown = time.monotonic()
-                    say(f"   ... {int(shown - start)} s: {last[:90]}")
-            code = child.wait()
-        except BaseException:  # Ctrl-C: the child has a session of its own and does not see it
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-        finally:
-            timer.cancel()
-    if code != 0 and quiet:
-        say("\n".join(f"   {line}" for line in tail))
-    return code == 0
-
-
-def read_junit(path: Path) -> Result:
-    """Counts of a JUnit file as CTest and pytest write it; a test that did not run has failed."""
-    result = Result()
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            result.failed += 1
-        elif case.find("skipped") is not None:
-            if case.get("status") == "notrun":
-                result.failed += 1
-            else:
-                result.skipped += 1
-        else:
-            result.passed += 1
-    return result
-
-
-def counted(
-    stage: str,
-    *command: str | Path,
-    junit: Path,
-    limit: int = COMMAND_LIMIT_S,
-    **variables: str,
-) -> Result:
-    """Runs a test program that writes `junit`; counts what is in there."""
-    junit.unlink(missing_ok=True)
-    ok = run(stage, *command, limit=limit, **variables)
-    result = Result()
-    if junit.exists():
-        result.add(read_junit(junit))
-    if not result.failed:
-        result.step(ok, Path(command[0]).name)
-    if ok and not result.passed:
-        result.step(False, "no test found: the stage")
-    return result
 
 
 def without_aslr() -> list[str]:
@@ -241,21 +118,25 @@ def find_nvcc() -> str:
 
 
 def stage_cuda() -> Result:
-    """Compiles for every architecture; what needs a GPU runs where there is one."""
+    """Compiles; what needs a GPU runs where there is one. The test machine_code compiles all
+    kernels for every architecture: for a build that cannot run, one is enough."""
     result = Result()
-    options = (f"-DCMAKE_CUDA_COMPILER={find_nvcc()}",)
+    options = [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    if not has_gpu:
+        options.append("-DCMAKE_CUDA_ARCHITECTURES=90-real")
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",
         "src/cuda/all",
         "tests/cuda/all",
-        "tests/conformance/all",
+        "conformance_cuda",
     )
     if not build(result, "cuda", *options, targets=targets):
         return result
     result.passed = 1
     result.add(ctest("cuda", "-L", "^nogpu$"))
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if has_gpu:
         result.add(ctest("cuda", "-L", "^(gpu|cuda)$", "-j", "1"))
     else:
         result.words.append("TESTS ON GPUS SKIPPED: THIS MACHINE HAS NONE")
@@ -269,10 +150,20 @@ def stage_package() -> Result:
     return result
 
 
+def pytest(name: str, folders: list[str]) -> Result:
+    junit, log = LOGS / f"{name}.xml", LOGS / f"{name}.log"
+    log.unlink(missing_ok=True)
+    command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", *folders)
+    return counted(name, *command, junit=junit)
+
+
 def stage_pytest() -> Result:
-    junit = LOGS / "pytest.xml"
-    command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}")
-    return counted("pytest", *command, junit=junit)
+    """The package's tests beside all others, among them the examples of the docs."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = settings["tool"]["pytest"]["ini_options"]["testpaths"]
+    package = [folder for folder in folders if folder.startswith("python/")]
+    others = [folder for folder in folders if folder not in package]
+    return at_once(lambda: pytest("pytest", package), lambda: pytest("pytest-others", others))
 
 
 def stage_lint() -> Result:
@@ -293,21 +184,28 @@ def stage_fuzz() -> Result:
     if found.returncode != 0:
         raise CannotRunError("no clang++ >= 16 with libFuzzer found")
     result = Result()
-    if not build(result, "fuzz", f"-DCMAKE_CXX_COMPILER={found.stdout.strip()}"):
+    compiler = f"-DCMAKE_CXX_COMPILER={found.stdout.strip()}"
+    if not build(result, "fuzz", compiler, targets=("tests/fuzz/all",)):
         return result
     programs = [p for p in sorted((ROOT / "build/fuzz").rglob("*_fuzz")) if os.access(p, os.X_OK)]
     result.step(bool(programs), "no fuzz target found: the stage")
-    wrapper = without_aslr()
-    for program in programs:
-        seeds = ROOT / "tests" / "fuzz" / "corpus" / program.name.removesuffix("_fuzz")
-        with tempfile.TemporaryDirectory() as fresh:
-            folders = [fresh, *([seeds] if seeds.is_dir() else [])]
-            seconds = max(1, FUZZ_S // len(programs))
-            options = (f"-max_total_time={seconds}", "-timeout=10", "-print_final_stats=1")
-            crashes = f"-artifact_prefix={LOGS}/{program.name}-"
-            ok = run("fuzz", *wrapper, program, *options, crashes, *folders, quiet=True)
-            result.passed += ok
-            result.step(ok, program.name)
+    if programs:
+        wrapper = without_aslr()
+        result.add(at_once(*(partial(fuzz, program, wrapper) for program in programs)))
+    return result
+
+
+def fuzz(program: Path, wrapper: list[str]) -> Result:
+    """The seeds of a target, then new inputs."""
+    seeds = ROOT / "tests" / "fuzz" / "corpus" / program.name.removesuffix("_fuzz")
+    result = Result()
+    with tempfile.TemporaryDirectory() as fresh:
+        folders = [fresh, *([str(seeds)] if seeds.is_dir() else [])]
+        options = (f"-max_total_time={FUZZ_S}", "-timeout=10", "-print_final_stats=1")
+        crashes = f"-artifact_prefix={LOGS}/{program.name}-"
+        ok = run("fuzz", *wrapper, program, *options, crashes, *folders, quiet=True)
+    result.passed += ok
+    result.step(ok, program.name)
     return result
 
 

@@ -27,6 +27,9 @@ class Bootstrap {
   virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
                                                          std::chrono::nanoseconds deadline,
                                                          const OnWait& on_wait = {}) = 0;
+  /// This machine's address on the way to the other ranks, in numbers; empty: not known, or
+  /// loopback. There a rank listens that is not told where (OfiOptions::host).
+  virtual std::string own_address() const { return {}; }
 };
 
 /// Ranks as threads of this process: element r is for the thread that is rank r.

@@ -32,7 +32,7 @@ struct OfiOptions {
   /// FERRY_OFI_PROVIDER, or the first that offers what Ferry needs, RDMA before TCP.
   std::string provider{};
   /// The address, name or interface at which this rank listens and its peers reach it; never all
-  /// interfaces. Empty: FERRY_HOST, or loopback.
+  /// interfaces. Empty: FERRY_HOST, or Bootstrap::own_address, or loopback.
   std::string host{};
   /// Endpoints (queue pairs) of a rank, 1 … kMaxOfiEndpoints: the group's own traffic is on the
   /// first, latency exchanges take turns on the others. 0: FERRY_OFI_ENDPOINTS, or 1.

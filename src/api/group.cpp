@@ -153,6 +153,7 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   try {
     check_config(config);
     config.ofi = with_environment(std::move(config.ofi));
+    if (config.ofi.host.empty()) config.ofi.host = bootstrap->own_address();
   } catch (const Error& error) {
     invalid = error;
   }

@@ -39,6 +39,28 @@ TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
   }
 }
 
+TEST(TcpBootstrap, LoopbackIsNoAddressForOthers) {
+  const TcpOptions base = fresh_options(2);
+  auto errors = run_ranks(2, [&](int r) {
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    EXPECT_EQ(boot->own_address(), "");
+    boot->all_gather({}, 20s);
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
+TEST(TcpBootstrap, TheAddressOnTheWayToTheStoreIsKnown) {
+  TcpOptions base = fresh_options(2);
+  base.address = outer_address();
+  if (base.address.empty()) GTEST_SKIP() << "no address but loopback";
+  auto errors = run_ranks(2, [&](int r) {
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    EXPECT_EQ(boot->own_address(), base.address);
+    boot->all_gather({}, 20s);
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
 TEST(TcpBootstrap, Rank0MayComeLast) {
   const TcpOptions base = fresh_options(3);
   auto errors = run_ranks(3, [&](int r) {

@@ -189,6 +189,21 @@ int connect_result(const Descriptor& socket) {
   return 0;
 }
 
+std::string own_address(const Descriptor& socket) {
+  Address own;
+  own.length = sizeof own.storage;
+  auto* where = reinterpret_cast<sockaddr*>(&own.storage);
+  char text[NI_MAXHOST];
+  if (::getsockname(socket.get(), where, &own.length) != 0 ||
+      ::getnameinfo(where, own.length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
+    return {};
+  }
+  const std::string address = text;
+  const bool reached = address != "0.0.0.0" && address != "::" && address != "::1" &&
+                       !address.starts_with("127.") && !address.starts_with("fe80");
+  return reached ? address : std::string();
+}
+
 Descriptor accept_from(const Descriptor& listener, int& error) {
   Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   error = 0;

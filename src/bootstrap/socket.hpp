@@ -59,6 +59,10 @@ Descriptor connect_to(const Address& address, int& error);
 /// to itself (a free port of the ephemeral range can do that) counts as refused.
 int connect_result(const Descriptor& socket);
 
+/// This side's address, in numbers; empty if other machines could not reach it there: loopback,
+/// link-local, all interfaces.
+std::string own_address(const Descriptor& socket);
+
 /// The next connection, or none; `error` is errno, 0 when there simply is none.
 Descriptor accept_from(const Descriptor& listener, int& error);
 

@@ -55,6 +55,7 @@ class TcpBootstrap final : public Bootstrap {
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
                                                  std::chrono::nanoseconds deadline,
                                                  const OnWait& on_wait) override;
+  std::string own_address() const override { return own_address_; }
 
  private:
   void start_store(const TcpOptions& options, Clock::time_point due);
@@ -78,6 +79,7 @@ class TcpBootstrap final : public Bootstrap {
   const int process_;
   std::unique_ptr<StoreThread> store_;  // rank 0 only
   Descriptor socket_;
+  std::string own_address_;
   std::optional<StoreClient> client_;
   std::vector<std::byte> buffer_;
   std::string last_problem_;     // of the attempts to connect
@@ -86,6 +88,7 @@ class TcpBootstrap final : public Bootstrap {
 
 void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due) {
   Descriptor listener = listen_at({options.address, options.port}, who_.rank);
+  own_address_ = bootstrap::own_address(listener);
   auto [own, other] = socket_pair(who_.rank);
   socket_ = std::move(own);
   store_ = std::make_unique<StoreThread>(
@@ -142,6 +145,7 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
     last_problem_ = std::generic_category().message(error);
     return false;
   }
+  own_address_ = bootstrap::own_address(socket_);
   return greet(options, due);
 }
 

@@ -1,11 +1,9 @@
-// What every call between domains begins and ends with, and how its rows go to the proxy.
-#include <algorithm>
+// What every call between domains begins and ends with.
 #include <atomic>
 #include <utility>
 
 #include "cuda/domain_engine.hpp"
 #include "cuda/event.hpp"
-#include "cuda/stream_wait.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -41,7 +39,13 @@ class DomainEvent final : public Event::State, public GpuPoint {
   GpuEvent gpu_event() const override { return end_; }
 
  private:
-  bool has_ended() { return is_done(end_) && call_->ended.load(std::memory_order_acquire); }
+  /// The proxy of a group that has failed may still wait for a peer.
+  bool has_ended() {
+    if (!is_done(end_)) return false;
+    if (call_->ended.load(std::memory_order_acquire)) return true;
+    const auto engine = engine_.lock();
+    return engine != nullptr && engine->failed();
+  }
 
   std::weak_ptr<DomainEngine> engine_;
   std::shared_ptr<engine::CrossingCall> call_;
@@ -51,13 +55,6 @@ class DomainEvent final : public Event::State, public GpuPoint {
 };
 
 }  // namespace
-
-std::shared_ptr<engine::CrossingCall> new_crossing(const char* stage, const CallSignature& call) {
-  auto crossing = std::make_shared<engine::CrossingCall>();
-  crossing->stage = stage;
-  crossing->head.call = call;
-  return crossing;
-}
 
 DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
     : engine_(engine),
@@ -121,41 +118,6 @@ const std::byte* DomainCall::aligned(const ConstTensorView& rows, Held& copy) co
   check(cudaMemcpyAsync(copy.data(), data, rows.bytes(), cudaMemcpyDeviceToDevice, native_),
         "cudaMemcpyAsync");
   return copy.data();
-}
-
-std::shared_ptr<engine::CrossingCall> DomainCall::cross(std::shared_ptr<engine::CrossingCall> call,
-                                                        PackParameters pack, std::int64_t chunks) {
-  DomainEngine& engine = engine_;
-  const protocol::CommandRing<> ring(
-      reinterpret_cast<protocol::CommandSlot*>(engine.ring_memory_.get()), kRingSlots,
-      engine.words_.taken);
-  call->first = engine.commands_;
-  call->puts = static_cast<std::uint64_t>(chunks);
-  call->number = ++engine.calls_;
-  engine.commands_ += 1 + call->puts;
-  engine.proxy_->submit(call);
-  pack.ring = reinterpret_cast<protocol::CommandSlot*>(engine.ring_memory_.get());
-  pack.ring_size = kRingSlots;
-  pack.first_command = call->first;
-  constexpr auto piece = static_cast<std::int64_t>(kRingSlots / 2);
-  try {
-    for (std::int64_t first = 0; first == 0 || first < chunks; first += piece) {
-      pack.first_chunk = first;
-      pack.end_chunk = std::min(chunks, first + piece);
-      // The ring never overflows: a piece is started when its last command has room.
-      const std::uint64_t last = call->first + static_cast<std::uint64_t>(pack.end_chunk);
-      const std::uint64_t needed = ring.needed(last);
-      if (std::atomic_ref(*engine.words_.taken).load(std::memory_order_acquire) < needed) {
-        wait_for_word(native_, engine.words_.taken, needed);
-      }
-      check(launch_pack(pack, native_), "launch_pack");
-    }
-    wait_for_word(native_, engine.words_.arrived, call->number);
-  } catch (const Error& error) {
-    engine.fail(name_, error);  // the peers are in this call, or will be
-    throw;
-  }
-  return call;
 }
 
 Event DomainCall::finish(std::shared_ptr<engine::CrossingCall> call, Event inside) {

@@ -7,9 +7,6 @@
 #include "cuda/domain_engine.hpp"
 
 namespace ferry::cuda {
-
-using std::to_string;
-
 namespace {
 
 constexpr const char* kStage = "combine: crossing";
@@ -18,144 +15,153 @@ std::size_t index(std::int64_t value) {
   return static_cast<std::size_t>(value);
 }
 
-/// What comes back to `owner` of all ranks before `peer`.
-std::size_t place_of(const DomainPlan& state, Crossing how, const CrossingLayout& layout, int owner,
-                     int peer) {
-  std::size_t bytes = 0;
-  for (int p = 0; p < peer; ++p) {
-    bytes += layout.block_bytes(crossing_rows(state.exchange, state.crossing, how, owner, p));
+}  // namespace
+
+class DomainCombine {
+ public:
+  DomainCombine(DomainEngine& engine, const ConstTensorView& rows, std::shared_ptr<DomainPlan> plan,
+                const CombineOptions& options)
+      : engine_(engine), rows_(rows), plan_(std::move(plan)), options_(options) {}
+  Combined run();
+
+ private:
+  Device device() const { return engine_.device(); }
+  bool has_weights() const { return options_.topk_weights.has_value(); }
+  Crossing crossing() const;
+  void check_rows() const;
+  StepMessage head(Crossing how) const;
+  Combined sum_inside(const DomainCall& call, const CrossingTables& tables);
+  /// The result's memory, and where the kernel finds and puts everything but what has crossed.
+  AddDomainsParameters prepare(const DomainCall& call);
+
+  DomainEngine& engine_;
+  ConstTensorView rows_;
+  std::shared_ptr<DomainPlan> plan_;
+  const CombineOptions& options_;
+  Combined result_{};
+  Held out_{}, bias0_{}, bias1_{};  // aligned copies
+};
+
+Crossing DomainCombine::crossing() const {
+  const Crossing how =
+      options_.crossing == Crossing::automatic ? plan_->crossed : options_.crossing;
+  if (how == Crossing::hierarchical && !plan_->of(how)) {
+    refuse(kCombine, "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
+           "such a dispatch first: it brings what the sums inside a domain need");
   }
-  return bytes;
+  return how;
 }
 
-}  // namespace
+void DomainCombine::check_rows() const {
+  const auto used = plan_->layouts.all();
+  check_combine_rows(plan_->exchange, used, rows_.rows(), {options_.order, options_.alignment});
+  if (has_weights()) {
+    check_combine_weights(plan_->exchange, used, options_.topk_weights->shape, plan_->topk);
+  }
+}
+
+StepMessage DomainCombine::head(Crossing how) const {
+  StepMessage head;
+  head.call.kind = CallKind::combine;
+  head.call.dtype = static_cast<std::uint32_t>(rows_.dtype);
+  head.call.columns = rows_.columns();
+  head.call.topk = static_cast<std::uint32_t>(plan_->topk);
+  head.call.order = static_cast<std::uint16_t>(options_.order);
+  head.call.weights = has_weights() ? 1 : 0;
+  head.call.plan = plan_->number;
+  head.call.crossing = static_cast<std::uint16_t>(how);
+  return head;
+}
+
+Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables& tables) {
+  CombineOptions within = options_;
+  within.stream = call.stream();
+  within.crossing = Crossing::automatic;
+  within.bias0.reset();
+  within.bias1.reset();
+  within.out.reset();
+  try {
+    return engine_.inside().combine(rows_, tables.inside, within);
+  } catch (const Error& error) {
+    throw engine_.told(kStage, error);
+  }
+}
+
+AddDomainsParameters DomainCombine::prepare(const DomainCall& call) {
+  AddDomainsParameters add;
+  const Extents shape{plan_->tokens, rows_.columns()};
+  if (options_.out) {
+    result_.x = {*options_.out, std::shared_ptr<void>(options_.out->data, [](void*) {})};
+  } else {
+    const Held held = call.take(index(plan_->tokens) * rows_.row_bytes());
+    result_.x = {TensorView(held.data(), rows_.dtype, shape, device()), held.owner};
+  }
+  add.out = static_cast<std::byte*>(result_.x.data());
+  if (reinterpret_cast<std::uintptr_t>(add.out) % 16 != 0) {
+    out_ = call.take(result_.x.view().bytes());
+    add.out = out_.data();
+  }
+  if (has_weights()) {
+    const Extents slots{plan_->tokens, plan_->topk};
+    const Held held = call.take(index(slots.product()) * sizeof(float));
+    result_.topk_weights = {TensorView(held.data(), Dtype::f32, slots, device()), held.owner};
+    add.out_weights = result_.topk_weights.as<float>();
+  }
+  if (options_.bias0) add.bias0 = call.aligned(*options_.bias0, bias0_);
+  if (options_.bias1) add.bias1 = call.aligned(*options_.bias1, bias1_);
+  add.tokens = plan_->tokens;
+  add.dtype = rows_.dtype;
+  add.sms = engine_.inside().local_sms();
+  return add;
+}
+
+Combined DomainCombine::run() {
+  DomainCall call(engine_, kCombine, options_.stream);
+  check_rows();
+  const Crossing how = crossing();
+  const CrossingTables& tables = engine_.tables(call, plan_, how);
+  engine_.share_routes(call, *plan_, how);
+  const std::int64_t weight_columns = has_weights() ? plan_->topk : 0;
+  const CrossingWay way{kStage, plan_.get(), how, true,
+                        make_crossing_layout({rows_.row_bytes(), 0, weight_columns})};
+  engine_.make_room(way, tables);
+  AddDomainsParameters add = prepare(call);
+  Combined sums = sum_inside(call, tables);
+
+  PackParameters pack;
+  pack.from.rows = static_cast<const std::byte*>(sums.x.data());
+  pack.from.weights = has_weights() ? sums.topk_weights.as<const float>() : nullptr;
+  pack.sms = engine_.inside().sms_for(kCombine, options_.sms);
+  auto crossing = call.cross(way, tables, head(how), pack);
+
+  add.layout = way.layout;
+  add.offset = tables.sum_offset;
+  add.parts = tables.sums;
+  add.rows = pack.from.rows;
+  add.weights = pack.from.weights;
+  add.blocks = tables.out;
+  add.stage = engine_.stage_.data(DomainStage::kIn);
+  check(launch_add_domains(add, call.native()), "launch_add_domains");
+  if (out_) {
+    check(cudaMemcpyAsync(result_.x.data(), add.out, result_.x.view().bytes(),
+                          cudaMemcpyDeviceToDevice, call.native()),
+          "cudaMemcpyAsync");
+  }
+  result_.event = call.finish(std::move(crossing), std::move(sums.event));
+  return result_;
+}
 
 Combined DomainEngine::combine(const ConstTensorView& rows, const Plan& plan,
                                const CombineOptions& options) {
   check_usable(kCombine);
-  const auto state = plan_of(plan, kCombine);
+  auto state = plan_of(plan, kCombine);
   check_combine(rows, state->tokens, state->topk, options, device());
   (void)inside().sms_for(kCombine, options.sms);
   if (options.order == RowOrder::expert_major && !state->routes_sent.load()) {
     refuse(kCombine, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");
   }
-  DomainCall call(*this, kCombine, options.stream);
-  const auto used = state->layouts.all();
-  check_combine_rows(state->exchange, used, rows.rows(), {options.order, options.alignment});
-  if (options.topk_weights) {
-    check_combine_weights(state->exchange, used, options.topk_weights->shape, state->topk);
-  }
-  const Crossing how = options.crossing == Crossing::automatic ? state->crossed : options.crossing;
-  if (how == Crossing::hierarchical && !state->of(how)) {
-    refuse(kCombine, "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
-           "such a dispatch first: it brings what the sums inside a domain need");
-  }
-  CrossingTables& to = tables(call, state, how);
-  share_routes(call, *state, how);
-  const CrossingLayout layout =
-      make_crossing_layout({rows.row_bytes(), 0, options.topk_weights ? state->topk : 0});
-
-  std::vector<std::size_t> needs;
-  for (int r = 0; r < size(); ++r) needs.push_back(place_of(*state, how, layout, r, size()));
-  std::size_t out_bytes = 0;
-  for (const CrossingBlock& block : to.lists.in) out_bytes += layout.block_bytes(block.rows);
-  if (!stage_.has(DomainStage::kIn, needs) || !stage_.has_out(out_bytes)) {
-    proxy_->run(
-        [this, needs, out_bytes] {
-          if (!stage_.has_out(out_bytes)) stage_.grow_out(out_bytes);
-          if (!stage_.has(DomainStage::kIn, needs)) stage_.grow(kStage, DomainStage::kIn, needs);
-        },
-        config_.on_wait);
-  }
-
-  CallSignature signature;
-  signature.kind = CallKind::combine;
-  signature.dtype = static_cast<std::uint32_t>(rows.dtype);
-  signature.columns = rows.columns();
-  signature.topk = static_cast<std::uint32_t>(state->topk);
-  signature.order = static_cast<std::uint16_t>(options.order);
-  signature.weights = options.topk_weights ? 1 : 0;
-  signature.plan = state->number;
-  signature.crossing = static_cast<std::uint16_t>(how);
-  auto crossing = new_crossing(kStage, signature);
-  crossing->head.stage_segment = stage_.segment(DomainStage::kIn);
-  crossing->from = stage_.data(DomainStage::kOut);
-  std::uint64_t from = 0;
-  std::int64_t chunks = 0;
-  for (const CrossingBlock& block : to.lists.in) {
-    crossing->windows.push_back({block.rank, from,
-                                 place_of(*state, how, layout, block.rank, rank()),
-                                 layout.block_bytes(block.rows)});
-    from += layout.block_bytes(block.rows);
-    chunks += layout.chunks(block.rows);
-  }
-
-  AddDomainsParameters add;
-  Combined result;
-  Held out_copy, bias0, bias1;
-  const Extents own{state->tokens, rows.columns()};
-  if (options.out) {
-    result.x = {*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})};
-  } else {
-    const Held held = call.take(index(state->tokens) * rows.row_bytes());
-    result.x = {TensorView(held.data(), rows.dtype, own, device()), held.owner};
-  }
-  add.out = static_cast<std::byte*>(result.x.data());
-  if (reinterpret_cast<std::uintptr_t>(add.out) % 16 != 0) {
-    out_copy = call.take(result.x.view().bytes());
-    add.out = out_copy.data();
-  }
-  if (options.bias0) add.bias0 = call.aligned(*options.bias0, bias0);
-  if (options.bias1) add.bias1 = call.aligned(*options.bias1, bias1);
-  if (options.topk_weights) {
-    const Held held = call.take(index(state->tokens) * layout.weight_bytes);
-    result.topk_weights = {
-        TensorView(held.data(), Dtype::f32, {state->tokens, state->topk}, device()), held.owner};
-    add.out_weights = result.topk_weights.as<float>();
-  }
-
-  CombineOptions within = options;
-  within.stream = call.stream();
-  within.crossing = Crossing::automatic;
-  within.bias0.reset();
-  within.bias1.reset();
-  within.out.reset();
-  Combined sums;
-  try {
-    sums = inside().combine(rows, to.inside, within);
-  } catch (const Error& error) {
-    throw told(kStage, error);
-  }
-
-  PackParameters pack;
-  pack.layout = layout;
-  pack.from.rows = static_cast<const std::byte*>(sums.x.data());
-  pack.from.weights = options.topk_weights ? sums.topk_weights.as<const float>() : nullptr;
-  pack.index = to.returned;
-  pack.blocks = to.in;
-  pack.stage = stage_.data(DomainStage::kOut);
-  pack.sms = inside().sms_for(kCombine, options.sms);
-  call.cross(crossing, pack, chunks);
-
-  add.layout = layout;
-  add.tokens = state->tokens;
-  add.offset = to.sum_offset;
-  add.parts = to.sums;
-  add.rows = pack.from.rows;
-  add.weights = pack.from.weights;
-  add.blocks = to.out;
-  add.stage = stage_.data(DomainStage::kIn);
-  add.dtype = rows.dtype;
-  add.sms = inside().local_sms();
-  check(launch_add_domains(add, call.native()), "launch_add_domains");
-  if (out_copy) {
-    check(cudaMemcpyAsync(result.x.data(), add.out, result.x.view().bytes(),
-                          cudaMemcpyDeviceToDevice, call.native()),
-          "cudaMemcpyAsync");
-  }
-  result.event = call.finish(std::move(crossing), std::move(sums.event));
-  return result;
+  return DomainCombine(*this, rows, std::move(state), options).run();
 }
 
 }  // namespace ferry::cuda

@@ -70,14 +70,16 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   wire.seal(spare.id);
   const int sharing = ranks_on_gpu(bootstrap, config);
   std::optional<Error> failed;
+  std::shared_ptr<DomainEngine> made;
   try {
     parts.inside = make_engine(inside.bootstrap, config_inside(config, domains, rank),
                                inside.make_fabric(), sharing);
+    made = std::make_shared<DomainEngine>(config, std::move(parts));
   } catch (const Error& error) {
     failed = error;
   }
   inside.finish(failed);
-  return std::make_shared<DomainEngine>(config, std::move(parts));
+  return made;
 }
 
 }  // namespace ferry::cuda

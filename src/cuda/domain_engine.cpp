@@ -43,9 +43,11 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
   own_stream_ = Stream::of_cuda(inside().gpu().own().stream, device().index);
   const protocol::CommandRing<> ring(reinterpret_cast<protocol::CommandSlot*>(ring_memory_.get()),
                                      kRingSlots, words_.taken);
-  proxy_ = std::make_unique<engine::Proxy>(
-      channel_, ring, words_, config_.deadline,
-      [this](const Error& error) { inside().give_up("crossing", error); });
+  proxy_ = std::make_unique<engine::Proxy>(channel_, ring, words_, config_.deadline,
+                                           [this](const Error& error) {
+                                             if (!channel_.left())
+                                               inside().give_up("crossing", error);
+                                           });
 }
 
 DomainEngine::~DomainEngine() {
@@ -92,6 +94,7 @@ void DomainEngine::check_usable(const char* call) {
 void DomainEngine::fail(const char* call, const Error& error) {
   if (!channel_.dead()) channel_.fail(call, error.what(), error.kind());
   inside().give_up(call, error);
+  proxy_->let_go();
 }
 
 std::shared_ptr<DomainPlan> DomainEngine::plan_of(const Plan& plan, const char* call) {
@@ -121,7 +124,7 @@ Error DomainEngine::outside(const Error& error) const {
 }
 
 void DomainEngine::check_ended(const engine::CrossingCall& call, const Event& event) {
-  if (call.refused) {
+  if (call.ended.load(std::memory_order_acquire) && call.refused) {
     try {
       event.wait();
     } catch (const Error&) {  // says no more

@@ -37,7 +37,9 @@ inline constexpr std::uint64_t kRingSlots = 2048;
 /// How tokens of a plan cross, one way: made by the first call that needs it.
 struct CrossingTables {
   CrossingLists lists{};
-  std::int64_t count = 0;                    ///< of domain tokens
+  std::int64_t count = 0;      ///< of domain tokens
+  std::int64_t own_begin = 0;  ///< the own ones among them
+  std::int64_t own_end = 0;
   Plan inside{};                             ///< of the domain tokens, by the engine inside
   Held memory{};                             ///< the tables below
   const std::int32_t* from = nullptr;        ///< [V]
@@ -46,6 +48,9 @@ struct CrossingTables {
   const std::int32_t* returned = nullptr;    ///< [in rows]: domain tokens whose sums cross back
   const std::int64_t* sum_offset = nullptr;  ///< [T + 1]
   const std::int32_t* sums = nullptr;        ///< parts
+  const std::int32_t* ids = nullptr;         ///< [V, K]
+  const std::int64_t* first = nullptr;       ///< [sources + 1]
+  const std::int32_t* shift = nullptr;       ///< [sources, ranks of the domain]
   StageBlocks out{};
   StageBlocks in{};
 };
@@ -57,6 +62,21 @@ struct DomainPlan final : PlanState {
   std::unique_ptr<CrossingTables>& of(Crossing how) {
     return tables[static_cast<std::size_t>(how) - 1];
   }
+};
+
+/// Rows on their way: those of a plan's tokens to other domains, or the sums back.
+struct CrossingWay {
+  const char* stage = "";
+  const DomainPlan* plan = nullptr;
+  Crossing how = Crossing::hierarchical;
+  bool back = false;
+  CrossingLayout layout{};
+
+  const std::vector<CrossingBlock>& sent(const CrossingTables& tables) const {
+    return back ? tables.lists.in : tables.lists.out;
+  }
+  /// Where the block of `source` begins in the stage of `target`; of source = ranks: its end.
+  std::size_t place(int target, int source) const;
 };
 
 /// What creation yields (domain_create.cpp).
@@ -101,11 +121,14 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
 
   /// Throws how a call ended, if not well; its stream has passed its end.
   void check_ended(const engine::CrossingCall& call, const Event& inside);
+  bool failed() const { return channel_.dead().has_value(); }
   /// What an error of the engine inside says to the group's ranks.
   Error outside(const Error& error) const;
 
  private:
   friend class DomainCall;
+  friend class DomainDispatch;
+  friend class DomainCombine;
 
   CudaEngine& inside() const { return *parts_.inside; }
   Device device() const { return inside().device(); }
@@ -115,7 +138,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
   void finish(const char* call, const Event& event);
 
-  // domain_plan.cpp
+  // domain_plan.cpp, domain_tables.cpp
   std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
                                         std::optional<Error>& invalid);
   void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
@@ -123,15 +146,14 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   CrossingTables& tables(DomainCall& call, const std::shared_ptr<DomainPlan>& state, Crossing how);
   std::vector<CrossedRoutes> swap_routes(DomainPlan& state, const CrossingLists& lists,
                                          std::vector<std::byte>& come);
-  void upload(DomainCall& call, const DomainPlan& state, const DomainTokens& tokens,
-              CrossingTables& to);
+  void upload(DomainCall& call, const DomainTokens& tokens, CrossingTables& to);
+  void plan_inside(DomainCall& call, int topk, int sources, CrossingTables& to);
   /// Through pinned memory: a copy of other memory blocks inside the driver.
   void to_gpu(DomainCall& call, void* to, const void* from, std::size_t bytes);
   void share_routes(DomainCall& call, DomainPlan& state, Crossing how);
 
-  // domain_dispatch.cpp, domain_combine.cpp
   Crossing crossing_of(const DomainPlan& state, Crossing asked) const;
-  std::int64_t expected_rows(const DomainPlan& state, const DispatchOptions& options) const;
+  void make_room(const CrossingWay& way, const CrossingTables& tables);
 
   GroupConfig config_;
   GroupConfig proxy_config_;  ///< whose waits are on the proxy's thread: asks no caller
@@ -203,14 +225,19 @@ class DomainCall {
   /// Rows of a caller, aligned to 16 bytes: themselves, or a copy that `copy` keeps.
   const std::byte* aligned(const ConstTensorView& rows, Held& copy) const;
 
-  /// Hands `call` to the proxy, packs its rows and makes its commands; what comes next in the
-  /// stream comes when all is here. From here on the call takes place.
-  std::shared_ptr<engine::CrossingCall> cross(std::shared_ptr<engine::CrossingCall> call,
-                                              PackParameters pack, std::int64_t chunks);
+  /// Hands the call to the proxy, packs its rows (`pack`: from where) and makes its commands; what
+  /// comes next in the stream comes when all is here, but for what `meanwhile` launches. From here
+  /// on the call takes place.
+  std::shared_ptr<engine::CrossingCall> cross(const CrossingWay& way, const CrossingTables& tables,
+                                              const StepMessage& head, PackParameters pack,
+                                              std::function<void(engine::Channel&)> agree = {},
+                                              const std::function<void()>& meanwhile = {});
   /// The call's last kernel is launched: its event.
   Event finish(std::shared_ptr<engine::CrossingCall> call, Event inside);
 
  private:
+  void pack_in_pieces(const engine::CrossingCall& call, PackParameters pack);
+
   DomainEngine& engine_;
   const char* name_;
   std::unique_lock<std::timed_mutex> turn_;
@@ -222,7 +249,5 @@ class DomainCall {
   std::shared_ptr<DomainUse> uses_ = std::make_shared<DomainUse>();
   bool finished_ = false;
 };
-
-std::shared_ptr<engine::CrossingCall> new_crossing(const char* stage, const CallSignature& call);
 
 }  // namespace ferry::cuda

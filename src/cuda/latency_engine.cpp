@@ -17,7 +17,7 @@ using std::to_string;
 namespace {
 
 constexpr const char* kMake = "LatencyExchange";
-constexpr std::int64_t kFewSlots = 64;  // tokens of all ranks
+constexpr std::int64_t kFewSlots = 32;  // tokens of all ranks
 
 CallSignature signature_of(const LatencyConfig& config, bool valid) {
   CallSignature call;
@@ -72,7 +72,7 @@ int CudaLatency::blocks() const {
   // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
   const int sms = engine_->local_sms();
   // Where there is little to do, blocks that have nothing to do cost more than they save.
-  if (config_.capacity * engine_->size() <= kFewSlots) return std::max(1, sms / 2);
+  if (config_.capacity * engine_->size() <= kFewSlots) return std::max(1, sms / 4);
   return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
 }
 

@@ -83,13 +83,23 @@ void Proxy::serve() {
 
 /// Far beyond what any stream waits for.
 void Proxy::let_go() {
+  std::scoped_lock lock(words_mutex_);
+  if (gone_) return;
+  gone_ = true;
   for (std::uint64_t* word : {words_.arrived, words_.taken}) {
     const protocol::Flag flag{word};
-    // relaxed: written by this thread alone.
-    const std::uint64_t now = flag.load(protocol::order::relaxed);
-    if (now < kLetGo) flag.store(now + kLetGo, protocol::order::release);
+    // relaxed: `arrived` changes under this lock; of `taken` any recent value will do.
+    flag.store(flag.load(protocol::order::relaxed) + kLetGo, protocol::order::release);
     flag.wake();
   }
+}
+
+void Proxy::arrive(std::uint64_t number) {
+  std::scoped_lock lock(words_mutex_);
+  if (gone_) return;
+  const protocol::Flag arrived{words_.arrived};
+  arrived.store(number, protocol::order::release);
+  arrived.wake();
 }
 
 void Proxy::submit(std::shared_ptr<CrossingCall> call) {
@@ -130,7 +140,7 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
     try {
       state->work();
     } catch (...) {
-      state->error = std::current_exception();
+      state->error = KeptError::current();
     }
     if (!failed_ && channel_.dead()) {
       failed_ = true;
@@ -156,7 +166,7 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
     }
     lock.lock();
   }
-  if (state->error) std::rethrow_exception(state->error);
+  if (state->error) state->error.raise();
 }
 
 void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& command,
@@ -198,7 +208,8 @@ void Proxy::carry(CrossingCall& call) {
     if (call.agree) call.agree(channel_);
   } catch (const Error& error) {
     if (!channel_.all_ranks_threw()) throw;
-    call.refused = error;
+    call.refused.emplace(error.kind(), error.what(),
+                         error.context());  // its own text, as KeptError
   }
   if (!call.refused) {
     for (const CrossingWindow& window : call.windows) {
@@ -220,9 +231,7 @@ void Proxy::carry(CrossingCall& call) {
     channel_.await_delivered(call.stage);
   }
   call.crossed.store(true, std::memory_order_release);
-  const protocol::Flag arrived{words_.arrived};
-  arrived.store(call.number, protocol::order::release);
-  arrived.wake();
+  arrive(call.number);
 }
 
 }  // namespace ferry::engine

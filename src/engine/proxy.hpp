@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/kept_error.hpp"
 #include "engine/channel.hpp"
 #include "protocol/command_ring.hpp"
 
@@ -75,13 +76,15 @@ class Proxy {
   /// Runs `step` in its turn and waits for it, asking `on_wait`; throws what either throws. A step
   /// that was given up still runs.
   void run(std::function<void()> step, const OnWait& on_wait);
+  /// Lets go of every wait, now and later: the group has failed. Any thread.
+  void let_go();
   /// Ends the thread. Streams that still wait are let go.
   void stop();
 
  private:
   struct Step {
     std::function<void()> work{};
-    std::exception_ptr error{};
+    KeptError error{};
     bool done = false;
   };
   void serve();
@@ -89,7 +92,7 @@ class Proxy {
   void await_command(CrossingCall& call, std::uint64_t number, protocol::Command& command,
                      bool bounded);
   void put(CrossingCall& call, const protocol::Command& command, std::vector<std::uint64_t>& bytes);
-  void let_go();
+  void arrive(std::uint64_t number);
 
   Channel& channel_;
   protocol::CommandRing<> ring_;
@@ -101,6 +104,8 @@ class Proxy {
   std::deque<std::function<void()>> tasks_;
   std::atomic<bool> stopping_{false};
   bool failed_ = false;  // of the proxy's thread
+  std::mutex words_mutex_;
+  bool gone_ = false;  // all waits were let go
   std::thread thread_;
 };
 

@@ -12,10 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/test_errors.hpp"
+
 namespace ferry::engine::test {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+using ferry::test::expect_error;
 
 inline constexpr unsigned kSeed = 20261121;  // of every random choice in these tests
 
@@ -42,22 +45,6 @@ inline void with_groups(int ranks, GroupConfig config, const std::function<void(
     Group group(bootstraps[static_cast<std::size_t>(r)], config);
     body(group);
   });
-}
-
-/// Expects ferry::Error of `kind` whose message holds all of `words`.
-inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
-                         const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), kind) << e.what();
-    for (const auto& word : words) {
-      EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
-          << "\"" << e.what() << "\" does not say \"" << word << "\"";
-    }
-    return;
-  }
-  ADD_FAILURE() << "no error was thrown, expected one about " << (words.empty() ? "" : words[0]);
 }
 
 /// Tokens of one rank: row t holds 1000 · rank + t everywhere, all routes name `expert`.

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/test_errors.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/fabric.hpp"
 #include "fabric/local/local.hpp"
@@ -35,6 +36,7 @@ namespace ferry::fabric::test {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using Bytes = std::vector<std::byte>;
+using ferry::test::expect_error;
 
 inline constexpr std::chrono::nanoseconds kDeadline = 20s;
 inline constexpr std::size_t kMaxRanks = 8;
@@ -322,22 +324,6 @@ inline void run_ranks(const Setting& setting, int ranks, const Body& body) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-}
-
-/// Expects ferry::Error of `kind` whose message holds all of `words`.
-inline void expect_error(ErrorKind kind, const std::vector<std::string>& words,
-                         const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), kind) << e.what();
-    for (const auto& word : words) {
-      EXPECT_NE(std::string(e.what()).find(word), std::string::npos)
-          << "\"" << e.what() << "\" does not say \"" << word << "\"";
-    }
-    return;
-  }
-  ADD_FAILURE() << "no error was thrown";
 }
 
 }  // namespace ferry::fabric::test

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <thread>
 
 #include "case.hpp"
@@ -41,7 +42,7 @@ std::vector<Cell> deal(const CudaOptions& options) {
   for (const Shape& shape : kShapes) {
     if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
     const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
-                      shape.threads ? FabricKind::sim : FabricKind::automatic, shape.crossing);
+                      shape.threads ? FabricKind::sim : options.network, shape.crossing);
     cells.push_back({{shape.ranks, wires}});
   }
   const auto choices = random_choices(Mode::device, kCases, mix(options.seed, 231));
@@ -100,6 +101,19 @@ bool run_late(const CudaOptions& options) {
     const Plan plan = group.plan(tokens.routes);
     const Received first = group.dispatch(tokens.x, plan);
     rank.equal(first.x.rows(), Tokens::kCount, "rows of the first dispatch");
+    // What crosses is the rows, once, beside one message for each step.
+    const auto sent = [&](const std::function<void()>& call) {
+      const std::uint64_t before = group.network().put_bytes;
+      call();
+      return group.network().put_bytes - before;
+    };
+    const std::uint64_t rows = Tokens::kCount * Tokens::kHidden * sizeof(float);
+    const std::uint64_t step = sent([&] { group.barrier(); });
+    Received again;
+    rank.equal(sent([&] { again = group.dispatch(tokens.x, plan); }), step + rows,
+               "bytes that a dispatch sends");
+    rank.equal(sent([&] { (void)group.combine(again.x, plan); }), step + rows,
+               "bytes that a combine sends");
     if (rank.rank() == 1) {
       rank.meet();
       return;
@@ -122,7 +136,7 @@ bool run_late(const CudaOptions& options) {
     rank.meet();
   };
   Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 1, FabricKind::automatic, Crossing::automatic);
+  fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
   fleet.ranks = 2;
   fleet.gpus = options.gpus;
   const auto failures = run_fleet(fleet, body);
@@ -158,7 +172,7 @@ bool run_killed(const CudaOptions& options) {
     }
   };
   Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 2, FabricKind::automatic, Crossing::hierarchical);
+  fleet.wires = Wires(FabricKind::shm, 2, options.network, Crossing::hierarchical);
   fleet.ranks = 4;
   fleet.gpus = options.gpus;
   fleet.victim = kVictim;

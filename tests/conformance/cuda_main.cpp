@@ -2,11 +2,12 @@
 //
 //   conformance_cuda [--ranks 1,2,3,4,8] [--cases sample|cover|full] [--seconds 120] [--seed N]
 //                    [--repeat 10000] [--parts matrix,repeat,...] [--case NUMBER] [--gpus N]
-//                    [--engine cuda|host]
+//                    [--engine cuda|host] [--network copies|ofi]
 //
 // --seconds: for the matrix, shared among the numbers of ranks; `full` stops there, in a random
 // order. --case NUMBER: one case of the full product. --gpus N: use only the first N. --engine
 // host: what of this can be done without a GPU, on the host engine: a check of this program.
+// --network: what joins the domains of processes, in part domains.
 // Without a GPU, or without the CUDA engine, it says so and skips.
 #include <algorithm>
 #include <cstdio>
@@ -77,6 +78,9 @@ bool read(Arguments& given, const std::string& name, const std::string& value) {
     o.only_case = std::atoll(value.c_str());
   } else if (name == "--gpus") {
     o.gpus = std::atoi(value.c_str());
+  } else if (name == "--network") {
+    o.network = value == "ofi" ? FabricKind::ofi : FabricKind::automatic;
+    return value == "ofi" || value == "copies";
   } else if (name == "--parts") {
     given.parts = split(value);
   } else if (name == "--engine") {

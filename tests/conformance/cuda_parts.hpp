@@ -26,6 +26,7 @@ struct CudaOptions {
   std::int64_t only_case = -1;
   int repeat = 10000;
   int gpus = 1;  ///< 0: the host engine
+  FabricKind network = FabricKind::automatic;  ///< between the domains of processes
 };
 
 bool run_matrix(const CudaOptions& options);

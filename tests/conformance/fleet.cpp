@@ -244,6 +244,16 @@ bool only_threads() {
 #endif
 }
 
+bool sanitized() {
+#if defined(__SANITIZE_ADDRESS__)
+  return true;
+#elif defined(__has_feature)
+  return only_threads() || __has_feature(address_sanitizer);
+#else
+  return only_threads();
+#endif
+}
+
 std::vector<std::string> run_fleet(const Fleet& fleet, const std::function<void(Rank&)>& body) {
   void* memory =
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

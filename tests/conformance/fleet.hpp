@@ -99,6 +99,10 @@ std::string joined(const std::vector<std::string>& lines);
 /// True where ranks cannot be processes: under the thread sanitizer.
 bool only_threads();
 
+/// True under a sanitizer, where a case takes several times as long. Tests that repeat one code
+/// over many cases take fewer of them there: what a sanitizer sees, it sees in those.
+bool sanitized();
+
 /// A configuration for tests: the fleet's fabric and device, a deadline of 10 s (GPUs: 30 s,
 /// because ranks that share one take turns).
 GroupConfig group_config(const Rank& rank, std::int64_t experts,

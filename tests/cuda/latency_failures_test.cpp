@@ -9,14 +9,26 @@ namespace ferry::cuda::test {
 
 namespace {
 
+/// For ranks that do not come.
+GroupOptions hasty_options(const LatencyCase& c) {
+  GroupOptions options = options_for(c);
+  options.deadline_ns = 30'000'000;
+  return options;
+}
+
+/// For ranks that all come and do not agree.
+GroupOptions patient_options(const LatencyCase& c) {
+  GroupOptions options = options_for(c);
+  options.deadline_ns = 5'000'000'000;
+  return options;
+}
+
 /// Rank 1 does not come, or its rows do not: the others mask it, and go on.
 void test_masks(bool header_comes, int few) {
   LatencyCase c = small_latency_case();
   c.few = few;
   if (few > 0) c.capacity = few;
-  GroupOptions options = options_for(c);
-  options.deadline_ns = 30'000'000;
-  KernelGroup group(options);
+  KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
   exchange_once(group, run, c, 3);  // all is well
   const Absent absent{header_comes ? -1 : 1, header_comes ? 1 : -1};
@@ -65,9 +77,7 @@ void test_missing_sums(int few) {
   LatencyCase c = small_latency_case();
   c.few = few;
   if (few > 0) c.capacity = few;
-  GroupOptions options = options_for(c);
-  options.deadline_ns = 30'000'000;
-  KernelGroup group(options);
+  KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
   const LatencyWorld world = make_latency_world(c, 9, {c.capacity, c.capacity / 3, c.capacity - 2});
   run.upload(world, 1);
@@ -101,9 +111,7 @@ void expect_failure(const char* what, const Failure& got, Reason reason, int pee
 /// Without masks a missing rank ends the group.
 void test_missing_rank_without_masks() {
   const LatencyCase c = small_latency_case();
-  GroupOptions options = options_for(c);
-  options.deadline_ns = 30'000'000;
-  KernelGroup group(options);
+  KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
   exchange_once(group, run, c, 2);
   run.upload(make_latency_world(c, 1, {3, 4, 5}), 0);
@@ -119,12 +127,6 @@ void test_missing_rank_without_masks() {
   for (const int r : {0, 2}) expect_failure("deadline", group.fatal(r), Reason::deadline, 1);
   // None of the group's calls has ended: latency calls do not count among them.
   for (const int r : {0, 2}) expect("calls ended", group.fatal(r).written == 1);
-}
-
-GroupOptions patient_options(const LatencyCase& c) {
-  GroupOptions options = options_for(c);
-  options.deadline_ns = 5'000'000'000;
-  return options;
 }
 
 void test_formats_that_differ() {

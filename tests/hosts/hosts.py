@@ -206,7 +206,6 @@ class Hosts:
             "MASTER_PORT": "29400",
             "FERRY_PORT": "29500",
             "FERRY_SECRET": secrets.token_hex(16),
-            "FERRY_HOST": INTERFACE,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }

@@ -20,7 +20,11 @@ def why_not() -> str:
     if why := problem():
         return why
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()
+    assert said and "Unsupported" in said[-1], f"ended with {done.returncode}: {done.stderr}"
+    return said[-1]
 
 
 def until_end(processes: list[subprocess.Popen[str]], logs: Path) -> None:

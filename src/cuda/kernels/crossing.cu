@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto columns = static_cast<std::int64_t>(p.layout.scale_bytes / sizeof(float));
   const auto topk = static_cast<std::int64_t>(p.layout.weight_bytes / sizeof(float));
   const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t v = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.count;
+  for (std::int64_t v = p.begin + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.end;
        v += stride) {
     std::byte* row = p.rows + v * static_cast<std::int64_t>(p.layout.row_bytes);
     const std::int32_t from = p.from[v];
@@ -164,14 +164,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       return p.stage + at.base + place.row;
     };
     const std::int64_t row = t * static_cast<std::int64_t>(p.layout.row_bytes);
-    for (std::int64_t i = lane; i < vectors; i += 32) {
+    // Lane e knows where part e is; few tokens have more parts than a warp has lanes.
+    const auto count = static_cast<int>(end - begin);
+    const float* beside = nullptr;
+    std::uint64_t mine = 0;
+    if (lane < count) {
+      mine = reinterpret_cast<std::uint64_t>(place_of(p.parts[begin + lane], beside));
+    }
+    for (std::int64_t base = 0; base < vectors; base += 32) {
+      const std::int64_t i = base + lane;
       float acc[kPerVector<T>] = {};
 #pragma unroll 1
-      for (std::int64_t e = begin; e < end; ++e) {
-        const float* weights = nullptr;
-        const std::byte* from = place_of(p.parts[e], weights);
-        add_vector<T, false>(acc, reinterpret_cast<const uint4*>(from)[i], 0.0f);
+      for (int e = 0; e < count; ++e) {
+        const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, mine, e & 31));
+        if (e >= 32) from = place_of(p.parts[begin + e], beside);
+        if (i < vectors) add_vector<T, false>(acc, reinterpret_cast<const uint4*>(from)[i], 0.0f);
       }
+      if (i >= vectors) continue;
       for (const std::byte* bias : {p.bias0, p.bias1}) {
         if (bias == nullptr) continue;
         add_vector<T, false>(acc, reinterpret_cast<const uint4*>(bias + row)[i], 0.0f);
@@ -260,9 +269,9 @@ cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream) {
 }
 
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream) {
-  if (parameters.count == 0) return cudaSuccess;
-  gather_kernel<<<grid(parameters.count, kWarps, parameters.sms), kThreads, 0, stream>>>(
-      parameters);
+  const std::int64_t count = parameters.end - parameters.begin;
+  if (count <= 0) return cudaSuccess;
+  gather_kernel<<<grid(count, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 

@@ -44,10 +44,11 @@ struct PackParameters {
 /// The piece that begins with chunk 0 makes the `begin`, too.
 cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream);
 
-/// What this rank brings into its domain, in one place.
+/// What this rank brings into its domain, in one place: domain tokens [begin, end) of it.
 struct GatherParameters {
   CrossingLayout layout{};
-  std::int64_t count = 0;              ///< V
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
   const std::int32_t* from = nullptr;  ///< [V] own row t, or −1 − i: row i of the stage
   CrossingSource own{};
   StageBlocks blocks{};

@@ -1,0 +1,160 @@
+"""What the stages of run_all.py are made of: commands with a log and a limit, and their results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build" / "logs"
+COMMAND_LIMIT_S = 20 * 60
+
+
+@dataclass
+class Result:
+    """What one stage yielded."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    words: list[str] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+
+    def step(self, ok: bool, what: str) -> bool:
+        """A step that is no test of its own: it counts only when it fails."""
+        if not ok:
+            self.failed += 1
+            self.words.append(f"{what} failed")
+        return ok
+
+
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def say(text: str) -> None:
+    print(f"{text}\n", end="", flush=True)  # one write: lines of two commands stay whole
+
+
+def at_once(*steps: Callable[[], Result]) -> Result:
+    """What all of them yield together; for steps that wait more than they compute."""
+    result = Result()
+    with ThreadPoolExecutor(len(steps)) as pool:
+        try:
+            for done in [pool.submit(step) for step in steps]:
+                one = done.result()
+                result.add(one)
+                result.words += one.words
+        except BaseException:  # Ctrl-C is seen by this thread alone
+            for child in list(RUNNING):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
+    return result
+
+
+def run(
+    stage: str,
+    *command: str | Path,
+    quiet: bool = False,
+    limit: int = COMMAND_LIMIT_S,
+    **variables: str,
+) -> bool:
+    """Runs a command in the root; its output goes to the stage's log and, line by line, to the
+    terminal. `quiet` shows a line every ten seconds instead, and the end of it when it fails."""
+    words = [str(word) for word in command]
+    say(f"   $ {' '.join(words)}")
+    log = LOGS / f"{stage}.log"
+    last, shown, start = "", time.monotonic(), time.monotonic()
+    tail: list[str] = []
+    with log.open("a") as file:
+        child = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+        RUNNING.add(child)
+
+        def stop() -> None:
+            say(f"   stopped after {limit} s: {words[0]}")
+            os.killpg(child.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit, stop)
+        timer.start()
+        try:
+            for line in child.stdout or ():
+                file.write(line)
+                last = line.rstrip()
+                tail = [*tail[-79:], last]
+                if not quiet:
+                    say(f"   {last}")
+                elif time.monotonic() - shown > 10:
+                    shown = time.monotonic()
+                    say(f"   ... {int(shown - start)} s: {last[:90]}")
+            code = child.wait()
+        except BaseException:  # Ctrl-C: the child has a session of its own and does not see it
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+        finally:
+            timer.cancel()
+            RUNNING.discard(child)
+    if code != 0 and quiet:
+        say("\n".join(f"   {line}" for line in tail))
+    return code == 0
+
+
+def read_junit(path: Path) -> Result:
+    """Counts of a JUnit file as CTest and pytest write it; a test that did not run has failed."""
+    result = Result()
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed += 1
+        elif case.find("skipped") is not None:
+            if case.get("status") == "notrun":
+                result.failed += 1
+            else:
+                result.skipped += 1
+        else:
+            result.passed += 1
+    return result
+
+
+def counted(
+    stage: str,
+    *command: str | Path,
+    junit: Path,
+    limit: int = COMMAND_LIMIT_S,
+    **variables: str,
+) -> Result:
+    """Runs a test program that writes `junit`; counts what is in there."""
+    junit.unlink(missing_ok=True)
+    ok = run(stage, *command, limit=limit, **variables)
+    result = Result()
+    if junit.exists():
+        result.add(read_junit(junit))
+    if not result.failed:
+        result.step(ok, Path(command[0]).name)
+    if ok and not result.passed:
+        result.step(False, "no test found: the stage")
+    return result
