@@ -5,9 +5,11 @@
         --topk 8 --experts 256
 
 Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
-or an exchange like that behind it, in turn, in one run; the figure is the median over rounds. CPU
-time is that of the calling thread. The time of a call is a round divided by its calls; on GPUs a
-round ends with a synchronisation. The GB/s count the rows received.
+or an exchange like that behind it, in short rounds in turn, in one run, all results as tensors.
+Figures are medians over rounds, in brackets that of the differences of neighbouring rounds. CPU
+time is of the calling thread. The time of a call is a round divided by its calls; on GPUs a round
+ends with a synchronisation. A low-latency combine is a dispatch and a combine less the dispatch.
+The GB/s count the rows received, beside them the share of Ferry's own.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import torch
 
 import deep_ep
 import ferry
+
+DISPATCH, PAIR = "low-latency dispatch", "low-latency dispatch and combine"
 
 
 class Comm:
@@ -52,8 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--decode-tokens", type=int, default=8, help="of low-latency calls")
     parser.add_argument("--sms", type=int, default=24)
-    parser.add_argument("--calls", type=int, default=200, help="in a round")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=100, help="in a round")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", default="", help="calls whose name holds this")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     return parser.parse_args()
 
@@ -113,8 +118,8 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Any, Any, in
             lambda: buffer.combine(rows, handle, config=config),
             rows.numel() * 2,
         ),
-        "low-latency dispatch": (latency_dispatch, low_latency_dispatch, 0),
-        "low-latency dispatch and combine": (latency_pair, low_latency_pair, 0),
+        DISPATCH: (latency_dispatch, low_latency_dispatch, 0),
+        PAIR: (latency_pair, low_latency_pair, 0),
     }
 
 
@@ -132,6 +137,50 @@ def timed(args: argparse.Namespace, call: Callable[[], Any]) -> tuple[float, flo
     return (time.perf_counter() - start) / args.calls, cpu / args.calls
 
 
+def measured(
+    args: argparse.Namespace, comm: Comm, ferrys: Callable[[], Any], through: Callable[[], Any]
+) -> list[list[tuple[float, float]]]:
+    """`timed` of both, round by round; every other round the other one is first."""
+    samples: list[list[tuple[float, float]]] = [[], []]
+    for round_ in range(args.rounds):
+        for which in (0, 1) if round_ % 2 else (1, 0):
+            comm.allgather(None)
+            samples[which].append(timed(args, (ferrys, through)[which]))
+    return samples
+
+
+def figures_of(samples: list[list[tuple[float, float]]], size: int) -> dict[str, float]:
+    """Microseconds of a call and of its CPU time."""
+    (own, own_cpu), (all_, all_cpu) = (
+        [statistics.median(column) * 1e6 for column in zip(*kept)] for kept in samples
+    )
+    more = statistics.median((b[1] - a[1]) * 1e6 for a, b in zip(*samples))
+    return {
+        "ferry_us": own,
+        "deep_ep_us": all_,
+        "ferry_cpu_us": own_cpu,
+        "deep_ep_cpu_us": all_cpu,
+        "more_cpu_us": more,
+        "bytes": size,
+    }
+
+
+def words_of(name: str, f: dict[str, float]) -> str:
+    rate = ""
+    if f["bytes"]:
+        own, all_ = (f["bytes"] / f[which] / 1e3 for which in ("ferry_us", "deep_ep_us"))
+        rate = f", {own:.3g} and {all_:.3g} GB/s: {100 * all_ / own:.1f} %"
+    return (
+        f"{name}: Ferry {f['ferry_us']:.1f} µs, CPU {f['ferry_cpu_us']:.1f}; deep_ep "
+        f"{f['deep_ep_us']:.1f} µs, CPU {f['deep_ep_cpu_us']:.1f} ({f['more_cpu_us']:+.1f}){rate}"
+    )
+
+
+def without(pair: dict[str, float], dispatch: dict[str, float]) -> dict[str, float]:
+    """The combine of a pair."""
+    return {name: value - dispatch[name] for name, value in pair.items()}
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
@@ -140,32 +189,18 @@ def main() -> None:
         torch.cuda.set_device(boot.rank % torch.cuda.device_count())
     comm = Comm(boot)
     buffer = deep_ep.Buffer(None, 1 << 30, comm=comm, low_latency_mode=True)
-    figures = {}
+    figures: dict[str, dict[str, float]] = {}
     for name, (ferrys, through, size) in pairs(args, buffer).items():
-        samples: list[list[tuple[float, float]]] = [[], []]
-        for _ in range(args.rounds):
-            for kept, call in zip(samples, (ferrys, through)):
-                comm.allgather(None)
-                kept.append(timed(args, call))
-        (own, own_cpu), (all_, all_cpu) = (
-            [statistics.median(column) for column in zip(*kept)] for kept in samples
-        )
-        figures[name] = {
-            "ferry_us": own * 1e6,
-            "deep_ep_us": all_ * 1e6,
-            "ferry_cpu_us": own_cpu * 1e6,
-            "deep_ep_cpu_us": all_cpu * 1e6,
-            "bytes": size,
-        }
-        if boot.rank == 0:
-            rate = f", {size / own / 1e9:.3g} and {size / all_ / 1e9:.3g} GB/s" if size else ""
-            print(
-                f"{name}: Ferry {own * 1e6:.1f} µs, CPU {own_cpu * 1e6:.1f}; deep_ep "
-                f"{all_ * 1e6:.1f} µs, CPU {all_cpu * 1e6:.1f} (+{(all_cpu - own_cpu) * 1e6:.1f})"
-                f"{rate}"
-            )
-    if args.json and boot.rank == 0:
-        args.json.write_text(json.dumps(vars(args) | {"json": None, "figures": figures}, indent=1))
+        if args.only in name:
+            figures[name] = figures_of(measured(args, comm, ferrys, through), size)
+    if {DISPATCH, PAIR} <= set(figures):
+        figures["low-latency combine"] = without(figures.pop(PAIR), figures[DISPATCH])
+    if boot.rank == 0:
+        for name, found in figures.items():
+            print(words_of(name, found))
+        if args.json:
+            kept = vars(args) | {"json": None, "figures": figures}
+            args.json.write_text(json.dumps(kept, indent=1))
     comm.allgather(None)
 
 

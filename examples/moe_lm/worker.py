@@ -190,7 +190,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for this run's files")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--stop-after", type=int, help="steps of these that are run; default: all")
-    parser.add_argument("--fabric", default="automatic", help="of the group; default: automatic")
+    for name in ("fabric", "crossing"):
+        help = "of the group; default: automatic"
+        parser.add_argument(f"--{name}", default="automatic", help=help)
     for name in ("batch", "shares", "context"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--held-out", type=int, default=Settings.held_out_windows)
@@ -223,7 +225,11 @@ def main() -> None:
     name = arguments.out / "progress.jsonl" if rank == 0 else os.devnull
     with (
         ferry.Group(
-            ferry.from_environment(), experts=settings.experts, fabric=arguments.fabric, **where
+            ferry.from_environment(),
+            experts=settings.experts,
+            fabric=arguments.fabric,
+            crossing=arguments.crossing,
+            **where,
         ) as group,
         open(name, "w", buffering=1) as progress,
     ):

@@ -5,6 +5,7 @@
 #include "ferry/error.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"
+#include "ferry/links.hpp"
 #include "ferry/network.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"

@@ -74,6 +74,11 @@ class LatencyReceived(Generic[ArrayT]):
         return self._array(self._raw.topk_weights)
 
     @property
+    def raw(self) -> _ferry.LatencyReceived:
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        return self._raw
+
+    @property
     def event(self) -> _ferry.Event:
         """Complete when the arrays are valid."""
         return self._raw.event
@@ -107,6 +112,11 @@ class LatencyCombined(Generic[ArrayT]):
             return self._out
         result: ArrayT = array(self._raw.x, self._like)
         return result
+
+    @property
+    def raw(self) -> _ferry.LatencyCombined:
+        """As of `LatencyReceived`."""
+        return self._raw
 
     @property
     def event(self) -> _ferry.Event:

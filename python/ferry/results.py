@@ -87,6 +87,11 @@ class Received(Generic[ArrayT]):
         return self._array(self._raw.expert_offsets)
 
     @property
+    def raw(self) -> _ferry.Received:
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        return self._raw
+
+    @property
     def plan(self) -> _ferry.Plan | None:
         """The plan of a dispatch that was given `topk_idx`."""
         return self._raw.plan
@@ -125,6 +130,11 @@ class Combined(Generic[ArrayT]):
         """f32 [T, K] when weights were given: their sum over ranks."""
         result: ArrayT | None = array(self._raw.topk_weights, self._like)
         return result
+
+    @property
+    def raw(self) -> _ferry.Combined:
+        """As of `Received`."""
+        return self._raw
 
     @property
     def event(self) -> _ferry.Event:

@@ -218,7 +218,7 @@ def _plain_torch(
             refuse(name, lazy, "one that can be written as it lies; call .resolve_neg() on it")
         try:
             value = value.resolve_neg()
-        except NotImplementedError:  # torch cannot negate fp8
+        except RuntimeError:  # torch cannot negate fp8
             refuse(
                 name, f"{lazy} of dtype {value.dtype}", "one without, as torch cannot resolve it"
             )
@@ -285,11 +285,9 @@ def array(tensor: _ferry.Tensor | None, like: Like) -> Any:
 
 def _torch_array(tensor: _ferry.Tensor) -> Any:
     torch = sys.modules["torch"]
-    if tensor.gpu is None:
-        result = tensor.torch()
-    else:
+    if tensor.gpu is not None:
         torch.cuda.init()
-        result = torch.utils.dlpack.from_dlpack(tensor.dlpack())
+    result = torch.utils.dlpack.from_dlpack(tensor.dlpack())
     if tensor.dtype in (Dtype.e4m3, Dtype.e5m2):
         result = result.view(getattr(torch, _ML_NAMES[tensor.dtype]))
     return result

@@ -286,9 +286,14 @@ def _combine_backward_fake(
     return grad.new_empty(rows, grad.shape[1])
 
 
+# torch 2.4 asks for the context of calls without a gradient, too, and does not tell which.
+_context_means_gradient = torch.__version__ >= "2.5"
+
+
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, plan, topk_weights, group, _, _, order, alignment, _, sms, form, _ = inputs
-    if form != "as_is":
+    ctx.quantised = form != "as_is"
+    if ctx.quantised and _context_means_gradient:
         no_gradient("ferry::dispatch", x=x, topk_weights=topk_weights)
     ctx.save_for_backward(plan, output[1])
     ctx.exchange = (group, x.shape[0], order, alignment, sms)
@@ -296,6 +301,8 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _dispatch_gradient(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    if ctx.quantised:
+        refuse("ferry::dispatch", 'the gradient of a call with format "e4m3"', "none: detach()")
     plan, topk_idx = ctx.saved_tensors
     grad_weights = others[1] if ctx.weighted else None
     x, weights = torch.ops.ferry.dispatch_backward(

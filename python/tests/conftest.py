@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# docs/torch.md: what older versions of torch need to compile layers whose sizes follow the routes.
+# It is set where this folder has not been run without; ranks that are processes inherit it.
+if [int(n) for n in importlib.metadata.version("torch").split(".")[:2]] < [2, 13]:
+    os.environ["TORCHDYNAMO_CAPTURE_DYNAMIC_OUTPUT_SHAPE_OPS"] = "1"
 
 SEED = int(os.environ.get("FERRY_TEST_SEED", "20261"))
 

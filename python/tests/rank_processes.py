@@ -71,7 +71,10 @@ class RankProcesses:
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports what takes long, once, and the ranks are its forks; nothing of Ferry
+        # or of CUDA is made there.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             child = context.Process(
@@ -82,8 +85,9 @@ class RankProcesses:
             self.children.append((child, mine))
 
     def stop(self) -> None:
-        for child, pipe in self.children:
+        for _, pipe in self.children:
             pipe.close()
+        for child, _ in self.children:
             child.join(5)
             child.kill()
             child.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import compiled_bodies as bodies
 import pytest
@@ -29,6 +30,8 @@ def test_layers_train(
     ranks: RankProcesses, backend: str | None, name: str, worst_case: int
 ) -> None:
     """Bits as on one rank; new sizes are no reason to compile again and again."""
+    if backend == "aot_eager" and worst_case == 0 and not bodies.TRACES_ANY_BACKWARD:
+        pytest.skip("this torch may not trace a backward of sizes that follow the routes")
     compiled = ranks.run(bodies.train_steps, backend, name, worst_case, experts=bodies.EXPERTS)
     assert all(count == 0 if backend is None else 1 <= count <= 2 for count in compiled)
 
@@ -82,15 +85,19 @@ def test_the_operator_refuses_gradients_of_quantised_rows() -> None:
         plan = ft.plan(group, torch.zeros(2, 1, dtype=torch.int64))
         common = (group.handle, 1, group.local_experts, "rank_major", 1, 0, 0, "e4m3", "f32")
 
-        def run(x: torch.Tensor, weights: torch.Tensor) -> None:
-            torch.ops.ferry.dispatch(x, plan.tensor, weights, *common)
+        def run(x: torch.Tensor, weights: torch.Tensor) -> Any:
+            return torch.ops.ferry.dispatch(x, plan.tensor, weights, *common)
 
         run(x, weights)
         for name in ("x", "topk_weights"):
             grad = [t.clone().requires_grad_(t is x and name == "x") for t in (x, weights)]
             grad[1].requires_grad_(name == "topk_weights")
-            with pytest.raises(ferry.InvalidArgument, match=f"ferry::dispatch: {name}: got"):
-                run(*grad)
+            if torch.__version__ >= "2.5":
+                with pytest.raises(ferry.InvalidArgument, match=f"ferry::dispatch: {name}: got"):
+                    run(*grad)
+            else:  # where torch does not tell the operator in time, its gradient refuses
+                with pytest.raises(ferry.InvalidArgument, match="got the gradient of a call"):
+                    sum(out.float().sum() for out in run(*grad) if out.requires_grad).backward()
             with torch.no_grad():
                 run(*grad)
             with pytest.raises(ferry.InvalidArgument, match=f"torch.dispatch: {name}: got"):

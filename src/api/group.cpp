@@ -1,12 +1,14 @@
 // The public Group: agrees on the configuration, picks fabric and engine, then forwards.
 #include "ferry/group.hpp"
 
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "api/agreement.hpp"
+#include "api/domain_bootstrap.hpp"
 #include "core/check.hpp"
 #include "core/domains.hpp"
 #include "core/engine.hpp"
@@ -115,16 +117,24 @@ std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConf
   return fabric::make_domain_fabric(inside.domains, std::move(own), std::move(network));
 }
 
-void check_backend(const GroupConfig& config, const Inside& inside, int rank) {
-  if (config.backend != Backend::cuda || inside.domains.count() == 1 ||
-      inside.kind == FabricKind::sim) {  // which the CUDA engine refuses itself
-    return;
+/// Each domain has an engine of its own, within one for all.
+std::shared_ptr<Engine> make_cuda(Bootstrap& bootstrap, const GroupConfig& config,
+                                  const Inside& inside) {
+  auto fabric = make_wires(bootstrap, config, inside);
+  if (inside.domains.count() == 1 || inside.kind == FabricKind::sim) {  // which it refuses itself
+    return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
   }
-  throw Error(ErrorKind::unsupported,
-              "Group: domain_size: got " + std::to_string(inside.domains.count()) +
-                  " domains with backend cuda; expected one: only the host engine crosses from "
-                  "domain to domain yet",
-              {rank, -1, "Group: domains", 0, 0, 0});
+  DomainBootstrap part(bootstrap, inside.domains);
+  const auto make_inside = [&] {
+    return inside.kind == FabricKind::shm
+               ? fabric::make_shm_fabric(part, config.deadline, config.on_wait)
+               : fabric::make_local_fabric(part, config.deadline, config.on_wait);
+  };
+  const auto finish = [&](const std::optional<Error>& failed) {
+    part.finish(failed, config.deadline, config.on_wait);
+  };
+  return cuda::make_cuda_domain_engine(bootstrap, config, inside.domains, std::move(fabric),
+                                       {part, make_inside, finish});
 }
 
 Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
@@ -148,11 +158,10 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   }
   agree_on(*bootstrap, config, invalid);
   const Inside inside = choose_inside(*bootstrap, config);
-  check_backend(config, inside, bootstrap->rank());
-  auto fabric = make_wires(*bootstrap, config, inside);
   engine_ = config.backend == Backend::cuda
-                ? cuda::make_cuda_engine(*bootstrap, config, std::move(fabric))
-                : host::make_host_engine(*bootstrap, config, inside.domains, std::move(fabric));
+                ? make_cuda(*bootstrap, config, inside)
+                : host::make_host_engine(*bootstrap, config, inside.domains,
+                                         make_wires(*bootstrap, config, inside));
 }
 
 Group::~Group() {
@@ -232,6 +241,10 @@ MemoryUse Group::memory() const {
 MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
   check_ranks(ranks);
   check_config(config);
+  const bool several = config.domain_size > 0 && config.domain_size < ranks;
+  if (config.backend == Backend::cuda && several) {
+    return cuda::cuda_domain_memory_hint(config, ranks);
+  }
   return config.backend == Backend::cuda ? cuda::cuda_memory_hint(config, ranks)
                                          : host::host_memory_hint(config, ranks);
 }

@@ -16,12 +16,13 @@ const char* name_of(CallKind kind) {
     case CallKind::latency: return "LatencyExchange";
     case CallKind::latency_dispatch: return "latency dispatch";
     case CallKind::latency_combine: return "latency combine";
+    case CallKind::links: return "measure_links";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::latency_combine); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::links); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;

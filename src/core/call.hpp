@@ -17,6 +17,7 @@ enum class CallKind : std::uint32_t {
   latency,           ///< the making of a latency exchange
   latency_dispatch,  ///< these two swap nothing; they are for `CallWord`
   latency_combine,
+  links,  ///< measure_links
 };
 
 const char* name_of(CallKind kind);

@@ -188,7 +188,7 @@ struct LatencyLayout {
   std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
   std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
-  std::size_t pulse = 0;      ///< one line, written by the owner: when it was last in a call
+  std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency_pulse.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
   std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included, in any format
@@ -237,7 +237,7 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.counts = carver.take(2 * r * kLineBytes);
   const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
   layout.masks = carver.take(mask_lines);
-  layout.pulse = carver.take(shape.masks ? kLineBytes : 0);
+  layout.pulse = carver.take(mask_lines);
   layout.offers = carver.take(mask_lines);
   layout.answers = carver.take(mask_lines);
   layout.combines = carver.take(2 * r * kLineBytes);

@@ -209,9 +209,10 @@ void CombineJob::pull(bool room) {
   parameters.out_weights = room && has_weights() ? result_.topk_weights.as<float>() : nullptr;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
-  parameters.after_sums = room && sum_.sms > 0;
+  const bool sums = room && sum_.sms > 0;
+  parameters.after_sums = sums && !plan_->scattered;  // else it begins when they have ended
   launch_.enter(parameters.call);
-  if (parameters.after_sums) {
+  if (sums) {
     launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");
   }
   launch_.run(launch_combine(parameters, launch_.stream()), "launch_combine");

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/layout.hpp"
+#include "cuda/create.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/kernels/latency.hpp"
@@ -167,8 +168,24 @@ MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks) {
           engine::segment_bytes(arena_bytes(config)), 0, 0};
 }
 
+int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config) {
+  int device = 0;
+  engine::together(bootstrap, config, "Group: device", [&] {
+    device = chosen_device(config);
+    return std::vector<std::byte>();
+  });
+  Parts parts;
+  meet(bootstrap, config, device, parts);
+  return parts.sharing;
+}
+
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                          std::unique_ptr<fabric::Fabric> fabric) {
+  return make_engine(bootstrap, config, std::move(fabric), 1);
+}
+
+std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                        std::unique_ptr<fabric::Fabric> fabric, int sharing) {
   if (bootstrap.size() > kMaxDomain) {
     throw Error(ErrorKind::unsupported,
                 "Group: backend cuda: got " + std::to_string(bootstrap.size()) +
@@ -184,6 +201,7 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
   });
   const OnDevice here(device);
   meet(bootstrap, config, device, parts);
+  parts.sharing = std::max(parts.sharing, sharing);
   make_cpu_control(bootstrap, config, parts);
   fabric::DeviceMemoryOptions options;
   options.device = device;

@@ -112,6 +112,7 @@ void DispatchJob::push(StepStatus status) {
   parameters.has_weights = has_weights();
   if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
   parameters.carries_routes = carries_routes_;
+  parameters.token_names = plan_->token_names;
   if (carries_routes_ && lasting()) {
     parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
   }

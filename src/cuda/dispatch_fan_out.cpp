@@ -53,14 +53,15 @@ bool DispatchJob::take_known_slots() {
 /// Long exchanges tell of progress, so that those who receive much may begin before the end.
 int DispatchJob::parts() const {
   constexpr std::size_t kLeast = std::size_t{4} << 20;
-  const bool tells = expert_major() && static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
+  const bool tells = expert_major() && !plan_->scattered &&
+                     static_cast<std::size_t>(x_.rows()) * row_.bytes() >= kLeast;
   return tells ? kProgressParts / 2 : 0;  // telling of 16 costs three times as much
 }
 
 /// Whether the fan-out copies the rows while they come. Ranks that share a GPU take turns.
 bool DispatchJob::follows() const {
   constexpr std::size_t kLeast = std::size_t{32} << 20;
-  return expert_major() && !engine_.shares_gpu() && has_bulk_copies() &&
+  return expert_major() && !plan_->scattered && !engine_.shares_gpu() && has_bulk_copies() &&
          engine_.local_sms() >= sms_ + kFollowerSms &&
          static_cast<std::size_t>(rank_rows_) * row_.bytes() >= kLeast;
 }

@@ -1,7 +1,10 @@
 // The CUDA engine, or a stub that says how to get it.
 #pragma once
+#include <functional>
 #include <memory>
+#include <optional>
 
+#include "core/domains.hpp"
 #include "core/engine.hpp"
 #include "fabric/fabric.hpp"
 
@@ -13,6 +16,23 @@ bool available();
 /// Throws Error(unsupported) saying how to get it when this build does not have it.
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,
                                          std::unique_ptr<fabric::Fabric> fabric);
+
+/// How the ranks of one domain meet: collective among them, whatever those of the others do
+/// meanwhile.
+struct DomainWires {
+  Bootstrap& bootstrap;
+  /// Between the CPUs of the domain.
+  std::function<std::unique_ptr<fabric::Fabric>()> make_fabric;
+  /// Collective among all ranks, at the end; throws when some rank's domain could not be made.
+  std::function<void(const std::optional<Error>& failed)> finish;
+};
+/// The engine over several domains. `fabric`: between the CPUs of all ranks.
+std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                                const Domains& domains,
+                                                std::unique_ptr<fabric::Fabric> fabric,
+                                                const DomainWires& inside);
+/// What MemoryUse is right after creation of a group in virtual domains.
+MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks);
 
 /// What MemoryUse is right after creation.
 MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks);

@@ -48,7 +48,7 @@ namespace {
 }
 
 /// A point of a stream that belongs to no call.
-class PointEvent final : public Event::State {
+class PointEvent final : public Event::State, public GpuPoint {
  public:
   PointEvent(GpuEvent event, int device) : event_(std::move(event)), device_(device) {}
   bool ready() override {
@@ -59,7 +59,7 @@ class PointEvent final : public Event::State {
     const OnDevice here(device_);
     poll([&] { return is_done(event_); }, deadline, on_wait);
   }
-  const GpuEvent& gpu_event() const { return event_; }
+  GpuEvent gpu_event() const override { return event_; }
 
  private:
   GpuEvent event_;
@@ -73,13 +73,8 @@ Event event_of(GpuEvent event, int device) {
 }
 
 GpuEvent gpu_event_of(const Event& event) {
-  if (const auto* call = dynamic_cast<const CallEvent*>(event.state().get())) {
-    return call->gpu_event();
-  }
-  if (const auto* point = dynamic_cast<const PointEvent*>(event.state().get())) {
-    return point->gpu_event();
-  }
-  return nullptr;
+  const auto* point = dynamic_cast<const GpuPoint*>(event.state().get());
+  return point == nullptr ? nullptr : point->gpu_event();
 }
 
 CallEvent::CallEvent(std::weak_ptr<CudaEngine> engine, std::shared_ptr<CallRecord> record,

@@ -20,15 +20,21 @@ inline constexpr std::chrono::hours kUntilItEnds{24};
 void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
           const OnWait& on_wait);
 
+/// An event whose end is a point of a stream, so that other streams can wait for it.
+struct GpuPoint {
+  virtual ~GpuPoint() = default;
+  virtual GpuEvent gpu_event() const = 0;
+};
+
 /// The end of a call.
-class CallEvent final : public Event::State {
+class CallEvent final : public Event::State, public GpuPoint {
  public:
   CallEvent(std::weak_ptr<CudaEngine> engine, std::shared_ptr<CallRecord> record, GroupWords words,
             int device);
   bool ready() override;
   void wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) override;
   /// Every call whose event somebody has marks its end at once.
-  GpuEvent gpu_event() const { return record_->marked(); }
+  GpuEvent gpu_event() const override { return record_->marked(); }
 
  private:
   std::weak_ptr<CudaEngine> engine_;

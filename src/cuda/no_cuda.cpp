@@ -1,6 +1,8 @@
 #include "cuda/engine.hpp"
 #include "ferry/error.hpp"
 
+#include <utility>
+
 namespace ferry::cuda {
 
 bool available() {
@@ -13,6 +15,17 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
               "Group: backend: got cuda; this build of Ferry has the host engine only; expected "
               "host or automatic, or a build with FERRY_CUDA=ON",
               {bootstrap.rank(), -1, "Group: backend", 0, 0, 0});
+}
+
+std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                                const Domains&,
+                                                std::unique_ptr<fabric::Fabric> fabric,
+                                                const DomainWires&) {
+  return make_cuda_engine(bootstrap, config, std::move(fabric));
+}
+
+MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
+  return cuda_memory_hint(config, ranks);
 }
 
 MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {

@@ -43,4 +43,19 @@ std::shared_ptr<std::byte> PinnedPool::take() {
           }};
 }
 
+PinnedBuffer::~PinnedBuffer() {
+  if (data_ != nullptr) cudaFreeHost(data_);
+}
+
+std::byte* PinnedBuffer::take(std::size_t bytes) {
+  if (bytes <= bytes_) return data_;
+  const std::size_t more = std::max(bytes, 2 * bytes_);
+  void* grown = nullptr;
+  check(cudaHostAlloc(&grown, more, cudaHostAllocPortable), "cudaHostAlloc");
+  if (data_ != nullptr) cudaFreeHost(data_);
+  data_ = static_cast<std::byte*>(grown);
+  bytes_ = more;
+  return data_;
+}
+
 }  // namespace ferry::cuda

@@ -31,6 +31,22 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   std::vector<std::byte*> free_;
 };
 
+/// Pinned memory for copies between the CPU and a stream, one after another.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  ~PinnedBuffer();
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+  /// At least `bytes`; what was there is lost, so earlier copies must have ended. Growing may wait
+  /// for the GPU.
+  std::byte* take(std::size_t bytes);
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
 /// Plans whose counts have room at once: those of a model's layers, for two halves of a batch.
 inline std::size_t plans_at_once(std::size_t bytes_each) {
   constexpr std::size_t kBytes = std::size_t{1} << 20;  // unless four plans need more

@@ -244,12 +244,15 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
   });
 }
 
-TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnother) {
+/// Rank 0 stops, and holds up some ranks and not others.
+void held_up(const GroupConfig& given) {
   // Rank 1 alone masks rank 0, and waits in combine for the others, which wait in dispatch for
   // rank 0 until their deadline, and then compute past that of rank 1.
   constexpr auto kDeadline = 800ms;
+  GroupConfig config = given;
+  config.deadline = kDeadline;
   std::barrier all(kRanks);
-  with_groups(kRanks, with_deadline(kDeadline), [&](Group& group) {
+  with_groups(kRanks, config, [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
     load.round(1, {});
@@ -266,6 +269,23 @@ TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnother) {
     load.expect_sums(load.combine(received).x, 2, {0});
     EXPECT_EQ(latency.masked(), only(0));
   });
+}
+
+TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnother) {
+  held_up({});
+}
+
+TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnotherOverANetwork) {
+  GroupConfig config;
+  config.fabric = FabricKind::sim;
+  held_up(config);
+}
+
+TEST(HostMasks, RanksThatAreHeldUpDoNotMaskOneAnotherInDomains) {
+  GroupConfig config;
+  config.domain_size = 2;
+  config.network = FabricKind::sim;
+  held_up(config);
 }
 
 }  // namespace

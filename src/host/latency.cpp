@@ -28,14 +28,16 @@ std::array<protocol::Delivery<Traits>, 2> deliveries(const HostEngine& engine,
   return {one(lines), one(lines + static_cast<std::size_t>(engine.size()) * kLineBytes)};
 }
 
-/// Where each rank says when it was last in a call.
-std::vector<std::byte*> pulses(HostEngine& engine, const AddedSegments& segments, std::size_t at) {
-  std::vector<std::byte*> places;
+/// `lines` is [R].
+LatencyPulse pulse(HostEngine& engine, const AddedSegments& segments, std::size_t lines) {
+  const protocol::FlagLayout layout = flags(engine.size(), segments.mine.id, lines);
+  std::vector<std::byte*> near;
   for (int peer = 0; peer < engine.size(); ++peer) {
     const fabric::SegmentId segment = segments.ids[static_cast<std::size_t>(peer)];
-    places.push_back(engine.channel().pointer(peer, {segment, at}));
+    near.push_back(engine.channel().pointer(peer, {segment, layout.place(peer).offset}));
   }
-  return places;
+  return {layout, engine.rank(), segments.mine.data + lines, std::move(near),
+          engine.config().deadline};
 }
 
 }  // namespace
@@ -54,7 +56,7 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
       combined_(deliveries<protocol::DeliveryTraits>(*engine_, segment_, layout.combined)),
       announced_(deliveries<protocol::AnnounceTraits>(*engine_, segment_, layout.announced)),
       masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
-             segment_.data + layout.masks, pulses(*engine_, segments, layout.pulse), config.masks),
+             segment_.data + layout.masks, pulse(*engine_, segments, layout.pulse), config.masks),
       rejoin_({flags(engine_->size(), segment_.id, layout.offers),
                flags(engine_->size(), segment_.id, layout.answers)},
               engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),

@@ -90,6 +90,8 @@ struct WireToken {
   std::vector<std::byte> codes{};
   std::vector<float> scales{};
   std::vector<std::int32_t> meta{};
+  std::vector<std::byte> record{};  // all of it, for another domain; made when it is needed
+  bool recorded = false;
 };
 
 /// One combine.

@@ -17,12 +17,12 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at
 }  // namespace
 
 LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
-                           const protocol::FlagLayout& layout, std::byte* told,
-                           std::vector<std::byte*> pulses, bool on)
+                           const protocol::FlagLayout& layout, std::byte* told, LatencyPulse pulse,
+                           bool on)
     : engine_(engine),
       reach_(reach),
       told_(layout, engine.rank(), told),
-      pulses_(std::move(pulses)),
+      pulse_(std::move(pulse)),
       on_(on),
       masked_(static_cast<std::size_t>(engine.size())),
       words_(static_cast<std::size_t>(engine.size())) {}
@@ -55,23 +55,8 @@ void LatencyMasks::mask(int peer, Generation now) {
   std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
 }
 
-void LatencyMasks::beat() const {
-  // relaxed: a time stamp; nothing is read on the strength of it.
-  std::atomic_ref(
-      *reinterpret_cast<std::int64_t*>(pulses_[static_cast<std::size_t>(engine_.rank())]))
-      .store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
-}
-
-bool LatencyMasks::held_up(int peer) const {
-  if (!reads(peer)) return false;
-  // It was in a call when this one had long begun: so in an earlier one, and computes since. A rank
-  // that stopped did so about when this call began.
-  const auto long_begun = start_ + engine_.config().deadline / 4;
-  // relaxed: a time stamp; nothing is read on the strength of it.
-  const std::int64_t beat =
-      std::atomic_ref(*reinterpret_cast<std::int64_t*>(pulses_[static_cast<std::size_t>(peer)]))
-          .load(std::memory_order_relaxed);
-  return beat > std::chrono::nanoseconds(long_begun.time_since_epoch()).count();
+void LatencyMasks::beat() {
+  pulse_.beat(reach_, [this](int peer) { return masked(peer); });
 }
 
 int LatencyMasks::evictor() const {
@@ -123,7 +108,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
           const int peer = static_cast<int>(p);
           // A rank that fails while it delivers holds up some ranks and not others: those that it
           // holds up are a call behind, and come when their deadline is over.
-          if (pending[p] == 0 || (patient && held_up(peer))) continue;
+          if (pending[p] == 0 || (patient && pulse_.held_up(peer))) continue;
           give_up(peer);
         }
         patient = false;
@@ -157,7 +142,7 @@ void LatencyMasks::start_over(Generation generation, const RankBytes& gone) {
   must_rejoin_.store(false, std::memory_order_relaxed);
 }
 
-MaskWatch::MaskWatch(HostEngine& engine, const LatencyMasks* masks, Clock::time_point start,
+MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks* masks, Clock::time_point start,
                      protocol::RankSet pending)
     : engine_(engine),
       masks_(masks),

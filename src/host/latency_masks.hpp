@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "host/engine.hpp"
+#include "host/latency_pulse.hpp"
 #include "protocol/mask.hpp"
 #include "protocol/rejoin.hpp"
 
@@ -28,10 +29,9 @@ struct SourceWait {
 
 class LatencyMasks {
  public:
-  /// `told`: this rank's row of words in which peers say that they mask it. `pulses`: each rank's
-  /// word for when it was last in a call; null outside the domain.
+  /// `told`: this rank's row of words in which peers say that they mask it.
   LatencyMasks(HostEngine& engine, FabricReach& reach, const protocol::FlagLayout& layout,
-               std::byte* told, std::vector<std::byte*> pulses, bool on);
+               std::byte* told, LatencyPulse pulse, bool on);
 
   bool on() const { return on_; }
   bool masked(int peer) const {
@@ -49,10 +49,11 @@ class LatencyMasks {
   /// The deadline of a call runs from here: all its waits share it.
   void begin_call() {
     start_ = Clock::now();
+    pulse_.begin_call(start_);
     if (on_) beat();
   }
   /// Whether the words of a peer can be read here.
-  bool reads(int peer) const { return pulses_[static_cast<std::size_t>(peer)] != nullptr; }
+  bool reads(int peer) const { return pulse_.reads(peer); }
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
   /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
@@ -72,8 +73,7 @@ class LatencyMasks {
  private:
   friend class MaskWatch;
   int evictor() const;
-  void beat() const;
-  bool held_up(int peer) const;
+  void beat();
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
@@ -82,7 +82,7 @@ class LatencyMasks {
   HostEngine& engine_;
   FabricReach& reach_;
   protocol::ToldMasks told_;
-  std::vector<std::byte*> pulses_;
+  LatencyPulse pulse_;
   bool on_;
   std::vector<std::atomic<bool>> masked_;
   mutable std::mutex mutex_;          // of the words: masks are set by any thread
@@ -98,7 +98,7 @@ class LatencyMasks {
 class MaskWatch {
  public:
   /// `masks`: null where nobody can be masked (rejoin). `pending`: of the wait; may be empty.
-  MaskWatch(HostEngine& engine, const LatencyMasks* masks, Clock::time_point start,
+  MaskWatch(HostEngine& engine, LatencyMasks* masks, Clock::time_point start,
             protocol::RankSet pending);
   ~MaskWatch();
   MaskWatch(const MaskWatch&) = delete;
@@ -113,7 +113,7 @@ class MaskWatch {
  private:
   int gone() const;
   HostEngine& engine_;
-  const LatencyMasks* masks_;
+  LatencyMasks* masks_;
   Clock::time_point start_, began_ = Clock::now(), last_look_ = began_;
   std::chrono::nanoseconds limit_;
   protocol::RankSet pending_;

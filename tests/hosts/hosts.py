@@ -1,28 +1,43 @@
-"""Hosts that are network namespaces of this machine: own addresses, joined by a bridge.
+"""Hosts that are network namespaces of this machine: own addresses, joined by a bridge, or by a
+relay that harms packets.
 
 Nothing outside them changes: the bridge is in a namespace of its own. Needs root, or the right to
-make network namespaces, and `ip`.
+make network namespaces, and `ip`. To Ferry they are one host, whose ranks share memory, unless
+each is given a boot id of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from namespace import BOOT_ID
+
 INTERFACE = "eth0"
+LOSSES = "ferry-losses"  # the table of nftables
 
 
 def ip(*words: str) -> str:
     """Runs `ip`; returns its output. Raises CalledProcessError."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
+
+
+def nft(namespace: str, words: str) -> str:
+    """Runs `nft` in a namespace; returns its output. Raises CalledProcessError."""
+    command = ["ip", "netns", "exec", namespace, "nft", words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
@@ -45,36 +60,66 @@ def problem() -> str:
 
 
 class Hosts:
-    """`count` hosts with addresses 10.77.0.1 … and a bridge between them. A context manager, which
-    ends their processes and takes everything away."""
+    """`count` hosts with addresses 10.77.0.1 … A context manager, which ends their processes and
+    takes everything away.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        own_boot_ids: each host is another machine to Ferry: no shared memory with the others.
+        relay: options of relay.py, which then carries the packets; none: a bridge does.
+    """
+
+    def __init__(
+        self, count: int, *, own_boot_ids: bool = False, relay: Sequence[str] = ()
+    ) -> None:
         tag = secrets.token_hex(3)
         self.switch = f"ferry-{tag}-sw"
         self.names = [f"ferry-{tag}-{i}" for i in range(count)]
         self.processes: list[list[subprocess.Popen[str]]] = [[] for _ in range(count)]
+        self.own_boot_ids = own_boot_ids
+        self.relay_options = relay
+        self.relay: subprocess.Popen[str] | None = None
+        self.drops = False
+        self.folder = tempfile.TemporaryDirectory(prefix="ferry-hosts-")
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
         try:
-            ip("netns", "add", self.switch)
-            ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", self.switch, "link", "set", "br0", "up")
             for host, name in enumerate(self.names):
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
-                port = f"port{host}"
-                ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name",
-                   INTERFACE, "netns", name)  # fmt: skip
-                ip("-n", self.switch, "link", "set", port, "master", "br0", "up")
+                id = f"0b5e3f6a-0000-4000-8000-{host:012}\n"
+                (Path(self.folder.name) / name).write_text(id)
+            self._connect_relay() if self.relay_options else self._connect_bridge()
+            for host, name in enumerate(self.names):
                 ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
                 ip("-n", name, "link", "set", INTERFACE, "up")
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _connect_bridge(self) -> None:
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "br0", "up")
+        for host, name in enumerate(self.names):
+            port = f"port{host}"
+            ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name",
+               INTERFACE, "netns", name)  # fmt: skip
+            ip("-n", self.switch, "link", "set", port, "master", "br0", "up")
+
+    def _connect_relay(self) -> None:
+        program = Path(__file__).with_name("relay.py")
+        self.relay = subprocess.Popen(
+            [sys.executable, program, *self.relay_options, *self.names],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.relay.stdout is not None
+        if "ready" not in self.relay.stdout.readline():
+            raise RuntimeError("the relay did not start")
 
     def __exit__(
         self,
@@ -84,18 +129,26 @@ class Hosts:
     ) -> None:
         for host in range(len(self.names)):
             self.send(host, signal.SIGKILL)
+        if self.relay is not None:
+            self.relay.kill()
+            self.relay.communicate()
         for process in (process for host in self.processes for process in host):
             process.wait()
         for name in (*self.names, self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        self.folder.cleanup()
 
     def start(
         self, host: int, command: Sequence[str | Path], log: Path, **variables: str
     ) -> subprocess.Popen[str]:
         """Starts a program on a host; its output goes to `log`."""
+        words = list(map(str, command))
+        if self.own_boot_ids:  # `ip netns exec` makes a mount namespace, too
+            bind = f'mount --bind "$0" {BOOT_ID} && exec "$@"'
+            words = ["sh", "-c", bind, str(Path(self.folder.name) / self.names[host]), *words]
         with log.open("w") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.names[host], *map(str, command)],
+                ["ip", "netns", "exec", self.names[host], *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -107,9 +160,45 @@ class Hosts:
         return process
 
     def start_ranks(
-        self, each: int, command: Sequence[str | Path], logs: Path, **variables: str
+        self, each: int, command: Sequence[str | Path], logs: Path
     ) -> list[subprocess.Popen[str]]:
         """`each` ranks on every host, which meet at the first: by rank. Logs: rank-N.txt."""
+        return [
+            self.start(host, command, logs / f"rank-{rank}.txt", **variables)
+            for rank, (host, variables) in enumerate(self._ranks(each))
+        ]
+
+    def fork_ranks(
+        self, each: int, program: Path, arguments: Sequence[str], imports: Sequence[str], logs: Path
+    ) -> subprocess.Popen[str]:
+        """The same, of a Python program, forked from one process that has imported `imports`, and
+        that ends as they do."""
+        boot_ids = Path(self.folder.name)
+        ranks = [
+            {
+                "namespace": self.names[host],
+                "boot_id": str(boot_ids / self.names[host]) if self.own_boot_ids else "",
+                "log": str(logs / f"rank-{rank}.txt"),
+                "variables": variables,
+            }
+            for rank, (host, variables) in enumerate(self._ranks(each))
+        ]
+        job = {"program": str(program), "arguments": arguments, "imports": imports, "ranks": ranks}
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("nursery.py")],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.processes[0].append(process)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.close()
+        return process
+
+    def _ranks(self, each: int) -> list[tuple[int, dict[str, str]]]:
+        """Host and environment of each rank."""
         size = each * len(self.names)
         common = {
             "WORLD_SIZE": str(size),
@@ -121,16 +210,7 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
-        return [
-            self.start(
-                rank // each,
-                command,
-                logs / f"rank-{rank}.txt",
-                RANK=str(rank),
-                **(common | variables),
-            )
-            for rank in range(size)
-        ]
+        return [(rank // each, {"RANK": str(rank)} | common) for rank in range(size)]
 
     def send(self, host: int, number: signal.Signals) -> None:
         """A signal to every process of a host."""
@@ -142,11 +222,37 @@ class Hosts:
         """Pulls the cable of a host ("down") or plugs it in again ("up")."""
         ip("-n", self.switch, "link", "set", f"port{host}", state)
 
-    def shape(self, rate: str) -> None:
-        """Every host sends at most at this rate ("200mbit")."""
+    def queue(self, *words: str) -> None:
+        """The queueing discipline of what every host sends, in the words of `tc`. Raises
+        CalledProcessError."""
         for name in self.names:
             subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate,
-                 "burst", "256kb", "latency", "200ms"],
+                ["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *words],
                 check=True,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+            )
+
+    def shape(self, rate: str) -> None:
+        """Every host sends at most at this rate ("200mbit")."""
+        self.queue("tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
+
+    def drop(self, per_mille: int) -> None:
+        """Every host loses so many of 1000 packets that reach it, at random."""
+        rule = f"numgen random mod 1000 < {per_mille} counter drop"
+        hook = "type filter hook input priority 0;"
+        self.drops = True
+        for name in self.names:
+            table = f"table inet {LOSSES} {{ chain input {{ {hook} {rule}; }}; }}"
+            nft(name, table)
+
+    def packets(self) -> dict[str, int]:
+        """How many were "lost", by the relay, which ends, or by `drop`; the relay tells more."""
+        if self.relay is not None:
+            self.relay.terminate()
+            told: dict[str, int] = json.loads(self.relay.communicate(timeout=10)[0])
+            return told
+        if not self.drops:
+            return {}
+        words = "".join(nft(name, f"list table inet {LOSSES}") for name in self.names)
+        return {"lost": sum(map(int, re.findall(r"counter packets (\d+)", words)))}

@@ -13,6 +13,7 @@
 #include "command.hpp"
 #include "ferry/group.hpp"
 #include "machine.hpp"
+#include "net.hpp"
 #include "self_test.hpp"
 #include "waits.hpp"
 
@@ -119,9 +120,9 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
                         "this Ferry was built without the CUDA engine: tensors on the CPU only",
                         "build it with FERRY_CUDA=ON, or copy tensors to the CPU"});
   }
-  if (!m.rdma_devices.empty() || m.libfabric) {
-    findings.push_back(
-        {Weight::note, "this Ferry has no network fabric yet: one machine only", "nothing to do"});
+  if (!m.libfabric) {
+    findings.push_back({Weight::note, "no libfabric.so.1: ranks of one machine only",
+                        "for ranks of several, install it (Debian: libfabric1)"});
   }
 }
 
@@ -267,6 +268,8 @@ void add_doctor(CLI::App& app, int& exit_code) {
     bool json = false;
     bool no_self_test = false;
     std::vector<std::string> waits{};
+    bool net = false;
+    FabricKind fabric = FabricKind::automatic;
   };
   auto given = std::make_shared<Arguments>();
   CLI::App* doctor = app.add_subcommand(
@@ -281,10 +284,24 @@ void add_doctor(CLI::App& app, int& exit_code) {
                    "each rank with its row; text, JSON or .npy")
       ->excludes("--json")
       ->excludes("--no-self-test");
+  CLI::Option* net = doctor->add_flag(
+      "--net", given->net,
+      "As a rank of a job (`ferry run -n 4 -- ferry doctor --net`): measure latency and rate "
+      "between all pairs of ranks, and say what is odd");
+  net->excludes("--no-self-test")->excludes("--waits");
+  const std::map<std::string, FabricKind> kinds{
+      {"automatic", FabricKind::automatic}, {"shm", FabricKind::shm}, {"ofi", FabricKind::ofi}};
+  doctor->add_option("--fabric", given->fabric, "Of --net: automatic, shm or ofi")
+      ->transform(CLI::CheckedTransformer(kinds).description(""))
+      ->needs(net);
   doctor->footer("\nExit codes: 0 Ferry works here; 1 it does not; 2 wrong command line.");
   doctor->callback([given, &exit_code] {
     if (!given->waits.empty()) {
       exit_code = tell_waits(given->waits);
+      return;
+    }
+    if (given->net) {
+      exit_code = run_net(given->fabric, given->json);
       return;
     }
     const Diagnosis diagnosis = diagnose(!given->no_self_test);

@@ -81,6 +81,30 @@ class Doctor(unittest.TestCase):
             self.assertIn("waits.txt", result.stderr)
             self.assertEqual(doctor("--waits", path, "--json").returncode, 2)
 
+    def test_net(self):
+        command = [FERRY, "run", "-n", "3", "--", FERRY, "doctor", "--net"]
+        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # The prefix of rank 0, and nothing from the others.
+        lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+        found = json.loads("\n".join(lines))
+        self.assertEqual(found["domains"], [0, 0, 0])
+        self.assertEqual(found["fabric"], "shm")
+        for name in ("latency_ns", "bytes_per_s"):
+            for a, row in enumerate(found[name]):
+                self.assertEqual([value > 0 for value in row], [a != b for b in range(3)])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        self.assertIn("Inside a host usually", done.stdout)
+
+    def test_net_wants_a_job(self):
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        done = subprocess.run(
+            [FERRY, "doctor", "--net"], capture_output=True, text=True, env=environment, timeout=60
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("ferry run -n 4", done.stderr)
+        self.assertEqual(doctor("--fabric", "ofi").returncode, 2)
+
     def test_wrong_command_line(self):
         self.assertEqual(doctor("--bogus").returncode, 2)
 

@@ -38,3 +38,10 @@ def borrowed(tensor: Tensor, keeper: object) -> Tensor:
         plain = torch.from_numpy(np.asarray(memory))
     typed: Tensor = plain.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     return typed
+
+
+def tensor_of(made: Any) -> Tensor:
+    """A torch tensor of one that Ferry made; of its bytes if that is of fp8. For what every call
+    makes: quicker than a result's own properties, which serve all frameworks and keep it."""
+    tensor: Tensor = torch.utils.dlpack.from_dlpack(made.dlpack())
+    return tensor

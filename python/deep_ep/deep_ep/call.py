@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import ferry
+from deep_ep.borrowed import tensor_of
 from deep_ep.event import EventOverlap
 from deep_ep.handles import Exchange
 from deep_ep.streams import Turn
@@ -38,8 +39,10 @@ class Call(NamedTuple):
 def with_scales(received: Any, dtype: torch.dtype, scales: Tensor | None) -> Any:
     """The received rows, of the dtype that was sent, with what the scales were, dense, if there
     were any."""
-    x = received.x if received.x.dtype == dtype else received.x.view(dtype)
-    return x if scales is None else (x, received.scales.view(scales.dtype))
+    x = tensor_of(received.raw.x)
+    if x.dtype != dtype:
+        x = x.view(dtype)
+    return x if scales is None else (x, tensor_of(received.raw.scales).view(scales.dtype))
 
 
 def summed_apart(call: Call, exchange: Exchange, topk_weights: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from deep_ep.errors import refuse
 from deep_ep.event import EventOverlap
 from deep_ep.low_latency_checks import (
     Shape,
+    Wire,
     check_combine,
     check_mode,
     check_sizes,
     check_stats,
     check_tokens,
+    same_routes,
     unpacked,
     wire_of,
 )
@@ -105,7 +107,7 @@ class LowLatency(Masks):
         call = "low_latency_dispatch"
         check_mode(call, self.low_latency_mode, async_finish, return_recv_hook)
         check_tokens(call, x, topk_idx)
-        options = wire_of(call, use_fp8, round_scale, use_ue8m0)
+        wire = wire_of(call, use_fp8, round_scale, use_ue8m0)
         capacity, experts = num_max_dispatch_tokens_per_rank, num_experts
         tokens, hidden = x.shape
         key = (capacity, hidden, experts, topk_idx.shape[1], x.dtype, x.device, False)
@@ -117,17 +119,18 @@ class LowLatency(Masks):
             refuse(call, "x", f"{tokens} tokens", most)
         if rounds is None:
             rounds = self._rounds_for(call, Shape(*key))
+        options: dict[str, Any] = {"hook": return_recv_hook}
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
             check_stats(call, name, stats, torch.int32, rounds.local_experts)
         if dispatch_wait_recv_cost_stats is not None:
             name = "dispatch_wait_recv_cost_stats"
-            options = options | self._waits(call, name, dispatch_wait_recv_cost_stats)
+            options |= self._waits(call, name, dispatch_wait_recv_cost_stats)
         turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
         if turn is not None:
-            options = options | {"stream": turn.stream}
-        made = rounds.dispatch(x, topk_idx, hook=return_recv_hook, **options)
+            options["stream"] = turn.stream
+        made = rounds.dispatch(x, topk_idx, wire, **options)
 
         hook: Hook | None = None
         if return_recv_hook:
@@ -186,7 +189,10 @@ class LowLatency(Masks):
             refuse(call, "use_logfmt", "True together with zero_copy", one)
         rounds, made = self._found(call, handle, topk_idx, getattr(x, "dtype", None))
         shape = rounds.shape
-        check_combine(call, shape, x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
+        given = (x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
+        served = made is not None and made.received is not None
+        if zero_copy or not served or not same_routes(*given):
+            check_combine(call, shape, *given)
         options: dict[str, Any] = {"hook": return_recv_hook, "out": out}
         if self.enable_shrink:
             options["path"] = "per_rank"  # the one that ranks may be missing from
@@ -199,9 +205,14 @@ class LowLatency(Masks):
         turn = Turn(call, self.runtime, x.device, None, True) if async_finish else None
         if turn is not None:
             options["stream"] = turn.stream
-        if made is None or made.received is None:
+        if not served:
             rounds, made = self._again(call, shape, topk_idx, turn)
-        combined, receive = made.combine(rounds.exchange, rows, topk_weights, **options)
+        assert made is not None
+        try:
+            combined, receive = made.combine(rounds.exchange, rows, topk_weights, options)
+        except ferry.InvalidArgument:  # before anything moved
+            check_combine(call, shape, *given)  # in the interface's own kind of error
+            raise
         event = _end(turn, rows, topk_weights, group=rounds.group, made=combined)
         if not return_recv_hook:
             return combined, event, None
@@ -274,7 +285,7 @@ class LowLatency(Masks):
             tokens = (topk_idx.shape[0], shape.hidden)
             x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)
         options = {} if turn is None else {"stream": turn.stream}
-        return rounds, rounds.dispatch(x, topk_idx, hook=False, **options)
+        return rounds, rounds.dispatch(x, topk_idx, Wire(), hook=False, **options)
 
     def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
         check_stats(call, name, stats, torch.int64, self.group_size)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.borrowed import borrowed
+from deep_ep.borrowed import borrowed, tensor_of
 from deep_ep.errors import EPException
-from deep_ep.low_latency_checks import Shape
+from deep_ep.low_latency_checks import Shape, Wire
+
+
+class Parts(NamedTuple):
+    """The tensors of a dispatch."""
+
+    x: Any
+    scales: Any
+    counts: Any
+    source_token: Any
+    ranges: Any
 
 
 class Round:
@@ -29,27 +39,11 @@ class Round:
         "x",
     )
 
-    def __init__(
-        self,
-        received: ferry.LatencyReceived[Tensor],
-        turn: int,
-        lend: Callable[[Tensor], Tensor],
-        all_lent: bool,
-    ) -> None:
-        """lend: makes of a tensor that lies in the exchange's memory, as rows do, one that does not
-        keep the buffer. all_lent: others lie there, too; else they have memory of their own."""
-        self.turn = turn
+    def __init__(self, received: ferry.LatencyReceived[Tensor], turn: int, parts: Parts) -> None:
+        """parts: as callers get them, which does not keep the buffer."""
         self.received: ferry.LatencyReceived[Tensor] | None = received
-        self.x = lend(received.x)
-        self.scales = received.scales
-        self.counts = received.counts
-        self.source_token = received.source_token
-        self.ranges = received.ranges
-        if all_lent:
-            self.scales = None if self.scales is None else lend(self.scales)
-            self.counts = lend(self.counts)
-            self.source_token = lend(self.source_token)
-            self.ranges = lend(self.ranges)
+        self.turn = turn
+        self.x, self.scales, self.counts, self.source_token, self.ranges = parts
         self._sums: _Sums | None = None
 
     def receive(self) -> None:
@@ -62,14 +56,19 @@ class Round:
         self.received.receive()
 
     def combine(
-        self, exchange: ferry.LatencyExchange, rows: Tensor, weights: Tensor, **options: Any
+        self,
+        exchange: ferry.LatencyExchange,
+        rows: Tensor,
+        weights: Tensor,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Callable[[], None]]:
         """The sums, and what waits for them. Without a hook the buffer is free from here on."""
         assert self.received is not None, "asked only while combinable"
         combined = exchange.combine(rows, self.received, weights, **options)
         self.received = None
         if not options["hook"]:
-            return combined.x, _nothing
+            out = options["out"]
+            return (tensor_of(combined.raw.x) if out is None else out), _nothing
         self._sums = _Sums(combined)
         return self._sums.x, self._sums.receive
 
@@ -102,39 +101,57 @@ class Rounds:
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
-        self._all_lent: bool | None = None
-        self._lent: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._lent: dict[tuple[int, Wire], Parts] = {}
         self._turn = 0
         self._rounds: list[Round | None] = [None, None]
         self._rows: list[Tensor | None] = [None, None]
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, **options: Any) -> Round:
+    def dispatch(self, x: Tensor, topk_idx: Tensor, wire: Wire, **options: Any) -> Round:
         """Ends the dispatch before the last and takes its buffer."""
         turn = self._turn
         before = self._rounds[turn]
         if before is not None:
             before.end()
-        received = self.exchange.dispatch(x, topk_idx, **options)
-        if self._all_lent is None:
-            self._all_lent = self.local_experts == 0 or self._shares(received.counts)
-        made = self._rounds[turn] = Round(received, turn, self._lend, self._all_lent)
+        received = self.exchange.dispatch(
+            x, topk_idx, format=wire.format, scale_format=wire.scale_format, **options
+        )
+        made = self._rounds[turn] = Round(received, turn, self._parts(received, wire))
         self._turn = 1 - turn
         return made
 
-    def _shares(self, tensor: Tensor) -> bool:
-        return self.group.is_registered(tensor.data_ptr())
-
-    def _lend(self, tensor: Tensor) -> Tensor:
+    def _parts(self, received: ferry.LatencyReceived[Tensor], wire: Wire) -> Parts:
+        """The tensors of a result, without what keeps its buffer. A buffer lies where it lay, so
+        those in the exchange's memory are made once for each buffer and each form of rows."""
         if self.local_experts == 0:
-            return torch.empty_like(tensor)
-        key = tensor.data_ptr(), tensor.dtype
-        found = self._lent.get(key)
-        if found is None:
-            if not self._shares(tensor):
-                return tensor
-            with torch.inference_mode(False):  # it is kept for calls of any mode
-                found = self._lent[key] = borrowed(tensor, self.exchange)
-        return found.detach()
+            none = received.scales is None
+            return Parts(
+                *(
+                    None if none and name == "scales" else torch.empty_like(getattr(received, name))
+                    for name in Parts._fields
+                )
+            )
+        raw: Any = received.raw
+        place = raw.x.address, wire
+        lent = self._lent.get(place)
+        if lent is None:
+            lent = self._lent[place] = Parts(
+                *(self._borrowed(getattr(received, name)) for name in Parts._fields)
+            )
+        x, scales, counts, source_token, ranges = lent
+        return Parts(
+            received.x if x is None else x.detach(),
+            _other(raw.scales) if scales is None else scales.detach(),
+            tensor_of(raw.counts) if counts is None else counts.detach(),
+            tensor_of(raw.source_token) if source_token is None else source_token.detach(),
+            tensor_of(raw.ranges) if ranges is None else ranges.detach(),
+        )
+
+    def _borrowed(self, tensor: Tensor | None) -> Tensor | None:
+        """None: the tensor does not lie in the exchange's memory, and is another in each result."""
+        if tensor is None or not self.group.is_registered(tensor.data_ptr()):
+            return None
+        with torch.inference_mode(False):  # it is kept for calls of any mode
+            return borrowed(tensor, self.exchange)
 
     def find(self, source_token: object) -> Round | None:
         """The dispatch that this tensor of a handle belongs to, if it is one of the last two."""
@@ -151,6 +168,10 @@ class Rounds:
                 found = torch.empty(of.x.shape, dtype=self.shape.dtype, device=of.x.device)
             self._rows[of.turn] = found
         return found
+
+
+def _other(made: Any) -> Tensor | None:
+    return None if made is None else tensor_of(made)
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ferry
 from deep_ep import arguments
+from deep_ep.borrowed import tensor_of
 from deep_ep.call import Call, summed_apart, with_scales
 from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, domains_of
 from deep_ep.copies import remade, routes_of
@@ -230,7 +231,7 @@ class Throughput:
             weights = summed_apart(call, exchange, topk_weights)
         made = (weights,) if apart else ()
         event = call.end(exchange.group, combined, ("x", "topk_weights"), made)
-        return combined.x, weights, event
+        return tensor_of(combined.raw.x), weights, event
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """`dispatch`, which asks nobody on which host a rank is."""

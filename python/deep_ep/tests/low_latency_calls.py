@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from low_latency_bodies import (
     combine,
     dispatch,
     experts,
+    finish,
     own,
 )
 from low_latency_reference import Batch, factor
 
 TOKENS = [5, 0, CAPACITY, 1, 7, 3, 2, 9]
 BF16 = FORMATS["bf16"]
+LATE = 0.05  # seconds
 
 
 def batch_of(buffer: Any, seed: int, topk: int = 2, hidden: int = 128) -> Batch:
@@ -260,6 +263,59 @@ def two_micro_batches_in_flight(buffer: Any, device: str) -> None:
         end(*first)
 
 
+def between_dispatch_and_combine(buffer: Any, device: str) -> None:
+    """Callers clean buffers when the mode changes and zero memory between steps; no rank waits for
+    another there."""
+    batch = batch_of(buffer, 50)
+    for most in (CAPACITY, 3 * CAPACITY):  # of another size, too
+        rows, counts, handle = dispatch(buffer, batch, device, **BF16)
+        if buffer.rank == 0:
+            buffer.clean_low_latency_buffer(most, batch.hidden, batch.experts)
+            buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        check_received(buffer, batch, rows, counts, handle, **BF16)
+        combined = combine(buffer, batch, experts(buffer, batch, rows), handle, device)
+        assert torch.equal(combined.cpu(), batch.combined(buffer.rank))
+
+
+def waits_are_added(buffer: Any, device: str) -> None:
+    """Nanoseconds for each source, of dispatch and of combine: the last rank is late, and who
+    waited for it is told so. Results are those of calls without."""
+    ranks, late = buffer.group_size, buffer.group_size - 1
+    batch = batch_of(buffer, 51)
+    x, topk_idx, weights = own(buffer, batch, device)
+    round_trip(buffer, device, batch, **BF16)  # buffers are there
+    for end in ENDS.values():
+        first, second = (
+            torch.full((ranks,), 5, dtype=torch.int64, device=x.device) for _ in range(2)
+        )
+        buffer.group.allgather(None)
+        if buffer.rank == late:
+            time.sleep(LATE)
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            x,
+            topk_idx,
+            CAPACITY,
+            batch.experts,
+            use_fp8=False,
+            dispatch_wait_recv_cost_stats=first,
+            **end,
+        )
+        finish(event, hook, end)
+        check_received(buffer, batch, rows, counts, handle, **BF16)
+        made = experts(buffer, batch, rows)
+        buffer.group.allgather(None)
+        if buffer.rank == late:
+            time.sleep(LATE)
+        combined, event, hook = buffer.low_latency_combine(
+            made, topk_idx, weights, handle, combine_wait_recv_cost_stats=second, **end
+        )
+        finish(event, hook, end)
+        assert torch.equal(combined.cpu(), batch.combined(buffer.rank))
+        for stats in (first.tolist(), second.tolist()):
+            assert min(stats) >= 5
+            assert buffer.rank == late or stats[late] >= LATE * 1e9 / 2
+
+
 ALL = (
     every_format_and_end,
     sizes_that_the_original_refuses,
@@ -273,4 +329,6 @@ ALL = (
     callers_keep_everything,
     a_handle_serves_again_and_late,
     two_micro_batches_in_flight,
+    between_dispatch_and_combine,
+    waits_are_added,
 )

@@ -82,11 +82,11 @@ class Arrived:
 
     def rows(self, of_ranks: list[Tensor]) -> Tensor:
         """The rows [N, ..] out of what each rank sends, [T, ..]."""
-        empty = of_ranks[0][:0]
-        return torch.cat([
-            empty,
-            *(of_ranks[s][self.token[self.source == s]] for s in range(len(of_ranks))),
-        ])
+        dtype = of_ranks[0].dtype
+        if dtype.itemsize == 1:  # not every torch can pick rows of fp8
+            of_ranks = [one.view(torch.uint8) for one in of_ranks]
+        picked = (of_ranks[s][self.token[self.source == s]] for s in range(len(of_ranks)))
+        return torch.cat([of_ranks[0][:0], *picked]).view(dtype)
 
 
 def arrived(job: Job, rank: int) -> Arrived:

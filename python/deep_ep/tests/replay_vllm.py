@@ -26,11 +26,18 @@ def nothing() -> None:
 
 
 class Prefill:
-    """A layer over the throughput calls. `switch` is called where the micro-batch hands over."""
+    """A layer over the throughput calls. `switch` is called where the micro-batch hands over; then
+    the streams are in order by themselves, and no call is asynchronous."""
 
-    def __init__(self, buffer: deep_ep.Buffer, switch: Callable[[], None] = nothing) -> None:
-        self.buffer, self.switch = buffer, switch
+    def __init__(self, buffer: deep_ep.Buffer, switch: Callable[[], None] | None = None) -> None:
+        self.buffer, self.switch = buffer, switch or nothing
+        self.use_async = switch is None
         self.handles: list[Any] = [None, None]
+
+    def wait(self, event: deep_ep.EventOverlap) -> None:
+        assert (event.event is not None) == self.use_async
+        if event.event is not None:
+            event.current_stream_wait()
 
     def run(self, case: Case, x: Tensor | tuple[Tensor, Tensor], which: int = 0) -> Tensor:
         """One layer; the rows that come must be those of the case."""
@@ -38,8 +45,8 @@ class Prefill:
         plain = x[0] if isinstance(x, tuple) else x
         topk_idx = case.topk_idx[rank].to(plain.device)
         weights = case.weights[rank].to(plain.device)
-        self.switch()
         previous = buffer.capture()
+        self.switch()
         per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
             topk_idx=topk_idx,
             num_experts=EXPERTS,
@@ -59,12 +66,11 @@ class Prefill:
             expert_alignment=1,
             config=deep_ep.Buffer.get_dispatch_config(RANKS),
             previous_event=previous,
-            async_finish=True,
+            async_finish=self.use_async,
             allocate_on_comm_stream=False,
         )
         self.switch()
-        assert event.event is not None
-        event.current_stream_wait()
+        self.wait(event)
         assert counts == case.counts(rank)
         assert torch.equal(ids.cpu(), case.received_ids(rank))
         first = case.local(rank).start
@@ -75,35 +81,40 @@ class Prefill:
         else:
             assert torch.equal(rows.cpu(), case.received_rows(rank))
         made = expert_rows(rows, ids, row_weights, first)
+        previous = buffer.capture()
         self.switch()
         combined, none, event = buffer.combine(
             x=made,
             handle=self.handles[which],
             topk_weights=None,
             config=deep_ep.Buffer.get_combine_config(RANKS),
-            previous_event=buffer.capture(),
-            async_finish=True,
+            previous_event=previous,
+            async_finish=self.use_async,
             allocate_on_comm_stream=False,
         )
         self.switch()
         assert none is None
-        event.current_stream_wait()
+        self.wait(event)
         output = torch.empty_like(plain, dtype=combined.dtype)
         output.copy_(combined, non_blocking=True)
         return output
 
 
 class Decode:
-    """A layer over the low-latency calls."""
+    """A layer over the low-latency calls. form: "bf16", "fp8", "packed". Where micro-batches hand
+    over to each other, combines end by a hook, too."""
 
     def __init__(
         self,
         buffer: deep_ep.Buffer,
-        use_fp8: bool,
+        form: str,
         device: str = "cpu",
-        switch: Callable[[], None] = nothing,
+        switch: Callable[[], None] | None = None,
     ) -> None:
-        self.buffer, self.use_fp8, self.device, self.switch = buffer, use_fp8, device, switch
+        self.buffer, self.device, self.switch = buffer, device, switch or nothing
+        self.hooks = switch is not None
+        packed = form == "packed"
+        self.form = {"use_fp8": form != "bf16", "round_scale": packed, "use_ue8m0": packed}
         self.handles: list[Any] = [None, None]
 
     def run(self, case: Batch, which: int = 0) -> Tensor:
@@ -117,7 +128,7 @@ class Decode:
             topk_idx,
             CAPACITY,
             EXPERTS,
-            use_fp8=self.use_fp8,
+            **self.form,
             async_finish=False,
             return_recv_hook=True,
         )
@@ -134,12 +145,13 @@ class Decode:
             self.handles[which],
             async_finish=False,
             zero_copy=False,
-            return_recv_hook=True,
+            return_recv_hook=self.hooks,
             out=output,
         )
         self.switch()
-        assert hook is not None
-        hook()
+        assert (hook is not None) == self.hooks
+        if hook is not None:
+            hook()
         return output
 
 
@@ -177,17 +189,19 @@ class Baton:
             raise errors[0]
 
 
-def low_latency_buffer(comm: ThreadComm) -> deep_ep.Buffer:
+def low_latency_buffer(comm: ThreadComm, fault_tolerance: bool = False) -> deep_ep.Buffer:
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(CAPACITY, 128, RANKS, EXPERTS)
     return deep_ep.Buffer(
         None,
         comm=comm,
-        num_nvl_bytes=0,
+        num_nvl_bytes=1 << 20,
         num_rdma_bytes=size,
         low_latency_mode=True,
         num_qps_per_rank=EXPERTS // RANKS,
         allow_nvlink_for_low_latency_mode=True,
         allow_mnnvl=False,
+        explicitly_destroy=True,
+        enable_shrink=fault_tolerance,
     )
 
 
@@ -196,22 +210,51 @@ def cases(count: int) -> list[Case]:
 
 
 def prefill_and_decode_buffers(first: deep_ep.Buffer, device: str) -> None:
-    """Layers keep their handles for ever; the decode buffer is zeroed between steps."""
+    """Layers keep their handles for ever; all buffers are destroyed in the end, in any order."""
     comm, rank = first.group, first.rank
-    prefill_buffer = deep_ep.Buffer(None, comm=comm, num_nvl_bytes=1 << 20, num_qps_per_rank=10)
+    prefill_buffer = deep_ep.Buffer(
+        group=None,
+        num_nvl_bytes=1 << 20,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=1,
+        explicitly_destroy=True,
+        comm=comm,
+    )
     decode_buffer = low_latency_buffer(comm)
     where = device_of(prefill_buffer, device)
     prefill = [Prefill(prefill_buffer) for _ in range(2)]
-    decode = [Decode(decode_buffer, fp8, device) for fp8 in (False, True, False)]
+    forms = ("bf16", "fp8", "packed", "bf16")
+    decode = [Decode(decode_buffer, form, device) for form in forms]
     for _ in range(2):
         for prefilling, case in zip(prefill, cases(2)):
             out = prefilling.run(case, case.x[rank].to(where))
             assert torch.equal(out.cpu().double(), case.dense(rank))
-        for decoding, case in zip(decode, cases(3)):
-            wanted = case.combined(rank, arrived(case, use_fp8=decoding.use_fp8))
+        for decoding, case in zip(decode, cases(4)):
+            wanted = case.combined(rank, arrived(case, **decoding.form))
             assert torch.equal(decoding.run(case).cpu(), wanted)
-        decode_buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
     comm.allgather(None)
+    for buffer in (decode_buffer, prefill_buffer)[:: 1 if rank % 2 else -1]:
+        buffer.destroy()
+
+
+def fault_tolerant_decode(first: deep_ep.Buffer, device: str) -> None:
+    """Between steps the masks are asked for, and the buffer is zeroed and its masks are cleaned, as
+    after a rank has come back."""
+    comm, rank = first.group, first.rank
+    buffer = low_latency_buffer(comm, fault_tolerance=True)
+    where = device_of(buffer, device)
+    masked = torch.zeros(buffer.group_size, device=where, dtype=torch.int32)
+    layer = Decode(buffer, "bf16", device)
+    for case in cases(3):
+        assert torch.equal(layer.run(case).cpu().double(), case.dense(rank))
+        buffer.low_latency_query_mask_buffer(masked)
+        assert not masked.any()
+        comm.allgather(None)
+        buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        buffer.low_latency_clean_mask_buffer()
+        comm.allgather(None)
+    buffer.destroy()
 
 
 def quantised_prefill(buffer: deep_ep.Buffer, device: str) -> None:
@@ -239,13 +282,20 @@ def two_micro_batches(first: deep_ep.Buffer, device: str) -> None:
                     if buffer is first:
                         out = Prefill(buffer, switch).run(case, case.x[rank].to(where), which)
                     else:
-                        out = Decode(buffer, False, device, switch).run(case, which)
+                        out = Decode(buffer, "bf16", device, switch).run(case, which)
                     assert torch.equal(out.cpu().double(), case.dense(rank))
 
             return layers
 
         Baton().run([micro_batch(0), micro_batch(1)])
         comm.allgather(None)
+        if buffer is not first:
+            buffer.destroy()
 
 
-ALL = (prefill_and_decode_buffers, quantised_prefill, two_micro_batches)
+ALL = (
+    prefill_and_decode_buffers,
+    fault_tolerant_decode,
+    quantised_prefill,
+    two_micro_batches,
+)

@@ -1,11 +1,12 @@
 """Low-latency mode: every argument, on every number of ranks, against the definition; and what is
-refused. On GPUs: test_processes.py."""
+refused. On GPUs: test_process_ranks.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import low_latency_calls as calls
+import mask_bodies
 import pytest
 import torch
 from low_latency_bodies import CAPACITY, check_received, combine, dispatch, experts, own
@@ -23,6 +24,12 @@ def run(size: int, body: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("body", calls.ALL, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run(size, lambda buffer: body(buffer, "cpu"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", mask_bodies.ALL, ids=lambda body: body.__name__)
+def test_masks_on_cpu(body: Any, size: int) -> None:
+    run(size, lambda buffer: body(buffer, "cpu"), enable_shrink=True)
 
 
 def refused(call: Any, match: str) -> None:

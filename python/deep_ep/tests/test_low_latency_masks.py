@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
+import mask_bodies
 import pytest
 import torch
-from low_latency_bodies import CAPACITY, combine, dispatch, experts, own
-from low_latency_reference import factor
+from low_latency_bodies import combine, dispatch, experts
 from rank_buffers import run_buffers
 from replays import Case
-from torch import Tensor
 
 EXPERTS = 6
 TOKENS = [4, 6, 3]
@@ -27,30 +25,12 @@ def run(body: Any, **options: Any) -> None:
     run_buffers(len(TOKENS), body, **options)
 
 
-def of_ranks(case: Case, rank: int, there: list[int]) -> Tensor:
-    """What comes back when only the experts of these ranks answer."""
-    ids = case.topk_idx[rank]
-    known = torch.tensor([e for one in there for e in case.local(one)])
-    each = torch.where(torch.isin(ids, known), case.weights[rank] * factor(ids), 0.0)
-    return case.x[rank].double() * each.sum(1, keepdim=True).double()
-
-
 def step(buffer: Any, case: Case, there: list[int], end: str = "plain") -> None:
-    """A round trip among these ranks."""
-    rows, counts, handle = dispatch(buffer, case, end=end, use_fp8=False)
-    arrivals = [[pair for pair in one if pair[0] in there] for one in case.arrivals(buffer.rank)]
-    assert counts.tolist() == [len(one) for one in arrivals]
-    for e, one in enumerate(arrivals):
-        wanted = [case.x[source][token] for source, token in one]
-        assert not one or torch.equal(rows[e, : len(one)], torch.stack(wanted))
-    combined = combine(buffer, case, experts(buffer, case, rows), handle, end=end)
-    assert torch.equal(combined.double(), of_ranks(case, buffer.rank, there))
+    mask_bodies.step(buffer, "cpu", case, there, end)
 
 
 def status(buffer: Any) -> list[int]:
-    result = torch.full((len(TOKENS),), 7, dtype=torch.int32)
-    buffer.low_latency_query_mask_buffer(result)
-    return result.tolist()
+    return mask_bodies.status(buffer, "cpu")
 
 
 @pytest.mark.parametrize("end", ["plain", "hook"])
@@ -90,33 +70,6 @@ def test_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         done.append(buffer.rank)
         if len(done) == 2:
             others_are_done.set()
-
-    run(body)
-
-
-def test_ranks_are_masked_and_taken_back() -> None:
-    """Two and one go on apart, in step, then together again."""
-    case = Case(32, TOKENS, EXPERTS)
-
-    def body(buffer: Any) -> None:
-        with_me = [2] if buffer.rank == 2 else [0, 1]
-        others = [rank for rank in range(3) if rank not in with_me]
-        step(buffer, case, [0, 1, 2])
-        for again in range(2):
-            buffer._groups.all_gather(b"")  # nobody is in a call that a mask would end
-            for rank in others:
-                buffer.low_latency_update_mask_buffer(rank, True)
-            assert status(buffer) == [int(rank in others) for rank in range(3)]
-            step(buffer, case, with_me)
-            buffer._groups.all_gather(b"")
-            if again:
-                buffer.low_latency_clean_mask_buffer()
-            else:
-                for rank in others:
-                    buffer.low_latency_update_mask_buffer(rank)
-            assert status(buffer) == [0, 0, 0]
-            buffer._groups.all_gather(b"")
-            step(buffer, case, [0, 1, 2])
 
     run(body)
 
@@ -163,37 +116,3 @@ def test_refusals() -> None:
 
     run(without, enable_shrink=False)
     run(wrong)
-
-
-@pytest.mark.parametrize("end", ["plain", "event", "hook"])
-def test_waits_are_added(end: str) -> None:
-    """Nanoseconds for each source, of dispatch and of combine: a late rank is seen."""
-    case = Case(34, TOKENS, EXPERTS)
-
-    def body(buffer: Any) -> None:
-        x, topk_idx, weights = own(buffer, case, "cpu")
-        first = torch.full((3,), 5, dtype=torch.int64)
-        second = torch.full((3,), 5, dtype=torch.int64)
-        hooks = end == "hook"
-        how = {"return_recv_hook": hooks, "async_finish": end == "event"}
-        step(buffer, case, [0, 1, 2])  # buffers are there
-        buffer.group.allgather(None)
-        if buffer.rank == 1:
-            time.sleep(0.1)
-        rows, _, handle, _, hook = buffer.low_latency_dispatch(
-            x, topk_idx, CAPACITY, EXPERTS, None, first, use_fp8=False, **how
-        )
-        if hooks:
-            hook()
-        if buffer.rank == 1:
-            time.sleep(0.1)
-        _, _, hook = buffer.low_latency_combine(
-            rows, topk_idx, weights, handle, combine_wait_recv_cost_stats=second, **how
-        )
-        if hooks:
-            hook()
-        for stats in (first, second):
-            assert (stats >= 5).all()
-            assert buffer.rank == 1 or int(stats[1]) > 1_000_000
-
-    run(body, enable_shrink=False)

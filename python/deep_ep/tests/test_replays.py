@@ -1,5 +1,5 @@
 """The call sequences of frameworks, replayed, with values compared, in CPU memory. On GPUs:
-test_processes.py."""
+test_process_ranks.py."""
 
 from __future__ import annotations
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import buffer_bodies
 import handle_bodies
 import pytest
 import throughput_bodies as bodies
 from rank_buffers import run_buffers
 
 SIZES = (1, 2, 4, 8)
+BODIES = [*bodies.ALL, *handle_bodies.ALL, *buffer_bodies.ALL]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", [*bodies.ALL, *handle_bodies.ALL], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"))
 

@@ -145,11 +145,13 @@ def every_combine(buffer: Any, device: str) -> None:
         bias: Any = None if kind == "none" else here[0]
         if "two" in kind:
             bias = (here[0], here[1] if kind == "two" else None)
+        config = buffer.get_combine_config(job.ranks) if kind == "two" else None
         y, back, event = buffer.combine(
             expert(rank, rows),
             handle,
             topk_weights=None if weighted == "none" else weights.contiguous(),
             bias=bias,
+            config=config,
             **ended(buffer, way),
         )
         wait(event, way)

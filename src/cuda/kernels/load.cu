@@ -60,9 +60,9 @@ cudaError_t load_kernel(const void* kernel, int shared_bytes) {
 }
 
 cudaError_t load_throughput_kernels() {
-  cudaError_t (*const loaders[])() = {load_plan_kernels,    load_dispatch_kernels,
-                                      load_routes_kernels,  load_barrier_kernels,
-                                      load_combine_kernels, load_expert_major_kernels};
+  cudaError_t (*const loaders[])() = {
+      load_plan_kernels,    load_dispatch_kernels,     load_routes_kernels,  load_barrier_kernels,
+      load_combine_kernels, load_expert_major_kernels, load_crossing_kernels};
   for (const auto load : loaders) {
     const cudaError_t error = load();
     if (error != cudaSuccess) return error;

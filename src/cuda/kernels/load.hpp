@@ -22,5 +22,6 @@ cudaError_t load_routes_kernels();
 cudaError_t load_barrier_kernels();
 cudaError_t load_combine_kernels();
 cudaError_t load_expert_major_kernels();
+cudaError_t load_crossing_kernels();
 
 }  // namespace ferry::cuda

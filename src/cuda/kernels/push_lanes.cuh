@@ -83,6 +83,8 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
   const int topk = p.plan.topk;
   const auto* ids =
       reinterpret_cast<const std::int32_t*>(p.plan.data + p.plan.layout.ids) + token * topk;
+  const std::int32_t name =
+      p.token_names != nullptr ? p.token_names[token] : static_cast<std::int32_t>(token);
   for (int slot = slot0; slot - slot0 < topk; slot += 32) {
     const bool there = slot < topk;
     const std::int32_t id = there ? ids[slot] : -1;
@@ -98,7 +100,7 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
       if (p.carries_routes) {
         target.ids[at] = is_local ? local : -1;
         target.wide_ids[at] = is_local ? local : -1;
-        if (slot == 0) target.source_token[to.row] = static_cast<std::int32_t>(token);
+        if (slot == 0) target.source_token[to.row] = name;
       }
       if (p.has_weights) target.weights[at] = is_local ? weight : 0.0f;
     }

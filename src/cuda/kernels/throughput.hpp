@@ -123,6 +123,8 @@ struct DispatchParameters {
   bool has_weights = false;        ///< the same on all ranks
   const float* weights = nullptr;  ///< [T, K] dense; an empty one may lie nowhere
   bool carries_routes = false;     ///< write source_token and local ids into the side region
+  /// [T]: what source_token says of each token; null: its number.
+  const std::int32_t* token_names = nullptr;
   /// Not null: becomes 1 when this dispatch has brought the routes, 0 when it has not. Calls that
   /// use them take it for the plan's state.
   std::uint64_t* came = nullptr;

@@ -21,7 +21,7 @@ namespace ferry::fabric {
   X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)                               \
   X(cuStreamCreateWithPriority) X(cuCtxGetStreamPriorityRange) X(cuStreamDestroy)                 \
   X(cuStreamQuery) X(cuMemHostAlloc) X(cuMemFreeHost)                                             \
-  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)
+  X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamWaitValue32)
 // clang-format on
 
 /// A member for each; cuda.h's macros rename declaration and use alike.

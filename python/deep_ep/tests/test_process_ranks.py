@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import buffer_bodies
 import handle_bodies
 import low_latency_calls
+import mask_bodies
 import pytest
 import replay_megatron
 import replay_sglang
@@ -15,12 +17,13 @@ import replay_vllm
 import throughput_bodies as bodies
 import torch.distributed as dist
 from buffer_processes import BufferProcesses
+from devices import device_of
 from gpus import needs_gpu
 from rank_processes import free_port, kept
 
 import deep_ep
 
-EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, bodies.captured]
+EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, *buffer_bodies.ALL, bodies.captured]
 TEN_BITS = low_latency_calls.rows_come_back_in_ten_bits
 not_there = pytest.mark.skip(reason="combine in ten bits is not there yet on GPUs")
 LOW_LATENCY = [
@@ -55,6 +58,14 @@ def test_low_latency_on_gpus(pool: Any, body: Any, size: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", mask_bodies.ALL, ids=lambda body: body.__name__)
+def test_masks_on_gpus(pool: Any, body: Any, size: int) -> None:
+    pool("cuda", size).run(body, low_latency_mode=True, enable_shrink=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(
     "replay",
     (*replay_vllm.ALL, *replay_sglang.ALL, *replay_megatron.ALL, *replay_torchtitan.ALL),
@@ -64,27 +75,39 @@ def test_replays_on_gpus(pool: Any, replay: Any) -> None:
     pool("cuda", 4).run(replay, num_nvl_bytes=1 << 20)
 
 
-def test_processes_in_cpu_memory(pool: Any) -> None:
-    pool("cpu", 2).run(bodies.every_dispatch)
-    pool("cpu", 2).run(low_latency_calls.two_micro_batches_in_flight, low_latency_mode=True)
+def test_process_ranks_in_cpu_memory(pool: Any) -> None:
+    pool("cpu", 8).run(bodies.changing_experts)
+    pool("cpu", 8).run(low_latency_calls.two_micro_batches_in_flight, low_latency_mode=True)
 
 
-def with_process_group(buffer: Any, device: str, port: int, new_group: bool) -> None:
-    """A Buffer of a process group of torch: the default one, or one beside it."""
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", where, rank=buffer.rank, world_size=buffer.group_size)
+def with_process_groups(buffer: Any, device: str, port: int) -> None:
+    """Buffers of process groups of torch: the default one, and ones beside it of fewer ranks.
+    torch's groups are gone when tokens are exchanged."""
+    device_of(buffer, device)
+    where, ranks = f"tcp://127.0.0.1:{port}", buffer.group_size
+    dist.init_process_group("gloo", where, rank=buffer.rank, world_size=ranks)
+    made = []
     try:
-        group = dist.new_group([0, 1]) if new_group else dist.group.WORLD
-        own = deep_ep.Buffer(group, 1 << 20, explicitly_destroy=True)
-        assert own.group is group
-        assert (own.rank, own.group_size) == (buffer.rank, buffer.group_size)
+        for size in (size for size in (1, 2, 4, 8) if size <= ranks):
+            group = dist.group.WORLD if size == ranks else dist.new_group(list(range(size)))
+            if buffer.rank >= size:
+                continue
+            made.append(deep_ep.Buffer(group=group, num_nvl_bytes=1 << 20, explicitly_destroy=True))
+            assert made[-1].group is group
+            assert (made[-1].rank, made[-1].group_size) == (buffer.rank, size)
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    bodies.changing_experts(own, device)  # torch's group is gone
-    own.destroy()
+    for own in made:
+        bodies.changing_experts(own, device)
+        own.destroy()
 
 
-@pytest.mark.parametrize("new_group", [False, True])
-def test_a_process_group_of_torch(pool: Any, new_group: bool) -> None:
-    pool("cpu", 2).run(with_process_group, free_port(), new_group)
+def test_process_groups_of_torch(pool: Any) -> None:
+    pool("cpu", 8).run(with_process_groups, free_port())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_process_groups_on_gpus(pool: Any) -> None:
+    pool("cuda", 4).run(with_process_groups, free_port())

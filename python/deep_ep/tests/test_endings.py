@@ -1,0 +1,122 @@
+"""How a Buffer ends when something went wrong: destroyed after an error, after a peer was killed,
+not at all. Nobody hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+from rank_buffers import ThreadComm, run_ranks
+from rank_processes import free_port
+from reference import make_job
+from throughput_bodies import dispatched
+
+import deep_ep
+
+BEGIN = """
+    import os, signal, sys
+    import torch
+    import deep_ep
+    sys.path[:0] = {path!r}
+    from rank_buffers import ThreadComm
+    import ferry
+    from reference import make_job
+    from throughput_bodies import dispatched
+    torch.set_num_threads(1)
+    boot = ferry.tcp(rank={rank}, size={size}, port={port}, secret="a test's", deadline=20)
+    comm = ThreadComm(boot)
+    how = dict(low_latency_mode=True, explicitly_destroy=True)
+    buffer = deep_ep.Buffer(None, comm=comm, **how)
+    job = make_job({size}, tokens_of=(5, 4))
+    x, idx = job.x[buffer.rank], job.topk_idx[buffer.rank]
+    weights = job.topk_weights[buffer.rank]
+    got = dispatched(buffer, "cpu", job, x)
+    sent = buffer.low_latency_dispatch(x, idx, 16, job.experts, return_recv_hook=True)
+    buffer.low_latency_dispatch(x, idx, 16, job.experts)
+"""
+
+WARNING = (
+    "deep_ep: rank 0: a Buffer made with explicitly_destroy=True was dropped without destroy()\n"
+)
+
+
+def run(size: int, *ends: str) -> list[subprocess.CompletedProcess[str]]:
+    """Ranks as processes, each with its end."""
+    port, children = free_port(), []
+    for rank, end in zip(range(size), ends):
+        begin = BEGIN.format(path=sys.path[:2], rank=rank, size=size, port=port)
+        code = textwrap.dedent(begin) + textwrap.dedent(end)
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        children.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
+    done = []
+    try:
+        for child in children:
+            out, err = child.communicate(timeout=50)
+            done.append(subprocess.CompletedProcess("", child.returncode, out, err))
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    return done
+
+
+def test_a_peer_is_killed() -> None:
+    """It is named, in both modes; then destroy returns, and so does the interpreter."""
+    survivor = """
+        for call in (
+            lambda: [dispatched(buffer, "cpu", job, x) for _ in range(100)],
+            lambda: [buffer.combine(got[0], got[4]) for _ in range(100)],
+            lambda: [buffer.low_latency_dispatch(x, idx, 16, job.experts) for _ in range(100)],
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                assert "rank 1" in str(error), error
+            else:
+                raise SystemExit("nothing was raised")
+        buffer.destroy()
+        buffer.destroy()
+        print("over")
+    """
+    survivor, killed = run(2, survivor, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (survivor.returncode, survivor.stdout) == (0, "over\n"), survivor.stderr
+    assert killed.returncode == -9
+
+
+def test_the_interpreter_ends() -> None:
+    """With a hook that nobody called and results that were not combined: of a rank that did not
+    destroy its Buffer, which it is told, and then of one that did."""
+    forgot, left = run(2, "", "import time; time.sleep(0.3); buffer.destroy()")
+    assert (forgot.returncode, forgot.stdout) == (left.returncode, left.stdout) == (0, "")
+    assert left.stderr == "" and forgot.stderr in ("", WARNING)
+
+
+def test_destroy_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call failed on one rank and waited in vain on the other; both leave, results stay."""
+    monkeypatch.setenv("FERRY_DEADLINE", "0.5")
+
+    def body(comm: ThreadComm) -> None:
+        how = {"low_latency_mode": True, "explicitly_destroy": True}
+        buffer = deep_ep.Buffer(None, comm=comm, **how)
+        job = make_job(2)
+        x = job.x[buffer.rank]
+        got = dispatched(buffer, "cpu", job, x)
+        kept = got[0].clone()
+        comm.allgather(None)
+        for _ in range(2):  # a Buffer whose group failed stays failed
+            if buffer.rank == 0:
+                with pytest.raises(RuntimeError, match="rank 1"):
+                    buffer.combine(got[0], got[4])
+            else:
+                with pytest.raises(AssertionError):
+                    buffer.combine(got[0][1:], got[4])
+        buffer.destroy()
+        with pytest.raises(RuntimeError, match="destroy"):
+            dispatched(buffer, "cpu", job, x)
+        assert got[0].equal(kept)
+        comm.allgather(None)
+
+    run_ranks(2, body)

@@ -1,0 +1,38 @@
+"""Over a real communicator of mpi4py, not only over what looks like one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = shutil.which("mpirun")
+MISSING = [
+    what
+    for what, there in (("mpirun", LAUNCHER), ("mpi4py", importlib.util.find_spec("mpi4py")))
+    if not there
+]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_communicator_of_mpi4py(size: int) -> None:
+    # Open MPI: more ranks than cores, and as root in containers. Others take no such variables.
+    more = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMP_NUM_THREADS": "1"}
+    more |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    program = Path(__file__).with_name("mpi_program.py")
+    done = subprocess.run(
+        [str(LAUNCHER), "-n", str(size), sys.executable, str(program)],
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split()) == sorted(f"{rank}:served" for rank in range(size))

@@ -1,0 +1,22 @@
+// The public measurement of links: for groups of the host engine.
+#include "ferry/links.hpp"
+
+#include <memory>
+
+#include "host/links.hpp"
+
+namespace ferry {
+
+Links measure_links(Group& group) {
+  if (group.destroyed()) {
+    throw Error(ErrorKind::destroyed, "measure_links: the group is destroyed");
+  }
+  const auto engine = std::dynamic_pointer_cast<host::HostEngine>(group.engine());
+  if (!engine) {
+    throw Error(ErrorKind::unsupported,
+                "measure_links: got a group of backend cuda, expected backend host");
+  }
+  return host::measure_links(*engine);
+}
+
+}  // namespace ferry

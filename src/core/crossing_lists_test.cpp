@@ -1,0 +1,268 @@
+// Domain tokens, carried by plain exchanges inside the domains, land where the whole group's order
+// says, and sums come together in the right order: tried on random routes.
+#include "core/crossing_lists.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+
+#include "core/crossing_layout.hpp"
+
+namespace ferry {
+namespace {
+
+constexpr unsigned kSeed = 20261121;
+
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+struct World {
+  Placement placement{};
+  Domains domains = Domains::blocks(1, 0);
+  int topk = 1;
+  std::vector<std::vector<std::int32_t>> routes{};
+  std::vector<ExchangePlan> plans{};
+  std::vector<CrossingPlan> crossings{};
+
+  std::set<int> targets(int rank, std::int64_t token) const {
+    std::set<int> ranks;
+    for (int k = 0; k < topk; ++k) {
+      const std::int32_t id = routes[index(rank)][index(token * topk + k)];
+      if (id >= 0) ranks.insert(placement.rank_of(id));
+    }
+    return ranks;
+  }
+};
+
+World any_world(std::mt19937& random) {
+  const auto below = [&random](unsigned count) { return static_cast<int>(random() % count); };
+  World world;
+  world.placement.ranks = 1 + below(9);
+  world.placement.experts = 1 + below(20);
+  world.topk = 1 + below(8);
+  std::vector<int> labels;
+  for (int r = 0; r < world.placement.ranks; ++r) labels.push_back(below(4));
+  world.domains = Domains(labels);
+  std::vector<std::int32_t> counts, domain_tokens;
+  std::vector<RouteCounts> own;
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    std::vector<std::int32_t> ids;
+    const int tokens = below(3) == 0 ? 0 : below(20);
+    for (int i = 0; i < tokens * world.topk; ++i) {
+      ids.push_back(below(4) == 0 ? -1 : below(static_cast<unsigned>(world.placement.experts)));
+    }
+    world.routes.push_back(ids);
+    own.push_back(count_routes(ids, tokens, world.topk, world.placement));
+    counts.insert(counts.end(), own.back().tokens_per_rank.begin(),
+                  own.back().tokens_per_rank.end());
+    counts.insert(counts.end(), own.back().slots_per_expert.begin(),
+                  own.back().slots_per_expert.end());
+    const auto crossed = count_crossings(own.back(), world.placement, world.domains, r);
+    domain_tokens.insert(domain_tokens.end(), crossed.begin(), crossed.end());
+  }
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    world.plans.push_back(make_plan(own[index(r)], counts, world.placement, r));
+    world.crossings.push_back(make_crossing_plan(world.plans.back(), world.domains, domain_tokens));
+  }
+  return world;
+}
+
+/// What all ranks make of it.
+struct Crossed {
+  std::vector<CrossingLists> lists{};
+  std::vector<DomainTokens> tokens{};
+  std::vector<std::vector<int>> owners{};  ///< of each domain token
+};
+
+Crossed cross(const World& world, Crossing how) {
+  Crossed all;
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    all.lists.push_back(make_crossing_lists(world.plans[index(r)], world.crossings[index(r)], how));
+  }
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    std::vector<std::vector<std::int32_t>> names, ids;
+    for (const CrossingBlock& block : all.lists[index(r)].in) {
+      const CrossingLists& theirs = all.lists[index(block.rank)];
+      std::int64_t first = 0;
+      for (const CrossingBlock& sent : theirs.out) {
+        if (sent.rank < r) first += sent.rows;
+      }
+      names.emplace_back(theirs.tokens.begin() + first, theirs.tokens.begin() + first + block.rows);
+      ids.emplace_back();
+      for (const std::int32_t token : names.back()) {
+        const auto from = world.routes[index(block.rank)].begin() + token * world.topk;
+        ids.back().insert(ids.back().end(), from, from + world.topk);
+      }
+    }
+    std::vector<CrossedRoutes> routes;
+    for (std::size_t i = 0; i < names.size(); ++i) routes.push_back({names[i], ids[i]});
+    all.tokens.push_back(make_domain_tokens(world.plans[index(r)], world.crossings[index(r)],
+                                            all.lists[index(r)], routes));
+    const DomainTokens& made = all.tokens.back();
+    all.owners.emplace_back(index(made.count()));
+    for (std::size_t s = 0; s + 1 < made.first.size(); ++s) {
+      std::fill(all.owners.back().begin() + made.first[s],
+                all.owners.back().begin() + made.first[s + 1], made.sources[s]);
+    }
+  }
+  return all;
+}
+
+/// The lanes of a domain token, as an exchange inside its domain numbers them.
+std::set<int> members_of(const DomainTokens& made, std::int64_t v, int topk,
+                         const Placement& inside) {
+  std::set<int> members;
+  for (int k = 0; k < topk; ++k) {
+    const std::int32_t id = made.ids[index(v * topk + k)];
+    if (id >= 0) members.insert(inside.rank_of(id));
+  }
+  return members;
+}
+
+Placement inside_of(const World& world, int domain) {
+  Placement inside{0, static_cast<int>(world.domains.members(domain).size())};
+  for (const int member : world.domains.members(domain)) {
+    inside.experts += world.placement.local_experts(member);
+  }
+  return inside;
+}
+
+TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
+  std::mt19937 random(kSeed);
+  for (int round = 0; round < 300; ++round) {
+    const World world = any_world(random);
+    for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
+      const Crossed all = cross(world, how);
+      // At each rank: which token lies in each row.
+      std::map<int, std::map<std::int64_t, std::pair<int, std::int32_t>>> landed;
+      for (int r = 0; r < world.placement.ranks; ++r) {
+        const DomainTokens& made = all.tokens[index(r)];
+        ASSERT_EQ(made.liar, -1);
+        const int domain = world.domains.of(r);
+        const auto& members = world.domains.members(domain);
+        const Placement inside = inside_of(world, domain);
+        std::vector<std::int64_t> ordinal(members.size());
+        for (std::int64_t v = 0; v < made.count(); ++v) {
+          const auto source = index(std::upper_bound(made.first.begin(), made.first.end(), v) -
+                                    made.first.begin() - 1);
+          for (const int m : members_of(made, v, world.topk, inside)) {
+            const std::int64_t row =
+                ordinal[index(m)]++ + made.shift[source * members.size() + index(m)];
+            const bool fresh =
+                landed[members[index(m)]]
+                    .emplace(row, std::pair(made.sources[source], made.names[index(v)]))
+                    .second;
+            ASSERT_TRUE(fresh) << "two rows at the same place";
+          }
+        }
+      }
+      for (int d = 0; d < world.placement.ranks; ++d) {
+        std::int64_t row = 0;
+        for (int s = 0; s < world.placement.ranks; ++s) {
+          const auto tokens = static_cast<std::int64_t>(world.routes[index(s)].size()) / world.topk;
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            if (!world.targets(s, t).contains(d)) continue;
+            const auto at = landed[d].find(row++);
+            ASSERT_NE(at, landed[d].end());
+            ASSERT_EQ(at->second, std::pair(s, static_cast<std::int32_t>(t)));
+          }
+        }
+        ASSERT_EQ(landed[d].size(), index(row));
+      }
+    }
+  }
+}
+
+TEST(CrossingLists, SumsComeTogetherInOrder) {
+  std::mt19937 random(kSeed + 1);
+  for (int round = 0; round < 300; ++round) {
+    const World world = any_world(random);
+    for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
+      const Crossed all = cross(world, how);
+      for (int r = 0; r < world.placement.ranks; ++r) {
+        const DomainTokens& made = all.tokens[index(r)];
+        const CrossingLists& lists = all.lists[index(r)];
+        const auto tokens = static_cast<std::int64_t>(world.routes[index(r)].size()) / world.topk;
+        ASSERT_EQ(made.sum_offset.size(), index(tokens) + 1);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          std::set<int> wanted;  // ranks or domains
+          for (const int d : world.targets(r, t)) {
+            wanted.insert(how == Crossing::direct ? d : world.domains.of(d));
+          }
+          std::vector<int> got;
+          for (auto i = made.sum_offset[index(t)]; i < made.sum_offset[index(t) + 1]; ++i) {
+            const std::int32_t part = made.sums[index(i)];
+            if (part >= 0) {
+              ASSERT_EQ(made.from[index(part)], t);
+              const auto members =
+                  members_of(made, part, world.topk, inside_of(world, world.domains.of(r)));
+              ASSERT_FALSE(members.empty());
+              const int rank = world.domains.members(world.domains.of(r))[index(*members.begin())];
+              got.push_back(how == Crossing::direct ? rank : world.domains.of(rank));
+              continue;
+            }
+            ASSERT_EQ(lists.tokens[index(-1 - part)], t);
+            std::int64_t row = -1 - part;
+            auto block = lists.out.begin();
+            for (; row >= block->rows; ++block) row -= block->rows;
+            got.push_back(how == Crossing::direct ? block->rank : world.domains.of(block->rank));
+          }
+          ASSERT_EQ(got, std::vector<int>(wanted.begin(), wanted.end()));
+        }
+      }
+    }
+  }
+}
+
+TEST(CrossingLists, OtherRoutesThanWereCountedAreSeen) {
+  // Two ranks, each a domain: rank 1's one token is for rank 0.
+  const Placement placement{2, 2};
+  const Domains domains = Domains::blocks(2, 1);
+  const RouteCounts none = count_routes({}, 0, 1, placement);
+  const std::vector<std::int32_t> counts{0, 0, 0, 0, 1, 0, 1, 0};
+  const ExchangePlan plan = make_plan(none, counts, placement, 0);
+  const CrossingPlan crossing = make_crossing_plan(plan, domains, {0, 0, 1, 0});
+  for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
+    const CrossingLists lists = make_crossing_lists(plan, crossing, how);
+    ASSERT_EQ(lists.in.size(), 1u);
+    const std::int32_t token = 0;
+    for (const std::int32_t id : {0, 1, -1, 2, -2}) {
+      const CrossedRoutes routes{{&token, 1}, {&id, 1}};
+      const DomainTokens made = make_domain_tokens(plan, crossing, lists, {&routes, 1});
+      EXPECT_EQ(made.liar, id == 0 ? -1 : 1) << id;
+    }
+  }
+}
+
+TEST(CrossingLayout, ChunksHoldWhatCrossesAndNoMore) {
+  const CrossingLayout layout = make_crossing_layout({16 * 1024, 3, 2});
+  EXPECT_EQ(layout.chunk_rows, 16);
+  EXPECT_EQ(layout.each(), 16 * 1024u + 20);
+  EXPECT_EQ(layout.chunks(33), 3);
+  std::vector<bool> used(layout.block_bytes(33));
+  for (std::int64_t row = 0; row < 33; ++row) {
+    const CrossingPlace place = crossing_place(layout, 33, row);
+    EXPECT_EQ(place.row % 16, 0u);
+    for (const auto& [at, bytes] :
+         {std::pair(place.row, layout.row_bytes), std::pair(place.scales, layout.scale_bytes),
+          std::pair(place.weights, layout.weight_bytes)}) {
+      for (std::size_t i = at; i < at + bytes; ++i) {
+        ASSERT_FALSE(used.at(i));
+        used[i] = true;
+      }
+    }
+  }
+  // Each chunk's bytes lie at its beginning, without gaps.
+  for (std::int64_t chunk = 0; chunk < 3; ++chunk) {
+    const std::size_t begin = index(chunk) * layout.chunk_bytes;
+    const std::size_t full = index(layout.rows_of(33, chunk)) * layout.each();
+    for (std::size_t i = begin; i < begin + full; ++i) ASSERT_TRUE(used[i]);
+  }
+}
+
+}  // namespace
+}  // namespace ferry

@@ -1,0 +1,228 @@
+// The CUDA engine over several domains, throughput mode: an engine for the ranks of the own domain,
+// and around it what crosses to others. What crosses goes through a stage in pinned memory, posted
+// by a proxy (engine/proxy.hpp) while the stream waits for a word and no SM is held; what has come
+// joins the own tokens, and the engine inside carries all of them as if they were this rank's
+// (core/crossing_lists.hpp). Sums go back the same way.
+//
+// The CPU makes the plans: it reads the routes, and waits for the counts of the other ranks. Calls
+// on streams do not wait for the network. Nothing can be captured into a graph.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/crossing_lists.hpp"
+#include "core/domains.hpp"
+#include "core/engine.hpp"
+#include "cuda/cuda_engine.hpp"
+#include "cuda/domain_stage.hpp"
+#include "cuda/kernels/crossing.hpp"
+#include "cuda/pinned.hpp"
+#include "engine/proxy.hpp"
+
+namespace ferry::cuda {
+
+class DomainCall;
+class DomainEngine;
+
+/// Commands that may lie in the ring: 128 KiB of pinned memory, and chunks of half a gigabyte.
+inline constexpr std::uint64_t kRingSlots = 2048;
+
+/// How tokens of a plan cross, one way: made by the first call that needs it.
+struct CrossingTables {
+  CrossingLists lists{};
+  std::int64_t count = 0;                    ///< of domain tokens
+  Plan inside{};                             ///< of the domain tokens, by the engine inside
+  Held memory{};                             ///< the tables below
+  const std::int32_t* from = nullptr;        ///< [V]
+  const std::int32_t* names = nullptr;       ///< [V]
+  const std::int32_t* sent = nullptr;        ///< [out rows]: own tokens that cross
+  const std::int32_t* returned = nullptr;    ///< [in rows]: domain tokens whose sums cross back
+  const std::int64_t* sum_offset = nullptr;  ///< [T + 1]
+  const std::int32_t* sums = nullptr;        ///< parts
+  StageBlocks out{};
+  StageBlocks in{};
+};
+
+struct DomainPlan final : PlanState {
+  /// By Crossing - 1: direct, hierarchical. Guarded by the group's turn.
+  std::array<std::unique_ptr<CrossingTables>, 2> tables{};
+  Held matrix{};  ///< rank_rows
+  std::unique_ptr<CrossingTables>& of(Crossing how) {
+    return tables[static_cast<std::size_t>(how) - 1];
+  }
+};
+
+/// What creation yields (domain_create.cpp).
+struct DomainParts {
+  Domains domains{std::vector<int>{}};
+  std::shared_ptr<engine::Memory> memory{};  ///< all ranks, between their CPUs
+  fabric::Segment control{};
+  ControlLayout layout{};
+  std::shared_ptr<CudaEngine> inside{};
+};
+
+class DomainEngine final : public Engine, public std::enable_shared_from_this<DomainEngine> {
+ public:
+  DomainEngine(const GroupConfig& config, DomainParts parts);
+  ~DomainEngine() override;
+
+  int rank() const override { return channel_.rank(); }
+  int size() const override { return channel_.size(); }
+  const GroupConfig& config() const override { return config_; }
+  std::string fabric_name() const override { return std::string(parts_.memory->fabric->name()); }
+  int domains() const override { return parts_.domains.count(); }
+  int domain_of(int rank) const override { return parts_.domains.of(rank); }
+
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options) override;
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options) override;
+  std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+
+  Tensor empty(const Extents& shape, Dtype dtype) override;
+  bool is_registered(const void* pointer) const override { return inside().is_registered(pointer); }
+  void record_stream(const void* pointer, const Stream& stream) override {
+    inside().record_stream(pointer, stream);
+  }
+  void barrier() override;
+  MemoryUse memory() const override;
+  TimeUse time() const override { return inside().time(); }
+  NetworkUse network() const override { return parts_.memory->fabric->network_use(); }
+  void destroy() override;
+  bool destroyed() const override { return channel_.left(); }
+
+  /// Throws how a call ended, if not well; its stream has passed its end.
+  void check_ended(const engine::CrossingCall& call, const Event& inside);
+  /// What an error of the engine inside says to the group's ranks.
+  Error outside(const Error& error) const;
+
+ private:
+  friend class DomainCall;
+
+  CudaEngine& inside() const { return *parts_.inside; }
+  Device device() const { return inside().device(); }
+  void check_usable(const char* call);
+  void fail(const char* call, const Error& error);
+  Error told(const char* stage, const Error& thrown);
+  std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
+  void finish(const char* call, const Event& event);
+
+  // domain_plan.cpp
+  std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
+                                        std::optional<Error>& invalid);
+  void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
+  void check_counts(std::span<const std::int32_t> counts);
+  CrossingTables& tables(DomainCall& call, const std::shared_ptr<DomainPlan>& state, Crossing how);
+  std::vector<CrossedRoutes> swap_routes(DomainPlan& state, const CrossingLists& lists,
+                                         std::vector<std::byte>& come);
+  void upload(DomainCall& call, const DomainPlan& state, const DomainTokens& tokens,
+              CrossingTables& to);
+  /// Through pinned memory: a copy of other memory blocks inside the driver.
+  void to_gpu(DomainCall& call, void* to, const void* from, std::size_t bytes);
+  void share_routes(DomainCall& call, DomainPlan& state, Crossing how);
+
+  // domain_dispatch.cpp, domain_combine.cpp
+  Crossing crossing_of(const DomainPlan& state, Crossing asked) const;
+  std::int64_t expected_rows(const DomainPlan& state, const DispatchOptions& options) const;
+
+  GroupConfig config_;
+  GroupConfig proxy_config_;  ///< whose waits are on the proxy's thread: asks no caller
+  DomainParts parts_;
+  Placement placement_;
+  engine::Channel channel_;
+  DomainStage stage_;
+  std::shared_ptr<std::byte> ring_memory_;
+  std::shared_ptr<std::byte> words_memory_;
+  engine::ProxyWords words_{};
+  std::unique_ptr<engine::Proxy> proxy_{};
+  std::optional<Stream> own_stream_{};  ///< of calls without one: that of the engine inside
+
+  PinnedBuffer buffer_{};
+  GpuEvent buffer_used_{};  // until then
+
+  std::timed_mutex turn_;  // of calls
+  GpuEvent last_{};        // the end of the last call
+  unsigned long long last_stream_ = 0;
+  std::uint64_t calls_ = 0;     // that crossed
+  std::uint64_t commands_ = 0;  // made so far
+  std::uint64_t plans_ = 0;
+  std::atomic<bool> leaving_{false};
+};
+
+/// What a call used ends with it.
+class DomainUse final : public Use {
+ public:
+  GpuEvent end(EventPool&) override {
+    std::scoped_lock lock(mutex_);
+    return end_;
+  }
+  bool has_ended() const override {
+    std::scoped_lock lock(mutex_);
+    return launched_ && (!end_ || is_done(end_));
+  }
+  /// All is launched; null: nothing was, or the GPU is going away.
+  void ends_at(GpuEvent end) {
+    std::scoped_lock lock(mutex_);
+    end_ = std::move(end);
+    launched_ = true;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  GpuEvent end_{};
+  bool launched_ = false;
+};
+
+/// The making of one call: the turn, the stream, and memory in its order.
+class DomainCall {
+ public:
+  DomainCall(DomainEngine& engine, const char* call, Stream* stream);
+  ~DomainCall();
+  DomainCall(const DomainCall&) = delete;
+  DomainCall& operator=(const DomainCall&) = delete;
+
+  const char* name() const { return name_; }
+  Stream* stream() const { return stream_; }
+  cudaStream_t native() const { return native_; }
+  bool blocking() const { return blocking_; }
+  User user() const;
+  /// Of this GPU, in stream order: its next user comes after what was launched before it is
+  /// dropped.
+  Held take(std::size_t bytes) const;
+  /// Memory that was taken by another call is used by this one.
+  void use(const Held& held) const;
+  const float* floats(const std::optional<ConstTensorView>& tensor) const;
+  /// Rows of a caller, aligned to 16 bytes: themselves, or a copy that `copy` keeps.
+  const std::byte* aligned(const ConstTensorView& rows, Held& copy) const;
+
+  /// Hands `call` to the proxy, packs its rows and makes its commands; what comes next in the
+  /// stream comes when all is here. From here on the call takes place.
+  std::shared_ptr<engine::CrossingCall> cross(std::shared_ptr<engine::CrossingCall> call,
+                                              PackParameters pack, std::int64_t chunks);
+  /// The call's last kernel is launched: its event.
+  Event finish(std::shared_ptr<engine::CrossingCall> call, Event inside);
+
+ private:
+  DomainEngine& engine_;
+  const char* name_;
+  std::unique_lock<std::timed_mutex> turn_;
+  std::optional<OnDevice> here_;
+  bool blocking_;
+  Stream* stream_;
+  cudaStream_t native_;
+  unsigned long long id_ = 0;
+  std::shared_ptr<DomainUse> uses_ = std::make_shared<DomainUse>();
+  bool finished_ = false;
+};
+
+std::shared_ptr<engine::CrossingCall> new_crossing(const char* stage, const CallSignature& call);
+
+}  // namespace ferry::cuda

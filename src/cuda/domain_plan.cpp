@@ -1,0 +1,357 @@
+// Plans between domains: the CPU reads the routes and learns what all ranks send; the first call
+// that crosses in some way learns the routes of what crosses to here, and plans the exchange
+// inside.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/text.hpp"
+#include "cuda/domain_engine.hpp"
+#include "cuda/event.hpp"
+#include "engine/growth.hpp"
+
+namespace ferry::cuda {
+
+using std::to_string;
+
+namespace {
+
+constexpr std::size_t kMostWords = 300;
+
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+/// Bytes of the routes of so many rows: tokens, then ids.
+std::size_t route_bytes(std::int64_t rows, int topk) {
+  return round_up(index(rows) * (1 + index(topk)) * sizeof(std::int32_t), kLineBytes);
+}
+
+/// Gathers tables into one piece of memory.
+class Tables {
+ public:
+  template <class T>
+  std::size_t add(const std::vector<T>& values) {
+    const std::size_t at = carver_.take(values.size() * sizeof(T));
+    bytes_.resize(carver_.end);
+    if (!values.empty()) std::memcpy(bytes_.data() + at, values.data(), values.size() * sizeof(T));
+    return at;
+  }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+
+ private:
+  Carver carver_{};
+  std::vector<std::byte> bytes_{};
+};
+
+std::vector<std::int64_t> first_rows(const std::vector<CrossingBlock>& blocks) {
+  std::vector<std::int64_t> first(1, 0);
+  for (const CrossingBlock& block : blocks) first.push_back(first.back() + block.rows);
+  return first;
+}
+
+}  // namespace
+
+/// i32 [T, K], or why they cannot be.
+std::vector<std::int32_t> DomainEngine::read_routes(DomainCall& call,
+                                                    const ConstTensorView& topk_idx,
+                                                    std::optional<Error>& invalid) {
+  const std::int64_t tokens = topk_idx.shape[0], topk = topk_idx.shape[1];
+  if (tokens == 0) return {};
+  const std::size_t span =
+      index((tokens - 1) * topk_idx.strides[0] + (topk - 1) * topk_idx.strides[1] + 1) *
+      size_of(topk_idx.dtype);
+  if (buffer_used_) poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  std::byte* copy = buffer_.take(span);
+  check(cudaMemcpyAsync(copy, topk_idx.data, span, cudaMemcpyDeviceToHost, call.native()),
+        "cudaMemcpyAsync");
+  buffer_used_ = inside().gpu().events()->take();
+  check(cudaEventRecord(buffer_used_.get(), call.native()), "cudaEventRecord");
+  poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  try {
+    return checked_routes("plan",
+                          {copy, topk_idx.dtype, topk_idx.shape, topk_idx.strides, Device{}},
+                          config_.experts);
+  } catch (const Error& error) {
+    invalid = error;
+    return {};
+  }
+}
+
+void DomainEngine::to_gpu(DomainCall& call, void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0) return;
+  if (buffer_used_) poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  std::byte* copy = buffer_.take(bytes);
+  std::memcpy(copy, from, bytes);
+  check(cudaMemcpyAsync(to, copy, bytes, cudaMemcpyHostToDevice, call.native()), "cudaMemcpyAsync");
+  buffer_used_ = inside().gpu().events()->take();
+  check(cudaEventRecord(buffer_used_.get(), call.native()), "cudaEventRecord");
+}
+
+void DomainEngine::check_counts(std::span<const std::int32_t> counts) {
+  const auto each = index(size() + placement_.experts);
+  for (int source = 0; source < size(); ++source) {
+    const auto row = counts.subspan(index(source) * each, each);
+    for (int target = 0; target < size(); ++target) {
+      const std::int64_t tokens = row[index(target)];
+      std::int64_t slots = 0;
+      bool possible = tokens >= 0;
+      for (std::int64_t e = placement_.first_expert(target);
+           e < placement_.first_expert(target + 1); ++e) {
+        const std::int32_t count = row[index(size() + e)];
+        possible = possible && count >= 0;
+        slots += count;
+      }
+      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
+        channel_.distrust("plan: counts", source,
+                          "said that it sends " + to_string(tokens) + " tokens in " +
+                              to_string(slots) + " slots to rank " + to_string(target));
+      }
+    }
+  }
+}
+
+/// On the proxy's thread.
+void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
+                               const std::optional<Error>& invalid) {
+  constexpr const char* kStage = "plan: counts";
+  std::vector<std::int32_t> counts(own.tokens_per_rank);
+  counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
+  const std::size_t each = counts.size();
+  const auto crossings = count_crossings(own, placement_, parts_.domains, rank());
+  counts.insert(counts.end(), crossings.begin(), crossings.end());
+  std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
+  StepMessage head;
+  head.call.kind = CallKind::plan;
+  head.call.topk = static_cast<std::uint32_t>(state.topk);
+  if (invalid) {
+    const std::string words = printable(invalid->what(), std::min(kMostWords, body.size()));
+    head.status = StepStatus::invalid;
+    head.handle_bytes = static_cast<std::uint32_t>(words.size());
+    std::memcpy(body.data(), words.data(), words.size());
+  } else {
+    std::memcpy(body.data(), counts.data(), body.size());
+  }
+  channel_.swap(kStage, head, body);
+  engine::check_same_call(channel_, kStage, head.call);
+  if (invalid) throw *invalid;
+  for (int peer = 0; peer < size(); ++peer) {
+    const StepMessage theirs = channel_.head(peer);
+    if (theirs.status != StepStatus::invalid) continue;
+    const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
+                                 std::min<std::size_t>(theirs.handle_bytes, kMostWords));
+    throw Error(ErrorKind::peer_failed,
+                std::string(kStage) + ": rank " + to_string(peer) +
+                    " was given an id that is no expert: " + printable(words, kMostWords) +
+                    " (on that rank)",
+                {rank(), peer, kStage, channel_.generation(), 0, 0});
+  }
+  std::vector<std::int32_t> all(each * index(size()));
+  std::vector<std::int32_t> domain_tokens(crossings.size() * index(size()));
+  for (int s = 0; s < size(); ++s) {
+    std::memcpy(all.data() + index(s) * each, channel_.body(s), each * sizeof(std::int32_t));
+    std::memcpy(domain_tokens.data() + index(s) * crossings.size(),
+                channel_.body(s) + each * sizeof(std::int32_t),
+                crossings.size() * sizeof(std::int32_t));
+  }
+  check_counts(all);
+  state.exchange = make_plan(std::move(own), all, placement_, rank());
+  const int culprit = impossible_crossing(state.exchange, parts_.domains, domain_tokens);
+  if (culprit >= 0) {
+    channel_.distrust(kStage, culprit,
+                      "counted tokens for a domain that do not fit those for its ranks");
+  }
+  state.crossing = make_crossing_plan(state.exchange, parts_.domains, std::move(domain_tokens));
+}
+
+Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  check_usable("plan");
+  check_stream("plan", options.stream, device());
+  check_routes("plan", topk_idx, device());
+  DomainCall call(*this, "plan", options.stream);
+  auto state = std::make_shared<DomainPlan>();
+  state->engine = weak_from_this();
+  state->tokens = topk_idx.shape[0];
+  state->topk = static_cast<int>(topk_idx.shape[1]);
+  state->on_wait = config_.on_wait;
+  std::optional<Error> invalid;
+  std::vector<std::int32_t> ids = read_routes(call, topk_idx, invalid);
+  if (invalid) ids.assign(index(state->tokens * state->topk), -1);
+  proxy_->run(
+      [this, state, invalid, ids = std::move(ids)]() mutable {
+        swap_counts(*state, count_routes(std::move(ids), state->tokens, state->topk, placement_),
+                    invalid);
+      },
+      config_.on_wait);
+  state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
+  const auto& matrix = state->exchange.rank_tokens;
+  state->matrix = call.take(matrix.size() * sizeof(std::int32_t));
+  to_gpu(call, state->matrix.data(), matrix.data(), matrix.size() * sizeof(std::int32_t));
+  state->rank_rows = TensorView(state->matrix.data(), Dtype::i32, {size(), size()}, device());
+  if (call.blocking()) {
+    poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
+  }
+  return Plan(state);
+}
+
+/// On the proxy's thread: the routes of the own tokens that cross, to where they cross, and of
+/// those that cross to here into `come`.
+std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const CrossingLists& lists,
+                                                     std::vector<std::byte>& come) {
+  constexpr const char* kStage = "dispatch: routes";
+  const int topk = state.topk;
+  const auto place = [&](int target, int source) {  // of a source's routes at a rank
+    std::size_t bytes = 0;
+    for (int s = 0; s < source; ++s) {
+      bytes +=
+          route_bytes(crossing_rows(state.exchange, state.crossing, lists.how, s, target), topk);
+    }
+    return bytes;
+  };
+  std::vector<std::size_t> needs;
+  for (int r = 0; r < size(); ++r) needs.push_back(place(r, size()));
+  if (!stage_.has(DomainStage::kRoutes, needs)) {
+    stage_.grow(kStage, DomainStage::kRoutes, needs);
+  }
+  StepMessage head;
+  head.call.kind = CallKind::dispatch;
+  head.call.topk = static_cast<std::uint32_t>(topk);
+  head.call.routes = 1;
+  head.call.plan = state.number;
+  head.call.crossing = static_cast<std::uint16_t>(lists.how);
+  head.stage_segment = stage_.segment(DomainStage::kRoutes);
+  channel_.swap(kStage, head);
+  engine::check_same_call(channel_, kStage, head.call);
+  std::vector<std::uint64_t> sent(index(size()));
+  std::size_t row = 0;
+  for (const CrossingBlock& block : lists.out) {
+    const StepMessage theirs = channel_.head(block.rank);
+    const std::size_t at = place(block.rank, rank());
+    channel_.checked(kStage, block.rank, {theirs.stage_segment, theirs.stage_offset},
+                     at + route_bytes(block.rows, topk));
+    std::vector<std::int32_t> routes(
+        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row),
+        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row + index(block.rows)));
+    for (std::int64_t i = 0; i < block.rows; ++i) {
+      const auto from = state.exchange.own.topk_idx.begin() +
+                        static_cast<std::ptrdiff_t>(lists.tokens[row + index(i)]) * topk;
+      routes.insert(routes.end(), from, from + topk);
+    }
+    sent[index(block.rank)] = routes.size() * sizeof(std::int32_t);
+    channel_.reach().write(block.rank, {theirs.stage_segment, theirs.stage_offset + at},
+                           routes.data(), sent[index(block.rank)], channel_.delivery_tag());
+    row += index(block.rows);
+  }
+  for (int peer = 0; peer < size(); ++peer) channel_.deliver(peer, sent[index(peer)]);
+  channel_.await_delivered(kStage);
+  const std::byte* from = stage_.data(DomainStage::kRoutes);
+  come.assign(from, from + (lists.in.empty() ? 0 : needs[index(rank())]));
+  std::vector<CrossedRoutes> routes;
+  for (const CrossingBlock& block : lists.in) {
+    const auto* words =
+        reinterpret_cast<const std::int32_t*>(come.data() + place(rank(), block.rank));
+    const auto n = index(block.rows);
+    routes.push_back({{words, n}, {words + n, n * index(topk)}});
+  }
+  return routes;
+}
+
+void DomainEngine::upload(DomainCall& call, const DomainPlan& state, const DomainTokens& tokens,
+                          CrossingTables& to) {
+  std::vector<std::int32_t> returned(index(to.lists.in_rows()));
+  for (std::size_t v = 0; v < tokens.from.size(); ++v) {
+    if (tokens.from[v] < 0) returned[index(-1 - tokens.from[v])] = static_cast<std::int32_t>(v);
+  }
+  Tables tables;
+  const std::size_t from = tables.add(tokens.from), names = tables.add(tokens.names),
+                    sent = tables.add(to.lists.tokens), back = tables.add(returned),
+                    offset = tables.add(tokens.sum_offset), sums = tables.add(tokens.sums),
+                    out = tables.add(first_rows(to.lists.out)),
+                    in = tables.add(first_rows(to.lists.in)), ids = tables.add(tokens.ids),
+                    first = tables.add(tokens.first), shift = tables.add(tokens.shift);
+  to.memory = call.take(tables.bytes().size());
+  std::byte* data = to.memory.data();
+  to_gpu(call, data, tables.bytes().data(), tables.bytes().size());
+  to.count = tokens.count();
+  to.from = reinterpret_cast<const std::int32_t*>(data + from);
+  to.names = reinterpret_cast<const std::int32_t*>(data + names);
+  to.sent = reinterpret_cast<const std::int32_t*>(data + sent);
+  to.returned = reinterpret_cast<const std::int32_t*>(data + back);
+  to.sum_offset = reinterpret_cast<const std::int64_t*>(data + offset);
+  to.sums = reinterpret_cast<const std::int32_t*>(data + sums);
+  to.out = {static_cast<int>(to.lists.out.size()),
+            reinterpret_cast<const std::int64_t*>(data + out)};
+  to.in = {static_cast<int>(to.lists.in.size()), reinterpret_cast<const std::int64_t*>(data + in)};
+
+  const ConstTensorView routes(data + ids, Dtype::i32, {to.count, state.topk}, device());
+  to.inside = inside().plan(routes, {call.stream()});
+  auto& made = static_cast<CudaPlan&>(*to.inside.state());
+  made.scattered = true;
+  made.token_names = to.names;
+  ShiftLanesParameters parameters;
+  parameters.lanes = made.view.data + made.view.layout.lanes;
+  parameters.count = to.count;
+  parameters.ranks = inside().size();
+  parameters.lane_count = lanes_of(state.topk, inside().size());
+  parameters.sources = static_cast<int>(tokens.sources.size());
+  parameters.first = reinterpret_cast<const std::int64_t*>(data + first);
+  parameters.shift = reinterpret_cast<const std::int32_t*>(data + shift);
+  parameters.peer_row = reinterpret_cast<std::int64_t*>(made.view.data + made.view.layout.peer_row);
+  check(launch_shift_lanes(parameters, call.native()), "launch_shift_lanes");
+}
+
+CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<DomainPlan>& plan,
+                                     Crossing how) {
+  auto& known = plan->of(how);
+  if (known) {
+    call.use(known->memory);
+    call.use(static_cast<CudaPlan&>(*known->inside.state()).memory);
+    return *known;
+  }
+  struct Step {
+    CrossingLists lists{};
+    DomainTokens tokens{};
+  };
+  auto step = std::make_shared<Step>();
+  proxy_->run(
+      [this, step, plan, how] {
+        step->lists = make_crossing_lists(plan->exchange, plan->crossing, how);
+        std::vector<std::byte> come;
+        const auto routes = swap_routes(*plan, step->lists, come);
+        step->tokens = make_domain_tokens(plan->exchange, plan->crossing, step->lists, routes);
+        if (step->tokens.liar >= 0) {
+          channel_.distrust("dispatch: routes", step->tokens.liar,
+                            "sent other routes than it had counted");
+        }
+      },
+      config_.on_wait);
+  auto made = std::make_unique<CrossingTables>();
+  made->lists = std::move(step->lists);
+  try {
+    upload(call, *plan, step->tokens, *made);
+  } catch (const Error& error) {
+    fail(call.name(), error);  // other ranks have made theirs
+    throw;
+  }
+  known = std::move(made);
+  return *known;
+}
+
+/// A dispatch that crossed another way has brought the routes: the rows lie alike.
+void DomainEngine::share_routes(DomainCall& call, DomainPlan& state, Crossing how) {
+  const auto& other = state.of(how == Crossing::direct ? Crossing::hierarchical : Crossing::direct);
+  auto& to = static_cast<CudaPlan&>(*state.of(how)->inside.state());
+  if (to.routes_sent.load() || !other) return;
+  auto& from = static_cast<CudaPlan&>(*other->inside.state());
+  if (!from.routes_sent.load()) return;
+  to.gpu_routes = from.gpu_routes;
+  to.slot_rows = from.slot_rows;
+  for (const RowLayout& layout : from.layouts.all()) to.layouts.add(layout);
+  check(cudaMemcpyAsync(to.memory.data() + to.routes_state, from.memory.data() + from.routes_state,
+                        sizeof(std::uint64_t), cudaMemcpyDeviceToDevice, call.native()),
+        "cudaMemcpyAsync");
+  to.routes_sent.store(true);
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,49 @@
+// The stage of a rank whose tokens cross between domains: host memory that the fabric knows and the
+// GPU reads and writes. It grows by agreement, never shrinks, and every rank knows how much each of
+// the others has.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/channel.hpp"
+#include "engine/memory.hpp"
+
+namespace ferry::cuda {
+
+class DomainStage {
+ public:
+  DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memory> memory, int device);
+  ~DomainStage();
+  DomainStage(const DomainStage&) = delete;
+  DomainStage& operator=(const DomainStage&) = delete;
+
+  /// Which memory: what this rank sends, what others write for its GPU, and what they write for its
+  /// CPU.
+  enum Area { kOut, kIn, kRoutes, kAreas };
+
+  /// Whether `needs`, [ranks] bytes that peers write on each rank, and `out`, that this rank sends,
+  /// are there already. The same on all ranks but for `out`.
+  bool has(Area area, const std::vector<std::size_t>& needs) const;
+  bool has_out(std::size_t bytes) const { return bytes <= memory_[kOut].bytes; }
+  /// Makes room; on the thread that talks to the peers, on all ranks alike.
+  void grow(const char* call, Area area, const std::vector<std::size_t>& needs);
+  void grow_out(std::size_t bytes);
+
+  std::byte* data(Area area) const { return memory_[area].data; }
+  fabric::SegmentId segment(Area area) const { return memory_[area].id; }
+  std::size_t bytes() const { return registered_; }
+
+ private:
+  void pin(const fabric::Segment& segment);
+
+  engine::Channel& channel_;
+  std::shared_ptr<engine::Memory> wire_;
+  int device_;
+  fabric::Segment memory_[kAreas]{};
+  std::vector<std::size_t> sizes_[kAreas]{};  // [ranks] of kIn and kRoutes
+  std::vector<std::byte*> pinned_{};
+  std::size_t registered_ = 0;
+};
+
+}  // namespace ferry::cuda

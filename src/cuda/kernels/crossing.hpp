@@ -1,0 +1,108 @@
+// The kernels of an exchange between domains: rows into and out of a stage in pinned host memory,
+// in chunks that a proxy posts (engine/proxy.hpp). None of them waits for anybody. Nothing here
+// needs nvcc.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/crossing_layout.hpp"
+#include "ferry/dtype.hpp"
+#include "protocol/command.hpp"
+
+namespace ferry::cuda {
+
+/// The blocks of a stage, one after another; the tables lie in GPU memory.
+struct StageBlocks {
+  int count = 0;
+  const std::int64_t* first = nullptr;  ///< [count + 1] rows before each block
+};
+
+/// Rows of this GPU with what travels beside them.
+struct CrossingSource {
+  const std::byte* rows = nullptr;  ///< [T, row_bytes] dense, 16-byte aligned
+  const float* scales = nullptr;    ///< [T, C], any strides
+  std::int64_t scale_token_stride = 0;
+  std::int64_t scale_column_stride = 1;
+  const float* weights = nullptr;  ///< [T, K] dense
+};
+
+/// Packs chunks [first_chunk, end_chunk) of all blocks and makes a command for each.
+struct PackParameters {
+  CrossingLayout layout{};
+  CrossingSource from{};
+  const std::int32_t* index = nullptr;  ///< [rows of all blocks] of `from`
+  StageBlocks blocks{};                 ///< block b is window b of the call
+  std::byte* stage = nullptr;
+  protocol::CommandSlot* ring = nullptr;
+  std::uint64_t ring_size = 0;
+  std::uint64_t first_command = 0;  ///< the call's `begin`; chunk c is command first + 1 + c
+  std::int64_t first_chunk = 0;
+  std::int64_t end_chunk = 0;
+  int sms = 1;
+};
+/// The piece that begins with chunk 0 makes the `begin`, too.
+cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream);
+
+/// What this rank brings into its domain, in one place.
+struct GatherParameters {
+  CrossingLayout layout{};
+  std::int64_t count = 0;              ///< V
+  const std::int32_t* from = nullptr;  ///< [V] own row t, or −1 − i: row i of the stage
+  CrossingSource own{};
+  StageBlocks blocks{};
+  const std::byte* stage = nullptr;
+  std::byte* rows = nullptr;  ///< [V, row_bytes]
+  float* scales = nullptr;    ///< [V, C]
+  float* weights = nullptr;   ///< [V, K]
+  int sms = 1;
+};
+cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream);
+
+/// DeviceLane [V, L] of a plan whose rows lie in the whole group's order (core/crossing_lists.hpp).
+struct ShiftLanesParameters {
+  void* lanes = nullptr;
+  std::int64_t count = 0;  ///< V
+  int lane_count = 1;      ///< L
+  int ranks = 1;           ///< of the domain
+  int sources = 0;
+  const std::int64_t* first = nullptr;  ///< [sources + 1]
+  const std::int32_t* shift = nullptr;  ///< [sources, ranks]
+  std::int64_t* peer_row = nullptr;     ///< [ranks]: becomes 0, for lanes say all
+};
+cudaError_t launch_shift_lanes(const ShiftLanesParameters& parameters, cudaStream_t stream);
+
+/// Each own token's result: rows from here and rows that crossed back, fp32 from +0 in the given
+/// order, then the biases; rounded once.
+struct AddDomainsParameters {
+  CrossingLayout layout{};
+  std::int64_t tokens = 0;
+  const std::int64_t* offset = nullptr;  ///< [T + 1]
+  const std::int32_t* parts = nullptr;   ///< row v of `rows`, or −1 − i: row i of the stage
+  const std::byte* rows = nullptr;
+  const float* weights = nullptr;  ///< [V, K]
+  StageBlocks blocks{};
+  const std::byte* stage = nullptr;
+  Dtype dtype = Dtype::bf16;
+  const std::byte* bias0 = nullptr;
+  const std::byte* bias1 = nullptr;
+  std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
+  float* out_weights = nullptr;  ///< [T, K], or null
+  int sms = 1;
+};
+cudaError_t launch_add_domains(const AddDomainsParameters& parameters, cudaStream_t stream);
+
+/// Rows of f32, bf16 or f16 become e4m3 codes with a scale for each 128 channels.
+struct QuantizeRowsParameters {
+  const std::byte* x = nullptr;  ///< [T, columns] dense, 16-byte aligned
+  Dtype dtype = Dtype::bf16;
+  std::int64_t tokens = 0;
+  std::int64_t columns = 0;
+  bool round_scale = false;
+  std::byte* codes = nullptr;  ///< [T, columns]
+  float* scales = nullptr;     ///< [T, ceil(columns / 128)]
+  int sms = 1;
+};
+cudaError_t launch_quantize_rows(const QuantizeRowsParameters& parameters, cudaStream_t stream);
+
+}  // namespace ferry::cuda

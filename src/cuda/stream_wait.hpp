@@ -1,0 +1,14 @@
+// A stream that waits for a word in pinned memory, with no SM held.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ferry::cuda {
+
+/// Work that comes behind this in the stream begins when the lower half of `*word`, which the CPU
+/// stores and only ever raises, has reached `value`. By a memory operation of the driver; where it
+/// has none for this device, by a host function that looks. Throws Error(system).
+void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t value);
+
+}  // namespace ferry::cuda

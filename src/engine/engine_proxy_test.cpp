@@ -1,0 +1,231 @@
+// The proxy without a GPU: threads make the commands and wait for the words that streams wait for.
+#include "engine/proxy.hpp"
+
+#include <cstring>
+#include <memory>
+
+#include "core/layout.hpp"
+#include "engine/growth.hpp"
+#include "engine/test_groups.hpp"
+#include "fabric/domains/domain_fabric.hpp"
+#include "fabric/local/local.hpp"
+#include "fabric/sim/sim.hpp"
+#include "protocol/watch.hpp"
+
+namespace ferry::engine::test {
+namespace {
+
+using protocol::Command;
+using protocol::CommandSlot;
+
+constexpr std::uint64_t kSlots = 4;
+constexpr std::size_t kChunk = 512;
+constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
+
+/// One rank, a domain of its own: its control segment and a stage for others, over `sim`.
+struct Seat {
+  GroupConfig config;
+  std::shared_ptr<Memory> memory;
+  ControlLayout layout;
+  fabric::Segment control, stage;
+  std::unique_ptr<Channel> channel;
+  std::vector<CommandSlot> slots = std::vector<CommandSlot>(kSlots);
+  struct alignas(128) Line {
+    std::uint64_t word = 0;
+  };
+  Line arrived, taken;
+  std::vector<std::byte> out = std::vector<std::byte>(64 * kChunk);
+  std::vector<Error> failures;  // of the proxy's thread, to be read when it has ended
+  std::unique_ptr<Proxy> proxy;
+  std::uint64_t commands = 0, calls = 0;
+
+  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline) {
+    config.deadline = deadline;
+    memory = std::make_shared<Memory>(fabric::make_domain_fabric(
+        Domains::blocks(bootstrap.size(), 1), fabric::make_local_fabric(bootstrap, 20s),
+        fabric::make_sim_fabric(bootstrap, {}, 20s)));
+    layout = make_control_layout(bootstrap.size(), kMessage);
+    control = memory->fabric->register_memory(layout.bytes);
+    stage = memory->fabric->register_memory(64 * kChunk);
+    for (const fabric::Segment& segment : {control, stage}) {
+      const auto handles = bootstrap.all_gather(segment.handle, 20s);
+      for (int peer = 0; peer < bootstrap.size(); ++peer) {
+        if (peer == bootstrap.rank()) continue;
+        memory->fabric->attach(peer, segment.id, segment.bytes,
+                               handles[static_cast<std::size_t>(peer)]);
+      }
+    }
+    bootstrap.all_gather({}, 20s);
+    channel = std::make_unique<Channel>(memory, config, control, layout);
+    proxy = std::make_unique<Proxy>(*channel, ring(), ProxyWords{&arrived.word, &taken.word},
+                                    deadline, [this](const Error& e) { failures.push_back(e); });
+  }
+  ~Seat() {
+    channel->leave();
+    proxy->stop();
+  }
+
+  protocol::CommandRing<> ring() { return {slots.data(), kSlots, &taken.word}; }
+  int rank() const { return channel->rank(); }
+  int size() const { return channel->size(); }
+
+  /// A call in which every rank sends `chunks` to every other.
+  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1) {
+    auto made = std::make_shared<CrossingCall>();
+    made->stage = "test: crossing";
+    made->head.call.kind = CallKind::dispatch;
+    made->head.call.plan = plan;
+    made->head.stage_segment = stage.id;
+    made->first = commands;
+    made->puts = chunks * static_cast<std::uint64_t>(size() - 1);
+    made->from = out.data();
+    const std::uint64_t room = chunks * kChunk;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      // At each peer the blocks lie by ascending source.
+      const int before = rank() - (peer < rank() ? 1 : 0);
+      made->windows.push_back(
+          {peer, made->windows.size() * room, static_cast<std::uint64_t>(before) * room, room});
+    }
+    made->number = ++calls;
+    commands += 1 + made->puts;
+    proxy->submit(made);
+    return made;
+  }
+  /// What a kernel does, on this thread: fills the own stage and makes the commands, never more
+  /// than the ring holds. `most`: so many puts.
+  void produce(const CrossingCall& call, std::uint64_t chunks, std::uint64_t most = ~0ull) {
+    protocol::DeadlineWatch watch(20s);
+    ASSERT_TRUE(ring().await_room(call.first, watch).ok());
+    ring().post(call.first, {Command::Kind::begin});
+    for (std::uint64_t i = 0; i < std::min(call.puts, most); ++i) {
+      const std::uint64_t window = i / chunks, from = i * kChunk;
+      std::memset(out.data() + from, static_cast<int>(call.number * 16 + i % 16), kChunk);
+      ASSERT_TRUE(ring().await_room(call.first + 1 + i, watch).ok());
+      ring().post(call.first + 1 + i,
+                  {Command::Kind::put, window, from, from - call.windows[window].from, kChunk});
+    }
+  }
+  /// What a stream does.
+  bool await_arrival(std::uint64_t number, std::chrono::nanoseconds most = 20s) {
+    protocol::DeadlineWatch watch(most);
+    return protocol::Flag{&arrived.word}
+        .wait_until([number](std::uint64_t seen) { return seen >= number; }, watch)
+        .ok();
+  }
+};
+
+void with_seats(int ranks, std::chrono::nanoseconds deadline,
+                const std::function<void(Seat&)>& body) {
+  const auto bootstraps = thread_bootstrap(ranks);
+  on_ranks(ranks, [&](int r) {
+    Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(r)];
+    Seat seat(bootstrap, deadline);
+    body(seat);
+    bootstrap.all_gather({}, 60s);
+  });
+}
+
+TEST(Proxy, CarriesMoreThanTheRingHolds) {
+  constexpr std::uint64_t kChunks = 7;
+  with_seats(3, 20s, [&](Seat& seat) {
+    for (int round = 0; round < 5; ++round) {
+      const auto call = seat.call(kChunks);
+      seat.produce(*call, kChunks);
+      ASSERT_TRUE(seat.await_arrival(call->number));
+      EXPECT_TRUE(call->crossed.load());
+      for (int peer = 0, block = 0; peer < seat.size(); ++peer) {
+        if (peer == seat.rank()) continue;
+        const auto window = static_cast<std::uint64_t>(seat.rank() - (peer < seat.rank() ? 1 : 0));
+        for (std::uint64_t i = 0; i < kChunks; ++i) {
+          const std::byte* at =
+              seat.stage.data + (static_cast<std::uint64_t>(block) * kChunks + i) * kChunk;
+          const auto sent = static_cast<std::byte>(call->number * 16 + (window * kChunks + i) % 16);
+          for (const std::size_t byte : {std::size_t{0}, kChunk - 1}) EXPECT_EQ(at[byte], sent);
+        }
+        ++block;
+      }
+      seat.proxy->run([&] { seat.channel->swap("barrier", {}); }, {});  // before it is written anew
+    }
+    EXPECT_TRUE(seat.failures.empty());
+  });
+}
+
+TEST(Proxy, ARankThatDoesNotComeIsNamedAndWaitsAreLetGo) {
+  with_seats(2, 300ms, [](Seat& seat) {
+    if (seat.rank() == 1) return;  // leaves only after the other's deadline
+    const auto call = seat.call(1);
+    seat.produce(*call, 1);
+    ASSERT_TRUE(seat.await_arrival(call->number));  // let go
+    ASSERT_TRUE(seat.await_arrival(call->number + 7));
+    while (!call->ended.load()) std::this_thread::sleep_for(1ms);
+    EXPECT_FALSE(call->crossed.load());
+    ASSERT_EQ(seat.failures.size(), 1u);
+    EXPECT_EQ(seat.failures[0].kind(), ErrorKind::deadline);
+    EXPECT_EQ(seat.failures[0].peer(), 1);
+    EXPECT_EQ(seat.failures[0].context().stage, "test: crossing");
+    expect_error(ErrorKind::deadline, {"rank 1"}, [&] { seat.channel->check_usable("later"); });
+    const auto later = seat.call(1);  // ends at once
+    while (!later->ended.load()) std::this_thread::sleep_for(1ms);
+    EXPECT_FALSE(later->crossed.load());
+  });
+}
+
+TEST(Proxy, AKernelThatDoesNotComeEndsAtTheDeadline) {
+  with_seats(2, 300ms, [](Seat& seat) {
+    const auto call = seat.call(2);
+    seat.produce(*call, 2, seat.rank() == 0 ? 1 : ~0ull);
+    ASSERT_TRUE(seat.await_arrival(call->number + 7));
+    while (!call->ended.load()) std::this_thread::sleep_for(1ms);
+    ASSERT_EQ(seat.failures.size(), 1u);
+    EXPECT_FALSE(call->crossed.load());
+  });
+}
+
+TEST(Proxy, RanksInDifferentCallsAreRefusedAndGoOn) {
+  with_seats(2, 20s, [](Seat& seat) {
+    const auto wrong = seat.call(2, seat.rank() == 0 ? 1 : 2);
+    seat.produce(*wrong, 2);
+    ASSERT_TRUE(seat.await_arrival(wrong->number));
+    while (!wrong->ended.load()) std::this_thread::sleep_for(1ms);
+    ASSERT_TRUE(wrong->refused.has_value());
+    EXPECT_EQ(wrong->refused->kind(), ErrorKind::mismatch);
+    const auto right = seat.call(2);
+    seat.produce(*right, 2);
+    ASSERT_TRUE(seat.await_arrival(right->number));
+    while (!right->ended.load()) std::this_thread::sleep_for(1ms);
+    EXPECT_FALSE(right->refused.has_value());
+    EXPECT_TRUE(seat.failures.empty());
+  });
+}
+
+TEST(Proxy, CommandsBeyondTheirWindowFailTheGroup) {
+  with_seats(2, 2s, [](Seat& seat) {
+    const auto call = seat.call(1);
+    if (seat.rank() == 0) {
+      seat.ring().post(call->first, {Command::Kind::begin});
+      seat.ring().post(call->first + 1, {Command::Kind::put, 0, 0, kChunk, 1});
+    } else {
+      seat.produce(*call, 1);
+    }
+    ASSERT_TRUE(seat.await_arrival(call->number + 7));
+    while (!call->ended.load()) std::this_thread::sleep_for(1ms);
+    ASSERT_EQ(seat.failures.size(), 1u);
+  });
+}
+
+TEST(Proxy, StepsRunInTurnAndThrowToTheirCaller) {
+  with_seats(1, 20s, [](Seat& seat) {
+    expect_error(ErrorKind::exhausted, {"no more"}, [&] {
+      seat.proxy->run([] { throw Error(ErrorKind::exhausted, "no more"); }, {});
+    });
+    int looked = 0;
+    seat.proxy->run([] { std::this_thread::sleep_for(100ms); }, [&] { ++looked; });
+    EXPECT_GT(looked, 0);
+    seat.proxy->stop();
+    expect_error(ErrorKind::destroyed, {"destroyed"}, [&] { seat.proxy->run([] {}, {}); });
+  });
+}
+
+}  // namespace
+}  // namespace ferry::engine::test

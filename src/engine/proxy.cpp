@@ -1,0 +1,228 @@
+#include "engine/proxy.hpp"
+
+#include <pthread.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "engine/growth.hpp"
+
+namespace ferry::engine {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using protocol::Command;
+using protocol::Status;
+
+/// Kernels write without waking anybody, so the thread looks again and again.
+class RingWatch {
+ public:
+  RingWatch(const Channel& channel, const std::atomic<bool>& stopping,
+            std::optional<Clock::time_point> end)
+      : channel_(channel), stopping_(stopping), end_(end) {}
+  std::uint64_t spin_ns() const { return 20'000; }
+  std::uint64_t slice_ns() const { return 50'000; }
+  Status check() const {
+    Status status;
+    if (stopping_.load(std::memory_order_acquire) || channel_.left()) {
+      status.code = Status::Code::kInterrupted;
+    } else if (end_ && Clock::now() >= *end_) {
+      status.code = Status::Code::kDeadline;
+    }
+    return status;
+  }
+
+ private:
+  const Channel& channel_;
+  const std::atomic<bool>& stopping_;
+  std::optional<Clock::time_point> end_;
+};
+
+}  // namespace
+
+Proxy::Proxy(Channel& channel, const protocol::CommandRing<>& ring, const ProxyWords& words,
+             std::chrono::nanoseconds deadline, std::function<void(const Error&)> on_failure)
+    : channel_(channel),
+      ring_(ring),
+      words_(words),
+      deadline_(deadline),
+      on_failure_(std::move(on_failure)),
+      thread_([this] { serve(); }) {
+  pthread_setname_np(thread_.native_handle(), "ferry-proxy");
+}
+
+Proxy::~Proxy() {
+  stop();
+}
+
+void Proxy::stop() {
+  {
+    std::scoped_lock lock(mutex_);
+    stopping_.store(true, std::memory_order_release);
+  }
+  changed_.notify_all();
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+void Proxy::serve() {
+  while (true) {
+    std::function<void()> task;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_.load() || !tasks_.empty(); });
+      if (tasks_.empty()) break;  // what was handed in is answered first, if only by "no"
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+  let_go();
+}
+
+/// Far beyond what any stream waits for.
+void Proxy::let_go() {
+  for (std::uint64_t* word : {words_.arrived, words_.taken}) {
+    const protocol::Flag flag{word};
+    // relaxed: written by this thread alone.
+    const std::uint64_t now = flag.load(protocol::order::relaxed);
+    if (now < kLetGo) flag.store(now + kLetGo, protocol::order::release);
+    flag.wake();
+  }
+}
+
+void Proxy::submit(std::shared_ptr<CrossingCall> call) {
+  {
+    std::scoped_lock lock(mutex_);
+    if (stopping_.load()) {  // nobody serves any more
+      call->ended.store(true, std::memory_order_release);
+      return;
+    }
+    tasks_.push_back([this, call = std::move(call)] {
+      if (!failed_ && !stopping_.load()) {
+        try {
+          carry(*call);
+        } catch (const Error& error) {
+          failed_ = true;
+          let_go();
+          on_failure_(error);
+        } catch (const std::exception& error) {
+          failed_ = true;
+          channel_.fail(call->stage, error.what(), ErrorKind::system);
+          let_go();
+          on_failure_(Error(ErrorKind::system, error.what()));
+        }
+      }
+      call->ended.store(true, std::memory_order_release);
+    });
+  }
+  changed_.notify_all();
+}
+
+void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
+  constexpr auto kLook = 20ms;
+  auto state = std::make_shared<Step>();
+  state->work = std::move(step);
+  std::unique_lock lock(mutex_);
+  if (stopping_.load()) throw Error(ErrorKind::destroyed, "the group is destroyed");
+  tasks_.push_back([this, state] {
+    try {
+      state->work();
+    } catch (...) {
+      state->error = std::current_exception();
+    }
+    if (!failed_ && channel_.dead()) {
+      failed_ = true;
+      let_go();
+      on_failure_(*channel_.dead());
+    }
+    {
+      std::scoped_lock done(mutex_);
+      state->done = true;
+      state->work = {};
+    }
+    changed_.notify_all();
+  });
+  changed_.notify_all();
+  while (!changed_.wait_for(lock, kLook, [&] { return state->done; })) {
+    if (!on_wait) continue;
+    lock.unlock();
+    try {
+      on_wait();
+    } catch (const std::exception& thrown) {  // Ctrl-C; the step goes on without its caller
+      channel_.fail("crossing", thrown.what());
+      throw;
+    }
+    lock.lock();
+  }
+  if (state->error) std::rethrow_exception(state->error);
+}
+
+void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& command,
+                          bool bounded) {
+  std::optional<Clock::time_point> end;
+  if (bounded) end = Clock::now() + deadline_;
+  RingWatch watch(channel_, stopping_, end);
+  const Status status = ring_.await(number, command, watch);
+  if (status.ok()) return;
+  if (status.code == Status::Code::kDeadline) {
+    channel_.fail(call.stage, "the GPU did not bring the rows that cross within the deadline",
+                  ErrorKind::deadline);
+    throw *channel_.dead();
+  }
+  throw Error(ErrorKind::destroyed,
+              std::string(call.stage) + ": the group was destroyed during the exchange",
+              {channel_.rank(), -1, call.stage, channel_.generation(), 0, 0});
+}
+
+void Proxy::put(CrossingCall& call, const Command& command, std::vector<std::uint64_t>& bytes) {
+  const CrossingWindow& window = call.windows.at(command.window);
+  if (command.kind != Command::Kind::put || command.to > window.bytes ||
+      command.bytes > window.bytes - command.to) {
+    throw std::runtime_error("a kernel made a command that cannot be");
+  }
+  const StepMessage theirs = channel_.head(window.peer);
+  const fabric::Address to{theirs.stage_segment, theirs.stage_offset + window.to + command.to};
+  channel_.reach().write(window.peer, {to.segment, to.offset}, call.from + command.from,
+                         command.bytes, channel_.delivery_tag());
+  bytes[static_cast<std::size_t>(window.peer)] += command.bytes;
+}
+
+void Proxy::carry(CrossingCall& call) {
+  Command command;
+  await_command(call, call.first, command, false);
+  channel_.swap(call.stage, call.head);
+  try {
+    check_same_call(channel_, call.stage, call.head.call);
+    if (call.agree) call.agree(channel_);
+  } catch (const Error& error) {
+    if (!channel_.all_ranks_threw()) throw;
+    call.refused = error;
+  }
+  if (!call.refused) {
+    for (const CrossingWindow& window : call.windows) {
+      const StepMessage theirs = channel_.head(window.peer);
+      channel_.checked(call.stage, window.peer, {theirs.stage_segment, theirs.stage_offset},
+                       window.to + window.bytes);
+    }
+  }
+  std::vector<std::uint64_t> bytes(static_cast<std::size_t>(channel_.size()));
+  for (std::uint64_t i = 0; i < call.puts; ++i) {
+    await_command(call, call.first + 1 + i, command, true);
+    if (!call.refused) put(call, command, bytes);
+  }
+  if (!call.refused) {
+    for (int i = 1; i <= channel_.size(); ++i) {
+      const int peer = (channel_.rank() + i) % channel_.size();
+      channel_.deliver(peer, bytes[static_cast<std::size_t>(peer)]);
+    }
+    channel_.await_delivered(call.stage);
+  }
+  call.crossed.store(true, std::memory_order_release);
+  const protocol::Flag arrived{words_.arrived};
+  arrived.store(call.number, protocol::order::release);
+  arrived.wake();
+}
+
+}  // namespace ferry::engine

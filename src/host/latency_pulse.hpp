@@ -1,0 +1,52 @@
+// Who was in a call lately: tells a rank that is held up from one that stopped. docs/design.md,
+// "Masks".
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "engine/reach.hpp"
+#include "protocol/flags.hpp"
+
+namespace ferry::host {
+
+using engine::FabricReach;
+
+class LatencyPulse {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// `layout`: each rank's row of words. `row`: the own one; its own word says when this rank was
+  /// last in a call, the others are counted up by the ranks outside the domain. `near`: [R], each
+  /// rank's own word; null outside the domain.
+  LatencyPulse(const protocol::FlagLayout& layout, int rank, std::byte* row,
+               std::vector<std::byte*> near, std::chrono::nanoseconds deadline);
+
+  /// Whether the words of a peer can be read here.
+  bool reads(int peer) const { return near_[static_cast<std::size_t>(peer)] != nullptr; }
+  void begin_call(Clock::time_point start);
+  /// This rank is in a call; said again and again while it waits. Who is `left_out` is not told.
+  void beat(FabricReach& reach, const std::function<bool(int)>& left_out);
+  /// Whether the peer was in a call when the one here had long begun: so in an earlier one, and
+  /// computes since. A rank that stopped did so about when this call began.
+  bool held_up(int peer) const;
+
+ private:
+  std::uint64_t word(int peer) const;
+
+  protocol::FlagLayout layout_;
+  int rank_;
+  protocol::FlagRow row_;
+  std::vector<std::byte*> near_;
+  std::vector<int> far_{};  // ranks outside the domain
+  std::chrono::nanoseconds deadline_;
+  // Of the thread whose turn it is.
+  Clock::time_point start_{}, told_{};
+  std::uint64_t count_ = 0;
+  bool long_begun_ = false;
+  std::vector<std::uint64_t> then_{};  // of each of far_, its word when the call had long begun
+};
+
+}  // namespace ferry::host

@@ -1,0 +1,121 @@
+"""A cable is pulled, a host is killed or frozen (network namespaces, libfabric over TCP): every
+survivor names a rank of that host, or masks its ranks and goes on. FERRY_HOSTS=all runs every case.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+from job import until_end, wait_for, why_not
+
+HERE = Path(__file__).parent
+EVERYTHING = os.environ.get("FERRY_HOSTS") == "all"
+DEADLINE = 2.0
+LATE = 2.0  # seconds, of a machine that is busy
+HOSTS, VICTIM = 3, 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def network() -> None:
+    if why := why_not():
+        pytest.skip(why)
+
+
+@dataclass
+class Job:
+    """`each` ranks on three hosts; host 1 is the victim."""
+
+    machines: Hosts
+    each: int
+    logs: Path
+
+    def start(self, joined: str, *options: str) -> None:
+        """`joined`: by "ofi" alone, or "direct" or "hierarchical" over domains."""
+        fabric, crossing = ("ofi", "automatic") if joined == "ofi" else ("automatic", joined)
+        command: list[str | Path] = [sys.executable, HERE / "exchanges.py", *options]
+        command += [str(DEADLINE), self.logs, fabric, crossing]
+        self.processes = self.machines.start_ranks(self.each, command, self.logs)
+        for rank in range(HOSTS * self.each):
+            going = wait_for(self.logs, rank, "going")
+            assert going["fabric"] == ("ofi" if joined == "ofi" else "shm+ofi")
+
+    def harm(self, fault: str) -> float:
+        """Returns when."""
+        start = time.monotonic()
+        if fault != "frozen":  # a host that loses its power sends no farewell either
+            self.machines.link(VICTIM, "down")
+        if fault == "killed":
+            self.machines.send(VICTIM, signal.SIGKILL)
+        if fault == "frozen":
+            self.machines.send(VICTIM, signal.SIGSTOP)
+        return start
+
+    @property
+    def victims(self) -> list[int]:
+        return list(range(VICTIM * self.each, (VICTIM + 1) * self.each))
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(HOSTS * self.each) if rank not in self.victims]
+
+    def begin_again(self) -> None:
+        """The cable is back: all ranks make a new group."""
+        (self.logs / "again").touch()
+        self.machines.link(VICTIM, "up")
+        until_end(self.processes, self.logs)
+        for rank in range(HOSTS * self.each):
+            wait_for(self.logs, rank, "again", 0.1)
+
+
+JOINED = [("ofi", 1), ("ofi", 2), ("direct", 2), ("hierarchical", 2)]
+ALL = [(fault, *joined) for fault in ("cable", "killed", "frozen") for joined in JOINED]
+LATENCY = [case for case in ALL if case[1] != "hierarchical"]  # it always goes direct
+
+
+@pytest.mark.parametrize(
+    ("fault", "joined", "each"), ALL if EVERYTHING else [("cable", "hierarchical", 2)]
+)
+def test_throughput_mode_names_the_host(fault: str, joined: str, each: int, tmp_path: Path) -> None:
+    with Hosts(HOSTS, own_boot_ids=joined != "ofi") as machines:
+        job = Job(machines, each, tmp_path)
+        job.start(joined)
+        start = job.harm(fault)
+        for rank in job.survivors:
+            said = wait_for(tmp_path, rank, "kind", 20)
+            assert said["peer"] in job.victims, said
+            assert said["kind"] in ("DeadlineExceeded", "PeerFailed"), said
+            assert said["when"] - start < DEADLINE + LATE, said
+        if fault != "cable":
+            return
+        for rank in job.victims:  # those behind the pulled cable see the others gone
+            assert wait_for(tmp_path, rank, "kind", 20)["peer"] in job.survivors
+        job.begin_again()
+
+
+@pytest.mark.parametrize(
+    ("fault", "joined", "each"), LATENCY if EVERYTHING else [("frozen", "direct", 2)]
+)
+def test_latency_mode_masks_the_host_and_goes_on(
+    fault: str, joined: str, each: int, tmp_path: Path
+) -> None:
+    with Hosts(HOSTS, own_boot_ids=joined != "ofi") as machines:
+        job = Job(machines, each, tmp_path)
+        job.start(joined, "--latency")
+        start = job.harm(fault)
+        for rank in job.survivors:
+            said = wait_for(tmp_path, rank, "first", 20)
+            # A deadline for each call: the ranks of a host may stop a call apart.
+            assert said["when"] - start < DEADLINE * each + LATE, said
+            assert wait_for(tmp_path, rank, "masked", 20)["masked"] == job.victims
+        if fault != "cable":
+            return
+        for rank in job.victims:  # they go on among themselves
+            assert wait_for(tmp_path, rank, "masked", 20)["masked"] == job.survivors
+        job.begin_again()
