@@ -50,9 +50,12 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
     if constexpr (kFew) return receive_few(block, blocks, again);
-    const SumWalk walk(v, p_.tokens, block, blocks, parts_.channels / kEach / kPiece);
-    const int shares = walk.shares;
-    for (int unit = walk.first; unit < walk.end; unit += walk.warps) {
+    // Some warps for each part, where there are enough; the other end of the block than the
+    // senders'.
+    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
+    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
