@@ -157,7 +157,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
 
  private:
   /// Rows that are loaded at once: as many as the registers hold.
-  static constexpr int kAtOnce = Codes::kFormat == CombineFormat::e4m3 ? 2 : 1;
+  static constexpr int kAtOnce = kPerSlot && Codes::kFormat == CombineFormat::e4m3 ? 2 : 1;
 
   /// Whole warp: the sum of what is here, in ascending order, rounded once.
   __device__ void sum_channels(int token, int channel, const std::uint32_t* here) {
