@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import device_of
 from reference import answers, arrived, combined, expert, make_job
-from throughput_bodies import check_rows, dispatched, same, several_hosts
+from throughput_calls import check_rows, dispatched, same, several_hosts
 
 import deep_ep
 

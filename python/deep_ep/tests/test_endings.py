@@ -12,7 +12,7 @@ import pytest
 from rank_buffers import ThreadComm, run_ranks
 from rank_processes import free_port
 from reference import make_job
-from throughput_bodies import dispatched
+from throughput_calls import dispatched
 
 import deep_ep
 
@@ -24,7 +24,7 @@ BEGIN = """
     from rank_buffers import ThreadComm
     import ferry
     from reference import make_job
-    from throughput_bodies import dispatched
+    from throughput_calls import dispatched
     torch.set_num_threads(1)
     boot = ferry.tcp(rank={rank}, size={size}, port={port}, secret="a test's", deadline=20)
     comm = ThreadComm(boot)

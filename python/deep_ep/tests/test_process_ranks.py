@@ -15,6 +15,7 @@ import replay_sglang
 import replay_torchtitan
 import replay_vllm
 import throughput_bodies as bodies
+import torch
 import torch.distributed as dist
 from buffer_processes import BufferProcesses
 from devices import device_of
@@ -24,12 +25,6 @@ from rank_processes import free_port, kept
 import deep_ep
 
 EVERYWHERE = [*bodies.ALL, *handle_bodies.ALL, *buffer_bodies.ALL, bodies.captured]
-TEN_BITS = low_latency_calls.rows_come_back_in_ten_bits
-not_there = pytest.mark.skip(reason="combine in ten bits is not there yet on GPUs")
-LOW_LATENCY = [
-    pytest.param(body, marks=not_there) if body is TEN_BITS else body
-    for body in low_latency_calls.ALL
-]
 pytestmark = pytest.mark.timeout(280)
 
 
@@ -51,7 +46,7 @@ def test_on_gpus(pool: Any, body: Any, size: int) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("body", LOW_LATENCY, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", low_latency_calls.ALL, ids=lambda body: body.__name__)
 def test_low_latency_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, low_latency_mode=True)
 
@@ -82,10 +77,12 @@ def test_process_ranks_in_cpu_memory(pool: Any) -> None:
 
 def with_process_groups(buffer: Any, device: str, port: int) -> None:
     """Buffers of process groups of torch: the default one, and ones beside it of fewer ranks.
-    torch's groups are gone when tokens are exchanged."""
+    torch's groups are gone when tokens are exchanged. Of NCCL where each rank has a GPU."""
     device_of(buffer, device)
     where, ranks = f"tcp://127.0.0.1:{port}", buffer.group_size
-    dist.init_process_group("gloo", where, rank=buffer.rank, world_size=ranks)
+    apart = device == "cuda" and ranks <= torch.cuda.device_count()
+    backend = "nccl" if apart else "gloo"
+    dist.init_process_group(backend, where, rank=buffer.rank, world_size=ranks)
     made = []
     try:
         for size in (size for size in (1, 2, 4, 8) if size <= ranks):
@@ -100,6 +97,8 @@ def with_process_groups(buffer: Any, device: str, port: int) -> None:
         dist.destroy_process_group()
     for own in made:
         bodies.changing_experts(own, device)
+    buffer.group.allgather(None)
+    for own in made:
         own.destroy()
 
 
@@ -109,5 +108,6 @@ def test_process_groups_of_torch(pool: Any) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_process_groups_on_gpus(pool: Any) -> None:
-    pool("cuda", 4).run(with_process_groups, free_port())
+@pytest.mark.parametrize("size", [2, 4])
+def test_process_groups_on_gpus(pool: Any, size: int) -> None:
+    pool("cuda", size).run(with_process_groups, free_port())

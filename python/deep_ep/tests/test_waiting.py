@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_buffers import ThreadComm, run_ranks
 from reference import make_job
-from throughput_bodies import dispatched
+from throughput_calls import dispatched
 
 import deep_ep
 

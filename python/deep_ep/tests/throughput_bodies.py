@@ -241,7 +241,9 @@ def internode_names(buffer: Any, device: str) -> None:
         x, None, per_rank, per_host, in_ranks, per_expert, idx, job.topk_weights[rank].to(device)
     )
     check_rows(got[0], job.x, job, rank, device, "")
-    y = buffer.internode_combine(expert(rank, got[0]), got[4])[0]
+    again = buffer.internode_dispatch(x, handle=got[4])[0]
+    check_rows(again, job.x, job, rank, device, "again")
+    y = buffer.internode_combine(expert(rank, got[0]), handle=got[4])[0]
     same(y, combined(job, rank, answers(job, rank, job.x)), device)
 
 
