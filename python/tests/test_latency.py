@@ -398,6 +398,10 @@ def test_bf16_as_uint16_and_memory_hint(rng: np.random.Generator) -> None:
             capacity=CAPACITY, hidden=HIDDEN, topk=TOPK, experts=EXPERTS, ranks=RANKS
         )
         assert group.memory().latency_bytes == hint
+        with pytest.raises(ferry.InvalidArgument, match=r'device.*"cpu", "cuda"'):
+            ferry.LatencyExchange.memory_hint(
+                capacity=1, hidden=HIDDEN, topk=1, experts=1, ranks=1, device="tpu"
+            )
         x = case.x[rank].astype(ml_dtypes.bfloat16).view(np.uint16)
         r = lat.dispatch(x, case.routes[rank])
         assert r.x.dtype == np.uint16

@@ -122,7 +122,7 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
   view.few = kFewTokens;
   view.dtype = config.dtype;
   view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
-  find_peers(*engine, open.places, memory.wire.bytes, view);
+  find_peers(*engine, open.places, memory.bytes, view);
   std::shared_ptr<std::byte> alarm;
   if (config.masks) {
     alarm = engine->take_alarm();

@@ -67,6 +67,7 @@ LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t expe
       {ranks, local, config.capacity, config.hidden, config.topk, size_of(config.dtype)});
   Carver carver{memory.wire.bytes};
   memory.words = carver.take(sizeof(LatencyWords));
+  memory.wire.words = memory.words;
   for (auto& result : memory.results) result = make_result_layout(carver, config, local, ranks);
   memory.bytes = engine::segment_bytes(carver.end);
   return memory;

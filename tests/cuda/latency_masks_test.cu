@@ -282,6 +282,41 @@ void test_waits(std::uint64_t seed) {
   std::printf("waits: as expected\n");
 }
 
+/// Rank 0 fails while it delivers: rank 1 has its rows, rank 2 has not, and is a call behind when
+/// it gives up. Then it computes for a while; rank 1, which waits for it, must not mask it.
+void test_held_up(std::uint64_t seed) {
+  static constexpr std::uint32_t kMasked = 0xffffffff;
+  Trio trio(true);
+  KernelGroup& group = trio.group();
+  LatencyRun& run = trio.run();
+  trio.exchange({0, 1, 2}, seed, kLong);
+  group.launch([&](int r) {  // rank 2 is not told
+    if (r != 0) return;
+    FERRY_CUDA_CHECK(cudaMemcpyAsync(&run.view(0).words->masked[2], &kMasked, sizeof(kMasked),
+                                     cudaMemcpyHostToDevice, group.stream(r)));
+  });
+  group.wait_well();
+  const LatencyWorld world = make_latency_world(small_latency_case(), seed + 1, {20, 20, 20});
+  run.upload(world, 0);
+  group.launch([&](int r) {
+    LatencyDispatchParameters dispatch = run.dispatch(r, 0);
+    dispatch.view.group.deadline_ns = kShort;
+    FERRY_CUDA_CHECK(launch_latency_dispatch(dispatch, group.stream(r)));
+    if (r == 0) return;
+    if (r == 2) hold<<<1, 1, 0, group.stream(r)>>>(kShort / 4);
+    LatencyCombineParameters combine = run.combine(r, 0, kPath);
+    combine.view.group.deadline_ns = kShort;
+    FERRY_CUDA_CHECK(launch_latency_combine(combine, group.stream(r)));
+  });
+  group.wait(10);
+  for (const int r : {1, 2}) {
+    expect("held up: a mask is fatal", group.fatal(r).written == 0, describe(group.fatal(r)));
+    expect("held up: the one that failed", trio.sees(r, 0));
+    expect("held up: the one that was held up", !trio.sees(r, 3 - r));
+  }
+  std::printf("held up: as expected\n");
+}
+
 }  // namespace
 
 void run_mask_tests(std::uint64_t seed) {
@@ -291,6 +326,7 @@ void run_mask_tests(std::uint64_t seed) {
   test_taken_back(seed);
   test_dead_in_rejoin(seed);
   test_waits(seed);
+  test_held_up(seed);
   std::fflush(stdout);
 }
 

@@ -66,6 +66,9 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
     m.view.dtype = c.dtype;
     m.view.few = c.few;
     m.view.words = reinterpret_cast<LatencyWords*>(group.take(r, sizeof(LatencyWords), 0).data);
+    // The same on all ranks, whose memory is taken alike.
+    m.view.layout.words =
+        static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.view.words) - segments.back());
     m.alarm = reinterpret_cast<LatencyAlarm*>(group.take_pinned(sizeof(LatencyAlarm)));
     m.view.alarm = m.alarm;
     m.waits = reinterpret_cast<std::uint64_t*>(group.take(r, index(c.ranks) * 8, 0).data);

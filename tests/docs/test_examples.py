@@ -83,9 +83,19 @@ def all_blocks() -> list[Block]:
     ]
 
 
+# Where the command `ferry` is: of the package, or of a build.
+PLACES = f"{Path(sys.executable).parent}{os.pathsep}{ROOT / 'build/host/tools/ferry'}"
+
+
 def run(command: list[str], where: Path) -> str:
     done = subprocess.run(
-        command, cwd=where, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command,
+        cwd=where,
+        env={**os.environ, "PATH": f"{PLACES}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -94,8 +104,7 @@ def run(command: list[str], where: Path) -> str:
 def under_ferry(block: Block, command: list[str]) -> list[str]:
     if not block.ranks:
         return command
-    folder = Path(sys.executable).parent
-    ferry = shutil.which("ferry", path=f"{folder}{os.pathsep}{ROOT / 'build/host/tools/ferry'}")
+    ferry = shutil.which("ferry", path=PLACES)
     assert ferry, "the command `ferry` is not built: make package"
     return [ferry, "run", "-n", str(block.ranks), "--", *command]
 

@@ -134,7 +134,8 @@ class CombineWaits {
       if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag<kTimed>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
+        const Came what =
+            await_tag<kTimed, !kPerSlot>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         lost |= what == Came::missing;
@@ -151,22 +152,6 @@ class CombineWaits {
   const LatencyCall& call_;
   PartShape parts_;
   bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
-};
-
-/// What one warp sums when it receives: a share of some parts of a token.
-struct SumWalk {
-  int warps, shares, first, end;
-
-  /// `most`: shares that a part can be split into.
-  __device__ __forceinline__ SumWalk(const LatencyView& v, int tokens, int block, int blocks,
-                                     int most) {
-    // Some warps for each part, where there are enough.
-    warps = blocks * kLatencyWarps;
-    shares = max(1, min(max(1, most), warps / max(1, tokens * v.parts)));
-    // The other end of the block than the senders'.
-    first = (kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32)) * blocks + block;
-    end = tokens * v.parts * shares;
-  }
 };
 
 }  // namespace ferry::cuda::device

@@ -8,14 +8,9 @@ namespace ferry::cuda::device {
 inline constexpr int kAtOnce = 2;
 /// Rows of a sum that are loaded at once: as many as the registers hold.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ == 1000)
-template <class T, bool kPerSlot>
 inline constexpr int kRows = 3;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-template <class T, bool kPerSlot>
-inline constexpr int kRows = !kPerSlot && sizeof(T) == 2 ? 3 : 4;
 #else
-template <class T, bool kPerSlot>
-inline constexpr int kRows = !kPerSlot && sizeof(T) == 4 ? 3 : 4;
+inline constexpr int kRows = 4;
 #endif
 
 /// The same of rows that carry their generation.
@@ -50,9 +45,12 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
     if constexpr (kFew) return receive_few(block, blocks, again);
-    const SumWalk walk(v, p_.tokens, block, blocks, parts_.channels / kEach / kPiece);
-    const int shares = walk.shares;
-    for (int unit = walk.first; unit < walk.end; unit += walk.warps) {
+    // Some warps for each part, where there are enough; the other end of the block than the
+    // senders'.
+    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
+    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
@@ -295,12 +293,11 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       for (int w = 0; w < kMaskWords; ++w) {
         std::uint32_t left = here[w];
         while (left != 0) {
-          constexpr int kLoaded = kRows<T, kPerSlot>;
-          uint4 data[kLoaded][kAtOnce];
+          uint4 data[kRows][kAtOnce];
           std::uint32_t loaded = left;
           int count = 0;
 #pragma unroll
-          for (int n = 0; n < kLoaded; ++n) {
+          for (int n = 0; n < kRows; ++n) {
             if (left == 0) continue;
             const int bit = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
@@ -313,7 +310,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
             }
           }
 #pragma unroll
-          for (int n = 0; n < kLoaded; ++n) {
+          for (int n = 0; n < kRows; ++n) {
             if (n >= count) continue;
             float factor = 0;
             if constexpr (kPerSlot) {

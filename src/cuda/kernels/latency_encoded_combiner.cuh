@@ -136,15 +136,17 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
   /// As Combiner::receive.
   __device__ bool receive(int block, int blocks, bool again) {
     const LatencyView& v = p_.view;
-    const SumWalk walk(v, p_.tokens, block, blocks, parts_.channels / kStepChannels);
-    for (int unit = walk.first; unit < walk.end; unit += walk.warps) {
-      const int whole = unit / walk.shares, share = unit - whole * walk.shares;
+    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kStepChannels);
+    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
+      const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t here[kMaskWords];
       if (!this->await_part(token, part, again, here)) return false;
       const int begin = parts_.begin(part), end = parts_.end(v, part);
       const int steps = (end - begin + kStepChannels - 1) / kStepChannels;
-      const int each = (steps + walk.shares - 1) / walk.shares * kStepChannels;
+      const int each = (steps + shares - 1) / shares * kStepChannels;
       const int last = min(end, begin + (share + 1) * each);
       for (int step = begin + share * each; step < last; step += kStepChannels) {
         sum_channels(token, step + static_cast<int>(threadIdx.x % 32) * kLaneChannels, here);
@@ -155,7 +157,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
 
  private:
   /// Rows that are loaded at once: as many as the registers hold.
-  static constexpr int kAtOnce = Codes::kFormat == CombineFormat::e4m3 ? 2 : 1;
+  static constexpr int kAtOnce = kPerSlot && Codes::kFormat == CombineFormat::e4m3 ? 2 : 1;
 
   /// Whole warp: the sum of what is here, in ascending order, rounded once.
   __device__ void sum_channels(int token, int channel, const std::uint32_t* here) {

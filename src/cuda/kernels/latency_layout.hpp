@@ -63,6 +63,7 @@ struct LatencyDeviceShape {
 struct DeviceLatencyLayout {
   std::size_t released = 0;  ///< [R] lines: the receiver has read all up to this generation
   std::size_t gone = 0;      ///< u32 [R], of Gone
+  std::size_t words = 0;     ///< LatencyWords, where peers may look; 0: they may not
   std::size_t offers = 0;    ///< [R] lines: latency_masks.cu
   std::size_t answers = 0;   ///< [R] lines
   std::size_t headers = 0;   ///< [2, R, header_bytes]
@@ -162,6 +163,7 @@ struct LatencyWords {
   std::uint64_t verdict[kMaxDomain];
   std::uint64_t rounds;             ///< of rejoining
   std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
+  std::uint32_t last_mask;          ///< number of the last call in which a rank was masked; 0: none
 };
 
 /// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32

@@ -42,6 +42,7 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
     if (reason == Reason::none && !gone) return Found::stop;
     const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
     if (may_mask && blockIdx.x == 0) {
+      if (!gone && waits_on(v, patience, source)) continue;
       note_wait(call, source, late);
       store_relaxed(&v.words->suspected[source], at.generation);
       return Found::halted;

@@ -136,9 +136,11 @@ __device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
   return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(own_memory(v), peer)));
 }
 
-/// The peer missed its deadline where it may.
-__device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, int peer) {
+/// The peer missed its deadline where it may. Apart: waits have the registers.
+__device__ __noinline__ inline void mask_late(const LatencyView& v, const LatencyCall& call,
+                                              int peer) {
   if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
+  store_relaxed(&v.words->last_mask, call.number);
   const LatencyPlaces at{v, call.generation};
   store_relaxed(at.gone(v.peers[peer], v.group.rank), static_cast<std::uint32_t>(Gone::without_us));
   if (find_gone(v, peer) == Gone::without_us) {
@@ -148,6 +150,40 @@ __device__ inline void mask_late(const LatencyView& v, const LatencyCall& call, 
   fence_system();  // whoever sees the count sees whom it is about
   auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
   atomicAdd_system(count, 1ull);
+}
+
+// Ranks that are held up. A rank that fails while it delivers holds up some ranks and not others;
+// those are a call behind when the deadline of the rest is over, and have just masked it. So
+// whoever has masked somebody in its last calls gets as long again.
+
+/// In Patience::looks, above the looks: checks behind the deadline.
+inline constexpr int kOverdueShift = 28;
+inline constexpr std::uint32_t kOverdue = 1u << kOverdueShift;
+/// So many before a rank is judged, 0.1 ms or so: its own deadline began no later than this rank's,
+/// but clocks and looks are not that exact.
+inline constexpr std::uint32_t kChecksBeforeVerdict = 4;
+/// Added when it gets as long again, which it does once.
+inline constexpr std::uint32_t kHeldUp = 8;
+
+__device__ __forceinline__ bool was_held_up(const LatencyView& v, int peer) {
+  if (v.layout.words == 0) return false;
+  const auto& words = *reinterpret_cast<const LatencyWords*>(v.peers[peer] + v.layout.words);
+  const std::uint32_t masked = load_relaxed(&words.last_mask);
+  // Its newest call has the number of that one, one less while it is young, or one more.
+  return masked != 0 && load_relaxed(&words.calls) + 1 - masked <= 2;
+}
+
+/// One thread, at a check behind the deadline: whether it waits for `peer` on.
+__device__ __forceinline__ bool waits_on(const LatencyView& v, Patience& patience, int peer) {
+  const std::uint32_t overdue = patience.looks >> kOverdueShift;
+  if (overdue < kChecksBeforeVerdict) {
+    patience.looks += kOverdue;
+    return true;
+  }
+  if (overdue >= kHeldUp || !was_held_up(v, peer)) return false;
+  patience.looks += kHeldUp << kOverdueShift;
+  patience.start = 0;
+  return true;
 }
 
 enum class Came { here, missing, stop };
@@ -173,15 +209,17 @@ __device__ __forceinline__ void note_wait(const LatencyCall& call, int source, s
   atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
 }
 
-/// One thread, between two looks at what `peer` writes: here means go on looking.
+/// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
+/// the exchange has none.
+template <bool kMasks = true>
 __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& call,
                                      Patience& patience, int peer, Stage stage,
                                      std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
   const bool over = patience.over(v.group, reason);
   if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
-  if (load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
-  if (!over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
+  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
+  if (kMasks && !over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
     mask_late(v, call, peer);
     return Came::missing;
   }
@@ -193,17 +231,18 @@ __device__ inline Came between_looks(const LatencyView& v, const LatencyCall& ca
   } else if (!over) {
     return Came::here;
   }
-  if (reason != Reason::deadline || v.alarm == nullptr) {
+  if (!kMasks || reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
     return Came::stop;
   }
+  if (waits_on(v, patience, peer)) return Came::here;
   mask_late(v, call, peer);
   return Came::missing;
 }
 
 /// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells
 /// for how long.
-template <bool kTimed>
+template <bool kTimed, bool kMasks = true>
 __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
                                  const std::uint32_t* word, std::uint32_t tag, int peer,
                                  Stage stage) {
@@ -213,7 +252,7 @@ __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
     const std::uint32_t seen = load_acquire(word);
     Came came = Came::here;
     if (seen != tag) {
-      came = between_looks(v, call, patience, peer, stage, tag, seen);
+      came = between_looks<kMasks>(v, call, patience, peer, stage, tag, seen);
       if constexpr (kTimed) late = look_time(call);
       if (came == Came::here) continue;
     }
