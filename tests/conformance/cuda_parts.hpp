@@ -25,7 +25,7 @@ struct CudaOptions {
   std::uint64_t seed = 1;
   std::int64_t only_case = -1;
   int repeat = 10000;
-  int gpus = 1;  ///< 0: the host engine
+  int gpus = 1;                                ///< 0: the host engine
   FabricKind network = FabricKind::automatic;  ///< between the domains of processes
 };
 
