@@ -303,7 +303,8 @@ void test_held_up(std::uint64_t seed) {
     dispatch.view.group.deadline_ns = kShort;
     FERRY_CUDA_CHECK(launch_latency_dispatch(dispatch, group.stream(r)));
     if (r == 0) return;
-    if (r == 2) hold<<<1, 1, 0, group.stream(r)>>>(kShort / 4);
+    // Ranks are launched one after another: rank 1's deadline must not begin before rank 2's.
+    hold<<<1, 1, 0, group.stream(r)>>>(kShort / (r == 1 ? 8 : 4));
     LatencyCombineParameters combine = run.combine(r, 0, kPath);
     combine.view.group.deadline_ns = kShort;
     FERRY_CUDA_CHECK(launch_latency_combine(combine, group.stream(r)));
