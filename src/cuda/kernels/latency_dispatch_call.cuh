@@ -12,6 +12,10 @@ struct SharedShape {
   std::size_t bytes = 0;
 };
 
+/// Up to so many tokens a header is counted while the call is opened. Of more, receivers that know
+/// their places early only get in the way of rows that are still being sent.
+inline constexpr int kTokensCountedEarly = 64;
+
 /// Whole block; begins the call, too: the headers of the destinations that are this block's. False:
 /// the group has failed.
 __device__ inline bool send_headers(const LatencyDispatchParameters& p, const RankFinder& ranks,
@@ -21,16 +25,17 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
   const auto blocks = static_cast<int>(gridDim.x);
   const int first = blocks - 1 - static_cast<int>(blockIdx.x);
   HeaderMaker header(p, ranks, counters, warps, words);
+  const bool early = p.tokens <= kTokensCountedEarly;
   bool stopped = false;
   if (threadIdx.x < 32) {
     stopped = open_latency_call(v, nullptr, call);
-  } else {
+  } else if (early) {
     header.count(first);
   }
   if (!join_latency_call(v, stopped)) return false;
   const LatencyPlaces at{v, call.generation};
   for (int d = first; d < v.group.ranks; d += blocks) {
-    if (d != first) {
+    if (d != first || !early) {
       __syncthreads();
       header.count(d);
       __syncthreads();
