@@ -25,17 +25,16 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
   const auto blocks = static_cast<int>(gridDim.x);
   const int first = blocks - 1 - static_cast<int>(blockIdx.x);
   HeaderMaker header(p, ranks, counters, warps, words);
-  const bool early = p.tokens <= kTokensCountedEarly;
   bool stopped = false;
   if (threadIdx.x < 32) {
     stopped = open_latency_call(v, nullptr, call);
-  } else if (early) {
+  } else if (p.tokens <= kTokensCountedEarly) {
     header.count(first);
   }
   if (!join_latency_call(v, stopped)) return false;
   const LatencyPlaces at{v, call.generation};
   for (int d = first; d < v.group.ranks; d += blocks) {
-    if (d != first || !early) {
+    if (d != first || p.tokens > kTokensCountedEarly) {
       __syncthreads();
       header.count(d);
       __syncthreads();
