@@ -8,6 +8,7 @@
 #include "bootstrap/frame.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/store_errors.hpp"
+#include "bootstrap/test_address.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
 #include "core/test_files.hpp"
@@ -51,7 +52,7 @@ TEST(TcpBootstrap, LoopbackIsNoAddressForOthers) {
 
 TEST(TcpBootstrap, TheAddressOnTheWayToTheStoreIsKnown) {
   TcpOptions base = fresh_options(2);
-  base.address = outer_address();
+  base.address = test::outer_address();
   if (base.address.empty()) GTEST_SKIP() << "no address but loopback";
   auto errors = run_ranks(2, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "cuda/combine_job.hpp"
 #include "cuda/event.hpp"
 #include "engine/regions.hpp"
@@ -55,15 +56,7 @@ void CombineJob::check_rows() {
 }
 
 CallSignature CombineJob::signature() const {
-  CallSignature call;
-  call.kind = CallKind::combine;
-  call.dtype = static_cast<std::uint32_t>(rows_.dtype);
-  call.columns = rows_.columns();
-  call.topk = static_cast<std::uint32_t>(plan_->topk);
-  call.order = static_cast<std::uint16_t>(options_.order);
-  call.weights = has_weights() ? 1 : 0;
-  call.plan = plan_->number;
-  return call;
+  return combine_signature(rows_, plan_->topk, options_, plan_->number);
 }
 
 Held CombineJob::copied(const void* from, std::size_t bytes, Held to) {

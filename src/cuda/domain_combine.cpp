@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "cuda/combine_job.hpp"
 #include "cuda/domain_engine.hpp"
 
@@ -62,13 +63,7 @@ void DomainCombine::check_rows() const {
 
 StepMessage DomainCombine::head(Crossing how) const {
   StepMessage head;
-  head.call.kind = CallKind::combine;
-  head.call.dtype = static_cast<std::uint32_t>(rows_.dtype);
-  head.call.columns = rows_.columns();
-  head.call.topk = static_cast<std::uint32_t>(plan_->topk);
-  head.call.order = static_cast<std::uint16_t>(options_.order);
-  head.call.weights = has_weights() ? 1 : 0;
-  head.call.plan = plan_->number;
+  head.call = combine_signature(rows_, plan_->topk, options_, plan_->number);
   head.call.crossing = static_cast<std::uint16_t>(how);
   return head;
 }

@@ -1,8 +1,5 @@
 // Several hosts, as Ferry sees them: ranks with another boot id. Those of one share memory, a
 // network joins them, and nobody has to say so.
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <sched.h>
 #include <sys/mount.h>
 #include <unistd.h>
@@ -13,27 +10,12 @@
 #include <filesystem>
 #include <fstream>
 
+#include "bootstrap/test_address.hpp"
 #include "engine/test_network.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
 namespace {
-
-/// An address of this machine that other hosts would reach; empty: none.
-std::string outer_address() {
-  ifaddrs* all = nullptr;
-  if (getifaddrs(&all) != 0) return {};
-  std::string found;
-  for (const ifaddrs* one = all; one != nullptr && found.empty(); one = one->ifa_next) {
-    if (one->ifa_addr == nullptr || one->ifa_addr->sa_family != AF_INET) continue;
-    if ((one->ifa_flags & IFF_LOOPBACK) != 0 || (one->ifa_flags & IFF_UP) == 0) continue;
-    char text[INET_ADDRSTRLEN];
-    const auto* address = reinterpret_cast<const sockaddr_in*>(one->ifa_addr);
-    if (inet_ntop(AF_INET, &address->sin_addr, text, sizeof text) != nullptr) found = text;
-  }
-  freeifaddrs(all);
-  return found;
-}
 
 /// From now on this process is on another host, as far as its boot id says. False: not allowed.
 bool move_to_host(int host) {
