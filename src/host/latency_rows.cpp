@@ -1,6 +1,9 @@
 // Latency combine, sending: the rows of a token to its owner, one for each slot or, summed here,
 // one for each rank; ahead of them how this rank combines, and weights where they are needed.
+#include <algorithm>
 #include <array>
+#include <span>
+#include <string>
 
 #include "core/check.hpp"
 #include "host/kernels/kernels.hpp"
@@ -106,11 +109,15 @@ const float* HostLatency::weights_of(const Exchange& exchange, const CombineCall
       segment_.data + weights_offset(exchange.generation, arrival.source, arrival.token));
 }
 
-std::size_t HostLatency::send_sum(const Exchange& exchange, const CombineCall& call,
-                                  const Arrival& arrival, int slot, const std::byte* row) {
-  const Generation g = exchange.generation;
-  const std::byte* wire = row;
-  std::size_t bytes = plain_bytes();
+std::size_t HostLatency::sum_bytes(CombineFormat format) const {
+  switch (format) {
+    case CombineFormat::e4m3: return combine_row_.e4m3_bytes;
+    case CombineFormat::logfmt10: return combine_row_.logfmt_bytes;
+    default: return plain_bytes();
+  }
+}
+
+const std::byte* HostLatency::encode_sum(const CombineCall& call, const std::byte* row) {
   if (call.format == CombineFormat::e4m3) {
     QuantizeRow quantize;
     quantize.row = row;
@@ -119,16 +126,13 @@ std::size_t HostLatency::send_sum(const Exchange& exchange, const CombineCall& c
     quantize.codes = encoded_.data();
     quantize.scales = reinterpret_cast<float*>(encoded_.data() + combine_row_.e4m3_scales);
     kernels().quantize_row(quantize);
-    wire = encoded_.data();
-    bytes = combine_row_.e4m3_bytes;
-  } else if (call.format == CombineFormat::logfmt10) {
-    kernels().encode_logfmt({row, config_.dtype, config_.hidden, encoded_.data(), combine_row_});
-    wire = encoded_.data();
-    bytes = combine_row_.logfmt_bytes;
+    return encoded_.data();
   }
-  const std::size_t place = sum_offset(g, arrival.token, engine_->rank(), slot, call.by_rank);
-  reach_.write(arrival.source, at(place), wire, bytes, protocol::Delivery<>::tag(g));
-  return bytes;
+  if (call.format == CombineFormat::logfmt10) {
+    kernels().encode_logfmt({row, config_.dtype, config_.hidden, encoded_.data(), combine_row_});
+    return encoded_.data();
+  }
+  return row;
 }
 
 void HostLatency::send_results(const Exchange& exchange, const CombineCall& call,
@@ -161,37 +165,58 @@ void HostLatency::send_results(const Exchange& exchange, const CombineCall& call
 void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
                             const ConstTensorView& rows, const RankBytes& to) {
   const Generation g = exchange.generation;
+  for (int i = 1; i <= ranks(); ++i) {  // each starts elsewhere
+    const int owner = (engine_->rank() + i) % ranks();
+    if (to[static_cast<std::size_t>(owner)] == 0) continue;
+    const std::size_t bytes = send_sums_to(exchange, call, rows, owner);
+    combined_[buffer(g)].deliver(reach_, owner, g, bytes);
+  }
+}
+
+std::size_t HostLatency::send_sums_to(const Exchange& exchange, const CombineCall& call,
+                                      const ConstTensorView& rows, int owner) {
+  const Generation g = exchange.generation;
   const auto* from = static_cast<const std::byte*>(rows.data);
-  const bool sums = call.by_rank && exchange.options.order == RowOrder::expert_major;
-  std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
+  const bool fanned_out = exchange.options.order == RowOrder::expert_major;
+  const auto topk = static_cast<std::size_t>(config_.topk);
+  const auto arrivals = std::ranges::equal_range(exchange.arrivals, owner, {}, &Arrival::source);
+  const auto first = static_cast<std::size_t>(arrivals.begin() - exchange.arrivals.begin());
+  const std::span<const std::int32_t> places =
+      fanned_out ? std::span(exchange.slot_rows).subspan(first * topk, arrivals.size() * topk)
+                 : std::span<const std::int32_t>();
+  const std::size_t count = call.by_rank
+                                ? arrivals.size()
+                                : static_cast<std::size_t>(std::ranges::count_if(
+                                      places, [](std::int32_t place) { return place >= 0; }));
+  check_sums_there(exchange, owner, count);
+  const std::size_t row_bytes = sum_bytes(call.format);
+  std::size_t sent = sums_offset(g, exchange.sums_there[static_cast<std::size_t>(owner)]);
+  const auto send = [&](const std::byte* row) {
+    reach_.write(owner, at(sent), encode_sum(call, row), row_bytes, protocol::Delivery<>::tag(g));
+    sent += row_bytes;
+  };
   SlotSum slots(config_);
-  for (std::size_t n = 0; n < exchange.arrivals.size(); ++n) {
-    const Arrival& arrival = exchange.arrivals[n];
-    if (to[static_cast<std::size_t>(arrival.source)] == 0) continue;
-    std::uint64_t& sent = bytes[static_cast<std::size_t>(arrival.source)];
-    if (exchange.options.order == RowOrder::rank_major) {
-      const std::byte* row = from + this->slot(0, arrival.source, arrival.row) * plain_bytes();
-      sent += send_sum(exchange, call, arrival, arrival.slot, row);
-      continue;
-    }
-    const std::int32_t* places =
-        exchange.slot_rows.data() + n * static_cast<std::size_t>(config_.topk);
-    if (sums) {
-      const std::byte* row = slots.add_up(from, places, weights_of(exchange, call, n));
-      sent += send_sum(exchange, call, arrival, arrival.slot, row);
-      continue;
-    }
-    for (int k = 0; k < config_.topk; ++k) {
-      if (places[k] < 0) continue;
-      const std::byte* row = from + static_cast<std::size_t>(places[k]) * plain_bytes();
-      sent += send_sum(exchange, call, arrival, k, row);
+  for (std::size_t n = 0; n < arrivals.size(); ++n) {
+    if (!fanned_out) {
+      send(from + slot(0, owner, arrivals[n].row) * plain_bytes());
+    } else if (call.by_rank) {
+      send(slots.add_up(from, places.data() + n * topk, weights_of(exchange, call, first + n)));
+    } else {
+      for (const std::int32_t place : places.subspan(n * topk, topk)) {
+        if (place >= 0) send(from + static_cast<std::size_t>(place) * plain_bytes());
+      }
     }
   }
-  for (int i = 0; i < ranks(); ++i) {
-    const int peer = (engine_->rank() + i) % ranks();
-    if (to[static_cast<std::size_t>(peer)] == 0) continue;
-    combined_[buffer(g)].deliver(reach_, peer, g, bytes[static_cast<std::size_t>(peer)]);
-  }
+  return count * row_bytes;
+}
+
+void HostLatency::check_sums_there(const Exchange& exchange, int owner, std::size_t rows) {
+  const std::uint64_t first = exchange.sums_there[static_cast<std::size_t>(owner)];
+  // Not first + rows: that could overflow.
+  if (first <= sum_places() && rows <= sum_places() - first) return;
+  engine_->channel().distrust("latency combine: rows", owner,
+                              "wants " + std::to_string(rows) + " rows at place " +
+                                  std::to_string(first) + " of " + std::to_string(sum_places()));
 }
 
 }  // namespace ferry::host

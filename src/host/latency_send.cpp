@@ -1,6 +1,7 @@
 // Latency dispatch, first half: checks, encoding, one copy of a token for each rank.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -38,6 +39,8 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   exchange->sent.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->came.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
+  exchange->sums_here = first_sums(*exchange);
+  exchange->sums_there.assign(static_cast<std::size_t>(ranks()), 0);
   if (options.topk_weights) {
     const auto* weights = static_cast<const float*>(options.topk_weights->data);
     exchange->weights.assign(weights, weights + options.topk_weights->shape.product());
@@ -232,7 +235,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
     const auto d = static_cast<std::size_t>(peer);
     if (to[d] == 0) continue;
     if (!crosses(peer)) {
-      const SourceHeader header = header_of(exchange, all[d]);
+      const SourceHeader header = header_of(exchange, peer, all[d]);
       reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header),
                    protocol::Credit<>::tag(g));
       bytes[d] += sizeof(header);
@@ -243,10 +246,31 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
   }
 }
 
-SourceHeader HostLatency::header_of(const Exchange& exchange, std::int32_t rows) const {
-  return {exchange.generation, rows, static_cast<std::uint32_t>(exchange.options.format),
-          static_cast<std::uint32_t>(exchange.options.scale_format),
-          exchange.options.topk_weights ? 1u : 0u};
+SourceHeader HostLatency::header_of(const Exchange& exchange, int peer, std::int32_t rows) const {
+  SourceHeader header;
+  header.generation = exchange.generation;
+  header.first_sum = exchange.sums_here[static_cast<std::size_t>(peer)];
+  header.rows = rows;
+  header.format = static_cast<std::uint8_t>(exchange.options.format);
+  header.scale_format = static_cast<std::uint8_t>(exchange.options.scale_format);
+  header.weights = exchange.options.topk_weights ? 1 : 0;
+  return header;
+}
+
+std::vector<std::uint64_t> HostLatency::first_sums(const Exchange& exchange) const {
+  const auto count = static_cast<std::size_t>(ranks());
+  std::vector<std::uint64_t> first(count + 1, 0);
+  if (config_.masks) {  // the same for ever: a masked rank may write late
+    for (std::size_t d = 0; d < count; ++d)
+      first[d] = d * static_cast<std::size_t>(config_.capacity);
+  } else {
+    for (const std::int32_t id : exchange.routes) {
+      if (id >= 0) ++first[static_cast<std::size_t>(engine_->placement().rank_of(id)) + 1];
+    }
+    std::partial_sum(first.begin(), first.end(), first.begin());
+  }
+  first.pop_back();
+  return first;
 }
 
 std::vector<std::int32_t> HostLatency::rows_to_ranks(const Exchange& exchange) const {
