@@ -31,8 +31,8 @@ inline constexpr const char* kLatencyRejoin = "latency rejoin";
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
 /// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_cross.cpp: rows
 /// of other domains; latency_rank_major.cpp: results without fan-out; latency_combine.cpp: the call
-/// and the sums of the owner; latency_rows.cpp: the rows on their way there; latency_rejoin.cpp:
-/// who takes part.
+/// and the sums of the owner; latency_rows.cpp, latency_sums.cpp: the rows on their way there;
+/// latency_rejoin.cpp: who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
@@ -235,8 +235,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// To one owner; returns the bytes.
   std::size_t send_sums_to(const Exchange& exchange, const CombineCall& call,
                            const ConstTensorView& rows, int owner);
-  /// Throws Error(mismatch) unless so many rows have room where the owner wants them.
-  void check_sums_there(const Exchange& exchange, int owner, std::size_t rows);
+  /// Where the owner wants them. Throws Error(mismatch) unless so many rows have room there.
+  std::size_t sums_there(const Exchange& exchange, int owner, std::size_t rows);
   void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
   /// The rows of a token in the order in which they are summed; return how many. `next`: [R], of
   /// each rank the row that comes next; tokens are asked for in ascending order.
@@ -247,8 +247,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                              const RankBytes& came, NextSums& next, const void** rows) const;
   /// The weights of an arrival's slots, [K].
   const float* weights_of(const Exchange& exchange, const CombineCall& call, std::size_t n) const;
-  /// The row as it crosses, in the call's format.
-  const std::byte* encode_sum(const CombineCall& call, const std::byte* row);
+  /// The row as it crosses, in the call's format; if it has to be made, in `room`.
+  const std::byte* encode_sum(const CombineCall& call, const std::byte* row, std::byte* room) const;
 
   std::shared_ptr<HostEngine> engine_;
   LatencyConfig config_;
@@ -262,7 +262,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   LatencyMasks masks_;
   protocol::Rejoin<> rejoin_;
   CombineRowLayout combine_row_;
-  std::vector<std::byte> encoded_{};  ///< one row; calls of a group run one after another
+  // Calls of a group run one after another.
+  std::vector<std::byte> made_sums_;  ///< as many rows as are written at once
+  std::vector<std::byte> summed_;     ///< one row, before it is encoded
 
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;
