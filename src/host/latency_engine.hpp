@@ -182,8 +182,6 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
   /// How many tokens go to each rank, [R].
   std::vector<std::int32_t> rows_to_ranks(const Exchange& exchange) const;
-  /// The place of the first row to be summed of each rank, [R].
-  std::vector<std::uint64_t> first_sums(const Exchange& exchange) const;
   SourceHeader header_of(const Exchange& exchange, int peer, std::int32_t rows) const;
 
   // latency_cross.cpp

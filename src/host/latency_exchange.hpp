@@ -18,7 +18,7 @@ namespace ferry::host {
 /// What a source says about the rows that it sent, and of the rows that it wants back.
 struct SourceHeader {
   std::uint64_t generation = 0;
-  std::uint64_t first_sum = 0;  ///< the place of the first; the others follow it
+  std::uint64_t first_sum = 0;  ///< the place of the first (core/sum_places.hpp)
   std::int32_t rows = 0;
   std::uint8_t format = 0;
   std::uint8_t scale_format = 0;

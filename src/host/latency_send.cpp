@@ -1,12 +1,12 @@
 // Latency dispatch, first half: checks, encoding, one copy of a token for each rank.
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <string>
 #include <utility>
 
 #include "core/check.hpp"
 #include "core/number.hpp"
+#include "core/sum_places.hpp"
 #include "host/kernels/kernels.hpp"
 #include "host/latency_engine.hpp"
 
@@ -39,7 +39,8 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   exchange->sent.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->came.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
-  exchange->sums_here = first_sums(*exchange);
+  exchange->sums_here = config_.masks ? fixed_sum_places(config_.capacity, ranks())
+                                      : first_sum_places(exchange->routes, engine_->placement());
   exchange->sums_there.assign(static_cast<std::size_t>(ranks()), 0);
   if (options.topk_weights) {
     const auto* weights = static_cast<const float*>(options.topk_weights->data);
@@ -255,22 +256,6 @@ SourceHeader HostLatency::header_of(const Exchange& exchange, int peer, std::int
   header.scale_format = static_cast<std::uint8_t>(exchange.options.scale_format);
   header.weights = exchange.options.topk_weights ? 1 : 0;
   return header;
-}
-
-std::vector<std::uint64_t> HostLatency::first_sums(const Exchange& exchange) const {
-  const auto count = static_cast<std::size_t>(ranks());
-  std::vector<std::uint64_t> first(count + 1, 0);
-  if (config_.masks) {  // the same for ever: a masked rank may write late
-    for (std::size_t d = 0; d < count; ++d)
-      first[d] = d * static_cast<std::size_t>(config_.capacity);
-  } else {
-    for (const std::int32_t id : exchange.routes) {
-      if (id >= 0) ++first[static_cast<std::size_t>(engine_->placement().rank_of(id)) + 1];
-    }
-    std::partial_sum(first.begin(), first.end(), first.begin());
-  }
-  first.pop_back();
-  return first;
 }
 
 std::vector<std::int32_t> HostLatency::rows_to_ranks(const Exchange& exchange) const {
