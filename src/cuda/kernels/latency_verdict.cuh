@@ -35,13 +35,15 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
     Reason reason;
     const bool over = patience.over(v.group, reason);
     if (patience.looks % Patience::kLooksPerCheck != 0) continue;
-    if (load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
-    const bool gone =
-        !over && blockIdx.x == 0 && v.alarm != nullptr && find_gone(v, source) != Gone::no;
+    // Once judged, what is not missing is there, though this block may not see it yet.
+    const bool judged = load_relaxed(&v.words->judged) == at.generation;
+    if (!judged && load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
+    const bool judges = !judged && blockIdx.x == 0;
+    const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
     if (!over && !gone) continue;
     if (reason == Reason::none && !gone) return Found::stop;
     const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
-    if (may_mask && blockIdx.x == 0) {
+    if (may_mask && judges) {
       if (!gone && waits_on(v, patience, source)) continue;
       note_wait(call, source, late);
       store_relaxed(&v.words->suspected[source], at.generation);
