@@ -4,7 +4,7 @@
 #include <deque>
 #include <memory>
 
-#include "cuda/latency_crossing_fake.hpp"
+#include "cuda/test_latency_rank.hpp"
 
 namespace ferry::cuda::test {
 namespace {
@@ -97,9 +97,9 @@ std::unique_ptr<fabric::Fabric> HeldNetwork::make(int rank) {
   return std::make_unique<HeldFabric>(*this, rank);
 }
 
-class Order : public ::testing::Test {
+class LatencyCrossingOrder : public ::testing::Test {
  protected:
-  Order() {
+  LatencyCrossingOrder() {
     config_.exchange = {.capacity = 6, .hidden = 256, .topk = 3, .dtype = Dtype::bf16};
     for (int r = 0; r < 2; ++r) {
       ranks_[r] = std::make_unique<FakeRank>(r, 2, config_, network_.make(r));
@@ -136,7 +136,7 @@ class Order : public ::testing::Test {
 };
 
 // Nobody receives the sums of generation 1, which are late: those of 3 have the same places.
-TEST_F(Order, SumsWaitUntilThoseBeforeThemHaveLanded) {
+TEST_F(LatencyCrossingOrder, SumsWaitUntilThoseBeforeThemHaveLanded) {
   const auto late = puts(protocol::Channel::kDelivery, 1);
   dispatch(1);
   for (auto& rank : ranks_) rank->send_sums(1, 0);
@@ -154,7 +154,7 @@ TEST_F(Order, SumsWaitUntilThoseBeforeThemHaveLanded) {
 }
 
 // The same of sums that a kernel never ended.
-TEST_F(Order, SumsThatWereBegunAreCountedWhenTheNextDispatchComes) {
+TEST_F(LatencyCrossingOrder, SumsThatWereBegunAreCountedWhenTheNextDispatchComes) {
   const auto late = puts(protocol::Channel::kDelivery, 1);
   dispatch(1);
   for (auto& rank : ranks_) rank->send_sums(1, 0, true);
@@ -172,7 +172,7 @@ TEST_F(Order, SumsThatWereBegunAreCountedWhenTheNextDispatchComes) {
 }
 
 // Nobody receives what comes of the weights of generation 1, which are late.
-TEST_F(Order, ADispatchWaitsUntilWeightsInItsPlaceHaveLanded) {
+TEST_F(LatencyCrossingOrder, ADispatchWaitsUntilWeightsInItsPlaceHaveLanded) {
   const auto late = puts(protocol::Channel::kAnnounced, 1);
   const auto next = puts(protocol::Channel::kArrival, 3);
   dispatch(1);
@@ -188,7 +188,7 @@ TEST_F(Order, ADispatchWaitsUntilWeightsInItsPlaceHaveLanded) {
 }
 
 // Weights that were pushed before a dispatch which the proxy sees first.
-TEST_F(Order, WeightsAreNotForgottenForTheNextDispatch) {
+TEST_F(LatencyCrossingOrder, WeightsAreNotForgottenForTheNextDispatch) {
   dispatch(1);
   dispatch(2);
   for (auto& rank : ranks_) {
@@ -200,7 +200,7 @@ TEST_F(Order, WeightsAreNotForgottenForTheNextDispatch) {
 }
 
 // Rows of a result that its receiver drops unread: no credit before they have landed.
-TEST_F(Order, ACreditWaitsForTheRowsThatItSpeaksOf) {
+TEST_F(LatencyCrossingOrder, ACreditWaitsForTheRowsThatItSpeaksOf) {
   const auto late = puts(protocol::Channel::kArrival, 1);
   for (auto& rank : ranks_) rank->send_dispatch(1);
   settle(late);
@@ -213,7 +213,7 @@ TEST_F(Order, ACreditWaitsForTheRowsThatItSpeaksOf) {
 
 // A rank goes without the other for one dispatch: it says so no sooner than what it sent before
 // into that place has landed.
-TEST_F(Order, NothingIsSaidOfAPlaceThatIsStillLanding) {
+TEST_F(LatencyCrossingOrder, NothingIsSaidOfAPlaceThatIsStillLanding) {
   const auto late = puts(protocol::Channel::kArrival, 1);
   ranks_[0]->send_dispatch(1);
   ranks_[0]->send_dispatch(2);

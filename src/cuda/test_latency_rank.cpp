@@ -1,4 +1,4 @@
-#include "cuda/latency_crossing_fake.hpp"
+#include "cuda/test_latency_rank.hpp"
 
 #include <bit>
 #include <map>
