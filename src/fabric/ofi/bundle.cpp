@@ -79,8 +79,8 @@ void Bundle::hand_over() noexcept {
 
 bool Bundle::lost(int peer) const noexcept {
   const auto& lanes = target_of(peer).lanes;
-  return std::any_of(lanes.begin(), lanes.end(),
-                     [peer](const Lane* lane) { return lane->lost(peer) && !lane->left(peer); });
+  return !left(peer) && std::any_of(lanes.begin(), lanes.end(),
+                                    [peer](const Lane* lane) { return lane->lost(peer); });
 }
 
 bool Bundle::left(int peer) const noexcept {
