@@ -25,7 +25,8 @@ def network() -> None:
 
 def test_both_interfaces_carry_until_one_goes_down(tmp_path: Path) -> None:
     with Hosts(HOSTS, nics=2, variables={"FERRY_OFI_NICS": "eth0,eth1"}) as machines:
-        command = [sys.executable, Path(__file__).with_name("striped.py"), str(DEADLINE), tmp_path]
+        program = Path(__file__).with_name("striped.py")
+        command: list[str | Path] = [sys.executable, program, str(DEADLINE), tmp_path]
         processes = machines.start_ranks(1, command, tmp_path)
         for rank in range(HOSTS):
             said = wait_for(tmp_path, rank, "nics")
