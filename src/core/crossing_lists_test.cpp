@@ -6,70 +6,14 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
-#include <set>
 
 #include "core/crossing_layout.hpp"
+#include "core/test_crossings.hpp"
 
-namespace ferry {
+namespace ferry::test {
 namespace {
 
 constexpr unsigned kSeed = 20261121;
-
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
-struct World {
-  Placement placement{};
-  Domains domains = Domains::blocks(1, 0);
-  int topk = 1;
-  std::vector<std::vector<std::int32_t>> routes{};
-  std::vector<ExchangePlan> plans{};
-  std::vector<CrossingPlan> crossings{};
-
-  std::set<int> targets(int rank, std::int64_t token) const {
-    std::set<int> ranks;
-    for (int k = 0; k < topk; ++k) {
-      const std::int32_t id = routes[index(rank)][index(token * topk + k)];
-      if (id >= 0) ranks.insert(placement.rank_of(id));
-    }
-    return ranks;
-  }
-};
-
-World any_world(std::mt19937& random) {
-  const auto below = [&random](unsigned count) { return static_cast<int>(random() % count); };
-  World world;
-  world.placement.ranks = 1 + below(9);
-  world.placement.experts = 1 + below(20);
-  world.topk = 1 + below(8);
-  std::vector<int> labels;
-  for (int r = 0; r < world.placement.ranks; ++r) labels.push_back(below(4));
-  world.domains = Domains(labels);
-  std::vector<std::int32_t> counts, domain_tokens;
-  std::vector<RouteCounts> own;
-  for (int r = 0; r < world.placement.ranks; ++r) {
-    std::vector<std::int32_t> ids;
-    const int tokens = below(3) == 0 ? 0 : below(20);
-    for (int i = 0; i < tokens * world.topk; ++i) {
-      ids.push_back(below(4) == 0 ? -1 : below(static_cast<unsigned>(world.placement.experts)));
-    }
-    world.routes.push_back(ids);
-    own.push_back(count_routes(ids, tokens, world.topk, world.placement));
-    counts.insert(counts.end(), own.back().tokens_per_rank.begin(),
-                  own.back().tokens_per_rank.end());
-    counts.insert(counts.end(), own.back().slots_per_expert.begin(),
-                  own.back().slots_per_expert.end());
-    const auto crossed = count_crossings(own.back(), world.placement, world.domains, r);
-    domain_tokens.insert(domain_tokens.end(), crossed.begin(), crossed.end());
-  }
-  for (int r = 0; r < world.placement.ranks; ++r) {
-    world.plans.push_back(make_plan(own[index(r)], counts, world.placement, r));
-    world.crossings.push_back(make_crossing_plan(world.plans.back(), world.domains, domain_tokens));
-  }
-  return world;
-}
 
 /// What all ranks make of it.
 struct Crossed {
@@ -265,4 +209,4 @@ TEST(CrossingLayout, ChunksHoldWhatCrossesAndNoMore) {
 }
 
 }  // namespace
-}  // namespace ferry
+}  // namespace ferry::test

@@ -198,7 +198,7 @@ struct LatencyLayout {
   std::size_t counts = 0;     ///< [2, R] lines: rows that source sends
   std::size_t combines = 0;   ///< [2, R] lines: how source combines
   std::size_t weights = 0;    ///< f32 [2, R, capacity, K]: of source's tokens
-  std::size_t sums = 0;       ///< [2, capacity, sum_rows, sum_slot]: rows to be summed
+  std::size_t sums = 0;       ///< [2, capacity * sum_rows, sum_slot]: rows to be summed
   std::size_t sum_rows = 0;   ///< of a token: one for each slot; with masks for each rank, too
   std::size_t sum_slot = 0;   ///< bytes of one of them, in any format
   std::size_t outputs = 0;    ///< [2, output_bytes]

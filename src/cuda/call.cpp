@@ -225,7 +225,7 @@ Event Launch::finish() {
   engine_.last_stream_ = stream_id_;
   auto state = std::make_shared<CallEvent>(engine_.weak_from_this(), record_, engine_.words_,
                                            engine_.device().index);
-  record_->event = state;
+  if (record_->asker.expired()) record_->asker = state;  // a plan's is the plan
   for (const Held& held : temporaries_) {
     if (held.owner.use_count() == 1) engine_.gpu().settle(held, event);  // else a result's
   }

@@ -47,13 +47,14 @@ struct CallRecord final : Use {
   std::int64_t worst_case_rows = 0;
   std::shared_ptr<std::byte> slot{};         ///< pinned, a CallSlot
   Failure* failure = nullptr;                ///< reasons that are not fatal
+  std::shared_ptr<const void> fails_in{};    ///< pinned, if `failure` is not in the slot
   std::uint64_t generation = 0;              ///< of the call, if the CPU knows it, else 0
   const std::uint64_t* dead_then = nullptr;  ///< pinned, else: LocalWords::failed at its end
   std::vector<std::shared_ptr<CallRecord>> needs{};  ///< earlier calls whose routes it uses
   /// Of a dispatch: its plan's call, and pinned why that was refused.
   std::shared_ptr<CallRecord> plan{};
   std::shared_ptr<const Failure> plan_failure{};
-  std::weak_ptr<void> event{};          ///< while it lives, somebody may still ask
+  std::weak_ptr<void> asker{};          ///< while it lives, somebody may still ask
   std::function<void()> on_failure{};   ///< once, when the failure is seen
   std::function<void()> on_wait{};      ///< when somebody has waited for the end; may throw
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of
@@ -80,6 +81,8 @@ struct CallRecord final : Use {
   }
   /// The caller learns now that it was refused.
   void tell();
+  /// A later call tells of the refusal, for it is refused with this one.
+  void told_by_another() { told.store(true, std::memory_order_release); }
   /// Whether it had ended when the group failed. To be asked when it has.
   bool ended_before(const Failure& fatal) const {
     return dead_then != nullptr ? *dead_then == 0 : generation != 0 && generation < fatal.written;

@@ -136,6 +136,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Error fatal_error();
   /// The words for a failure that every rank sees (failure.cpp).
   Error refusal(const CallRecord& record, const Failure& failure) const;
+  Error refusal(const CallRecord& record) const;
 
  private:
   friend class Launch;
@@ -149,7 +150,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::shared_ptr<CudaPlan> plan_without_memory(Launch& launch, const ConstTensorView& topk_idx);
   std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
                                          PlanParameters& parameters);
-  void enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters);
+  void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
+                  const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
   Error latency_mismatch(const Failure& failure) const;
   Error rejoin_refusal(const Failure& failure) const;

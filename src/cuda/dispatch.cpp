@@ -215,6 +215,7 @@ Received DispatchJob::run() {
   use_of_others();
   followed_ = room && follows();
   push(!countable ? StepStatus::too_many : room ? StepStatus::ok : StepStatus::no_room);
+  plan_->made->told_by_another();
   if (guessed_) room = settle_guess();
   if (!room) {
     const Event event = launch_.finish();  // every rank learns of it
@@ -271,7 +272,7 @@ Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTens
     planning.record()->routes_of = kDispatch;
     state = prepare_plan(planning, topk_idx, parameters);
     DispatchJob job(*this, launch, x, state, options,
-                    [&] { enter_plan(planning, *state, parameters); });
+                    [&] { enter_plan(planning, state, parameters); });
     Received received = job.run();
     received.plan = Plan(state);
     return received;

@@ -208,6 +208,13 @@ void CallRecord::tell() {
   if (!told.exchange(true, std::memory_order_acq_rel) && on_failure) on_failure();
 }
 
+/// Of a dispatch that was refused for its plan: why the plan was.
+Error CudaEngine::refusal(const CallRecord& record) const {
+  const bool by_plan = record.failure->reason == Reason::bad_plan && record.plan_failure &&
+                       record.plan_failure->reason != Reason::none;
+  return by_plan ? refusal(*record.plan, *record.plan_failure) : refusal(record, *record.failure);
+}
+
 void CudaEngine::check_ended(CallRecord& record) {
   if (words_.failed() && !record.ended_before(*words_.fatal)) throw fatal_error();
   const bool refused = record.refused();
@@ -236,7 +243,7 @@ void CudaEngine::throw_untold(const char* call) {
     std::scoped_lock lock(flight_mutex_);
     std::erase_if(untold_, [&](const std::shared_ptr<CallRecord>& record) {
       if (record->told.load(std::memory_order_acquire)) return true;
-      if (refused || !record->event.expired()) return false;
+      if (refused || !record->asker.expired()) return false;
       refused = record;
       return true;
     });
@@ -251,7 +258,7 @@ void CudaEngine::throw_untold(const char* call) {
   }
   if (!refused) return;
   refused->tell();
-  const Error error = refusal(*refused, *refused->failure);
+  const Error error = refusal(*refused);
   throw Error(error.kind(),
               std::string(call) +
                   ": an earlier call failed, and nobody waited for its event: " + error.what(),

@@ -123,6 +123,7 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
   view.dtype = config.dtype;
   view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
   find_peers(*engine, open.places, memory.bytes, view);
+  join_domain(view);
   std::shared_ptr<std::byte> alarm;
   if (config.masks) {
     alarm = engine->take_alarm();

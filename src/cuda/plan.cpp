@@ -162,11 +162,18 @@ void CudaEngine::refuse_without_plan(Launch& launch, const CudaPlan& plan,
   throw refusal(*plan.made, plan.counts->failure);
 }
 
-void CudaEngine::enter_plan(Launch& launch, CudaPlan& plan, const PlanParameters& parameters) {
-  plan.number = launch.enter(parameters.call);
+void CudaEngine::enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
+                            const PlanParameters& parameters) {
+  plan->number = launch.enter(parameters.call);
   launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
-  launch.keep(plan.slot);
-  launch.tells_end(&plan.counts->done);
+  launch.keep(plan->slot);
+  launch.tells_end(&plan->counts->done);
+  CallRecord& record = *launch.record();
+  record.asker = plan;
+  if (!plan->captured) {  // of what a graph runs the dispatch tells
+    record.fails_in = plan->slot;
+    record.failure = &plan->counts->failure;
+  }
   launch.finish();
 }
 
@@ -189,7 +196,7 @@ Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
       throw;
     }
   }
-  enter_plan(launch, *state, parameters);
+  enter_plan(launch, state, parameters);
   if (launch.blocking()) finish("plan", state->ready);
   return Plan(state);
 }

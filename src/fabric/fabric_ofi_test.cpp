@@ -93,8 +93,9 @@ TEST_F(OfiFabric, AStoppedRankIsNotHeardAndComesBack) {
 }
 
 TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
+  static constexpr auto kLate = 3s;  // also for the ranks to meet, on machines that are busy
   Processes ranks(kOfi, 3, [](Rank& me) {
-    auto fabric = make_ofi_fabric(me.bootstrap, ofi_options(), 1s);
+    auto fabric = make_ofi_fabric(me.bootstrap, ofi_options(), kLate);
     const Segment mine = me.connect(*fabric, 1 << 20);
     meet(me, *fabric, mine);
     if (me.rank() == 1) raise(SIGSTOP);
@@ -104,12 +105,11 @@ TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
     for (int i = 0; i < 64; ++i) fabric->put(1, {mine.id, 0}, data.data(), data.size(), 5);
     std::printf("rank %d: 64 MiB after %.3f s\n", me.rank(),
                 std::chrono::duration<double>(Clock::now() - start).count());
-    EXPECT_LT(Clock::now() - start, 4s);
+    EXPECT_LT(Clock::now() - start, kLate + 3s);
     EXPECT_EQ(fabric->peer_state(1), PeerState::dead);
     expect_the_others_talk(*fabric, mine, me.rank());
     fabric.reset();
-    EXPECT_LT(Clock::now() - start, 6s);
-    kill(static_cast<pid_t>(0), 0);
+    EXPECT_LT(Clock::now() - start, kLate + 5s);
   });
   EXPECT_TRUE(eventually([&] { return ranks.ended(0) && ranks.ended(2); }));
   kill(ranks.pid(1), SIGKILL);

@@ -39,12 +39,8 @@ void CombineJob::run() {
     wait_for_sums();
     sum_domains();
   } else {
-    if (outsiders_) {
-      push();
-      wait_for_pushed();
-    }
     find_rows();
-    sum_tokens();
+    exchange_rows();
     if (has_weights()) sum_weights();
   }
   give_back();
@@ -119,47 +115,11 @@ void CombineJob::check_places() {
   }
 }
 
-void CombineJob::push() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  const std::uint64_t tag = channel().delivery_tag();
-  for (int owner = 0; owner < engine_.size(); ++owner) {
-    if (in_domain(owner)) continue;
-    const StepMessage theirs = channel().head(owner);
-    const auto s = static_cast<std::size_t>(owner);
-    const auto first = static_cast<std::size_t>(plan().recv_offset[s]);
-    const auto rows = static_cast<std::size_t>(plan().recv_offset[s + 1]) - first;
-    // At the owner, rows lie by expert rank: before mine come those of lower ranks.
-    std::size_t before = 0;
-    for (int d = 0; d < engine_.rank(); ++d) {
-      before +=
-          static_cast<std::size_t>(plan().rank_tokens[s * static_cast<std::size_t>(engine_.size()) +
-                                                      static_cast<std::size_t>(d)]);
-    }
-    if (rows > 0) {
-      channel().reach().write(owner,
-                              {theirs.stage_segment, theirs.stage_offset + before * row_bytes},
-                              mine_ + first * row_bytes, rows * row_bytes, tag);
-      if (has_weights()) {
-        channel().reach().write(
-            owner, {theirs.stage_side_segment, theirs.stage_side_offset + before * weight_bytes()},
-            mine_weights_ + first * weight_bytes(), rows * weight_bytes(), tag);
-      }
-    }
-    channel().deliver(owner, rows * (row_bytes + weight_bytes()));
-  }
-}
-
-void CombineJob::wait_for_pushed() {
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (!in_domain(peer)) channel().await_delivered("combine: rows", peer);
-  }
-}
-
 void CombineJob::give_back() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     if (in_domain(peer)) channel().give_back(peer);
   }
-  // Outside the domain rows were copied by `push`; inside, the readers may still be at it.
+  // Rows that cross were copied when they were pushed; inside, the readers may still be at it.
   for (int peer = 0; peer < engine_.size(); ++peer) {
     if (in_domain(peer)) channel().await_given_back("combine: readers", peer);
   }

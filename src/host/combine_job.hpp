@@ -12,8 +12,8 @@
 
 namespace ferry::host {
 
-/// combine.cpp: its steps; combine_rows.cpp: where rows are and their sums; combine_domains.cpp:
-/// sums of whole domains.
+/// combine.cpp: its steps; combine_rows.cpp: where rows are and their sums; combine_cross.cpp: rows
+/// that cross; combine_domains.cpp: sums of whole domains.
 class CombineJob {
  public:
   CombineJob(HostEngine& engine, const ConstTensorView& rows, std::shared_ptr<PlanState> plan,
@@ -61,8 +61,13 @@ class CombineJob {
   void check_places();
   void place_rows();
   void reduce_slots();
-  void push();
-  void wait_for_pushed();
+  void exchange_rows();
+  std::int64_t first_staged_at(int owner) const;
+  bool push_rows(std::int64_t first);
+  void take_rows();
+  void await_rows();
+  void sum_complete();
+  std::int64_t rows_of_chunk() const { return chunk_rows(rows_.row_bytes()); }
   void push_sums();
   void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
   void find_rows_of(int owner);
@@ -81,7 +86,7 @@ class CombineJob {
   void find_sums(std::int64_t token, TokenSums& sums);
   void sum_domains();
   void find_rows();
-  void sum_tokens();
+  void sum_tokens(std::int64_t first, std::int64_t end);
   void sum_weights();
   void give_back();
 
@@ -98,6 +103,8 @@ class CombineJob {
   std::byte* mine_weights_ = nullptr;  // their weights, likewise
   std::byte* stage_ = nullptr;         // rows pushed from outside, then their weights
   std::byte* stage_weights_ = nullptr;
+  std::vector<std::int64_t> rows_here_{};     // for each rank: how many of its rows may be summed
+  std::int64_t summed_ = 0;                   // tokens
   std::vector<const std::byte*> row_base_{};  // for each rank: its first row of mine
   std::vector<const std::byte*> weight_base_{};
 };

@@ -69,17 +69,16 @@ void CombineJob::find_rows() {
   }
 }
 
-void CombineJob::sum_tokens() {
+void CombineJob::sum_tokens(std::int64_t first, std::int64_t end) {
   const std::size_t row_bytes = rows_.row_bytes();
   const auto at = [&](const std::optional<ConstTensorView>& bias, std::size_t token) {
     return bias ? static_cast<const std::byte*>(bias->data) + token * row_bytes : nullptr;
   };
-  const auto tokens = static_cast<std::size_t>(plan_->tokens);
   // Two sets of pointers in turn: while one token is summed, the rows of the next are fetched.
   std::array<std::array<const void*, kMaxTopk>, 2> rows{};
   const auto find = [&](std::size_t token) {
     std::int64_t count = 0;
-    if (token == tokens) return count;
+    if (token == static_cast<std::size_t>(end)) return count;
     for (std::int64_t l = plan().lane_offset[token]; l < plan().lane_offset[token + 1]; ++l) {
       const Lane lane = plan().lanes[static_cast<std::size_t>(l)];
       rows[token % 2][static_cast<std::size_t>(count++)] =
@@ -92,9 +91,10 @@ void CombineJob::sum_tokens() {
   SumRows sum;
   sum.columns = rows_.columns();
   sum.dtype = rows_.dtype;
-  sum.next_count = find(0);
+  sum.next_count = find(static_cast<std::size_t>(first));
   auto* out = static_cast<std::byte*>(result_.x.data());
-  for (std::size_t token = 0; token < tokens; ++token) {
+  for (auto token = static_cast<std::size_t>(first); token < static_cast<std::size_t>(end);
+       ++token) {
     sum.rows = rows[token % 2].data();
     sum.count = sum.next_count;
     sum.next_rows = rows[(token + 1) % 2].data();

@@ -212,7 +212,7 @@ TEST(HostMasks, AGroupThatFailedLeavesTheExchangeAlone) {
 
 TEST(HostMasks, RejoinNamesWhoIsMissingAndMayBeRepeated) {
   std::barrier all(kRanks);
-  with_groups(kRanks, with_deadline(1s), [&](Group& group) {
+  with_groups(kRanks, with_deadline(2s), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
     load.round(1, {});

@@ -61,7 +61,8 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
                flags(engine_->size(), segment_.id, layout.answers)},
               engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),
       combine_row_(make_combine_row_layout(static_cast<std::size_t>(config.hidden))),
-      encoded_(layout.sum_slot) {}
+      made_sums_(static_cast<std::size_t>(chunk_rows(layout.sum_slot)) * layout.sum_slot),
+      summed_(plain_bytes()) {}
 
 BufferLease::~BufferLease() {
   if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));

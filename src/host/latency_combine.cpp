@@ -100,45 +100,53 @@ void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   sum.dtype = config_.dtype;
   sum.format = call.format;
   sum.in_flight = combine_row_;
+  NextSums next;
+  for (const std::uint64_t first : exchange.sums_here) {
+    next.push_back(segment_.data + sums_offset(g, first));
+  }
   for (std::int64_t token = 0; token < exchange.tokens; ++token) {
     const auto t = static_cast<std::size_t>(token);
-    sum.count = call.by_rank ? rows_of_ranks(exchange, token, came, rows.data())
-                             : rows_of_slots(exchange, call, token, rows.data(), factors.data());
+    sum.count = call.by_rank
+                    ? rows_of_ranks(exchange, call, token, came, next, rows.data())
+                    : rows_of_slots(exchange, call, token, next, rows.data(), factors.data());
     sum.out = call.out.as<std::byte>() + t * plain_bytes();
     kernels().sum_rows(sum);
   }
 }
 
 std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const CombineCall& call,
-                                        std::int64_t token, const void** rows,
+                                        std::int64_t token, NextSums& next, const void** rows,
                                         float* factors) const {
   const std::int64_t first = token * exchange.topk;
   std::int64_t count = 0;
   for (int k = 0; k < exchange.topk; ++k) {
     const auto at = static_cast<std::size_t>(first + k);
     if (exchange.routes[at] < 0) continue;
-    rows[count] = segment_.data + sum_offset(exchange.generation, token, 0, k, false);
+    const int rank = engine_->placement().rank_of(exchange.routes[at]);
+    rows[count] = next[static_cast<std::size_t>(rank)];
+    next[static_cast<std::size_t>(rank)] += sum_bytes(call.format);
     factors[count++] = call.weights[at];
   }
   return count;
 }
 
-std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, std::int64_t token,
-                                        const RankBytes& came, const void** rows) const {
+std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, const CombineCall& call,
+                                        std::int64_t token, const RankBytes& came, NextSums& next,
+                                        const void** rows) const {
   const std::int64_t first = token * exchange.topk;
-  std::array<std::pair<int, int>, kMaxTopk> slots{};  // rank, slot
+  std::array<std::size_t, kMaxTopk> to{};
   std::size_t used = 0;
   for (int k = 0; k < exchange.topk; ++k) {
     const std::int32_t id = exchange.routes[static_cast<std::size_t>(first + k)];
-    if (id >= 0) slots[used++] = {engine_->placement().rank_of(id), k};
+    if (id >= 0) to[used++] = static_cast<std::size_t>(engine_->placement().rank_of(id));
   }
-  std::sort(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(used));
+  std::sort(to.begin(), to.begin() + static_cast<std::ptrdiff_t>(used));
   std::int64_t count = 0;
   for (std::size_t i = 0; i < used; ++i) {
-    const auto [rank, slot] = slots[i];
-    if (i > 0 && slots[i - 1].first == rank) continue;
-    if (came[static_cast<std::size_t>(rank)] == 0) continue;  // masked: nothing
-    rows[count++] = segment_.data + sum_offset(exchange.generation, token, rank, slot, true);
+    if (i > 0 && to[i - 1] == to[i]) continue;
+    const std::byte* row = next[to[i]];
+    next[to[i]] += sum_bytes(call.format);
+    if (came[to[i]] != 0) rows[count++] = row;  // masked: nothing
   }
   return count;
 }

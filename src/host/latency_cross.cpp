@@ -10,7 +10,7 @@ std::size_t HostLatency::send_record(const Exchange& exchange, const WireToken& 
                                      std::int32_t row, std::int32_t rows) {
   constexpr std::array<std::byte, 16> kPadding{};
   const RecordLayout layout = record_layout(exchange);
-  const SourceHeader header = header_of(exchange, rows);
+  const SourceHeader header = header_of(exchange, peer, rows);
   const std::size_t words = 1 + 2 * static_cast<std::size_t>(config_.topk);
   const std::size_t scale_bytes = quantized(exchange) ? wire.scales.size() * sizeof(float) : 0;
   std::size_t bytes = 0;
@@ -32,7 +32,7 @@ std::size_t HostLatency::send_record(const Exchange& exchange, const WireToken& 
 }
 
 std::size_t HostLatency::send_no_record(const Exchange& exchange, int peer) {
-  const SourceHeader header = header_of(exchange, 0);
+  const SourceHeader header = header_of(exchange, peer, 0);
   reach_.write(peer, at(record_offset(exchange, engine_->rank(), 0)), &header, sizeof header,
                protocol::Credit<>::tag(exchange.generation));
   return sizeof header;

@@ -31,8 +31,8 @@ inline constexpr const char* kLatencyRejoin = "latency rejoin";
 /// Fixed buffers, twice; credits say when one may be written again (protocol/credit.hpp).
 /// latency.cpp: buffers; latency_send.cpp, latency_receive.cpp: dispatch; latency_cross.cpp: rows
 /// of other domains; latency_rank_major.cpp: results without fan-out; latency_combine.cpp: the call
-/// and the sums of the owner; latency_rows.cpp: the rows on their way there; latency_rejoin.cpp:
-/// who takes part.
+/// and the sums of the owner; latency_rows.cpp, latency_sums.cpp: the rows on their way there;
+/// latency_rejoin.cpp: who takes part.
 class HostLatency final : public LatencyEngine, public std::enable_shared_from_this<HostLatency> {
  public:
   HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
@@ -133,17 +133,17 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::size_t header_offset(Generation generation, int source) const {
     return line_offset(layout_.counts, generation, source);
   }
-  /// Where, in the memory of a token's owner, a row lies that is to be summed: of a slot, or of a
-  /// rank whose first slot it is.
-  std::size_t sum_offset(Generation generation, std::int64_t token, int rank, int slot,
-                         bool by_rank) const {
-    const auto capacity = static_cast<std::size_t>(config_.capacity);
-    const auto place = static_cast<std::size_t>(by_rank && config_.masks ? rank : slot);
-    return layout_.sums +
-           ((buffer(generation) * capacity + static_cast<std::size_t>(token)) * layout_.sum_rows +
-            place) *
-               layout_.sum_slot;
+  /// Where, in the memory of the tokens' owner, the rows to be summed begin that lie from place
+  /// `first` on: those of a rank one behind the other, in the order in which it sends them, so that
+  /// they cross in few writes.
+  std::size_t sums_offset(Generation generation, std::uint64_t first) const {
+    return layout_.sums + (buffer(generation) * sum_places() + first) * layout_.sum_slot;
   }
+  std::size_t sum_places() const {
+    return static_cast<std::size_t>(config_.capacity) * layout_.sum_rows;
+  }
+  /// Of one of them.
+  std::size_t sum_bytes(CombineFormat format) const;
 
   void check_expert_capacity(const std::vector<std::int32_t>& routes) const;
   std::shared_ptr<Exchange> begin(const ConstTensorView& x, const ConstTensorView& topk_idx,
@@ -182,7 +182,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::size_t send_row(const Exchange& exchange, const WireToken& wire, int peer, std::int32_t row);
   /// How many tokens go to each rank, [R].
   std::vector<std::int32_t> rows_to_ranks(const Exchange& exchange) const;
-  SourceHeader header_of(const Exchange& exchange, std::int32_t rows) const;
+  SourceHeader header_of(const Exchange& exchange, int peer, std::int32_t rows) const;
 
   // latency_cross.cpp
   /// Whether what goes to or comes from `peer` crosses to another domain: as records then.
@@ -207,7 +207,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   const float* scales_from(const Exchange& exchange, int source, std::int64_t row) const;
 
   // latency_receive.cpp, latency_rank_major.cpp
-  SourceHeader checked_header(const Exchange& exchange, int source);
+  SourceHeader checked_header(Exchange& exchange, int source);
   const Arrival& note_arrival(Exchange& exchange, int source, std::int32_t row);
   void fan_out(Exchange& exchange, const Arrival& arrival, std::int32_t* counts);
   void place_scales(const Exchange& exchange, int source, std::int64_t row, std::int64_t block,
@@ -230,17 +230,23 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void check_announcement(const Exchange& exchange, const CombineCall& call, int source) const;
   void send_sums(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows,
                  const RankBytes& to);
+  /// To one owner; returns the bytes.
+  std::size_t send_sums_to(const Exchange& exchange, const CombineCall& call,
+                           const ConstTensorView& rows, int owner);
+  /// Where the owner wants them. Throws Error(mismatch) unless so many rows have room there.
+  std::size_t sums_there(const Exchange& exchange, int owner, std::size_t rows);
   void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
-  /// The rows of a token in the order in which they are summed; return how many.
+  /// The rows of a token in the order in which they are summed; return how many. `next`: [R], of
+  /// each rank the row that comes next; tokens are asked for in ascending order.
+  using NextSums = std::vector<const std::byte*>;
   std::int64_t rows_of_slots(const Exchange& exchange, const CombineCall& call, std::int64_t token,
-                             const void** rows, float* factors) const;
-  std::int64_t rows_of_ranks(const Exchange& exchange, std::int64_t token, const RankBytes& came,
-                             const void** rows) const;
+                             NextSums& next, const void** rows, float* factors) const;
+  std::int64_t rows_of_ranks(const Exchange& exchange, const CombineCall& call, std::int64_t token,
+                             const RankBytes& came, NextSums& next, const void** rows) const;
   /// The weights of an arrival's slots, [K].
   const float* weights_of(const Exchange& exchange, const CombineCall& call, std::size_t n) const;
-  /// Writes a row to the owner of its token, in the call's format; returns its bytes.
-  std::size_t send_sum(const Exchange& exchange, const CombineCall& call, const Arrival& arrival,
-                       int slot, const std::byte* row);
+  /// The row as it crosses, in the call's format; if it has to be made, in `room`.
+  const std::byte* encode_sum(const CombineCall& call, const std::byte* row, std::byte* room) const;
 
   std::shared_ptr<HostEngine> engine_;
   LatencyConfig config_;
@@ -254,7 +260,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   LatencyMasks masks_;
   protocol::Rejoin<> rejoin_;
   CombineRowLayout combine_row_;
-  std::vector<std::byte> encoded_{};  ///< one row; calls of a group run one after another
+  // Calls of a group run one after another.
+  std::vector<std::byte> made_sums_;  ///< as many rows as are written at once
+  std::vector<std::byte> summed_;     ///< one row, before it is encoded
 
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;

@@ -15,13 +15,14 @@
 
 namespace ferry::host {
 
-/// What a source says about the rows that it sent.
+/// What a source says about the rows that it sent, and of the rows that it wants back.
 struct SourceHeader {
   std::uint64_t generation = 0;
+  std::uint64_t first_sum = 0;  ///< the place of the first (core/sum_places.hpp)
   std::int32_t rows = 0;
-  std::uint32_t format = 0;
-  std::uint32_t scale_format = 0;
-  std::uint32_t weights = 0;  ///< 1: they are beside the rows
+  std::uint8_t format = 0;
+  std::uint8_t scale_format = 0;
+  std::uint16_t weights = 0;  ///< 1: they are beside the rows
 };
 static_assert(sizeof(SourceHeader) == kSourceHeaderBytes);
 
@@ -41,7 +42,6 @@ struct Arrival {
   std::int32_t source = 0;
   std::int32_t row = 0;  ///< among those of the source
   std::int32_t token = 0;
-  std::int32_t slot = 0;  ///< the first one that is here
 };
 
 class HostLatency;
@@ -75,6 +75,9 @@ struct Exchange {
   std::vector<float> weights{};        // own, [T, K], if they came with the dispatch
   RankBytes sent{};                    // to whom: all but ranks that were masked
   RankBytes came{};                    // whose rows; the same
+  // [R]: where the rows to be summed begin that the rank sends to this one, and this one to it.
+  std::vector<std::uint64_t> sums_here{};
+  std::vector<std::uint64_t> sums_there{};
   // Filled by the receive: what came, in ascending source and token; K of the configuration.
   std::vector<Arrival> arrivals{};
   std::vector<std::int32_t> slot_rows{};  // [arrivals, K]: expert-major row or -1; rank-major: none

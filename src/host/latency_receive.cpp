@@ -10,13 +10,13 @@
 
 namespace ferry::host {
 
-SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
+SourceHeader HostLatency::checked_header(Exchange& exchange, int source) {
   if (exchange.came[static_cast<std::size_t>(source)] == 0) return {};  // masked: no rows
   const SourceHeader& header = header_from(exchange, source);
   const bool same =
       header.generation == exchange.generation &&
-      header.format == static_cast<std::uint32_t>(exchange.options.format) &&
-      header.scale_format == static_cast<std::uint32_t>(exchange.options.scale_format) &&
+      header.format == static_cast<std::uint8_t>(exchange.options.format) &&
+      header.scale_format == static_cast<std::uint8_t>(exchange.options.scale_format) &&
       header.rows >= 0 && header.rows <= config_.capacity;
   if (!same) {
     disagree(*engine_, kLatencyDispatch, source, "format or scale_format", exchange.generation);
@@ -25,21 +25,22 @@ SourceHeader HostLatency::checked_header(const Exchange& exchange, int source) {
     disagree(*engine_, kLatencyDispatch, source, "choice of topk_weights (all ranks or none)",
              exchange.generation);
   }
+  exchange.sums_there[static_cast<std::size_t>(source)] = header.first_sum;
   return header;
 }
 
 const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::int32_t row) {
   const std::int32_t* meta = meta_from(exchange, source, row);
   const std::int32_t token = meta[0];
-  std::int32_t first = -1;
+  bool any = false;
   // They decide where rows are written from here on.
   bool good = token >= 0 && token < config_.capacity;
-  for (int k = config_.topk - 1; k >= 0; --k) {
+  for (int k = 0; k < config_.topk; ++k) {
     const std::int32_t expert = meta[1 + k];
     good = good && expert >= -1 && expert < local_experts();
-    if (expert != -1) first = k;
+    any = any || expert != -1;
   }
-  if (!good || first < 0) {
+  if (!good || !any) {
     engine_->channel().distrust("latency dispatch: rows", source,
                                 "sent token " + std::to_string(token) +
                                     " with slots for experts that this rank does not hold");
@@ -50,7 +51,7 @@ const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::in
     exchange.slot_weights.resize(at + topk);
     std::memcpy(exchange.slot_weights.data() + at, meta + 1 + topk, topk * sizeof(float));
   }
-  return exchange.arrivals.emplace_back(Arrival{source, row, token, first});
+  return exchange.arrivals.emplace_back(Arrival{source, row, token});
 }
 
 void HostLatency::place_scales(const Exchange& exchange, int source, std::int64_t row,

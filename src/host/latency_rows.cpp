@@ -1,9 +1,7 @@
-// Latency combine, sending: the rows of a token to its owner, one for each slot or, summed here,
-// one for each rank; ahead of them how this rank combines, and weights where they are needed.
-#include <array>
+// Latency combine, sending: how this rank combines, and weights where they are needed, ahead of
+// the rows; then these, as soon as they may go.
 
 #include "core/check.hpp"
-#include "host/kernels/kernels.hpp"
 #include "host/latency_engine.hpp"
 
 namespace ferry::host {
@@ -14,41 +12,6 @@ CombineHead head_of(Generation generation, const CombineCall& call) {
   return {generation, call.by_rank ? 1u : 0u, static_cast<std::uint32_t>(call.format),
           call.weights_follow ? 1u : 0u, 0};
 }
-
-/// The sum of one token's slots on this rank, in ascending k, rounded to the dtype.
-class SlotSum {
- public:
-  explicit SlotSum(const LatencyConfig& config)
-      : topk_(config.topk),
-        row_bytes_(static_cast<std::size_t>(config.hidden) * size_of(config.dtype)),
-        row_(row_bytes_) {
-    sum_.rows = rows_.data();
-    sum_.weights = weights_.data();
-    sum_.out = row_.data();
-    sum_.columns = config.hidden;
-    sum_.dtype = config.dtype;
-  }
-  /// `places`, `weights`: [K]; rows are `from` + place, where it is not −1.
-  const std::byte* add_up(const std::byte* from, const std::int32_t* places, const float* weights) {
-    sum_.count = 0;
-    for (int k = 0; k < topk_; ++k) {
-      if (places[k] < 0) continue;
-      const auto n = static_cast<std::size_t>(sum_.count++);
-      rows_[n] = from + static_cast<std::size_t>(places[k]) * row_bytes_;
-      weights_[n] = weights[k];
-    }
-    kernels().sum_rows(sum_);
-    return row_.data();
-  }
-
- private:
-  int topk_;
-  std::size_t row_bytes_;
-  std::vector<std::byte> row_;
-  std::array<const void*, kMaxTopk> rows_{};
-  std::array<float, kMaxTopk> weights_{};
-  SumRows sum_{};
-};
 
 }  // namespace
 
@@ -106,31 +69,6 @@ const float* HostLatency::weights_of(const Exchange& exchange, const CombineCall
       segment_.data + weights_offset(exchange.generation, arrival.source, arrival.token));
 }
 
-std::size_t HostLatency::send_sum(const Exchange& exchange, const CombineCall& call,
-                                  const Arrival& arrival, int slot, const std::byte* row) {
-  const Generation g = exchange.generation;
-  const std::byte* wire = row;
-  std::size_t bytes = plain_bytes();
-  if (call.format == CombineFormat::e4m3) {
-    QuantizeRow quantize;
-    quantize.row = row;
-    quantize.dtype = config_.dtype;
-    quantize.columns = config_.hidden;
-    quantize.codes = encoded_.data();
-    quantize.scales = reinterpret_cast<float*>(encoded_.data() + combine_row_.e4m3_scales);
-    kernels().quantize_row(quantize);
-    wire = encoded_.data();
-    bytes = combine_row_.e4m3_bytes;
-  } else if (call.format == CombineFormat::logfmt10) {
-    kernels().encode_logfmt({row, config_.dtype, config_.hidden, encoded_.data(), combine_row_});
-    wire = encoded_.data();
-    bytes = combine_row_.logfmt_bytes;
-  }
-  const std::size_t place = sum_offset(g, arrival.token, engine_->rank(), slot, call.by_rank);
-  reach_.write(arrival.source, at(place), wire, bytes, protocol::Delivery<>::tag(g));
-  return bytes;
-}
-
 void HostLatency::send_results(const Exchange& exchange, const CombineCall& call,
                                const ConstTensorView& rows) {
   check_still_joined(kLatencyCombine, exchange.generation);
@@ -155,42 +93,6 @@ void HostLatency::send_results(const Exchange& exchange, const CombineCall& call
                    }
                    send_sums(exchange, call, rows, given);
                  });
-  }
-}
-
-void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
-                            const ConstTensorView& rows, const RankBytes& to) {
-  const Generation g = exchange.generation;
-  const auto* from = static_cast<const std::byte*>(rows.data);
-  const bool sums = call.by_rank && exchange.options.order == RowOrder::expert_major;
-  std::vector<std::uint64_t> bytes(static_cast<std::size_t>(ranks()), 0);
-  SlotSum slots(config_);
-  for (std::size_t n = 0; n < exchange.arrivals.size(); ++n) {
-    const Arrival& arrival = exchange.arrivals[n];
-    if (to[static_cast<std::size_t>(arrival.source)] == 0) continue;
-    std::uint64_t& sent = bytes[static_cast<std::size_t>(arrival.source)];
-    if (exchange.options.order == RowOrder::rank_major) {
-      const std::byte* row = from + this->slot(0, arrival.source, arrival.row) * plain_bytes();
-      sent += send_sum(exchange, call, arrival, arrival.slot, row);
-      continue;
-    }
-    const std::int32_t* places =
-        exchange.slot_rows.data() + n * static_cast<std::size_t>(config_.topk);
-    if (sums) {
-      const std::byte* row = slots.add_up(from, places, weights_of(exchange, call, n));
-      sent += send_sum(exchange, call, arrival, arrival.slot, row);
-      continue;
-    }
-    for (int k = 0; k < config_.topk; ++k) {
-      if (places[k] < 0) continue;
-      const std::byte* row = from + static_cast<std::size_t>(places[k]) * plain_bytes();
-      sent += send_sum(exchange, call, arrival, k, row);
-    }
-  }
-  for (int i = 0; i < ranks(); ++i) {
-    const int peer = (engine_->rank() + i) % ranks();
-    if (to[static_cast<std::size_t>(peer)] == 0) continue;
-    combined_[buffer(g)].deliver(reach_, peer, g, bytes[static_cast<std::size_t>(peer)]);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "core/check.hpp"
 #include "core/number.hpp"
+#include "core/sum_places.hpp"
 #include "host/kernels/kernels.hpp"
 #include "host/latency_engine.hpp"
 
@@ -38,6 +39,9 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
   exchange->sent.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->came.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
+  exchange->sums_here = config_.masks ? fixed_sum_places(config_.capacity, ranks())
+                                      : first_sum_places(exchange->routes, engine_->placement());
+  exchange->sums_there.assign(static_cast<std::size_t>(ranks()), 0);
   if (options.topk_weights) {
     const auto* weights = static_cast<const float*>(options.topk_weights->data);
     exchange->weights.assign(weights, weights + options.topk_weights->shape.product());
@@ -232,7 +236,7 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
     const auto d = static_cast<std::size_t>(peer);
     if (to[d] == 0) continue;
     if (!crosses(peer)) {
-      const SourceHeader header = header_of(exchange, all[d]);
+      const SourceHeader header = header_of(exchange, peer, all[d]);
       reach_.write(peer, at(header_offset(g, engine_->rank())), &header, sizeof(header),
                    protocol::Credit<>::tag(g));
       bytes[d] += sizeof(header);
@@ -243,10 +247,15 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
   }
 }
 
-SourceHeader HostLatency::header_of(const Exchange& exchange, std::int32_t rows) const {
-  return {exchange.generation, rows, static_cast<std::uint32_t>(exchange.options.format),
-          static_cast<std::uint32_t>(exchange.options.scale_format),
-          exchange.options.topk_weights ? 1u : 0u};
+SourceHeader HostLatency::header_of(const Exchange& exchange, int peer, std::int32_t rows) const {
+  SourceHeader header;
+  header.generation = exchange.generation;
+  header.first_sum = exchange.sums_here[static_cast<std::size_t>(peer)];
+  header.rows = rows;
+  header.format = static_cast<std::uint8_t>(exchange.options.format);
+  header.scale_format = static_cast<std::uint8_t>(exchange.options.scale_format);
+  header.weights = exchange.options.topk_weights ? 1 : 0;
+  return header;
 }
 
 std::vector<std::int32_t> HostLatency::rows_to_ranks(const Exchange& exchange) const {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "domain_cases.hpp"
 #include "fleet.hpp"
 #include "random.hpp"
 
@@ -32,6 +33,13 @@ class OnFabric : public ::testing::TestWithParam<Wires> {
     EXPECT_TRUE(failures.empty()) << joined(failures);
   }
 };
+
+/// The same for ranks in domains.
+inline void run_on(const DomainCell& cell, const std::function<void(Rank&)>& body) {
+  const auto failures = run_fleet({cell.wires, cell.ranks}, body);
+  EXPECT_TRUE(failures.empty()) << to_string(cell) << "\nFERRY_TEST_SEED=" << base_seed() << "\n"
+                                << joined(failures);
+}
 
 #define FERRY_ON_EVERY_FABRIC(suite)                                                               \
   INSTANTIATE_TEST_SUITE_P(                                                                        \

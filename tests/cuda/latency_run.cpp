@@ -76,6 +76,7 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
   }
   for (Member& m : members_) {
     std::copy(segments.begin(), segments.end(), m.view.peers);
+    join_domain(m.view);
   }
   group.settle();
 }

@@ -51,8 +51,24 @@ struct LatencyView {
   LatencyWords* words = nullptr;
   /// Null: who misses a deadline ends the group. Else combines are per_rank.
   LatencyAlarm* alarm = nullptr;
-  std::byte* peers[kMaxDomain]{};  ///< the registered memory of each rank
+  // Whatever ranks write and read of each other has the layout above. Ranks of the own domain write
+  // into each other's registered memory; for those beyond this rank writes into an outbox of its
+  // own and finds what they sent in an inbox; a proxy carries it between them.
+  std::byte* peers[kMaxDomain]{};    ///< where this rank writes what a rank shall get …
+  std::byte* sources[kMaxDomain]{};  ///< … and where it finds what that rank sent
+  std::byte* inbox = nullptr;        ///< `sources` of ranks beyond; null: there are none
+  std::uint32_t beyond[(kMaxDomain + 31) / 32]{};  ///< a bit for each of those
+  std::int32_t slots[kMaxDomain]{};  ///< at a rank's `peers`: the row of sums for slot 0
+  std::uint8_t line[kMaxDomain]{};   ///< there: as which source this rank writes
 };
+
+/// The ranks of the own domain, whose registered memory is in `peers`.
+inline void join_domain(LatencyView& view) {
+  for (int r = 0; r < view.group.ranks; ++r) {
+    view.sources[r] = view.peers[view.group.rank];
+    view.line[r] = static_cast<std::uint8_t>(view.group.rank);
+  }
+}
 
 /// Whether a source of so many tokens of so wide elements has few (kFewTokens). Wider elements, and
 /// more ranks, have no registers left for it.

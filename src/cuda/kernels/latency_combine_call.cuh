@@ -20,7 +20,7 @@ class WeightPusher {
     while (slot_ < p_.tokens * p_.topk) {
       if (dest_ >= 0 && call.open[dest_]) {
         const int token = slot_ / p_.topk, k = slot_ - token * p_.topk;
-        store_word(at.weights(v.peers[dest_], v.group.rank) + token * v.topk + k,
+        store_word(at.weights(v.peers[dest_], v.line[dest_]) + token * v.topk + k,
                    __float_as_uint(weight_), at.tag());
       }
       slot_ += static_cast<int>(gridDim.x) * kLatencyThreads;

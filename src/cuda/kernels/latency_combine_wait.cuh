@@ -72,7 +72,7 @@ __device__ __forceinline__ bool look_for_weights(const LatencyPlaces& at, int so
                                                  int row, int most, float& weight) {
   const LatencyView& v = at.v;
   const std::uint64_t* word =
-      at.weights(own_memory(v), source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
+      at.weights(v.sources[source], source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
   bool here = row < 0;
 #pragma unroll 1
   for (int looks = 0; !here && looks < most; ++looks) {
@@ -105,6 +105,20 @@ class CombineWaits {
 
   __device__ std::uint32_t sum_tag() const { return at_.tag() ^ kOdd; }
 
+  /// Whole warp: of 32 slots of the token, or of ranks `w` · 32 and on, the bits of those whose
+  /// rows come from beyond the domain.
+  __device__ __forceinline__ std::uint32_t find_beyond(int token, int w) const {
+    const LatencyView& v = p_.view;
+    if constexpr (!kPerSlot) return v.beyond[w];
+    if (v.inbox == nullptr) return 0;
+    const int rank = owner(token, static_cast<int>(threadIdx.x % 32));
+    return __ballot_sync(kAllLanes, rank >= 0 && v.sources[rank] == v.inbox);
+  }
+  /// Where the row of such a slot or rank lies.
+  __device__ __forceinline__ std::byte* memory_of(int bit, std::uint32_t beyond) const {
+    return (beyond >> bit & 1) != 0 ? p_.view.inbox : own_memory(p_.view);
+  }
+
   __device__ int owner(int token, int slot) const {
     return slot < p_.topk ? ranks_.rank_of(combine_route(p_, token * p_.topk + slot)) : -1;
   }
@@ -133,7 +147,7 @@ class CombineWaits {
       if (!kWaits) came = peer >= 0 && !masked;
       if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
-            at_.sum_tags(own_memory(v), kPerSlot ? lane : peer, token) + part;
+            at_.sum_tags(v.sources[peer], kPerSlot ? lane : peer, token) + part;
         const Came what =
             await_tag<kTimed, !kPerSlot>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
         came = what == Came::here;

@@ -89,7 +89,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       if (!sum_slots(sent.source, sent.token, begin, end, row, weight, lanes)) return false;
       tells = lane == 0 && !is_few<T>(v, call_.tokens[sent.source]);
     }
-    tell_parts(at_, sent, kPerSlot ? lane : v.group.rank, tells, at_.sum_tag(kPerSlot));
+    const int place = kPerSlot ? v.slots[sent.source] + lane : v.line[sent.source];
+    tell_parts(at_, sent, place, tells, at_.sum_tag(kPerSlot));
     return true;
   }
 
@@ -105,7 +106,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
         const int k = __ffs(static_cast<int>(left)) - 1;
         const uint4* from = input(__shfl_sync(kAllLanes, row, k));
-        auto* to = reinterpret_cast<uint4*>(at_.sum(v.peers[source], k, token, row_bytes()));
+        auto* to = reinterpret_cast<uint4*>(
+            at_.sum(v.peers[source], v.slots[source] + k, token, row_bytes()));
         uint4 data[2 * kAtOnce];
 #pragma unroll
         for (int i = 0; i < 2 * kAtOnce; ++i) {
@@ -126,8 +128,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const bool few = is_few<T>(v, call_.tokens[source]);
-    std::byte* to = few ? few_sum(at_, v.peers[source], v.group.rank, token)
-                        : at_.sum(v.peers[source], v.group.rank, token, row_bytes());
+    std::byte* to = few ? few_sum(at_, v.peers[source], v.line[source], token)
+                        : at_.sum(v.peers[source], v.line[source], token, row_bytes());
     bool weighed = p_.slot_weights != nullptr;
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
@@ -292,6 +294,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
 #pragma unroll
       for (int w = 0; w < kMaskWords; ++w) {
         std::uint32_t left = here[w];
+        const std::uint32_t beyond = left != 0 ? this->find_beyond(token, w) : 0;
         while (left != 0) {
           uint4 data[kRows][kAtOnce];
           std::uint32_t loaded = left;
@@ -303,7 +306,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
             left &= left - 1;
             count = n + 1;
             const auto* from = reinterpret_cast<const uint4*>(
-                at_.sum(own_memory(v), w * 32 + bit, token, row_bytes()));
+                at_.sum(this->memory_of(bit, beyond), w * 32 + bit, token, row_bytes()));
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
               if (base + 32 * i < end) data[n][i] = from[base + 32 * i];

@@ -49,7 +49,7 @@ struct EncodedRow {
           uint4 vectors[kHeldVectors<T>];
           load_channels<T>(input(p, __shfl_sync(kAllLanes, row, k)), channel,
                            static_cast<int>(v.hidden), vectors);
-          put(at, sent, k, channel, vectors);
+          put(at, sent, v.slots[sent.source] + k, channel, vectors);
         }
       } else {
         float acc[kLaneChannels] = {};
@@ -72,10 +72,11 @@ struct EncodedRow {
                            ? round_vector<T>(acc + i * kPerVector<T>)
                            : uint4{0, 0, 0, 0};
         }
-        put(at, sent, v.group.rank, channel, vectors);
+        put(at, sent, v.line[sent.source], channel, vectors);
       }
     }
-    tell_parts(at, sent, kPerSlot ? lane : v.group.rank, kPerSlot ? row >= 0 : lane == 0,
+    const int place = kPerSlot ? v.slots[sent.source] + lane : v.line[sent.source];
+    tell_parts(at, sent, place, kPerSlot ? row >= 0 : lane == 0,
                at.tag() ^ kOddTag<Codes, kPerSlot>);
   }
 
@@ -169,6 +170,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
       std::uint32_t left = here[w];
+      const std::uint32_t beyond = left != 0 ? this->find_beyond(token, w) : 0;
 #pragma unroll 1
       while (left != 0) {
         Codes codes[kAtOnce];
@@ -182,7 +184,8 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
           count = n + 1;
           if constexpr (kPerSlot) factors[n] = __shfl_sync(kAllLanes, weight, bit);
           if (channel >= hidden) continue;
-          codes[n].load(at_.encoded_sum(own_memory(v), w * 32 + bit, token), v.layout.encoded,
+          const int row = w * 32 + bit;
+          codes[n].load(at_.encoded_sum(this->memory_of(bit, beyond), row, token), v.layout.encoded,
                         channel);
         }
 #pragma unroll

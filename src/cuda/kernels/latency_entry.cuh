@@ -51,13 +51,15 @@ struct RankFinder {
 __device__ inline void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
   const LatencyView& v = at.v;
   for (int r = static_cast<int>(threadIdx.x % 32); r < v.group.ranks; r += 32) {
-    store_release(at.released(v.peers[r], v.group.rank), upto);
+    store_release(at.released(v.peers[r], v.line[r]), upto);
   }
 }
 
 /// First in a kernel: brings the parameters near before the kernel before has ended.
 __device__ __forceinline__ void touch_view(const LatencyView& v) {
-  for (int r = 0; r < v.group.ranks; r += 8) asm volatile("" ::"l"(v.peers[r]));
+  for (int r = 0; r < v.group.ranks; r += 8) {
+    asm volatile("" ::"l"(v.peers[r]), "l"(v.sources[r]));
+  }
   asm volatile("" ::"l"(v.words), "l"(v.layout.released), "l"(v.layout.sums), "l"(v.group.control),
                "l"(v.group.layout.local), "l"(v.group.deadline_ns));
 }
@@ -92,9 +94,9 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   const std::uint32_t sent =
       handle != nullptr && lane < ranks ? load_relaxed(&handle->sent[lane]) : 1;
   const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
-  std::byte* own = v.peers[v.group.rank];
-  const std::uint64_t credit =
-      handle == nullptr && lane < ranks ? load_acquire(at.released(own, lane)) : UINT64_MAX;
+  const std::uint64_t credit = handle == nullptr && lane < ranks
+                                   ? load_acquire(at.released(v.sources[lane], lane))
+                                   : UINT64_MAX;
   const std::uint64_t needed = handle == nullptr && at.generation > 2 ? at.generation - 2 : 0;
   const bool stale = newest - last > 1;
   if (stale) refuse_stale(failure, last, newest);

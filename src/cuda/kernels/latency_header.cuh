@@ -149,9 +149,10 @@ class HeaderMaker {
   __device__ void write(const LatencyPlaces& at, int dest) {
     const LatencyView& v = p_.view;
     std::byte* base = v.peers[dest];
+    const int line = v.line[dest];
     const std::uint32_t tag = at.tag(), refused = find_refusal();
     const int experts = ranks_.local_experts(dest), thread = static_cast<int>(threadIdx.x);
-    std::uint64_t* numbers = at.numbers(base, v.group.rank);
+    std::uint64_t* numbers = at.numbers(base, line);
     for (int e = thread; e < experts; e += kLatencyThreads) {
       std::uint32_t sum = 0;
       for (int w = 0; w < warps_; ++w) {
@@ -162,14 +163,14 @@ class HeaderMaker {
       store_word(numbers + e, sum, tag);
     }
     if (thread == kLatencyThreads - 1) {
-      std::uint64_t* head = at.header(base, v.group.rank);
+      std::uint64_t* head = at.header(base, line);
       const int tokens = refused != 0 ? 0 : p_.tokens;
       store_word(head, make_head(tokens, agreed_format(p_)), tag);
       store_word(head + 1, refused, tag);
     }
     __syncthreads();
-    std::uint64_t* places = at.places(base, v.group.rank);
-    std::uint64_t* weights = at.header_weights(base, v.group.rank);
+    std::uint64_t* places = at.places(base, line);
+    std::uint64_t* weights = at.header_weights(base, line);
     stretch_.walk([&](int token, int slot, int id) {
       const int expert = slot < v.topk ? local(dest, id) : -1;
       const std::uint32_t ordinal = count_on(own_counts(dest), expert);

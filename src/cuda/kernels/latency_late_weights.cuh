@@ -18,7 +18,7 @@ __device__ __forceinline__ bool await_weight(const LatencyPlaces& at, const Late
   if (row < 0) return true;
   const LatencyView& v = at.v;
   const std::uint64_t* word =
-      at.weights(own_memory(v), source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
+      at.weights(v.sources[source], source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
   std::uint32_t data = 0;
   const Came came = await_word(v, call, word, at.tag(), source, Stage::latency_weights, data);
   weight = __uint_as_float(data);
@@ -86,8 +86,9 @@ struct PlainRow {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const bool few = is_few<T>(v, call.tokens[sent.source]);
     std::byte* base = v.peers[sent.source];
-    std::byte* to = few ? few_sum(at, base, v.group.rank, sent.token)
-                        : at.sum(base, v.group.rank, sent.token, row_bytes);
+    const int line = v.line[sent.source];
+    std::byte* to =
+        few ? few_sum(at, base, line, sent.token) : at.sum(base, line, sent.token, row_bytes);
     const int begin = parts.begin(sent.first) / kEach, end = parts.end(v, sent.last) / kEach;
 #pragma unroll 1
     for (int vector = begin + lane; vector - lane < end; vector += 32) {
@@ -111,7 +112,7 @@ struct PlainRow {
         *reinterpret_cast<uint4*>(to + byte) = sum;
       }
     }
-    tell_parts(at, sent, v.group.rank, lane == 0 && !few, at.sum_tag(false));
+    tell_parts(at, sent, line, lane == 0 && !few, at.sum_tag(false));
   }
 };
 

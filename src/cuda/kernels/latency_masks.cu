@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
     if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
     if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
     const Gone gone = masked ? Gone::without_us : Gone::no;
-    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.group.rank),
+    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.line[r]),
                   static_cast<std::uint32_t>(gone));
     store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
   }
@@ -55,7 +55,7 @@ struct Rejoining {
   __device__ void publish(std::size_t lines, std::uint64_t generation) const {
     const LatencyView& v = p.view;
     for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.group.rank),
+      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]),
                     round << kGenerationBits | generation);
     }
   }
@@ -64,7 +64,7 @@ struct Rejoining {
   /// which is a failure.
   __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
     const LatencyView& v = p.view;
-    const std::uint64_t* line = LatencyPlaces::line_of(own_memory(v), lines, peer);
+    const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
     Patience patience;
     for (;;) {
       const std::uint64_t word = load_acquire(line);
@@ -93,7 +93,7 @@ __device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
   constexpr auto kMask = static_cast<unsigned>(Gone::without_us);
   constexpr auto kNo = static_cast<unsigned>(Gone::no);
   constexpr auto kDead = static_cast<unsigned>(Gone::dead);
-  return atomicCAS_system(at.gone(own_memory(at.v), peer), kMask, kNo) != kDead;
+  return atomicCAS_system(at.gone(at.v.sources[peer], peer), kMask, kNo) != kDead;
 }
 
 /// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
@@ -104,7 +104,7 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bo
     const bool away = absent[r] || !forget_mask_of(at, r);
     v.words->masked[r] = away ? kMaskedByHost : 0;
     store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
-    store_release(at.released(v.peers[r], v.group.rank), agreed);
+    store_release(at.released(v.peers[r], v.line[r]), agreed);
   }
   if (threadIdx.x != 0) return;
   LatencyWords& words = *v.words;

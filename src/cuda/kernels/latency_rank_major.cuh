@@ -15,7 +15,7 @@ inline constexpr int kPlacesAtOnce = 8;
 __device__ __forceinline__ bool is_landing(const LatencyPlaces& at, const LatencyCall& call,
                                            int source, int token, Came& came) {
   const LatencyView& v = at.v;
-  const std::uint64_t* places = at.places(own_memory(v), source) + token * v.topk;
+  const std::uint64_t* places = at.places(v.sources[source], source) + token * v.topk;
   bool lands = false;
 #pragma unroll 1
   for (int base = 0; base < v.topk && came == Came::here; base += kPlacesAtOnce) {
@@ -103,11 +103,11 @@ __device__ __noinline__ inline int land_row(const LatencyDispatchParameters& p,
   Came came = Came::here;
   if (lane < v.topk) {
     const int entry = token * v.topk + lane;
-    came = await_word(v, call, at.places(own_memory(v), source) + entry, at.tag(), source,
+    came = await_word(v, call, at.places(v.sources[source], source) + entry, at.tag(), source,
                       Stage::latency_rows, word);
     if (came == Came::here && notes && p.slot_weights != nullptr) {
-      came = await_word(v, call, at.header_weights(own_memory(v), source) + entry, at.tag(), source,
-                        Stage::latency_rows, weight);
+      came = await_word(v, call, at.header_weights(v.sources[source], source) + entry, at.tag(),
+                        source, Stage::latency_rows, weight);
     }
   }
   if (__any_sync(kAllLanes, came == Came::stop)) return kStopped;

@@ -167,7 +167,7 @@ struct RowReceiver {
   __device__ bool receive_parts(int source, int token, int first, int last) {
     const LatencyView& v = p.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    std::byte* own = own_memory(v);
+    std::byte* own = v.sources[source];
     // Asked for early: usually the place is there, and often the tag.
     const std::uint32_t* tag = at.row_tags(own, source, token) + first + lane;
     bool here = first + lane > last;
@@ -205,7 +205,7 @@ struct RowReceiver {
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
-    copy(at.row(own, source, token), first, last, slot, lanes);
+    copy(at.row(v.sources[source], source, token), first, last, slot, lanes);
     return true;
   }
 
@@ -217,7 +217,7 @@ struct RowReceiver {
     const int part = first + static_cast<int>(threadIdx.x % 32);
     Came came = Came::here;
     if (part <= last) {
-      const std::uint32_t* tag = at.row_tags(own_memory(v), source, token) + part;
+      const std::uint32_t* tag = at.row_tags(v.sources[source], source, token) + part;
       came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
     }
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
@@ -226,7 +226,7 @@ struct RowReceiver {
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
-    copy(at.row(own_memory(v), source, token), first, last, ranked_slot(v, source, row), 1);
+    copy(at.row(v.sources[source], source, token), first, last, ranked_slot(v, source, row), 1);
     return true;
   }
 

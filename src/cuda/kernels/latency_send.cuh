@@ -193,15 +193,15 @@ class RowSender {
           left &= ~(1u << from);
           const int peer = __shfl_sync(kAllLanes, dest, from);
           if (few) {
-            wire.store_few(at, few_row(at, v.peers[peer], v.group.rank, token), piece, end);
+            wire.store_few(at, few_row(at, v.peers[peer], v.line[peer], token), piece, end);
           } else {
-            wire.store(at.row(v.peers[peer], v.group.rank, token), v.layout.scale_at, piece, end);
+            wire.store(at.row(v.peers[peer], v.line[peer], token), v.layout.scale_at, piece, end);
           }
         }
       }
       __syncwarp();
       if (dest >= 0 && !few) {
-        std::uint32_t* tags = at.row_tags(v.peers[dest], v.group.rank, token);
+        std::uint32_t* tags = at.row_tags(v.peers[dest], v.line[dest], token);
         fence_system();
         for (int part = first; part <= last; ++part) store_relaxed(tags + part, at.tag());
       }

@@ -35,13 +35,15 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
     Reason reason;
     const bool over = patience.over(v.group, reason);
     if (patience.looks % Patience::kLooksPerCheck != 0) continue;
-    if (load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
-    const bool gone =
-        !over && blockIdx.x == 0 && v.alarm != nullptr && find_gone(v, source) != Gone::no;
+    // Once judged, what is not missing is there, though this block may not see it yet.
+    const bool judged = load_relaxed(&v.words->judged) == at.generation;
+    if (!judged && load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
+    const bool judges = !judged && blockIdx.x == 0;
+    const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
     if (!over && !gone) continue;
     if (reason == Reason::none && !gone) return Found::stop;
     const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
-    if (may_mask && blockIdx.x == 0) {
+    if (may_mask && judges) {
       if (!gone && waits_on(v, patience, source)) continue;
       note_wait(call, source, late);
       store_relaxed(&v.words->suspected[source], at.generation);
@@ -59,7 +61,6 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
 __device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& call, int experts,
                                   HeaderWords& words, std::int32_t* numbers, bool& halted) {
   const LatencyView& v = at.v;
-  std::byte* own = v.peers[v.group.rank];
   const int each = kLatencyHeadWords + experts, all = each * v.group.ranks;
   bool stopped = false, halts = false;
   // From the other end than the senders.
@@ -67,7 +68,8 @@ __device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& ca
     const int source = i / each, w = i - source * each;
     std::uint32_t data = 0;
     if (!call.masked[source] && !words.missing[source] && !stopped) {
-      const Found found = find_word(at, call, source, at.header(own, source) + w, data);
+      const Found found =
+          find_word(at, call, source, at.header(v.sources[source], source) + w, data);
       stopped |= found == Found::stop;
       halts |= found == Found::halted;
     }
@@ -114,7 +116,7 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall&
     if (load_relaxed(&words.suspected[s]) != at.generation) continue;
     bool here = true;
     for (int w = 0; w < kLatencyHeadWords + experts && here && passed == 0; ++w) {
-      here = is_word_of(load_relaxed(at.header(v.peers[v.group.rank], s) + w), at.tag());
+      here = is_word_of(load_relaxed(at.header(v.sources[s], s) + w), at.tag());
     }
     if (!here) mask_late(v, call, s);
     words.verdict[s] = at.generation << 1 | (here ? 1u : 0u);
@@ -212,7 +214,7 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
 
 __device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
                                                     int expert) {
-  const std::uint64_t* words = at.numbers(at.v.peers[at.v.group.rank], source);
+  const std::uint64_t* words = at.numbers(at.v.sources[source], source);
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
 }
 

@@ -100,6 +100,7 @@ struct LatencyPlaces {
   }
 };
 
+/// Where all that ranks of the own domain sent lies.
 __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
   return v.peers[v.group.rank];
 }
@@ -133,7 +134,7 @@ __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_
 }
 
 __device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
-  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(own_memory(v), peer)));
+  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(v.sources[peer], peer)));
 }
 
 /// The peer missed its deadline where it may. Apart: waits have the registers.
@@ -142,7 +143,7 @@ __device__ __noinline__ inline void mask_late(const LatencyView& v, const Latenc
   if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
   store_relaxed(&v.words->last_mask, call.number);
   const LatencyPlaces at{v, call.generation};
-  store_relaxed(at.gone(v.peers[peer], v.group.rank), static_cast<std::uint32_t>(Gone::without_us));
+  store_relaxed(at.gone(v.peers[peer], v.line[peer]), static_cast<std::uint32_t>(Gone::without_us));
   if (find_gone(v, peer) == Gone::without_us) {
     store_relaxed(&v.alarm->behind, static_cast<std::uint32_t>(peer) + 1);
   }
@@ -281,7 +282,7 @@ __device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
 __device__ inline Came await_credit(const LatencyPlaces& at, const LatencyCall& call, int receiver,
                                     std::uint64_t least) {
   const LatencyView& v = at.v;
-  const std::uint64_t* word = at.released(v.peers[v.group.rank], receiver);
+  const std::uint64_t* word = at.released(v.sources[receiver], receiver);
   Patience patience;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);

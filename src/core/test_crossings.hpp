@@ -1,0 +1,100 @@
+// Routes of all ranks and what each makes of them: shared by the tests of crossings.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "core/crossing_plan.hpp"
+
+namespace ferry::test {
+
+inline std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+/// The routes of all ranks, and what each of them makes of the counts.
+struct World {
+  Placement placement{};
+  Domains domains = Domains::blocks(1, 0);
+  int topk = 1;
+  std::vector<std::vector<std::int32_t>> routes{};
+  std::vector<std::int32_t> domain_tokens{};
+  std::vector<ExchangePlan> plans{};
+  std::vector<CrossingPlan> crossings{};
+
+  std::int64_t tokens(int rank) const {
+    return static_cast<std::int64_t>(routes[index(rank)].size()) / topk;
+  }
+  /// The ranks that a token goes to.
+  std::set<int> targets(int rank, std::int64_t token) const {
+    std::set<int> ranks;
+    for (int k = 0; k < topk; ++k) {
+      const std::int32_t id = routes[index(rank)][index(token * topk + k)];
+      if (id >= 0) ranks.insert(placement.rank_of(id));
+    }
+    return ranks;
+  }
+  /// Tokens of a rank that go to a domain, ascending.
+  std::vector<std::int32_t> crossing(int rank, int domain) const {
+    std::vector<std::int32_t> all;
+    for (std::int64_t t = 0; t < tokens(rank); ++t) {
+      const std::set<int> ranks = targets(rank, t);
+      const bool there =
+          std::any_of(ranks.begin(), ranks.end(), [&](int r) { return domains.of(r) == domain; });
+      if (there && domain != domains.of(rank)) all.push_back(static_cast<std::int32_t>(t));
+    }
+    return all;
+  }
+  /// Tokens of `source` that `target` receives, ascending.
+  std::vector<std::int32_t> arriving(int source, int target) const {
+    std::vector<std::int32_t> all;
+    for (std::int64_t t = 0; t < tokens(source); ++t) {
+      if (targets(source, t).contains(target)) all.push_back(static_cast<std::int32_t>(t));
+    }
+    return all;
+  }
+
+  void make_plans() {
+    std::vector<std::int32_t> counts;
+    std::vector<RouteCounts> own;
+    for (int r = 0; r < placement.ranks; ++r) {
+      own.push_back(count_routes(routes[index(r)], tokens(r), topk, placement));
+      const RouteCounts& mine = own.back();
+      counts.insert(counts.end(), mine.tokens_per_rank.begin(), mine.tokens_per_rank.end());
+      counts.insert(counts.end(), mine.slots_per_expert.begin(), mine.slots_per_expert.end());
+      const auto crossed = count_crossings(mine, placement, domains, r);
+      domain_tokens.insert(domain_tokens.end(), crossed.begin(), crossed.end());
+    }
+    for (int r = 0; r < placement.ranks; ++r) {
+      plans.push_back(make_plan(own[index(r)], counts, placement, r));
+      crossings.push_back(make_crossing_plan(plans.back(), domains, domain_tokens));
+    }
+  }
+};
+
+/// Random ranks, domains and routes, some ranks without tokens.
+inline World any_world(std::mt19937& random) {
+  const auto below = [&random](unsigned count) { return static_cast<int>(random() % count); };
+  World world;
+  world.placement.ranks = 1 + below(9);
+  world.placement.experts = 1 + below(20);
+  world.topk = 1 + below(8);
+  std::vector<int> labels;
+  for (int r = 0; r < world.placement.ranks; ++r) labels.push_back(below(4));
+  world.domains = Domains(labels);
+  for (int r = 0; r < world.placement.ranks; ++r) {
+    std::vector<std::int32_t> routes;
+    for (int i = below(3) == 0 ? 0 : below(20) * world.topk; i > 0; --i) {
+      const auto experts = static_cast<unsigned>(world.placement.experts);
+      routes.push_back(below(5) == 0 ? -1 : static_cast<std::int32_t>(below(experts)));
+    }
+    world.routes.push_back(routes);
+  }
+  world.make_plans();
+  return world;
+}
+
+}  // namespace ferry::test
