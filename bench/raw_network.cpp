@@ -6,7 +6,7 @@
 #include <span>
 #include <stdexcept>
 
-#include "fabric/ofi/provider.hpp"
+#include "fabric/ofi/nics.hpp"
 
 namespace ferry::bench {
 namespace {
@@ -24,7 +24,7 @@ RawNetwork::RawNetwork(Bootstrap& bootstrap, std::size_t bytes)
       bytes_(bytes),
       from_(fabric::anonymous_memory(bytes, rank_)),
       to_(fabric::anonymous_memory(bytes, rank_)),
-      endpoint_(library_, find_provider(library_, rank_, with_environment({}), false), rank_),
+      endpoint_(library_, find_provider(library_, rank_, with_environment({})), rank_),
       exposed_(endpoint_.expose(to_->data(), bytes)),
       local_(endpoint_.local(from_->data(), bytes)),
       contexts_(kContexts) {

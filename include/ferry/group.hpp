@@ -77,7 +77,7 @@ struct GroupConfig {
   /// in virtual domains copies through `fabric`, as a network makes them; sim: the simulated
   /// network (ranks as threads); ofi.
   FabricKind network = FabricKind::automatic;
-  OfiOptions ofi{};  ///< of the ofi fabric; `host` and `traffic_class` may differ between ranks
+  OfiOptions ofi{};  ///< of the ofi fabric; only `provider` and `endpoints` must be the same
   /// What `automatic` means in the options of this group's calls.
   Crossing crossing = Crossing::automatic;
   OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
@@ -270,6 +270,8 @@ class Group {
   static MemoryUse memory_hint(const GroupConfig& config, int ranks);
   TimeUse time() const;
   NetworkUse network() const;
+  /// The NICs that this rank uses, and why; none without the ofi fabric.
+  std::vector<NicUse> nics() const;
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
 

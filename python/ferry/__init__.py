@@ -10,7 +10,7 @@ import atexit as _atexit
 from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
-from ferry._ferry import Event, MemoryUse, NetworkUse, Plan, Stream, TimeUse
+from ferry._ferry import Event, MemoryUse, NetworkUse, NicUse, Plan, Stream, TimeUse
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
 from ferry.errors import (
     DeadlineExceeded,
@@ -69,6 +69,7 @@ __all__ = [
     "MemoryUse",
     "Mismatch",
     "NetworkUse",
+    "NicUse",
     "PeerFailed",
     "PeerLeft",
     "Plan",

@@ -428,6 +428,10 @@ class Group:
         """What this rank has sent to ranks of other domains since creation."""
         return self._raw.network()
 
+    def nics(self) -> list[_ferry.NicUse]:
+        """The NICs that this rank uses, and why; none without the ofi fabric."""
+        return self._raw.nics()
+
     def destroy(self) -> None:
         """Leaves the group. Not collective, never waits for peers; those that still exchange get
         `PeerLeft`. Later calls raise `Destroyed`. Arrays stay valid until they are dropped."""

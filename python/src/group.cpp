@@ -203,6 +203,7 @@ void bind_group(nb::module_& m) {
           "domain_of", [](const HeldGroup& g, int rank) { return g->domain_of(rank); },
           nb::arg("rank"))
       .def("network", [](const HeldGroup& g) { return g->network(); })
+      .def("nics", [](const HeldGroup& g) { return g->nics(); })
       .def_prop_ro("fabric_name", [](const HeldGroup& g) { return g->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldGroup& g) { return g->destroyed(); })
       .def(

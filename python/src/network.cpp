@@ -24,6 +24,16 @@ void bind_network(nb::module_& m) {
         return "NetworkUse(put_bytes=" + std::to_string(u.put_bytes) +
                ", puts=" + std::to_string(u.puts) + ", signals=" + std::to_string(u.signals) + ")";
       });
+  nb::class_<NicUse>(m, "NicUse", "A NIC of a rank, and what it has carried.")
+      .def_ro("name", &NicUse::name, "\"eth0\", \"mlx5_0\".")
+      .def_ro("address", &NicUse::address,
+              "In numbers; empty where the provider has addresses of its own.")
+      .def_ro("why", &NicUse::why, "Where it is, as seen from this rank.")
+      .def_ro("bytes", &NicUse::bytes, "Of rows and what travels beside them, sent so far.")
+      .def("__repr__", [](const NicUse& u) {
+        return "NicUse(name='" + u.name + "', address='" + u.address + "', why=\"" + u.why +
+               "\", bytes=" + std::to_string(u.bytes) + ")";
+      });
 }
 
 }  // namespace ferry::python

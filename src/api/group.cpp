@@ -87,7 +87,9 @@ std::unique_ptr<fabric::Fabric> make_sim(Bootstrap& bootstrap, const GroupConfig
 }
 
 std::unique_ptr<fabric::Fabric> make_ofi(Bootstrap& bootstrap, const GroupConfig& config) {
-  return fabric::make_ofi_fabric(bootstrap, config.ofi, config.deadline, config.on_wait);
+  const std::string gpu =
+      config.backend == Backend::cuda ? cuda::pci_bus_id(config.device) : std::string();
+  return fabric::make_ofi_fabric(bootstrap, config.ofi, config.deadline, config.on_wait, gpu);
 }
 
 std::unique_ptr<fabric::Fabric> make_fabric(Bootstrap& bootstrap, const GroupConfig& config,
@@ -153,7 +155,6 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   try {
     check_config(config);
     config.ofi = with_environment(std::move(config.ofi));
-    if (config.ofi.host.empty()) config.ofi.host = bootstrap->own_address();
   } catch (const Error& error) {
     invalid = error;
   }
@@ -254,6 +255,9 @@ TimeUse Group::time() const {
 }
 NetworkUse Group::network() const {
   return live(engine_, "network").network();
+}
+std::vector<NicUse> Group::nics() const {
+  return live(engine_, "nics").nics();
 }
 bool Group::has_backend(Backend backend) {
   return backend != Backend::cuda || cuda::available();

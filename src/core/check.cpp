@@ -145,6 +145,10 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "ofi.endpoints", to_string(config.ofi.endpoints),
            "1 … " + to_string(kMaxOfiEndpoints) + ", or 0: FERRY_OFI_ENDPOINTS or 1");
   }
+  if (config.ofi.nics_per_rank < 0 || config.ofi.nics_per_rank > kMaxOfiEndpoints) {
+    refuse("Group", "ofi.nics_per_rank", to_string(config.ofi.nics_per_rank),
+           "1 … " + to_string(kMaxOfiEndpoints) + ", or 0: FERRY_OFI_NICS_PER_RANK or those near");
+  }
   if (config.crossing > Crossing::hierarchical) {
     refuse("Group", "crossing", "number " + to_string(static_cast<int>(config.crossing)),
            "automatic, direct or hierarchical");

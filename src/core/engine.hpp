@@ -70,6 +70,7 @@ class Engine {
   virtual MemoryUse memory() const = 0;
   virtual TimeUse time() const = 0;
   virtual NetworkUse network() const { return {}; }
+  virtual std::vector<NicUse> nics() const { return {}; }
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
 };

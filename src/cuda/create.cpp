@@ -1,5 +1,6 @@
 // Creation of a CUDA engine: the only time at which the bootstrap is used.
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -177,6 +178,15 @@ int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config) {
   Parts parts;
   meet(bootstrap, config, device, parts);
   return parts.sharing;
+}
+
+std::string pci_bus_id(int device) {
+  std::array<char, 32> text{};
+  const bool found =
+      (device >= 0 || cudaGetDevice(&device) == cudaSuccess) &&
+      cudaDeviceGetPCIBusId(text.data(), static_cast<int>(text.size()), device) == cudaSuccess;
+  if (!found) cudaGetLastError();  // creation will tell what is wrong
+  return found ? text.data() : "";
 }
 
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,

@@ -117,6 +117,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   MemoryUse memory() const override;
   TimeUse time() const override { return inside().time(); }
   NetworkUse network() const override { return parts_.memory->fabric->network_use(); }
+  std::vector<NicUse> nics() const override { return parts_.memory->fabric->nics(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "core/domains.hpp"
 #include "core/engine.hpp"
@@ -12,6 +13,9 @@ namespace ferry::cuda {
 
 /// True when this build has the CUDA engine.
 bool available();
+
+/// "0000:17:00.0", of a CUDA ordinal; −1: of the current device. Empty if there is none.
+std::string pci_bus_id(int device);
 
 /// Throws Error(unsupported) saying how to get it when this build does not have it.
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,

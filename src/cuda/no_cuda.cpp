@@ -9,6 +9,10 @@ bool available() {
   return false;
 }
 
+std::string pci_bus_id(int /*device*/) {
+  return {};
+}
+
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig&,
                                          std::unique_ptr<fabric::Fabric>) {
   throw Error(ErrorKind::unsupported,

@@ -104,6 +104,8 @@ class Fabric {
 
   /// What left through `put` and `publish` for peers outside the domain.
   virtual NetworkUse network_use() const noexcept { return {}; }
+  /// The NICs of this rank; none where there is no network of NICs.
+  virtual std::vector<NicUse> nics() const { return {}; }
 };
 
 }  // namespace ferry::fabric

@@ -12,6 +12,7 @@ TEST(OfiGreetings, RanksThatCannotReachEachOtherAreRefused) {
     greeting.provider = "net";
     greeting.boot_id = boot_id;
     greeting.address = address;
+    greeting.networks = {"10.0.0.0/24"};
     greeting.names = {Bytes(name_bytes)};
     return greeting;
   };

@@ -10,6 +10,7 @@
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/greeting.hpp"
 #include "fabric/ofi/message.hpp"
+#include "fabric/ofi/nics.hpp"
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {
@@ -169,7 +170,7 @@ class Stranger {
  public:
   explicit Stranger(const Bytes& name)
       : library_(ofi::library(0)),
-        endpoint_(library_, ofi::find_provider(library_, 0, ofi_options(), false), 0),
+        endpoint_(library_, ofi::find_provider(library_, 0, ofi_options()), 0),
         victim_(endpoint_.insert(name)) {}
 
   template <class T>
@@ -220,7 +221,7 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
   Processes ranks(kOfi, 2, [](Rank& me) {
     me.bootstrap.record();
     const auto fabric = me.make();
-    const auto greetings = me.bootstrap.gathered().front();
+    const auto greetings = me.bootstrap.gathered()[1];
     const Bytes victim = ofi::greeting_from(greetings[0], me.rank(), 0).names[0];
     const Segment mine = me.connect(*fabric, 1 << 20);
     meet(me, *fabric, mine);

@@ -87,6 +87,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   MemoryUse memory() const override;
   TimeUse time() const override;
   NetworkUse network() const override { return memory_->fabric->network_use(); }
+  std::vector<NicUse> nics() const override { return memory_->fabric->nics(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

@@ -19,13 +19,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from namespace import BOOT_ID
 
-INTERFACE = "eth0"
+INTERFACE = "eth0"  # the first of a host
 LOSSES = "ferry-losses"  # the table of nftables
 
 
@@ -64,25 +64,36 @@ class Hosts:
     takes everything away.
 
     Args:
+        nics: interfaces of a host, eth0 …, each in a network of its own: 10.77.0.0/24, 10.78.0.0/24
+            … Of a relay: one.
         own_boot_ids: each host is another machine to Ferry: no shared memory with the others.
-        relay: options of relay.py, which then carries the packets; none: a bridge does.
+        relay: options of relay.py, which then carries the packets; none: bridges do.
+        variables: of the environment of every rank.
     """
 
     def __init__(
-        self, count: int, *, own_boot_ids: bool = False, relay: Sequence[str] = ()
+        self,
+        count: int,
+        *,
+        nics: int = 1,
+        own_boot_ids: bool = False,
+        relay: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         tag = secrets.token_hex(3)
         self.switch = f"ferry-{tag}-sw"
         self.names = [f"ferry-{tag}-{i}" for i in range(count)]
         self.processes: list[list[subprocess.Popen[str]]] = [[] for _ in range(count)]
+        self.nics = nics
+        self.variables = dict(variables or {})
         self.own_boot_ids = own_boot_ids
         self.relay_options = relay
         self.relay: subprocess.Popen[str] | None = None
         self.drops = False
         self.folder = tempfile.TemporaryDirectory(prefix="ferry-hosts-")
 
-    def address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+    def address(self, host: int, nic: int = 0) -> str:
+        return f"10.{77 + nic}.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
         try:
@@ -91,24 +102,28 @@ class Hosts:
                 ip("-n", name, "link", "set", "lo", "up")
                 id = f"0b5e3f6a-0000-4000-8000-{host:012}\n"
                 (Path(self.folder.name) / name).write_text(id)
-            self._connect_relay() if self.relay_options else self._connect_bridge()
+            self._connect_relay() if self.relay_options else self._connect_bridges()
             for host, name in enumerate(self.names):
-                ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
-                ip("-n", name, "link", "set", INTERFACE, "up")
+                for nic in range(self.nics):
+                    address = f"{self.address(host, nic)}/24"
+                    ip("-n", name, "address", "add", address, "dev", f"eth{nic}")
+                    ip("-n", name, "link", "set", f"eth{nic}", "up")
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
-    def _connect_bridge(self) -> None:
+    def _connect_bridges(self) -> None:
         ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "br0", "up")
-        for host, name in enumerate(self.names):
-            port = f"port{host}"
-            ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name",
-               INTERFACE, "netns", name)  # fmt: skip
-            ip("-n", self.switch, "link", "set", port, "master", "br0", "up")
+        for nic in range(self.nics):
+            bridge = f"br{nic}"
+            ip("-n", self.switch, "link", "add", bridge, "type", "bridge")
+            ip("-n", self.switch, "link", "set", bridge, "up")
+            for host, name in enumerate(self.names):
+                port = f"port{host}-{nic}"
+                ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name",
+                   f"eth{nic}", "netns", name)  # fmt: skip
+                ip("-n", self.switch, "link", "set", port, "master", bridge, "up")
 
     def _connect_relay(self) -> None:
         program = Path(__file__).with_name("relay.py")
@@ -208,6 +223,7 @@ class Hosts:
             "FERRY_SECRET": secrets.token_hex(16),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
+            **self.variables,
         }
         return [(rank // each, {"RANK": str(rank)} | common) for rank in range(size)]
 
@@ -217,23 +233,29 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
-    def link(self, host: int, state: str) -> None:
-        """Pulls the cable of a host ("down") or plugs it in again ("up")."""
-        ip("-n", self.switch, "link", "set", f"port{host}", state)
+    def link(self, host: int, state: str, nic: int = 0) -> None:
+        """Pulls a cable of a host ("down") or plugs it in again ("up")."""
+        ip("-n", self.switch, "link", "set", f"port{host}-{nic}", state)
+
+    def sent_bytes(self, host: int, nic: int) -> int:
+        """What an interface has sent, headers included."""
+        told = json.loads(ip("-n", self.names[host], "-s", "-j", "link", "show", f"eth{nic}"))
+        return int(told[0]["stats64"]["tx"]["bytes"])
 
     def queue(self, *words: str) -> None:
-        """The queueing discipline of what every host sends, in the words of `tc`. Raises
+        """The queueing discipline of what every interface sends, in the words of `tc`. Raises
         CalledProcessError."""
         for name in self.names:
-            subprocess.run(
-                ["tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *words],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            for nic in range(self.nics):
+                subprocess.run(
+                    ["tc", "-n", name, "qdisc", "replace", "dev", f"eth{nic}", "root", *words],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
 
     def shape(self, rate: str) -> None:
-        """Every host sends at most at this rate ("200mbit")."""
+        """Every interface sends at most at this rate ("200mbit")."""
         self.queue("tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
 
     def drop(self, per_mille: int) -> None:

@@ -90,11 +90,24 @@ class Doctor(unittest.TestCase):
         found = json.loads("\n".join(lines))
         self.assertEqual(found["domains"], [0, 0, 0])
         self.assertEqual(found["fabric"], "shm")
+        self.assertEqual(found["nics"], [[], [], []])
         for name in ("latency_ns", "bytes_per_s"):
             for a, row in enumerate(found[name]):
                 self.assertEqual([value > 0 for value in row], [a != b for b in range(3)])
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         self.assertIn("Inside a host usually", done.stdout)
+
+    def test_net_tells_nics(self):
+        command = [FERRY, "run", "-n", "2", "--", FERRY, "doctor", "--net", "--fabric", "ofi"]
+        environment = dict(os.environ, FERRY_OFI_NICS="127.0.0.1,127.0.0.2")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        if "libfabric" in done.stderr and done.returncode != 0:
+            self.skipTest(done.stderr.splitlines()[0])
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # As near to both, so they share them out.
+        for rank in range(2):
+            self.assertRegex(done.stdout, rf"  rank {rank}: \w+ \(127.0.0.{rank + 1}\), of unknown")
+        self.assertIn("one of 2 as near; shared by 2 ranks", done.stdout)
 
     def test_net_wants_a_job(self):
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -1,6 +1,7 @@
 // `ferry doctor --net`: from latency and rate between all pairs of ranks to what is odd.
 #pragma once
 #include <ferry/links.hpp>
+#include <ferry/network.hpp>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -32,6 +33,12 @@ std::vector<OddLink> odd_links(const Links& links);
 std::string describe_links(const Links& links);
 
 nlohmann::json to_json(const Links& links);
+
+/// By rank. A line for each NIC and what it was chosen for; nothing where no rank has any.
+std::string describe_nics(const std::vector<std::vector<NicUse>>& nics);
+/// Of one rank, and back. Throws nlohmann::json::exception for other JSON.
+nlohmann::json to_json(const std::vector<NicUse>& nics);
+std::vector<NicUse> nics_from(const nlohmann::json& told);
 
 /// A rank of the job that the environment describes: measures with the others; rank 0 tells, as
 /// text or JSON. Returns the exit code.

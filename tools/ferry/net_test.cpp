@@ -126,5 +126,20 @@ TEST(Net, TwoThingsAreTwoSentences) {
   EXPECT_EQ(odd(links).size(), 2u) << describe_links(links);
 }
 
+TEST(Net, NicsAreToldByRankAndWhy) {
+  const std::vector<NicUse> one{{"mlx5_0", "", "shares a PCI switch with the GPU 0000:17:00.0"}};
+  const std::vector<NicUse> two{{"eth0", "10.0.0.1", "on NUMA node 0, like this rank's CPUs"},
+                                {"eth1", "10.1.0.1", "of unknown place"}};
+  const std::string text = describe_nics({one, two});
+  EXPECT_EQ(text,
+            "NICs\n"
+            "  rank 0: mlx5_0, shares a PCI switch with the GPU 0000:17:00.0\n"
+            "  rank 1: eth0 (10.0.0.1), on NUMA node 0, like this rank's CPUs\n"
+            "  rank 1: eth1 (10.1.0.1), of unknown place\n");
+  EXPECT_EQ(describe_nics({{}, {}}), "");
+  EXPECT_EQ(nics_from(to_json(two)), two);
+  EXPECT_THROW(nics_from(nlohmann::json::parse("[{}]")), nlohmann::json::exception);
+}
+
 }  // namespace
 }  // namespace ferry::cli

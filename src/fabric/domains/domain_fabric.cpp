@@ -87,6 +87,9 @@ class DomainFabric final : public Fabric {
     if (network_) network_->hand_over();
   }
   NetworkUse network_use() const noexcept override;
+  std::vector<NicUse> nics() const override {
+    return network_ ? network_->nics() : std::vector<NicUse>();
+  }
 
  private:
   bool in_domain(int peer) const noexcept {

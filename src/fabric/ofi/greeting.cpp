@@ -5,14 +5,16 @@
 #include <ferry/error.hpp>
 
 #include "core/text.hpp"
+#include "fabric/ofi/address.hpp"
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/ofi.hpp"
-#include "fabric/ofi/provider.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x314946424f524546;  // "FEROBFI1"
+constexpr std::uint64_t kOfferMagic = 0x324946424f524546;  // "FEROBFI2"
+constexpr std::uint64_t kMagic = 0x334946424f524546;       // "FEROBFI3"
+constexpr std::uint32_t kMostNics = 256;                   // of a machine
 constexpr std::size_t kMaxText = 1000;
 constexpr std::size_t kMostShown = 80;
 
@@ -25,6 +27,15 @@ void append_counted(std::vector<std::byte>& bytes, const void* data, std::size_t
   const auto length = static_cast<std::uint32_t>(count);
   append(bytes, &length, sizeof length);
   append(bytes, data, count);
+}
+
+void append_texts(std::vector<std::byte>& bytes, const std::vector<std::string>& texts,
+                  std::size_t most) {
+  const auto count = static_cast<std::uint32_t>(std::min(texts.size(), most));
+  append(bytes, &count, sizeof count);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    append_counted(bytes, texts[i].data(), std::min(texts[i].size(), kMaxText));
+  }
 }
 
 /// Reads from the front; `ok` turns false at what cannot be.
@@ -53,7 +64,28 @@ struct Reader {
     const auto taken = counted(most);
     return {reinterpret_cast<const char*>(taken.data()), taken.size()};
   }
+  std::uint32_t count(std::uint32_t most) {
+    std::uint32_t number = 0;
+    read(&number, sizeof number);
+    ok = ok && number <= most;
+    return ok ? number : 0;
+  }
+  std::vector<std::string> texts(std::uint32_t most) {
+    std::vector<std::string> all;
+    const std::uint32_t number = count(most);
+    for (std::uint32_t i = 0; ok && i < number; ++i) all.push_back(text(kMaxText));
+    return all;
+  }
 };
+
+[[noreturn]] void throw_unreadable(std::size_t bytes, int rank, int peer) {
+  throw Error(ErrorKind::mismatch,
+              "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
+                  " says about its network (" + std::to_string(bytes) +
+                  " bytes) cannot be read; use the same version of Ferry, built with libfabric, on "
+                  "all ranks, and give all the same fabric",
+              {.rank = rank, .peer = peer});
+}
 
 std::string rank_text(std::size_t rank) {
   return "rank " + std::to_string(rank);
@@ -63,19 +95,25 @@ std::string rank_text(std::size_t rank) {
   throw Error(kind, what, {.rank = rank, .peer = static_cast<int>(peer)});
 }
 
+void check_problem(const std::string& problem, int rank, std::size_t peer) {
+  if (problem.empty()) return;
+  refuse(ErrorKind::peer_failed,
+         rank_text(peer) + " cannot use the network: " + printable(problem, kMaxText), rank, peer);
+}
+
 /// Each rank must reach each other one.
 void check_addresses(const std::vector<Greeting>& greetings, int rank) {
   const Greeting& first = greetings.front();
   for (std::size_t r = 0; r < greetings.size(); ++r) {
     const Greeting& other = greetings[r];
-    for (std::size_t lane = 0; lane < other.names.size(); ++lane) {
-      const std::size_t bytes = other.names[lane].size();
-      if (bytes > 0 && bytes == first.names[lane].size()) continue;
+    for (const auto& name : other.names) {
+      const std::size_t bytes = name.size();
+      if (bytes > 0 && bytes == first.names.front().size()) continue;
       refuse(ErrorKind::mismatch,
              rank_text(r) + " listens at " + printable(other.address, kMostShown) +
                  " (an endpoint's name of " + std::to_string(bytes) + " bytes), rank 0 at " +
                  printable(first.address, kMostShown) + " (" +
-                 std::to_string(first.names[lane].size()) +
+                 std::to_string(first.names.front().size()) +
                  "); give all ranks a FERRY_HOST of one kind, IPv4 or IPv6",
              rank, r);
     }
@@ -98,14 +136,42 @@ void check_addresses(const std::vector<Greeting>& greetings, int rank) {
 
 }  // namespace
 
+std::vector<std::byte> to_bytes(const Offer& offer) {
+  std::vector<std::byte> bytes;
+  append(bytes, &kOfferMagic, sizeof kOfferMagic);
+  append(bytes, &offer.key, sizeof offer.key);
+  for (const std::string* text : {&offer.problem, &offer.boot_id}) {
+    append_counted(bytes, text->data(), std::min(text->size(), kMaxText));
+  }
+  append_texts(bytes, offer.nearest, kMostNics);
+  return bytes;
+}
+
+Offer offer_from(std::span<const std::byte> bytes, int rank, int peer) {
+  Reader reader{bytes};
+  std::uint64_t magic = 0;
+  Offer offer;
+  reader.read(&magic, sizeof magic);
+  reader.ok = reader.ok && magic == kOfferMagic;
+  reader.read(&offer.key, sizeof offer.key);
+  for (std::string* text : {&offer.problem, &offer.boot_id}) *text = reader.text(kMaxText);
+  offer.nearest = reader.texts(kMostNics);
+  if (!reader.ok || !reader.left.empty()) throw_unreadable(bytes.size(), rank, peer);
+  return offer;
+}
+
+void check_offers(const std::vector<Offer>& offers, int rank) {
+  for (std::size_t r = 0; r < offers.size(); ++r) check_problem(offers[r].problem, rank, r);
+}
+
 std::vector<std::byte> to_bytes(const Greeting& greeting) {
   std::vector<std::byte> bytes;
   append(bytes, &kMagic, sizeof kMagic);
-  append(bytes, &greeting.key, sizeof greeting.key);
   for (const std::string* text :
        {&greeting.problem, &greeting.provider, &greeting.boot_id, &greeting.address}) {
     append_counted(bytes, text->data(), std::min(text->size(), kMaxText));
   }
+  append_texts(bytes, greeting.networks, kMaxOfiEndpoints);
   const auto names = static_cast<std::uint32_t>(greeting.names.size());
   append(bytes, &names, sizeof names);
   for (const auto& name : greeting.names) append_counted(bytes, name.data(), name.size());
@@ -118,36 +184,31 @@ Greeting greeting_from(std::span<const std::byte> bytes, int rank, int peer) {
   Greeting greeting;
   reader.read(&magic, sizeof magic);
   reader.ok = reader.ok && magic == kMagic;
-  reader.read(&greeting.key, sizeof greeting.key);
   for (std::string* text :
        {&greeting.problem, &greeting.provider, &greeting.boot_id, &greeting.address}) {
     *text = reader.text(kMaxText);
   }
-  std::uint32_t names = 0;
-  reader.read(&names, sizeof names);
-  reader.ok = reader.ok && names <= static_cast<std::uint32_t>(kMaxOfiEndpoints);
-  for (std::uint32_t i = 0; reader.ok && i < names; ++i) {
+  greeting.networks = reader.texts(kMaxOfiEndpoints);
+  const std::uint32_t endpoints = reader.count(kMaxOfiEndpoints);
+  for (std::uint32_t i = 0; reader.ok && i < endpoints; ++i) {
     const auto name = reader.counted(kMaxEndpointName);
     greeting.names.emplace_back(name.begin(), name.end());
   }
-  if (reader.ok && reader.left.empty()) return greeting;
-  throw Error(ErrorKind::mismatch,
-              "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
-                  " says about its network (" + std::to_string(bytes.size()) +
-                  " bytes) cannot be read; use the same version of Ferry, built with libfabric, on "
-                  "all ranks, and give all the same fabric",
-              {.rank = rank, .peer = peer});
+  const std::size_t nics = greeting.networks.size(), names = greeting.names.size();
+  // As many endpoints on each NIC, or neither.
+  const bool whole = nics == 0 ? names == 0 : names > 0 && names % nics == 0;
+  const bool some = nics > 0 || !greeting.problem.empty();
+  if (!reader.ok || !reader.left.empty() || !whole || !some) {
+    throw_unreadable(bytes.size(), rank, peer);
+  }
+  return greeting;
 }
 
 void check_greetings(const std::vector<Greeting>& greetings, int rank) {
   const Greeting& first = greetings.front();
   for (std::size_t r = 0; r < greetings.size(); ++r) {
     const Greeting& other = greetings[r];
-    if (!other.problem.empty()) {
-      refuse(ErrorKind::peer_failed,
-             rank_text(r) + " cannot use the network: " + printable(other.problem, kMaxText), rank,
-             r);
-    }
+    check_problem(other.problem, rank, r);
     if (other.provider != first.provider) {
       refuse(ErrorKind::mismatch,
              rank_text(r) + " uses libfabric's provider " + printable(other.provider, kMostShown) +
@@ -155,11 +216,13 @@ void check_greetings(const std::vector<Greeting>& greetings, int rank) {
                  "; name one that all have (FERRY_OFI_PROVIDER)",
              rank, r);
     }
-    if (other.names.size() != first.names.size()) {
+    if (other.names.size() / other.networks.size() != first.names.size() / first.networks.size()) {
+      const auto endpoints = [](const Greeting& greeting) {
+        return std::to_string(greeting.names.size() / greeting.networks.size());
+      };
       refuse(ErrorKind::mismatch,
-             rank_text(r) + " has " + std::to_string(other.names.size()) + " endpoints, rank 0 " +
-                 std::to_string(first.names.size()) +
-                 "; give all ranks the same number (FERRY_OFI_ENDPOINTS)",
+             rank_text(r) + " has " + endpoints(other) + " endpoints on each NIC, rank 0 " +
+                 endpoints(first) + "; give all ranks the same number (FERRY_OFI_ENDPOINTS)",
              rank, r);
     }
   }

@@ -9,21 +9,36 @@
 
 namespace ferry::fabric::ofi {
 
+/// What a rank says first.
+struct Offer {
+  JobKey key{};                        ///< rank 0's is the job's; the others send zeros
+  std::string problem{};               ///< why this rank has no NIC; empty: it has
+  std::string boot_id{};               ///< which kernel it runs on
+  std::vector<std::string> nearest{};  ///< Nic::id of its nearest NICs
+};
+
+/// What it says when it knows with whom it shares them.
 struct Greeting {
-  JobKey key{};                                 ///< rank 0's is the job's; the others send zeros
   std::string problem{};                        ///< why this rank has no endpoint; empty: it has
   std::string provider{};                       ///< the same on all ranks
   std::string boot_id{};                        ///< which kernel it runs on
   std::string address{};                        ///< at which it listens
-  std::vector<std::vector<std::byte>> names{};  ///< of its endpoints
+  std::vector<std::string> networks{};          ///< of its NICs
+  std::vector<std::vector<std::byte>> names{};  ///< of its endpoints: [endpoints][NICs]
 };
+
+std::vector<std::byte> to_bytes(const Offer& offer);
+/// Throws Error(mismatch) naming `rank` and `peer`, whose bytes these are.
+Offer offer_from(std::span<const std::byte> bytes, int rank, int peer);
+/// Throws, on every rank alike, unless all have a NIC.
+void check_offers(const std::vector<Offer>& offers, int rank);
 
 std::vector<std::byte> to_bytes(const Greeting& greeting);
 /// Throws Error(mismatch) naming `rank` and `peer`, whose bytes these are.
 Greeting greeting_from(std::span<const std::byte> bytes, int rank, int peer);
 
-/// Throws, on every rank alike, unless all have an endpoint, of the same provider, as many, that
-/// the others can reach.
+/// Throws, on every rank alike, unless all have endpoints of the same provider, as many on each
+/// NIC, that the others can reach.
 void check_greetings(const std::vector<Greeting>& greetings, int rank);
 
 }  // namespace ferry::fabric::ofi

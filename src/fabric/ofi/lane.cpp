@@ -19,31 +19,32 @@ constexpr auto kLook = std::chrono::milliseconds(20);
 
 }  // namespace
 
-Lane::Lane(const Library& library, Info info, const LaneSetting& setting)
+Lane::Lane(const Library& library, Info info, const LaneSetting& setting, Arrivals& arrivals)
     : library_(library),
       setting_(setting),
+      arrivals_(arrivals),
       endpoint_(library, info, setting.rank),
       owner_pid_(getpid()),
       chunks_(endpoint_, setting.rank, std::min(kChunkBytes, info->ep_attr->max_msg_size),
               kChunksInSlab),
-      messages_(endpoint_, setting.rank, kMessageRoom, kMessagesInSlab),
-      signals_(setting.size) {
+      messages_(endpoint_, setting.rank, kMessageRoom, kMessagesInSlab) {
   for (int peer = 0; peer < setting.size; ++peer) peers_.push_back(std::make_unique<Peer>());
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) throw_ofi(library, setting.rank, "eventfd", errno);
 }
 
-void Lane::start(const JobKey& job, const std::vector<std::vector<std::byte>>& names,
-                 std::chrono::nanoseconds spin) {
+void Lane::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) {
   const auto lock = locked();
   spin_ = spin;
   const auto now = Clock::now();
   for (int rank = 0; rank < setting_.size; ++rank) {
-    if (rank == setting_.rank) continue;
+    const Link& link = links[static_cast<std::size_t>(rank)];
+    if (link.name.empty()) continue;
     Peer& peer = peer_of(rank);
-    peer.to_token = way_token(job, setting_.rank, rank, setting_.index);
-    peer.from_token = way_token(job, rank, setting_.rank, setting_.index);
-    peer.address = endpoint_.insert(names[static_cast<std::size_t>(rank)]);
+    peer.linked = true;
+    peer.to_token = link.to;
+    peer.from_token = link.from;
+    peer.address = endpoint_.insert(link.name);
     peer.moved = now;  // never told anything: a first message goes at once and connects
     peer.heard = now.time_since_epoch().count();
   }
@@ -60,17 +61,23 @@ bool Lane::in_forked_child() const {
   return getpid() != owner_pid_;
 }
 
+void Lane::leave() {
+  const auto lock = locked();
+  if (!thread_.joinable() || leaves_) return;
+  leaves_ = Clock::now();
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    if (!peer_of(rank).linked || peer_of(rank).gone()) continue;
+    send_message(rank, {.kind = MessageKind::bye}, nullptr);
+  }
+  wake();
+}
+
 Lane::~Lane() {
   if (thread_.joinable()) {
+    leave();
     {
       auto lock = locked();
-      for (int rank = 0; rank < setting_.size; ++rank) {
-        if (rank == setting_.rank || peer_of(rank).gone()) continue;
-        send_message(rank, {.kind = MessageKind::bye}, nullptr);
-      }
-      wake();
-      const auto start = Clock::now();
-      while (!all_said_goodbye(start) && Clock::now() - start < setting_.deadline) {
+      while (!all_said_goodbye(*leaves_) && Clock::now() - *leaves_ < setting_.deadline) {
         room_.wait_for(lock, kLook);
       }
       stop_ = true;
@@ -89,11 +96,11 @@ Lane::~Lane() {
 
 Remote Lane::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   const auto lock = locked();
-  Own own{data, bytes, {}};
-  if (bytes > 0) own.registration = endpoint_.expose(data, bytes);
+  Registration registration;
+  if (bytes > 0) registration = endpoint_.expose(data, bytes);
   if (own_.size() <= segment) own_.resize(segment + 1);
-  own_[segment] = std::move(own);
-  return {own_[segment].registration.base, own_[segment].registration.key()};
+  own_[segment] = std::move(registration);
+  return {own_[segment].base, own_[segment].key()};
 }
 
 void Lane::withdraw(SegmentId segment) {

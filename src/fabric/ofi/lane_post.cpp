@@ -23,8 +23,13 @@ Lane::Op* Lane::new_op(OpKind kind, int peer) {
 
 void Lane::recycle(Op* op) {
   if (op->kind == OpKind::write) {
+    Peer& peer = peer_of(op->peer);
+    if (!peer.lost.load()) {
+      load_.fetch_sub(op->load, std::memory_order_relaxed);
+      peer.load -= op->load;
+    }
     chunks_.give_back(op->buffer);
-    peer_of(op->peer).chunks--;
+    peer.chunks--;
     room_.notify_all();
   } else {
     if (op->payload != nullptr) recycle(op->payload);
@@ -103,12 +108,11 @@ bool Lane::post_backlog(Peer& peer) {
 
 void Lane::lose(Peer& peer) {
   if (peer.lost.exchange(true)) return;
+  load_.fetch_sub(std::exchange(peer.load, 0), std::memory_order_relaxed);
   // What is under way is given back by its completion, or with the endpoint.
   std::deque<Op*> backlog = std::move(peer.backlog);
   peer.backlog.clear();
   for (Op* op : backlog) recycle(op);
-  if (Op* open = std::exchange(peer.open, nullptr)) recycle(open);
-  peer.tags.clear();
   peer.held.clear();
   room_.notify_all();
 }

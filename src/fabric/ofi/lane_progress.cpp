@@ -26,7 +26,7 @@ bool Lane::progress(Clock::time_point now) {
     receive(op);
   }
   for (int rank = 0; rank < setting_.size; ++rank) {
-    if (rank == setting_.rank) continue;
+    if (!peer_of(rank).linked) continue;
     send_held(rank);
     if (!peer_of(rank).backlog.empty()) any = post_backlog(peer_of(rank)) || any;
   }
@@ -101,25 +101,24 @@ void Lane::receive(Op* op) {
 
 void Lane::piece(std::uint64_t data) {
   const int source = source_of(data);
-  if (source >= setting_.size || source == setting_.rank) return;
+  if (source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
   const auto stream = static_cast<std::uint32_t>(data) & kStreamMask;
   const std::uint64_t expected = piece_data(peer.from_token, source, stream);
   const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof data;
   if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
   heard_from(peer);
-  signals_.piece(source, stream, 1,
-                 [this](int /*source*/, const Signal& arrived) { release(arrived); });
+  arrivals_.piece(source, stream);
 }
 
 void Lane::message(const Message& message, const std::byte* payload) {
   const int source = message.source;
-  if (source < 0 || source >= setting_.size || source == setting_.rank) return;
+  if (source < 0 || source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
   if (message.token != peer.from_token) return;  // not of this job
   heard_from(peer);
   switch (message.kind) {
-    case MessageKind::signal: signal(message, payload); break;
+    case MessageKind::signal: arrivals_.signal(message, payload); break;
     case MessageKind::beat: break;
     case MessageKind::bye:
       peer.left = true;
@@ -131,40 +130,6 @@ void Lane::message(const Message& message, const std::byte* payload) {
       room_.notify_all();
       break;
   }
-}
-
-void Lane::signal(const Message& message, const std::byte* payload) {
-  if (own_bytes(message.flag_segment, message.flag_offset, sizeof(std::uint64_t)) == nullptr ||
-      message.flag_offset % sizeof(std::uint64_t) != 0) {
-    return;
-  }
-  if (message.payload > 0) {
-    std::byte* to = own_bytes(message.payload_segment, message.payload_offset, message.payload);
-    if (to == nullptr) return;
-    std::memcpy(to, payload, message.payload);
-  }
-  const Signal arrived{.sequence = message.sequence,
-                       .flag = {message.flag_segment, message.flag_offset},
-                       .value = message.value,
-                       .tag = message.stream,
-                       .bytes = message.pieces};
-  signals_.signal(message.source, arrived,
-                  [this](int /*source*/, const Signal& complete) { release(complete); });
-}
-
-void Lane::release(const Signal& signal) {
-  std::byte* word = own_bytes(signal.flag.segment, signal.flag.offset, sizeof(std::uint64_t));
-  protocol::publish_in_own_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)},
-                                  signal.value);
-}
-
-/// Null unless all of it lies in a segment of this rank.
-std::byte* Lane::own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_t bytes) const {
-  if (segment >= own_.size()) return nullptr;
-  const Own& own = own_[segment];
-  // Not offset + bytes: that could overflow.
-  if (offset > own.bytes || bytes > own.bytes - offset) return nullptr;
-  return own.data + offset;
 }
 
 void Lane::heard_from(Peer& peer) {
@@ -189,7 +154,7 @@ bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
 void Lane::beat(Clock::time_point now) {
   for (int rank = 0; rank < setting_.size; ++rank) {
     Peer& peer = peer_of(rank);
-    if (rank == setting_.rank || peer.lost.load()) continue;
+    if (!peer.linked || peer.lost.load()) continue;
     if (is_lost(peer, now)) {
       lose(peer);
       continue;
@@ -207,7 +172,7 @@ void Lane::beat(Clock::time_point now) {
 bool Lane::all_said_goodbye(Clock::time_point start) const {
   for (int rank = 0; rank < setting_.size; ++rank) {
     const Peer& peer = peer_of(rank);
-    if (rank == setting_.rank || peer.gone()) continue;
+    if (!peer.linked || peer.gone()) continue;
     if (peer.under_way > 0 || !peer.backlog.empty()) return false;
     // relaxed: a time stamp by itself.
     const Clock::time_point heard{

@@ -10,7 +10,8 @@ bool ofi_is_built() noexcept {
 }
 
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& /*options*/,
-                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait,
+                                        const std::string& /*gpu*/) {
   // The peers may have it: they learn from this rank's greeting, which says nothing they can read.
   bootstrap.all_gather({}, deadline, on_wait);
   throw Error(ErrorKind::unsupported,

@@ -7,15 +7,11 @@
 #include <ferry/error.hpp>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "fabric/identity.hpp"
-#include "fabric/ofi/greeting.hpp"
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/meet.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
 #include "fabric/shm/names.hpp"
@@ -23,20 +19,18 @@
 namespace ferry::fabric {
 namespace {
 
-using ofi::Lane;
-using ofi::Remote;
+using ofi::Bundle;
 
 /// Nothing from a peer for so long: it is stopped, cut off or gone.
 constexpr std::chrono::nanoseconds kSilent = std::chrono::milliseconds(1000);
-/// How long a lane's thread looks before it sleeps; and a thread that waits for a peer, which does
-/// the lane's work meanwhile.
-constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
+/// How long a thread that waits for a peer looks before it sleeps; it does the lanes' work
+/// meanwhile.
 constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kShortPatience = std::chrono::microseconds(1);
 
-/// A segment's handle: what every fabric says, and how each lane writes there.
+/// A segment's handle: what every fabric says, and how each endpoint of a peer writes there.
 struct OfiHandle {
-  std::uint64_t base = 0;  // the same on all lanes: an address or nothing
+  std::uint64_t base = 0;  // the same for all: an address or nothing
   std::array<std::uint64_t, kMaxOfiEndpoints> keys{};
   SegmentHandle segment{};
 };
@@ -44,20 +38,24 @@ static_assert(sizeof(OfiHandle) <= kMaxHandleBytes);
 
 class OfiFabric final : public Fabric {
  public:
-  OfiFabric(int rank, int size, const JobKey& key, std::chrono::nanoseconds patience,
-            std::vector<std::unique_ptr<Lane>> lanes)
+  OfiFabric(int rank, int size, ofi::Met met)
       : rank_(rank),
         size_(size),
-        patience_(patience),
+        patience_(met.cores ? kPatience : kShortPatience),
         // In handles and for comparison only; the key itself stays in this process.
-        job_{siphash(key, ~0ull, 2), siphash(key, ~0ull, 3)},
+        job_{siphash(met.key, ~0ull, 2), siphash(met.key, ~0ull, 3)},
         segments_(rank, size),
         own_(1),
-        lanes_(std::move(lanes)) {}
+        nics_(std::move(met.nics)),
+        bundles_(std::move(met.bundles)) {}
 
   ~OfiFabric() override {
-    for (auto& lane : lanes_) {
-      if (lane->in_forked_child()) static_cast<void>(lane.release());  // the parent's
+    for (auto& bundle : bundles_) {
+      if (bundle->in_forked_child()) {
+        static_cast<void>(bundle.release());  // the parent's
+      } else {
+        bundle->leave();
+      }
     }
   }
 
@@ -84,25 +82,26 @@ class OfiFabric final : public Fabric {
   PeerState peer_state(int peer) noexcept override;
   std::chrono::nanoseconds patience() const noexcept override { return patience_; }
   bool progress() noexcept override {
-    for (const auto& lane : lanes_) lane->help();
+    for (const auto& bundle : bundles_) bundle->help();
     return true;
   }
   void hand_over() noexcept override {
-    for (const auto& lane : lanes_) lane->hand_over();
+    for (const auto& bundle : bundles_) bundle->hand_over();
   }
   NetworkUse network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
   }
+  std::vector<NicUse> nics() const override;
 
  private:
   using OwnSignal = protocol::ArrivedSignal<protocol::Place>;
 
   /// Bits 40 to 55 of a tag tell latency exchanges apart; the group itself has 0 there.
-  Lane& lane_of(std::uint64_t tag) {
+  Bundle& bundle_of(std::uint64_t tag) {
     const std::uint64_t space = tag >> 40 & 0xffff;
-    if (lanes_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *lanes_[0];
-    return *lanes_[1 + space % (lanes_.size() - 1)];
+    if (bundles_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *bundles_[0];
+    return *bundles_[1 + space % (bundles_.size() - 1)];
   }
   Segment exposed(Segment segment);
   void release_own(const OwnSignal& signal);
@@ -120,7 +119,8 @@ class OfiFabric final : public Fabric {
   std::mutex own_mutex_;
   std::map<protocol::Place, std::uint64_t> own_sequences_;
   protocol::CountedSignals<protocol::Place> own_;  // what this rank tells itself
-  std::vector<std::unique_ptr<Lane>> lanes_;       // last: they end before the memory
+  std::vector<NicUse> nics_;                       // without what they carried
+  std::vector<std::unique_ptr<Bundle>> bundles_;   // last: they end before the memory
 };
 
 Segment OfiFabric::register_memory(std::size_t bytes) {
@@ -146,13 +146,14 @@ Segment OfiFabric::exposed(Segment segment) {
   handle.segment = {
       .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
   try {
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-      const Remote remote = lanes_[lane]->expose(segment.id, segment.data, segment.bytes);
-      handle.base = remote.base;
-      handle.keys[lane] = remote.key;
+    std::span<std::uint64_t> keys(handle.keys);
+    for (const auto& bundle : bundles_) {
+      handle.base =
+          bundle->expose(segment.id, segment.data, segment.bytes, keys.first(nics_.size()));
+      keys = keys.subspan(nics_.size());
     }
   } catch (...) {
-    for (const auto& lane : lanes_) lane->withdraw(segment.id);
+    for (const auto& bundle : bundles_) bundle->withdraw(segment.id);
     throw;
   }
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
@@ -173,11 +174,9 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   }
   checked_handle(handle.last(sizeof(SegmentHandle)), attachment);
   std::memcpy(&theirs, handle.data(), sizeof theirs);
-  if (lanes_[0]->left(peer)) throw_attach(attachment, "the rank left");
+  if (bundles_[0]->left(peer)) throw_attach(attachment, "the rank left");
   if (segment < kMaxSegments && segments_.find(peer, segment) == nullptr) {
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-      lanes_[lane]->attach(peer, segment, {theirs.base, theirs.keys[lane]});
-    }
+    for (const auto& bundle : bundles_) bundle->attach(peer, segment, theirs.base, theirs.keys);
   }
   segments_.add(peer, segment, nullptr, bytes);
 }
@@ -194,7 +193,7 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
     put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     puts_.fetch_add(1, std::memory_order_relaxed);
     const Piece whole{from, bytes};
-    lane_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
+    bundle_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
     return;
   }
   std::memcpy(entry.memory->data() + to.offset, from, bytes);
@@ -209,7 +208,7 @@ void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, 
   segments_.checked(peer, to, bytes, "put");
   put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   puts_.fetch_add(1, std::memory_order_relaxed);
-  lane_of(tag).put(peer, to, pieces, tag, look_up_);
+  bundle_of(tag).put(peer, to, pieces, tag, look_up_);
 }
 
 void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
@@ -217,7 +216,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   segments_.checked_flag(peer, flag, "publish");
   if (peer != rank_) {
     signals_.fetch_add(1, std::memory_order_relaxed);
-    lane_of(tag).publish(peer, flag, value, bytes, tag);
+    bundle_of(tag).publish(peer, flag, value, bytes, tag);
     return;
   }
   const std::lock_guard lock(own_mutex_);
@@ -235,36 +234,20 @@ void OfiFabric::release_own(const OwnSignal& signal) {
 PeerState OfiFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size_) return PeerState::unknown;
   if (peer == rank_) return PeerState::alive;
-  auto silent = lanes_[0]->silent_for(peer);
-  for (const auto& lane : lanes_) {
-    if (lane->lost(peer) && !lane->left(peer)) return PeerState::dead;
-    silent = std::min(silent, lane->silent_for(peer));
+  auto silent = bundles_[0]->silent_for(peer);
+  for (const auto& bundle : bundles_) {
+    if (bundle->lost(peer)) return PeerState::dead;
+    silent = std::min(silent, bundle->silent_for(peer));
   }
-  return silent > kSilent && !lanes_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
+  return silent > kSilent && !bundles_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
 }
 
-/// Whether every rank of this machine has so many cores.
-bool has_cores(int each, const std::vector<ofi::Greeting>& greetings, int rank) {
-  const std::string& here = greetings[static_cast<std::size_t>(rank)].boot_id;
-  const auto local = std::count_if(greetings.begin(), greetings.end(),
-                                   [&](const auto& other) { return other.boot_id == here; });
-  return each * local <= static_cast<std::int64_t>(std::thread::hardware_concurrency());
-}
-
-std::vector<std::unique_ptr<Lane>> make_lanes(int rank, int size, const OfiOptions& options,
-                                              std::chrono::nanoseconds deadline,
-                                              ofi::Greeting& mine) {
-  const ofi::Library& library = ofi::library(rank);
-  std::vector<std::unique_ptr<Lane>> lanes;
-  for (int index = 0; index < std::max(options.endpoints, 1); ++index) {
-    const ofi::Info info = ofi::find_provider(library, rank, options, index > 0);
-    const ofi::LaneSetting setting{
-        .rank = rank, .size = size, .index = index, .beats = index == 0, .deadline = deadline};
-    lanes.push_back(std::make_unique<Lane>(library, info, setting));
-    mine.provider = info->fabric_attr->prov_name;
-    mine.names.push_back(lanes.back()->name());
+std::vector<NicUse> OfiFabric::nics() const {
+  std::vector<NicUse> used = nics_;
+  for (std::size_t nic = 0; nic < used.size(); ++nic) {
+    for (const auto& bundle : bundles_) used[nic].bytes += bundle->sent(nic);
   }
-  return lanes;
+  return used;
 }
 
 }  // namespace
@@ -274,37 +257,10 @@ bool ofi_is_built() noexcept {
 }
 
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& options,
-                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
-  const int rank = bootstrap.rank();
-  const int size = bootstrap.size();
-  ofi::Greeting mine;
-  std::vector<std::unique_ptr<Lane>> lanes;
-  std::optional<Error> problem;
-  try {
-    if (rank == 0) mine.key = random_key(rank);
-    mine.boot_id = this_identity().boot_id;
-    mine.address = ofi::listening_address(options.host, rank);
-    lanes = make_lanes(rank, size, options, deadline, mine);
-  } catch (const Error& error) {
-    problem = error;
-    mine.problem = error.what();
-  }
-  // A rank without an endpoint says so, so that nobody waits for it.
-  const auto all = bootstrap.all_gather(to_bytes(mine), deadline, on_wait);
-  if (problem) throw *problem;
-  std::vector<ofi::Greeting> greetings;
-  for (int peer = 0; peer < size; ++peer) {
-    greetings.push_back(ofi::greeting_from(all[static_cast<std::size_t>(peer)], rank, peer));
-  }
-  ofi::check_greetings(greetings, rank);
-  const auto patience = has_cores(1, greetings, rank) ? kPatience : kShortPatience;
-  for (std::size_t lane = 0; lane < lanes.size(); ++lane) {
-    std::vector<std::vector<std::byte>> names;
-    for (const auto& greeting : greetings) names.push_back(greeting.names[lane]);
-    lanes[lane]->start(greetings[0].key, names,
-                       has_cores(2, greetings, rank) ? kSpin : std::chrono::nanoseconds(0));
-  }
-  return std::make_unique<OfiFabric>(rank, size, greetings[0].key, patience, std::move(lanes));
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait,
+                                        const std::string& gpu) {
+  ofi::Met met = ofi::meet(bootstrap, options, gpu, deadline, on_wait);
+  return std::make_unique<OfiFabric>(bootstrap.rank(), bootstrap.size(), std::move(met));
 }
 
 }  // namespace ferry::fabric

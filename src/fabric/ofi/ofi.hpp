@@ -4,6 +4,7 @@
 #include <ferry/bootstrap.hpp>
 #include <ferry/network.hpp>
 #include <memory>
+#include <string>
 
 #include "fabric/fabric.hpp"
 
@@ -21,9 +22,10 @@ bool ofi_is_built() noexcept;
 /// and what goes to it is dropped, for a put cannot wait for ever. Throws Error(unsupported) where
 /// libfabric or the provider is missing, on all ranks when on one; Error(mismatch) when ranks use
 /// different providers or numbers of endpoints; Error(invalid_argument) for options, or for a host
-/// at loopback while another rank is on another host; or what the bootstrap throws.
+/// at loopback while another rank is on another host; or what the bootstrap throws. `gpu`: the PCI
+/// address of this rank's, to which its NICs are near; empty: they are near to its CPUs.
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& options,
                                         std::chrono::nanoseconds deadline,
-                                        const OnWait& on_wait = {});
+                                        const OnWait& on_wait = {}, const std::string& gpu = {});
 
 }  // namespace ferry::fabric

@@ -1,0 +1,145 @@
+// The lanes of a rank that carry the same traffic, one on each of its NICs: what goes over which,
+// and behind which writes a flag follows.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "fabric/fabric.hpp"
+#include "fabric/ofi/arrivals.hpp"
+#include "fabric/ofi/lane.hpp"
+#include "fabric/segment_handle.hpp"
+
+namespace ferry::fabric::ofi {
+
+/// Lane `mine` of this rank and endpoint `theirs` of a peer, of all its endpoints, talk to each
+/// other.
+struct Partner {
+  std::size_t mine = 0;
+  std::size_t theirs = 0;
+  std::vector<std::byte> name{};
+};
+
+/// Rows are copied into chunks, which cross as one write each when they are full or when a signal
+/// follows: small rows to one place cost few writes, and a caller may reuse its memory at once. A
+/// copy it is, for what the network still reads cannot be taken back at a deadline.
+///
+/// Chunks go to the lanes in turn, by what they have to do. A write carries its stream: pieces of
+/// one stream are counted at the target, by whichever lane they come, and the signal says how many
+/// there are, so neither writes nor messages need any order. Thread-safe.
+class Bundle {
+ public:
+  /// `index`: apart from the rank's other bundles. `infos`: of the NICs.
+  Bundle(const Library& library, int index, std::span<const Info> infos,
+         const LaneSetting& setting);
+  Bundle(const Bundle&) = delete;
+  Bundle& operator=(const Bundle&) = delete;
+
+  std::vector<std::vector<std::byte>> names() const;
+  /// Begins to talk to the peers. `partners`: by rank, none for the own one; one peer's are in the
+  /// same order on both sides. `spin`: how long threads look before they sleep.
+  void start(const JobKey& job, std::vector<std::vector<Partner>> partners,
+             std::chrono::nanoseconds spin);
+
+  /// Says goodbye by all lanes; before many end one after the other, each of which waits for peers.
+  void leave();
+
+  /// Lets the peers write to a segment of this rank. Returns what they add to offsets; `keys`: one
+  /// for each lane.
+  std::uint64_t expose(SegmentId segment, std::byte* data, std::size_t bytes,
+                       std::span<std::uint64_t> keys);
+  /// Undoes it for a segment that no peer has heard of.
+  void withdraw(SegmentId segment);
+  /// `keys`: of all endpoints of the peer.
+  void attach(int peer, SegmentId segment, std::uint64_t base, std::span<const std::uint64_t> keys);
+
+  /// `look_up`: what a caller that waits for room does now and then; it may throw.
+  using LookUp = std::function<void(int peer)>;
+  void put(int peer, Address to, std::span<const Piece> pieces, std::uint64_t tag,
+           const LookUp& look_up);
+  void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes, std::uint64_t tag);
+
+  /// By a thread that waits: makes progress, unless somebody is at it. For a while the lanes'
+  /// threads stay away from the network then: two threads that wake up for each message cost more
+  /// than they carry.
+  void help() noexcept;
+  /// Who helped sleeps now.
+  void hand_over() noexcept;
+
+  /// A forked child has no such threads and shares the sockets: there a bundle is never destroyed.
+  bool in_forked_child() const { return lanes_.front()->in_forked_child(); }
+  /// The peer cannot be reached any more, by one of the NICs at least, and did not say goodbye.
+  bool lost(int peer) const noexcept;
+  bool left(int peer) const noexcept;
+  /// How long the peer was not heard, by one of the NICs at least.
+  std::chrono::nanoseconds silent_for(int peer) const noexcept;
+  /// Bytes of rows that NIC `nic` has carried.
+  std::uint64_t sent(std::size_t nic) const { return lanes_[nic]->sent(); }
+
+ private:
+  /// A signal that waits for puts that are still to come.
+  struct Held {
+    Address flag{};
+    std::uint64_t value = 0;
+    std::uint64_t bytes = 0;
+  };
+  /// What was put under one tag since its last signal.
+  struct Tagged {
+    std::uint32_t stream = 0;
+    std::uint64_t pieces = 0;
+    std::uint64_t bytes = 0;
+    std::vector<Held> held{};
+  };
+  /// A chunk that still grows.
+  struct Open {
+    Lane* lane = nullptr;
+    Lane::Op* chunk = nullptr;
+    std::uint64_t tag = 0;
+    Tagged* tagged = nullptr;
+  };
+  struct Target {
+    // The lanes that lead there and their endpoints at the other end, set before anything is sent.
+    std::vector<Lane*> lanes{};
+    std::vector<std::size_t> theirs{};
+    std::map<std::uint64_t, Tagged> tags{};
+    std::map<std::pair<SegmentId, std::uint64_t>, std::uint64_t> sequences{};  // by flag word
+    std::uint32_t next_stream = 0;
+    Open open{};
+    std::size_t last = 0;  // lane of the last chunk
+    std::size_t turn = 0;  // lane whose room to wait for
+  };
+
+  Target& target_of(int rank) { return targets_[static_cast<std::size_t>(rank)]; }
+  const Target& target_of(int rank) const { return targets_[static_cast<std::size_t>(rank)]; }
+  bool gone(int rank) const noexcept;
+
+  // bundle_send.cpp; under the lock
+  Tagged& tagged(Target& target, std::uint64_t tag);
+  bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
+               std::uint64_t tag, const LookUp& look_up);
+  static std::size_t lane_for(const Target& target, const Tagged& of_tag);
+  bool open_chunk(int rank, Address to, std::uint64_t tag);
+  void await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);
+  void flush(Target& target);
+  void send_signal(int rank, const Held& held, std::uint64_t tag);
+  /// Forgets what waits for a peer that is gone.
+  void abandon(Target& target);
+
+  int rank_;
+  int index_;
+  Arrivals arrivals_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // by NIC
+  // Of what is sent. A lane's lock may be taken under it, never the other way round.
+  std::mutex mutex_;
+  std::vector<Target> targets_;  // by rank
+  Clock::time_point looked_up_{};
+};
+
+}  // namespace ferry::fabric::ofi

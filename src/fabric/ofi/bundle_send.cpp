@@ -1,0 +1,184 @@
+// What a bundle sends: rows in chunks, by the lane that has the least to do, and signals behind
+// them.
+#include <algorithm>
+#include <cstring>
+#include <ferry/error.hpp>
+#include <string>
+
+#include "fabric/ofi/bundle.hpp"
+
+namespace ferry::fabric::ofi {
+namespace {
+
+constexpr auto kLook = std::chrono::milliseconds(50);
+
+}  // namespace
+
+Bundle::Tagged& Bundle::tagged(Target& target, std::uint64_t tag) {
+  const auto [entry, is_new] = target.tags.try_emplace(tag);
+  if (is_new) entry->second.stream = target.next_stream++ & kStreamMask;
+  return entry->second;
+}
+
+void Bundle::put(int rank, Address to, std::span<const Piece> pieces, std::uint64_t tag,
+                 const LookUp& look_up) {
+  std::unique_lock lock(mutex_);
+  for (const Piece& piece : pieces) {
+    if (!copy_in(lock, rank, to, piece, tag, look_up)) return;
+    to.offset += piece.bytes;
+  }
+  Tagged& all = tagged(target_of(rank), tag);
+  if (all.held.empty() || all.bytes < all.held.front().bytes) return;
+  const Held held = all.held.front();
+  all.held.erase(all.held.begin());
+  send_signal(rank, held, tag);
+}
+
+/// False: the peer is gone.
+bool Bundle::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
+                     std::uint64_t tag, const LookUp& look_up) {
+  Target& target = target_of(rank);
+  const auto* from = static_cast<const std::byte*>(piece.data);
+  std::size_t bytes = piece.bytes;
+  while (bytes > 0) {
+    if (gone(rank)) {
+      abandon(target);
+      return false;
+    }
+    const Open& open = target.open;
+    const bool fits = open.chunk != nullptr && open.tag == tag &&
+                      open.chunk->to.segment == to.segment &&
+                      open.chunk->to.offset + open.chunk->bytes == to.offset;
+    if (!fits) {
+      flush(target);
+      // While this one waits another thread may put.
+      if (!open_chunk(rank, to, tag)) await_chunk(lock, rank, look_up);
+      continue;
+    }
+    Lane::Op& chunk = *open.chunk;
+    const std::size_t now = std::min(bytes, open.lane->chunk_bytes() - chunk.bytes);
+    std::memcpy(chunk.buffer.data + chunk.bytes, from, now);
+    chunk.bytes += now;
+    open.tagged->bytes += now;
+    if (chunk.bytes == open.lane->chunk_bytes()) flush(target);
+    from += now;
+    bytes -= now;
+    to.offset += now;
+  }
+  return true;
+}
+
+/// The lanes in turn, but for the first bytes of a tag, for what is small goes one way; unless
+/// another lane has a whole chunk less to do.
+std::size_t Bundle::lane_for(const Target& target, const Tagged& of_tag) {
+  const std::size_t count = target.lanes.size();
+  std::size_t best = of_tag.pieces == 0 ? 0 : (target.last + 1) % count;
+  for (std::size_t lane = 0; lane < count; ++lane) {
+    const std::size_t chunk = target.lanes[lane]->chunk_bytes();
+    if (target.lanes[lane]->load() + chunk <= target.lanes[best]->load()) best = lane;
+  }
+  return best;
+}
+
+/// False: no lane has room for that peer.
+bool Bundle::open_chunk(int rank, Address to, std::uint64_t tag) {
+  Target& target = target_of(rank);
+  Tagged& of_tag = tagged(target, tag);
+  const std::size_t first = lane_for(target, of_tag);
+  for (std::size_t i = 0; i < target.lanes.size(); ++i) {
+    const std::size_t at = (first + i) % target.lanes.size();
+    Lane* lane = target.lanes[at];
+    Lane::Op* chunk = lane->take_chunk(rank);
+    if (chunk == nullptr) continue;
+    chunk->to = to;
+    chunk->stream = of_tag.stream;
+    target.open = {lane, chunk, tag, &of_tag};
+    target.last = at;
+    return true;
+  }
+  return false;
+}
+
+/// Until some lane may have room for the peer again, or nearly so.
+void Bundle::await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up) {
+  Target& target = target_of(rank);
+  Lane* lane = target.lanes[target.turn++ % target.lanes.size()];
+  // By the clock: room may come and go faster than that for as long as a call takes.
+  const bool look = look_up && Clock::now() - looked_up_ >= kLook;
+  if (look) looked_up_ = Clock::now();
+  lock.unlock();
+  lane->await_chunk(rank, kLook);
+  if (look) look_up(rank);
+  lock.lock();
+}
+
+void Bundle::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
+                     std::uint64_t tag) {
+  const std::lock_guard lock(mutex_);
+  Target& target = target_of(rank);
+  if (gone(rank)) return abandon(target);
+  const Held held{flag, value, bytes};
+  if (bytes > 0) {
+    Tagged& put = tagged(target, tag);
+    if (put.bytes < bytes) {
+      put.held.push_back(held);
+      return;
+    }
+    if (put.bytes > bytes) {
+      throw Error(ErrorKind::invalid_argument,
+                  "publish: rank " + std::to_string(rank_) + " to rank " + std::to_string(rank) +
+                      ": " + std::to_string(bytes) + " bytes, but " + std::to_string(put.bytes) +
+                      " were put with this tag",
+                  {.rank = rank_, .peer = rank});
+    }
+  }
+  send_signal(rank, held, tag);
+}
+
+void Bundle::flush(Target& target) {
+  const Open open = std::exchange(target.open, {});
+  if (open.chunk == nullptr) return;
+  open.tagged->pieces++;
+  open.lane->write_chunk(open.chunk);
+}
+
+/// All bytes of the signal were put.
+void Bundle::send_signal(int rank, const Held& held, std::uint64_t tag) {
+  Target& target = target_of(rank);
+  Message message{.kind = MessageKind::signal,
+                  .sequence = ++target.sequences[{held.flag.segment, held.flag.offset}],
+                  .value = held.value,
+                  .flag_offset = held.flag.offset,
+                  .flag_segment = held.flag.segment,
+                  .stream = kStreamMask + 1};  // of no piece
+  Lane* lane = target.lanes.front();
+  if (held.bytes == 0) return lane->send_soon(rank, message);
+  const Open open = target.open;
+  const bool ours = open.chunk != nullptr && open.tag == tag;
+  const Tagged& put = tagged(target, tag);
+  const bool alone =
+      ours && put.pieces == 0 && open.chunk->bytes == put.bytes && open.chunk->bytes <= kMaxPayload;
+  if (ours && !alone) flush(target);
+  // The tag's next bytes are a stream of their own.
+  const auto taken = target.tags.extract(tag);
+  if (alone) {  // few bytes: they ride in the message
+    target.open = {};
+    lane = open.lane;
+    message.payload = static_cast<std::uint32_t>(open.chunk->bytes);
+    message.payload_segment = open.chunk->to.segment;
+    message.payload_offset = open.chunk->to.offset;
+  } else {
+    message.stream = taken.mapped().stream;
+    message.pieces = taken.mapped().pieces;
+  }
+  lane->send(rank, message, alone ? open.chunk : nullptr);
+  if (!taken.mapped().held.empty()) tagged(target, tag).held = taken.mapped().held;
+}
+
+void Bundle::abandon(Target& target) {
+  const Open open = std::exchange(target.open, {});
+  if (open.chunk != nullptr) open.lane->drop_chunk(open.chunk);
+  target.tags.clear();
+}
+
+}  // namespace ferry::fabric::ofi

@@ -1,0 +1,213 @@
+#include "fabric/ofi/meet.hpp"
+
+#include <algorithm>
+#include <ferry/error.hpp>
+#include <functional>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "fabric/identity.hpp"
+#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/nics.hpp"
+
+namespace ferry::fabric::ofi {
+namespace {
+
+/// How long a lane's thread looks before it sleeps.
+constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
+
+/// The NICs that a rank may use, and where they are from there.
+struct Near {
+  std::vector<Nic> nics{};
+  RankPlace place{};
+  std::vector<Distance> distances{};
+
+  std::vector<std::string> nearest_ids() const {
+    std::vector<std::string> ids;
+    for (const std::size_t i : nearest(distances)) ids.push_back(nics[i].id());
+    return ids;
+  }
+};
+
+Near look_around(const Library& library, int rank, const OfiOptions& options,
+                 const std::string& own_address, const std::string& gpu) {
+  const Sysfs sysfs;
+  Near near{.nics = find_nics(library, rank, options, own_address, sysfs)};
+  near.place.nodes = sysfs.nodes_of(allowed_cpus());
+  if (!gpu.empty()) near.place.gpu = sysfs.pci_device(gpu);
+  const NodeDistances nodes = sysfs.node_distances();
+  for (const Nic& nic : near.nics) {
+    near.distances.push_back(distance(nic.place, near.place, nodes));
+  }
+  return near;
+}
+
+/// Of the ranks of this machine that offer the same NICs.
+Share share_of(const std::vector<Offer>& offers, int rank) {
+  const Offer& mine = offers[static_cast<std::size_t>(rank)];
+  Share share{0, 0};
+  for (std::size_t r = 0; r < offers.size(); ++r) {
+    if (offers[r].boot_id != mine.boot_id || offers[r].nearest != mine.nearest) continue;
+    if (r < static_cast<std::size_t>(rank)) ++share.index;
+    ++share.ranks;
+  }
+  return share;
+}
+
+std::string why(const Near& near, std::size_t nic, const Share& share) {
+  std::string text = describe(near.distances[nic], near.nics[nic].place, near.place);
+  const std::vector<std::size_t> as_near = nearest(near.distances);
+  if (near.nics.size() == 1) text += "; no other to choose from";
+  if (as_near.size() > 1 && near.distances[nic] == near.distances[as_near.front()]) {
+    text += "; one of " + std::to_string(as_near.size()) + " as near";
+  }
+  if (share.ranks > 1) text += "; shared by " + std::to_string(share.ranks) + " ranks";
+  return text;
+}
+
+class Meeting {
+ public:
+  Meeting(Bootstrap& bootstrap, const OfiOptions& options, std::chrono::nanoseconds deadline,
+          const OnWait& on_wait)
+      : bootstrap_(bootstrap),
+        options_(options),
+        endpoints_(std::max(options.endpoints, 1)),
+        deadline_(deadline),
+        on_wait_(on_wait) {}
+
+  Met run(const std::string& gpu) {
+    offer(gpu);
+    choose();
+    greet();
+    start();
+    return std::move(met_);
+  }
+
+ private:
+  int rank() const { return bootstrap_.rank(); }
+
+  /// Collective: a rank that cannot says so, so that nobody waits for it.
+  template <class Said, class Make>
+  std::vector<std::vector<std::byte>> tell(Said& said, Make make) {
+    std::optional<Error> problem;
+    try {
+      make();
+    } catch (const Error& error) {
+      problem = error;
+      said = {};
+      said.problem = error.what();
+    }
+    auto all = bootstrap_.all_gather(to_bytes(said), deadline_, on_wait_);
+    if (problem) throw *problem;
+    return all;
+  }
+
+  void offer(const std::string& gpu) {
+    Offer mine;
+    const auto all = tell(mine, [&] {
+      if (rank() == 0) mine.key = random_key(rank());
+      mine.boot_id = this_identity().boot_id;
+      near_ = look_around(library(rank()), rank(), options_, bootstrap_.own_address(), gpu);
+      mine.nearest = near_.nearest_ids();
+    });
+    for (int peer = 0; peer < bootstrap_.size(); ++peer) {
+      offers_.push_back(offer_from(all[static_cast<std::size_t>(peer)], rank(), peer));
+    }
+    check_offers(offers_, rank());
+    met_.key = offers_[0].key;
+  }
+
+  void choose() {
+    const Share share = share_of(offers_, rank());
+    const auto most = static_cast<std::size_t>(kMaxOfiEndpoints / endpoints_);
+    const auto count = static_cast<std::size_t>(std::max(options_.nics_per_rank, 0));
+    for (const std::size_t i : choose_nics(near_.distances, share, count, most)) {
+      nics_.push_back(near_.nics[i]);
+      met_.nics.push_back({nics_.back().name, nics_.back().address, why(near_, i, share), 0});
+    }
+  }
+
+  void open() {
+    for (int endpoint = 0; endpoint < endpoints_; ++endpoint) {
+      const bool latency = endpoint > 0;
+      std::vector<Info> infos;
+      for (const Nic& nic : nics_) {
+        infos.push_back(latency ? for_latency(library(rank()), nic) : nic.info);
+      }
+      const LaneSetting setting{
+          .rank = rank(), .size = bootstrap_.size(), .beats = !latency, .deadline = deadline_};
+      met_.bundles.push_back(std::make_unique<Bundle>(library(rank()), endpoint, infos, setting));
+    }
+  }
+
+  void greet() {
+    Greeting mine;
+    const auto all = tell(mine, [&] {
+      open();
+      mine.provider = nics_.front().info->fabric_attr->prov_name;
+      mine.boot_id = offers_[static_cast<std::size_t>(rank())].boot_id;
+      mine.address = nics_.front().address;
+      for (const Nic& nic : nics_) mine.networks.push_back(nic.network);
+      for (const auto& bundle : met_.bundles) {
+        for (auto& name : bundle->names()) mine.names.push_back(std::move(name));
+      }
+    });
+    for (int peer = 0; peer < bootstrap_.size(); ++peer) {
+      greetings_.push_back(greeting_from(all[static_cast<std::size_t>(peer)], rank(), peer));
+    }
+    check_greetings(greetings_, rank());
+  }
+
+  void start() {
+    met_.cores = has_cores(1);
+    for (std::size_t endpoint = 0; endpoint < met_.bundles.size(); ++endpoint) {
+      std::vector<std::vector<Partner>> partners;
+      for (int peer = 0; peer < bootstrap_.size(); ++peer) {
+        partners.push_back(partners_of(peer, endpoint));
+      }
+      met_.bundles[endpoint]->start(met_.key, std::move(partners),
+                                    has_cores(2) ? kSpin : std::chrono::nanoseconds(0));
+    }
+  }
+
+  std::vector<Partner> partners_of(int peer, std::size_t endpoint) const {
+    std::vector<Partner> partners;
+    if (peer == rank()) return partners;
+    const Greeting& mine = greetings_[static_cast<std::size_t>(rank())];
+    const Greeting& theirs = greetings_[static_cast<std::size_t>(peer)];
+    for (const NicPair& pair : pair_nics({rank(), mine.networks}, {peer, theirs.networks})) {
+      const std::size_t there = endpoint * theirs.networks.size() + pair.theirs;
+      partners.push_back({pair.mine, there, theirs.names[there]});
+    }
+    return partners;
+  }
+
+  /// Whether every rank of this machine has so many cores.
+  bool has_cores(int each) const {
+    const std::string& here = offers_[static_cast<std::size_t>(rank())].boot_id;
+    const auto local = std::count_if(offers_.begin(), offers_.end(),
+                                     [&](const Offer& other) { return other.boot_id == here; });
+    return each * local <= static_cast<std::int64_t>(std::thread::hardware_concurrency());
+  }
+
+  Bootstrap& bootstrap_;
+  const OfiOptions& options_;
+  int endpoints_;
+  std::chrono::nanoseconds deadline_;
+  const OnWait& on_wait_;
+  Near near_{};
+  std::vector<Nic> nics_{};
+  std::vector<Offer> offers_{};
+  std::vector<Greeting> greetings_{};
+  Met met_{};
+};
+
+}  // namespace
+
+Met meet(Bootstrap& bootstrap, const OfiOptions& options, const std::string& gpu,
+         std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+  return Meeting(bootstrap, options, deadline, on_wait).run(gpu);
+}
+
+}  // namespace ferry::fabric::ofi

@@ -1,0 +1,26 @@
+// How the ranks of an ofi fabric meet: which NICs each takes, and who talks to whom by which.
+#pragma once
+#include <chrono>
+#include <ferry/bootstrap.hpp>
+#include <ferry/network.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fabric/ofi/bundle.hpp"
+#include "fabric/segment_handle.hpp"
+
+namespace ferry::fabric::ofi {
+
+struct Met {
+  JobKey key{};
+  std::vector<std::unique_ptr<Bundle>> bundles{};  ///< by endpoint of each NIC; they have begun
+  std::vector<NicUse> nics{};
+  bool cores = false;  ///< every rank of this machine has one
+};
+
+/// What make_ofi_fabric says (ofi.hpp).
+Met meet(Bootstrap& bootstrap, const OfiOptions& options, const std::string& gpu,
+         std::chrono::nanoseconds deadline, const OnWait& on_wait);
+
+}  // namespace ferry::fabric::ofi
