@@ -44,9 +44,7 @@ void join_others(const LatencyGroup& group, LatencyView& view) {
   for (int r = 0; r < view.group.ranks; ++r) {
     if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
     const auto bit = static_cast<unsigned>(r);
-    view.peers[r] = group.outbox;
-    view.sources[r] = group.inbox;
-    view.line[r] = static_cast<std::uint8_t>(r);
+    join_rank(view, r, group.outbox, r, group.inbox);
     view.beyond[bit / 32] |= 1u << bit % 32;
     if (view.layout.sum_blocks > 1) view.slots[r] = first_slot_row(view.layout, r, view.topk);
   }

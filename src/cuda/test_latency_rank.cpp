@@ -128,6 +128,10 @@ bool FakeRank::has_credit(int peer, Generation g) const {
   return g <= 2 || load_word(LatencyPlaces{view_, g}.released(inbox(), peer)) >= g - 2;
 }
 
+void FakeRank::await_credit(int peer, Generation g) const {
+  await("credit", [&] { return has_credit(peer, g); });
+}
+
 void FakeRank::send_header(const LatencyPlaces& at, const FakeBatch& batch, int peer) {
   const Generation g = at.generation;
   const auto topk = static_cast<std::size_t>(view_.topk);
@@ -161,7 +165,7 @@ void FakeRank::send_dispatch(Generation g, int left_out) {
       store_word(at.header(outbox(), peer) + 1, tagged_word(kLeftOut, g));
       continue;
     }
-    await("credit", [&] { return has_credit(peer, g); });
+    await_credit(peer, g);
     // Rows and headers are written by different blocks: in any order.
     if (g % 2 == 0) send_header(at, batch, peer);
     for (std::uint32_t token = batch.tokens; token-- > 0;) {

@@ -66,6 +66,7 @@ class FakeRank {
   bool sees_gone(int peer, Gone gone) const;
   /// Whether this rank may send `g`, as kernels ask.
   bool has_credit(int peer, Generation g) const;
+  void await_credit(int peer, Generation g) const;
 
   FakeBatch batch(int source, Generation g) const;
   std::size_t row_bytes(std::uint32_t format) const;

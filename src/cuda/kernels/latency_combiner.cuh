@@ -7,7 +7,7 @@ namespace ferry::cuda::device {
 /// Vectors of a row that a lane sums at once.
 inline constexpr int kAtOnce = 2;
 /// Rows of a sum that are loaded at once: as many as the registers hold.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ == 1000)
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
 inline constexpr int kRows = 3;
 #else
 inline constexpr int kRows = 4;

@@ -40,6 +40,7 @@ struct EncodedRow {
     const LatencyView& v = p.view;
     const PartShape parts(v);
     const int lane = static_cast<int>(threadIdx.x % 32), end = parts.end(v, sent.last);
+    std::byte* to = at.encoded_sum(v.peers[sent.source], v.line[sent.source], sent.token);
     for (int step = parts.begin(sent.first); step < end; step += kStepChannels) {
       const int channel = step + lane * kLaneChannels;
       if constexpr (kPerSlot) {
@@ -49,7 +50,8 @@ struct EncodedRow {
           uint4 vectors[kHeldVectors<T>];
           load_channels<T>(input(p, __shfl_sync(kAllLanes, row, k)), channel,
                            static_cast<int>(v.hidden), vectors);
-          put(at, sent, v.slots[sent.source] + k, channel, vectors);
+          const int place = v.slots[sent.source] + k;
+          put(v, at.encoded_sum(v.peers[sent.source], place, sent.token), channel, vectors);
         }
       } else {
         float acc[kLaneChannels] = {};
@@ -72,7 +74,7 @@ struct EncodedRow {
                            ? round_vector<T>(acc + i * kPerVector<T>)
                            : uint4{0, 0, 0, 0};
         }
-        put(at, sent, v.line[sent.source], channel, vectors);
+        put(v, to, channel, vectors);
       }
     }
     const int place = kPerSlot ? v.slots[sent.source] + lane : v.line[sent.source];
@@ -86,14 +88,13 @@ struct EncodedRow {
     return p.rows +
            static_cast<std::size_t>(row) * static_cast<std::size_t>(p.view.hidden) * sizeof(T);
   }
-  /// Whole warp. `place`: of the rows that are summed for a token.
-  __device__ __forceinline__ static void put(const LatencyPlaces& at, const SentRow& sent,
-                                             int place, int channel, const uint4* vectors) {
-    const LatencyView& v = at.v;
+  /// Whole warp: to the row at `to`.
+  __device__ __forceinline__ static void put(const LatencyView& v, std::byte* to, int channel,
+                                             const uint4* vectors) {
     Codes codes;
     codes.template encode<T>(vectors);
     if (channel >= static_cast<int>(v.hidden)) return;
-    codes.store(at.encoded_sum(v.peers[sent.source], place, sent.token), v.layout.encoded, channel);
+    codes.store(to, v.layout.encoded, channel);
   }
 };
 

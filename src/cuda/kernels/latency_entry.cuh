@@ -58,7 +58,7 @@ __device__ inline void release_upto(const LatencyPlaces& at, std::uint64_t upto)
 /// First in a kernel: brings the parameters near before the kernel before has ended.
 __device__ __forceinline__ void touch_view(const LatencyView& v) {
   for (int r = 0; r < v.group.ranks; r += 8) {
-    asm volatile("" ::"l"(v.peers[r]), "l"(v.sources[r]));
+    asm volatile("" ::"l"(v.peers[r]), "l"(v.rows[r]), "l"(v.sources[r]));
   }
   asm volatile("" ::"l"(v.words), "l"(v.layout.released), "l"(v.layout.sums), "l"(v.group.control),
                "l"(v.group.layout.local), "l"(v.group.deadline_ns));

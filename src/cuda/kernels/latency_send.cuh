@@ -195,7 +195,8 @@ class RowSender {
           if (few) {
             wire.store_few(at, few_row(at, v.peers[peer], v.line[peer], token), piece, end);
           } else {
-            wire.store(at.row(v.peers[peer], v.line[peer], token), v.layout.scale_at, piece, end);
+            std::byte* row = v.rows[peer] + at.slot(0, token) * v.layout.row_slot;
+            wire.store(row, v.layout.scale_at, piece, end);
           }
         }
       }

@@ -41,6 +41,7 @@ struct LatencyView {
   // into each other's registered memory; for those beyond this rank writes into an outbox of its
   // own and finds what they sent in an inbox; a proxy carries it between them.
   std::byte* peers[kMaxDomain]{};    ///< where this rank writes what a rank shall get …
+  std::byte* rows[kMaxDomain]{};     ///< … of that: where its rows of even generations begin
   std::byte* sources[kMaxDomain]{};  ///< … and where it finds what that rank sent
   std::byte* inbox = nullptr;        ///< `sources` of ranks beyond; null: there are none
   std::uint32_t beyond[(kMaxDomain + 31) / 32]{};  ///< a bit for each of those
@@ -48,11 +49,19 @@ struct LatencyView {
   std::uint8_t line[kMaxDomain]{};   ///< there: as which source this rank writes
 };
 
+/// `rank` is reached in `memory`, where this one writes as source `line`, and read of in `source`.
+inline void join_rank(LatencyView& view, int rank, std::byte* memory, int line, std::byte* source) {
+  const std::size_t block = static_cast<std::size_t>(view.capacity) * view.layout.row_slot;
+  view.peers[rank] = memory;
+  view.rows[rank] = memory + view.layout.rows + static_cast<std::size_t>(line) * block;
+  view.sources[rank] = source;
+  view.line[rank] = static_cast<std::uint8_t>(line);
+}
 /// The ranks of the own domain, whose registered memory is in `peers`.
 inline void join_domain(LatencyView& view) {
+  std::byte* own = view.peers[view.group.rank];
   for (int r = 0; r < view.group.ranks; ++r) {
-    view.sources[r] = view.peers[view.group.rank];
-    view.line[r] = static_cast<std::uint8_t>(view.group.rank);
+    if (view.peers[r] != nullptr) join_rank(view, r, view.peers[r], view.group.rank, own);
   }
 }
 
