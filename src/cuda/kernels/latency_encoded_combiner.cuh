@@ -40,7 +40,16 @@ struct EncodedRow {
     const LatencyView& v = p.view;
     const PartShape parts(v);
     const int lane = static_cast<int>(threadIdx.x % 32), end = parts.end(v, sent.last);
-    std::byte* to = at.encoded_sum(v.peers[sent.source], v.line[sent.source], sent.token);
+    // Whether the pointer or what it is made of is kept: what the registers hold.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+    std::byte* const row_of_sum =
+        at.encoded_sum(v.peers[sent.source], v.line[sent.source], sent.token);
+    const auto to = [&] { return row_of_sum; };
+#else
+    const auto to = [&] {
+      return at.encoded_sum(v.peers[sent.source], v.line[sent.source], sent.token);
+    };
+#endif
     for (int step = parts.begin(sent.first); step < end; step += kStepChannels) {
       const int channel = step + lane * kLaneChannels;
       if constexpr (kPerSlot) {
@@ -50,8 +59,10 @@ struct EncodedRow {
           uint4 vectors[kHeldVectors<T>];
           load_channels<T>(input(p, __shfl_sync(kAllLanes, row, k)), channel,
                            static_cast<int>(v.hidden), vectors);
-          const int place = v.slots[sent.source] + k;
-          put(v, at.encoded_sum(v.peers[sent.source], place, sent.token), channel, vectors);
+          const auto to_slot = [&] {
+            return at.encoded_sum(v.peers[sent.source], v.slots[sent.source] + k, sent.token);
+          };
+          put(v, to_slot, channel, vectors);
         }
       } else {
         float acc[kLaneChannels] = {};
@@ -88,13 +99,14 @@ struct EncodedRow {
     return p.rows +
            static_cast<std::size_t>(row) * static_cast<std::size_t>(p.view.hidden) * sizeof(T);
   }
-  /// Whole warp: to the row at `to`.
-  __device__ __forceinline__ static void put(const LatencyView& v, std::byte* to, int channel,
+  /// Whole warp: to the row at to().
+  template <class To>
+  __device__ __forceinline__ static void put(const LatencyView& v, const To& to, int channel,
                                              const uint4* vectors) {
     Codes codes;
     codes.template encode<T>(vectors);
     if (channel >= static_cast<int>(v.hidden)) return;
-    codes.store(to, v.layout.encoded, channel);
+    codes.store(to(), v.layout.encoded, channel);
   }
 };
 
