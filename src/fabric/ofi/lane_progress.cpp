@@ -161,7 +161,9 @@ void Lane::beat(Clock::time_point now) {
     }
     const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
     const bool quiet = now - peer.told >= kBeat && !stuck;
-    if (setting_.beats && quiet && !peer.left.load()) {
+    // Every lane's first one connects: a farewell on a way that was never used would be lost.
+    const bool first = peer.told == Clock::time_point();
+    if ((setting_.beats || first) && quiet && !peer.left.load()) {
       send_message(rank, {.kind = MessageKind::beat}, nullptr);
     }
   }
