@@ -77,7 +77,9 @@ std::size_t LatencyExchange::memory_hint(const LatencyConfig& config, std::int64
     refuse("LatencyExchange::memory_hint", "domains", std::to_string(domains),
            "1 … " + std::to_string(ranks) + ", the ranks");
   }
-  if (device == DeviceKind::cuda) return cuda::cuda_latency_memory_hint(config, experts, ranks);
+  if (device == DeviceKind::cuda) {
+    return cuda::cuda_latency_memory_hint(config, experts, ranks, domains);
+  }
   return host::latency_memory_hint(config, experts, ranks, domains);
 }
 

@@ -54,7 +54,9 @@ struct CallRecord final : Use {
   /// Of a dispatch: its plan's call, and pinned why that was refused.
   std::shared_ptr<CallRecord> plan{};
   std::shared_ptr<const Failure> plan_failure{};
-  std::weak_ptr<void> asker{};          ///< while it lives, somebody may still ask
+  std::weak_ptr<void> asker{};  ///< while it lives, somebody may still ask
+  /// Of a call whose group is larger than the engine's: what it threw in the group's words.
+  std::function<Error(const Error&)> told_outside{};
   std::function<void()> on_failure{};   ///< once, when the failure is seen
   std::function<void()> on_wait{};      ///< when somebody has waited for the end; may throw
   std::uint64_t told_replay = 0;        ///< captured: generation of the last refusal told of

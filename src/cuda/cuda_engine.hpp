@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/engine.hpp"
@@ -123,6 +125,20 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Pinned and zeroed: a LatencyAlarm.
   std::shared_ptr<std::byte> take_alarm() { return alarms_->take(); }
   bool is_latency_memory(const void* pointer) const;
+  /// Latency exchanges are of a larger group than this engine, whose ranks are `members` of it,
+  /// ascending: the kernels of those exchanges count ranks as that group does. Before any call.
+  void join_group(std::vector<int> members) { members_ = std::move(members); }
+  /// A rank of this engine, as latency exchanges count.
+  int group_rank(int rank) const {
+    return members_.empty() ? rank : members_[static_cast<std::size_t>(rank)];
+  }
+  /// The rank beyond this engine on whose account it has failed, of the larger group; none.
+  std::optional<Failure> failed_beyond() const {
+    std::scoped_lock lock(fatal_mutex_);
+    return beyond_;
+  }
+  /// Waits for calls on their way; false: not all have ended by then.
+  bool settle(std::chrono::nanoseconds most) { return drain(most); }
   /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
   /// launched.
   void stay_in(CallKind kind);
@@ -153,7 +169,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
                   const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
-  Error latency_mismatch(const Failure& failure) const;
+  Error latency_mismatch(const Failure& failure, int self) const;
+  bool fail_beyond(Failure& failure);
   Error rejoin_refusal(const Failure& failure) const;
   Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
@@ -172,6 +189,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 
   GroupConfig config_;
   Parts parts_;
+  std::vector<int> members_{};
   Placement placement_;
   engine::Channel channel_;
   SegmentExchange segments_;
@@ -215,8 +233,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
     std::vector<bool> told{};  ///< of whose end; for `gone`
   };
   std::vector<LatencySegment> latency_segments_{};
-  std::mutex fatal_mutex_;
+  mutable std::mutex fatal_mutex_;
   std::optional<Error> fatal_{};
+  std::optional<Failure> beyond_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::atomic<std::uint64_t> wait_ns_{0};
   std::atomic<bool> leaving_{false};

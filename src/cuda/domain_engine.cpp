@@ -34,6 +34,7 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
       placement_{config.experts, parts_.memory->fabric->size()},
       channel_(parts_.memory, proxy_config_, parts_.control, parts_.layout),
       stage_(channel_, parts_.memory, parts_.inside->device().index) {
+  inside().join_group(parts_.domains.members(domain_of(rank())));
   const OnDevice here(device().index);
   ring_memory_ = PinnedPool::make(kRingSlots * sizeof(protocol::CommandSlot), 1)->take();
   words_memory_ = PinnedPool::make(2 * kLineBytes, 1)->take();
@@ -81,6 +82,14 @@ void DomainEngine::destroy() {
       std::this_thread::sleep_for(50us);
     }
   } catch (...) {  // the GPU has failed: leave all the same
+  }
+  if (latency_proxy_) {  // peers may wait for what kernels have left to it
+    try {
+      const OnDevice here(device().index);
+      if (!channel_.dead()) (void)inside().settle(kPolite);
+    } catch (...) {
+    }
+    latency_proxy_->stop();
   }
   channel_.leave();
   proxy_->stop();
@@ -146,15 +155,17 @@ void DomainEngine::check_ended(const engine::CrossingCall& call, const Event& ev
 /// What the engine inside threw, in the group's words. If it is dead the group is, too, and all
 /// ranks are told who is to blame.
 Error DomainEngine::told(const char* stage, const Error& thrown) {
-  const Error error = outside(thrown);
+  const auto beyond = inside().failed_beyond();
+  const Error error = beyond ? thrown : outside(thrown);
   if (!inside().channel().dead()) return error;
   // What other ranks said comes first: they may know who really failed.
-  const int culprit = error.peer();
+  const int culprit = beyond ? beyond->peer : error.peer();
   (void)channel_.look(
       stage, [] { return engine::Channel::kUnknownEnd; },
       [culprit](int peer) { return peer == culprit; });
   if (!channel_.dead() && error.kind() == ErrorKind::deadline && culprit >= 0) {
-    (void)channel_.late(stage, culprit, error.context().expected, error.context().seen);
+    const std::uint64_t expected = beyond ? beyond->expected : error.context().expected;
+    (void)channel_.late(stage, culprit, expected, beyond ? beyond->seen : error.context().seen);
   }
   if (!channel_.dead()) channel_.fail(stage, error.what(), error.kind());
   return channel_.dead() ? *channel_.dead() : error;
@@ -173,14 +184,6 @@ void DomainEngine::finish(const char* call, const Event& event) {
     }
     throw;
   }
-}
-
-std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig&) {
-  throw Error(ErrorKind::unsupported,
-              "LatencyExchange: got a group of " + to_string(domains()) +
-                  " domains on GPUs; expected one domain: the CUDA engine's latency mode does not "
-                  "cross between domains yet, the host engine's does",
-              {rank(), -1, "LatencyExchange", 0, 0, 0});
 }
 
 Tensor DomainEngine::empty(const Extents& shape, Dtype dtype) {
@@ -207,6 +210,7 @@ MemoryUse DomainEngine::memory() const {
   use.control_bytes += parts_.control.bytes + kSpare;
   use.arena_bytes += stage_.bytes();
   use.arena_used_bytes += stage_.bytes();
+  use.latency_bytes += latency_bytes_.load(std::memory_order_relaxed);
   return use;
 }
 

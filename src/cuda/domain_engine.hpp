@@ -23,6 +23,7 @@
 #include "cuda/cuda_engine.hpp"
 #include "cuda/domain_stage.hpp"
 #include "cuda/kernels/crossing.hpp"
+#include "cuda/latency_proxy.hpp"
 #include "cuda/pinned.hpp"
 #include "engine/proxy.hpp"
 
@@ -125,6 +126,8 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   bool failed() const { return channel_.dead().has_value(); }
   /// What an error of the engine inside says to the group's ranks.
   Error outside(const Error& error) const;
+  /// The same of a latency call, which only names ranks of the engine inside once that is dead.
+  Error told_of_latency(const char* call, const Error& error);
 
  private:
   friend class DomainCall;
@@ -153,6 +156,12 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   void to_gpu(DomainCall& call, void* to, const void* from, std::size_t bytes);
   void share_routes(DomainCall& call, DomainPlan& state, Crossing how);
 
+  // domain_latency.cpp
+  struct LatencyStep;
+  void share_latency_memory(LatencyStep& step);
+  void agree_on_latency(const std::optional<Error>& failed);
+  std::unique_ptr<LatencyCrossing> make_crossing(const LatencyStep& step, const LatencyView& view);
+
   Crossing crossing_of(const DomainPlan& state, Crossing asked) const;
   void make_room(const CrossingWay& way, const CrossingTables& tables);
 
@@ -166,6 +175,9 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::shared_ptr<std::byte> words_memory_;
   engine::ProxyWords words_{};
   std::unique_ptr<engine::Proxy> proxy_{};
+  std::unique_ptr<LatencyProxy> latency_proxy_{};  ///< from the first exchange on
+  std::uint64_t exchanges_ = 0;                    // guarded by turn_
+  std::atomic<std::size_t> latency_bytes_{0};      // registered for what crosses
   std::optional<Stream> own_stream_{};  ///< of calls without one: that of the engine inside
 
   PinnedBuffer buffer_{};

@@ -19,6 +19,28 @@ std::size_t wanted(std::size_t needed, std::size_t before) {
 
 }  // namespace
 
+void pin_for_gpu(const fabric::Segment& segment, int device) {
+  const OnDevice here(device);
+  check(cudaHostRegister(segment.data, segment.bytes,
+                         cudaHostRegisterPortable | cudaHostRegisterMapped),
+        "cudaHostRegister");
+  void* seen = nullptr;
+  check(cudaHostGetDevicePointer(&seen, segment.data, 0), "cudaHostGetDevicePointer");
+  if (seen != segment.data) {
+    throw Error(ErrorKind::unsupported,
+                "Group: this GPU sees pinned memory at another address than the CPU; expected a "
+                "64-bit machine with unified addresses");
+  }
+}
+
+void unpin(std::byte* data, int device) noexcept {
+  try {
+    const OnDevice here(device);
+    cudaHostUnregister(data);
+  } catch (...) {  // the GPU is going away
+  }
+}
+
 DomainStage::DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memory> memory,
                          int device)
     : channel_(channel), wire_(std::move(memory)), device_(device) {
@@ -26,11 +48,7 @@ DomainStage::DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memor
 }
 
 DomainStage::~DomainStage() {
-  try {
-    const OnDevice here(device_);
-    for (std::byte* data : pinned_) cudaHostUnregister(data);
-  } catch (...) {  // the GPU is going away
-  }
+  for (std::byte* data : pinned_) unpin(data, device_);
 }
 
 bool DomainStage::has(Area area, const std::vector<std::size_t>& needs) const {
@@ -39,18 +57,8 @@ bool DomainStage::has(Area area, const std::vector<std::size_t>& needs) const {
 }
 
 void DomainStage::pin(const fabric::Segment& segment) {
-  const OnDevice here(device_);
-  check(cudaHostRegister(segment.data, segment.bytes,
-                         cudaHostRegisterPortable | cudaHostRegisterMapped),
-        "cudaHostRegister");
+  pin_for_gpu(segment, device_);
   pinned_.push_back(segment.data);
-  void* seen = nullptr;
-  check(cudaHostGetDevicePointer(&seen, segment.data, 0), "cudaHostGetDevicePointer");
-  if (seen != segment.data) {
-    throw Error(ErrorKind::unsupported,
-                "Group: this GPU sees pinned memory at another address than the CPU; expected a "
-                "64-bit machine with unified addresses");
-  }
 }
 
 void DomainStage::grow(const char* call, Area area, const std::vector<std::size_t>& needs) {

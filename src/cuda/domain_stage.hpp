@@ -11,6 +11,10 @@
 
 namespace ferry::cuda {
 
+/// Host memory that this GPU reads and writes, at the address that the CPU has. Throws.
+void pin_for_gpu(const fabric::Segment& segment, int device);
+void unpin(std::byte* data, int device) noexcept;
+
 class DomainStage {
  public:
   DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memory> memory, int device);

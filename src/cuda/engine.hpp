@@ -41,6 +41,7 @@ MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks);
 /// What MemoryUse is right after creation.
 MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks);
 /// Registered bytes of one rank's latency exchange.
-std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks);
+std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                     int domains);
 
 }  // namespace ferry::cuda

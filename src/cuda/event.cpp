@@ -95,7 +95,12 @@ void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   if (record_->on_wait) record_->on_wait();
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
-    engine->check_ended(*record_);
+    try {
+      engine->check_ended(*record_);
+    } catch (const Error& error) {
+      if (!record_->told_outside) throw;
+      throw record_->told_outside(error);
+    }
   } else if ((words_.failed() && !record_->ended_before(*words_.fatal)) || record_->refused()) {
     throw_gone();
   }

@@ -1,4 +1,5 @@
 // What kernels tell of a failure becomes a ferry::Error with the host engine's words.
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -51,18 +52,31 @@ bool is_latency(Stage stage) {
   return stage == Stage::latency_headers;
 }
 
+/// Whether a kernel of a latency exchange gave up, which counts ranks as the exchange does.
+bool is_of_exchange(Stage stage) {
+  switch (stage) {
+    case Stage::latency_rejoin:
+    case Stage::latency_credit:
+    case Stage::latency_headers:
+    case Stage::latency_rows:
+    case Stage::latency_weights:
+    case Stage::latency_sums: return true;
+    default: return false;
+  }
+}
+
 }  // namespace
 
-Error CudaEngine::latency_mismatch(const Failure& failure) const {
+Error CudaEngine::latency_mismatch(const Failure& failure, int self) const {
   const bool combine = failure.stage == Stage::latency_sums;
   const char* call = combine ? "latency combine" : "latency dispatch";
   return Error(ErrorKind::mismatch,
-               "rank " + to_string(rank()) + ": " + call + ": rank " + to_string(failure.peer) +
+               "rank " + to_string(self) + ": " + call + ": rank " + to_string(failure.peer) +
                    (combine ? " takes another path or format"
                             : " used another format or scale_format, or differs in having "
                               "topk_weights,") +
                    " in this call",
-               {rank(), failure.peer, call, failure.written, failure.expected, failure.seen});
+               {self, failure.peer, call, failure.written, failure.expected, failure.seen});
 }
 
 Error CudaEngine::rejoin_refusal(const Failure& failure) const {
@@ -86,14 +100,15 @@ Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failu
                      to_string(failure.detail) +
                      " later dispatches, those of graphs included; its rows may still be read, but "
                      "neither received nor combined. Expected at most one dispatch between",
-                 {rank(), rank(), record.call, failure.written, 0, 0});
+                 {group_rank(rank()), group_rank(rank()), record.call, failure.written, 0, 0});
   }
   const std::string at = failure.reason == Reason::bad_route
                              ? "an id that is no expert at [" + to_string(failure.detail / 64) +
                                    ", " + to_string(failure.detail % 64) + "]"
                              : std::string("more slots for one expert than the capacity");
-  const ErrorContext context{rank(), failure.peer, "latency dispatch", failure.written, 0, 0};
-  if (failure.peer == rank()) {
+  const int self = group_rank(rank());
+  const ErrorContext context{self, failure.peer, "latency dispatch", failure.written, 0, 0};
+  if (failure.peer == self) {
     return Error(ErrorKind::invalid_argument,
                  std::string(record.call) + ": topk_idx: got " + at +
                      "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1) +
@@ -106,10 +121,34 @@ Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failu
                context);
 }
 
+/// Of an exchange of a larger group: `failure` names a rank of this engine from here on. True: the
+/// rank is beyond, and this engine has failed on its account; the group's engine says how.
+bool CudaEngine::fail_beyond(Failure& failure) {
+  if (members_.empty() || !is_of_exchange(failure.stage)) return false;
+  const auto found = std::lower_bound(members_.begin(), members_.end(), failure.peer);
+  if (found != members_.end() && *found == failure.peer) {
+    failure.peer = static_cast<std::int32_t>(found - members_.begin());
+    return false;
+  }
+  if (failure.reason == Reason::aborted || failure.peer < 0) return false;
+  beyond_ = failure;
+  const ErrorKind kind = failure.reason == Reason::deadline   ? ErrorKind::deadline
+                         : failure.reason == Reason::mismatch ? ErrorKind::mismatch
+                                                              : ErrorKind::peer_failed;
+  const std::string text =
+      failure.reason == Reason::mismatch
+          ? latency_mismatch(failure, group_rank(rank())).what()
+          : "rank " + to_string(failure.peer) + " of another domain " +
+                (kind == ErrorKind::deadline ? "did not answer in time" : "said what cannot be");
+  channel_.fail(stage_name(failure.stage), text, kind);
+  fatal_ = channel_.dead();
+  return true;
+}
+
 Error CudaEngine::fatal_error() {
   std::scoped_lock lock(fatal_mutex_);
   if (fatal_) return *fatal_;
-  const Failure failure = *words_.fatal;
+  Failure failure = *words_.fatal;
   const char* stage = stage_name(failure.stage);
   if (channel_.left()) {
     fatal_ = Error(ErrorKind::destroyed,
@@ -125,6 +164,7 @@ Error CudaEngine::fatal_error() {
     fatal_ = *told;
     return *fatal_;
   }
+  if (fail_beyond(failure) && fatal_) return *fatal_;
   switch (failure.reason) {
     case Reason::deadline:
       fatal_ = channel_.late(stage, failure.peer, failure.expected, failure.seen);
@@ -140,7 +180,7 @@ Error CudaEngine::fatal_error() {
       }
       break;
     case Reason::mismatch:  // of latency mode, where nothing is agreed on before rows move
-      fatal_ = latency_mismatch(failure);
+      fatal_ = latency_mismatch(failure, rank());
       channel_.fail(stage, fatal_->what(), ErrorKind::mismatch);
       break;
     default:

@@ -67,7 +67,7 @@ std::size_t CudaLatency::take_result(const Capture& capture) {
                     ": the result of the dispatch before the last is still alive, or both buffers "
                     "of results are in use; drop it (LatencyReceived, its tensors and its "
                     "LatencyCombined) before this dispatch",
-                {engine_->rank(), engine_->rank(), kLatencyDispatch, dispatches_, 0, 0});
+                {rank(), rank(), kLatencyDispatch, dispatches_, 0, 0});
   }
   results_[found].alive = true;
   results_[found].number = dispatches_ + 1;
@@ -210,8 +210,13 @@ void CudaLatency::add_waits(Launch& launch, const std::optional<TensorView>& wai
 Event CudaLatency::end(Launch& launch, const char* call) {
   launch.outlives(shared_from_this());
   if (alarm_) {
-    launch.record()->on_wait = [alarm = alarm_, call, rank = engine_->rank()] {
+    launch.record()->on_wait = [alarm = alarm_, call, rank = rank()] {
       throw_left_behind(*reinterpret_cast<const LatencyAlarm*>(alarm.get()), call, rank);
+    };
+  }
+  if (told_) {
+    launch.record()->told_outside = [told = told_, call](const Error& error) {
+      return told(call, error);
     };
   }
   const bool blocking = launch.blocking();
@@ -226,13 +231,19 @@ void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView
   const Device where = engine_->device();
   check_latency_dispatch(x, topk_idx, config_, options, where);
   check_routes(kLatencyDispatch, topk_idx, where);
-  check_waits(kLatencyDispatch, options.waits, engine_->size(), where);
+  check_waits(kLatencyDispatch, options.waits, ranks(), where);
   check_stream(kLatencyDispatch, options.stream, where);
   check_left_behind(kLatencyDispatch);
 }
 
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
+  return in_group(kLatencyDispatch, [&] { return make_dispatch(x, topk_idx, options); });
+}
+
+LatencyReceived CudaLatency::make_dispatch(const ConstTensorView& x,
+                                           const ConstTensorView& topk_idx,
+                                           const LatencyDispatchOptions& options) {
   check_dispatch(x, topk_idx, options);
   Launch launch(*engine_, kLatencyDispatch, options.stream);
   const std::size_t buffer = take_result(launch.capture());
@@ -265,16 +276,18 @@ LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTenso
 
 void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim) {
   check_current(kLatencyDispatch, round);
-  Launch launch(*engine_, kLatencyDispatch, stream);
-  LatencyDispatchParameters receiving = round.dispatch;
-  receiving.halves = Halves::receive;
-  receiving.waits = asked(round.waits);
-  receiving.failure = launch.record()->failure;
-  claim.keep();
-  launch.enter_apart(signature(CallKind::latency_dispatch));
-  launch.run(launch_latency_dispatch(receiving, launch.stream()), "launch_latency_dispatch");
-  add_waits(launch, round.waits);
-  end(launch, kLatencyDispatch);
+  in_group(kLatencyDispatch, [&] {
+    Launch launch(*engine_, kLatencyDispatch, stream);
+    LatencyDispatchParameters receiving = round.dispatch;
+    receiving.halves = Halves::receive;
+    receiving.waits = asked(round.waits);
+    receiving.failure = launch.record()->failure;
+    claim.keep();
+    launch.enter_apart(signature(CallKind::latency_dispatch));
+    launch.run(launch_latency_dispatch(receiving, launch.stream()), "launch_latency_dispatch");
+    add_waits(launch, round.waits);
+    end(launch, kLatencyDispatch);
+  });
 }
 
 }  // namespace ferry::cuda

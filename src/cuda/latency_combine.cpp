@@ -75,7 +75,7 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
   dispatched.weights = round.weighted;
   dispatched.tokens = round.combine.tokens;
   dispatched.topk = round.combine.topk;
-  dispatched.ranks = engine_->size();
+  dispatched.ranks = ranks();
   dispatched.local_experts = local_experts();
   check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
   check_stream(kLatencyCombine, options.stream, where);
@@ -86,6 +86,14 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
 LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
                                      const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
+  return in_group(kLatencyCombine,
+                  [&] { return make_combine(rows, received, topk_weights, options); });
+}
+
+LatencyCombined CudaLatency::make_combine(const ConstTensorView& rows,
+                                          const LatencyReceived& received,
+                                          const std::optional<ConstTensorView>& topk_weights,
+                                          const LatencyCombineOptions& options) {
   const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",
@@ -141,16 +149,18 @@ LatencyCombined CudaLatency::combine(const ConstTensorView& rows, const LatencyR
 void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<TensorView>& waits,
                                const Stream* stream, Claim& claim) {
   check_current(kLatencyCombine, round);
-  Launch launch(*engine_, kLatencyCombine, stream);
-  LatencyCombineParameters receiving = round.combine;
-  receiving.halves = Halves::receive;
-  receiving.failure = launch.record()->failure;
-  receiving.waits = asked(waits);
-  receiving.out = aligned_out(launch, receiving);
-  claim.keep();
-  run_combine(launch, receiving, round.combine.out);
-  add_waits(launch, waits);
-  end(launch, kLatencyCombine);
+  in_group(kLatencyCombine, [&] {
+    Launch launch(*engine_, kLatencyCombine, stream);
+    LatencyCombineParameters receiving = round.combine;
+    receiving.halves = Halves::receive;
+    receiving.failure = launch.record()->failure;
+    receiving.waits = asked(waits);
+    receiving.out = aligned_out(launch, receiving);
+    claim.keep();
+    run_combine(launch, receiving, round.combine.out);
+    add_waits(launch, waits);
+    end(launch, kLatencyCombine);
+  });
 }
 
 }  // namespace ferry::cuda

@@ -19,7 +19,62 @@ namespace {
 constexpr const char* kMake = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 32;  // tokens of all ranks
 
-CallSignature signature_of(const LatencyConfig& config, bool valid) {
+/// What the kernels need of every rank's segment.
+void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
+                const LatencyGroup& group, LatencyView& view) {
+  fabric::DeviceMemory& wire = engine.gpu().wire();
+  for (int peer = 0; peer < engine.size(); ++peer) {
+    const fabric::SegmentId segment = places[peer].segment;
+    const bool alone = group.members.empty();
+    std::byte*& memory = view.peers[alone ? peer : group.members[static_cast<std::size_t>(peer)]];
+    memory = wire.pointer(peer, segment);
+    if (memory == nullptr || wire.bytes(peer, segment) < bytes) {
+      engine.channel().distrust("LatencyExchange: buffers", peer,
+                                "named segment " + to_string(segment) + " of " +
+                                    to_string(wire.bytes(peer, segment)) +
+                                    " bytes, expected at least " + to_string(bytes));
+    }
+  }
+}
+
+/// The ranks of other domains; the own one has joined.
+void join_others(const LatencyGroup& group, LatencyView& view) {
+  view.inbox = group.inbox;
+  view.few = 0;
+  for (int r = 0; r < view.group.ranks; ++r) {
+    if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
+    const auto bit = static_cast<unsigned>(r);
+    view.peers[r] = group.outbox;
+    view.sources[r] = group.inbox;
+    view.line[r] = static_cast<std::uint8_t>(r);
+    view.beyond[bit / 32] |= 1u << bit % 32;
+    if (view.layout.sum_blocks > 1) view.slots[r] = first_slot_row(view.layout, r, view.topk);
+  }
+}
+
+LatencyView make_view(CudaEngine& engine, const LatencyConfig& config, const LatencyMemory& memory,
+                      const LatencyGroup& group) {
+  LatencyView view;
+  view.group = engine.view();
+  view.placement = engine.placement();
+  if (!group.members.empty()) {
+    view.group.rank = group.rank;
+    view.group.ranks = group.placement.ranks;
+    view.placement = group.placement;
+  }
+  view.layout = memory.wire;
+  view.capacity = config.capacity;
+  view.hidden = config.hidden;
+  view.topk = config.topk;
+  view.parts = latency_parts(config.hidden);
+  view.few = kFewTokens;
+  view.dtype = config.dtype;
+  return view;
+}
+
+}  // namespace
+
+CallSignature latency_signature(const LatencyConfig& config, bool valid) {
   CallSignature call;
   call.kind = CallKind::latency;
   call.dtype = static_cast<std::uint32_t>(config.dtype);
@@ -31,33 +86,18 @@ CallSignature signature_of(const LatencyConfig& config, bool valid) {
   return call;
 }
 
-/// What the kernels need of every rank's segment.
-void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
-                LatencyView& view) {
-  fabric::DeviceMemory& wire = engine.gpu().wire();
-  for (int peer = 0; peer < engine.size(); ++peer) {
-    const fabric::SegmentId segment = places[peer].segment;
-    view.peers[peer] = wire.pointer(peer, segment);
-    if (view.peers[peer] == nullptr || wire.bytes(peer, segment) < bytes) {
-      engine.channel().distrust("LatencyExchange: buffers", peer,
-                                "named segment " + to_string(segment) + " of " +
-                                    to_string(wire.bytes(peer, segment)) +
-                                    " bytes, expected at least " + to_string(bytes));
-    }
-  }
-}
-
-}  // namespace
-
 CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
                          const LatencyMemory& memory, const fabric::Segment& segment,
-                         const LatencyView& view, std::shared_ptr<std::byte> alarm)
+                         const LatencyView& view, std::shared_ptr<std::byte> alarm,
+                         const LatencyGroup& group)
     : engine_(std::move(engine)),
       config_(config),
       memory_(memory),
       segment_(segment),
       view_(view),
-      alarm_(std::move(alarm)) {}
+      alarm_(std::move(alarm)),
+      outside_memory_(group.memory),
+      told_(group.told) {}
 
 LatencyLease::~LatencyLease() {
   engine_->drop(result_);
@@ -72,23 +112,25 @@ int CudaLatency::blocks() const {
   // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
   const int sms = engine_->local_sms();
   // Where there is little to do, blocks that have nothing to do cost more than they save.
-  if (config_.capacity * engine_->size() <= kFewSlots) return std::max(1, sms / 4);
+  if (config_.capacity * ranks() <= kFewSlots) return std::max(1, sms / 4);
   return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
 }
 
-std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
-                                                 const LatencyConfig& config) {
+std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
+                                               const LatencyConfig& config,
+                                               const LatencyGroup& group) {
+  const Placement placement = group.members.empty() ? engine->placement() : group.placement;
   LatencyMemory memory{};
   std::optional<Error> invalid;
   try {
-    memory = make_latency_memory(config, engine->placement().experts, engine->size());
+    memory = make_latency_memory(config, placement.experts, placement.ranks, group.domains);
   } catch (const Error& error) {
     invalid = error;
   }
   Launch launch(*engine, kMake, nullptr);
   LatencyOpenParameters open;
   open.group = engine->view();
-  open.call = signature_of(config, !invalid);
+  open.call = latency_signature(config, !invalid);
   open.failure = launch.record()->failure;
   fabric::Segment segment{};
   if (!invalid) segment = engine->add_segment(kMake, memory.bytes);
@@ -111,19 +153,11 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
     throw;
   }
   if (invalid) throw *invalid;
-  LatencyView view;
-  view.group = engine->view();
-  view.placement = engine->placement();
-  view.layout = memory.wire;
-  view.capacity = config.capacity;
-  view.hidden = config.hidden;
-  view.topk = config.topk;
-  view.parts = latency_parts(config.hidden);
-  view.few = kFewTokens;
-  view.dtype = config.dtype;
+  LatencyView view = make_view(*engine, config, memory, group);
   view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
-  find_peers(*engine, open.places, memory.bytes, view);
+  find_peers(*engine, open.places, memory.bytes, group, view);
   join_domain(view);
+  if (!group.members.empty()) join_others(group, view);
   std::shared_ptr<std::byte> alarm;
   if (config.masks) {
     alarm = engine->take_alarm();
@@ -131,7 +165,7 @@ std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> eng
   }
   engine->add_latency_memory(segment, config.masks ? view.layout.gone : 0);
   return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view,
-                                       std::move(alarm));
+                                       std::move(alarm), group);
 }
 
 }  // namespace ferry::cuda

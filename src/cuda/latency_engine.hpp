@@ -3,9 +3,11 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "core/claim.hpp"
 #include "core/engine.hpp"
@@ -69,14 +71,28 @@ struct ReceiveRows final : LatencyState {
 void throw_left_behind(const LatencyAlarm& alarm, const char* call, int rank);
 std::optional<Stream> copy_of(const Stream* stream);
 
+/// Of an exchange whose group has other domains than the engine's.
+struct LatencyGroup {
+  int rank = 0;
+  Placement placement{};       ///< over all ranks
+  std::vector<int> members{};  ///< the ranks of the own domain, ascending
+  int domains = 1;
+  std::byte* outbox = nullptr;  ///< as the exchange's memory says, pinned and zeroed
+  std::byte* inbox = nullptr;
+  std::shared_ptr<void> memory{};  ///< keeps both
+  /// What an error of the engine says to the group's ranks.
+  std::function<Error(const char* call, const Error& error)> told{};
+};
+
 /// latency_call.cpp: dispatch; latency_combine.cpp; latency_masks.cpp.
 class CudaLatency final : public LatencyEngine, public std::enable_shared_from_this<CudaLatency> {
  public:
   /// `alarm`: pinned, a LatencyAlarm; null: the exchange has no masks.
   CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
               const LatencyMemory& memory, const fabric::Segment& segment, const LatencyView& view,
-              std::shared_ptr<std::byte> alarm);
+              std::shared_ptr<std::byte> alarm, const LatencyGroup& group);
 
+  const LatencyView& view() const { return view_; }
   const LatencyConfig& config() const override { return config_; }
   LatencyReceived dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                            const LatencyDispatchOptions& options) override;
@@ -97,6 +113,23 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   void drop(std::size_t result);
 
  private:
+  int rank() const { return view_.group.rank; }
+  int ranks() const { return view_.group.ranks; }
+  /// Runs `work`; what the engine throws is said in the group's words.
+  template <class Work>
+  auto in_group(const char* call, const Work& work) const {
+    try {
+      return work();
+    } catch (const Error& error) {
+      if (!told_) throw;
+      throw told_(call, error);
+    }
+  }
+  LatencyReceived make_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                const LatencyDispatchOptions& options);
+  LatencyCombined make_combine(const ConstTensorView& rows, const LatencyReceived& received,
+                               const std::optional<ConstTensorView>& topk_weights,
+                               const LatencyCombineOptions& options);
   /// Refuses an exchange without masks.
   LatencyAlarm& alarm() const;
   /// Throws when another rank goes on without this one, until it has rejoined.
@@ -142,6 +175,8 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   fabric::Segment segment_;
   LatencyView view_;
   std::shared_ptr<std::byte> alarm_;
+  std::shared_ptr<void> outside_memory_;  // of an exchange with other domains
+  std::function<Error(const char*, const Error&)> told_;
   std::atomic<std::uint64_t> rejoins_{0};
   std::atomic<bool> must_rejoin_{false};  // the last attempt failed
   std::mutex mutex_;                      // of what follows: results are dropped on any thread
@@ -149,8 +184,12 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::array<ResultBuffer, 2> results_{};
 };
 
-/// Collective: registers the memory on every rank of the group.
-std::shared_ptr<LatencyEngine> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
-                                                 const LatencyConfig& config);
+/// What all ranks must have alike. `valid`: this rank's can be.
+CallSignature latency_signature(const LatencyConfig& config, bool valid);
+
+/// Collective: registers the memory on every rank of the engine. `group`: of other domains, too.
+std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
+                                               const LatencyConfig& config,
+                                               const LatencyGroup& group = {});
 
 }  // namespace ferry::cuda

@@ -47,26 +47,26 @@ void CudaLatency::check_left_behind(const char* call) const {
   if (!alarm_) return;
   if (must_rejoin_.load()) {
     throw Error(ErrorKind::left_behind,
-                "rank " + to_string(engine_->rank()) + ": " + call +
+                "rank " + to_string(rank()) + ": " + call +
                     ": the last rejoin of this exchange failed on this rank; rejoin again",
-                {engine_->rank(), engine_->rank(), call, 0, 0, 0});
+                {rank(), rank(), call, 0, 0, 0});
   }
-  throw_left_behind(alarm(), call, engine_->rank());
+  throw_left_behind(alarm(), call, rank());
 }
 
 void CudaLatency::check_current(const char* call, const LatencyRound& round) const {
   if (round.rejoins == rejoins_.load()) return;
   throw Error(ErrorKind::left_behind,
-              "rank " + to_string(engine_->rank()) + ": " + call +
+              "rank " + to_string(rank()) + ": " + call +
                   ": this result is of a dispatch before the last rejoin; its rows may still be "
                   "read, but neither received nor combined",
-              {engine_->rank(), engine_->rank(), call, 0, 0, 0});
+              {rank(), rank(), call, 0, 0, 0});
 }
 
 std::vector<bool> CudaLatency::masked() const {
   const LatencyAlarm& told = alarm();
   std::vector<bool> masked;
-  for (int r = 0; r < engine_->size(); ++r) masked.push_back(load(told.ranks[r]) != 0);
+  for (int r = 0; r < ranks(); ++r) masked.push_back(load(told.ranks[r]) != 0);
   return masked;
 }
 
@@ -76,17 +76,19 @@ const std::uint64_t* CudaLatency::mask_count() const {
 
 /// Behind all earlier calls; on return it is done.
 void CudaLatency::change_mask(const char* call, int rank, bool masked) {
-  Launch launch(*engine_, call, nullptr);
-  launch.enter_apart(signature(CallKind::latency));
-  launch.run(launch_latency_mask(view_, rank, masked, launch.stream()), "launch_latency_mask");
-  engine_->finish(call, launch.finish());
+  in_group(call, [&] {
+    Launch launch(*engine_, call, nullptr);
+    launch.enter_apart(signature(CallKind::latency));
+    launch.run(launch_latency_mask(view_, rank, masked, launch.stream()), "launch_latency_mask");
+    engine_->finish(call, launch.finish());
+  });
 }
 
 void CudaLatency::set_mask(int rank, bool masked) {
   (void)alarm();
-  if (rank < 0 || rank >= engine_->size() || rank == engine_->rank()) {
+  if (rank < 0 || rank >= ranks() || rank == view_.group.rank) {
     refuse("set_mask", "rank", to_string(rank),
-           "another rank of the group, 0 … " + to_string(engine_->size() - 1));
+           "another rank of the group, 0 … " + to_string(ranks() - 1));
   }
   change_mask("set_mask", rank, masked);
 }
@@ -98,6 +100,14 @@ void CudaLatency::clear_masks() {
 
 void CudaLatency::rejoin() {
   (void)alarm();
+  if (view_.inbox != nullptr) {
+    throw Error(ErrorKind::unsupported,
+                "rank " + to_string(rank()) +
+                    ": latency rejoin: got an exchange of several domains on GPUs; expected one "
+                    "domain: ranks do not rejoin across domains there yet, on the host engine they "
+                    "do. Make a new exchange",
+                {rank(), -1, kRejoin, 0, 0, 0});
+  }
   Launch launch(*engine_, kRejoin, nullptr);
   LatencyRejoinParameters parameters;
   parameters.view = view_;

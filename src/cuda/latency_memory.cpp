@@ -57,24 +57,46 @@ LatencyResultLayout make_result_layout(Carver& carver, const LatencyConfig& conf
   return layout;
 }
 
+CrossingMemory make_crossing_memory(const DeviceLatencyLayout& wire, const LatencyConfig& config,
+                                    int ranks) {
+  const auto r = static_cast<std::size_t>(ranks);
+  const auto slots = static_cast<std::size_t>(config.capacity * config.topk);
+  Carver carver{};
+  CrossingMemory memory;
+  // Where kernels look whether a peer is held up nobody writes: beyond the domain it never is.
+  memory.outbox = carver.take(std::max(wire.outbox_bytes, wire.words + sizeof(LatencyWords)));
+  memory.inbox = carver.take(wire.bytes);
+  memory.flags = carver.take(2 * kCrossingKinds * r * kLineBytes);
+  memory.acknowledged = carver.take(2 * kCrossingKinds * r * kLineBytes);
+  memory.masks = carver.take(r * kLineBytes);
+  memory.weights = carver.take(2 * r * slots * sizeof(float));
+  memory.bytes = engine::segment_bytes(carver.end);
+  return memory;
+}
+
 }  // namespace
 
-LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks) {
+LatencyMemory make_latency_memory(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                  int domains) {
   const std::int64_t local = Placement{experts, ranks}.local_experts(0);  // rank 0 has the most
   check_served(config, local, ranks);
   LatencyMemory memory;
-  memory.wire = make_device_latency_layout(
-      {ranks, local, config.capacity, config.hidden, config.topk, size_of(config.dtype)});
+  memory.wire =
+      make_device_latency_layout({ranks, local, config.capacity, config.hidden, config.topk,
+                                  size_of(config.dtype), domains > 1, config.masks});
   Carver carver{memory.wire.bytes};
   memory.words = carver.take(sizeof(LatencyWords));
   memory.wire.words = memory.words;
   for (auto& result : memory.results) result = make_result_layout(carver, config, local, ranks);
   memory.bytes = engine::segment_bytes(carver.end);
+  if (domains > 1) memory.crossing = make_crossing_memory(memory.wire, config, ranks);
   return memory;
 }
 
-std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks) {
-  return make_latency_memory(config, experts, ranks).bytes;
+std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
+                                     int domains) {
+  const LatencyMemory memory = make_latency_memory(config, experts, ranks, domains);
+  return memory.bytes + memory.crossing.bytes;
 }
 
 }  // namespace ferry::cuda

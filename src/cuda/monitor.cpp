@@ -170,7 +170,8 @@ void CudaEngine::tell_of_gone() {
       if (segment.told[peer] || rank_of == rank()) continue;
       if (!channel_.gone(rank_of)) continue;
       segment.told[peer] =
-          tell_of_death(segment.memory.data + segment.gone + peer * sizeof(std::uint32_t));
+          tell_of_death(segment.memory.data + segment.gone +
+                        static_cast<std::size_t>(group_rank(rank_of)) * sizeof(std::uint32_t));
     }
   }
 }

@@ -17,70 +17,12 @@
 
 #include <cstdint>
 
-#include "core/placement.hpp"
-#include "cuda/kernels/group_view.hpp"
-#include "cuda/kernels/latency_layout.hpp"
-#include "ferry/dtype.hpp"
+#include "cuda/kernels/latency_view.hpp"
 
 namespace ferry::cuda {
 
-/// What the host sees of masks without asking the GPU, and tells running kernels; pinned.
-struct LatencyAlarm {
-  std::uint64_t masked;             ///< times that a rank was masked by a deadline
-  std::uint32_t ranks[kMaxDomain];  ///< not 0: the rank is masked; written before `masked`
-  std::uint32_t behind;             ///< a rank, + 1, that goes on without this one; 0: none
-};
-
-/// Why a rank is not waited for until the deadline: a word in this rank's memory that others write.
-enum class Gone : std::uint32_t {
-  no,
-  without_us,  ///< it has masked this rank, and says so itself
-  dead,        ///< its process has ended, or it left, says this rank's CPU
-};
-
-struct LatencyView {
-  GroupView group{};
-  Placement placement{};
-  DeviceLatencyLayout layout{};
-  std::int64_t capacity = 0;
-  std::int64_t hidden = 0;
-  int topk = 1;   ///< of the configuration
-  int parts = 1;  ///< latency_parts(hidden)
-  int few = 0;    ///< most tokens that cross as tagged words; at most kFewTokens, 0: none
-  Dtype dtype = Dtype::bf16;
-  LatencyWords* words = nullptr;
-  /// Null: who misses a deadline ends the group. Else combines are per_rank.
-  LatencyAlarm* alarm = nullptr;
-  // Whatever ranks write and read of each other has the layout above. Ranks of the own domain write
-  // into each other's registered memory; for those beyond this rank writes into an outbox of its
-  // own and finds what they sent in an inbox; a proxy carries it between them.
-  std::byte* peers[kMaxDomain]{};    ///< where this rank writes what a rank shall get …
-  std::byte* sources[kMaxDomain]{};  ///< … and where it finds what that rank sent
-  std::byte* inbox = nullptr;        ///< `sources` of ranks beyond; null: there are none
-  std::uint32_t beyond[(kMaxDomain + 31) / 32]{};  ///< a bit for each of those
-  std::int32_t slots[kMaxDomain]{};  ///< at a rank's `peers`: the row of sums for slot 0
-  std::uint8_t line[kMaxDomain]{};   ///< there: as which source this rank writes
-};
-
-/// The ranks of the own domain, whose registered memory is in `peers`.
-inline void join_domain(LatencyView& view) {
-  for (int r = 0; r < view.group.ranks; ++r) {
-    view.sources[r] = view.peers[view.group.rank];
-    view.line[r] = static_cast<std::uint8_t>(view.group.rank);
-  }
-}
-
-/// Whether a source of so many tokens of so wide elements has few (kFewTokens). Wider elements, and
-/// more ranks, have no registers left for it.
-FERRY_FN constexpr bool is_few_of(const LatencyView& view, int tokens, std::size_t element_bytes) {
-  return element_bytes == 2 && tokens <= view.few && view.hidden % 16 == 0 &&
-         view.group.ranks <= 32;
-}
-
 /// Which halves of a call a kernel does.
 enum class Halves : std::uint32_t { both, send, receive };
-
-enum class LatencyFormat : std::uint32_t { as_is, e4m3, e4m3_pow2, e4m3_packed };
 
 struct LatencyDispatchParameters {
   LatencyView view{};
@@ -115,14 +57,6 @@ struct LatencyDispatchParameters {
 };
 cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
                                     cudaStream_t stream);
-
-/// `per_slot`: one row for each slot, summed by the owner in ascending k. `per_rank`: the rank of
-/// the experts sums its slots in ascending k, rounds to the dtype, and the owner sums the ranks in
-/// ascending order.
-enum class CombinePath : std::uint32_t { per_slot, per_rank };
-
-/// How rows are written in flight; as ferry::CombineFormat.
-enum class CombineFormat : std::uint32_t { as_is, e4m3, logfmt10 };
 
 struct LatencyCombineParameters {
   LatencyView view{};

@@ -105,16 +105,14 @@ class CombineWaits {
 
   __device__ std::uint32_t sum_tag() const { return at_.tag() ^ kOdd; }
 
-  /// Whole warp: of 32 slots of the token, or of ranks `w` · 32 and on, the bits of those whose
-  /// rows come from beyond the domain.
-  __device__ __forceinline__ std::uint32_t find_beyond(int token, int w) const {
+  /// Whole warp: bits of the token's slots whose rows come from beyond the domain.
+  __device__ __forceinline__ std::uint32_t slots_beyond(int token) const {
     const LatencyView& v = p_.view;
-    if constexpr (!kPerSlot) return v.beyond[w];
-    if (v.inbox == nullptr) return 0;
+    if (!kPerSlot || v.inbox == nullptr) return 0;
     const int rank = owner(token, static_cast<int>(threadIdx.x % 32));
     return __ballot_sync(kAllLanes, rank >= 0 && v.sources[rank] == v.inbox);
   }
-  /// Where the row of such a slot or rank lies.
+  /// Where the row of a slot or a rank lies, if bits of `beyond` say so.
   __device__ __forceinline__ std::byte* memory_of(int bit, std::uint32_t beyond) const {
     return (beyond >> bit & 1) != 0 ? p_.view.inbox : own_memory(p_.view);
   }

@@ -288,13 +288,14 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const int lane = static_cast<int>(threadIdx.x % 32);
     const float weight =
         kPerSlot && lane < p_.topk ? __ldg(p_.weights + token * p_.topk + lane) : 0.0f;
+    const std::uint32_t slots = this->slots_beyond(token);
     auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
 #pragma unroll
       for (int w = 0; w < kMaskWords; ++w) {
         std::uint32_t left = here[w];
-        const std::uint32_t beyond = left != 0 ? this->find_beyond(token, w) : 0;
+        const std::uint32_t beyond = kPerSlot ? slots : left != 0 ? v.beyond[w] : 0;
         while (left != 0) {
           uint4 data[kRows][kAtOnce];
           std::uint32_t loaded = left;

@@ -39,7 +39,11 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
       header.count(d);
       __syncthreads();
     }
-    if (call.open[d]) header.write(at, d);
+    if (call.open[d]) {
+      header.write(at, d);
+    } else {
+      header.leave_out(at, d);
+    }
   }
   __syncthreads();  // what follows has the same memory
   return true;

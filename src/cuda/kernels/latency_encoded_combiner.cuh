@@ -166,11 +166,11 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
     const int lane = static_cast<int>(threadIdx.x % 32), hidden = static_cast<int>(v.hidden);
     const float weight =
         kPerSlot && lane < p_.topk ? __ldg(p_.weights + token * p_.topk + lane) : 0.0f;
+    const std::uint32_t beyond = this->slots_beyond(token);
     float acc[kLaneChannels] = {};
 #pragma unroll
     for (int w = 0; w < kMaskWords; ++w) {
       std::uint32_t left = here[w];
-      const std::uint32_t beyond = left != 0 ? this->find_beyond(token, w) : 0;
 #pragma unroll 1
       while (left != 0) {
         Codes codes[kAtOnce];
@@ -185,8 +185,8 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
           if constexpr (kPerSlot) factors[n] = __shfl_sync(kAllLanes, weight, bit);
           if (channel >= hidden) continue;
           const int row = w * 32 + bit;
-          codes[n].load(at_.encoded_sum(this->memory_of(bit, beyond), row, token), v.layout.encoded,
-                        channel);
+          std::byte* memory = kPerSlot ? this->memory_of(bit, beyond) : v.sources[row];
+          codes[n].load(at_.encoded_sum(memory, row, token), v.layout.encoded, channel);
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {

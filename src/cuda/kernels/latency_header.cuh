@@ -145,6 +145,16 @@ class HeaderMaker {
     words_.twice[warp] = twice;
   }
 
+  /// Whole block: `dest` takes no part. Within the domain nothing says so; beyond it the proxy must
+  /// know that there is nothing to carry.
+  __device__ void leave_out(const LatencyPlaces& at, int dest) const {
+    const LatencyView& v = p_.view;
+    if (threadIdx.x != 0 || v.line[dest] == v.group.rank) return;
+    std::uint64_t* head = at.header(v.peers[dest], v.line[dest]);
+    store_word(head, make_head(0, agreed_format(p_)), at.tag());
+    store_word(head + 1, kLeftOut, at.tag());
+  }
+
   /// Whole block: writes the header of `dest`, which has been counted.
   __device__ void write(const LatencyPlaces& at, int dest) {
     const LatencyView& v = p_.view;

@@ -22,6 +22,7 @@ inline constexpr int kLatencyHeadWords = 2;
 
 /// `refused` is the second word: 0, or why nothing comes: token * 64 + slot + 1 of a route that is
 /// none, or kNoPlace: too many slots name one expert.
+/// To a rank of another domain also kLeftOut: the rank takes no part, and there is nothing else.
 /// `format`: all that ranks must agree on in a dispatch.
 FERRY_FN constexpr std::uint32_t make_head(int tokens, std::uint32_t format) {
   return static_cast<std::uint32_t>(tokens) | format << 16;
@@ -35,6 +36,9 @@ FERRY_FN constexpr std::uint32_t head_format(std::uint32_t head) {
 
 /// In the format of a head: weights come with the rows.
 inline constexpr std::uint32_t kWithWeights = 1u << 8;
+
+/// No refusal has this number: a route of a token beyond the most.
+inline constexpr std::uint32_t kLeftOut = 0xfffffffe;
 
 /// Place of a slot's row: local expert and ordinal among the source's rows for it.
 FERRY_FN constexpr std::uint32_t make_place(std::uint32_t expert, std::uint32_t ordinal) {
@@ -55,7 +59,25 @@ struct LatencyDeviceShape {
   std::int64_t hidden = 0;
   int topk = 1;
   std::size_t element_bytes = 2;
+  /// Ranks of other domains take part, whose rows come as records; rows of few tokens cross like
+  /// any others then.
+  bool crosses = false;
+  bool masks = false;
 };
+
+/// What crosses to another domain with each row, just before it, so that both are one write. Behind
+/// this come the places of the token's slots, u32 [topk], and their weights, f32 [topk].
+struct LatencyRecord {
+  std::uint64_t generation = 0;
+  std::uint32_t tokens = 0;   ///< of the source
+  std::uint32_t refused = 0;  ///< as in a header
+  std::uint32_t rows = 0;     ///< records that come, this one included; 0: there is no row
+  std::uint32_t unused = 0;
+};
+/// With what keeps the row behind it aligned.
+FERRY_FN constexpr std::size_t record_bytes(int topk) {
+  return round_up(sizeof(LatencyRecord) + static_cast<std::size_t>(topk) * 8, 32);
+}
 
 /// One rank's registered memory of a latency exchange. Everything is there twice, for even and odd
 /// generations, but for what comes before `headers`. All before `rows` is zero before the first
@@ -72,23 +94,34 @@ struct DeviceLatencyLayout {
   std::size_t weights_at = 0;  ///< inside a header
   std::size_t weights = 0;     ///< u64 [2, R, capacity, topk], pushed by combine; with generation
   std::size_t row_tags = 0;    ///< u32 [2, R, capacity, kMaxParts]
-  std::size_t sum_tags = 0;    ///< u32 [2, S, capacity, kMaxParts]
-  std::size_t few_rows = 0;    ///< [2, R, kFewTokens, few_row_slot]
+  std::size_t sum_tags = 0;  ///< u32 [2, S, capacity, kMaxParts], in an outbox sum_blocks of those
+  std::size_t few_rows = 0;  ///< [2, R, kFewTokens, few_row_slot]
   std::size_t few_row_slot = 0;
   std::size_t few_scale_at = 0;  ///< inside such a row; and the bytes of one of few_sums
   std::size_t few_sums = 0;      ///< [2, R, kFewTokens, few_scale_at]
   std::size_t rows = 0;          ///< [2, R, capacity, row_slot]
   std::size_t row_slot = 0;
-  std::size_t scale_at = 0;   ///< inside a quantised row's slot
-  std::size_t sums = 0;       ///< [2, S, capacity, hidden]: S is the source rank or the slot
-  std::size_t sum_slots = 0;  ///< max(R, topk)
+  std::size_t record_bytes = 0;  ///< before each row of another domain; 0: there are none
+  std::size_t scale_at = 0;      ///< inside a quantised row's slot
+  std::size_t sums = 0;          ///< [2, S, capacity, hidden]: S is the source rank or the slot
+  std::size_t sum_slots = 0;     ///< max(R, topk)
+  /// An outbox holds so many blocks of `sums`, and of their tags. In the first lie the rows for
+  /// owners; slots of owners beyond the domain have others, for they have the same numbers.
+  std::size_t sum_blocks = 1;
   /// The same for rows of a format that is not as_is: codes first (core/layout.hpp). They are
   /// shorter than a row as it is, and lie in its place, but for those of a few channels.
   std::size_t encoded_sums = 0;
   std::size_t encoded_slot = 0;  ///< bytes of a place
   CombineRowLayout encoded{};
   std::size_t bytes = 0;
+  std::size_t outbox_bytes = 0;
 };
+
+/// In an outbox: the row of sums for slot 0 of tokens of `owner`.
+FERRY_FN constexpr int first_slot_row(const DeviceLatencyLayout& layout, int owner, int topk) {
+  const int slots = static_cast<int>(layout.sum_slots), each = slots / topk;
+  return (1 + owner / each) * 2 * slots + owner % each * topk;
+}
 
 FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyDeviceShape& shape) {
   const auto r = static_cast<std::size_t>(shape.ranks);
@@ -109,16 +142,25 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   layout.headers = carver.take(2 * r * layout.header_bytes);
   layout.weights = carver.take(2 * r * capacity * k * 8);
   layout.sum_slots = r > k ? r : k;
+  if (shape.crosses && !shape.masks) {  // with masks there are no rows of slots
+    const std::size_t each = layout.sum_slots / k;
+    layout.sum_blocks = 1 + (r + each - 1) / each;
+  }
   layout.row_tags = carver.take(2 * r * capacity * kMaxParts * 4);
-  layout.sum_tags = carver.take(2 * layout.sum_slots * capacity * kMaxParts * 4);
+  layout.sum_tags =
+      carver.take(layout.sum_blocks * 2 * layout.sum_slots * capacity * kMaxParts * 4);
   layout.few_scale_at = 2 * round_up(plain, 512);
   layout.few_row_slot = round_up(layout.few_scale_at + (hidden + 127) / 128 * 8, kLineBytes);
-  layout.few_rows = carver.take(2 * r * kFewTokens * layout.few_row_slot);
-  layout.few_sums = carver.take(2 * r * kFewTokens * layout.few_scale_at);
+  const std::size_t few = shape.crosses ? 0 : kFewTokens;
+  layout.few_rows = carver.take(2 * r * few * layout.few_row_slot);
+  layout.few_sums = carver.take(2 * r * few * layout.few_scale_at);
   layout.scale_at = round_up(hidden, 16);
-  layout.row_slot = round_up(plain > quantized ? plain : quantized, 32);
-  layout.rows = carver.take(2 * r * capacity * layout.row_slot);
-  layout.sums = carver.take(2 * layout.sum_slots * capacity * plain);
+  const std::size_t row = plain > quantized ? plain : quantized;
+  layout.record_bytes = shape.crosses ? record_bytes(shape.topk) : 0;
+  layout.row_slot = round_up(row + layout.record_bytes, 32);
+  layout.rows = carver.take(2 * r * capacity * layout.row_slot) + layout.record_bytes;
+  std::size_t block = 2 * layout.sum_slots * capacity * plain;
+  layout.sums = carver.take(block);
   layout.encoded = make_combine_row_layout(hidden);
   layout.encoded_sums = layout.sums;
   layout.encoded_slot = plain;
@@ -126,10 +168,13 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
     const std::size_t longer = layout.encoded.logfmt_bytes > layout.encoded.e4m3_bytes
                                    ? layout.encoded.logfmt_bytes
                                    : layout.encoded.e4m3_bytes;
+    carver.end += (layout.sum_blocks - 1) * block;
     layout.encoded_slot = round_up(longer, 16);
-    layout.encoded_sums = carver.take(2 * layout.sum_slots * capacity * layout.encoded_slot);
+    block = 2 * layout.sum_slots * capacity * layout.encoded_slot;
+    layout.encoded_sums = carver.take(block);
   }
   layout.bytes = round_up(carver.end, 4096);
+  layout.outbox_bytes = round_up(carver.end + (layout.sum_blocks - 1) * block, 4096);
   return layout;
 }
 

@@ -6,6 +6,7 @@
 // is made zero at the call's end.
 #pragma once
 #include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/latency_places.hpp"
 #include "cuda/kernels/message.cuh"
 #include "cuda/kernels/wait.cuh"
 
@@ -20,85 +21,6 @@ __device__ __forceinline__ void store_word(std::uint64_t* word, std::uint32_t da
 __device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag) {
   return word >> 32 == tag;
 }
-
-inline constexpr std::uint32_t kPerSlotTag = 1u << 31;
-/// Bits of the tags of a combine's rows that say how it combines: the path, and above kFormatShift
-/// the format.
-inline constexpr int kFormatShift = 29;
-inline constexpr std::uint32_t kGenerationTag = (1u << kFormatShift) - 1;
-
-// Places; `base` is any rank's registered memory.
-
-struct LatencyPlaces {
-  const LatencyView& v;
-  std::uint64_t generation;
-
-  __device__ std::size_t half() const { return generation % 2; }
-  __device__ std::uint32_t tag() const { return static_cast<std::uint32_t>(generation); }
-  /// Of rows of a combine: ranks that take different paths find each other's tags odd, not right.
-  __device__ std::uint32_t sum_tag(bool per_slot) const {
-    return tag() ^ (per_slot ? kPerSlotTag : 0u);
-  }
-  __device__ std::size_t line(int source) const {
-    return (half() * static_cast<std::size_t>(v.group.ranks) + static_cast<std::size_t>(source));
-  }
-  __device__ std::size_t slot(int source, std::int64_t token) const {
-    return line(source) * static_cast<std::size_t>(v.capacity) + static_cast<std::size_t>(token);
-  }
-  __device__ std::size_t sum_slot(int row, std::int64_t token) const {
-    return (half() * v.layout.sum_slots + static_cast<std::size_t>(row)) *
-               static_cast<std::size_t>(v.capacity) +
-           static_cast<std::size_t>(token);
-  }
-  __device__ std::uint64_t* released(std::byte* base, int receiver) const {
-    return line_of(base, v.layout.released, receiver);
-  }
-  __device__ static std::uint64_t* line_of(std::byte* base, std::size_t lines, int rank) {
-    return reinterpret_cast<std::uint64_t*>(base + lines +
-                                            static_cast<std::size_t>(rank) * kLineBytes);
-  }
-  /// What the owner of `base` knows of `rank`: of Gone.
-  __device__ std::uint32_t* gone(std::byte* base, int rank) const {
-    return reinterpret_cast<std::uint32_t*>(base + v.layout.gone) + rank;
-  }
-  /// Words of the head, then the numbers of rows.
-  __device__ std::uint64_t* header(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.headers +
-                                            line(source) * v.layout.header_bytes);
-  }
-  __device__ std::uint64_t* numbers(std::byte* base, int source) const {
-    return header(base, source) + kLatencyHeadWords;
-  }
-  __device__ std::uint64_t* places(std::byte* base, int source) const {
-    return header(base, source) + v.layout.places_at / 8;
-  }
-  __device__ std::uint64_t* header_weights(std::byte* base, int source) const {
-    return header(base, source) + v.layout.weights_at / 8;
-  }
-  __device__ std::uint32_t* row_tags(std::byte* base, int source, std::int64_t token) const {
-    return reinterpret_cast<std::uint32_t*>(base + v.layout.row_tags) +
-           slot(source, token) * kMaxParts;
-  }
-  __device__ std::byte* row(std::byte* base, int source, std::int64_t token) const {
-    return base + v.layout.rows + slot(source, token) * v.layout.row_slot;
-  }
-  __device__ std::uint64_t* weights(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + v.layout.weights) +
-           slot(source, 0) * static_cast<std::size_t>(v.topk);
-  }
-  __device__ std::uint32_t* sum_tags(std::byte* base, int row, std::int64_t token) const {
-    return reinterpret_cast<std::uint32_t*>(base + v.layout.sum_tags) +
-           sum_slot(row, token) * kMaxParts;
-  }
-  __device__ std::byte* sum(std::byte* base, int row, std::int64_t token,
-                            std::size_t row_bytes) const {
-    return base + v.layout.sums + sum_slot(row, token) * row_bytes;
-  }
-  /// The same of a row that is not as it is.
-  __device__ std::byte* encoded_sum(std::byte* base, int row, std::int64_t token) const {
-    return base + v.layout.encoded_sums + sum_slot(row, token) * v.layout.encoded_slot;
-  }
-};
 
 /// Where all that ranks of the own domain sent lies.
 __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
