@@ -1,4 +1,5 @@
 // Several NICs for each rank: addresses of loopback stand for them.
+#include <algorithm>
 #include <numeric>
 #include <random>
 
@@ -33,8 +34,14 @@ std::byte byte_of(int source, int target, std::uint64_t round, std::size_t at) {
                                 (at >> 8));
 }
 
-constexpr std::size_t kLarge = (3 << 20) + 4321;  // a dozen chunks and a part of one
-constexpr std::size_t kRoom = std::size_t{4} << 20;
+Bytes bytes_of(int source, int target, std::uint64_t round, std::size_t count) {
+  Bytes all(count);
+  for (std::size_t i = 0; i < count; ++i) all[i] = byte_of(source, target, round, i);
+  return all;
+}
+
+constexpr std::size_t kLarge = (1 << 20) + 54321;  // a few chunks and a part of one
+constexpr std::size_t kRoom = std::size_t{2} << 20;
 
 /// Everybody puts to everybody, with a flag behind it; small and large.
 void exchange(Rank& me, Fabric& fabric, const Segment& mine, std::uint64_t round, std::size_t bytes,
@@ -43,18 +50,17 @@ void exchange(Rank& me, Fabric& fabric, const Segment& mine, std::uint64_t round
   const std::uint64_t tag = space << 40 | round;
   for (int peer = 0; peer < me.size(); ++peer) {
     if (peer == me.rank()) continue;
-    Bytes data(bytes);
-    for (std::size_t i = 0; i < bytes; ++i) data[i] = byte_of(me.rank(), peer, round, i);
+    const Bytes data = bytes_of(me.rank(), peer, round, bytes);
     fabric.put(peer, {mine.id, at(me.rank())}, data.data(), bytes, tag);
     fabric.publish(peer, {mine.id, 8 * std::uint64_t(me.rank())}, round, bytes, tag);
   }
   for (int peer = 0; peer < me.size(); ++peer) {
     if (peer == me.rank()) continue;
     ASSERT_TRUE(await_flag(mine, 8 * std::uint64_t(peer), round));
+    const Bytes expected = bytes_of(peer, me.rank(), round, bytes);
     const std::byte* came = mine.data + at(peer);
-    for (std::size_t i = 0; i < bytes; ++i) {
-      ASSERT_EQ(came[i], byte_of(peer, me.rank(), round, i)) << i << " of rank " << peer;
-    }
+    const auto wrong = std::mismatch(expected.begin(), expected.end(), came).first;
+    ASSERT_EQ(wrong - expected.begin(), static_cast<std::ptrdiff_t>(bytes)) << "of rank " << peer;
   }
   me.barrier();  // nobody writes the next round before all have looked
 }
@@ -95,7 +101,7 @@ TEST_F(OfiNics, RanksMayHaveDifferentNumbersAndSeveralEndpoints) {
     EXPECT_EQ(fabric->nics().size(), std::size_t(own));
     const Segment mine = me.connect(*fabric, 4096 + 4 * kRoom);
     std::uint64_t round = 0;
-    for (const std::uint64_t space : {0, 1, 2}) {
+    for (const std::uint64_t space : {0, 1}) {
       for (const std::size_t bytes : {std::size_t{40}, std::size_t{20'000}, kLarge}) {
         exchange(me, *fabric, mine, ++round, bytes, space);
         EXPECT_EQ(fabric->peer_state((me.rank() + 1) % 4), PeerState::alive);
