@@ -65,8 +65,8 @@ DomainEngine::~DomainEngine() {
     }
     if (!ended) {  // the GPU may still write: its memory is never given back
       new std::vector<std::shared_ptr<void>>{ring_memory_, words_memory_, parts_.memory};
-      return;
     }
+    if (latency_proxy_ && !inside().settle(0s)) (void)latency_proxy_.release();  // the same
   } catch (...) {  // the GPU is going away
   }
 }

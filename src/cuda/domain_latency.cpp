@@ -1,6 +1,7 @@
 // Latency mode of a group of several domains: the engine inside makes the exchange for the ranks of
 // its domain, as it always does; for those beyond, all ranks register memory with the network
 // between their CPUs, and a proxy carries what crosses (latency_crossing.hpp).
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -105,8 +106,20 @@ std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& c
   } catch (const Error& error) {
     step->invalid = error;
   }
+  const auto run = [this](const std::function<void()>& work) {
+    proxy_->run(
+        [this, work] {
+          try {
+            work();
+          } catch (...) {
+            (void)channel_.all_ranks_threw();  // or a later failure would pass for one of all ranks
+            throw;
+          }
+        },
+        config_.on_wait);
+  };
   try {
-    proxy_->run([this, step] { share_latency_memory(*step); }, config_.on_wait);
+    run([this, step] { share_latency_memory(*step); });
   } catch (const Error&) {
     if (step->invalid && !channel_.dead()) throw *step->invalid;
     throw;
@@ -139,7 +152,7 @@ std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& c
     if (!failed) failed = error;
     if (inside().channel().dead()) throw told(kMake, error);
   }
-  proxy_->run([this, failed] { agree_on_latency(failed); }, config_.on_wait);
+  run([this, failed] { agree_on_latency(failed); });
   if (!latency_proxy_) {
     latency_proxy_ =
         std::make_unique<LatencyProxy>(*parts_.memory->fabric, [this](const std::exception& error) {

@@ -50,9 +50,10 @@ bool LatencyCrossing::begin_dispatch(Peer& peer) {
   way.begun = g;
   way.kind = kNothing;
   if (ahead < 0) return false;
-  // Weights that a combine pushed before this dispatch are all there now, and are not forgotten.
-  std::vector<float> weights;
-  if (!send_weights(peer, at.half()) && find_weights(peer, at.half(), weights)) return false;
+  // Weights that a combine pushed before this dispatch are all there now. The peer must have them
+  // before it forgets what they are of, and later ones have the same place.
+  (void)send_weights(peer, at.half());
+  if (!may_put(peer, CrossingKind::weights, peer.weights_out[at.half()], g)) return false;
   // A later one here: this one had left the peer out.
   if (ahead == 0) {
     if (!is_word_of(second, g)) return false;

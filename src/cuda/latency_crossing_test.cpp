@@ -2,7 +2,7 @@
 // proxies of several ranks carry it over networks that keep no order.
 #include <bit>
 
-#include "cuda/latency_crossing_fake.hpp"
+#include "cuda/test_latency_rank.hpp"
 #include "engine/test_network.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"

@@ -35,7 +35,7 @@ constexpr Part kParts[] = {
     {"groups", run_groups},     {"graph", run_graph, true},
     {"deadline", run_deadline}, {"kill", run_kill},
     {"leaks", run_leaks},       {"large", run_large, true},
-    {"domains", run_domains},
+    {"domains", run_domains},   {"domain_latency", run_domain_latency},
 };
 
 std::vector<std::string> split(const std::string& text) {

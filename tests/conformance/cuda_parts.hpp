@@ -40,6 +40,7 @@ bool run_kill(const CudaOptions& options);
 bool run_deadline(const CudaOptions& options);
 bool run_leaks(const CudaOptions& options);
 bool run_domains(const CudaOptions& options);
+bool run_domain_latency(const CudaOptions& options);
 
 /// A number that forked ranks share.
 class SharedNumber {

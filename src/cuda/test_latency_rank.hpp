@@ -37,7 +37,10 @@ struct FakeBatch {
 
 class FakeRank {
  public:
+  /// With a proxy. Collective.
   FakeRank(Bootstrap& bootstrap, const FakeConfig& config, std::unique_ptr<fabric::Fabric> fabric);
+  /// Without: whoever has it polls `crossing`. The fabric needs nothing attached.
+  FakeRank(int rank, int ranks, const FakeConfig& config, std::unique_ptr<fabric::Fabric> fabric);
 
   int rank() const { return view_.group.rank; }
   int ranks() const { return view_.group.ranks; }
@@ -45,6 +48,7 @@ class FakeRank {
   const LatencyView& view() const { return view_; }
   NetworkUse network_use() const { return memory_->fabric->network_use(); }
   LatencyProxy& proxy() { return *proxy_; }
+  LatencyCrossing& crossing() { return *crossing_; }
   const std::vector<std::string>& failures() const { return failures_; }
 
   // Halves of kernels. What waits asserts that it comes in time.
@@ -54,7 +58,8 @@ class FakeRank {
   void release(Generation g);
   void push_weights(Generation g);
   /// `kind`: the bits of the rows' tags above the generation.
-  void send_sums(Generation g, std::uint32_t kind);
+  /// Of every second token alone: `halfway`.
+  void send_sums(Generation g, std::uint32_t kind, bool halfway = false);
   void receive_weights(Generation g);
   void receive_sums(Generation g, std::uint32_t kind);
   void set_gone(int peer, Gone gone);
@@ -80,6 +85,9 @@ class FakeRank {
     }
   }
   void send_header(const LatencyPlaces& at, const FakeBatch& batch, int peer);
+  /// Part by part, each with its tag behind it. `slot`: of a row of sums; −1: dispatched.
+  void write_row(std::byte* row, std::size_t bytes, std::uint32_t* tags, std::uint32_t tag,
+                 Generation g, std::uint32_t token, int slot) const;
   void expect_rows(const LatencyPlaces& at, const FakeBatch& batch, int source) const;
 
   LatencyMemory layout_{};
@@ -87,6 +95,7 @@ class FakeRank {
   std::vector<int> beyond_{};
   std::shared_ptr<engine::Memory> memory_;
   fabric::Segment segment_{};
+  std::unique_ptr<LatencyCrossing> crossing_;  // until the proxy has it
   std::vector<std::string> failures_{};  // of the proxy's thread, to be read when it has ended
   std::unique_ptr<LatencyProxy> proxy_;
 };

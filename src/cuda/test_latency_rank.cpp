@@ -1,4 +1,4 @@
-#include "cuda/latency_crossing_fake.hpp"
+#include "cuda/test_latency_rank.hpp"
 
 #include <bit>
 #include <map>
@@ -19,20 +19,38 @@ bool is_all(const std::byte* row, std::size_t bytes, int source, Generation g, s
   return true;
 }
 
-void fill(std::byte* row, std::size_t bytes, int source, Generation g, std::uint32_t token,
-          int slot) {
-  for (std::size_t i = 0; i < bytes; ++i) row[i] = row_byte(source, g, token, slot, i);
-}
-
 }  // namespace
 
-FakeRank::FakeRank(Bootstrap& bootstrap, const FakeConfig& config,
+FakeRank::FakeRank(int rank, int ranks, const FakeConfig& config,
                    std::unique_ptr<fabric::Fabric> fabric)
     : memory_(std::make_shared<engine::Memory>(std::move(fabric))) {
   const LatencyConfig& exchange = config.exchange;
-  const Domains domains = Domains::blocks(bootstrap.size(), config.domain_size);
-  layout_ = make_latency_memory(exchange, config.experts, bootstrap.size(), domains.count());
+  const Domains domains = Domains::blocks(ranks, config.domain_size);
+  layout_ = make_latency_memory(exchange, config.experts, ranks, domains.count());
   segment_ = memory_->fabric->register_memory(layout_.crossing.bytes);
+  view_.group.rank = rank;
+  view_.group.ranks = ranks;
+  view_.placement = {config.experts, ranks};
+  view_.layout = layout_.wire;
+  view_.capacity = exchange.capacity;
+  view_.hidden = exchange.hidden;
+  view_.topk = exchange.topk;
+  view_.parts = latency_parts(exchange.hidden);
+  view_.dtype = exchange.dtype;
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (domains.of(peer) != domains.of(rank)) beyond_.push_back(peer);
+  }
+  crossing_ = std::make_unique<LatencyCrossing>(
+      CrossingParts{.view = view_,
+                    .beyond = beyond_,
+                    .layout = layout_.crossing,
+                    .data = segment_.data,
+                    .reach = engine::FabricReach(*memory_->fabric, 1)});
+}
+
+FakeRank::FakeRank(Bootstrap& bootstrap, const FakeConfig& config,
+                   std::unique_ptr<fabric::Fabric> fabric)
+    : FakeRank(bootstrap.rank(), bootstrap.size(), config, std::move(fabric)) {
   const auto handles = bootstrap.all_gather(segment_.handle, 20s);
   for (int peer = 0; peer < bootstrap.size(); ++peer) {
     if (peer == bootstrap.rank()) continue;
@@ -40,26 +58,22 @@ FakeRank::FakeRank(Bootstrap& bootstrap, const FakeConfig& config,
                             handles[static_cast<std::size_t>(peer)]);
   }
   bootstrap.all_gather({}, 20s);
-  view_.group.rank = bootstrap.rank();
-  view_.group.ranks = bootstrap.size();
-  view_.placement = {config.experts, bootstrap.size()};
-  view_.layout = layout_.wire;
-  view_.capacity = exchange.capacity;
-  view_.hidden = exchange.hidden;
-  view_.topk = exchange.topk;
-  view_.parts = latency_parts(exchange.hidden);
-  view_.dtype = exchange.dtype;
-  for (int peer = 0; peer < bootstrap.size(); ++peer) {
-    if (domains.of(peer) != domains.of(bootstrap.rank())) beyond_.push_back(peer);
-  }
-  CrossingParts parts{.view = view_,
-                      .beyond = beyond_,
-                      .layout = layout_.crossing,
-                      .data = segment_.data,
-                      .reach = engine::FabricReach(*memory_->fabric, 1)};
   proxy_ = std::make_unique<LatencyProxy>(
       *memory_->fabric, [this](const std::exception& e) { failures_.emplace_back(e.what()); });
-  proxy_->add(std::make_unique<LatencyCrossing>(std::move(parts)));
+  proxy_->add(std::move(crossing_));
+}
+
+void FakeRank::write_row(std::byte* row, std::size_t bytes, std::uint32_t* tags, std::uint32_t tag,
+                         Generation g, std::uint32_t token, int slot) const {
+  const auto parts = static_cast<std::size_t>(view_.parts);
+  for (std::size_t part = 0; part < parts; ++part) {
+    const std::size_t end = (part + 1) * bytes / parts;
+    for (std::size_t i = part * bytes / parts; i < end; ++i) {
+      row[i] = row_byte(rank(), g, token, slot, i);
+    }
+    store_word(tags + part, tag);
+    if (proxy_) std::this_thread::yield();
+  }
 }
 
 FakeBatch FakeRank::batch(int source, Generation g) const {
@@ -152,9 +166,8 @@ void FakeRank::send_dispatch(Generation g, int left_out) {
     if (g % 2 == 0) send_header(at, batch, peer);
     for (std::uint32_t token = batch.tokens; token-- > 0;) {
       if (slots_at(batch, token, peer) == 0) continue;
-      fill(at.row(outbox(), peer, token), row_bytes(batch.format), rank(), g, token, -1);
-      std::uint32_t* tags = at.row_tags(outbox(), peer, token);
-      for (int part = 0; part < view_.parts; ++part) store_word(tags + part, at.tag());
+      write_row(at.row(outbox(), peer, token), row_bytes(batch.format),
+                at.row_tags(outbox(), peer, token), at.tag(), g, token, -1);
     }
     if (g % 2 != 0) send_header(at, batch, peer);
   }
@@ -236,23 +249,20 @@ void FakeRank::receive_weights(Generation g) {
   }
 }
 
-void FakeRank::send_sums(Generation g, std::uint32_t kind) {
+void FakeRank::send_sums(Generation g, std::uint32_t kind, bool halfway) {
   const LatencyPlaces at{view_, g};
   const std::size_t bytes = sum_bytes(kind);
   const auto send = [&](std::uint32_t token, int row, int slot) {
     std::byte* to = (kind & 3) != 0 ? at.encoded_sum(outbox(), row, token)
                                     : at.sum(outbox(), row, token, bytes);
-    fill(to, bytes, rank(), g, token, slot);
-    std::uint32_t* tags = at.sum_tags(outbox(), row, token);
-    for (int part = 0; part < view_.parts; ++part) {
-      store_word(tags + part, at.tag() ^ kind << kFormatShift);
-    }
+    write_row(to, bytes, at.sum_tags(outbox(), row, token), at.tag() ^ kind << kFormatShift, g,
+              token, slot);
   };
   for (const int owner : beyond_) {
     const FakeBatch batch = this->batch(owner, g);
     for (std::uint32_t token = batch.tokens; token-- > 0;) {
       const std::uint32_t slots = slots_at(batch, token, rank());
-      if (slots == 0) continue;
+      if (slots == 0 || (halfway && token % 2 == 0)) continue;
       if ((kind & kPerSlot) == 0) {
         send(token, owner, 0);
         continue;

@@ -1,0 +1,281 @@
+// Latency mode on GPUs in several virtual domains: the results of one domain, graphs, and ranks
+// that do not come.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include "case.hpp"
+#include "cuda_parts.hpp"
+#include "device.hpp"
+#include "domain_cases.hpp"
+#include "random.hpp"
+#include "session.hpp"
+
+namespace ferry::conformance {
+namespace {
+
+constexpr int kCases = 160;  // dealt to the cells; the time decides how many of them run
+
+struct Shape {
+  int ranks, domain_size;
+  bool threads;  ///< with a GPU each, over the simulated network; else processes
+};
+/// Domains of one, of two, uneven ones.
+constexpr Shape kShapes[]{{2, 1, true}, {2, 1, false}, {4, 2, false}, {3, 2, false}, {4, 1, false}};
+
+struct Cell {
+  DomainCell cell;
+  std::vector<Case> cases{};
+};
+
+std::vector<Cell> deal(const CudaOptions& options) {
+  std::vector<Cell> cells;
+  for (const Shape& shape : kShapes) {
+    if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
+    const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
+                      shape.threads ? FabricKind::sim : options.network, Crossing::automatic);
+    cells.push_back({{shape.ranks, wires}});
+  }
+  const auto choices = random_choices(Mode::latency, kCases, mix(options.seed, 241));
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    Cell& cell = cells[i % cells.size()];
+    Case c = placed(make_case(Mode::latency, choices[i]), cell.cell);
+    size_case(c, mix(options.seed, 242, i));
+    cell.cases.push_back(c);
+  }
+  return cells;
+}
+
+/// Until the time is over, which rank 0 decides for all, from its first case on.
+void run_cell(Rank& rank, const Cell& cell, std::int64_t most_ns, SharedNumber& done) {
+  Session session(rank);
+  const std::int64_t end = now_ns() + most_ns;
+  for (const Case& c : cell.cases) {
+    const bool enough = now_ns() > end || rank.failures() > 0;
+    const std::byte over{enough ? std::uint8_t{1} : std::uint8_t{0}};
+    const auto told = rank.bootstrap()->all_gather({&over, 1}, std::chrono::seconds(100));
+    if (told[0][0] != std::byte{0}) return;
+    run_case(session, c, to_string(cell.cell) + ": ");
+    if (rank.rank() == 0) ++*done;
+  }
+}
+
+/// An exchange whose tokens come back as they went: two experts, each with weight ½.
+class Mirror {
+ public:
+  static constexpr std::int64_t kTokens = 12, kHidden = 2048;
+  static constexpr int kTopk = 2;
+
+  Mirror(Rank& rank, Group& group, bool masks)
+      : rank_(rank),
+        group_(group),
+        exchange_(group, {kTokens, kHidden, kTopk, Dtype::f32, masks}),
+        x_(allocate(kTokens * kHidden * sizeof(float), rank.where())),
+        ids_(allocate(kTokens * kTopk * sizeof(std::int64_t), rank.where())),
+        weights_(allocate(kTokens * kTopk * sizeof(float), rank.where())) {
+    const std::vector<float> halves(kTokens * kTopk, 0.5F);
+    copy_bytes(weights_.get(), halves.data(), halves.size() * sizeof(float), rank.where());
+  }
+
+  LatencyExchange& exchange() { return exchange_; }
+
+  void fill(std::uint64_t seed) {
+    Random random(mix(seed, static_cast<std::uint64_t>(rank_.rank())));
+    values_.resize(kTokens * kHidden);
+    for (float& value : values_) value = static_cast<float>(random.below(1 << 20));
+    std::vector<std::int64_t> ids;
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      const std::int64_t first = random.below(group_.experts());
+      ids.push_back(first);
+      ids.push_back((first + 1 + random.below(group_.experts() - 1)) % group_.experts());
+    }
+    copy_bytes(x_.get(), values_.data(), values_.size() * sizeof(float), rank_.where());
+    copy_bytes(ids_.get(), ids.data(), ids.size() * sizeof(std::int64_t), rank_.where());
+  }
+
+  void run(Stream* stream = nullptr, bool hooks = false) {
+    LatencyDispatchOptions there;
+    there.stream = stream;
+    there.hook = hooks;
+    received_ =
+        exchange_.dispatch({x_.get(), Dtype::f32, {kTokens, kHidden}, rank_.where()},
+                           {ids_.get(), Dtype::i64, {kTokens, kTopk}, rank_.where()}, there);
+    if (hooks) received_.receive();
+    LatencyCombineOptions back;
+    back.stream = stream;
+    back.path = CombinePath::per_rank;
+    back.hook = hooks;
+    combined_ =
+        exchange_.combine(received_.x, received_,
+                          {weights_.get(), Dtype::f32, {kTokens, kTopk}, rank_.where()}, back);
+    if (hooks) combined_.receive();
+  }
+
+  /// What has come back is what went.
+  void check(const char* what) {
+    const Tensor got = to_cpu(combined_.x);
+    const auto* sums = got.as<float>();
+    for (std::size_t i = 0; i < values_.size(); ++i) {
+      if (sums[i] == values_[i]) continue;
+      rank_.fail(std::string(what) + ": element " + std::to_string(i) + " came back as " +
+                 std::to_string(sums[i]) + ", expected " + std::to_string(values_[i]));
+      return;
+    }
+  }
+  const LatencyReceived& received() const { return received_; }
+
+ private:
+  Rank& rank_;
+  Group& group_;
+  LatencyExchange exchange_;
+  std::shared_ptr<void> x_, ids_, weights_;
+  std::vector<float> values_{};
+  LatencyReceived received_{};
+  LatencyCombined combined_{};
+};
+
+void need(cudaError_t result, const char* call) {
+  if (result != cudaSuccess) {
+    throw std::runtime_error(std::string(call) + ": " + cudaGetErrorName(result));
+  }
+}
+
+/// Calls on a stream, captured.
+class Captured {
+ public:
+  Captured(const Stream& stream, const std::function<void()>& calls)
+      : stream_(static_cast<cudaStream_t>(stream.native())) {
+    need(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal),
+         "cudaStreamBeginCapture");
+    calls();
+    need(cudaStreamEndCapture(stream_, &graph_), "cudaStreamEndCapture");
+    need(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
+  }
+  ~Captured() {
+    cudaGraphExecDestroy(exec_);
+    cudaGraphDestroy(graph_);
+  }
+  Captured(const Captured&) = delete;
+  Captured& operator=(const Captured&) = delete;
+  void replay() {
+    need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch");
+    need(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+Fleet two_domains(const CudaOptions& options) {
+  Fleet fleet;
+  fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
+  fleet.ranks = 2;
+  fleet.gpus = options.gpus;
+  return fleet;
+}
+
+bool report(const char* what, const std::vector<std::string>& failures) {
+  if (!failures.empty()) std::printf("FAILED %s:\n%s", what, joined(failures).c_str());
+  return failures.empty();
+}
+
+/// Captured, with hooks and without, and replayed with other tokens and routes.
+bool run_graphs(const CudaOptions& options) {
+  constexpr int kReplays = 60;
+  return report("graphs", run_fleet(two_domains(options), [&](Rank& rank) {
+                  Group group(rank.bootstrap(), group_config(rank, 6));
+                  Mirror mirror(rank, group, false);
+                  mirror.fill(options.seed);
+                  mirror.run();
+                  mirror.check("before the graph");
+                  const auto stream = make_stream(rank.where());
+                  for (const bool hooks : {false, true}) {
+                    Captured graph(*stream, [&] { mirror.run(stream.get(), hooks); });
+                    for (int i = 0; i < kReplays && rank.failures() == 0; ++i) {
+                      mirror.fill(mix(options.seed, 243, static_cast<std::uint64_t>(i)));
+                      graph.replay();
+                      mirror.check("a replay");
+                    }
+                  }
+                  rank.meet();
+                }));
+}
+
+/// Rank 1 does not come to a dispatch. `masks`: rank 0 goes on without it, and its rows are zero.
+bool run_late(const CudaOptions& options, bool masks) {
+  const auto body = [&](Rank& rank) {
+    GroupConfig config = group_config(rank, 4);
+    config.deadline = std::chrono::seconds(2);
+    Group group(rank.bootstrap(), config);
+    Mirror mirror(rank, group, masks);
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      mirror.fill(mix(options.seed, 244, i));
+      mirror.run(nullptr, i % 2 == 1);
+      mirror.check("an exchange of both ranks");
+    }
+    rank.meet();
+    if (rank.rank() == 0) {
+      const std::int64_t start = now_ns();
+      try {
+        mirror.fill(mix(options.seed, 245));
+        mirror.run();
+        rank.check(masks, "an exchange ended without rank 1");
+      } catch (const Error& error) {
+        rank.check(!masks && error.kind() == ErrorKind::deadline && error.peer() == 1 &&
+                       error.context().stage.find("latency dispatch") != std::string::npos,
+                   std::string("a late rank: got ") + error.what());
+      }
+      const double waited = static_cast<double>(now_ns() - start) * 1e-9;
+      rank.check(waited > 1.5 && waited < 12, "waited for " + std::to_string(waited) + " s");
+      if (masks) {
+        rank.check(mirror.exchange().masked()[1], "rank 1 is not masked");
+        rank.equal(*mirror.exchange().mask_count(), std::uint64_t{1}, "mask_count");
+        const std::int64_t again = now_ns();
+        mirror.run();
+        rank.check(now_ns() - again < 1'000'000'000, "a masked rank was waited for again");
+      }
+    }
+    rank.meet();
+  };
+  return report(masks ? "a masked rank" : "a late rank", run_fleet(two_domains(options), body));
+}
+
+}  // namespace
+
+bool run_domain_latency(const CudaOptions& options) {
+  const std::int64_t start = now_ns();
+  const std::vector<Cell> cells = deal(options);
+  const double each = options.seconds / static_cast<double>(cells.size());
+  std::int64_t all = 0;
+  bool ok = true;
+  for (const Cell& cell : cells) {
+    SharedNumber done;
+    const std::int64_t from = now_ns();
+    const auto most = static_cast<std::int64_t>(each * 1e9);
+    Fleet fleet;
+    fleet.wires = cell.cell.wires;
+    fleet.ranks = cell.cell.ranks;
+    fleet.gpus = options.gpus;
+    fleet.deadline = std::chrono::seconds(80);
+    const auto failures = run_fleet(fleet, [&](Rank& rank) { run_cell(rank, cell, most, done); });
+    ok = report(("latency, " + to_string(cell.cell)).c_str(), failures) && *done > 0 && ok;
+    std::printf("  latency, %s: %lld of %zu cases, %.1f s\n", to_string(cell.cell).c_str(),
+                static_cast<long long>(*done), cell.cases.size(),
+                static_cast<double>(now_ns() - from) * 1e-9);
+    std::fflush(stdout);
+    all += *done;
+  }
+  if (options.gpus > 0) ok = run_graphs(options) && ok;
+  ok = run_late(options, false) && ok;
+  ok = run_late(options, true) && ok;
+  return conclude("domain_latency", ok && all > 0, std::to_string(all) + " cases", start);
+}
+
+}  // namespace ferry::conformance
