@@ -18,6 +18,8 @@ constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
 constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
 /// For news from another domain, where it is seen who waits.
 constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
+/// For news of this rank, which seems to be cut off from all by one of its NICs.
+constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// Of the line in which a rank says how it is: when it last looked up from a wait, and its call.
 constexpr std::size_t kBeatWord = 0, kCallWord = 1;
@@ -102,6 +104,8 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
 }
 
 std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
+  // This rank may be the one: the others say so as soon as their time is over.
+  if (memory_->fabric->cut_off()) return std::min(config_.deadline / 2, kCutOffGrace);
   if (silent(awaited) >= 0) return {};  // it is the one
   int unseen = 0;
   bool held_up = false;

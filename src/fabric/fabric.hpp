@@ -93,6 +93,10 @@ class Fabric {
   /// Whether the peer still runs. Cheap enough to call for every peer every 50 ms; never blocks.
   virtual PeerState peer_state(int peer) noexcept = 0;
 
+  /// Whether this rank seems to be cut off itself: by one of its NICs it hears nobody, by another
+  /// it does. Then its peers are not to blame.
+  virtual bool cut_off() const noexcept { return false; }
+
   /// How long who waits should look before it sleeps: about as long as a message takes, where each
   /// rank has a core; hardly at all where they share some.
   virtual std::chrono::nanoseconds patience() const noexcept;

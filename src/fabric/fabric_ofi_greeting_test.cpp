@@ -31,5 +31,53 @@ TEST(OfiGreetings, RanksThatCannotReachEachOtherAreRefused) {
   }
 }
 
+ofi::Greeting greeting_of(std::size_t nics, std::size_t endpoints) {
+  ofi::Greeting greeting;
+  greeting.provider = "net";
+  greeting.boot_id = "a";
+  greeting.address = "10.0.0.1";
+  for (std::size_t nic = 0; nic < nics; ++nic) greeting.networks.push_back(std::to_string(nic));
+  greeting.names.assign(nics * endpoints, Bytes(16, std::byte{1}));
+  return greeting;
+}
+
+TEST(OfiGreetings, RanksMayHaveDifferentNumbersOfNicsButNotOfEndpointsOnEach) {
+  const auto one = greeting_of(1, 2), three = greeting_of(3, 2);
+  EXPECT_NO_THROW(ofi::check_greetings({one, three}, 0));
+  expect_error(ErrorKind::mismatch, {"rank 1 has 1 endpoints on each NIC, rank 0 2"},
+               [&] { ofi::check_greetings({one, greeting_of(2, 1)}, 0); });
+}
+
+TEST(OfiGreetings, WhatCannotBeIsRefused) {
+  const auto refused = [](const Bytes& bytes) {
+    expect_error(ErrorKind::mismatch, {"rank 0: what rank 3 says", "cannot be read"},
+                 [&] { ofi::greeting_from(bytes, 0, 3); });
+    expect_error(ErrorKind::mismatch, {"rank 0: what rank 3 says", "cannot be read"},
+                 [&] { ofi::offer_from(bytes, 0, 3); });
+  };
+  const Bytes greeting = to_bytes(greeting_of(2, 3));
+  EXPECT_EQ(ofi::greeting_from(greeting, 0, 3).names.size(), 6u);
+  const ofi::Offer given{.key = {1, 2}, .boot_id = "a", .nearest = {"eth0 10.0.0.1", "eth1 "}};
+  const Bytes offer = to_bytes(given);
+  EXPECT_EQ(ofi::offer_from(offer, 0, 3).nearest, given.nearest);
+  EXPECT_EQ(ofi::offer_from(offer, 0, 3).key, given.key);
+  for (const Bytes& whole : {greeting, offer}) {
+    for (std::size_t bytes = 0; bytes < whole.size(); ++bytes) {
+      refused({whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(bytes)});
+    }
+    Bytes longer = whole;
+    longer.push_back({});
+    refused(longer);
+  }
+  ofi::Greeting uneven = greeting_of(2, 2);
+  uneven.names.pop_back();
+  refused(to_bytes(uneven));
+  refused(to_bytes(greeting_of(3, 3)));  // nine endpoints
+  refused(to_bytes(greeting_of(0, 0)));  // neither NICs nor a problem
+  ofi::Greeting problem;
+  problem.problem = "no NIC";
+  EXPECT_EQ(ofi::greeting_from(to_bytes(problem), 0, 3).problem, "no NIC");
+}
+
 }  // namespace
 }  // namespace ferry::fabric::test

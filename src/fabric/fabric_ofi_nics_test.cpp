@@ -1,4 +1,5 @@
 // Several NICs for each rank: addresses of loopback stand for them.
+#include <algorithm>
 #include <numeric>
 #include <random>
 
@@ -33,30 +34,41 @@ std::byte byte_of(int source, int target, std::uint64_t round, std::size_t at) {
                                 (at >> 8));
 }
 
-constexpr std::size_t kLarge = (3 << 20) + 4321;  // a dozen chunks and a part of one
-constexpr std::size_t kRoom = std::size_t{4} << 20;
+/// Rows of 1000 bytes, each of another value than those beside it.
+Bytes bytes_of(int source, int target, std::uint64_t round, std::size_t count) {
+  constexpr std::size_t kRow = 1000;
+  Bytes all(count);
+  for (std::size_t at = 0; at < count; at += kRow) {
+    const std::byte value = byte_of(source, target, round, at / kRow);
+    std::memset(all.data() + at, static_cast<int>(value), std::min(kRow, count - at));
+  }
+  return all;
+}
+
+constexpr std::size_t kLarge = (1 << 20) + 54321;  // a few chunks and a part of one
+constexpr std::size_t kRoom = std::size_t{2} << 20;
 
 /// Everybody puts to everybody, with a flag behind it; small and large.
 void exchange(Rank& me, Fabric& fabric, const Segment& mine, std::uint64_t round, std::size_t bytes,
               std::uint64_t space) {
-  const auto at = [&](int source) { return 4096 + std::uint64_t(source) * kRoom; };
+  // A place of its own for each round: nothing is overwritten.
+  const auto at = [&](int source) {
+    return 4096 + ((round - 1) * std::uint64_t(me.size()) + std::uint64_t(source)) * kRoom;
+  };
   const std::uint64_t tag = space << 40 | round;
   for (int peer = 0; peer < me.size(); ++peer) {
     if (peer == me.rank()) continue;
-    Bytes data(bytes);
-    for (std::size_t i = 0; i < bytes; ++i) data[i] = byte_of(me.rank(), peer, round, i);
+    const Bytes data = bytes_of(me.rank(), peer, round, bytes);
     fabric.put(peer, {mine.id, at(me.rank())}, data.data(), bytes, tag);
     fabric.publish(peer, {mine.id, 8 * std::uint64_t(me.rank())}, round, bytes, tag);
   }
   for (int peer = 0; peer < me.size(); ++peer) {
     if (peer == me.rank()) continue;
     ASSERT_TRUE(await_flag(mine, 8 * std::uint64_t(peer), round));
-    const std::byte* came = mine.data + at(peer);
-    for (std::size_t i = 0; i < bytes; ++i) {
-      ASSERT_EQ(came[i], byte_of(peer, me.rank(), round, i)) << i << " of rank " << peer;
-    }
+    const Bytes expected = bytes_of(peer, me.rank(), round, bytes);
+    ASSERT_EQ(std::memcmp(mine.data + at(peer), expected.data(), bytes), 0) << "rank " << peer;
   }
-  me.barrier();  // nobody writes the next round before all have looked
+  me.barrier();
 }
 
 std::uint64_t sum_of(const std::vector<NicUse>& nics) {
@@ -67,7 +79,7 @@ std::uint64_t sum_of(const std::vector<NicUse>& nics) {
 TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
   run_ranks(kOfi, 2, [](Rank& me) {
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(2), kDeadline);
-    const Segment mine = me.connect(*fabric, 4096 + 2 * kRoom);
+    const Segment mine = me.connect(*fabric, 4096 + 4 * 2 * kRoom);
     exchange(me, *fabric, mine, 1, 3000, 0);
     std::vector<NicUse> nics = fabric->nics();
     ASSERT_EQ(nics.size(), 2u);
@@ -89,16 +101,16 @@ TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
 }
 
 TEST_F(OfiNics, RanksMayHaveDifferentNumbersAndSeveralEndpoints) {
-  run_ranks(kOfi, 4, [](Rank& me) {
-    const int own = 1 + (me.rank() + 1) % 3;  // 2, 3, 1, 2
+  run_ranks(kOfi, 3, [](Rank& me) {
+    const int own = 1 + (me.rank() + 1) % 3;  // 2, 3, 1
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(own, 2), kDeadline);
     EXPECT_EQ(fabric->nics().size(), std::size_t(own));
-    const Segment mine = me.connect(*fabric, 4096 + 4 * kRoom);
+    const Segment mine = me.connect(*fabric, 4096 + 6 * 3 * kRoom);
     std::uint64_t round = 0;
-    for (const std::uint64_t space : {0, 1, 2}) {
+    for (const std::uint64_t space : {0, 1}) {
       for (const std::size_t bytes : {std::size_t{40}, std::size_t{20'000}, kLarge}) {
         exchange(me, *fabric, mine, ++round, bytes, space);
-        EXPECT_EQ(fabric->peer_state((me.rank() + 1) % 4), PeerState::alive);
+        EXPECT_EQ(fabric->peer_state((me.rank() + 1) % 3), PeerState::alive);
       }
     }
     EXPECT_EQ(sum_of(fabric->nics()), fabric->network_use().put_bytes);
@@ -156,15 +168,16 @@ TEST_F(OfiNics, ARankThatIsKilledIsDeadByAllItsNics) {
   const Setting processes{"ofi", "ofi", true};
   Processes ranks(processes, 3, [](Rank& me) {
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(2), kDeadline);
-    const Segment mine = me.connect(*fabric, 4096 + 3 * kRoom);
+    const std::uint64_t after = 4096 + 3 * kRoom;  // the exchange
+    const Segment mine = me.connect(*fabric, after + kRoom);
     exchange(me, *fabric, mine, 1, kLarge, 0);
     if (me.rank() == 1) raise(SIGKILL);
     EXPECT_TRUE(eventually([&] { return fabric->peer_state(1) == PeerState::dead; }, 5s));
     const Bytes data(kLarge, std::byte{1});
-    for (int i = 0; i < 4; ++i) fabric->put(1, {mine.id, 4096}, data.data(), data.size(), 5);
+    for (int i = 0; i < 4; ++i) fabric->put(1, {mine.id, after}, data.data(), data.size(), 5);
     fabric->publish(1, {mine.id, 64}, 1, 4 * data.size(), 5);
     const int other = 2 - me.rank();  // all goes on with the others
-    fabric->put(other, {mine.id, 4096}, data.data(), data.size(), 6);
+    fabric->put(other, {mine.id, after}, data.data(), data.size(), 6);
     fabric->publish(other, {mine.id, 128}, 1, data.size(), 6);
     EXPECT_TRUE(await_flag(mine, 128, 1));
   });

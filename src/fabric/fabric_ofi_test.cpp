@@ -267,6 +267,38 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
   ranks.expect_success();
 }
 
+TEST_F(OfiFabric, AnEndpointThatIsLinkedWithNobodyBelievesNobody) {
+  Processes ranks(kOfi, 2, [](Rank& me) {
+    me.bootstrap.record();
+    OfiOptions options = ofi_options();
+    options.nics = me.rank() == 0 ? "127.0.0.1,127.0.0.2" : "127.0.0.1";
+    const auto fabric = make_ofi_fabric(me.bootstrap, options, kDeadline);
+    const auto names = ofi::greeting_from(me.bootstrap.gathered()[1][0], me.rank(), 0).names;
+    ASSERT_EQ(names.size(), 2u);
+    const Segment mine = me.connect(*fabric, 4096);
+    meet(me, *fabric, mine);
+    if (me.rank() == 1) {
+      // There the token of rank 1 was never made: it is zeros.
+      for (const Bytes& name : names) {
+        Stranger stranger(name);
+        ofi::Message message{.kind = ofi::MessageKind::signal, .source = 1};
+        message.sequence = 1;
+        message.value = 99;
+        message.stream = ofi::kStreamMask + 1;
+        stranger.send(message);
+        message.kind = ofi::MessageKind::bye;
+        stranger.send(message);
+      }
+    }
+    me.barrier();
+    EXPECT_EQ(flag_value(mine, 0), 0u);
+    fabric->publish(1 - me.rank(), {mine.id, 8}, 5, 0, 6);  // nobody said goodbye
+    EXPECT_TRUE(await_flag(mine, 8, 5));
+    me.barrier();
+  });
+  ranks.expect_success();
+}
+
 TEST_F(OfiFabric, OptionsThatCannotBe) {
   run_ranks({"ofi", "ofi", false}, 1, [](Rank& me) {
     const auto refused = [&](ErrorKind kind, const OfiOptions& options, const char* words) {

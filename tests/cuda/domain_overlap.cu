@@ -183,6 +183,9 @@ void draw(Seat& seat, const Plan& plan, Stream& stream) {
   }
   std::printf("  dispatch of %.1f MB across: %.2f ms, %zu full houses meanwhile\n  |%s|\n",
               static_cast<double>(kTokens * kHidden * 2) / 1e6, whole / 1e6, met, picture.c_str());
+  for (const NicUse& nic : seat.group.nics()) {
+    std::printf("  by %s %s, %s\n", nic.name.c_str(), nic.address.c_str(), nic.why.c_str());
+  }
 }
 
 bool run(int domain_size, FabricKind network) {

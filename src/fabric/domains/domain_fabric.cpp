@@ -79,6 +79,7 @@ class DomainFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override { return way(peer).peer_state(peer); }
+  bool cut_off() const noexcept override { return network_ && network_->cut_off(); }
   std::chrono::nanoseconds patience() const noexcept override {
     return network_ ? network_->patience() : inside_->patience();
   }

@@ -97,8 +97,18 @@ bool Bundle::gone(int rank) const noexcept {
 
 std::chrono::nanoseconds Bundle::silent_for(int peer) const noexcept {
   std::chrono::nanoseconds silent{};
-  for (const Lane* lane : target_of(peer).lanes) silent = std::max(silent, lane->silent_for(peer));
+  const bool cut = cut_off();
+  for (const Lane* lane : target_of(peer).lanes) {
+    if (!cut || !lane->deaf()) silent = std::max(silent, lane->silent_for(peer));
+  }
   return silent;
+}
+
+bool Bundle::cut_off() const noexcept {
+  if (lanes_.size() == 1) return false;
+  const auto deaf =
+      std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->deaf(); });
+  return deaf > 0 && deaf < static_cast<std::ptrdiff_t>(lanes_.size());
 }
 
 }  // namespace ferry::fabric::ofi

@@ -78,8 +78,10 @@ class Bundle {
   /// The peer cannot be reached any more, by one of the NICs at least, and did not say goodbye.
   bool lost(int peer) const noexcept;
   bool left(int peer) const noexcept;
-  /// How long the peer was not heard, by one of the NICs at least.
+  /// How long the peer was not heard, by one of the NICs at least that hears others.
   std::chrono::nanoseconds silent_for(int peer) const noexcept;
+  /// One NIC hears nobody, another does.
+  bool cut_off() const noexcept;
   /// Bytes of rows that NIC `nic` has carried.
   std::uint64_t sent(std::size_t nic) const { return lanes_[nic]->sent(); }
 

@@ -123,6 +123,16 @@ bool Lane::left(int peer) const noexcept {
   return peer_of(peer).left.load();
 }
 
+bool Lane::deaf() const noexcept {
+  int silent = 0;
+  for (int rank = 0; rank < setting_.size; ++rank) {
+    if (!peer_of(rank).linked) continue;
+    if (silent_for(rank) <= kSilent) return false;
+    ++silent;
+  }
+  return silent > 1;
+}
+
 std::chrono::nanoseconds Lane::silent_for(int peer) const noexcept {
   return Clock::now().time_since_epoch() - std::chrono::nanoseconds(peer_of(peer).heard.load());
 }

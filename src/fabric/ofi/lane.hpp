@@ -33,11 +33,15 @@ struct Remote {
   std::uint64_t key = 0;
 };
 
+/// Nothing from a peer for so long: it is stopped, cut off or gone.
+inline constexpr std::chrono::nanoseconds kSilent = std::chrono::milliseconds(1000);
+
 /// What a lane is told when it is made.
 struct LaneSetting {
   int rank = 0;
   int size = 1;
   bool beats = false;                   ///< this lane also tells the peers that this rank is alive
+  bool several = false;                 ///< this rank has other NICs, too
   std::chrono::nanoseconds deadline{};  ///< how long a peer may take no data
 };
 
@@ -117,6 +121,8 @@ class Lane {
   /// It said goodbye.
   bool left(int peer) const noexcept;
   std::chrono::nanoseconds silent_for(int peer) const noexcept;
+  /// It has several peers, and all are silent: its own NIC may be cut off.
+  bool deaf() const noexcept;
 
  private:
   struct Peer {
@@ -196,7 +202,7 @@ class Lane {
   std::chrono::nanoseconds spin_{};
   bool stop_ = false;
   std::optional<Clock::time_point> leaves_{};  // since when
-  Clock::time_point now_{};  // when somebody last looked at the network
+  Clock::time_point now_{};                    // when somebody last looked at the network
   Clock::time_point last_beat_{};
   // Numbers to choose lanes by, and for statistics: relaxed.
   std::atomic<std::size_t> load_{0};

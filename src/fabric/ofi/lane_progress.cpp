@@ -14,6 +14,8 @@ constexpr auto kBeat = std::chrono::milliseconds(100);
 constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
 /// A peer that leaves unanswered that this rank leaves, with nothing under way to it.
 constexpr std::chrono::nanoseconds kGoodbye = std::chrono::seconds(1);
+/// More time for peers that this rank may have to blame itself for: others tell meanwhile.
+constexpr std::chrono::nanoseconds kDeafGrace = std::chrono::seconds(1);
 constexpr std::size_t kBatch = 32;
 }  // namespace
 
@@ -141,7 +143,9 @@ void Lane::heard_from(Peer& peer) {
 bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
   const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
   const auto still = now - peer.moved;
-  if (stuck && still > setting_.deadline) return true;
+  if (stuck && still > setting_.deadline) {
+    return still > setting_.deadline + kDeafGrace || !setting_.several || !deaf();
+  }
   // A provider hides that a peer's process has ended: it connects again, for ever, and has no room
   // meanwhile. With nothing under way there is room wherever there is a connection.
   const auto silent =
@@ -161,7 +165,9 @@ void Lane::beat(Clock::time_point now) {
     }
     const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
     const bool quiet = now - peer.told >= kBeat && !stuck;
-    if (setting_.beats && quiet && !peer.left.load()) {
+    // Every lane's first one connects: a farewell on a way that was never used would be lost.
+    const bool first = peer.told == Clock::time_point();
+    if ((setting_.beats || first) && quiet && !peer.left.load()) {
       send_message(rank, {.kind = MessageKind::beat}, nullptr);
     }
   }

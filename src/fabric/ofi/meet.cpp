@@ -135,8 +135,11 @@ class Meeting {
       for (const Nic& nic : nics_) {
         infos.push_back(latency ? for_latency(library(rank()), nic) : nic.info);
       }
-      const LaneSetting setting{
-          .rank = rank(), .size = bootstrap_.size(), .beats = !latency, .deadline = deadline_};
+      const LaneSetting setting{.rank = rank(),
+                                .size = bootstrap_.size(),
+                                .beats = !latency,
+                                .several = nics_.size() > 1,
+                                .deadline = deadline_};
       met_.bundles.push_back(std::make_unique<Bundle>(library(rank()), endpoint, infos, setting));
     }
   }

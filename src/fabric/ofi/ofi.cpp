@@ -21,8 +21,6 @@ namespace {
 
 using ofi::Bundle;
 
-/// Nothing from a peer for so long: it is stopped, cut off or gone.
-constexpr std::chrono::nanoseconds kSilent = std::chrono::milliseconds(1000);
 /// How long a thread that waits for a peer looks before it sleeps; it does the lanes' work
 /// meanwhile.
 constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
@@ -80,6 +78,7 @@ class OfiFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
+  bool cut_off() const noexcept override { return bundles_[0]->cut_off(); }
   std::chrono::nanoseconds patience() const noexcept override { return patience_; }
   bool progress() noexcept override {
     for (const auto& bundle : bundles_) bundle->help();
@@ -239,7 +238,7 @@ PeerState OfiFabric::peer_state(int peer) noexcept {
     if (bundle->lost(peer)) return PeerState::dead;
     silent = std::min(silent, bundle->silent_for(peer));
   }
-  return silent > kSilent && !bundles_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
+  return silent > ofi::kSilent && !bundles_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
 }
 
 std::vector<NicUse> OfiFabric::nics() const {

@@ -1,5 +1,6 @@
-// What the kernel tells in /sys of where devices and CPUs are. hwloc would read the same files, and
-// load its plugins (OpenCL, NVML, X11) into the caller's process to do so.
+// What the kernel tells in /sys of where devices and CPUs are. hwloc reads the same files on Linux,
+// and loads its plugins (Debian's: OpenCL, GL with X11) into the caller's process; opened for this
+// library alone (RTLD_LOCAL), they do not even find it.
 #pragma once
 #include <filesystem>
 #include <span>
