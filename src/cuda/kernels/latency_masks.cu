@@ -54,6 +54,7 @@ struct Rejoining {
   /// Whole block.
   __device__ void publish(std::size_t lines, std::uint64_t generation) const {
     const LatencyView& v = p.view;
+#pragma unroll 1
     for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
       store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]),
                     round << kGenerationBits | generation);
@@ -100,6 +101,7 @@ __device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
 /// ranks have ended their calls before, so nobody writes to another's buffers now. `absent` [R].
 __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bool* absent) {
   const LatencyPlaces at{v, agreed};
+#pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
     const bool away = absent[r] || !forget_mask_of(at, r);
     v.words->masked[r] = away ? kMaskedByHost : 0;
