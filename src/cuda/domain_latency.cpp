@@ -106,20 +106,8 @@ std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& c
   } catch (const Error& error) {
     step->invalid = error;
   }
-  const auto run = [this](const std::function<void()>& work) {
-    proxy_->run(
-        [this, work] {
-          try {
-            work();
-          } catch (...) {
-            (void)channel_.all_ranks_threw();  // or a later failure would pass for one of all ranks
-            throw;
-          }
-        },
-        config_.on_wait);
-  };
   try {
-    run([this, step] { share_latency_memory(*step); });
+    proxy_->run([this, step] { share_latency_memory(*step); }, config_.on_wait);
   } catch (const Error&) {
     if (step->invalid && !channel_.dead()) throw *step->invalid;
     throw;
@@ -152,7 +140,7 @@ std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& c
     if (!failed) failed = error;
     if (inside().channel().dead()) throw told(kMake, error);
   }
-  run([this, failed] { agree_on_latency(failed); });
+  proxy_->run([this, failed] { agree_on_latency(failed); }, config_.on_wait);
   if (!latency_proxy_) {
     latency_proxy_ =
         std::make_unique<LatencyProxy>(*parts_.memory->fabric, [this](const std::exception& error) {

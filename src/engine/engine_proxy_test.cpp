@@ -199,6 +199,25 @@ TEST(Proxy, RanksInDifferentCallsAreRefusedAndGoOn) {
   });
 }
 
+TEST(Proxy, WhatAllRanksThrewInAStepExcusesNoLaterFailure) {
+  with_seats(2, 2s, [](Seat& seat) {
+    expect_error(ErrorKind::mismatch, {"all alike"}, [&] {
+      const auto step = [&] {
+        seat.channel->all_ranks_throw();
+        throw Error(ErrorKind::mismatch, "all alike");
+      };
+      seat.proxy->run(step, {});
+    });
+    const auto call = seat.call(1);
+    call->agree = [](Channel&) { throw Error(ErrorKind::exhausted, "this rank alone"); };
+    seat.produce(*call, 1);
+    ASSERT_TRUE(seat.await_arrival(call->number + 7));
+    while (!call->ended.load()) std::this_thread::sleep_for(1ms);
+    EXPECT_FALSE(call->refused.has_value());
+    ASSERT_EQ(seat.failures.size(), 1u);
+  });
+}
+
 TEST(Proxy, CommandsBeyondTheirWindowFailTheGroup) {
   with_seats(2, 2s, [](Seat& seat) {
     const auto call = seat.call(1);

@@ -203,6 +203,7 @@ void Proxy::carry(CrossingCall& call) {
   Command command;
   await_command(call, call.first, command, false);
   channel_.swap(call.stage, call.head);
+  (void)channel_.all_ranks_threw();  // what a step before this call said
   try {
     check_same_call(channel_, call.stage, call.head.call);
     if (call.agree) call.agree(channel_);
