@@ -120,7 +120,8 @@ std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
     }
   }
   if (held_up) return config_.deadline;
-  return unseen > 1 ? std::min(config_.deadline / 4, kUnseenGrace) : std::chrono::nanoseconds{};
+  // Even one alone may be held up by a rank that has already sent this one its part.
+  return unseen > 0 ? std::min(config_.deadline / 4, kUnseenGrace) : std::chrono::nanoseconds{};
 }
 
 GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)

@@ -189,6 +189,23 @@ TEST(Channel, AcrossDomainsWhoeverSeesMoreSaysWhoIsLate) {
       800ms, 2);
 }
 
+// The same of rank 0, which lacks rank 2's part alone.
+TEST(Channel, AcrossDomainsARankThatAloneIsMissingMayBeHeldUp) {
+  std::latch over(4);
+  with_seats(
+      4,
+      [&](Channel& channel, std::size_t) {
+        channel.swap("together", {});
+        if (channel.rank() == 2) std::this_thread::sleep_for(60ms);
+        if (channel.rank() % 2 == 0) {
+          const int awaited = channel.rank() == 0 ? 2 : 3;
+          EXPECT_EQ(named(channel, [&] { channel.await_delivered("rows", awaited); }), 3);
+        }
+        over.arrive_and_wait();
+      },
+      800ms, 2);
+}
+
 // The notice that rank 1 leaves overtakes what rank 1 raised before: chunks, then a delivery.
 TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
   with_seats(
