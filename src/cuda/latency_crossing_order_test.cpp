@@ -129,46 +129,35 @@ class LatencyCrossingOrder : public ::testing::Test {
       return !op.is_flag && (op.tag ^ std::uint64_t{1} << 40) == tag;
     };
   }
+  /// Nobody receives the sums of generation 1, which are late: those of 3, which have the same
+  /// places, wait for them. `begun`: a kernel never ended the late ones.
+  void expect_sums_to_wait(bool begun) {
+    const auto late = puts(protocol::Channel::kDelivery, 1);
+    const auto next = puts(protocol::Channel::kDelivery, 3);
+    dispatch(1);
+    for (auto& rank : ranks_) rank->send_sums(1, 0, begun);
+    settle(late);
+    ASSERT_GT(network_.under_way(late), 0u);
+    dispatch(2, late);
+    dispatch(3, late);
+    for (auto& rank : ranks_) rank->send_sums(3, 0);
+    settle([&](const HeldNetwork::Op& op) { return late(op) || next(op); });
+    EXPECT_EQ(network_.under_way(next), 0u);
+    settle();
+    for (auto& rank : ranks_) rank->receive_sums(3, 0);
+  }
 
   FakeConfig config_{};
   HeldNetwork network_{};
   std::unique_ptr<FakeRank> ranks_[2];
 };
 
-// Nobody receives the sums of generation 1, which are late: those of 3 have the same places.
 TEST_F(LatencyCrossingOrder, SumsWaitUntilThoseBeforeThemHaveLanded) {
-  const auto late = puts(protocol::Channel::kDelivery, 1);
-  dispatch(1);
-  for (auto& rank : ranks_) rank->send_sums(1, 0);
-  settle(late);
-  ASSERT_GT(network_.under_way(late), 0u);
-  dispatch(2, late);
-  dispatch(3, late);
-  for (auto& rank : ranks_) rank->send_sums(3, 0);
-  settle([&](const HeldNetwork::Op& op) {
-    return late(op) || puts(protocol::Channel::kDelivery, 3)(op);
-  });
-  EXPECT_EQ(network_.under_way(puts(protocol::Channel::kDelivery, 3)), 0u);
-  settle();
-  for (auto& rank : ranks_) rank->receive_sums(3, 0);
+  expect_sums_to_wait(false);
 }
 
-// The same of sums that a kernel never ended.
 TEST_F(LatencyCrossingOrder, SumsThatWereBegunAreCountedWhenTheNextDispatchComes) {
-  const auto late = puts(protocol::Channel::kDelivery, 1);
-  dispatch(1);
-  for (auto& rank : ranks_) rank->send_sums(1, 0, true);
-  settle(late);
-  ASSERT_GT(network_.under_way(late), 0u);
-  dispatch(2, late);
-  dispatch(3, late);
-  for (auto& rank : ranks_) rank->send_sums(3, 0);
-  settle([&](const HeldNetwork::Op& op) {
-    return late(op) || puts(protocol::Channel::kDelivery, 3)(op);
-  });
-  EXPECT_EQ(network_.under_way(puts(protocol::Channel::kDelivery, 3)), 0u);
-  settle();
-  for (auto& rank : ranks_) rank->receive_sums(3, 0);
+  expect_sums_to_wait(true);
 }
 
 // Nobody receives what comes of the weights of generation 1, which are late.

@@ -2,68 +2,22 @@
 // that do not come.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <functional>
 #include <stdexcept>
 #include <vector>
 
-#include "case.hpp"
-#include "cuda_parts.hpp"
+#include "cuda_domain_cells.hpp"
 #include "device.hpp"
-#include "domain_cases.hpp"
 #include "random.hpp"
 #include "session.hpp"
 
 namespace ferry::conformance {
 namespace {
 
-constexpr int kCases = 160;  // dealt to the cells; the time decides how many of them run
-
-struct Shape {
-  int ranks, domain_size;
-  bool threads;  ///< with a GPU each, over the simulated network; else processes
-};
 /// Domains of one, of two, uneven ones.
-constexpr Shape kShapes[]{{2, 1, true}, {2, 1, false}, {4, 2, false}, {3, 2, false}, {4, 1, false}};
-
-struct Cell {
-  DomainCell cell;
-  std::vector<Case> cases{};
-};
-
-std::vector<Cell> deal(const CudaOptions& options) {
-  std::vector<Cell> cells;
-  for (const Shape& shape : kShapes) {
-    if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
-    const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
-                      shape.threads ? FabricKind::sim : options.network, Crossing::automatic);
-    cells.push_back({{shape.ranks, wires}});
-  }
-  const auto choices = random_choices(Mode::latency, kCases, mix(options.seed, 241));
-  for (std::size_t i = 0; i < choices.size(); ++i) {
-    Cell& cell = cells[i % cells.size()];
-    Case c = placed(make_case(Mode::latency, choices[i]), cell.cell);
-    size_case(c, mix(options.seed, 242, i));
-    cell.cases.push_back(c);
-  }
-  return cells;
-}
-
-/// Until the time is over, which rank 0 decides for all, from its first case on.
-void run_cell(Rank& rank, const Cell& cell, std::int64_t most_ns, SharedNumber& done) {
-  Session session(rank);
-  const std::int64_t end = now_ns() + most_ns;
-  for (const Case& c : cell.cases) {
-    const bool enough = now_ns() > end || rank.failures() > 0;
-    const std::byte over{enough ? std::uint8_t{1} : std::uint8_t{0}};
-    const auto told = rank.bootstrap()->all_gather({&over, 1}, std::chrono::seconds(100));
-    if (told[0][0] != std::byte{0}) return;
-    run_case(session, c, to_string(cell.cell) + ": ");
-    if (rank.rank() == 0) ++*done;
-  }
-}
+constexpr DomainShape kShapes[]{
+    {2, 1, true}, {2, 1, false}, {4, 2, false}, {3, 2, false}, {4, 1, false}};
 
 /// An exchange whose tokens come back as they went: two experts, each with weight ½.
 class Mirror {
@@ -181,11 +135,6 @@ Fleet two_domains(const CudaOptions& options) {
   return fleet;
 }
 
-bool report(const char* what, const std::vector<std::string>& failures) {
-  if (!failures.empty()) std::printf("FAILED %s:\n%s", what, joined(failures).c_str());
-  return failures.empty();
-}
-
 /// Captured, with hooks and without, and replayed with other tokens and routes.
 bool run_graphs(const CudaOptions& options) {
   constexpr int kReplays = 60;
@@ -251,31 +200,12 @@ bool run_late(const CudaOptions& options, bool masks) {
 
 bool run_domain_latency(const CudaOptions& options) {
   const std::int64_t start = now_ns();
-  const std::vector<Cell> cells = deal(options);
-  const double each = options.seconds / static_cast<double>(cells.size());
-  std::int64_t all = 0;
-  bool ok = true;
-  for (const Cell& cell : cells) {
-    SharedNumber done;
-    const std::int64_t from = now_ns();
-    const auto most = static_cast<std::int64_t>(each * 1e9);
-    Fleet fleet;
-    fleet.wires = cell.cell.wires;
-    fleet.ranks = cell.cell.ranks;
-    fleet.gpus = options.gpus;
-    fleet.deadline = std::chrono::seconds(80);
-    const auto failures = run_fleet(fleet, [&](Rank& rank) { run_cell(rank, cell, most, done); });
-    ok = report(("latency, " + to_string(cell.cell)).c_str(), failures) && *done > 0 && ok;
-    std::printf("  latency, %s: %lld of %zu cases, %.1f s\n", to_string(cell.cell).c_str(),
-                static_cast<long long>(*done), cell.cases.size(),
-                static_cast<double>(now_ns() - from) * 1e-9);
-    std::fflush(stdout);
-    all += *done;
-  }
+  const DomainRun all = run_domain_cells(options, {"latency", Mode::latency, kShapes, 160, 241});
+  bool ok = all.ok;
   if (options.gpus > 0) ok = run_graphs(options) && ok;
   ok = run_late(options, false) && ok;
   ok = run_late(options, true) && ok;
-  return conclude("domain_latency", ok && all > 0, std::to_string(all) + " cases", start);
+  return conclude("domain_latency", ok, std::to_string(all.cases) + " cases", start);
 }
 
 }  // namespace ferry::conformance

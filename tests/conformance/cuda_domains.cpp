@@ -2,16 +2,12 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <functional>
 #include <thread>
 
-#include "case.hpp"
-#include "cuda_parts.hpp"
+#include "cuda_domain_cells.hpp"
 #include "device.hpp"
-#include "domain_cases.hpp"
 #include "exchange.hpp"
 #include "random.hpp"
 #include "session.hpp"
@@ -19,55 +15,12 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr int kCases = 400;  // dealt to the cells; the time decides how many of them run
-
-struct Shape {
-  int ranks, domain_size;
-  bool threads;  ///< with a GPU each, over the simulated network; else processes, over copies
-  Crossing crossing;
-};
 /// Domains of one, of two, uneven ones.
-constexpr Shape kShapes[]{{2, 1, true, Crossing::hierarchical},  {2, 1, false, Crossing::direct},
-                          {4, 2, false, Crossing::hierarchical}, {4, 2, false, Crossing::direct},
-                          {3, 2, false, Crossing::hierarchical}, {3, 2, false, Crossing::direct},
-                          {4, 1, false, Crossing::automatic}};
-
-struct Cell {
-  DomainCell cell;
-  std::vector<Case> cases{};
-};
-
-std::vector<Cell> deal(const CudaOptions& options) {
-  std::vector<Cell> cells;
-  for (const Shape& shape : kShapes) {
-    if (shape.threads && !may_be_threads(options, shape.ranks)) continue;
-    const Wires wires(shape.threads ? FabricKind::local : FabricKind::shm, shape.domain_size,
-                      shape.threads ? FabricKind::sim : options.network, shape.crossing);
-    cells.push_back({{shape.ranks, wires}});
-  }
-  const auto choices = random_choices(Mode::device, kCases, mix(options.seed, 231));
-  for (std::size_t i = 0; i < choices.size(); ++i) {
-    Cell& cell = cells[i % cells.size()];
-    Case c = placed(make_case(Mode::device, choices[i]), cell.cell);
-    size_case(c, mix(options.seed, 232, i));
-    cell.cases.push_back(c);
-  }
-  return cells;
-}
-
-/// Until the time is over, which rank 0 decides for all, from its first case on.
-void run_cell(Rank& rank, const Cell& cell, std::int64_t most_ns, SharedNumber& done) {
-  Session session(rank);
-  const std::int64_t end = now_ns() + most_ns;
-  for (const Case& c : cell.cases) {
-    const bool enough = now_ns() > end || rank.failures() > 0;
-    const std::byte over{enough ? std::uint8_t{1} : std::uint8_t{0}};
-    const auto told = rank.bootstrap()->all_gather({&over, 1}, std::chrono::seconds(100));
-    if (told[0][0] != std::byte{0}) return;
-    run_case(session, c, to_string(cell.cell) + ": ");
-    if (rank.rank() == 0) ++*done;
-  }
-}
+constexpr DomainShape kShapes[]{
+    {2, 1, true, Crossing::hierarchical},  {2, 1, false, Crossing::direct},
+    {4, 2, false, Crossing::hierarchical}, {4, 2, false, Crossing::direct},
+    {3, 2, false, Crossing::hierarchical}, {3, 2, false, Crossing::direct},
+    {4, 1, false, Crossing::automatic}};
 
 /// Rows of one value, all for the last rank's expert, on the rank's device.
 struct Tokens {
@@ -139,9 +92,7 @@ bool run_late(const CudaOptions& options) {
   fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
   fleet.ranks = 2;
   fleet.gpus = options.gpus;
-  const auto failures = run_fleet(fleet, body);
-  if (!failures.empty()) std::printf("FAILED late rank:\n%s", joined(failures).c_str());
-  return failures.empty();
+  return report("late rank", run_fleet(fleet, body));
 }
 
 /// Rank 3 of two domains of two is killed among exchanges: the ranks of both name it.
@@ -176,43 +127,18 @@ bool run_killed(const CudaOptions& options) {
   fleet.ranks = 4;
   fleet.gpus = options.gpus;
   fleet.victim = kVictim;
-  const auto failures = run_fleet(fleet, body);
-  if (!failures.empty()) std::printf("FAILED killed rank:\n%s", joined(failures).c_str());
-  return failures.empty();
+  return report("killed rank", run_fleet(fleet, body));
 }
 
 }  // namespace
 
 bool run_domains(const CudaOptions& options) {
   const std::int64_t start = now_ns();
-  const std::vector<Cell> cells = deal(options);
-  const double each = options.seconds / static_cast<double>(cells.size());
-  std::int64_t all = 0;
-  bool ok = true;
-  for (const Cell& cell : cells) {
-    SharedNumber done;
-    const std::int64_t from = now_ns();
-    const auto most = static_cast<std::int64_t>(each * 1e9);
-    Fleet fleet;
-    fleet.wires = cell.cell.wires;
-    fleet.ranks = cell.cell.ranks;
-    fleet.gpus = options.gpus;
-    fleet.deadline = std::chrono::seconds(80);
-    const auto failures = run_fleet(fleet, [&](Rank& rank) { run_cell(rank, cell, most, done); });
-    if (!failures.empty()) {
-      std::printf("FAILED domains, %s:\n%s", to_string(cell.cell).c_str(),
-                  joined(failures).c_str());
-    }
-    std::printf("  domains, %s: %lld of %zu cases, %.1f s\n", to_string(cell.cell).c_str(),
-                static_cast<long long>(*done), cell.cases.size(),
-                static_cast<double>(now_ns() - from) * 1e-9);
-    std::fflush(stdout);
-    ok = ok && failures.empty() && *done > 0;
-    all += *done;
-  }
+  const DomainRun all = run_domain_cells(options, {"domains", Mode::device, kShapes, 400, 231});
+  bool ok = all.ok;
   ok = run_late(options) && ok;
   ok = run_killed(options) && ok;
-  return conclude("domains", ok && all > 0, std::to_string(all) + " cases", start);
+  return conclude("domains", ok, std::to_string(all.cases) + " cases", start);
 }
 
 }  // namespace ferry::conformance

@@ -30,10 +30,12 @@ bool passes(const CudaOptions& options, const Layout& layout, const std::string&
   fleet.gpus = options.gpus;
   fleet.victim = victim;
   fleet.deadline = std::chrono::seconds(80);
-  const auto failures = run_fleet(fleet, body);
+  return report(what + ", " + to_string(layout), run_fleet(fleet, body));
+}
+
+bool report(const std::string& what, const std::vector<std::string>& failures) {
   if (failures.empty()) return true;
-  std::printf("FAILED %s, %s:\n%s", what.c_str(), to_string(layout).c_str(),
-              joined(failures).c_str());
+  std::printf("FAILED %s:\n%s", what.c_str(), joined(failures).c_str());
   std::fflush(stdout);
   return false;
 }

@@ -84,6 +84,8 @@ std::vector<Layout> layouts(const CudaOptions& options);
 /// Runs the fleet, prints its failures; true if there are none.
 bool passes(const CudaOptions& options, const Layout& layout, const std::string& what,
             const std::function<void(Rank&)>& body, int victim = -1);
+/// Prints what went wrong, if anything; true if nothing did.
+bool report(const std::string& what, const std::vector<std::string>& failures);
 /// Prints the part's last line; returns `ok`.
 bool conclude(const char* part, bool ok, const std::string& what, std::int64_t since_ns);
 
