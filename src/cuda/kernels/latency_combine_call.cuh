@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, L
   await_kernel_before();
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
-  const auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   for (int s = static_cast<int>(threadIdx.x) - 32; s < v.group.ranks; s += kLatencyThreads) {
     if (s >= 0) call.tokens[s] = load_tokens(*p.handle, s);
   }
@@ -75,9 +75,13 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, L
   }
   note_latency_call(at, call, false, false);
   if constexpr (kTimed) start_clock(call, p.waits);
-  if (receives && good) good = work.receive(block, blocks, false);
-  if (__syncthreads_or(!good) != 0) return;
-  if (end_latency_call(v, call, receives && work.lost)) work.receive(0, 1, true);
+  // Once, or once more by the one block that clears up: a copy of the code would be as long.
+#pragma unroll 1
+  for (bool again = false;; again = true, block = 0, blocks = 1) {
+    if (receives && good) good = work.receive(block, blocks, again);
+    if (again || __syncthreads_or(!good) != 0) return;
+    if (!end_latency_call(v, call)) return;
+  }
 }
 
 using CombineKernel = void (*)(LatencyCombineParameters);

@@ -37,6 +37,7 @@ struct SendWalk {
   __device__ __forceinline__ SendWalk(const LatencyView& v, const LatencyCall& call) {
     const int ranks = v.group.ranks;
     int most = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) most = max(most, call.tokens[s]);
     const UnitWalk walk(static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     step = walk.step;
@@ -89,15 +90,13 @@ template <bool kPerSlot, bool kTimed, std::uint32_t kOdd>
 class CombineWaits {
  public:
   __device__ CombineWaits(const LatencyCombineParameters& p, const RankFinder& ranks,
-                          const LatencyPlaces& at, const LatencyCall& call)
+                          const LatencyPlaces& at, LatencyCall& call)
       : p_(p),
         ranks_(ranks),
         at_(at),
         call_(call),
         parts_(p.view),
         given_(call.tokens[p.view.group.rank] > 0) {}
-
-  bool lost = false;  ///< something of a masked rank did not come
 
  protected:
   /// Of bits, one for each slot or rank.
@@ -150,7 +149,7 @@ class CombineWaits {
             await_tag<kTimed, !kPerSlot>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
-        lost |= what == Came::missing;
+        if (what == Came::missing) call_.lost = true;
       }
       here[w] = __ballot_sync(kAllLanes, came);
     }
@@ -161,7 +160,7 @@ class CombineWaits {
   const LatencyCombineParameters& p_;
   const RankFinder& ranks_;
   const LatencyPlaces& at_;
-  const LatencyCall& call_;
+  LatencyCall& call_;
   PartShape parts_;
   bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
 };

@@ -25,13 +25,13 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   using Waits::kMaskWords;
 
  public:
-  using Waits::lost;
   using Waits::Waits;
 
   /// False: the group has failed.
   __device__ bool send() {
     const LatencyView& v = p_.view;
     const SendWalk walk(v, call_);
+#pragma unroll 1
     for (int unit = walk.first; unit < walk.end; unit += walk.step) {
       SentRow sent;
       if (!walk.find(v, call_, unit, sent) || send_parts(sent)) continue;
@@ -50,6 +50,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
     const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
     for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
@@ -185,6 +186,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   __device__ bool receive_few(int block, int blocks, bool again) {
     const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
     for (int unit = warp * blocks + block; unit < p_.tokens * slices * 2;
          unit += blocks * kLatencyWarps) {
       const int token = unit / (2 * slices), rest = unit - token * 2 * slices;
@@ -267,7 +269,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       if (__any_sync(kAllLanes, came == Came::stop)) return false;
       if (!__any_sync(kAllLanes, came != Came::here)) continue;
       if constexpr (kTimed) note_wait(call_, peer, late);
-      lost = true;
+      call_.lost = true;
       pending &= pending - 1;
     }
     return true;
@@ -292,10 +294,16 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
+      std::uint32_t next[kMaskWords];
 #pragma unroll
+      for (int w = 0; w < kMaskWords; ++w) next[w] = here[w];
+#pragma unroll 1
       for (int w = 0; w < kMaskWords; ++w) {
-        std::uint32_t left = here[w];
+        std::uint32_t left = next[0];
+#pragma unroll
+        for (int i = 0; i + 1 < kMaskWords; ++i) next[i] = next[i + 1];
         const std::uint32_t beyond = kPerSlot ? slots : left != 0 ? v.beyond[w] : 0;
+#pragma unroll 1
         while (left != 0) {
           uint4 data[kRows][kAtOnce];
           std::uint32_t loaded = left;

@@ -22,6 +22,7 @@ int header_warps(std::int64_t local_experts) {
 SharedShape make_shared_shape(const LatencyView& v) {
   const std::int64_t experts = v.placement.local_experts(0);
   SharedShape shape;
+  shape.experts = static_cast<int>(v.placement.local_experts(v.group.rank));
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;
   shape.bases = bases <= kCounterBytes;

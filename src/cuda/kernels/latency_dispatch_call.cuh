@@ -7,6 +7,7 @@ namespace ferry::cuda::device {
 
 /// Counters of headers, then the receiver's bases; one after the other in the same memory.
 struct SharedShape {
+  int experts = 0;  ///< of this rank
   int header_warps = 1;
   bool bases = false;  ///< they fit
   std::size_t bytes = 0;
@@ -33,6 +34,7 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
   }
   if (!join_latency_call(v, stopped)) return false;
   const LatencyPlaces at{v, call.generation};
+#pragma unroll 1
   for (int d = first; d < v.group.ranks; d += blocks) {
     if (d != first || p.tokens > kTokensCountedEarly) {
       __syncthreads();
@@ -68,9 +70,11 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   sender.send(at, call.open);
   if (block != 0) return true;
   if (threadIdx.x == 0) p.handle->generation = at.generation;
+#pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
     p.handle->sent[r] = call.open[r] ? 1 : 0;
   }
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
        i += kLatencyThreads) {
     p.routes[i] = route_id(p, i / p.topk, i % p.topk);
@@ -89,6 +93,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   const LatencyView& v = p.view;
   const RankFinder ranks(v.placement);
   touch_view(v);
+#pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     words.missing[s] = false;
   }
@@ -102,26 +107,23 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   }
   const LatencyPlaces at{v, call.generation};
   note_latency_call(at, call, sends, receives);
-  bool lost = false;
-  const int experts = ranks.local_experts(v.group.rank);
   if (receives) {
     start_clock(call, p.waits);
     auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
-    if (!await_headers(p, at, ranks, call, words, numbers)) return;
-    if (!kRanked && !count_rows(p, at, call, experts, numbers)) return;
-    FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, experts};
-    RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, experts};
+    if (!await_headers(p, at, shape.experts, call, words, numbers)) return;
+    if (!kRanked && !count_rows(p, at, call, shape.experts, numbers)) return;
+    FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, shape.experts};
+    RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, shape.experts};
     bool good = few.receive() && receiver.receive();
-    if constexpr (kRanked) good = good && count_sources(p, at, call, lost);
+    if constexpr (kRanked) good = good && count_sources(p, at, call);
     if (__syncthreads_or(!good) != 0) return;
-    lost |= few.lost || receiver.lost;
   }
-  if (end_latency_call(v, call, lost)) {
+  if (end_latency_call(v, call)) {
     const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T));
     if constexpr (kRanked) {
       clear_lost_ranks(p, call, row_bytes);
     } else {
-      clear_lost_rows(p, call, experts, row_bytes);
+      clear_lost_rows(p, call, shape.experts, row_bytes);
     }
   }
 }

@@ -119,7 +119,6 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
   using Row = EncodedRow<T, Codes, kPerSlot>;
 
  public:
-  using Waits::lost;
   using Waits::Waits;
 
   /// False: the group has failed.

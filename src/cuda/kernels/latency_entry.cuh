@@ -48,8 +48,10 @@ struct RankFinder {
 };
 
 /// One warp: tells all ranks that their buffers of generations up to `upto` are free.
-__device__ inline void release_upto(const LatencyPlaces& at, std::uint64_t upto) {
-  const LatencyView& v = at.v;
+__device__ __noinline__ inline void release_upto(const LatencyView& v, std::uint64_t generation,
+                                                 std::uint64_t upto) {
+  const LatencyPlaces at{v, generation};
+#pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x % 32); r < v.group.ranks; r += 32) {
     store_release(at.released(v.peers[r], v.line[r]), upto);
   }
@@ -106,6 +108,7 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
     call.first_running = running;
     call.number = number;
     call.came_before = came;
+    call.lost = false;
   }
   __syncwarp();
   // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
@@ -113,8 +116,9 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
                      (ranks > 32 && handle == nullptr);
   if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
-    release_upto(at, needed);
+    release_upto(v, at.generation, needed);
   }
+#pragma unroll 1
   for (int r = lane; r < ranks; r += 32) {
     const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
     const bool masked = found != 0 && found != number;
@@ -157,8 +161,9 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
   std::uint64_t upto = before;
   if (sent && generation > 2 && upto < generation - 2) upto = generation - 2;
   // Received in any order, released in order.
+#pragma unroll 1
   for (int i = 0; i < 2 && ((upto + 1) % 2 == 0 ? even : odd) == upto + 1; ++i) ++upto;
-  if (upto > before) release_upto(at, upto);
+  if (upto > before) release_upto(at.v, generation, upto);
   if (threadIdx.x % 32 != 0) return;
   Patience patience;
   while (load_acquire_gpu(&words.came) - call.came_before != gridDim.x) {
@@ -178,12 +183,12 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
   if (received) words.passed_before = passed + gridDim.x;
 }
 
-/// Whole block, at the end of its work. `lost`: something of a masked rank was missing. True in
-/// every thread of the one block that clears up, after all others have ended.
-__device__ inline bool end_latency_call(const LatencyView& v, const LatencyCall& call, bool lost) {
-  const bool any = __syncthreads_or(lost) != 0;
+/// Whole block, at the end of its work. True in every thread of the one block that clears up what
+/// is lost, after all others have ended.
+__device__ inline bool end_latency_call(const LatencyView& v, const LatencyCall& call) {
+  __syncthreads();
   if (threadIdx.x == 0) count_released(&v.words->left);
-  if (!any) return false;
+  if (!call.lost) return false;
   bool clears = false;
   if (threadIdx.x == 0 && atomicMax(&v.words->lost, call.number) < call.number) {
     clears = true;

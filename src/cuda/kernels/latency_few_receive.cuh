@@ -9,10 +9,9 @@ template <class T, bool kQuantized, bool kRanked>
 struct FewReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
-  const LatencyCall& call;
+  LatencyCall& call;
   const std::int32_t* bases;
   int experts;
-  bool lost = false;  ///< something of a masked rank did not come
   static constexpr int kScales = kQuantized ? kSliceBytes / 128 : 0;  ///< of a slice
 
   /// False: the group has failed.
@@ -20,12 +19,14 @@ struct FewReceiver {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
     int most = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s) {
       most = max(most, is_few<T>(v, call.tokens[s]) ? call.tokens[s] : 0);
     }
     if (most == 0) return true;
     const int slices = (row_bytes() + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
     for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * slices;
          unit += blocks * kLatencyWarps) {
       const int row = unit / slices, slice = unit - row * slices;
@@ -93,26 +94,26 @@ struct FewReceiver {
       return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }
     if (slice == 0) note_landing(p, source, token, slot, weight);
-    lost |= missing;
+    if (missing) call.lost = true;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
     came = await_share(source, row, slice, here, share);
     if (came == Came::stop) return false;
-    lost |= came == Came::missing;
+    if (came == Came::missing) call.lost = true;
     if (came == Came::here) store(slice, share, slot, lanes);
     return true;
   }
 
   __device__ bool receive_ranked(int source, int token, int slice) {
     const int place = land_row(p, call, at.generation, source, token, slice == 0);
-    lost |= place == kLostRow;
+    if (place == kLostRow) call.lost = true;
     if (place < 0) return place != kStopped;
     std::byte* row = few_row(at, own_memory(p.view), source, token);
     Share share{};
     const bool here = look(row, slice, share);
     const Came came = await_share(source, row, slice, here, share);
     if (came == Came::stop) return false;
-    lost |= came == Came::missing;
+    if (came == Came::missing) call.lost = true;
     if (came == Came::here) store(slice, share, ranked_slot(p.view, source, place), 1);
     return true;
   }
@@ -160,6 +161,7 @@ struct FewReceiver {
       column = slice;
       scaled = lane == 0;
     }
+#pragma unroll 1
     for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
       const auto to = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.row, k));

@@ -55,21 +55,22 @@ class RouteStretch {
   /// visit(token, slot, global id) by whole warps; the slot is topk for a lane that has none.
   template <class Visit>
   __device__ __forceinline__ void walk(const Visit& visit) const {
+    int next[kKept];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      if (begin_ + i < end_) visit_chunk(begin_ + i, kept_[i], visit);
+    for (int i = 0; i < kKept; ++i) next[i] = kept_[i];
+#pragma unroll 1
+    for (int chunk = begin_; chunk < end_; ++chunk) {
+      const int token = chunk * each_ + token_;
+      visit(token, token < p_.tokens ? slot_ : topk_, next[0]);
+#pragma unroll
+      for (int i = 0; i + 1 < kKept; ++i) next[i] = next[i + 1];
+      if (chunk + kKept < end_) next[kKept - 1] = load(chunk + kKept);
     }
-    for (int chunk = begin_ + kKept; chunk < end_; ++chunk) visit_chunk(chunk, load(chunk), visit);
   }
 
  private:
   static constexpr int kKept = 3;
 
-  template <class Visit>
-  __device__ __forceinline__ void visit_chunk(int chunk, int id, const Visit& visit) const {
-    const int token = chunk * each_ + token_;
-    visit(token, token < p_.tokens ? slot_ : topk_, id);
-  }
   __device__ int load(int chunk) const {
     const int token = chunk * each_ + token_;
     return slot_ < topk_ && token < p_.tokens ? route_id(p_, token, slot_) : -1;
@@ -125,6 +126,7 @@ class HeaderMaker {
     const int warp = header_warp(), lane = static_cast<int>(threadIdx.x % 32);
     if (warp < 0 || warp >= warps_) return;
     const int experts = ranks_.local_experts(dest);
+#pragma unroll 1
     for (int e = lane; e < experts; e += 32) own_counts(dest)[e] = 0;
     __syncwarp();
     std::uint32_t worst = kNoPlace;
@@ -163,8 +165,10 @@ class HeaderMaker {
     const std::uint32_t tag = at.tag(), refused = find_refusal();
     const int experts = ranks_.local_experts(dest), thread = static_cast<int>(threadIdx.x);
     std::uint64_t* numbers = at.numbers(base, line);
+#pragma unroll 1
     for (int e = thread; e < experts; e += kLatencyThreads) {
       std::uint32_t sum = 0;
+#pragma unroll 1
       for (int w = 0; w < warps_; ++w) {
         const std::uint32_t own = counts_[w * experts + e];
         counts_[w * experts + e] = sum;
@@ -208,6 +212,7 @@ class HeaderMaker {
   __device__ std::uint32_t find_refusal() const {
     std::uint32_t worst = kNoPlace;
     bool twice = false;
+#pragma unroll 1
     for (int w = 0; w < warps_; ++w) {
       worst = min(worst, words_.worst[w]);
       twice |= words_.twice[w];

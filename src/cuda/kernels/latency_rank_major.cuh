@@ -140,10 +140,9 @@ __device__ inline void blank_rows(const LatencyDispatchParameters& p, int source
   }
 }
 
-/// One warp for each source: how many rows it has here. `lost`: some did not come. False: the group
-/// has failed.
+/// One warp for each source: how many rows it has here. False: the group has failed.
 __device__ inline bool count_sources(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     const LatencyCall& call, bool& lost) {
+                                     LatencyCall& call) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x / 32);
   // From the other end than those that take rows.
@@ -152,8 +151,10 @@ __device__ inline bool count_sources(const LatencyDispatchParameters& p, const L
     int rows = 0;
     const Came came = count_landing(at, call, s, call.tokens[s], rows);
     if (came == Came::stop) return false;
-    lost |= came == Came::missing;
-    if (came == Came::missing) rows = 0;
+    if (came == Came::missing) {
+      call.lost = true;
+      rows = 0;
+    }
     if (threadIdx.x % 32 == 0) p.counts[s] = rows;
     blank_rows(p, s, rows);
   }

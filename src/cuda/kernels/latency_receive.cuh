@@ -28,6 +28,7 @@ __device__ inline bool find_landing(const LatencyDispatchParameters& p, const La
   if (bases != nullptr) {
     slot.place += bases[source * experts + slot.expert];
   } else {
+#pragma unroll 1
     for (int s = 0; s < source; ++s) {
       if (tokens[s] > 0) slot.place += load_number(at, s, slot.expert);
     }
@@ -47,12 +48,14 @@ __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out,
 #endif
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int count = bytes / static_cast<int>(sizeof(Vector));
+#pragma unroll 1
   for (int base = lane; base - lane < count; base += 32 * kAtOnce) {
     Vector data[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (base + 32 * i < count) data[i] = reinterpret_cast<const Vector*>(from)[base + 32 * i];
     }
+#pragma unroll 1
     for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
       const int row = __shfl_sync(kAllLanes, slot.row, __ffs(static_cast<int>(left)) - 1);
       auto* to = reinterpret_cast<Vector*>(out + static_cast<std::size_t>(row) * stride);
@@ -87,16 +90,19 @@ __device__ inline void copy_scales(const LatencyDispatchParameters& p, const flo
   const auto columns = static_cast<std::size_t>((v.hidden + each - 1) / each);
   const std::size_t rows = block_rows<kRanked>(v);
   const int lane = static_cast<int>(threadIdx.x % 32), last = (end + each - 1) / each;
+#pragma unroll 1
   for (int base = begin / each; base < last; base += 32) {
     const int column = base + lane;
     std::uint32_t word = 0;
     if (column < last && !packed) word = __float_as_uint(from[column]);
     if (column < last && packed) {
       const int most = min(4, all - 4 * column);
+#pragma unroll 1
       for (int i = 0; i < most; ++i) {
         word |= static_cast<std::uint32_t>(ue8m0_from_scale(from[4 * column + i])) << (8 * i);
       }
     }
+#pragma unroll 1
     for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
       const auto expert = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.expert, k));
@@ -130,10 +136,9 @@ template <class T, bool kQuantized, bool kRanked>
 struct RowReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
-  const LatencyCall& call;
+  LatencyCall& call;
   const std::int32_t* bases;
   int experts;
-  bool lost = false;  ///< something of a masked rank did not come
   static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
 
   /// False: the group has failed.
@@ -141,6 +146,7 @@ struct RowReceiver {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
     int most = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks; ++s)
       most = max(most, is_few<T>(v, call.tokens[s]) ? 0 : call.tokens[s]);
     if (most == 0) return true;
@@ -148,6 +154,7 @@ struct RowReceiver {
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
     for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * units;
          unit += blocks * kLatencyWarps) {
       const int row = unit / units, first = (unit - row * units) * group;
@@ -195,13 +202,13 @@ struct RowReceiver {
       return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }
     if (first == 0) note_landing(p, source, token, slot, weight);
-    lost |= missing;
+    if (missing) call.lost = true;
     const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
     if (lanes == 0) return true;
     if (!here) came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     if (__any_sync(kAllLanes, came != Came::here)) {
-      lost = true;
+      call.lost = true;
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
@@ -212,7 +219,7 @@ struct RowReceiver {
   __device__ bool receive_ranked(int source, int token, int first, int last) {
     const LatencyView& v = p.view;
     const int row = land_row(p, call, at.generation, source, token, first == 0);
-    lost |= row == kLostRow;
+    if (row == kLostRow) call.lost = true;
     if (row < 0) return row != kStopped;
     const int part = first + static_cast<int>(threadIdx.x % 32);
     Came came = Came::here;
@@ -222,7 +229,7 @@ struct RowReceiver {
     }
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     if (__any_sync(kAllLanes, came != Came::here)) {
-      lost = true;
+      call.lost = true;
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for

@@ -176,17 +176,20 @@ class RowSender {
   __device__ void send(const LatencyPlaces& at, const bool* open) {
     const LatencyView& v = p_.view;
     const bool few = is_few<T>(v, p_.tokens);
+#pragma unroll 1
     while (unit_ < p_.tokens * units_) {
       const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
       const int last = min(first + group_, v.parts) - 1;
       const int dest = keep_first(destination_ >= 0 && open[destination_] ? destination_ : -1);
       const std::uint32_t lanes = __ballot_sync(kAllLanes, dest >= 0);
       const int begin = parts_.begin(first), end = parts_.end(v, last);
+#pragma unroll 1
       for (int piece = begin; piece < end; piece += kPartChannels) {
         if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
         const WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
         // Tokens begin with different destinations, so that no link waits for another.
         std::uint32_t left = lanes;
+#pragma unroll 1
         while (left != 0) {
           const std::uint32_t high = left & (kAllLanes << (token % 8));
           const int from = __ffs(static_cast<int>(high != 0 ? high : left)) - 1;
@@ -204,6 +207,7 @@ class RowSender {
       if (dest >= 0 && !few) {
         std::uint32_t* tags = at.row_tags(v.peers[dest], v.line[dest], token);
         fence_system();
+#pragma unroll 1
         for (int part = first; part <= last; ++part) store_relaxed(tags + part, at.tag());
       }
       unit_ += walk_.step;

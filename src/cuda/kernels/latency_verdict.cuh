@@ -18,10 +18,49 @@ struct HeaderWords {
   bool missing[kMaxDomain];  ///< the verdict
 };
 
+/// What a check between two looks at a header found: `halted` and `stop` end the search, `here` has
+/// it go on.
+struct HeaderCheck {
+  Found found;
+  Patience patience;
+};
+
+/// One thread, at every kLooksPerCheck-th look. `late`: as note_wait takes it.
+__device__ __noinline__ inline HeaderCheck check_header(const LatencyView& v,
+                                                        const LatencyCall& call, Patience patience,
+                                                        int source, std::uint64_t seen,
+                                                        std::uint64_t late) {
+  Reason reason;
+  const bool over = patience.over(v.group, reason);
+  // Once judged, what is not missing is there, though this block may not see it yet.
+  const bool judged = load_relaxed(&v.words->judged) == call.generation;
+  if (!judged && load_relaxed(&v.words->suspected[source]) == call.generation) {
+    return {Found::halted, patience};
+  }
+  const bool judges = !judged && blockIdx.x == 0;
+  const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
+  if (!over && !gone) return {Found::here, patience};
+  if (reason == Reason::none && !gone) return {Found::stop, patience};
+  const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
+  if (may_mask && judges) {
+    if (!gone && waits_on(v, patience, source)) return {Found::here, patience};
+    note_wait(call, source, late);
+    store_relaxed(&v.words->suspected[source], call.generation);
+    return {Found::halted, patience};
+  }
+  // Block 0 is about to say so.
+  if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) {
+    return {Found::here, patience};
+  }
+  fail_latency(v, call, reason, Stage::latency_headers, source,
+               {call.generation, seen >> 32, 0});
+  return {Found::stop, patience};
+}
+
 /// One thread: one word of the header of `source`.
-__device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& call, int source,
-                                  const std::uint64_t* word, std::uint32_t& data) {
-  const LatencyView& v = at.v;
+__device__ __forceinline__ Found find_word(const LatencyPlaces& at, const LatencyCall& call,
+                                           int source, const std::uint64_t* word,
+                                           std::uint32_t& data) {
   Patience patience;
   std::uint64_t late = 0;
   for (;;) {
@@ -32,27 +71,10 @@ __device__ inline Found find_word(const LatencyPlaces& at, const LatencyCall& ca
       return Found::here;
     }
     if (blockIdx.x == 0) late = look_time(call);  // all blocks wait for the same
-    Reason reason;
-    const bool over = patience.over(v.group, reason);
-    if (patience.looks % Patience::kLooksPerCheck != 0) continue;
-    // Once judged, what is not missing is there, though this block may not see it yet.
-    const bool judged = load_relaxed(&v.words->judged) == at.generation;
-    if (!judged && load_relaxed(&v.words->suspected[source]) == at.generation) return Found::halted;
-    const bool judges = !judged && blockIdx.x == 0;
-    const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
-    if (!over && !gone) continue;
-    if (reason == Reason::none && !gone) return Found::stop;
-    const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
-    if (may_mask && judges) {
-      if (!gone && waits_on(v, patience, source)) continue;
-      note_wait(call, source, late);
-      store_relaxed(&v.words->suspected[source], at.generation);
-      return Found::halted;
-    }
-    // Block 0 is about to say so.
-    if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) continue;
-    fail_latency(v, call, reason, Stage::latency_headers, source, {at.generation, seen >> 32, 0});
-    return Found::stop;
+    if (patience.passes()) continue;
+    const HeaderCheck check = check_header(at.v, call, patience, source, seen, late);
+    if (check.found != Found::here) return check.found;
+    patience = check.patience;
   }
 }
 
@@ -64,6 +86,7 @@ __device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& ca
   const int each = kLatencyHeadWords + experts, all = each * v.group.ranks;
   bool stopped = false, halts = false;
   // From the other end than the senders.
+#pragma unroll 1
   for (int i = kLatencyThreads - 1 - static_cast<int>(threadIdx.x); i < all; i += kLatencyThreads) {
     const int source = i / each, w = i - source * each;
     std::uint32_t data = 0;
@@ -112,9 +135,11 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall&
     return passed + halted == gridDim.x;
   });
   if (!good) return false;
+#pragma unroll 1
   for (int s = 0; s < v.group.ranks; ++s) {
     if (load_relaxed(&words.suspected[s]) != at.generation) continue;
     bool here = true;
+#pragma unroll 1
     for (int w = 0; w < kLatencyHeadWords + experts && here && passed == 0; ++w) {
       here = is_word_of(load_relaxed(at.header(v.sources[s], s) + w), at.tag());
     }
@@ -139,6 +164,7 @@ __device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const 
     });
   }
   if (__syncthreads_or(stopped) != 0) return false;
+#pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     words.missing[s] = load_relaxed(&v.words->verdict[s]) == at.generation << 1;
   }
@@ -179,6 +205,7 @@ __device__ inline int judge_head(const LatencyDispatchParameters& p, const Laten
 /// One thread of block 0: of several refused sources the first is told of.
 __device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uint64_t generation,
                                     const HeaderWords& words, int source) {
+#pragma unroll 1
   for (int s = 0; s < source; ++s) {
     if (words.refused[s] != 0) return;
   }
@@ -192,13 +219,12 @@ __device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uin
 
 /// Whole block: the tokens of each source. False: the group has failed.
 __device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     const RankFinder& ranks, LatencyCall& call, HeaderWords& words,
+                                     int experts, LatencyCall& call, HeaderWords& words,
                                      std::int32_t* numbers) {
   const LatencyView& v = p.view;
-  if (!await_header_words(at, call, ranks.local_experts(v.group.rank), words, numbers)) {
-    return false;
-  }
+  if (!await_header_words(at, call, experts, words, numbers)) return false;
   bool stopped = false;
+#pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     const bool here = !call.masked[s] && !words.missing[s];
     const int found = here ? judge_head(p, at, call, s, words.head[s], words.refused[s]) : 0;
@@ -227,9 +253,11 @@ __device__ inline bool count_rows(const LatencyDispatchParameters& p, const Late
   const LatencyView& v = p.view;
   const bool tells = blockIdx.x == gridDim.x - 1;
   bool good = true;
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
        e += kLatencyThreads) {
     std::int32_t first = 0;
+#pragma unroll 1
     for (int s = 0; s < v.group.ranks; ++s) {
       std::int32_t rows = 0;
       if (tokens[s] > 0) {

@@ -37,12 +37,13 @@ struct LatencyCall {
   bool masked[kMaxDomain];                    ///< before this call
   bool open[kMaxDomain];                      ///< the rank takes part
   int tokens[kMaxDomain];                     ///< that each source sent
+  bool lost;                                  ///< something of a rank that is masked now is missing
   std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
   std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
 };
 
-/// Fatal; always false.
-__device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
+/// Fatal; always false. Apart, as all that happens once.
+__device__ __noinline__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
                                     Stage stage, int peer, FatalDetail more = {}) {
   return fail(v.group, call.first_running, reason, stage, peer, more);
 }
@@ -132,35 +133,52 @@ __device__ __forceinline__ void note_wait(const LatencyCall& call, int source, s
   atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
 }
 
-/// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
-/// the exchange has none.
-template <bool kMasks = true>
-__device__ inline Came between_looks(const LatencyView& v, const LatencyCall& call,
-                                     Patience& patience, int peer, Stage stage,
-                                     std::uint64_t expected, std::uint64_t seen) {
+/// What a check between two looks found, and the wait's patience after it.
+struct Checked {
+  Came came;
+  Patience patience;
+};
+
+/// One thread, at every kLooksPerCheck-th look. Apart: kernels hold many waits, few of which come
+/// here, and what they run besides must fit into the caches of instructions.
+template <bool kMasks>
+__device__ __noinline__ Checked check_wait(const LatencyView& v, const LatencyCall& call,
+                                           Patience patience, int peer, Stage stage,
+                                           std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
   const bool over = patience.over(v.group, reason);
-  if (patience.looks % Patience::kLooksPerCheck != 0) return Came::here;
-  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return Came::missing;
+  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return {Came::missing, patience};
   if (kMasks && !over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
     mask_late(v, call, peer);
-    return Came::missing;
+    return {Came::missing, patience};
   }
-  if (over && reason == Reason::none) return Came::stop;
+  if (over && reason == Reason::none) return {Came::stop, patience};
   // It took another path or format in this very call: nothing more to wait for.
   const auto odd = static_cast<std::uint32_t>(expected ^ seen);
   if (stage == Stage::latency_sums && odd != 0 && (odd & kGenerationTag) == 0) {
     reason = Reason::mismatch;
   } else if (!over) {
-    return Came::here;
+    return {Came::here, patience};
   }
   if (!kMasks || reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
-    return Came::stop;
+    return {Came::stop, patience};
   }
-  if (waits_on(v, patience, peer)) return Came::here;
+  if (waits_on(v, patience, peer)) return {Came::here, patience};
   mask_late(v, call, peer);
-  return Came::missing;
+  return {Came::missing, patience};
+}
+
+/// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
+/// the exchange has none.
+template <bool kMasks = true>
+__device__ __forceinline__ Came between_looks(const LatencyView& v, const LatencyCall& call,
+                                              Patience& patience, int peer, Stage stage,
+                                              std::uint64_t expected, std::uint64_t seen) {
+  if (patience.passes()) return Came::here;
+  const Checked checked = check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+  patience = checked.patience;
+  return checked.came;
 }
 
 /// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells

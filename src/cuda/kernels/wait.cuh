@@ -171,6 +171,12 @@ struct Patience {
 
   /// Whether the next `over` looks at the clock.
   __device__ bool is_next_check() const { return (looks + 1) % kLooksPerCheck == 0; }
+  /// A look that no check follows; counted when it is one.
+  __device__ bool passes() {
+    if (is_next_check()) return false;
+    ++looks;
+    return true;
+  }
   /// none: go on. deadline, aborted: give up with this reason; `failed`: another block has.
   __device__ bool over(const GroupView& group, Reason& reason) {
     reason = Reason::none;
