@@ -135,10 +135,11 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
 }
 
 /// Whole block, when warp 0 has opened the call: all threads may read it. False: the group has
-/// failed, for `stopped` is true in some thread.
+/// failed, for `stopped` is true in some thread. What was read of the words lies in shared memory
+/// by then, so that nothing must be fenced, which would keep a warp for half a microsecond.
 __device__ inline bool join_latency_call(const LatencyView& v, bool stopped) {
   const bool good = __syncthreads_or(stopped) == 0;
-  if (good && threadIdx.x == kLatencyThreads - 1) count_released(&v.words->came);
+  if (good && threadIdx.x == kLatencyThreads - 1) count_relaxed(&v.words->came);
   return good;
 }
 

@@ -46,11 +46,15 @@ class RouteStretch {
     slot_ = lane - token_ * topk_;
     if (token_ >= each_) slot_ = topk_;  // none
     const int chunks = (p.tokens + each_ - 1) / each_, share = (chunks + warps - 1) / warps;
+    used_ = (chunks + share - 1) / max(share, 1);
     begin_ = min(counts ? warp * share : chunks, chunks);
     end_ = min(counts ? begin_ + share : chunks, chunks);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) kept_[i] = begin_ + i < end_ ? load(begin_ + i) : -1;
   }
+
+  /// Warps whose stretch is not empty.
+  __device__ int used() const { return used_; }
 
   /// visit(token, slot, global id) by whole warps; the slot is topk for a lane that has none.
   template <class Visit>
@@ -77,7 +81,7 @@ class RouteStretch {
   }
 
   const LatencyDispatchParameters& p_;
-  int topk_, each_, token_, slot_, begin_, end_;
+  int topk_, each_, token_, slot_, used_, begin_, end_;
   int kept_[kKept];
 };
 
@@ -169,7 +173,7 @@ class HeaderMaker {
     for (int e = thread; e < experts; e += kLatencyThreads) {
       std::uint32_t sum = 0;
 #pragma unroll 1
-      for (int w = 0; w < warps_; ++w) {
+      for (int w = 0; w < stretch_.used(); ++w) {
         const std::uint32_t own = counts_[w * experts + e];
         counts_[w * experts + e] = sum;
         sum += own;
