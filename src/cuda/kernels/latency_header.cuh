@@ -171,12 +171,15 @@ class HeaderMaker {
     std::uint64_t* numbers = at.numbers(base, line);
 #pragma unroll 1
     for (int e = thread; e < experts; e += kLatencyThreads) {
-      std::uint32_t sum = 0;
-#pragma unroll 1
-      for (int w = 0; w < stretch_.used(); ++w) {
-        const std::uint32_t own = counts_[w * experts + e];
-        counts_[w * experts + e] = sum;
-        sum += own;
+      std::uint32_t own[kMostHeaderWarps], sum = 0;
+#pragma unroll
+      for (int w = 0; w < kMostHeaderWarps; ++w) {
+        own[w] = w < stretch_.used() ? counts_[w * experts + e] : 0;
+      }
+#pragma unroll
+      for (int w = 0; w < kMostHeaderWarps; ++w) {
+        if (w < stretch_.used()) counts_[w * experts + e] = sum;
+        sum += own[w];
       }
       store_word(numbers + e, sum, tag);
     }
@@ -214,13 +217,11 @@ class HeaderMaker {
   }
   /// Whole block: 0, or as in the header.
   __device__ std::uint32_t find_refusal() const {
-    std::uint32_t worst = kNoPlace;
-    bool twice = false;
-#pragma unroll 1
-    for (int w = 0; w < warps_; ++w) {
-      worst = min(worst, words_.worst[w]);
-      twice |= words_.twice[w];
-    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const bool counted = lane < stretch_.used();
+    const std::uint32_t worst =
+        __reduce_min_sync(kAllLanes, counted ? words_.worst[lane] : kNoPlace);
+    const bool twice = __any_sync(kAllLanes, counted && words_.twice[lane]) != 0;
     if (worst != kNoPlace) return worst;
     return twice && is_crowded(p_) ? kNoPlace : 0;
   }
