@@ -66,7 +66,7 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, L
   Work work(p, ranks, at, call);
   bool good = true;
   if (sends) {
-    if (block == 0 && p.kept_weights != nullptr) {
+    if (leads() && p.kept_weights != nullptr) {
       for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
         p.kept_weights[i] = p.weights[i];
       }

@@ -51,6 +51,21 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
   return true;
 }
 
+/// Whole block: what the combine finds of this dispatch.
+__device__ inline void keep_dispatch(const LatencyDispatchParameters& p, const LatencyCall& call) {
+  if (threadIdx.x == 0) p.handle->generation = call.generation;
+#pragma unroll 1
+  for (int r = static_cast<int>(threadIdx.x); r < p.view.group.ranks; r += kLatencyThreads) {
+    p.handle->sent[r] = call.open[r] ? 1 : 0;
+  }
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
+       i += kLatencyThreads) {
+    p.routes[i] = route_id(p, i / p.topk, i % p.topk);
+    if (p.own_weights != nullptr) p.own_weights[i] = p.weights[i];
+  }
+}
+
 /// Whole block; begins the call, too. False: the group has failed.
 template <class T, bool kQuantized>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
@@ -62,24 +77,13 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   const bool heads = blocks - 1 - block < v.group.ranks;
   if (heads) {
     if (!send_headers(p, ranks, call, counters, warps)) return false;
+    if (leads()) keep_dispatch(p, call);
     if (apart) return true;
   }
   RowSender<T, kQuantized> sender(p, ranks, block, apart ? blocks - v.group.ranks : blocks);
   if (!heads && !begin_latency_call(v, nullptr, call)) return false;
   const LatencyPlaces at{v, call.generation};
   sender.send(at, call.open);
-  if (block != 0) return true;
-  if (threadIdx.x == 0) p.handle->generation = at.generation;
-#pragma unroll 1
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kLatencyThreads) {
-    p.handle->sent[r] = call.open[r] ? 1 : 0;
-  }
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); p.routes != nullptr && i < p.tokens * p.topk;
-       i += kLatencyThreads) {
-    p.routes[i] = route_id(p, i / p.topk, i % p.topk);
-    if (p.own_weights != nullptr) p.own_weights[i] = p.weights[i];
-  }
   return true;
 }
 
@@ -110,11 +114,10 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   if (receives) {
     start_clock(call, p.waits);
     auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
-    if (!await_headers(p, at, shape.experts, call, words, numbers)) return;
-    if (!kRanked && !count_rows(p, at, call, shape.experts, numbers)) return;
+    if (!await_headers(p, at, shape.experts, sizeof(T), !kRanked, call, words, numbers)) return;
     FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, shape.experts};
     RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, shape.experts};
-    bool good = few.receive() && receiver.receive();
+    bool good = (!call.some_few || few.receive()) && (!call.some_rows || receiver.receive());
     if constexpr (kRanked) good = good && count_sources(p, at, call);
     if (__syncthreads_or(!good) != 0) return;
   }

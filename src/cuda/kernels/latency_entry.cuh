@@ -1,5 +1,5 @@
 // Latency mode: how a kernel begins and ends. What a call needs of the words is read in one trip;
-// block 0 writes them when all blocks have read them, in the midst of the call, so that at its end
+// one block writes them when all blocks have read them, in the midst of the call, so that at its end
 // no block waits for another.
 #pragma once
 #include "cuda/kernels/entry.cuh"
@@ -108,7 +108,7 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
     call.first_running = running;
     call.number = number;
     call.came_before = came;
-    call.lost = false;
+    call.lost = call.some_few = call.some_rows = false;
   }
   __syncwarp();
   // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
@@ -149,11 +149,15 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
   return join_latency_call(v, threadIdx.x < 32 && open_latency_call(v, handle, call, failure));
 }
 
-/// Block 0, one warp of it: tells the peers what earlier calls have read, and writes what the next
-/// call finds. `sent`, `received`: of a dispatch, what this call does.
+/// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
+/// that nobody waits for it.
+__device__ __forceinline__ bool leads() { return blockIdx.x == gridDim.x - 1; }
+
+/// The leading block, one warp of it: tells the peers what earlier calls have read, and writes what
+/// the next call finds. `sent`, `received`: of a dispatch, what this call does.
 __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& call, bool sent,
                                          bool received) {
-  if (blockIdx.x != 0 || threadIdx.x / 32 != kLatencyWarps - 2) return;
+  if (!leads() || threadIdx.x / 32 != kLatencyWarps / 2) return;
   LatencyWords& words = *at.v.words;
   const std::uint64_t generation = at.generation, before = load_relaxed(&words.released);
   const std::uint64_t even = load_relaxed(&words.received[0]);

@@ -23,7 +23,6 @@ struct FewReceiver {
     for (int s = 0; s < ranks; ++s) {
       most = max(most, is_few<T>(v, call.tokens[s]) ? call.tokens[s] : 0);
     }
-    if (most == 0) return true;
     const int slices = (row_bytes() + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1

@@ -149,7 +149,6 @@ struct RowReceiver {
 #pragma unroll 1
     for (int s = 0; s < ranks; ++s)
       most = max(most, is_few<T>(v, call.tokens[s]) ? 0 : call.tokens[s]);
-    if (most == 0) return true;
     const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.

@@ -1,9 +1,9 @@
 // Latency dispatch: waiting for the headers, so that all blocks of a rank agree on who is here.
 //
-// A block that finds all words goes on at once, and counts itself. Only block 0 may say that a
+// A block that finds all words goes on at once, and counts itself. Only one block may say that a
 // header is missing: it raises a suspicion, by which every block that still looks halts and says
 // so; when all blocks have passed or halted, nobody finds out anything by itself any more. If one
-// has passed, all is here. Else block 0 looks once more, and what it sees is the verdict.
+// has passed, all is here. Else that block looks once more, and what it sees is the verdict.
 #pragma once
 #include "cuda/kernels/latency_header.cuh"
 
@@ -16,6 +16,12 @@ struct HeaderWords {
   std::uint32_t head[kMaxDomain];
   std::uint32_t refused[kMaxDomain];
   bool missing[kMaxDomain];  ///< the verdict
+
+  /// That `source` sends.
+  __device__ __forceinline__ int tokens(const LatencyCall& call, int source) const {
+    const bool comes = !call.masked[source] && !missing[source] && refused[source] == 0;
+    return comes ? head_tokens(head[source]) : 0;
+  }
 };
 
 /// What a check between two looks at a header found: `halted` and `stop` end the search, `here` has
@@ -37,7 +43,7 @@ __device__ __noinline__ inline HeaderCheck check_header(const LatencyView& v,
   if (!judged && load_relaxed(&v.words->suspected[source]) == call.generation) {
     return {Found::halted, patience};
   }
-  const bool judges = !judged && blockIdx.x == 0;
+  const bool judges = !judged && leads();
   const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
   if (!over && !gone) return {Found::here, patience};
   if (reason == Reason::none && !gone) return {Found::stop, patience};
@@ -48,7 +54,7 @@ __device__ __noinline__ inline HeaderCheck check_header(const LatencyView& v,
     store_relaxed(&v.words->suspected[source], call.generation);
     return {Found::halted, patience};
   }
-  // Block 0 is about to say so.
+  // The leading block is about to say so.
   if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) {
     return {Found::here, patience};
   }
@@ -70,7 +76,7 @@ __device__ __forceinline__ Found find_word(const LatencyPlaces& at, const Latenc
       note_wait(call, source, late);
       return Found::here;
     }
-    if (blockIdx.x == 0) late = look_time(call);  // all blocks wait for the same
+    if (leads()) late = look_time(call);  // all blocks wait for the same
     if (patience.passes()) continue;
     const HeaderCheck check = check_header(at.v, call, patience, source, seen, late);
     if (check.found != Found::here) return check.found;
@@ -122,7 +128,7 @@ __device__ inline bool await_blocks(const LatencyView& v, const LatencyCall& cal
   return true;
 }
 
-/// One thread of block 0: the verdict on every source that it suspects. False: the group has
+/// One thread of the leading block: the verdict on every source that it suspects. False: the group has
 /// failed.
 __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall& call,
                                      int experts) {
@@ -159,7 +165,7 @@ __device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const 
   bool stopped = false;
   if (threadIdx.x == 0) {
     count_released(&v.words->halted);
-    stopped = blockIdx.x == 0 ? !judge_headers(at, call, experts) : !await_blocks(v, call, [&] {
+    stopped = leads() ? !judge_headers(at, call, experts) : !await_blocks(v, call, [&] {
       return load_acquire(&v.words->judged) == at.generation;
     });
   }
@@ -188,21 +194,18 @@ __device__ inline bool await_header_words(const LatencyPlaces& at, const Latency
   return find_words(at, call, experts, words, numbers, halted) && !halted;
 }
 
-/// One thread: the tokens that `source` sends, from its header; −1: the group has failed.
-__device__ inline int judge_head(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                 const LatencyCall& call, int source, std::uint32_t head,
-                                 std::uint32_t refused) {
+/// One thread: whether the header of `source` agrees with this rank's call. False: the group has
+/// failed.
+__device__ inline bool is_agreed(const LatencyDispatchParameters& p, const LatencyCall& call,
+                                 int source, std::uint32_t head) {
   const int tokens = head_tokens(head);
   const std::uint32_t own = agreed_format(p), format = head_format(head);
-  if (format != own || tokens > p.view.capacity) {
-    const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
-    fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
-    return -1;
-  }
-  return refused != 0 ? 0 : tokens;
+  if (format == own && tokens <= p.view.capacity) return true;
+  const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
+  return fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
 }
 
-/// One thread of block 0: of several refused sources the first is told of.
+/// One thread of the leading block: of several refused sources the first is told of.
 __device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uint64_t generation,
                                     const HeaderWords& words, int source) {
 #pragma unroll 1
@@ -217,66 +220,71 @@ __device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uin
   store_release(&p.failure->written, generation);
 }
 
-/// Whole block: the tokens of each source. False: the group has failed.
-__device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     int experts, LatencyCall& call, HeaderWords& words,
-                                     std::int32_t* numbers) {
-  const LatencyView& v = p.view;
-  if (!await_header_words(at, call, experts, words, numbers)) return false;
-  bool stopped = false;
-#pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
-    const bool here = !call.masked[s] && !words.missing[s];
-    const int found = here ? judge_head(p, at, call, s, words.head[s], words.refused[s]) : 0;
-    call.tokens[s] = found < 0 ? 0 : found;
-    stopped |= found < 0;
-    if (blockIdx.x != 0) continue;
-    p.handle->tokens[s] = call.tokens[s];
-    if (!here) p.handle->sent[s] = 0;
-    if (words.refused[s] != 0 && p.failure != nullptr) tell_refused(p, at.generation, words, s);
-  }
-  return __syncthreads_or(stopped) == 0;
-}
-
 __device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
                                                     int expert) {
   const std::uint64_t* words = at.numbers(at.v.sources[source], source);
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
 }
 
-/// Whole block: where the rows of each source begin among those of each expert, in place of the
-/// numbers [R, local experts] (null: no room for them). One block tells the caller. False: the
-/// group has failed, for a source counted what cannot be.
-__device__ inline bool count_rows(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                  const LatencyCall& call, int experts, std::int32_t* numbers) {
-  const int* tokens = call.tokens;
+/// One thread: where the rows of each source begin among those of `expert`, in place of the numbers
+/// [R, local experts] (null: no room for them). One block tells the caller. False: the group has
+/// failed, for a source counted what cannot be.
+__device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
+                                           const LatencyPlaces& at, const LatencyCall& call,
+                                           const HeaderWords& words, int expert, int experts,
+                                           std::int32_t* numbers) {
   const LatencyView& v = p.view;
-  const bool tells = blockIdx.x == gridDim.x - 1;
+  bool good = true;
+  std::int32_t first = 0;
+#pragma unroll 1
+  for (int s = 0; s < v.group.ranks; ++s) {
+    const int tokens = words.tokens(call, s);
+    std::int32_t rows = 0;
+    if (tokens > 0) {
+      rows = numbers != nullptr ? numbers[s * experts + expert] : load_number(at, s, expert);
+    }
+    // A source itself refuses routes that name an expert more often than the capacity.
+    const int most = min(static_cast<int>(v.capacity), tokens * v.topk);
+    if (rows < 0 || rows > most) {
+      good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
+      rows = 0;
+    }
+    if (numbers != nullptr) numbers[s * experts + expert] = first;
+    if (leads()) {
+      p.ranges[static_cast<std::size_t>(expert) * static_cast<std::size_t>(v.group.ranks) +
+               static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
+    }
+    first += rows;
+  }
+  if (leads()) p.counts[expert] = first;
+  return good;
+}
+
+/// Whole block: the tokens of each source and, where `counts`, the places of their rows. `bytes`: of
+/// an element. False: the group has failed.
+__device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                     int experts, std::size_t bytes, bool counts, LatencyCall& call,
+                                     HeaderWords& words, std::int32_t* numbers) {
+  const LatencyView& v = p.view;
+  if (!await_header_words(at, call, experts, words, numbers)) return false;
   bool good = true;
 #pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x); e < experts && (tells || numbers != nullptr);
-       e += kLatencyThreads) {
-    std::int32_t first = 0;
+  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+    const bool here = !call.masked[s] && !words.missing[s];
+    if (here && !is_agreed(p, call, s, words.head[s])) good = false;
+    const int tokens = good ? words.tokens(call, s) : 0;
+    call.tokens[s] = tokens;
+    if (tokens > 0) (is_few_of(v, tokens, bytes) ? call.some_few : call.some_rows) = true;
+    if (!leads()) continue;
+    p.handle->tokens[s] = tokens;
+    if (!here) p.handle->sent[s] = 0;
+    if (words.refused[s] != 0 && p.failure != nullptr) tell_refused(p, at.generation, words, s);
+  }
+  // From the other end, beside the former.
 #pragma unroll 1
-    for (int s = 0; s < v.group.ranks; ++s) {
-      std::int32_t rows = 0;
-      if (tokens[s] > 0) {
-        rows = numbers != nullptr ? numbers[s * experts + e] : load_number(at, s, e);
-      }
-      // A source itself refuses routes that name an expert more often than the capacity.
-      const int most = min(static_cast<int>(v.capacity), tokens[s] * v.topk);
-      if (rows < 0 || rows > most) {
-        good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
-        rows = 0;
-      }
-      if (numbers != nullptr) numbers[s * experts + e] = first;
-      if (tells) {
-        p.ranges[static_cast<std::size_t>(e) * static_cast<std::size_t>(v.group.ranks) +
-                 static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
-      }
-      first += rows;
-    }
-    if (tells) p.counts[e] = first;
+  for (int e = kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
+       counts && e < experts && (leads() || numbers != nullptr); e += kLatencyThreads) {
+    good &= count_rows(p, at, call, words, e, experts, numbers);
   }
   return __syncthreads_and(good) != 0;
 }
