@@ -110,14 +110,16 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
     return;
   }
   const LatencyPlaces at{v, call.generation};
-  note_latency_call(at, call, sends, receives);
+  auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
   if (receives) {
     start_clock(call, p.waits);
-    auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
     if (!await_headers(p, at, shape.experts, sizeof(T), !kRanked, call, words, numbers)) return;
+  }
+  note_latency_call(at, call, sends, receives);
+  if (receives) {
     FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, shape.experts};
     RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, shape.experts};
-    bool good = (!call.some_few || few.receive()) && (!call.some_rows || receiver.receive());
+    bool good = (call.most_few == 0 || few.receive()) && (call.most_rows == 0 || receiver.receive());
     if constexpr (kRanked) good = good && count_sources(p, at, call);
     if (__syncthreads_or(!good) != 0) return;
   }

@@ -47,13 +47,18 @@ struct RankFinder {
   }
 };
 
-/// One warp: tells all ranks that their buffers of generations up to `upto` are free.
+/// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
+/// that nobody waits for it.
+__device__ __forceinline__ bool leads() { return blockIdx.x == gridDim.x - 1; }
+
+/// One warp: tells all ranks that their buffers of generations up to `upto` are free. Kernels that
+/// have ended read them, so there is nothing to fence.
 __device__ __noinline__ inline void release_upto(const LatencyView& v, std::uint64_t generation,
                                                  std::uint64_t upto) {
   const LatencyPlaces at{v, generation};
 #pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x % 32); r < v.group.ranks; r += 32) {
-    store_release(at.released(v.peers[r], v.line[r]), upto);
+    store_relaxed(at.released(v.peers[r], v.line[r]), upto);
   }
 }
 
@@ -95,6 +100,14 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   // A rank that was masked in the dispatch takes no part in its combine, masked still or not.
   const std::uint32_t sent =
       handle != nullptr && lane < ranks ? load_relaxed(&handle->sent[lane]) : 1;
+  std::uint64_t released = 0, even = 0, odd = 0;
+  std::uint32_t passed = 0;
+  if (leads()) {
+    released = load_relaxed(&words.released);
+    even = load_relaxed(&words.received[0]);
+    odd = load_relaxed(&words.received[1]);
+    passed = load_relaxed(&words.passed_before);
+  }
   const LatencyPlaces at{v, last + (handle != nullptr ? 0 : 1)};
   const std::uint64_t credit = handle == nullptr && lane < ranks
                                    ? load_acquire(at.released(v.sources[lane], lane))
@@ -108,14 +121,19 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
     call.first_running = running;
     call.number = number;
     call.came_before = came;
-    call.lost = call.some_few = call.some_rows = false;
+    call.passed_before = passed;
+    call.released = released;
+    call.received[0] = even;
+    call.received[1] = odd;
+    call.most_few = call.most_rows = 0;
+    call.lost = false;
   }
   __syncwarp();
   // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
   // last none is alive, read or not.
   const bool waits = __any_sync(kAllLanes, lane < ranks && credit < needed) != 0 ||
                      (ranks > 32 && handle == nullptr);
-  if (waits && blockIdx.x == 0 && !stopped && load_relaxed(&words.released) < needed) {
+  if (waits && leads() && !stopped && released < needed) {
     release_upto(v, at.generation, needed);
   }
 #pragma unroll 1
@@ -149,26 +167,19 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
   return join_latency_call(v, threadIdx.x < 32 && open_latency_call(v, handle, call, failure));
 }
 
-/// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
-/// that nobody waits for it.
-__device__ __forceinline__ bool leads() { return blockIdx.x == gridDim.x - 1; }
-
-/// The leading block, one warp of it: tells the peers what earlier calls have read, and writes what
-/// the next call finds. `sent`, `received`: of a dispatch, what this call does.
+/// The leading block, warp 0 of it, which has the least to receive: tells the peers what earlier
+/// calls have read, and writes what the next call finds. `sent`, `received`: of a dispatch, what this call does.
 __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& call, bool sent,
                                          bool received) {
-  if (!leads() || threadIdx.x / 32 != kLatencyWarps / 2) return;
+  if (!leads() || threadIdx.x >= 32) return;
   LatencyWords& words = *at.v.words;
-  const std::uint64_t generation = at.generation, before = load_relaxed(&words.released);
-  const std::uint64_t even = load_relaxed(&words.received[0]);
-  const std::uint64_t odd = load_relaxed(&words.received[1]);
-  const std::uint32_t passed = load_relaxed(&words.passed_before);
-  std::uint64_t upto = before;
+  const std::uint64_t generation = at.generation;
+  std::uint64_t upto = call.released;
   if (sent && generation > 2 && upto < generation - 2) upto = generation - 2;
   // Received in any order, released in order.
 #pragma unroll 1
-  for (int i = 0; i < 2 && ((upto + 1) % 2 == 0 ? even : odd) == upto + 1; ++i) ++upto;
-  if (upto > before) release_upto(at.v, generation, upto);
+  for (int i = 0; i < 2 && call.received[(upto + 1) % 2] == upto + 1; ++i) ++upto;
+  if (upto > call.released) release_upto(at.v, generation, upto);
   if (threadIdx.x % 32 != 0) return;
   Patience patience;
   while (load_acquire_gpu(&words.came) - call.came_before != gridDim.x) {
@@ -184,8 +195,7 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
   words.released = upto;
   words.calls = call.number;
   words.came_before = call.came_before + gridDim.x;
-  call.passed_before = passed;
-  if (received) words.passed_before = passed + gridDim.x;
+  if (received) words.passed_before = call.passed_before + gridDim.x;
 }
 
 /// Whole block, at the end of its work. True in every thread of the one block that clears up what

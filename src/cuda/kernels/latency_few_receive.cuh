@@ -18,15 +18,10 @@ struct FewReceiver {
   __device__ bool receive() {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
-    int most = 0;
-#pragma unroll 1
-    for (int s = 0; s < ranks; ++s) {
-      most = max(most, is_few<T>(v, call.tokens[s]) ? call.tokens[s] : 0);
-    }
     const int slices = (row_bytes() + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * slices;
+    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < call.most_few * ranks * slices;
          unit += blocks * kLatencyWarps) {
       const int row = unit / slices, slice = unit - row * slices;
       const int token = row / ranks, source = row - token * ranks;

@@ -145,10 +145,7 @@ struct RowReceiver {
   __device__ bool receive() {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
-    int most = 0;
-#pragma unroll 1
-    for (int s = 0; s < ranks; ++s)
-      most = max(most, is_few<T>(v, call.tokens[s]) ? 0 : call.tokens[s]);
+    const int most = call.most_rows;
     const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.

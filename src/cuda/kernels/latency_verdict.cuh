@@ -17,11 +17,8 @@ struct HeaderWords {
   std::uint32_t refused[kMaxDomain];
   bool missing[kMaxDomain];  ///< the verdict
 
-  /// That `source` sends.
-  __device__ __forceinline__ int tokens(const LatencyCall& call, int source) const {
-    const bool comes = !call.masked[source] && !missing[source] && refused[source] == 0;
-    return comes ? head_tokens(head[source]) : 0;
-  }
+  /// That `source` sends; none if it is masked or missing, or if its routes were refused.
+  __device__ __forceinline__ int tokens(int source) const { return head_tokens(head[source]); }
 };
 
 /// What a check between two looks at a header found: `halted` and `stop` end the search, `here` has
@@ -130,7 +127,7 @@ __device__ inline bool await_blocks(const LatencyView& v, const LatencyCall& cal
 
 /// One thread of the leading block: the verdict on every source that it suspects. False: the group has
 /// failed.
-__device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall& call,
+__device__ inline bool judge_headers(const LatencyPlaces& at, LatencyCall& call,
                                      int experts) {
   const LatencyView& v = at.v;
   LatencyWords& words = *v.words;
@@ -153,13 +150,13 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, const LatencyCall&
     words.verdict[s] = at.generation << 1 | (here ? 1u : 0u);
   }
   words.halted = 0;
-  words.passed_before -= halted;  // they do not pass
+  call.passed_before -= halted;  // they do not pass
   store_release(&words.judged, at.generation);
   return true;
 }
 
 /// Whole block, when it halts: waits for the verdict.
-__device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const LatencyCall& call,
+__device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, LatencyCall& call,
                                                  int experts, HeaderWords& words) {
   const LatencyView& v = at.v;
   bool stopped = false;
@@ -180,7 +177,7 @@ __device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, const 
 
 /// Whole block: what every source's header says. `words.missing` is false. False: the group has
 /// failed.
-__device__ inline bool await_header_words(const LatencyPlaces& at, const LatencyCall& call,
+__device__ inline bool await_header_words(const LatencyPlaces& at, LatencyCall& call,
                                           int experts, HeaderWords& words, std::int32_t* numbers) {
   const LatencyView& v = at.v;
   bool halted;
@@ -238,7 +235,7 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
   std::int32_t first = 0;
 #pragma unroll 1
   for (int s = 0; s < v.group.ranks; ++s) {
-    const int tokens = words.tokens(call, s);
+    const int tokens = words.tokens(s);
     std::int32_t rows = 0;
     if (tokens > 0) {
       rows = numbers != nullptr ? numbers[s * experts + expert] : load_number(at, s, expert);
@@ -272,9 +269,9 @@ __device__ inline bool await_headers(const LatencyDispatchParameters& p, const L
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     const bool here = !call.masked[s] && !words.missing[s];
     if (here && !is_agreed(p, call, s, words.head[s])) good = false;
-    const int tokens = good ? words.tokens(call, s) : 0;
+    const int tokens = good ? words.tokens(s) : 0;
     call.tokens[s] = tokens;
-    if (tokens > 0) (is_few_of(v, tokens, bytes) ? call.some_few : call.some_rows) = true;
+    atomicMax_block(is_few_of(v, tokens, bytes) ? &call.most_few : &call.most_rows, tokens);
     if (!leads()) continue;
     p.handle->tokens[s] = tokens;
     if (!here) p.handle->sent[s] = 0;

@@ -33,12 +33,13 @@ struct LatencyCall {
   std::uint64_t first_running;                ///< of the group's calls, among which this one is not
   std::uint32_t number;                       ///< among the kernel calls, from 1
   std::uint32_t came_before;                  ///< of the words
-  std::uint32_t passed_before;                ///< of the words; the leading block's
+  std::uint32_t passed_before;                ///< of the words, as the next two: the leading block's
+  std::uint64_t released, received[2];
   bool masked[kMaxDomain];                    ///< before this call
   bool open[kMaxDomain];                      ///< the rank takes part
   int tokens[kMaxDomain];                     ///< that each source sent
-  bool some_few, some_rows;                   ///< of a dispatch: rows that carry their generation,
-                                              ///< or rows with tags come
+  int most_few, most_rows;                    ///< of `tokens`: whose rows carry their generation,
+                                              ///< and of the others
   bool lost;                                  ///< something of a rank that is masked now is missing
   std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
   std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
