@@ -15,9 +15,10 @@ using namespace device;
 
 template <class T, bool kPerSlot, bool kTimed, bool kFew>
 __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPerSm)
-    latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p) {
+    latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p,
+                           const __grid_constant__ RankFinder ranks) {
   __shared__ LatencyCall call;
-  run_combine<Combiner<T, kPerSlot, kTimed, kFew>, kPerSlot, kTimed>(p, call);
+  run_combine<Combiner<T, kPerSlot, kTimed, kFew>, kPerSlot, kTimed>(p, ranks, call);
 }
 
 using Kernel = CombineKernel;
@@ -69,7 +70,8 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   // share a GPU have room for each other.
   const bool alone = encoded ? is_alone(view.dtype, parameters.format) : timed;
   if (alone) copy.blocks = std::min(copy.blocks, limits.sms);
-  void* arguments[] = {&copy};
+  RankFinder ranks(view.placement);
+  void* arguments[] = {&copy, &ranks};
   return launch(reinterpret_cast<const void*>(kernel),
                 {static_cast<unsigned>(copy.blocks), kLatencyThreads, 0}, arguments, stream,
                 limits.bulk_copies && !alone);

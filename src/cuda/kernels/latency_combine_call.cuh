@@ -43,14 +43,13 @@ class WeightPusher {
 
 /// Whole block. Work: what one warp does of either half (Combiner, EncodedCombiner).
 template <class Work, bool kPerSlot, bool kTimed>
-__device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, LatencyCall& call) {
+__device__ __forceinline__ void run_combine(const LatencyCombineParameters& p,
+                                            const RankFinder& ranks, LatencyCall& call) {
   const LatencyView& v = p.view;
-  const RankFinder ranks(v.placement);
   touch_view(v);
   await_kernel_before();
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
-  auto block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   for (int s = static_cast<int>(threadIdx.x) - 32; s < v.group.ranks; s += kLatencyThreads) {
     if (s >= 0) call.tokens[s] = load_tokens(*p.handle, s);
   }
@@ -64,27 +63,28 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p, L
   }
   const LatencyPlaces at{v, call.generation};
   Work work(p, ranks, at, call);
-  bool good = true;
   if (sends) {
     if (leads() && p.kept_weights != nullptr) {
       for (int i = static_cast<int>(threadIdx.x); i < p.tokens * p.topk; i += kLatencyThreads) {
         p.kept_weights[i] = p.weights[i];
       }
     }
-    good = work.send();
+    if (!work.send()) call.stopped = true;
   }
   note_latency_call(at, call, false, false);
   if constexpr (kTimed) start_clock(call, p.waits);
   // Once, or once more by the one block that clears up: a copy of the code would be as long.
 #pragma unroll 1
-  for (bool again = false;; again = true, block = 0, blocks = 1) {
-    if (receives && good) good = work.receive(block, blocks, again);
-    if (again || __syncthreads_or(!good) != 0) return;
-    if (!end_latency_call(v, call)) return;
+  for (;;) {
+    const bool goes_on = receives && __any_sync(kAllLanes, call.stopped) == 0;
+    if (goes_on && !work.receive()) call.stopped = true;
+    if (call.again || !end_latency_call(v, call)) return;
+    if (threadIdx.x == 0) call.again = true;
+    __syncthreads();
   }
 }
 
-using CombineKernel = void (*)(LatencyCombineParameters);
+using CombineKernel = void (*)(LatencyCombineParameters, RankFinder);
 
 /// Whether a block of such a kernel takes an SM almost alone, for its registers.
 FERRY_FN constexpr bool is_alone(Dtype dtype, CombineFormat format) {

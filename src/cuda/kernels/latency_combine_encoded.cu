@@ -9,9 +9,10 @@ namespace {
 template <class T, class Codes, bool kPerSlot>
 __global__ void __launch_bounds__(kLatencyThreads,
                                   is_alone(kDtypeOf<T>, Codes::kFormat) ? 1 : kLatencyBlocksPerSm)
-    latency_combine_encoded_kernel(const __grid_constant__ LatencyCombineParameters p) {
+    latency_combine_encoded_kernel(const __grid_constant__ LatencyCombineParameters p,
+                                   const __grid_constant__ RankFinder ranks) {
   __shared__ LatencyCall call;
-  run_combine<EncodedCombiner<T, Codes, kPerSlot>, kPerSlot, true>(p, call);
+  run_combine<EncodedCombiner<T, Codes, kPerSlot>, kPerSlot, true>(p, ranks, call);
 }
 
 template <class T, class Codes>

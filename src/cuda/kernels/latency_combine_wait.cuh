@@ -95,14 +95,17 @@ class CombineWaits {
         ranks_(ranks),
         at_(at),
         call_(call),
-        parts_(p.view),
-        given_(call.tokens[p.view.group.rank] > 0) {}
+        parts_(p.view) {}
 
  protected:
   /// Of bits, one for each slot or rank.
   static constexpr int kMaskWords = kPerSlot ? 1 : (kMaxDomain + 31) / 32;
 
   __device__ std::uint32_t sum_tag() const { return at_.tag() ^ kOdd; }
+
+  /// The blocks that receive, and which of them this is.
+  __device__ int blocks() const { return call_.again ? 1 : static_cast<int>(gridDim.x); }
+  __device__ int block() const { return call_.again ? 0 : static_cast<int>(blockIdx.x); }
 
   /// Whole warp: bits of the token's slots whose rows come from beyond the domain.
   __device__ __forceinline__ std::uint32_t slots_beyond(int token) const {
@@ -123,12 +126,14 @@ class CombineWaits {
   /// Whole warp: which rows of the token are here: bits of slots or of ranks. Without kWaits: which
   /// are to come.
   template <bool kWaits = true>
-  __device__ bool await_part(int token, int part, bool again, std::uint32_t* here) {
+  __device__ bool await_part(int token, int part, std::uint32_t* here) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const int rank = given_ ? owner(token, lane) : -1;
+    // Where the dispatch refused this rank's routes nothing comes back.
+    const int rank = call_.tokens[v.group.rank] > 0 ? owner(token, lane) : -1;
     bool stopped = false;
-#pragma unroll
+    constexpr int kAtOnce = kWaits ? 1 : kMaskWords;
+#pragma unroll kAtOnce
     for (int w = 0; w < kMaskWords; ++w) {
       here[w] = 0;
       if (!kPerSlot && w * 32 >= v.group.ranks) continue;
@@ -140,7 +145,7 @@ class CombineWaits {
       }
       bool came = false;
       const bool masked =
-          peer >= 0 && (!call_.open[peer] || (again && load_relaxed(&v.words->masked[peer]) != 0));
+          peer >= 0 && (!call_.open[peer] || (call_.again && load_relaxed(&v.words->masked[peer]) != 0));
       if (!kWaits) came = peer >= 0 && !masked;
       if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
@@ -162,7 +167,6 @@ class CombineWaits {
   const LatencyPlaces& at_;
   LatencyCall& call_;
   PartShape parts_;
-  bool given_;  ///< false: the dispatch refused this rank's routes, and nothing comes back
 };
 
 }  // namespace ferry::cuda::device

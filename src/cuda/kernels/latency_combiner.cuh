@@ -40,22 +40,21 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     return true;
   }
 
-  /// The receiving half, of `blocks` blocks of which this is one. `again`: all that comes has come,
-  /// and masked ranks are left out. False: the group has failed.
-  __device__ bool receive(int block, int blocks, bool again) {
+  /// The receiving half. False: the group has failed.
+  __device__ bool receive() {
     const LatencyView& v = p_.view;
-    if constexpr (kFew) return receive_few(block, blocks, again);
+    if constexpr (kFew) return receive_few();
     // Some warps for each part, where there are enough; the other end of the block than the
     // senders'.
-    const int warps = blocks * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
+    const int warps = this->blocks() * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
     const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * blocks + block; unit < p_.tokens * v.parts * shares; unit += warps) {
+    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * v.parts * shares; unit += warps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
-      std::uint32_t here[kMaskWords];
-      if (!this->await_part(token, part, again, here)) return false;
+      std::uint32_t* here = call_.here[threadIdx.x / 32];
+      if (!this->await_part(token, part, here)) return false;
       const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
       const int pieces = (end - begin + kPiece - 1) / kPiece;
       const int each = (pieces + shares - 1) / shares * kPiece;
@@ -183,15 +182,15 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
 
   /// The receiving half of rows that carry their generation; as `receive`. A warp takes every other
   /// 8 bytes of a slice, so that rows of several ranks fit into its registers with their tags.
-  __device__ bool receive_few(int block, int blocks, bool again) {
+  __device__ bool receive_few() {
     const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * blocks + block; unit < p_.tokens * slices * 2;
-         unit += blocks * kLatencyWarps) {
+    for (int unit = warp * this->blocks() + this->block();
+         unit < p_.tokens * slices * 2; unit += this->blocks() * kLatencyWarps) {
       const int token = unit / (2 * slices), rest = unit - token * 2 * slices;
       std::uint32_t expected[kMaskWords];
-      if (!this->template await_part<false>(token, 0, again, expected)) return false;
+      if (!this->template await_part<false>(token, 0, expected)) return false;
       if (!sum_half_slice(token, rest / 2, rest % 2, expected[0])) return false;
     }
     return true;
@@ -291,17 +290,11 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const float weight =
         kPerSlot && lane < p_.topk ? __ldg(p_.weights + token * p_.topk + lane) : 0.0f;
     const std::uint32_t slots = this->slots_beyond(token);
-    auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
-      std::uint32_t next[kMaskWords];
-#pragma unroll
-      for (int w = 0; w < kMaskWords; ++w) next[w] = here[w];
 #pragma unroll 1
       for (int w = 0; w < kMaskWords; ++w) {
-        std::uint32_t left = next[0];
-#pragma unroll
-        for (int i = 0; i + 1 < kMaskWords; ++i) next[i] = next[i + 1];
+        std::uint32_t left = here[w];
         const std::uint32_t beyond = kPerSlot ? slots : left != 0 ? v.beyond[w] : 0;
 #pragma unroll 1
         while (left != 0) {
@@ -334,6 +327,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
           }
         }
       }
+      auto* to = reinterpret_cast<uint4*>(p_.out + static_cast<std::size_t>(token) * row_bytes());
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (base + 32 * i < end) to[base + 32 * i] = round_vector<T>(acc[i]);

@@ -13,6 +13,9 @@ using namespace device;
 
 /// Warps that count routes for a header: as many as their counters fit.
 constexpr int kCounterBytes = 32 << 10;
+/// Up to so many ranks a row's place is summed where it is needed: a block that sums all places
+/// first has its warps wait for each other once more.
+constexpr int kFewRanks = 8;
 
 int header_warps(std::int64_t local_experts) {
   const std::int64_t fit = kCounterBytes / 4 / std::max<std::int64_t>(local_experts, 1);
@@ -26,6 +29,7 @@ SharedShape make_shared_shape(const LatencyView& v) {
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;
   shape.bases = bases <= kCounterBytes;
+  shape.summed = shape.bases && v.group.ranks > kFewRanks;
   shape.bytes =
       static_cast<std::size_t>(std::max(shape.header_warps * experts * 4, shape.bases ? bases : 0));
   return shape;
@@ -60,7 +64,8 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   // a GPU have room for each other.
   if (ranked) copy.blocks = std::min(copy.blocks, limits.sms);
   SharedShape shape = make_shared_shape(parameters.view);
-  void* arguments[] = {&copy, &shape};
+  RankFinder ranks(parameters.view.placement);
+  void* arguments[] = {&copy, &ranks, &shape};
   return launch(reinterpret_cast<const void*>(kernel),
                 {static_cast<unsigned>(copy.blocks), kLatencyThreads, shape.bytes}, arguments,
                 stream, limits.bulk_copies && !ranked);

@@ -9,7 +9,8 @@ namespace ferry::cuda::device {
 struct SharedShape {
   int experts = 0;  ///< of this rank
   int header_warps = 1;
-  bool bases = false;  ///< they fit
+  bool bases = false;   ///< numbers of rows fit, one for each rank and expert of this rank
+  bool summed = false;  ///< of so many ranks that they are summed once
   std::size_t bytes = 0;
 };
 
@@ -90,12 +91,12 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
 template <class T, bool kQuantized, bool kRanked>
 __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
     latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
-                            const SharedShape shape) {
+                            const __grid_constant__ RankFinder ranks,
+                            const __grid_constant__ SharedShape shape) {
   extern __shared__ std::uint32_t scratch[];
   __shared__ LatencyCall call;
   __shared__ HeaderWords words;
   const LatencyView& v = p.view;
-  const RankFinder ranks(v.placement);
   touch_view(v);
 #pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
@@ -111,17 +112,23 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   }
   const LatencyPlaces at{v, call.generation};
   auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
+  const Arrivals arrivals{words, numbers, shape.summed && !kRanked, shape.experts};
   if (receives) {
     start_clock(call, p.waits);
-    if (!await_headers(p, at, shape.experts, sizeof(T), !kRanked, call, words, numbers)) return;
+    if (!await_header_words(at, call, shape.experts, words, numbers)) return;
+    read_headers(p, at, call, arrivals, !kRanked);
   }
   note_latency_call(at, call, sends, receives);
   if (receives) {
-    FewReceiver<T, kQuantized, kRanked> few{p, at, call, numbers, shape.experts};
-    RowReceiver<T, kQuantized, kRanked> receiver{p, at, call, numbers, shape.experts};
-    bool good = (call.most_few == 0 || few.receive()) && (call.most_rows == 0 || receiver.receive());
-    if constexpr (kRanked) good = good && count_sources(p, at, call);
-    if (__syncthreads_or(!good) != 0) return;
+    const MostTokens most = find_most_tokens(v, words, sizeof(T));
+    FewReceiver<T, kQuantized, kRanked> few{p, at, call, arrivals};
+    RowReceiver<T, kQuantized, kRanked> rows{p, at, call, arrivals};
+    const bool good = (most.few == 0 || few.receive(most.few)) &&
+                      (most.rows == 0 || rows.receive(most.rows));
+    if (!good) call.stopped = true;
+    if constexpr (kRanked) {
+      if (good && !count_sources(p, at, call, words)) call.stopped = true;
+    }
   }
   if (end_latency_call(v, call)) {
     const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * (kQuantized ? 1 : sizeof(T));
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   }
 }
 
-using DispatchKernel = void (*)(LatencyDispatchParameters, SharedShape);
+using DispatchKernel = void (*)(LatencyDispatchParameters, RankFinder, SharedShape);
 
 template <bool kRanked>
 DispatchKernel dispatch_kernel(Dtype dtype, LatencyFormat format) {

@@ -22,10 +22,10 @@ __device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* c
   return value;
 }
 
-/// Placement without divisions of 64 bits; made before the kernel may read memory.
+/// Placement without divisions of 64 bits. A kernel's parameter, for registers are few.
 struct RankFinder {
   std::uint32_t block, extra, large, experts;
-  __device__ explicit RankFinder(const Placement& placement)
+  explicit RankFinder(const Placement& placement)
       : experts(static_cast<std::uint32_t>(placement.experts)) {
     const auto ranks = static_cast<std::uint32_t>(placement.ranks);
     block = experts / ranks;
@@ -125,8 +125,7 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
     call.released = released;
     call.received[0] = even;
     call.received[1] = odd;
-    call.most_few = call.most_rows = 0;
-    call.lost = false;
+    call.lost = call.stopped = call.again = false;
   }
   __syncwarp();
   // Who may wait for this rank's credit gets it before this rank waits. Of the results before the
@@ -202,6 +201,7 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
 /// is lost, after all others have ended.
 __device__ inline bool end_latency_call(const LatencyView& v, const LatencyCall& call) {
   __syncthreads();
+  if (call.stopped) return false;
   if (threadIdx.x == 0) count_released(&v.words->left);
   if (!call.lost) return false;
   bool clears = false;

@@ -10,22 +10,22 @@ struct FewReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
   LatencyCall& call;
-  const std::int32_t* bases;
-  int experts;
+  const Arrivals& arrivals;
   static constexpr int kScales = kQuantized ? kSliceBytes / 128 : 0;  ///< of a slice
 
-  /// False: the group has failed.
-  __device__ bool receive() {
+  /// `most`: tokens of a source. False: the group has failed.
+  __device__ bool receive(int most) {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
     const int slices = (row_bytes() + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < call.most_few * ranks * slices;
+    for (int unit = warp * blocks + static_cast<int>(blockIdx.x); unit < most * ranks * slices;
          unit += blocks * kLatencyWarps) {
       const int row = unit / slices, slice = unit - row * slices;
       const int token = row / ranks, source = row - token * ranks;
-      if (token >= call.tokens[source] || !is_few<T>(v, call.tokens[source])) continue;
+      const int tokens = arrivals.words.tokens(v, source);
+      if (token >= tokens || !is_few<T>(v, tokens)) continue;
       if constexpr (kRanked) {
         if (!receive_ranked(source, token, slice)) return false;
       } else {
@@ -83,7 +83,7 @@ struct FewReceiver {
     const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     LandingSlot slot;
     const bool good =
-        missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
+        missing || find_landing(p, at, arrivals, source, word, slot);
     if (!__all_sync(kAllLanes, good)) {
       return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }

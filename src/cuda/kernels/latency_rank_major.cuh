@@ -142,14 +142,14 @@ __device__ inline void blank_rows(const LatencyDispatchParameters& p, int source
 
 /// One warp for each source: how many rows it has here. False: the group has failed.
 __device__ inline bool count_sources(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     LatencyCall& call) {
+                                     LatencyCall& call, const HeaderWords& words) {
   const int blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x / 32);
   // From the other end than those that take rows.
   const int first = blocks - 1 - static_cast<int>(blockIdx.x) + warp * blocks;
   for (int s = first; s < p.view.group.ranks; s += blocks * kLatencyWarps) {
     int rows = 0;
-    const Came came = count_landing(at, call, s, call.tokens[s], rows);
+    const Came came = count_landing(at, call, s, words.tokens(p.view, s), rows);
     if (came == Came::stop) return false;
     if (came == Came::missing) {
       call.lost = true;

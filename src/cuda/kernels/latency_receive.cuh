@@ -16,21 +16,25 @@ struct LandingSlot {
 
 /// One lane: where its slot goes, by its word of the header. False: it says what cannot be.
 __device__ inline bool find_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    int experts, const int* tokens, const std::int32_t* bases,
-                                    int source, std::uint32_t word, LandingSlot& slot) {
+                                    const Arrivals& arrivals, int source, std::uint32_t word,
+                                    LandingSlot& slot) {
   const LatencyView& v = p.view;
   slot = {};
   if (word == kNoPlace) return true;
   const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
   slot.expert = static_cast<std::int32_t>(word >> 16);
   slot.place = static_cast<std::int32_t>(word & 0xffff);
-  if (slot.expert >= experts) return false;
-  if (bases != nullptr) {
-    slot.place += bases[source * experts + slot.expert];
+  if (slot.expert >= arrivals.experts) return false;
+  if (arrivals.summed) {
+    slot.place += arrivals.numbers[source * arrivals.experts + slot.expert];
   } else {
 #pragma unroll 1
     for (int s = 0; s < source; ++s) {
-      if (tokens[s] > 0) slot.place += load_number(at, s, slot.expert);
+      if (arrivals.numbers != nullptr) {
+        slot.place += arrivals.numbers[s * arrivals.experts + slot.expert];
+      } else if (arrivals.words.tokens(v, s) > 0) {
+        slot.place += load_number(at, s, slot.expert);
+      }
     }
   }
   slot.row = slot.expert * rows + slot.place;
@@ -137,15 +141,13 @@ struct RowReceiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
   LatencyCall& call;
-  const std::int32_t* bases;
-  int experts;
+  const Arrivals& arrivals;
   static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
 
-  /// False: the group has failed.
-  __device__ bool receive() {
+  /// `most`: tokens of a source. False: the group has failed.
+  __device__ bool receive(int most) {
     const LatencyView& v = p.view;
     const int ranks = v.group.ranks, blocks = static_cast<int>(gridDim.x);
-    const int most = call.most_rows;
     const int group = parts_at_once(most * ranks, v.parts, blocks * kLatencyWarps);
     const int units = (v.parts + group - 1) / group;
     // The other end of the block than the senders': who has not sent receives first.
@@ -155,7 +157,8 @@ struct RowReceiver {
          unit += blocks * kLatencyWarps) {
       const int row = unit / units, first = (unit - row * units) * group;
       const int token = row / ranks, source = row - token * ranks;
-      if (token >= call.tokens[source] || is_few<T>(v, call.tokens[source])) continue;
+      const int tokens = arrivals.words.tokens(v, source);
+      if (token >= tokens || is_few<T>(v, tokens)) continue;
       const int last = min(first + group, v.parts) - 1;
       if constexpr (kRanked) {
         if (!receive_ranked(source, token, first, last)) return false;
@@ -193,7 +196,7 @@ struct RowReceiver {
     const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     LandingSlot slot;
     const bool good =
-        missing || find_landing(p, at, experts, call.tokens, bases, source, word, slot);
+        missing || find_landing(p, at, arrivals, source, word, slot);
     if (!__all_sync(kAllLanes, good)) {
       return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }

@@ -18,7 +18,9 @@ struct HeaderWords {
   bool missing[kMaxDomain];  ///< the verdict
 
   /// That `source` sends; none if it is masked or missing, or if its routes were refused.
-  __device__ __forceinline__ int tokens(int source) const { return head_tokens(head[source]); }
+  __device__ __forceinline__ int tokens(const LatencyView& v, int source) const {
+    return min(head_tokens(head[source]), static_cast<int>(v.capacity));
+  }
 };
 
 /// What a check between two looks at a header found: `halted` and `stop` end the search, `here` has
@@ -156,9 +158,9 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, LatencyCall& call,
 }
 
 /// Whole block, when it halts: waits for the verdict.
-__device__ __noinline__ inline bool hear_verdict(const LatencyPlaces& at, LatencyCall& call,
+__device__ __noinline__ inline bool hear_verdict(const LatencyView& v, LatencyCall& call,
                                                  int experts, HeaderWords& words) {
-  const LatencyView& v = at.v;
+  const LatencyPlaces at{v, call.generation};
   bool stopped = false;
   if (threadIdx.x == 0) {
     count_released(&v.words->halted);
@@ -186,7 +188,7 @@ __device__ inline bool await_header_words(const LatencyPlaces& at, LatencyCall& 
     if (threadIdx.x == 0) count_relaxed(&v.words->passed);
     return true;
   }
-  if (!hear_verdict(at, call, experts, words)) return false;
+  if (!hear_verdict(v, call, experts, words)) return false;
   // Those that are not missing are there.
   return find_words(at, call, experts, words, numbers, halted) && !halted;
 }
@@ -223,30 +225,57 @@ __device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int
   return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
 }
 
-/// One thread: where the rows of each source begin among those of `expert`, in place of the numbers
-/// [R, local experts] (null: no room for them). One block tells the caller. False: the group has
-/// failed, for a source counted what cannot be.
+/// What the receiving half finds of the headers.
+struct Arrivals {
+  const HeaderWords& words;
+  std::int32_t* numbers;  ///< [R, local experts] of rows; null: there is no room for them
+  bool summed;            ///< they are where the rows of each source begin among those of the expert
+  int experts;            ///< local ones
+};
+
+/// The most tokens of sources whose rows carry their generation, and of the others.
+struct MostTokens {
+  int few = 0, rows = 0;
+};
+/// Whole warp. `bytes`: of an element.
+__device__ __forceinline__ MostTokens find_most_tokens(const LatencyView& v,
+                                                       const HeaderWords& words,
+                                                       std::size_t bytes) {
+  MostTokens most;
+#pragma unroll 1
+  for (int s = static_cast<int>(threadIdx.x % 32); s < v.group.ranks; s += 32) {
+    const int tokens = words.tokens(v, s);
+    const bool few = is_few_of(v, tokens, bytes);
+    most.few = max(most.few, few ? tokens : 0);
+    most.rows = max(most.rows, few ? 0 : tokens);
+  }
+  most.few = __reduce_max_sync(kAllLanes, most.few);
+  most.rows = __reduce_max_sync(kAllLanes, most.rows);
+  return most;
+}
+
+/// One thread: the rows of one expert, of all sources. In place of the numbers, if they are to be
+/// sums, where those of each source begin; one block tells the caller. False: the group has failed,
+/// for a source counted what cannot be.
 __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
                                            const LatencyPlaces& at, const LatencyCall& call,
-                                           const HeaderWords& words, int expert, int experts,
-                                           std::int32_t* numbers) {
+                                           const Arrivals& arrivals, int expert) {
   const LatencyView& v = p.view;
   bool good = true;
   std::int32_t first = 0;
 #pragma unroll 1
   for (int s = 0; s < v.group.ranks; ++s) {
-    const int tokens = words.tokens(s);
+    const int tokens = arrivals.words.tokens(v, s);
+    std::int32_t* number = arrivals.numbers + s * arrivals.experts + expert;
     std::int32_t rows = 0;
-    if (tokens > 0) {
-      rows = numbers != nullptr ? numbers[s * experts + expert] : load_number(at, s, expert);
-    }
+    if (tokens > 0) rows = arrivals.numbers != nullptr ? *number : load_number(at, s, expert);
     // A source itself refuses routes that name an expert more often than the capacity.
     const int most = min(static_cast<int>(v.capacity), tokens * v.topk);
     if (rows < 0 || rows > most) {
       good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
       rows = 0;
     }
-    if (numbers != nullptr) numbers[s * experts + expert] = first;
+    if (arrivals.summed) *number = first;
     if (leads()) {
       p.ranges[static_cast<std::size_t>(expert) * static_cast<std::size_t>(v.group.ranks) +
                static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
@@ -257,33 +286,31 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
   return good;
 }
 
-/// Whole block: the tokens of each source and, where `counts`, the places of their rows. `bytes`: of
-/// an element. False: the group has failed.
-__device__ inline bool await_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                     int experts, std::size_t bytes, bool counts, LatencyCall& call,
-                                     HeaderWords& words, std::int32_t* numbers) {
+/// Whole block, when all headers are here: judges and notes them, and counts the rows if `counts`.
+/// Receivers go on meanwhile where they need no sums. Where it finds that the group has failed,
+/// `call` says so.
+__device__ inline void read_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+                                    LatencyCall& call, const Arrivals& arrivals, bool counts) {
   const LatencyView& v = p.view;
-  if (!await_header_words(at, call, experts, words, numbers)) return false;
+  const HeaderWords& words = arrivals.words;
   bool good = true;
 #pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     const bool here = !call.masked[s] && !words.missing[s];
-    if (here && !is_agreed(p, call, s, words.head[s])) good = false;
-    const int tokens = good ? words.tokens(s) : 0;
-    call.tokens[s] = tokens;
-    atomicMax_block(is_few_of(v, tokens, bytes) ? &call.most_few : &call.most_rows, tokens);
+    if (here) good &= is_agreed(p, call, s, words.head[s]);
+    call.tokens[s] = words.tokens(v, s);
     if (!leads()) continue;
-    p.handle->tokens[s] = tokens;
+    p.handle->tokens[s] = call.tokens[s];
     if (!here) p.handle->sent[s] = 0;
     if (words.refused[s] != 0 && p.failure != nullptr) tell_refused(p, at.generation, words, s);
   }
-  // From the other end, beside the former.
 #pragma unroll 1
-  for (int e = kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
-       counts && e < experts && (leads() || numbers != nullptr); e += kLatencyThreads) {
-    good &= count_rows(p, at, call, words, e, experts, numbers);
+  for (int e = static_cast<int>(threadIdx.x);
+       counts && e < arrivals.experts && (leads() || arrivals.summed); e += kLatencyThreads) {
+    good &= count_rows(p, at, call, arrivals, e);
   }
-  return __syncthreads_and(good) != 0;
+  if (!good) call.stopped = true;
+  if (arrivals.summed) __syncthreads();
 }
 
 }  // namespace ferry::cuda::device

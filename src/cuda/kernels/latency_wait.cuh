@@ -38,9 +38,11 @@ struct LatencyCall {
   bool masked[kMaxDomain];                    ///< before this call
   bool open[kMaxDomain];                      ///< the rank takes part
   int tokens[kMaxDomain];                     ///< that each source sent
-  int most_few, most_rows;                    ///< of `tokens`: whose rows carry their generation,
-                                              ///< and of the others
   bool lost;                                  ///< something of a rank that is masked now is missing
+  bool stopped;                               ///< some warp has found that the group has failed
+  bool again;                                 ///< this block alone receives again, without lost ranks
+  std::uint32_t here[kLatencyThreads / 32][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
+                                                                     ///< rows that a warp sums
   std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
   std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
 };
