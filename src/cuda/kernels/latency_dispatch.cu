@@ -13,9 +13,6 @@ using namespace device;
 
 /// Warps that count routes for a header: as many as their counters fit.
 constexpr int kCounterBytes = 32 << 10;
-/// Up to so many ranks a row's place is summed where it is needed: a block that sums all places
-/// first has its warps wait for each other once more.
-constexpr int kFewRanks = 8;
 
 int header_warps(std::int64_t local_experts) {
   const std::int64_t fit = kCounterBytes / 4 / std::max<std::int64_t>(local_experts, 1);
@@ -29,7 +26,6 @@ SharedShape make_shared_shape(const LatencyView& v) {
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;
   shape.bases = bases <= kCounterBytes;
-  shape.summed = shape.bases && v.group.ranks > kFewRanks;
   shape.bytes =
       static_cast<std::size_t>(std::max(shape.header_warps * experts * 4, shape.bases ? bases : 0));
   return shape;

@@ -9,8 +9,7 @@ namespace ferry::cuda::device {
 struct SharedShape {
   int experts = 0;  ///< of this rank
   int header_warps = 1;
-  bool bases = false;   ///< numbers of rows fit, one for each rank and expert of this rank
-  bool summed = false;  ///< of so many ranks that they are summed once
+  bool bases = false;  ///< they fit
   std::size_t bytes = 0;
 };
 
@@ -112,11 +111,11 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   }
   const LatencyPlaces at{v, call.generation};
   auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
-  const Arrivals arrivals{words, numbers, shape.summed && !kRanked, shape.experts};
+  const Arrivals arrivals{words, numbers, shape.experts};
   if (receives) {
     start_clock(call, p.waits);
     if (!await_header_words(at, call, shape.experts, words, numbers)) return;
-    read_headers(p, at, call, arrivals, !kRanked);
+    if (!read_headers(p, at, call, arrivals, !kRanked)) return;
   }
   note_latency_call(at, call, sends, receives);
   if (receives) {

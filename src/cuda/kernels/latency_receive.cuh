@@ -25,16 +25,12 @@ __device__ inline bool find_landing(const LatencyDispatchParameters& p, const La
   slot.expert = static_cast<std::int32_t>(word >> 16);
   slot.place = static_cast<std::int32_t>(word & 0xffff);
   if (slot.expert >= arrivals.experts) return false;
-  if (arrivals.summed) {
+  if (arrivals.numbers != nullptr) {
     slot.place += arrivals.numbers[source * arrivals.experts + slot.expert];
   } else {
 #pragma unroll 1
     for (int s = 0; s < source; ++s) {
-      if (arrivals.numbers != nullptr) {
-        slot.place += arrivals.numbers[s * arrivals.experts + slot.expert];
-      } else if (arrivals.words.tokens(v, s) > 0) {
-        slot.place += load_number(at, s, slot.expert);
-      }
+      if (arrivals.words.tokens(v, s) > 0) slot.place += load_number(at, s, slot.expert);
     }
   }
   slot.row = slot.expert * rows + slot.place;

@@ -228,9 +228,10 @@ __device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int
 /// What the receiving half finds of the headers.
 struct Arrivals {
   const HeaderWords& words;
-  std::int32_t* numbers;  ///< [R, local experts] of rows; null: there is no room for them
-  bool summed;            ///< they are where the rows of each source begin among those of the expert
-  int experts;            ///< local ones
+  /// [R, local experts] of rows, then where those of each source begin among those of the expert;
+  /// null: there is no room for them.
+  std::int32_t* numbers;
+  int experts;  ///< local ones
 };
 
 /// The most tokens of sources whose rows carry their generation, and of the others.
@@ -254,9 +255,9 @@ __device__ __forceinline__ MostTokens find_most_tokens(const LatencyView& v,
   return most;
 }
 
-/// One thread: the rows of one expert, of all sources. In place of the numbers, if they are to be
-/// sums, where those of each source begin; one block tells the caller. False: the group has failed,
-/// for a source counted what cannot be.
+/// One thread: where the rows of each source begin among those of `expert`, in place of their
+/// numbers. One block tells the caller. False: the group has failed, for a source counted what
+/// cannot be.
 __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
                                            const LatencyPlaces& at, const LatencyCall& call,
                                            const Arrivals& arrivals, int expert) {
@@ -275,7 +276,7 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
       good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
       rows = 0;
     }
-    if (arrivals.summed) *number = first;
+    if (arrivals.numbers != nullptr) *number = first;
     if (leads()) {
       p.ranges[static_cast<std::size_t>(expert) * static_cast<std::size_t>(v.group.ranks) +
                static_cast<std::size_t>(s)] = static_cast<std::int64_t>(first) << 32 | rows;
@@ -287,9 +288,8 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
 }
 
 /// Whole block, when all headers are here: judges and notes them, and counts the rows if `counts`.
-/// Receivers go on meanwhile where they need no sums. Where it finds that the group has failed,
-/// `call` says so.
-__device__ inline void read_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
+/// False: the group has failed.
+__device__ inline bool read_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
                                     LatencyCall& call, const Arrivals& arrivals, bool counts) {
   const LatencyView& v = p.view;
   const HeaderWords& words = arrivals.words;
@@ -304,13 +304,14 @@ __device__ inline void read_headers(const LatencyDispatchParameters& p, const La
     if (!here) p.handle->sent[s] = 0;
     if (words.refused[s] != 0 && p.failure != nullptr) tell_refused(p, at.generation, words, s);
   }
+  // From the other end, beside the former.
 #pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x);
-       counts && e < arrivals.experts && (leads() || arrivals.summed); e += kLatencyThreads) {
+  for (int e = kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
+       counts && e < arrivals.experts && (leads() || arrivals.numbers != nullptr);
+       e += kLatencyThreads) {
     good &= count_rows(p, at, call, arrivals, e);
   }
-  if (!good) call.stopped = true;
-  if (arrivals.summed) __syncthreads();
+  return __syncthreads_and(good) != 0;
 }
 
 }  // namespace ferry::cuda::device
