@@ -84,6 +84,12 @@ __device__ __forceinline__ bool look_for_weights(const LatencyPlaces& at, int so
   return __all_sync(kAllLanes, here) != 0;
 }
 
+/// Not computed ahead, where it would take a register from the loops before.
+__device__ __forceinline__ int here_and_now(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 /// The receiving half's waits on one warp. kTimed: somebody asks how long; kOdd: by what the tags
 /// of its rows differ from those of rows by ranks, as they are.
 template <bool kPerSlot, bool kTimed, std::uint32_t kOdd>
@@ -151,7 +157,7 @@ class CombineWaits {
         const std::uint32_t* tag =
             at_.sum_tags(v.sources[peer], kPerSlot ? lane : peer, token) + part;
         const Came what =
-            await_tag<kTimed, !kPerSlot>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
+            await_tag<kTimed, !kPerSlot, false>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         if (what == Came::missing) call_.lost = true;

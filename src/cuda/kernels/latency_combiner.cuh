@@ -46,18 +46,20 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     if constexpr (kFew) return receive_few();
     // Some warps for each part, where there are enough; the other end of the block than the
     // senders'.
-    const int warps = this->blocks() * kLatencyWarps, most = max(1, parts_.channels / kEach / kPiece);
-    const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
+    const int warps = this->blocks() * kLatencyWarps, parts = here_and_now(p_.tokens) * v.parts;
+    const int most = max(1, here_and_now(parts_.channels) / kEach / kPiece);
+    const int shares = max(1, min(most, warps / max(1, parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * v.parts * shares; unit += warps) {
+    for (int unit = warp * this->blocks() + this->block(); unit < here_and_now(p_.tokens) * v.parts * shares;
+         unit += this->blocks() * kLatencyWarps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t* here = call_.here[threadIdx.x / 32];
       if (!this->await_part(token, part, here)) return false;
       const int begin = parts_.begin(part) / kEach, end = parts_.end(v, part) / kEach;
       const int pieces = (end - begin + kPiece - 1) / kPiece;
-      const int each = (pieces + shares - 1) / shares * kPiece;
+      const int each = (pieces + here_and_now(shares) - 1) / shares * kPiece;
       sum_vectors(token, begin + share * each, min(end, begin + (share + 1) * each), here);
     }
     return true;
@@ -263,7 +265,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       if (patience.is_next_check()) seen = slot_tag(token, peer);
 #endif
       const Came came =
-          between_looks(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
+          between_looks<true, false>(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
       if constexpr (kTimed) late = look_time(call_);
       if (__any_sync(kAllLanes, came == Came::stop)) return false;
       if (!__any_sync(kAllLanes, came != Came::here)) continue;

@@ -19,9 +19,10 @@ int header_warps(std::int64_t local_experts) {
   return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kMostHeaderWarps));
 }
 
-SharedShape make_shared_shape(const LatencyView& v) {
+DispatchShape make_shape(const LatencyDispatchParameters& p) {
+  const LatencyView& v = p.view;
   const std::int64_t experts = v.placement.local_experts(0);
-  SharedShape shape;
+  DispatchShape shape{.send = SendShape(v, p.tokens, p.blocks)};
   shape.experts = static_cast<int>(v.placement.local_experts(v.group.rank));
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;
@@ -59,7 +60,7 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   // It has an SM almost alone: it comes when the kernel before has ended, so that ranks that share
   // a GPU have room for each other.
   if (ranked) copy.blocks = std::min(copy.blocks, limits.sms);
-  SharedShape shape = make_shared_shape(parameters.view);
+  DispatchShape shape = make_shape(copy);
   RankFinder ranks(parameters.view.placement);
   void* arguments[] = {&copy, &ranks, &shape};
   return launch(reinterpret_cast<const void*>(kernel),

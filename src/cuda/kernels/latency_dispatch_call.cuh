@@ -5,8 +5,10 @@
 
 namespace ferry::cuda::device {
 
-/// Counters of headers, then the receiver's bases; one after the other in the same memory.
-struct SharedShape {
+/// What the host computes for a kernel. Shared memory holds counters of headers, then the receiver's
+/// bases, one after the other in the same place.
+struct DispatchShape {
+  SendShape send;
   int experts = 0;  ///< of this rank
   int header_warps = 1;
   bool bases = false;  ///< they fit
@@ -69,18 +71,16 @@ __device__ inline void keep_dispatch(const LatencyDispatchParameters& p, const L
 /// Whole block; begins the call, too. False: the group has failed.
 template <class T, bool kQuantized>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
-                          LatencyCall& call, std::uint32_t* counters, int warps) {
+                          const DispatchShape& shape, LatencyCall& call, std::uint32_t* counters) {
   const LatencyView& v = p.view;
   const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  // Where there are blocks enough, those that make headers send no rows.
-  const bool apart = blocks > 4 * v.group.ranks;
   const bool heads = blocks - 1 - block < v.group.ranks;
   if (heads) {
-    if (!send_headers(p, ranks, call, counters, warps)) return false;
+    if (!send_headers(p, ranks, call, counters, shape.header_warps)) return false;
     if (leads()) keep_dispatch(p, call);
-    if (apart) return true;
+    if (shape.send.apart) return true;
   }
-  RowSender<T, kQuantized> sender(p, ranks, block, apart ? blocks - v.group.ranks : blocks);
+  RowSender<T, kQuantized> sender(p, ranks, shape.send, block);
   if (!heads && !begin_latency_call(v, nullptr, call)) return false;
   const LatencyPlaces at{v, call.generation};
   sender.send(at, call.open);
@@ -91,7 +91,7 @@ template <class T, bool kQuantized, bool kRanked>
 __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
     latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
                             const __grid_constant__ RankFinder ranks,
-                            const __grid_constant__ SharedShape shape) {
+                            const __grid_constant__ DispatchShape shape) {
   extern __shared__ std::uint32_t scratch[];
   __shared__ LatencyCall call;
   __shared__ HeaderWords words;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   if (sends) {
-    if (!send_half<T, kQuantized>(p, ranks, call, scratch, shape.header_warps)) return;
+    if (!send_half<T, kQuantized>(p, ranks, shape, call, scratch)) return;
   } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
     return;
   }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   }
 }
 
-using DispatchKernel = void (*)(LatencyDispatchParameters, RankFinder, SharedShape);
+using DispatchKernel = void (*)(LatencyDispatchParameters, RankFinder, DispatchShape);
 
 template <bool kRanked>
 DispatchKernel dispatch_kernel(Dtype dtype, LatencyFormat format) {

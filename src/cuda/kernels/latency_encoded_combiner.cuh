@@ -149,7 +149,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
   /// As Combiner::receive.
   __device__ bool receive() {
     const LatencyView& v = p_.view;
-    const int warps = this->blocks() * kLatencyWarps, most = max(1, parts_.channels / kStepChannels);
+    const int warps = this->blocks() * kLatencyWarps, most = max(1, here_and_now(parts_.channels) / kStepChannels);
     const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
     for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * v.parts * shares; unit += warps) {
@@ -159,7 +159,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
       if (!this->await_part(token, part, here)) return false;
       const int begin = parts_.begin(part), end = parts_.end(v, part);
       const int steps = (end - begin + kStepChannels - 1) / kStepChannels;
-      const int each = (steps + shares - 1) / shares * kStepChannels;
+      const int each = (steps + here_and_now(shares) - 1) / shares * kStepChannels;
       const int last = min(end, begin + (share + 1) * each);
       for (int step = begin + share * each; step < last; step += kStepChannels) {
         sum_channels(token, step + static_cast<int>(threadIdx.x % 32) * kLaneChannels, here);

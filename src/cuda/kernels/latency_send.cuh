@@ -10,7 +10,7 @@ namespace ferry::cuda::device {
 /// Of a part: whole kPartChannels but for the row's end.
 struct PartShape {
   int channels = 0;  ///< of a part
-  __device__ explicit PartShape(const LatencyView& v) {
+  __host__ __device__ explicit PartShape(const LatencyView& v) {
     const auto pieces = static_cast<int>((v.hidden + kPartChannels - 1) / kPartChannels);
     channels = (pieces + v.parts - 1) / v.parts * kPartChannels;
   }
@@ -22,9 +22,25 @@ struct PartShape {
 };
 
 /// Parts that one warp takes together, so that all warps have something and none much more.
-__device__ __forceinline__ int parts_at_once(int rows, int parts, int warps) {
-  return max(1, min(parts, (rows * parts + warps - 1) / warps));
+FERRY_FN constexpr int parts_at_once(int rows, int parts, int warps) {
+  const int even = (rows * parts + warps - 1) / warps, most = even < parts ? even : parts;
+  return most > 1 ? most : 1;
 }
+
+/// How the rows of a call are sent. A kernel's parameter, for registers are few.
+struct SendShape {
+  PartShape parts;
+  bool apart;  ///< there are blocks enough for those that make headers to send no rows
+  int blocks;  ///< that send rows
+  int group;   ///< parts that a warp takes together
+  int units;   ///< of a token
+  SendShape(const LatencyView& v, int tokens, int all_blocks)
+      : parts(v),
+        apart(all_blocks > 4 * v.group.ranks),
+        blocks(apart ? all_blocks - v.group.ranks : all_blocks),
+        group(parts_at_once(tokens, v.parts, blocks * kLatencyWarps)),
+        units((v.parts + group - 1) / group) {}
+};
 
 /// The destination of this lane's slot; −1: none.
 __device__ __forceinline__ int lane_destination(const LatencyDispatchParameters& p,
@@ -159,16 +175,10 @@ struct UnitWalk {
 template <class T, bool kQuantized>
 class RowSender {
  public:
-  __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks, int block,
-                       int blocks)
-      : p_(p),
-        ranks_(ranks),
-        parts_(p.view),
-        group_(parts_at_once(p.tokens, p.view.parts, blocks * kLatencyWarps)),
-        units_((p.view.parts + group_ - 1) / group_),
-        walk_(block, blocks),
-        unit_(walk_.first) {
-    if (block >= blocks) unit_ = p.tokens * units_;
+  __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks,
+                       const SendShape& shape, int block)
+      : p_(p), ranks_(ranks), shape_(shape), walk_(block, shape.blocks), unit_(walk_.first) {
+    if (block >= shape.blocks) unit_ = p.tokens * shape.units;
     load();
   }
 
@@ -177,12 +187,12 @@ class RowSender {
     const LatencyView& v = p_.view;
     const bool few = is_few<T>(v, p_.tokens);
 #pragma unroll 1
-    while (unit_ < p_.tokens * units_) {
-      const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
-      const int last = min(first + group_, v.parts) - 1;
+    while (unit_ < p_.tokens * shape_.units) {
+      const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
+      const int last = min(first + shape_.group, v.parts) - 1;
       const int dest = keep_first(destination_ >= 0 && open[destination_] ? destination_ : -1);
       const std::uint32_t lanes = __ballot_sync(kAllLanes, dest >= 0);
-      const int begin = parts_.begin(first), end = parts_.end(v, last);
+      const int begin = shape_.parts.begin(first), end = shape_.parts.end(v, last);
 #pragma unroll 1
       for (int piece = begin; piece < end; piece += kPartChannels) {
         if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
@@ -221,18 +231,16 @@ class RowSender {
            static_cast<std::size_t>(token) * static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
   }
   __device__ void load() {
-    if (unit_ >= p_.tokens * units_) return;
-    const int token = unit_ / units_, first = (unit_ - token * units_) * group_;
-    const int last = min(first + group_, p_.view.parts) - 1;
+    if (unit_ >= p_.tokens * shape_.units) return;
+    const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
+    const int last = min(first + shape_.group, p_.view.parts) - 1;
     destination_ = lane_destination(p_, ranks_, token);
-    load_piece<T, kQuantized>(row(token), parts_.begin(first), parts_.end(p_.view, last), loaded_);
+    load_piece<T, kQuantized>(row(token), shape_.parts.begin(first), shape_.parts.end(p_.view, last), loaded_);
   }
 
   const LatencyDispatchParameters& p_;
   const RankFinder& ranks_;
-  PartShape parts_;
-  int group_;  ///< parts of a unit
-  int units_;  ///< of a token
+  const SendShape& shape_;
   UnitWalk walk_;
   int unit_;
   int destination_ = -1;

@@ -47,8 +47,8 @@ struct LatencyCall {
   std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
 };
 
-/// Fatal; always false. Apart, as all that happens once.
-__device__ __noinline__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
+/// Fatal; always false.
+__device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
                                     Stage stage, int peer, FatalDetail more = {}) {
   return fail(v.group, call.first_running, reason, stage, peer, more);
 }
@@ -144,12 +144,11 @@ struct Checked {
   Patience patience;
 };
 
-/// One thread, at every kLooksPerCheck-th look. Apart: kernels hold many waits, few of which come
-/// here, and what they run besides must fit into the caches of instructions.
+/// One thread, at every kLooksPerCheck-th look.
 template <bool kMasks>
-__device__ __noinline__ Checked check_wait(const LatencyView& v, const LatencyCall& call,
-                                           Patience patience, int peer, Stage stage,
-                                           std::uint64_t expected, std::uint64_t seen) {
+__device__ __forceinline__ Checked check_wait(const LatencyView& v, const LatencyCall& call,
+                                              Patience patience, int peer, Stage stage,
+                                              std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
   const bool over = patience.over(v.group, reason);
   if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return {Came::missing, patience};
@@ -174,21 +173,38 @@ __device__ __noinline__ Checked check_wait(const LatencyView& v, const LatencyCa
   return {Came::missing, patience};
 }
 
+// Apart: the kernels of a dispatch hold many waits, few of which come so far, and what they run
+// besides must fit into the caches of instructions. Those of a combine hold few, and have no
+// registers for a call; nor has a dispatch elsewhere.
+template <bool kMasks>
+__device__ __noinline__ Checked check_wait_apart(const LatencyView& v, const LatencyCall& call,
+                                                 Patience patience, int peer, Stage stage,
+                                                 std::uint64_t expected, std::uint64_t seen) {
+  return check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+}
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1000
+inline constexpr bool kChecksApart = true;
+#else
+inline constexpr bool kChecksApart = false;
+#endif
+
 /// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
 /// the exchange has none.
-template <bool kMasks = true>
+template <bool kMasks = true, bool kApart = kChecksApart>
 __device__ __forceinline__ Came between_looks(const LatencyView& v, const LatencyCall& call,
                                               Patience& patience, int peer, Stage stage,
                                               std::uint64_t expected, std::uint64_t seen) {
   if (patience.passes()) return Came::here;
-  const Checked checked = check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+  const Checked checked =
+      kApart ? check_wait_apart<kMasks>(v, call, patience, peer, stage, expected, seen)
+             : check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
   patience = checked.patience;
   return checked.came;
 }
 
 /// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells
 /// for how long.
-template <bool kTimed, bool kMasks = true>
+template <bool kTimed, bool kMasks = true, bool kApart = kChecksApart>
 __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
                                  const std::uint32_t* word, std::uint32_t tag, int peer,
                                  Stage stage) {
@@ -198,7 +214,7 @@ __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
     const std::uint32_t seen = load_acquire(word);
     Came came = Came::here;
     if (seen != tag) {
-      came = between_looks<kMasks>(v, call, patience, peer, stage, tag, seen);
+      came = between_looks<kMasks, kApart>(v, call, patience, peer, stage, tag, seen);
       if constexpr (kTimed) late = look_time(call);
       if (came == Came::here) continue;
     }
@@ -208,6 +224,7 @@ __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
 }
 
 /// The same for a word that carries its generation, which is all that is waited for.
+template <bool kApart = kChecksApart>
 __device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
                                   const std::uint64_t* word, std::uint32_t tag, int peer,
                                   Stage stage, std::uint32_t& data) {
@@ -218,7 +235,7 @@ __device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
       data = static_cast<std::uint32_t>(seen);
       return Came::here;
     }
-    const Came came = between_looks(v, call, patience, peer, stage, tag, seen >> 32);
+    const Came came = between_looks<true, kApart>(v, call, patience, peer, stage, tag, seen >> 32);
     if (came != Came::here) return came;
   }
 }
