@@ -260,10 +260,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       if (pending == 0) break;
       const int peer = __ffs(static_cast<int>(pending)) - 1;
       std::uint32_t seen = at_.tag();
-// Elsewhere there are no registers left for it.
-#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
       if (patience.is_next_check()) seen = slot_tag(token, peer);
-#endif
       const Came came =
           between_looks<true, false>(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
       if constexpr (kTimed) late = look_time(call_);
