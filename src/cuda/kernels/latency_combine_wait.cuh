@@ -97,11 +97,7 @@ class CombineWaits {
  public:
   __device__ CombineWaits(const LatencyCombineParameters& p, const RankFinder& ranks,
                           const LatencyPlaces& at, LatencyCall& call)
-      : p_(p),
-        ranks_(ranks),
-        at_(at),
-        call_(call),
-        parts_(p.view) {}
+      : p_(p), ranks_(ranks), at_(at), call_(call), parts_(p.view) {}
 
  protected:
   /// Of bits, one for each slot or rank.
@@ -150,14 +146,14 @@ class CombineWaits {
         if ((__reduce_or_sync(kAllLanes, bit) >> lane & 1) == 0) peer = -1;
       }
       bool came = false;
-      const bool masked =
-          peer >= 0 && (!call_.open[peer] || (call_.again && load_relaxed(&v.words->masked[peer]) != 0));
+      const bool masked = peer >= 0 && (!call_.open[peer] ||
+                                        (call_.again && load_relaxed(&v.words->masked[peer]) != 0));
       if (!kWaits) came = peer >= 0 && !masked;
       if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(v.sources[peer], kPerSlot ? lane : peer, token) + part;
-        const Came what =
-            await_tag<kTimed, !kPerSlot, false>(v, call_, tag, sum_tag(), peer, Stage::latency_sums);
+        const Came what = await_tag<kTimed, !kPerSlot, false>(v, call_, tag, sum_tag(), peer,
+                                                              Stage::latency_sums);
         came = what == Came::here;
         stopped |= what == Came::stop;
         if (what == Came::missing) call_.lost = true;

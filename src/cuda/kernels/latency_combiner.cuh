@@ -51,7 +51,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const int shares = max(1, min(most, warps / max(1, parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * this->blocks() + this->block(); unit < here_and_now(p_.tokens) * v.parts * shares;
+    for (int unit = warp * this->blocks() + this->block();
+         unit < here_and_now(p_.tokens) * v.parts * shares;
          unit += this->blocks() * kLatencyWarps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
@@ -188,8 +189,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * this->blocks() + this->block();
-         unit < p_.tokens * slices * 2; unit += this->blocks() * kLatencyWarps) {
+    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * slices * 2;
+         unit += this->blocks() * kLatencyWarps) {
       const int token = unit / (2 * slices), rest = unit - token * 2 * slices;
       std::uint32_t expected[kMaskWords];
       if (!this->template await_part<false>(token, 0, expected)) return false;
@@ -261,8 +262,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       const int peer = __ffs(static_cast<int>(pending)) - 1;
       std::uint32_t seen = at_.tag();
       if (patience.is_next_check()) seen = slot_tag(token, peer);
-      const Came came =
-          between_looks<true, false>(v, call_, patience, peer, Stage::latency_sums, at_.tag(), seen);
+      const Came came = between_looks<true, false>(v, call_, patience, peer, Stage::latency_sums,
+                                                   at_.tag(), seen);
       if constexpr (kTimed) late = look_time(call_);
       if (__any_sync(kAllLanes, came == Came::stop)) return false;
       if (!__any_sync(kAllLanes, came != Came::here)) continue;

@@ -5,8 +5,8 @@
 
 namespace ferry::cuda::device {
 
-/// What the host computes for a kernel. Shared memory holds counters of headers, then the receiver's
-/// bases, one after the other in the same place.
+/// What the host computes for a kernel. Shared memory holds counters of headers, then the
+/// receiver's bases, one after the other in the same place.
 struct DispatchShape {
   SendShape send;
   int experts = 0;  ///< of this rank
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
     const MostTokens most = find_most_tokens(v, words, sizeof(T));
     FewReceiver<T, kQuantized, kRanked> few{p, at, call, arrivals};
     RowReceiver<T, kQuantized, kRanked> rows{p, at, call, arrivals};
-    const bool good = (most.few == 0 || few.receive(most.few)) &&
-                      (most.rows == 0 || rows.receive(most.rows));
+    const bool good =
+        (most.few == 0 || few.receive(most.few)) && (most.rows == 0 || rows.receive(most.rows));
     if (!good) call.stopped = true;
     if constexpr (kRanked) {
       if (good && !count_sources(p, at, call, words)) call.stopped = true;

@@ -149,10 +149,12 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
   /// As Combiner::receive.
   __device__ bool receive() {
     const LatencyView& v = p_.view;
-    const int warps = this->blocks() * kLatencyWarps, most = max(1, here_and_now(parts_.channels) / kStepChannels);
+    const int warps = this->blocks() * kLatencyWarps,
+              most = max(1, here_and_now(parts_.channels) / kStepChannels);
     const int shares = max(1, min(most, warps / max(1, p_.tokens * v.parts)));
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
-    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * v.parts * shares; unit += warps) {
+    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * v.parts * shares;
+         unit += warps) {
       const int whole = unit / shares, share = unit - whole * shares;
       const int token = whole / v.parts, part = whole - token * v.parts;
       std::uint32_t* here = call_.here[threadIdx.x / 32];

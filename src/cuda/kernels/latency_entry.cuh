@@ -1,6 +1,6 @@
 // Latency mode: how a kernel begins and ends. What a call needs of the words is read in one trip;
-// one block writes them when all blocks have read them, in the midst of the call, so that at its end
-// no block waits for another.
+// one block writes them when all blocks have read them, in the midst of the call, so that at its
+// end no block waits for another.
 #pragma once
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/latency_wait.cuh"
@@ -49,7 +49,9 @@ struct RankFinder {
 
 /// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
 /// that nobody waits for it.
-__device__ __forceinline__ bool leads() { return blockIdx.x == gridDim.x - 1; }
+__device__ __forceinline__ bool leads() {
+  return blockIdx.x == gridDim.x - 1;
+}
 
 /// One warp: tells all ranks that their buffers of generations up to `upto` are free. Kernels that
 /// have ended read them, so there is nothing to fence.
@@ -167,7 +169,8 @@ __device__ inline bool begin_latency_call(const LatencyView& v, const LatencyHan
 }
 
 /// The leading block, warp 0 of it, which has the least to receive: tells the peers what earlier
-/// calls have read, and writes what the next call finds. `sent`, `received`: of a dispatch, what this call does.
+/// calls have read, and writes what the next call finds. `sent`, `received`: of a dispatch, what
+/// this call does.
 __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& call, bool sent,
                                          bool received) {
   if (!leads() || threadIdx.x >= 32) return;

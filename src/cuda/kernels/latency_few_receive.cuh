@@ -82,8 +82,7 @@ struct FewReceiver {
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
     const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     LandingSlot slot;
-    const bool good =
-        missing || find_landing(p, at, arrivals, source, word, slot);
+    const bool good = missing || find_landing(p, at, arrivals, source, word, slot);
     if (!__all_sync(kAllLanes, good)) {
       return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
     }

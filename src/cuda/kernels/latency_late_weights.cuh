@@ -20,8 +20,7 @@ __device__ __forceinline__ bool await_weight(const LatencyPlaces& at, const Late
   const std::uint64_t* word =
       at.weights(v.sources[source], source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
   std::uint32_t data = 0;
-  const Came came =
-      await_word<true>(v, call, word, at.tag(), source, Stage::latency_weights, data);
+  const Came came = await_word<true>(v, call, word, at.tag(), source, Stage::latency_weights, data);
   weight = __uint_as_float(data);
   stop = came == Came::stop;
   return came == Came::here;

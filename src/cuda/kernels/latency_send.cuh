@@ -235,7 +235,8 @@ class RowSender {
     const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
     const int last = min(first + shape_.group, p_.view.parts) - 1;
     destination_ = lane_destination(p_, ranks_, token);
-    load_piece<T, kQuantized>(row(token), shape_.parts.begin(first), shape_.parts.end(p_.view, last), loaded_);
+    load_piece<T, kQuantized>(row(token), shape_.parts.begin(first),
+                              shape_.parts.end(p_.view, last), loaded_);
   }
 
   const LatencyDispatchParameters& p_;

@@ -57,8 +57,7 @@ __device__ __noinline__ inline HeaderCheck check_header(const LatencyView& v,
   if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) {
     return {Found::here, patience};
   }
-  fail_latency(v, call, reason, Stage::latency_headers, source,
-               {call.generation, seen >> 32, 0});
+  fail_latency(v, call, reason, Stage::latency_headers, source, {call.generation, seen >> 32, 0});
   return {Found::stop, patience};
 }
 
@@ -127,10 +126,9 @@ __device__ inline bool await_blocks(const LatencyView& v, const LatencyCall& cal
   return true;
 }
 
-/// One thread of the leading block: the verdict on every source that it suspects. False: the group has
-/// failed.
-__device__ inline bool judge_headers(const LatencyPlaces& at, LatencyCall& call,
-                                     int experts) {
+/// One thread of the leading block: the verdict on every source that it suspects. False: the group
+/// has failed.
+__device__ inline bool judge_headers(const LatencyPlaces& at, LatencyCall& call, int experts) {
   const LatencyView& v = at.v;
   LatencyWords& words = *v.words;
   std::uint32_t passed = 0, halted = 0;
@@ -179,8 +177,8 @@ __device__ __noinline__ inline bool hear_verdict(const LatencyView& v, LatencyCa
 
 /// Whole block: what every source's header says. `words.missing` is false. False: the group has
 /// failed.
-__device__ inline bool await_header_words(const LatencyPlaces& at, LatencyCall& call,
-                                          int experts, HeaderWords& words, std::int32_t* numbers) {
+__device__ inline bool await_header_words(const LatencyPlaces& at, LatencyCall& call, int experts,
+                                          HeaderWords& words, std::int32_t* numbers) {
   const LatencyView& v = at.v;
   bool halted;
   if (!find_words(at, call, experts, words, numbers, halted)) return false;

@@ -30,17 +30,17 @@ __device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
 /// What a block knows of its call; in shared memory.
 struct LatencyCall {
   std::uint64_t generation;
-  std::uint64_t first_running;                ///< of the group's calls, among which this one is not
-  std::uint32_t number;                       ///< among the kernel calls, from 1
-  std::uint32_t came_before;                  ///< of the words
-  std::uint32_t passed_before;                ///< of the words, as the next two: the leading block's
+  std::uint64_t first_running;  ///< of the group's calls, among which this one is not
+  std::uint32_t number;         ///< among the kernel calls, from 1
+  std::uint32_t came_before;    ///< of the words
+  std::uint32_t passed_before;  ///< of the words, as the next two: the leading block's
   std::uint64_t released, received[2];
-  bool masked[kMaxDomain];                    ///< before this call
-  bool open[kMaxDomain];                      ///< the rank takes part
-  int tokens[kMaxDomain];                     ///< that each source sent
-  bool lost;                                  ///< something of a rank that is masked now is missing
-  bool stopped;                               ///< some warp has found that the group has failed
-  bool again;                                 ///< this block alone receives again, without lost ranks
+  bool masked[kMaxDomain];  ///< before this call
+  bool open[kMaxDomain];    ///< the rank takes part
+  int tokens[kMaxDomain];   ///< that each source sent
+  bool lost;                ///< something of a rank that is masked now is missing
+  bool stopped;             ///< some warp has found that the group has failed
+  bool again;               ///< this block alone receives again, without lost ranks
   std::uint32_t here[kLatencyThreads / 32][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
                                                                      ///< rows that a warp sums
   std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
