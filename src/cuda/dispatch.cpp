@@ -93,26 +93,41 @@ bool DispatchJob::make_plan() {
 }
 
 void DispatchJob::push(StepStatus status) {
+  if (halves_ == nullptr) {
+    push_tokens(status, 0, plan_->tokens);
+    return;
+  }
+  push_tokens(status, 0, halves_->first);
+  if (status == StepStatus::ok) halves_->between();
+  push_tokens(status, halves_->first, plan_->tokens);
+}
+
+void DispatchJob::push_tokens(StepStatus status, std::int64_t begin, std::int64_t end) {
   DispatchParameters parameters;
   const bool behind_plan = make_plan();
   parameters.group = engine_.view();
-  parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
+  parameters.plan =
+      some_tokens(carries_routes_ ? plan_->view : plan_->routed(), engine_.size(), begin, end);
   parameters.call = signature();
-  parameters.x = input_;
+  parameters.x = input_ + begin * static_cast<std::int64_t>(x_.row_bytes());
   parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
   parameters.scale_columns = row_.scale_columns;
   parameters.quantize = row_.quantized;
   parameters.round_scale = row_.round_scale;
   parameters.x_dtype = x_.dtype;
   if (options_.scales) {
-    parameters.scales = static_cast<const float*>(options_.scales->data);
     parameters.scale_token_stride = options_.scales->strides[0];
     parameters.scale_column_stride = options_.scales->strides[1];
+    parameters.scales =
+        static_cast<const float*>(options_.scales->data) + begin * parameters.scale_token_stride;
   }
   parameters.has_weights = has_weights();
-  if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
+  if (has_weights()) {
+    parameters.weights =
+        static_cast<const float*>(options_.topk_weights->data) + begin * plan_->topk;
+  }
   parameters.carries_routes = carries_routes_;
-  parameters.token_names = plan_->token_names;
+  if (plan_->token_names != nullptr) parameters.token_names = plan_->token_names + begin;
   if (carries_routes_ && lasting()) {
     parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
   }
@@ -255,6 +270,16 @@ Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
         dispatch_signature(wire_row(x, options), state->topk, options, carries, state->number));
   }
   return DispatchJob(*this, launch, x, std::move(state), options).run();
+}
+
+Received CudaEngine::dispatch_in_halves(const ConstTensorView& x, const Plan& plan,
+                                        const DispatchOptions& options,
+                                        const DispatchHalves& halves) {
+  check_usable(kDispatch);
+  Launch launch(*this, kDispatch, options.stream);
+  DispatchJob job(*this, launch, x, plan_of(plan, kDispatch), options);
+  job.in_halves(halves);
+  return job.run();
 }
 
 Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
