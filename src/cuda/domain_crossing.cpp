@@ -61,7 +61,6 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
     most = std::max(most, call->sources.back().chunks);
   }
   call->pieces = crossing_pieces(most);
-  order(native_, engine.beside_);
   call->first = engine.commands_;
   call->number = engine.pieces_ += static_cast<std::uint64_t>(call->pieces);
   engine.commands_ += 1 + call->puts;
@@ -72,6 +71,7 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
   pack.index = way.back ? tables.returned : tables.sent;
   pack.stage = engine.stage_.data(DomainStage::kOut);
   try {
+    order(native_, engine.beside_);
     pack_in_pieces(*call, pack);
   } catch (const Error& error) {
     engine.fail(name_, error);  // the peers are in this call, or will be

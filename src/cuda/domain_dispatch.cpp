@@ -172,8 +172,8 @@ Received DomainDispatch::run() {
                gather.to.weights + tables.own * weight_columns};
   unpack.sms = gather.sms;
 
-  call.send(way, tables, head(how), pack, agree_on_rows);
   check(launch_gather(gather, call.native()), "launch_gather");
+  call.send(way, tables, head(how), pack, agree_on_rows);
   Received received = exchange_inside(call, tables, gather.to, [&] {
     unpack.pieces = call.pieces();
     call.receive([&](int piece, cudaStream_t stream) {
