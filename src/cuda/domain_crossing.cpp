@@ -61,6 +61,7 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
     most = std::max(most, call->sources.back().chunks);
   }
   call->pieces = crossing_pieces(most);
+  if (!way.back) call->together = engine.parts_.domains.members(engine.domain_of(engine.rank()));
   call->first = engine.commands_;
   call->number = engine.pieces_ += static_cast<std::uint64_t>(call->pieces);
   engine.commands_ += 1 + call->puts;

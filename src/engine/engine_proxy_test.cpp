@@ -70,7 +70,8 @@ struct Seat {
   int size() const { return channel->size(); }
 
   /// A call in which every rank sends `chunks` to every other.
-  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1, int pieces = 1) {
+  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1, int pieces = 1,
+                                     std::vector<int> together = {}) {
     auto made = std::make_shared<CrossingCall>();
     made->stage = "test: crossing";
     made->head.call.kind = CallKind::dispatch;
@@ -89,6 +90,7 @@ struct Seat {
       made->sources.push_back({peer, static_cast<std::int64_t>(chunks)});
     }
     made->pieces = pieces;
+    made->together = std::move(together);
     made->number = arrivals += static_cast<std::uint64_t>(pieces);
     commands += 1 + made->puts;
     proxy->submit(made);
@@ -192,6 +194,31 @@ TEST(Proxy, PiecesComeWhileLaterChunksAreNotMadeYet) {
       await_piece(2);
       EXPECT_TRUE(call->crossed.load());
     }
+    EXPECT_TRUE(seat.failures.empty());
+  });
+}
+
+// Ranks 0 and 1 go on together; rank 2 holds back what rank 1 waits for.
+TEST(Proxy, WhoWillWaitForOthersGetsTheLastPieceWithThem) {
+  constexpr std::uint64_t kChunks = 4;
+  std::atomic<bool> checked{false};
+  with_seats(3, 20s, [&](Seat& seat) {
+    const std::vector<int> pair{0, 1};
+    const auto call = seat.call(kChunks, 1, 2, seat.rank() < 2 ? pair : std::vector<int>{});
+    seat.begin(*call);
+    if (seat.rank() == 2) {
+      seat.put(*call, kChunks, 0, 2 * kChunks - 1);
+      while (!checked.load()) std::this_thread::sleep_for(1ms);
+      seat.put(*call, kChunks, 2 * kChunks - 1, 2 * kChunks);
+    } else {
+      seat.put(*call, kChunks, 0, 2 * kChunks);
+    }
+    if (seat.rank() == 0) {
+      EXPECT_TRUE(seat.await_arrival(call->number - 1));
+      EXPECT_FALSE(seat.await_arrival(call->number, 30ms));
+      checked.store(true);
+    }
+    ASSERT_TRUE(seat.await_arrival(call->number));
     EXPECT_TRUE(seat.failures.empty());
   });
 }

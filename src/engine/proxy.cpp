@@ -69,7 +69,10 @@ class Proxy::Arrivals {
           ++taken_[s];
         }
       }
-      if (piece_ + 1 == call_.pieces) call_.crossed.store(true, std::memory_order_release);
+      if (piece_ + 1 == call_.pieces) {
+        meet();
+        call_.crossed.store(true, std::memory_order_release);
+      }
       tell();
     }
   }
@@ -83,6 +86,10 @@ class Proxy::Arrivals {
       if (taken_[s] < needed(s)) return false;
     }
     return true;
+  }
+  void meet() {
+    for (const int rank : call_.together) proxy_.channel_.deliver(rank, 0);
+    for (const int rank : call_.together) proxy_.channel_.await_delivered(call_.stage, rank);
   }
   void tell() {
     ++piece_;

@@ -60,6 +60,9 @@ struct CrossingCall {
   std::vector<CrossingWindow> windows{};
   std::vector<CrossingFrom> sources{};
   int pieces = 1;  ///< that this stream waits for (core/crossing_layout.hpp)
+  /// Ranks of the domain for which this one will wait on a GPU once all is here: so the last piece
+  /// is told of when they have theirs, too.
+  std::vector<int> together{};
   /// After the swap of heads, on the proxy's thread: throws what every rank throws alike. Nothing
   /// crosses then, and the group goes on.
   std::function<void(Channel&)> agree{};
