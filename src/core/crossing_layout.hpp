@@ -38,6 +38,24 @@ struct CrossingLayout {
   }
 };
 
+/// Rows of a call are used in pieces, each as soon as it is there: so many, for what comes in at
+/// most `chunks` from one rank. Few, because a stream waits for each, and large.
+FERRY_FN constexpr int crossing_pieces(std::int64_t chunks) {
+  constexpr std::int64_t kMost = 8, kLeastChunks = 4;
+  const std::int64_t pieces = chunks / kLeastChunks;
+  return static_cast<int>(pieces < 1 ? 1 : pieces > kMost ? kMost : pieces);
+}
+/// A piece is an equal share of the chunks of every block: so many of a block have come with it.
+FERRY_FN constexpr std::int64_t chunks_after(std::int64_t chunks, int piece, int pieces) {
+  return chunks * (piece + 1) / pieces;
+}
+/// And so many of its rows; with piece −1: none.
+FERRY_FN constexpr std::int64_t rows_after(const CrossingLayout& layout, std::int64_t rows,
+                                           int piece, int pieces) {
+  const std::int64_t end = chunks_after(layout.chunks(rows), piece, pieces) * layout.chunk_rows;
+  return end < rows ? end : rows;
+}
+
 /// Where the parts of one row lie, from the beginning of its block.
 struct CrossingPlace {
   std::size_t row = 0;
@@ -65,6 +83,45 @@ FERRY_FN constexpr CrossingLayout make_crossing_layout(const CrossingRow& row) {
   layout.chunk_bytes =
       round_up(static_cast<std::size_t>(layout.chunk_rows) * layout.each(), kLineBytes);
   return layout;
+}
+
+/// A chunk of a block.
+struct CrossingChunk {
+  int block = 0;
+  std::int64_t chunk = 0;
+};
+
+/// In what order chunks leave: one of each block in turn, as long as it has some, so that all peers
+/// get theirs at the same pace. `first`: [blocks + 1] rows before each block; `number` is below the
+/// sum of their chunks.
+FERRY_FN constexpr CrossingChunk chunk_in_turn(const CrossingLayout& layout,
+                                               const std::int64_t* first, int blocks,
+                                               std::int64_t number) {
+  const auto chunks = [&](int block) { return layout.chunks(first[block + 1] - first[block]); };
+  const auto before = [&](std::int64_t round) {
+    std::int64_t all = 0;
+    for (int block = 0; block < blocks; ++block) {
+      all += chunks(block) < round ? chunks(block) : round;
+    }
+    return all;
+  };
+  std::int64_t round = 0, end = number + 1;  // before(round) <= number < before(end)
+  while (end - round > 1) {
+    const std::int64_t middle = round + (end - round) / 2;
+    if (before(middle) <= number) {
+      round = middle;
+    } else {
+      end = middle;
+    }
+  }
+  std::int64_t left = number - before(round);
+  int block = 0;
+  for (; block < blocks; ++block) {
+    if (chunks(block) <= round) continue;
+    if (left == 0) break;
+    --left;
+  }
+  return {block, round};
 }
 
 }  // namespace ferry

@@ -131,9 +131,7 @@ void list_sums(const ExchangePlan& plan, const CrossingPlan& crossing, const Cro
   const auto order = [&](int rank) {
     return lists.how == Crossing::direct ? rank : crossing.domains.of(rank);
   };
-  const auto own = std::find(made.sources.begin(), made.sources.end(), plan.rank);
-  const auto at = index(own - made.sources.begin());
-  for (std::int64_t v = made.first[at]; v < made.first[at + 1]; ++v) {
+  for (std::int64_t v = 0; v < made.own(); ++v) {
     const std::int32_t token = made.from[index(v)];
     // Of a token, direct copies come by ascending rank of this domain.
     parts[index(token)].push_back({-1, static_cast<std::int32_t>(v)});
@@ -171,6 +169,23 @@ std::int64_t crossing_rows(const ExchangePlan& plan, const CrossingPlan& crossin
   return domains.rail(source, domain) == target ? crossing.crossing(source, domain) : 0;
 }
 
+std::vector<std::int64_t> tokens_after(const CrossingLists& lists, const CrossingLayout& layout,
+                                       std::int64_t tokens, int pieces) {
+  std::vector<std::int64_t> ends;
+  for (int piece = 0; piece < pieces; ++piece) {
+    std::int64_t end = tokens, first = 0;
+    for (const CrossingBlock& block : lists.out) {
+      const std::int64_t rows = rows_after(layout, block.rows, piece, pieces);
+      if (rows < block.rows) {
+        end = std::min(end, std::int64_t{lists.tokens[index(first + rows)]});
+      }
+      first += block.rows;
+    }
+    ends.push_back(end);
+  }
+  return ends;
+}
+
 std::int64_t CrossingLists::in_rows() const {
   return std::accumulate(
       in.begin(), in.end(), std::int64_t{0},
@@ -206,27 +221,21 @@ DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& cr
                                 const CrossingLists& lists, std::span<const CrossedRoutes> routes) {
   Builder builder(plan, crossing, lists.how);
   const auto topk = index(plan.own.topk);
-  bool own_done = false;
-  const auto add_own = [&] {
-    builder.begin(plan.rank);
-    bool good = true;
-    for (std::int64_t token = 0; token < plan.own.tokens && good; ++token) {
-      const auto name = static_cast<std::int32_t>(token);
-      good =
-          builder.add(name, name, std::span(plan.own.topk_idx).subspan(index(token) * topk, topk));
-    }
-    own_done = true;
-    return good && builder.end();
-  };
   const auto failed = [](int liar) {
     DomainTokens none;
     none.liar = liar;
     return none;
   };
+  builder.begin(plan.rank);
+  for (std::int64_t token = 0; token < plan.own.tokens; ++token) {
+    const auto name = static_cast<std::int32_t>(token);
+    const auto ids = std::span(plan.own.topk_idx).subspan(index(token) * topk, topk);
+    if (!builder.add(name, name, ids)) return failed(plan.rank);
+  }
+  if (!builder.end()) return failed(plan.rank);
   std::int32_t row = 0;
   for (std::size_t block = 0; block < lists.in.size(); ++block) {
     const int source = lists.in[block].rank;
-    if (!own_done && source > plan.rank && !add_own()) return failed(plan.rank);
     builder.begin(source);
     for (std::int64_t i = 0; i < lists.in[block].rows; ++i, ++row) {
       if (!builder.add(-1 - row, routes[block].tokens[index(i)],
@@ -236,7 +245,6 @@ DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& cr
     }
     if (!builder.end()) return failed(source);
   }
-  if (!own_done && !add_own()) return failed(plan.rank);
   DomainTokens made = std::move(builder.made());
   list_sums(plan, crossing, lists, made);
   return made;

@@ -1,15 +1,16 @@
 // Which rows cross between this rank and ranks of other domains, and what it brings into its own:
 // for an engine that gives all of that, at once, to an exchange inside the domain. Pure.
 //
-// What a rank brings into its domain are *domain tokens*: its own, and those that crossed to it, by
-// ascending source, then token. Hierarchical: a token once, for all ranks of the domain; direct:
-// once for each rank. To the exchange inside they are tokens like any other; only where their rows
-// go is known to the whole group.
+// What a rank brings into its domain are *domain tokens*: its own, then those that crossed to it,
+// by ascending source, then token: as they lie in its stage. Hierarchical: a token once, for all
+// ranks of the domain; direct: once for each rank. To the exchange inside they are tokens like any
+// other; only where their rows go is known to the whole group.
 #pragma once
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "core/crossing_layout.hpp"
 #include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
 
@@ -36,6 +37,11 @@ struct CrossingLists {
 };
 CrossingLists make_crossing_lists(const ExchangePlan& plan, const CrossingPlan& crossing,
                                   Crossing how);
+/// Rows cross back in the order of `lists.tokens`, in `pieces` (core/crossing_layout.hpp): when
+/// piece p is there, so is all of the own tokens before result[p]; behind the last piece, of all
+/// `tokens`.
+std::vector<std::int64_t> tokens_after(const CrossingLists& lists, const CrossingLayout& layout,
+                                       std::int64_t tokens, int pieces);
 
 /// Routes of the tokens that crossed from one rank, in its order.
 struct CrossedRoutes {
@@ -48,7 +54,7 @@ struct DomainTokens {
   std::vector<std::int32_t> from{};   ///< [V] own token t, or −1 − i: row i of those that crossed
   std::vector<std::int32_t> names{};  ///< [V] the token's index at its owner
   std::vector<std::int32_t> ids{};    ///< [V, K]; −1: unused, or not of this domain (this rank)
-  std::vector<int> sources{};         ///< ascending, this rank among them
+  std::vector<int> sources{};         ///< this rank, then the others, ascending
   std::vector<std::int64_t> first{};  ///< [sources + 1]: their domain tokens
   /// [sources, ranks of the domain]: what is added to a row's ordinal among all that this rank
   /// brings to a rank, for its place there in the whole group's order.
@@ -60,6 +66,7 @@ struct DomainTokens {
   int liar = -1;  ///< not −1: this rank's routes are not those that it counted; all else is empty
 
   std::int64_t count() const { return static_cast<std::int64_t>(from.size()); }
+  std::int64_t own() const { return first[1]; }
 };
 /// `routes`: of each block of `lists.in`.
 DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& crossing,

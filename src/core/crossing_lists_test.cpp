@@ -121,6 +121,61 @@ TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
   }
 }
 
+TEST(CrossingLists, OwnTokensComeFirstThenTheStageAsItLies) {
+  std::mt19937 random(kSeed + 2);
+  for (int round = 0; round < 100; ++round) {
+    const World world = any_world(random);
+    for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
+      const Crossed all = cross(world, how);
+      for (int r = 0; r < world.placement.ranks; ++r) {
+        const DomainTokens& made = all.tokens[index(r)];
+        EXPECT_EQ(made.sources.front(), r);
+        EXPECT_EQ(made.count() - made.own(), all.lists[index(r)].in_rows());
+        for (std::int64_t v = 0; v < made.own(); ++v) EXPECT_GE(made.from[index(v)], 0);
+        for (std::int64_t v = made.own(); v < made.count(); ++v) {
+          EXPECT_EQ(made.from[index(v)], -1 - (v - made.own()));
+        }
+      }
+    }
+  }
+}
+
+TEST(CrossingLists, WithAPieceCameAllOfTheTokensBeforeItsEnd) {
+  std::mt19937 random(kSeed + 3);
+  bool early = false;
+  for (int round = 0; round < 100; ++round) {
+    const World world = any_world(random);
+    for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
+      const Crossed all = cross(world, how);
+      CrossingLayout layout = make_crossing_layout({16, 0, 0});
+      layout.chunk_rows = 1 + static_cast<std::int64_t>(random() % 3);
+      for (int r = 0; r < world.placement.ranks; ++r) {
+        const CrossingLists& lists = all.lists[index(r)];
+        const auto tokens = static_cast<std::int64_t>(world.routes[index(r)].size()) / world.topk;
+        const int pieces = 1 + static_cast<int>(random() % 4);
+        const auto ends = tokens_after(lists, layout, tokens, pieces);
+        ASSERT_EQ(ends.size(), index(pieces));
+        EXPECT_EQ(ends.back(), tokens);
+        for (int piece = 0; piece < pieces; ++piece) {
+          // The first token of which some row has not come.
+          std::int64_t first = 0, missing = tokens;
+          for (const CrossingBlock& block : lists.out) {
+            const std::int64_t chunks = layout.chunks(block.rows) * (piece + 1) / pieces;
+            for (std::int64_t row = 0; row < block.rows; ++row) {
+              if (row / layout.chunk_rows < chunks) continue;
+              missing = std::min(missing, std::int64_t{lists.tokens[index(first + row)]});
+            }
+            first += block.rows;
+          }
+          EXPECT_EQ(ends[index(piece)], missing);
+          early = early || (missing > 0 && missing < tokens);
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(early) << "no case in which some tokens can be summed before others have come";
+}
+
 TEST(CrossingLists, SumsComeTogetherInOrder) {
   std::mt19937 random(kSeed + 1);
   for (int round = 0; round < 300; ++round) {
@@ -178,6 +233,52 @@ TEST(CrossingLists, OtherRoutesThanWereCountedAreSeen) {
       const CrossedRoutes routes{{&token, 1}, {&id, 1}};
       const DomainTokens made = make_domain_tokens(plan, crossing, lists, {&routes, 1});
       EXPECT_EQ(made.liar, id == 0 ? -1 : 1) << id;
+    }
+  }
+}
+
+TEST(CrossingLayout, PiecesShareTheChunks) {
+  EXPECT_EQ(crossing_pieces(0), 1);
+  EXPECT_EQ(crossing_pieces(7), 1);
+  EXPECT_EQ(crossing_pieces(8), 2);
+  EXPECT_EQ(crossing_pieces(1000), 8);
+  const CrossingLayout layout = make_crossing_layout({16 * 1024, 0, 0});
+  for (const std::int64_t rows : {0, 1, 16, 17, 100, 1000}) {
+    for (const int pieces : {1, 3, 8}) {
+      EXPECT_EQ(rows_after(layout, rows, -1, pieces), 0);
+      EXPECT_EQ(rows_after(layout, rows, pieces - 1, pieces), rows);
+      for (int piece = 0; piece < pieces; ++piece) {
+        const std::int64_t end = rows_after(layout, rows, piece, pieces);
+        EXPECT_GE(end, rows_after(layout, rows, piece - 1, pieces));
+        EXPECT_TRUE(end == rows || end % layout.chunk_rows == 0);
+      }
+    }
+  }
+}
+
+TEST(CrossingLayout, ChunksOfAllBlocksLeaveInTurn) {
+  const CrossingLayout layout = make_crossing_layout({16 * 1024, 0, 0});
+  std::mt19937 random(kSeed + 4);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<std::int64_t> first{0};
+    const int blocks = 1 + static_cast<int>(random() % 5);
+    std::int64_t all = 0;
+    for (int b = 0; b < blocks; ++b) {
+      const auto rows = static_cast<std::int64_t>(random() % 200);
+      first.push_back(first.back() + rows);
+      all += layout.chunks(rows);
+    }
+    std::vector<std::int64_t> wanted(index(blocks));  // the next chunk of each block
+    CrossingChunk last{blocks, -1};
+    for (std::int64_t number = 0; number < all; ++number) {
+      const CrossingChunk got = chunk_in_turn(layout, first.data(), blocks, number);
+      ASSERT_LT(got.block, blocks);
+      ASSERT_EQ(got.chunk, wanted[index(got.block)]++);
+      ASSERT_TRUE(got.chunk == last.chunk ? got.block > last.block : got.chunk == last.chunk + 1);
+      last = got;
+    }
+    for (int b = 0; b < blocks; ++b) {
+      EXPECT_EQ(wanted[index(b)], layout.chunks(first[index(b + 1)] - first[index(b)]));
     }
   }
 }

@@ -182,9 +182,29 @@ const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tenso
 }
 
 void CombineJob::pull(bool room) {
+  if (halves_ == nullptr) {
+    pull_tokens(room, 0, plan_->tokens);
+  } else {
+    pull_tokens(room, halves_->last, plan_->tokens);
+    if (room) halves_->between(result_);
+    sum_.sms = 0;  // the sums of slots are there
+    pull_tokens(room, 0, halves_->last);
+  }
+  if (room && out_ != result_.x.data()) {
+    check(cudaMemcpyAsync(result_.x.data(), out_, result_.x.view().bytes(),
+                          cudaMemcpyDeviceToDevice, launch_.stream()),
+          "cudaMemcpyAsync");
+  }
+}
+
+void CombineJob::pull_tokens(bool room, std::int64_t begin, std::int64_t end) {
+  const auto at = [&](auto* data, std::int64_t each) {
+    return data == nullptr ? data : data + begin * each;
+  };
+  const auto row_bytes = static_cast<std::int64_t>(rows_.row_bytes());
   CombineParameters parameters;
   parameters.group = engine_.view();
-  parameters.plan = view();
+  parameters.plan = some_tokens(view(), engine_.size(), begin, end);
   parameters.call = signature();
   parameters.segment = at_.segment;
   parameters.offset = at_.offset;
@@ -196,10 +216,11 @@ void CombineJob::pull(bool room) {
   parameters.has_weights = has_weights();
   parameters.dtype = rows_.dtype;
   parameters.columns = rows_.columns();
-  parameters.bias0 = bias0_;
-  parameters.bias1 = bias1_;
-  parameters.out = room ? out_ : nullptr;
-  parameters.out_weights = room && has_weights() ? result_.topk_weights.as<float>() : nullptr;
+  parameters.bias0 = at(bias0_, row_bytes);
+  parameters.bias1 = at(bias1_, row_bytes);
+  parameters.out = room ? at(out_, row_bytes) : nullptr;
+  parameters.out_weights =
+      room && has_weights() ? at(result_.topk_weights.as<float>(), plan_->topk) : nullptr;
   parameters.failure = launch_.record()->failure;
   parameters.sms = sms_;
   const bool sums = room && sum_.sms > 0;
@@ -209,11 +230,6 @@ void CombineJob::pull(bool room) {
     launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");
   }
   launch_.run(launch_combine(parameters, launch_.stream()), "launch_combine");
-  if (room && out_ != result_.x.data()) {
-    check(cudaMemcpyAsync(result_.x.data(), out_, result_.x.view().bytes(),
-                          cudaMemcpyDeviceToDevice, launch_.stream()),
-          "cudaMemcpyAsync");
-  }
 }
 
 /// All memory of the call, before it is entered. False: there is none, which every rank must learn.
@@ -272,6 +288,15 @@ Combined CudaEngine::combine(const ConstTensorView& rows, const Plan& plan,
            "a dispatch first: it brings the routes that expert-major rows need");
   }
   return CombineJob(*this, launch, rows, std::move(state), options).run();
+}
+
+Combined CudaEngine::combine_in_halves(const ConstTensorView& rows, const Plan& plan,
+                                       const CombineOptions& options, const CombineHalves& halves) {
+  check_usable(kCombine);
+  Launch launch(*this, kCombine, options.stream);
+  CombineJob job(*this, launch, rows, plan_of(plan, kCombine), options);
+  job.in_halves(halves);
+  return job.run();
 }
 
 }  // namespace ferry::cuda

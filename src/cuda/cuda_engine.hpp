@@ -40,6 +40,8 @@ struct Parts {
 };
 
 class CudaPlan;
+struct CombineHalves;
+struct DispatchHalves;
 
 /// What the monitor reads to know whether a call still waits for a peer.
 struct PeerWords {
@@ -80,6 +82,12 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   TimeUse time() const override;
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
+
+  // For a group that is larger than the engine: arguments are checked, outputs are this engine's.
+  Received dispatch_in_halves(const ConstTensorView& x, const Plan& plan,
+                              const DispatchOptions& options, const DispatchHalves& halves);
+  Combined combine_in_halves(const ConstTensorView& rows, const Plan& plan,
+                             const CombineOptions& options, const CombineHalves& halves);
 
   // For the jobs of this engine (plan.cpp, dispatch.cpp, combine.cpp) and their events.
   engine::Channel& channel() { return channel_; }

@@ -66,82 +66,6 @@ bool DispatchJob::take_regions(CudaEngine::Pieces pieces) {
   return true;
 }
 
-CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
-                                 bool carries_routes, std::uint64_t plan) {
-  CallSignature call;
-  call.kind = CallKind::dispatch;
-  call.dtype = static_cast<std::uint32_t>(row.dtype);
-  call.columns = row.columns;
-  call.scale_columns = row.scale_columns;
-  call.topk = static_cast<std::uint32_t>(topk);
-  call.order = static_cast<std::uint16_t>(options.order);
-  call.routes = carries_routes ? 1 : 0;
-  call.weights = options.topk_weights ? 1 : 0;
-  call.plan = plan;
-  return call;
-}
-
-CallSignature DispatchJob::signature() const {
-  return dispatch_signature(row_, plan_->topk, options_, carries_routes_, plan_->number);
-}
-
-/// True: the plan's kernel has been launched just now.
-bool DispatchJob::make_plan() {
-  if (!make_plan_) return false;
-  std::exchange(make_plan_, {})();
-  return true;
-}
-
-void DispatchJob::push(StepStatus status) {
-  DispatchParameters parameters;
-  const bool behind_plan = make_plan();
-  parameters.group = engine_.view();
-  parameters.plan = carries_routes_ ? plan_->view : plan_->routed();
-  parameters.call = signature();
-  parameters.x = input_;
-  parameters.row_bytes = static_cast<std::int64_t>(row_.bytes());
-  parameters.scale_columns = row_.scale_columns;
-  parameters.quantize = row_.quantized;
-  parameters.round_scale = row_.round_scale;
-  parameters.x_dtype = x_.dtype;
-  if (options_.scales) {
-    parameters.scales = static_cast<const float*>(options_.scales->data);
-    parameters.scale_token_stride = options_.scales->strides[0];
-    parameters.scale_column_stride = options_.scales->strides[1];
-  }
-  parameters.has_weights = has_weights();
-  if (has_weights()) parameters.weights = static_cast<const float*>(options_.topk_weights->data);
-  parameters.carries_routes = carries_routes_;
-  parameters.token_names = plan_->token_names;
-  if (carries_routes_ && lasting()) {
-    parameters.came = reinterpret_cast<std::uint64_t*>(plan_->view.data + plan_->routes_state);
-  }
-  parameters.status = status;
-  parameters.need_bytes =
-      status == StepStatus::too_many ? std::max(rank_rows_, out_rows_) : need_bytes_;
-  parameters.segment = rank_.region.address.segment;
-  parameters.offset = rank_.region.address.offset;
-  parameters.side_segment = side_.region.address.segment;
-  parameters.side_offset = side_.region.address.offset;
-  parameters.capacity = rank_rows_;
-  if (guessed_) parameters.second = &launch_.record()->pinned().second;
-  if (expert_major() && options_.worst_case_rows > 0) {
-    parameters.out_capacity = out_rows_;
-    parameters.out_alignment = options_.alignment;
-  }
-  parameters.parts = parts();
-  parameters.followed = followed_;
-  // A graph's memory is its own, so nobody has used it since the plan. Of a call that makes its
-  // plan nothing lies between the two kernels, and memory was taken before both.
-  const bool unused = behind_plan || launch_.follows_in_graph(plan_->number);
-  parameters.early = unused && parameters.out_capacity == 0;
-  parameters.glued = behind_plan && parameters.early;
-  parameters.failure = launch_.record()->failure;
-  parameters.sms = sms_;
-  launch_.enter(parameters.call);
-  launch_.run(launch_dispatch(parameters, launch_.stream()), "launch_dispatch");
-}
-
 const std::byte* DispatchJob::input() {
   const auto* data = static_cast<const std::byte*>(x_.data);
   if (x_.bytes() == 0 || reinterpret_cast<std::uintptr_t>(data) % 16 == 0) return data;
@@ -255,6 +179,16 @@ Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
         dispatch_signature(wire_row(x, options), state->topk, options, carries, state->number));
   }
   return DispatchJob(*this, launch, x, std::move(state), options).run();
+}
+
+Received CudaEngine::dispatch_in_halves(const ConstTensorView& x, const Plan& plan,
+                                        const DispatchOptions& options,
+                                        const DispatchHalves& halves) {
+  check_usable(kDispatch);
+  Launch launch(*this, kDispatch, options.stream);
+  DispatchJob job(*this, launch, x, plan_of(plan, kDispatch), options);
+  job.in_halves(halves);
+  return job.run();
 }
 
 Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,

@@ -19,6 +19,15 @@ inline constexpr const char* kDispatch = "dispatch";
 CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
                                  bool carries_routes, std::uint64_t plan);
 
+/// A dispatch made as two calls, each with a part of the tokens, of rows that lie in the whole
+/// group's order; the same on all ranks but for the number.
+struct DispatchHalves {
+  std::int64_t first = 0;  ///< so many tokens go in the first call
+  /// Launches what brings the rows of the others, behind the first call in the stream, or so that
+  /// the stream waits for it.
+  std::function<void()> between{};
+};
+
 class DispatchJob {
  public:
   /// Learns or guesses the count if the output is exact. `make_plan`: enters the plan's call, which
@@ -27,6 +36,8 @@ class DispatchJob {
               std::shared_ptr<CudaPlan> plan, const DispatchOptions& options,
               std::function<void()> make_plan = {});
   Received run();
+  /// Before `run`, with a scattered plan.
+  void in_halves(const DispatchHalves& halves) { halves_ = &halves; }
 
  private:
   bool expert_major() const { return options_.order == RowOrder::expert_major; }
@@ -54,6 +65,8 @@ class DispatchJob {
   /// Dense and aligned to 16 bytes.
   const std::byte* input();
   void push(StepStatus status);
+  /// Tokens [begin, end).
+  void push_tokens(StepStatus status, std::int64_t begin, std::int64_t end);
   void make_rows();
   void use_of_others();
   /// Whether the plan may remember what this dispatch makes: what a graph makes is there only when
@@ -84,6 +97,7 @@ class DispatchJob {
   std::shared_ptr<CudaPlan> plan_;
   const DispatchOptions& options_;
   std::function<void()> make_plan_;
+  const DispatchHalves* halves_ = nullptr;
   bool makes_plan_ = false;
   int sms_ = 1;
   bool carries_routes_ = false;

@@ -43,7 +43,7 @@ void DispatchJob::know_rows() {
 /// Only for the first dispatch of a plan, which comes when its counts are not there yet. Every
 /// rank's own choice.
 bool DispatchJob::guess_rows() {
-  if (!carries_routes_ || expert_major() || options_.out) return false;
+  if (!carries_routes_ || expert_major() || options_.out || plan_->scattered) return false;
   if (launch_.capture().active || plan_->captured || plan_->told()) return false;
   const std::int64_t guess = engine_.row_guess().rows(plan_->tokens, engine_.size());
   if (guess < 1 || guess > kMaxRows) return false;

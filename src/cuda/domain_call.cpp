@@ -85,9 +85,14 @@ DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
   }
 }
 
-/// Later calls come after what was launched of a plan, or of a call that failed.
+/// Later calls come after what was launched of a plan, or of a call that failed; and after all that
+/// the proxy still takes from the stage for it.
 DomainCall::~DomainCall() {
   if (finished_ || !here_ || !turn_.owns_lock()) return;
+  try {
+    if (crossing_ && !received_) receive({});
+  } catch (...) {  // the group has failed
+  }
   GpuEvent end = engine_.inside().gpu().events()->record(native_);
   uses_->ends_at(end);
   if (!end) return;
@@ -120,7 +125,7 @@ const std::byte* DomainCall::aligned(const ConstTensorView& rows, Held& copy) co
   return copy.data();
 }
 
-Event DomainCall::finish(std::shared_ptr<engine::CrossingCall> call, Event inside) {
+Event DomainCall::finish(Event inside) {
   GpuEvent end = engine_.inside().gpu().events()->take();
   check(cudaEventRecord(end.get(), native_), "cudaEventRecord");
   engine_.last_ = end;
@@ -129,8 +134,8 @@ Event DomainCall::finish(std::shared_ptr<engine::CrossingCall> call, Event insid
   finished_ = true;
   const int device = engine_.device().index;
   turn_.unlock();
-  Event event(std::make_shared<DomainEvent>(engine_.weak_from_this(), std::move(call),
-                                            std::move(inside), std::move(end), device));
+  Event event(std::make_shared<DomainEvent>(engine_.weak_from_this(), crossing_, std::move(inside),
+                                            std::move(end), device));
   if (!blocking_) return event;
   engine_.finish(name_, event);
   return {};

@@ -1,5 +1,6 @@
-// Combine between domains: sums inside the domain, for the own tokens and for those that crossed to
-// here; the latter go back where they came from, and each owner adds what it has.
+// Combine between domains: sums inside the domain, for the tokens that crossed to here, which go
+// back where they came from, and meanwhile for the own ones; each owner adds what it has as it
+// comes.
 #include <utility>
 
 #include "core/check.hpp"
@@ -31,7 +32,9 @@ class DomainCombine {
   Crossing crossing() const;
   void check_rows() const;
   StepMessage head(Crossing how) const;
-  Combined sum_inside(const DomainCall& call, const CrossingTables& tables);
+  /// First the sums of what crossed to here, which `send` takes; then those of the own tokens.
+  Combined sum_inside(const DomainCall& call, const CrossingTables& tables,
+                      const std::function<void(const Combined&)>& send);
   /// The result's memory, and where the kernel finds and puts everything but what has crossed.
   AddDomainsParameters prepare(const DomainCall& call);
 
@@ -68,7 +71,8 @@ StepMessage DomainCombine::head(Crossing how) const {
   return head;
 }
 
-Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables& tables) {
+Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables& tables,
+                                   const std::function<void(const Combined&)>& send) {
   CombineOptions within = options_;
   within.stream = call.stream();
   within.crossing = Crossing::automatic;
@@ -76,7 +80,7 @@ Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables&
   within.bias1.reset();
   within.out.reset();
   try {
-    return engine_.inside().combine(rows_, tables.inside, within);
+    return engine_.inside().combine_in_halves(rows_, tables.inside, within, {tables.own, send});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }
@@ -104,7 +108,6 @@ AddDomainsParameters DomainCombine::prepare(const DomainCall& call) {
   }
   if (options_.bias0) add.bias0 = call.aligned(*options_.bias0, bias0_);
   if (options_.bias1) add.bias1 = call.aligned(*options_.bias1, bias1_);
-  add.tokens = plan_->tokens;
   add.dtype = rows_.dtype;
   add.sms = engine_.inside().local_sms();
   return add;
@@ -121,28 +124,33 @@ Combined DomainCombine::run() {
                         make_crossing_layout({rows_.row_bytes(), 0, weight_columns})};
   engine_.make_room(way, tables);
   AddDomainsParameters add = prepare(call);
-  Combined sums = sum_inside(call, tables);
-
-  PackParameters pack;
-  pack.from.rows = static_cast<const std::byte*>(sums.x.data());
-  pack.from.weights = has_weights() ? sums.topk_weights.as<const float>() : nullptr;
-  pack.sms = engine_.inside().sms_for(kCombine, options_.sms);
-  auto crossing = call.cross(way, tables, head(how), pack);
+  const Combined sums = sum_inside(call, tables, [&](const Combined& made) {
+    PackParameters pack;
+    pack.from.rows = static_cast<const std::byte*>(made.x.data());
+    pack.from.weights = has_weights() ? made.topk_weights.as<const float>() : nullptr;
+    pack.sms = engine_.inside().sms_for(kCombine, options_.sms);
+    call.send(way, tables, head(how), pack);
+  });
 
   add.layout = way.layout;
   add.offset = tables.sum_offset;
   add.parts = tables.sums;
-  add.rows = pack.from.rows;
-  add.weights = pack.from.weights;
+  add.rows = static_cast<const std::byte*>(sums.x.data());
+  add.weights = has_weights() ? sums.topk_weights.as<const float>() : nullptr;
   add.blocks = tables.out;
   add.stage = engine_.stage_.data(DomainStage::kIn);
-  check(launch_add_domains(add, call.native()), "launch_add_domains");
+  const auto ends = tokens_after(tables.lists, way.layout, plan_->tokens, call.pieces());
+  call.receive([&](int piece, cudaStream_t stream) {
+    add.end = ends[index(piece)];
+    check(launch_add_domains(add, stream), "launch_add_domains");
+    add.begin = add.end;
+  });
   if (out_) {
     check(cudaMemcpyAsync(result_.x.data(), add.out, result_.x.view().bytes(),
                           cudaMemcpyDeviceToDevice, call.native()),
           "cudaMemcpyAsync");
   }
-  result_.event = call.finish(std::move(crossing), std::move(sums.event));
+  result_.event = call.finish(sums.event);
   return result_;
 }
 

@@ -33,12 +33,14 @@ void DomainEngine::make_room(const CrossingWay& way, const CrossingTables& table
       config_.on_wait);
 }
 
-std::shared_ptr<engine::CrossingCall> DomainCall::cross(const CrossingWay& way,
-                                                        const CrossingTables& tables,
-                                                        const StepMessage& head,
-                                                        PackParameters pack,
-                                                        std::function<void(engine::Channel&)> agree,
-                                                        const std::function<void()>& meanwhile) {
+void DomainCall::order(cudaStream_t before, cudaStream_t behind) {
+  const GpuEvent event = engine_.inside().gpu().events()->take();
+  check(cudaEventRecord(event.get(), before), "cudaEventRecord");
+  check(cudaStreamWaitEvent(behind, event.get(), 0), "cudaStreamWaitEvent");
+}
+
+void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, const StepMessage& head,
+                      PackParameters pack, std::function<void(engine::Channel&)> agree) {
   DomainEngine& engine = engine_;
   auto call = std::make_shared<engine::CrossingCall>();
   call->stage = way.stage;
@@ -53,23 +55,53 @@ std::shared_ptr<engine::CrossingCall> DomainCall::cross(const CrossingWay& way,
     from += bytes;
     call->puts += static_cast<std::uint64_t>(way.layout.chunks(block.rows));
   }
+  std::int64_t most = 0;
+  for (const CrossingBlock& block : way.received(tables)) {
+    call->sources.push_back({block.rank, way.layout.chunks(block.rows)});
+    most = std::max(most, call->sources.back().chunks);
+  }
+  call->pieces = crossing_pieces(most);
+  if (!way.back) call->together = engine.parts_.domains.members(engine.domain_of(engine.rank()));
   call->first = engine.commands_;
-  call->number = ++engine.calls_;
+  call->number = engine.pieces_ += static_cast<std::uint64_t>(call->pieces);
   engine.commands_ += 1 + call->puts;
   engine.proxy_->submit(call);
+  crossing_ = call;
   pack.layout = way.layout;
   pack.blocks = way.back ? tables.in : tables.out;
   pack.index = way.back ? tables.returned : tables.sent;
   pack.stage = engine.stage_.data(DomainStage::kOut);
   try {
+    order(native_, engine.beside_);
     pack_in_pieces(*call, pack);
-    if (meanwhile) meanwhile();
-    wait_for_word(native_, engine.words_.arrived, call->number);
   } catch (const Error& error) {
     engine.fail(name_, error);  // the peers are in this call, or will be
     throw;
   }
-  return call;
+}
+
+void DomainCall::await_piece(int piece) {
+  const auto behind = static_cast<std::uint64_t>(crossing_->pieces - 1 - piece);
+  wait_for_word(engine_.beside_, engine_.words_.arrived, crossing_->number - behind);
+}
+
+void DomainCall::receive(const std::function<void(int piece, cudaStream_t stream)>& use) {
+  received_ = true;
+  try {
+    order(native_, engine_.beside_);
+    for (int piece = use ? 0 : pieces() - 1; piece < pieces(); ++piece) {
+      await_piece(piece);
+      if (use) use(piece, engine_.beside_);
+    }
+    order(engine_.beside_, native_);
+  } catch (const Error& error) {
+    engine_.fail(name_, error);
+    // Whatever was launched ends now, and before what comes next.
+    if (const GpuEvent end = engine_.inside().gpu().events()->record(engine_.beside_)) {
+      (void)cudaStreamWaitEvent(native_, end.get(), 0);
+    }
+    throw;
+  }
 }
 
 /// The ring never overflows: a piece is started when its last command has room.
@@ -87,8 +119,10 @@ void DomainCall::pack_in_pieces(const engine::CrossingCall& call, PackParameters
     const std::uint64_t needed =
         ring.needed(call.first + static_cast<std::uint64_t>(pack.end_chunk));
     const std::atomic_ref word(*engine_.words_.taken);
-    if (word.load(std::memory_order_acquire) < needed) wait_for_word(native_, taken, needed);
-    check(launch_pack(pack, native_), "launch_pack");
+    if (word.load(std::memory_order_acquire) < needed) {
+      wait_for_word(engine_.beside_, taken, needed);
+    }
+    check(launch_pack(pack, engine_.beside_), "launch_pack");
   }
 }
 

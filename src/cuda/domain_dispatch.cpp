@@ -1,5 +1,5 @@
-// Dispatch between domains: what crosses is packed and posted, what has come joins the own tokens,
-// and the engine inside brings all of them to their ranks.
+// Dispatch between domains: what crosses is packed and posted; meanwhile the engine inside brings
+// the own tokens to their ranks, and what has come when all of it is here.
 #include <utility>
 
 #include "core/check.hpp"
@@ -60,8 +60,9 @@ class DomainDispatch {
   StepMessage head(Crossing how) const;
   /// The own rows as they arrive: quantised, if they are.
   CrossingSource source(const DomainCall& call);
+  /// First the own tokens, which lie in `rows`; then what `receive` launches, and the others.
   Received exchange_inside(const DomainCall& call, const CrossingTables& tables,
-                           const GatherParameters& from);
+                           const CrossingRows& rows, const std::function<void()>& receive);
 
   DomainEngine& engine_;
   ConstTensorView x_;
@@ -116,7 +117,8 @@ CrossingSource DomainDispatch::source(const DomainCall& call) {
 }
 
 Received DomainDispatch::exchange_inside(const DomainCall& call, const CrossingTables& tables,
-                                         const GatherParameters& from) {
+                                         const CrossingRows& rows,
+                                         const std::function<void()>& receive) {
   DispatchOptions within = options_;
   within.stream = call.stream();
   within.format = WireFormat::as_is;
@@ -124,15 +126,15 @@ Received DomainDispatch::exchange_inside(const DomainCall& call, const CrossingT
   within.crossing = Crossing::automatic;
   if (row_.scale_columns > 0) {
     within.scales =
-        ConstTensorView(from.scales, Dtype::f32, {tables.count, row_.scale_columns}, device());
+        ConstTensorView(rows.scales, Dtype::f32, {tables.count, row_.scale_columns}, device());
   }
   if (options_.topk_weights) {
     within.topk_weights =
-        ConstTensorView(from.weights, Dtype::f32, {tables.count, plan_->topk}, device());
+        ConstTensorView(rows.weights, Dtype::f32, {tables.count, plan_->topk}, device());
   }
-  const ConstTensorView rows(from.rows, row_.dtype, {tables.count, row_.columns}, device());
+  const ConstTensorView x(rows.rows, row_.dtype, {tables.count, row_.columns}, device());
   try {
-    return engine_.inside().dispatch(rows, tables.inside, within);
+    return engine_.inside().dispatch_in_halves(x, tables.inside, within, {tables.own, receive});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }
@@ -155,30 +157,35 @@ Received DomainDispatch::run() {
   const Held weights = call.take(index(tables.count) * way.layout.weight_bytes);
   GatherParameters gather;
   gather.layout = way.layout;
+  gather.count = tables.own;
   gather.from = tables.from;
   gather.own = pack.from;
-  gather.blocks = tables.in;
-  gather.stage = engine_.stage_.data(DomainStage::kIn);
-  gather.rows = rows.data();
-  gather.scales = reinterpret_cast<float*>(scales.data());
-  gather.weights = reinterpret_cast<float*>(weights.data());
+  gather.to = {rows.data(), reinterpret_cast<float*>(scales.data()),
+               reinterpret_cast<float*>(weights.data())};
   gather.sms = engine_.inside().local_sms();
+  UnpackParameters unpack;
+  unpack.layout = way.layout;
+  unpack.blocks = tables.in;
+  unpack.stage = engine_.stage_.data(DomainStage::kIn);
+  unpack.to = {gather.to.rows + tables.own * static_cast<std::int64_t>(way.layout.row_bytes),
+               gather.to.scales + tables.own * row_.scale_columns,
+               gather.to.weights + tables.own * weight_columns};
+  unpack.sms = gather.sms;
 
-  const auto gather_some = [&](std::int64_t begin, std::int64_t end) {
-    gather.begin = begin;
-    gather.end = end;
-    check(launch_gather(gather, call.native()), "launch_gather");
-  };
-  auto crossing = call.cross(way, tables, head(how), pack, agree_on_rows,
-                             [&] { gather_some(tables.own_begin, tables.own_end); });
-  gather_some(0, tables.own_begin);
-  gather_some(tables.own_end, tables.count);
-  Received received = exchange_inside(call, tables, gather);
+  check(launch_gather(gather, call.native()), "launch_gather");
+  call.send(way, tables, head(how), pack, agree_on_rows);
+  Received received = exchange_inside(call, tables, gather.to, [&] {
+    unpack.pieces = call.pieces();
+    call.receive([&](int piece, cudaStream_t stream) {
+      unpack.piece = piece;
+      check(launch_unpack(unpack, stream), "launch_unpack");
+    });
+  });
   plan_->crossed = how;
   plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
   plan_->routes_sent.store(true);
   received.plan = {};
-  received.event = call.finish(std::move(crossing), std::move(received.event));
+  received.event = call.finish(std::move(received.event));
   return received;
 }
 

@@ -41,6 +41,7 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
   words_ = words_in(words_memory_.get());
   constexpr std::size_t kRoutes = std::size_t{2} << 20;  // of most plans
   (void)buffer_.take(kRoutes);
+  check(cudaStreamCreateWithFlags(&beside_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   own_stream_ = Stream::of_cuda(inside().gpu().own().stream, device().index);
   const protocol::CommandRing<> ring(reinterpret_cast<protocol::CommandSlot*>(ring_memory_.get()),
                                      kRingSlots, words_.taken);
@@ -67,6 +68,7 @@ DomainEngine::~DomainEngine() {
       new std::vector<std::shared_ptr<void>>{ring_memory_, words_memory_, parts_.memory};
     }
     if (latency_proxy_ && !inside().settle(0s)) (void)latency_proxy_.release();  // the same
+    cudaStreamDestroy(beside_);
   } catch (...) {  // the GPU is going away
   }
 }

@@ -2,7 +2,8 @@
 // and around it what crosses to others. What crosses goes through a stage in pinned memory, posted
 // by a proxy (engine/proxy.hpp) while the stream waits for a word and no SM is held; what has come
 // joins the own tokens, and the engine inside carries all of them as if they were this rank's
-// (core/crossing_lists.hpp). Sums go back the same way.
+// (core/crossing_lists.hpp). Sums go back the same way. All that touches the stage is on a stream
+// beside the caller's, so that the network, the stage and the domain work at once.
 //
 // The CPU makes the plans: it reads the routes, and waits for the counts of the other ranks. Calls
 // on streams do not wait for the network. Nothing can be captured into a graph.
@@ -38,12 +39,11 @@ inline constexpr std::uint64_t kRingSlots = 2048;
 /// How tokens of a plan cross, one way: made by the first call that needs it.
 struct CrossingTables {
   CrossingLists lists{};
-  std::int64_t count = 0;      ///< of domain tokens
-  std::int64_t own_begin = 0;  ///< the own ones among them
-  std::int64_t own_end = 0;
+  std::int64_t count = 0;                    ///< of domain tokens
+  std::int64_t own = 0;                      ///< the first ones; the others lie as in the stage
   Plan inside{};                             ///< of the domain tokens, by the engine inside
   Held memory{};                             ///< the tables below
-  const std::int32_t* from = nullptr;        ///< [V]
+  const std::int32_t* from = nullptr;        ///< [V], of which only the own are asked for
   const std::int32_t* names = nullptr;       ///< [V]
   const std::int32_t* sent = nullptr;        ///< [out rows]: own tokens that cross
   const std::int32_t* returned = nullptr;    ///< [in rows]: domain tokens whose sums cross back
@@ -75,6 +75,9 @@ struct CrossingWay {
 
   const std::vector<CrossingBlock>& sent(const CrossingTables& tables) const {
     return back ? tables.lists.in : tables.lists.out;
+  }
+  const std::vector<CrossingBlock>& received(const CrossingTables& tables) const {
+    return back ? tables.lists.out : tables.lists.in;
   }
   /// Where the block of `source` begins in the stage of `target`; of source = ranks: its end.
   std::size_t place(int target, int source) const;
@@ -179,6 +182,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::uint64_t exchanges_ = 0;                    // guarded by turn_
   std::atomic<std::size_t> latency_bytes_{0};      // registered for what crosses
   std::optional<Stream> own_stream_{};  ///< of calls without one: that of the engine inside
+  cudaStream_t beside_ = nullptr;       ///< into the stage and out of it
 
   PinnedBuffer buffer_{};
   GpuEvent buffer_used_{};  // until then
@@ -186,7 +190,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::timed_mutex turn_;  // of calls
   GpuEvent last_{};        // the end of the last call
   unsigned long long last_stream_ = 0;
-  std::uint64_t calls_ = 0;     // that crossed
+  std::uint64_t pieces_ = 0;    // that came, or will
   std::uint64_t commands_ = 0;  // made so far
   std::uint64_t plans_ = 0;
   std::atomic<bool> leaving_{false};
@@ -238,18 +242,23 @@ class DomainCall {
   /// Rows of a caller, aligned to 16 bytes: themselves, or a copy that `copy` keeps.
   const std::byte* aligned(const ConstTensorView& rows, Held& copy) const;
 
-  /// Hands the call to the proxy, packs its rows (`pack`: from where) and makes its commands; what
-  /// comes next in the stream comes when all is here, but for what `meanwhile` launches. From here
-  /// on the call takes place.
-  std::shared_ptr<engine::CrossingCall> cross(const CrossingWay& way, const CrossingTables& tables,
-                                              const StepMessage& head, PackParameters pack,
-                                              std::function<void(engine::Channel&)> agree = {},
-                                              const std::function<void()>& meanwhile = {});
+  /// Hands the call to the proxy, packs its rows (`pack`: from where) and makes its commands:
+  /// beside the call's stream, behind what is in it now. From here on the call takes place.
+  void send(const CrossingWay& way, const CrossingTables& tables, const StepMessage& head,
+            PackParameters pack, std::function<void(engine::Channel&)> agree = {});
+  /// Of what comes: in how many pieces.
+  int pieces() const { return crossing_->pieces; }
+  /// For each piece, when it has come: what `use` launches on the stream that it is given. Behind
+  /// what is in the call's stream now; what comes next in that comes behind all of this.
+  void receive(const std::function<void(int piece, cudaStream_t stream)>& use);
   /// The call's last kernel is launched: its event.
-  Event finish(std::shared_ptr<engine::CrossingCall> call, Event inside);
+  Event finish(Event inside);
 
  private:
   void pack_in_pieces(const engine::CrossingCall& call, PackParameters pack);
+  void await_piece(int piece);
+  /// `behind` goes on when all that is in `before` now has ended.
+  void order(cudaStream_t before, cudaStream_t behind);
 
   DomainEngine& engine_;
   const char* name_;
@@ -260,6 +269,8 @@ class DomainCall {
   cudaStream_t native_;
   unsigned long long id_ = 0;
   std::shared_ptr<DomainUse> uses_ = std::make_shared<DomainUse>();
+  std::shared_ptr<engine::CrossingCall> crossing_{};  // once it takes place
+  bool received_ = false;
   bool finished_ = false;
 };
 

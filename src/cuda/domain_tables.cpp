@@ -1,7 +1,7 @@
 // How the tokens of a plan cross: the first call that crosses in some way learns the routes of what
 // crosses to here, and plans the exchange inside the domain.
-#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -109,9 +109,7 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
 
 void DomainEngine::upload(DomainCall& call, const DomainTokens& tokens, CrossingTables& to) {
   std::vector<std::int32_t> returned(index(to.lists.in_rows()));
-  for (std::size_t v = 0; v < tokens.from.size(); ++v) {
-    if (tokens.from[v] < 0) returned[index(-1 - tokens.from[v])] = static_cast<std::int32_t>(v);
-  }
+  std::iota(returned.begin(), returned.end(), static_cast<std::int32_t>(tokens.own()));
   Tables tables;
   const std::size_t from = tables.add(tokens.from), names = tables.add(tokens.names),
                     sent = tables.add(to.lists.tokens), back = tables.add(returned),
@@ -123,9 +121,7 @@ void DomainEngine::upload(DomainCall& call, const DomainTokens& tokens, Crossing
   std::byte* data = to.memory.data();
   to_gpu(call, data, tables.bytes().data(), tables.bytes().size());
   to.count = tokens.count();
-  const auto own = std::find(tokens.sources.begin(), tokens.sources.end(), rank());
-  to.own_begin = tokens.first[index(own - tokens.sources.begin())];
-  to.own_end = tokens.first[index(own - tokens.sources.begin()) + 1];
+  to.own = tokens.own();
   to.from = reinterpret_cast<const std::int32_t*>(data + from);
   to.names = reinterpret_cast<const std::int32_t*>(data + names);
   to.sent = reinterpret_cast<const std::int32_t*>(data + sent);

@@ -37,7 +37,7 @@ struct Seat {
   std::vector<std::byte> out = std::vector<std::byte>(64 * kChunk);
   std::vector<Error> failures;  // of the proxy's thread, to be read when it has ended
   std::unique_ptr<Proxy> proxy;
-  std::uint64_t commands = 0, calls = 0;
+  std::uint64_t commands = 0, arrivals = 0;
 
   Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline) {
     config.deadline = deadline;
@@ -70,7 +70,8 @@ struct Seat {
   int size() const { return channel->size(); }
 
   /// A call in which every rank sends `chunks` to every other.
-  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1) {
+  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1, int pieces = 1,
+                                     std::vector<int> together = {}) {
     auto made = std::make_shared<CrossingCall>();
     made->stage = "test: crossing";
     made->head.call.kind = CallKind::dispatch;
@@ -86,8 +87,11 @@ struct Seat {
       const int before = rank() - (peer < rank() ? 1 : 0);
       made->windows.push_back(
           {peer, made->windows.size() * room, static_cast<std::uint64_t>(before) * room, room});
+      made->sources.push_back({peer, static_cast<std::int64_t>(chunks)});
     }
-    made->number = ++calls;
+    made->pieces = pieces;
+    made->together = std::move(together);
+    made->number = arrivals += static_cast<std::uint64_t>(pieces);
     commands += 1 + made->puts;
     proxy->submit(made);
     return made;
@@ -95,10 +99,17 @@ struct Seat {
   /// What a kernel does, on this thread: fills the own stage and makes the commands, never more
   /// than the ring holds. `most`: so many puts.
   void produce(const CrossingCall& call, std::uint64_t chunks, std::uint64_t most = ~0ull) {
+    begin(call);
+    put(call, chunks, 0, std::min(call.puts, most));
+  }
+  void begin(const CrossingCall& call) {
     protocol::DeadlineWatch watch(20s);
     ASSERT_TRUE(ring().await_room(call.first, watch).ok());
     ring().post(call.first, {Command::Kind::begin});
-    for (std::uint64_t i = 0; i < std::min(call.puts, most); ++i) {
+  }
+  void put(const CrossingCall& call, std::uint64_t chunks, std::uint64_t first, std::uint64_t end) {
+    protocol::DeadlineWatch watch(20s);
+    for (std::uint64_t i = first; i < end; ++i) {
       const std::uint64_t window = i / chunks, from = i * kChunk;
       std::memset(out.data() + from, static_cast<int>(call.number * 16 + i % 16), kChunk);
       ASSERT_TRUE(ring().await_room(call.first + 1 + i, watch).ok());
@@ -147,6 +158,67 @@ TEST(Proxy, CarriesMoreThanTheRingHolds) {
       }
       seat.proxy->run([&] { seat.channel->swap("barrier", {}); }, {});  // before it is written anew
     }
+    EXPECT_TRUE(seat.failures.empty());
+  });
+}
+
+// Each rank makes chunks only when it has a piece of the other's, so no piece waits for a chunk
+// that comes after it, on either side.
+TEST(Proxy, PiecesComeWhileLaterChunksAreNotMadeYet) {
+  constexpr std::uint64_t kChunks = 6, kEach = 2;
+  constexpr int kPieces = 3;
+  with_seats(2, 20s, [&](Seat& seat) {
+    for (int round = 0; round < 3; ++round) {
+      const auto call = seat.call(kChunks, 1, kPieces);
+      const auto await_piece = [&](std::uint64_t piece) {
+        ASSERT_TRUE(seat.await_arrival(call->number - kPieces + 1 + piece));
+        for (std::uint64_t i = piece * kEach; i < (piece + 1) * kEach; ++i) {
+          EXPECT_EQ(seat.stage.data[i * kChunk], static_cast<std::byte>(call->number * 16 + i));
+        }
+      };
+      seat.begin(*call);
+      if (seat.rank() == 0) {
+        seat.put(*call, kChunks, 0, 2);
+        await_piece(0);
+        await_piece(1);
+        seat.put(*call, kChunks, 2, 6);
+      } else {
+        await_piece(0);
+        seat.put(*call, kChunks, 0, 5);
+        await_piece(1);
+        // All of rank 0's may be here; the last piece also says that the own stage is free.
+        const protocol::Flag arrived{&seat.arrived.word};
+        EXPECT_LT(arrived.load(protocol::order::acquire), call->number);
+        seat.put(*call, kChunks, 5, 6);
+      }
+      await_piece(2);
+      EXPECT_TRUE(call->crossed.load());
+    }
+    EXPECT_TRUE(seat.failures.empty());
+  });
+}
+
+// Ranks 0 and 1 go on together; rank 2 holds back what rank 1 waits for.
+TEST(Proxy, WhoWillWaitForOthersGetsTheLastPieceWithThem) {
+  constexpr std::uint64_t kChunks = 4;
+  std::atomic<bool> checked{false};
+  with_seats(3, 20s, [&](Seat& seat) {
+    const std::vector<int> pair{0, 1};
+    const auto call = seat.call(kChunks, 1, 2, seat.rank() < 2 ? pair : std::vector<int>{});
+    seat.begin(*call);
+    if (seat.rank() == 2) {
+      seat.put(*call, kChunks, 0, 2 * kChunks - 1);
+      while (!checked.load()) std::this_thread::sleep_for(1ms);
+      seat.put(*call, kChunks, 2 * kChunks - 1, 2 * kChunks);
+    } else {
+      seat.put(*call, kChunks, 0, 2 * kChunks);
+    }
+    if (seat.rank() == 0) {
+      EXPECT_TRUE(seat.await_arrival(call->number - 1));
+      EXPECT_FALSE(seat.await_arrival(call->number, 30ms));
+      checked.store(true);
+    }
+    ASSERT_TRUE(seat.await_arrival(call->number));
     EXPECT_TRUE(seat.failures.empty());
   });
 }

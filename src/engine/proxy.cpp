@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/crossing_layout.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::engine {
@@ -16,15 +17,17 @@ using Clock = std::chrono::steady_clock;
 using protocol::Command;
 using protocol::Status;
 
-/// Kernels write without waking anybody, so the thread looks again and again.
+/// Kernels write without waking anybody, so the thread looks again and again: at `meanwhile`, too.
+template <class Look>
 class RingWatch {
  public:
   RingWatch(const Channel& channel, const std::atomic<bool>& stopping,
-            std::optional<Clock::time_point> end)
-      : channel_(channel), stopping_(stopping), end_(end) {}
+            std::optional<Clock::time_point> end, const Look& meanwhile)
+      : channel_(channel), stopping_(stopping), end_(end), meanwhile_(meanwhile) {}
   std::uint64_t spin_ns() const { return 20'000; }
   std::uint64_t slice_ns() const { return 50'000; }
   Status check() const {
+    meanwhile_();
     Status status;
     if (stopping_.load(std::memory_order_acquire) || channel_.left()) {
       status.code = Status::Code::kInterrupted;
@@ -38,9 +41,66 @@ class RingWatch {
   const Channel& channel_;
   const std::atomic<bool>& stopping_;
   std::optional<Clock::time_point> end_;
+  const Look& meanwhile_;
 };
 
 }  // namespace
+
+/// What of a call has come, and what the stream has been told of it.
+class Proxy::Arrivals {
+ public:
+  Arrivals(Proxy& proxy, CrossingCall& call)
+      : proxy_(proxy), call_(call), taken_(call.sources.size()) {}
+
+  /// Without waiting: tells of every piece that is there, but for the last.
+  void look() {
+    for (std::size_t s = 0; s < taken_.size(); ++s) {
+      const CrossingFrom& from = call_.sources[s];
+      while (taken_[s] < from.chunks && proxy_.channel_.take_chunk(from.peer)) ++taken_[s];
+    }
+    while (piece_ + 1 < call_.pieces && is_here()) tell();
+  }
+  /// All puts are posted.
+  void await_rest() {
+    while (piece_ < call_.pieces) {
+      for (std::size_t s = 0; s < taken_.size(); ++s) {
+        while (taken_[s] < needed(s)) {
+          proxy_.channel_.await_chunk(call_.stage, call_.sources[s].peer);
+          ++taken_[s];
+        }
+      }
+      if (piece_ + 1 == call_.pieces) {
+        meet();
+        call_.crossed.store(true, std::memory_order_release);
+      }
+      tell();
+    }
+  }
+
+ private:
+  std::int64_t needed(std::size_t s) const {
+    return chunks_after(call_.sources[s].chunks, piece_, call_.pieces);
+  }
+  bool is_here() const {
+    for (std::size_t s = 0; s < taken_.size(); ++s) {
+      if (taken_[s] < needed(s)) return false;
+    }
+    return true;
+  }
+  void meet() {
+    for (const int rank : call_.together) proxy_.channel_.deliver(rank, 0);
+    for (const int rank : call_.together) proxy_.channel_.await_delivered(call_.stage, rank);
+  }
+  void tell() {
+    ++piece_;
+    proxy_.arrive(call_.number - static_cast<std::uint64_t>(call_.pieces - piece_));
+  }
+
+  Proxy& proxy_;
+  CrossingCall& call_;
+  std::vector<std::int64_t> taken_;
+  int piece_ = 0;  // the next
+};
 
 Proxy::Proxy(Channel& channel, const protocol::CommandRing<>& ring, const ProxyWords& words,
              std::chrono::nanoseconds deadline, std::function<void(const Error&)> on_failure)
@@ -169,11 +229,14 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
   if (state->error) state->error.raise();
 }
 
-void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& command,
-                          bool bounded) {
+void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& command, bool bounded,
+                          Arrivals* meanwhile) {
   std::optional<Clock::time_point> end;
   if (bounded) end = Clock::now() + deadline_;
-  RingWatch watch(channel_, stopping_, end);
+  const auto look = [meanwhile] {
+    if (meanwhile != nullptr) meanwhile->look();
+  };
+  RingWatch watch(channel_, stopping_, end, look);
   const Status status = ring_.await(number, command, watch);
   if (status.ok()) return;
   if (status.code == Status::Code::kDeadline) {
@@ -186,7 +249,7 @@ void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& com
               {channel_.rank(), -1, call.stage, channel_.generation(), 0, 0});
 }
 
-void Proxy::put(CrossingCall& call, const Command& command, std::vector<std::uint64_t>& bytes) {
+void Proxy::put(CrossingCall& call, const Command& command) {
   const CrossingWindow& window = call.windows.at(command.window);
   if (command.kind != Command::Kind::put || command.to > window.bytes ||
       command.bytes > window.bytes - command.to) {
@@ -195,13 +258,13 @@ void Proxy::put(CrossingCall& call, const Command& command, std::vector<std::uin
   const StepMessage theirs = channel_.head(window.peer);
   const fabric::Address to{theirs.stage_segment, theirs.stage_offset + window.to + command.to};
   channel_.reach().write(window.peer, {to.segment, to.offset}, call.from + command.from,
-                         command.bytes, channel_.delivery_tag());
-  bytes[static_cast<std::size_t>(window.peer)] += command.bytes;
+                         command.bytes, channel_.chunk_tag(window.peer));
+  channel_.send_chunk(window.peer, command.bytes);
 }
 
 void Proxy::carry(CrossingCall& call) {
   Command command;
-  await_command(call, call.first, command, false);
+  await_command(call, call.first, command, false, nullptr);
   channel_.swap(call.stage, call.head);
   (void)channel_.all_ranks_threw();  // what a step before this call said
   try {
@@ -219,17 +282,16 @@ void Proxy::carry(CrossingCall& call) {
                        window.to + window.bytes);
     }
   }
-  std::vector<std::uint64_t> bytes(static_cast<std::size_t>(channel_.size()));
+  Arrivals arrivals(*this, call);
   for (std::uint64_t i = 0; i < call.puts; ++i) {
-    await_command(call, call.first + 1 + i, command, true);
-    if (!call.refused) put(call, command, bytes);
+    await_command(call, call.first + 1 + i, command, true, call.refused ? nullptr : &arrivals);
+    if (call.refused) continue;
+    put(call, command);
+    arrivals.look();
   }
   if (!call.refused) {
-    for (int i = 1; i <= channel_.size(); ++i) {
-      const int peer = (channel_.rank() + i) % channel_.size();
-      channel_.deliver(peer, bytes[static_cast<std::size_t>(peer)]);
-    }
-    channel_.await_delivered(call.stage);
+    arrivals.await_rest();
+    return;
   }
   call.crossed.store(true, std::memory_order_release);
   arrive(call.number);

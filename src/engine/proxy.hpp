@@ -1,6 +1,7 @@
 // A thread that does on the network what kernels ask for: it takes their commands from a ring in
-// pinned memory, posts them through the group's fabric, and tells the stream when everything from
-// the other side is there, by a word that the stream waits for. No SM is held meanwhile.
+// pinned memory, posts them through the group's fabric, and tells the stream how much from the
+// other side is there, piece by piece, by a word that the stream waits for. No SM is held
+// meanwhile.
 //
 // All of a group's talk between its CPUs is on this thread, in the order of the calls; a caller
 // that needs an answer itself hands in a step and waits for it. Whatever fails, every stream that
@@ -28,7 +29,7 @@ namespace ferry::engine {
 /// Streams look at the lower half: numbers stay below 2^31, or one wait is let go too early only
 /// after 2^31 commands.
 struct ProxyWords {
-  std::uint64_t* arrived = nullptr;  ///< calls whose rows are all here
+  std::uint64_t* arrived = nullptr;  ///< pieces of calls that are here
   std::uint64_t* taken = nullptr;    ///< commands taken from the ring
 };
 /// Added to a word that lets every wait go.
@@ -42,7 +43,14 @@ struct CrossingWindow {
   std::uint64_t bytes = 0;  ///< its room, the same on both sides
 };
 
-/// One call, as the proxy carries it. The fields below `number` are what came of it.
+/// What comes from one peer.
+struct CrossingFrom {
+  int peer = 0;
+  std::int64_t chunks = 0;
+};
+
+/// One call, as the proxy carries it. The fields below `number` are what came of it. Each put is a
+/// chunk, which the peer is told of by itself; of a window they are made in ascending order.
 struct CrossingCall {
   const char* stage = "";
   StepMessage head{};       ///< stage_segment, stage_offset: where peers write
@@ -50,10 +58,16 @@ struct CrossingCall {
   std::uint64_t puts = 0;
   const std::byte* from = nullptr;  ///< the own stage
   std::vector<CrossingWindow> windows{};
+  std::vector<CrossingFrom> sources{};
+  int pieces = 1;  ///< that this stream waits for (core/crossing_layout.hpp)
+  /// Ranks of the domain for which this one will wait on a GPU once all is here: so the last piece
+  /// is told of when they have theirs, too.
+  std::vector<int> together{};
   /// After the swap of heads, on the proxy's thread: throws what every rank throws alike. Nothing
   /// crosses then, and the group goes on.
   std::function<void(Channel&)> agree{};
-  std::uint64_t number = 0;  ///< of the call; `arrived` becomes that
+  std::uint64_t number =
+      0;  ///< of its last piece; `arrived` becomes that. All puts are posted then
 
   std::atomic<bool> ended{false};
   std::atomic<bool> crossed{false};  ///< all that was to come is there
@@ -89,9 +103,10 @@ class Proxy {
   };
   void serve();
   void carry(CrossingCall& call);
+  class Arrivals;
   void await_command(CrossingCall& call, std::uint64_t number, protocol::Command& command,
-                     bool bounded);
-  void put(CrossingCall& call, const protocol::Command& command, std::vector<std::uint64_t>& bytes);
+                     bool bounded, Arrivals* meanwhile);
+  void put(CrossingCall& call, const protocol::Command& command);
   void arrive(std::uint64_t number);
 
   Channel& channel_;

@@ -1,8 +1,7 @@
 // Commands from a GPU's kernels to a thread that posts them on a network: a ring in memory that
 // both see. It is also the seam for networks that a kernel can drive by itself: what it says is
-// `put` into a window of a peer, which is what such a network offers, too; that all puts of a call
-// are there is a counted signal that follows the last one (Delivery), and `begin` is where a call's
-// turn comes.
+// `put` into a window of a peer, which is what such a network offers, too; that it is there is a
+// counted signal that follows it (Chunks), and `begin` is where a call's turn comes.
 //
 // Commands are numbered from 0 for ever. Whoever makes command n writes its slot, n % size, and
 // then the slot's word, n + 1. The thread takes them in order and says how many it has taken. Slots

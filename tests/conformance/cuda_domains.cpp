@@ -43,6 +43,34 @@ struct Tokens {
   }
 };
 
+/// So many tokens that what crosses comes in many chunks and pieces, from one rank or from several:
+/// results are those of the reference, round after round with the same plan.
+bool run_long(const CudaOptions& options) {
+  constexpr DomainShape kLong[]{{4, 2, false, Crossing::hierarchical},
+                                {4, 2, false, Crossing::direct},
+                                {3, 1, false, Crossing::hierarchical}};
+  const auto body = [&](Rank& rank) {
+    Case c = small_case(rank, mix(options.seed, 234));
+    c.tokens = 2500;  // 64 a chunk
+    for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
+      c.order = order;
+      Group group(rank.bootstrap(), group_config(rank, c.experts()));
+      Exchange exchange(rank, group, c);
+      for (std::uint64_t round = 0; round < 3; ++round) exchange.run(round);
+      rank.meet();
+    }
+  };
+  bool ok = true;
+  for (const DomainShape& shape : kLong) {
+    Fleet fleet;
+    fleet.wires = Wires(FabricKind::shm, shape.domain_size, options.network, shape.crossing);
+    fleet.ranks = shape.ranks;
+    fleet.gpus = options.gpus;
+    ok = report("many chunks", run_fleet(fleet, body)) && ok;
+  }
+  return ok;
+}
+
 /// Rank 1 does not come to a dispatch whose rank 0 is on a stream: the stream is let go, the error
 /// names rank 1 and where.
 bool run_late(const CudaOptions& options) {
@@ -136,6 +164,7 @@ bool run_domains(const CudaOptions& options) {
   const std::int64_t start = now_ns();
   const DomainRun all = run_domain_cells(options, {"domains", Mode::device, kShapes, 400, 231});
   bool ok = all.ok;
+  ok = run_long(options) && ok;
   ok = run_late(options) && ok;
   ok = run_killed(options) && ok;
   return conclude("domains", ok, std::to_string(all.cases) + " cases", start);

@@ -126,6 +126,11 @@ struct Seat {
     options.stream = &on;
     return group.dispatch(x, plan, options);
   }
+  Combined combine(const Received& rows, const Plan& plan, Stream& on) {
+    CombineOptions options;
+    options.stream = &on;
+    return group.combine(rows.x, plan, options);
+  }
   /// Beside the stream; `most` bounds its wait.
   Meeting meet(std::chrono::nanoseconds most) {
     check(cudaMemsetAsync(meeting, 0, sizeof(Meeting), beside));
@@ -156,20 +161,22 @@ bool free_while_late(Seat& seat, const Plan& plan, Stream& stream) {
   return got.met == 1;
 }
 
-/// On rank 0: one character for each part of a dispatch, '#' where all SMs were free.
-void draw(Seat& seat, const Plan& plan, Stream& stream) {
+/// On rank 0: one character for each part of a call, '#' where all SMs were free. `launch` gives
+/// its result, which has an event.
+template <class Launch>
+void draw(Seat& seat, const char* call, Stream& stream, const Launch& launch) {
   constexpr std::size_t kMost = 20000, kWidth = 100;
   std::vector<Meeting> meetings;
   auto* at = pinned<unsigned long long>(2);
   seat.group.barrier();
   stamp<<<1, 1, 0, seat.stream>>>(at);
-  const Received received = seat.dispatch(plan, stream);
+  const auto result = launch();
   stamp<<<1, 1, 0, seat.stream>>>(at + 1);
   const Event end = stream.record();
   while (seat.rank == 0 && meetings.size() < kMost && !end.ready()) {
     meetings.push_back(seat.meet(20ms));
   }
-  received.event.wait(20s);
+  result.event.wait(20s);
   end.wait(20s);
   if (seat.rank != 0) return;
   std::string picture(kWidth, '.');
@@ -181,8 +188,36 @@ void draw(Seat& seat, const Plan& plan, Stream& stream) {
     const double part = static_cast<double>(each.end - at[0]) / whole;
     picture[std::min(kWidth - 1, static_cast<std::size_t>(part * kWidth))] = '#';
   }
-  std::printf("  dispatch of %.1f MB across: %.2f ms, %zu full houses meanwhile\n  |%s|\n",
+  std::printf("  %s of %.1f MB across: %.2f ms, %zu full houses meanwhile\n  |%s|\n", call,
               static_cast<double>(kTokens * kHidden * 2) / 1e6, whole / 1e6, met, picture.c_str());
+}
+
+/// A dispatch and a combine, both twice; and how long each takes with nothing beside it.
+void draw_both(Seat& seat, const Plan& plan, Stream& stream) {
+  constexpr int kTimes = 5;
+  const Received rows = seat.dispatch(plan, stream);
+  const auto dispatch = [&] { return seat.dispatch(plan, stream); };
+  const auto combine = [&] { return seat.combine(rows, plan, stream); };
+  combine().event.wait(20s);  // its stage has grown
+  for (int i = 0; i < 2; ++i) {
+    draw(seat, "dispatch", stream, dispatch);
+    draw(seat, "combine", stream, combine);
+  }
+  const auto time = [&](const char* call, const auto& launch) {
+    double best = 1e9;
+    for (int i = 0; i < kTimes; ++i) {
+      seat.group.barrier();
+      const auto start = std::chrono::steady_clock::now();
+      launch().event.wait(20s);
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - start;
+      best = std::min(best, took.count());
+    }
+    if (seat.rank == 0) std::printf("  %s alone, best of %d: %.2f ms\n", call, kTimes, best);
+  };
+  time("dispatch", dispatch);
+  time("combine", combine);
+  if (seat.rank != 0) return;
   for (const NicUse& nic : seat.group.nics()) {
     std::printf("  by %s %s, %s\n", nic.name.c_str(), nic.address.c_str(), nic.why.c_str());
   }
@@ -202,7 +237,7 @@ bool run(int domain_size, FabricKind network) {
         for (int i = 0; i < 3; ++i) seat.dispatch(plan, stream).event.wait(20s);
         free[r] = free_while_late(seat, plan, stream);
         if (domain_size == 1) {
-          for (int i = 0; i < 2; ++i) draw(seat, plan, stream);
+          draw_both(seat, plan, stream);
         }
         seat.group.barrier();
       } catch (const std::exception& thrown) {

@@ -72,17 +72,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     post(p.first_command, {Command::Kind::begin});
   }
   for (std::int64_t chunk = p.first_chunk + blockIdx.x; chunk < p.end_chunk; chunk += gridDim.x) {
-    std::int64_t in_block = chunk;
+    const auto [block, in_block] = chunk_in_turn(p.layout, p.blocks.first, p.blocks.count, chunk);
     std::size_t base = 0;
-    int block = 0;
-    std::int64_t rows = p.blocks.first[1];
 #pragma unroll 1
-    while (in_block >= p.layout.chunks(rows)) {
-      in_block -= p.layout.chunks(rows);
-      base += p.layout.block_bytes(rows);
-      ++block;
-      rows = p.blocks.first[block + 1] - p.blocks.first[block];
+    for (int b = 0; b < block; ++b) {
+      base += p.layout.block_bytes(p.blocks.first[b + 1] - p.blocks.first[b]);
     }
+    const std::int64_t rows = p.blocks.first[block + 1] - p.blocks.first[block];
     const std::int64_t first = in_block * p.layout.chunk_rows;
     const std::int64_t count = p.layout.rows_of(rows, in_block);
     std::byte* to = p.stage + base;
@@ -102,26 +98,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+/// Whole warp: row `from` of a source becomes row `to`.
+__device__ void copy_to(const CrossingLayout& layout, const CrossingSource& source,
+                        std::int64_t from, const CrossingRows& rows, std::int64_t to) {
+  copy_parts(layout, source, from, rows.rows + to * static_cast<std::int64_t>(layout.row_bytes),
+             rows.scales + to * static_cast<std::int64_t>(layout.scale_bytes / sizeof(float)),
+             rows.weights + to * static_cast<std::int64_t>(layout.weight_bytes / sizeof(float)));
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     gather_kernel(const __grid_constant__ GatherParameters p) {
-  const auto columns = static_cast<std::int64_t>(p.layout.scale_bytes / sizeof(float));
-  const auto topk = static_cast<std::int64_t>(p.layout.weight_bytes / sizeof(float));
   const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t v = p.begin + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.end;
+  for (std::int64_t v = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; v < p.count;
        v += stride) {
-    std::byte* row = p.rows + v * static_cast<std::int64_t>(p.layout.row_bytes);
-    const std::int32_t from = p.from[v];
-    if (from >= 0) {
-      copy_parts(p.layout, p.own, from, row, p.scales + v * columns, p.weights + v * topk);
-      continue;
+    copy_to(p.layout, p.own, p.from[v], p.to, v);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    unpack_kernel(const __grid_constant__ UnpackParameters p) {
+  const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
+  const std::byte* block = p.stage;
+#pragma unroll 1
+  for (int b = 0; b < p.blocks.count; ++b) {
+    const std::int64_t first = p.blocks.first[b], rows = p.blocks.first[b + 1] - first;
+    const std::int64_t end = rows_after(p.layout, rows, p.piece, p.pieces);
+    for (std::int64_t i = rows_after(p.layout, rows, p.piece - 1, p.pieces) +
+                          std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+         i < end; i += stride) {
+      const CrossingPlace place = crossing_place(p.layout, rows, i);
+      const CrossingSource one{block + place.row,
+                               reinterpret_cast<const float*>(block + place.scales), 0, 1,
+                               reinterpret_cast<const float*>(block + place.weights)};
+      copy_to(p.layout, one, 0, p.to, first + i);
     }
-    const StageRow at = find_row(p.layout, p.blocks, -1 - static_cast<std::int64_t>(from));
-    const CrossingPlace place = crossing_place(p.layout, at.rows, at.row);
-    const std::byte* block = p.stage + at.base;
-    const CrossingSource one{block + place.row,
-                             reinterpret_cast<const float*>(block + place.scales), 0, 1,
-                             reinterpret_cast<const float*>(block + place.weights)};
-    copy_parts(p.layout, one, 0, row, p.scales + v * columns, p.weights + v * topk);
+    block += p.layout.block_bytes(rows);
   }
 }
 
@@ -150,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto vectors = static_cast<std::int64_t>(p.layout.row_bytes / 16);
   const auto topk = static_cast<std::int64_t>(p.layout.weight_bytes / sizeof(float));
   const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t t = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < p.tokens;
+  for (std::int64_t t = p.begin + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < p.end;
        t += stride) {
     const std::int64_t begin = p.offset[t], end = p.offset[t + 1];
     const auto place_of = [&](std::int32_t part, const float*& weights) {
@@ -269,9 +280,15 @@ cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream) {
 }
 
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream) {
-  const std::int64_t count = parameters.end - parameters.begin;
-  if (count <= 0) return cudaSuccess;
-  gather_kernel<<<grid(count, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
+  if (parameters.count == 0) return cudaSuccess;
+  gather_kernel<<<grid(parameters.count, kWarps, parameters.sms), kThreads, 0, stream>>>(
+      parameters);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t stream) {
+  if (parameters.blocks.count == 0) return cudaSuccess;
+  unpack_kernel<<<grid(parameters.sms, 1, parameters.sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
@@ -284,8 +301,9 @@ cudaError_t launch_shift_lanes(const ShiftLanesParameters& parameters, cudaStrea
 cudaError_t launch_add_domains(const AddDomainsParameters& parameters, cudaStream_t stream) {
   const AddDomains kernel = add_kernel_for(parameters.dtype);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  if (parameters.tokens == 0) return cudaSuccess;
-  kernel<<<grid(parameters.tokens, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
+  const std::int64_t tokens = parameters.end - parameters.begin;
+  if (tokens <= 0) return cudaSuccess;
+  kernel<<<grid(tokens, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
@@ -300,6 +318,7 @@ cudaError_t launch_quantize_rows(const QuantizeRowsParameters& parameters, cudaS
 cudaError_t load_crossing_kernels() {
   const void* const kernels[] = {reinterpret_cast<const void*>(&pack_kernel),
                                  reinterpret_cast<const void*>(&gather_kernel),
+                                 reinterpret_cast<const void*>(&unpack_kernel),
                                  reinterpret_cast<const void*>(&shift_lanes_kernel),
                                  reinterpret_cast<const void*>(add_kernel_for(Dtype::f32)),
                                  reinterpret_cast<const void*>(add_kernel_for(Dtype::bf16)),

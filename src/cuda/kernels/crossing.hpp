@@ -44,21 +44,35 @@ struct PackParameters {
 /// The piece that begins with chunk 0 makes the `begin`, too.
 cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream);
 
-/// What this rank brings into its domain, in one place: domain tokens [begin, end) of it.
+/// Where rows lie dense with what travels beside them, in GPU memory; 16-byte aligned.
+struct CrossingRows {
+  std::byte* rows = nullptr;  ///< [N, row_bytes]
+  float* scales = nullptr;    ///< [N, C]
+  float* weights = nullptr;   ///< [N, K]
+};
+
+/// Own rows `from[0, count)`, side by side.
 struct GatherParameters {
   CrossingLayout layout{};
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  const std::int32_t* from = nullptr;  ///< [V] own row t, or −1 − i: row i of the stage
+  std::int64_t count = 0;
+  const std::int32_t* from = nullptr;
   CrossingSource own{};
-  StageBlocks blocks{};
-  const std::byte* stage = nullptr;
-  std::byte* rows = nullptr;  ///< [V, row_bytes]
-  float* scales = nullptr;    ///< [V, C]
-  float* weights = nullptr;   ///< [V, K]
+  CrossingRows to{};
   int sms = 1;
 };
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream);
+
+/// Piece `piece` of what has come: of each block's rows, to the same numbers as in the stage.
+struct UnpackParameters {
+  CrossingLayout layout{};
+  StageBlocks blocks{};
+  const std::byte* stage = nullptr;
+  int piece = 0;
+  int pieces = 1;
+  CrossingRows to{};
+  int sms = 1;
+};
+cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t stream);
 
 /// DeviceLane [V, L] of a plan whose rows lie in the whole group's order (core/crossing_lists.hpp).
 struct ShiftLanesParameters {
@@ -73,11 +87,12 @@ struct ShiftLanesParameters {
 };
 cudaError_t launch_shift_lanes(const ShiftLanesParameters& parameters, cudaStream_t stream);
 
-/// Each own token's result: rows from here and rows that crossed back, fp32 from +0 in the given
-/// order, then the biases; rounded once.
+/// The results of own tokens [begin, end): rows from here and rows that crossed back, fp32 from +0
+/// in the given order, then the biases; rounded once.
 struct AddDomainsParameters {
   CrossingLayout layout{};
-  std::int64_t tokens = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
   const std::int64_t* offset = nullptr;  ///< [T + 1]
   const std::int32_t* parts = nullptr;   ///< row v of `rows`, or −1 − i: row i of the stage
   const std::byte* rows = nullptr;

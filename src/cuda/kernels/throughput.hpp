@@ -65,6 +65,17 @@ struct PlanView {
   Placement placement{};
 };
 
+/// The plan as seen by a call that carries tokens [begin, end) alone: what lies by token is theirs,
+/// all else that of the whole plan.
+constexpr PlanView some_tokens(PlanView plan, int ranks, std::int64_t begin, std::int64_t end) {
+  const auto first = static_cast<std::size_t>(begin);
+  plan.layout.lanes +=
+      first * static_cast<std::size_t>(lanes_of(plan.topk, ranks)) * sizeof(DeviceLane);
+  plan.layout.ids += first * static_cast<std::size_t>(plan.topk) * sizeof(std::int32_t);
+  plan.tokens = end - begin;
+  return plan;
+}
+
 /// What the CPU learns from a plan; pinned host memory, [1 + R*R + R*local experts] words after it.
 /// `done` is stored last: the generation. Then rank_tokens, then expert_slots.
 struct HostCounts {
