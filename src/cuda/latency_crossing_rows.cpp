@@ -71,6 +71,14 @@ bool LatencyCrossing::begin_dispatch(Peer& peer) {
   return true;
 }
 
+/// What was put of a dispatch that is not to be sent any more is counted, so that it is known when
+/// it has landed.
+void LatencyCrossing::cut_dispatch(Peer& peer) {
+  if (peer.dispatch.begun <= peer.sent) return;
+  tell(peer, CrossingKind::rows, peer.dispatch.begun, kNothing, peer.dispatch.bytes);
+  peer.sent = peer.dispatch.begun;
+}
+
 /// Which tokens of this rank go there. False: not all words are there.
 bool LatencyCrossing::list_own(Peer& peer, const LatencyPlaces& at) {
   const auto topk = static_cast<std::uint32_t>(v_.topk);
@@ -141,6 +149,7 @@ bool LatencyCrossing::take_dispatch(Peer& peer) {
   const std::uint64_t word = load_word(flag(CrossingKind::rows, at.half(), peer.rank));
   if (word >> kCrossingShift < g) return false;
   const auto format = static_cast<std::uint32_t>(word & kNothing);
+  if (format == kRejoined) return false;  // which this rank's kernel has not, so far
   if (word >> kCrossingShift != g)
     distrust(peer, "sent a dispatch that this rank gave no credit for");
   cut_sums(peer, at.half());
