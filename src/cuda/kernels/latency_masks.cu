@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads)
 // Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
 // newest generation that it used; who has all offers answers with the newest of them, and goes on
 // when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
-// a later one joins it. A word is round << 48 | generation, so it only grows.
+// a later one joins it, also while it waits for answers, for the offers may have been those of an
+// attempt that had failed. A word is round << 48 | generation, so it only grows.
 
 __device__ std::uint64_t round_of(std::uint64_t word) {
   return word >> kRejoinShift;
@@ -67,15 +68,18 @@ struct Rejoining {
     }
   }
 
-  /// One thread: a rank's word of this round or a later one; 0: the rank is gone, or does not come,
+  /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does not come,
   /// which is a failure.
   __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
     const LatencyView& v = p.view;
     const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
+    const std::uint64_t* offers = LatencyPlaces::line_of(v.sources[peer], v.layout.offers, peer);
     Patience patience;
     for (;;) {
       const std::uint64_t word = load_acquire(line);
       if (round_of(word) >= round) return word;
+      const std::uint64_t offer = load_acquire(offers);
+      if (round_of(offer) > round) return offer;
       Reason reason;
       const bool over = patience.over(v.group, reason);
       if (patience.looks % Patience::kLooksPerCheck != 0) continue;
