@@ -66,11 +66,10 @@ bool LatencyCrossing::forward_mask(Peer& peer) {
 bool LatencyCrossing::take_mask(Peer& peer) {
   const std::uint64_t word = load_word(mask_line(peer.rank));
   if (word == peer.gone_seen) return false;
-  // From this rank's offer on, its kernel takes masks back; then it is the peer's turn.
+  // Once this rank has offered, its kernel may take masks back at any moment.
   if (round_of(peer.offered) != round_of(rejoined_)) return false;
-  if (round_of(word) > round_of(rejoined_)) return false;
   peer.gone_seen = word;
-  if (round_of(word) < round_of(rejoined_)) return true;
+  if (round_of(word) != round_of(rejoined_)) return true;
   const bool masked = (word & 3) == static_cast<std::uint32_t>(Gone::without_us);
   if (peer.dead) return true;
   store_word(LatencyPlaces{v_, 0}.gone(inbox(), peer.rank),

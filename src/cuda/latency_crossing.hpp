@@ -118,7 +118,6 @@ class LatencyCrossing {
   // latency_crossing_rows.cpp
   bool send_dispatch(Peer& peer);
   bool begin_dispatch(Peer& peer);
-  void cut_dispatch(Peer& peer);
   bool list_own(Peer& peer, const LatencyPlaces& at);
   bool has_row(const LatencyPlaces& at, const Peer& peer, std::uint32_t token) const;
   void put_record(Peer& peer, const LatencyPlaces& at, const Entry* entry);

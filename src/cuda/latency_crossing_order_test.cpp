@@ -1,44 +1,11 @@
 // In which order proxies let things land, on a network that holds back what the test says.
-#include <memory>
-
-#include "cuda/test_held_network.hpp"
-#include "cuda/test_latency_rank.hpp"
+#include "cuda/test_latency_pair.hpp"
 
 namespace ferry::cuda::test {
 namespace {
 
-class LatencyCrossingOrder : public ::testing::Test {
+class LatencyCrossingOrder : public LatencyPair {
  protected:
-  LatencyCrossingOrder() {
-    config_.exchange = {.capacity = 6, .hidden = 256, .topk = 3, .dtype = Dtype::bf16};
-    for (int r = 0; r < 2; ++r) {
-      ranks_[r] = std::make_unique<FakeRank>(r, 2, config_, network_.make(r));
-    }
-  }
-  void settle(const HeldNetwork::Held& held = {}) {
-    for (bool any = true; any;) {
-      any = ranks_[0]->crossing().poll();
-      any |= ranks_[1]->crossing().poll();
-      any |= network_.deliver(held);
-    }
-  }
-  /// Both ranks' dispatch of `g`, which arrives.
-  void dispatch(Generation g, const HeldNetwork::Held& held = {}) {
-    for (auto& rank : ranks_) {
-      ASSERT_TRUE(rank->has_credit(1 - rank->rank(), g));
-      rank->send_dispatch(g);
-    }
-    settle(held);
-    for (auto& rank : ranks_) rank->receive_dispatch(g);
-    for (auto& rank : ranks_) rank->release(g);
-    settle(held);
-  }
-  /// What is put of one kind in one generation.
-  static HeldNetwork::Held puts(protocol::Channel channel, Generation g) {
-    return [tag = make_tag(channel, g)](const HeldNetwork::Op& op) {
-      return !op.is_flag && (op.tag ^ std::uint64_t{1} << 40) == tag;
-    };
-  }
   /// Nobody receives the sums of generation 1, which are late: those of 3, which have the same
   /// places, wait for them. `begun`: a kernel never ended the late ones.
   void expect_sums_to_wait(bool begun) {
@@ -56,10 +23,6 @@ class LatencyCrossingOrder : public ::testing::Test {
     settle();
     for (auto& rank : ranks_) rank->receive_sums(3, 0);
   }
-
-  FakeConfig config_{};
-  HeldNetwork network_{2};
-  std::unique_ptr<FakeRank> ranks_[2];
 };
 
 TEST_F(LatencyCrossingOrder, SumsWaitUntilThoseBeforeThemHaveLanded) {

@@ -42,10 +42,10 @@ bool LatencyCrossing::follow_rejoin() {
 }
 
 /// Every line in which a peer is told of puts gets one word more, behind all before it: when the
-/// peer sees them, nothing of this rank is on its way there.
+/// peer sees them, nothing of this rank is on its way there. No dispatch is half put: its kernel
+/// had ended when the offer crossed.
 void LatencyCrossing::leave_behind(Peer& peer) {
   const Generation agreed = generation_in(rejoined_);
-  if (!peer.dead) cut_dispatch(peer);
   for (const Generation g : {agreed - 1, agreed}) {
     const std::size_t half = g % 2;
     if (!peer.dead) cut_sums(peer, half);

@@ -71,14 +71,6 @@ bool LatencyCrossing::begin_dispatch(Peer& peer) {
   return true;
 }
 
-/// What was put of a dispatch that is not to be sent any more is counted, so that it is known when
-/// it has landed.
-void LatencyCrossing::cut_dispatch(Peer& peer) {
-  if (peer.dispatch.begun <= peer.sent) return;
-  tell(peer, CrossingKind::rows, peer.dispatch.begun, kNothing, peer.dispatch.bytes);
-  peer.sent = peer.dispatch.begun;
-}
-
 /// Which tokens of this rank go there. False: not all words are there.
 bool LatencyCrossing::list_own(Peer& peer, const LatencyPlaces& at) {
   const auto topk = static_cast<std::uint32_t>(v_.topk);

@@ -75,10 +75,10 @@ bool HeldNetwork::deliver(const Held& held) {
   return any;
 }
 
-void HeldNetwork::deliver_any(std::mt19937& random) {
+void HeldNetwork::deliver_any(std::mt19937& random, const Held& held) {
   if (ops_.empty()) return;
   const auto op = ops_.begin() + static_cast<std::ptrdiff_t>(random() % ops_.size());
-  if (waits(op)) return;
+  if (waits(op) || held(*op)) return;
   land(*op);
   ops_.erase(op);
 }

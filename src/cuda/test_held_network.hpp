@@ -29,8 +29,8 @@ class HeldNetwork {
   /// Delivers all but what is held, a flag behind the puts of its tag and the flags before it.
   /// False: there was nothing.
   bool deliver(const Held& held);
-  /// One of those that may come now, whichever.
-  void deliver_any(std::mt19937& random);
+  /// One of those that may come now, whichever, but what is held.
+  void deliver_any(std::mt19937& random, const Held& held);
   std::size_t under_way(const Held& which) const;
 
   // Of its fabrics.

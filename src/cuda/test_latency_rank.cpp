@@ -146,12 +146,14 @@ void FakeRank::send_dispatch(Generation g) {
   const LatencyPlaces at{view_, g};
   const FakeBatch batch = this->batch(rank(), g);
   for (const int peer : beyond_) {
+    if (!left_out_.contains(peer)) await_credit(peer, g);
+  }
+  for (const int peer : beyond_) {
     if (left_out_.contains(peer)) {
       store_word(at.header(outbox(), peer), tagged_word(make_head(0, batch.format), g));
       store_word(at.header(outbox(), peer) + 1, tagged_word(kLeftOut, g));
       continue;
     }
-    await_credit(peer, g);
     // Rows and headers are written by different blocks: in any order.
     if (g % 2 == 0) send_header(at, batch, peer);
     for (std::uint32_t token = batch.tokens; token-- > 0;) {
