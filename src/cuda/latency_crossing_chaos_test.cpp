@@ -124,6 +124,10 @@ class Chaos {
     for (int r = 0; r < ranks; ++r) {
       players_.push_back(std::make_unique<Player>(r, ranks, config, network_, plan_, random_));
     }
+    network_.set_on_send([this] {
+      if (one_in(3)) any_player().look();
+      if (one_in(3)) deliver();
+    });
   }
 
   void run() {
@@ -163,12 +167,14 @@ class Chaos {
     for (int i = 0; i < count; ++i) step();
   }
   void step() {
-    Player& player = *players_[random_() % players_.size()];
     switch (random_() % 4) {
-      case 0: player.look(); break;
-      case 1: player.rank().crossing().poll(); break;
-      default: network_.deliver_any(random_, [&](const auto& op) { return is_held(op); });
+      case 0: any_player().look(); break;
+      case 1: any_player().rank().crossing().poll(); break;
+      default: deliver();
     }
+  }
+  void deliver() {
+    network_.deliver_any(random_, [&](const auto& op) { return is_held(op); });
   }
   /// Most of the time: one in four, in every second run of puts alone, which then outlive much of
   /// what comes after them.
@@ -179,6 +185,7 @@ class Chaos {
     return slow && !(puts && op.is_flag) && !one_in(puts ? 600 : 64);
   }
   bool one_in(unsigned n) { return random_() % n == 0; }
+  Player& any_player() { return *players_[random_() % players_.size()]; }
 
   std::mt19937 random_;
   unsigned seed_;

@@ -107,6 +107,43 @@ TEST_F(LatencyRejoinOrder, MasksOfBeforeDoNotCountAndThoseAfterDo) {
   EXPECT_TRUE(ranks_[1]->sees_gone(0, Gone::without_us));
 }
 
+// It lands when the proxy has found that the kernel has not rejoined, just before that has.
+TEST(LatencyRejoinRace, AMaskOfBeforeComesInTheMidstOfAPoll) {
+  HeldNetwork network(3);
+  FakeConfig config;
+  config.exchange = {.capacity = 4, .hidden = 128, .topk = 2, .dtype = Dtype::bf16, .masks = true};
+  std::vector<std::unique_ptr<FakeRank>> ranks;
+  std::vector<FakeRejoin> kernels;
+  for (int r = 0; r < 3; ++r) {
+    ranks.push_back(std::make_unique<FakeRank>(r, 3, config, network.make(r)));
+    kernels.emplace_back(*ranks.back());
+    kernels.back().begin(0);
+  }
+  ranks[1]->set_gone(2, Gone::without_us);
+  const auto mask = [](const HeldNetwork::Op& op) {
+    return op.is_flag && op.tag >> 56 == static_cast<std::uint64_t>(Channel::kMask);
+  };
+  for (int look = 0; look < 4; ++look) {
+    for (const auto& rank : ranks) rank->crossing().poll();
+    while (network.deliver(mask)) {
+    }
+    // The last one has all answers, and does not look at them.
+    for (std::size_t r = 0; r < (look < 1 ? 3u : 2u); ++r) (void)kernels[r].look();
+  }
+  ASSERT_EQ(network.under_way(mask), 1u);
+  ranks[2]->set_gone(0, Gone::without_us);
+  bool rejoined = false;
+  network.set_on_send([&] {
+    if (rejoined) return;
+    rejoined = kernels[2].look();
+    (void)network.deliver({});
+  });
+  ranks[2]->crossing().poll();
+  EXPECT_TRUE(rejoined);
+  ranks[2]->crossing().poll();
+  EXPECT_TRUE(ranks[2]->sees_gone(1, Gone::no));
+}
+
 // It finds the offers of an attempt that failed without it.
 TEST_F(LatencyRejoinOrder, WhoComesBeforeThoseWhoTryAgainWaitsForThem) {
   kernels_[0].begin(5);

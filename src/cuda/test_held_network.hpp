@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "fabric/fabric.hpp"
@@ -32,10 +33,15 @@ class HeldNetwork {
   /// One of those that may come now, whichever, but what is held.
   void deliver_any(std::mt19937& random, const Held& held);
   std::size_t under_way(const Held& which) const;
+  /// What happens while a proxy is in the midst of something.
+  void set_on_send(std::function<void()> on_send) { on_send_ = std::move(on_send); }
 
   // Of its fabrics.
   int ranks() const { return static_cast<int>(memory_.size()); }
-  void send(Op op) { ops_.push_back(std::move(op)); }
+  void send(Op op) {
+    ops_.push_back(std::move(op));
+    if (on_send_) on_send_();
+  }
   std::byte* memory(int rank, std::size_t bytes);
 
  private:
@@ -45,6 +51,7 @@ class HeldNetwork {
 
   std::vector<std::vector<std::byte>> memory_;
   Ops ops_{};
+  std::function<void()> on_send_{};
 };
 
 }  // namespace ferry::cuda::test
