@@ -19,11 +19,12 @@ LatencyCrossing::LatencyCrossing(CrossingParts parts)
 
 /// What has come goes first: kernels wait for it.
 bool LatencyCrossing::poll() {
-  bool active = false;
+  bool active = follow_rejoin();
   for (Peer& peer : peers_) {
     active |= take_mask(peer);
-    active |= take_dispatch(peer);
-    for (std::size_t half = 0; half < 2; ++half) {
+    if (!peer.settled) active |= settle(peer);
+    if (peer.settled) active |= take_dispatch(peer);
+    for (std::size_t half = 0; half < 2 && peer.settled; ++half) {
       active |= take_weights(peer, half);
       active |= take_sums(peer, half);
     }
@@ -31,9 +32,11 @@ bool LatencyCrossing::poll() {
       active |= send_weights(peer, half);
       active |= send_sums(peer, half);
     }
-    active |= send_dispatch(peer);
+    // Sums of a peer for a dispatch would take the place of its word that it has rejoined.
+    if (peer.settled) active |= send_dispatch(peer);
     active |= forward_credit(peer);
     active |= forward_mask(peer);
+    active |= forward_rejoin(peer);
   }
   return active;
 }
@@ -49,7 +52,8 @@ bool LatencyCrossing::forward_credit(Peer& peer) {
   return true;
 }
 
-/// A mask comes and goes, and what crosses must grow: the number of the change stands above it.
+/// A mask comes and goes, and what crosses must grow: the number of the change stands above it, and
+/// above that the round of the last rejoin, for masks of before do not count.
 bool LatencyCrossing::forward_mask(Peer& peer) {
   const std::uint32_t now = load_word(LatencyPlaces{v_, 0}.gone(outbox(), peer.rank));
   if (now == (peer.gone_word & 3)) return false;
@@ -62,7 +66,10 @@ bool LatencyCrossing::forward_mask(Peer& peer) {
 bool LatencyCrossing::take_mask(Peer& peer) {
   const std::uint64_t word = load_word(mask_line(peer.rank));
   if (word == peer.gone_seen) return false;
+  // Once this rank has offered, its kernel may take masks back at any moment.
+  if (round_of(peer.offered) != round_of(rejoined_)) return false;
   peer.gone_seen = word;
+  if (round_of(word) != round_of(rejoined_)) return true;
   const bool masked = (word & 3) == static_cast<std::uint32_t>(Gone::without_us);
   if (peer.dead) return true;
   store_word(LatencyPlaces{v_, 0}.gone(inbox(), peer.rank),

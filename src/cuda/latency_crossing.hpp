@@ -12,6 +12,11 @@
 // each. Each ends with a flag that counts its bytes. Nothing is put where something earlier may
 // still be landing: a dispatch waits for the credit of the receiver, which the receiver's proxy
 // sends no sooner than what it speaks of has landed; weights and sums for an acknowledgement.
+//
+// Rejoining is the kernels' own, too: their offers and answers cross like credits. When this rank's
+// kernel has rejoined, its proxy leaves out what was before, on both sides, and tells each peer so
+// in every line in which it tells of what it puts. It takes nothing from a peer, sends it nothing
+// and gives it no credit until the peer has said the same: then all that came before has landed.
 #pragma once
 #include <array>
 #include <atomic>
@@ -30,6 +35,16 @@
 namespace ferry::cuda {
 
 using protocol::Generation;
+
+/// In a flag: the rank has rejoined and sends nothing that is older.
+inline constexpr std::uint32_t kRejoined = (1u << kCrossingShift) - 2;
+/// Of a word of rejoining.
+inline constexpr std::uint64_t round_of(std::uint64_t word) {
+  return word >> kRejoinShift;
+}
+inline constexpr Generation generation_in(std::uint64_t word) {
+  return word & ((std::uint64_t{1} << kRejoinShift) - 1);
+}
 
 /// What one rank's side of the crossing works on.
 struct CrossingParts {
@@ -84,6 +99,8 @@ class LatencyCrossing {
     std::array<Way, 2> weights_out{}, weights_in{}, sums_out{}, sums_in{};
     std::uint64_t released = 0;  ///< told
     std::uint64_t gone_word = 0, gone_seen = 0;
+    std::uint64_t offered = 0, answered = 0;  ///< told: words of the kernels' rejoining
+    bool settled = true;  ///< what it sent before the last rejoin has landed, and it was told so
     bool dead = false;
   };
 
@@ -91,6 +108,13 @@ class LatencyCrossing {
   bool forward_credit(Peer& peer);
   bool forward_mask(Peer& peer);
   bool take_mask(Peer& peer);
+  // latency_crossing_rejoin.cpp
+  bool forward_rejoin(Peer& peer);
+  bool forward_rejoin(Peer& peer, std::size_t lines, protocol::Channel channel,
+                      std::uint64_t& told);
+  bool follow_rejoin();
+  void leave_behind(Peer& peer);
+  bool settle(Peer& peer);
   // latency_crossing_rows.cpp
   bool send_dispatch(Peer& peer);
   bool begin_dispatch(Peer& peer);
@@ -138,6 +162,7 @@ class LatencyCrossing {
   int rank_;
   std::vector<Peer> peers_{};
   std::vector<std::byte> packed_{};
+  std::uint64_t rejoined_ = 0;  ///< LatencyPlaces::rejoined of the last rejoin
 };
 
 /// Words that kernels or peers write meanwhile. Acquire: who sees one sees what came before it.

@@ -141,6 +141,7 @@ bool LatencyCrossing::take_dispatch(Peer& peer) {
   const std::uint64_t word = load_word(flag(CrossingKind::rows, at.half(), peer.rank));
   if (word >> kCrossingShift < g) return false;
   const auto format = static_cast<std::uint32_t>(word & kNothing);
+  if (format == kRejoined) return false;  // which this rank's kernel has not, so far
   if (word >> kCrossingShift != g)
     distrust(peer, "sent a dispatch that this rank gave no credit for");
   cut_sums(peer, at.half());

@@ -198,7 +198,7 @@ bool LatencyCrossing::take_sums(Peer& peer, std::size_t half) {
   const Generation g = word >> kCrossingShift;
   const auto kind = static_cast<std::uint32_t>(word & kCut);
   Way& way = peer.sums_in[half];
-  if (g <= way.flagged) return false;
+  if (g <= way.flagged || kind == kRejoined) return false;
   if (g > peer.sent || (kind != kCut && !is_kind(kind))) {
     distrust(peer, "sent sums of a dispatch that it did not get, or of no known format");
   }

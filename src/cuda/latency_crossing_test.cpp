@@ -2,73 +2,19 @@
 // proxies of several ranks carry it over networks that keep no order.
 #include <bit>
 
-#include "cuda/test_latency_rank.hpp"
+#include "cuda/test_latency_ranks.hpp"
 #include "engine/test_network.hpp"
-#include "fabric/domains/domain_fabric.hpp"
-#include "fabric/local/local.hpp"
-#include "fabric/ofi/ofi.hpp"
-#include "fabric/sim/sim.hpp"
 
 namespace ferry::cuda::test {
 namespace {
 
 constexpr std::uint32_t kPerSlot = kPerSlotTag >> kFormatShift;
 
-FakeConfig small(bool masks = false) {
-  FakeConfig config;
-  config.exchange = {
-      .capacity = 6, .hidden = 1152, .topk = 3, .dtype = Dtype::bf16, .masks = masks};
-  return config;
-}
-
-using MakeNetwork = std::function<std::unique_ptr<fabric::Fabric>(Bootstrap&)>;
-
-std::unique_ptr<fabric::Fabric> sim(Bootstrap& bootstrap) {
-  return fabric::make_sim_fabric(bootstrap, {.max_delay_us = 300}, 20s);
-}
-
-void with_ranks(int ranks, const FakeConfig& config, const MakeNetwork& network,
-                const std::function<void(FakeRank&, Bootstrap&)>& body) {
-  const auto bootstraps = thread_bootstrap(ranks);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < ranks; ++r) {
-    threads.emplace_back([&, r] {
-      Bootstrap& bootstrap = *bootstraps[static_cast<std::size_t>(r)];
-      try {
-        FakeRank rank(bootstrap, config,
-                      fabric::make_domain_fabric(Domains::blocks(ranks, config.domain_size),
-                                                 fabric::make_local_fabric(bootstrap, 20s),
-                                                 network(bootstrap)));
-        body(rank, bootstrap);
-        bootstrap.all_gather({}, 60s);
-        rank.proxy().stop();
-        bootstrap.all_gather({}, 60s);
-        EXPECT_TRUE(rank.failures().empty()) << rank.failures().front();
-      } catch (const std::exception& e) {
-        ADD_FAILURE() << "rank " << r << ": " << e.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-/// One dispatch with its combine.
-void exchange(FakeRank& rank, Generation g, std::uint32_t kind) {
-  rank.send_dispatch(g);
-  rank.receive_dispatch(g);
-  rank.release(g);
-  const bool pushes = (rank.batch(0, g).format & kWithWeights) == 0 && (kind & kPerSlot) == 0;
-  if (pushes) rank.push_weights(g);
-  if (pushes) rank.receive_weights(g);
-  rank.send_sums(g, kind);
-  rank.receive_sums(g, kind);
-}
-
 TEST(LatencyCrossing, CarriesAllThatKernelsWrite) {
   for (const int domain_size : {1, 2}) {
     FakeConfig config = small();
     config.domain_size = domain_size;  // of 3 ranks: even and uneven domains
-    with_ranks(3, config, sim, [](FakeRank& rank, Bootstrap&) {
+    with_ranks(3, config, over_sim, [](FakeRank& rank, Bootstrap&) {
       const std::uint32_t kinds[] = {0, kPerSlot, 1, kPerSlot | 2, 2, kPerSlot | 1};
       for (Generation g = 1; g <= 24; ++g) exchange(rank, g, kinds[g % 6]);
     });
@@ -76,7 +22,7 @@ TEST(LatencyCrossing, CarriesAllThatKernelsWrite) {
 }
 
 TEST(LatencyCrossing, TwoResultsAreAliveAndCombinesComeLater) {
-  with_ranks(2, small(), sim, [](FakeRank& rank, Bootstrap&) {
+  with_ranks(2, small(), over_sim, [](FakeRank& rank, Bootstrap&) {
     for (Generation g = 1; g <= 20; g += 2) {
       rank.send_dispatch(g);
       rank.send_dispatch(g + 1);
@@ -95,7 +41,7 @@ TEST(LatencyCrossing, TwoResultsAreAliveAndCombinesComeLater) {
 
 /// Results that nobody receives: their rows land before others take their place.
 TEST(LatencyCrossing, DroppedResultsKeepTheirPlaceUntilTheyHaveLanded) {
-  with_ranks(2, small(), sim, [](FakeRank& rank, Bootstrap&) {
+  with_ranks(2, small(), over_sim, [](FakeRank& rank, Bootstrap&) {
     for (Generation g = 1; g <= 40; ++g) {
       rank.send_dispatch(g);
       if (g % 4 == 0) {
@@ -111,7 +57,7 @@ TEST(LatencyCrossing, DroppedResultsKeepTheirPlaceUntilTheyHaveLanded) {
 
 TEST(LatencyCrossing, ExtentsAndCountsAreThoseOfTheFormula) {
   FakeConfig config = small();
-  with_ranks(3, config, sim, [](FakeRank& rank, Bootstrap& bootstrap) {
+  with_ranks(3, config, over_sim, [](FakeRank& rank, Bootstrap& bootstrap) {
     bootstrap.all_gather({}, 20s);
     const NetworkUse before = rank.network_use();
     NetworkUse expected = before;
@@ -167,7 +113,7 @@ TEST(LatencyCrossing, ExtentsAndCountsAreThoseOfTheFormula) {
 }
 
 TEST(LatencyCrossing, ARankThatGoesOnWithoutAnotherTellsItAndTakesItBack) {
-  with_ranks(3, small(true), sim, [](FakeRank& rank, Bootstrap& bootstrap) {
+  with_ranks(3, small(true), over_sim, [](FakeRank& rank, Bootstrap& bootstrap) {
     for (Generation g = 1; g <= 3; ++g) exchange(rank, g, 0);
     bootstrap.all_gather({}, 20s);
     // Ranks 0 and 1 go without rank 2, which does what it did, without them.
@@ -184,13 +130,10 @@ TEST(LatencyCrossing, ARankThatGoesOnWithoutAnotherTellsItAndTakesItBack) {
       }
     };
     sees(Gone::without_us);
+    rank.leave_out(masked ? std::set{0, 1} : std::set{2});
     for (Generation g = 4; g <= 12; ++g) {
-      if (!masked) {
-        rank.send_dispatch(g, 2);
-        rank.receive_dispatch(g, 2);
-      } else {
-        for (const int peer : rank.beyond()) rank.send_dispatch(g, peer);
-      }
+      rank.send_dispatch(g);
+      rank.receive_dispatch(g);
       rank.release(g);
       if (masked) continue;
       // The other one's credit does not wait for the masked rank.
@@ -201,17 +144,19 @@ TEST(LatencyCrossing, ARankThatGoesOnWithoutAnotherTellsItAndTakesItBack) {
     }
     bootstrap.all_gather({}, 20s);
     for (const int peer : rank.beyond()) rank.set_gone(peer, Gone::no);
+    rank.leave_out({});
     sees(Gone::no);
     for (Generation g = 13; g <= 18; ++g) exchange(rank, g, 0);
   });
 }
 
 TEST(LatencyCrossing, NobodyWaitsForARankThatNeverAnswers) {
-  with_ranks(3, small(true), sim, [](FakeRank& rank, Bootstrap&) {
+  with_ranks(3, small(true), over_sim, [](FakeRank& rank, Bootstrap&) {
     if (rank.rank() == 2) return;  // sends and releases nothing
     for (Generation g = 1; g <= 10; ++g) {
-      rank.send_dispatch(g, g > 2 ? 2 : -1);  // masked when its first rows miss the deadline
-      rank.receive_dispatch(g, 2);
+      rank.send_dispatch(g);
+      rank.leave_out({2});  // its first rows miss the deadline
+      rank.receive_dispatch(g);
       rank.release(g);
     }
   });
@@ -219,8 +164,7 @@ TEST(LatencyCrossing, NobodyWaitsForARankThatNeverAnswers) {
 
 TEST(LatencyCrossing, OverLibfabric) {
   if (!engine::test::has_network()) GTEST_SKIP() << "no libfabric here";
-  const auto ofi = [](Bootstrap& bootstrap) { return fabric::make_ofi_fabric(bootstrap, {}, 20s); };
-  with_ranks(2, small(), ofi, [](FakeRank& rank, Bootstrap&) {
+  with_ranks(2, small(), over_libfabric, [](FakeRank& rank, Bootstrap&) {
     for (Generation g = 1; g <= 12; ++g) exchange(rank, g, g % 2 == 0 ? 0 : kPerSlot);
   });
 }

@@ -137,6 +137,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Refuses a result from before the last rejoin.
   void check_current(const char* call, const LatencyRound& round) const;
   void change_mask(const char* call, int rank, bool masked);
+  void launch_rejoin();
   void check_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                       const LatencyDispatchOptions& options) const;
   void check_combine(const ConstTensorView& rows, const LatencyRound& round,

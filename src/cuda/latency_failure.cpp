@@ -40,17 +40,18 @@ Error CudaEngine::latency_mismatch(const Failure& failure, int self) const {
 }
 
 Error CudaEngine::rejoin_refusal(const Failure& failure) const {
+  const int self = group_rank(rank());
   if (failure.reason == Reason::aborted) {
     return Error(ErrorKind::interrupted,
-                 "rank " + to_string(rank()) + ": latency rejoin: the exchange was told to stop",
-                 {rank(), failure.peer, "latency rejoin", failure.written, 0, 0});
+                 "rank " + to_string(self) + ": latency rejoin: the exchange was told to stop",
+                 {self, failure.peer, "latency rejoin", failure.written, 0, 0});
   }
   const bool late = failure.reason == Reason::deadline;
   return Error(late ? ErrorKind::deadline : ErrorKind::mismatch,
-               "rank " + to_string(rank()) + ": latency rejoin: rank " + to_string(failure.peer) +
+               "rank " + to_string(self) + ": latency rejoin: rank " + to_string(failure.peer) +
                    (late ? " did not come within the deadline; expected rejoin() on all ranks"
                          : " saw other ranks than this one; rejoin again"),
-               {rank(), failure.peer, "latency rejoin", failure.written, 0, 0});
+               {self, failure.peer, "latency rejoin", failure.written, 0, 0});
 }
 
 Error CudaEngine::latency_refusal(const CallRecord& record, const Failure& failure) const {

@@ -100,14 +100,10 @@ void CudaLatency::clear_masks() {
 
 void CudaLatency::rejoin() {
   (void)alarm();
-  if (view_.inbox != nullptr) {
-    throw Error(ErrorKind::unsupported,
-                "rank " + to_string(rank()) +
-                    ": latency rejoin: got an exchange of several domains on GPUs; expected one "
-                    "domain: ranks do not rejoin across domains there yet, on the host engine they "
-                    "do. Make a new exchange",
-                {rank(), -1, kRejoin, 0, 0, 0});
-  }
+  in_group(kRejoin, [&] { launch_rejoin(); });
+}
+
+void CudaLatency::launch_rejoin() {
   Launch launch(*engine_, kRejoin, nullptr);
   LatencyRejoinParameters parameters;
   parameters.view = view_;

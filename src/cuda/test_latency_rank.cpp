@@ -7,20 +7,6 @@
 #include "core/test_errors.hpp"
 
 namespace ferry::cuda::test {
-namespace {
-
-constexpr std::uint32_t kPerSlot = kPerSlotTag >> kFormatShift;
-
-bool is_all(const std::byte* row, std::size_t bytes, int source, Generation g, std::uint32_t token,
-            int slot) {
-  for (std::size_t i = 0; i < bytes; ++i) {
-    if (row[i] != row_byte(source, g, token, slot, i)) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
 FakeRank::FakeRank(int rank, int ranks, const FakeConfig& config,
                    std::unique_ptr<fabric::Fabric> fabric)
     : memory_(std::make_shared<engine::Memory>(std::move(fabric))) {
@@ -129,7 +115,7 @@ bool FakeRank::has_credit(int peer, Generation g) const {
 }
 
 void FakeRank::await_credit(int peer, Generation g) const {
-  await("credit", [&] { return has_credit(peer, g); });
+  await("credit", peer, [&] { return has_credit(peer, g); });
 }
 
 void FakeRank::send_header(const LatencyPlaces& at, const FakeBatch& batch, int peer) {
@@ -156,16 +142,18 @@ void FakeRank::send_header(const LatencyPlaces& at, const FakeBatch& batch, int 
   store_word(head, tagged_word(make_head(static_cast<int>(batch.tokens), batch.format), g));
 }
 
-void FakeRank::send_dispatch(Generation g, int left_out) {
+void FakeRank::send_dispatch(Generation g) {
   const LatencyPlaces at{view_, g};
   const FakeBatch batch = this->batch(rank(), g);
   for (const int peer : beyond_) {
-    if (peer == left_out) {
+    if (!left_out_.contains(peer)) await_credit(peer, g);
+  }
+  for (const int peer : beyond_) {
+    if (left_out_.contains(peer)) {
       store_word(at.header(outbox(), peer), tagged_word(make_head(0, batch.format), g));
       store_word(at.header(outbox(), peer) + 1, tagged_word(kLeftOut, g));
       continue;
     }
-    await_credit(peer, g);
     // Rows and headers are written by different blocks: in any order.
     if (g % 2 == 0) send_header(at, batch, peer);
     for (std::uint32_t token = batch.tokens; token-- > 0;) {
@@ -181,7 +169,7 @@ void FakeRank::expect_rows(const LatencyPlaces& at, const FakeBatch& batch, int 
   const Generation g = at.generation;
   const auto topk = static_cast<std::size_t>(view_.topk);
   const auto is = [&](const std::uint64_t* word, std::uint32_t data) {
-    await("word", [&] { return is_word_of(load_word(word), g); });
+    await("word", source, [&] { return is_word_of(load_word(word), g); });
     return static_cast<std::uint32_t>(load_word(word)) == data;
   };
   const std::uint64_t* head = at.header(inbox(), source);
@@ -203,7 +191,7 @@ void FakeRank::expect_rows(const LatencyPlaces& at, const FakeBatch& batch, int 
     if (slots == 0) continue;
     const std::uint32_t* tags = at.row_tags(inbox(), source, token);
     for (int part = 0; part < view_.parts; ++part) {
-      await("row", [&] { return load_word(tags + part) == at.tag(); });
+      await("row", source, [&] { return load_word(tags + part) == at.tag(); });
     }
     EXPECT_TRUE(
         is_all(at.row(inbox(), source, token), row_bytes(batch.format), source, g, token, -1))
@@ -214,9 +202,9 @@ void FakeRank::expect_rows(const LatencyPlaces& at, const FakeBatch& batch, int 
   }
 }
 
-void FakeRank::receive_dispatch(Generation g, int left_out) {
+void FakeRank::receive_dispatch(Generation g) {
   for (const int source : beyond_) {
-    if (source == left_out) continue;
+    if (left_out_.contains(source)) continue;
     expect_rows(LatencyPlaces{view_, g}, batch(source, g), source);
   }
 }
@@ -224,88 +212,6 @@ void FakeRank::receive_dispatch(Generation g, int left_out) {
 void FakeRank::release(Generation g) {
   const LatencyPlaces at{view_, g};
   for (const int peer : beyond_) store_word(at.released(outbox(), peer), g);
-}
-
-void FakeRank::push_weights(Generation g) {
-  const LatencyPlaces at{view_, g};
-  const FakeBatch batch = this->batch(rank(), g);
-  const auto topk = static_cast<std::size_t>(view_.topk);
-  for (std::size_t i = batch.routes.size(); i-- > 0;) {
-    if (batch.routes[i] < 0) continue;
-    const int peer = view_.placement.rank_of(batch.routes[i]);
-    if (std::find(beyond_.begin(), beyond_.end(), peer) == beyond_.end()) continue;
-    store_word(at.weights(outbox(), peer) + i / topk * topk + i % topk,
-               tagged_word(std::bit_cast<std::uint32_t>(batch.weights[i]), g));
-  }
-}
-
-void FakeRank::receive_weights(Generation g) {
-  const LatencyPlaces at{view_, g};
-  for (const int source : beyond_) {
-    const FakeBatch batch = this->batch(source, g);
-    for (std::size_t i = 0; i < batch.routes.size(); ++i) {
-      if (batch.routes[i] < 0 || view_.placement.rank_of(batch.routes[i]) != rank()) continue;
-      const std::uint64_t* word = at.weights(inbox(), source) + i;
-      await("weight", [&] { return is_word_of(load_word(word), g); });
-      EXPECT_EQ(static_cast<std::uint32_t>(load_word(word)),
-                std::bit_cast<std::uint32_t>(batch.weights[i]));
-    }
-  }
-}
-
-void FakeRank::send_sums(Generation g, std::uint32_t kind, bool halfway) {
-  const LatencyPlaces at{view_, g};
-  const std::size_t bytes = sum_bytes(kind);
-  const auto send = [&](std::uint32_t token, int row, int slot) {
-    std::byte* to = (kind & 3) != 0 ? at.encoded_sum(outbox(), row, token)
-                                    : at.sum(outbox(), row, token, bytes);
-    write_row(to, bytes, at.sum_tags(outbox(), row, token), at.tag() ^ kind << kFormatShift, g,
-              token, slot);
-  };
-  for (const int owner : beyond_) {
-    const FakeBatch batch = this->batch(owner, g);
-    for (std::uint32_t token = batch.tokens; token-- > 0;) {
-      const std::uint32_t slots = slots_at(batch, token, rank());
-      if (slots == 0 || (halfway && token % 2 == 0)) continue;
-      if ((kind & kPerSlot) == 0) {
-        send(token, owner, 0);
-        continue;
-      }
-      const int first = first_slot_row(view_.layout, owner, view_.topk);
-      for (int k = 0; k < view_.topk; ++k) {
-        if ((slots >> k & 1) != 0) send(token, first + k, k);
-      }
-    }
-  }
-}
-
-void FakeRank::receive_sums(Generation g, std::uint32_t kind) {
-  const LatencyPlaces at{view_, g};
-  const std::size_t bytes = sum_bytes(kind);
-  const FakeBatch batch = this->batch(rank(), g);
-  const auto receive = [&](std::uint32_t token, int row, int peer, int slot) {
-    const std::uint32_t* tags = at.sum_tags(inbox(), row, token);
-    for (int part = 0; part < view_.parts; ++part) {
-      await("sum", [&] { return load_word(tags + part) == (at.tag() ^ kind << kFormatShift); });
-    }
-    const std::byte* from =
-        (kind & 3) != 0 ? at.encoded_sum(inbox(), row, token) : at.sum(inbox(), row, token, bytes);
-    EXPECT_TRUE(is_all(from, bytes, peer, g, token, slot))
-        << "token " << token << " from rank " << peer << " in generation " << g;
-  };
-  for (std::uint32_t token = 0; token < batch.tokens; ++token) {
-    for (const int peer : beyond_) {
-      const std::uint32_t slots = slots_at(batch, token, peer);
-      if (slots == 0) continue;
-      if ((kind & kPerSlot) == 0) {
-        receive(token, peer, peer, 0);
-        continue;
-      }
-      for (int k = 0; k < view_.topk; ++k) {
-        if ((slots >> k & 1) != 0) receive(token, k, peer, k);
-      }
-    }
-  }
 }
 
 void FakeRank::set_gone(int peer, Gone gone) {

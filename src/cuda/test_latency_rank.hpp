@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <set>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -35,6 +37,12 @@ struct FakeBatch {
   std::vector<float> weights{};         ///< [tokens, topk]
 };
 
+/// What `peer` shall send is not there.
+struct NotYet : std::runtime_error {
+  NotYet(const char* what, int whose) : std::runtime_error(what), peer(whose) {}
+  int peer;
+};
+
 class FakeRank {
  public:
   /// With a proxy. Collective.
@@ -51,11 +59,17 @@ class FakeRank {
   LatencyCrossing& crossing() { return *crossing_; }
   const std::vector<std::string>& failures() const { return failures_; }
 
-  // Halves of kernels. What waits asserts that it comes in time.
-  /// `left_out`: a rank that is masked; −1: none.
-  void send_dispatch(Generation g, int left_out = -1);
-  void receive_dispatch(Generation g, int left_out = -1);
+  /// Masked: what follows goes without them.
+  void leave_out(const std::set<int>& ranks) { left_out_ = ranks; }
+  const std::set<int>& left_out() const { return left_out_; }
+
+  // Halves of kernels. With a proxy what waits asserts that it comes in time; without, it throws
+  // NotYet, and may be called again.
+  void send_dispatch(Generation g);
+  void receive_dispatch(Generation g);
   void release(Generation g);
+  /// Whether weights come with the combine: not with the dispatch, and the experts' ranks sum.
+  bool pushes_weights(Generation g, std::uint32_t kind) const;
   void push_weights(Generation g);
   /// `kind`: the bits of the rows' tags above the generation.
   /// Of every second token alone: `halfway`.
@@ -68,6 +82,8 @@ class FakeRank {
   bool has_credit(int peer, Generation g) const;
   void await_credit(int peer, Generation g) const;
 
+  std::byte* outbox() const { return segment_.data + layout_.crossing.outbox; }
+  std::byte* inbox() const { return segment_.data + layout_.crossing.inbox; }
   FakeBatch batch(int source, Generation g) const;
   std::size_t row_bytes(std::uint32_t format) const;
   std::size_t sum_bytes(std::uint32_t kind) const;
@@ -75,12 +91,11 @@ class FakeRank {
   std::uint32_t slots_at(const FakeBatch& batch, std::uint32_t token, int rank) const;
 
  private:
-  std::byte* outbox() const { return segment_.data + layout_.crossing.outbox; }
-  std::byte* inbox() const { return segment_.data + layout_.crossing.inbox; }
   template <class Check>
-  void await(const char* what, const Check& check) const {
+  void await(const char* what, int peer, const Check& check) const {
     const auto end = Clock::now() + 20s;
     while (!check()) {
+      if (!proxy_) throw NotYet(what, peer);
       ASSERT_LT(Clock::now(), end) << "rank " << rank() << ": " << what;
       std::this_thread::yield();
     }
@@ -94,6 +109,7 @@ class FakeRank {
   LatencyMemory layout_{};
   LatencyView view_{};
   std::vector<int> beyond_{};
+  std::set<int> left_out_{};
   std::shared_ptr<engine::Memory> memory_;
   fabric::Segment segment_{};
   std::unique_ptr<LatencyCrossing> crossing_;  // until the proxy has it
@@ -106,6 +122,14 @@ inline std::byte row_byte(int source, Generation g, std::uint32_t token, int slo
   const std::uint64_t seed = g * 131 + token * 31 + static_cast<std::uint64_t>(source) * 7 +
                              static_cast<std::uint64_t>(slot + 1) * 3;
   return static_cast<std::byte>(seed + i * 5);
+}
+
+inline bool is_all(const std::byte* row, std::size_t bytes, int source, Generation g,
+                   std::uint32_t token, int slot) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    if (row[i] != row_byte(source, g, token, slot, i)) return false;
+  }
+  return true;
 }
 
 }  // namespace ferry::cuda::test

@@ -23,10 +23,12 @@ std::vector<bool> only(int rank) {
 }
 
 /// Rank 2 stops coming, is masked, learns it, and comes back.
-void late_rank(FabricKind fabric) {
+void late_rank(FabricKind fabric, int domain_size = 0, FabricKind network = FabricKind::automatic) {
   constexpr int kLate = 2;
   GroupConfig config = with_deadline(1s);
   config.fabric = fabric;
+  config.domain_size = domain_size;
+  config.network = network;
   std::barrier all(kRanks);
   with_groups(kRanks, config, [&](Group& group) {
     LatencyExchange latency(group, masked_config());
@@ -62,6 +64,11 @@ TEST(HostMasks, ALateRankIsMaskedAndComesBack) {
 
 TEST(HostMasks, ALateRankIsMaskedAndComesBackOverANetwork) {
   late_rank(FabricKind::sim);
+}
+
+TEST(HostMasks, ALateRankIsMaskedAndComesBackBetweenDomains) {
+  late_rank(FabricKind::local, 2, FabricKind::sim);
+  late_rank(FabricKind::local, 3);  // uneven ones; copies between them
 }
 
 TEST(HostMasks, ARankThatIsLateWithinACallSpoilsNothing) {
@@ -223,6 +230,22 @@ TEST(HostMasks, RejoinNamesWhoIsMissingAndMayBeRepeated) {
     all.arrive_and_wait();
     latency.rejoin();
     for (int round = 2; round <= 4; ++round) load.round(round, {});
+  });
+}
+
+TEST(HostMasks, WhoComesToARejoinBeforeThoseWhoTryAgainWaitsForThem) {
+  // It finds what they offered in the attempt that failed.
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(1s), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    if (group.rank() != 3) {
+      expect_error(ErrorKind::deadline, {"rank 3", "rejoin"}, [&] { latency.rejoin(); });
+    }
+    all.arrive_and_wait();
+    if (group.rank() != 3) std::this_thread::sleep_for(100ms);
+    latency.rejoin();
+    load.round(1, {});
   });
 }
 

@@ -4,7 +4,9 @@
 // A round has two steps. Every rank offers the newest generation that it used; who has all offers
 // answers with the newest of them, and goes on when all answers are the same. The second step is
 // there because a rank may end between two of its offers: then some have it and some have not.
-// Ranks whose attempts failed count rounds differently: whoever sees a later round joins that one.
+// Ranks whose attempts failed count rounds differently: whoever sees a later round joins that one,
+// also while it waits for answers. It may have answered offers of an attempt that had failed before
+// it came; those who made them offer again, and wait for it.
 #pragma once
 
 #include <algorithm>
@@ -39,6 +41,38 @@ struct RejoinTraits {
 template <class T>
 concept RejoinWatch = Watch<T> && requires(T& watch, int peer) { watch.awaits(peer); };
 
+/// A watch that ends the wait for a peer's answer when the peer offers in a round from `later` on.
+template <class W>
+struct LaterOffer {
+  W& watch;
+  Flag offer;
+  std::uint64_t later = 0;  ///< the least word of it
+  std::uint64_t seen = 0;   ///< the word, if there was one
+
+  std::uint64_t spin_ns() { return static_cast<std::uint64_t>(watch.spin_ns()); }
+  std::uint64_t slice_ns() { return watch.slice_ns(); }
+  bool progress()
+    requires requires { watch.progress(); }
+  {
+    return watch.progress();
+  }
+  void hand_over()
+    requires requires { watch.hand_over(); }
+  {
+    watch.hand_over();
+  }
+  void awaits(int peer) { watch.awaits(peer); }
+  Status check() {
+    // relaxed: a round to join; what counts of it is waited for then.
+    const std::uint64_t word = offer.load(order::relaxed);
+    if (word < later) return watch.check();
+    seen = word;
+    Status status;
+    status.code = Status::Code::kInterrupted;
+    return status;
+  }
+};
+
 /// The rejoins of one rank. A word is round * 2^48 + generation: it grows with every round.
 template <class Traits = RejoinTraits>
 class Rejoin {
@@ -65,32 +99,18 @@ class Rejoin {
     } else {
       round_ = 1;
     }
-    for (bool again = true; again;) {
+    for (;;) {
       publish(reach, layout_.offers, Channel::kOffer, used);
       agreed = used;
-      again = false;
-      for (int peer = 0; peer < offers_.ranks && !again; ++peer) {
-        Status status = hear(offers_, peer, absent, watch);
-        if (!status.ok()) return status;
-        if (absent[static_cast<std::size_t>(peer)] != 0) continue;
-        if (round_of(status.seen) > round_) {
-          round_ = round_of(status.seen);
-          again = true;
-        }
-        agreed = Traits::newer(agreed, generation_of(status.seen));
-      }
-    }
-    if (!Traits::kAnswers) return {};
-    publish(reach, layout_.answers, Channel::kAnswer, agreed);
-    for (int peer = 0; peer < answers_.ranks; ++peer) {
-      Status status = hear(answers_, peer, absent, watch);
+      bool later = false;
+      Status status = hear_offers(absent, watch, agreed, later);
       if (!status.ok()) return status;
-      if (absent[static_cast<std::size_t>(peer)] == 0 && status.seen != word(agreed)) {
-        status.code = Status::Code::kMismatch;
-        return status;
-      }
+      if (later) continue;
+      if (!Traits::kAnswers) return {};
+      publish(reach, layout_.answers, Channel::kAnswer, agreed);
+      status = hear_answers(absent, watch, agreed, later);
+      if (!later) return status;
     }
-    return {};
   }
 
  private:
@@ -107,6 +127,44 @@ class Rejoin {
       reach.publish((self_ + i) % row.ranks, Signal{row.place(self_), word(generation),
                                                     make_tag(channel, word(generation)), 0});
     }
+  }
+
+  /// `later`: somebody's was of a later round, which this rank joins.
+  template <class W>
+  Status hear_offers(RankSet absent, W& watch, Generation& agreed, bool& later) {
+    for (int peer = 0; peer < offers_.ranks && !later; ++peer) {
+      Status status = hear(offers_, peer, absent, watch);
+      if (!status.ok()) return status;
+      if (absent[static_cast<std::size_t>(peer)] != 0) continue;
+      later = joins(status.seen);
+      agreed = Traits::newer(agreed, generation_of(status.seen));
+    }
+    return {};
+  }
+
+  /// `later`: in place of an answer came an offer of a later round, which this rank joins.
+  template <class W>
+  Status hear_answers(RankSet absent, W& watch, Generation agreed, bool& later) {
+    for (int peer = 0; peer < answers_.ranks; ++peer) {
+      LaterOffer<W> watch_of{watch, offers_[peer], (round_ + 1) << kGenerationBits};
+      Status status = hear(answers_, peer, absent, watch_of);
+      if (watch_of.seen != 0 && !status.ok()) {
+        later = joins(watch_of.seen);
+        return {};
+      }
+      if (!status.ok()) return status;
+      if (absent[static_cast<std::size_t>(peer)] == 0 && status.seen != word(agreed)) {
+        status.code = Status::Code::kMismatch;
+        return status;
+      }
+    }
+    return {};
+  }
+
+  bool joins(std::uint64_t word) {
+    if (round_of(word) <= round_) return false;
+    round_ = round_of(word);
+    return true;
   }
 
   /// Waits for one rank's word of this round or a later one; a rank that is gone goes to `absent`.

@@ -1,5 +1,5 @@
 // Latency mode on GPUs in several virtual domains: the results of one domain, graphs, and ranks
-// that do not come.
+// that do not come, or come back.
 #include <cuda_runtime_api.h>
 
 #include <chrono>
@@ -82,6 +82,11 @@ class Mirror {
     }
   }
   const LatencyReceived& received() const { return received_; }
+  /// Gives the results back: after a rejoin they keep buffers that the next calls may need.
+  void drop() {
+    received_ = {};
+    combined_ = {};
+  }
 
  private:
   Rank& rank_;
@@ -127,12 +132,15 @@ class Captured {
   cudaGraphExec_t exec_ = nullptr;
 };
 
-Fleet two_domains(const CudaOptions& options) {
+Fleet in_domains(const CudaOptions& options, int ranks, int domain_size) {
   Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
-  fleet.ranks = 2;
+  fleet.wires = Wires(FabricKind::shm, domain_size, options.network, Crossing::automatic);
+  fleet.ranks = ranks;
   fleet.gpus = options.gpus;
   return fleet;
+}
+Fleet two_domains(const CudaOptions& options) {
+  return in_domains(options, 2, 1);
 }
 
 /// Captured, with hooks and without, and replayed with other tokens and routes.
@@ -196,6 +204,71 @@ bool run_late(const CudaOptions& options, bool masks) {
   return report(masks ? "a masked rank" : "a late rank", run_fleet(two_domains(options), body));
 }
 
+/// The error of `call`; Error(system) if there was none.
+Error error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return Error(ErrorKind::system, "no error");
+}
+
+/// The last rank does not come, is masked, is missed by a rejoin, and comes back by the next ones.
+bool run_rejoin(const CudaOptions& options, int ranks, int domain_size) {
+  const auto body = [&](Rank& rank) {
+    const int late = ranks - 1;
+    GroupConfig config = group_config(rank, 2 * ranks);
+    config.deadline = std::chrono::seconds(2);
+    Group group(rank.bootstrap(), config);
+    Mirror mirror(rank, group, true);
+    LatencyExchange& exchange = mirror.exchange();
+    std::uint64_t seed = mix(options.seed, 246);
+    const auto exchange_all = [&](const char* what) {
+      for (int i = 0; i < 5 && rank.failures() == 0; ++i) {
+        mirror.fill(++seed);
+        mirror.run(nullptr, i % 2 == 1);
+        mirror.check(what);
+      }
+    };
+    exchange_all("an exchange of all ranks");
+    rank.meet();
+    if (rank.rank() != late) {
+      for (int i = 0; i < 3; ++i) mirror.run();
+      rank.check(exchange.masked()[static_cast<std::size_t>(late)], "the late rank is not masked");
+      rank.meet();
+      const Error missed = error_of([&] { exchange.rejoin(); });
+      rank.check(missed.kind() == ErrorKind::deadline && missed.peer() == late,
+                 std::string("a rejoin without the late rank: got ") + missed.what());
+      const Error refused = error_of([&] { mirror.run(); });
+      rank.check(refused.kind() == ErrorKind::left_behind,
+                 std::string("a call after a rejoin that failed: got ") + refused.what());
+      rank.meet();
+    } else {
+      rank.meet();
+      rank.meet();
+      Error behind(ErrorKind::system, "nothing");  // the first may hold what came before
+      for (int i = 0; i < 4 && behind.kind() != ErrorKind::left_behind; ++i) {
+        mirror.drop();
+        behind = error_of([&] { mirror.run(); });
+      }
+      rank.check(behind.kind() == ErrorKind::left_behind,
+                 std::string("the late rank: got ") + behind.what());
+    }
+    for (int i = 0; i < 3; ++i) {
+      mirror.drop();
+      exchange.rejoin();
+      for (const bool masked : exchange.masked()) rank.check(!masked, "masked after the rejoin");
+      exchange_all("an exchange after the rejoin");
+    }
+    if (rank.rank() != late) rank.equal(*exchange.mask_count(), std::uint64_t{1}, "mask_count");
+    rank.meet();
+  };
+  return report("a rejoin of " + std::to_string(ranks) + " ranks in domains of " +
+                    std::to_string(domain_size),
+                run_fleet(in_domains(options, ranks, domain_size), body));
+}
+
 }  // namespace
 
 bool run_domain_latency(const CudaOptions& options) {
@@ -205,6 +278,8 @@ bool run_domain_latency(const CudaOptions& options) {
   if (options.gpus > 0) ok = run_graphs(options) && ok;
   ok = run_late(options, false) && ok;
   ok = run_late(options, true) && ok;
+  ok = run_rejoin(options, 2, 1) && ok;
+  ok = run_rejoin(options, 3, 2) && ok;
   return conclude("domain_latency", ok, std::to_string(all.cases) + " cases", start);
 }
 

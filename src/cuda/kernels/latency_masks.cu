@@ -36,40 +36,50 @@ __global__ void __launch_bounds__(kThreads)
 // Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
 // newest generation that it used; who has all offers answers with the newest of them, and goes on
 // when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
-// a later one joins it. A word is round << 48 | generation, so it only grows.
-
-constexpr int kGenerationBits = 48;
+// a later one joins it, also while it waits for answers, for the offers may have been those of an
+// attempt that had failed. A word is round << 48 | generation, so it only grows.
 
 __device__ std::uint64_t round_of(std::uint64_t word) {
-  return word >> kGenerationBits;
+  return word >> kRejoinShift;
 }
 __device__ std::uint64_t generation_in(std::uint64_t word) {
-  return word & ((std::uint64_t{1} << kGenerationBits) - 1);
+  return word & ((std::uint64_t{1} << kRejoinShift) - 1);
+}
+
+/// Above the newest generation that was used. Between domains both halves of the buffers get one
+/// that nobody used, so that nothing that was said before can mean them.
+__device__ std::uint64_t rejoin_step(const LatencyView& v) {
+  return v.inbox != nullptr ? 2 : 1;
 }
 
 struct Rejoining {
   const LatencyRejoinParameters& p;
   std::uint64_t round;
 
+  __device__ std::uint64_t word(std::uint64_t generation) const {
+    return round << kRejoinShift | generation;
+  }
   /// Whole block.
   __device__ void publish(std::size_t lines, std::uint64_t generation) const {
     const LatencyView& v = p.view;
 #pragma unroll 1
     for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]),
-                    round << kGenerationBits | generation);
+      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]), word(generation));
     }
   }
 
-  /// One thread: a rank's word of this round or a later one; 0: the rank is gone, or does not come,
+  /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does not come,
   /// which is a failure.
   __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
     const LatencyView& v = p.view;
     const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
+    const std::uint64_t* offers = LatencyPlaces::line_of(v.sources[peer], v.layout.offers, peer);
     Patience patience;
     for (;;) {
       const std::uint64_t word = load_acquire(line);
       if (round_of(word) >= round) return word;
+      const std::uint64_t offer = load_acquire(offers);
+      if (round_of(offer) > round) return offer;
       Reason reason;
       const bool over = patience.over(v.group, reason);
       if (patience.looks % Patience::kLooksPerCheck != 0) continue;
@@ -98,16 +108,23 @@ __device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
 }
 
 /// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
-/// ranks have ended their calls before, so nobody writes to another's buffers now. `absent` [R].
-__device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bool* absent) {
+/// ranks have ended their calls before, so inside the domain nobody writes to another's buffers
+/// now; what is still on its way between domains the proxies see to, which `word` tells. `absent`
+/// [R].
+__device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uint64_t word,
+                            const bool* absent) {
   const LatencyPlaces at{v, agreed};
 #pragma unroll 1
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
     const bool away = absent[r] || !forget_mask_of(at, r);
     v.words->masked[r] = away ? kMaskedByHost : 0;
     store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
+    if (!away && (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
+      store_relaxed(at.gone(v.peers[r], v.line[r]), static_cast<std::uint32_t>(Gone::no));
+    }
     store_release(at.released(v.peers[r], v.line[r]), agreed);
   }
+  __syncthreads();
   if (threadIdx.x != 0) return;
   LatencyWords& words = *v.words;
   words.generation = agreed;
@@ -115,6 +132,7 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, const bo
   words.received[(agreed + 1) % 2] = agreed - 1;
   words.released = agreed;
   store_relaxed(&v.alarm->behind, 0);
+  if (v.inbox != nullptr) store_release(at.rejoined(v.inbox), word);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -151,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
     });
     if (!offered) return;
     if (latest > rejoining.round) continue;
-    const std::uint64_t agreed = newest + 1;
+    const std::uint64_t agreed = newest + rejoin_step(v);
     rejoining.publish(v.layout.answers, agreed);
     const bool answered =
         hear(v.layout.answers, [&](int r, std::uint64_t generation, bool& failed) {
@@ -161,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
         });
     if (!answered) return;
     if (latest > rejoining.round) continue;
-    go_on_after(v, agreed, absent);
+    go_on_after(v, agreed, rejoining.word(agreed), absent);
     return;
   }
 }

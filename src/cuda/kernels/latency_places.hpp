@@ -13,6 +13,9 @@ inline constexpr std::uint32_t kPerSlotTag = 1u << 31;
 inline constexpr int kFormatShift = 29;
 inline constexpr std::uint32_t kGenerationTag = (1u << kFormatShift) - 1;
 
+/// Words of rejoining: the round, and below it a generation.
+inline constexpr int kRejoinShift = 48;
+
 // Places; `base` is any rank's registered memory.
 
 struct LatencyPlaces {
@@ -42,6 +45,11 @@ struct LatencyPlaces {
   FERRY_FN static std::uint64_t* line_of(std::byte* base, std::size_t lines, int rank) {
     return reinterpret_cast<std::uint64_t*>(base + lines +
                                             static_cast<std::size_t>(rank) * kLineBytes);
+  }
+  /// Of this rank's last rejoin: round << kRejoinShift | generation that was agreed on. Its proxy
+  /// looks there; in an inbox no peer writes to this rank's own line.
+  FERRY_FN std::uint64_t* rejoined(std::byte* inbox) const {
+    return line_of(inbox, v.layout.answers, v.group.rank);
   }
   /// What the owner of `base` knows of `rank`: of Gone.
   FERRY_FN std::uint32_t* gone(std::byte* base, int rank) const {
