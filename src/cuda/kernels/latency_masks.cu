@@ -68,8 +68,8 @@ struct Rejoining {
     }
   }
 
-  /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does not come,
-  /// which is a failure.
+  /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does
+  /// not come, which is a failure.
   __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
     const LatencyView& v = p.view;
     const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
@@ -119,7 +119,8 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
     const bool away = absent[r] || !forget_mask_of(at, r);
     v.words->masked[r] = away ? kMaskedByHost : 0;
     store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
-    if (!away && (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
+    if (!away &&
+        (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
       store_relaxed(at.gone(v.peers[r], v.line[r]), static_cast<std::uint32_t>(Gone::no));
     }
     store_release(at.released(v.peers[r], v.line[r]), agreed);
