@@ -111,7 +111,10 @@ int CudaLatency::blocks() const {
   const int sms = engine_->local_sms();
   // Where there is little to do, blocks that have nothing to do cost more than they save.
   if (config_.capacity * ranks() <= kFewSlots) return std::max(1, sms / 4);
-  return engine_->shares_gpu() ? sms : kLatencyBlocksPerSm * sms;
+  // As long as each part of a row finds a warp of its own, more blocks only have more to begin.
+  const std::int64_t parts = config_.capacity * ranks() * view_.parts;
+  const bool fits = parts <= std::int64_t{sms} * (kLatencyThreads / 32);
+  return engine_->shares_gpu() || fits ? sms : kLatencyBlocksPerSm * sms;
 }
 
 std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,

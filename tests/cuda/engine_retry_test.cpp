@@ -135,7 +135,7 @@ TEST_P(EngineRetryTest, AReceiveThatCouldNotBeginMayBeRepeated) {
       planning.stream = &own.stream;
       (void)seat.group.plan(bad, planning);
       own.stream.synchronize();
-      std::this_thread::sleep_for(1500ms);  // until the engine has seen it
+      std::this_thread::sleep_for(4s);  // until the engine has seen it, on a machine at work too
       seat.meet();
     };
     seat.meet();

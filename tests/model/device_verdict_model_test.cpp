@@ -1,6 +1,6 @@
 // How the blocks of a kernel agree on a header that may not come
 // (cuda/kernels/latency_verdict.cuh), told once more for the explorer: blocks that find all words
-// pass, others halt, block 0 judges.
+// pass, others halt, the leading block judges.
 #include "hash.hpp"
 #include "world.hpp"
 
@@ -61,7 +61,7 @@ class Block {
     return {};
   }
 
-  // The watch of a wait for a word of the header. A look may find a suspicion, and block 0's
+  // The watch of a wait for a word of the header. A look may find a suspicion, and the leading
   // deadline be over; once judged, both are old.
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 0; }
@@ -155,7 +155,7 @@ class Block {
   const VerdictPlaces& at_;
   int block_;
   std::uint64_t blocks_;
-  std::uint64_t passed_before_ = 0;  ///< as in the words: of block 0 alone
+  std::uint64_t passed_before_ = 0;  ///< as in the words: the leading block's
   Generation generation_ = 0;
   bool judged_ = false, sure_ = false;
 };

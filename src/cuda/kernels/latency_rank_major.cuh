@@ -4,7 +4,7 @@
 // The source does not say how many those are, for it does not know the order that this rank takes:
 // whoever moves a row counts the places of the tokens before it, which lie in the header.
 #pragma once
-#include "cuda/kernels/latency_verdict.cuh"
+#include "cuda/kernels/latency_arrivals.cuh"
 
 namespace ferry::cuda::device {
 
