@@ -8,13 +8,15 @@ Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of 
 or an exchange like that behind it, in short rounds in turn, in one run, all results as tensors.
 Figures are medians over rounds, in brackets that of the differences of neighbouring rounds. CPU
 time is of the calling thread. The time of a call is a round divided by its calls; on GPUs a round
-ends with a synchronisation. A low-latency combine is a dispatch and a combine less the dispatch.
-The GB/s count the rows received, beside them the share of Ferry's own.
+ends with a synchronisation. A low-latency combine is timed alone, behind a dispatch of its own that
+is not: who drops what the dispatch left, and when, is no part of it. The GB/s count the rows
+received, beside them the share of Ferry's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pickle
 import statistics
@@ -28,7 +30,13 @@ import torch
 import deep_ep
 import ferry
 
-DISPATCH, PAIR = "low-latency dispatch", "low-latency dispatch and combine"
+
+@dataclasses.dataclass
+class Call:
+    """What is timed, and what comes before it each time and is not."""
+
+    call: Callable[[], Any]
+    before: Callable[[], Any] | None = None
 
 
 class Comm:
@@ -63,7 +71,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Any, Any, int]]:
+def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Call, Call, int]]:
     """By name: a call of Ferry's, the same through deep_ep, the bytes that it moves."""
     torch.manual_seed(buffer.rank)
     x = torch.randn(args.tokens, args.hidden, device=args.device).bfloat16()
@@ -89,6 +97,7 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Any, Any, in
     own = exchange.dispatch(few, few_idx, format="e4m3")
     sent = buffer.low_latency_dispatch(few, few_idx, capacity, args.experts)
     answer = torch.zeros(own.x.shape, dtype=torch.bfloat16, device=args.device)
+    sums: Any = None
 
     def latency_dispatch() -> None:
         nonlocal own
@@ -99,46 +108,68 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Any, Any, in
         nonlocal sent
         sent = buffer.low_latency_dispatch(few, few_idx, capacity, args.experts)
 
-    def latency_pair() -> None:
-        latency_dispatch()
-        _ = exchange.combine(answer, own, few_weights).x
+    def latency_combine() -> None:
+        nonlocal sums
+        sums = exchange.combine(answer, own, few_weights).x
 
-    def low_latency_pair() -> None:
-        low_latency_dispatch()
-        buffer.low_latency_combine(answer, few_idx, few_weights, sent[2])
+    def low_latency_combine() -> None:
+        nonlocal sums
+        sums = buffer.low_latency_combine(answer, few_idx, few_weights, sent[2])
 
     return {
         "dispatch, cached": (
-            lambda: group.dispatch(x, plan, sms=sms).x,
-            lambda: buffer.dispatch(x, handle=handle, config=config),
+            Call(lambda: group.dispatch(x, plan, sms=sms).x),
+            Call(lambda: buffer.dispatch(x, handle=handle, config=config)),
             rows.numel() * 2,
         ),
         "combine": (
-            lambda: group.combine(rows, plan, sms=sms).x,
-            lambda: buffer.combine(rows, handle, config=config),
+            Call(lambda: group.combine(rows, plan, sms=sms).x),
+            Call(lambda: buffer.combine(rows, handle, config=config)),
             rows.numel() * 2,
         ),
-        DISPATCH: (latency_dispatch, low_latency_dispatch, 0),
-        PAIR: (latency_pair, low_latency_pair, 0),
+        "low-latency dispatch": (Call(latency_dispatch), Call(low_latency_dispatch), 0),
+        "low-latency combine": (
+            Call(latency_combine, before=latency_dispatch),
+            Call(low_latency_combine, before=low_latency_dispatch),
+            0,
+        ),
     }
 
 
-def timed(args: argparse.Namespace, call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of a call, and CPU seconds of this thread."""
-    call()
+def timed(args: argparse.Namespace, what: Call) -> tuple[float, float]:
+    """Seconds of a call, and CPU seconds of this thread. With something before it: until it
+    returns, and with what two looks at the clocks take."""
+    if what.before:
+        return timed_alone(args, what.before, what.call)
+    what.call()
     if args.device == "cuda":
         torch.cuda.synchronize()
     start, cpu = time.perf_counter(), time.thread_time()
     for _ in range(args.calls):
-        call()
+        what.call()
     cpu = time.thread_time() - cpu
     if args.device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / args.calls, cpu / args.calls
 
 
+def timed_alone(
+    args: argparse.Namespace, before: Callable[[], Any], call: Callable[[], Any]
+) -> tuple[float, float]:
+    seconds = cpu_seconds = 0.0
+    for _ in range(args.calls):
+        before()
+        start, cpu = time.perf_counter(), time.thread_time()
+        call()
+        cpu_seconds += time.thread_time() - cpu
+        seconds += time.perf_counter() - start
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    return seconds / args.calls, cpu_seconds / args.calls
+
+
 def measured(
-    args: argparse.Namespace, comm: Comm, ferrys: Callable[[], Any], through: Callable[[], Any]
+    args: argparse.Namespace, comm: Comm, ferrys: Call, through: Call
 ) -> list[list[tuple[float, float]]]:
     """`timed` of both, round by round; every other round the other one is first."""
     samples: list[list[tuple[float, float]]] = [[], []]
@@ -176,11 +207,6 @@ def words_of(name: str, f: dict[str, float]) -> str:
     )
 
 
-def without(pair: dict[str, float], dispatch: dict[str, float]) -> dict[str, float]:
-    """The combine of a pair."""
-    return {name: value - dispatch[name] for name, value in pair.items()}
-
-
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
@@ -193,8 +219,6 @@ def main() -> None:
     for name, (ferrys, through, size) in pairs(args, buffer).items():
         if args.only in name:
             figures[name] = figures_of(measured(args, comm, ferrys, through), size)
-    if {DISPATCH, PAIR} <= set(figures):
-        figures["low-latency combine"] = without(figures.pop(PAIR), figures[DISPATCH])
     if boot.rank == 0:
         for name, found in figures.items():
             print(words_of(name, found))

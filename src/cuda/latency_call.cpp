@@ -115,7 +115,8 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   d.counts = at<std::int32_t>(layout.counts);
   d.source_token = at<std::int32_t>(layout.source_token);
   d.ranges = at<std::int64_t>(layout.ranges);
-  d.blocks = blocks();
+  // A guess of what comes: who gets more than it sends needs little longer with half the blocks.
+  d.blocks = blocks(tokens);
   LatencyCombineParameters& c = round->combine;
   c.view = view_;
   c.handle = d.handle;
@@ -125,7 +126,7 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   c.tokens = d.tokens;
   c.topk = topk;
   c.slot_weights = d.slot_weights;
-  c.blocks = d.blocks;
+  c.blocks = blocks(config_.capacity);
   if (round->order == RowOrder::rank_major) rank_major(*round);
   return round;
 }

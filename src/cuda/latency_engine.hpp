@@ -153,7 +153,8 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   }
   std::int64_t local_experts() const { return view_.placement.local_experts(view_.group.rank); }
   std::int64_t output_rows() const { return view_.group.ranks * config_.capacity; }
-  int blocks() const;
+  /// Of a kernel, when every rank has so many tokens.
+  int blocks(std::int64_t tokens) const;
   CallSignature signature(CallKind kind) const;
   /// One of the two buffers, until `drop`. Error(exhausted): there is none for this dispatch.
   std::size_t take_result(const Capture& capture);
