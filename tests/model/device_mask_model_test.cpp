@@ -167,6 +167,7 @@ class DeviceRank {
     world_.explorer().checkpoint(known);
     return true;
   }
+  /// The end of the kernels that have read fences on the GPU; here the store does.
   void release(Generation upto) {
     if (upto <= released_) return;
     released_ = upto;
@@ -186,7 +187,6 @@ class DeviceRank {
                                    await(at_.released, peer, order::acquire,
                                          [g](std::uint64_t seen) { return seen >= g - 2; }));
     }
-    release(Traits::given_back(g));
     generation_ = g;
     for (int peer = 0; peer < ranks_; ++peer) {
       if (open[index(peer)]) send_row(peer, g);
@@ -197,6 +197,7 @@ class DeviceRank {
       handle.sends[index(source)] = !masked_before(source) && await_header(source, g);
       if (!handle.sends[index(source)]) handle.sent[index(source)] = false;
     }
+    release(Traits::given_back(g));  // behind the headers, for nobody waits for it so soon
     for (int source = 0; source < ranks_; ++source) {
       if (!handle.sends[index(source)]) continue;
       const bool here = await_tag(at_.row_tags[g % 2], source, g);
