@@ -137,8 +137,10 @@ class CombineWaits {
     constexpr int kAtOnce = kWaits ? 1 : kMaskWords;
 #pragma unroll kAtOnce
     for (int w = 0; w < kMaskWords; ++w) {
-      here[w] = 0;
-      if (!kPerSlot && w * 32 >= v.group.ranks) continue;
+      if (!kPerSlot && w * 32 >= v.group.ranks) {
+        here[w] = 0;
+        continue;
+      }
       int peer = kPerSlot ? rank : w * 32 + lane;
       if constexpr (!kPerSlot) {
         const int local = rank - w * 32;

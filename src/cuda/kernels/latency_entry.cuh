@@ -54,7 +54,7 @@ __device__ __forceinline__ bool leads() {
 }
 
 /// One warp: tells all ranks that their buffers of generations up to `upto` are free. Kernels that
-/// have ended read them, so there is nothing to fence.
+/// have ended read them, and nothing that they wrote goes with it, so there is nothing to fence.
 __device__ __noinline__ inline void release_upto(const LatencyView& v, std::uint64_t generation,
                                                  std::uint64_t upto) {
   const LatencyPlaces at{v, generation};
@@ -118,6 +118,7 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   const bool stale = newest - last > 1;
   if (stale) refuse_stale(failure, last, newest);
   bool stopped = failed != 0 || stale;
+  if (lane == 0 && leads()) store_relaxed(&v.words->begun, number);
   if (lane == 0) {
     call.generation = at.generation;
     call.first_running = running;

@@ -209,6 +209,7 @@ struct LatencyWords {
   std::uint64_t rounds;             ///< of rejoining
   std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
   std::uint32_t last_mask;          ///< number of the last call in which a rank was masked; 0: none
+  std::uint32_t begun;              ///< number of the newest call
 };
 
 /// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32

@@ -164,12 +164,18 @@ __global__ void __launch_bounds__(kThreads)
       }
       return __syncthreads_or(failed) == 0;
     };
+    // Whether somebody is in a later round; asked by all before any of them hears more.
+    const auto is_late = [&] {
+      const bool late = latest > rejoining.round;
+      __syncthreads();
+      return late;
+    };
     rejoining.publish(v.layout.offers, used);
     const bool offered = hear(v.layout.offers, [&](int, std::uint64_t generation, bool&) {
       atomicMax(&newest, static_cast<unsigned long long>(generation));
     });
     if (!offered) return;
-    if (latest > rejoining.round) continue;
+    if (is_late()) continue;
     const std::uint64_t agreed = newest + rejoin_step(v);
     rejoining.publish(v.layout.answers, agreed);
     const bool answered =
@@ -179,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
           rejoining.refuse(Reason::mismatch, r);
         });
     if (!answered) return;
-    if (latest > rejoining.round) continue;
+    if (is_late()) continue;
     go_on_after(v, agreed, rejoining.word(agreed), absent);
     return;
   }

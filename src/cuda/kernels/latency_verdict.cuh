@@ -17,7 +17,8 @@ struct HeaderWords {
   std::uint32_t refused[kMaxDomain];
   bool missing[kMaxDomain];  ///< the verdict
 
-  /// That `source` sends; none if it is masked or missing, or if its routes were refused.
+  /// That `source` sends; none if it is masked or missing. Who says that its routes were refused
+  /// says so of no tokens.
   __device__ __forceinline__ int tokens(const LatencyView& v, int source) const {
     return min(head_tokens(head[source]), static_cast<int>(v.capacity));
   }

@@ -98,8 +98,7 @@ __device__ __forceinline__ bool was_held_up(const LatencyView& v, int peer) {
   if (v.layout.words == 0) return false;
   const auto& words = *reinterpret_cast<const LatencyWords*>(v.peers[peer] + v.layout.words);
   const std::uint32_t masked = load_relaxed(&words.last_mask);
-  // Its newest call has the number of that one, one less while it is young, or one more.
-  return masked != 0 && load_relaxed(&words.calls) + 1 - masked <= 2;
+  return masked != 0 && load_relaxed(&words.begun) - masked <= 1;
 }
 
 /// One thread, at a check behind the deadline: whether it waits for `peer` on.
