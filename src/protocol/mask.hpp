@@ -18,6 +18,7 @@
 #include <span>
 
 #include "protocol/flags.hpp"
+#include "protocol/passed_on.hpp"
 #include "protocol/reach.hpp"
 #include "protocol/sync.hpp"
 
@@ -28,24 +29,14 @@ using RankSet = std::span<std::uint8_t>;
 
 /// A watch that ends a sleep after a short while, to look at other flags.
 template <class W>
-struct ShortSleep {
-  W& watch;
+struct ShortSleep : PassedOn<W> {
+  using PassedOn<W>::watch;
   bool spins = false;
   std::uint64_t longest_ns = 0;
   bool over = false;
 
   std::uint64_t spin_ns() { return spins ? static_cast<std::uint64_t>(watch.spin_ns()) : 0; }
   std::uint64_t slice_ns() { return std::min<std::uint64_t>(watch.slice_ns(), longest_ns); }
-  bool progress()
-    requires requires { watch.progress(); }
-  {
-    return watch.progress();
-  }
-  void hand_over()
-    requires requires { watch.hand_over(); }
-  {
-    watch.hand_over();
-  }
   Status check() {
     Status status = watch.check();
     if (!status.ok()) return status;
@@ -87,7 +78,7 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
       any = true;
     }
     if (any || missing < 0) return {};
-    ShortSleep<W> sleep{watch, first_look, others > 0 ? kShortNs : ~0ull};
+    ShortSleep<W> sleep{{watch}, first_look, others > 0 ? kShortNs : ~0ull};
     Status status = row[missing].wait_until(
         [wanted](std::uint64_t seen) { return Traits::reached(seen, wanted); }, sleep,
         Traits::kLoad);

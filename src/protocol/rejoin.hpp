@@ -15,6 +15,7 @@
 
 #include "protocol/flags.hpp"
 #include "protocol/mask.hpp"
+#include "protocol/passed_on.hpp"
 #include "protocol/reach.hpp"
 #include "protocol/sync.hpp"
 
@@ -43,24 +44,14 @@ concept RejoinWatch = Watch<T> && requires(T& watch, int peer) { watch.awaits(pe
 
 /// A watch that ends the wait for a peer's answer when the peer offers in a round from `later` on.
 template <class W>
-struct LaterOffer {
-  W& watch;
+struct LaterOffer : PassedOn<W> {
+  using PassedOn<W>::watch;
   Flag offer;
   std::uint64_t later = 0;  ///< the least word of it
   std::uint64_t seen = 0;   ///< the word, if there was one
 
   std::uint64_t spin_ns() { return static_cast<std::uint64_t>(watch.spin_ns()); }
   std::uint64_t slice_ns() { return watch.slice_ns(); }
-  bool progress()
-    requires requires { watch.progress(); }
-  {
-    return watch.progress();
-  }
-  void hand_over()
-    requires requires { watch.hand_over(); }
-  {
-    watch.hand_over();
-  }
   void awaits(int peer) { watch.awaits(peer); }
   Status check() {
     // relaxed: a round to join; what counts of it is waited for then.
@@ -146,7 +137,7 @@ class Rejoin {
   template <class W>
   Status hear_answers(RankSet absent, W& watch, Generation agreed, bool& later) {
     for (int peer = 0; peer < answers_.ranks; ++peer) {
-      LaterOffer<W> watch_of{watch, offers_[peer], (round_ + 1) << kGenerationBits};
+      LaterOffer<W> watch_of{{watch}, offers_[peer], (round_ + 1) << kGenerationBits};
       Status status = hear(answers_, peer, absent, watch_of);
       if (watch_of.seen != 0 && !status.ok()) {
         later = joins(watch_of.seen);
