@@ -17,7 +17,7 @@ using std::to_string;
 namespace {
 
 constexpr const char* kMake = "LatencyExchange";
-constexpr std::int64_t kFewSlots = 32;  // tokens of all ranks
+constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
 
 /// What the kernels need of every rank's segment.
 void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,

@@ -99,15 +99,16 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
   return good;
 }
 
-/// Whole block, when all headers are here: judges and notes them, and counts the rows if `counts`.
+/// Whole team, when all headers are here: judges and notes them, and counts the rows if `counts`.
 /// False: the group has failed.
-__device__ inline bool read_headers(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    LatencyCall& call, const Arrivals& arrivals, bool counts) {
+__device__ inline bool read_headers(Team team, const LatencyDispatchParameters& p,
+                                    const LatencyPlaces& at, LatencyCall& call,
+                                    const Arrivals& arrivals, bool counts) {
   const LatencyView& v = p.view;
   const HeaderWords& words = arrivals.words;
   bool good = true;
 #pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+  for (int s = team.thread(); s < v.group.ranks; s += team.threads()) {
     const bool here = !call.masked[s] && !words.missing[s];
     if (here) good &= is_agreed(p, call, s, words.head[s]);
     call.tokens[s] = words.tokens(v, s);
@@ -118,12 +119,12 @@ __device__ inline bool read_headers(const LatencyDispatchParameters& p, const La
   }
   // From the other end, beside the former.
 #pragma unroll 1
-  for (int e = kLatencyThreads - 1 - static_cast<int>(threadIdx.x);
+  for (int e = team.threads() - 1 - team.thread();
        counts && e < arrivals.experts && (leads() || arrivals.numbers != nullptr);
-       e += kLatencyThreads) {
+       e += team.threads()) {
     good &= count_rows(p, at, call, arrivals, e);
   }
-  return __syncthreads_and(good) != 0;
+  return !team.any(!good);
 }
 
 }  // namespace ferry::cuda::device

@@ -22,7 +22,8 @@ int header_warps(std::int64_t local_experts) {
 DispatchShape make_shape(const LatencyDispatchParameters& p) {
   const LatencyView& v = p.view;
   const std::int64_t experts = v.placement.local_experts(0);
-  DispatchShape shape{.send = SendShape(v, p.tokens, p.blocks)};
+  const int send_warps = p.halves == Halves::both ? kMostSendWarps : kLatencyWarps;
+  DispatchShape shape{.send = SendShape(v, p.tokens, p.blocks, send_warps)};
   shape.experts = static_cast<int>(v.placement.local_experts(v.group.rank));
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;

@@ -68,10 +68,12 @@ __device__ inline void keep_dispatch(const LatencyDispatchParameters& p, const L
   }
 }
 
-/// Whole block; begins the call, too. False: the group has failed.
+/// Whole block; begins the call, too. `team`: the warps that send no rows, and do not wait for
+/// those that do. False: the group has failed.
 template <class T, bool kQuantized>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
-                          const DispatchShape& shape, LatencyCall& call, std::uint32_t* counters) {
+                          const DispatchShape& shape, LatencyCall& call, std::uint32_t* counters,
+                          Team& team) {
   const LatencyView& v = p.view;
   const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const bool heads = blocks - 1 - block < v.group.ranks;
@@ -82,8 +84,9 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   }
   RowSender<T, kQuantized> sender(p, ranks, shape.send, block);
   if (!heads && !begin_latency_call(v, nullptr, call)) return false;
+  team.first = shape.send.warps_of(block);
   const LatencyPlaces at{v, call.generation};
-  sender.send(at, call.open);
+  if (!team.has_this_warp()) sender.send(at, call.open);
   return true;
 }
 
@@ -104,8 +107,9 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   await_kernel_before();
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
+  Team team;
   if (sends) {
-    if (!send_half<T, kQuantized>(p, ranks, shape, call, scratch)) return;
+    if (!send_half<T, kQuantized>(p, ranks, shape, call, scratch, team)) return;
   } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
     return;
   }
@@ -114,11 +118,18 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   const Arrivals arrivals{words, numbers, shape.experts};
   if (receives) {
     start_clock(call, p.waits);
-    if (!await_header_words(at, call, shape.experts, words, numbers)) return;
-    if (!read_headers(p, at, call, arrivals, !kRanked)) return;
+    if (team.has_this_warp()) {
+      const bool good = await_header_words(team, at, call, shape.experts, words, numbers) &&
+                        read_headers(team, p, at, call, arrivals, !kRanked);
+      if (!good) call.stopped = true;
+      team.tell_others();
+    } else {
+      team.hear();
+    }
   }
-  note_latency_call(at, call, sends, receives);
-  if (receives) {
+  const bool goes_on = !receives || __any_sync(kAllLanes, call.stopped) == 0;
+  if (goes_on) note_latency_call(at, call, sends, receives);
+  if (receives && goes_on) {
     const MostTokens most = find_most_tokens(v, words, sizeof(T));
     FewReceiver<T, kQuantized, kRanked> few{p, at, call, arrivals};
     RowReceiver<T, kQuantized, kRanked> rows{p, at, call, arrivals};

@@ -32,15 +32,28 @@ struct SendShape {
   PartShape parts;
   bool apart;  ///< there are blocks enough for those that make headers to send no rows
   int blocks;  ///< that send rows
+  int warps;   ///< of a block, at most, from the first on
   int group;   ///< parts that a warp takes together
   int units;   ///< of a token
-  SendShape(const LatencyView& v, int tokens, int all_blocks)
+  int all;     ///< units of the call
+  SendShape(const LatencyView& v, int tokens, int all_blocks, int send_warps)
       : parts(v),
         apart(all_blocks > 4 * v.group.ranks),
         blocks(apart ? all_blocks - v.group.ranks : all_blocks),
-        group(parts_at_once(tokens, v.parts, blocks * kLatencyWarps)),
-        units((v.parts + group - 1) / group) {}
+        warps(send_warps),
+        group(parts_at_once(tokens, v.parts, blocks * warps)),
+        units((v.parts + group - 1) / group),
+        all(tokens * units) {}
+
+  /// Of a block: the warps that have a unit; the others receive meanwhile.
+  __device__ int warps_of(int block) const {
+    if (block >= blocks) return 0;
+    return min(warps, max(0, (all - block + blocks - 1) / blocks));
+  }
 };
+
+/// Warps of a block that send, at most, where the others receive at the same time.
+inline constexpr int kMostSendWarps = 8;
 
 /// The destination of this lane's slot; −1: none.
 __device__ __forceinline__ int lane_destination(const LatencyDispatchParameters& p,
@@ -164,10 +177,10 @@ struct WirePiece {
 struct UnitWalk {
   int first = 0;
   int step = 1;
-  __device__ UnitWalk(int block, int blocks) {
+  __device__ UnitWalk(int block, int blocks, int warps = kLatencyWarps) {
     const int warp = static_cast<int>(threadIdx.x / 32);
     first = warp * blocks + block;
-    step = blocks * kLatencyWarps;
+    step = blocks * warps;
   }
 };
 
@@ -177,8 +190,12 @@ class RowSender {
  public:
   __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks,
                        const SendShape& shape, int block)
-      : p_(p), ranks_(ranks), shape_(shape), walk_(block, shape.blocks), unit_(walk_.first) {
-    if (block >= shape.blocks) unit_ = p.tokens * shape.units;
+      : p_(p),
+        ranks_(ranks),
+        shape_(shape),
+        walk_(block, shape.blocks, shape.warps),
+        unit_(walk_.first) {
+    if (static_cast<int>(threadIdx.x / 32) >= shape.warps_of(block)) unit_ = shape.all;
     load();
   }
 
@@ -187,7 +204,7 @@ class RowSender {
     const LatencyView& v = p_.view;
     const bool few = is_few<T>(v, p_.tokens);
 #pragma unroll 1
-    while (unit_ < p_.tokens * shape_.units) {
+    while (unit_ < shape_.all) {
       const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
       const int last = min(first + shape_.group, v.parts) - 1;
       const int dest = keep_first(destination_ >= 0 && open[destination_] ? destination_ : -1);
@@ -231,7 +248,7 @@ class RowSender {
            static_cast<std::size_t>(token) * static_cast<std::size_t>(p_.view.hidden) * sizeof(T);
   }
   __device__ void load() {
-    if (unit_ >= p_.tokens * shape_.units) return;
+    if (unit_ >= shape_.all) return;
     const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
     const int last = min(first + shape_.group, p_.view.parts) - 1;
     destination_ = lane_destination(p_, ranks_, token);

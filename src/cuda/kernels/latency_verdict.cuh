@@ -6,6 +6,7 @@
 // has passed, all is here. Else that block looks once more, and what it sees is the verdict.
 #pragma once
 #include "cuda/kernels/latency_header.cuh"
+#include "cuda/kernels/latency_team.cuh"
 
 namespace ferry::cuda::device {
 
@@ -83,16 +84,16 @@ __device__ __forceinline__ Found find_word(const LatencyPlaces& at, const Latenc
   }
 }
 
-/// Whole block: all words of all headers that come. `numbers`: [R, local experts], null: no room.
+/// Whole team: all words of all headers that come. `numbers`: [R, local experts], null: no room.
 /// False: the group has failed. `halted`: some thread waits for a verdict.
-__device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& call, int experts,
-                                  HeaderWords& words, std::int32_t* numbers, bool& halted) {
+__device__ inline bool find_words(Team team, const LatencyPlaces& at, const LatencyCall& call,
+                                  int experts, HeaderWords& words, std::int32_t* numbers,
+                                  bool& halted) {
   const LatencyView& v = at.v;
   const int each = kLatencyHeadWords + experts, all = each * v.group.ranks;
   bool stopped = false, halts = false;
-  // From the other end than the senders.
 #pragma unroll 1
-  for (int i = kLatencyThreads - 1 - static_cast<int>(threadIdx.x); i < all; i += kLatencyThreads) {
+  for (int i = team.thread(); i < all; i += team.threads()) {
     const int source = i / each, w = i - source * each;
     std::uint32_t data = 0;
     if (!call.masked[source] && !words.missing[source] && !stopped) {
@@ -108,9 +109,9 @@ __device__ inline bool find_words(const LatencyPlaces& at, const LatencyCall& ca
     }
   }
   halted = false;
-  if (__syncthreads_or(stopped || halts) == 0) return true;
+  if (!team.any(stopped || halts)) return true;
   halted = true;
-  return __syncthreads_or(stopped) == 0;
+  return !team.any(stopped);
 }
 
 /// One thread: waits for other blocks of this rank. False: the group has failed.
@@ -156,40 +157,40 @@ __device__ inline bool judge_headers(const LatencyPlaces& at, LatencyCall& call,
   return true;
 }
 
-/// Whole block, when it halts: waits for the verdict.
-__device__ __noinline__ inline bool hear_verdict(const LatencyView& v, LatencyCall& call,
+/// Whole team, when it halts: waits for the verdict.
+__device__ __noinline__ inline bool hear_verdict(Team team, const LatencyView& v, LatencyCall& call,
                                                  int experts, HeaderWords& words) {
   const LatencyPlaces at{v, call.generation};
   bool stopped = false;
-  if (threadIdx.x == 0) {
+  if (team.thread() == 0) {
     count_released(&v.words->halted);
     stopped = leads() ? !judge_headers(at, call, experts) : !await_blocks(v, call, [&] {
       return load_acquire(&v.words->judged) == at.generation;
     });
   }
-  if (__syncthreads_or(stopped) != 0) return false;
+  if (team.any(stopped)) return false;
 #pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
+  for (int s = team.thread(); s < v.group.ranks; s += team.threads()) {
     words.missing[s] = load_relaxed(&v.words->verdict[s]) == at.generation << 1;
   }
-  __syncthreads();
+  team.sync();
   return true;
 }
 
-/// Whole block: what every source's header says. `words.missing` is false. False: the group has
+/// Whole team: what every source's header says. `words.missing` is false. False: the group has
 /// failed.
-__device__ inline bool await_header_words(const LatencyPlaces& at, LatencyCall& call, int experts,
-                                          HeaderWords& words, std::int32_t* numbers) {
+__device__ inline bool await_header_words(Team team, const LatencyPlaces& at, LatencyCall& call,
+                                          int experts, HeaderWords& words, std::int32_t* numbers) {
   const LatencyView& v = at.v;
   bool halted;
-  if (!find_words(at, call, experts, words, numbers, halted)) return false;
+  if (!find_words(team, at, call, experts, words, numbers, halted)) return false;
   if (!halted) {
-    if (threadIdx.x == 0) count_relaxed(&v.words->passed);
+    if (team.thread() == 0) count_relaxed(&v.words->passed);
     return true;
   }
-  if (!hear_verdict(v, call, experts, words)) return false;
+  if (!hear_verdict(team, v, call, experts, words)) return false;
   // Those that are not missing are there.
-  return find_words(at, call, experts, words, numbers, halted) && !halted;
+  return find_words(team, at, call, experts, words, numbers, halted) && !halted;
 }
 
 }  // namespace ferry::cuda::device
