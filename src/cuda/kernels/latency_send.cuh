@@ -195,7 +195,8 @@ class RowSender {
         shape_(shape),
         walk_(block, shape.blocks, shape.warps),
         unit_(walk_.first) {
-    if (static_cast<int>(threadIdx.x / 32) >= shape.warps_of(block)) unit_ = shape.all;
+    const bool sends = block < shape.blocks && static_cast<int>(threadIdx.x / 32) < shape.warps;
+    if (!sends) unit_ = shape.all;
     load();
   }
 
