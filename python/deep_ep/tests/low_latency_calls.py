@@ -282,6 +282,9 @@ def waits_are_added(buffer: Any, device: str) -> None:
     waited for it is told so. Results are those of calls without."""
     ranks, late = buffer.group_size, buffer.group_size - 1
     batch = batch_of(buffer, 51)
+    # A combine need wait for no rank that has none of the tokens.
+    routes = batch.topk_idx[buffer.rank]
+    answers = any((routes == expert).any() for expert in batch.local(late))
     x, topk_idx, weights = own(buffer, batch, device)
     round_trip(buffer, device, batch, **BF16)  # buffers are there
     for end in ENDS.values():
@@ -311,9 +314,9 @@ def waits_are_added(buffer: Any, device: str) -> None:
         )
         finish(event, hook, end)
         assert torch.equal(combined.cpu(), batch.combined(buffer.rank))
-        for stats in (first.tolist(), second.tolist()):
+        for stats, waits in ((first.tolist(), True), (second.tolist(), answers)):
             assert min(stats) >= 5
-            assert buffer.rank == late or stats[late] >= LATE * 1e9 / 2
+            assert buffer.rank == late or not waits or stats[late] >= LATE * 1e9 / 2
 
 
 ALL = (
