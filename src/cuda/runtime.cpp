@@ -1,9 +1,12 @@
 #include "cuda/runtime.hpp"
 
+#include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "fabric/cuda/driver.hpp"
 #include "ferry/error.hpp"
 
 namespace ferry::cuda {
@@ -16,19 +19,57 @@ void check(cudaError_t result, const char* call) {
                   cudaGetErrorString(result));
 }
 
+namespace {
+
+void check_driver(CUresult result, const char* call) {
+  if (result == CUDA_SUCCESS) return;
+  throw Error(ErrorKind::system, fabric::CallRefused(result, call).what());
+}
+
+const fabric::Driver& checked_driver() {
+  const fabric::Driver& driver = fabric::driver();
+  if (!driver.problem.empty()) throw Error(ErrorKind::system, "CUDA: " + driver.problem);
+  return driver;
+}
+
+/// What the runtime uses on a device; kept until the process ends, or somebody resets the device.
+CUcontext primary_context(int ordinal) {
+  static std::mutex mutex;
+  static std::map<int, CUcontext> kept;
+  const fabric::Driver& driver = checked_driver();
+  std::scoped_lock lock(mutex);
+  CUdevice device = 0;
+  unsigned flags = 0;
+  int active = 0;
+  check_driver(driver.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+  check_driver(driver.cuDevicePrimaryCtxGetState(device, &flags, &active),
+               "cuDevicePrimaryCtxGetState");
+  CUcontext& context = kept[ordinal];
+  if (context == nullptr || active == 0) {
+    check_driver(driver.cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
+}
+
+}  // namespace
+
+// Not by cudaSetDevice: going back to a device that the thread has never used would make a context
+// there, which takes memory of it, and waits for whatever this process waits for in CUDA.
 OnDevice::OnDevice(int device) {
   int current = -1;
   check(cudaGetDevice(&current), "cudaGetDevice");
   if (current != device) {
-    check(cudaSetDevice(device), "cudaSetDevice");
-    before_ = current;
+    const CUcontext context = primary_context(device);
+    check_driver(fabric::driver().cuCtxPushCurrent(context), "cuCtxPushCurrent");
+    pushed_ = true;
   }
   cudaThreadExchangeStreamCaptureMode(&mode_);
 }
 
 OnDevice::~OnDevice() {
   cudaThreadExchangeStreamCaptureMode(&mode_);
-  if (before_ >= 0) cudaSetDevice(before_);
+  CUcontext popped = nullptr;
+  if (pushed_) fabric::driver().cuCtxPopCurrent(&popped);
 }
 
 Capture capture_of(cudaStream_t stream) {

@@ -23,7 +23,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = -1;
+  bool pushed_ = false;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <string>
 #include <thread>
 
@@ -119,9 +120,9 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
     rank.meet();
     for (int i = 0; i < 5; ++i) rank.trip();
     rank.meet();
-    std::thread stopper;
+    std::future<void> stopper;  // its end is waited for, also where this rank fails
     if (rank.rank() == 0) {
-      stopper = std::thread([&told, trial] {
+      stopper = std::async(std::launch::async, [&told, trial] {
         std::this_thread::sleep_for(std::chrono::microseconds(5'000 + trial * 1733 % 20'000));
         told.fault = now_ns();
         kill(told.victim, SIGSTOP);
@@ -143,7 +144,7 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
       const MaskClock clock(rank.latency(), told, rank.rank());
       trips_around_fault(rank, told);
     }
-    if (stopper.joinable()) stopper.join();
+    if (stopper.valid()) stopper.get();
     rank.meet();
     rank.latency().rejoin();
     for (int i = 0; i < 20; ++i) rank.trip();
