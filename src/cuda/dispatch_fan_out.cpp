@@ -1,4 +1,5 @@
 // The fan-out of a dispatch to expert-major order: beside it while the rows come, or after it.
+#include <algorithm>
 #include <utility>
 
 #include "cuda/dispatch_job.hpp"
@@ -13,9 +14,9 @@ bool has_bulk_copies() {
   return kernel_limits(limits) == cudaSuccess && limits.bulk_copies;
 }
 
-/// SMs for a fan-out beside its dispatch: what keeps pace with the rows, and no more, for its
-/// stores hold back the rows that arrive.
-constexpr int kFollowerSms = 48;
+/// SMs for a fan-out beside its dispatch: what keeps pace with the rows of four GPUs. Where fewer
+/// are left it takes those; with less than the least, one after the other is faster.
+constexpr int kMostFollowerSms = 80, kLeastFollowerSms = 48;
 
 }  // namespace
 
@@ -62,7 +63,7 @@ int DispatchJob::parts() const {
 bool DispatchJob::follows() const {
   constexpr std::size_t kLeast = std::size_t{32} << 20;
   return expert_major() && !plan_->scattered && !engine_.shares_gpu() && has_bulk_copies() &&
-         engine_.local_sms() >= sms_ + kFollowerSms &&
+         engine_.local_sms() >= sms_ + kLeastFollowerSms &&
          static_cast<std::size_t>(rank_rows_) * row_.bytes() >= kLeast;
 }
 
@@ -90,7 +91,8 @@ FanOutParameters DispatchJob::fan_out_parameters() const {
   parameters.made = made_;
   parameters.may_be_made = slots_made_;
   parameters.awaits_routes = carries_routes_;
-  parameters.sms = followed_ ? kFollowerSms : engine_.local_sms();
+  const int left = engine_.local_sms() - sms_;
+  parameters.sms = followed_ ? std::min(left, kMostFollowerSms) : engine_.local_sms();
   return parameters;
 }
 

@@ -1,4 +1,4 @@
-// A fan-out beside its dispatch: a few SMs copy the rows while they come. Work is claimed, never
+// A fan-out beside its dispatch: some SMs copy the rows while they come. Work is claimed, never
 // shared out beforehand, so that blocks which come late, when an SM gets free, hold nobody up: who
 // waits, waits for what a running block has claimed, or for the dispatch, which runs and bounds its
 // own waits.
