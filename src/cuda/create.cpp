@@ -10,6 +10,7 @@
 #include "cuda/cuda_engine.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/kernels/latency.hpp"
+#include "cuda/links.hpp"
 #include "engine/create.hpp"
 #include "engine/growth.hpp"
 #include "fabric/segment_handle.hpp"
@@ -101,6 +102,19 @@ int chosen_device(const GroupConfig& config) {
   return device;
 }
 
+/// Whether rows in lines come through between all ranks. Collective.
+bool all_carry_lines(Bootstrap& bootstrap, const GroupConfig& config, int device,
+                     const std::vector<Place>& places) {
+  const auto told = engine::together(bootstrap, config, "Group: links", [&] {
+    std::vector<cudaUUID_t> gpus;
+    for (const Place& place : places) gpus.push_back(place.gpu);
+    return std::vector<std::byte>{std::byte{carries_lines(device, gpus)}};
+  });
+  return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
+    return one.size() == 1 && one[0] != std::byte{0};
+  });
+}
+
 /// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
 void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
@@ -119,6 +133,7 @@ void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& pa
   const Place& mine = places[static_cast<std::size_t>(bootstrap.rank())];
   parts.sharing = static_cast<int>(std::count_if(
       places.begin(), places.end(), [&](const Place& other) { return same_gpu(other, mine); }));
+  parts.carries_lines = all_carry_lines(bootstrap, config, device, places);
 }
 
 /// The control segment of the CPUs, by the host's fabric.

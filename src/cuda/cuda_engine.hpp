@@ -35,8 +35,9 @@ struct Parts {
   std::shared_ptr<GpuMemory> gpu{};
   fabric::Segment control{};  ///< in GPU memory: flags, mailboxes, then the table of segments
   DeviceControlLayout layout{};
-  int sharing = 1;  ///< ranks on this GPU
-  int sms = 1;      ///< of this GPU
+  int sharing = 1;             ///< ranks on this GPU
+  int sms = 1;                 ///< of this GPU
+  bool carries_lines = false;  ///< between all ranks (links.hpp)
 };
 
 class CudaPlan;
@@ -102,6 +103,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked) const;
   bool shares_gpu() const { return parts_.sharing > 1; }
+  bool carries_lines() const { return parts_.carries_lines; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
   enum class Pieces {

@@ -41,6 +41,7 @@ void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t byte
 void join_others(const LatencyGroup& group, LatencyView& view) {
   view.inbox = group.inbox;
   view.few = 0;
+  view.lines = false;
   for (int r = 0; r < view.group.ranks; ++r) {
     if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
     const auto bit = static_cast<unsigned>(r);
@@ -66,6 +67,7 @@ LatencyView make_view(CudaEngine& engine, const LatencyConfig& config, const Lat
   view.topk = config.topk;
   view.parts = latency_parts(config.hidden);
   view.few = kFewTokens;
+  view.lines = engine.carries_lines() && memory.wire.lines;
   view.dtype = config.dtype;
   return view;
 }

@@ -41,6 +41,7 @@ LatencyCase random_case(int ranks, std::int64_t hidden, Random& random) {
   c.blocks = 1 + static_cast<int>(random.below(12));
   const int fews[] = {0, 3, kFewTokens};
   c.few = fews[random.below(3)];
+  c.lines = random.below(2) == 0;
   return c;
 }
 
@@ -113,9 +114,14 @@ LatencyCase full_case(int ranks) {
 void run_full() {
   const int ranks = std::max(2, gpu_count());
   for (const LatencyFormat format : {LatencyFormat::e4m3, LatencyFormat::as_is}) {
-    LatencyCase c = full_case(ranks);
-    c.format = format;
-    run_case(c, 5);
+    for (const bool lines : {false, true}) {
+      LatencyCase c = full_case(ranks);
+      c.format = format;
+      c.lines = lines;
+      run_case(c, 5);
+      c.blocks = c.blocks * 3 / 4;  // some SMs have two, some one
+      run_case(c, 7);
+    }
   }
   for (const LatencyFormat format :
        {LatencyFormat::e4m3, LatencyFormat::as_is, LatencyFormat::e4m3_packed}) {
@@ -136,7 +142,7 @@ void run_full() {
 
 /// One graph of two exchanges, replayed with other routes and tokens; eager calls in between.
 /// Every `sample`-th replay is compared.
-void run_graphs(std::uint64_t seed, int replays, int sample) {
+void run_graphs(std::uint64_t seed, int replays, int sample, bool lines) {
   LatencyCase c;
   c.ranks = std::max(2, gpu_count());
   c.topk = c.call_topk = 4;
@@ -144,6 +150,7 @@ void run_graphs(std::uint64_t seed, int replays, int sample) {
   c.hidden = 1040;
   c.capacity = 24;
   c.few = kFewTokens;
+  c.lines = lines;
   c.format = LatencyFormat::e4m3;
   c.blocks = 8;
   KernelGroup group(options_for(c));
@@ -204,7 +211,7 @@ void run_graphs(std::uint64_t seed, int replays, int sample) {
     if (run.generation(r) != expected) stop("generations drift");
     FERRY_CUDA_CHECK(cudaGraphExecDestroy(graphs[static_cast<std::size_t>(r)]));
   }
-  std::printf("graphs: %d replays, %llu compared\n", replays,
+  std::printf("graphs, lines %d: %d replays, %llu compared\n", lines, replays,
               static_cast<unsigned long long>(samples));
   std::fflush(stdout);
 }
@@ -237,7 +244,9 @@ int run_main(int argc, char** argv) {
     const auto wanted = [&](const char* name) { return only.empty() || only == name; };
     if (wanted("matrix")) run_matrix(seed, repeat);
     if (wanted("full")) run_full();
-    if (wanted("graphs")) run_graphs(seed, replays, 20);
+    for (const bool lines : {false, true}) {
+      if (wanted("graphs")) run_graphs(seed, replays, 20, lines);
+    }
     if (wanted("failures")) run_failure_tests();
     if (wanted("masks")) {
       run_missing_tests();

@@ -213,10 +213,11 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
   };
   const double dispatch = clock.period(chain), by_rank = pair(kRank);
   std::printf(
-      "LAT T %3lld %s blocks %3d parts %d few %d weights %s: dispatch %.2f pair %.2f combine %.2f",
+      "LAT T %3lld %s blocks %3d parts %d few %d lines %d weights %s: dispatch %.2f pair %.2f "
+      "combine %.2f",
       static_cast<long long>(tokens), c.format == LatencyFormat::as_is ? "bf16" : "fp8 ", c.blocks,
-      run.view(0).parts, c.few, c.weights_with_dispatch ? "early" : "late ", dispatch, by_rank,
-      by_rank - dispatch);
+      run.view(0).parts, c.few, c.lines, c.weights_with_dispatch ? "early" : "late ", dispatch,
+      by_rank, by_rank - dispatch);
   if (!brief) {
     const double by_slot = pair(kSlot);
     const auto sent = [&](int r) {
@@ -267,6 +268,7 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
   c.format = LatencyFormat::e4m3;
   c.blocks = 2 * 132;
   c.few = kFewTokens;
+  c.lines = true;
   KernelGroup group(
       {c.ranks, latency_arena_bytes(c) + (std::size_t{64} << 20), 4096, 5'000'000'000});
   if (!wide_search) {
@@ -298,7 +300,11 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
     c.parts = parts;
     c.blocks = blocks;
     c.weights_with_dispatch = early;
-    measure(group, c, tokens, seed, false, true);
+    for (const bool lines : {false, true}) {
+      if (lines && tokens <= kFewTokens) continue;
+      c.lines = lines;
+      measure(group, c, tokens, seed, false, true);
+    }
   };
   for (const std::int64_t tokens : {1, 4, 8, 16, 64, 128, 256}) {
     for (const int blocks : {16, 33, 66, 132, 264}) {

@@ -42,7 +42,8 @@ std::string describe(const LatencyCase& c) {
          std::string(name_of(c.dtype)) + ", format " + std::to_string(static_cast<int>(c.format)) +
          ", routes " + std::to_string(static_cast<int>(c.routes)) + ", blocks " +
          std::to_string(c.blocks) + ", parts " + std::to_string(c.parts) + ", few " +
-         std::to_string(c.few) + ", weights " + std::to_string(c.weights_with_dispatch);
+         std::to_string(c.few) + ", lines " + std::to_string(c.lines) + ", weights " +
+         std::to_string(c.weights_with_dispatch);
 }
 
 std::size_t LatencyWorld::row_bytes() const {

@@ -26,8 +26,9 @@ struct LatencyCase {
   bool weights_with_dispatch = false;
   Routes routes = Routes::uniform;
   int blocks = 2;
-  int parts = 0;  ///< 0: latency_parts
-  int few = 0;    ///< of the view
+  int parts = 0;       ///< 0: latency_parts
+  int few = 0;         ///< of the view
+  bool lines = false;  ///< of the view, where there is room for them
 };
 std::string describe(const LatencyCase& c);
 

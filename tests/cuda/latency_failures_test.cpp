@@ -24,9 +24,10 @@ GroupOptions patient_options(const LatencyCase& c) {
 }
 
 /// Rank 1 does not come, or its rows do not: the others mask it, and go on.
-void test_masks(bool header_comes, int few) {
+void test_masks(bool header_comes, int few, bool lines) {
   LatencyCase c = small_latency_case();
   c.few = few;
+  c.lines = lines;
   if (few > 0) c.capacity = few;
   KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
@@ -41,10 +42,13 @@ void test_masks(bool header_comes, int few) {
     group.launch([&](int r) {
       if (r == 1 && (!header_comes || again > 0)) return;
       LatencyDispatchParameters p = run.dispatch(r, 0);
-      if (r == 1) {  // its tags go astray
+      if (r == 1) {  // its tags go astray, or its rows
         p.halves = Halves::send;
         p.view.layout.row_tags = p.view.layout.bytes;
         p.view.layout.few_rows = p.view.layout.bytes;
+        for (int d = 0; lines && d < c.ranks; ++d) {
+          p.view.rows[d] = p.view.peers[d] + p.view.layout.bytes;
+        }
       }
       FERRY_CUDA_CHECK(launch_latency_dispatch(p, group.stream(r)));
     });
@@ -68,8 +72,8 @@ void test_masks(bool header_comes, int few) {
     group.wait(5);
     for (const int r : {0, 2}) run.check_combine(seen, r, 0, path, absent);
   }
-  std::printf("masks, %s, few %d: as expected\n", header_comes ? "rows missing" : "rank missing",
-              few);
+  std::printf("masks, %s, few %d, lines %d: as expected\n",
+              header_comes ? "rows missing" : "rank missing", few, lines);
 }
 
 /// Rank 1 sends its rows and then no sums.
@@ -246,10 +250,12 @@ void test_refused_routes() {
 
 void run_missing_tests() {
   for (const int few : {0, kFewTokens}) {
-    test_masks(false, few);
-    test_masks(true, few);
+    test_masks(false, few, false);
+    test_masks(true, few, false);
     test_missing_sums(few);
   }
+  test_masks(false, 0, true);
+  test_masks(true, 0, true);
 }
 
 void run_failure_tests() {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/links.hpp"
 #include "latency_case.hpp"
 
 namespace ferry::cuda::test {
@@ -10,12 +11,29 @@ namespace {
 
 constexpr int kPoison = 0xCB;
 
+/// Whether rows may cross in lines between the GPUs of this machine.
+bool all_carry_lines() {
+  static const bool all = [] {
+    std::vector<cudaUUID_t> gpus;
+    for (int i = 0; i < gpu_count(); ++i) {
+      cudaDeviceProp properties{};
+      FERRY_CUDA_CHECK(cudaGetDeviceProperties(&properties, i));
+      gpus.push_back(properties.uuid);
+    }
+    bool carries = true;
+    for (int i = 0; i < gpu_count(); ++i) carries = carries && carries_lines(i, gpus);
+    return carries;
+  }();
+  return all;
+}
+
 }  // namespace
 
 std::size_t spare_bytes(const LatencyCase& c, const DeviceLatencyLayout& layout) {
   const auto ranks = static_cast<std::size_t>(c.ranks);
   return 2 * ranks *
-         std::max(static_cast<std::size_t>(c.capacity) * 64, kFewTokens * layout.few_row_slot);
+         std::max(static_cast<std::size_t>(c.capacity) * std::max<std::size_t>(64, layout.row_slot),
+                  kFewTokens * layout.few_row_slot);
 }
 
 std::size_t LatencyRun::wire_row_bytes() const {
@@ -56,6 +74,9 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
       FERRY_CUDA_CHECK(cudaMemsetAsync(segments.back() + at, 0, bytes, group.stream(r)));
     };
     zero(0, layout.rows);
+    if (layout.lines) {
+      zero(layout.rows, 2 * static_cast<std::size_t>(c.ranks * c.capacity) * layout.row_slot);
+    }
     m.view.group = group.view(r);
     m.view.placement = placement_;
     m.view.layout = layout;
@@ -65,6 +86,7 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
     m.view.parts = c.parts > 0 ? c.parts : latency_parts(c.hidden);
     m.view.dtype = c.dtype;
     m.view.few = c.few;
+    m.view.lines = c.lines && layout.lines && all_carry_lines();
     m.view.words = reinterpret_cast<LatencyWords*>(group.take(r, sizeof(LatencyWords), 0).data);
     // The same on all ranks, whose memory is taken alike.
     m.view.layout.words =

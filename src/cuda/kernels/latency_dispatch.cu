@@ -19,11 +19,28 @@ int header_warps(std::int64_t local_experts) {
   return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kMostHeaderWarps));
 }
 
-DispatchShape make_shape(const LatencyDispatchParameters& p) {
+/// A quarter of the SMs keeps the links full.
+constexpr int kPartThatSends = 4;
+
+SendingBlocks sending_blocks(const LatencyDispatchParameters& p, int sms) {
+  const LatencyView& v = p.view;
+  SendingBlocks blocks{p.blocks, std::min(p.blocks, sms), 0};
+  const bool few = is_few_of(v, p.tokens, size_of(v.dtype));
+  const int of_row = blocks.row / kPartThatSends;
+  // The last ones make headers, and are not among those that send.
+  const int last_row = p.blocks > blocks.row ? p.blocks - blocks.row : blocks.row;
+  const bool fits = p.blocks <= kLatencyBlocksPerSm * sms && of_row + v.group.ranks <= last_row;
+  if (v.lines && p.halves == Halves::both && !few && fits) blocks.of_row = of_row;
+  return blocks;
+}
+
+DispatchShape make_shape(const LatencyDispatchParameters& p, int sms) {
   const LatencyView& v = p.view;
   const std::int64_t experts = v.placement.local_experts(0);
-  const int send_warps = p.halves == Halves::both ? kMostSendWarps : kLatencyWarps;
-  DispatchShape shape{.send = SendShape(v, p.tokens, p.blocks, send_warps)};
+  const SendingBlocks sending = sending_blocks(p, sms);
+  const bool shares_warps = p.halves == Halves::both && sending.of_row == 0;
+  const int send_warps = shares_warps ? kMostSendWarps : kLatencyWarps;
+  DispatchShape shape{.send = SendShape(v, p.tokens, sending, send_warps)};
   shape.experts = static_cast<int>(v.placement.local_experts(v.group.rank));
   shape.header_warps = header_warps(experts);
   const std::int64_t bases = experts * v.group.ranks * 4;
@@ -33,8 +50,12 @@ DispatchShape make_shape(const LatencyDispatchParameters& p) {
   return shape;
 }
 
-DispatchKernel kernel_of(Dtype dtype, LatencyFormat format, bool rank_major) {
-  return rank_major ? rank_major_kernel(dtype, format) : dispatch_kernel<false>(dtype, format);
+DispatchKernel kernel_of(Dtype dtype, LatencyFormat format, bool rank_major, bool lines) {
+  if (lines) {
+    return rank_major ? lined_rank_major_kernel(dtype, format) : lined_kernel(dtype, format);
+  }
+  return rank_major ? rank_major_kernel(dtype, format)
+                    : dispatch_kernel<false, false>(dtype, format);
 }
 
 }  // namespace
@@ -52,7 +73,8 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   if (error != cudaSuccess) return error;
   // Sending is the same in both orders.
   const bool ranked = parameters.rank_major && parameters.halves != Halves::send;
-  const DispatchKernel kernel = kernel_of(parameters.view.dtype, parameters.format, ranked);
+  const LatencyView& v = parameters.view;
+  const DispatchKernel kernel = kernel_of(v.dtype, parameters.format, ranked, v.lines);
   if (kernel == nullptr || !fits_latency(parameters.view) || parameters.blocks < 1 ||
       parameters.tokens > parameters.view.capacity || parameters.topk > parameters.view.topk) {
     return cudaErrorInvalidValue;
@@ -61,7 +83,7 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   // It has an SM almost alone: it comes when the kernel before has ended, so that ranks that share
   // a GPU have room for each other.
   if (ranked) copy.blocks = std::min(copy.blocks, limits.sms);
-  DispatchShape shape = make_shape(copy);
+  DispatchShape shape = make_shape(copy, limits.sms);
   RankFinder ranks(parameters.view.placement);
   void* arguments[] = {&copy, &ranks, &shape};
   return launch(reinterpret_cast<const void*>(kernel),
@@ -72,8 +94,9 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
 cudaError_t load_latency_dispatch_kernels() {
   for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     for (const LatencyFormat format : {LatencyFormat::as_is, LatencyFormat::e4m3}) {
-      for (const bool rank_major : {false, true}) {
-        const DispatchKernel kernel = kernel_of(dtype, format, rank_major);
+      for (const int kind : {0, 1, 2, 3}) {
+        const DispatchKernel kernel = kernel_of(dtype, format, kind % 2 != 0, kind / 2 != 0);
+        if (kernel == nullptr) continue;  // rows of f32 do not cross in lines
         const cudaError_t error = load_kernel(reinterpret_cast<const void*>(kernel), kCounterBytes);
         if (error != cudaSuccess) return error;
       }

@@ -1,7 +1,7 @@
 // A latency dispatch, whole: header and rows out, rows in and to where the caller reads them.
 #pragma once
 #include "cuda/kernels/entry.cuh"
-#include "cuda/kernels/latency_few_receive.cuh"
+#include "cuda/kernels/latency_tagged_receive.cuh"
 
 namespace ferry::cuda::device {
 
@@ -19,10 +19,11 @@ struct DispatchShape {
 /// their places early only get in the way of rows that are still being sent.
 inline constexpr int kTokensCountedEarly = 64;
 
-/// Whole block; begins the call, too: the headers of the destinations that are this block's. False:
-/// the group has failed.
+/// Whole block; begins the call, too: the headers of the destinations that are this block's,
+/// counted `early` or not. False: the group has failed.
 __device__ inline bool send_headers(const LatencyDispatchParameters& p, const RankFinder& ranks,
-                                    LatencyCall& call, std::uint32_t* counters, int warps) {
+                                    LatencyCall& call, std::uint32_t* counters, int warps,
+                                    bool early) {
   __shared__ HeaderMaker::Words words;
   const LatencyView& v = p.view;
   const auto blocks = static_cast<int>(gridDim.x);
@@ -31,14 +32,14 @@ __device__ inline bool send_headers(const LatencyDispatchParameters& p, const Ra
   bool stopped = false;
   if (threadIdx.x < 32) {
     stopped = open_latency_call(v, nullptr, call);
-  } else if (p.tokens <= kTokensCountedEarly) {
+  } else if (early) {
     header.count(first);
   }
   if (!join_latency_call(v, stopped)) return false;
   const LatencyPlaces at{v, call.generation};
 #pragma unroll 1
   for (int d = first; d < v.group.ranks; d += blocks) {
-    if (d != first || p.tokens > kTokensCountedEarly) {
+    if (d != first || !early) {
       __syncthreads();
       header.count(d);
       __syncthreads();
@@ -69,8 +70,9 @@ __device__ inline void keep_dispatch(const LatencyDispatchParameters& p, const L
 }
 
 /// Whole block; begins the call, too. `team`: the warps that send no rows, and do not wait for
-/// those that do. False: the group has failed.
-template <class T, bool kQuantized>
+/// those that do; where some blocks do nothing else, all warps of each. False: the group has
+/// failed.
+template <class T, bool kQuantized, bool kLined>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
                           const DispatchShape& shape, LatencyCall& call, std::uint32_t* counters,
                           Team& team) {
@@ -78,19 +80,38 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
   const auto blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const bool heads = blocks - 1 - block < v.group.ranks;
   if (heads) {
-    if (!send_headers(p, ranks, call, counters, shape.header_warps)) return false;
+    const bool early = p.tokens <= kTokensCountedEarly || shape.send.only.of_row > 0;
+    if (!send_headers(p, ranks, call, counters, shape.header_warps, early)) return false;
     if (leads()) keep_dispatch(p, call);
     if (shape.send.apart) return true;
   }
-  RowSender<T, kQuantized> sender(p, ranks, shape.send, block);
+  RowSender<T, kQuantized, kLined> sender(p, ranks, shape.send, block);
   if (!heads && !begin_latency_call(v, nullptr, call)) return false;
   team.first = shape.send.warps_of(block);
   const LatencyPlaces at{v, call.generation};
   if (!team.has_this_warp()) sender.send(at, call.open);
+  if (kLined && shape.send.only.of_row > 0) team.first = 0;
   return true;
 }
 
-template <class T, bool kQuantized, bool kRanked>
+/// The rows that come, of this block's share. False: the group has failed.
+template <class T, bool kQuantized, bool kRanked, bool kLined>
+__device__ __forceinline__ bool receive_half(const LatencyDispatchParameters& p,
+                                             const LatencyPlaces& at, LatencyCall& call,
+                                             const Arrivals& arrivals, const SendingBlocks& only) {
+  const MostTokens most = find_most_tokens(p.view, arrivals.words, sizeof(T));
+  TaggedReceiver<TaggedWords<T, kQuantized>, kRanked> few{p, at, call, arrivals, only};
+  if (most.few > 0 && !few.receive(most.few)) return false;
+  if (most.rows == 0) return true;
+  if constexpr (kLined) {
+    return TaggedReceiver<Lines<T, kQuantized>, kRanked>{p, at, call, arrivals, only}.receive(
+        most.rows);
+  } else {
+    return RowReceiver<T, kQuantized, kRanked>{p, at, call, arrivals}.receive(most.rows);
+  }
+}
+
+template <class T, bool kQuantized, bool kRanked, bool kLined>
 __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
     latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
                             const __grid_constant__ RankFinder ranks,
@@ -109,7 +130,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   Team team;
   if (sends) {
-    if (!send_half<T, kQuantized>(p, ranks, shape, call, scratch, team)) return;
+    if (!send_half<T, kQuantized, kLined>(p, ranks, shape, call, scratch, team)) return;
   } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
     return;
   }
@@ -130,11 +151,9 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   const bool goes_on = !receives || __any_sync(kAllLanes, call.stopped) == 0;
   if (goes_on) note_latency_call(at, call, sends, receives);
   if (receives && goes_on) {
-    const MostTokens most = find_most_tokens(v, words, sizeof(T));
-    FewReceiver<T, kQuantized, kRanked> few{p, at, call, arrivals};
-    RowReceiver<T, kQuantized, kRanked> rows{p, at, call, arrivals};
-    const bool good =
-        (most.few == 0 || few.receive(most.few)) && (most.rows == 0 || rows.receive(most.rows));
+    const SendingBlocks& only = shape.send.only;
+    const bool good = (kLined && only.sends_only(static_cast<int>(blockIdx.x))) ||
+                      receive_half<T, kQuantized, kRanked, kLined>(p, at, call, arrivals, only);
     if (!good) call.stopped = true;
     if constexpr (kRanked) {
       if (good && !count_sources(p, at, call, words)) call.stopped = true;
@@ -152,24 +171,27 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
 
 using DispatchKernel = void (*)(LatencyDispatchParameters, RankFinder, DispatchShape);
 
-template <bool kRanked>
+template <bool kRanked, bool kLined>
 DispatchKernel dispatch_kernel(Dtype dtype, LatencyFormat format) {
   const bool quantized = format != LatencyFormat::as_is;
   switch (dtype) {
     case Dtype::f32:
-      return quantized ? latency_dispatch_kernel<float, true, kRanked>
-                       : latency_dispatch_kernel<float, false, kRanked>;
+      if constexpr (kLined) return nullptr;
+      return quantized ? latency_dispatch_kernel<float, true, kRanked, false>
+                       : latency_dispatch_kernel<float, false, kRanked, false>;
     case Dtype::f16:
-      return quantized ? latency_dispatch_kernel<Fp16, true, kRanked>
-                       : latency_dispatch_kernel<Bf16, false, kRanked>;  // the same bytes
+      return quantized ? latency_dispatch_kernel<Fp16, true, kRanked, kLined>
+                       : latency_dispatch_kernel<Bf16, false, kRanked, kLined>;  // the same bytes
     case Dtype::bf16:
-      return quantized ? latency_dispatch_kernel<Bf16, true, kRanked>
-                       : latency_dispatch_kernel<Bf16, false, kRanked>;
+      return quantized ? latency_dispatch_kernel<Bf16, true, kRanked, kLined>
+                       : latency_dispatch_kernel<Bf16, false, kRanked, kLined>;
     default: return nullptr;
   }
 }
 
-/// latency_dispatch_rank_major.cu: a file of its own, that compilers keep what they make of others.
+// Files of their own, that compilers keep what they make of others.
 DispatchKernel rank_major_kernel(Dtype dtype, LatencyFormat format);
+DispatchKernel lined_kernel(Dtype dtype, LatencyFormat format);
+DispatchKernel lined_rank_major_kernel(Dtype dtype, LatencyFormat format);
 
 }  // namespace ferry::cuda::device

@@ -4,7 +4,7 @@
 namespace ferry::cuda::device {
 
 DispatchKernel rank_major_kernel(Dtype dtype, LatencyFormat format) {
-  return dispatch_kernel<true>(dtype, format);
+  return dispatch_kernel<true, false>(dtype, format);
 }
 
 }  // namespace ferry::cuda::device

@@ -52,6 +52,12 @@ inline constexpr std::int64_t kMostLatencyTokens = 65535;  ///< 16 bits of a hea
 /// (latency_few.cuh).
 inline constexpr int kFewTokens = 8;
 
+/// Bytes of a row in lines: of every 1024 channels 2 KiB and a line behind them, or less.
+FERRY_FN constexpr std::size_t lined_row_bytes(std::size_t hidden, std::size_t element_bytes) {
+  const std::size_t pieces = (hidden + kPartChannels - 1) / kPartChannels;
+  return pieces * (kPartChannels * element_bytes + kLineBytes);
+}
+
 struct LatencyDeviceShape {
   int ranks = 1;
   std::int64_t local_experts = 1;  ///< of the rank that has the most
@@ -101,6 +107,7 @@ struct DeviceLatencyLayout {
   std::size_t few_sums = 0;      ///< [2, R, kFewTokens, few_scale_at]
   std::size_t rows = 0;          ///< [2, R, capacity, row_slot]
   std::size_t row_slot = 0;
+  bool lines = false;            ///< there is room for rows in lines, which are zero at first, too
   std::size_t record_bytes = 0;  ///< before each row of another domain; 0: there are none
   std::size_t scale_at = 0;      ///< inside a quantised row's slot
   std::size_t sums = 0;          ///< [2, S, capacity, hidden]: S is the source rank or the slot
@@ -157,7 +164,10 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   layout.scale_at = round_up(hidden, 16);
   const std::size_t row = plain > quantized ? plain : quantized;
   layout.record_bytes = shape.crosses ? record_bytes(shape.topk) : 0;
-  layout.row_slot = round_up(row + layout.record_bytes, 32);
+  const std::size_t lined = lined_row_bytes(hidden, shape.element_bytes);
+  layout.lines = !shape.crosses && shape.element_bytes == 2 && hidden % 16 == 0 &&
+                 shape.ranks <= 32 && shape.capacity > kFewTokens;
+  layout.row_slot = layout.lines ? lined : round_up(row + layout.record_bytes, 32);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot) + layout.record_bytes;
   std::size_t block = 2 * layout.sum_slots * capacity * plain;
   layout.sums = carver.take(block);

@@ -7,11 +7,26 @@
 
 namespace ferry::cuda::device {
 
+/// Rows of a block of the results: of an expert, or of a source.
+template <bool kRanked>
+__device__ __forceinline__ int block_rows(const LatencyView& v) {
+  return static_cast<int>(kRanked ? v.capacity : v.group.ranks * v.capacity);
+}
+
 /// A slot of a received row; each lane has one.
 struct LandingSlot {
-  std::int32_t expert = -1;
-  std::int32_t place = 0;  ///< among the rows of the expert
-  std::int32_t row = -1;   ///< of the output; −1: the slot is not of this rank
+  std::int32_t block = -1;  ///< of the results: expert or source; −1: the slot is not of this rank
+  std::int32_t place = 0;   ///< in the block
+
+  /// The lanes that have one.
+  __device__ __forceinline__ std::uint32_t lanes() const {
+    return __ballot_sync(kAllLanes, block >= 0);
+  }
+  /// Of the output; −1: none.
+  template <bool kRanked>
+  __device__ __forceinline__ std::int32_t row(const LatencyView& v) const {
+    return block < 0 ? -1 : block * block_rows<kRanked>(v) + place;
+  }
 };
 
 /// One lane: where its slot goes, by its word of the header. False: it says what cannot be.
@@ -21,26 +36,24 @@ __device__ inline bool find_landing(const LatencyDispatchParameters& p, const La
   const LatencyView& v = p.view;
   slot = {};
   if (word == kNoPlace) return true;
-  const auto rows = static_cast<std::int32_t>(v.group.ranks * v.capacity);
-  slot.expert = static_cast<std::int32_t>(word >> 16);
+  slot.block = static_cast<std::int32_t>(word >> 16);
   slot.place = static_cast<std::int32_t>(word & 0xffff);
-  if (slot.expert >= arrivals.experts) return false;
+  if (slot.block >= arrivals.experts) return false;
   if (arrivals.numbers != nullptr) {
-    slot.place += arrivals.numbers[source * arrivals.experts + slot.expert];
+    slot.place += arrivals.numbers[source * arrivals.experts + slot.block];
   } else {
 #pragma unroll 1
     for (int s = 0; s < source; ++s) {
-      if (arrivals.words.tokens(v, s) > 0) slot.place += load_number(at, s, slot.expert);
+      if (arrivals.words.tokens(v, s) > 0) slot.place += load_number(at, s, slot.block);
     }
   }
-  slot.row = slot.expert * rows + slot.place;
-  return slot.place >= 0 && slot.place < rows;
+  return slot.place >= 0 && slot.place < block_rows<false>(v);
 }
 
-/// Whole warp: `bytes` (a multiple of 4) from one row to the rows of all landing slots.
+/// Whole warp: `bytes` (a multiple of 4) from one row to the rows of the output that `lanes` have.
 template <class Vector>
 __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out, std::size_t stride,
-                                          int bytes, const LandingSlot& slot, std::uint32_t lanes) {
+                                          int bytes, std::int32_t own_row, std::uint32_t lanes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   constexpr int kAtOnce = 2;  // as many as the registers hold
 #else
@@ -57,7 +70,7 @@ __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out,
     }
 #pragma unroll 1
     for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
-      const int row = __shfl_sync(kAllLanes, slot.row, __ffs(static_cast<int>(left)) - 1);
+      const int row = __shfl_sync(kAllLanes, own_row, __ffs(static_cast<int>(left)) - 1);
       auto* to = reinterpret_cast<Vector*>(out + static_cast<std::size_t>(row) * stride);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -67,16 +80,10 @@ __device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out,
   }
 }
 
-/// Rows of a block of the results: of an expert, or of a source.
-template <bool kRanked>
-__device__ __forceinline__ std::size_t block_rows(const LatencyView& v) {
-  return static_cast<std::size_t>(kRanked ? v.capacity : v.group.ranks * v.capacity);
-}
-
 /// Rank-major: lane 0 stands for the row.
-__device__ __forceinline__ LandingSlot ranked_slot(const LatencyView& v, int source, int row) {
+__device__ __forceinline__ LandingSlot ranked_slot(int source, int row) {
   if (threadIdx.x % 32 != 0) return {};
-  return {source, row, static_cast<std::int32_t>(source * v.capacity) + row};
+  return {source, row};
 }
 
 /// Whole warp: the scales of channels begin … end of a row, to the columns of all landing slots.
@@ -88,7 +95,7 @@ __device__ inline void copy_scales(const LatencyDispatchParameters& p, const flo
   const int each = packed ? 4 * 128 : 128;
   const auto all = static_cast<int>((v.hidden + 127) / 128);
   const auto columns = static_cast<std::size_t>((v.hidden + each - 1) / each);
-  const std::size_t rows = block_rows<kRanked>(v);
+  const auto rows = static_cast<std::size_t>(block_rows<kRanked>(v));
   const int lane = static_cast<int>(threadIdx.x % 32), last = (end + each - 1) / each;
 #pragma unroll 1
   for (int base = begin / each; base < last; base += 32) {
@@ -105,11 +112,11 @@ __device__ inline void copy_scales(const LatencyDispatchParameters& p, const flo
 #pragma unroll 1
     for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
-      const auto expert = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.expert, k));
+      const auto block = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.block, k));
       const auto place = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.place, k));
       if (column < last) {
         static_cast<std::uint32_t*>(
-            p.scales)[(expert * columns + static_cast<std::size_t>(column)) * rows + place] = word;
+            p.scales)[(block * columns + static_cast<std::size_t>(column)) * rows + place] = word;
       }
     }
   }
@@ -126,12 +133,13 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, int sour
        static_cast<std::size_t>(token)) *
           static_cast<std::size_t>(v.topk) +
       static_cast<std::size_t>(lane);
-  p.slots[entry] = slot.row;
-  if (slot.row >= 0) p.source_token[slot.row] = token;
+  const std::int32_t row = slot.row<false>(v);
+  p.slots[entry] = row;
+  if (row >= 0) p.source_token[row] = token;
   if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
 }
 
-/// The receiving half on one warp, but for rows of few tokens.
+/// The receiving half on one warp, of rows with tags behind fences.
 template <class T, bool kQuantized, bool kRanked>
 struct RowReceiver {
   const LatencyDispatchParameters& p;
@@ -197,7 +205,7 @@ struct RowReceiver {
     }
     if (first == 0) note_landing(p, source, token, slot, weight);
     if (missing) call.lost = true;
-    const std::uint32_t lanes = __ballot_sync(kAllLanes, slot.row >= 0);
+    const std::uint32_t lanes = slot.lanes();
     if (lanes == 0) return true;
     if (!here) came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
     if (__any_sync(kAllLanes, came == Came::stop)) return false;
@@ -227,7 +235,7 @@ struct RowReceiver {
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
-    copy(at.row(v.sources[source], source, token), first, last, ranked_slot(v, source, row), 1);
+    copy(at.row(v.sources[source], source, token), first, last, ranked_slot(source, row), 1);
     return true;
   }
 
@@ -239,10 +247,11 @@ struct RowReceiver {
     const int begin = parts.begin(first), end = parts.end(v, last);
     const std::size_t skip = static_cast<std::size_t>(begin) * kBytes;
     const int bytes = (end - begin) * static_cast<int>(kBytes);
+    const std::int32_t own_row = slot.template row<kRanked>(v);
     if (row_bytes % 16 == 0) {
-      copy_part<uint4>(row + skip, p.out + skip, row_bytes, bytes, slot, lanes);
+      copy_part<uint4>(row + skip, p.out + skip, row_bytes, bytes, own_row, lanes);
     } else {
-      copy_part<std::uint32_t>(row + skip, p.out + skip, row_bytes, bytes, slot, lanes);
+      copy_part<std::uint32_t>(row + skip, p.out + skip, row_bytes, bytes, own_row, lanes);
     }
     if constexpr (kQuantized) {
       copy_scales<kRanked>(p, reinterpret_cast<const float*>(row + v.layout.scale_at), begin, end,

@@ -1,8 +1,9 @@
 // Latency dispatch, the sending half: one warp takes one part of one token, quantises it if asked
-// to, stores it into the slot of every destination, and announces it there.
+// to, stores it into the slot of every destination, and announces it there if it is not in lines.
 #pragma once
 #include "cuda/kernels/latency_few.cuh"
 #include "cuda/kernels/latency_header.cuh"
+#include "cuda/kernels/latency_lines.cuh"
 #include "cuda/kernels/latency_quantize.cuh"
 
 namespace ferry::cuda::device {
@@ -27,28 +28,68 @@ FERRY_FN constexpr int parts_at_once(int rows, int parts, int warps) {
   return most > 1 ? most : 1;
 }
 
+/// Some of the blocks, and the place of this one among them.
+struct BlockShare {
+  int index = 0;
+  int blocks = 1;
+};
+
+/// Which blocks do nothing but send. Once the links are full, each load of an SM that sends waits
+/// until its stores are gone; so rows in lines, which are waited for one by one, are sent by some
+/// SMs and received by the others. With two blocks an SM those a row of blocks apart share one.
+struct SendingBlocks {
+  int all = 1;     ///< blocks of the call
+  int row = 1;     ///< blocks until an SM has its second
+  int of_row = 0;  ///< that only send, of each row the first; 0: all blocks do both
+
+  __host__ __device__ int sending() const {
+    const int second = all - row;
+    return of_row + (second < of_row ? second : of_row);
+  }
+  __host__ __device__ int receiving() const { return of_row > 0 ? all - sending() : all; }
+  __device__ bool sends_only(int block) const { return block % row < of_row; }
+  /// Of a block that only sends.
+  __device__ BlockShare sender(int block) const {
+    return {block / row * of_row + block % row, sending()};
+  }
+  /// Of one that does not.
+  __device__ BlockShare receiver(int block) const {
+    return {block / row * (row - of_row) + block % row - of_row, receiving()};
+  }
+};
+
 /// How the rows of a call are sent. A kernel's parameter, for registers are few.
 struct SendShape {
   PartShape parts;
+  SendingBlocks only;
   bool apart;  ///< there are blocks enough for those that make headers to send no rows
   int blocks;  ///< that send rows
   int warps;   ///< of a block, at most, from the first on
   int group;   ///< parts that a warp takes together
   int units;   ///< of a token
   int all;     ///< units of the call
-  SendShape(const LatencyView& v, int tokens, int all_blocks, int send_warps)
+  SendShape(const LatencyView& v, int tokens, SendingBlocks sending, int send_warps)
       : parts(v),
-        apart(all_blocks > 4 * v.group.ranks),
-        blocks(apart ? all_blocks - v.group.ranks : all_blocks),
+        only(sending),
+        apart(sending.all > 4 * v.group.ranks),
+        blocks(only.of_row > 0 ? only.sending()
+               : apart         ? only.all - v.group.ranks
+                               : only.all),
         warps(send_warps),
         group(parts_at_once(tokens, v.parts, blocks * warps)),
         units((v.parts + group - 1) / group),
         all(tokens * units) {}
 
-  /// Of a block: the warps that have a unit; the others receive meanwhile.
+  /// The number of a block among those that send rows; not below `blocks`: it does not.
+  __device__ int number_of(int block) const {
+    if (only.of_row == 0) return block;
+    return only.sends_only(block) ? only.sender(block).index : blocks;
+  }
+  /// Of a block: the warps that have a unit.
   __device__ int warps_of(int block) const {
-    if (block >= blocks) return 0;
-    return min(warps, max(0, (all - block + blocks - 1) / blocks));
+    const int number = number_of(block);
+    if (number >= blocks) return 0;
+    return min(warps, max(0, (all - number + blocks - 1) / blocks));
   }
 };
 
@@ -153,6 +194,17 @@ struct WirePiece {
     }
   }
 
+  /// The same in lines, which this piece is put into.
+  __device__ __forceinline__ uint4 line_up(std::uint32_t tag) {
+    return device::line_up<kCount>(vectors, scale, tag);
+  }
+  __device__ __forceinline__ void store_lines(std::byte* row, const uint4& behind, int begin,
+                                              int end) const {
+    constexpr int kBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
+    device::store_lines<kCount>(row + begin / kPartChannels * lined_piece_bytes(kCount),
+                                (end - begin) * kBytes, vectors, behind);
+  }
+
   /// The same with the generation beside the data.
   __device__ __forceinline__ void store_few(const LatencyPlaces& at, std::byte* row, int begin,
                                             int end) const {
@@ -185,7 +237,7 @@ struct UnitWalk {
 };
 
 /// The sending half, and what it has loaded before the call's number is known.
-template <class T, bool kQuantized>
+template <class T, bool kQuantized, bool kLined>
 class RowSender {
  public:
   __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks,
@@ -193,9 +245,10 @@ class RowSender {
       : p_(p),
         ranks_(ranks),
         shape_(shape),
-        walk_(block, shape.blocks, shape.warps),
+        walk_(shape.number_of(block), shape.blocks, shape.warps),
         unit_(walk_.first) {
-    const bool sends = block < shape.blocks && static_cast<int>(threadIdx.x / 32) < shape.warps;
+    const bool sends =
+        shape.number_of(block) < shape.blocks && static_cast<int>(threadIdx.x / 32) < shape.warps;
     if (!sends) unit_ = shape.all;
     load();
   }
@@ -214,7 +267,11 @@ class RowSender {
 #pragma unroll 1
       for (int piece = begin; piece < end; piece += kPartChannels) {
         if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
-        const WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
+        WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
+        uint4 behind;
+        if constexpr (kLined) {
+          if (!few) behind = wire.line_up(at.tag());
+        }
         // Tokens begin with different destinations, so that no link waits for another.
         std::uint32_t left = lanes;
 #pragma unroll 1
@@ -227,12 +284,16 @@ class RowSender {
             wire.store_few(at, few_row(at, v.peers[peer], v.line[peer], token), piece, end);
           } else {
             std::byte* row = v.rows[peer] + at.slot(0, token) * v.layout.row_slot;
-            wire.store(row, v.layout.scale_at, piece, end);
+            if constexpr (kLined) {
+              wire.store_lines(row, behind, piece, end);
+            } else {
+              wire.store(row, v.layout.scale_at, piece, end);
+            }
           }
         }
       }
       __syncwarp();
-      if (dest >= 0 && !few) {
+      if (!kLined && dest >= 0 && !few) {
         std::uint32_t* tags = at.row_tags(v.peers[dest], v.line[dest], token);
         fence_system();
 #pragma unroll 1

@@ -33,6 +33,8 @@ struct LatencyView {
   int topk = 1;   ///< of the configuration
   int parts = 1;  ///< latency_parts(hidden)
   int few = 0;    ///< most tokens that cross as tagged words; at most kFewTokens, 0: none
+  /// Rows of a dispatch that are not few cross in lines (latency_lines.cuh); with layout.lines.
+  bool lines = false;
   Dtype dtype = Dtype::bf16;
   LatencyWords* words = nullptr;
   /// Null: who misses a deadline ends the group. Else combines are per_rank.
