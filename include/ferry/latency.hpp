@@ -58,7 +58,8 @@ struct LatencyDispatchOptions {
   std::optional<ConstTensorView> topk_weights{};
   /// i64 [ranks]: how many nanoseconds this call's receive waited for each source is added here:
   /// until what the source sends was here, or the source was masked. Of a combine: for its
-  /// announcement, and for its rows once all that are awaited had announced.
+  /// announcement, and for its rows once all that are awaited had announced; on the host also what
+  /// its sending half waited for weights that come with the call.
   std::optional<TensorView> waits{};
   bool hook = false;         ///< true: only send; `receive()` of the result does the rest
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results

@@ -250,7 +250,8 @@ class LatencyExchange:
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
             waits: i64 [R], as in `dispatch`: for each source's announcement, and for its rows once
-                all that are awaited had announced.
+                all that are awaited had announced. In CPU memory also what the sending half waited
+                for weights that are given here.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output. It may not overlap `rows`.

@@ -113,28 +113,36 @@ def test_without_masks_there_are_none() -> None:
     assert all(run_ranks(RANKS, body, experts=EXPERTS))
 
 
+@pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("masks", [False, True])
-def test_waits_are_added(masks: bool) -> None:
+def test_waits_are_added(masks: bool, hook: bool) -> None:
     slow = 2
     pause = 0.05
 
     def body(group: ferry.Group) -> np.ndarray:
         lat = exchange(group, masks=masks)
         dispatched, combined = np.zeros(RANKS, np.int64), np.zeros(RANKS, np.int64)
-        for _ in range(3):
+
+        def come() -> None:
             if group.rank == slow:
                 threading.Event().wait(pause)
-            x = np.ones((TOKENS, HIDDEN), np.float32)
+
+        x = np.ones((TOKENS, HIDDEN), np.float32)
+        for _ in range(3):
+            come()
             r = lat.dispatch(x, ROUTES, waits=dispatched)
-            lat.combine(r.x, r, WEIGHTS, path="per_rank", waits=combined)
-        assert (combined >= 0).all()
+            come()
+            # Weights that come with it are waited for while it sends, hook or not.
+            sums = lat.combine(r.x, r, WEIGHTS, path="per_rank", waits=combined, hook=hook)
+            if hook:
+                sums.receive()
         for wrong in (np.zeros(RANKS, np.int32), np.zeros(RANKS + 1, np.int64)):
             with pytest.raises(ferry.InvalidArgument, match="waits"):
                 lat.dispatch(x, ROUTES, waits=wrong)
-        return dispatched
+        return np.stack([dispatched, combined])
 
-    waits = np.stack(run_ranks(RANKS, body, experts=EXPERTS))
-    for rank in range(RANKS):
+    for rank, waits in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):
+        assert (waits >= 0).all()
         if rank != slow:
-            assert waits[rank].argmax() == slow
-            assert waits[rank][slow] > 3 * pause * 1e9 / 2
+            assert (waits.argmax(1) == slow).all()
+            assert (waits[:, slow] > 3 * pause * 1e9 / 2).all()

@@ -1,10 +1,12 @@
 // Latency mode: how long a call says that it waited for each source.
 #include <algorithm>
 #include <barrier>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
+#include "host/latency_exchange.hpp"
 #include "host/test_masked_load.hpp"
 
 namespace ferry::host::test {
@@ -77,6 +79,54 @@ void late_to_combine(bool masks) {
 TEST(HostWaits, OfACombineAreOfEachSourceItsOwn) {
   late_to_combine(false);
   late_to_combine(true);
+}
+
+/// The same with weights that come with the combine: the sending waits for those of rank 2.
+void late_with_weights(bool masks, bool hook) {
+  constexpr int kLate = 2;
+  constexpr auto kPause = 200ms;
+  std::barrier all(kRanks);
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyConfig config = masked_config();
+    config.masks = masks;
+    LatencyExchange latency(group, config);
+    Load load(group, latency);
+    std::vector<std::int64_t> waits(kRanks, 0);
+    const LatencyReceived received = latency.dispatch(load.x(1), load.ids());
+    LatencyCombineOptions options;
+    options.path = CombinePath::per_rank;
+    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    options.hook = hook;
+    all.arrive_and_wait();
+    const auto begin = std::chrono::steady_clock::now();
+    if (group.rank() == kLate) std::this_thread::sleep_for(kPause);
+    LatencyCombined combined = latency.combine(received.x, received, load.weights(), options);
+    if (hook) combined.receive();
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
+    load.expect_sums(combined.x, 1, {});
+    // No nanosecond is counted twice.
+    for (const std::int64_t wait : waits) EXPECT_LE(wait, took.count());
+    if (group.rank() == kLate) return;
+    EXPECT_GT(waits[kLate], std::chrono::nanoseconds(kPause).count() / 2);
+    EXPECT_LT(2 * waits[static_cast<std::size_t>(group.rank())], waits[kLate]);
+  });
+}
+
+TEST(HostWaits, OfACombineAreAlsoForWeights) {
+  for (const bool masks : {false, true}) {
+    for (const bool hook : {false, true}) late_with_weights(masks, hook);
+  }
+}
+
+TEST(HostWaits, LeaveOutWhatIsDoneMeanwhile) {
+  std::int64_t wait = 0;
+  SourceClock clock(TensorView(&wait, Dtype::i64, {1}));
+  clock.apart_from([] { std::this_thread::sleep_for(200ms); });
+  clock.charge(0);
+  EXPECT_LT(wait, std::chrono::nanoseconds(200ms).count());
+  std::this_thread::sleep_for(1ms);
+  clock.charge(0);
+  EXPECT_GT(wait, std::chrono::nanoseconds(1ms).count());
 }
 
 TEST(HostWaits, EndWhenTheSourceIsMasked) {

@@ -86,7 +86,8 @@ CombineCall HostLatency::combine_call(const Exchange& exchange,
 void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   const Generation g = exchange.generation;
   check_still_joined(kLatencyCombine, g);
-  // Each source is charged in each wait from the wait's begin: not for those that announced later.
+  // Each source is charged in each wait from the wait's begin: not for those that announced later,
+  // and not again for what the sending half has waited.
   const RankBytes announced = await_announcements(exchange, call, served(exchange), call.waits);
   const RankBytes came =
       await_sources({"latency combine: rows", flag_row(line_offset(layout_.combined, g, 0)), g},

@@ -236,6 +236,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Where the owner wants them. Throws Error(mismatch) unless so many rows have room there.
   std::size_t sums_there(const Exchange& exchange, int owner, std::size_t rows);
   void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
+  void send_sums_as_weights_come(const Exchange& exchange, const CombineCall& call,
+                                 const ConstTensorView& rows, const RankBytes& to);
   /// The rows of a token in the order in which they are summed; return how many. `next`: [R], of
   /// each rank the row that comes next; tokens are asked for in ascending order.
   using NextSums = std::vector<const std::byte*>;

@@ -64,6 +64,27 @@ class BufferLease {
   std::atomic<bool> received_{false};
 };
 
+/// How long one wait takes for each source, added to the caller's tensor if there is one.
+class SourceClock {
+ public:
+  explicit SourceClock(const std::optional<TensorView>& waits) : waits_(waits) {}
+  /// `source` is waited for no longer.
+  void charge(std::size_t source) const {
+    if (waits_) static_cast<std::int64_t*>(waits_->data)[source] += (Clock::now() - start_).count();
+  }
+  /// What this rank does for those that came is no wait for the others.
+  template <class Work>
+  void apart_from(const Work& work) {
+    const auto begin = Clock::now();
+    work();
+    start_ += Clock::now() - begin;
+  }
+
+ private:
+  std::optional<TensorView> waits_;
+  Clock::time_point start_ = Clock::now();
+};
+
 /// One generation, from its dispatch to its combine.
 struct Exchange {
   Generation generation = 0;

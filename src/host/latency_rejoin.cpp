@@ -59,20 +59,17 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
                                      const std::optional<TensorView>& waits) {
   RankBytes came(pending.size(), 0);
   if (!any(pending)) return came;
-  const auto start = Clock::now();
-  const auto charge = [&](std::size_t source) {
-    if (waits) static_cast<std::int64_t*>(waits->data)[source] += (Clock::now() - start).count();
-  };
+  const SourceClock clock(waits);
   const auto note = [&](const RankBytes& newcomers) {
     for (std::size_t r = 0; r < newcomers.size(); ++r) {
       if (newcomers[r] == 0) continue;
       came[r] = 1;
-      charge(r);
+      clock.charge(r);
     }
   };
   if (masks_.on()) {
     masks_.await(wait, pending, wait.wanted, note,
-                 [&](int peer) { charge(static_cast<std::size_t>(peer)); });
+                 [&](int peer) { clock.charge(static_cast<std::size_t>(peer)); });
     return came;
   }
   if (!waits) {

@@ -81,19 +81,28 @@ void HostLatency::send_results(const Exchange& exchange, const CombineCall& call
   if (!call.weights_follow) {
     send_sums(exchange, call, rows, to);
   } else if (!masks_.on()) {
-    send_sums(exchange, call, rows, await_announcements(exchange, call, to));
+    send_sums(exchange, call, rows, await_announcements(exchange, call, to, call.waits));
   } else {
-    // Whoever's weights are here is served at once, as in `send_as_credits_come`.
-    const Generation g = exchange.generation;
-    masks_.await({"latency combine: weights", flag_row(line_offset(layout_.announced, g, 0)), g},
-                 to, g, [&](const RankBytes& given) {
-                   for (int source = 0; source < ranks(); ++source) {
-                     if (given[static_cast<std::size_t>(source)] == 0) continue;
-                     check_announcement(exchange, call, source);
-                   }
-                   send_sums(exchange, call, rows, given);
-                 });
+    send_sums_as_weights_come(exchange, call, rows, to);
   }
+}
+
+void HostLatency::send_sums_as_weights_come(const Exchange& exchange, const CombineCall& call,
+                                            const ConstTensorView& rows, const RankBytes& to) {
+  // Whoever's weights are here is served at once, as in `send_as_credits_come`.
+  const Generation g = exchange.generation;
+  SourceClock clock(call.waits);
+  masks_.await(
+      {"latency combine: weights", flag_row(line_offset(layout_.announced, g, 0)), g}, to, g,
+      [&](const RankBytes& given) {
+        for (std::size_t source = 0; source < given.size(); ++source) {
+          if (given[source] == 0) continue;
+          clock.charge(source);
+          check_announcement(exchange, call, static_cast<int>(source));
+        }
+        clock.apart_from([&] { send_sums(exchange, call, rows, given); });
+      },
+      [&](int peer) { clock.charge(static_cast<std::size_t>(peer)); });
 }
 
 }  // namespace ferry::host
