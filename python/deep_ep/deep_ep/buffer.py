@@ -11,12 +11,14 @@ import ferry
 import ferry.torch
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import EPException, require
+from deep_ep.errors import EPException, require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.groups import Groups
 from deep_ep.low_latency import LowLatency
 from deep_ep.runtime import Runtime
 from deep_ep.throughput import Throughput
+
+_MOST_BYTES = 1 << 62  # that ranks tell each other
 
 
 class Buffer(Throughput, LowLatency):
@@ -56,9 +58,8 @@ class Buffer(Throughput, LowLatency):
         comm: Any = None,
     ) -> None:
         self.runtime: Any = None
-        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-            good = value >= 0 and value % 128 == 0
-            require(good, "Buffer", name, value, "a multiple of 128, 0 or more")
+        num_nvl_bytes = _size("num_nvl_bytes", num_nvl_bytes)
+        num_rdma_bytes = _size("num_rdma_bytes", num_rdma_bytes)
         if group is not None:
             bootstrap = ferry.torch.from_process_group(group)
         elif comm is not None:
@@ -113,10 +114,10 @@ class Buffer(Throughput, LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """How many SMs calls without a config use from now on. An even number."""
-        assert new_num_sms % 2 == 0, (
-            f"set_num_sms: new_num_sms: got {new_num_sms}; expected an even number"
-        )
-        Buffer.num_sms = new_num_sms
+        expected = "an even number, 0 or more"
+        sms = require_integer("set_num_sms", "new_num_sms", new_num_sms, 0, expected)
+        require(sms % 2 == 0, "set_num_sms", "new_num_sms", sms, expected)
+        Buffer.num_sms = sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -140,8 +141,13 @@ class Buffer(Throughput, LowLatency):
         """Bytes that the original registers for low-latency mode. Ferry needs none of them."""
         capacity = num_max_dispatch_tokens_per_rank
         call = "get_low_latency_rdma_size_hint"
-        good = num_ranks >= 1 and num_experts >= 1
-        require(good, call, "num_ranks, num_experts", (num_ranks, num_experts), "at least 1")
+        for name, value, least in (
+            ("num_max_dispatch_tokens_per_rank", capacity, 0),
+            ("hidden", hidden, 0),
+            ("num_ranks", num_ranks, 1),
+            ("num_experts", num_experts, 1),
+        ):
+            require_integer(call, name, value, least, f"an integer, at least {least}")
         scales = 4 * (hidden // 128)
         to_expert = 16 + max(2 * hidden, hidden + scales)
         back = scales + 2 * hidden
@@ -168,9 +174,9 @@ class Buffer(Throughput, LowLatency):
         tensor: torch.Tensor = self.runtime.get_local_buffer_tensor(dtype, offset, use_rdma_buffer)
         if size is None:
             return tensor
-        wanted = torch.Size(size).numel()
-        good = wanted <= tensor.numel()
-        require(good, "get_local_buffer_tensor", "size", size, f"at most {tensor.numel()} elements")
+        most, wanted = tensor.numel(), _elements(size)
+        good = wanted is not None and wanted <= most
+        require(good, "get_local_buffer_tensor", "size", size, f"at most {most} elements")
         return tensor[:wanted].view(size)
 
     def _require_living(self) -> None:
@@ -182,3 +188,18 @@ class Buffer(Throughput, LowLatency):
         new; the same object after."""
         self._require_living()
         return self._groups.of(num_experts, device)
+
+
+def _size(name: str, value: Any) -> int:
+    expected = f"a multiple of 128, 0 to {_MOST_BYTES}"
+    size = require_integer("Buffer", name, value, 0, expected)
+    require(size % 128 == 0 and size <= _MOST_BYTES, "Buffer", name, size, expected)
+    return size
+
+
+def _elements(size: Any) -> int | None:
+    """Of a tensor of this shape; None: it is none."""
+    try:
+        return torch.Size(size).numel()
+    except TypeError:
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deep_ep.environment import topk_idx_dtype
-from deep_ep.errors import refuse, require
+from deep_ep.errors import refuse, require, require_integer
 
 topk_idx_t = topk_idx_dtype()
 
@@ -28,21 +28,22 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        self.num_sms = num_sms
-        self.num_max_nvl_chunked_send_tokens = nvl_send = num_max_nvl_chunked_send_tokens
-        self.num_max_nvl_chunked_recv_tokens = nvl_recv = num_max_nvl_chunked_recv_tokens
-        self.num_max_rdma_chunked_send_tokens = rdma_send = num_max_rdma_chunked_send_tokens
-        require(num_sms >= 0, "Config", "num_sms", num_sms, "0 or more")
-        for name, value in (
-            ("num_max_nvl_chunked_send_tokens", nvl_send),
-            ("num_max_nvl_chunked_recv_tokens", nvl_recv),
-            ("num_max_rdma_chunked_send_tokens", rdma_send),
-            ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
-        ):
-            require(value > 0, "Config", name, value, "at least 1")
+        self.num_sms = require_integer("Config", "num_sms", num_sms, 0, "0 or more")
+        nvl_send, nvl_recv, rdma_send, rdma_recv = (
+            require_integer("Config", f"num_max_{name}_tokens", value, 1, "at least 1")
+            for name, value in (
+                ("nvl_chunked_send", num_max_nvl_chunked_send_tokens),
+                ("nvl_chunked_recv", num_max_nvl_chunked_recv_tokens),
+                ("rdma_chunked_send", num_max_rdma_chunked_send_tokens),
+                ("rdma_chunked_recv", num_max_rdma_chunked_recv_tokens),
+            )
+        )
+        self.num_max_nvl_chunked_send_tokens = nvl_send
+        self.num_max_nvl_chunked_recv_tokens = nvl_recv
+        self.num_max_rdma_chunked_send_tokens = rdma_send
         if nvl_send >= nvl_recv:
             refuse("Config", "num_max_nvl_chunked_send_tokens", nvl_send, f"below {nvl_recv}")
-        rdma_recv = _round_up(num_max_rdma_chunked_recv_tokens, rdma_send)
+        rdma_recv = _round_up(rdma_recv, rdma_send)
         self.num_max_rdma_chunked_recv_tokens = rdma_recv
         if rdma_send > rdma_recv // 2:
             refuse(
@@ -130,15 +131,16 @@ _COMBINE = {
 
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:
     """The default of dispatch: that of the next number of ranks in the table."""
-    return _default(_DISPATCH, num_ranks, num_sms)
+    return _default("get_dispatch_config", _DISPATCH, num_ranks, num_sms)
 
 
 def combine_config(num_ranks: int, num_sms: int) -> Config:
     """The same of combine."""
-    return _default(_COMBINE, num_ranks, num_sms)
+    return _default("get_combine_config", _COMBINE, num_ranks, num_sms)
 
 
-def _default(table: dict[int, _Chunks], num_ranks: int, num_sms: int) -> Config:
+def _default(call: str, table: dict[int, _Chunks], num_ranks: int, num_sms: int) -> Config:
+    num_ranks = require_integer(call, "num_ranks", num_ranks, None, f"1 to {MOST_RANKS}")
     listed = [ranks for ranks in table if ranks >= num_ranks]
     assert num_ranks >= 1 and listed, f"Unsupported number of EP ranks: {num_ranks}"
     return Config(num_sms, *table[listed[0]])

@@ -17,13 +17,13 @@ def require(condition: bool, call: str, argument: str, got: object, expected: st
         refuse(call, argument, got, expected)
 
 
-def require_integer(call: str, argument: str, value: Any, least: int, expected: str) -> int:
-    """Of anything that is an integer, as NumPy's are, and not below `least`."""
+def require_integer(call: str, argument: str, value: Any, least: int | None, expected: str) -> int:
+    """Of anything that is an integer, as NumPy's are, and not below `least`; None: any."""
     try:
         number = operator.index(value)
     except TypeError:
-        refuse(call, argument, value, expected)
-    require(number >= least, call, argument, value, expected)
+        refuse(call, argument, repr(value), expected)
+    require(least is None or number >= least, call, argument, value, expected)
     return number
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import ferry
-from deep_ep.errors import refuse
+from deep_ep.errors import refuse, require, require_integer
 from deep_ep.low_latency_checks import check_tensor
 
 
@@ -52,16 +52,18 @@ class Masks:
         behind."""
         call = "low_latency_update_mask_buffer"
         self._require_shrink(call)
-        others = isinstance(rank_to_mask, int) and 0 <= rank_to_mask < self.group_size
-        if not others or rank_to_mask == self.rank:
-            expected = f"0 to {self.group_size - 1}, another rank than this one"
-            refuse(call, "rank_to_mask", rank_to_mask, expected)
+        expected = f"0 to {self.group_size - 1}, another rank than this one"
+        rank = require_integer(call, "rank_to_mask", rank_to_mask, 0, expected)
+        other = rank < self.group_size and rank != self.rank
+        # A bool is most likely the next argument, in the wrong place.
+        good = other and not isinstance(rank_to_mask, bool)
+        require(good, call, "rank_to_mask", rank_to_mask, expected)
         for exchange in self._latency_exchanges():
-            exchange.set_mask(rank_to_mask, bool(mask))
+            exchange.set_mask(rank, bool(mask))
         if mask:
-            self._latency_masked.add(rank_to_mask)
+            self._latency_masked.add(rank)
         else:
-            self._latency_masked.discard(rank_to_mask)
+            self._latency_masked.discard(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """mask_status: i32 [R], becomes 1 for masked ranks and 0 for the others."""

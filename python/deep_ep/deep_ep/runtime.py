@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deep_ep.config import RANKS_OF_A_HOST, domains_of
-from deep_ep.errors import require
+from deep_ep.errors import require, require_integer
 
 
 class Runtime:
@@ -67,7 +67,9 @@ class Runtime:
     ) -> torch.Tensor:
         """A flat view of a buffer from `offset` bytes on. The memory comes at the first call."""
         call, size = "get_local_buffer_tensor", self._bytes[use_rdma_buffer]
-        require(0 <= offset <= size, call, "offset", offset, f"0 to {size} bytes")
+        require(isinstance(dtype, torch.dtype), call, "dtype", dtype, "a torch.dtype")
+        offset = require_integer(call, "offset", offset, 0, f"0 to {size} bytes")
+        require(offset <= size, call, "offset", offset, f"0 to {size} bytes")
         require(offset % dtype.itemsize == 0, call, "offset", offset, f"elements of {dtype}")
         buffer = self._buffers.get(use_rdma_buffer)
         if buffer is None:

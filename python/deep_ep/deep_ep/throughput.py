@@ -14,7 +14,7 @@ from deep_ep import arguments
 from deep_ep.borrowed import tensor_of
 from deep_ep.call import Call, summed_apart, with_scales
 from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, domains_of
-from deep_ep.copies import remade, routes_of
+from deep_ep.copies import check_copies, remade, routes_of
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.groups import Groups
@@ -69,7 +69,7 @@ class Throughput:
         """
         call = "get_dispatch_layout"
         arguments.check_routes(call, topk_idx)
-        require(num_experts > 0, call, "num_experts", num_experts, "at least 1")
+        num_experts = require_integer(call, "num_experts", num_experts, 1, "at least 1")
         when = (previous_event, async_finish, allocate_on_comm_stream)
         turn = Turn(call, self.runtime, topk_idx.device, *when)
         with turn.context(topk_idx):
@@ -251,7 +251,10 @@ class Throughput:
     ) -> Call:
         if config is None:
             config = default(min(self.group_size, MOST_RANKS), self.num_sms)
-        sms = config.num_sms
+        try:
+            sms = config.num_sms
+        except AttributeError:
+            refuse(name, "config", repr(config), "a deep_ep.Config, or None")
         require(sms % 2 == 0, name, "config.num_sms", sms, "an even number")
         turn = Turn(name, self.runtime, rows.device, *when)
         return Call(name, turn, sms // 2, {"stream": turn.stream, "sms": sms})
@@ -280,6 +283,7 @@ class Throughput:
             refuse(call.name, "handle", type(handle).__name__, "the handle of a dispatch")
         exchange = find(handle)
         if exchange is None:
+            check_copies(call.name, handle, self.group_size)
             group, routes = self._by_ranks(call, routes_of(handle).to(device))
             exchange = remade(call, handle, group, group.plan(routes, stream=call.turn.stream))
         if exchange.channels != call.channels:

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import mask_bodies
+import numpy as np
 import pytest
 import torch
 from low_latency_bodies import combine, dispatch, experts
@@ -108,9 +109,14 @@ def test_refusals() -> None:
                 call()
 
     def wrong(buffer: Any) -> None:
-        for rank in (-1, 3, buffer.rank):
+        for rank in (-1, 3, buffer.rank, True, None, 1.5):
             with pytest.raises(AssertionError, match="another rank than this one"):
                 buffer.low_latency_update_mask_buffer(rank, True)
+        other = np.int64((buffer.rank + 1) % 3)
+        buffer.low_latency_update_mask_buffer(other, True)
+        assert status(buffer)[other] == 1
+        buffer.low_latency_update_mask_buffer(other)
+        assert status(buffer) == [0, 0, 0]
         with pytest.raises(AssertionError, match="mask_status: got int64"):
             buffer.low_latency_query_mask_buffer(torch.zeros(3, dtype=torch.int64))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
@@ -95,6 +97,37 @@ def test_config_refuses(values: dict[str, int]) -> None:
             Config(**values)
 
 
+NO_INTEGERS = (None, "8", 24.0, [8])
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS)
+def test_what_is_no_integer_is_refused(value: Any) -> None:
+    comm = ThreadComm(ferry.threads(1)[0])
+    for call in (
+        lambda: Config(value),
+        lambda: Config(num_max_rdma_chunked_recv_tokens=value),
+        lambda: Buffer.set_num_sms(value),
+        lambda: Buffer.get_dispatch_config(value),
+        lambda: Buffer.get_combine_config(value),
+        lambda: Buffer.get_low_latency_rdma_size_hint(value, 7168, 8, 256),
+        lambda: Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, value),
+        lambda: Buffer(None, value, comm=comm),
+        lambda: Buffer(None, 0, value, comm=comm),
+    ):
+        with pytest.raises(AssertionError, match=re.escape(f"got {value!r}; expected")):
+            call()
+
+
+def test_integers_of_numpy_are_taken() -> None:
+    eight = np.int64(8)
+    assert sizes(Config(np.int32(24))) == sizes(Config(24))
+    assert sizes(Buffer.get_dispatch_config(eight)) == sizes(Buffer.get_dispatch_config(8))
+    hint = Buffer.get_low_latency_rdma_size_hint(eight, eight, eight, eight)
+    assert hint == Buffer.get_low_latency_rdma_size_hint(8, 8, 8, 8)
+    buffer = Buffer(None, np.int64(256), comm=ThreadComm(ferry.threads(1)[0]))
+    assert buffer.get_local_buffer_tensor(torch.int8, None, np.int64(6)).numel() == 250
+
+
 def test_hints_of_a_config_follow_the_formulas() -> None:
     config, row = Config(20, 6, 256, 6, 128), 7168 * 2 + 8 + 128 * 8 + 512 + 512
     nvl = 10 * 8 * 5 * 4 + 10 * 8 * 256 * row
@@ -139,8 +172,10 @@ def test_the_number_of_sms_is_set_for_all() -> None:
     try:
         Buffer.set_num_sms(24)
         assert Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms == 24
-        with pytest.raises(AssertionError, match="even"):
-            Buffer.set_num_sms(7)
+        for wrong in (7, -2):
+            with pytest.raises(AssertionError, match=f"got {wrong}; expected an even number"):
+                Buffer.set_num_sms(wrong)
+        assert Buffer.num_sms == 24
     finally:
         Buffer.set_num_sms(20)
 
@@ -152,6 +187,9 @@ def test_the_hint_of_low_latency_mode_follows_the_formula() -> None:
     one = send + experts * capacity * max(there, back) + 1024
     hint = Buffer.get_low_latency_rdma_size_hint(capacity, hidden, ranks, experts)
     assert hint == (2 * one + 128) // 128 * 128 and hint % 128 == 0
+    for wrong in ((-1, 128, 8, 256), (1, -128, 8, 256), (1, 128, 0, 256), (1, 128, 8, 0)):
+        with pytest.raises(AssertionError, match=r"got (-1|-128|0); expected an integer, at least"):
+            Buffer.get_low_latency_rdma_size_hint(*wrong)
 
 
 def test_events() -> None:
@@ -207,7 +245,7 @@ def test_the_constructor_refuses() -> None:
     with pytest.raises(ValueError, match="neither group nor comm"):
         Buffer(None)
     comm = ThreadComm(ferry.threads(1)[0])
-    for wrong in ({"num_nvl_bytes": 100}, {"num_rdma_bytes": -128}):
+    for wrong in ({"num_nvl_bytes": 100}, {"num_rdma_bytes": -128}, {"num_nvl_bytes": 1 << 70}):
         with pytest.raises(RuntimeError, match="multiple of 128") as error:
             Buffer(None, comm=comm, **wrong)
         assert isinstance(error.value, AssertionError)
