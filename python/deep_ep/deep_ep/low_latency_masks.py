@@ -36,7 +36,11 @@ class Masks:
         """Before buffers are made, for which all ranks must come."""
         exchanges = self._latency_exchanges() if self.enable_shrink else ()
         status = [exchange.masked() for exchange in exchanges]
-        masked = [rank for rank in range(self.group_size) if any(one[rank] for one in status)]
+        masked = [
+            rank
+            for rank in range(self.group_size)
+            if rank in self._latency_masked or any(one[rank] for one in status)
+        ]
         if masked:
             refuse(
                 call,

@@ -98,6 +98,24 @@ def test_new_buffers_take_all_ranks() -> None:
     run(body)
 
 
+def test_new_buffers_take_ranks_that_were_masked_before_there_were_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused at once, by those that masked it alone: nobody waits."""
+    monkeypatch.setenv("FERRY_DEADLINE", "2")
+    case = Case(34, TOKENS, EXPERTS)
+
+    def body(buffer: Any) -> None:
+        if buffer.rank == 2:
+            return
+        buffer.low_latency_update_mask_buffer(2, True)
+        with pytest.raises(RuntimeError, match=r"while ranks \[2\] are masked"):
+            dispatch(buffer, case, use_fp8=False)
+        assert status(buffer) == [0, 0, 1]
+
+    run(body)
+
+
 def test_refusals() -> None:
     def without(buffer: Any) -> None:
         for call in (
