@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ferry
 from deep_ep.errors import refuse, require
-from ferry.tensors import TORCH, array
+from deep_ep.layout import ranks_of_tokens
 
 _ROW_STEP_BYTES = 16
 _CARRIED = {  # by Ferry as they are
@@ -69,16 +68,18 @@ def check_layout(
         refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
 
 
-def check_sent(call: str, in_rank: Tensor, plan: ferry.Plan, rank: int) -> None:
-    """is_token_in_rank marks as many tokens for each rank as the routes sent rows there. In CPU
-    memory alone: on a GPU the CPU would wait for it."""
-    if in_rank.is_cuda:
+def check_sent(call: str, in_rank: Tensor, topk_idx: Tensor, num_experts: int) -> None:
+    """is_token_in_rank marks the ranks that the routes sent each token to. In CPU memory alone: on
+    a GPU the CPU would wait for it."""
+    if in_rank.is_cuda or topk_idx.is_cuda:
         return
-    rows = array(plan.rank_rows(), TORCH)[rank]
-    marked = in_rank.sum(0, dtype=torch.int32)
-    if not torch.equal(marked, rows):
-        expected = f"{rows.tolist()}, as topk_idx says: that of get_dispatch_layout for it"
-        refuse(call, "is_token_in_rank", f"{marked.tolist()} tokens for the ranks", expected)
+    sent = ranks_of_tokens(topk_idx, num_experts, in_rank.shape[1])
+    if torch.equal(in_rank, sent):
+        return
+    token = int((in_rank != sent).any(1).nonzero()[0])
+    got, ranks = (one[token].nonzero().flatten().tolist() for one in (in_rank, sent))
+    expected = f"{ranks}, as topk_idx says: that of get_dispatch_layout for it"
+    refuse(call, "is_token_in_rank", f"ranks {got} for token {token}", expected)
 
 
 def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) -> None:

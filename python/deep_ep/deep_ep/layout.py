@@ -21,18 +21,15 @@ class Layout(NamedTuple):
 
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Ids that are no expert are left out here; a dispatch refuses all of them but -1."""
-    tokens, device = topk_idx.shape[0], topk_idx.device
-    # One column more on both sides takes what names nobody.
-    ids = topk_idx.to(torch.int64).clamp(-1, num_experts)
-    ranks = _rank_of(ids, num_experts, num_ranks)
-    hit = torch.zeros(tokens, num_ranks + 2, dtype=torch.bool, device=device)
-    is_token_in_rank = hit.scatter_(1, ranks + 1, True)[:, 1:-1].contiguous()
+    ids = _ids(topk_idx, num_experts)
+    is_token_in_rank = _marks(ids, num_experts, num_ranks)
     slots = (ids + 1).flatten()
-    per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=device)
+    # One place more on both sides takes what names nobody.
+    per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=ids.device)
     per_expert.scatter_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
     per_domain = None
     if (domains := domains_of(num_ranks)) > 1:
-        in_domain = is_token_in_rank.view(tokens, domains, RANKS_OF_A_HOST).any(2)
+        in_domain = is_token_in_rank.view(ids.shape[0], domains, RANKS_OF_A_HOST).any(2)
         per_domain = in_domain.sum(0, dtype=torch.int32)
     return Layout(
         is_token_in_rank.sum(0, dtype=torch.int32),
@@ -42,6 +39,11 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     )
 
 
+def ranks_of_tokens(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """is_token_in_rank alone: bool [T, R]."""
+    return _marks(_ids(topk_idx, num_experts), num_experts, num_ranks)
+
+
 def slots_here(said: list[bytes], rank: int) -> list[int]:
     """Slots of all ranks for each expert of this one. said: num_tokens_per_expert of each rank."""
     everyone = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.int32) for one in said])
@@ -49,6 +51,18 @@ def slots_here(said: list[bytes], rank: int) -> list[int]:
     first = rank * small + min(rank, more)
     counts: list[int] = everyone.sum(0)[first:][: small + (rank < more)].tolist()
     return counts
+
+
+def _ids(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """i64 [T, K]: -1 and num_experts for what names nobody."""
+    return topk_idx.to(torch.int64).clamp(-1, num_experts)
+
+
+def _marks(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    ranks = _rank_of(ids, num_experts, num_ranks)
+    # One column more on both sides takes what names nobody.
+    hit = torch.zeros(ids.shape[0], num_ranks + 2, dtype=torch.bool, device=ids.device)
+    return hit.scatter_(1, ranks + 1, True)[:, 1:-1].contiguous()
 
 
 def _rank_of(ids: Tensor, num_experts: int, num_ranks: int) -> Tensor:

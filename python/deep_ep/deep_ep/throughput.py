@@ -162,7 +162,8 @@ class Throughput:
         )
         assert received.plan is not None
         if topk_idx is not None:
-            arguments.check_sent(call.name, is_token_in_rank, received.plan, self.rank)
+            experts = num_tokens_per_expert.numel()
+            arguments.check_sent(call.name, is_token_in_rank, topk_idx, experts)
         made = self._handle(call, group, received, is_token_in_rank, worst)
         ids, weights = None, received.topk_weights
         if topk_idx is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from rank_buffers import ThreadComm, run_buffers, run_ranks
-from reference import make_job
+from reference import arrived, make_job
 from throughput_bodies import every_dispatch
 from throughput_calls import dispatched
 
@@ -74,6 +75,7 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "a worst case of half a row": dispatch(num_worst_tokens=99.5),
         "layout of fewer tokens": dispatch(is_token_in_rank=in_ranks[1:]),
         "a layout of other routes": dispatch(is_token_in_rank=torch.zeros_like(in_ranks)),
+        "as many marks, of other tokens": dispatch(is_token_in_rank=of_other_tokens(in_ranks)),
         "layout that is not bool": dispatch(is_token_in_rank=in_ranks.int()),
         "no expert at all": dispatch(num_tokens_per_expert=per_expert[:0]),
         "routes of fewer tokens": dispatch(topk_idx=idx[1:], topk_weights=weights[1:]),
@@ -107,6 +109,39 @@ def wrong_calls(buffer: Any) -> dict[str, Any]:
         "three biases": combine(bias=(x, x, x)),
         "bias that is no tensor": combine(bias=3.0),
     }
+
+
+def of_other_tokens(in_ranks: torch.Tensor) -> torch.Tensor:
+    """The same number of marks for each rank."""
+    other = in_ranks.flip(0)
+    assert not other.equal(in_ranks)
+    return other
+
+
+def test_marks_of_other_tokens_are_named() -> None:
+    """On the rank alone that gave them; the others have their rows."""
+
+    def body(buffer: Any) -> None:
+        job = make_job(2, tokens_of=(5, 4))
+        x, idx = job.x[buffer.rank], job.topk_idx[buffer.rank]
+        per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
+        wrong = in_ranks.clone()
+        wrong[2] = ~wrong[2]
+        given = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": wrong if buffer.rank == 1 else in_ranks,
+            "num_tokens_per_expert": per_expert,
+            "topk_idx": idx,
+        }
+        if buffer.rank == 0:
+            assert buffer.dispatch(x, **given)[0].shape[0] == arrived(job, 0).token.numel()
+            return
+        marked, routed = (one[2].nonzero().flatten().tolist() for one in (wrong, in_ranks))
+        words = re.escape(f"ranks {marked} for token 2; expected {routed}, as topk_idx says")
+        with pytest.raises(AssertionError, match=words):
+            buffer.dispatch(x, **given)
+
+    run_buffers(2, body)
 
 
 def test_wrong_calls() -> None:
