@@ -261,20 +261,21 @@ class LowLatency(Masks):
                 if made is not None:
                     return rounds, made
         source_token, _, *numbers = unpacked(call, handle)
-        topk = None if topk_idx is None else topk_idx.shape[-1]
-        named = (*numbers, topk, source_token.device)
         alike = [
             rounds
             for rounds in self._latency_rounds.values()
-            if named == rounds.shape[:4] + rounds.shape[5:6]
+            if (*rounds.shape[:3], rounds.shape.device) == (*numbers, source_token.device)
         ]
-        for rounds in alike:
-            if rounds.shape.dtype == dtype:
-                return rounds, None
-        if alike:
-            return alike[0], None
-        self._require_living()
-        return refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
+        if not alike:
+            self._require_living()
+            refuse(call, "handle", "one of another Buffer", "one that this Buffer returned")
+        # A handle tells neither top-k nor dtype. Where nothing fits, the caller's check says what.
+        topk = getattr(topk_idx, "shape", (None,))[-1:]
+
+        def fit(rounds: Rounds) -> tuple[bool, bool]:
+            return (rounds.shape.topk,) == topk, rounds.shape.dtype == dtype
+
+        return max(alike, key=fit), None
 
     def _again(
         self, call: str, shape: Shape, topk_idx: Tensor, turn: Turn | None

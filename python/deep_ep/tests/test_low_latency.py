@@ -93,6 +93,37 @@ def test_refusals() -> None:
     run(2, body)
 
 
+def test_refusals_with_an_old_handle() -> None:
+    """What is at fault is named, also when Ferry has forgotten the handle's routes."""
+    batch, other = Batch(17, [4], 4, 2, 128), Batch(17, [4], 4, 2, 256)
+
+    def body(buffer: Any) -> None:
+        _, topk_idx, weights = own(buffer, batch, "cpu")
+        dispatch(buffer, other, use_fp8=False)
+        rows, _, handle = dispatch(buffer, batch, use_fp8=False)
+        made = experts(buffer, batch, rows)
+        for _ in range(2):
+            dispatch(buffer, batch, use_fp8=False)
+        answer, foreign = buffer.low_latency_combine, (*handle[:4], 5)
+        for call, match in (
+            (lambda: answer(made, None, weights, handle), "topk_idx: got an object of type None"),
+            (
+                lambda: answer(made, topk_idx[:, :1], weights[:, :1], handle),
+                r"topk_idx: got int64 \[4, 1\]; expected .* \[any, 2\]",
+            ),
+            (lambda: answer(made.float(), topk_idx, weights, handle), "x: got float32"),
+            (lambda: answer(made, topk_idx, weights, foreign), "handle: got one of another Buffer"),
+            (
+                lambda: buffer.get_next_low_latency_combine_buffer(handle),
+                "handle: got one of a dispatch before the last two",
+            ),
+        ):
+            refused(call, match)
+        assert torch.equal(combine(buffer, batch, made, handle), batch.combined(buffer.rank))
+
+    run(1, body)
+
+
 def test_a_buffer_without_the_mode_refuses() -> None:
     batch = Batch(15, [4], 4, 2, 128)
 
