@@ -119,6 +119,7 @@ def check_received(
         assert scales.dtype == (torch.int32 if packed else torch.float32)
         assert tuple(scales.shape) == (local, ranks * capacity, columns)
         assert local == 0 or scales.stride(1) == 1
+        assert local == 0 or columns == 1 or scales.stride(2) == ranks * capacity
     whole = restored(*rows) if fp8 else rows
     expected = arrived(batch, **options)
     for e, arrivals in enumerate(batch.arrivals(buffer.rank)):

@@ -282,9 +282,11 @@ def waits_are_added(buffer: Any, device: str) -> None:
     waited for it is told so. Results are those of calls without."""
     ranks, late = buffer.group_size, buffer.group_size - 1
     batch = batch_of(buffer, 51)
-    # A combine need wait for no rank that has none of the tokens.
+    # A combine need wait for no rank that has none of the tokens, but with enable_shrink, where
+    # all wait for the weights of all.
     routes = batch.topk_idx[buffer.rank]
     answers = any((routes == expert).any() for expert in batch.local(late))
+    answers |= buffer.enable_shrink
     x, topk_idx, weights = own(buffer, batch, device)
     round_trip(buffer, device, batch, **BF16)  # buffers are there
     for end in ENDS.values():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
@@ -92,6 +94,36 @@ def test_the_interpreter_ends() -> None:
     forgot, left = run(2, "", "import time; time.sleep(0.3); buffer.destroy()")
     assert (forgot.returncode, forgot.stdout) == (left.returncode, left.stdout) == (0, "")
     assert left.stderr == "" and forgot.stderr in ("", WARNING)
+
+
+@pytest.mark.parametrize("mode", ["throughput", "low-latency"])
+def test_destroy_while_another_thread_waits(mode: str) -> None:
+    """The call that waits for a rank which never comes ends with an error, long before its
+    deadline."""
+
+    def body(comm: ThreadComm) -> None:
+        how = {"low_latency_mode": True, "explicitly_destroy": True}
+        buffer = deep_ep.Buffer(None, comm=comm, **how)
+        job = make_job(2)
+        x, idx = job.x[buffer.rank], job.topk_idx[buffer.rank]
+        calls = {
+            "throughput": lambda: dispatched(buffer, "cpu", job, x),
+            "low-latency": lambda: buffer.low_latency_dispatch(x, idx, 16, job.experts),
+        }
+        calls[mode]()  # its group is there
+        comm.allgather(None)
+        if buffer.rank == 0:
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(calls[mode])
+                with pytest.raises(FutureTimeout):
+                    waiting.result(0.1)
+                buffer.destroy()
+                with pytest.raises(RuntimeError, match="destroyed"):
+                    waiting.result(20)
+        comm.allgather(None)
+        buffer.destroy()
+
+    run_ranks(2, body)
 
 
 def test_destroy_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

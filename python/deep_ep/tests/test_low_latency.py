@@ -26,6 +26,16 @@ def test_on_cpu(body: Any, size: int) -> None:
     run(size, lambda buffer: body(buffer, "cpu"))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [body for body in calls.ALL if body is not calls.every_format_and_end],  # rounded once more
+    ids=lambda body: body.__name__,
+)
+def test_nobody_is_left_out_on_cpu(body: Any) -> None:
+    """With enable_shrink, while all ranks are there, sums that are exact are the same."""
+    run(2, lambda buffer: body(buffer, "cpu"), enable_shrink=True)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("body", mask_bodies.ALL, ids=lambda body: body.__name__)
 def test_masks_on_cpu(body: Any, size: int) -> None:
