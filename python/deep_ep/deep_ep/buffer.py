@@ -11,7 +11,7 @@ import ferry
 import ferry.torch
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import EPException, require, require_integer
+from deep_ep.errors import refuse_destroyed, require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.groups import Groups
 from deep_ep.low_latency import LowLatency
@@ -181,7 +181,7 @@ class Buffer(Throughput, LowLatency):
 
     def _require_living(self) -> None:
         if self.runtime is None:
-            raise EPException("deep_ep: this Buffer is destroyed; make a new one")
+            refuse_destroyed()
 
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group of Ferry with that many experts whose tensors lie there. Collective when it is

@@ -27,5 +27,10 @@ def require_integer(call: str, argument: str, value: Any, least: int | None, exp
     return number
 
 
+def refuse_destroyed() -> NoReturn:
+    """A call on a Buffer after `destroy`."""
+    raise EPException("deep_ep: this Buffer is destroyed; make a new one")
+
+
 def refuse(call: str, argument: str, got: object, expected: str) -> NoReturn:
     raise EPException(f"{call}: {argument}: got {got}; expected {expected}")

@@ -44,9 +44,6 @@ class LowLatency(Masks):
     low_latency_mode: bool
     runtime: Runtime
 
-    def _require_living(self) -> None:
-        raise NotImplementedError
-
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
         raise NotImplementedError
 
@@ -66,6 +63,7 @@ class LowLatency(Masks):
         and lie outside what callers can write. Waits for nobody."""
         call = "clean_low_latency_buffer"
         check_mode(call, self.low_latency_mode, False, False)
+        self._require_living()
         check_sizes(
             call,
             num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
@@ -230,6 +228,7 @@ class LowLatency(Masks):
         """Collective when they are new."""
         found = self._latency_rounds.get(shape)
         if found is None:
+            self._require_living()
             self._require_everyone(call)
             group = self._group_for(shape.experts, shape.device)
             found = Rounds(group, self._exchange_for(group, shape), shape)

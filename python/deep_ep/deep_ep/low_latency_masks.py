@@ -21,6 +21,9 @@ class Masks:
     group_size: int
     enable_shrink: bool
 
+    def _require_living(self) -> None:
+        raise NotImplementedError
+
     def _latency_exchanges(self) -> Iterable[ferry.LatencyExchange]:
         raise NotImplementedError
 
@@ -90,3 +93,4 @@ class Masks:
         if not self.enable_shrink:
             shrink = "enable_shrink="
             refuse(call, "this Buffer", f"{shrink}False", f"Buffer(..., {shrink}True)")
+        self._require_living()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deep_ep.config import RANKS_OF_A_HOST, domains_of
-from deep_ep.errors import require, require_integer
+from deep_ep.errors import refuse_destroyed, require, require_integer
 
 
 class Runtime:
@@ -67,6 +67,8 @@ class Runtime:
     ) -> torch.Tensor:
         """A flat view of a buffer from `offset` bytes on. The memory comes at the first call."""
         call, size = "get_local_buffer_tensor", self._bytes[use_rdma_buffer]
+        if not self._available:
+            refuse_destroyed()
         require(isinstance(dtype, torch.dtype), call, "dtype", dtype, "a torch.dtype")
         offset = require_integer(call, "offset", offset, 0, f"0 to {size} bytes")
         require(offset <= size, call, "offset", offset, f"0 to {size} bytes")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ferry
-from deep_ep.errors import require
+from deep_ep.errors import refuse_destroyed, require
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.runtime import Runtime
 
@@ -21,17 +21,21 @@ class Turn:
     A plain call stands on the current stream, like any operator. With `async_finish` or
     `previous_event` it stands on the communication stream, which first waits for that event alone,
     or else for the current stream.
+
+    runtime: None of a Buffer that was destroyed, which is refused.
     """
 
     def __init__(
         self,
         call: str,
-        runtime: Runtime,
+        runtime: Runtime | None,
         device: torch.device,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> None:
+        if runtime is None:
+            refuse_destroyed()
         previous = getattr(previous_event, "event", None)
         if allocate_on_comm_stream:
             require(

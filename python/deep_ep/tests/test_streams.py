@@ -13,6 +13,7 @@ from throughput_calls import dispatched
 
 import ferry
 from deep_ep import handles, streams
+from deep_ep.errors import EPException
 
 
 class Memory(torch.Tensor):
@@ -67,6 +68,12 @@ def test_a_handle_waits_for_its_call(monkeypatch: pytest.MonkeyPatch, size: int)
     monkeypatch.setattr(handles, "record_stream", told.append)
     run_buffers(size, body)
     assert told
+
+
+def test_a_destroyed_buffer_has_no_stream() -> None:
+    """Calls that would run on the communication stream of a GPU are refused as all others are."""
+    with pytest.raises(EPException, match="this Buffer is destroyed"):
+        streams.Turn("combine", None, torch.device("cuda", 0), None, True)
 
 
 class Stream:

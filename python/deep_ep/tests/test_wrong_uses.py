@@ -14,6 +14,7 @@ from throughput_calls import dispatched
 
 import deep_ep
 import ferry
+from deep_ep.errors import EPException
 
 E4M3 = torch.float8_e4m3fn
 
@@ -185,8 +186,9 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_after_destroy() -> None:
     def body(comm: ThreadComm) -> None:
-        buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, low_latency_mode=True)
-        job = make_job(1)
+        how = {"explicitly_destroy": True, "low_latency_mode": True, "enable_shrink": True}
+        buffer = deep_ep.Buffer(None, comm=comm, **how)
+        job, runtime = make_job(1), buffer.runtime
         rows, *_, handle, _ = dispatched(buffer, "cpu", job, job.x[0])
         x, idx, weights = job.x[0], job.topk_idx[0], job.topk_weights[0]
         sent, _, ours, *_ = buffer.low_latency_dispatch(x, idx, 16, job.experts, use_fp8=False)
@@ -194,16 +196,22 @@ def test_after_destroy() -> None:
         buffer.destroy()  # once more does nothing
         assert rows.float().sum().isfinite()  # results stay
         for call in (
-            lambda: dispatched(buffer, "cpu", job, job.x[0]),
+            lambda: buffer.get_dispatch_layout(idx, job.experts),
             lambda: buffer.dispatch(job.x[0], handle=handle),
+            lambda: buffer.dispatch(job.x[0], handle=handle, async_finish=True),
             lambda: buffer.combine(rows, handle),
             lambda: buffer.low_latency_dispatch(x, idx, 16, job.experts),
             lambda: buffer.low_latency_combine(sent, idx, weights, ours),
             lambda: buffer.get_next_low_latency_combine_buffer(ours),
             lambda: buffer.get_local_buffer_tensor(torch.uint8),
             lambda: buffer.get_comm_stream(),
+            lambda: runtime.get_local_buffer_tensor(torch.uint8),
+            lambda: buffer.clean_low_latency_buffer(16, 64, job.experts),
+            lambda: buffer.low_latency_update_mask_buffer(1, True),
+            lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
+            lambda: buffer.low_latency_clean_mask_buffer(),
         ):
-            with pytest.raises(RuntimeError, match="destroy"):
+            with pytest.raises(EPException, match="this Buffer is destroyed; make a new one"):
                 call()
 
     run_ranks(1, body)
