@@ -174,6 +174,8 @@ class LowLatency(Masks):
             topk_weights: f32 [T, K].
             use_logfmt: rows cross in 10 bits a channel.
             zero_copy: the rows are what was written to `get_next_low_latency_combine_buffer`.
+            return_recv_hook: only send; the hook sums. With enable_shrink sending waits for the
+                weights of all ranks.
             out: [T, H], the caller's own output.
             combine_wait_recv_cost_stats: i64 [R], as for the dispatch.
 
