@@ -14,9 +14,14 @@ bool has_bulk_copies() {
   return kernel_limits(limits) == cudaSuccess && limits.bulk_copies;
 }
 
-/// SMs for a fan-out beside its dispatch: what keeps pace with the rows of four GPUs. Where fewer
-/// are left it takes those; with less than the least, one after the other is faster.
-constexpr int kMostFollowerSms = 80, kLeastFollowerSms = 48;
+/// SMs for a fan-out beside its dispatch: what keeps pace with the rows that four GPUs push to a
+/// fifth of it, and no more, for its stores hold back those that arrive. Where fewer are left it takes
+/// these; with less than the least, one after the other is faster.
+constexpr int kLeastFollowerSms = 48, kMostFollowerSms = 80, kFollowersOfSm = 5;
+
+int follower_sms(int sms, int left) {
+  return std::min(left, std::clamp(kFollowersOfSm * sms, kLeastFollowerSms, kMostFollowerSms));
+}
 
 }  // namespace
 
@@ -91,8 +96,8 @@ FanOutParameters DispatchJob::fan_out_parameters() const {
   parameters.made = made_;
   parameters.may_be_made = slots_made_;
   parameters.awaits_routes = carries_routes_;
-  const int left = engine_.local_sms() - sms_;
-  parameters.sms = followed_ ? std::min(left, kMostFollowerSms) : engine_.local_sms();
+  const int all = engine_.local_sms();
+  parameters.sms = followed_ ? follower_sms(sms_, all - sms_) : all;
   return parameters;
 }
 
