@@ -13,12 +13,14 @@ std::atomic<unsigned long> main_thread{0};
 std::atomic<std::uint64_t> interrupt_count{0};
 std::atomic<std::uint64_t> forks{0};
 std::atomic<bool> exiting{false};
+std::atomic<int> returning{0};  // threads that take the GIL back, having seen nothing of an exit
 thread_local StopFlag worker_stop;
 thread_local std::exception_ptr pending_error;
 
 /// The thread that forks is the main thread of the child.
 void after_fork_in_child() {
   forks.fetch_add(1, std::memory_order_relaxed);
+  returning.store(0, std::memory_order_relaxed);  // they are not in the child
   main_thread.store(PyThread_get_thread_ident(), std::memory_order_relaxed);
 }
 
@@ -61,11 +63,17 @@ OnWait python_on_wait() {
   };
 }
 
+// Sequentially consistent, as in interpreter_ends: either this thread sees that Python exits, or it
+// is seen there and gets the GIL before.
 ReleasedGil::~ReleasedGil() {
-  while (exiting.load(std::memory_order_relaxed) && !is_main_thread()) {
-    std::this_thread::sleep_for(std::chrono::hours(1));
+  const bool counts = !is_main_thread();
+  if (counts) returning.fetch_add(1);
+  if (counts && exiting.load()) {
+    returning.fetch_sub(1);
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
   }
   PyEval_RestoreThread(state_);
+  if (counts) returning.fetch_sub(1);
 }
 
 std::uint64_t interrupts() {
@@ -75,7 +83,14 @@ void obey(StopFlag flag) {
   worker_stop = std::move(flag);
 }
 void interpreter_ends() {
-  exiting.store(true, std::memory_order_relaxed);
+  exiting.store(true);
+  constexpr auto kMost = std::chrono::seconds(5);  // should a thread keep the GIL from the others
+  const auto until = std::chrono::steady_clock::now() + kMost;
+  PyThreadState* own = PyEval_SaveThread();
+  while (returning.load() > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  PyEval_RestoreThread(own);
 }
 std::uint64_t fork_count() {
   return forks.load(std::memory_order_relaxed);

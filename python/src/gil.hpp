@@ -42,7 +42,8 @@ using StopFlag = std::shared_ptr<std::atomic<bool>>;
 void obey(StopFlag flag);
 
 /// The interpreter is about to end: ends the waits of all workers, for good, and keeps threads that
-/// come back from a wait out of it.
+/// come back from a wait out of it, but for those that ask for the GIL already, which get it first.
+/// With the GIL, which it gives up meanwhile.
 void interpreter_ends();
 
 /// Gives the GIL up while it lives. A thread that would take it back from an interpreter that ends

@@ -111,6 +111,28 @@ del other
 threading.Thread(target=lambda: idle[0].plan(routes), daemon=True).start()
 __import__("time").sleep(0.2)
 """,
+    # It asks for the GIL before Python says that it exits, and Python has it until after that.
+    "a daemon thread that comes back at the end": """
+import sys, time
+class Slow:
+    def __del__(self, clock=time.monotonic):
+        end = clock() + 0.6
+        while clock() < end:
+            pass
+sys.slow = Slow()  # goes late
+pair = ferry.threads(2)
+def wait():
+    try:
+        pair[0].all_gather(b"", deadline=0.3)
+    except ferry.DeadlineExceeded:
+        pass
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.05)
+sys.setswitchinterval(0.3)
+end = time.monotonic() + 0.4
+while time.monotonic() < end:
+    pass
+""",
     "a latency hook": """
 lat = ferry.LatencyExchange(group, capacity=4, hidden=16, topk=1, dtype="f32")
 r = lat.dispatch(x, routes, hook=True)
