@@ -15,8 +15,8 @@ bool has_bulk_copies() {
 }
 
 /// SMs for a fan-out beside its dispatch: what keeps pace with the rows that four GPUs push to a
-/// fifth of it, and no more, for its stores hold back those that arrive. Where fewer are left it takes
-/// these; with less than the least, one after the other is faster.
+/// fifth of it, and no more, for its stores hold back those that arrive. Where fewer are left it
+/// takes these; with less than the least, one after the other is faster.
 constexpr int kLeastFollowerSms = 48, kMostFollowerSms = 80, kFollowersOfSm = 5;
 
 int follower_sms(int sms, int left) {
