@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# All tests that need GPUs, in an order in which none takes the memory or the time of another.
+#   tests/cuda/check_gpus.sh BUILD [STEP ...]     STEP: kernels conformance engine python sanitizers
+# BUILD: a folder with the programs somewhere inside (build/cuda). python: the package and deep_ep are
+# installed for PYTHON (python3). SECONDS_EACH (240): the limit of one program; LOGS (a temporary
+# folder): what they said. A line for each program; exit status 1: one failed.
+set -u
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+build=${1:?usage: check_gpus.sh BUILD [STEP ...]}
+shift
+steps=${*:-kernels conformance engine python sanitizers}
+limit=${SECONDS_EACH:-240}
+logs=${LOGS:-$(mktemp -d)}
+python=${PYTHON:-python3}
+mkdir -p "$logs"
+
+program() { find "$build" -type f -name "$1" -perm -u+x | head -1; }
+
+# start NAME COMMAND...: in the background; NAME.log, and how it ended in NAME.end.
+start() {
+  local name=$1
+  shift
+  (
+    begin=$SECONDS
+    timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1
+    echo "$? $((SECONDS - begin))" >"$logs/$name.end"
+  ) &
+  names+=("$name")
+}
+
+# finish: waits for what was started, and tells of each.
+failed=0
+finish() {
+  local name status took
+  wait
+  for name in "${names[@]}"; do
+    read -r status took <"$logs/$name.end"
+    case $status in
+      0) echo "ok    $name: $(tail -n 1 "$logs/$name.log") ($took s)" ;;
+      77) echo "skip  $name: $(grep -m1 'NO GPU' "$logs/$name.log")" ;;
+      *)
+        failed=1
+        echo "FAIL  $name: exit status $status ($took s); $logs/$name.log"
+        tail -n 12 "$logs/$name.log" | cut -c1-160
+        ;;
+    esac
+  done
+}
+
+for step in $steps; do
+  names=()
+  case $step in
+    kernels)
+      for test in kernel_dispatch_test kernel_combine_test kernel_expert_major_test \
+        kernel_latency_test; do
+        start "$test" "$(program $test)"
+      done
+      ;;
+    conformance)
+      conformance=$(program conformance_cuda)
+      for part in matrix latency domains domain_latency; do
+        start "conformance_$part" "$conformance" --parts "$part" --seconds $((limit / 2))
+      done
+      start conformance_rest "$conformance" --parts interleaved,groups,graph,kill,deadline,leaks
+      ;;
+    engine)
+      start engine env LOGS="$logs/engine" SECONDS_EACH=$((limit / 2)) \
+        "$here/run_engine_tests.sh" "$build"
+      ;;
+    python)
+      # As pyproject.toml has it, with any pytest.
+      options=(-o minversion=0 -o addopts= --import-mode=importlib -q -p no:cacheprovider -m gpu)
+      cd "$root" || exit 2
+      start python_ferry "$python" -m pytest "${options[@]}" python/tests
+      start python_deep_ep "$python" -m pytest "${options[@]}" python/deep_ep/tests
+      ;;
+    sanitizers)
+      start sanitizers env LOGS="$logs/sanitizers" "$here/sanitize.sh" "$build"
+      ;;
+    *)
+      echo "no such step: $step"
+      exit 2
+      ;;
+  esac
+  finish
+done
+exit $failed
