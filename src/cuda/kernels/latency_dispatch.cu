@@ -19,25 +19,17 @@ int header_warps(std::int64_t local_experts) {
   return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kMostHeaderWarps));
 }
 
-/// A quarter of the SMs keeps the links full.
-constexpr int kPartThatSends = 4;
-
-SendingBlocks sending_blocks(const LatencyDispatchParameters& p, int sms) {
+SendingBlocks sending_of(const LatencyDispatchParameters& p, int sms) {
   const LatencyView& v = p.view;
-  SendingBlocks blocks{p.blocks, std::min(p.blocks, sms), 0};
   const bool few = is_few_of(v, p.tokens, size_of(v.dtype));
-  const int of_row = blocks.row / kPartThatSends;
-  // The last ones make headers, and are not among those that send.
-  const int last_row = p.blocks > blocks.row ? p.blocks - blocks.row : blocks.row;
-  const bool fits = p.blocks <= kLatencyBlocksPerSm * sms && of_row + v.group.ranks <= last_row;
-  if (v.lines && p.halves == Halves::both && !few && fits) blocks.of_row = of_row;
-  return blocks;
+  if (!v.lines || p.halves != Halves::both || few) return {p.blocks, p.blocks, 0};
+  return sending_blocks(p.blocks, sms, kLatencyBlocksPerSm, v.group.ranks);
 }
 
 DispatchShape make_shape(const LatencyDispatchParameters& p, int sms) {
   const LatencyView& v = p.view;
   const std::int64_t experts = v.placement.local_experts(0);
-  const SendingBlocks sending = sending_blocks(p, sms);
+  const SendingBlocks sending = sending_of(p, sms);
   const bool shares_warps = p.halves == Halves::both && sending.of_row == 0;
   const int send_warps = shares_warps ? kMostSendWarps : kLatencyWarps;
   DispatchShape shape{.send = SendShape(v, p.tokens, sending, send_warps)};

@@ -1,5 +1,6 @@
 // Latency dispatch: how the rows of a call are shared out among blocks and warps.
 #pragma once
+#include "cuda/kernels/latency_blocks.hpp"
 #include "cuda/kernels/latency_entry.cuh"
 
 namespace ferry::cuda::device {
@@ -23,36 +24,6 @@ FERRY_FN constexpr int parts_at_once(int rows, int parts, int warps) {
   const int even = (rows * parts + warps - 1) / warps, most = even < parts ? even : parts;
   return most > 1 ? most : 1;
 }
-
-/// Some of the blocks, and the place of this one among them.
-struct BlockShare {
-  int index = 0;
-  int blocks = 1;
-};
-
-/// Which blocks do nothing but send. Once the links are full, each load of an SM that sends waits
-/// until its stores are gone; so rows in lines, which are waited for one by one, are sent by some
-/// SMs and received by the others. With two blocks an SM those a row of blocks apart share one.
-struct SendingBlocks {
-  int all = 1;     ///< blocks of the call
-  int row = 1;     ///< blocks until an SM has its second
-  int of_row = 0;  ///< that only send, of each row the first; 0: all blocks do both
-
-  __host__ __device__ int sending() const {
-    const int second = all - row;
-    return of_row + (second < of_row ? second : of_row);
-  }
-  __host__ __device__ int receiving() const { return of_row > 0 ? all - sending() : all; }
-  __device__ bool sends_only(int block) const { return block % row < of_row; }
-  /// Of a block that only sends.
-  __device__ BlockShare sender(int block) const {
-    return {block / row * of_row + block % row, sending()};
-  }
-  /// Of one that does not.
-  __device__ BlockShare receiver(int block) const {
-    return {block / row * (row - of_row) + block % row - of_row, receiving()};
-  }
-};
 
 /// How the rows of a call are sent. A kernel's parameter, for registers are few.
 struct SendShape {
