@@ -100,14 +100,14 @@ __device__ __forceinline__ bool receive_half(const LatencyDispatchParameters& p,
                                              const LatencyPlaces& at, LatencyCall& call,
                                              const Arrivals& arrivals, const SendingBlocks& only) {
   const MostTokens most = find_most_tokens(p.view, arrivals.words, sizeof(T));
-  TaggedReceiver<TaggedWords<T, kQuantized>, kRanked> few{p, at, call, arrivals, only};
+  const Receiver receiver{p, at, call, arrivals};
+  TaggedReceiver<TaggedWords<T, kQuantized>, kRanked> few{receiver, only};
   if (most.few > 0 && !few.receive(most.few)) return false;
   if (most.rows == 0) return true;
   if constexpr (kLined) {
-    return TaggedReceiver<Lines<T, kQuantized>, kRanked>{p, at, call, arrivals, only}.receive(
-        most.rows);
+    return TaggedReceiver<Lines<T, kQuantized>, kRanked>{receiver, only}.receive(most.rows);
   } else {
-    return RowReceiver<T, kQuantized, kRanked>{p, at, call, arrivals}.receive(most.rows);
+    return RowReceiver<T, kQuantized, kRanked>{receiver}.receive(most.rows);
   }
 }
 

@@ -62,10 +62,6 @@ __device__ __forceinline__ std::byte* few_row(const LatencyPlaces& at, std::byte
 __device__ __forceinline__ std::uint64_t* few_scales(const LatencyPlaces& at, std::byte* row) {
   return reinterpret_cast<std::uint64_t*>(row + at.v.layout.few_scale_at);
 }
-__device__ __forceinline__ const std::uint64_t* few_scales(const LatencyPlaces& at,
-                                                           const std::byte* row) {
-  return reinterpret_cast<const std::uint64_t*>(row + at.v.layout.few_scale_at);
-}
 /// The sum that `rank` makes for a token.
 __device__ __forceinline__ std::byte* few_sum(const LatencyPlaces& at, std::byte* base, int rank,
                                               int token) {

@@ -139,13 +139,39 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, int sour
   if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
 }
 
-/// The receiving half on one warp, of rows with tags behind fences.
-template <class T, bool kQuantized, bool kRanked>
-struct RowReceiver {
+/// What a lane was told of its slot of a row, or why it was not.
+struct ToldSlot {
+  Came came;
+  std::uint32_t word;    ///< kNoPlace: the slot is not of this rank
+  std::uint32_t weight;  ///< its bits
+};
+
+/// What receivers of rows have in common, however the rows cross.
+struct Receiver {
   const LatencyDispatchParameters& p;
   const LatencyPlaces& at;
   LatencyCall& call;
   const Arrivals& arrivals;
+
+  /// Whole warp: where a row goes. `notes`: it is remembered. False: the group has failed.
+  __device__ __forceinline__ bool land(int source, int token, const ToldSlot& told, bool notes,
+                                       LandingSlot& slot) const {
+    if (__any_sync(kAllLanes, told.came == Came::stop)) return false;
+    const bool missing = __any_sync(kAllLanes, told.came != Came::here) != 0;
+    const bool good = missing || find_landing(p, at, arrivals, source, told.word, slot);
+    if (!__all_sync(kAllLanes, good)) {
+      return fail_latency(p.view, call, Reason::distrust, Stage::latency_rows, source,
+                          {0, 0, token});
+    }
+    if (notes) note_landing(p, source, token, slot, told.weight);
+    if (missing) call.lost = true;
+    return true;
+  }
+};
+
+/// The receiving half on one warp, of rows with tags behind fences.
+template <class T, bool kQuantized, bool kRanked>
+struct RowReceiver : Receiver {
   static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
 
   /// `most`: tokens of a source. False: the group has failed.
@@ -196,15 +222,8 @@ struct RowReceiver {
                           source, Stage::latency_rows, weight);
       }
     }
-    if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     LandingSlot slot;
-    const bool good = missing || find_landing(p, at, arrivals, source, word, slot);
-    if (!__all_sync(kAllLanes, good)) {
-      return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
-    }
-    if (first == 0) note_landing(p, source, token, slot, weight);
-    if (missing) call.lost = true;
+    if (!land(source, token, {came, word, weight}, first == 0, slot)) return false;
     const std::uint32_t lanes = slot.lanes();
     if (lanes == 0) return true;
     if (!here) came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);

@@ -25,7 +25,7 @@ struct TaggedWords {
     std::uint32_t scale;
 
     /// `bytes`: of the row from here on. False: not all of it is here.
-    __device__ bool look(const LatencyPlaces& at, const std::byte* row, int number, int bytes) {
+    __device__ bool look(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
       constexpr int kScales = kQuantized ? kBytes / 128 : 0;
       const int lane = static_cast<int>(threadIdx.x % 32);
       bool here = true;
@@ -62,7 +62,7 @@ struct Lines {
     uint4 behind;
     std::uint32_t scale;
 
-    __device__ bool look(const LatencyPlaces& at, const std::byte* row, int number, int bytes) {
+    __device__ bool look(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
       return load_lines<kVectors>(row + number * lined_piece_bytes(kVectors), bytes, at.tag(),
                                   vectors, behind);
     }
@@ -74,11 +74,7 @@ struct Lines {
 };
 
 template <class Format, bool kRanked>
-struct TaggedReceiver {
-  const LatencyDispatchParameters& p;
-  const LatencyPlaces& at;
-  LatencyCall& call;
-  const Arrivals& arrivals;
+struct TaggedReceiver : Receiver {
   const SendingBlocks& only;  ///< the other blocks receive
   using Piece = typename Format::Piece;
   static constexpr int kScales = Format::kQuantized ? Format::kBytes / 128 : 0;  ///< of a piece
@@ -139,16 +135,9 @@ struct TaggedReceiver {
       came = await_word(v, call, at.header_weights(own, source) + entry, at.tag(), source,
                         Stage::latency_rows, weight);
     }
-    if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    const bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
     if (came != Came::here) weight = 0;
     LandingSlot slot;
-    const bool good = missing || find_landing(p, at, arrivals, source, word, slot);
-    if (!__all_sync(kAllLanes, good)) {
-      return fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
-    }
-    if (number == 0) note_landing(p, source, token, slot, weight);
-    if (missing) call.lost = true;
+    if (!land(source, token, {came, word, weight}, number == 0, slot)) return false;
     const std::uint32_t lanes = slot.lanes();
     return lanes == 0 || finish(source, row, number, kLooked, here, piece, slot, lanes);
   }
@@ -157,13 +146,13 @@ struct TaggedReceiver {
     const int place = land_row(p, call, at.generation, source, token, number == 0);
     if (place == kLostRow) call.lost = true;
     if (place < 0) return place != kStopped;
-    const std::byte* row = Format::row(at, own_memory(p.view), source, token);
+    std::byte* row = Format::row(at, own_memory(p.view), source, token);
     Piece piece;
     return finish(source, row, number, false, false, piece, ranked_slot(source, place), 1);
   }
 
   /// Waits for the piece and stores it. `looked`: at it once, and this lane's share was `here`.
-  __device__ __forceinline__ bool finish(int source, const std::byte* row, int number, bool looked,
+  __device__ __forceinline__ bool finish(int source, std::byte* row, int number, bool looked,
                                          bool here, Piece& piece, const LandingSlot& slot,
                                          std::uint32_t lanes) {
     const Came came = await_piece(source, row, number, looked, here, piece);
@@ -176,8 +165,8 @@ struct TaggedReceiver {
   }
 
   /// Whole warp; all lanes alike.
-  __device__ __forceinline__ Came await_piece(int source, const std::byte* row, int number,
-                                              bool looked, bool here, Piece& piece) const {
+  __device__ __forceinline__ Came await_piece(int source, std::byte* row, int number, bool looked,
+                                              bool here, Piece& piece) const {
     Patience patience;
     std::uint64_t late = 0;
     Came came = Came::here;
