@@ -41,7 +41,6 @@ void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t byte
 void join_others(const LatencyGroup& group, LatencyView& view) {
   view.inbox = group.inbox;
   view.few = 0;
-  view.lines = false;
   for (int r = 0; r < view.group.ranks; ++r) {
     if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
     const auto bit = static_cast<unsigned>(r);

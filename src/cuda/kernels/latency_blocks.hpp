@@ -18,11 +18,12 @@ struct SendingBlocks {
   int row = 1;     ///< blocks until an SM has its second
   int of_row = 0;  ///< that only send, of each row the first; 0: all blocks do both
 
+  /// That only send.
   FERRY_FN constexpr int sending() const {
     const int second = all - row;
     return of_row + (second < of_row ? second : of_row);
   }
-  FERRY_FN constexpr int receiving() const { return of_row > 0 ? all - sending() : all; }
+  FERRY_FN constexpr int receiving() const { return all - sending(); }
   FERRY_FN constexpr bool sends_only(int block) const { return block % row < of_row; }
   /// Of a block that only sends.
   FERRY_FN constexpr BlockShare sender(int block) const {

@@ -58,6 +58,13 @@ FERRY_FN constexpr std::size_t lined_row_bytes(std::size_t hidden, std::size_t e
   return pieces * (kPartChannels * element_bytes + kLineBytes);
 }
 
+/// Whether rows may carry their generation, as tagged words or in lines. Wider elements, and more
+/// ranks, have no registers left for it.
+FERRY_FN constexpr bool may_carry_generation(int ranks, std::int64_t hidden,
+                                             std::size_t element_bytes) {
+  return element_bytes == 2 && hidden % 16 == 0 && ranks <= 32;
+}
+
 struct LatencyDeviceShape {
   int ranks = 1;
   std::int64_t local_experts = 1;  ///< of the rank that has the most
@@ -165,8 +172,8 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   const std::size_t row = plain > quantized ? plain : quantized;
   layout.record_bytes = shape.crosses ? record_bytes(shape.topk) : 0;
   const std::size_t lined = lined_row_bytes(hidden, shape.element_bytes);
-  layout.lines = !shape.crosses && shape.element_bytes == 2 && hidden % 16 == 0 &&
-                 shape.ranks <= 32 && shape.capacity > kFewTokens;
+  layout.lines = !shape.crosses && shape.capacity > kFewTokens &&
+                 may_carry_generation(shape.ranks, shape.hidden, shape.element_bytes);
   layout.row_slot = layout.lines ? lined : round_up(row + layout.record_bytes, 32);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot) + layout.record_bytes;
   std::size_t block = 2 * layout.sum_slots * capacity * plain;

@@ -67,11 +67,9 @@ inline void join_domain(LatencyView& view) {
   }
 }
 
-/// Whether a source of so many tokens of so wide elements has few (kFewTokens). Wider elements, and
-/// more ranks, have no registers left for it.
+/// Whether a source of so many tokens of so wide elements has few (kFewTokens).
 FERRY_FN constexpr bool is_few_of(const LatencyView& view, int tokens, std::size_t element_bytes) {
-  return element_bytes == 2 && tokens <= view.few && view.hidden % 16 == 0 &&
-         view.group.ranks <= 32;
+  return tokens <= view.few && may_carry_generation(view.group.ranks, view.hidden, element_bytes);
 }
 
 enum class LatencyFormat : std::uint32_t { as_is, e4m3, e4m3_pow2, e4m3_packed };
