@@ -116,7 +116,8 @@ bool all_carry_lines(Bootstrap& bootstrap, const GroupConfig& config, int device
 }
 
 /// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
-void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
+/// Returns those of all.
+std::vector<Place> meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
     const Place mine = place_of(device, parts.sms);
@@ -133,7 +134,7 @@ void meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& pa
   const Place& mine = places[static_cast<std::size_t>(bootstrap.rank())];
   parts.sharing = static_cast<int>(std::count_if(
       places.begin(), places.end(), [&](const Place& other) { return same_gpu(other, mine); }));
-  parts.carries_lines = all_carry_lines(bootstrap, config, device, places);
+  return places;
 }
 
 /// The control segment of the CPUs, by the host's fabric.
@@ -225,8 +226,9 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
     return std::vector<std::byte>();
   });
   const OnDevice here(device);
-  meet(bootstrap, config, device, parts);
+  const std::vector<Place> places = meet(bootstrap, config, device, parts);
   parts.sharing = std::max(parts.sharing, sharing);
+  parts.carries_lines = all_carry_lines(bootstrap, config, device, places);
   make_cpu_control(bootstrap, config, parts);
   fabric::DeviceMemoryOptions options;
   options.device = device;

@@ -19,12 +19,12 @@ void check(cudaError_t result, const char* call) {
                   cudaGetErrorString(result));
 }
 
-namespace {
-
 void check_driver(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
   throw Error(ErrorKind::system, fabric::CallRefused(result, call).what());
 }
+
+namespace {
 
 const fabric::Driver& checked_driver() {
   const fabric::Driver& driver = fabric::driver();

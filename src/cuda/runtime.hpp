@@ -1,6 +1,7 @@
 // CUDA's runtime as the engine uses it: errors with words, the device of a call, events that are
 // used again, and what is known of a stream that is being captured into a graph.
 #pragma once
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -12,6 +13,8 @@ namespace ferry::cuda {
 
 /// Throws Error(exhausted) when memory is missing, else Error(system), unless the call succeeded.
 void check(cudaError_t result, const char* call);
+/// The same of the driver's calls; throws Error(system).
+void check_driver(CUresult result, const char* call);
 
 /// While it lives, this thread uses `device`, and may make any call while some stream is captured
 /// into a graph: what the engine asks then concerns other streams.

@@ -7,7 +7,6 @@
 
 #include "cuda/runtime.hpp"
 #include "fabric/cuda/driver.hpp"
-#include "ferry/error.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -35,9 +34,7 @@ void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t
       driver.cuStreamWaitValue32(stream, reinterpret_cast<CUdeviceptr>(word),
                                  static_cast<cuuint32_t>(value), CU_STREAM_WAIT_VALUE_GEQ);
   if (result == CUDA_SUCCESS) return;
-  if (result != CUDA_ERROR_NOT_SUPPORTED) {
-    throw Error(ErrorKind::system, fabric::CallRefused(result, "cuStreamWaitValue32").what());
-  }
+  if (result != CUDA_ERROR_NOT_SUPPORTED) check_driver(result, "cuStreamWaitValue32");
   auto awaited = std::make_unique<Awaited>(Awaited{const_cast<std::uint64_t*>(word), value});
   check(cudaLaunchHostFunc(stream, look, awaited.get()), "cudaLaunchHostFunc");
   awaited.release();
