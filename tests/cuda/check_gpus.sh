@@ -17,13 +17,14 @@ mkdir -p "$logs"
 
 program() { find "$build" -type f -name "$1" -perm -u+x | head -1; }
 
-# start NAME COMMAND...: in the background; NAME.log, and how it ended in NAME.end.
+# start NAME LIMIT COMMAND...: in the background; NAME.log, and how it ended in NAME.end. LIMIT: in
+# seconds; 0: it limits its own programs.
 start() {
-  local name=$1
-  shift
+  local name=$1 most=$2
+  shift 2
   (
     begin=$SECONDS
-    timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1
+    timeout -k 5 "$most" "$@" >"$logs/$name.log" 2>&1
     echo "$? $((SECONDS - begin))" >"$logs/$name.end"
   ) &
   names+=("$name")
@@ -54,29 +55,27 @@ for step in $steps; do
     kernels)
       for test in kernel_dispatch_test kernel_combine_test kernel_expert_major_test \
         kernel_latency_test; do
-        start "$test" "$(program $test)"
+        start "$test" "$limit" "$(program $test)"
       done
       ;;
     conformance)
       conformance=$(program conformance_cuda)
       for part in matrix latency domains domain_latency; do
-        start "conformance_$part" "$conformance" --parts "$part" --seconds $((limit / 2))
+        start "conformance_$part" "$limit" "$conformance" --parts "$part" --seconds $((limit / 2))
       done
-      start conformance_rest "$conformance" --parts interleaved,groups,graph,kill,deadline,leaks
+      start conformance_rest "$limit" "$conformance" --parts interleaved,groups,graph,kill,deadline,leaks
       ;;
     engine)
-      start engine env LOGS="$logs/engine" SECONDS_EACH=$((limit / 2)) \
-        "$here/run_engine_tests.sh" "$build"
+      start engine 0 env LOGS="$logs/engine" SECONDS_EACH="$limit" "$here/run_engine_tests.sh" "$build"
       ;;
     python)
       # As pyproject.toml has it, with any pytest.
       options=(-o minversion=0 -o addopts= --import-mode=importlib -q -p no:cacheprovider -m gpu)
-      cd "$root" || exit 2
-      start python_ferry "$python" -m pytest "${options[@]}" python/tests
-      start python_deep_ep "$python" -m pytest "${options[@]}" python/deep_ep/tests
+      start python_ferry "$limit" "$python" -m pytest "${options[@]}" "$root/python/tests"
+      start python_deep_ep "$limit" "$python" -m pytest "${options[@]}" "$root/python/deep_ep/tests"
       ;;
     sanitizers)
-      start sanitizers env LOGS="$logs/sanitizers" "$here/sanitize.sh" "$build"
+      start sanitizers 0 env LOGS="$logs/sanitizers" SECONDS_EACH="$limit" "$here/sanitize.sh" "$build"
       ;;
     *)
       echo "no such step: $step"
