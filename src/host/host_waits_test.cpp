@@ -51,38 +51,9 @@ TEST(HostWaits, SayForWhomTheReceiveWaited) {
   slow_rank(true);
 }
 
-/// Rank 2 comes late to combine: the others waited for it, not for one another.
-void late_to_combine(bool masks) {
-  constexpr int kLate = 2;
-  std::barrier all(kRanks);
-  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
-    LatencyConfig config = masked_config();
-    config.masks = masks;
-    LatencyExchange latency(group, config);
-    Load load(group, latency);
-    std::vector<std::int64_t> waits(kRanks, 0);
-    LatencyDispatchOptions ahead;
-    ahead.topk_weights = load.weights();
-    const LatencyReceived received = latency.dispatch(load.x(1), load.ids(), ahead);
-    LatencyCombineOptions options;
-    options.path = CombinePath::per_rank;
-    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
-    all.arrive_and_wait();
-    if (group.rank() == kLate) std::this_thread::sleep_for(200ms);
-    load.expect_sums(latency.combine(received.x, received, options).x, 1, {});
-    if (group.rank() != kLate) {
-      EXPECT_LT(2 * waits[static_cast<std::size_t>(group.rank())], waits[kLate]);
-    }
-  });
-}
-
-TEST(HostWaits, OfACombineAreOfEachSourceItsOwn) {
-  late_to_combine(false);
-  late_to_combine(true);
-}
-
-/// The same with weights that come with the combine: the sending waits for those of rank 2.
-void late_with_weights(bool masks, bool hook) {
+/// Rank 2 comes late to combine: the others waited for it, not for one another. Without `ahead` the
+/// weights come with the combine, and the sending waits for those of rank 2.
+void late_to_combine(bool masks, bool ahead, bool hook) {
   constexpr int kLate = 2;
   constexpr auto kPause = 200ms;
   std::barrier all(kRanks);
@@ -92,7 +63,9 @@ void late_with_weights(bool masks, bool hook) {
     LatencyExchange latency(group, config);
     Load load(group, latency);
     std::vector<std::int64_t> waits(kRanks, 0);
-    const LatencyReceived received = latency.dispatch(load.x(1), load.ids());
+    LatencyDispatchOptions dispatch;
+    if (ahead) dispatch.topk_weights = load.weights();
+    const LatencyReceived received = latency.dispatch(load.x(1), load.ids(), dispatch);
     LatencyCombineOptions options;
     options.path = CombinePath::per_rank;
     options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
@@ -100,7 +73,9 @@ void late_with_weights(bool masks, bool hook) {
     all.arrive_and_wait();
     const auto begin = std::chrono::steady_clock::now();
     if (group.rank() == kLate) std::this_thread::sleep_for(kPause);
-    LatencyCombined combined = latency.combine(received.x, received, load.weights(), options);
+    LatencyCombined combined = ahead
+                                   ? latency.combine(received.x, received, options)
+                                   : latency.combine(received.x, received, load.weights(), options);
     if (hook) combined.receive();
     const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
     load.expect_sums(combined.x, 1, {});
@@ -112,9 +87,13 @@ void late_with_weights(bool masks, bool hook) {
   });
 }
 
+TEST(HostWaits, OfACombineAreOfEachSourceItsOwn) {
+  for (const bool masks : {false, true}) late_to_combine(masks, true, false);
+}
+
 TEST(HostWaits, OfACombineAreAlsoForWeights) {
   for (const bool masks : {false, true}) {
-    for (const bool hook : {false, true}) late_with_weights(masks, hook);
+    for (const bool hook : {false, true}) late_to_combine(masks, false, hook);
   }
 }
 

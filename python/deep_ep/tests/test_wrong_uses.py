@@ -191,12 +191,20 @@ def test_after_destroy() -> None:
         job, runtime = make_job(1), buffer.runtime
         rows, *_, handle, _ = dispatched(buffer, "cpu", job, job.x[0])
         x, idx, weights = job.x[0], job.topk_idx[0], job.topk_weights[0]
+        per_rank, _, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
+        layout = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_ranks,
+            "num_tokens_per_expert": per_expert,
+        }
         sent, _, ours, *_ = buffer.low_latency_dispatch(x, idx, 16, job.experts, use_fp8=False)
         buffer.destroy()
         buffer.destroy()  # once more does nothing
         assert rows.float().sum().isfinite()  # results stay
         for call in (
+            lambda: dispatched(buffer, "cpu", job, job.x[0]),
             lambda: buffer.get_dispatch_layout(idx, job.experts),
+            lambda: buffer.dispatch(job.x[0], **layout, topk_idx=idx),
             lambda: buffer.dispatch(job.x[0], handle=handle),
             lambda: buffer.dispatch(job.x[0], handle=handle, async_finish=True),
             lambda: buffer.combine(rows, handle),
