@@ -1,9 +1,10 @@
 // Latency mode through the public API: one exchange of known tokens, and what must arrive.
 #pragma once
+#include <chrono>
 #include <optional>
 #include <set>
 
-#include "engine_seat.hpp"
+#include "engine_case.hpp"
 
 namespace ferry::test {
 
@@ -141,7 +142,7 @@ inline LatencyCombined latency_combine(LatencyExchange& latency, const OnGpu& mi
 }
 /// With hooks on a stream the event is of the sending half.
 inline void await_latency(const Event& event, const LatencyTrip& trip) {
-  event.wait(60s);
+  event.wait(std::chrono::seconds(60));
   if (trip.hooks && trip.stream != nullptr) trip.stream->synchronize();
 }
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "engine_case.hpp"
+#include "engine_latency.hpp"
 
 namespace ferry::test {
 namespace {
@@ -36,6 +37,22 @@ void exchange(Group& group, const Shape& shape, int device, const Copier& copier
   }
 }
 
+void exchange_latency(Group& group, const Shape& shape, int device, const Copier& copier) {
+  const World world(group.size(), shape, kSeed);
+  const OnGpu mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, copier);
+  for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
+    const bool masks = path == CombinePath::per_rank;
+    LatencyExchange latency(group, latency_config(shape, masks));
+    for (const bool hooks : {false, true}) {
+      LatencyTrip trip;
+      trip.path = path;
+      trip.weights_with_dispatch = hooks;
+      trip.hooks = hooks;
+      latency_trip(latency, world, group.rank(), mine, trip, copier);
+    }
+  }
+}
+
 int run() {
   int gpus = 0;
   if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) {
@@ -58,6 +75,7 @@ int run() {
     shape.tokens = 20;
     shape.hidden = hidden;
     exchange(group, shape, device, copier);
+    exchange_latency(group, shape, device, copier);
   }
   group.barrier();
   std::printf("rank %d of %d: PASSED\n", group.rank(), group.size());

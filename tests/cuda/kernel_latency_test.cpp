@@ -2,6 +2,7 @@
 // masks; times.
 //   kernel_latency_test [--seed N] [--repeat N] [--replays N] [--bench | --search [--tokens N]
 //   [--blocks N]] [--only matrix | full | graphs | failures | masks]
+//   kernel_latency_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -97,6 +98,29 @@ void run_matrix(std::uint64_t seed, int repeat) {
     std::printf("ranks %d: %d cases so far\n", ranks, cases);
     std::fflush(stdout);
   }
+}
+
+/// Every way to send and every format, a few tokens each.
+void run_small(std::uint64_t seed, int ranks) {
+  int cases = 0;
+  for (const LatencyFormat format : {LatencyFormat::as_is, LatencyFormat::e4m3,
+                                     LatencyFormat::e4m3_pow2, LatencyFormat::e4m3_packed}) {
+    for (const auto& [few, lines] : {std::pair{0, false}, {0, true}, {kFewTokens, false}}) {
+      LatencyCase c;
+      c.ranks = ranks;
+      c.topk = c.call_topk = 4;
+      c.experts = 3 * ranks;
+      c.hidden = cases % 2 == 0 ? 264 : 1024;
+      c.capacity = few == 0 ? 12 : few;
+      c.few = few;
+      c.lines = lines;
+      c.format = format;
+      c.weights_with_dispatch = cases % 2 == 0;
+      c.blocks = 4;
+      run_case(c, seed + static_cast<std::uint64_t>(cases++) * 64);
+    }
+  }
+  std::printf("%d ranks: %d small cases as expected\nPASSED\n", ranks, cases);
 }
 
 LatencyCase full_case(int ranks) {
@@ -221,13 +245,16 @@ void run_graphs(std::uint64_t seed, int replays, int sample, bool lines) {
 int run_main(int argc, char** argv) {
   std::uint64_t seed = 1;
   int repeat = 1, replays = 400;
-  bool bench = false, search = false;
+  int small_ranks = 1;
+  bool bench = false, search = false, small = false;
   std::string only;
   SearchOnly search_only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--bench") bench = true;
     if (word == "--search") search = true;
+    if (word == "--small") small = true;
+    if (word == "--ranks" && i + 1 < argc) small_ranks = std::atoi(argv[++i]);
     if (word == "--only" && i + 1 < argc) only = argv[++i];
     if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
     if (word == "--tokens" && i + 1 < argc) search_only.tokens = std::atoi(argv[++i]);
@@ -238,6 +265,10 @@ int run_main(int argc, char** argv) {
   prepare_process();
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
+  if (small) {
+    run_small(seed, small_ranks);
+    return 0;
+  }
   if (bench || search) {
     run_latency_bench(seed, search, search_only);
   } else {

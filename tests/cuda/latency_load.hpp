@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine_latency.hpp"
+#include "engine_seat.hpp"
 
 namespace ferry::test {
 

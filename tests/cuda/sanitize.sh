@@ -52,7 +52,8 @@ check() {
 for tool in $tools; do
   watch=("$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20)
   if [ "$tool" != initcheck ]; then
-    for test in kernel_dispatch_test kernel_combine_test kernel_expert_major_test; do
+    for test in kernel_dispatch_test kernel_combine_test kernel_expert_major_test \
+      kernel_latency_test; do
       check "$test" "$tool" "${watch[@]}" "$(program $test)" --small
       [ "$tool" = memcheck ] &&
         check "$test, two ranks" "$tool" "${watch[@]}" "$(program $test)" --small --ranks 2

@@ -47,6 +47,7 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p,
                                             const RankFinder& ranks, LatencyCall& call) {
   const LatencyView& v = p.view;
   touch_view(v);
+  if constexpr (kTimed) tell_of_waits(call, p.waits);
   await_kernel_before();
   let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p,
     if (!work.send()) call.stopped = true;
   }
   note_latency_call(at, call, false, false);
-  if constexpr (kTimed) start_clock(call, p.waits);
+  if constexpr (kTimed) start_clock(call);
   // Once, or once more by the one block that clears up: a copy of the code would be as long.
 #pragma unroll 1
   for (;;) {

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   __shared__ HeaderWords words;
   const LatencyView& v = p.view;
   touch_view(v);
+  tell_of_waits(call, p.waits);
 #pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     words.missing[s] = false;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   auto* numbers = shape.bases && !kRanked ? reinterpret_cast<std::int32_t*>(scratch) : nullptr;
   const Arrivals arrivals{words, numbers, shape.experts};
   if (receives) {
-    start_clock(call, p.waits);
+    start_clock(call);
     if (team.has_this_warp()) {
       const bool good = await_header_words(team, at, call, shape.experts, words, numbers) &&
                         read_headers(team, p, at, call, arrivals, !kRanked);

@@ -16,15 +16,17 @@ struct Team {
     return static_cast<int>(threadIdx.x) - 32 * first;
   }
 
-  // By the whole team.
+  // By the whole team, whose warps come to it as one.
   __device__ __forceinline__ void sync() const {
-    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "r"(threads()) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(kBarrier), "r"(threads()) : "memory");
   }
   __device__ __forceinline__ bool any(bool value) const {
     int result;
+    __syncwarp();
     asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, %3, p;\n"
-        "selp.s32 %0, 1, 0, q;\n}"
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\n"
+        "barrier.cta.red.or.pred.aligned q, %2, %3, p;\nselp.s32 %0, 1, 0, q;\n}"
         : "=r"(result)
         : "r"(static_cast<int>(value)), "n"(kBarrier), "r"(threads())
         : "memory");
@@ -34,11 +36,14 @@ struct Team {
   /// By the whole team, when what the others of the block want of it is in shared memory.
   __device__ __forceinline__ void tell_others() const {
     if (first == 0) return;
-    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kTold), "n"(kLatencyThreads) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"n"(kTold), "n"(kLatencyThreads)
+                 : "memory");
   }
   /// By all others: waits for that.
   __device__ __forceinline__ void hear() const {
-    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kTold), "n"(kLatencyThreads) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(kTold), "n"(kLatencyThreads) : "memory");
   }
 
  private:

@@ -118,12 +118,13 @@ enum class Came { here, missing, stop };
 
 // How long a receive has waited for each source, if somebody asks.
 
-/// Whole warp, when it begins to receive. `waits` [R]; null: nobody asks.
-__device__ __forceinline__ void start_clock(LatencyCall& call, std::uint64_t* waits) {
-  if (threadIdx.x % 32 == 0) {
-    call.waits = waits;
-    if (waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
-  }
+/// Whole block, before the call begins. `waits` [R]; null: nobody asks.
+__device__ __forceinline__ void tell_of_waits(LatencyCall& call, std::uint64_t* waits) {
+  if (threadIdx.x == 0) call.waits = waits;
+}
+/// Whole warp, when it begins to receive.
+__device__ __forceinline__ void start_clock(LatencyCall& call) {
+  if (threadIdx.x % 32 == 0 && call.waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
   __syncwarp();
 }
 /// After a look that did not find what it looks for; 0: nobody asks.
