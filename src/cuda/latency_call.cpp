@@ -115,8 +115,6 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   d.counts = at<std::int32_t>(layout.counts);
   d.source_token = at<std::int32_t>(layout.source_token);
   d.ranges = at<std::int64_t>(layout.ranges);
-  // A guess of what comes: who gets more than it sends needs little longer with half the blocks.
-  d.blocks = blocks(tokens);
   LatencyCombineParameters& c = round->combine;
   c.view = view_;
   c.handle = d.handle;
@@ -261,6 +259,7 @@ LatencyReceived CudaLatency::make_dispatch(const ConstTensorView& x,
   parameters.failure = launch.record()->failure;
   LatencyDispatchParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
+  sending.blocks = dispatch_blocks(parameters.tokens, sending.halves);
   if (!options.hook) sending.waits = asked(options.waits);
   sending.x = aligned(launch, x);
   if (round->weighted) sending.weights = static_cast<const float*>(options.topk_weights->data);
@@ -281,6 +280,7 @@ void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, 
     Launch launch(*engine_, kLatencyDispatch, stream);
     LatencyDispatchParameters receiving = round.dispatch;
     receiving.halves = Halves::receive;
+    receiving.blocks = dispatch_blocks(receiving.tokens, receiving.halves);
     receiving.waits = asked(round.waits);
     receiving.failure = launch.record()->failure;
     claim.keep();

@@ -18,6 +18,9 @@ namespace {
 
 constexpr const char* kMake = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
+/// Where some SMs only send rows in lines, two blocks on each are in each other's way up to here
+/// (docs/benchmarks.md: 4 x H200, 17.8 against 19.4 us).
+constexpr std::int64_t kTokensOfOneBlock = 128;
 
 /// What the kernels need of every rank's segment.
 void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
@@ -116,6 +119,11 @@ int CudaLatency::blocks(std::int64_t tokens) const {
   const std::int64_t parts = tokens * ranks() * view_.parts;
   const bool fits = parts <= std::int64_t{sms} * (kLatencyThreads / 32);
   return engine_->shares_gpu() || fits ? sms : kLatencyBlocksPerSm * sms;
+}
+
+int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {
+  const bool one_each = view_.lines && halves != Halves::receive && tokens <= kTokensOfOneBlock;
+  return one_each ? std::min(engine_->local_sms(), blocks(tokens)) : blocks(tokens);
 }
 
 std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,

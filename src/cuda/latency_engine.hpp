@@ -155,6 +155,9 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::int64_t output_rows() const { return view_.group.ranks * config_.capacity; }
   /// Of a kernel, when every rank has so many tokens.
   int blocks(std::int64_t tokens) const;
+  /// Of a dispatch of so many tokens. What comes is guessed: who gets more than it sends needs
+  /// little longer with half the blocks.
+  int dispatch_blocks(std::int64_t tokens, Halves halves) const;
   CallSignature signature(CallKind kind) const;
   /// One of the two buffers, until `drop`. Error(exhausted): there is none for this dispatch.
   std::size_t take_result(const Capture& capture);
