@@ -18,8 +18,8 @@ namespace {
 
 constexpr const char* kMake = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
-/// Where some SMs only send rows in lines, two blocks on each are in each other's way up to here
-/// (docs/benchmarks.md: 4 x H200, 17.8 against 19.4 us).
+/// Two blocks on an SM are in each other's way up to here where rows cross in lines, unless links
+/// are far from full, as between two ranks (docs/benchmarks.md, Decode).
 constexpr std::int64_t kTokensOfOneBlock = 128;
 
 /// What the kernels need of every rank's segment.
@@ -122,8 +122,11 @@ int CudaLatency::blocks(std::int64_t tokens) const {
 }
 
 int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {
-  const bool one_each = view_.lines && halves != Halves::receive && tokens <= kTokensOfOneBlock;
-  return one_each ? std::min(engine_->local_sms(), blocks(tokens)) : blocks(tokens);
+  const bool crowded = halves == Halves::send || (halves == Halves::both && ranks() > 2);
+  const int most = blocks(tokens);
+  return view_.lines && crowded && tokens <= kTokensOfOneBlock
+             ? std::min(engine_->local_sms(), most)
+             : most;
 }
 
 std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
