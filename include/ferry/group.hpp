@@ -70,8 +70,7 @@ struct GroupConfig {
   std::uint64_t sim_seed = 1;  ///< of the sim fabric
   /// Ranks that share memory form a domain; the others are reached over `network`. 0: the ranks of
   /// one host are one domain. n: virtual domains, every n consecutive ranks are one, the last one
-  /// shorter if need be; what `fabric` could reach by memory beyond them, it does not. On GPUs:
-  /// throughput mode only.
+  /// shorter if need be; what `fabric` could reach by memory beyond them, it does not.
   int domain_size = 0;
   /// By which wire the ranks of different domains reach each other. automatic: between hosts ofi,
   /// in virtual domains copies through `fabric`, as a network makes them; sim: the simulated

@@ -86,8 +86,7 @@ class Group:
             current one. Ranks may differ in it and may share a GPU.
         sim_seed: of the sim fabric and network.
         domain_size: 0: the ranks of one host are one domain. n: virtual domains: every n
-            consecutive ranks share memory, the others are reached as over a network. On GPUs:
-            throughput mode only.
+            consecutive ranks share memory, the others are reached as over a network.
         network: what joins the domains. "automatic": copies through `fabric`, as a network makes
             them; "ofi": libfabric; "sim" (threads): adversarial, for tests.
         crossing: what "automatic" means in the calls of this group: "automatic" (by a cost model:

@@ -1,6 +1,7 @@
 #include "cuda/latency_memory.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "core/check.hpp"
@@ -29,6 +30,8 @@ void check_served(const LatencyConfig& config, std::int64_t local_experts, int r
   most("topk", config.topk, kMaxLatencyTopk);
   most("capacity", config.capacity, kMostLatencyTokens);
   most("experts of a rank", local_experts, kMostLatencyExperts);
+  most("rows of a result (experts of a rank x ranks x capacity)",
+       local_experts * ranks * config.capacity, std::numeric_limits<std::int32_t>::max());
 }
 
 LatencyResultLayout make_result_layout(Carver& carver, const LatencyConfig& config,

@@ -2,6 +2,7 @@
 // port, options.
 #include "fabric/ofi/ofi.hpp"
 
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 
@@ -306,12 +307,41 @@ TEST_F(OfiFabric, OptionsThatCannotBe) {
     };
     refused(ErrorKind::invalid_argument, {.host = "0.0.0.0"}, "all interfaces");
     refused(ErrorKind::invalid_argument, {.host = "::"}, "all interfaces");
+    refused(ErrorKind::invalid_argument, {.host = "::ffff:0.0.0.0"}, "all interfaces");
+    for (const char* everybody : {"224.0.0.1", "255.255.255.255", "127.255.255.255", "ff02::1"}) {
+      refused(ErrorKind::invalid_argument, {.host = everybody}, "none of this machine's");
+    }
+    for (const char* all : {"0.0.0.0", "::", "::ffff:0.0.0.0"}) {
+      refused(ErrorKind::unsupported, {.nics = all}, all);
+    }
+    refused(ErrorKind::unsupported, {.provider = "shm"}, "shm");
     refused(ErrorKind::invalid_argument, {.host = "no such host"}, "no such host");
     refused(ErrorKind::invalid_argument, {.endpoints = 9}, "endpoints are 9");
     refused(ErrorKind::invalid_argument, {.traffic_class = "fast"}, "\"fast\"");
     refused(ErrorKind::unsupported, {.provider = "nonsense"}, "nonsense");
     refused(ErrorKind::invalid_argument, {.host = "192.0.2.99"}, "none of this machine's");
   });
+}
+
+/// Its thread sleeps when nothing moves, but for signs of life: it once looked 20,000 times a
+/// second.
+TEST_F(OfiFabric, AnIdleRankSleeps) {
+  for (const char* provider : {"", "tcp;ofi_rxm"}) {
+    Setting setting = kOfi;
+    Processes ranks(setting, 2, [provider](Rank& me) {
+      auto fabric = make_ofi_fabric(me.bootstrap, {.provider = provider}, kDeadline);
+      const Segment mine = me.connect(*fabric, 4096);
+      meet(me, *fabric, mine);
+      std::this_thread::sleep_for(200ms);
+      rusage before{}, after{};
+      getrusage(RUSAGE_SELF, &before);
+      std::this_thread::sleep_for(500ms);
+      getrusage(RUSAGE_SELF, &after);
+      EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 200) << provider;
+      me.barrier();
+    });
+    ranks.expect_success();
+  }
 }
 
 TEST_F(OfiFabric, SeveralEndpointsCarryTheirOwnTags) {

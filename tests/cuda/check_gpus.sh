@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # All tests that need GPUs, in an order in which none takes the memory or the time of another.
-#   tests/cuda/check_gpus.sh BUILD [STEP ...]     STEP: kernels conformance engine python sanitizers
+#   tests/cuda/check_gpus.sh BUILD [STEP ...]
+# STEP: kernels conformance engine python sanitizers trials long; without any: all but long, which
+# takes many minutes (10,000 exchanges with poisoned memory, memory past 4 GiB, 100,000 replays).
 # BUILD: a folder with the programs somewhere inside (build/cuda). python: the package and deep_ep are
 # installed for PYTHON (python3). SECONDS_EACH (240): the limit of one program; LOGS (a temporary
 # folder): what they said. A line for each program; exit status 1: one failed.
@@ -9,7 +11,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 build=${1:?usage: check_gpus.sh BUILD [STEP ...]}
 shift
-steps=${*:-kernels conformance engine python sanitizers}
+steps=${*:-kernels conformance engine python sanitizers trials}
 limit=${SECONDS_EACH:-240}
 logs=${LOGS:-$(mktemp -d)}
 python=${PYTHON:-python3}
@@ -57,6 +59,10 @@ for step in $steps; do
         kernel_latency_test; do
         start "$test" "$limit" "$(program $test)"
       done
+      finish
+      names=()
+      start device_memory_test "$limit" "$(program device_memory_test)"
+      start domain_overlap "$limit" "$(program domain_overlap)"
       ;;
     conformance)
       conformance=$(program conformance_cuda)
@@ -76,6 +82,22 @@ for step in $steps; do
       ;;
     sanitizers)
       start sanitizers 0 env LOGS="$logs/sanitizers" SECONDS_EACH="$limit" "$here/sanitize.sh" "$build"
+      ;;
+    trials)
+      trials=$(program latency_trials)
+      start trials_in_lines "$limit" "$trials" --kill 4 --stop 4
+      finish
+      names=()
+      start trials_in_words "$limit" "$trials" --kill 4 --stop 4 --tokens 8
+      ;;
+    long)
+      start conformance_repeat 0 "$(program conformance_cuda)" --parts repeat,large
+      finish
+      names=()
+      start replays_in_lines 0 "$(program latency_trials)" --replays 100000
+      finish
+      names=()
+      start replays_in_words 0 "$(program latency_trials)" --replays 100000 --tokens 8
       ;;
     *)
       echo "no such step: $step"

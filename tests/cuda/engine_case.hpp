@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/number/formats.hpp"
 #include "core/placement.hpp"
 
 namespace ferry::test {
@@ -60,6 +61,13 @@ class Copier {
     copy(values.data(), tensor.data(), values.size() * sizeof(T));
     return values;
   }
+  /// Of f32 or bf16.
+  std::vector<float> get_floats(const Tensor& tensor, std::int64_t rows) const {
+    if (tensor.dtype() == Dtype::f32) return get<float>(tensor, rows);
+    std::vector<float> values;
+    for (const Bf16 value : get<Bf16>(tensor, rows)) values.push_back(to_float(value));
+    return values;
+  }
 
  private:
   void copy(void* to, const void* from, std::size_t bytes) const {
@@ -75,7 +83,12 @@ struct Shape {
   std::int64_t hidden = 256;
   int topk = 4;
   std::int64_t experts = 12;
+  Dtype dtype = Dtype::f32;  ///< of tokens; of latency mode's also bf16
 };
+
+inline float rounded(Dtype dtype, float value) {
+  return dtype == Dtype::bf16 ? to_float(from_float<Bf16>(value)) : value;
+}
 
 /// One rank's tokens, routes and weights.
 struct Sent {
@@ -98,7 +111,9 @@ inline Sent sent_by(int rank, int ranks, const Shape& shape, std::uint64_t seed)
   const auto next = [&] { return state = mix(state); };
   const auto real = [&] { return static_cast<float>(next() % 20001) / 7000.0f - 1.0f; };
   sent.tokens = ranks > 1 && rank == ranks - 1 ? 0 : shape.tokens - rank;
-  for (std::int64_t i = 0; i < sent.tokens * shape.hidden; ++i) sent.x.push_back(real());
+  for (std::int64_t i = 0; i < sent.tokens * shape.hidden; ++i) {
+    sent.x.push_back(rounded(shape.dtype, real()));
+  }
   for (std::int64_t i = 0; i < sent.tokens * shape.topk; ++i) {
     const bool unused = next() % 8 == 0;
     sent.routes.push_back(
@@ -184,7 +199,7 @@ struct OnGpu {
   Shape shape;
 
   OnGpu(const Sent& sent, const Shape& of, int gpu, const Copier& copier)
-      : x(sent.x.size() * 4),
+      : x(sent.x.size() * size_of(of.dtype)),
         routes(sent.routes.size() * 8),
         weights(sent.weights.size() * 4),
         tokens(sent.tokens),
@@ -193,13 +208,19 @@ struct OnGpu {
     fill(sent, copier);
   }
   void fill(const Sent& sent, const Copier& copier) const {
-    copier.put(x.data(), sent.x);
+    if (shape.dtype == Dtype::bf16) {
+      std::vector<Bf16> narrow;
+      for (const float value : sent.x) narrow.push_back(from_float<Bf16>(value));
+      copier.put(x.data(), narrow);
+    } else {
+      copier.put(x.data(), sent.x);
+    }
     copier.put(routes.data(), sent.routes);
     copier.put(weights.data(), sent.weights);
   }
   /// As frameworks have it, an empty tensor lies nowhere.
   void* place(const Buffer& buffer) const { return tokens == 0 ? nullptr : buffer.data(); }
-  ConstTensorView x_view() const { return {place(x), Dtype::f32, {tokens, shape.hidden}, device}; }
+  ConstTensorView x_view() const { return {place(x), shape.dtype, {tokens, shape.hidden}, device}; }
   ConstTensorView routes_view() const {
     return {place(routes), Dtype::i64, {tokens, shape.topk}, device};
   }

@@ -22,7 +22,7 @@ inline LatencyConfig latency_config(const Shape& shape, bool masks = false) {
   config.capacity = shape.tokens;
   config.hidden = shape.hidden;
   config.topk = shape.topk;
-  config.dtype = Dtype::f32;
+  config.dtype = shape.dtype;
   config.masks = masks;
   return config;
 }
@@ -51,11 +51,11 @@ inline void check_latency_rows(const World& world, int rank, const LatencyReceiv
   const auto counts = copier.get<std::int32_t>(got.counts, experts);
   const auto tokens = copier.get<std::int32_t>(got.source_token, experts);
   const auto ranges = copier.get<std::int64_t>(got.ranges, experts);
-  const Tensor flat{TensorView(got.x.data(), Dtype::f32,
+  const Tensor flat{TensorView(got.x.data(), world.shape.dtype,
                                {experts * static_cast<std::int64_t>(places), world.shape.hidden},
                                got.x.view().device),
                     got.x.owner()};
-  const auto x = copier.get<float>(flat, flat.rows());
+  const auto x = copier.get_floats(flat, flat.rows());
   for (std::int64_t e = 0; e < experts; ++e) {
     const auto rows = rows_of_expert(world, first + e, absent);
     const std::string where = "expert " + std::to_string(e);
@@ -82,7 +82,7 @@ inline void check_latency_rows(const World& world, int rank, const LatencyReceiv
 inline void check_latency_sums(const World& world, int rank, CombinePath path, const Tensor& got,
                                const Copier& copier, const std::set<int>& absent = {}) {
   const std::int64_t tokens = world.ranks[static_cast<std::size_t>(rank)].tokens;
-  const auto x = copier.get<float>(got, tokens);
+  const auto x = copier.get_floats(got, tokens);
   const int ranks = world.placement.ranks;
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t h = 0; h < world.shape.hidden; ++h) {
@@ -99,8 +99,10 @@ inline void check_latency_sums(const World& world, int rank, CombinePath path, c
       }
       float sum = 0;
       for (std::size_t r = 0; r < sums.size(); ++r) {
-        if (any[r]) sum = sum + sums[r];
+        const bool alone = path == CombinePath::per_slot;  // rounded once
+        if (any[r]) sum = sum + (alone ? sums[r] : rounded(world.shape.dtype, sums[r]));
       }
+      sum = rounded(world.shape.dtype, sum);
       const float found = x[static_cast<std::size_t>(t * world.shape.hidden + h)];
       if (found == sum) continue;
       need(false, "latency sum of token " + std::to_string(t) + ", channel " + std::to_string(h) +

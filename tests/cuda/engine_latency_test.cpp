@@ -47,6 +47,28 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   });
 }
 
+/// In words, in lines, and in lines of several parts.
+TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
+  for (const auto& [tokens, hidden] : {std::pair{8, 1040}, {40, 1040}, {40, 7168}}) {
+    const Shape shape{.tokens = tokens, .hidden = hidden, .dtype = Dtype::bf16};
+    each(shape, [&](Seat& seat) {
+      const World world(seat.size(), shape, kSeed);
+      const OnGpu mine = seat.on_gpu(world);
+      LatencyExchange latency(seat.group, latency_config(shape));
+      seat.meet();
+      for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
+        for (const bool hooks : {false, true}) {
+          LatencyTrip trip;
+          trip.path = path;
+          trip.weights_with_dispatch = hooks;
+          trip.hooks = hooks;
+          latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
+        }
+      }
+    });
+  }
+}
+
 TEST_P(EngineTest, LatencyWeightsComeOnce) {
   const Shape shape;
   each(shape, [&](Seat& seat) {

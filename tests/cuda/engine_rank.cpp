@@ -77,6 +77,10 @@ int run() {
     exchange(group, shape, device, copier);
     exchange_latency(group, shape, device, copier);
   }
+  for (const std::int64_t tokens : {4, 20}) {  // in words, and in lines
+    exchange_latency(group, {.tokens = tokens, .hidden = 1040, .dtype = Dtype::bf16}, device,
+                     copier);
+  }
   group.barrier();
   std::printf("rank %d of %d: PASSED\n", group.rank(), group.size());
   return 0;

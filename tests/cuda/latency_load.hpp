@@ -110,6 +110,6 @@ class Loaded {
 };
 
 /// Routes that change with every replay; the trips of a sample are compared.
-void replayed_rank(Bootstrap& bootstrap, int replays, std::uint64_t seed);
+void replayed_rank(Bootstrap& bootstrap, const Shape& shape, int replays, std::uint64_t seed);
 
 }  // namespace ferry::test

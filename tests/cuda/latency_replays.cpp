@@ -10,9 +10,8 @@
 
 namespace ferry::test {
 
-void replayed_rank(Bootstrap& bootstrap, int replays, std::uint64_t seed) {
+void replayed_rank(Bootstrap& bootstrap, const Shape& shape, int replays, std::uint64_t seed) {
   constexpr int kWorlds = 8, kSamples = 100;
-  Shape shape;
   const int device = take_gpu(bootstrap);
   Group group(borrowed(bootstrap), config_for(shape));
   const Copier copier;
@@ -50,7 +49,7 @@ void replayed_rank(Bootstrap& bootstrap, int replays, std::uint64_t seed) {
       need(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, own.raw),
            "cudaMemcpyAsync");
     };
-    copy(mine.x, inputs[at]->x, sent.x.size() * 4);
+    copy(mine.x, inputs[at]->x, sent.x.size() * size_of(shape.dtype));
     copy(mine.routes, inputs[at]->routes, sent.routes.size() * 8);
     copy(mine.weights, inputs[at]->weights, sent.weights.size() * 4);
     graph.launch();

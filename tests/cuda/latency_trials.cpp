@@ -2,7 +2,7 @@
 //   latency_trials --kill N      a rank killed under load, N times
 //   latency_trials --stop N      a rank stopped for 3 s under load, N times; it rejoins
 //   latency_trials --replays N   a graph replayed N times with changing routes, a sample compared
-//   [--ranks R] [--deadline-ms D]
+//   [--ranks R] [--deadline-ms D] [--tokens 37] [--hidden 1040] [--f32 1]
 // Prints one line a trial and the times from fault to mask. Exit status 1: something was wrong.
 #include <signal.h>
 #include <sys/mman.h>
@@ -29,6 +29,8 @@ constexpr int kRanksAtMost = 8, kMostTrials = 100;
 struct Settings {
   int kill = 0, stop = 0, replays = 0, ranks = 0;
   int deadline_ms = 1000;
+  /// Rows that cross in lines, where GPUs allow it; of 8 tokens or fewer in words.
+  Shape shape{.hidden = 1040, .dtype = Dtype::bf16};
 };
 
 /// What the ranks of a run tell each other and the parent, in shared memory.
@@ -41,8 +43,8 @@ struct Told {
   double before = 0, after = 0;                 ///< exchanges a second
 };
 
-GroupConfig config_of(const Shape& shape, const Settings& settings) {
-  GroupConfig config = config_for(shape);
+GroupConfig config_of(const Settings& settings) {
+  GroupConfig config = config_for(settings.shape);
   config.deadline = std::chrono::milliseconds(settings.deadline_ms);
   return config;
 }
@@ -86,8 +88,7 @@ void trips_around_fault(Loaded& rank, Told& told) {
 }
 
 void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int trial) {
-  Shape shape;
-  Loaded rank(bootstrap, config_of(shape, settings), shape, kSeed);
+  Loaded rank(bootstrap, config_of(settings), settings.shape, kSeed);
   rank.meet();
   for (int i = 0; i < 5; ++i) rank.trip();
   const double before = rank.speed();
@@ -113,8 +114,7 @@ void killed_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int
 
 /// Rank 0 stops the victim for 3 s, again and again.
 void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, int trials) {
-  Shape shape;
-  Loaded rank(bootstrap, config_of(shape, settings), shape, kSeed);
+  Loaded rank(bootstrap, config_of(settings), settings.shape, kSeed);
   if (rank.rank() == kVictim) told.victim = getpid();
   for (int trial = 0; trial < trials; ++trial) {
     rank.meet();
@@ -219,10 +219,11 @@ int run(const Settings& settings) {
     tell("stop", stopped);
   }
   if (settings.replays > 0) {
-    complain(run_ranks(
-                 std::min(ranks, std::max(2, gpus)), 1,
-                 [&](Bootstrap& b) { replayed_rank(b, settings.replays, kSeed); }, 300),
-             0);
+    complain(
+        run_ranks(
+            std::min(ranks, std::max(2, gpus)), 1,
+            [&](Bootstrap& b) { replayed_rank(b, settings.shape, settings.replays, kSeed); }, 300),
+        0);
   }
   std::printf(good ? "TRIALS good\n" : "TRIALS bad\n");
   return good ? 0 : 1;
@@ -241,6 +242,9 @@ int main(int argc, char** argv) {
     if (word == "--replays") settings.replays = value;
     if (word == "--ranks") settings.ranks = value;
     if (word == "--deadline-ms") settings.deadline_ms = value;
+    if (word == "--tokens") settings.shape.tokens = value;
+    if (word == "--hidden") settings.shape.hidden = value;
+    if (word == "--f32" && value != 0) settings.shape.dtype = ferry::Dtype::f32;
   }
   return ferry::test::run(settings);
 }

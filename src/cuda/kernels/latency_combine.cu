@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPe
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p,
                            const __grid_constant__ RankFinder ranks) {
   __shared__ LatencyCall call;
-  run_combine<Combiner<T, kPerSlot, kTimed, kFew>, kPerSlot, kTimed>(p, ranks, call);
+  run_combine<Combiner<T, kPerSlot, kTimed, kFew>, kPerSlot, kTimed, kTimed>(p, ranks, call);
 }
 
 using Kernel = CombineKernel;

@@ -41,15 +41,16 @@ class WeightPusher {
   float weight_ = 0;
 };
 
-/// Whole block. Work: what one warp does of either half (Combiner, EncodedCombiner).
-template <class Work, bool kPerSlot, bool kTimed>
+/// Whole block. Work: what one warp does of either half (Combiner, EncodedCombiner). kAlone: it has
+/// its SM almost alone, where the next kernel would be in the way of a rank that shares the GPU.
+template <class Work, bool kPerSlot, bool kTimed, bool kAlone>
 __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p,
                                             const RankFinder& ranks, LatencyCall& call) {
   const LatencyView& v = p.view;
   touch_view(v);
   if constexpr (kTimed) tell_of_waits(call, p.waits);
   await_kernel_before();
-  let_next_kernel_come();
+  if constexpr (!kAlone) let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   for (int s = static_cast<int>(threadIdx.x) - 32; s < v.group.ranks; s += kLatencyThreads) {
     if (s >= 0) call.tokens[s] = load_tokens(*p.handle, s);

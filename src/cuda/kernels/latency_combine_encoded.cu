@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kLatencyThreads,
     latency_combine_encoded_kernel(const __grid_constant__ LatencyCombineParameters p,
                                    const __grid_constant__ RankFinder ranks) {
   __shared__ LatencyCall call;
-  run_combine<EncodedCombiner<T, Codes, kPerSlot>, kPerSlot, true>(p, ranks, call);
+  constexpr bool kAlone = is_alone(kDtypeOf<T>, Codes::kFormat);
+  run_combine<EncodedCombiner<T, Codes, kPerSlot>, kPerSlot, true, kAlone>(p, ranks, call);
 }
 
 template <class T, class Codes>

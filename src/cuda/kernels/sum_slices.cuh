@@ -121,10 +121,9 @@ __device__ __forceinline__ std::uint32_t load_acquire_block(const std::uint32_t*
 }
 /// By an exchange: racecheck takes even a releasing store for a race.
 __device__ __forceinline__ void store_release_block(std::uint32_t* word, std::uint32_t value) {
-  std::uint32_t before;
-  asm volatile("atom.release.cta.shared.exch.b32 %0, [%1], %2;"
-               : "=r"(before)
-               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(word))), "r"(value)
+  asm volatile("atom.release.cta.shared.exch.b32 _, [%0], %1;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(word))),
+               "r"(value)
                : "memory");
 }
 

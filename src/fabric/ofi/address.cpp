@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstring>
 #include <ferry/error.hpp>
 
 #include "core/text.hpp"
@@ -20,6 +21,34 @@ constexpr std::size_t kMostShown = 80;
 [[noreturn]] void refuse(int rank, const std::string& what) {
   throw Error(ErrorKind::invalid_argument, "rank " + std::to_string(rank) + ": " + what,
               {.rank = rank});
+}
+
+std::uint32_t ipv4(const sockaddr* address) {
+  in_addr number{};
+  if (address->sa_family == AF_INET) {
+    number = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
+  } else {
+    std::memcpy(&number, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr.s6_addr[12],
+                sizeof number);
+  }
+  return ntohl(number.s_addr);
+}
+
+bool is_ipv4(const sockaddr* address) {
+  return address->sa_family == AF_INET ||
+         (address->sa_family == AF_INET6 &&
+          IN6_IS_ADDR_V4MAPPED(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr));
+}
+
+/// Not all interfaces, no group of hosts, no broadcast: all of which can be bound, too.
+bool is_one_host(const sockaddr* address) {
+  if (is_ipv4(address)) {
+    const std::uint32_t number = ipv4(address);
+    return number != INADDR_ANY && number != INADDR_BROADCAST && number != 0x7fffffff &&
+           !IN_MULTICAST(number);
+  }
+  const in6_addr& number = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+  return !IN6_IS_ADDR_UNSPECIFIED(&number) && !IN6_IS_ADDR_MULTICAST(&number);
 }
 
 std::string of_name(const std::string& host, std::string& problem) {
@@ -41,14 +70,13 @@ std::string of_name(const std::string& host, std::string& problem) {
 
 std::string numeric(const sockaddr* address) {
   std::array<char, INET6_ADDRSTRLEN> text{};
-  const void* from = nullptr;
-  if (address->sa_family == AF_INET) {
-    from = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
-  } else if (address->sa_family == AF_INET6) {
-    from = &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+  if (is_ipv4(address)) {
+    const in_addr number{htonl(ipv4(address))};
+    return inet_ntop(AF_INET, &number, text.data(), text.size());
   }
-  if (from == nullptr || !inet_ntop(address->sa_family, from, text.data(), text.size())) return {};
-  return text.data();
+  if (address->sa_family != AF_INET6) return {};
+  const in6_addr& number = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
+  return inet_ntop(AF_INET6, &number, text.data(), text.size());
 }
 
 bool is_own_address(const std::string& address) {
@@ -58,7 +86,8 @@ bool is_own_address(const std::string& address) {
   addrinfo* list = nullptr;
   if (getaddrinfo(address.c_str(), nullptr, &hints, &list) != 0) return false;
   const int fd = socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const bool own = fd >= 0 && bind(fd, list->ai_addr, list->ai_addrlen) == 0;
+  const bool own =
+      fd >= 0 && is_one_host(list->ai_addr) && bind(fd, list->ai_addr, list->ai_addrlen) == 0;
   if (fd >= 0) close(fd);
   freeaddrinfo(list);
   return own;

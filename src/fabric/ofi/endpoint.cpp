@@ -48,6 +48,10 @@ Endpoint::Endpoint(const Library& library, Info info, int rank)
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &av_->fid, 0));
   checked("fi_ep_bind", fi_ep_bind(ep_.get(), &cq_->fid, FI_TRANSMIT | FI_RECV));
   checked("fi_enable", fi_enable(ep_.get()));
+  // libfabric 1.17 puts descriptors on its list when somebody waits: till then there is only the
+  // one that says so, readable for ever.
+  fi_cq_data_entry none{};
+  if (wait_ == FI_WAIT_POLLFD) (void)fi_cq_sread(cq_.get(), &none, 1, nullptr, 1);
 }
 
 void Endpoint::open_queue() {

@@ -61,6 +61,8 @@ class Endpoint {
   fid_cq* cq() const { return cq_.get(); }
   /// Whether a thread may sleep on wait_fds() now: nothing is ready that would not wake it.
   bool may_wait();
+  /// They are readable whenever a packet comes, not only for completions.
+  bool wakes_for_packets() const { return wait_ == FI_WAIT_POLLFD; }
   /// One of them is readable when there is progress to make. None: the provider must be polled.
   std::vector<int> wait_fds() const;
 

@@ -109,6 +109,13 @@ void check_addresses(const std::vector<Greeting>& greetings, int rank) {
     for (const auto& name : other.names) {
       const std::size_t bytes = name.size();
       if (bytes > 0 && bytes == first.names.front().size()) continue;
+      if (bytes > 0 && bytes != other.names.front().size()) {
+        refuse(ErrorKind::mismatch,
+               rank_text(r) + " has NICs whose addresses are of two kinds (endpoints' names of " +
+                   std::to_string(other.names.front().size()) + " and " + std::to_string(bytes) +
+                   " bytes); name NICs of one kind there, IPv4 or IPv6 (FERRY_OFI_NICS)",
+               rank, r);
+      }
       refuse(ErrorKind::mismatch,
              rank_text(r) + " listens at " + printable(other.address, kMostShown) +
                  " (an endpoint's name of " + std::to_string(bytes) + " bytes), rank 0 at " +

@@ -13,6 +13,9 @@ namespace {
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr auto kPoll = std::chrono::microseconds(50);
+/// So long after anything moved the thread of a TCP endpoint looks every kPoll, which takes what
+/// has come together: one that wakes up for every packet keeps a call from its core.
+constexpr auto kLively = std::chrono::milliseconds(5);
 /// So long after somebody helped the lane's thread leaves the network alone.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
 /// So many times in a row readable with nothing to do: it will always be (the provider's own
@@ -22,7 +25,7 @@ constexpr int kFalseAlarms = 1000;
 }  // namespace
 
 void Lane::run() {
-  Clock::time_point busy = Clock::now();
+  Clock::time_point busy = Clock::now(), moved = busy;
   std::uint64_t seen = 0;
   for (;;) {
     // relaxed: politeness, not order: a thread that spins on a lock keeps others from it.
@@ -40,12 +43,15 @@ void Lane::run() {
     const auto now = Clock::now();
     // What woke this thread may have been served by one that waits: no false alarm.
     if (const std::uint64_t moves = moves_.load(); std::exchange(seen, moves) != moves) {
+      moved = now;
       for (auto& [fd, times] : false_alarms_) {
         if (times < kFalseAlarms) times = 0;
       }
     }
     if (any) {
       busy = now;
+    } else if (endpoint_.wakes_for_packets() && now - moved < kLively) {
+      std::this_thread::sleep_for(kPoll);
     } else if (now - busy >= spin_) {
       sleep();
     }

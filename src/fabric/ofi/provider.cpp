@@ -86,7 +86,14 @@ Info ask(const Library& library, const std::string& provider, const std::string&
   code = address.empty()
              ? library.getinfo(kApi, nullptr, nullptr, 0, hints.get(), &found)
              : library.getinfo(kApi, address.c_str(), nullptr, FI_SOURCE, hints.get(), &found);
-  return code == 0 ? Info(found, library.freeinfo) : nullptr;
+  if (code != 0) return nullptr;
+  Info info(found, library.freeinfo);
+  // Names of memory, not addresses (shm): no network, and none of its calls expects one.
+  if (info->addr_format == FI_ADDR_STR) {
+    code = -FI_ENODATA;
+    return nullptr;
+  }
+  return info;
 }
 
 Info ask_any_class(const Library& library, const std::string& provider, const std::string& address,
