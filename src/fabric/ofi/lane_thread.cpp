@@ -15,7 +15,7 @@ constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr auto kPoll = std::chrono::microseconds(50);
 /// So long after anything moved the thread of a TCP endpoint looks every kPoll, which takes what
 /// has come together: one that wakes up for every packet keeps a call from its core.
-constexpr auto kLively = std::chrono::milliseconds(5);
+constexpr auto kLively = std::chrono::milliseconds(1);
 /// So long after somebody helped the lane's thread leaves the network alone.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
 /// So many times in a row readable with nothing to do: it will always be (the provider's own
