@@ -131,6 +131,8 @@ class LatencyCombined {
 
 /// Fixed buffers of latency mode inside a group. Making one is collective: ranks with different
 /// configurations get Error(mismatch), and if one rank's is invalid the others are told which.
+/// The buffers stay with the group when the exchange goes, for a rank that was masked may still
+/// write there: make one for each configuration and keep it.
 class LatencyExchange {
  public:
   LatencyExchange(Group& group, const LatencyConfig& config);
