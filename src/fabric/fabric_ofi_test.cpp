@@ -326,8 +326,7 @@ TEST_F(OfiFabric, OptionsThatCannotBe) {
 /// Its thread sleeps when nothing moves, but for signs of life: it once looked all the time.
 TEST_F(OfiFabric, AnIdleRankSleeps) {
   for (const char* provider : {"", "tcp;ofi_rxm"}) {
-    Setting setting = kOfi;
-    Processes ranks(setting, 2, [provider](Rank& me) {
+    Processes ranks(kOfi, 2, [provider](Rank& me) {
       auto fabric = make_ofi_fabric(me.bootstrap, {.provider = provider}, kDeadline);
       const Segment mine = me.connect(*fabric, 4096);
       meet(me, *fabric, mine);

@@ -34,6 +34,7 @@ start() {
 
 # finish: waits for what was started, and tells of each.
 failed=0
+names=()
 finish() {
   local name status took
   wait
@@ -49,10 +50,10 @@ finish() {
         ;;
     esac
   done
+  names=()
 }
 
 for step in $steps; do
-  names=()
   case $step in
     kernels)
       for test in kernel_dispatch_test kernel_combine_test kernel_expert_major_test \
@@ -60,7 +61,6 @@ for step in $steps; do
         start "$test" "$limit" "$(program $test)"
       done
       finish
-      names=()
       start device_memory_test "$limit" "$(program device_memory_test)"
       start domain_overlap "$limit" "$(program domain_overlap)"
       ;;
@@ -87,16 +87,13 @@ for step in $steps; do
       trials=$(program latency_trials)
       start trials_in_lines "$limit" "$trials" --kill 4 --stop 4
       finish
-      names=()
       start trials_in_words "$limit" "$trials" --kill 4 --stop 4 --tokens 8
       ;;
     long)
       start conformance_repeat 0 "$(program conformance_cuda)" --parts repeat,large
       finish
-      names=()
       start replays_in_lines 0 "$(program latency_trials)" --replays 100000
       finish
-      names=()
       start replays_in_words 0 "$(program latency_trials)" --replays 100000 --tokens 8
       ;;
     *)

@@ -160,4 +160,16 @@ inline void latency_trip(LatencyExchange& latency, const World& world, int rank,
   check_latency_sums(world, rank, trip.path, combined.x, copier, absent);
 }
 
+/// One with hooks and weights that come with the dispatch, one without either.
+inline void latency_trips(LatencyExchange& latency, const World& world, int rank, const OnGpu& mine,
+                          CombinePath path, const Copier& copier) {
+  for (const bool hooks : {false, true}) {
+    LatencyTrip trip;
+    trip.path = path;
+    trip.weights_with_dispatch = hooks;
+    trip.hooks = hooks;
+    latency_trip(latency, world, rank, mine, trip, copier);
+  }
+}
+
 }  // namespace ferry::test

@@ -57,13 +57,7 @@ TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
       LatencyExchange latency(seat.group, latency_config(shape));
       seat.meet();
       for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
-        for (const bool hooks : {false, true}) {
-          LatencyTrip trip;
-          trip.path = path;
-          trip.weights_with_dispatch = hooks;
-          trip.hooks = hooks;
-          latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
-        }
+        latency_trips(latency, world, seat.rank(), mine, path, seat.copier);
       }
     });
   }

@@ -43,13 +43,7 @@ void exchange_latency(Group& group, const Shape& shape, int device, const Copier
   for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
     const bool masks = path == CombinePath::per_rank;
     LatencyExchange latency(group, latency_config(shape, masks));
-    for (const bool hooks : {false, true}) {
-      LatencyTrip trip;
-      trip.path = path;
-      trip.weights_with_dispatch = hooks;
-      trip.hooks = hooks;
-      latency_trip(latency, world, group.rank(), mine, trip, copier);
-    }
+    latency_trips(latency, world, group.rank(), mine, path, copier);
   }
 }
 

@@ -44,7 +44,8 @@ bool is_ipv4(const sockaddr* address) {
 bool is_one_host(const sockaddr* address) {
   if (is_ipv4(address)) {
     const std::uint32_t number = ipv4(address);
-    return number != INADDR_ANY && number != INADDR_BROADCAST && number != 0x7fffffff &&
+    constexpr std::uint32_t kLoopbackBroadcast = 0x7fffffff;  // 127.255.255.255
+    return number != INADDR_ANY && number != INADDR_BROADCAST && number != kLoopbackBroadcast &&
            !IN_MULTICAST(number);
   }
   const in6_addr& number = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
