@@ -101,6 +101,9 @@ class Channel {
   /// it goes on without ranks that fail.
   void enter_call(const CallWord& call, bool survives = false);
 
+  /// Nothing more to do for the network for now, by the thread that did it.
+  void rest() { memory_->fabric->rest(); }
+
   /// Said by a call before it throws what every rank throws in this step, before anything moved:
   /// the group can go on.
   void all_ranks_throw() { all_throw_ = true; }

@@ -40,6 +40,7 @@ void Channel::enter_call(const CallWord& call, bool survives) {
   survives_ = survives;
   // relaxed: words for messages; nothing is read on the strength of them.
   std::atomic_ref(*own_word(rank_, kCallWord)).store(pack(call), std::memory_order_relaxed);
+  if (call == CallWord{}) rest();
 }
 
 std::uint64_t* Channel::own_word(int peer, std::size_t index) const {

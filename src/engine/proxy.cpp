@@ -137,6 +137,7 @@ void Proxy::serve() {
       tasks_.pop_front();
     }
     task();
+    channel_.rest();
   }
   let_go();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -12,14 +13,18 @@ namespace ferry::host {
 
 Tensor heap_tensor(const Extents& shape, Dtype dtype) {
   const std::size_t bytes = checked_bytes("result", "shape", shape, dtype);
-  constexpr std::align_val_t kAlign{64};
-  void* data = ::operator new(std::max<std::size_t>(bytes, 1), kAlign, std::nothrow);
-  if (data == nullptr) {
+  constexpr std::size_t kAlign = 64;
+  try {
+    // One allocation, aligned by hand: the C library's aligned ones take several times as long.
+    const auto block = std::make_shared_for_overwrite<std::byte[]>(bytes + kAlign - 1);
+    void* data = block.get();
+    std::size_t room = bytes + kAlign - 1;
+    data = std::align(kAlign, bytes, data, room);
+    return {TensorView(data, dtype, shape), std::shared_ptr<void>(block, data)};
+  } catch (const std::bad_alloc&) {
     throw Error(ErrorKind::exhausted, "no memory for a result of " + std::to_string(bytes) +
                                           " bytes, shape " + to_string(shape));
   }
-  std::shared_ptr<void> owner(data, [](void* p) { ::operator delete(p, std::align_val_t{64}); });
-  return {TensorView(data, dtype, shape), std::move(owner)};
 }
 
 std::size_t message_bytes(std::int64_t experts, int ranks) {

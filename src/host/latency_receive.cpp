@@ -105,10 +105,10 @@ void HostLatency::receive_expert_major(Exchange& exchange) {
   const std::int64_t experts = local_experts();
   auto* ranges = exchange.result.ranges.as<std::int64_t>();
   // The caller may write into its tensor.
-  std::vector<std::int32_t> counts(static_cast<std::size_t>(experts), 0);
+  std::vector<std::int32_t> counts(static_cast<std::size_t>(experts), 0), first = counts;
   for (int source = 0; source < ranks(); ++source) {
     const SourceHeader header = checked_header(exchange, source);
-    const std::vector<std::int32_t> first = counts;
+    first = counts;
     for (std::int32_t row = 0; row < header.rows; ++row) {
       fan_out(exchange, note_arrival(exchange, source, row), counts.data());
     }

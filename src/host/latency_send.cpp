@@ -213,8 +213,10 @@ void HostLatency::send_rows(const Exchange& exchange, const ConstTensorView& x,
                             const RankBytes& to) {
   const Generation g = exchange.generation;
   WireToken wire;
-  wire.codes.resize(static_cast<std::size_t>(config_.hidden));
-  wire.scales.resize(scales());
+  if (quantized(exchange)) {
+    wire.codes.resize(static_cast<std::size_t>(config_.hidden));
+    wire.scales.resize(scales());
+  }
   wire.meta.assign(layout_.meta_slot / sizeof(std::int32_t), -1);
   const std::vector<std::int32_t> all = rows_to_ranks(exchange);
   std::vector<std::int32_t> sent(static_cast<std::size_t>(ranks()), 0);

@@ -21,6 +21,8 @@ struct CountedTraits {
   /// A flag takes its values in the source's order. Otherwise a newer value overtakes: a wait for
   /// "at least g" would pass while pieces of g are still under way.
   static constexpr bool kInOrder = true;
+  /// A signal by itself says what is; one told ahead of the same number what was expected.
+  static constexpr bool replaces(bool ahead, bool by_ahead) { return ahead && !by_ahead; }
   static constexpr bool complete(std::uint64_t landed, std::uint64_t bytes) {
     return landed >= bytes;
   }
@@ -34,6 +36,7 @@ struct ArrivedSignal {
   std::uint64_t value = 0;
   std::uint64_t tag = 0;
   std::uint64_t bytes = 0;
+  bool ahead = false;  ///< told ahead (protocol/signals_ahead.hpp): one that comes by itself counts
 };
 
 /// Counts for one target. Plain state for one progress thread; makes no system call. Both calls
@@ -50,19 +53,26 @@ class CountedSignals {
   template <class Release>
   void piece(int source, std::uint64_t tag, std::uint64_t bytes, Release&& release) {
     Source& from = sources_[static_cast<std::size_t>(source)];
+    if (release_alone(source, from, tag, bytes, release)) return;
     from.landed[Traits::counter(tag)] += bytes;
     for (auto& entry : from.streams) release_complete(source, from, entry.second, release);
   }
 
-  /// A signal of `source` came, before or after its pieces. Mismatch, and no effect, if its
-  /// sequence number was used before.
+  /// A signal of `source` came, before or after its pieces, by itself or told ahead. Mismatch, and
+  /// no effect, if its sequence number was used before.
   template <class Release>
   Status signal(int source, const Arrived& arrived, Release&& release) {
     Source& from = sources_[static_cast<std::size_t>(source)];
     Stream& stream = from.streams[arrived.flag];
-    if (arrived.sequence < stream.next ||
-        !stream.waiting.emplace(arrived.sequence, arrived).second) {
+    if (arrived.sequence < stream.next) {
       return {Status::Code::kMismatch, source, stream.next, arrived.sequence};
+    }
+    const auto [entry, is_new] = stream.waiting.emplace(arrived.sequence, arrived);
+    if (!is_new) {
+      if (!Traits::replaces(entry->second.ahead, arrived.ahead)) {
+        return {Status::Code::kMismatch, source, stream.next, arrived.sequence};
+      }
+      entry->second = arrived;
     }
     release_complete(source, from, stream, release);
     return {};
@@ -86,6 +96,28 @@ class CountedSignals {
     std::map<FlagRef, Stream> streams;
     std::map<std::uint64_t, std::uint64_t> landed;  // bytes by tag, until released
   };
+
+  /// The most frequent case, without a note of what landed: the piece is all that the next signal
+  /// of some flag waits for. False: it is not so.
+  template <class Release>
+  static bool release_alone(int source, Source& from, std::uint64_t tag, std::uint64_t bytes,
+                            Release& release) {
+    for (auto& [flag, stream] : from.streams) {
+      const auto first = stream.waiting.begin();
+      if (first == stream.waiting.end() || first->first != stream.next) continue;
+      const Arrived arrived = first->second;
+      if (arrived.tag != tag || arrived.bytes != bytes || !Traits::complete(bytes, arrived.bytes) ||
+          from.landed.contains(Traits::counter(tag))) {
+        continue;
+      }
+      stream.waiting.erase(first);
+      ++stream.next;
+      release(source, arrived);
+      release_complete(source, from, stream, release);
+      return true;
+    }
+    return false;
+  }
 
   template <class Release>
   static void release_complete(int source, Source& from, Stream& stream, Release& release) {

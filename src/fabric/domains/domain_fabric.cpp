@@ -87,6 +87,9 @@ class DomainFabric final : public Fabric {
   void hand_over() noexcept override {
     if (network_) network_->hand_over();
   }
+  void rest() noexcept override {
+    if (network_) network_->rest();
+  }
   NetworkUse network_use() const noexcept override;
   std::vector<NicUse> nics() const override {
     return network_ ? network_->nics() : std::vector<NicUse>();

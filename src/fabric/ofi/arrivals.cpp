@@ -18,10 +18,7 @@ void Arrivals::piece(int source, std::uint32_t stream) {
 
 void Arrivals::signal(const Message& message, const std::byte* payload) {
   const std::lock_guard lock(mutex_);
-  if (own_bytes(message.flag_segment, message.flag_offset, sizeof(std::uint64_t)) == nullptr ||
-      message.flag_offset % sizeof(std::uint64_t) != 0) {
-    return;
-  }
+  if (!may_raise(message)) return;
   if (message.payload > 0) {
     std::byte* to = own_bytes(message.payload_segment, message.payload_offset, message.payload);
     if (to == nullptr) return;
@@ -32,8 +29,31 @@ void Arrivals::signal(const Message& message, const std::byte* payload) {
                        .value = message.value,
                        .tag = message.stream,
                        .bytes = message.pieces};
-  signals_.signal(message.source, arrived,
-                  [this](int /*source*/, const Signal& complete) { release(complete); });
+  take(message.source, arrived);
+}
+
+void Arrivals::forecast(const Message& message) {
+  const std::lock_guard lock(mutex_);
+  if (!may_raise(message) || message.stream % kForecast != 0) return;
+  for (std::uint32_t i = 0; i < kForecast; ++i) {
+    take(message.source, {.sequence = message.sequence + i,
+                          .flag = {message.flag_segment, message.flag_offset},
+                          .value = message.value + std::uint64_t{i} * message.step,
+                          .tag = message.stream + i,
+                          .bytes = 1,
+                          .ahead = true});
+  }
+}
+
+void Arrivals::take(int from, const Signal& signal) {
+  signals_.signal(from, signal,
+                  [this](int /*source*/, const Signal& arrived) { release(arrived); });
+}
+
+/// Whether its flag is a word of this rank's memory.
+bool Arrivals::may_raise(const Message& message) const {
+  return message.flag_offset % sizeof(std::uint64_t) == 0 &&
+         own_bytes(message.flag_segment, message.flag_offset, sizeof(std::uint64_t)) != nullptr;
 }
 
 void Arrivals::release(const Signal& signal) {

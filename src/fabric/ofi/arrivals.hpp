@@ -24,6 +24,8 @@ class Arrivals {
   void piece(int source, std::uint32_t stream);
   /// Of a rank of this job; what it says is checked.
   void signal(const Message& message, const std::byte* payload);
+  /// Signals that it tells ahead; checked, too.
+  void forecast(const Message& message);
 
  private:
   using Place = protocol::Place;
@@ -33,6 +35,8 @@ class Arrivals {
     std::size_t bytes = 0;
   };
 
+  bool may_raise(const Message& message) const;
+  void take(int from, const Signal& signal);
   void release(const Signal& signal);
   std::byte* own_bytes(SegmentId segment, std::uint64_t offset, std::uint64_t bytes) const;
 

@@ -77,6 +77,10 @@ void Bundle::hand_over() noexcept {
   for (const auto& lane : lanes_) lane->hand_over();
 }
 
+void Bundle::rest() noexcept {
+  for (const auto& lane : lanes_) lane->rest();
+}
+
 bool Bundle::lost(int peer) const noexcept {
   const auto& lanes = target_of(peer).lanes;
   return !left(peer) && std::any_of(lanes.begin(), lanes.end(),

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -15,7 +16,9 @@
 #include "fabric/fabric.hpp"
 #include "fabric/ofi/arrivals.hpp"
 #include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/streams.hpp"
 #include "fabric/segment_handle.hpp"
+#include "protocol/signals_ahead.hpp"
 
 namespace ferry::fabric::ofi {
 
@@ -72,6 +75,8 @@ class Bundle {
   void help() noexcept;
   /// Who helped sleeps now.
   void hand_over() noexcept;
+  /// Who helped or put does something else now.
+  void rest() noexcept;
 
   /// A forked child has no such threads and shares the sockets: there a bundle is never destroyed.
   bool in_forked_child() const { return lanes_.front()->in_forked_child(); }
@@ -106,13 +111,20 @@ class Bundle {
     std::uint64_t tag = 0;
     Tagged* tagged = nullptr;
   };
+  /// A flag word of a peer.
+  struct Flag {
+    Address at{};
+    protocol::SignalsAhead<> signals{};
+    std::optional<std::uint32_t> told{};  // streams of what was told ahead, the first of them
+  };
   struct Target {
     // The lanes that lead there and their endpoints at the other end, set before anything is sent.
     std::vector<Lane*> lanes{};
     std::vector<std::size_t> theirs{};
     std::map<std::uint64_t, Tagged> tags{};
-    std::map<std::pair<SegmentId, std::uint64_t>, std::uint64_t> sequences{};  // by flag word
-    std::uint32_t next_stream = 0;
+    std::map<std::pair<SegmentId, std::uint64_t>, Flag> flags{};  // by word
+    std::vector<Flag*> company{};  // of signals without bytes since the last one with any
+    Streams streams{};
     Open open{};
     std::size_t last = 0;  // lane of the last chunk
     std::size_t turn = 0;  // lane whose room to wait for
@@ -123,16 +135,24 @@ class Bundle {
   bool gone(int rank) const noexcept;
 
   // bundle_send.cpp; under the lock
-  Tagged& tagged(Target& target, std::uint64_t tag);
+  static Tagged& tagged(Target& target, std::uint64_t tag);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
   static std::size_t lane_for(const Target& target, const Tagged& of_tag);
   bool open_chunk(int rank, Address to, std::uint64_t tag);
   void await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);
   void flush(Target& target);
-  void send_signal(int rank, const Held& held, std::uint64_t tag);
   /// Forgets what waits for a peer that is gone.
   void abandon(Target& target);
+
+  // bundle_signal.cpp; under the lock
+  static Flag& flag_at(Target& target, const Address& at);
+  static Message signal_message(const Held& held, std::uint64_t sequence);
+  void send_signal(int rank, const Held& held, std::uint64_t tag);
+  void send_alone(int rank, const Held& held);
+  static void forget(Target& target, std::uint64_t tag);
+  void forecast(int rank, Flag& flag, const std::vector<Flag*>& company);
+  void tell(int rank, Flag& flag, std::uint32_t stream);
 
   int rank_;
   int index_;

@@ -1,9 +1,7 @@
-// What a bundle sends: rows in chunks, by the lane that has the least to do, and signals behind
-// them.
+// What a bundle carries: rows in chunks, by the lane that has the least to do.
 #include <algorithm>
 #include <cstring>
-#include <ferry/error.hpp>
-#include <string>
+#include <utility>
 
 #include "fabric/ofi/bundle.hpp"
 
@@ -16,7 +14,7 @@ constexpr auto kLook = std::chrono::milliseconds(50);
 
 Bundle::Tagged& Bundle::tagged(Target& target, std::uint64_t tag) {
   const auto [entry, is_new] = target.tags.try_emplace(tag);
-  if (is_new) entry->second.stream = target.next_stream++ & kStreamMask;
+  if (is_new) entry->second.stream = target.streams.next();
   return entry->second;
 }
 
@@ -47,6 +45,7 @@ bool Bundle::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, c
     }
     const Open& open = target.open;
     const bool fits = open.chunk != nullptr && open.tag == tag &&
+                      open.chunk->bytes < open.lane->chunk_bytes() &&
                       open.chunk->to.segment == to.segment &&
                       open.chunk->to.offset + open.chunk->bytes == to.offset;
     if (!fits) {
@@ -60,7 +59,6 @@ bool Bundle::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, c
     std::memcpy(chunk.buffer.data + chunk.bytes, from, now);
     chunk.bytes += now;
     open.tagged->bytes += now;
-    if (chunk.bytes == open.lane->chunk_bytes()) flush(target);
     from += now;
     bytes -= now;
     to.offset += now;
@@ -112,67 +110,13 @@ void Bundle::await_chunk(std::unique_lock<std::mutex>& lock, int rank, const Loo
   lock.lock();
 }
 
-void Bundle::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
-                     std::uint64_t tag) {
-  const std::lock_guard lock(mutex_);
-  Target& target = target_of(rank);
-  if (gone(rank)) return abandon(target);
-  const Held held{flag, value, bytes};
-  if (bytes > 0) {
-    Tagged& put = tagged(target, tag);
-    if (put.bytes < bytes) {
-      put.held.push_back(held);
-      return;
-    }
-    if (put.bytes > bytes) {
-      throw Error(ErrorKind::invalid_argument,
-                  "publish: rank " + std::to_string(rank_) + " to rank " + std::to_string(rank) +
-                      ": " + std::to_string(bytes) + " bytes, but " + std::to_string(put.bytes) +
-                      " were put with this tag",
-                  {.rank = rank_, .peer = rank});
-    }
-  }
-  send_signal(rank, held, tag);
-}
-
 void Bundle::flush(Target& target) {
   const Open open = std::exchange(target.open, {});
   if (open.chunk == nullptr) return;
   open.tagged->pieces++;
+  const bool large = open.chunk->bytes > open.lane->chunk_bytes() / 2;
   open.lane->write_chunk(open.chunk);
-}
-
-/// All bytes of the signal were put.
-void Bundle::send_signal(int rank, const Held& held, std::uint64_t tag) {
-  Target& target = target_of(rank);
-  Message message{.kind = MessageKind::signal,
-                  .sequence = ++target.sequences[{held.flag.segment, held.flag.offset}],
-                  .value = held.value,
-                  .flag_offset = held.flag.offset,
-                  .flag_segment = held.flag.segment,
-                  .stream = kStreamMask + 1};  // of no piece
-  Lane* lane = target.lanes.front();
-  if (held.bytes == 0) return lane->send_soon(rank, message);
-  const Open open = target.open;
-  const bool ours = open.chunk != nullptr && open.tag == tag;
-  const Tagged& put = tagged(target, tag);
-  const bool alone =
-      ours && put.pieces == 0 && open.chunk->bytes == put.bytes && open.chunk->bytes <= kMaxPayload;
-  if (ours && !alone) flush(target);
-  // The tag's next bytes are a stream of their own.
-  const auto taken = target.tags.extract(tag);
-  if (alone) {  // few bytes: they ride in the message
-    target.open = {};
-    lane = open.lane;
-    message.payload = static_cast<std::uint32_t>(open.chunk->bytes);
-    message.payload_segment = open.chunk->to.segment;
-    message.payload_offset = open.chunk->to.offset;
-  } else {
-    message.stream = taken.mapped().stream;
-    message.pieces = taken.mapped().pieces;
-  }
-  lane->send(rank, message, alone ? open.chunk : nullptr);
-  if (!taken.mapped().held.empty()) tagged(target, tag).held = taken.mapped().held;
+  if (large) open.lane->help();  // between two of them it disturbs least
 }
 
 void Bundle::abandon(Target& target) {

@@ -83,10 +83,10 @@ class Lane {
     int peer = -1;
     Buffer buffer{};
     std::size_t bytes = 0;
-    Op* payload = nullptr;  // of a message: a chunk that goes behind it
-    Address to{};           // of a write
-    std::uint32_t stream = 0;
-    std::size_t load = 0;  // bytes of a write that is on its way
+    Op* payload = nullptr;     // of a message: a chunk that goes behind it
+    Address to{};              // of a write
+    std::uint32_t stream = 0;  // and whether with its companion
+    std::size_t load = 0;      // bytes of a write that is on its way
   };
   std::size_t chunk_bytes() const { return chunks_.bytes(); }
   /// An empty chunk, which ends with `write_chunk`, `send` or `drop_chunk`. Null: the peer has as
@@ -95,12 +95,14 @@ class Lane {
   /// Waits until the peer may have one more, not longer than that. Its thread does all work
   /// meanwhile.
   void await_chunk(int peer, std::chrono::nanoseconds longest);
-  /// Gives a chunk to the network.
+  /// Gives a chunk to the network. It takes the signal along that was told as its companion, if
+  /// that one waits, alone.
   void write_chunk(Op* chunk);
   /// `payload`: a chunk whose bytes go with the message, or null.
   void send(int peer, const Message& message, Op* payload);
-  /// A message that hurries nobody: it may wait a little for others.
-  void send_soon(int peer, const Message& message);
+  /// A message that hurries nobody: it may wait a little for others, or for the write that says the
+  /// same: of stream `companion`.
+  void send_soon(int peer, const Message& message, std::uint32_t companion = kNoStream);
   void drop_chunk(Op* chunk);
   /// Bytes of chunks that are on their way.
   std::size_t load() const { return load_.load(std::memory_order_relaxed); }
@@ -113,6 +115,8 @@ class Lane {
   void help() noexcept;
   /// Who helped sleeps now.
   void hand_over() noexcept;
+  /// Who helped does something else now: the lane's thread comes if anything is still to be sent.
+  void rest() noexcept;
 
   /// A forked child has no such thread and shares the sockets: there a lane is never destroyed.
   bool in_forked_child() const;
@@ -132,14 +136,15 @@ class Lane {
     Token from_token{};
     std::vector<Remote> segments{};
     std::vector<Message> held{};  // go with the next message, or when the lane's thread looks
-    std::deque<Op*> backlog{};    // the provider had no room
-    std::size_t chunks = 0;       // open, in the backlog or under way
-    std::size_t load = 0;         // bytes of its chunks that are on their way
-    std::size_t under_way = 0;    // posted, not completed
-    Clock::time_point moved{};    // when the provider last took or completed anything
-    Clock::time_point told{};     // when this rank last sent anything
-    bool bye_seen = false;        // it knows that this rank leaves
-    bool spoke = false;           // there was a connection
+    std::uint32_t companion = kNoStream;  // whose piece says what the last of them says
+    std::deque<Op*> backlog{};            // the provider had no room
+    std::size_t chunks = 0;               // open, in the backlog or under way
+    std::size_t load = 0;                 // bytes of its chunks that are on their way
+    std::size_t under_way = 0;            // posted, not completed
+    Clock::time_point moved{};            // when the provider last took or completed anything
+    Clock::time_point told{};             // when this rank last sent anything
+    bool bye_seen = false;                // it knows that this rank leaves
+    bool spoke = false;                   // there was a connection
     std::atomic<bool> lost{false};
     std::atomic<bool> left{false};
     std::atomic<std::int64_t> heard{0};  // when it last said anything, ns of Clock
@@ -165,6 +170,7 @@ class Lane {
   // lane_thread.cpp
   void run();
   void sleep();
+  bool sending() const;
   void park();
   bool helped() const;
   void wake();

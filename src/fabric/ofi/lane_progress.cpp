@@ -105,12 +105,15 @@ void Lane::piece(std::uint64_t data) {
   const int source = source_of(data);
   if (source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
-  const auto stream = static_cast<std::uint32_t>(data) & kStreamMask;
+  const std::uint32_t stream = stream_of(data);
   const std::uint64_t expected = piece_data(peer.from_token, source, stream);
   const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof data;
   if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
   heard_from(peer);
-  arrivals_.piece(source, stream);
+  arrivals_.piece(source, stream & kStreamMask);
+  if ((stream & kWithCompanion) != 0) {
+    arrivals_.piece(source, (stream & kStreamMask) | kCompanion);
+  }
 }
 
 void Lane::message(const Message& message, const std::byte* payload) {
@@ -121,6 +124,7 @@ void Lane::message(const Message& message, const std::byte* payload) {
   heard_from(peer);
   switch (message.kind) {
     case MessageKind::signal: arrivals_.signal(message, payload); break;
+    case MessageKind::forecast: arrivals_.forecast(message); break;
     case MessageKind::beat: break;
     case MessageKind::bye:
       peer.left = true;

@@ -44,7 +44,12 @@ void Lane::await_chunk(int rank, std::chrono::nanoseconds longest) {
 
 void Lane::write_chunk(Op* chunk) {
   const auto lock = locked();
-  if (Peer& peer = peer_of(chunk->peer); !peer.lost.load()) {
+  Peer& peer = peer_of(chunk->peer);
+  if (peer.held.size() == 1 && peer.companion == chunk->stream) {
+    chunk->stream |= kWithCompanion;
+    peer.held.clear();
+  }
+  if (!peer.lost.load()) {
     chunk->load = chunk->bytes;
     peer.load += chunk->bytes;
     load_.fetch_add(chunk->bytes, std::memory_order_relaxed);
@@ -64,12 +69,13 @@ void Lane::send(int rank, const Message& message, Op* payload) {
   send_message(rank, message, payload);
 }
 
-void Lane::send_soon(int rank, const Message& message) {
+void Lane::send_soon(int rank, const Message& message, std::uint32_t companion) {
   const auto lock = locked();
   Peer& peer = peer_of(rank);
   // A parked thread looks before long.
   if (!peer.gone() && parked_.load() && peer.held.size() < kMaxHeld) {
     peer.held.push_back(message);
+    peer.companion = companion;
   } else {
     send_message(rank, message, nullptr);
   }

@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -18,6 +19,11 @@ constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr auto kLively = std::chrono::milliseconds(1);
 /// So long after somebody helped the lane's thread leaves the network alone.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
+/// Then it looks so often whether anybody still does: each look takes half as long as the exchange
+/// of a token. What cannot wait so long is handed over.
+constexpr std::chrono::nanoseconds kParked = std::chrono::milliseconds(1);
+/// As few bytes have left, or will at the next look, when who sent them rests.
+constexpr std::size_t kMuch = std::size_t{128} << 10;
 /// So many times in a row readable with nothing to do: it will always be (the provider's own
 /// signal). A large message that comes in small parts has far fewer.
 constexpr int kFalseAlarms = 1000;
@@ -89,11 +95,26 @@ void Lane::hand_over() noexcept {
   if (parked_.load() && write(wake_fd_, &one, sizeof one) < 0) return;  // it comes soon anyway
 }
 
+void Lane::rest() noexcept {
+  if (load() < kMuch || !parked_.load()) return;
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || stop_ || !sending()) return;  // without the lock: somebody is at it
+  try_progress(Clock::now());                // most often that is the rest
+  if (sending()) hand_over();
+}
+
+/// Something that this lane sends is not with the network yet.
+bool Lane::sending() const {
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return peer->under_way > 0 || !peer->backlog.empty();
+  });
+}
+
 void Lane::park() {
   parked_ = true;
   if (helped()) {  // not handed over meanwhile
     pollfd fd{wake_fd_, POLLIN, 0};
-    const timespec longest{0, kHelped.count()};
+    const timespec longest{0, kParked.count()};
     std::uint64_t count = 0;
     if (ppoll(&fd, 1, &longest, nullptr) > 0 && read(wake_fd_, &count, sizeof count) < 0) {
       count = 0;  // somebody else has read it

@@ -8,6 +8,7 @@
 #include <span>
 #include <type_traits>
 
+#include "fabric/ofi/streams.hpp"
 #include "fabric/segment_handle.hpp"
 
 namespace ferry::fabric::ofi {
@@ -21,6 +22,7 @@ enum class MessageKind : std::uint32_t {
   beat = 2,      ///< the source is alive
   bye = 3,       ///< the source leaves; it waits for the answer
   bye_seen = 4,  ///< the answer
+  forecast = 5,  ///< kForecast signals, each behind one write of the streams from `stream` on
 };
 
 /// The head of every message; `payload` bytes follow.
@@ -39,7 +41,7 @@ struct Message {
   std::uint64_t pieces = 0;
   std::uint64_t payload_offset = 0;
   SegmentId payload_segment = 0;
-  std::uint32_t padding = 0;
+  std::uint32_t step = 0;  ///< of a forecast: from each value to the next
 
   static constexpr std::uint32_t kMagic = 0x314f5946;  // "FYO1"
 };
@@ -67,15 +69,14 @@ inline std::optional<Message> message_in(std::span<const std::byte> bytes) {
 
 /// Which stream a write belongs to: the data that arrives with it. The lower half says it; the
 /// upper half, where the provider carries 8 bytes, is part of the way's token.
-inline constexpr int kStreamBits = 20;
-inline constexpr std::uint32_t kStreamMask = (1u << kStreamBits) - 1;
-
 constexpr std::uint64_t piece_data(const Token& token, int source, std::uint32_t stream) {
-  return (token[0] & ~0xffffffffull) | static_cast<std::uint64_t>(source) << kStreamBits |
-         (stream & kStreamMask);
+  return (token[0] & ~0xffffffffull) | static_cast<std::uint64_t>(source) << kStreamBits | stream;
 }
 constexpr int source_of(std::uint64_t data) {
   return static_cast<int>((data & 0xffffffffull) >> kStreamBits);
+}
+constexpr std::uint32_t stream_of(std::uint64_t data) {
+  return static_cast<std::uint32_t>(data) & (kStreamMask | kWithCompanion);
 }
 
 }  // namespace ferry::fabric::ofi

@@ -87,6 +87,9 @@ class OfiFabric final : public Fabric {
   void hand_over() noexcept override {
     for (const auto& bundle : bundles_) bundle->hand_over();
   }
+  void rest() noexcept override {
+    for (const auto& bundle : bundles_) bundle->rest();
+  }
   NetworkUse network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
