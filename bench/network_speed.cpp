@@ -1,23 +1,31 @@
 // Ferry over libfabric against libfabric alone, in one run.
 //
 //   network_speed [--rounds N] [--tokens N] [--spins N] [--pin 0|1] [--only TEXT] [--json FILE]
+//                 [--hosts NAMESPACE=ADDRESS,NAMESPACE=ADDRESS]
 //
-// Two processes of this machine (FERRY_HOST, FERRY_OFI_PROVIDER as for a group). In turn, in every
+// Two processes of this machine (FERRY_HOST, FERRY_OFI_PROVIDER as for a group), or of two hosts
+// that are network namespaces of it (tests/hosts/link_speed.py makes them). In turn, in every
 // round: raw remote writes of the same bytes both ways, in pieces of a row and of 64 KiB to 1 MiB;
 // a dispatch and a combine in throughput mode whose rows all cross; a dispatch in latency mode of 1
 // and 8 tokens, and raw writes of as many bytes. Rows are 7168 bf16. The first round is not
 // counted.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <functional>
 #include <numeric>
+#include <sstream>
 #include <string>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "ferry/ferry.hpp"
@@ -41,6 +49,7 @@ struct Options {
   int spins = 100;     ///< exchanges of a latency sample
   int pin = 1;         ///< each rank, with all its threads, on a core of its own
   std::string only{};  ///< what has this in its name
+  std::vector<std::pair<std::string, std::string>> hosts{};  ///< namespace and address, by rank
   std::string json{};
 };
 
@@ -157,8 +166,21 @@ void pin_to(int core) {
   if (sched_setaffinity(0, sizeof cores, &cores) != 0) fmt::print(stderr, "cannot pin a rank\n");
 }
 
+/// This process is on that host from now on. What it has opened before stays where it is.
+void move_to(const std::pair<std::string, std::string>& host) {
+  const auto& [name, address] = host;
+  const int file = open(("/run/netns/" + name).c_str(), O_RDONLY | O_CLOEXEC);
+  const bool moved = file >= 0 && setns(file, CLONE_NEWNET) == 0;
+  const int why = errno;
+  if (file >= 0) close(file);
+  if (!moved) throw std::system_error(why, std::generic_category(), "network namespace " + name);
+  setenv("FERRY_HOST", address.c_str(), 1);
+}
+
 void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootstrap>& bootstrap) {
-  if (o.pin != 0) pin_to(bootstrap->rank());
+  const int rank = bootstrap->rank();
+  if (!o.hosts.empty()) move_to(o.hosts[static_cast<std::size_t>(rank)]);
+  if (o.pin != 0) pin_to(rank);
   Pair pair(o, bootstrap);
   const std::vector<Measurement> all = measurements(o);
   for (int round = -1; round < o.rounds; ++round) {
@@ -176,6 +198,18 @@ void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootst
     pair.drop();
   }
   pair.group().barrier();
+}
+
+/// "A=10.0.0.1,B=10.0.0.2"; empty unless there are two.
+std::vector<std::pair<std::string, std::string>> hosts_in(const std::string& text) {
+  std::vector<std::pair<std::string, std::string>> hosts;
+  std::istringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) {
+    const std::size_t at = word.find('=');
+    if (at == std::string::npos) return {};
+    hosts.emplace_back(word.substr(0, at), word.substr(at + 1));
+  }
+  return hosts.size() == 2 ? hosts : std::vector<std::pair<std::string, std::string>>();
 }
 
 int run(const Options& o, const std::string& command) {
@@ -229,6 +263,11 @@ int main(int argc, char** argv) {
       o.pin = std::atoi(argv[i + 1]);
     } else if (name == "--only") {
       o.only = value;
+    } else if (name == "--hosts") {
+      o.hosts = ferry::bench::hosts_in(value);
+      if (o.hosts.empty()) {
+        return fmt::print(stderr, "--hosts: two of NAMESPACE=ADDRESS, with a comma between\n"), 2;
+      }
     } else if (name == "--json") {
       o.json = value;
     } else {
