@@ -101,8 +101,7 @@ CudaEngine::~CudaEngine() {
   if (monitor_.joinable()) monitor_.join();
   try {
     const OnDevice here(device().index);
-    // A kernel that does not end may still write: its memory is never given back. Nor is pinned
-    // memory, which CUDA frees only when the GPU is idle.
+    // A kernel that does not end may still write: its memory is never given back.
     if (!drain(0s)) {
       new Parts(parts_);
       new GroupWords(words_);

@@ -1,9 +1,13 @@
 #include "cuda/pinned.hpp"
 
 #include <cstring>
+#include <ferry/error.hpp>
+#include <string>
 
 #include "core/layout.hpp"
 #include "cuda/runtime.hpp"
+#include "fabric/cuda/driver.hpp"
+#include "fabric/cuda/pinned_memory.hpp"
 
 namespace ferry::cuda {
 
@@ -13,17 +17,27 @@ std::shared_ptr<PinnedPool> PinnedPool::make(std::size_t slot_bytes, std::size_t
   return pool;
 }
 
-PinnedPool::~PinnedPool() {
-  for (void* slab : slabs_) cudaFreeHost(slab);
+namespace {
+
+std::shared_ptr<std::byte> pinned(std::size_t bytes) {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");  // a thread may have no context until then
+  try {
+    return fabric::pinned_memory(bytes);
+  } catch (const fabric::CallRefused& refused) {
+    const bool memory = refused.result() == CUDA_ERROR_OUT_OF_MEMORY;
+    throw Error(memory ? ErrorKind::exhausted : ErrorKind::system,
+                std::to_string(bytes) + " bytes of pinned memory: " + refused.what());
+  }
 }
 
+}  // namespace
+
 void PinnedPool::add(std::size_t slots) {
-  void* slab = nullptr;
-  check(cudaHostAlloc(&slab, slots * slot_bytes_, cudaHostAllocPortable | cudaHostAllocMapped),
-        "cudaHostAlloc");
-  slabs_.push_back(slab);
+  slabs_.push_back(pinned(slots * slot_bytes_));
   for (std::size_t i = slots; i-- > 0;) {
-    free_.push_back(static_cast<std::byte*>(slab) + i * slot_bytes_);
+    free_.push_back(slabs_.back().get() + i * slot_bytes_);
   }
 }
 
@@ -43,19 +57,13 @@ std::shared_ptr<std::byte> PinnedPool::take() {
           }};
 }
 
-PinnedBuffer::~PinnedBuffer() {
-  if (data_ != nullptr) cudaFreeHost(data_);
-}
-
 std::byte* PinnedBuffer::take(std::size_t bytes) {
-  if (bytes <= bytes_) return data_;
-  const std::size_t more = std::max(bytes, 2 * bytes_);
-  void* grown = nullptr;
-  check(cudaHostAlloc(&grown, more, cudaHostAllocPortable), "cudaHostAlloc");
-  if (data_ != nullptr) cudaFreeHost(data_);
-  data_ = static_cast<std::byte*>(grown);
-  bytes_ = more;
-  return data_;
+  if (bytes > bytes_) {
+    const std::size_t more = std::max(bytes, 2 * bytes_);
+    data_ = pinned(more);
+    bytes_ = more;
+  }
+  return data_.get();
 }
 
 }  // namespace ferry::cuda

@@ -1,5 +1,6 @@
-// Pinned host memory that kernels write to, in slots of one size. Allocating it may wait for the
-// GPU, so there is enough from the beginning.
+// Pinned host memory that kernels write to, in slots of one size. Allocating it may wait for all
+// GPUs of the process, so there is enough from the beginning (and it is kept:
+// fabric/cuda/pinned_memory.hpp).
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -15,7 +16,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
   /// Throws Error(exhausted).
   static std::shared_ptr<PinnedPool> make(std::size_t slot_bytes, std::size_t slots);
-  ~PinnedPool();
   PinnedPool(const PinnedPool&) = delete;
   PinnedPool& operator=(const PinnedPool&) = delete;
 
@@ -27,7 +27,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   std::size_t slot_bytes_;
   std::mutex mutex_;
-  std::vector<void*> slabs_;
+  std::vector<std::shared_ptr<std::byte>> slabs_;
   std::vector<std::byte*> free_;
 };
 
@@ -35,7 +35,6 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 class PinnedBuffer {
  public:
   PinnedBuffer() = default;
-  ~PinnedBuffer();
   PinnedBuffer(const PinnedBuffer&) = delete;
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   /// At least `bytes`; what was there is lost, so earlier copies must have ended. Growing may wait
@@ -43,7 +42,7 @@ class PinnedBuffer {
   std::byte* take(std::size_t bytes);
 
  private:
-  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> data_;
   std::size_t bytes_ = 0;
 };
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <thread>
 
+#include "fabric/cuda/pinned_memory.hpp"
+
 namespace ferry::fabric {
 namespace {
 
@@ -68,10 +70,10 @@ DeviceContext::~DeviceContext() {
   try {
     const Current current(*this);
     driver().cuStreamDestroy(stream_);
-    if (zeros_ != nullptr && !late_) driver().cuMemFreeHost(zeros_);
   } catch (const CallRefused&) {
     // The driver has shut down: the process ends.
   }
+  if (late_) new std::shared_ptr<std::byte>(zeros_);  // never given back
   driver().cuDevicePrimaryCtxRelease(device_);
 }
 
@@ -79,11 +81,11 @@ bool DeviceContext::zero(CUdeviceptr to, std::size_t bytes,
                          std::chrono::steady_clock::time_point until) {
   constexpr std::size_t kPiece = std::size_t{4} << 20;
   if (zeros_ == nullptr) {
-    check(driver().cuMemHostAlloc(&zeros_, kPiece, CU_MEMHOSTALLOC_PORTABLE), "cuMemHostAlloc");
-    std::memset(zeros_, 0, kPiece);
+    zeros_ = pinned_memory(kPiece);
+    std::memset(zeros_.get(), 0, kPiece);
   }
   for (std::size_t at = 0; at < bytes; at += kPiece) {
-    check(driver().cuMemcpyHtoDAsync(to + at, zeros_, std::min(kPiece, bytes - at), stream_),
+    check(driver().cuMemcpyHtoDAsync(to + at, zeros_.get(), std::min(kPiece, bytes - at), stream_),
           "cuMemcpyHtoDAsync");
   }
   const bool done = finished(until);

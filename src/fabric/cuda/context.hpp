@@ -57,7 +57,7 @@ class DeviceContext {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
-  void* zeros_ = nullptr;                ///< pinned; of zero
+  std::shared_ptr<std::byte> zeros_;     ///< pinned; of zero
   bool late_ = false;                    ///< a copy of them may still run
   std::shared_ptr<std::uint64_t> word_;  ///< of write and read; outlives a copy that is late
   DeviceUuid uuid_{};

@@ -20,7 +20,7 @@ namespace ferry::fabric {
   X(cuMemAddressFree) X(cuMemMap) X(cuMemUnmap) X(cuMemSetAccess)                                 \
   X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle)                               \
   X(cuStreamCreateWithPriority) X(cuCtxGetStreamPriorityRange) X(cuStreamDestroy)                 \
-  X(cuStreamQuery) X(cuMemHostAlloc) X(cuMemFreeHost)                                             \
+  X(cuStreamQuery) X(cuMemHostAlloc) X(cuCtxGetDevice) X(cuPointerGetAttribute)                   \
   X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamWaitValue32)
 // clang-format on
 
