@@ -102,7 +102,7 @@ CudaEngine::~CudaEngine() {
   try {
     const OnDevice here(device().index);
     // A kernel that does not end may still write: its memory is never given back.
-    if (!drain(0s)) {
+    if (!drain(0s) || cudaStreamQuery(aux_) == cudaErrorNotReady) {
       new Parts(parts_);
       new GroupWords(words_);
       new std::deque<Flight>(in_flight_);

@@ -59,13 +59,15 @@ DomainEngine::~DomainEngine() {
     const OnDevice here(device().index);
     constexpr auto kMost = 2s;
     const auto start = std::chrono::steady_clock::now();
-    bool ended = !last_;
+    const auto has_ended = [](const GpuEvent& event) { return !event || is_done(event); };
+    bool ended = false;
     while (!ended && std::chrono::steady_clock::now() - start < kMost) {
-      ended = is_done(last_);
+      ended = has_ended(last_) && has_ended(buffer_used_);
       if (!ended) std::this_thread::sleep_for(50us);
     }
     if (!ended) {  // the GPU may still write: its memory is never given back
-      new std::vector<std::shared_ptr<void>>{ring_memory_, words_memory_, parts_.memory};
+      new std::vector<std::shared_ptr<void>>{ring_memory_, words_memory_, buffer_.memory(),
+                                             parts_.memory};
     }
     if (latency_proxy_ && !inside().settle(0s)) (void)latency_proxy_.release();  // the same
     cudaStreamDestroy(beside_);

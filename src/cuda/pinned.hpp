@@ -40,6 +40,8 @@ class PinnedBuffer {
   /// At least `bytes`; what was there is lost, so earlier copies must have ended. Growing may wait
   /// for the GPU.
   std::byte* take(std::size_t bytes);
+  /// For who keeps it longer than this.
+  std::shared_ptr<void> memory() const { return data_; }
 
  private:
   std::shared_ptr<std::byte> data_;

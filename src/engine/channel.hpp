@@ -101,6 +101,9 @@ class Channel {
   /// it goes on without ranks that fail.
   void enter_call(const CallWord& call, bool survives = false);
 
+  /// Of a wait of another kind: as the fabric's.
+  bool progress() { return memory_->fabric->progress(); }
+  void hand_over() { memory_->fabric->hand_over(); }
   /// Nothing more to do for the network for now, by the thread that did it.
   void rest() { memory_->fabric->rest(); }
 

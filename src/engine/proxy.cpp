@@ -21,11 +21,13 @@ using protocol::Status;
 template <class Look>
 class RingWatch {
  public:
-  RingWatch(const Channel& channel, const std::atomic<bool>& stopping,
+  RingWatch(Channel& channel, const std::atomic<bool>& stopping,
             std::optional<Clock::time_point> end, const Look& meanwhile)
       : channel_(channel), stopping_(stopping), end_(end), meanwhile_(meanwhile) {}
   std::uint64_t spin_ns() const { return 20'000; }
   std::uint64_t slice_ns() const { return 50'000; }
+  bool progress() { return channel_.progress(); }
+  void hand_over() { channel_.hand_over(); }
   Status check() const {
     meanwhile_();
     Status status;
@@ -38,7 +40,7 @@ class RingWatch {
   }
 
  private:
-  const Channel& channel_;
+  Channel& channel_;
   const std::atomic<bool>& stopping_;
   std::optional<Clock::time_point> end_;
   const Look& meanwhile_;

@@ -78,6 +78,11 @@ class CountedSignals {
     return {};
   }
 
+  /// Tags of `source` with bytes that no released signal has counted.
+  std::size_t noted(int source) const {
+    return sources_[static_cast<std::size_t>(source)].landed.size();
+  }
+
   /// Signals of `source` that wait for bytes or for an earlier signal.
   std::size_t waiting(int source) const {
     std::size_t count = 0;
@@ -125,11 +130,15 @@ class CountedSignals {
     while (it != stream.waiting.end()) {
       const Arrived arrived = it->second;
       if (Traits::kInOrder && arrived.sequence != stream.next) return;
-      const std::uint64_t counter = Traits::counter(arrived.tag);
-      std::uint64_t& landed = from.landed[counter];
+      const auto counter = from.landed.find(Traits::counter(arrived.tag));
+      const bool any = counter != from.landed.end();
+      const std::uint64_t landed = any ? counter->second : 0;
       if (Traits::complete(landed, arrived.bytes)) {
-        landed -= std::min(landed, arrived.bytes);
-        if (landed == 0) from.landed.erase(counter);
+        if (any && landed <= arrived.bytes) {
+          from.landed.erase(counter);
+        } else if (any) {
+          counter->second -= arrived.bytes;
+        }
         it = stream.waiting.erase(it);
         if (Traits::kInOrder) ++stream.next;
         release(source, arrived);

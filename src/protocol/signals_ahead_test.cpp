@@ -35,6 +35,7 @@ class Exchange {
     }
     while (!under_way_.empty() && wrong_.empty()) deliver();
     if (wrong_.empty() && released_ != sent_.size()) wrong_ = "the flag waits for ever";
+    if (wrong_.empty() && target_.noted(0) != 0) wrong_ = "the target keeps what it has counted";
     return wrong_;
   }
   int by_piece_alone() const { return by_piece_alone_; }

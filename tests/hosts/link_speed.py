@@ -27,7 +27,7 @@ def run(program: Path, mbit: int, rounds: int) -> dict[str, Any]:
         hosts = ",".join(f"{name}={machines.address(i)}" for i, name in enumerate(machines.names))
         file = Path(folder) / "figures.json"
         options = ["--hosts", hosts, "--rounds", str(rounds), "--json", str(file)]
-        subprocess.run([program, *options], check=True, capture_output=True, text=True)
+        subprocess.run([program, *options], check=True, stdout=subprocess.DEVNULL)
         figures: dict[str, Any] = json.loads(file.read_text())
     return figures | {"mbit": mbit, "command": f"{program.name} --rounds {rounds}"}
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "fabric/cuda/pinned_memory.hpp"
 
@@ -84,12 +85,13 @@ bool DeviceContext::zero(CUdeviceptr to, std::size_t bytes,
     zeros_ = pinned_memory(kPiece);
     std::memset(zeros_.get(), 0, kPiece);
   }
+  const bool was_late = std::exchange(late_, true);  // until all is done, or if a call is refused
   for (std::size_t at = 0; at < bytes; at += kPiece) {
     check(driver().cuMemcpyHtoDAsync(to + at, zeros_.get(), std::min(kPiece, bytes - at), stream_),
           "cuMemcpyHtoDAsync");
   }
   const bool done = finished(until);
-  late_ = late_ || !done;
+  late_ = was_late || !done;
   return done;
 }
 

@@ -3,6 +3,12 @@
 #include <cstring>
 
 namespace ferry::fabric::ofi {
+namespace {
+
+/// Of one source: all that it may tell, with companions (streams.hpp).
+constexpr std::size_t kMostAhead = std::size_t{2} * (kStreamMask + 1);
+
+}  // namespace
 
 void Arrivals::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
@@ -34,7 +40,10 @@ void Arrivals::signal(const Message& message, const std::byte* payload) {
 
 void Arrivals::forecast(const Message& message) {
   const std::lock_guard lock(mutex_);
-  if (!may_raise(message) || message.stream % kForecast != 0) return;
+  const bool ours = (message.stream & ~(kStreamMask | kCompanion)) == 0 &&
+                    message.stream % kForecast == 0 &&
+                    signals_.waiting(message.source) < kMostAhead;
+  if (!ours || !may_raise(message)) return;
   for (std::uint32_t i = 0; i < kForecast; ++i) {
     take(message.source, {.sequence = message.sequence + i,
                           .flag = {message.flag_segment, message.flag_offset},

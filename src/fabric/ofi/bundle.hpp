@@ -30,9 +30,10 @@ struct Partner {
   std::vector<std::byte> name{};
 };
 
-/// Rows are copied into chunks, which cross as one write each when they are full or when a signal
-/// follows: small rows to one place cost few writes, and a caller may reuse its memory at once. A
-/// copy it is, for what the network still reads cannot be taken back at a deadline.
+/// Rows are copied into chunks, which cross as one write each when more comes than they hold or
+/// when a signal follows: small rows to one place cost few writes, and a caller may reuse its
+/// memory at once. A copy it is, for what the network still reads cannot be taken back at a
+/// deadline.
 ///
 /// Chunks go to the lanes in turn, by what they have to do. A write carries its stream: pieces of
 /// one stream are counted at the target, by whichever lane they come, and the signal says how many
@@ -151,8 +152,8 @@ class Bundle {
   void send_signal(int rank, const Held& held, std::uint64_t tag);
   void send_alone(int rank, const Held& held);
   static void forget(Target& target, std::uint64_t tag);
-  void forecast(int rank, Flag& flag, const std::vector<Flag*>& company);
-  void tell(int rank, Flag& flag, std::uint32_t stream);
+  void forecast(int rank, Lane& lane, Flag& flag, const std::vector<Flag*>& company);
+  void tell(int rank, Lane& lane, Flag& flag, std::uint32_t stream);
 
   int rank_;
   int index_;

@@ -81,15 +81,16 @@ void Bundle::send_signal(int rank, const Held& held, std::uint64_t tag) {
     message.payload_segment = open.chunk->to.segment;
     message.payload_offset = open.chunk->to.offset;
     target.open = {};
+    forecast(rank, *open.lane, flag, company);
     open.lane->send(rank, message, open.chunk);
   } else {
     if (ours) flush(target);
     message.stream = put.stream;
     message.pieces = put.pieces;
+    forecast(rank, *target.lanes.front(), flag, company);
     target.lanes.front()->send(rank, message, nullptr);
   }
   forget(target, tag);
-  forecast(rank, flag, company);
 }
 
 /// The tag's next bytes are a stream of their own.
@@ -99,31 +100,31 @@ void Bundle::forget(Target& target, std::uint64_t tag) {
 }
 
 /// Tells the next signals of a flag where they can be foreseen, and those of the flag without bytes
-/// that rises with it: what says both is one write.
-void Bundle::forecast(int rank, Flag& flag, const std::vector<Flag*>& company) {
+/// that rises with it: what says both is one write. For the message that the lane sends next.
+void Bundle::forecast(int rank, Lane& lane, Flag& flag, const std::vector<Flag*>& company) {
   Target& target = target_of(rank);
   if (!flag.signals.ready()) return;
   const auto streams = target.streams.tell();
   if (!streams) return;
-  tell(rank, flag, *streams);
+  tell(rank, lane, flag, *streams);
   if (company.size() == 1 && company.front()->signals.ready()) {
     target.streams.share(*streams);
-    tell(rank, *company.front(), *streams | kCompanion);
+    tell(rank, lane, *company.front(), *streams | kCompanion);
   }
 }
 
-void Bundle::tell(int rank, Flag& flag, std::uint32_t stream) {
+void Bundle::tell(int rank, Lane& lane, Flag& flag, std::uint32_t stream) {
   Target& target = target_of(rank);
   if (flag.told) target.streams.give_back(*flag.told);
   flag.told = stream & kStreamMask;
   const protocol::AheadSignals told = flag.signals.tell(stream);
-  target.lanes.front()->send_soon(rank, {.kind = MessageKind::forecast,
-                                         .sequence = told.sequence,
-                                         .value = told.value,
-                                         .flag_offset = flag.at.offset,
-                                         .flag_segment = flag.at.segment,
-                                         .stream = stream,
-                                         .step = static_cast<std::uint32_t>(told.step)});
+  lane.send_soon(rank, {.kind = MessageKind::forecast,
+                        .sequence = told.sequence,
+                        .value = told.value,
+                        .flag_offset = flag.at.offset,
+                        .flag_segment = flag.at.segment,
+                        .stream = stream,
+                        .step = static_cast<std::uint32_t>(told.step)});
 }
 
 }  // namespace ferry::fabric::ofi

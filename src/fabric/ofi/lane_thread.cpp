@@ -17,12 +17,12 @@ constexpr auto kPoll = std::chrono::microseconds(50);
 /// So long after anything moved the thread of a TCP endpoint looks every kPoll, which takes what
 /// has come together: one that wakes up for every packet keeps a call from its core.
 constexpr auto kLively = std::chrono::milliseconds(1);
-/// So long after somebody helped the lane's thread leaves the network alone.
+/// The lane's thread leaves the network alone if somebody has helped within this time.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
 /// Then it looks so often whether anybody still does: each look takes half as long as the exchange
 /// of a token. What cannot wait so long is handed over.
 constexpr std::chrono::nanoseconds kParked = std::chrono::milliseconds(1);
-/// As few bytes have left, or will at the next look, when who sent them rests.
+/// So few bytes have left, or leave at the next look, when who sent them rests.
 constexpr std::size_t kMuch = std::size_t{128} << 10;
 /// So many times in a row readable with nothing to do: it will always be (the provider's own
 /// signal). A large message that comes in small parts has far fewer.
@@ -96,10 +96,11 @@ void Lane::hand_over() noexcept {
 }
 
 void Lane::rest() noexcept {
-  if (load() < kMuch || !parked_.load()) return;
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || stop_ || !sending()) return;  // without the lock: somebody is at it
-  try_progress(Clock::now());                // most often that is the rest
+  // relaxed: a number that grows and shrinks under the lock; the thread comes anyway.
+  if (load() < kMuch && backlog_.load(std::memory_order_relaxed) == 0) return;
+  const auto lock = locked();
+  if (stop_ || !sending()) return;
+  try_progress(Clock::now());  // most often that is the rest
   if (sending()) hand_over();
 }
 

@@ -1,6 +1,6 @@
 // Numbers of the streams to one peer, which its writes belong to. They come around, long after the
 // writes of the last time have arrived; those that were told ahead wait for their writes as long as
-// it takes, and are left out until then.
+// it takes, and are left out until then and once more.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -27,7 +27,7 @@ inline constexpr std::uint32_t kForecast = protocol::AheadTraits::kCount;
 class Streams {
  public:
   std::uint32_t next() {
-    while (next_ % kForecast == 0 && told_.contains(next_)) advance(kForecast);
+    if (next_ % kForecast == 0) skip_told();
     const std::uint32_t stream = next_;
     advance(1);
     return stream;
@@ -37,7 +37,7 @@ class Streams {
   std::optional<std::uint32_t> tell() {
     if (told_.size() >= kMaxTold) return std::nullopt;
     advance((kForecast - next_ % kForecast) % kForecast);
-    while (told_.contains(next_)) advance(kForecast);
+    skip_told();
     const std::uint32_t first = next_;
     told_.emplace(first, 1);
     advance(kForecast);
@@ -47,15 +47,19 @@ class Streams {
   /// The same ones are told as companions, too.
   void share(std::uint32_t first) { ++told_.at(first); }
 
-  /// Of one that told or shared them: all of its signals have left, one way or the other.
-  void give_back(std::uint32_t first) {
-    const auto at = told_.find(first);
-    if (--at->second == 0) told_.erase(at);
-  }
+  /// Of one that told or shared them: all of its signals have left, one way or the other. They are
+  /// used again when the numbers have come around once more, for their writes may be under way.
+  void give_back(std::uint32_t first) { --told_.at(first); }
 
  private:
   static constexpr std::size_t kMaxTold = (kStreamMask + 1) / kForecast / 2;
 
+  void skip_told() {
+    for (auto at = told_.find(next_); at != told_.end(); at = told_.find(next_)) {
+      if (at->second == 0) told_.erase(at);
+      advance(kForecast);
+    }
+  }
   void advance(std::uint32_t count) { next_ = (next_ + count) & kStreamMask; }
 
   std::uint32_t next_ = 0;
