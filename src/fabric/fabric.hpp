@@ -105,8 +105,8 @@ class Fabric {
   virtual bool progress() noexcept { return false; }
   /// Who called `progress` goes to sleep: from now on the fabric's own thread does it at once.
   virtual void hand_over() noexcept {}
-  /// Who called `progress` or `put` has nothing more to do here for now: what is still to be sent is
-  /// for the fabric's own thread, which otherwise may take a millisecond to notice.
+  /// Who called `progress` or `put` has nothing more to do here for now: what is still to be sent
+  /// is for the fabric's own thread, which otherwise may take a millisecond to notice.
   virtual void rest() noexcept {}
 
   /// What left through `put` and `publish` for peers outside the domain.
