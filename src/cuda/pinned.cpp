@@ -10,13 +10,6 @@
 #include "fabric/cuda/pinned_memory.hpp"
 
 namespace ferry::cuda {
-
-std::shared_ptr<PinnedPool> PinnedPool::make(std::size_t slot_bytes, std::size_t slots) {
-  std::shared_ptr<PinnedPool> pool(new PinnedPool(round_up(slot_bytes, kLineBytes)));
-  pool->add(slots);
-  return pool;
-}
-
 namespace {
 
 std::shared_ptr<std::byte> pinned(std::size_t bytes) {
@@ -33,6 +26,12 @@ std::shared_ptr<std::byte> pinned(std::size_t bytes) {
 }
 
 }  // namespace
+
+std::shared_ptr<PinnedPool> PinnedPool::make(std::size_t slot_bytes, std::size_t slots) {
+  std::shared_ptr<PinnedPool> pool(new PinnedPool(round_up(slot_bytes, kLineBytes)));
+  pool->add(slots);
+  return pool;
+}
 
 void PinnedPool::add(std::size_t slots) {
   slabs_.push_back(pinned(slots * slot_bytes_));

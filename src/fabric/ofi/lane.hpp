@@ -213,7 +213,6 @@ class Lane {
   // Numbers to choose lanes by, and for statistics: relaxed.
   std::atomic<std::size_t> load_{0};
   std::atomic<std::uint64_t> sent_{0};
-  std::atomic<std::size_t> backlog_{0};  // operations of all peers
   std::atomic<bool> asleep_{false};
   std::atomic<bool> parked_{false};
   std::atomic<std::uint64_t> moves_{0};  // times that anybody found something to do

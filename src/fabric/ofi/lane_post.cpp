@@ -47,7 +47,6 @@ void Lane::submit(Op* op) {
   if (!peer.backlog.empty() || !post(op)) {
     if (peer.backlog.empty() && peer.under_way == 0) peer.moved = Clock::now();
     peer.backlog.push_back(op);
-    backlog_.fetch_add(1, std::memory_order_relaxed);
     wake();
   }
 }
@@ -98,10 +97,8 @@ bool Lane::post_backlog(Peer& peer) {
   while (!peer.backlog.empty()) {
     Op* op = peer.backlog.front();
     peer.backlog.pop_front();  // before the post, which may lose the peer and its backlog
-    backlog_.fetch_sub(1, std::memory_order_relaxed);
     if (!post(op)) {
       peer.backlog.push_front(op);
-      backlog_.fetch_add(1, std::memory_order_relaxed);
       break;
     }
     any = true;
@@ -115,7 +112,6 @@ void Lane::lose(Peer& peer) {
   // What is under way is given back by its completion, or with the endpoint.
   std::deque<Op*> backlog = std::move(peer.backlog);
   peer.backlog.clear();
-  backlog_.fetch_sub(backlog.size(), std::memory_order_relaxed);
   for (Op* op : backlog) recycle(op);
   peer.held.clear();
   room_.notify_all();

@@ -96,10 +96,10 @@ void Lane::hand_over() noexcept {
 }
 
 void Lane::rest() noexcept {
-  // relaxed: a number that grows and shrinks under the lock; the thread comes anyway.
-  if (load() < kMuch && backlog_.load(std::memory_order_relaxed) == 0) return;
   const auto lock = locked();
-  if (stop_ || !sending()) return;
+  const bool waits = std::any_of(peers_.begin(), peers_.end(),
+                                 [](const auto& peer) { return !peer->backlog.empty(); });
+  if (stop_ || (load() < kMuch && !waits)) return;
   try_progress(Clock::now());  // most often that is the rest
   if (sending()) hand_over();
 }
