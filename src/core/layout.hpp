@@ -191,7 +191,7 @@ struct LatencyLayout {
   std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency_pulse.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
   std::size_t answers = 0;    ///< [R] lines
-  std::size_t row_slot = 0;   ///< bytes of one row in flight, scales included, in any format
+  std::size_t row_slot = 0;   ///< bytes of one row as it is; quantised with its scales it fits, too
   std::size_t meta_slot = 0;  ///< bytes of one row's header: source token, K local ids, K weights
   std::size_t rows = 0;       ///< [2, R, capacity, row]; quantised: then scales [R, capacity, C]
   std::size_t metas = 0;      ///< [2, R, capacity, meta_slot]
@@ -227,6 +227,7 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   const auto k = static_cast<std::size_t>(shape.topk);
   const CombineRowLayout combine = make_combine_row_layout(hidden);
   const std::size_t plain = hidden * shape.element_bytes;
+  const std::size_t scale_bytes = combine.e4m3_bytes - combine.e4m3_scales;
   const auto most = [](std::size_t a, std::size_t b) { return a > b ? a : b; };
   LatencyLayout layout{};
   Carver carver{};
@@ -241,7 +242,7 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.offers = carver.take(mask_lines);
   layout.answers = carver.take(mask_lines);
   layout.combines = carver.take(2 * r * kLineBytes);
-  layout.row_slot = round_up(most(plain, combine.e4m3_bytes), 16);
+  layout.row_slot = plain;
   layout.meta_slot = round_up((1 + 2 * k) * sizeof(std::int32_t), 16);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot);
   layout.metas = carver.take(2 * r * capacity * layout.meta_slot);
@@ -254,7 +255,8 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   const std::size_t output_rows = shape.fans_out ? experts * r * capacity : 0;
   layout.output_bytes = round_up(output_rows * layout.row_slot, kLineBytes);
   layout.outputs = carver.take(2 * layout.output_bytes);
-  layout.record_slot = make_record_layout(shape.topk, layout.row_slot, 0).bytes;
+  layout.record_slot = most(make_record_layout(shape.topk, plain, 0).bytes,
+                            make_record_layout(shape.topk, hidden, scale_bytes).bytes);
   layout.records = carver.take(shape.crosses ? 2 * r * capacity * layout.record_slot : 0);
   layout.bytes = round_up(carver.end, 4096);
   return layout;

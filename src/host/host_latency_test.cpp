@@ -92,6 +92,26 @@ TEST(HostLatency, ResultsMayBeDroppedUnreceivedOverANetwork) {
   drop_unreceived(FabricKind::sim, 3);
 }
 
+TEST(HostLatency, AResultOutlivesTheSettlingOfOneDroppedUnreceived) {
+  with_groups(2, {.deadline = 5s}, [](Group& group) {
+    LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    const Batch batch(group.rank(), 4, 16, 5);
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    latency.dispatch(batch.x(), batch.ids(), hook);  // dropped before its rows were received
+    latency.dispatch(batch.x(), batch.ids());
+    // This call takes the buffer of the first one, and waits for the rows that nobody received.
+    const LatencyReceived kept = latency.dispatch(batch.x(), batch.ids());
+    const LatencyReceived other = latency.dispatch(batch.x(), batch.ids());
+    expect_error(ErrorKind::exhausted, {"still alive"},
+                 [&] { latency.dispatch(batch.x(), batch.ids()); });
+    const std::vector<float> weights(4, 1.0F);
+    for (const LatencyReceived* one : {&kept, &other}) {
+      EXPECT_TRUE(same_rows(latency.combine(one->x, *one, ones(weights, 4)).x, batch));
+    }
+  });
+}
+
 TEST(HostLatency, WeightsThatDoNotComeAreNamed) {
   GroupConfig config;
   config.deadline = 300ms;

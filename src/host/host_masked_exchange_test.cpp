@@ -1,5 +1,6 @@
 // Latency mode with masks when nobody is missing: what ranks agree on, what it takes, and that it
 // gives the bytes of one without masks.
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -86,6 +87,35 @@ TEST(HostMaskedExchange, CombinesTakeOnePlaceForEachRank) {
     expect_error(ErrorKind::invalid_argument, {"path", "per_rank"},
                  [&] { latency.combine(received.x, received, load.weights()); });
   });
+}
+
+/// Four channels of f32: a code and a scale for them take five bytes, a row as it is sixteen.
+TEST(HostMaskedExchange, TheShortestRowsAreCombinedWhereTheyCame) {
+  for (const std::int64_t tokens : {1, 2, 3}) {
+    with_groups(2, with_deadline(30s), [&](Group& group) {
+      LatencyConfig config{tokens, 4, 1, Dtype::f32};
+      config.masks = true;
+      LatencyExchange latency(group, config);
+      const Batch batch(group.rank(), tokens, 4, 5);
+      for (const WireFormat format : {WireFormat::as_is, WireFormat::e4m3, WireFormat::as_is}) {
+        LatencyDispatchOptions options{.format = format};
+        options.order = RowOrder::rank_major;
+        const LatencyReceived received = latency.dispatch(batch.x(), batch.ids(), options);
+        if (format == WireFormat::as_is) {
+          EXPECT_TRUE(same_rows(latency.combine(received.x, received).x, batch));
+          continue;
+        }
+        for (int source = 0; source < 2; ++source) {
+          for (std::int64_t t = 0; t < received.counts.as<std::int32_t>()[source]; ++t) {
+            const Extents& strides = received.scales.view().strides;
+            const float scale = received.scales.as<float>()[source * strides[0] + t * strides[1]];
+            const auto value = static_cast<float>(1000 * source + t);
+            EXPECT_EQ(scale, std::max(value, 1e-4F) / 448) << "source " << source << " row " << t;
+          }
+        }
+      }
+    });
+  }
 }
 
 TEST(HostMaskedExchange, TheHintIsTheAllocation) {

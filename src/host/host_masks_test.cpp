@@ -267,6 +267,23 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
   });
 }
 
+TEST(HostMasks, AResultIsNotOverwrittenAfterARejoinWhenOneBeforeItWasDroppedUnreceived) {
+  with_groups(kRanks, with_deadline(30s), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    latency.dispatch(load.x(1), load.ids(), hook);  // dropped before its rows were received
+    latency.dispatch(load.x(2), load.ids());
+    std::optional<LatencyReceived> kept = latency.dispatch(load.x(3), load.ids());
+    latency.rejoin();
+    load.round(4, {});  // in the other buffer
+    expect_error(ErrorKind::exhausted, {"still alive"},
+                 [&] { latency.dispatch(load.x(5), load.ids()); });
+    load.expect_received(*kept, 3, {});
+  });
+}
+
 /// Rank 0 stops, and holds up some ranks and not others.
 void held_up(const GroupConfig& given) {
   // Rank 1 alone masks rank 0, and waits in combine for the others, which wait in dispatch for

@@ -85,11 +85,15 @@ void HostLatency::drop(Generation generation, bool received) {
   alive_[buffer(generation)] = false;
   if (const Generation base = masks_.base(); generation <= base) {
     // From before a rejoin, which counts the buffers as used by the two generations before its own.
-    generation = base - (base - generation) % 2;
+    release(base - (base - generation) % 2);
   } else if (!received) {
     unreceived_.push_back(generation);
-    return;
+  } else {
+    release(generation);
   }
+}
+
+void HostLatency::release(Generation generation) {
   const Generation upto = drops_.drop(generation);
   if (upto > released_ && !engine_->destroyed()) {
     released_ = upto;

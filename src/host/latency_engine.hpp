@@ -100,14 +100,15 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
     }
     return rows_offset(exchange.generation) + slot(0, source, row) * row_bytes(exchange);
   }
+  /// Right behind the codes: then codes and scales take no more room than rows as they are.
   std::size_t scales_offset(const Exchange& exchange, int source, std::int64_t row) const {
     if (config_.masks) {
       const std::size_t own = slot(0, 0, config_.capacity) * row_bytes(exchange);
-      return source_offset(exchange.generation, source) + round_up(own, 16) +
+      return source_offset(exchange.generation, source) + own +
              slot(0, 0, row) * scales() * sizeof(float);
     }
     const std::size_t codes = slot(0, ranks(), 0) * row_bytes(exchange);
-    return rows_offset(exchange.generation) + round_up(codes, 16) +
+    return rows_offset(exchange.generation) + codes +
            slot(0, source, row) * scales() * sizeof(float);
   }
   std::size_t scales() const { return scale_count(static_cast<std::size_t>(config_.hidden)); }
@@ -149,6 +150,9 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   std::shared_ptr<Exchange> begin(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                   const LatencyDispatchOptions& options);
   void settle_unreceived();
+  /// Nothing reads `generation` any more: gives credit once all before it are released too. With
+  /// mutex_ held.
+  void release(Generation generation);
   void await_credits(Generation generation);
   void send_rows(const Exchange& exchange, const ConstTensorView& x, const RankBytes& to);
 

@@ -135,7 +135,9 @@ void HostLatency::settle_unreceived() {
     await_sources(
         {"latency dispatch: rows of a dropped result", flag_row(layout_.arrived), generation},
         senders);
-    drop(generation, true);
+    // Not `drop`: a later generation may be alive in this buffer by now.
+    std::scoped_lock lock(mutex_);
+    release(generation);
   }
 }
 
