@@ -284,6 +284,28 @@ TEST(HostMasks, AResultIsNotOverwrittenAfterARejoinWhenOneBeforeItWasDroppedUnre
   });
 }
 
+TEST(HostMasks, NobodyWaitsLongerForARankThatWasLeftBehind) {
+  constexpr auto kDeadline = 1500ms;
+  with_groups(kRanks, with_deadline(kDeadline), [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    load.round(1, {});
+    if (group.rank() == 2) {
+      std::this_thread::sleep_for(kDeadline / 2);
+      expect_error(ErrorKind::left_behind, {"rank 1", "masked"},
+                   [&] { latency.dispatch(load.x(2), load.ids()); });
+      // The others come when they have masked this rank: one deadline after they began to wait, not
+      // two, as if it were in an earlier call.
+      latency.rejoin();
+    } else {
+      if (group.rank() == 1) latency.set_mask(2, true);
+      load.round(2, {2});
+      latency.rejoin();
+    }
+    load.round(3, {});
+  });
+}
+
 /// Rank 0 stops, and holds up some ranks and not others.
 void held_up(const GroupConfig& given) {
   // Rank 1 alone masks rank 0, and waits in combine for the others, which wait in dispatch for

@@ -12,8 +12,14 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
 constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
+constexpr auto kPause = std::chrono::milliseconds(100);       // between looks: this rank did not run
 
 }  // namespace
+
+void CallTime::look(Clock::time_point now) {
+  if (now - looked_ > kPause) begun_ += now - looked_;
+  looked_ = now;
+}
 
 LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
                            const protocol::FlagLayout& layout, std::byte* told, LatencyPulse pulse,
@@ -24,7 +30,8 @@ LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
       pulse_(std::move(pulse)),
       on_(on),
       masked_(static_cast<std::size_t>(engine.size())),
-      words_(static_cast<std::size_t>(engine.size())) {}
+      words_(static_cast<std::size_t>(engine.size())),
+      time_(engine.config().deadline) {}
 
 std::vector<bool> LatencyMasks::all() const {
   std::vector<bool> all;
@@ -58,6 +65,14 @@ void LatencyMasks::beat() {
   pulse_.beat(reach_, [this](int peer) { return masked(peer); });
 }
 
+int LatencyMasks::silent() const {
+  int count = 0;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    count += peer != engine_.rank() && !pulse_.held_up(peer) ? 1 : 0;
+  }
+  return count;
+}
+
 int LatencyMasks::evictor() const {
   // A rank that this one has masked has no say.
   return told_.find(base(), [this](int peer) { return !masked(peer); });
@@ -65,7 +80,7 @@ int LatencyMasks::evictor() const {
 
 void LatencyMasks::check_left_behind(const char* call) const {
   if (!on_) return;
-  if (must_rejoin_.load(std::memory_order_relaxed)) {
+  if (must_rejoin()) {
     throw Error(ErrorKind::left_behind,
                 "rank " + std::to_string(engine_.rank()) + ": " + call +
                     ": the last rejoin of this exchange failed on this rank; rejoin again",
@@ -93,8 +108,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
     pending[static_cast<std::size_t>(peer)] = 0;
     if (missed) missed(peer);
   };
-  MaskWatch watch(engine_, this, start_, pending);
-  bool patient = true;
+  MaskWatch watch(engine_, this, time_, pending);
   while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
     RankBytes newcomers(pending.size(), 0);
     const Status status =
@@ -102,17 +116,27 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
     switch (status.code) {
       case Status::Code::kOk: came(newcomers); break;
       case Status::Code::kPeerFailed: give_up(status.peer); break;
-      case Status::Code::kDeadline:
+      case Status::Code::kDeadline: {
+        // A rank that fails while it delivers holds up some ranks and not others: those that it
+        // holds up are a call behind, and come when their deadline is over. A silent rank can do so
+        // once for each of the ranks here; without silent ranks somebody made another call.
+        const bool patient = time_.extensions() <= silent();
+        bool held_up = false;
         for (std::size_t p = 0; p < pending.size(); ++p) {
+          if (pending[p] == 0) continue;
           const int peer = static_cast<int>(p);
-          // A rank that fails while it delivers holds up some ranks and not others: those that it
-          // holds up are a call behind, and come when their deadline is over.
-          if (pending[p] == 0 || (patient && pulse_.held_up(peer))) continue;
-          give_up(peer);
+          if (patient && pulse_.held_up(peer)) {
+            held_up = true;
+          } else {
+            give_up(peer);
+          }
         }
-        patient = false;
-        watch.wait_as_long_again();
+        if (held_up) {
+          time_.extend();
+          pulse_.begin_window(time_.begun());
+        }
         break;
+      }
       case Status::Code::kInterrupted:
         throw Error(ErrorKind::destroyed,
                     "rank " + std::to_string(engine_.rank()) + ": " + wait.stage +
@@ -141,13 +165,9 @@ void LatencyMasks::start_over(Generation generation, const RankBytes& gone) {
   must_rejoin_.store(false, std::memory_order_relaxed);
 }
 
-MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks* masks, Clock::time_point start,
+MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks* masks, CallTime& time,
                      protocol::RankSet pending)
-    : engine_(engine),
-      masks_(masks),
-      start_(start),
-      limit_(engine.config().deadline),
-      pending_(pending) {
+    : engine_(engine), masks_(masks), time_(time), pending_(pending) {
   engine_.channel().beat(true);
 }
 
@@ -168,9 +188,9 @@ void MaskWatch::hand_over() {
 }
 
 std::uint64_t MaskWatch::slice_ns() const {
-  const auto left = limit_ - (Clock::now() - start_);
   return static_cast<std::uint64_t>(
-      std::clamp<std::chrono::nanoseconds>(left, std::chrono::nanoseconds(1), kSlice).count());
+      std::clamp<std::chrono::nanoseconds>(time_.left(), std::chrono::nanoseconds(1), kSlice)
+          .count());
 }
 
 int MaskWatch::gone() const {
@@ -184,14 +204,15 @@ int MaskWatch::gone() const {
 Status MaskWatch::check() {
   Status status;
   const auto now = Clock::now();
-  const bool late = now - start_ >= limit_;
-  if (!late && now - last_look_ < kBetweenLooks) return status;
-  last_look_ = now;
+  if (now - time_.looked() < std::min<std::chrono::nanoseconds>(kBetweenLooks, time_.left())) {
+    return status;
+  }
+  time_.look(now);
   engine_.channel().beat(true);
-  if (masks_ != nullptr) masks_->beat();
   // Before the deadline: a rank that was stopped finds its own over, and must hear first that the
   // others went on.
   const int evictor = masks_ == nullptr ? -1 : masks_->evictor();
+  if (masks_ != nullptr && evictor < 0) masks_->beat();
   if (engine_.channel().left()) {
     status.code = Status::Code::kInterrupted;
   } else if (evictor >= 0) {
@@ -199,7 +220,7 @@ Status MaskWatch::check() {
     status.peer = evictor;
   } else if (status.peer = gone(); status.peer >= 0) {
     status.code = Status::Code::kPeerFailed;
-  } else if (late) {
+  } else if (time_.over()) {
     status.code = Status::Code::kDeadline;
   } else if (engine_.config().on_wait) {
     engine_.config().on_wait();

@@ -27,6 +27,34 @@ struct SourceWait {
   std::uint64_t depth = 2;  ///< how far ahead a flag may not be: the generations in flight
 };
 
+/// How long a call has waited. Time in which this rank did not run is not waiting: then this rank is
+/// the late one, and must not mask those that could not send without it.
+class CallTime {
+ public:
+  explicit CallTime(std::chrono::nanoseconds deadline) : deadline_(deadline) {}
+  void begin() {
+    begun_ = looked_ = Clock::now();
+    extensions_ = 0;
+  }
+  /// Each look of a wait, at most some milliseconds after the one before.
+  void look(Clock::time_point now);
+  bool over() const { return left() <= left().zero(); }
+  std::chrono::nanoseconds left() const { return deadline_ - (looked_ - begun_); }
+  /// Grants one more deadline, from the last look on.
+  void extend() {
+    begun_ = looked_;
+    ++extensions_;
+  }
+  int extensions() const { return extensions_; }
+  Clock::time_point begun() const { return begun_; }
+  Clock::time_point looked() const { return looked_; }
+
+ private:
+  std::chrono::nanoseconds deadline_;
+  Clock::time_point begun_{}, looked_{};
+  int extensions_ = 0;
+};
+
 class LatencyMasks {
  public:
   /// `told`: this rank's row of words in which peers say that they mask it.
@@ -48,16 +76,16 @@ class LatencyMasks {
   void check_left_behind(const char* call) const;
   /// The deadline of a call runs from here: all its waits share it.
   void begin_call() {
-    start_ = Clock::now();
-    pulse_.begin_call(start_);
-    if (on_) beat();
+    time_.begin();
+    pulse_.begin_window(time_.begun());
+    if (on_ && !must_rejoin() && evictor() < 0) beat();
   }
   /// Whether the words of a peer can be read here.
   bool reads(int peer) const { return pulse_.reads(peer); }
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
   /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
-  /// those that are held up themselves get as long again. Throws Error(left_behind).
+  /// those that are held up themselves get another deadline. Throws Error(left_behind).
   void await(const SourceWait& wait, RankBytes pending, Generation now,
              const std::function<void(const RankBytes&)>& came,
              const std::function<void(int)>& missed = {});
@@ -73,7 +101,11 @@ class LatencyMasks {
  private:
   friend class MaskWatch;
   int evictor() const;
+  bool must_rejoin() const { return must_rejoin_.load(std::memory_order_relaxed); }
+  /// Not by a rank that was left behind: nobody is to wait for it.
   void beat();
+  /// How many peers were in no call lately.
+  int silent() const;
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
@@ -90,7 +122,7 @@ class LatencyMasks {
   alignas(8) std::uint64_t count_ = 0;
   std::atomic<Generation> base_{0};  // of the last rejoin
   std::atomic<bool> must_rejoin_{false};
-  Clock::time_point start_{};  // of the thread whose turn it is
+  CallTime time_;  // of the thread whose turn it is
 };
 
 /// The watch of a wait under masks: the call's deadline, destroy, ranks that are gone, ranks that
@@ -98,8 +130,7 @@ class LatencyMasks {
 class MaskWatch {
  public:
   /// `masks`: null where nobody can be masked (rejoin). `pending`: of the wait; may be empty.
-  MaskWatch(HostEngine& engine, LatencyMasks* masks, Clock::time_point start,
-            protocol::RankSet pending);
+  MaskWatch(HostEngine& engine, LatencyMasks* masks, CallTime& time, protocol::RankSet pending);
   ~MaskWatch();
   MaskWatch(const MaskWatch&) = delete;
   MaskWatch& operator=(const MaskWatch&) = delete;
@@ -110,14 +141,12 @@ class MaskWatch {
   void hand_over();
   protocol::Status check();
   void awaits(int peer) { only_ = peer; }
-  void wait_as_long_again() { limit_ *= 2; }
 
  private:
   int gone() const;
   HostEngine& engine_;
   LatencyMasks* masks_;
-  Clock::time_point start_, began_ = Clock::now(), last_look_ = began_;
-  std::chrono::nanoseconds limit_;
+  CallTime& time_;
   protocol::RankSet pending_;
   int only_ = -1;
 };

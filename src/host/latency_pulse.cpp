@@ -33,7 +33,7 @@ std::uint64_t LatencyPulse::word(int peer) const {
   return protocol::Flag{reinterpret_cast<std::uint64_t*>(near)}.load(protocol::order::relaxed);
 }
 
-void LatencyPulse::begin_call(Clock::time_point start) {
+void LatencyPulse::begin_window(Clock::time_point start) {
   start_ = told_ = start;
   long_begun_ = false;
 }

@@ -26,10 +26,11 @@ class LatencyPulse {
 
   /// Whether the words of a peer can be read here.
   bool reads(int peer) const { return near_[static_cast<std::size_t>(peer)] != nullptr; }
-  void begin_call(Clock::time_point start);
+  /// The call, or a further deadline of it, begins.
+  void begin_window(Clock::time_point start);
   /// This rank is in a call; said again and again while it waits. Who is `left_out` is not told.
   void beat(FabricReach& reach, const std::function<bool(int)>& left_out);
-  /// Whether the peer was in a call when the one here had long begun: so in an earlier one, and
+  /// Whether the peer was in a call when the window here had long begun: so in an earlier call, and
   /// computes since. A rank that stopped did so about when this call began.
   bool held_up(int peer) const;
 

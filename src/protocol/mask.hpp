@@ -83,11 +83,19 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
         [wanted](std::uint64_t seen) { return Traits::reached(seen, wanted); }, sleep,
         Traits::kLoad);
     if (status.ok() || sleep.over) continue;
+    const bool gone = status.code == Status::Code::kPeerFailed;
+    if (gone || status.code == Status::Code::kDeadline) {
+      // What has come by now counts: a rank may tell before it goes, and one that was itself stopped
+      // past its deadline finds what others sent meanwhile.
+      bool any_came = false;
+      for (int peer = 0; peer < row.ranks; ++peer) {
+        any_came = any_came || (pending[static_cast<std::size_t>(peer)] != 0 &&
+                                Traits::reached(row[peer].load(Traits::kLoad), wanted));
+      }
+      if (any_came) continue;
+    }
     status.expected = wanted;
     if (status.peer < 0) status.peer = missing;
-    // Who is gone may have told before it went, behind the look at its flag.
-    const bool gone = status.code == Status::Code::kPeerFailed;
-    if (gone && Traits::reached(row[status.peer].load(Traits::kLoad), wanted)) continue;
     return status;
   }
 }

@@ -7,28 +7,39 @@
 namespace ferry::protocol {
 namespace {
 
-/// Between the look at the flags and the first check rank 1 tells, and is gone.
-struct TellsAndGoes {
+/// Between the look at the flags and the first check rank 1 tells; then the wait ends by `code`.
+struct TellsBeforeTheEnd {
   Flag flag;
+  Status::Code code;
+  int peer;
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 1000; }
   Status check() {
     flag.store(1, order::release);
     Status status;
-    status.code = Status::Code::kPeerFailed;
-    status.peer = 1;
+    status.code = code;
+    status.peer = peer;
     return status;
   }
 };
 
-TEST(AwaitSome, WhoIsGoneMayHaveToldBefore) {
+void expect_rank_1_comes(Status::Code code, int peer) {
   alignas(kFlagStride) std::array<std::byte, 2 * kFlagStride> flags{};
   const FlagRow row{flags.data(), kFlagStride, 2};
   std::array<std::uint8_t, 2> pending{1, 1}, came{};
-  TellsAndGoes watch{row[1]};
+  TellsBeforeTheEnd watch{row[1], code, peer};
   EXPECT_TRUE(await_some(row, 1, kAnyAhead, pending, came, watch).ok());
   EXPECT_EQ(came, (std::array<std::uint8_t, 2>{0, 1}));
   EXPECT_EQ(pending, (std::array<std::uint8_t, 2>{1, 0}));
+}
+
+TEST(AwaitSome, WhoIsGoneMayHaveToldBefore) {
+  expect_rank_1_comes(Status::Code::kPeerFailed, 1);
+}
+
+/// As for a rank that was stopped itself, until its deadline was over.
+TEST(AwaitSome, WhoCameBeforeTheDeadlineWasNoticedIsNotLate) {
+  expect_rank_1_comes(Status::Code::kDeadline, -1);
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ int run(int count, std::chrono::milliseconds deadline) {
   MaskedJob job(deadline);
   for (int trial = 0; trial < count; ++trial) {
     any_moment();
-    stopped.add(job.stop(static_cast<int>(random() % MaskBoard::kRanks), 3.0));
+    stopped.add(job.stop({static_cast<int>(random() % MaskBoard::kRanks)}, 3.0));
   }
   if (const std::string wrong = job.end(); !wrong.empty()) {
     std::fprintf(stderr, "stop: %s\n", wrong.c_str());

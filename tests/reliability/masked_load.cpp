@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <new>
@@ -34,6 +35,8 @@ class Load {
 
   void run() {
     for (std::int64_t round = 1; round != board_.stop_at; ++round) {
+      decide(board_.rejoin_decider, board_.rejoin_at, round);
+      decide(board_.stop_decider, board_.stop_at, round);
       try {
         if (round == board_.rejoin_at) rejoin(round);
         exchange(round);
@@ -57,6 +60,13 @@ class Load {
     LatencyConfig config{kTokens, kHidden, kTopk, Dtype::f32};
     config.masks = true;
     return config;
+  }
+
+  /// The deciding rank names a round that no rank has reached: all are within one of each other.
+  void decide(std::atomic<int>& decider, std::atomic<std::int64_t>& when, std::int64_t round) {
+    if (decider != rank_) return;
+    decider = -1;
+    when = round + 3;
   }
 
   void rejoin(std::int64_t round) {
@@ -134,10 +144,9 @@ class Load {
         if ((missing >> owner & 1) == 0) left += weights_[slot];
       }
       if (factor != left) continue;
-      const int victim = board_.victim;
+      const int victims = board_.victims;
       right = true;
-      expected =
-          expected || missing == 0 || rank_ == victim || (victim >= 0 && missing == 1 << victim);
+      expected = expected || (missing & ~victims) == 0 || (victims >> rank_ & 1) != 0;
     }
     for (std::int64_t h = 0; h < kHidden; ++h) right = right && sum[h] == factor * row[h];
     if (!right) give_up("wrong sum, times", static_cast<std::int64_t>(factor * 1000));
@@ -166,14 +175,18 @@ class Load {
 
 }  // namespace
 
-MaskedJob::MaskedJob(std::chrono::nanoseconds deadline) {
+MaskedJob::MaskedJob(std::chrono::nanoseconds deadline, int domain_size) {
   void* shared =
       mmap(nullptr, sizeof(MaskBoard), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) std::abort();
   board_ = new (shared) MaskBoard;
-  ranks_.emplace(kRanks, [board = board_, deadline](int, std::shared_ptr<Bootstrap> bootstrap,
-                                                    const Reporter& reporter) {
-    Group group(std::move(bootstrap), {.experts = kExperts, .deadline = deadline});
+  GroupConfig config;
+  config.experts = kExperts;
+  config.deadline = deadline;
+  config.domain_size = domain_size;
+  ranks_.emplace(kRanks, [board = board_, config](int, std::shared_ptr<Bootstrap> bootstrap,
+                                                  const Reporter& reporter) {
+    Group group(std::move(bootstrap), config);
     Load(group, *board, reporter).run();
   });
   await("load", [this] {
@@ -206,63 +219,71 @@ double MaskedJob::rounds_per_second(int rank) const {
   return static_cast<double>(round - before) / (now() - start);
 }
 
-std::int64_t MaskedJob::round_to_come(double rounds_per_second) const {
-  std::int64_t newest = 0;
-  for (const auto& round : board_->round) newest = std::max(newest, round.load());
-  constexpr double kSeconds = 0.3;  // for this process to say it, on a busy machine
-  return newest + 10 + static_cast<std::int64_t>(kSeconds * rounds_per_second);
+bool MaskedJob::is_among(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-MaskFault MaskedJob::fault(int victim, int number) {
-  const int survivor = (victim + 1) % kRanks;
+MaskFault MaskedJob::fault(const std::vector<int>& victims, int number) {
+  std::vector<int> survivors;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (!is_among(victims, rank)) survivors.push_back(rank);
+  }
   MaskFault found;
-  found.rounds_before = rounds_per_second(survivor);
-  board_->victim = victim;
+  found.rounds_before = rounds_per_second(survivors.front());
+  int bits = 0;
+  for (const int victim : victims) bits |= 1 << victim;
+  board_->victims = bits;
   for (auto& when : board_->masked_ns) when = 0;
   const std::int64_t start = now_ns();
-  ranks_->signal(victim, number);
+  for (const int victim : victims) ranks_->signal(victim, number);
   await("a mask", [&] {
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (rank != victim && board_->masked_ns[static_cast<std::size_t>(rank)] == 0) return false;
-    }
-    return true;
+    return std::all_of(survivors.begin(), survivors.end(), [&](int rank) {
+      const auto r = static_cast<std::size_t>(rank);
+      return board_->left_behind[r] != 0 || (board_->masked[r] & bits) == bits;
+    });
   });
-  for (int rank = 0; rank < kRanks; ++rank) {
-    if (rank == victim || !wrong_.empty()) continue;
+  for (const int rank : survivors) {
+    if (!wrong_.empty()) continue;
     const auto r = static_cast<std::size_t>(rank);
     found.mask_ms.push_back(static_cast<double>(board_->masked_ns[r] - start) * 1e-6);
-    if (board_->masked[r] != 1 << victim) {
-      wrong_ = "rank " + std::to_string(rank) + " masked others than rank " +
-               std::to_string(victim) + ": bits " + std::to_string(board_->masked[r]);
+    if (board_->left_behind[r] != 0 || board_->masked[r] != bits) {
+      wrong_ = "rank " + std::to_string(rank) + " masked bits " +
+               std::to_string(board_->masked[r]) + ", expected " + std::to_string(bits) +
+               (board_->left_behind[r] != 0 ? "; it was left behind itself" : "");
     }
   }
-  found.rounds_masked = rounds_per_second(survivor);
+  found.rounds_masked = rounds_per_second(survivors.front());
   return found;
 }
 
 MaskFault MaskedJob::kill(int victim) {
   dead_ = victim;
-  return fault(victim, SIGKILL);
+  return fault({victim}, SIGKILL);
 }
 
-MaskFault MaskedJob::stop(int victim, double seconds) {
+MaskFault MaskedJob::stop(const std::vector<int>& victims, double seconds) {
   const double start = now();
-  const auto v = static_cast<std::size_t>(victim);
-  board_->left_behind[v] = 0;
-  MaskFault found = fault(victim, SIGSTOP);
+  for (auto& left_behind : board_->left_behind) left_behind = 0;
+  MaskFault found = fault(victims, SIGSTOP);
   std::this_thread::sleep_for(std::chrono::duration<double>(start + seconds - now()));
-  ranks_->signal(victim, SIGCONT);
-  await("the news that it was left behind", [&] { return board_->left_behind[v] != 0; });
-  const std::int64_t meet = round_to_come(found.rounds_masked);
-  board_->rejoin_at = meet;
-  await("the rejoin", [&] {
-    for (const auto& rejoined : board_->rejoined) {
-      if (rejoined < meet) return false;
-    }
-    return true;
+  for (const int victim : victims) ranks_->signal(victim, SIGCONT);
+  await("the news that they were left behind", [&] {
+    return std::all_of(victims.begin(), victims.end(), [&](int victim) {
+      return board_->left_behind[static_cast<std::size_t>(victim)] != 0;
+    });
   });
-  board_->victim = -1;
-  found.rounds_after = rounds_per_second((victim + 1) % kRanks);
+  const std::int64_t before = board_->rejoin_at;
+  int survivor = 0;
+  while (is_among(victims, survivor)) ++survivor;
+  board_->rejoin_decider = survivor;
+  await("the rejoin", [&] {
+    const std::int64_t meet = board_->rejoin_at;
+    return meet > before &&
+           std::all_of(board_->rejoined.begin(), board_->rejoined.end(),
+                       [&](const auto& rejoined) { return rejoined >= meet; });
+  });
+  board_->victims = 0;
+  found.rounds_after = rounds_per_second((victims.front() + 1) % kRanks);
   for (const auto& masks : board_->masked) {
     if (masks != 0 && wrong_.empty()) wrong_ = "a mask without a fault";
   }
@@ -270,8 +291,7 @@ MaskFault MaskedJob::stop(int victim, double seconds) {
 }
 
 std::string MaskedJob::end() {
-  const int runs = dead_ == 0 ? 1 : 0;
-  board_->stop_at = round_to_come(rounds_per_second(runs));
+  board_->stop_decider = dead_ == 0 ? 1 : 0;
   for (int rank = 0; rank < kRanks; ++rank) {
     const int code = ranks_->join(rank, 30);
     if (rank == dead_ ? code == 128 + SIGKILL : code == 0) continue;

@@ -21,8 +21,9 @@ struct MaskBoard {
   std::array<std::atomic<int>, kRanks> masked{};              ///< bits of ranks, by this rank
   std::array<std::atomic<int>, kRanks> left_behind{};
   std::array<std::atomic<std::int64_t>, kRanks> rejoined{};  ///< the round in which it did
-  std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};
-  std::atomic<int> victim{-1};  ///< the only rank that anybody may go without
+  std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};  ///< rounds, said by the deciding rank
+  std::atomic<int> rejoin_decider{-1}, stop_decider{-1};
+  std::atomic<int> victims{0};  ///< bits of the ranks that others may go without
 };
 
 struct MaskFault {
@@ -35,24 +36,24 @@ struct MaskFault {
 /// One job of MaskBoard::kRanks ranks under load.
 class MaskedJob {
  public:
-  explicit MaskedJob(std::chrono::nanoseconds deadline);
+  /// `domain_size`: of virtual domains; 0: one domain.
+  explicit MaskedJob(std::chrono::nanoseconds deadline, int domain_size = 0);
   ~MaskedJob();
   MaskedJob(const MaskedJob&) = delete;
   MaskedJob& operator=(const MaskedJob&) = delete;
 
   /// A rank is killed. The job may only be ended then.
   MaskFault kill(int victim);
-  /// A rank is stopped for `seconds`, learns that it was left behind, and all rejoin.
-  MaskFault stop(int victim, double seconds);
+  /// Ranks are stopped together for `seconds`, learn that they were left behind, and all rejoin.
+  MaskFault stop(const std::vector<int>& victims, double seconds);
   /// Ends all ranks that live. What was wrong; empty: nothing.
   std::string end();
   int ranks() const { return MaskBoard::kRanks; }
 
  private:
-  MaskFault fault(int victim, int number);
+  MaskFault fault(const std::vector<int>& victims, int number);
+  static bool is_among(const std::vector<int>& ranks, int rank);
   double rounds_per_second(int rank) const;
-  /// One that no rank has reached yet.
-  std::int64_t round_to_come(double rounds_per_second) const;
   /// Waits until `ready()`; after 30 s the job is broken.
   template <class Ready>
   void await(const char* what, const Ready& ready);

@@ -20,7 +20,7 @@ TEST(Masks, SurvivorsGoOnWithoutAKilledRank) {
 
 TEST(Masks, AStoppedRankComesBack) {
   MaskedJob job(std::chrono::milliseconds(1500));
-  const MaskFault fault = job.stop(2, 2.0);
+  const MaskFault fault = job.stop({2}, 2.0);
   ASSERT_EQ(fault.mask_ms.size(), 3u);
   for (const double ms : fault.mask_ms) EXPECT_GT(ms, 1400);
   EXPECT_GT(fault.rounds_masked, 0);
