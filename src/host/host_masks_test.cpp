@@ -1,4 +1,5 @@
 // Latency mode with masks: who is left out, what the others get, and how ranks come back.
+#include <atomic>
 #include <barrier>
 #include <cstdint>
 #include <optional>
@@ -304,6 +305,44 @@ TEST(HostMasks, NobodyWaitsLongerForARankThatWasLeftBehind) {
     }
     load.round(3, {});
   });
+}
+
+/// The same for a rank that was left behind while it was stopped in a call.
+void wake_up_left_behind(int domain_size) {
+  constexpr auto kDeadline = 1500ms;
+  GroupConfig config = with_deadline(kDeadline);
+  config.domain_size = domain_size;
+  std::atomic<std::thread::id> stops{};
+  config.on_wait = [&] {
+    std::thread::id self = std::this_thread::get_id();
+    if (stops.compare_exchange_strong(self, {})) std::this_thread::sleep_for(kDeadline);
+  };
+  with_groups(kRanks, config, [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    load.round(1, {});
+    if (group.rank() == 2) {
+      stops = std::this_thread::get_id();
+      // It sends to all and waits for rank 1, which sends it nothing.
+      expect_error(ErrorKind::left_behind, {"rank 1", "masked"},
+                   [&] { latency.dispatch(load.x(2), load.ids()); });
+    } else {
+      std::this_thread::sleep_for(kDeadline / 5);
+      if (group.rank() == 1) latency.set_mask(2, true);
+      const LatencyReceived received = latency.dispatch(load.x(2), load.ids());
+      load.expect_sums(load.combine(received).x, 2, {2});
+    }
+    latency.rejoin();
+    load.round(3, {});
+  });
+}
+
+TEST(HostMasks, NobodyWaitsLongerForARankThatWakesUpLeftBehind) {
+  wake_up_left_behind(0);
+}
+
+TEST(HostMasks, NobodyWaitsLongerForARankThatWakesUpLeftBehindInAnotherDomain) {
+  wake_up_left_behind(2);
 }
 
 /// Rank 0 stops, and holds up some ranks and not others.

@@ -29,5 +29,15 @@ TEST(Masks, AStoppedRankComesBack) {
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 
+/// Each holds up other ranks than the other one, for they stop while they send.
+TEST(Masks, StoppedRanksOfTwoDomainsComeBack) {
+  MaskedJob job(std::chrono::milliseconds(1500), 2);
+  const MaskFault fault = job.stop({0, 2}, 2.0);
+  EXPECT_EQ(fault.mask_ms.size(), 2u);
+  EXPECT_GT(fault.rounds_after, 0);
+  EXPECT_EQ(job.end(), "");
+  EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
 }  // namespace
 }  // namespace ferry::test
