@@ -12,6 +12,7 @@ from torch import Tensor
 import ferry
 from deep_ep.errors import refuse
 from deep_ep.event import EventOverlap
+from deep_ep.gradients import without_gradients
 from deep_ep.low_latency_checks import (
     Shape,
     Wire,
@@ -71,6 +72,7 @@ class LowLatency(Masks):
             num_experts=num_experts,
         )
 
+    @without_gradients
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -151,6 +153,7 @@ class LowLatency(Masks):
             hook,
         )
 
+    @without_gradients
     def low_latency_combine(
         self,
         x: Tensor,

@@ -17,6 +17,7 @@ from deep_ep.config import MOST_RANKS, Config, combine_config, dispatch_config, 
 from deep_ep.copies import check_copies, remade, routes_of
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.event import EventOverlap
+from deep_ep.gradients import without_gradients
 from deep_ep.groups import Groups
 from deep_ep.handles import (
     Exchange,
@@ -76,6 +77,7 @@ class Throughput:
             layout = layout_of(topk_idx, num_experts, self.group_size)
         return (*layout, turn.end(None, layout))
 
+    @without_gradients
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -184,6 +186,7 @@ class Throughput:
         counts = [-(-count // alignment) * alignment for count in counts]
         return with_scales(received, dtype, scales), ids, weights, counts, made, event
 
+    @without_gradients
     def combine(
         self,
         x: Tensor,
