@@ -100,8 +100,10 @@ class Group:
     call `ferry.torch.record_stream`.
 
     Use it as a context manager to leave the group at the end of the block. Exchanges are not
-    differentiable by themselves: `ferry.torch` is. A group cannot be used in a process that was
-    forked after it was made. Waits release the GIL and end with KeyboardInterrupt on Ctrl-C.
+    differentiable by themselves: `ferry.torch` is. A torch tensor that requires a gradient is
+    refused, but under `torch.no_grad()` or inside a torch.autograd.Function. A group cannot be used
+    in a process that was forked after it was made. Waits release the GIL and end with
+    KeyboardInterrupt on Ctrl-C.
     """
 
     def __init__(

@@ -134,7 +134,8 @@ class LatencyCombined(Generic[ArrayT]):
 class LatencyExchange:
     """Fixed buffers of latency mode inside a group. Making one is collective; the arguments must be
     the same on all ranks. The buffers stay with the group when the exchange goes, for a rank that
-    was masked may still write there: make one for each configuration and keep it.
+    was masked may still write there: make one for each configuration and keep it. There are no
+    gradients: tensors that require one are refused, as by `Group`.
 
     Args:
         group: the group whose ranks exchange.

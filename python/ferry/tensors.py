@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ferry import _ferry
 from ferry.arguments import choice, refuse
@@ -86,11 +86,13 @@ def view(
     """The caller's array as the C++ side reads it, and what results on it should look like.
 
     expected: the dtypes that the argument takes, for messages; empty: every dtype. place: where it
-    must lie; None: anywhere.
+    must lie; None: anywhere, as only its address is asked for.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         _check_place(name, value.device.type, value.device.index, place)
+        if value.requires_grad and place is not None and torch.is_grad_enabled():
+            _refuse_gradient(name)
         plain, dtype = _plain_torch(torch, name, value, dtype, writable)
         if value.device.type == "cuda":
             ordered = place is not None and place.ordered
@@ -142,6 +144,16 @@ def _check_place(name: str, kind: str, index: int | None, place: Place | None) -
         )
     refuse(
         name, got, f'one on {place.words}, the GPU of this rank; call .to("{place.words}") first'
+    )
+
+
+def _refuse_gradient(name: str) -> NoReturn:
+    argument = name.rpartition(" ")[2]
+    refuse(
+        name,
+        "a tensor that requires a gradient, which this call would drop",
+        f"ferry.torch, whose calls carry gradients; or {argument}.detach(), or the call under "
+        "torch.no_grad(), if no gradient is wanted",
     )
 
 

@@ -28,9 +28,10 @@ def test_rows_arrive_with_their_sign(name: str) -> None:
         x = LAZY[name]()
         assert x.is_neg()
         plan = group.plan(ROUTES)
-        assert (group.dispatch(x, plan).x == -X).all()
-        assert (group.combine(x, plan).x == -X).all()
-        assert (group.combine(torch.zeros(4, 16, dtype=x.dtype), plan, bias0=x).x == -X).all()
+        with torch.no_grad():  # as one of them requires a gradient
+            assert (group.dispatch(x, plan).x == -X).all()
+            assert (group.combine(x, plan).x == -X).all()
+            assert (group.combine(torch.zeros(4, 16, dtype=x.dtype), plan, bias0=x).x == -X).all()
 
     run_ranks(1, body)
 
