@@ -1,5 +1,5 @@
-"""Ferry for torch: dispatch and combine that autograd goes through, torch.compile, streams, and
-torch's process groups.
+"""Ferry for torch: dispatch and combine that autograd goes through, torch.compile, streams, torch's
+process groups and its data-parallel wrappers.
 
 The gradient of a dispatch is a combine and the other way round, so backward is collective, too.
 Every rank must reach the backward of every exchange that it went through forward, in the same
@@ -24,6 +24,7 @@ from ferry._ferry import Bootstrap, Plan
 from ferry.arguments import instance, refuse
 from ferry.bootstrap import from_all_gather
 from ferry.group import Group
+from ferry.torch_data_parallel import ignore_experts
 from ferry.torch_experts import ExpertParallel  # which needs this module, but only when it runs
 from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
 from ferry.torch_streams import record_stream
@@ -52,10 +53,15 @@ class TorchReceived(NamedTuple):
 def plan(group: Group, topk_idx: Tensor) -> TorchPlan:
     """Collective. `Group.plan` as an operator that torch.compile takes in."""
     instance("torch.plan: group", group, Group, "a ferry.Group")
+    return planned(group.handle, topk_idx)
+
+
+def planned(handle: int, topk_idx: Tensor) -> TorchPlan:
+    """The same by the handle of a group, or of an ExpertParallel, which is about to run."""
     instance("torch.plan: topk_idx", topk_idx, Tensor, "a torch.Tensor")
     if topk_idx.dim() != 2:
         refuse("torch.plan: topk_idx", f"{topk_idx.dim()} dimensions", "2: [T, K]")
-    tensor = torch.ops.ferry.plan(topk_idx, group.handle)
+    tensor = torch.ops.ferry.plan(topk_idx, handle)
     return TorchPlan(tensor, topk_idx.shape[0], topk_idx.shape[1])
 
 
@@ -272,6 +278,7 @@ __all__ = [
     "combine",
     "dispatch",
     "from_process_group",
+    "ignore_experts",
     "plan",
     "record_stream",
 ]

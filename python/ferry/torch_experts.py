@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -14,6 +14,7 @@ from ferry.arguments import choice, describe, instance, integer, refuse
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
+from ferry.torch_data_parallel import ready, walked, watch
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
 
 
@@ -23,8 +24,9 @@ class ExpertParallel(nn.Module):
     `forward` is for training and prefill: differentiable in x, in topk_weights and in what the
     experts hold, and torch.compile takes it in. `decode` is for small batches, in latency mode.
     Both are collective, and so is the backward: all ranks make the same calls in the same order,
-    ranks without tokens, too. Router and data-parallel gradients are the caller's. Copies, deep
-    ones, too, share the group and the buffers of `decode`.
+    ranks without tokens, too. Router and data-parallel gradients are the caller's; before DDP or
+    FSDP wraps a model with this module in it, call `ferry.torch.ignore_experts`. Copies, deep ones,
+    too, share the group and the buffers of `decode`.
 
     Args:
         group: its `experts` are those of the layer; this rank holds `group.local_experts`.
@@ -72,7 +74,13 @@ class ExpertParallel(nn.Module):
         self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
         self.decode_experts = decode_experts
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
-        self._handle = register(self)
+        # Of torch_data_parallel: whose experts these are; whether their gradients are means; what
+        # they are cut by (None: not known), whether that is right, and whether it is wrong.
+        self._place = (group.rank, group.size, group.experts)
+        self._means = False
+        self._cut: list[Any] | None = None
+        self._judged, self._mixed = group.size == 1, False
+        self._known()
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The sum over slots of weight times expert(x): [T, H], x's dtype; 0 for tokens that no
@@ -81,7 +89,7 @@ class ExpertParallel(nn.Module):
         x: f32, bf16 or f16 [T, H]. topk_idx: i64 or i32 [T, K], -1 = unused. topk_weights: f32
         [T, K].
         """
-        plan = ft.plan(self.group, topk_idx)
+        plan = ft.planned(self._handle, topk_idx)
         if self.format == "as_is":
             got = ft.dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
             ids, slots, offsets = got.topk_idx, got.slot_rows, got.expert_offsets
@@ -126,6 +134,11 @@ class ExpertParallel(nn.Module):
         decoded: Tensor = torch.ops.ferry.decode(*given, self._handle)
         return decoded
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of every module. What walks through a model comes here, too."""
+        walked(self)
+        yield from super().named_modules(*args, **kwargs)
+
     def extra_repr(self) -> str:
         return f"{self.group!r}, format={self.format}, decode_tokens={self.decode_tokens}"
 
@@ -136,16 +149,22 @@ class ExpertParallel(nn.Module):
         return type(self).__new__(type(self))._with(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        for shared in (self.group, self._exchanges):
+        for shared in (self.group, self._exchanges, self._cut):
             memo[id(shared)] = shared
         memo[id(self)] = made = type(self).__new__(type(self))
         return made._with(copy.deepcopy(self.__dict__, memo))
 
     def _with(self, state: dict[str, Any]) -> Self:
-        """Makes this a copy with that state, which the operator finds by a handle of its own."""
+        """Makes this a copy with that state."""
         self.__dict__.update(state)
-        self._handle = register(self)
+        self._cut = None
+        self._known()
         return self
+
+    def _known(self) -> None:
+        """The operators find it by a handle of its own, and wrappers of its experts are seen."""
+        self._handle = register(self)
+        watch(self)
 
     @torch.no_grad()
     def _decode(
@@ -155,6 +174,7 @@ class ExpertParallel(nn.Module):
         topk_weights: Tensor,
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
+        ready(self)
         x, topk_weights = x.contiguous(), topk_weights.contiguous()
         exchange = self._exchange(x, topk_idx)
         received = exchange.dispatch(x, topk_idx, format=self.format, hook=meanwhile is not None)

@@ -9,10 +9,11 @@
     combine(Tensor rows, Tensor plan, SymInt group, SymInt tokens, str order, SymInt alignment,
             SymInt worst_case_rows, SymInt sms) -> Tensor
 
-`group` is `Group.handle`. A plan is an i64 [1] tensor on the CPU that holds the plan's handle and,
-as long as its memory lives, the plan: what torch saves for the backward pass keeps it, and nothing
-else has to. Tensors that were not asked for come back empty. `dispatch_backward` and
-`combine_backward` are the gradients, collective like all of them.
+`group` is `Group.handle`; an ExpertParallel that begins to run gives `plan` a handle of its own, so
+that it learns of that inside compiled code, too. A plan is an i64 [1] tensor on the CPU that holds
+the plan's handle and, as long as its memory lives, the plan: what torch saves for the backward pass
+keeps it, and nothing else has to. Tensors that were not asked for come back empty.
+`dispatch_backward` and `combine_backward` are the gradients, collective like all of them.
 
 Calls must keep their order on all ranks, and torch keeps that of calls that need one another's
 results. Two exchanges that do not may not stand in one compiled function.
@@ -24,12 +25,13 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ferry._ferry import Plan
 from ferry.arguments import refuse
 from ferry.group import Group
 from ferry.handles import find, register
+from ferry.torch_data_parallel import ready
 
 
 class _Keeper(bytearray):
@@ -62,8 +64,10 @@ def plan_of(name: str, tensor: Tensor) -> Plan:
 
 
 def group_of(name: str, handle: int) -> Group:
-    """The group with that handle."""
-    found: Group = find(name, handle, "group", "Group.handle of a group that is kept elsewhere")
+    """The group with that handle, or of the ExpertParallel with it, which begins to run."""
+    found: Any = find(name, handle, "group", "Group.handle of a group that is kept elsewhere")
+    if isinstance(found, nn.Module):
+        found = ready(found)  # type: ignore[arg-type]
     if not isinstance(found, Group):
         refuse(name, "the handle of a plan", "Group.handle")
     return found
