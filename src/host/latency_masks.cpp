@@ -12,7 +12,7 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
 constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
-constexpr auto kPause = std::chrono::milliseconds(100);       // between looks: this rank did not run
+constexpr auto kPause = std::chrono::milliseconds(100);  // between looks: this rank did not run
 
 }  // namespace
 

@@ -27,8 +27,8 @@ struct SourceWait {
   std::uint64_t depth = 2;  ///< how far ahead a flag may not be: the generations in flight
 };
 
-/// How long a call has waited. Time in which this rank did not run is not waiting: then this rank is
-/// the late one, and must not mask those that could not send without it.
+/// How long a call has waited. Time in which this rank did not run is not waiting: then this rank
+/// is the late one, and must not mask those that could not send without it.
 class CallTime {
  public:
   explicit CallTime(std::chrono::nanoseconds deadline) : deadline_(deadline) {}

@@ -85,8 +85,8 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
     if (status.ok() || sleep.over) continue;
     const bool gone = status.code == Status::Code::kPeerFailed;
     if (gone || status.code == Status::Code::kDeadline) {
-      // What has come by now counts: a rank may tell before it goes, and one that was itself stopped
-      // past its deadline finds what others sent meanwhile.
+      // What has come by now counts: a rank may tell before it goes, and one that was itself
+      // stopped past its deadline finds what others sent meanwhile.
       bool any_came = false;
       for (int peer = 0; peer < row.ranks; ++peer) {
         any_came = any_came || (pending[static_cast<std::size_t>(peer)] != 0 &&

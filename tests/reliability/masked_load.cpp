@@ -278,9 +278,8 @@ MaskFault MaskedJob::stop(const std::vector<int>& victims, double seconds) {
   board_->rejoin_decider = survivor;
   await("the rejoin", [&] {
     const std::int64_t meet = board_->rejoin_at;
-    return meet > before &&
-           std::all_of(board_->rejoined.begin(), board_->rejoined.end(),
-                       [&](const auto& rejoined) { return rejoined >= meet; });
+    return meet > before && std::all_of(board_->rejoined.begin(), board_->rejoined.end(),
+                                        [&](const auto& rejoined) { return rejoined >= meet; });
   });
   board_->victims = 0;
   found.rounds_after = rounds_per_second((victims.front() + 1) % kRanks);

@@ -21,7 +21,7 @@ struct MaskBoard {
   std::array<std::atomic<int>, kRanks> masked{};              ///< bits of ranks, by this rank
   std::array<std::atomic<int>, kRanks> left_behind{};
   std::array<std::atomic<std::int64_t>, kRanks> rejoined{};  ///< the round in which it did
-  std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};  ///< rounds, said by the deciding rank
+  std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};        ///< rounds, said by the deciding rank
   std::atomic<int> rejoin_decider{-1}, stop_decider{-1};
   std::atomic<int> victims{0};  ///< bits of the ranks that others may go without
 };
