@@ -60,7 +60,9 @@ void DispatchJob::check_routes() {
 void DispatchJob::fan_out() {
   const auto offsets = plan().expert_offsets(options_.alignment);
   const auto slot_rows = place_slots(plan_->routes.topk_idx, offsets);
-  std::copy(slot_rows.begin(), slot_rows.end(), result_.slot_rows.as<std::int64_t>());
+  auto* places = result_.slot_rows.as<std::int64_t>();
+  std::copy(slot_rows.begin(), slot_rows.end(), places);
+  std::fill(places + slot_rows.size(), places + rank_rows_ * plan_->topk, -1);
   std::copy(offsets.begin(), offsets.end(), result_.expert_offsets.as<std::int64_t>());
 
   const std::size_t row_bytes = row_.bytes();

@@ -204,9 +204,15 @@ class ThroughputCase {
     same_vector(rank_, "dispatch: topk_idx", got.topk_idx.as<std::int64_t>(), expected_.topk_idx);
     for (std::int64_t i = n * c_.topk; i < side_rows * c_.topk; ++i) {
       rank_.equal(got.topk_idx.as<std::int64_t>()[i], -1, "topk_idx past the last row");
+      if (by_expert) {
+        rank_.equal(got.slot_rows.as<std::int64_t>()[i], -1, "slot_rows past the last row");
+      }
     }
     same_vector(rank_, "dispatch: source_token", got.source_token.as<std::int32_t>(),
                 expected_.source_token);
+    for (std::int64_t i = n; i < side_rows; ++i) {
+      rank_.equal(got.source_token.as<std::int32_t>()[i], -1, "source_token past the last row");
+    }
     if (c_.weights != WeightKind::none &&
         same_shape(rank_, "topk_weights", got.topk_weights, Dtype::f32, {side_rows, c_.topk})) {
       same_vector(rank_, "dispatch: topk_weights", got.topk_weights.as<float>(),
