@@ -39,7 +39,8 @@ class Plan {
   /// Rows of the expert-major output when every expert's block is padded to `alignment` rows.
   std::int64_t expert_major_rows(std::int64_t alignment = 1) const;
 
-  /// How tokens cross between domains where a dispatch with this plan says `automatic`.
+  /// How tokens cross between domains where a dispatch with this plan says `automatic`: as the
+  /// group's configuration says, or, where that says `automatic` too, as the cost model picks.
   Crossing crossing() const;
 
   explicit Plan(std::shared_ptr<PlanState> state) : state_(std::move(state)) {}

@@ -235,6 +235,19 @@ TEST(Check, LayoutsOfAPlanDoNotGrowWithoutBound) {
   EXPECT_EQ(layouts.all().back(), (RowLayout{RowOrder::expert_major, 8, 0}));
 }
 
+TEST(Check, LayoutsOfRefusedDispatchesAreForgotten) {
+  const RowLayout few{RowOrder::rank_major, 1, 4}, enough{RowOrder::rank_major, 1, 40};
+  RowLayouts layouts;
+  const auto first = layouts.add(enough);
+  --*layouts.add(few);
+  --*layouts.add(enough);  // for another rank's sake: rows of the first are valid still
+  EXPECT_EQ(layouts.all(), std::vector{enough});
+  --*first;
+  EXPECT_TRUE(layouts.all().empty());
+  layouts.add(few);
+  EXPECT_EQ(layouts.all(), std::vector{few});
+}
+
 TEST(Text, OfAnotherRankIsOneLineOfBoundedLength) {
   EXPECT_EQ(printable("a\nb\tc\x7f", 100), "a b c ");
   EXPECT_EQ(printable("0 … 5", 4), "0 ");  // not in the middle of a character

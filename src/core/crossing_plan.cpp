@@ -51,7 +51,7 @@ std::int64_t CrossingPlan::first_sum(int source, int domain) const {
 }
 
 CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
-                                std::vector<std::int32_t> domain_tokens) {
+                                std::vector<std::int32_t> domain_tokens, Crossing wanted) {
   CrossingPlan crossing;
   crossing.domains = domains;
   crossing.rank = plan.rank;
@@ -79,8 +79,12 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
     crossing.feeder_row.push_back(crossing.feeder_row.back() +
                                   crossing.crossing(source, domains.of(plan.rank)));
   }
-  const CrossingCost cost = crossing_cost(plan, crossing);
-  crossing.automatic = cost.hierarchical < cost.direct ? Crossing::hierarchical : Crossing::direct;
+  if (domains.count() == 1) return crossing;
+  crossing.chosen = wanted;
+  if (wanted == Crossing::automatic) {
+    const CrossingCost cost = crossing_cost(plan, crossing);
+    crossing.chosen = cost.hierarchical < cost.direct ? Crossing::hierarchical : Crossing::direct;
+  }
   return crossing;
 }
 

@@ -27,7 +27,7 @@ struct CrossingPlan {
   std::vector<std::int64_t> offset{};         ///< [D + 1] into `tokens`
   std::vector<int> feeders{};                 ///< whose tokens cross to this rank, ascending
   std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their rows in this rank's stage
-  Crossing automatic = Crossing::direct;      ///< what the cost model picks
+  Crossing chosen = Crossing::direct;         ///< by the group, or else by the cost model
 
   std::int64_t crossing(int source, int domain) const {
     return domain_tokens[static_cast<std::size_t>(source * domains.count() + domain)];
@@ -39,9 +39,10 @@ struct CrossingPlan {
   std::int64_t first_sum(int source, int domain) const;
 };
 
-/// `domain_tokens`: what every rank counted, in rank order.
+/// `domain_tokens`: what every rank counted, in rank order. `wanted`: the group's choice.
 CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
-                                std::vector<std::int32_t> domain_tokens);
+                                std::vector<std::int32_t> domain_tokens,
+                                Crossing wanted = Crossing::automatic);
 
 /// The first rank whose `domain_tokens` do not fit the tokens that it counted for the ranks of that
 /// domain; -1: all do.

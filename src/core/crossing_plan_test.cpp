@@ -143,16 +143,31 @@ TEST(CrossingPlan, TheCostModel) {
   const CrossingCost cost = crossing_cost(world.plans[0], world.crossings[0]);
   EXPECT_EQ(cost.direct, 3.0);
   EXPECT_EQ(cost.hierarchical, 2.0 + 3.0 / kInsideSpeed);
-  EXPECT_EQ(world.crossings[0].automatic, Crossing::hierarchical);
+  EXPECT_EQ(world.crossings[0].chosen, Crossing::hierarchical);
   World single;
   single.placement = {4, 4};
   single.domains = Domains::blocks(4, 2);
   single.routes = {{2, 3}, {}, {}, {}};  // each token to one rank: nothing to save
   single.make_plans();
-  EXPECT_EQ(single.crossings[0].automatic, Crossing::direct);
+  EXPECT_EQ(single.crossings[0].chosen, Crossing::direct);
   for (const CrossingPlan& crossing : world.crossings) {
-    EXPECT_EQ(crossing.automatic, Crossing::hierarchical);  // all ranks alike
+    EXPECT_EQ(crossing.chosen, Crossing::hierarchical);  // all ranks alike
   }
+}
+
+TEST(CrossingPlan, TheChoiceOfTheGroupComesFirst) {
+  const World world = small_world();
+  for (const Crossing wanted : {Crossing::direct, Crossing::hierarchical}) {
+    EXPECT_EQ(make_crossing_plan(world.plans[0], world.domains, world.domain_tokens, wanted).chosen,
+              wanted);
+  }
+  World inside = world;
+  inside.domains = Domains::blocks(world.placement.ranks, world.placement.ranks);
+  inside.domain_tokens.assign(static_cast<std::size_t>(world.placement.ranks), 0);
+  EXPECT_EQ(make_crossing_plan(inside.plans[0], inside.domains, inside.domain_tokens,
+                               Crossing::hierarchical)
+                .chosen,
+            Crossing::direct);  // nothing to cross
 }
 
 }  // namespace

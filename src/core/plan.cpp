@@ -83,7 +83,7 @@ std::int64_t Plan::expert_major_rows(std::int64_t alignment) const {
 Crossing Plan::crossing() const {
   PlanState& state = checked(*this, "Plan::crossing");
   state.ready.wait(std::chrono::hours(24), state.on_wait);
-  return state.crossing.automatic;
+  return state.crossing.chosen;
 }
 
 }  // namespace ferry

@@ -1,5 +1,6 @@
 // What a Plan holds, whatever engine made it.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -30,20 +31,42 @@ struct RowLayout {
   friend bool operator==(const RowLayout&, const RowLayout&) = default;
 };
 
-/// The layouts of a plan's dispatches, without repeats, the newest last. Touched only by a call
-/// that has not taken its place in the group's order yet: the engine lets in one at a time.
+/// The layouts of a plan's dispatches that were not refused, without repeats, the newest last.
+/// Touched only by a call that has not taken its place in the group's order yet: the engine lets in
+/// one at a time. A refusal is known later, on any thread, and counted in what `add` returned.
 class RowLayouts {
  public:
-  void add(const RowLayout& layout) {
-    std::erase(used_, layout);
+  /// How many dispatches of a layout were not refused.
+  using Count = std::shared_ptr<std::atomic<std::int64_t>>;
+
+  /// A dispatch is entered. Whoever learns that it was refused takes one off the count.
+  Count add(const RowLayout& layout) {
+    std::erase_if(used_, [](const Used& used) { return used.dispatches->load() == 0; });
+    const auto found = std::find_if(used_.begin(), used_.end(),
+                                    [&](const Used& used) { return used.layout == layout; });
+    Used newest{layout, found == used_.end() ? std::make_shared<std::atomic<std::int64_t>>(0)
+                                             : found->dispatches};
+    if (found != used_.end()) used_.erase(found);
     if (used_.size() == kMost) used_.erase(used_.begin());
-    used_.push_back(layout);
+    ++*newest.dispatches;
+    used_.push_back(newest);
+    return newest.dispatches;
   }
-  const std::vector<RowLayout>& all() const { return used_; }
+  std::vector<RowLayout> all() const {
+    std::vector<RowLayout> layouts;
+    for (const Used& used : used_) {
+      if (used.dispatches->load() > 0) layouts.push_back(used.layout);
+    }
+    return layouts;
+  }
 
  private:
   static constexpr std::size_t kMost = 64;
-  std::vector<RowLayout> used_{};
+  struct Used {
+    RowLayout layout{};
+    Count dispatches{};
+  };
+  std::vector<Used> used_{};
 };
 
 struct PlanState {

@@ -148,7 +148,7 @@ Received DispatchJob::run() {
                 std::string(kDispatch) + ": no room for " + std::to_string(need_bytes_) + " bytes");
   }
   if (followed_) follow();  // directly after the dispatch: nothing of the stream comes between
-  plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
+  remember_layout();
   remember_routes();
   bring_routes();
   if (expert_major() && !followed_) fan_out();

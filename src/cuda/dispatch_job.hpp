@@ -78,6 +78,7 @@ class DispatchJob {
   void place_routes();
   bool extend_routes();
   void remember_routes();
+  void remember_layout();
   void bring_routes();
 
   // dispatch_fan_out.cpp

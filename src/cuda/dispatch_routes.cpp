@@ -30,7 +30,17 @@ void DispatchJob::remember_routes() {
   plan_->slot_rows.clear();
   plan_->carrier.store(routes_.carrier.get());
   plan_->routes_sent.store(true);
-  launch_.record()->on_failure = [plan = std::weak_ptr(plan_), record = launch_.record().get()] {
+}
+
+/// What the plan keeps of this dispatch goes when its refusal is seen. Of a call in a graph one
+/// replay may be refused and the next not.
+void DispatchJob::remember_layout() {
+  const RowLayouts::Count dispatches =
+      plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
+  if (!lasting()) return;
+  launch_.record()->on_failure = [plan = std::weak_ptr(plan_), dispatches,
+                                  record = launch_.record().get()] {
+    --*dispatches;
     const auto state = plan.lock();
     if (state && state->carrier.load() == record) state->routes_sent.store(false);
   };

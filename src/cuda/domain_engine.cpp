@@ -219,8 +219,7 @@ MemoryUse DomainEngine::memory() const {
 }
 
 Crossing DomainEngine::crossing_of(const DomainPlan& state, Crossing asked) const {
-  if (asked == Crossing::automatic) asked = config_.crossing;
-  return asked == Crossing::automatic ? state.crossing.automatic : asked;
+  return asked == Crossing::automatic ? state.crossing.chosen : asked;
 }
 
 }  // namespace ferry::cuda

@@ -134,7 +134,8 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
     channel_.distrust(kStage, culprit,
                       "counted tokens for a domain that do not fit those for its ranks");
   }
-  state.crossing = make_crossing_plan(state.exchange, parts_.domains, std::move(domain_tokens));
+  state.crossing = make_crossing_plan(state.exchange, parts_.domains, std::move(domain_tokens),
+                                      config_.crossing);
 }
 
 Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {

@@ -129,6 +129,7 @@ void DispatchJob::agree() {
       return true;
     });
   } catch (const Error&) {
+    --*dispatches_;
     if (carries_routes_) plan_->routes_sent.store(false);
     throw;
   }

@@ -26,10 +26,8 @@ std::vector<T> gathered(std::span<const std::int32_t> tokens, std::size_t width,
 }  // namespace
 
 void DispatchJob::resolve_crossing() {
-  const GroupConfig& config = engine_.config();
   crossing_ = options_.crossing;
-  if (crossing_ == Crossing::automatic) crossing_ = config.crossing;
-  if (crossing_ == Crossing::automatic) crossing_ = plan_->crossing.automatic;
+  if (crossing_ == Crossing::automatic) crossing_ = plan_->crossing.chosen;
   if (engine_.domains() == 1) crossing_ = Crossing::direct;
   carries_forwards_ = hierarchical() && !plan_->forwards_known;
 }

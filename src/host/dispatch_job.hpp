@@ -39,7 +39,8 @@ class DispatchJob {
   /// The dispatch will take place: if it is the plan's first, it brings the routes.
   void enter() {
     plan_->routes_sent.store(true);
-    plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
+    dispatches_ =
+        plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
   }
 
   void run();
@@ -96,6 +97,7 @@ class DispatchJob {
   Received result_{};
   Tensor landed_{};  // x in registered memory
   Crossing crossing_ = Crossing::direct;
+  RowLayouts::Count dispatches_{};  // of this layout
   bool carries_routes_ = false;
   bool carries_forwards_ = false;  // what a hierarchical dispatch needs to be spread
   bool allocated_ = false;

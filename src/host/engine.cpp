@@ -125,7 +125,8 @@ void HostEngine::make_crossing(PlanState& state, std::vector<std::int32_t> domai
     channel_.distrust("plan: counts", culprit,
                       "counted tokens for a domain that do not fit those for its ranks");
   }
-  state.crossing = make_crossing_plan(state.exchange, domains_, std::move(domain_tokens));
+  state.crossing =
+      make_crossing_plan(state.exchange, domains_, std::move(domain_tokens), config_.crossing);
 }
 
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {

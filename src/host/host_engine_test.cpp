@@ -90,6 +90,46 @@ TEST(HostEngine, ExhaustedOnOneRankIsToldToAllAndLeavesTheGroupUsable) {
   });
 }
 
+TEST(HostEngine, ARefusedDispatchLeavesNothingInItsPlan) {
+  with_groups(2, small(), [](Group& group) {
+    const Batch batch(group.rank(), 6, 16, 0);  // 12 rows come to rank 0
+    const Plan plan = group.plan(batch.ids());
+    DispatchOptions options;
+    options.worst_case_rows = group.rank() == 0 ? 7 : 20;
+    expect_error(ErrorKind::exhausted, {"rank 0", "12 rows"},
+                 [&] { group.dispatch(batch.x(), plan, options); });
+    const std::vector<float> rows(std::size_t{20} * 16);
+    const std::int64_t given = options.worst_case_rows;
+    expect_error(ErrorKind::invalid_argument,
+                 {"rows", group.rank() == 0 ? "expected 12, the plan's" : "expected 0, the plan's"},
+                 [&] { group.combine({rows.data(), Dtype::f32, {given, 16}}, plan); });
+    const Received got = group.dispatch(batch.x(), plan);
+    EXPECT_TRUE(same_rows(group.combine(got.x, plan).x, batch));
+  });
+}
+
+TEST(HostEngine, WorstCaseRowsThatDidNotComeHaveNoPlace) {
+  GroupConfig config = small();
+  config.memory_bytes = 1 << 20;
+  with_groups(2, config, [](Group& group) {
+    const Batch batch(group.rank(), 6, 16, 0);
+    const Plan plan = group.plan(batch.ids());
+    DispatchOptions options;
+    options.order = RowOrder::expert_major;
+    options.worst_case_rows = 100;
+    for (int i = 0; i < 3; ++i) {  // memory of earlier results is used again
+      const Received got = group.dispatch(batch.x(), plan, options);
+      const auto* places = got.slot_rows.as<std::int64_t>();
+      const int rows = group.rank() == 0 ? 12 : 0;
+      ASSERT_EQ(got.slot_rows.rows(), 100);
+      for (int row = 0; row < 100; ++row) {
+        EXPECT_EQ(places[row], row < rows ? row : -1) << "row " << row;
+      }
+      std::fill_n(got.slot_rows.as<std::int64_t>(), 100, 77);
+    }
+  });
+}
+
 TEST(HostEngine, TheNextDispatchCarriesTheRoutesWhenTheFirstFailed) {
   GroupConfig config = small();
   config.memory_bytes = 1 << 20;  // so that a call on a stream does not have to make room

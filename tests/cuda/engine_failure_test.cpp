@@ -119,6 +119,40 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   });
 }
 
+TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const World world(seat.size(), shape, kSeed + 9);
+    const OnGpu mine = seat.on_gpu(world);
+    OwnStream own(seat.device);
+    seat.meet();
+    for (const bool waits : {true, false}) {
+      const Plan plan = seat.group.plan(mine.routes_view());
+      need(plan.recv_rows() != 1, "one row is enough here");
+      DispatchOptions tight;
+      tight.worst_case_rows = 1;
+      tight.stream = waits ? nullptr : &own.stream;
+      try {
+        const Received refused = seat.group.dispatch(mine.x_view(), plan, tight);
+        refused.event.wait(60s);
+        need(false, "too many rows were taken");
+      } catch (const Error& error) {
+        need(error.kind() == ErrorKind::exhausted, error.what());
+      }
+      ConstTensorView one = mine.x_view();
+      one.shape[0] = 1;
+      try {
+        (void)seat.group.combine(one, plan);
+        need(false, "rows of a refused dispatch were taken");
+      } catch (const Error& error) {
+        need(error.kind() == ErrorKind::invalid_argument, error.what());
+        need(std::string(error.what()).find("worst_case_rows") == std::string::npos, error.what());
+      }
+      round_trip(seat.group, world, mine, plan, {}, seat.copier);
+    }
+  });
+}
+
 /// Refused calls between others that use the same plan: of as many rows as the carrier of the
 /// routes had, and of more.
 TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
