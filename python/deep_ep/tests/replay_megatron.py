@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from devices import device_of
 from rank_buffers import ThreadComm
-from replays import Case, expert_rows
+from replays import Case, Framework, expert_rows
 from torch import Tensor
 
 import deep_ep
 from deep_ep.utils import EventHandle, EventOverlap
+
+FRAMEWORK = Framework(
+    "Megatron-LM",
+    "core 0.16.1",
+    "moe/fused_a2a.py",
+    "the flex dispatcher with `deepep`; not `hybridep`",
+)
 
 EXPERTS = 8
 

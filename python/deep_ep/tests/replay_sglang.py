@@ -11,10 +11,17 @@ from devices import device_of
 from low_latency_bodies import arrived, experts
 from low_latency_reference import BLOCK, Batch, restored
 from rank_buffers import ThreadComm
-from replays import Case, expert_rows
+from replays import Case, Framework, expert_rows
 from torch import Tensor
 
 import deep_ep
+
+FRAMEWORK = Framework(
+    "SGLang",
+    "0.5.23",
+    "token_dispatcher/deepep.py",
+    "`--moe-a2a-backend deepep`, every mode; not `deepep_v2`",
+)
 
 RANKS, EXPERTS, CAPACITY, HIDDEN = 4, 8, 16, 256
 DISPATCH = {

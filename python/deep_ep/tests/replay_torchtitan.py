@@ -10,11 +10,18 @@ import torch
 from devices import device_of
 from low_latency_reference import factor
 from rank_buffers import ThreadComm
-from replays import Case
+from replays import Case, Framework
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deep_ep import Buffer, EventHandle, EventOverlap
+
+FRAMEWORK = Framework(
+    "TorchTitan",
+    "0.2.2",
+    "distributed/deepep/deepep.py",
+    "`deepep`; from 0.3.0 on it imports `ElasticBuffer`",
+)
 
 EXPERTS, TOKENS = 8, [7, 0, 12, 3]
 STREAM: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
@@ -162,6 +169,7 @@ def layers_with_and_without_checkpoints(first: Buffer, device: str) -> None:
 
 
 def inference_keeps_no_handle(first: Buffer, device: str) -> None:
+    """Layers under `torch.inference_mode()`, whose handles are forgotten after the combine."""
     exchange, rank, where = Exchange(first.group), first.rank, device_of(first, device)
     case = Case(99, TOKENS, EXPERTS)
     with torch.inference_mode():

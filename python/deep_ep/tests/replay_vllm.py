@@ -12,10 +12,18 @@ from devices import device_of
 from low_latency_bodies import arrived, experts
 from low_latency_reference import Batch
 from rank_buffers import ThreadComm
-from replays import Case, expert_rows
+from replays import Case, Framework, expert_rows
 from torch import Tensor
 
 import deep_ep
+
+FRAMEWORK = Framework(
+    "vLLM",
+    "0.33.0",
+    "prepare_finalize/deepep_ht.py, prepare_finalize/deepep_ll.py, all2all.py",
+    "all-to-all backends `deepep_high_throughput` and `deepep_low_latency`, "
+    "also with micro-batches and fault tolerance; not `deepep_v2`",
+)
 
 RANKS, EXPERTS, CAPACITY = 4, 8, 16
 TOKENS = [7, 0, 12, 3]

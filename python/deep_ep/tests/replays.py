@@ -1,13 +1,28 @@
-"""What the replays of frameworks share: small whole numbers, so that every sum is exact in bf16 in
-whatever order a framework adds, a dense reference, and the experts between dispatch and combine."""
+"""What the replays of frameworks share: which release they follow, small whole numbers, so that
+every sum is exact in bf16 in whatever order a framework adds, a dense reference, and the experts
+between dispatch and combine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from low_latency_reference import Batch, factor
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A program whose calls of `deep_ep` a file replays; docs/compatibility.md shows it."""
+
+    name: str
+    release: str
+    """The newest release whose files make these calls."""
+    files: str
+    """Those of its files that call `deep_ep`."""
+    choice: str
+    """How its users choose `deep_ep`."""
 
 
 class Case(Batch):

@@ -10,14 +10,11 @@ import handle_bodies
 import low_latency_calls
 import mask_bodies
 import pytest
-import replay_megatron
-import replay_sglang
-import replay_torchtitan
-import replay_vllm
 import throughput_bodies as bodies
 import torch
 import torch.distributed as dist
 from buffer_processes import BufferProcesses
+from compatibility import replays
 from devices import device_of
 from gpus import needs_gpu
 from rank_processes import free_port, kept
@@ -61,11 +58,7 @@ def test_masks_on_gpus(pool: Any, body: Any, size: int) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    "replay",
-    (*replay_vllm.ALL, *replay_sglang.ALL, *replay_megatron.ALL, *replay_torchtitan.ALL),
-    ids=lambda replay: replay.__name__,
-)
+@pytest.mark.parametrize("replay", replays(), ids=lambda replay: replay.__name__)
 def test_replays_on_gpus(pool: Any, replay: Any) -> None:
     pool("cuda", 4).run(replay, num_nvl_bytes=1 << 20)
 

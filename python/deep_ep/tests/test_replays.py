@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 import replay_megatron
-import replay_sglang
-import replay_torchtitan
-import replay_vllm
+from compatibility import replays
 from rank_buffers import run_buffers
 
-REPLAYS = (*replay_vllm.ALL, *replay_sglang.ALL, *replay_megatron.ALL, *replay_torchtitan.ALL)
-"""For 4 ranks."""
 
-
-@pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.__name__)
+@pytest.mark.parametrize("replay", replays(), ids=lambda replay: replay.__name__)
 def test_four_ranks(replay: Any) -> None:
     run_buffers(4, lambda buffer: replay(buffer, "cpu"), num_nvl_bytes=1 << 20)
 
