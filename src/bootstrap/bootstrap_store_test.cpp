@@ -320,19 +320,45 @@ TEST(Store, SlowHandshakesAreDropped) {
   EXPECT_EQ(world.server.fate(half), StoreServer::Fate::dropped);
 }
 
-TEST(Store, PendingConnectionsAreBoundedAndTheOldestGoes) {
+TEST(Store, StrangersAreBoundedAndTheOldestGoes) {
   World world(2);
   const auto first = world.server.open(world.now);
   for (int i = 0; i < 65; ++i) world.server.open(world.now);
-  EXPECT_EQ(world.server.pending(), 66u);
-  EXPECT_EQ(world.server.fate(first), StoreServer::Fate::open);
+  EXPECT_EQ(world.server.surplus(), std::nullopt);
   world.server.open(world.now);
-  EXPECT_EQ(world.server.pending(), 66u);
+  ASSERT_EQ(world.server.surplus(), first);
+  world.server.evict(first);
   EXPECT_EQ(world.server.fate(first), StoreServer::Fate::dropped);
-  // Whoever is admitted makes room and is never evicted.
-  auto wires = all_joined(world, 2);
-  for (int i = 0; i < 200; ++i) world.server.open(world.now);
-  for (auto* wire : wires) EXPECT_EQ(world.server.fate(wire->id), StoreServer::Fate::open);
+  EXPECT_EQ(world.server.surplus(), std::nullopt);
+  EXPECT_EQ(world.server.pending(), 66u);
+}
+
+TEST(Store, SilentStrangersAndSuchAsSaidHelloHaveRoomOfTheirOwn) {
+  World world(2);
+  auto& rank = world.dial(1);
+  for (FrameQueue& output = rank.client->output(); !output.empty();) {
+    const auto piece = output.front();
+    world.server.receive(rank.id, piece);
+    output.written(piece.size());
+  }
+  const auto silent = world.server.open(world.now);
+  for (int i = 0; i < 66; ++i) world.server.open(world.now);
+  EXPECT_EQ(world.server.surplus(), silent);  // not the older one, which said hello
+  world.server.evict(silent);
+  for (int i = 0; i < 65; ++i) world.dial(0, 0, "guessed");
+  world.settle();
+  EXPECT_EQ(world.server.surplus(), std::nullopt);
+  EXPECT_EQ(rank.client->state(), State::joined);
+}
+
+TEST(Store, WhoIsAdmittedMakesRoomAndRank0sOwnConnectionIsNoStranger) {
+  World world(2);
+  const auto own = world.server.open_own();
+  for (int r : {0, 1}) world.dial(r);
+  world.settle();
+  EXPECT_EQ(world.server.pending(), 0u);
+  world.server.tick(world.now + 24h);
+  EXPECT_EQ(world.server.fate(own), StoreServer::Fate::open);
 }
 
 TEST(Store, ClosingIsToldToEverybody) {

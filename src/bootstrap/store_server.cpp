@@ -16,15 +16,32 @@ FrameHeader StoreServer::header(FrameType type, int rank) const {
 
 StoreServer::Connection StoreServer::open(TimePoint now) {
   now_ = now;
-  if (pending() >= config_.pending_at_most) {
-    // An honest handshake takes milliseconds: the oldest is the one that does not hurry.
-    drop(std::find_if(peers_.begin(), peers_.end(), [](auto& p) {
-           return p.second.pending();
-         })->second);
-  }
   const Connection id = next_++;
   peers_[id].due = now + config_.handshake;
   return id;
+}
+
+StoreServer::Connection StoreServer::open_own() {
+  const Connection id = open(now_);
+  peers_[id].due = TimePoint::max();
+  peers_[id].own = true;
+  return id;
+}
+
+std::optional<StoreServer::Connection> StoreServer::surplus() const {
+  struct Kind {
+    Connection oldest = 0;
+    std::size_t count = 0;
+  } silent, spoke;
+  for (const auto& [id, peer] : peers_) {
+    if (!peer.pending()) continue;
+    Kind& kind = peer.phase == Phase::fresh ? silent : spoke;
+    if (kind.count++ == 0) kind.oldest = id;
+  }
+  for (const Kind& kind : {silent, spoke}) {
+    if (kind.count > config_.pending_at_most) return kind.oldest;
+  }
+  return std::nullopt;
 }
 
 std::size_t StoreServer::pending() const {

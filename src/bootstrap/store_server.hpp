@@ -27,7 +27,7 @@ class StoreServer {
     std::function<Nonce()> nonce = random_nonce;
     /// A connection that has not proved the secret by then is dropped.
     std::chrono::milliseconds handshake = std::chrono::seconds(5);
-    /// Connections that were not admitted; the oldest goes when one more comes.
+    /// Strangers that said nothing yet, and as many again that said hello; see `surplus`.
     /// 0: size + 64, so that all ranks can knock at once.
     std::size_t pending_at_most = 0;
   };
@@ -35,7 +35,13 @@ class StoreServer {
   explicit StoreServer(Config config);
 
   Connection open(TimePoint now);
+  /// Rank 0's own connection: no stranger's, so nothing crowds it out and it has time.
+  Connection open_own();
   void receive(Connection id, std::span<const std::byte> bytes);
+  /// The oldest stranger of a kind that has too many: read what it has sent, and if it is still
+  /// the one, `evict` it. Each kind has room of its own, so that neither drives out the other.
+  std::optional<Connection> surplus() const;
+  void evict(Connection id) { drop(peers_.at(id)); }
   /// The peer closed, or the connection broke.
   void end_of_stream(Connection id);
   /// The bytes to write next; empty if none. Valid until the next call of anything.
@@ -71,10 +77,11 @@ class StoreServer {
     FrameParser parser{};
     FrameQueue output{};
     Transcript transcript{};
+    bool own = false;           // rank 0's
     int rank = -1;              // once joined
     std::size_t announced = 0;  // counted in announced_
 
-    bool pending() const { return rank < 0 && phase != Phase::dropped; }
+    bool pending() const { return rank < 0 && !own && phase != Phase::dropped; }
     bool listening() const { return phase != Phase::ending && phase != Phase::dropped; }
   };
   enum class Presence { absent, here, gone };

@@ -22,6 +22,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::size_t kReadBytes = 64 << 10;
+constexpr int kAcceptedAtOnce = 64;
 constexpr auto kAcceptPause = 100ms;
 constexpr auto kLingerAfterFailure = 1s;
 
@@ -58,7 +59,7 @@ StoreThread::StoreThread(Config config)
     throw start_error(error_text(errno),
                       too_many_files(errno) ? ErrorKind::exhausted : ErrorKind::system);
   }
-  links_[server_.open(Clock::now())].socket = std::move(config.own);
+  links_[server_.open_own()].socket = std::move(config.own);
   const SignalsBlocked blocked;
   try {
     thread_ = std::thread([this] { run(); });
@@ -109,18 +110,32 @@ void StoreThread::serve(std::chrono::milliseconds longest) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (polled[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(ids[i], links_.at(ids[i]));
   }
-  if (polled[1].revents) accept_all();
+  if (polled[1].revents) accept_some();
   settle();
 }
 
-void StoreThread::accept_all() {
+// A bounded turn: who was let in before is read again before more come.
+void StoreThread::accept_some() {
   int error = 0;
-  while (Descriptor socket = accept_from(listener_, error)) {
-    links_[server_.open(Clock::now())].socket = std::move(socket);
-    settle();  // closes what had to make room
+  for (int turn = 0; turn < kAcceptedAtOnce; ++turn) {
+    Descriptor socket = accept_from(listener_, error);
+    if (!socket) break;
+    const Connection id = server_.open(Clock::now());
+    Link& link = links_[id];
+    link.socket = std::move(socket);
+    read(id, link);
   }
+  make_room();
   accept_error_.store(error, std::memory_order_relaxed);
   if (error != 0) accept_again_ = Clock::now() + kAcceptPause;
+}
+
+// Nobody goes unread: what proves a rank may have come already.
+void StoreThread::make_room() {
+  while (const auto oldest = server_.surplus()) {
+    read(*oldest, links_.at(*oldest));
+    if (server_.surplus() == oldest) server_.evict(*oldest);
+  }
 }
 
 void StoreThread::read(Connection id, Link& link) {

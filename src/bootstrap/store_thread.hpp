@@ -44,7 +44,8 @@ class StoreThread {
   void run();
   void serve(std::chrono::milliseconds longest);
   void end();
-  void accept_all();
+  void accept_some();
+  void make_room();
   void read(Connection id, Link& link);
   void write(Connection id, Link& link);
   void settle();

@@ -57,6 +57,7 @@ class TcpBootstrap final : public Bootstrap {
   std::optional<StoreClient> client_;
   std::vector<std::byte> buffer_;
   std::string last_problem_;     // of the attempts to connect
+  bool found_ = false;           // one of them met a Ferry store
   std::optional<Error> broken_;  // what every further call throws
 };
 

@@ -134,6 +134,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
       return false;
     }
   }
+  found_ = found_ || client_->greeted();
   const auto refuse = [&](const char* what) {
     throw Error(ErrorKind::refused,
                 "rank " + std::to_string(who_.rank) + ": what answers at " + who_.store + " " +
@@ -150,7 +151,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
       // The store had too many visitors, or the time of the handshake was up: try again.
       last_problem_ = client_->greeted() ? "the store ended the connection during the greeting"
                                          : "something is there, but it hung up at once; perhaps "
-                                           "another program has that port";
+                                           "another program has that port, or many crowd it";
       return false;
     default: return true;
   }
@@ -168,10 +169,14 @@ void TcpBootstrap::pause(const TcpOptions& options, Clock::time_point due,
 }
 
 void TcpBootstrap::raise_unreached(const TcpOptions& options) const {
+  const std::string what = found_ ? "did not let this rank in" : "was not found";
+  const std::string to_do = found_ ? "see whether others crowd that port, choose another "
+                                     "(FERRY_PORT) that only this job's hosts reach"
+                                   : "start rank 0, check MASTER_ADDR and the port";
   throw Error(ErrorKind::deadline,
-              "rank " + std::to_string(who_.rank) + ": rank 0's store was not found at " +
-                  who_.store + " within " + spell(options.deadline) + " (last: " + last_problem_ +
-                  "); start rank 0, check MASTER_ADDR and the port, or give a longer deadline",
+              "rank " + std::to_string(who_.rank) + ": rank 0's store at " + who_.store + " " +
+                  what + " within " + spell(options.deadline) + " (last: " + last_problem_ + "); " +
+                  to_do + ", or give a longer deadline",
               {.rank = who_.rank, .peer = 0, .stage = "bootstrap: connect"});
 }
 

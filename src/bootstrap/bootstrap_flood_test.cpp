@@ -1,0 +1,136 @@
+// Strangers who knock at the store without end, while honest ranks join.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "bootstrap/store_client.hpp"
+#include "bootstrap/store_thread.hpp"
+#include "bootstrap/test_ranks.hpp"
+#include "bootstrap/test_tcp.hpp"
+
+namespace ferry::bootstrap {
+namespace {
+
+using namespace std::chrono_literals;
+
+std::vector<std::byte> hello_of(int rank, int size) {
+  StoreClient client({.rank = rank, .size = size, .secret = "x", .nonce = random_nonce()});
+  std::vector<std::byte> bytes;
+  for (FrameQueue& output = client.output(); !output.empty();) {
+    const auto piece = output.front();
+    bytes.insert(bytes.end(), piece.begin(), piece.end());
+    output.written(piece.size());
+  }
+  return bytes;
+}
+
+/// Connections without end: silent ones, and such as say hello and prove nothing.
+class Flood {
+ public:
+  explicit Flood(const TcpOptions& store) : store_(store) {
+    for (int t = 0; t < 2; ++t) threads_.emplace_back([this, talks = t == 1] { run(talks); });
+  }
+  ~Flood() {
+    over_ = true;
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int connections() const { return made_; }
+
+ private:
+  void run(bool talks) {
+    constexpr std::size_t kHeld = 150;
+    const auto hello = hello_of(1, store_.size);
+    std::deque<Descriptor> held;
+    while (!over_) {
+      held.push_back(connected_to(store_));
+      if (!held.back()) {
+        held.pop_back();
+        continue;
+      }
+      ++made_;
+      // Reset when it is closed: no TIME_WAIT keeps a port from other tests.
+      const linger at_once{.l_onoff = 1, .l_linger = 0};
+      ::setsockopt(held.back().get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+      if (talks) write_to(held.back(), hello);
+      if (held.size() > kHeld) held.pop_front();
+    }
+  }
+
+  const TcpOptions store_;
+  std::atomic<bool> over_{false};
+  std::atomic<int> made_{0};
+  std::vector<std::thread> threads_;
+};
+
+TEST(Flood, RanksJoinThroughIt) {
+  TcpOptions base = fresh_options(6);
+  base.deadline = 10s;
+  std::atomic<bool> flooded{false};
+  int strangers = 0;
+  std::thread flooding([&] {
+    const Flood flood(base);
+    while (!flooded) std::this_thread::sleep_for(1ms);
+    strangers = flood.connections();
+  });
+  auto errors = run_ranks(6, [&](int r) {
+    if (r > 0) std::this_thread::sleep_for(r * 50ms);
+    tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 10s);
+  });
+  flooded = true;
+  flooding.join();
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+  EXPECT_GT(strangers, 300);
+}
+
+/// A store without its rank 0.
+struct Store {
+  TcpOptions base = fresh_options(2);
+  StoreThread::Config config{
+      .server = {.size = 2, .secret = base.secret},
+      .listener = listen_at({base.address, base.port}, 0),
+      .own = {},
+  };
+  Descriptor rank0{};
+  std::unique_ptr<StoreThread> thread{};
+  void start() {
+    std::tie(rank0, config.own) = socket_pair(0);
+    thread = std::make_unique<StoreThread>(std::move(config));
+  }
+};
+
+// What waits in the backlog is taken in one go: the first of them is an honest rank.
+TEST(Flood, AHelloThatIsThereIsReadBeforeItsConnectionGoes) {
+  Store store;
+  const Descriptor rank = connected_to(store.base);
+  write_to(rank, hello_of(1, 2));
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 300; ++i) strangers.push_back(connected_to(store.base));
+  store.start();
+  write_to(store.rank0, hello_of(0, 2));
+  for (const Descriptor* one : std::initializer_list<const Descriptor*>{&rank, &store.rank0}) {
+    pollfd polled{.fd = one->get(), .events = POLLIN, .revents = 0};
+    ASSERT_EQ(::poll(&polled, 1, 5000), 1);
+    std::vector<std::byte> answer(256);
+    EXPECT_GT(read_from(*one, answer).bytes, 0u);  // of a challenge; no hang-up
+  }
+}
+
+TEST(Flood, AStoreThatLetsNobodyInWasFoundNevertheless) {
+  Store store;
+  store.config.server.handshake = 0ms;
+  store.start();
+  TcpOptions options = as_rank(store.base, 1);
+  options.deadline = 100ms;
+  const Error e = error_from([&] { tcp_bootstrap(options); });
+  EXPECT_EQ(e.kind(), ErrorKind::deadline);
+  EXPECT_TRUE(contains(e, "did not let this rank in within 100 ms")) << e.what();
+}
+
+}  // namespace
+}  // namespace ferry::bootstrap
