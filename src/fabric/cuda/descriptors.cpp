@@ -124,6 +124,7 @@ DescriptorServer::DescriptorServer(const JobKey& name)
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       owner_pid_(getpid()) {
   if (stop_.get() < 0) fail("eventfd", errno);
+  clients_.reserve(kMostClients);
   const Name at = name_of(name);
   const auto* address = reinterpret_cast<const sockaddr*>(&at.address);
   if (bind(listener_.get(), address, at.bytes) != 0) fail("bind", errno);
@@ -164,27 +165,42 @@ void DescriptorServer::withdraw(SegmentId segment) noexcept {
 }
 
 void DescriptorServer::serve() noexcept {
+  std::array<pollfd, 2 + kMostClients> events{};
   for (;;) {
-    std::array<pollfd, 2> events{{{listener_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}}};
-    if (poll(events.data(), events.size(), -1) < 0 && errno != EINTR) return;
-    if (events[1].revents != 0) return;
-    if (events[0].revents == 0) continue;
-    const UniqueDescriptor client(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (client.get() >= 0) {
-      answer(client.get());
-    } else if (too_many_files(errno)) {
-      poll(nullptr, 0, 20);  // the client stays in the queue: not in a tight loop
+    events[0] = {listener_.get(), POLLIN, 0};
+    events[1] = {stop_.get(), POLLIN, 0};
+    for (std::size_t i = 0; i < clients_.size(); ++i) {
+      events[2 + i] = {clients_[i].socket.get(), POLLIN, 0};
     }
+    const int wait_ms = clients_.empty() ? -1 : 100;
+    if (poll(events.data(), 2 + clients_.size(), wait_ms) < 0 && errno != EINTR) return;
+    if (events[1].revents != 0) return;
+    const auto now = Clock::now();
+    std::erase_if(clients_, [&](const Client& client) {
+      return answer(client.socket.get()) || now >= client.due;
+    });
+    if (events[0].revents != 0) admit(now);
   }
 }
 
-void DescriptorServer::answer(int client) noexcept {
-  limit_waits(client, std::chrono::seconds(1));
-  Request request;
-  if (!same_user(client) || recv(client, &request, sizeof request, 0) != sizeof request ||
-      request.magic != Request::kMagic) {
+/// Who says nothing waits beside the others, not before them.
+void DescriptorServer::admit(Clock::time_point now) noexcept {
+  UniqueDescriptor client(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (client.get() < 0) {
+    if (too_many_files(errno)) poll(nullptr, 0, 20);  // it stays in the queue: not in a tight loop
     return;
   }
+  if (!same_user(client.get()) || answer(client.get())) return;
+  if (clients_.size() == kMostClients) clients_.erase(clients_.begin());
+  clients_.push_back({std::move(client), now + std::chrono::seconds(1)});
+}
+
+/// Whether this client is done: answered, or none of ours.
+bool DescriptorServer::answer(int client) noexcept {
+  Request request;
+  const ssize_t got = recv(client, &request, sizeof request, MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+  if (got != sizeof request || request.magic != Request::kMagic) return true;
   Parcel parcel;
   const std::lock_guard lock(mutex_);  // while it is sent the descriptor stays open
   const auto found = offers_.find(request.segment);
@@ -198,7 +214,9 @@ void DescriptorServer::answer(int client) noexcept {
     std::memcpy(CMSG_DATA(header), &found->second, sizeof(int));
   }
   // If it cannot be sent, the client's receive says so.
-  [[maybe_unused]] const ssize_t sent = sendmsg(client, &parcel.message, MSG_NOSIGNAL);
+  [[maybe_unused]] const ssize_t sent =
+      sendmsg(client, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return true;
 }
 
 UniqueDescriptor ask_for_descriptor(const JobKey& name, SegmentId segment,
@@ -217,6 +235,7 @@ UniqueDescriptor ask_for_descriptor(const JobKey& name, SegmentId segment,
   Parcel parcel;
   parcel.make_room();
   const ssize_t got = recvmsg(server.get(), &parcel.message, MSG_CMSG_CLOEXEC);
+  if (got < 0 && errno == EAGAIN) throw std::runtime_error("its socket gave no answer in time");
   if (got < 0) fail("receive from its socket", errno);
   UniqueDescriptor descriptor;
   const cmsghdr* header = CMSG_FIRSTHDR(&parcel.message);

@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "fabric/process.hpp"
 #include "fabric/segment_handle.hpp"
@@ -47,14 +48,23 @@ class DescriptorServer {
   void withdraw(SegmentId segment) noexcept;
 
  private:
+  using Clock = std::chrono::steady_clock;
+  struct Client {
+    UniqueDescriptor socket;
+    Clock::time_point due;
+  };
+  static constexpr std::size_t kMostClients = 64;  // that have asked nothing yet
+
   void serve() noexcept;
-  void answer(int client) noexcept;
+  void admit(Clock::time_point now) noexcept;
+  bool answer(int client) noexcept;
 
   UniqueDescriptor listener_;
   UniqueDescriptor stop_;
   pid_t owner_pid_;
   std::mutex mutex_;
   std::map<SegmentId, int> offers_;
+  std::vector<Client> clients_;  // of the thread
   std::thread thread_;
 };
 

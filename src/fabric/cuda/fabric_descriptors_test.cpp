@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <memory>
 #include <stdexcept>
@@ -100,6 +103,25 @@ TEST(Descriptors, ManyAskAtOnce) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(right, 400);
+}
+
+TEST(Descriptors, SilentVisitorsHoldNobodyUp) {
+  const JobKey name = random_key(0);
+  const File file;
+  DescriptorServer server(name);
+  server.offer(0, file.fd.get());
+  sockaddr_un where{};
+  where.sun_family = AF_UNIX;
+  const int length = std::snprintf(
+      where.sun_path + 1, sizeof where.sun_path - 1, "ferry-cuda-%016llx%016llx",
+      static_cast<unsigned long long>(name[0]), static_cast<unsigned long long>(name[1]));
+  const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+  std::vector<UniqueDescriptor> silent;
+  for (int i = 0; i < 100; ++i) {  // more than are kept
+    silent.emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(connect(silent.back().get(), reinterpret_cast<sockaddr*>(&where), bytes), 0);
+  }
+  EXPECT_EQ(File::inode_of(ask_for_descriptor(name, 0, 800ms).get()), file.inode);
 }
 
 TEST(Descriptors, AForkedChildLeavesTheServerAlone) {
