@@ -65,12 +65,13 @@ void LatencyMasks::beat() {
   pulse_.beat(reach_, [this](int peer) { return masked(peer); });
 }
 
-int LatencyMasks::silent() const {
-  int count = 0;
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    count += peer != engine_.rank() && !pulse_.held_up(peer) ? 1 : 0;
+bool LatencyMasks::waits_on(int peer, const std::function<bool(int)>& arrived) const {
+  int silent = 0;
+  for (int other = 0; other < engine_.size(); ++other) {
+    if (other == engine_.rank() || (arrived && arrived(other))) continue;
+    silent += pulse_.held_up(other) ? 0 : 1;
   }
-  return count;
+  return time_.extensions() <= silent && pulse_.held_up(peer);
 }
 
 int LatencyMasks::evictor() const {
@@ -108,7 +109,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
     pending[static_cast<std::size_t>(peer)] = 0;
     if (missed) missed(peer);
   };
-  MaskWatch watch(engine_, this, time_, pending);
+  MaskWatch watch(engine_, *this, pending);
   while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
     RankBytes newcomers(pending.size(), 0);
     const Status status =
@@ -118,23 +119,18 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
       case Status::Code::kPeerFailed: give_up(status.peer); break;
       case Status::Code::kDeadline: {
         // A rank that fails while it delivers holds up some ranks and not others: those that it
-        // holds up are a call behind, and come when their deadline is over. A silent rank can do so
-        // once for each of the ranks here; without silent ranks somebody made another call.
-        const bool patient = time_.extensions() <= silent();
+        // holds up are a call behind, and come when their deadline is over.
         bool held_up = false;
         for (std::size_t p = 0; p < pending.size(); ++p) {
           if (pending[p] == 0) continue;
           const int peer = static_cast<int>(p);
-          if (patient && pulse_.held_up(peer)) {
+          if (waits_on(peer)) {
             held_up = true;
           } else {
             give_up(peer);
           }
         }
-        if (held_up) {
-          time_.extend();
-          pulse_.begin_window(time_.begun());
-        }
+        if (held_up) extend();
         break;
       }
       case Status::Code::kInterrupted:
@@ -165,9 +161,13 @@ void LatencyMasks::start_over(Generation generation, const RankBytes& gone) {
   must_rejoin_.store(false, std::memory_order_relaxed);
 }
 
-MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks* masks, CallTime& time,
-                     protocol::RankSet pending)
-    : engine_(engine), masks_(masks), time_(time), pending_(pending) {
+MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks& masks, protocol::RankSet pending)
+    : engine_(engine), masks_(masks), time_(masks.time_), pending_(pending) {
+  engine_.channel().beat(true);
+}
+
+MaskWatch::MaskWatch(HostEngine& engine, LatencyMasks& masks, std::function<bool(int)> arrived)
+    : engine_(engine), masks_(masks), time_(masks.time_), arrived_(std::move(arrived)) {
   engine_.channel().beat(true);
 }
 
@@ -208,18 +208,21 @@ Status MaskWatch::check() {
     return status;
   }
   time_.look(now);
+  masks_.pulse_.look(now);
   engine_.channel().beat(true);
   // Before the deadline: a rank that was stopped finds its own over, and must hear first that the
   // others went on.
-  const int evictor = masks_ == nullptr ? -1 : masks_->evictor();
-  if (masks_ != nullptr && evictor < 0) masks_->beat();
+  const int by = evictor();
+  if (!rejoins() && by < 0) masks_.beat();
   if (engine_.channel().left()) {
     status.code = Status::Code::kInterrupted;
-  } else if (evictor >= 0) {
+  } else if (by >= 0) {
     status.code = Status::Code::kLeftBehind;
-    status.peer = evictor;
+    status.peer = by;
   } else if (status.peer = gone(); status.peer >= 0) {
     status.code = Status::Code::kPeerFailed;
+  } else if (time_.over() && rejoins() && masks_.waits_on(only_, arrived_)) {
+    masks_.extend();
   } else if (time_.over()) {
     status.code = Status::Code::kDeadline;
   } else if (engine_.config().on_wait) {

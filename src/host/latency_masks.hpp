@@ -76,8 +76,7 @@ class LatencyMasks {
   void check_left_behind(const char* call) const;
   /// The deadline of a call runs from here: all its waits share it.
   void begin_call() {
-    time_.begin();
-    pulse_.begin_window(time_.begun());
+    begin_wait();
     if (on_ && !must_rejoin() && evictor() < 0) beat();
   }
   /// Whether the words of a peer can be read here.
@@ -102,10 +101,21 @@ class LatencyMasks {
   friend class MaskWatch;
   int evictor() const;
   bool must_rejoin() const { return must_rejoin_.load(std::memory_order_relaxed); }
+  void begin_wait() {
+    time_.begin();
+    pulse_.begin_window(time_.begun());
+  }
   /// Not by a rank that was left behind: nobody is to wait for it.
   void beat();
-  /// How many peers were in no call lately.
-  int silent() const;
+  /// At the deadline: whether this rank waits for `peer` on, which is held up. A silent rank can
+  /// hold up others once for each of the ranks here; without silent ranks somebody made another
+  /// call. `arrived`: in a rejoin, whether a rank is there; it holds up nobody.
+  bool waits_on(int peer, const std::function<bool(int)>& arrived = {}) const;
+  /// Grants one more deadline.
+  void extend() {
+    time_.extend();
+    pulse_.begin_window(time_.begun());
+  }
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
@@ -129,8 +139,10 @@ class LatencyMasks {
 /// went on without this one, the caller's `on_wait`. No notice of the group ends it.
 class MaskWatch {
  public:
-  /// `masks`: null where nobody can be masked (rejoin). `pending`: of the wait; may be empty.
-  MaskWatch(HostEngine& engine, LatencyMasks* masks, CallTime& time, protocol::RankSet pending);
+  /// `pending`: of the wait.
+  MaskWatch(HostEngine& engine, LatencyMasks& masks, protocol::RankSet pending);
+  /// Of a rejoin, where nobody can be masked. `arrived(peer)`: whether the peer has come to it.
+  MaskWatch(HostEngine& engine, LatencyMasks& masks, std::function<bool(int)> arrived);
   ~MaskWatch();
   MaskWatch(const MaskWatch&) = delete;
   MaskWatch& operator=(const MaskWatch&) = delete;
@@ -141,13 +153,20 @@ class MaskWatch {
   void hand_over();
   protocol::Status check();
   void awaits(int peer) { only_ = peer; }
+  /// All ranks have come to the rejoin: what is left takes them no time, so a rank that was the
+  /// last to come does not have this one give up while the others go on.
+  void all_arrived() { masks_.begin_wait(); }
 
  private:
+  bool rejoins() const { return arrived_ != nullptr; }
   int gone() const;
+  /// What ends a call, and not a rejoin: a peer that went on without this rank, or −1.
+  int evictor() const { return rejoins() ? -1 : masks_.evictor(); }
   HostEngine& engine_;
-  LatencyMasks* masks_;
+  LatencyMasks& masks_;
   CallTime& time_;
-  protocol::RankSet pending_;
+  protocol::RankSet pending_{};
+  std::function<bool(int)> arrived_{};
   int only_ = -1;
 };
 

@@ -38,17 +38,18 @@ void LatencyPulse::begin_window(Clock::time_point start) {
   long_begun_ = false;
 }
 
+void LatencyPulse::look(Clock::time_point now) {
+  if (long_begun_ || now - start_ < deadline_ / kLongBegun) return;
+  long_begun_ = true;
+  for (std::size_t i = 0; i < far_.size(); ++i) then_[i] = word(far_[i]);
+}
+
 void LatencyPulse::beat(FabricReach& reach, const std::function<bool(int)>& left_out) {
   const auto now = Clock::now();
   // relaxed: as in `word`.
   row_[rank_].store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
                     protocol::order::relaxed);
-  if (far_.empty()) return;
-  if (!long_begun_ && now - start_ >= deadline_ / kLongBegun) {
-    long_begun_ = true;
-    for (std::size_t i = 0; i < far_.size(); ++i) then_[i] = word(far_[i]);
-  }
-  if (now - told_ < deadline_ / kTold) return;
+  if (far_.empty() || now - told_ < deadline_ / kTold) return;
   told_ = now;
   ++count_;
   for (const int peer : far_) {

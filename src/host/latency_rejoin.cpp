@@ -166,9 +166,7 @@ void HostLatency::rejoin() {
         }
         masks_.require_rejoin();
         RankBytes gone(static_cast<std::size_t>(ranks()), 0);
-        CallTime time(engine_->config().deadline);
-        time.begin();
-        MaskWatch watch(*engine_, nullptr, time, gone);
+        MaskWatch watch(*engine_, masks_, [this](int peer) { return rejoin_.offered(peer); });
         const protocol::Status status = rejoin_.agree(reach_, used, gone, watch, agreed);
         if (!status.ok()) throw_not_rejoined(status);
         start_from(agreed, gone);

@@ -25,6 +25,13 @@ inline GroupConfig with_deadline(std::chrono::nanoseconds deadline) {
   return config;
 }
 
+/// What `masked` says on a rank that masks this one alone.
+inline std::vector<bool> only(int rank) {
+  std::vector<bool> masks(kRanks, false);
+  masks[static_cast<std::size_t>(rank)] = true;
+  return masks;
+}
+
 /// What one rank does again and again: token t goes to expert t with weight 1 and to expert t + 2
 /// (the next rank's) with weight 2. Values are whole numbers that tell rank, round and token.
 class Load {

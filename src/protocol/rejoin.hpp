@@ -38,7 +38,7 @@ struct RejoinTraits {
 };
 
 /// A watch that is told whom the next wait is for; the status of a rank that is gone for ever is
-/// kPeerFailed.
+/// kPeerFailed. It may have `all_arrived`, called when all ranks have made their offers.
 template <class T>
 concept RejoinWatch = Watch<T> && requires(T& watch, int peer) { watch.awaits(peer); };
 
@@ -98,10 +98,17 @@ class Rejoin {
       if (!status.ok()) return status;
       if (later) continue;
       if (!Traits::kAnswers) return {};
+      if constexpr (requires { watch.all_arrived(); }) watch.all_arrived();
       publish(reach, layout_.answers, Channel::kAnswer, agreed);
       status = hear_answers(absent, watch, agreed, later);
       if (!later) return status;
     }
+  }
+
+  /// Whether a peer's offer in this round, or in a later one, is here.
+  bool offered(int peer) const {
+    // relaxed: nothing is read on the strength of it.
+    return round_of(offers_[peer].load(order::relaxed)) >= round_;
   }
 
  private:
