@@ -127,6 +127,7 @@ void Channel::raise(const char* stage, const Status& status, const std::optional
         text = told(*notice, rank_) + ", seen after " + seconds(waited);
         if (notice->kind == Notice::Kind::kLate) {
           text += whereabouts({context.peer, notice->reporter, rank_});
+          if (context.peer == rank_) text += ". Was this rank stopped, or kept from the CPU?";
         }
         notices_.raise(reach_, notice->kind, context.peer, generation());
       } else {

@@ -27,6 +27,26 @@ fabric::Segment try_register(fabric::Fabric& fabric, const Growth& growth, std::
   return {};
 }
 
+/// What `peer` said in the last swap.
+void attach(Channel& channel, Memory& memory, const char* stage, int peer) {
+  const StepMessage theirs = channel.head(peer);
+  if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
+    channel.distrust(
+        stage, peer,
+        "sent a segment's handle of " + std::to_string(theirs.handle_bytes) + " bytes");
+  }
+  try {
+    memory.fabric->attach(peer, theirs.segment, theirs.need_bytes,
+                          {channel.body(peer), theirs.handle_bytes});
+  } catch (const Error&) {
+    // Of a rank that was stopped meanwhile the others have given up, and their memory is gone.
+    const auto failed =
+        channel.look(stage, [] { return Channel::kUnknownEnd; }, [](int) { return true; });
+    if (failed) throw *failed;
+    throw;
+  }
+}
+
 }  // namespace
 
 void check_same_call(Channel& channel, const char* stage, const CallSignature& mine) {
@@ -67,14 +87,7 @@ AddedSegments add_segments(Channel& channel, Memory& memory, const Growth& growt
       poor = peer;
       missing = theirs.need_bytes;
     }
-    if (peer == channel.rank() || theirs.handle_bytes == 0) continue;
-    if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
-      channel.distrust(
-          stage, peer,
-          "sent a segment's handle of " + std::to_string(theirs.handle_bytes) + " bytes");
-    }
-    memory.fabric->attach(peer, theirs.segment, theirs.need_bytes,
-                          {channel.body(peer), theirs.handle_bytes});
+    if (peer != channel.rank() && theirs.handle_bytes > 0) attach(channel, memory, stage, peer);
   }
   StepMessage attached;
   attached.call.kind = CallKind::grow;
