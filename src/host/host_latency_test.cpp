@@ -1,5 +1,6 @@
 // Latency mode of the host engine: what a caller may do with results.
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <new>
@@ -114,14 +115,16 @@ TEST(HostLatency, AResultOutlivesTheSettlingOfOneDroppedUnreceived) {
 
 TEST(HostLatency, WeightsThatDoNotComeAreNamed) {
   GroupConfig config;
-  config.deadline = 300ms;
-  with_groups(3, config, [](Group& group) {
+  config.deadline = 2s;
+  std::atomic<int> gave_up{0};
+  with_groups(3, config, [&](Group& group) {
+    const std::shared_ptr<void> ends(nullptr, [&](void*) { ++gave_up; });
     LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
     const Batch batch(group.rank(), 4, 16, 5);
     const std::vector<float> weights(4, 1.0F);
     const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
     if (group.rank() == 1) {
-      std::this_thread::sleep_for(900ms);
+      while (gave_up < 2) std::this_thread::sleep_for(1ms);
       return;
     }
     try {

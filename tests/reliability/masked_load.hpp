@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "ferry/group.hpp"
 #include "processes.hpp"
 
 namespace ferry::test {
@@ -24,6 +25,7 @@ struct MaskBoard {
   std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};        ///< rounds, said by the deciding rank
   std::atomic<int> rejoin_decider{-1}, stop_decider{-1};
   std::atomic<int> victims{0};  ///< bits of the ranks that others may go without
+  std::array<std::atomic<std::int64_t>, kRanks> seen_ns{};  ///< in a wait or between; 0: not yet
 };
 
 struct MaskFault {
@@ -53,10 +55,13 @@ class MaskedJob {
  private:
   MaskFault fault(const std::vector<int>& victims, int number);
   static bool is_among(const std::vector<int>& ranks, int rank);
-  double rounds_per_second(int rank) const;
-  /// Waits until `ready()`; after 30 s the job is broken.
+  double rounds_per_second(int rank);
+  /// Waits until `ready()`; after 60 s the job is broken.
   template <class Ready>
   void await(const char* what, const Ready& ready);
+
+  /// False: the deadline was too short to make the exchange on this machine.
+  bool start(const GroupConfig& config);
 
   MaskBoard* board_;
   std::optional<Ranks> ranks_{};
