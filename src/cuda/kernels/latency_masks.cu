@@ -69,11 +69,14 @@ struct Rejoining {
   }
 
   /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does
-  /// not come, which is a failure.
+  /// not come, which is a failure. Ranks may come a call later than this one, held up by one that
+  /// they mask at about the end of its deadline: so it waits another one if some were.
   __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
     const LatencyView& v = p.view;
     const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
     const std::uint64_t* offers = LatencyPlaces::line_of(v.sources[peer], v.layout.offers, peer);
+    const std::uint64_t grace = v.group.deadline_ns / 4;
+    std::uint64_t overtime = 0;  // since when
     Patience patience;
     for (;;) {
       const std::uint64_t word = load_acquire(line);
@@ -84,11 +87,24 @@ struct Rejoining {
       const bool over = patience.over(v.group, reason);
       if (patience.looks % Patience::kLooksPerCheck != 0) continue;
       if (find_gone(v, peer) == Gone::dead) return 0;
-      if (!over) continue;
+      if (over && reason == Reason::deadline && overtime == 0) {
+        overtime = patience.start = now_ns();
+        continue;
+      }
+      const bool late = overtime != 0 && now_ns() - overtime > grace && !some_held_up();
+      if (!over && !late) continue;
       failed = true;
+      if (late) reason = Reason::deadline;
       refuse(reason == Reason::none ? Reason::aborted : reason, peer);
       return 0;
     }
+  }
+  __device__ bool some_held_up() const {
+    const LatencyView& v = p.view;
+    for (int r = 0; r < v.group.ranks; ++r) {
+      if (r != v.group.rank && was_held_up(v, r)) return true;
+    }
+    return false;
   }
   __device__ void refuse(Reason reason, int peer) const {
     p.failure->reason = reason;
