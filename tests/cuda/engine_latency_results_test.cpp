@@ -200,6 +200,42 @@ TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
   });
 }
 
+/// The buffer of a result that was dropped before its rows came is taken by the next but one, which
+/// is not overwritten while it is alive, whatever becomes of the first; across a rejoin, too.
+TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
+  const Shape shape;
+  each(shape, [&](Seat& seat) {
+    const auto self = static_cast<std::size_t>(seat.rank());
+    const World world(seat.size(), shape, kSeed + 50), later(seat.size(), shape, kSeed + 51);
+    const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
+    for (const bool masks : {false, true}) {
+      const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+      LatencyExchange latency(seat.group, latency_config(shape, masks));
+      seat.meet();
+      LatencyDispatchOptions hook;
+      hook.hook = true;
+      (void)latency.dispatch(mine.x_view(), mine.routes_view(), hook);
+      (void)latency_dispatch(latency, mine, trip);
+      const LatencyReceived kept = latency_dispatch(latency, mine, trip);
+      if (masks) latency.rejoin();
+      mine.fill(later.ranks[self], seat.copier);
+      const LatencyReceived other = latency_dispatch(latency, mine, trip);
+      std::optional<ErrorKind> kind;
+      try {
+        (void)latency_dispatch(latency, mine, trip);
+      } catch (const Error& error) {
+        kind = error.kind();
+      }
+      need(kind == ErrorKind::exhausted, "a third result was made");
+      check_latency_rows(world, seat.rank(), kept, seat.copier);
+      check_latency_rows(later, seat.rank(), other, seat.copier);
+      const LatencyCombined sums = latency_combine(latency, mine, other, trip);
+      check_latency_sums(later, seat.rank(), trip.path, sums.x, seat.copier);
+      seat.meet();
+    }
+  });
+}
+
 /// A rank that is late with its weights, which come with the combine, keeps nobody's sums from the
 /// others: they mask it, and not each other.
 TEST_P(EngineTest, LatencyLateWeightsMaskTheirRankAlone) {

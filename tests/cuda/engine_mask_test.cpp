@@ -100,6 +100,34 @@ TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
   });
 }
 
+/// Rank 2 does not combine. Rank 1 has masked it and comes to the rejoin at once; the others wait
+/// for it until their deadline, and come half a deadline after that of rank 1.
+TEST_P(EngineTest, ARejoinWaitsForRanksThatAreHeldUp) {
+  if (GetParam().ranks < 3) GTEST_SKIP() << "needs a rank that is held up";
+  const Shape shape;
+  GroupConfig config = config_for(shape);
+  config.deadline = 3s;
+  on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
+    Masked at(seat, shape, kSeed + 3);
+    seat.meet();
+    at.trip();
+    const LatencyReceived received = latency_dispatch(at.latency, at.mine, kTrip);
+    seat.meet();
+    if (seat.rank() == 1) at.latency.set_mask(2, true);
+    if (seat.rank() == 2) {
+      std::this_thread::sleep_for(config.deadline * 3 / 2);
+    } else {
+      const LatencyCombined sums = latency_combine(at.latency, at.mine, received, kTrip);
+      check_latency_sums(at.world, seat.rank(), kTrip.path, sums.x, seat.copier, {2});
+      if (seat.rank() != 1) std::this_thread::sleep_for(config.deadline / 2);
+    }
+    at.latency.rejoin();
+    need_masked(at.latency, {}, "after rejoining");
+    at.trip();
+    seat.meet();
+  });
+}
+
 TEST_P(EngineTest, MasksAreSetAndCleared) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
