@@ -140,6 +140,30 @@ def test_missing_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch)
         ferry.from_environment(deadline=1.0)
 
 
+def test_secret_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in environment(1)[0].items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("FERRY_SECRET")
+    monkeypatch.delenv("FERRY_PORT", raising=False)
+    secret = tmp_path / "secret"
+    monkeypatch.setenv("FERRY_SECRET_FILE", str(secret))
+    os.mkfifo(secret, 0o600)
+    with pytest.raises(
+        ferry.InvalidArgument, match=r"which is a pipe \(FIFO\), expected a regular"
+    ):
+        ferry.from_environment(deadline=1.0)
+    secret.unlink()
+    secret.write_text("hush-hush")
+    secret.chmod(0o644)
+    with pytest.raises(ferry.InvalidArgument, match=r"others may read or change \(mode 0644\)"):
+        ferry.from_environment(deadline=1.0)
+    secret.chmod(0o600)
+    assert ferry.from_environment(deadline=5.0).size == 1
+    monkeypatch.setenv("FERRY_SECRET_FILE", "/dev/zero")
+    with pytest.raises(ferry.InvalidArgument, match="which is a device, expected a regular"):
+        ferry.from_environment(deadline=1.0)
+
+
 class FakeComm:
     """What from_mpi uses of an mpi4py communicator, for threads."""
 

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <set>
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "bootstrap/test_ranks.hpp"
@@ -180,13 +181,12 @@ TEST_F(Environment, ReadsASecretFile) {
   const std::string path = ::testing::TempDir() + "ferry_secret_" + std::to_string(::getpid());
   ::unsetenv("FERRY_SECRET");
   set("FERRY_SECRET_FILE", path);
-  expect_message("FERRY_SECRET_FILE names a file that cannot be read");
+  expect_message("FERRY_SECRET_FILE names \"" + path + "\", which cannot be opened: No such file");
   std::ofstream(path) << "from a file\n";
+  ::chmod(path.c_str(), 0600);
   EXPECT_EQ(tcp_options_from_environment().secret, "from a file");
-  std::ofstream(path) << "\n";
-  expect_message("FERRY_SECRET_FILE names a file with 0 bytes");
-  std::ofstream(path) << std::string(5000, 'x');
-  expect_message("with 5000 bytes, expected 1 to 4096");
+  set("FERRY_SECRET", "hush-hush");  // comes first
+  EXPECT_EQ(tcp_options_from_environment().secret, "hush-hush");
   std::remove(path.c_str());
 }
 

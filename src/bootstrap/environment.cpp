@@ -11,24 +11,23 @@
 //                      MASTER_PORT belongs to torch's own store. Under srun, if both are unset, a
 //                      port that follows from SLURM_JOB_ID and SLURM_STEP_ID
 //   FERRY_SECRET       the job's secret, the same on all ranks; or
-//   FERRY_SECRET_FILE  a file that holds it (its last line end does not count)
+//   FERRY_SECRET_FILE  a file that holds it, which only its owner may read (secret_file.hpp)
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
 
 #include <charconv>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
+
+#include "bootstrap/secret_file.hpp"
 
 namespace ferry {
 namespace {
 
 constexpr const char* kStart =
     "start with `ferry run -n 4 -- prog`, torchrun, srun or mpirun, or set it yourself";
-constexpr std::size_t kLongestSecret = 4096;
 
 std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);
@@ -136,22 +135,6 @@ std::uint16_t port(const Launcher& by) {
   return std::uint16_t(integer(name, 1, 65535, kStart));
 }
 
-std::string secret_of_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) {
-    refuse("FERRY_SECRET_FILE", "names a file that cannot be read (" + in_quotes(path) +
-                                    "), expected one with the secret");
-  }
-  if (text.ends_with('\n')) text.pop_back();
-  if (text.ends_with('\r')) text.pop_back();
-  if (text.empty() || text.size() > kLongestSecret) {
-    refuse("FERRY_SECRET_FILE", "names a file with " + std::to_string(text.size()) +
-                                    " bytes, expected 1 to " + std::to_string(kLongestSecret));
-  }
-  return text;
-}
-
 // No message of these shows a value.
 std::string secret() {
   if (const auto value = variable("FERRY_SECRET")) {
@@ -162,7 +145,7 @@ std::string secret() {
     }
     return *value;
   }
-  if (const auto path = variable("FERRY_SECRET_FILE")) return secret_of_file(*path);
+  if (const auto path = variable("FERRY_SECRET_FILE")) return bootstrap::read_secret_file(*path);
   refuse(
       "FERRY_SECRET",
       "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks; `ferry "
