@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ferry {
@@ -30,6 +31,13 @@ class Bootstrap {
   /// This machine's address on the way to the other ranks, in numbers; empty: not known, or
   /// loopback. There a rank listens that is not told where (OfiOptions::host).
   virtual std::string own_address() const { return {}; }
+
+  /// What the gathers from now on are for, "Group: attach": a rank that waits long says it.
+  void set_stage(std::string stage) { stage_ = std::move(stage); }
+  const std::string& stage() const { return stage_; }
+
+ private:
+  std::string stage_;
 };
 
 /// Ranks as threads of this process: element r is for the thread that is rank r.

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,36 @@ from rank_threads import run_ranks
 import ferry
 
 ROUTES = np.zeros((4, 1), np.int64)
+
+
+def test_long_waits_say_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last rank comes when the others have said that they wait for it, step by step."""
+    monkeypatch.setenv("FERRY_WAIT_NOTICE", "0.05")
+    said = ""
+
+    def comes(text: str) -> None:
+        nonlocal said
+        end = time.monotonic() + 20
+        while text not in said and time.monotonic() < end:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        assert text in said, said
+
+    bootstraps = ferry.threads(3)
+
+    def rank(number: int) -> None:
+        if number == 2:
+            comes("for other ranks (Group: configuration): rank 2 did not come yet; ")
+        with ferry.Group(bootstraps[number], experts=3, deadline=40) as group:
+            if number == 2:
+                comes("for other ranks (LatencyExchange: configuration): rank 2 did not come yet; ")
+            ferry.LatencyExchange(group, capacity=4, hidden=16, topk=1)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(rank, number) for number in range(3)]:
+            future.result()
 
 
 @pytest.mark.parametrize("what", ["creation", "plan", "event", "barrier", "latency"])

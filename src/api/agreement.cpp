@@ -71,6 +71,7 @@ void agree_on(Bootstrap& bootstrap, const GroupConfig& config,
   // An invalid deadline is no deadline to wait by.
   const auto deadline = invalid ? GroupConfig{}.deadline : config.deadline;
   std::vector<std::vector<std::byte>> all;
+  bootstrap.set_stage("Group: configuration");
   try {
     all = bootstrap.all_gather(std::as_bytes(std::span(mine)), deadline, config.on_wait);
   } catch (const Error& error) {

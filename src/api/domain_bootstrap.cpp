@@ -26,6 +26,7 @@ std::vector<std::byte> message_of(State state, std::span<const std::byte> body) 
 std::vector<std::vector<std::byte>> DomainBootstrap::all_gather(std::span<const std::byte> mine,
                                                                 std::chrono::nanoseconds deadline,
                                                                 const OnWait& on_wait) {
+  whole_.set_stage(stage());
   const auto all = whole_.all_gather(message_of(State::busy, mine), deadline, on_wait);
   std::vector<std::vector<std::byte>> of_members;
   for (const int member : members_) {
@@ -49,6 +50,7 @@ void DomainBootstrap::finish(const std::optional<Error>& failed, std::chrono::na
       message_of(failed ? State::failed : State::done, std::as_bytes(std::span(words)));
   std::vector<std::vector<std::byte>> all;
   const auto busy = [](const auto& message) { return state_of(message) == State::busy; };
+  whole_.set_stage("Group: domains");
   do {
     all = whole_.all_gather(mine, deadline, on_wait);
   } while (std::any_of(all.begin(), all.end(), busy));

@@ -13,6 +13,7 @@
 #include "core/domains.hpp"
 #include "core/engine.hpp"
 #include "core/placement.hpp"
+#include "core/wait_notice.hpp"
 #include "cuda/engine.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/identity.hpp"
@@ -155,10 +156,12 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   try {
     check_config(config);
     config.ofi = with_environment(std::move(config.ofi));
+    (void)wait_notice_after();
   } catch (const Error& error) {
     invalid = error;
   }
   agree_on(*bootstrap, config, invalid);
+  bootstrap->set_stage("Group: fabric");
   const Inside inside = choose_inside(*bootstrap, config);
   engine_ = config.backend == Backend::cuda
                 ? make_cuda(*bootstrap, config, inside)

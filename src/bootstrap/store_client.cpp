@@ -40,7 +40,9 @@ void StoreClient::on_frame(Frame frame) {
       return;
     case FrameType::part: return on_part(std::move(frame));
     case FrameType::missing:
-      if (frame.header.sequence == sequence_) absences_ = decode_absences(frame.payload);
+      if (frame.header.sequence != sequence_) return;
+      absences_ = decode_absences(frame.payload);
+      ++answers_;
       return;
     case FrameType::failed:
       if (!failure_) failure_ = decode_failure(frame.payload);

@@ -53,6 +53,7 @@ class StoreClient {
   /// Asks the store who is missing; `absences` is its last answer in this gather.
   void ask();
   const std::optional<Absences>& absences() const { return absences_; }
+  std::uint64_t answers() const { return answers_; }  ///< how many there were
   /// Why the ranks cannot meet any more, as the store said.
   const std::optional<Failure>& failure() const { return failure_; }
 
@@ -79,6 +80,7 @@ class StoreClient {
   std::size_t bytes_ = 0;  // of the parts
   std::vector<std::vector<std::byte>> parts_;
   std::optional<Absences> absences_;
+  std::uint64_t answers_ = 0;
   std::optional<Failure> failure_;
 };
 

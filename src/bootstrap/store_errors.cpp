@@ -2,6 +2,7 @@
 
 #include "bootstrap/socket.hpp"
 #include "bootstrap/wait.hpp"
+#include "core/text.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -165,6 +166,15 @@ Error deadline_error(const Speaker& who, const GatherState& gather,
   return gather_error(ErrorKind::deadline, who, gather, absences->first(),
                       spell_absences(*absences) + after +
                           "; see whether they still run, or give a longer deadline");
+}
+
+std::string missing_text(const std::optional<Absences>& absences, int accept_error) {
+  if (accept_error != 0) {
+    return "the store on this rank cannot let them in: " + error_text(accept_error);
+  }
+  if (!absences) return "rank 0, which runs the store, has not said who is missing";
+  return absences->any() ? spell_absences(*absences)
+                         : "all have come, the answers are on their way";
 }
 
 Error store_gone_error(const Speaker& who, const GatherState& gather, bool in_good_order) {

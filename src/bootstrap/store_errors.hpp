@@ -32,6 +32,8 @@ Error failure_error(const Speaker& who, const GatherState& gather, const Failure
 Error deadline_error(const Speaker& who, const GatherState& gather,
                      std::chrono::nanoseconds deadline, const std::optional<Absences>& absences,
                      int accept_error = 0);
+/// The same of a wait that goes on, for a line on stderr.
+std::string missing_text(const std::optional<Absences>& absences, int accept_error);
 /// The connection to rank 0 ended: in good order, or not.
 Error store_gone_error(const Speaker& who, const GatherState& gather, bool in_good_order);
 

@@ -16,6 +16,7 @@ using namespace std::chrono_literals;
 namespace {
 
 constexpr auto kAskBefore = 500ms;  // the deadline: who is missing?
+constexpr auto kAnswerWithin = 1s;  // who is missing, for a line on stderr
 constexpr auto kFarewellFlush = 200ms;
 
 }  // namespace
@@ -100,8 +101,27 @@ std::vector<std::vector<std::byte>> TcpBootstrap::all_gather(std::span<const std
   return client_->take();
 }
 
+// Who is missing is the store's to say: the line comes with its answer, or without one after a
+// second.
+void TcpBootstrap::say_who_is_missing() {
+  const Clock::time_point now = Clock::now();
+  if (now < notice_->next()) return;
+  if (!asked_) {
+    asked_ = Asked{now, client_->answers()};
+    client_->ask();
+  }
+  const bool answered = client_->answers() != asked_->answers;
+  if (!answered && now < asked_->at + kAnswerWithin) return;
+  asked_.reset();
+  const auto absences = answered ? client_->absences() : std::nullopt;
+  notice_->say(who_.rank, for_others(who_.store, stage()) + ": " +
+                              missing_text(absences, store_ ? store_->accept_error() : 0));
+}
+
 void TcpBootstrap::wait_for_parts(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const Clock::time_point due = due_after(deadline);
+  notice_.emplace(notice_after_, Clock::now(), due);
+  asked_.reset();
   const auto before = std::clamp<std::chrono::nanoseconds>(deadline / 2, 0ns, kAskBefore);
   Clock::time_point ask_at = due - before;
   for (;;) {
@@ -118,6 +138,7 @@ void TcpBootstrap::wait_for_parts(std::chrono::nanoseconds deadline, const OnWai
       client_->ask();
       ask_at = now + std::max<std::chrono::nanoseconds>(before / 4, 1ms);
     }
+    say_who_is_missing();
     if (!on_wait) continue;
     try {
       on_wait();

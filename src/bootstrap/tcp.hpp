@@ -14,6 +14,7 @@
 #include "bootstrap/store_errors.hpp"
 #include "bootstrap/store_thread.hpp"
 #include "bootstrap/wait.hpp"
+#include "core/wait_notice.hpp"
 
 namespace ferry::bootstrap {
 
@@ -33,6 +34,8 @@ class TcpBootstrap final : public Bootstrap {
 
  private:
   void start_store(const TcpOptions& options, Clock::time_point due);
+  /// Between two looks at what comes: the caller's `on_wait`, and a word if this takes long.
+  void linger(const TcpOptions& options);
   void connect(const TcpOptions& options, Clock::time_point due);
   bool try_address(const Address& address, const TcpOptions& options, Clock::time_point due);
   bool greet(const TcpOptions& options, Clock::time_point due);
@@ -44,6 +47,7 @@ class TcpBootstrap final : public Bootstrap {
   void check_usable(std::span<const std::byte> mine) const;
   std::optional<Error> trouble() const;
   void wait_for_parts(std::chrono::nanoseconds deadline, const OnWait& on_wait);
+  void say_who_is_missing();
   void say_farewell(Farewell farewell);
   GatherState gather_state() const {
     return {.sequence = client_->sequence(), .arrived = client_->arrived()};
@@ -51,6 +55,13 @@ class TcpBootstrap final : public Bootstrap {
 
   const Speaker who_;
   const int process_;
+  const std::chrono::nanoseconds notice_after_;
+  std::optional<WaitNotice> notice_;  // of the wait that is under way
+  struct Asked {
+    Clock::time_point at;
+    std::uint64_t answers;  // before
+  };
+  std::optional<Asked> asked_;          // who is missing, for the notice
   std::unique_ptr<StoreThread> store_;  // rank 0 only
   Descriptor socket_;
   std::string own_address_;

@@ -46,9 +46,11 @@ TcpBootstrap::TcpBootstrap(const TcpOptions& options)
            .size = options.size,
            .store = Endpoint{options.address, options.port}.text()},
       process_(::getpid()),
+      notice_after_(wait_notice_after()),
       buffer_(kReadBytes) {
   check(options);
   const Clock::time_point due = due_after(options.deadline);
+  notice_.emplace(notice_after_, Clock::now(), due);
   if (options.rank == 0) {
     start_store(options, due);
   } else {
@@ -104,7 +106,7 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
     pollfd polled{.fd = socket_.get(), .events = POLLOUT, .revents = 0};
     const Clock::time_point now = Clock::now();
     if (::poll(&polled, 1, int(kWaitSlice.count())) > 0) break;
-    if (options.on_wait) options.on_wait();
+    linger(options);
     if (now >= attempt_due) {
       last_problem_ = "no answer";
       return false;
@@ -128,7 +130,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
     const Clock::time_point now = Clock::now();
     pump(std::min(due, now + kWaitSlice));
     if (client_->state() != StoreClient::State::greeting) break;
-    if (options.on_wait) options.on_wait();
+    linger(options);
     if (now >= due) {
       last_problem_ = "something is there, but it does not answer as a Ferry store";
       return false;
@@ -158,11 +160,20 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
   return false;
 }
 
+void TcpBootstrap::linger(const TcpOptions& options) {
+  if (options.on_wait) options.on_wait();
+  if (Clock::now() < notice_->next()) return;
+  const std::string what =
+      found_ ? "for rank 0's store to let it in at " : "for rank 0's store at ";
+  const std::string why = last_problem_.empty() ? "no answer yet" : "last: " + last_problem_;
+  notice_->say(who_.rank, what + who_.store + " (" + why + ")");
+}
+
 void TcpBootstrap::pause(const TcpOptions& options, Clock::time_point due,
                          std::chrono::milliseconds time) {
   const Clock::time_point until = std::min(due, Clock::now() + time);
   do {
-    if (options.on_wait) options.on_wait();
+    linger(options);
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
     if (rest > 0ms) ::poll(nullptr, 0, int(std::min(rest, kWaitSlice).count()));
   } while (Clock::now() < until);

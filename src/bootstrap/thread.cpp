@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "bootstrap/wait.hpp"
+#include "core/text.hpp"
+#include "core/wait_notice.hpp"
 
 namespace ferry {
 namespace {
@@ -32,7 +34,7 @@ class Rendezvous {
 
   int size() const { return size_; }
   Parts gather(int rank, std::span<const std::byte> mine, std::chrono::nanoseconds deadline,
-               const OnWait& on_wait);
+               const OnWait& on_wait, const std::string& stage);
   void leave(int rank);
 
  private:
@@ -43,6 +45,7 @@ class Rendezvous {
   [[noreturn]] void raise(int rank) const;
 
   const int size_;
+  const std::chrono::nanoseconds notice_after_ = wait_notice_after();
   std::mutex mutex_;
   std::condition_variable changed_;
   // All below is guarded by mutex_.
@@ -112,8 +115,10 @@ void Rendezvous::finish_round() {
 }
 
 Parts Rendezvous::gather(int rank, std::span<const std::byte> mine,
-                         std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+                         std::chrono::nanoseconds deadline, const OnWait& on_wait,
+                         const std::string& stage) {
   const Clock::time_point due = bootstrap::due_after(deadline);
+  WaitNotice notice(notice_after_, Clock::now(), due);
   std::unique_lock lock(mutex_);
   if (!failure_ && left_ >= 0) {
     fail({.kind = ErrorKind::peer_left,
@@ -132,12 +137,18 @@ Parts Rendezvous::gather(int rank, std::span<const std::byte> mine,
             .peer = late.front(),
             .by = rank,
             .missing = late,
-            .text = bootstrap::spell_ranks(late) + " did not come within " +
-                    bootstrap::spell(deadline) + " (deadline of rank " + std::to_string(rank) +
+            .text = spell_ranks(late) + " did not come within " + bootstrap::spell(deadline) +
+                    " (deadline of rank " + std::to_string(rank) +
                     "); see whether that rank still runs, or give a longer deadline"});
       raise(rank);
     }
     changed_.wait_until(lock, std::min(due, Clock::now() + bootstrap::kWaitSlice));
+    if (round_ == round && Clock::now() >= notice.next()) {
+      const std::string late = spell_ranks(missing());
+      lock.unlock();  // whoever reads stderr may be slow
+      notice.say(rank, for_others("", stage) + ": " + late + " did not come yet");
+      lock.lock();
+    }
     if (!on_wait) continue;
     lock.unlock();
     try {
@@ -179,7 +190,7 @@ class ThreadBootstrap final : public Bootstrap {
   int size() const override { return rendezvous_->size(); }
   Parts all_gather(std::span<const std::byte> mine, std::chrono::nanoseconds deadline,
                    const OnWait& on_wait) override {
-    return rendezvous_->gather(rank_, mine, deadline, on_wait);
+    return rendezvous_->gather(rank_, mine, deadline, on_wait, stage());
   }
 
  private:

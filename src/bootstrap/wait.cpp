@@ -23,19 +23,4 @@ std::string spell(std::chrono::nanoseconds time) {
   return text;
 }
 
-std::string spell_ranks(std::span<const int> ranks, std::size_t total) {
-  constexpr std::size_t shown_at_most = 8;
-  total = std::max(total, ranks.size());
-  if (total == 0) return "no rank";
-  if (total == 1) return "rank " + std::to_string(ranks.front());
-  const std::size_t shown = std::min(ranks.size(), shown_at_most);
-  std::string text = "ranks ";
-  for (std::size_t i = 0; i < shown; ++i) {
-    if (i > 0) text += i + 1 == total ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  if (total > shown) text += " and " + std::to_string(total - shown) + " more";
-  return text;
-}
-
 }  // namespace ferry::bootstrap

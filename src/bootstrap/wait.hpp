@@ -1,7 +1,6 @@
-// Deadlines of the bootstrap and how its messages speak of time and ranks.
+// Deadlines of the bootstrap and how its messages speak of time.
 #pragma once
 #include <chrono>
-#include <span>
 #include <string>
 
 namespace ferry::bootstrap {
@@ -16,9 +15,5 @@ Clock::time_point due_after(std::chrono::nanoseconds deadline);
 
 /// "2 s", "1.5 s", "200 ms", "30 us".
 std::string spell(std::chrono::nanoseconds time);
-
-/// "rank 3", "ranks 1, 2 and 5", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 20 more".
-/// `total` counts ranks beyond those listed; 0 means that the list is complete.
-std::string spell_ranks(std::span<const int> ranks, std::size_t total = 0);
 
 }  // namespace ferry::bootstrap

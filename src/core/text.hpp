@@ -1,7 +1,8 @@
-// Words for messages: times, and text that came from somebody else.
+// Words for messages: times, ranks, and text that came from somebody else.
 #pragma once
 #include <chrono>
 #include <cstddef>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -9,6 +10,10 @@ namespace ferry {
 
 /// "1.5 s": exact, so that two times are equal when their words are.
 std::string exact_seconds(std::chrono::nanoseconds time);
+
+/// "rank 3", "ranks 1, 2 and 5", "ranks 0-7, 9 and 20 more": ascending ranks, of which eight single
+/// ones or runs are named. `total` counts ranks beyond those listed; 0: the list is complete.
+std::string spell_ranks(std::span<const int> ranks, std::size_t total = 0);
 
 /// Text from another rank, fit for a message: one line of at most `most` bytes, without control
 /// characters, cut between characters.

@@ -18,6 +18,7 @@
 
 #include "core/call.hpp"
 #include "core/layout.hpp"
+#include "core/wait_notice.hpp"
 #include "engine/memory.hpp"
 #include "engine/reach.hpp"
 #include "ferry/group.hpp"
@@ -173,6 +174,7 @@ class Channel {
 
   std::shared_ptr<Memory> memory_;
   const GroupConfig& config_;
+  const std::chrono::nanoseconds notice_after_ = wait_notice_after();  // of a long wait
   fabric::Segment control_;
   ControlLayout layout_;
   int rank_;
@@ -200,7 +202,7 @@ class Channel {
 /// The watch of a group's waits: deadline, destroy, notices, dead peers, the caller's `on_wait`.
 class GroupWatch {
  public:
-  GroupWatch(Channel& channel, const Awaited& awaited);
+  GroupWatch(Channel& channel, const Awaited& awaited, const char* stage);
   ~GroupWatch();
   GroupWatch(const GroupWatch&) = delete;
   GroupWatch& operator=(const GroupWatch&) = delete;
@@ -220,17 +222,20 @@ class GroupWatch {
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
   bool may_be_under_way(const protocol::Notice& left) const;
+  void say_who_is_missing();
 
   Channel& channel_;
   Awaited awaited_;
+  const char* stage_;
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_look_ = start_;
+  WaitNotice long_wait_;
   std::optional<protocol::Notice> notice_{};
 };
 
 template <class Wait>
 void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
-  GroupWatch watch(*this, awaited);
+  GroupWatch watch(*this, awaited, stage);
   protocol::Status status;
   try {
     status = wait(watch);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/text.hpp"
 #include "engine/channel.hpp"
 
 namespace ferry::engine {
@@ -125,8 +126,11 @@ std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
   return unseen > 0 ? std::min(config_.deadline / 4, kUnseenGrace) : std::chrono::nanoseconds{};
 }
 
-GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited)
-    : channel_(channel), awaited_(awaited) {
+GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited, const char* stage)
+    : channel_(channel),
+      awaited_(awaited),
+      stage_(stage),
+      long_wait_(channel.notice_after_, start_, start_ + channel.config_.deadline) {
   beat(now_ns());
 }
 
@@ -241,10 +245,22 @@ Status GroupWatch::look(bool late) {
       if (awaited_.missing(peer)) lowest = peer;
     }
     status.peer = channel_.blame(awaited_, lowest);
-  } else if (channel_.config_.on_wait) {
-    channel_.config_.on_wait();
+  } else {
+    if (Clock::now() >= long_wait_.next()) say_who_is_missing();
+    if (channel_.config_.on_wait) channel_.config_.on_wait();
   }
   return status;
+}
+
+void GroupWatch::say_who_is_missing() {
+  std::vector<int> missing;
+  for (int peer = 0; peer < channel_.size_; ++peer) {
+    if (peer != channel_.rank_ && awaited_.missing(peer)) missing.push_back(peer);
+  }
+  if (missing.empty()) return;
+  long_wait_.say(channel_.rank_, for_others("", stage_) + ": " + spell_ranks(missing) +
+                                     " did not come yet" +
+                                     channel_.whereabouts({missing.front(), channel_.rank_}));
 }
 
 }  // namespace ferry::engine

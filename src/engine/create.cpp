@@ -31,6 +31,7 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
     failure = std::current_exception();
     message = std::string(1, '\1') + error.what();
   }
+  bootstrap.set_stage(stage);
   auto all =
       bootstrap.all_gather(std::as_bytes(std::span(message)), config.deadline, config.on_wait);
   if (failure) std::rethrow_exception(failure);

@@ -4,6 +4,7 @@
 #include <latch>
 
 #include "core/layout.hpp"
+#include "core/test_stderr.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"
@@ -226,6 +227,23 @@ TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
         channel.deliver(0, 0);
       },
       20s, 1);
+}
+
+TEST(Channel, ALongWaitSaysForWhom) {
+  ::setenv("FERRY_WAIT_NOTICE", "0.05", 1);
+  const ferry::test::Stderr err;
+  with_seats(
+      4,
+      [&](Channel& channel, std::size_t) {
+        const std::string said = " s for other ranks (together): ranks 1-3 did not come yet; ";
+        if (channel.rank() > 0) {
+          EXPECT_TRUE(err.comes("ferry: rank 0 has waited ")) << err.text();
+          EXPECT_TRUE(err.comes(said)) << err.text();
+        }
+        channel.swap("together", {});
+      },
+      40s, 0);
+  ::unsetenv("FERRY_WAIT_NOTICE");
 }
 
 TEST(Channel, AcrossDomainsARankThatLeftTooEarlyIsNamedAtTheDeadline) {

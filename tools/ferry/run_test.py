@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import unittest
 from pathlib import Path
@@ -323,6 +325,26 @@ class Output(unittest.TestCase):
         self.assertEqual(job.wait(LIMIT), 141)
         job.stderr.close()
         self.assertFalse(runs(pid))
+
+    def test_long_waits_for_a_rank_are_seen(self):
+        """The second rank begins when the first has said, with its prefix, that it waits for it."""
+        with tempfile.TemporaryDirectory() as folder:
+            begin = Path(folder, "begin")
+            rank = f'[ $RANK = 0 ] || until [ -e {begin} ]; do sleep 0.05; done; exec "{FERRY}" '
+            env = dict(os.environ, FERRY_WAIT_NOTICE="0.2")
+            job = start("-n", "2", *shell(rank + "doctor --net"), env=env)
+            watchdog = threading.Timer(LIMIT, job.kill)
+            watchdog.start()
+            said = job.stderr.readline()
+            begin.touch()
+            job.communicate(timeout=LIMIT)
+            watchdog.cancel()
+        self.assertRegex(
+            said,
+            r"^\[0\] ferry: rank 0 has waited \S+ s for other ranks at 127\.0\.0\.1:\d+ \(.*\): "
+            r"rank 1 never reached the store; \S+ s left \(FERRY_WAIT_NOTICE=0: no such lines\)$",
+        )
+        self.assertEqual(job.returncode, 0)
 
 
 class Failure(unittest.TestCase):
