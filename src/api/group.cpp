@@ -12,6 +12,7 @@
 #include "core/check.hpp"
 #include "core/domains.hpp"
 #include "core/engine.hpp"
+#include "core/limits.hpp"
 #include "core/placement.hpp"
 #include "core/wait_notice.hpp"
 #include "cuda/engine.hpp"
@@ -140,18 +141,7 @@ std::shared_ptr<Engine> make_cuda(Bootstrap& bootstrap, const GroupConfig& confi
                                        {part, make_inside, finish});
 }
 
-Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
-  if (!engine) {
-    throw Error(ErrorKind::destroyed, std::string(call) + ": the group was moved from");
-  }
-  return *engine;
-}
-
-}  // namespace
-
-Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
-  if (!bootstrap) refuse("Group", "bootstrap", "null", "a bootstrap");
-  check_ranks(bootstrap->size());
+std::shared_ptr<Engine> make_engine(Bootstrap& bootstrap, GroupConfig config) {
   std::optional<Error> invalid;
   try {
     check_config(config);
@@ -160,13 +150,35 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   } catch (const Error& error) {
     invalid = error;
   }
-  agree_on(*bootstrap, config, invalid);
-  bootstrap->set_stage("Group: fabric");
-  const Inside inside = choose_inside(*bootstrap, config);
-  engine_ = config.backend == Backend::cuda
-                ? make_cuda(*bootstrap, config, inside)
-                : host::make_host_engine(*bootstrap, config, inside.domains,
-                                         make_wires(*bootstrap, config, inside));
+  agree_on(bootstrap, config, invalid);
+  bootstrap.set_stage("Group: fabric");
+  const Inside inside = choose_inside(bootstrap, config);
+  if (config.backend == Backend::cuda) return make_cuda(bootstrap, config, inside);
+  return host::make_host_engine(bootstrap, config, inside.domains,
+                                make_wires(bootstrap, config, inside));
+}
+
+Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
+  if (!engine) {
+    throw Error(ErrorKind::destroyed, std::string(call) + ": the group was moved from");
+  }
+  return *engine;
+}
+
+/// A call that may run out of memory on the way to its exchange.
+template <class Work>
+auto call(const std::shared_ptr<Engine>& engine, const char* name, Work work) {
+  Engine& there = live(engine, name);
+  return in_words(there.rank(), name, [&] { return work(there); });
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
+  if (!bootstrap) refuse("Group", "bootstrap", "null", "a bootstrap");
+  check_ranks(bootstrap->size());
+  engine_ = in_words(bootstrap->rank(), "Group",
+                     [&] { return make_engine(*bootstrap, std::move(config)); });
 }
 
 Group::~Group() {
@@ -214,22 +226,25 @@ int Group::domain_of(int rank) const {
 }
 
 Plan Group::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
-  return live(engine_, "plan").plan(topk_idx, options);
+  return call(engine_, "plan", [&](Engine& engine) { return engine.plan(topk_idx, options); });
 }
 Received Group::dispatch(const ConstTensorView& x, const Plan& plan,
                          const DispatchOptions& options) {
-  return live(engine_, "dispatch").dispatch(x, plan, options);
+  return call(engine_, "dispatch",
+              [&](Engine& engine) { return engine.dispatch(x, plan, options); });
 }
 Received Group::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                          const DispatchOptions& options) {
-  return live(engine_, "dispatch").plan_and_dispatch(x, topk_idx, options);
+  return call(engine_, "dispatch",
+              [&](Engine& engine) { return engine.plan_and_dispatch(x, topk_idx, options); });
 }
 Combined Group::combine(const ConstTensorView& rows, const Plan& plan,
                         const CombineOptions& options) {
-  return live(engine_, "combine").combine(rows, plan, options);
+  return call(engine_, "combine",
+              [&](Engine& engine) { return engine.combine(rows, plan, options); });
 }
 Tensor Group::empty(const Extents& shape, Dtype dtype) {
-  return live(engine_, "empty").empty(shape, dtype);
+  return call(engine_, "empty", [&](Engine& engine) { return engine.empty(shape, dtype); });
 }
 bool Group::is_registered(const void* pointer) const {
   return live(engine_, "is_registered").is_registered(pointer);

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/engine.hpp"
+#include "core/limits.hpp"
 #include "cuda/engine.hpp"
 #include "host/latency.hpp"
 
@@ -24,7 +25,8 @@ LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
   if (group.destroyed()) {
     throw Error(ErrorKind::destroyed, "LatencyExchange: the group is destroyed");
   }
-  engine_ = group.engine()->make_latency(config);
+  engine_ = in_words(group.rank(), "LatencyExchange",
+                     [&] { return group.engine()->make_latency(config); });
 }
 
 LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,

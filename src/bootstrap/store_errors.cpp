@@ -2,6 +2,7 @@
 
 #include "bootstrap/socket.hpp"
 #include "bootstrap/wait.hpp"
+#include "core/limits.hpp"
 #include "core/text.hpp"
 
 namespace ferry::bootstrap {
@@ -175,6 +176,11 @@ std::string missing_text(const std::optional<Absences>& absences, int accept_err
   if (!absences) return "rank 0, which runs the store, has not said who is missing";
   return absences->any() ? spell_absences(*absences)
                          : "all have come, the answers are on their way";
+}
+
+Error store_full_error(const Speaker& who, const GatherState& gather) {
+  return gather_error(ErrorKind::exhausted, who, gather, who.rank,
+                      "the store on this rank had no memory and ended" + memory_limit_text(0));
 }
 
 Error store_gone_error(const Speaker& who, const GatherState& gather, bool in_good_order) {

@@ -34,6 +34,8 @@ Error deadline_error(const Speaker& who, const GatherState& gather,
                      int accept_error = 0);
 /// The same of a wait that goes on, for a line on stderr.
 std::string missing_text(const std::optional<Absences>& absences, int accept_error);
+/// Rank 0's own store ended for want of memory.
+Error store_full_error(const Speaker& who, const GatherState& gather);
 /// The connection to rank 0 ended: in good order, or not.
 Error store_gone_error(const Speaker& who, const GatherState& gather, bool in_good_order);
 

@@ -14,6 +14,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/limits.hpp"
 #include "core/open_files.hpp"
 
 namespace ferry::bootstrap {
@@ -64,7 +65,7 @@ StoreThread::StoreThread(Config config)
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& e) {
-    throw start_error(e.what());
+    throw start_error(thread_limit_text(e.code().value()), ErrorKind::exhausted);
   }
 }
 
@@ -77,8 +78,15 @@ StoreThread::~StoreThread() {
 }
 
 void StoreThread::run() {
-  while (!stop_.load(std::memory_order_acquire)) serve(1000ms);
-  end();
+  try {
+    while (!stop_.load(std::memory_order_acquire)) serve(1000ms);
+    end();
+  } catch (const std::exception&) {  // no memory
+    // What is half done cannot be gone on with: all see the store end, rank 0 says why.
+    out_of_memory_.store(true, std::memory_order_relaxed);
+    listener_.reset();
+    links_.clear();
+  }
 }
 
 // One poll, and everything that it found.

@@ -31,6 +31,8 @@ class StoreThread {
 
   /// Why the last visitor could not be let in (an errno, such as EMFILE); 0: it could.
   int accept_error() const { return accept_error_.load(std::memory_order_relaxed); }
+  /// Whether the store ended because there was no memory.
+  bool out_of_memory() const { return out_of_memory_.load(std::memory_order_relaxed); }
 
  private:
   using Connection = StoreServer::Connection;
@@ -59,6 +61,7 @@ class StoreThread {
   std::vector<std::byte> buffer_;
   Clock::time_point accept_again_{};  // after the process ran out of descriptors
   std::atomic<int> accept_error_{0};  // relaxed: nothing else is read on the strength of it
+  std::atomic<bool> out_of_memory_{false};
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

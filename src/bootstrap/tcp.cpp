@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "core/limits.hpp"
+
 namespace ferry::bootstrap {
 
 using namespace std::chrono_literals;
@@ -56,7 +58,9 @@ std::optional<Error> TcpBootstrap::trouble() const {
   switch (client_->state()) {
     case StoreClient::State::joined: return std::nullopt;
     case StoreClient::State::closed: return store_gone_error(who_, gather_state(), true);
-    case StoreClient::State::lost: return store_gone_error(who_, gather_state(), false);
+    case StoreClient::State::lost:
+      if (store_ && store_->out_of_memory()) return store_full_error(who_, gather_state());
+      return store_gone_error(who_, gather_state(), false);
     default:
       return failure_error(who_, gather_state(), {.kind = FailureKind::broken_frame, .peer = 0});
   }
@@ -83,9 +87,11 @@ std::vector<std::vector<std::byte>> TcpBootstrap::all_gather(std::span<const std
                                                              std::chrono::nanoseconds deadline,
                                                              const OnWait& on_wait) {
   check_usable(mine);
-  client_->give(mine);
   try {
-    wait_for_parts(deadline, on_wait);
+    in_words(who_.rank, "all_gather", [&] {
+      client_->give(mine);
+      wait_for_parts(deadline, on_wait);
+    });
   } catch (const Error& e) {
     if (!broken_) broken_ = e;
     throw;
@@ -178,7 +184,8 @@ TcpBootstrap::~TcpBootstrap() {
 namespace ferry {
 
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options) {
-  return std::make_shared<bootstrap::TcpBootstrap>(options);
+  return in_words(options.rank, "tcp_bootstrap",
+                  [&] { return std::make_shared<bootstrap::TcpBootstrap>(options); });
 }
 
 }  // namespace ferry

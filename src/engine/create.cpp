@@ -3,6 +3,8 @@
 #include <exception>
 #include <span>
 
+#include "core/limits.hpp"
+
 namespace ferry::engine {
 
 Card card_of(const fabric::Segment& segment) {
@@ -25,7 +27,7 @@ std::vector<std::vector<std::byte>> together(Bootstrap& bootstrap, const GroupCo
   std::exception_ptr failure;
   std::string message(1, '\0');  // first byte 1: the rest says why this rank failed
   try {
-    const std::vector<std::byte> bytes = step();
+    const std::vector<std::byte> bytes = in_words(bootstrap.rank(), stage, step);
     message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   } catch (const std::exception& error) {
     failure = std::current_exception();

@@ -8,6 +8,8 @@
 #include <ferry/error.hpp>
 #include <string>
 
+#include "core/limits.hpp"
+
 namespace ferry::fabric {
 namespace {
 
@@ -40,7 +42,9 @@ std::shared_ptr<Memory> anonymous_memory(std::size_t bytes, int rank) {
   const std::size_t mapped = huge ? wanted + kHugePage - kPage : wanted;
   void* const at =
       mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw_exhausted(bytes, rank, std::strerror(errno));
+  if (at == MAP_FAILED) {
+    throw_exhausted(bytes, rank, std::strerror(errno) + memory_limit_text(mapped));
+  }
   auto* start = static_cast<std::byte*>(at);
   if (huge) {  // keep the aligned part, give back both ends
     const std::size_t before =

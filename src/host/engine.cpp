@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/limits.hpp"
 #include "host/latency.hpp"
 
 namespace ferry::host {
@@ -23,7 +24,8 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype) {
     return {TensorView(data, dtype, shape), std::shared_ptr<void>(block, data)};
   } catch (const std::bad_alloc&) {
     throw Error(ErrorKind::exhausted, "no memory for a result of " + std::to_string(bytes) +
-                                          " bytes, shape " + to_string(shape));
+                                          " bytes, shape " + to_string(shape) +
+                                          memory_limit_text(bytes));
   }
 }
 

@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "core/kept_error.hpp"
+#include "core/limits.hpp"
 #include "core/stream_state.hpp"
 #include "ferry/error.hpp"
 
@@ -140,6 +142,12 @@ class Worker final : public Stream::Queue {
 
 }  // namespace
 
-Stream::Stream() : queue_(std::make_shared<Worker>()) {}
+Stream::Stream() {
+  try {
+    queue_ = std::make_shared<Worker>();
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::exhausted, "Stream: " + thread_limit_text(error.code().value()));
+  }
+}
 
 }  // namespace ferry

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/limits.hpp"
 #include "host/engine.hpp"
 
 namespace ferry::host {
@@ -146,7 +147,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
   channel_.all_ranks_threw();
   channel_.enter_call({call_named(call), 0});
   try {
-    work();
+    in_words(rank(), call, work);
     channel_.enter_call({});
   } catch (const Error& error) {
     count();

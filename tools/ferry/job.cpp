@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -44,6 +45,27 @@ bool is_given(const char* name) {
 std::string job_secret() {
   if (is_given("FERRY_SECRET")) return std::getenv("FERRY_SECRET");
   return is_given("FERRY_SECRET_FILE") ? std::string() : random_secret();
+}
+
+/// Which limit is in the way when a rank cannot be started, and how much is needed.
+std::string remedy(int error, int ranks) {
+  rlimit limit{};
+  if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    constexpr int kOwn = 32;  // of the launcher, and of a rank while it starts
+    return fmt::format(
+        "; this process may have {} files open (ulimit -n), and {} ranks need about {}; raise "
+        "it before: ulimit -n {}",
+        limit.rlim_cur, ranks, 2 * ranks + kOwn, 2 * ranks + kOwn);
+  }
+  if (error == EAGAIN && getrlimit(RLIMIT_NPROC, &limit) == 0) {
+    const bool known = limit.rlim_cur != RLIM_INFINITY;
+    return fmt::format(
+        "; no more processes{}; raise the limit, also that of the container "
+        "(pids.max), or start fewer than {} ranks",
+        known ? fmt::format(": this user may have {} (ulimit -u)", limit.rlim_cur) : std::string(),
+        ranks);
+  }
+  return error == ENOMEM ? "; raise the limit of memory (ulimit -v), or start fewer ranks" : "";
 }
 
 }  // namespace
@@ -132,7 +154,14 @@ void Job::start_ranks() {
     spec.environment = environment_of_rank(environment, secret, r);
     spec.inherit_stdin = r == 0 && stdin_can_be_passed_on();
     spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
-    Process process = start_process(spec);
+    Process process;
+    try {
+      process = start_process(spec);
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(fmt::format("rank {} of {}: {}{}", first + r, all_ranks(options_),
+                                           error.what(),
+                                           remedy(error.code().value(), options_.ranks)));
+    }
     keeper_->watch(process.pid);
     Rank& rank = ranks_.emplace_back();
     rank.rank = first + r;

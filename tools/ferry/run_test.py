@@ -457,6 +457,22 @@ class Signals(unittest.TestCase):
         self.assertFalse(any(runs(pid) for pid in pids))
 
 
+class Limits(unittest.TestCase):
+    def test_too_few_descriptors_for_so_many_ranks(self):
+        result = subprocess.run(
+            ["sh", "-c", f"ulimit -n 40; exec '{FERRY}' run -n 60 -- sleep 30"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertRegex(
+            result.stderr,
+            r"ferry: rank \d+ of 60: .*Too many open files; this process may have 40 files open "
+            r"\(ulimit -n\), and 60 ranks need about 152; raise it before: ulimit -n 152",
+        )
+
+
 class NothingStays(unittest.TestCase):
     HELPERS = "sleep 61 & echo pid $!; sleep 62 & echo pid $!; echo pid $$;"
 

@@ -78,6 +78,11 @@ OUTSIDE = (
     ),
     ("networks' libraries", re.compile(r"^(rdma/|infiniband/)"), ("src/fabric",)),
     (
+        "the limits of the process",
+        re.compile(r"^sys/resource\.h$"),
+        ("src/core", "src/fabric", "src/bootstrap", "tools"),
+    ),
+    (
         "the operating system",
         re.compile(r"^([a-z0-9_]+\.h|sys/.*|linux/.*|asm/.*)$"),
         (

@@ -8,6 +8,8 @@
 #include <ferry/error.hpp>
 #include <utility>
 
+#include "core/limits.hpp"
+
 namespace ferry::fabric::ofi {
 namespace {
 
@@ -54,7 +56,8 @@ void Lane::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) 
     op->buffer = messages_.take();
     receive(op);
   }
-  thread_ = std::thread([this] { run(); });
+  in_words(setting_.rank, "thread of the network",
+           [this] { thread_ = std::thread([this] { run(); }); });
 }
 
 bool Lane::in_forked_child() const {

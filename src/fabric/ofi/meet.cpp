@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/limits.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/ofi/greeting.hpp"
 #include "fabric/ofi/nics.hpp"
@@ -92,7 +93,7 @@ class Meeting {
   std::vector<std::vector<std::byte>> tell(Said& said, Make make) {
     std::optional<Error> problem;
     try {
-      make();
+      in_words(rank(), "Group: network", make);
     } catch (const Error& error) {
       problem = error;
       said = {};

@@ -12,6 +12,7 @@
 #include <ferry/error.hpp>
 #include <optional>
 
+#include "core/limits.hpp"
 #include "core/open_files.hpp"
 #include "fabric/process.hpp"
 
@@ -87,6 +88,22 @@ bool means_full(int error) {
   throw Error(exhausted ? ErrorKind::exhausted : ErrorKind::system, message, {.rank = rank});
 }
 
+[[noreturn]] void throw_limited(int rank, std::size_t bytes, const std::string& limit) {
+  throw Error(ErrorKind::exhausted,
+              "rank " + std::to_string(rank) + " cannot register " + std::to_string(bytes) +
+                  " bytes in /dev/shm: " + limit,
+              {.rank = rank});
+}
+
+/// There is room in /dev/shm, but not in this process.
+[[noreturn]] void throw_unmapped(int rank, std::size_t bytes, int error) {
+  const std::string limit = error == ENOMEM ? memory_limit_text(bytes) : std::string();
+  throw_limited(
+      rank, bytes,
+      "mmap: " + error_text(error) +
+          (limit.empty() ? "; use smaller batches or give this process more memory" : limit));
+}
+
 std::shared_ptr<Memory> mapped(int fd, std::size_t bytes) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) return nullptr;
@@ -120,6 +137,9 @@ SharedObject create_object(const std::string& name, std::size_t bytes, int rank)
   if (const auto free = free_in_dev_shm(); free && size > *free) {
     throw_failed(rank, size, "no room", ENOSPC);
   }
+  if (const std::string limit = file_limit_text(size); !limit.empty()) {
+    throw_limited(rank, size, limit);
+  }
   const Descriptor fd(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (fd.get() < 0) throw_failed(rank, size, "shm_open", errno);
   NameGuard guard(name);
@@ -130,7 +150,7 @@ SharedObject create_object(const std::string& name, std::size_t bytes, int rank)
   }
   SharedObject object;
   object.memory = mapped(fd.get(), size);
-  if (!object.memory) throw_failed(rank, size, "mmap", errno);
+  if (!object.memory) throw_unmapped(rank, size, errno);
   if (const int error = reserve(fd.get(), object.memory->data(), size); error != 0) {
     throw_failed(rank, size, "posix_fallocate", error);
   }
@@ -161,7 +181,11 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
     throw_attach(attachment, name + " has only " + std::to_string(info.st_size) + " bytes");
   }
   auto memory = mapped(fd.get(), size);
-  if (!memory) throw_attach(attachment, "mmap " + name + ": " + std::strerror(errno));
+  if (!memory) {
+    const int error = errno;
+    throw_attach(attachment, "mmap " + name + ": " + std::strerror(error) +
+                                 (error == ENOMEM ? memory_limit_text(size) : std::string()));
+  }
   if (size <= kPopulatePeers) madvise(memory->data(), size, kPopulateWrite);  // only speed
   return memory;
 }

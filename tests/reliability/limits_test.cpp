@@ -1,0 +1,206 @@
+// A rank under a limit of its shell (ulimit -v, -f, -n): whatever is too little, it ends in order,
+// and its error says which limit that was.
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "processes.hpp"
+
+namespace ferry::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::size_t kMemory = std::size_t{16} << 20;
+
+/// How a child ended: "good", the kind and words of its error, or what killed it.
+struct End {
+  std::string said;
+  int status = -1;
+  bool good() const { return status == 0 && said == "good"; }
+};
+
+/// Runs `body` in a child that has the limit, with so much of its stack in use already that no more
+/// of it is needed.
+End under(int which, rlim_t limit, const std::function<void()>& body) {
+  std::array<int, 2> pipe{};
+  if (::pipe(pipe.data()) != 0) return {"pipe", -1};
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    std::array<volatile char, 256 << 10> stack;
+    for (std::size_t i = 0; i < stack.size(); i += 4096) stack[i] = 1;
+    const rlimit both{limit, limit};
+    if (::setrlimit(static_cast<__rlimit_resource>(which), &both) != 0) ::_exit(9);
+    std::string said = "good";
+    try {
+      body();
+    } catch (const Error& error) {
+      said = std::string(name_of(error.kind())) + ": " + error.what();
+    } catch (const std::exception& error) {
+      said = std::string("not an error of Ferry's: ") + error.what();
+    }
+    if (::write(pipe[1], said.data(), said.size()) < 0) ::_exit(8);
+    ::_exit(0);
+  }
+  ::close(pipe[1]);
+  End end;
+  std::array<char, 4096> text{};
+  for (ssize_t got = 0; (got = ::read(pipe[0], text.data(), text.size())) > 0;) {
+    end.said.append(text.data(), std::size_t(got));
+  }
+  ::close(pipe[0]);
+  ::waitpid(pid, &end.status, 0);
+  return end;
+}
+
+std::string describe(const End& end) {
+  if (WIFSIGNALED(end.status)) return "killed by " + std::string(::strsignal(WTERMSIG(end.status)));
+  return end.said + " (status " + std::to_string(end.status) + ")";
+}
+
+rlim_t address_space() {
+  unsigned long pages = 0;
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr || std::fscanf(file, "%lu", &pages) != 1) pages = 0;
+  if (file != nullptr) std::fclose(file);
+  return rlim_t{pages} * 4096;
+}
+
+rlim_t open_files() {
+  const int next = ::dup(0);
+  ::close(next);
+  return rlim_t(next);
+}
+
+/// Creates a group and exchanges rows in it.
+void exchange(std::shared_ptr<Bootstrap> bootstrap, FabricKind fabric) {
+  GroupConfig config;
+  config.experts = bootstrap->size();
+  config.fabric = fabric;
+  config.memory_bytes = kMemory;
+  config.deadline = 20s;
+  config.ofi.provider = fabric == FabricKind::ofi ? "tcp" : "";
+  Group group(std::move(bootstrap), config);
+  const std::vector<float> rows(256 * 64, 1.0F);
+  const std::vector<std::int64_t> routes(256, 0);
+  const ConstTensorView x(rows.data(), Dtype::f32, {256, 64});
+  const Received received = group.dispatch(x, {routes.data(), Dtype::i64, {256, 1}});
+  group.combine(received.x, received.plan);
+  LatencyExchange(group, {.capacity = 64, .hidden = 256, .topk = 1});
+}
+
+std::function<void()> alone(FabricKind fabric) {
+  return [fabric, port = free_port()] {
+    TcpOptions options;
+    options.port = port;
+    options.secret = "limits";
+    options.deadline = 20s;
+    exchange(tcp_bootstrap(options), fabric);
+  };
+}
+
+void expect_words(const End& end, const std::string& option, const std::string& what) {
+  if (end.good()) return;
+  EXPECT_EQ(end.status, 0) << what << ": " << describe(end);
+  EXPECT_TRUE(end.said.starts_with("exhausted: ")) << what << ": " << describe(end);
+  EXPECT_NE(end.said.find("ulimit -" + option), std::string::npos) << what << ": " << describe(end);
+}
+
+/// From nothing more than there is to what is enough.
+void sweep_address_space(FabricKind fabric) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's own memory comes out of the same limit";
+#endif
+  const rlim_t base = address_space();
+  bool some = false, enough = false;
+  for (rlim_t more = 512 << 10; more < rlim_t{1} << 30; more += more / 2) {
+    const End end = under(RLIMIT_AS, base + more, alone(fabric));
+    expect_words(end, "v", std::to_string(more) + " bytes more");
+    some = some || !end.good();
+    enough = end.good();
+    if (enough && more > 8 * kMemory) break;
+  }
+  EXPECT_TRUE(some);
+  EXPECT_TRUE(enough);
+}
+
+TEST(Limits, OfAddressSpaceInOneProcess) {
+  sweep_address_space(FabricKind::local);
+}
+
+TEST(Limits, OfAddressSpaceWithSharedMemory) {
+  sweep_address_space(FabricKind::shm);
+}
+
+void sweep_files(FabricKind fabric, rlim_t step = 1) {
+  const rlim_t base = open_files();
+  int few = 0;
+  bool enough = false;
+  for (rlim_t more = 0; more < 64 && !enough; more += step) {
+    const End end = under(RLIMIT_NOFILE, base + more, alone(fabric));
+    expect_words(end, "n", std::to_string(more) + " files more");
+    enough = end.good();
+    few += enough ? 0 : 1;
+  }
+  EXPECT_GT(few, 2);
+  EXPECT_TRUE(enough);
+}
+
+TEST(Limits, OfFilesInOneProcess) {
+  sweep_files(FabricKind::local);
+}
+
+TEST(Limits, OfFilesWithSharedMemory) {
+  sweep_files(FabricKind::shm);
+}
+
+TEST(Limits, OfFilesWithANetwork) {
+  if (!under(RLIMIT_NOFILE, 256, alone(FabricKind::ofi)).good()) GTEST_SKIP() << "no libfabric";
+  sweep_files(FabricKind::ofi, 2);
+}
+
+// The kernel would end the process by SIGXFSZ.
+TEST(Limits, OfTheSizeOfFiles) {
+  const End end = under(RLIMIT_FSIZE, kMemory / 2, alone(FabricKind::shm));
+  EXPECT_EQ(end.status, 0) << describe(end);
+  for (const char* word :
+       {"exhausted: ", "in /dev/shm: files of this process may have 8388608 bytes", "ulimit -f",
+        "needs 16777216"}) {
+    EXPECT_NE(end.said.find(word), std::string::npos) << describe(end);
+  }
+  EXPECT_TRUE(shared_memory_names().empty());
+}
+
+// One of two ranks: the other one hears at once, and in words.
+TEST(Limits, OfOneRankAreToldToTheOthers) {
+  Ranks ranks(2, [](int rank, std::shared_ptr<Bootstrap> bootstrap, const Reporter& report) {
+    const rlimit small{kMemory / 2, kMemory / 2};
+    if (rank == 1) ::setrlimit(RLIMIT_FSIZE, &small);
+    try {
+      exchange(std::move(bootstrap), FabricKind::shm);
+    } catch (const Error& error) {
+      report.line(std::string(name_of(error.kind())) + ": " + error.what());
+    }
+  });
+  const std::string first = ranks.line(0, 30), second = ranks.line(1, 30);
+  EXPECT_TRUE(first.starts_with("peer failed: ")) << first;
+  EXPECT_NE(first.find("rank 1 could not go on: rank 1 cannot register 16777216 bytes"),
+            std::string::npos)
+      << first;
+  EXPECT_NE(first.find("ulimit -f"), std::string::npos) << first;
+  EXPECT_TRUE(second.starts_with("exhausted: ")) << second;
+}
+
+}  // namespace
+}  // namespace ferry::test
