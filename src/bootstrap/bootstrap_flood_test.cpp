@@ -30,11 +30,16 @@ std::vector<std::byte> hello_of(int rank, int size) {
   return bytes;
 }
 
-/// Connections without end: silent ones, and such as say hello and prove nothing.
+/// Connections without end: silent ones, such as say hello and prove nothing, and others that say
+/// what is no frame. `pause`: between two of a kind.
 class Flood {
  public:
-  explicit Flood(const TcpOptions& store) : store_(store) {
-    for (int t = 0; t < 2; ++t) threads_.emplace_back([this, talks = t == 1] { run(talks); });
+  explicit Flood(const TcpOptions& store, std::chrono::microseconds pause = {})
+      : store_(store), pause_(pause) {
+    const std::vector<std::byte> noise(100, std::byte{0x5a});
+    for (const auto& words : {std::vector<std::byte>(), hello_of(1, store_.size), noise}) {
+      threads_.emplace_back([this, words] { run(words); });
+    }
   }
   ~Flood() {
     over_ = true;
@@ -43,11 +48,13 @@ class Flood {
   int connections() const { return made_; }
 
  private:
-  void run(bool talks) {
+  void run(const std::vector<std::byte>& words) {
     constexpr std::size_t kHeld = 150;
-    const auto hello = hello_of(1, store_.size);
     std::deque<Descriptor> held;
+    auto next = std::chrono::steady_clock::now();
     while (!over_) {
+      std::this_thread::sleep_until(next);
+      next += pause_;
       held.push_back(connected_to(store_));
       if (!held.back()) {
         held.pop_back();
@@ -57,12 +64,13 @@ class Flood {
       // Reset when it is closed: no TIME_WAIT keeps a port from other tests.
       const linger at_once{.l_onoff = 1, .l_linger = 0};
       ::setsockopt(held.back().get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-      if (talks) write_to(held.back(), hello);
+      if (!words.empty()) write_to(held.back(), words);
       if (held.size() > kHeld) held.pop_front();
     }
   }
 
   const TcpOptions store_;
+  const std::chrono::microseconds pause_;
   std::atomic<bool> over_{false};
   std::atomic<int> made_{0};
   std::vector<std::thread> threads_;
@@ -86,6 +94,29 @@ TEST(Flood, RanksJoinThroughIt) {
   flooding.join();
   for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   EXPECT_GT(strangers, 300);
+}
+
+// Ranks come one a second while 2000 strangers a second do; a machine that is slower has fewer.
+TEST(Flood, FourRanksJoinThroughTwoThousandASecond) {
+  TcpOptions base = fresh_options(4);
+  base.deadline = 10s;
+  std::atomic<int> strangers{0};
+  auto errors = run_ranks(5, [&](int r) {
+    if (r == 4) {
+      std::this_thread::sleep_for(200ms);
+      const Flood flood(base, 1500us);
+      std::this_thread::sleep_for(3s);
+      strangers = flood.connections();
+      return;
+    }
+    std::this_thread::sleep_for(r * 900ms);
+    const auto bootstrap = tcp_bootstrap(as_rank(base, r));
+    EXPECT_EQ(bootstrap->all_gather(bytes_of("x"), 10s).size(), 4u);
+    EXPECT_EQ(bootstrap->all_gather(bytes_of("y"), 10s).size(), 4u);
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+  EXPECT_GT(strangers, 100);
+  RecordProperty("strangers", strangers);
 }
 
 /// A store without its rank 0.
