@@ -164,6 +164,25 @@ def test_secret_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ferry.from_environment(deadline=1.0)
 
 
+def test_the_limit_that_is_in_the_way_is_named() -> None:
+    code = """
+        import resource
+        which, limit = {}
+        boot = ferry.from_environment()
+        resource.setrlimit(which, (limit, limit))
+        try:
+            ferry.Group(boot, experts=1, fabric="shm", memory_bytes=32 << 20)
+        except ferry.Exhausted as error:
+            print(error)
+    """
+    space = "resource.RLIMIT_AS, int(open('/proc/self/statm').read().split()[0]) * 4096 + (8 << 20)"
+    for limit, option in [("resource.RLIMIT_FSIZE, 1 << 20", "-f"), (space, "-v")]:
+        [(_, out, err)] = finish([start(code.replace("{}", limit), **environment(1)[0])])
+        assert f"ulimit {option}" in out, out + err
+        assert "in /dev/shm" in out, out + err
+        assert "33554432" in out, out + err
+
+
 class FakeComm:
     """What from_mpi uses of an mpi4py communicator, for threads."""
 

@@ -468,8 +468,8 @@ class Limits(unittest.TestCase):
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertRegex(
             result.stderr,
-            r"ferry: rank \d+ of 60: .*Too many open files; this process may have 40 files open "
-            r"\(ulimit -n\), and 60 ranks need about 152; raise it before: ulimit -n 152",
+            r"ferry run: rank \d+ of 60: .*Too many open files; this process may have 40 files "
+            r"open \(ulimit -n\), and 60 ranks need about 152; raise it before: ulimit -n 152",
         )
 
 
