@@ -171,8 +171,11 @@ TcpBootstrap::~TcpBootstrap() {
     return;
   }
   if (client_ && socket_) {
-    if (!broken_) say_farewell(Farewell::left);
-    if (client_->state() == StoreClient::State::joined) read_all();
+    try {
+      if (!broken_) say_farewell(Farewell::left);
+      if (client_->state() == StoreClient::State::joined) read_all();
+    } catch (const std::exception&) {  // no memory: the others see the connection end
+    }
     ::shutdown(socket_.get(), SHUT_RDWR);  // also ends copies that a forked child still holds
   }
   socket_.reset();

@@ -35,7 +35,7 @@ class TcpBootstrap final : public Bootstrap {
  private:
   void start_store(const TcpOptions& options, Clock::time_point due);
   /// Between two looks at what comes: the caller's `on_wait`, and a word if this takes long.
-  void linger(const TcpOptions& options);
+  void while_waiting(const TcpOptions& options);
   void connect(const TcpOptions& options, Clock::time_point due);
   bool try_address(const Address& address, const TcpOptions& options, Clock::time_point due);
   bool greet(const TcpOptions& options, Clock::time_point due);

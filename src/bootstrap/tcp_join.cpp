@@ -106,7 +106,7 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
     pollfd polled{.fd = socket_.get(), .events = POLLOUT, .revents = 0};
     const Clock::time_point now = Clock::now();
     if (::poll(&polled, 1, int(kWaitSlice.count())) > 0) break;
-    linger(options);
+    while_waiting(options);
     if (now >= attempt_due) {
       last_problem_ = "no answer";
       return false;
@@ -130,7 +130,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
     const Clock::time_point now = Clock::now();
     pump(std::min(due, now + kWaitSlice));
     if (client_->state() != StoreClient::State::greeting) break;
-    linger(options);
+    while_waiting(options);
     if (now >= due) {
       last_problem_ = "something is there, but it does not answer as a Ferry store";
       return false;
@@ -160,7 +160,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
   return false;
 }
 
-void TcpBootstrap::linger(const TcpOptions& options) {
+void TcpBootstrap::while_waiting(const TcpOptions& options) {
   if (options.on_wait) options.on_wait();
   if (Clock::now() < notice_->next()) return;
   const std::string what =
@@ -173,7 +173,7 @@ void TcpBootstrap::pause(const TcpOptions& options, Clock::time_point due,
                          std::chrono::milliseconds time) {
   const Clock::time_point until = std::min(due, Clock::now() + time);
   do {
-    linger(options);
+    while_waiting(options);
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
     if (rest > 0ms) ::poll(nullptr, 0, int(std::min(rest, kWaitSlice).count()));
   } while (Clock::now() < until);
