@@ -177,7 +177,7 @@ TEST(Limits, OfFilesWithSharedMemory) {
 
 TEST(Limits, OfFilesWithANetwork) {
   if (!alone_under(RLIMIT_NOFILE, 256, FabricKind::ofi).good()) GTEST_SKIP() << "no libfabric";
-  sweep_files(FabricKind::ofi, 2);
+  sweep_files(FabricKind::ofi, 3);
 }
 
 // The kernel would end the process by SIGXFSZ.
