@@ -167,8 +167,8 @@ def test_secret_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_limit_that_is_in_the_way_is_named() -> None:
     code = """
         import resource
-        which, limit = {}
         boot = ferry.from_environment()
+        which, limit = {}
         resource.setrlimit(which, (limit, limit))
         try:
             ferry.Group(boot, experts=1, fabric="shm", memory_bytes=32 << 20)
