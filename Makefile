@@ -13,7 +13,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 TORCH_INDEX_URL ?=
 # How many compilers and tests run at once.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-# 1: `make package` builds the CUDA engine; 0: it does not; empty: where there is a GPU.
+# 1: the package has the CUDA engine; 0: it has not; empty: where there is an nvcc, as with pip.
 FERRY_CUDA ?=
 # Stages of `make test`, in order; empty: all (`make test STAGES="lint host"`).
 STAGES ?=
@@ -31,9 +31,13 @@ export CCACHE_NOHASHDIR := 1
 
 PYTHON_VENV := .venv/bin/python
 # What the Python package is made of: when one is newer than the stamp, it is built anew.
-PACKAGE_SOURCES = $(shell find include src python tools/ferry cmake CMakeLists.txt pyproject.toml \
-	-type f -not -name '*_test.cpp' -not -path '*/tests/*' -not -name '*.pyc')
-PACKAGE_STAMP := build/python/.installed$(if $(FERRY_CUDA),-cuda-$(FERRY_CUDA))
+PACKAGE_SOURCES = $(shell find include src python tools/ferry bench/plot_exchange.py cmake \
+	CMakeLists.txt pyproject.toml -type f -not -name '*_test.cpp' -not -path '*/tests/*' \
+	-not -name '*.pyc')
+# Beside what it was installed into: it goes when that goes.
+PACKAGE_STAMP := .venv/.ferry-package
+# What it was built with; written anew only when that has changed (package.sh says what counts).
+PACKAGE_FOUND := .venv/.ferry-package-found
 
 .PHONY: help demo test lint conformance docs bench format clean setup-demo setup-test setup-docs \
 	setup-lint host package
@@ -74,9 +78,13 @@ setup-lint:
 package: $(PACKAGE_STAMP)
 	@:
 
-$(PACKAGE_STAMP): $(PACKAGE_SOURCES) | setup-demo
+$(PACKAGE_STAMP): $(PACKAGE_SOURCES) $(PACKAGE_FOUND)
 	@tools/setup/package.sh
 	@touch $@
+
+$(PACKAGE_FOUND): setup-demo
+	@tools/setup/package.sh --found >$@.new
+	@cmp -s $@.new $@ || mv $@.new $@
 
 demo: package
 	@.venv/bin/python $(DEMO) $(DEMO_ARGS)
@@ -108,5 +116,5 @@ bench: package
 	@echo 'figures: bench/results/host_exchange.json'
 
 clean:
-	rm -rf build dist demo-output docs/_build docs/_doxygen .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv/.ferry-package* build dist demo-output docs/_build docs/_doxygen .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

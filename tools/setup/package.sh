@@ -3,10 +3,44 @@
 # steps, and python/deep_ep beside it. build/python keeps the objects; everything that was said is in
 # build/logs/package-build.log.
 #
-# FERRY_CUDA=1 builds the CUDA engine, FERRY_CUDA=0 does not; unset: where there is a GPU.
+#   tools/setup/package.sh           builds and installs
+#   tools/setup/package.sh --found   prints what a build depends on besides the sources: when it
+#                                    differs, `make package` builds anew
+#
+# cmake/FerryCudaChoice.cmake has the rule by which the CUDA engine is built. Where there is a GPU
+# but no nvcc, or FERRY_CUDA=1 asks for one, an nvcc is fetched first (tools/setup/cuda.sh). Kernels
+# are compiled for the GPUs of this machine; without one for one kind, which is enough to load.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# shellcheck source=tools/setup/probe.sh
+source tools/setup/probe.sh
 log=build/logs/package-build.log
+
+has_gpu=$(compgen -G '/dev/nvidia[0-9]*' || true)
+case ${FERRY_CUDA:-unset} in
+  unset) wants_nvcc=$has_gpu ;;
+  0 | OFF | off | NO | no | FALSE | false) wants_nvcc= ;;
+  *) wants_nvcc=1 ;;
+esac
+if [[ -n $wants_nvcc ]]; then
+  if nvcc=$(tools/setup/cuda.sh | tail -n 1) && [[ -n $nvcc ]]; then
+    export CUDACXX=$nvcc
+  elif [[ -n ${FERRY_CUDA:-} ]]; then
+    echo "FERRY_CUDA=$FERRY_CUDA, but there is no nvcc of CUDA 12.4 or newer" >&2
+    exit 1
+  fi
+fi
+architectures=$([[ -n $has_gpu ]] && echo native || echo 90-real)
+engine=$(cmake -P cmake/FerryCudaChoice.cmake)
+engine=${engine#*Ferry: }
+
+if [[ ${1:-} == --found ]]; then
+  "$(cxx)" --version | head -n 1
+  .venv/bin/python -c 'import sys; print(sys.version)'
+  echo "headers of libfabric: $(have_header rdma/fabric.h && echo yes || echo no)"
+  echo "$engine, for $architectures"
+  exit 0
+fi
 mkdir -p build/logs
 
 # [12/100] lines of the build: one line that counts up on a terminal, else each time 10 % are done.
@@ -26,32 +60,14 @@ show_steps() {
   printf '%b' "$ended"
 }
 
-options=()
-has_gpu=$(compgen -G '/dev/nvidia[0-9]*' || true)
-choice=${FERRY_CUDA:-$([[ -n $has_gpu ]] && echo 1 || echo 0)}
-if [[ $choice == 1 || $choice == ON ]]; then
-  if nvcc=$(tools/setup/cuda.sh | tail -n 1) && [[ -n $nvcc ]]; then
-    options=(--config-settings=cmake.define.FERRY_CUDA=ON
-      --config-settings=cmake.define.CMAKE_CUDA_COMPILER="$nvcc")
-    if [[ -n $has_gpu ]]; then  # only for the GPUs of this machine
-      options+=(--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=native)
-    fi
-    echo "with the CUDA engine: $nvcc"
-  elif [[ -n ${FERRY_CUDA:-} ]]; then
-    echo "FERRY_CUDA=$FERRY_CUDA, but there is no nvcc of CUDA 12.4 or newer" >&2
-    exit 1
-  fi
-fi
-if ((${#options[@]} == 0)); then
-  options=(--config-settings=cmake.define.FERRY_CUDA=OFF)
-  echo 'without the CUDA engine (FERRY_CUDA=1 builds it)'
-fi
-rm -f build/python/.installed*
-
+# What an earlier configuration found or was told does not hold any more; objects stay.
+rm -f .venv/.ferry-package build/python/CMakeCache.txt
+echo "$engine (FERRY_CUDA=0 or 1 decides)"
 echo 'building the Python package and the command line into .venv'
 if ! .venv/bin/python -m pip install --verbose --disable-pip-version-check --no-build-isolation \
   --no-deps --force-reinstall --config-settings=build-dir=build/python \
-  --config-settings=cmake.define.FERRY_TOOLS=ON "${options[@]}" . 2>&1 | tee "$log" | show_steps; then
+  --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$architectures . 2>&1 |
+  tee "$log" | show_steps; then
   tail -n 60 "$log" >&2
   echo "the build failed; all of its output: $log" >&2
   exit 1
