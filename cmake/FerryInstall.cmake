@@ -81,7 +81,7 @@ install(FILES ${PROJECT_BINARY_DIR}/ferryConfig.cmake ${PROJECT_BINARY_DIR}/ferr
   DESTINATION ${package_folder})
 install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
-# In a wheel the command line goes beside the interpreter (make package asks for it).
+# In a wheel the command line goes beside the interpreter.
 if(SKBUILD AND TARGET ferry_cli)
   install(TARGETS ferry_cli RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT python)
 endif()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import re
 import shutil
@@ -21,7 +22,6 @@ def python(code: str) -> str:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,6 @@ def test_a_build_of_the_package_says_whether_it_has_the_cuda_engine(
         [cmake, "-P", str(ROOT / "cmake/FerryCudaChoice.cmake")],
         capture_output=True,
         text=True,
-        timeout=30,
         check=True,
         env={"PATH": str(tmp_path)} | ({} if asked is None else {"FERRY_CUDA": asked}),
     )
@@ -193,6 +192,27 @@ def test_a_build_of_the_package_says_whether_it_has_the_cuda_engine(
     assert f"Ferry: {words}: " in done.stdout, done.stdout + done.stderr
     if asked is not None:
         assert f"FERRY_CUDA={asked} in the environment" in done.stdout
+
+
+def test_pip_brings_the_command_ferry() -> None:
+    """And `make package` builds what pip does: it says only where, and for which GPUs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["scikit-build"]["cmake"]["define"]["FERRY_TOOLS"] == "ON"
+    package = (ROOT / "tools/setup/package.sh").read_text()
+    given = set(re.findall(r"--config-settings=(?:cmake\.define\.)?([\w-]+)", package))
+    assert given == {"build-dir", "CMAKE_CUDA_ARCHITECTURES"}
+    if Path(ferry.__file__).parents[1].name not in ("site-packages", "dist-packages"):
+        return  # of a build folder
+    files = importlib.metadata.files("ferry") or []
+    (command,) = [Path(str(file.locate())) for file in files if file.name == "ferry"]
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert ferry.__version__ in done.stdout
+
+
+def test_pages_give_settings_as_old_pips_know_them() -> None:
+    """pip 23.0 of Debian 12 has --config-settings but no -C."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "cmake").iterdir()):
+        assert not re.search(r"-C ?cmake\.", page.read_text()), page
 
 
 def test_an_installed_extension_carries_no_debug_sections() -> None:
