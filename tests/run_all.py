@@ -4,7 +4,8 @@
 
 Without stages: all but `conformance`. The last line is "N passed, M failed", alone; the exit status
 is 1 if anything failed. A build that fails counts as one failed test. A stage that cannot run on
-this machine says so in capital letters, and fails when CI=true. Full output: build/logs/.
+this machine says so in capital letters, and fails when CI=true. Then only do limits of time hold: a
+slow or busy machine is no failure. Full output: build/logs/.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from steps import LOGS, ROOT, Result, at_once, counted, run, say
+from steps import IN_CI, LOGS, ROOT, Result, at_once, counted, run, say
 
-LIMIT_S = 30 * 60  # of the whole, on two cores
+LIMIT_S = 30 * 60  # of the whole, on two cores of CI
 FUZZ_S = 10  # of each target
 JOBS = "2"
-IN_CI = os.environ.get("CI") == "true"
 
 
 class CannotRunError(Exception):
@@ -201,7 +201,11 @@ def fuzz(program: Path, wrapper: list[str]) -> Result:
     result = Result()
     with tempfile.TemporaryDirectory() as fresh:
         folders = [fresh, *([str(seeds)] if seeds.is_dir() else [])]
-        options = (f"-max_total_time={FUZZ_S}", "-timeout=10", "-print_final_stats=1")
+        options = (
+            f"-max_total_time={FUZZ_S}",
+            f"-timeout={10 if IN_CI else 50}",
+            "-print_final_stats=1",
+        )
         crashes = f"-artifact_prefix={LOGS}/{program.name}-"
         ok = run("fuzz", *wrapper, program, *options, crashes, *folders, quiet=True)
     result.passed += ok
@@ -297,8 +301,8 @@ def main() -> int:
         total.add(result)
         say(line_of(name, result))
     say(line_of("total", total))
-    if total.seconds > LIMIT_S and not arguments.stages:
-        say(f"   over the limit of {LIMIT_S} s: make it faster")
+    if IN_CI and total.seconds > LIMIT_S and not arguments.stages:
+        say(f"   over the limit of {LIMIT_S} s in CI: make it faster")
     say(f"\n{total.passed} passed, {total.failed} failed")
     return 1 if total.failed else 0
 

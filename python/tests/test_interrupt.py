@@ -206,7 +206,7 @@ def test_a_handler_of_the_programs_own(tmp_path_factory: pytest.TempPathFactory)
             print("good:", error)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.stdout == "good: from the handler\n", done.stderr
     assert done.returncode == 0, done.stderr

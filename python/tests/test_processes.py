@@ -66,7 +66,7 @@ def finish(children: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     results = []
     try:
         for child in children:
-            out, err = child.communicate(timeout=40)
+            out, err = child.communicate()
             results.append((child.returncode, out, err))
     finally:
         for child in children:

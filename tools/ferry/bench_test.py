@@ -52,7 +52,6 @@ def bench(arguments):
         [FERRY, "bench", *TINY.split(), *arguments.split()],
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

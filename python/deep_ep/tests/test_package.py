@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1]
 
 def test_a_wheel_is_pure_python_and_serves(tmp_path: Path) -> None:
     build = f"from scikit_build_core.build import build_wheel; build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=SOURCE, check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", build], cwd=SOURCE, check=True)
     (wheel,) = tmp_path.iterdir()
     assert wheel.name.startswith("deep_ep-1.2.1") and wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as content:
@@ -40,4 +40,4 @@ import deep_ep, deep_ep.utils, deep_ep.buffer, deep_ep_cpp
 assert time.process_time() - start < 0.3  # beyond torch
 assert ".whl" in deep_ep.__file__ and ".whl" in deep_ep_cpp.__file__
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True)

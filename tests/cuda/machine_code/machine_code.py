@@ -149,7 +149,6 @@ def compile_source(
                 [str(word) for word in step],
                 capture_output=True,
                 text=True,
-                timeout=600,
                 check=False,
             )
             if done.returncode != 0:
