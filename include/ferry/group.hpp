@@ -273,6 +273,8 @@ class Group {
   std::vector<NicUse> nics() const;
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
+  /// Whether this build has that fabric; the machine may lack its library or network all the same.
+  static bool has_fabric(FabricKind kind);
 
   /// Leaves the group: not collective, never blocks on peers; peers that still exchange get
   /// Error(peer_left). Later calls throw Error(destroyed). Tensors stay valid until dropped.

@@ -280,6 +280,9 @@ std::vector<NicUse> Group::nics() const {
 bool Group::has_backend(Backend backend) {
   return backend != Backend::cuda || cuda::available();
 }
+bool Group::has_fabric(FabricKind kind) {
+  return kind != FabricKind::ofi || fabric::ofi_is_built();
+}
 void Group::destroy() {
   live(engine_, "destroy").destroy();
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -52,7 +53,30 @@ struct Use {
   bool cuda = false;  // there is a GPU, and this Ferry has the engine for it
 };
 
+/// What was compiled into this Ferry, whatever the machine has.
+struct Build {
+  std::vector<std::string> engines{"host"};
+  std::vector<std::string> fabrics{};
+  std::vector<std::string> gpus{};  ///< kinds that kernels are compiled for: "sm_90"
+};
+
+Build look_at_build() {
+  Build build;
+  for (const FabricKind kind :
+       {FabricKind::local, FabricKind::shm, FabricKind::sim, FabricKind::ofi}) {
+    if (Group::has_fabric(kind)) build.fabrics.emplace_back(name_of(kind));
+  }
+  if (!Group::has_backend(Backend::cuda)) return build;
+  build.engines.emplace_back("cuda");
+  std::istringstream kinds(FERRY_CUDA_ARCHITECTURES);  // "80-real,90-real"
+  for (std::string kind; std::getline(kinds, kind, ',');) {
+    build.gpus.push_back("sm_" + kind.substr(0, kind.find('-')));
+  }
+  return build;
+}
+
 struct Diagnosis {
+  Build build{};
   Machine machine{};
   Use use{};
   std::vector<Finding> findings{};
@@ -118,7 +142,15 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
   if ((m.gpus.count > 0 || m.gpus.library) && !Group::has_backend(Backend::cuda)) {
     findings.push_back({Weight::note,
                         "this Ferry was built without the CUDA engine: tensors on the CPU only",
-                        "build it with FERRY_CUDA=ON, or copy tensors to the CPU"});
+                        "build it where there is an nvcc, or with FERRY_CUDA=1 (docs/guide.md, "
+                        "Building for GPUs); or copy tensors to the CPU"});
+  }
+  if (!Group::has_fabric(FabricKind::ofi)) {
+    findings.push_back({Weight::note,
+                        "this Ferry was built without the headers of libfabric: ranks of one "
+                        "machine only",
+                        "for ranks of several, install them (Debian: libfabric-dev) and build it "
+                        "again"});
   }
   if (!m.libfabric) {
     findings.push_back({Weight::note, "no libfabric.so.1: ranks of one machine only",
@@ -131,6 +163,7 @@ Diagnosis diagnose(bool self_test) {
   // Before look_at_machine, which loads libraries that may start threads.
   const int gpus = bench_gpu_count();
   if (self_test) d.tests = run_self_tests(gpus);
+  d.build = look_at_build();
   d.machine = look_at_machine();
   judge_shared_memory(d.machine, d.findings);
   judge_kernel(d.machine, d.findings);
@@ -161,6 +194,8 @@ nlohmann::json to_json(const Diagnosis& d) {
   }
   return {{"version", FERRY_VERSION},
           {"usable", d.usable()},
+          {"build",
+           {{"engines", d.build.engines}, {"fabrics", d.build.fabrics}, {"gpus", d.build.gpus}}},
           {"machine", to_json(d.machine)},
           {"uses",
            {{"threads", d.use.threads},
@@ -229,6 +264,13 @@ void print_machine(const Machine& m) {
 
 void print(const Diagnosis& d) {
   fmt::print("ferry {}\n\n", FERRY_VERSION);
+  fmt::print("This build\n");
+  print_line("engines", fmt::format("{}{}", fmt::join(d.build.engines, ", "),
+                                    d.build.gpus.empty()
+                                        ? ""
+                                        : fmt::format(" (for {})", fmt::join(d.build.gpus, ", "))));
+  print_line("fabrics", fmt::format("{}", fmt::join(d.build.fabrics, ", ")));
+  fmt::print("\n");
   print_machine(d.machine);
   fmt::print("\nFerry will use\n");
   print_line("backend", d.use.backend + " (tensors in CPU memory)");
@@ -281,7 +323,8 @@ void add_doctor(CLI::App& app, int& exit_code) {
       ->add_option("--waits", given->waits,
                    "Only say who is slow, from how long ranks waited for each other in latency "
                    "mode: a file with the R x R matrix in nanoseconds (row: who waits), or one for "
-                   "each rank with its row; text, JSON or .npy")
+                   "each rank with its row; text, JSON or .npy. On the diagonal: how long that "
+                   "rank was ready to run and had no CPU")
       ->excludes("--json")
       ->excludes("--no-self-test");
   CLI::Option* net = doctor->add_flag(

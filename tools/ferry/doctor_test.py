@@ -44,6 +44,14 @@ class Doctor(unittest.TestCase):
         self.assertGreater(machine["memory"]["total_bytes"], 0)
         shm = os.statvfs("/dev/shm")
         self.assertEqual(machine["shared_memory"]["total_bytes"], shm.f_blocks * shm.f_frsize)
+        build = found["build"]
+        self.assertEqual(build["engines"][0], "host")
+        self.assertEqual(build["fabrics"][:3], ["local", "shm", "sim"])
+        self.assertEqual(
+            "cuda" in build["engines"], any(k.startswith("sm_") for k in build["gpus"])
+        )
+        without = [f["what"] for f in found["findings"] if "headers of libfabric" in f["what"]]
+        self.assertEqual("ofi" in build["fabrics"], not without)
         self.assertEqual(found["uses"]["backend"], "host")
         self.assertEqual(found["uses"]["processes"], "shm")
         self.assertEqual(
@@ -61,7 +69,7 @@ class Doctor(unittest.TestCase):
     def test_for_people(self):
         result = doctor()
         self.assertEqual(result.returncode, 0, result.stdout)
-        for heading in ("This machine", "Ferry will use", "Self-test", "Ferry works"):
+        for heading in ("This build", "This machine", "Ferry will use", "Self-test", "Ferry works"):
             self.assertIn(heading, result.stdout)
         self.assertEqual(result.stdout.count("passed"), 3 if "cuda (" in result.stdout else 2)
 

@@ -49,8 +49,38 @@ std::string time_text(double ns) {
   return fmt::format("{:.0f} ns", ns);
 }
 
+double without_cpu(const WaitMatrix& waits, int rank) {
+  const auto r = static_cast<std::size_t>(rank);
+  return rank < 0 ? 0 : waits[r][r];
+}
+
+/// A wait grows by the time that either end had no CPU. Of the many ranks at the other end of a
+/// sender or receiver the one in the middle counts, as for the wait.
+void judge(const WaitMatrix& waits, SlowPart& part) {
+  std::vector<double> others;
+  for (int r = 0; r < static_cast<int>(waits.size()); ++r) {
+    if (r != part.from && r != part.to) others.push_back(without_cpu(waits, r));
+  }
+  const bool many = part.kind != SlowPart::Kind::link;
+  part.no_cpu_ns = without_cpu(waits, part.from) + without_cpu(waits, part.to) +
+                   (many ? median(others, Middle::lower) : 0);
+  part.by_itself = is_long(part.waited_ns - part.no_cpu_ns, part.usual_ns);
+}
+
 std::string describe(const SlowPart& part) {
   const std::string waited = time_text(part.waited_ns), usual = time_text(part.usual_ns);
+  if (!part.by_itself) {
+    const std::string what =
+        part.kind == SlowPart::Kind::sender
+            ? fmt::format("The others waited {} for rank {}", waited, part.from)
+        : part.kind == SlowPart::Kind::receiver
+            ? fmt::format("Rank {} waited {} for the others", part.to, waited)
+            : fmt::format("Rank {} waited {} for rank {}", part.to, waited, part.from);
+    return fmt::format(
+        "{}, where {} is usual, but these ranks had no CPU for {}: more is ready to run on their "
+        "machine than it has cores. Nobody is slow by that.",
+        what, usual, time_text(part.no_cpu_ns));
+  }
   switch (part.kind) {
     case SlowPart::Kind::sender:
       return fmt::format(
@@ -106,6 +136,7 @@ std::vector<SlowPart> slow_parts(const WaitMatrix& waits) {
   double worst = 0;
   for (const SlowPart& part : parts) worst = std::max(worst, part.waited_ns);
   std::erase_if(parts, [&](const SlowPart& part) { return part.waited_ns < kMatters * worst; });
+  for (SlowPart& part : parts) judge(waits, part);
   return parts;
 }
 
@@ -115,6 +146,14 @@ std::string describe_waits(const WaitMatrix& waits) {
   for (const SlowPart& part : parts) text += (text.empty() ? "" : "\n") + describe(part);
   if (!parts.empty()) {
     if (waits.size() == 2) text += "\nWith two ranks a slow sender, receiver and link look alike.";
+    double no_cpu = 0;
+    for (std::size_t r = 0; r < waits.size(); ++r) no_cpu = std::max(no_cpu, waits[r][r]);
+    if (no_cpu < kLeastNs) {
+      text +=
+          "\nNo rank says on the diagonal that it had no CPU. Where more is ready to run than "
+          "there "
+          "are cores, a healthy rank looks slow: the guide (Who is slow) has it said.";
+    }
     return text;
   }
   const std::vector<double> all = pick(waits, [](auto, auto) { return true; });

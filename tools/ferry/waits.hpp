@@ -5,8 +5,8 @@
 
 namespace ferry::cli {
 
-/// Row i: how many nanoseconds rank i waited for each source. Square; the diagonal counts for
-/// nothing.
+/// Row i: how many nanoseconds rank i waited for each source. Square; on the diagonal, where nobody
+/// waits, how long rank i was ready to run meanwhile and had no CPU.
 using WaitMatrix = std::vector<std::vector<double>>;
 
 /// One file with the matrix, or one for each rank in rank order with its row. Text (numbers
@@ -18,10 +18,12 @@ WaitMatrix parse_waits(const std::string& name, const std::string& content);
 struct SlowPart {
   enum class Kind { sender, receiver, link };
   Kind kind = Kind::sender;
-  int from = -1;         ///< the slow sender, or the sender of the slow link
-  int to = -1;           ///< the slow receiver, or the receiver of the slow link
-  double waited_ns = 0;  ///< for it
-  double usual_ns = 0;   ///< elsewhere
+  int from = -1;          ///< the slow sender, or the sender of the slow link
+  int to = -1;            ///< the slow receiver, or the receiver of the slow link
+  double waited_ns = 0;   ///< for it
+  double usual_ns = 0;    ///< elsewhere
+  double no_cpu_ns = 0;   ///< for how long one of both ends had no CPU
+  bool by_itself = true;  ///< false: it is not slow but for that time, and not to blame
 };
 
 /// Who is slow: a sender if most ranks waited long for it, a receiver if it waited long for most

@@ -52,7 +52,7 @@ TEST(Waits, NamesASlowReceiver) {
   for (std::size_t ranks : {3, 4, 8, 64}) {
     WaitMatrix waits = usual(ranks);
     const std::size_t slow = ranks - 2;
-    for (std::size_t r = 0; r < ranks; ++r) waits[slow][r] = 500'000;
+    for (std::size_t r = 0; r < ranks; ++r) waits[slow][r] = r == slow ? 0 : 500'000;
     const auto parts = slow_parts(waits);
     ASSERT_EQ(parts.size(), 1u) << describe_waits(waits);
     EXPECT_EQ(parts[0].kind, SlowPart::Kind::receiver);
@@ -75,7 +75,10 @@ TEST(Waits, NamesASlowLink) {
 
 TEST(Waits, TwoSlowSendersAndALink) {
   WaitMatrix waits = usual(8);
-  for (std::size_t r = 0; r < 8; ++r) waits[r][1] = waits[r][5] = 1e6;
+  for (std::size_t r = 0; r < 8; ++r) {
+    if (r != 1) waits[r][1] = 1e6;
+    if (r != 5) waits[r][5] = 1e6;
+  }
   waits[3][4] = 4e5;
   const auto parts = slow_parts(waits);
   ASSERT_EQ(parts.size(), 3u) << describe_waits(waits);
@@ -84,9 +87,43 @@ TEST(Waits, TwoSlowSendersAndALink) {
   EXPECT_EQ(parts[2].kind, SlowPart::Kind::link);
 }
 
+/// Four ranks on two cores: who was off the CPU is waited for, and waits longer.
+TEST(Waits, NobodyIsBlamedForTimeWithoutACpu) {
+  WaitMatrix late = usual(4), early = usual(4), link = usual(4);
+  for (std::size_t r = 0; r < 4; ++r) {
+    if (r != 1) late[r][1] = 12e6;
+    if (r != 2) early[2][r] = 12e6;
+  }
+  link[3][0] = 12e6;
+  for (WaitMatrix* waits : {&late, &early, &link}) {
+    ASSERT_EQ(slow_parts(*waits).size(), 1u);
+    EXPECT_TRUE(slow_parts(*waits)[0].by_itself);
+    EXPECT_NE(describe_waits(*waits).find("No rank says"), std::string::npos);
+    for (std::size_t r = 0; r < 4; ++r) (*waits)[r][r] = 6e6;
+    ASSERT_EQ(slow_parts(*waits).size(), 1u);
+    EXPECT_FALSE(slow_parts(*waits)[0].by_itself);
+    const std::string text = describe_waits(*waits);
+    EXPECT_NE(text.find("had no CPU for 12.00 ms"), std::string::npos) << text;
+    EXPECT_EQ(text.find("is slow"), text.find("is slow by that")) << text;
+    EXPECT_EQ(text.find("is a slow"), std::string::npos) << text;
+  }
+}
+
+TEST(Waits, WhoIsSlowBesidesIsNamed) {
+  WaitMatrix waits = usual(4);
+  for (std::size_t r = 0; r < 4; ++r) {
+    waits[r][1] = 100e6;
+    waits[r][r] = 6e6;
+  }
+  const auto parts = slow_parts(waits);
+  ASSERT_EQ(parts.size(), 1u);
+  EXPECT_TRUE(parts[0].by_itself);
+  EXPECT_NE(describe_waits(waits).find("Rank 1 is a slow sender"), std::string::npos);
+}
+
 TEST(Waits, WhatIsSmallBesideTheWorstIsLeftOut) {
   WaitMatrix waits = usual(8);
-  for (std::size_t r = 0; r < 8; ++r) waits[r][1] = 1e8;
+  for (std::size_t r = 0; r < 8; ++r) waits[r][1] = r == 1 ? 0 : 1e8;
   waits[3][4] = 4e5;
   EXPECT_EQ(slow_parts(waits).size(), 1u) << describe_waits(waits);
 }
