@@ -15,7 +15,7 @@ constexpr std::int64_t kExperts = 16, kTokens = 32, kTopk = 4, kHidden = 128, kA
 constexpr auto factor = [](std::int64_t expert) { return float(expert + 1); };
 
 int run() {
-  // RANK, WORLD_SIZE, MASTER_ADDR, ... as `ferry run` (or torchrun, with FERRY_SECRET) sets them.
+  // RANK, WORLD_SIZE, MASTER_ADDR, ... as `ferry run` or torchrun sets them.
   ferry::GroupConfig config;
   config.experts = kExperts;
   ferry::Group group(ferry::tcp_bootstrap(ferry::tcp_options_from_environment()), config);

@@ -47,9 +47,11 @@ std::vector<std::shared_ptr<Bootstrap>> thread_bootstrap(int ranks);
 struct TcpOptions {
   int rank = 0;
   int size = 1;
-  std::string address = "127.0.0.1";  ///< rank 0 listens there, the others connect to it
-  std::uint16_t port = 0;             ///< must be the same on all ranks, not 0
-  std::string secret{};               ///< the job's secret; the same on all ranks, not empty
+  /// Rank 0 listens there, the others connect to it. "@name": an abstract Unix socket, which only
+  /// processes of the same user on the same machine reach; needs neither port nor secret.
+  std::string address = "127.0.0.1";
+  std::uint16_t port = 0;  ///< must be the same on all ranks, not 0
+  std::string secret{};    ///< the job's secret; the same on all ranks, not empty
   std::chrono::nanoseconds deadline = std::chrono::seconds(60);
   OnWait on_wait{};
 };
@@ -58,8 +60,10 @@ struct TcpOptions {
 /// reason on a wrong secret, another version, another size, or a rank that is already there.
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options);
 
-/// TcpOptions from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (as torchrun sets them) and
-/// FERRY_SECRET. Throws Error(invalid_argument) naming the variable that is missing or wrong.
+/// TcpOptions from what `ferry run`, torchrun, srun, Open MPI or MPICH set, and FERRY_SECRET, which
+/// is not needed where the launcher says that all ranks are on one host: there a Unix socket of
+/// this user takes its place. Throws Error(invalid_argument) naming the variable that is missing or
+/// wrong.
 TcpOptions tcp_options_from_environment();
 
 /// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.

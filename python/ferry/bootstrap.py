@@ -50,8 +50,8 @@ def tcp(
 
 
 def from_environment(*, deadline: float = 60.0) -> Bootstrap:
-    """The same from the variables that `ferry run` and torchrun set: RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT (or FERRY_PORT), and FERRY_SECRET.
+    """The same from the variables that `ferry run`, torchrun, srun, Open MPI or MPICH set, and
+    FERRY_SECRET, which is not needed where all ranks are on one host.
 
     Raises `InvalidArgument` naming the variable that is missing or wrong.
     """

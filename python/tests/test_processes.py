@@ -102,6 +102,28 @@ def test_from_environment() -> None:
     assert not shared_memory()
 
 
+@pytest.mark.timeout(200)
+def test_torchrun_needs_no_exports(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BODY + "exchange(ferry.from_environment())\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--master-port", str(free_port()), str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={k: v for k, v in os.environ.items() if not k.startswith("FERRY_")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["good 0 shm", "good 1 shm"]
+
+
+def test_mpich_on_one_host_needs_no_secret() -> None:
+    common = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "FERRY_PORT": str(free_port())}
+    ranks = [common | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)} for rank in range(2)]
+    check_good(finish([start("exchange(ferry.from_environment())", **v) for v in ranks]))
+
+
 def test_torch_process_group(tmp_path: Path) -> None:
     """torch's own process group serves as the bootstrap."""
     code = """

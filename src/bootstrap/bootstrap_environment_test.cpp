@@ -16,11 +16,29 @@ namespace {
 class Environment : public ::testing::Test {
  protected:
   void SetUp() override {
-    for (const char* name :
-         {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRY_PORT", "FERRY_SECRET",
-          "FERRY_SECRET_FILE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS",
-          "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
-          "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
+    for (const char* name : {"RANK",
+                             "WORLD_SIZE",
+                             "MASTER_ADDR",
+                             "MASTER_PORT",
+                             "FERRY_PORT",
+                             "FERRY_SECRET",
+                             "FERRY_SECRET_FILE",
+                             "SLURM_PROCID",
+                             "SLURM_NTASKS",
+                             "SLURM_STEP_NUM_TASKS",
+                             "SLURM_STEP_NODELIST",
+                             "SLURM_JOB_NODELIST",
+                             "SLURM_JOB_ID",
+                             "SLURM_STEP_ID",
+                             "OMPI_COMM_WORLD_RANK",
+                             "OMPI_COMM_WORLD_SIZE",
+                             "OMPI_COMM_WORLD_LOCAL_SIZE",
+                             "PMI_RANK",
+                             "PMI_SIZE",
+                             "MPI_LOCALNRANKS",
+                             "LOCAL_WORLD_SIZE",
+                             "SLURM_STEP_NUM_NODES",
+                             "TORCHELASTIC_RUN_ID"}) {
       ::unsetenv(name);
     }
     set("RANK", "1");
@@ -142,6 +160,63 @@ TEST_F(Environment, UnderstandsOpenMpi) {
   expect_message("MASTER_ADDR is not set, but Open MPI's ranks are on several hosts");
   set("MASTER_ADDR", "node1");
   EXPECT_EQ(tcp_options_from_environment().address, "node1");
+}
+
+TEST_F(Environment, UnderstandsMpich) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR"}) ::unsetenv(name);
+  set("PMI_RANK", "1");
+  set("PMI_SIZE", "2");
+  set("MPI_LOCALNRANKS", "2");
+  TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 1);
+  EXPECT_EQ(options.size, 2);
+  EXPECT_EQ(options.address, "127.0.0.1");
+  set("MPI_LOCALNRANKS", "1");
+  expect_message("MASTER_ADDR is not set, but MPICH's ranks are on several hosts");
+  // Of srun --mpi=pmi2, or of an mpiexec whose daemons are the tasks.
+  set("SLURM_PROCID", "0");
+  set("SLURM_NTASKS", "1");
+  set("SLURM_STEP_ID", "0");
+  set("SLURM_STEP_NODELIST", "alpha,beta");
+  options = tcp_options_from_environment();
+  EXPECT_EQ(options.rank, 1);
+  EXPECT_EQ(options.size, 2);
+  EXPECT_EQ(options.address, "alpha");
+}
+
+TEST_F(Environment, TorchrunNeedsNoPortOfItsOwn) {
+  set("TORCHELASTIC_RUN_ID", "none");
+  EXPECT_EQ(tcp_options_from_environment().port, 29501);  // its own store has 29500
+  set("MASTER_PORT", "65535");
+  EXPECT_EQ(tcp_options_from_environment().port, 65534);
+  set("FERRY_PORT", "31000");
+  EXPECT_EQ(tcp_options_from_environment().port, 31000);
+}
+
+TEST_F(Environment, RanksOfOneHostNeedNoSecret) {
+  const std::string name = "@ferry." + std::to_string(::geteuid()) + ".29500";
+  ::unsetenv("FERRY_SECRET");
+  set("LOCAL_WORLD_SIZE", "4");
+  TcpOptions options = tcp_options_from_environment();
+  EXPECT_EQ(options.address, name);
+  EXPECT_EQ(options.secret, "");
+  set("FERRY_SECRET", "hush-hush");  // what is said wins
+  options = tcp_options_from_environment();
+  EXPECT_EQ(options.address, "node7");
+  EXPECT_EQ(options.secret, "hush-hush");
+  ::unsetenv("FERRY_SECRET");
+  set("LOCAL_WORLD_SIZE", "2");  // others are elsewhere
+  expect_message("FERRY_SECRET is not set");
+  ::unsetenv("LOCAL_WORLD_SIZE");
+  expect_message("FERRY_SECRET is not set");
+  for (const char* unused : {"RANK", "WORLD_SIZE"}) ::unsetenv(unused);
+  set("SLURM_PROCID", "3");
+  set("SLURM_NTASKS", "4");
+  set("SLURM_STEP_ID", "0");
+  set("SLURM_STEP_NUM_NODES", "2");
+  expect_message("FERRY_SECRET is not set");
+  set("SLURM_STEP_NUM_NODES", "1");
+  EXPECT_EQ(tcp_options_from_environment().address, name);
 }
 
 TEST_F(Environment, NamesWhatIsMissing) {

@@ -1,6 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <set>
 #include <stdexcept>
@@ -38,6 +42,58 @@ TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
     });
     for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   }
+}
+
+TcpOptions at_unix_socket(int size) {
+  TcpOptions options = fresh_options(size);
+  options.address = "@ferry-test." + std::to_string(::getpid());
+  options.port = 0;
+  options.secret.clear();
+  return options;
+}
+
+TEST(TcpBootstrap, RanksOfAUserMeetAtAUnixSocketWithoutASecret) {
+  const TcpOptions base = at_unix_socket(3);
+  for (int again = 0; again < 2; ++again) {  // its name is free at once
+    auto errors = run_ranks(3, [&](int r) {
+      auto boot = tcp_bootstrap(as_rank(base, r));
+      EXPECT_EQ(boot->own_address(), "");
+      const Parts parts = boot->all_gather(bytes_of(std::string(1 << 20, char('a' + r))), 20s);
+      for (int s = 0; s < 3; ++s) EXPECT_EQ(text_of(parts[std::size_t(s)])[0], char('a' + s));
+    });
+    for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+  }
+}
+
+// In a child, which becomes another user: what it got, as its exit code.
+template <class Body>
+int as_another_user(const Body& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (::setresuid(12345, 12345, 12345) != 0) ::_exit(100);
+    ::_exit(body());
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  std::string problem;
+  const Endpoint place{at_unix_socket(1).address, 0};
+  const Address address = resolve(place, 0, problem).at(0);
+  int error = 0;
+  const Descriptor listener = listen_at(place, 0);
+  const auto connected = [&] {
+    const Descriptor socket = connect_to(address, error);
+    return socket ? connect_result(socket) : error;
+  };
+  EXPECT_EQ(connected(), 0);
+  EXPECT_TRUE(accept_from(listener, error));
+  EXPECT_EQ(as_another_user(connected), EPERM);  // nor would that user's rank take this store
+  EXPECT_FALSE(accept_from(listener, error));
+  EXPECT_EQ(error, 0);
 }
 
 TEST(TcpBootstrap, LoopbackIsNoAddressForOthers) {

@@ -2,16 +2,20 @@
 //
 //   RANK, WORLD_SIZE   this process and how many there are (torchrun and `ferry run` set them); or
 //   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE           the same under Open MPI's mpirun; or
+//   PMI_RANK, PMI_SIZE the same under mpiexec of MPICH and what comes from it; or
 //   SLURM_PROCID, SLURM_STEP_NUM_TASKS (SLURM_NTASKS)    the same under srun: SLURM_STEP_ID is that
 //                      of a step, not of the batch script, which is no task itself
 //   MASTER_ADDR        rank 0's machine. Rank 0 listens exactly there. If unset: under srun the
 //   first
 //                      host of SLURM_STEP_NODELIST (SLURM_JOB_NODELIST), otherwise 127.0.0.1
-//   FERRY_PORT         the store's port; MASTER_PORT if unset. Set it under torchrun: there
-//                      MASTER_PORT belongs to torch's own store. Under srun, if both are unset, a
+//   FERRY_PORT         the store's port; MASTER_PORT if unset. There torchrun has its own store
+//                      (TORCHELASTIC_RUN_ID): the port beside it. Under srun, if both are unset, a
 //                      port that follows from SLURM_JOB_ID and SLURM_STEP_ID
 //   FERRY_SECRET       the job's secret, the same on all ranks; or
 //   FERRY_SECRET_FILE  a file that holds it, which only its owner may read (secret_file.hpp)
+//   LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS, SLURM_STEP_NUM_NODES
+//                      whether all ranks are on one host: then, without a secret, they meet at a
+//                      Unix socket of this user, and the address is not used
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
 
@@ -20,6 +24,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
+
+#include <unistd.h>
 
 #include "bootstrap/secret_file.hpp"
 
@@ -64,8 +70,9 @@ int integer(const char* name, int lowest, int highest, const std::string& what_t
 struct Launcher {
   const char* rank;
   const char* size;
+  const char* here = "LOCAL_WORLD_SIZE";  ///< how many of them are on this host, if it is set
   bool slurm = false;
-  bool open_mpi = false;
+  const char* mpi = nullptr;  ///< its name
 };
 
 /// Whether srun started this process. A batch script and an interactive shell have SLURM_PROCID,
@@ -83,10 +90,29 @@ Launcher launcher() {
   constexpr const char* kStep = "SLURM_STEP_NUM_TASKS";
   if (variable("RANK") || variable("WORLD_SIZE")) return {"RANK", "WORLD_SIZE"};
   if (variable("OMPI_COMM_WORLD_RANK")) {  // inside a Slurm job, mpirun's daemons are the tasks
-    return {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", false, true};
+    return {.rank = "OMPI_COMM_WORLD_RANK",
+            .size = "OMPI_COMM_WORLD_SIZE",
+            .here = "OMPI_COMM_WORLD_LOCAL_SIZE",
+            .mpi = "Open MPI"};
   }
-  if (in_slurm_step()) return {"SLURM_PROCID", variable(kStep) ? kStep : "SLURM_NTASKS", true};
+  if (variable("PMI_RANK") && variable("PMI_SIZE")) {  // of srun, too, when it is asked for PMI-2
+    return {.rank = "PMI_RANK",
+            .size = "PMI_SIZE",
+            .here = "MPI_LOCALNRANKS",
+            .slurm = in_slurm_step(),
+            .mpi = "MPICH"};
+  }
+  if (in_slurm_step()) {
+    return {
+        .rank = "SLURM_PROCID", .size = variable(kStep) ? kStep : "SLURM_NTASKS", .slurm = true};
+  }
   return {"RANK", "WORLD_SIZE"};
+}
+
+/// Whether the launcher says that all ranks are on this host.
+bool on_one_host(const Launcher& by) {
+  if (const auto here = variable(by.here)) return *here == variable(by.size);
+  return by.slurm && variable("SLURM_STEP_NUM_NODES") == "1";
 }
 
 /// "node[003-010,12]-ib,x7" -> "node003-ib": Slurm numbers tasks from the first node on.
@@ -114,11 +140,12 @@ std::string address(const Launcher& by) {
       if (list && !list->empty()) return first_host(name, *list);
     }
   }
-  const auto here = variable("OMPI_COMM_WORLD_LOCAL_SIZE");
-  if (by.open_mpi && here && *here != variable(by.size)) {
-    refuse("MASTER_ADDR",
-           "is not set, but Open MPI's ranks are on several hosts, expected rank 0's host name or "
-           "number: `mpirun -x MASTER_ADDR=node1 -x FERRY_PORT=29500 -x FERRY_SECRET ...`");
+  const auto here = variable(by.here);
+  if (by.mpi != nullptr && here && *here != variable(by.size)) {
+    refuse("MASTER_ADDR", "is not set, but " + std::string(by.mpi) +
+                              "'s ranks are on several hosts, expected rank 0's host name or "
+                              "number: `mpirun -x MASTER_ADDR=node1 -x FERRY_PORT=29500 -x "
+                              "FERRY_SECRET ...` (MPICH: `-genv MASTER_ADDR node1`)");
   }
   return "127.0.0.1";
 }
@@ -132,7 +159,9 @@ std::uint16_t port(const Launcher& by) {
     const int step = integer("SLURM_STEP_ID", 0, 2147483647, "it is Slurm's; or set FERRY_PORT");
     return std::uint16_t(kFirst + (job % kPorts + step % kPorts * kStepApart) % kPorts);
   }
-  return std::uint16_t(integer(name, 1, 65535, kStart));
+  const int number = integer(name, 1, 65535, kStart);
+  if (variable("FERRY_PORT") || !variable("TORCHELASTIC_RUN_ID")) return std::uint16_t(number);
+  return std::uint16_t(number < 65535 ? number + 1 : number - 1);
 }
 
 // No message of these shows a value.
@@ -146,11 +175,11 @@ std::string secret() {
     return *value;
   }
   if (const auto path = variable("FERRY_SECRET_FILE")) return bootstrap::read_secret_file(*path);
-  refuse(
-      "FERRY_SECRET",
-      "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks; `ferry "
-      "run` sets it, torchrun does not: before torchrun, `export FERRY_SECRET=$(openssl rand "
-      "-hex 16)`");
+  refuse("FERRY_SECRET",
+         "is not set (nor FERRY_SECRET_FILE), expected a random text, the same on all ranks of "
+         "several "
+         "hosts; `ferry run` sets it, other launchers do not: before them, `export "
+         "FERRY_SECRET=$(openssl rand -hex 16)`");
 }
 
 }  // namespace
@@ -160,8 +189,12 @@ TcpOptions tcp_options_from_environment() {
   const Launcher by = launcher();
   options.size = integer(by.size, 1, 65536, kStart);
   options.rank = integer(by.rank, 0, options.size - 1, kStart);
-  options.address = address(by);
   options.port = port(by);
+  if (on_one_host(by) && !variable("FERRY_SECRET") && !variable("FERRY_SECRET_FILE")) {
+    options.address = "@ferry." + std::to_string(::geteuid()) + "." + std::to_string(options.port);
+    return options;
+  }
+  options.address = address(by);
   options.secret = secret();
   return options;
 }

@@ -7,6 +7,7 @@
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <linux/sockios.h>
@@ -14,6 +15,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -38,10 +40,45 @@ void tune(const Descriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
+bool is_unix(const Endpoint& endpoint) {
+  return endpoint.address.starts_with('@');
+}
+
+Descriptor stream_socket(const Address& address) {
+  return Descriptor(
+      ::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
+// Abstract: the name goes with the last descriptor, and no file system shows it.
+Address unix_address(const std::string& name) {
+  Address address;
+  auto* where = reinterpret_cast<sockaddr_un*>(&address.storage);
+  where->sun_family = AF_UNIX;
+  const std::size_t length = std::min(name.size(), sizeof where->sun_path);
+  std::copy_n(name.begin() + 1, length - 1, where->sun_path + 1);
+  address.length = socklen_t(offsetof(sockaddr_un, sun_path) + length);
+  return address;
+}
+
+int family_of(const Descriptor& socket) {
+  int family = AF_UNSPEC;
+  socklen_t length = sizeof family;
+  ::getsockopt(socket.get(), SOL_SOCKET, SO_DOMAIN, &family, &length);
+  return family;
+}
+
+// Who listened or connected at the other end of a Unix socket, as the kernel knows it.
+bool peer_is_another_user(const Descriptor& socket) {
+  if (family_of(socket) != AF_UNIX) return false;
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0 ||
+         peer.uid != ::geteuid();
+}
+
 Descriptor listen_on(const Address& address, int& error) {
   const auto* where = reinterpret_cast<const sockaddr*>(&address.storage);
-  Descriptor socket(
-      ::socket(where->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
+  Descriptor socket = stream_socket(address);
   if (!socket) {
     error = errno;
     return {};
@@ -91,11 +128,13 @@ void Descriptor::reset() {
 }
 
 std::string Endpoint::text() const {
+  if (is_unix(*this)) return address;
   const bool v6 = address.find(':') != std::string::npos;
   return (v6 ? "[" + address + "]" : address) + ":" + std::to_string(port);
 }
 
 std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& problem) {
+  if (is_unix(endpoint)) return {unix_address(endpoint.address)};
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -151,8 +190,7 @@ Descriptor listen_at(const Endpoint& endpoint, int rank) {
 
 Descriptor connect_to(const Address& address, int& error) {
   const auto* where = reinterpret_cast<const sockaddr*>(&address.storage);
-  Descriptor socket(
-      ::socket(where->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP));
+  Descriptor socket = stream_socket(address);
   error = 0;
   if (!socket) {
     error = errno;
@@ -172,6 +210,7 @@ int connect_result(const Descriptor& socket) {
   socklen_t length = sizeof error;
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
   if (error != 0) return error;
+  if (peer_is_another_user(socket)) return EPERM;
   sockaddr_storage own{};
   sockaddr_storage peer{};
   socklen_t own_length = sizeof own;
@@ -194,7 +233,7 @@ std::string own_address(const Descriptor& socket) {
   own.length = sizeof own.storage;
   auto* where = reinterpret_cast<sockaddr*>(&own.storage);
   char text[NI_MAXHOST];
-  if (::getsockname(socket.get(), where, &own.length) != 0 ||
+  if (family_of(socket) == AF_UNIX || ::getsockname(socket.get(), where, &own.length) != 0 ||
       ::getnameinfo(where, own.length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) {
     return {};
   }
@@ -208,6 +247,7 @@ Descriptor accept_from(const Descriptor& listener, int& error) {
   Descriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   error = 0;
   if (socket) {
+    if (peer_is_another_user(socket)) return {};
     tune(socket);
   } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
     error = errno;
@@ -245,6 +285,7 @@ Transfer write_to(const Descriptor& socket, std::span<const std::byte> from) {
 }
 
 std::size_t unsent_bytes(const Descriptor& socket) {
+  if (family_of(socket) == AF_UNIX) return 0;  // what was written is at the other side already
   int bytes = 0;
   if (::ioctl(socket.get(), SIOCOUTQ, &bytes) != 0 || bytes < 0) return 0;
   return std::size_t(bytes);

@@ -31,11 +31,12 @@ class Descriptor {
   int fd_ = -1;
 };
 
-/// Where the store is, as the user wrote it.
+/// Where the store is, as the user wrote it: a host, or "@name", an abstract Unix socket, which
+/// only processes of this user (SO_PEERCRED) in this network namespace reach.
 struct Endpoint {
   std::string address;
   std::uint16_t port = 0;
-  std::string text() const;  ///< "127.0.0.1:29500", "[::1]:29500"
+  std::string text() const;  ///< "127.0.0.1:29500", "[::1]:29500", "@name"
 };
 
 struct Address {
@@ -56,14 +57,16 @@ Descriptor listen_at(const Endpoint& endpoint, int rank);
 /// Starts to connect; `error` is errno if that failed at once, else 0.
 Descriptor connect_to(const Address& address, int& error);
 /// After the connection is writable: 0, or the errno it failed with. A socket that was connected
-/// to itself (a free port of the ephemeral range can do that) counts as refused.
+/// to itself (a free port of the ephemeral range can do that) counts as refused, a Unix socket of
+/// another user as one without permission.
 int connect_result(const Descriptor& socket);
 
 /// This side's address, in numbers; empty if other machines could not reach it there: loopback,
 /// link-local, all interfaces.
 std::string own_address(const Descriptor& socket);
 
-/// The next connection, or none; `error` is errno, 0 when there simply is none.
+/// The next connection, or none (another user's is closed); `error` is errno, 0 when there simply
+/// is none.
 Descriptor accept_from(const Descriptor& listener, int& error);
 
 /// Two connected stream sockets of this process.
