@@ -49,13 +49,25 @@ def tcp(
     )
 
 
-def from_environment(*, deadline: float = 60.0) -> Bootstrap:
+def from_environment(
+    *, rank: int | None = None, size: int | None = None, deadline: float = 60.0
+) -> Bootstrap:
     """The same from the variables that `ferry run`, torchrun, srun, Open MPI or MPICH set, and
     FERRY_SECRET, which is not needed where all ranks are on one host.
 
+    Args:
+        rank, size: instead of the environment's, both or none: for the ranks that are left.
+        deadline: seconds.
+
     Raises `InvalidArgument` naming the variable that is missing or wrong.
     """
-    return _ferry.from_environment(seconds("from_environment: deadline", deadline))
+    limit = seconds("from_environment: deadline", deadline)
+    if rank is None and size is None:
+        return _ferry.from_environment(0, 0, limit)
+    ranks = integer("from_environment: size", size, 1, INT32_MAX)
+    return _ferry.from_environment(
+        integer("from_environment: rank", rank, 0, ranks - 1), ranks, limit
+    )
 
 
 def from_all_gather(rank: int, size: int, fn: Callable[[bytes], list[bytes]]) -> Bootstrap:

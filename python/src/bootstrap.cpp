@@ -118,8 +118,12 @@ void bind_bootstrap(nb::module_& m) {
         nb::arg("secret"), nb::arg("deadline"));
   m.def(
       "from_environment",
-      [](double deadline) { return connect(tcp_options_from_environment(), deadline); },
-      nb::arg("deadline"));
+      [](int rank, int size, double deadline) {
+        TcpOptions options = tcp_options_from_environment();
+        if (size > 0) options.rank = rank, options.size = size;
+        return connect(std::move(options), deadline);
+      },
+      nb::arg("rank"), nb::arg("size"), nb::arg("deadline"));
   m.def("from_all_gather", &from_all_gather, nb::arg("rank"), nb::arg("size"), nb::arg("fn"),
         nb::sig("def from_all_gather(rank: int, size: int, fn: "
                 "collections.abc.Callable[[bytes], list[bytes]]) -> Bootstrap"));

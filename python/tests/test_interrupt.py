@@ -205,8 +205,6 @@ def test_a_handler_of_the_programs_own(tmp_path_factory: pytest.TempPathFactory)
             assert calls == [signal.SIGUSR2, signal.SIGUSR1], calls
             print("good:", error)
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "good: from the handler\n", done.stderr
     assert done.returncode == 0, done.stderr

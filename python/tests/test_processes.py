@@ -124,6 +124,27 @@ def test_mpich_on_one_host_needs_no_secret() -> None:
     check_good(finish([start("exchange(ferry.from_environment())", **v) for v in ranks]))
 
 
+@pytest.mark.parametrize("gone", [0, 2])
+def test_the_ranks_that_are_left_meet_at_the_same_port(gone: int) -> None:
+    """At once, and with the bootstrap of the first group still in hand."""
+    code = f"""
+        import signal
+        bootstrap = ferry.from_environment()
+        me, group = bootstrap.rank, ferry.Group(bootstrap, experts=6, deadline=20)
+        try:
+            while True:
+                group.plan(np.zeros((4, 1), np.int64))
+                if me == {gone}:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        except ferry.PeerFailed as error:
+            left = [rank for rank in range(3) if rank != error.peer]
+            exchange(ferry.from_environment(rank=left.index(me), size=2))
+    """
+    results = finish([start(code, **v) for v in environment(3)])
+    assert results.pop(gone)[0] == -9
+    check_good(results)
+
+
 def test_torch_process_group(tmp_path: Path) -> None:
     """torch's own process group serves as the bootstrap."""
     code = """

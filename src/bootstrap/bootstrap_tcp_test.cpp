@@ -96,6 +96,48 @@ TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
   EXPECT_EQ(error, 0);
 }
 
+/// A rank goes; the others meet anew at the same place, and still hold what they met with before.
+void meet_again_without(int gone, const TcpOptions& base) {
+  std::atomic<bool> is_gone{false};
+  auto errors = run_ranks(3, [&](int r) {
+    auto held = tcp_bootstrap(as_rank(base, r));
+    held->all_gather({}, 20s);
+    if (r == gone) {
+      held.reset();
+      is_gone = true;
+      return;
+    }
+    TcpOptions next = as_rank(base, r - (r > gone ? 1 : 0));
+    next.size = 2;
+    while (!is_gone) std::this_thread::sleep_for(1ms);
+    if (next.rank == 0) std::this_thread::sleep_for(100ms);  // the other finds the store of before
+    auto boot = tcp_bootstrap(next);
+    const Parts parts = boot->all_gather(bytes_of(std::to_string(r)), 20s);
+    EXPECT_EQ(text_of(parts[std::size_t(next.rank)]), std::to_string(r));
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
+TEST(TcpBootstrap, RanksThatAreLeftMeetAtTheSamePlaceAtOnce) {
+  for (int gone = 0; gone < 3; ++gone) {
+    meet_again_without(gone, fresh_options(3));
+    meet_again_without(gone, at_unix_socket(3));
+  }
+}
+
+TEST(TcpBootstrap, AStoreThatStillWaitsForRanksKeepsItsPlace) {
+  const TcpOptions base = fresh_options(2);
+  auto errors = run_ranks(2, [&](int r) {
+    auto boot = tcp_bootstrap(as_rank(base, r));
+    if (r == 0) {
+      const Error e = error_from([&] { tcp_bootstrap(as_rank(base, 0)); });
+      EXPECT_EQ(e.kind(), ErrorKind::system) << e.what();
+    }
+    boot->all_gather({}, 20s);
+  });
+  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
+}
+
 TEST(TcpBootstrap, LoopbackIsNoAddressForOthers) {
   const TcpOptions base = fresh_options(2);
   auto errors = run_ranks(2, [&](int r) {

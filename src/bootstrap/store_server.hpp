@@ -66,6 +66,8 @@ class StoreServer {
   void close();
 
   bool failed() const { return failure_.has_value(); }
+  /// All ranks have met, or will not any more: nobody who is missing may still come.
+  bool settled() const { return failed() || round_ > 0; }
   std::size_t connections() const { return peers_.size(); }
   std::size_t pending() const;
 

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <system_error>
 #include <utility>
 
@@ -48,10 +50,23 @@ Error start_error(const std::string& what, ErrorKind kind = ErrorKind::system) {
                {.rank = 0, .stage = "bootstrap: listen"});
 }
 
+/// The stores of this process by their places. Never destroyed: a store may outlive statics.
+struct Stores {
+  std::mutex mutex{};
+  std::map<std::string, StoreThread*> by_place{};
+};
+
+Stores& stores() {
+  static auto& all = *new Stores;
+  return all;
+}
+
 }  // namespace
 
 StoreThread::StoreThread(Config config)
     : server_(std::move(config.server)),
+      place_(std::move(config.place)),
+      process_(::getpid()),
       listener_(std::move(config.listener)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       linger_(config.linger),
@@ -67,26 +82,63 @@ StoreThread::StoreThread(Config config)
   } catch (const std::system_error& e) {
     throw start_error(thread_limit_text(e.code().value()), ErrorKind::exhausted);
   }
+  const std::lock_guard lock(stores().mutex);
+  stores().by_place[place_] = this;
 }
 
 StoreThread::~StoreThread() {
+  {
+    const std::lock_guard lock(stores().mutex);
+    const auto mine = stores().by_place.find(place_);
+    if (mine != stores().by_place.end() && mine->second == this) stores().by_place.erase(mine);
+  }
   stop_.store(true, std::memory_order_release);
+  wake();
+  thread_.join();
+}
+
+void StoreThread::wake() {
   const std::uint64_t one = 1;
   // A full counter would mean that the thread has been woken already.
   [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
-  thread_.join();
 }
 
 void StoreThread::run() {
   try {
-    while (!stop_.load(std::memory_order_acquire)) serve(1000ms);
+    while (!stop_.load(std::memory_order_acquire)) {
+      serve(1000ms);
+      if (asked_.load(std::memory_order_acquire) == Place::asked_for) answer();
+    }
     end();
   } catch (const std::exception&) {  // no memory
     // What is half done cannot be gone on with: all see the store end, rank 0 says why.
-    out_of_memory_.store(true, std::memory_order_relaxed);
     listener_.reset();
     links_.clear();
+    // In one total order with free_place, which either sees the first or is answered by the second.
+    out_of_memory_.store(true);
+    asked_.store(Place::answered);
+    asked_.notify_all();
   }
+}
+
+void StoreThread::free_place(const std::string& place) {
+  // Under the lock the store lives, and so does its thread; but not in a forked child.
+  const std::lock_guard lock(stores().mutex);
+  const auto found = stores().by_place.find(place);
+  if (found == stores().by_place.end() || found->second->process_ != ::getpid()) return;
+  StoreThread& store = *found->second;
+  store.asked_.store(Place::asked_for);
+  if (store.out_of_memory_.load()) return;  // its thread has ended, and its listener with it
+  store.wake();
+  store.asked_.wait(Place::asked_for, std::memory_order_acquire);
+}
+
+void StoreThread::answer() {
+  std::uint64_t woken = 0;
+  [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &woken, sizeof woken);
+  if (server_.settled()) listener_.reset();
+  asked_.store(Place::answered, std::memory_order_release);
+  asked_.notify_all();
 }
 
 // One poll, and everything that it found.

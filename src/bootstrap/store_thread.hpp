@@ -17,7 +17,8 @@ class StoreThread {
   struct Config {
     StoreServer::Config server{};
     Descriptor listener;
-    Descriptor own;  ///< rank 0's own connection
+    Descriptor own;       ///< rank 0's own connection
+    std::string place{};  ///< where it listens, as in Endpoint::text
     /// How long the end may take while answers are still on their way to slow ranks.
     std::chrono::nanoseconds linger = std::chrono::seconds(60);
   };
@@ -28,6 +29,10 @@ class StoreThread {
   ~StoreThread();
   StoreThread(const StoreThread&) = delete;
   StoreThread& operator=(const StoreThread&) = delete;
+
+  /// Makes room for a new store at that place: the store of this process that listens there, if its
+  /// ranks have met or failed to, stops listening. It serves its ranks as before.
+  static void free_place(const std::string& place);
 
   /// Why the last visitor could not be let in (an errno, such as EMFILE); 0: it could.
   int accept_error() const { return accept_error_.load(std::memory_order_relaxed); }
@@ -44,6 +49,8 @@ class StoreThread {
   };
 
   void run();
+  void wake();
+  void answer();
   void serve(std::chrono::milliseconds longest);
   void end();
   void accept_some();
@@ -53,7 +60,11 @@ class StoreThread {
   void settle();
   bool delivered() const;
 
+  enum class Place { quiet, asked_for, answered };
+
   StoreServer server_;
+  const std::string place_;
+  const int process_;
   Descriptor listener_;
   Descriptor wake_;
   const std::chrono::nanoseconds linger_;
@@ -63,6 +74,7 @@ class StoreThread {
   std::atomic<int> accept_error_{0};  // relaxed: nothing else is read on the strength of it
   std::atomic<bool> out_of_memory_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<Place> asked_{Place::quiet};
   std::thread thread_;
 };
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -19,6 +20,15 @@ constexpr auto kFirstBackoff = 5ms;
 constexpr auto kLongestBackoff = 200ms;
 constexpr auto kLongestAttempt = 5s;  // then the name's next address has its turn
 constexpr std::size_t kReadBytes = 64 << 10;
+
+/// Where this thread has joined before. What turns it away there now may be the store of that job,
+/// which a program that starts anew still holds; the next one takes its place.
+thread_local std::set<std::string> joined_before;
+
+bool may_be_of_an_earlier_job(const std::string& store, RefusalCode why) {
+  return why != RefusalCode::wrong_secret && why != RefusalCode::other_version &&
+         joined_before.contains(store);
+}
 
 void check(const TcpOptions& options) {
   const auto refuse = [&](const std::string& what) {
@@ -60,6 +70,7 @@ TcpBootstrap::TcpBootstrap(const TcpOptions& options)
 }
 
 void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due) {
+  StoreThread::free_place(who_.store);
   Descriptor listener = listen_at({options.address, options.port}, who_.rank);
   own_address_ = bootstrap::own_address(listener);
   auto [own, other] = socket_pair(who_.rank);
@@ -68,6 +79,7 @@ void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due)
       StoreThread::Config{.server = {.size = options.size, .secret = options.secret},
                           .listener = std::move(listener),
                           .own = std::move(other),
+                          .place = who_.store,
                           .linger = options.deadline});
   if (!greet(options, due)) raise_unreached(options);
 }
@@ -145,7 +157,12 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
                 {.rank = who_.rank, .peer = 0, .stage = "bootstrap: connect"});
   };
   switch (client_->state()) {
-    case StoreClient::State::refused: throw refusal_error(who_, *client_->refusal());
+    case StoreClient::State::refused: {
+      const Error refusal = refusal_error(who_, *client_->refusal());
+      if (!may_be_of_an_earlier_job(who_.store, client_->refusal()->code)) throw refusal;
+      last_problem_ = refusal.what();
+      return false;
+    }
     case StoreClient::State::not_a_store: refuse("is not a Ferry store"); break;
     case StoreClient::State::impostor:
       refuse("is a Ferry store that could not prove the job's secret");
@@ -156,7 +173,7 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
                                          : "something is there, but it hung up at once; perhaps "
                                            "another program has that port, or many crowd it";
       return false;
-    default: return true;
+    default: joined_before.insert(who_.store); return true;
   }
   return false;
 }
