@@ -233,18 +233,45 @@ def changing_experts(buffer: Any, device: str) -> None:
 
 
 def internode_names(buffer: Any, device: str) -> None:
+    """Every argument by its name, and in its place."""
     job, rank = make_job(buffer.group_size), buffer.rank
-    x = job.x[rank].to(device)
-    idx = job.topk_idx[rank].to(device)
+    x, idx = job.x[rank].to(device), job.topk_idx[rank].to(device)
+    weights = job.topk_weights[rank].to(device)
+    config = deep_ep.Config(8)
     per_rank, per_host, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
-    got = buffer.internode_dispatch(
-        x, None, per_rank, per_host, in_ranks, per_expert, idx, job.topk_weights[rank].to(device)
-    )
+    layout = (per_rank, per_host, in_ranks, per_expert)
+    got = buffer.internode_dispatch(x, None, *layout, idx, weights, 2, 0, config)
     check_rows(got[0], job.x, job, rank, device, "")
-    again = buffer.internode_dispatch(x, handle=got[4])[0]
-    check_rows(again, job.x, job, rank, device, "again")
-    y = buffer.internode_combine(expert(rank, got[0]), handle=got[4])[0]
-    same(y, combined(job, rank, answers(job, rank, job.x)), device)
+    assert all(count % 2 == 0 for count in got[3])
+    when = {"previous_event": buffer.capture(), "async_finish": True}
+    when["allocate_on_comm_stream"] = True
+    again = buffer.internode_dispatch(x=x, handle=got[4], config=config, **when)
+    wait(again[5], "async")
+    check_rows(again[0], job.x, job, rank, device, "again")
+    most = sum(map(len, job.x))
+    names = ("num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank")
+    worst = buffer.internode_dispatch(
+        x,
+        **dict(zip(names, layout)),
+        num_tokens_per_expert=per_expert,
+        topk_idx=idx,
+        topk_weights=weights,
+        expert_alignment=2,
+        num_worst_tokens=most,
+    )
+    assert len(worst[0]) == most and worst[3] == []
+    check_rows(worst[0], job.x, job, rank, device, "worst case")
+
+    rows, bias = expert(rank, got[0]), torch.ones_like(x)
+    y, sums, _ = buffer.internode_combine(rows, got[4], got[2], (bias, bias), config)
+    expected = combined(job, rank, answers(job, rank, job.x), (bias.cpu(), bias.cpu()))
+    same(y, expected, device)
+    same(sums, returned_weights(job, rank), device)
+    when["previous_event"] = buffer.capture()
+    named = {"topk_weights": got[2], "bias": (bias, bias), "config": config}
+    y, _, event = buffer.internode_combine(x=rows, handle=got[4], **named, **when)
+    wait(event, "async")
+    same(y, expected, device)
 
 
 def leaves_with_calls_pending(buffer: Any, device: str) -> None:
