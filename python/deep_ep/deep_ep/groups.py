@@ -9,6 +9,7 @@ find each other for later groups through a small group of their own.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -44,14 +45,31 @@ class Groups:
         self._to_everyone = self._base.plan(everyone)
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
-        self._made: dict[tuple[int, torch.device], ferry.Group] = {}
+        self._made: dict[tuple[int, torch.device, tuple[int, ...]], ferry.Group] = {}
+
+    @property
+    def everyone(self) -> ferry.Group:
+        """All ranks, in CPU memory, with an expert on each."""
+        return self._base
 
     def of(self, num_experts: int, device: torch.device) -> ferry.Group:
         """The group with that many experts whose tensors lie there; collective when it is new."""
-        key = (num_experts, device)
+        everyone = tuple(range(self._base.size))
+        return self.among(everyone, num_experts, device, self.all_gather)
+
+    def among(
+        self,
+        ranks: tuple[int, ...],
+        num_experts: int,
+        device: torch.device,
+        gather: Callable[[bytes], list[bytes]],
+    ) -> ferry.Group:
+        """The same of some of the ranks, which reach each other by `gather`."""
+        key = (num_experts, device, ranks)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self._make(num_experts, device)
+            bootstrap = ferry.from_all_gather(ranks.index(self._base.rank), len(ranks), gather)
+            found = self._made[key] = self._make(bootstrap, num_experts, device)
         return found
 
     def all_gather(self, mine: bytes) -> list[bytes]:
@@ -73,13 +91,15 @@ class Groups:
             group.destroy()
         self._base.destroy()
 
-    def _make(self, num_experts: int, device: torch.device) -> ferry.Group:
+    def _make(
+        self, bootstrap: ferry.Bootstrap, num_experts: int, device: torch.device
+    ) -> ferry.Group:
         on_gpu = device.type == "cuda"
         memory_bytes = max(_LEAST_BYTES, self._memory_bytes)
         if self._made or not on_gpu:
             memory_bytes = min(memory_bytes, _LATER_BYTES)
         return ferry.Group(
-            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+            bootstrap,
             experts=num_experts,
             deadline=self._deadline,
             memory_bytes=memory_bytes,

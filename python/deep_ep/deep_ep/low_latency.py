@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import ferry
 from deep_ep.errors import refuse
 from deep_ep.event import EventOverlap
 from deep_ep.gradients import without_gradients
+from deep_ep.groups import Groups
 from deep_ep.low_latency_checks import (
     Shape,
     Wire,
@@ -29,6 +31,7 @@ from deep_ep.low_latency_masks import Masks
 from deep_ep.rounds import Round, Rounds
 from deep_ep.runtime import Runtime
 from deep_ep.streams import Turn, hook_of
+from deep_ep.survivors import Members, moved
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
@@ -44,6 +47,7 @@ class LowLatency(Masks):
 
     low_latency_mode: bool
     runtime: Runtime
+    _groups: Groups
 
     def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
         raise NotImplementedError
@@ -51,17 +55,22 @@ class LowLatency(Masks):
     def _open_low_latency(self) -> None:
         """Called at the end of the constructor, on all ranks: prepares this half's own state."""
         self._latency_rounds: dict[tuple[Any, ...], Rounds] = {}
-        self._open_masks()
+        self._latency_among: dict[tuple[Shape, tuple[int, ...]], Rounds] = {}
+        shrinks = self.enable_shrink and self.low_latency_mode
+        self._open_masks(self._groups.everyone if shrinks else None)
 
     def _close_low_latency(self) -> None:
         """Called by `destroy`, before the groups are left: drops what holds their memory."""
         self._latency_rounds.clear()
+        self._latency_among.clear()
+        self._survivors = None
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """There is nothing to clean, whatever ran before: Ferry's flags are numbers that only grow
-        and lie outside what callers can write. Waits for nobody."""
+        and lie outside what callers can write. Waits for nobody, but with `enable_shrink` for all
+        ranks that are left: who left before, or does not come, is masked."""
         call = "clean_low_latency_buffer"
         check_mode(call, self.low_latency_mode, False, False)
         self._require_living()
@@ -71,6 +80,8 @@ class LowLatency(Masks):
             hidden=hidden,
             num_experts=num_experts,
         )
+        if self._survivors is not None:
+            self._agree()
 
     @without_gradients
     def low_latency_dispatch(
@@ -192,7 +203,7 @@ class LowLatency(Masks):
             refuse(call, "use_logfmt", "True together with zero_copy", one)
         rounds, made = self._found(call, handle, topk_idx, getattr(x, "dtype", None))
         shape = rounds.shape
-        given = (x, self.group_size * shape.capacity, topk_idx, topk_weights, out)
+        given = (x, handle[0].shape[1], topk_idx, topk_weights, out)
         served = made is not None and made.received is not None
         if zero_copy or not served or not same_routes(*given):
             check_combine(call, shape, *given)
@@ -209,10 +220,10 @@ class LowLatency(Masks):
         if turn is not None:
             options["stream"] = turn.stream
         if not served:
-            rounds, made = self._again(call, shape, topk_idx, turn)
+            rounds, made, rows = self._again(call, shape, topk_idx, turn, rows, handle[1])
         assert made is not None
         try:
-            combined, receive = made.combine(rounds.exchange, rows, topk_weights, options)
+            combined, receive = made.combine(rounds, rows, topk_weights, options)
         except ferry.InvalidArgument:  # before anything moved
             check_combine(call, shape, *given)  # in the interface's own kind of error
             raise
@@ -230,17 +241,27 @@ class LowLatency(Masks):
         return _rows(call, rounds, made)
 
     def _rounds_for(self, call: str, shape: Shape) -> Rounds:
-        """Collective when they are new."""
+        """Collective when they are new, of all ranks; with `enable_shrink` of those that are
+        left."""
         found = self._latency_rounds.get(shape)
         if found is None:
             self._require_living()
-            self._require_everyone(call)
-            group = self._group_for(shape.experts, shape.device)
-            found = Rounds(group, self._exchange_for(group, shape), shape)
+            left = tuple(range(self.group_size)) if self._survivors is None else self._agree()
+            found = self._latency_among.get((shape, left))
+            if found is None:
+                found = self._latency_among[shape, left] = self._made_among(shape, left)
             self._latency_rounds[shape] = found
         return found
 
-    def _exchange_for(self, group: ferry.Group, shape: Shape) -> ferry.LatencyExchange:
+    def _made_among(self, shape: Shape, left: tuple[int, ...]) -> Rounds:
+        members = None
+        if len(left) < self.group_size:
+            assert self._survivors is not None
+            members = Members(left, self.group_size, shape.experts)
+            gather = partial(self._survivors.all_gather, ranks=left)
+            group = self._groups.among(left, members.experts, shape.device, gather)
+        else:
+            group = self._group_for(shape.experts, shape.device)
         exchange = ferry.LatencyExchange(
             group,
             capacity=shape.capacity,
@@ -249,11 +270,18 @@ class LowLatency(Masks):
             dtype=shape.dtype,
             masks=self.enable_shrink,
         )
-        self._begin_masks(exchange)
-        return exchange
+        made = Rounds(group, exchange, shape, members)
+        self._begin_masks(made)
+        return made
 
-    def _latency_exchanges(self) -> Iterable[ferry.LatencyExchange]:
-        return [rounds.exchange for rounds in self._latency_rounds.values()]
+    def _latency_exchanges(self) -> Iterable[Rounds | ferry.LatencyExchange]:
+        found: list[Rounds | ferry.LatencyExchange] = [*self._latency_rounds.values()]
+        return found if self._survivors is None else [self._survivors.exchange, *found]
+
+    def _take_back(self, rank: int) -> None:
+        for shape, rounds in list(self._latency_rounds.items()):
+            if rounds.members is not None and rank not in rounds.members.ranks:
+                del self._latency_rounds[shape]
 
     def _found(
         self, call: str, handle: Any, topk_idx: Tensor | None, dtype: torch.dtype | None = None
@@ -282,15 +310,26 @@ class LowLatency(Masks):
         return max(alike, key=fit), None
 
     def _again(
-        self, call: str, shape: Shape, topk_idx: Tensor, turn: Turn | None
-    ) -> tuple[Rounds, Round]:
-        """Collective: a dispatch that repeats only routes, whose rows come to lie as before."""
+        self,
+        call: str,
+        shape: Shape,
+        topk_idx: Tensor,
+        turn: Turn | None,
+        rows: Tensor,
+        ranges: Tensor,
+    ) -> tuple[Rounds, Round, Tensor]:
+        """Collective: a dispatch that repeats only routes, and the rows as they answer it: where
+        they lay, unless ranks are gone since."""
         rounds = self._rounds_for(call, shape._replace(again=True))
         with nullcontext() if turn is None else turn.context():
             tokens = (topk_idx.shape[0], shape.hidden)
             x = torch.zeros(tokens, dtype=shape.dtype, device=shape.device)
         options = {} if turn is None else {"stream": turn.stream}
-        return rounds, rounds.dispatch(x, topk_idx, Wire(), hook=False, **options)
+        made = rounds.dispatch(x, topk_idx, Wire(), hook=False, **options)
+        if self.enable_shrink:
+            with nullcontext() if turn is None else turn.context(rows, ranges):
+                rows = moved(rows, ranges, made.ranges, rounds.rows_of_expert)
+        return rounds, made, rows
 
     def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
         check_stats(call, name, stats, torch.int64, self.group_size)

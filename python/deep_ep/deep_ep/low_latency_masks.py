@@ -10,12 +10,15 @@ from torch import Tensor
 import ferry
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.low_latency_checks import check_tensor
+from deep_ep.rounds import Rounds
+from deep_ep.survivors import Survivors
 
 
 class Masks:
     """The masks of a Buffer with `enable_shrink`. A rank that does not answer within FERRY_DEADLINE
     seconds, or that left, is masked by each of the others; so is who they mask themselves. It is
-    neither sent to nor waited for, and what its experts would add is 0."""
+    neither sent to nor waited for, and what its experts would add is 0. Buffers that are made when
+    ranks are gone are made among those that are left."""
 
     rank: int
     group_size: int
@@ -24,34 +27,46 @@ class Masks:
     def _require_living(self) -> None:
         raise NotImplementedError
 
-    def _latency_exchanges(self) -> Iterable[ferry.LatencyExchange]:
+    def _latency_exchanges(self) -> Iterable[Rounds | ferry.LatencyExchange]:
         raise NotImplementedError
 
-    def _open_masks(self) -> None:
-        self._latency_masked: set[int] = set()
+    def _take_back(self, rank: int) -> None:
+        """Leave aside the buffers that were made without this rank."""
+        raise NotImplementedError
 
-    def _begin_masks(self, exchange: ferry.LatencyExchange) -> None:
+    def _open_masks(self, group: ferry.Group | None) -> None:
+        """group: of all ranks, in CPU memory; None without `enable_shrink`."""
+        self._latency_masked: set[int] = set()
+        self._survivors = None if group is None else Survivors(group)
+
+    def _begin_masks(self, exchange: Rounds) -> None:
         """A new exchange of this Buffer leaves out whom the caller left out before."""
         for rank in self._latency_masked:
             exchange.set_mask(rank, True)
 
-    def _require_everyone(self, call: str) -> None:
-        """Before buffers are made, for which all ranks must come."""
-        exchanges = self._latency_exchanges() if self.enable_shrink else ()
-        status = [exchange.masked() for exchange in exchanges]
-        masked = [
+    def _agree(self) -> tuple[int, ...]:
+        """Collective among those that are left: their ranks. All others are masked everywhere."""
+        assert self._survivors is not None
+        for rank in self._masked():
+            self._mask_everywhere(rank)
+        left = self._survivors.agree()
+        for rank in range(self.group_size):
+            if rank not in left:
+                self._mask_everywhere(rank)
+        return left
+
+    def _mask_everywhere(self, rank: int) -> None:
+        for exchange in self._latency_exchanges():
+            if not exchange.masked()[rank]:
+                exchange.set_mask(rank, True)
+
+    def _masked(self) -> list[int]:
+        status = [exchange.masked() for exchange in self._latency_exchanges()]
+        return [
             rank
             for rank in range(self.group_size)
             if rank in self._latency_masked or any(one[rank] for one in status)
         ]
-        if masked:
-            refuse(
-                call,
-                "this call",
-                f"one that needs new buffers while ranks {masked} are masked",
-                "sizes that were dispatched before, and handles of the last two dispatches that "
-                "were not combined yet, as all ranks make buffers together",
-            )
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask another rank for later calls, or take it back in. It may be taken back if it has
@@ -71,20 +86,22 @@ class Masks:
             self._latency_masked.add(rank)
         else:
             self._latency_masked.discard(rank)
+            self._take_back(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """mask_status: i32 [R], becomes 1 for masked ranks and 0 for the others."""
         call = "low_latency_query_mask_buffer"
         self._require_shrink(call)
         check_tensor(call, "mask_status", mask_status, (torch.int32,), (self.group_size,))
-        masked = [rank in self._latency_masked for rank in range(self.group_size)]
-        for exchange in self._latency_exchanges():
-            masked = [one or other for one, other in zip(masked, exchange.masked())]
-        mask_status.copy_(torch.tensor(masked, dtype=torch.int32, device="cpu"))
+        masked = set(self._masked())
+        status = [int(rank in masked) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(status, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take all ranks back in, as `low_latency_update_mask_buffer` does."""
         self._require_shrink("low_latency_clean_mask_buffer")
+        for rank in range(self.group_size):
+            self._take_back(rank)
         for exchange in self._latency_exchanges():
             exchange.clear_masks()
         self._latency_masked.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import ferry
 from deep_ep.borrowed import borrowed, tensor_of
 from deep_ep.errors import EPException
 from deep_ep.low_latency_checks import Shape, Wire
+from deep_ep.survivors import Members
 
 
 class Parts(NamedTuple):
@@ -29,6 +31,7 @@ class Round:
     first. Tensors of it may be read for as long as the buffer is not given to another."""
 
     __slots__ = (
+        "_arrived",
         "_sums",
         "counts",
         "ranges",
@@ -39,10 +42,17 @@ class Round:
         "x",
     )
 
-    def __init__(self, received: ferry.LatencyReceived[Tensor], turn: int, parts: Parts) -> None:
-        """parts: as callers get them, which does not keep the buffer."""
+    def __init__(
+        self,
+        received: ferry.LatencyReceived[Tensor],
+        turn: int,
+        parts: Parts,
+        arrived: Callable[[], None],
+    ) -> None:
+        """parts: as callers get them, which does not keep the buffer. arrived: after `receive`."""
         self.received: ferry.LatencyReceived[Tensor] | None = received
         self.turn = turn
+        self._arrived = arrived
         self.x, self.scales, self.counts, self.source_token, self.ranges = parts
         self._sums: _Sums | None = None
 
@@ -54,22 +64,25 @@ class Round:
                 "the buffer; expected at most two results that are not yet received or combined"
             )
         self.received.receive()
+        self._arrived()
 
     def combine(
         self,
-        exchange: ferry.LatencyExchange,
+        rounds: Rounds,
         rows: Tensor,
         weights: Tensor,
         options: dict[str, Any],
     ) -> tuple[Tensor, Callable[[], None]]:
         """The sums, and what waits for them. Without a hook the buffer is free from here on."""
         assert self.received is not None, "asked only while combinable"
-        combined = exchange.combine(rows, self.received, weights, **options)
+        summed = rounds.counted(options)
+        combined = rounds.exchange.combine(rows, self.received, weights, **options)
         self.received = None
         if not options["hook"]:
+            summed()
             out = options["out"]
             return (tensor_of(combined.raw.x) if out is None else out), _nothing
-        self._sums = _Sums(combined)
+        self._sums = _Sums(combined, summed)
         return self._sums.x, self._sums.receive
 
     def end(self) -> None:
@@ -83,21 +96,31 @@ class Round:
 class _Sums:
     """The second half of a combine with a hook; once."""
 
-    def __init__(self, combined: ferry.LatencyCombined[Tensor]) -> None:
+    def __init__(self, combined: ferry.LatencyCombined[Tensor], summed: Callable[[], None]) -> None:
         self.x = combined.x
+        self._summed = summed
         self._combined: ferry.LatencyCombined[Tensor] | None = combined
 
     def receive(self) -> None:
         combined, self._combined = self._combined, None
         if combined is not None:
             combined.receive()
+            self._summed()
 
 
 class Rounds:
-    """A LatencyExchange of a group, and its last two dispatches."""
+    """A LatencyExchange of a group, and its last two dispatches. members: the group is of these
+    ranks alone; what is said about ranks here is said of those of the whole."""
 
-    def __init__(self, group: ferry.Group, exchange: ferry.LatencyExchange, shape: Shape) -> None:
+    def __init__(
+        self,
+        group: ferry.Group,
+        exchange: ferry.LatencyExchange,
+        shape: Shape,
+        members: Members | None = None,
+    ) -> None:
         self.group = group
+        self.members = members
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
@@ -108,16 +131,73 @@ class Rounds:
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, wire: Wire, **options: Any) -> Round:
         """Ends the dispatch before the last and takes its buffer."""
-        turn = self._turn
+        turn, members = self._turn, self.members
         before = self._rounds[turn]
         if before is not None:
             before.end()
+        counted = self.counted(options)
+        if members is not None:
+            with _on(options):
+                topk_idx = members.routes(topk_idx)
         received = self.exchange.dispatch(
             x, topk_idx, format=wire.format, scale_format=wire.scale_format, **options
         )
-        made = self._rounds[turn] = Round(received, turn, self._parts(received, wire))
+        parts, arrived = self._parts(received, wire), counted
+        if members is not None:
+            among, parts = parts.ranges, parts._replace(ranges=members.spread(parts.ranges))
+
+            def arrived() -> None:
+                with _on(options):
+                    parts.ranges.copy_(members.spread(among))
+                counted()
+
+        made = self._rounds[turn] = Round(received, turn, parts, arrived)
+        if not options["hook"]:
+            arrived()
         self._turn = 1 - turn
         return made
+
+    def counted(self, options: dict[str, Any]) -> Callable[[], None]:
+        """To be called when what the call waited for each rank is in options["waits"], which is
+        then added to the caller's."""
+        whole, members = options.get("waits"), self.members
+        if whole is None or members is None:
+            return _nothing
+        with _on(options):
+            part = options["waits"] = whole.new_zeros(len(members.ranks))
+
+        def add() -> None:
+            with _on(options):
+                whole.add_(members.spread(part))
+
+        return add
+
+    @property
+    def rows_of_expert(self) -> int:
+        """How many rows each local expert has room for."""
+        ranks = self.group.size if self.members is None else len(self.members.ranks)
+        return ranks * self.shape.capacity
+
+    def masked(self) -> list[bool]:
+        """[R]; who is no member is left out, too."""
+        masked = self.exchange.masked()
+        if self.members is None:
+            return masked
+        whole = [True] * self.members.size
+        for rank, one in zip(self.members.ranks, masked):
+            whole[rank] = one
+        return whole
+
+    def clear_masks(self) -> None:
+        """Of all members."""
+        self.exchange.clear_masks()
+
+    def set_mask(self, rank: int, masked: bool) -> None:
+        """Of a member; others stay left out."""
+        if self.members is None:
+            self.exchange.set_mask(rank, masked)
+        elif rank in self.members.ranks:
+            self.exchange.set_mask(self.members.ranks.index(rank), masked)
 
     def _parts(self, received: ferry.LatencyReceived[Tensor], wire: Wire) -> Parts:
         """The tensors of a result, without what keeps its buffer. A buffer lies where it lay, so
@@ -172,6 +252,12 @@ class Rounds:
 
 def _other(made: Any) -> Tensor | None:
     return None if made is None else tensor_of(made)
+
+
+def _on(options: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Around torch's own work of a call."""
+    stream = options.get("stream")
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _nothing() -> None:

@@ -265,12 +265,13 @@ def two_micro_batches_in_flight(buffer: Any, device: str) -> None:
 
 def between_dispatch_and_combine(buffer: Any, device: str) -> None:
     """Callers clean buffers when the mode changes and zero memory between steps; no rank waits for
-    another there."""
+    another there, but with enable_shrink, to find who has left."""
     batch = batch_of(buffer, 50)
     for most in (CAPACITY, 3 * CAPACITY):  # of another size, too
         rows, counts, handle = dispatch(buffer, batch, device, **BF16)
-        if buffer.rank == 0:
+        if buffer.rank == 0 or buffer.enable_shrink:
             buffer.clean_low_latency_buffer(most, batch.hidden, batch.experts)
+        if buffer.rank == 0:
             buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
         check_received(buffer, batch, rows, counts, handle, **BF16)
         combined = combine(buffer, batch, experts(buffer, batch, rows), handle, device)

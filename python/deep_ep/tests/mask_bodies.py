@@ -21,7 +21,9 @@ def among(case: Case, rank: int, there: list[int]) -> torch.Tensor:
     return case.x[rank].double() * each.sum(1, keepdim=True).double()
 
 
-def step(buffer: Any, device: str, case: Case, there: list[int], end: str = "plain") -> None:
+def step(
+    buffer: Any, device: str, case: Case, there: list[int], end: str = "plain", combines: int = 1
+) -> None:
     """A round trip among these ranks."""
     rows, counts, handle = dispatch(buffer, case, device, end, **BF16)
     if there == list(range(case.ranks)):
@@ -31,8 +33,10 @@ def step(buffer: Any, device: str, case: Case, there: list[int], end: str = "pla
     for e, one in enumerate(arrivals):
         wanted = [case.x[source][token] for source, token in one]
         assert not one or torch.equal(rows[e, : len(one)].cpu(), torch.stack(wanted))
-    combined = combine(buffer, case, experts(buffer, case, rows), handle, device, end)
-    assert torch.equal(combined.cpu().double(), among(case, buffer.rank, there))
+    answer = experts(buffer, case, rows)
+    for _ in range(combines):
+        combined = combine(buffer, case, answer, handle, device, end)
+        assert torch.equal(combined.cpu().double(), among(case, buffer.rank, there))
 
 
 def status(buffer: Any, device: str) -> list[int]:

@@ -17,17 +17,17 @@ EXPERTS = 6
 TOKENS = [4, 6, 3]
 
 
-def run(body: Any, **options: Any) -> None:
+def run(body: Any, ranks: int = len(TOKENS), **options: Any) -> None:
     options = {
         "low_latency_mode": True,
         "enable_shrink": True,
         "explicitly_destroy": True,
     } | options
-    run_buffers(len(TOKENS), body, **options)
+    run_buffers(ranks, body, **options)
 
 
-def step(buffer: Any, case: Case, there: list[int], end: str = "plain") -> None:
-    mask_bodies.step(buffer, "cpu", case, there, end)
+def step(buffer: Any, case: Case, there: list[int], end: str = "plain", combines: int = 1) -> None:
+    mask_bodies.step(buffer, "cpu", case, there, end, combines)
 
 
 def status(buffer: Any) -> list[int]:
@@ -75,43 +75,96 @@ def test_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     run(body)
 
 
-def test_new_buffers_take_all_ranks() -> None:
-    """Refused at once while a rank is masked, and the others go on."""
+def test_new_buffers_among_those_that_are_left() -> None:
+    """Of other sizes, and for a further combine of a handle."""
     case, other = Case(33, TOKENS, EXPERTS), Case(33, TOKENS, EXPERTS, hidden=256)
 
     def body(buffer: Any) -> None:
         step(buffer, case, [0, 1, 2])
-        if buffer.rank == 2:
+        if buffer.rank == 1:
             buffer.destroy()
             return
-        rows, _, handle = dispatch(buffer, case, use_fp8=False)
-        answer = experts(buffer, case, rows)
-        combine(buffer, case, answer, handle)
-        for call in (
-            lambda: dispatch(buffer, other, use_fp8=False),
-            lambda: combine(buffer, case, answer, handle),
-        ):
-            with pytest.raises(RuntimeError, match=r"while ranks \[2\] are masked"):
-                call()
-        step(buffer, case, [0, 1])
+        for end in ("plain", "hook"):
+            step(buffer, case, [0, 2], end, combines=3)
+            step(buffer, other, [0, 2], end)
+        assert status(buffer) == [0, 1, 0]
 
     run(body)
 
 
-def test_new_buffers_take_ranks_that_were_masked_before_there_were_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Refused at once, by those that masked it alone: nobody waits."""
-    monkeypatch.setenv("FERRY_DEADLINE", "2")
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("end", ["plain", "hook"])
+def test_a_rank_leaves_between_dispatch_and_combines(before: bool, end: str) -> None:
+    """Rows of sources behind it lie elsewhere when a further combine sends its routes once more,
+    whether there were buffers for that before or not."""
+    case = Case(35, [5, 4, 6, 3], 8)
+
+    def body(buffer: Any) -> None:
+        step(buffer, case, [0, 1, 2, 3], combines=1 + before)
+        rows, _, handle = dispatch(buffer, case, end=end, use_fp8=False)
+        answer = experts(buffer, case, rows)
+        buffer.group.allgather(None)
+        if buffer.rank == 1:
+            buffer.destroy()
+            return
+        for zero_copy in (False, False, True, True):
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle)[:] = answer
+            got = combine(buffer, case, answer, handle, end=end, zero_copy=zero_copy)
+            expected = mask_bodies.among(case, buffer.rank, [0, 2, 3])
+            assert torch.equal(got.double(), expected)
+
+    run(body, ranks=4)
+
+
+@pytest.mark.parametrize("leave", ["destroy", "masked"])
+def test_a_rank_never_comes(leave: str) -> None:
+    """The others make their buffers without it: it has left, or they have masked it."""
     case = Case(34, TOKENS, EXPERTS)
 
     def body(buffer: Any) -> None:
-        if buffer.rank == 2:
+        if buffer.rank == 1:
+            if leave == "destroy":
+                buffer.destroy()
             return
-        buffer.low_latency_update_mask_buffer(2, True)
-        with pytest.raises(RuntimeError, match=r"while ranks \[2\] are masked"):
-            dispatch(buffer, case, use_fp8=False)
-        assert status(buffer) == [0, 0, 1]
+        if leave == "masked":
+            buffer.low_latency_update_mask_buffer(1, True)
+        for end in ("plain", "hook"):
+            step(buffer, case, [0, 2], end, combines=2)
+        assert status(buffer) == [0, 1, 0]
+
+    run(body)
+
+
+def test_a_rank_is_taken_back_into_new_buffers() -> None:
+    case = Case(36, TOKENS, EXPERTS)
+
+    def body(buffer: Any) -> None:
+        for again in range(2):
+            if buffer.rank != 1:
+                buffer.low_latency_update_mask_buffer(1, True)
+                step(buffer, case, [0, 2])
+            buffer.group.allgather(None)
+            if again:
+                buffer.low_latency_clean_mask_buffer()
+            elif buffer.rank != 1:
+                buffer.low_latency_update_mask_buffer(1, False)
+            assert status(buffer) == [0, 0, 0]
+
+    run(body)
+
+
+def test_cleaning_the_buffer_finds_who_left() -> None:
+    case = Case(37, TOKENS, EXPERTS)
+
+    def body(buffer: Any) -> None:
+        step(buffer, case, [0, 1, 2])
+        if buffer.rank == 1:
+            buffer.destroy()
+            return
+        buffer.clean_low_latency_buffer(max(TOKENS), case.hidden, EXPERTS)
+        assert status(buffer) == [0, 1, 0]
+        step(buffer, case, [0, 2])
 
     run(body)
 
