@@ -97,7 +97,7 @@ class Group:
     first tensor is torch's, and nothing blocks the CPU but a dispatch of exact size, which waits
     for the counts; for other arrays it is the default stream, and results are finished. A result
     belongs to the stream that it was made on: before it is used on another one, order the two and
-    call `ferry.torch.record_stream`.
+    call the tensor's `record_stream`.
 
     Use it as a context manager to leave the group at the end of the block. Exchanges are not
     differentiable by themselves: `ferry.torch` is. A torch tensor that requires a gradient is

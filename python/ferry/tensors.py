@@ -299,10 +299,18 @@ def _torch_array(tensor: _ferry.Tensor) -> Any:
     torch = sys.modules["torch"]
     if tensor.gpu is not None:
         torch.cuda.init()
-    result = torch.utils.dlpack.from_dlpack(tensor.dlpack())
+    result = _torch_storage().own(torch.utils.dlpack.from_dlpack(tensor.dlpack()))
     if tensor.dtype in (Dtype.e4m3, Dtype.e5m2):
         result = result.view(getattr(torch, _ML_NAMES[tensor.dtype]))
     return result
+
+
+@cache
+def _torch_storage() -> Any:
+    """Imported when torch is there."""
+    from ferry import torch_storage
+
+    return torch_storage
 
 
 def like_of(name: str, value: Any, gpu: int | None = None) -> Like:

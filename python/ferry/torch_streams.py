@@ -14,9 +14,9 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> No
     """`tensor` is used by work on this stream, too (None: the current one): once it is dropped, its
     memory is not used again before what is on the stream now has ended.
 
-    What `Tensor.record_stream` does for torch's memory, for Ferry's as well: received rows and all
-    other results belong to the stream that their call ran on, and torch cannot tell. The streams
-    themselves are yours to order: `stream.wait_stream(...)`. Nothing to do for CPU tensors.
+    The same as `tensor.record_stream(stream)`, which knows the memory of Ferry's results, too, but
+    for the default and for CPU tensors, for which there is nothing to do. The streams themselves
+    are yours to order: `stream.wait_stream(...)`.
     """
     instance("record_stream: tensor", tensor, Tensor, "a torch.Tensor")
     if tensor.device.type != "cuda":
@@ -24,11 +24,11 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> No
     if stream is None:
         stream = torch.cuda.current_stream(tensor.device)
     instance("record_stream: stream", stream, torch.cuda.Stream, "a torch.cuda.Stream or None")
-    if not _recorded(tensor.data_ptr(), str(tensor.device), stream):
+    if not record_with_group(tensor.data_ptr(), str(tensor.device), stream):
         tensor.record_stream(stream)
 
 
-def _recorded(address: int, device: str, stream: torch.cuda.Stream) -> bool:
+def record_with_group(address: int, device: str, stream: torch.cuda.Stream) -> bool:
     """Whether it is memory of a group, which now knows the stream."""
     for group in groups():
         if group.device != device:

@@ -4,6 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "bind.hpp"
@@ -269,6 +272,17 @@ void bind_tensor(nb::module_& m) {
           [](const HeldTensor& t) { return export_tensor<>(t, crossing_type(t->dtype(), true)); },
           nb::sig("def dlpack(self) -> typing.Any"),
           "A DLPack capsule of this memory, without a word about streams; fp8 as uint8.");
+
+  m.def(
+      "set_storage",
+      [](std::uintptr_t storage, std::size_t resizable_at, std::size_t allocator_at,
+         std::uintptr_t allocator) {
+        auto* fields = reinterpret_cast<std::byte*>(storage);
+        std::memcpy(fields + allocator_at, &allocator, sizeof(allocator));
+        fields[resizable_at] = std::byte{1};
+      },
+      nb::arg("storage"), nb::arg("resizable_at"), nb::arg("allocator_at"), nb::arg("allocator"),
+      "Of a storage of torch at that address; ferry/torch_storage.py finds the offsets.");
 }
 
 }  // namespace ferry::python

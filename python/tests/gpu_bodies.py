@@ -165,7 +165,7 @@ def recorded_memory_is_not_reused(group: ferry.Group) -> None:
     group.dispatch(x, plan)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
-    for _ in range(3):
+    for way in ("ferry", "torch", "view", "freed"):
         got = group.dispatch(x, plan)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -173,8 +173,14 @@ def recorded_memory_is_not_reused(group: ferry.Group) -> None:
             copied = got.x.clone()
         tensor = got.x
         del got
-        ft.record_stream(tensor, side)
-        del tensor
+        if way == "ferry":
+            ft.record_stream(tensor, side)
+        else:
+            (tensor[1:] if way == "view" else tensor).record_stream(side)
+        if way == "freed":
+            tensor.untyped_storage().resize_(0)
+        else:
+            del tensor
         for _ in range(4):  # would take the same piece
             group.dispatch(torch.full_like(x, 7), plan)
         torch.cuda.synchronize()

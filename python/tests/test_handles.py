@@ -78,8 +78,8 @@ def test_destroyed_groups_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
     others = [OnGpu(ferry.Destroyed), OnGpu(ferry.InvalidArgument)]
     stream: Any = object()
     monkeypatch.setattr(ferry.torch_streams, "groups", lambda: [*others, owner])
-    assert ferry.torch_streams._recorded(64, "cuda:0", stream)
+    assert ferry.torch_streams.record_with_group(64, "cuda:0", stream)
     assert owner.told == [(64, stream)]
-    assert not ferry.torch_streams._recorded(64, "cuda:1", stream)
+    assert not ferry.torch_streams.record_with_group(64, "cuda:1", stream)
     monkeypatch.setattr(ferry.torch_streams, "groups", lambda: others)
-    assert not ferry.torch_streams._recorded(64, "cuda:0", stream)
+    assert not ferry.torch_streams.record_with_group(64, "cuda:0", stream)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ferry import torch_storage
+
 
 class _Bytes:
     """Memory as NumPy and torch import it; whoever imports it keeps `keeper`."""
@@ -43,5 +45,5 @@ def borrowed(tensor: Tensor, keeper: object) -> Tensor:
 def tensor_of(made: Any) -> Tensor:
     """A torch tensor of one that Ferry made; of its bytes if that is of fp8. For what every call
     makes: quicker than a result's own properties, which serve all frameworks and keep it."""
-    tensor: Tensor = torch.utils.dlpack.from_dlpack(made.dlpack())
+    tensor: Tensor = torch_storage.own(torch.utils.dlpack.from_dlpack(made.dlpack()))
     return tensor

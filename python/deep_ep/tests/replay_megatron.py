@@ -189,4 +189,74 @@ def layers_in_flight(first: deep_ep.Buffer, device: str) -> None:
         comm.allgather(None)
 
 
-ALL = (layers_in_flight,)
+class Stage:
+    """A part of a layer with a graph of its own, which frees what it has read as soon as it can: in
+    the forward its inputs, in the backward the gradients that it was given."""
+
+    def __init__(self, call: Any, frees: bool = True) -> None:
+        self.call, self.frees = call, frees
+
+    def forward(self, *inputs: Any) -> Any:
+        self.inputs = [
+            one.detach().requires_grad_(one.is_floating_point()) if torch.is_tensor(one) else one
+            for one in inputs
+        ]
+        made = self.call(*self.inputs)
+        self.outputs = made if isinstance(made, tuple) else (made,)
+        if self.frees:
+            free(*inputs)
+        return made
+
+    def backward(self, *grads: Tensor | None) -> list[Tensor]:
+        pairs = [(out, grad) for out, grad in zip(self.outputs, grads) if grad is not None]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        free(*grads)
+        return [one.grad for one in self.inputs if torch.is_tensor(one) and one.requires_grad]
+
+
+def free(*tensors: Any) -> None:
+    for tensor in tensors:
+        if torch.is_tensor(tensor) and tensor.is_floating_point():
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().nbytes() == 0
+
+
+def stages_free_what_they_read(first: deep_ep.Buffer, device: str) -> None:
+    """With `--overlap-moe-expert-parallel-comm` a layer is cut into stages that free their inputs
+    and gradients by `untyped_storage().resize_(0)`, those that `deep_ep` returned among them."""
+    comm, rank = first.group, first.rank
+    where = device_of(first, device)
+    buffers = Buffers(comm)
+    for number in range(4):
+        case = Case(90 + number, [7, 0, 12, 3, 1, 2, 5, 4][: first.group_size], EXPERTS)
+        layer = Leaves(case, rank, where)
+        ids = case.topk_idx[rank].to(where)
+        use_async = number % 2 == 1
+
+        def send(x: Tensor, probs: Tensor) -> Any:
+            return Dispatch.apply(x, ids, probs, buffers, use_async)  # noqa: B023
+
+        sent = Stage(send, frees=False)
+        rows, row_ids, row_probs, _, handle = sent.forward(layer.x, layer.probs)
+
+        def answer(rows: Tensor, probs: Tensor) -> Tensor:
+            return expert_rows(rows, row_ids, probs, case.local(rank).start)  # noqa: B023
+
+        def gather(made: Tensor) -> Any:
+            return Combine.apply(made, buffers, handle, use_async)  # noqa: B023
+
+        experts, combined = Stage(answer), Stage(gather)
+        last = Stage(lambda y: y * 2)
+        y = last.forward(combined.forward(experts.forward(rows, row_probs)))
+        assert torch.equal(y.detach().cpu().double(), case.dense(rank) * 2)
+        grads = combined.backward(*last.backward(layer.grad.clone()))
+        grad_rows, grad_row_probs = experts.backward(*grads)
+        grad_x, grad_probs = sent.backward(grad_rows, None, grad_row_probs)
+        layer.x.grad, layer.probs.grad = grad_x / 2, grad_probs / 2
+        layer.check()
+        free(grad_x, grad_probs)
+
+
+ALL = (layers_in_flight, stages_free_what_they_read)

@@ -1,0 +1,104 @@
+"""Results as torch's own memory: freed by `untyped_storage().resize_(0)`, and `record_stream`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import run_ranks
+
+import ferry
+import ferry.torch
+from ferry import torch_storage, torch_streams
+
+TOKENS, HIDDEN, EXPERTS = 24, 64, 4
+
+
+def exchanged(group: ferry.Group) -> tuple[Any, Any]:
+    """A dispatch whose every token comes back to this very rank, and its combine."""
+    x = torch.arange(TOKENS * HIDDEN, dtype=torch.float32).view(TOKENS, HIDDEN)
+    ids = torch.full((TOKENS, 1), group.rank * EXPERTS // group.size)
+    received = group.dispatch(x, topk_idx=ids, topk_weights=torch.ones(TOKENS, 1))
+    return received, group.combine(received.x, received.plan)
+
+
+@pytest.mark.parametrize("kind", ["x", "view", "e4m3", "combined"])
+def test_results_are_freed_by_resizing(kind: str) -> None:
+    def body(group: ferry.Group) -> None:
+        before = group.memory().arena_used_bytes
+        received, combined = exchanged(group)
+        tensor = combined.x if kind == "combined" else received.x
+        if kind == "view":
+            tensor = tensor[3:].view(-1, 2)
+        if kind == "e4m3":
+            ids = torch.full((TOKENS, 1), group.rank * EXPERTS // group.size)
+            x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+            tensor = group.dispatch(x, topk_idx=ids, format="e4m3").x
+            assert tensor.dtype == torch.float8_e4m3fn
+        del received, combined
+        held = group.memory().arena_used_bytes
+        storage = tensor.untyped_storage()
+        assert type(tensor) is torch.Tensor and storage.resizable() and storage.nbytes() > 0
+        size = storage.nbytes()
+        storage.resize_(0)
+        assert storage.nbytes() == 0 and tensor.untyped_storage().data_ptr() == 0
+        after = group.memory().arena_used_bytes
+        assert after == before and (kind == "combined" or after < held)
+        storage.resize_(size)  # torch's memory from now on
+        assert not group.is_registered(tensor.data_ptr())
+        assert (tensor.fill_(1).float() == 1).all()
+
+    run_ranks(2, body, experts=EXPERTS)
+
+
+def test_a_storage_of_another_layout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written where the fields were not found for certain."""
+    seen = torch_storage._seen
+    monkeypatch.setattr(torch_storage, "_seen", lambda storage: seen(storage)[:40] + bytes(40))
+    monkeypatch.setattr(torch_storage, "set_storage", None)
+    torch_storage._places.cache_clear()
+    try:
+        assert torch_storage._places() is None
+        with pytest.raises(RuntimeError, match="not resizable"):
+            run_ranks(1, lambda group: exchanged(group)[0].x.untyped_storage().resize_(0))
+    finally:
+        torch_storage._places.cache_clear()
+
+
+class OnGpu:
+    """What is asked of a group on a GPU."""
+
+    device = "cpu"  # where the tensors of this test lie
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.told: list[Any] = []
+
+    def record_stream(self, address: int, stream: Any) -> None:
+        if address < self.first:
+            raise ferry.InvalidArgument("not mine")
+        self.told.append(stream)
+
+
+def test_streams_are_recorded_with_whose_memory_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs: list[Any] = []
+    own, other = torch.ones(4), torch.ones(4)
+    stream: Any = object()
+    group = OnGpu(own.data_ptr())
+    monkeypatch.setattr(torch_streams, "groups", lambda: [group])
+    monkeypatch.setattr(torch_storage, "_of_group", lambda tensor: tensor is not other)
+    monkeypatch.setattr(torch_storage, "_record_with_torch", lambda *given: torchs.append(given))
+    monkeypatch.setattr(torch.Tensor, "record_stream", torch_storage._record_stream)
+    own.record_stream(stream)
+    own[2:].record_stream(stream)
+    assert group.told == [stream, stream] and not torchs
+    other.record_stream(stream)  # torch's, whose addresses no group is asked about
+    group.first = own.data_ptr() + 64
+    own.record_stream(stream)  # nobody's
+    assert torchs == [(other, stream), (own, stream)] and len(group.told) == 2
+
+
+def test_memory_of_the_cpu_is_no_groups() -> None:
+    for tensor in (torch.ones(2), torch.ones(2).as_subclass(torch.nn.Parameter)):
+        assert not torch_storage._of_group(tensor)
