@@ -69,12 +69,18 @@ Programs that import `ElasticBuffer` or `HybridEPBuffer` say that these are miss
 
 
 def modules() -> tuple[ModuleType, ...]:
+    import replay_automodel
+    import replay_deepep
+    import replay_lmdeploy
     import replay_megatron
     import replay_sglang
     import replay_torchtitan
     import replay_vllm
+    import replay_xtuner
 
-    return (replay_vllm, replay_sglang, replay_megatron, replay_torchtitan)
+    serving = (replay_vllm, replay_sglang, replay_lmdeploy)
+    training = (replay_megatron, replay_automodel, replay_xtuner, replay_torchtitan)
+    return (*serving, *training, replay_deepep)
 
 
 def replays() -> list[Callable[[Any, str], None]]:

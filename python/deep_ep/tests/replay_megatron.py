@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from devices import device_of
 from rank_buffers import ThreadComm
-from replays import Case, Framework, expert_rows
+from replays import Case, Framework, Leaves, expert_rows
 from torch import Tensor
 
 import deep_ep
@@ -137,39 +137,6 @@ class Combine(torch.autograd.Function):
         return grad_rows, None, None, None
 
 
-class Leaves:
-    """Inputs of a rank that want gradients, and what arrives at their outputs."""
-
-    def __init__(self, case: Case, rank: int, where: torch.device) -> None:
-        self.case, self.rank = case, rank
-        self.x = case.x[rank].clone().to(where).requires_grad_()
-        self.probs = case.weights[rank].clone().to(where).requires_grad_()
-        self.grad = torch.flip(case.x[rank], (0, 1)).to(where)
-
-    def layer(self, buffers: Buffers, use_async: bool) -> Tensor:
-        case, rank = self.case, self.rank
-        ids = case.topk_idx[rank].to(self.x.device)
-        rows, row_ids, row_probs, counts, handle = Dispatch.apply(  # type: ignore[no-untyped-call]
-            self.x.contiguous(), ids, self.probs, buffers, use_async
-        )
-        assert counts.tolist() == case.counts(rank)
-        made = expert_rows(rows, row_ids, row_probs, case.local(rank).start)
-        combined: Tensor = Combine.apply(made, buffers, handle, use_async)  # type: ignore[no-untyped-call]
-        assert torch.equal(combined.detach().cpu().double(), case.dense(rank))
-        return combined
-
-    def check(self) -> None:
-        x = self.case.x[self.rank].double().requires_grad_()
-        probs = self.case.weights[self.rank].double().requires_grad_()
-        self.case.dense(self.rank, x, probs).backward(self.grad.cpu().double())
-        assert x.grad is not None
-        assert probs.grad is not None
-        assert self.x.grad is not None
-        assert self.probs.grad is not None
-        assert torch.equal(self.x.grad.cpu().double(), x.grad)
-        assert torch.equal(self.probs.grad.cpu().double(), probs.grad)
-
-
 def layers_in_flight(first: deep_ep.Buffer, device: str) -> None:
     """Forward of all layers, then backward in the other order; a later layer is wider, so the
     buffer is made again while handles of the old one live; ranks without tokens take part."""
@@ -181,7 +148,14 @@ def layers_in_flight(first: deep_ep.Buffer, device: str) -> None:
         for _ in range(2):
             cases = [Case(80 + i, tokens, EXPERTS, wide) for i, wide in enumerate((128, 128, 256))]
             layers = [Leaves(case, rank, where) for case in cases]
-            outs = [layer.layer(buffers, use_async) for layer in layers]
+
+            def send(*given: Tensor) -> Any:
+                return Dispatch.apply(*given, buffers, use_async)  # noqa: B023
+
+            def bring(rows: Tensor, handle: Any) -> Any:
+                return Combine.apply(rows, buffers, handle, use_async)  # noqa: B023
+
+            outs = [layer.forward(send, bring) for layer in layers]
             for layer, out in reversed(list(zip(layers, outs))):
                 out.backward(layer.grad)  # type: ignore[no-untyped-call]
                 layer.check()

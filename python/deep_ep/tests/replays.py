@@ -4,8 +4,9 @@ between dispatch and combine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from low_latency_reference import Batch, factor
@@ -77,3 +78,36 @@ def expert_rows(x: Tensor, ids: Tensor, weights: Tensor, first: int) -> Tensor:
     slots, in x's dtype. ids: local; first: the first expert of the rank."""
     each = torch.where(ids >= 0, weights * factor(ids + first), 0.0)
     return (x.float() * each.sum(1, keepdim=True)).to(x.dtype)
+
+
+class Leaves:
+    """A layer's inputs on a rank, which want gradients, and what arrives at its outputs."""
+
+    def __init__(self, case: Case, rank: int, where: torch.device) -> None:
+        self.case, self.rank = case, rank
+        self.x = case.x[rank].clone().to(where).requires_grad_()
+        self.probs = case.weights[rank].clone().to(where).requires_grad_()
+        self.grad = torch.flip(case.x[rank], (0, 1)).to(where)
+
+    def forward(
+        self, dispatch: Callable[..., Any], combine: Callable[[Tensor, Any], Tensor]
+    ) -> Tensor:
+        """The layer by a framework's own functions. dispatch(x, ids, weights): rows, local ids,
+        weights, counts, handle. combine(rows, handle)."""
+        case, rank = self.case, self.rank
+        ids = case.topk_idx[rank].to(self.x.device)
+        rows, row_ids, row_probs, counts, handle = dispatch(self.x.contiguous(), ids, self.probs)
+        assert list(counts) == case.counts(rank)
+        combined = combine(expert_rows(rows, row_ids, row_probs, case.local(rank).start), handle)
+        assert torch.equal(combined.detach().cpu().double(), case.dense(rank))
+        return combined
+
+    def check(self) -> None:
+        """The gradients are those of the dense layer."""
+        x = self.case.x[self.rank].double().requires_grad_()
+        probs = self.case.weights[self.rank].double().requires_grad_()
+        self.case.dense(self.rank, x, probs).backward(self.grad.cpu().double())
+        for got, wanted in ((self.x.grad, x.grad), (self.probs.grad, probs.grad)):
+            assert got is not None
+            assert wanted is not None
+            assert torch.equal(got.cpu().double(), wanted)
