@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -135,20 +136,25 @@ class Rounds:
         before = self._rounds[turn]
         if before is not None:
             before.end()
-        counted = self.counted(options)
+        counted, on = self.counted(options), self._on(options)
         if members is not None:
-            with _on(options):
+            with on():
                 topk_idx = members.routes(topk_idx)
         received = self.exchange.dispatch(
             x, topk_idx, format=wire.format, scale_format=wire.scale_format, **options
         )
         parts, arrived = self._parts(received, wire), counted
         if members is not None:
-            among, parts = parts.ranges, parts._replace(ranges=members.spread(parts.ranges))
+            among = parts.ranges
+            with on():
+                ranges = members.spread(among)
+            if ranges.is_cuda:
+                ranges.record_stream(torch.cuda.current_stream(ranges.device))
+            parts = parts._replace(ranges=ranges)
 
             def arrived() -> None:
-                with _on(options):
-                    parts.ranges.copy_(members.spread(among))
+                with on():
+                    ranges.copy_(members.spread(among))
                 counted()
 
         made = self._rounds[turn] = Round(received, turn, parts, arrived)
@@ -163,14 +169,24 @@ class Rounds:
         whole, members = options.get("waits"), self.members
         if whole is None or members is None:
             return _nothing
-        with _on(options):
+        on = self._on(options)
+        with on():
             part = options["waits"] = whole.new_zeros(len(members.ranks))
 
         def add() -> None:
-            with _on(options):
+            with on():
                 whole.add_(members.spread(part))
 
         return add
+
+    def _on(self, options: dict[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
+        """Around torch's own work for a call, now and in its hook: the stream of the call."""
+        stream = options.get("stream")
+        if self.members is None or self.shape.device.type != "cuda":
+            return nullcontext
+        if stream is None:
+            stream = torch.cuda.current_stream(self.shape.device)
+        return partial(torch.cuda.stream, stream)
 
     @property
     def rows_of_expert(self) -> int:
@@ -252,12 +268,6 @@ class Rounds:
 
 def _other(made: Any) -> Tensor | None:
     return None if made is None else tensor_of(made)
-
-
-def _on(options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Around torch's own work of a call."""
-    stream = options.get("stream")
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _nothing() -> None:

@@ -13,6 +13,8 @@ from low_latency_bodies import combine, dispatch, experts
 from rank_buffers import run_buffers
 from replays import Case
 
+from deep_ep.survivors import Members
+
 EXPERTS = 6
 TOKENS = [4, 6, 3]
 
@@ -134,6 +136,40 @@ def test_a_rank_never_comes(leave: str) -> None:
         assert status(buffer) == [0, 1, 0]
 
     run(body)
+
+
+@pytest.mark.parametrize("end", ["plain", "hook"])
+def test_waits_of_ranks_that_are_left(end: str) -> None:
+    """Nothing for the one that is gone; experts that the ranks do not divide, routes of 32 bits."""
+    case = Case(38, TOKENS, 5)
+    case.topk_idx = [ids.int() for ids in case.topk_idx]
+
+    def body(buffer: Any) -> None:
+        if buffer.rank == 0:
+            buffer.destroy()
+            return
+        sent, back = torch.zeros(3, dtype=torch.int64), torch.full((3,), 5)
+        for _ in range(2):
+            rows, _, handle = dispatch(
+                buffer, case, end=end, use_fp8=False, dispatch_wait_recv_cost_stats=sent
+            )
+            answer = experts(buffer, case, rows)
+            how = {"combine_wait_recv_cost_stats": back}
+            got = combine(buffer, case, answer, handle, end=end, **how)
+            assert torch.equal(got.double(), mask_bodies.among(case, buffer.rank, [1, 2]))
+        assert sent[0] == 0 and (sent >= 0).all()
+        assert back[0] == 5 and (back >= 5).all()
+
+    run(body)
+
+
+def test_numbers_among_those_that_are_left() -> None:
+    members = Members((1, 3), 4, 6)  # which hold experts 2, 3 and 5
+    ids = torch.tensor([[0, 2], [3, 5], [-1, 4], [6, 1]], dtype=torch.int32)
+    assert members.experts == 3
+    assert members.routes(ids).tolist() == [[-1, 0], [1, 2], [-1, -1], [-1, -1]]
+    assert members.routes(ids).dtype == torch.int32
+    assert members.spread(torch.tensor([[7, 8]])).tolist() == [[0, 7, 0, 8]]
 
 
 def test_a_rank_is_taken_back_into_new_buffers() -> None:
