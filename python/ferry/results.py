@@ -33,8 +33,8 @@ def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> st
 
 class Received(Generic[ArrayT]):
     """What a dispatch brings. The arrays lie in registered memory, which goes back to the group
-    when this object and the arrays taken from it are dropped. A torch tensor may also be freed in
-    place, by `untyped_storage().resize_(0)`.
+    when this object and the arrays taken from it are dropped; `untyped_storage().resize_(0)` of a
+    torch tensor is as good as dropping it.
 
     n: rows received, one for each (token, this rank), ascending source rank, then token.
     N: rows of `x`: n, or those of the expert-major output, or `worst_case_rows`.
