@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -190,6 +191,22 @@ def test_the_hint_of_low_latency_mode_follows_the_formula() -> None:
     for wrong in ((-1, 128, 8, 256), (1, -128, 8, 256), (1, 128, 0, 256), (1, 128, 8, 0)):
         with pytest.raises(AssertionError, match=r"got (-1|-128|0); expected an integer, at least"):
             Buffer.get_low_latency_rdma_size_hint(*wrong)
+
+
+def test_calls_between_hosts_have_the_arguments_of_the_others() -> None:
+    for name in ("dispatch", "combine"):
+        call, between = getattr(Buffer, name), getattr(Buffer, f"internode_{name}")
+        assert inspect.signature(call) == inspect.signature(between)
+        assert len(inspect.signature(between).parameters) > 7
+
+
+def test_two_biases_are_unpacked() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    assert Buffer._unpack_bias(None) == (None, None)
+    assert Buffer._unpack_bias(one) == (one, None)
+    assert Buffer._unpack_bias((one, other)) == (one, other)
+    with pytest.raises(AssertionError, match="a tuple of 3"):
+        Buffer._unpack_bias((one, other, one))
 
 
 def test_events() -> None:
