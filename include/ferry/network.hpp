@@ -9,7 +9,7 @@ namespace ferry {
 
 /// How tokens cross from one domain to another. Within one domain it makes no difference.
 enum class Crossing : std::uint8_t {
-  automatic,     ///< by the cost model (docs/design.md), which every rank computes alike
+  automatic,     ///< by a cost model, alike on all ranks (docs/design/domains_network.md)
   direct,        ///< one copy of a token for each destination rank
   hierarchical,  ///< one copy for each destination domain, to the rank on the same rail, which
                  ///< spreads it inside; sums inside a domain come back as one row

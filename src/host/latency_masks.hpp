@@ -1,5 +1,5 @@
 // Masks of a latency exchange on the host: whom this rank goes on without, and the waits that find
-// out. docs/design.md, "Masks".
+// out. docs/design/failures.md, "Masks".
 #pragma once
 #include <atomic>
 #include <chrono>

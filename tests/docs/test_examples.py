@@ -1,4 +1,4 @@
-"""The code in README.md and docs/*.md runs as it stands there.
+"""The code in README.md and the pages of docs/ runs as it stands there.
 
 Every fenced block marked `python` or `cpp` is run: Python as a program, C++ compiled against a
 fresh install and run. An HTML comment on the line before the fence says otherwise:
@@ -73,7 +73,12 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 
 def all_blocks() -> list[Block]:
-    pages = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+    built = (ROOT / "docs" / "_build", ROOT / "docs" / "_doxygen")
+    pages = [
+        p
+        for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if not any(folder in p.parents for folder in built)
+    ]
     return [
         block
         for page in pages

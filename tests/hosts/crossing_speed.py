@@ -1,5 +1,5 @@
 """Direct and hierarchical crossing between hosts (network namespaces) whose links are shaped, and
-what the cost model of docs/design.md says of both. A measurement, no test.
+what the cost model of docs/design/domains_network.md says of both. A measurement, no test.
 
     crossing_speed.py [--shapes HOSTSxRANKS ...] [--mbit N ...] [--topk N ...] [--json FILE]
 
