@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kMake = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
 /// Two blocks on an SM are in each other's way up to here where rows cross in lines, unless links
-/// are far from full, as between two ranks (docs/benchmarks.md, Decode).
+/// are far from full, as between two ranks (docs/experiments/cuda_latency.md).
 constexpr std::int64_t kTokensOfOneBlock = 128;
 
 /// What the kernels need of every rank's segment.
