@@ -108,6 +108,30 @@ TEST(HostMasks, MasksAreSetAndCleared) {
   });
 }
 
+TEST(HostMasks, NobodyWaitsForRowsThatRanksDidNotSendEachOtherWhileMasked) {
+  std::barrier all(kRanks);
+  GroupConfig config = with_deadline(30s);
+  config.domain_size = 2;  // inside a domain nobody waits for what is dropped unread
+  with_groups(kRanks, config, [&](Group& group) {
+    LatencyExchange latency(group, masked_config());
+    Load load(group, latency);
+    const std::vector<int> others = group.rank() < 2 ? std::vector{2, 3} : std::vector{0, 1};
+    load.round(1, {});
+    all.arrive_and_wait();
+    for (const int other : others) latency.set_mask(other, true);
+    all.arrive_and_wait();
+    LatencyDispatchOptions hook;
+    hook.hook = true;
+    latency.dispatch(load.x(2), load.ids(), hook);  // dropped before its rows were received
+    all.arrive_and_wait();
+    latency.clear_masks();
+    all.arrive_and_wait();
+    for (int round = 3; round <= 6; ++round) load.round(round, {});
+    EXPECT_EQ(*latency.mask_count(), 0u);
+    all.arrive_and_wait();
+  });
+}
+
 TEST(HostMasks, AMaskTakenBackInTheMidstOfAnExchangeVouchesForNothing) {
   // Rank 0 leaves out the rows of rank 1 and then takes the mask back. It must not tell rank 1 that
   // its part of the sums is there: what lies there is of an older generation.

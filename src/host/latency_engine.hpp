@@ -269,6 +269,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   // Calls of a group run one after another.
   std::vector<std::byte> made_sums_;  ///< as many rows as are written at once
   std::vector<std::byte> summed_;     ///< one row, before it is encoded
+  std::array<RankBytes, 2> sent_{};   ///< `Exchange::sent` of the last dispatch in each buffer
 
   std::mutex mutex_;  // of what follows: results are dropped on any thread
   Generation generation_ = 0;

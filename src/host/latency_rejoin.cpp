@@ -38,6 +38,7 @@ void HostLatency::check_still_joined(const char* call, Generation generation) co
 void HostLatency::send_as_credits_come(Exchange& exchange, const ConstTensorView& x) {
   const Generation g = exchange.generation;
   exchange.sent = unmasked();
+  sent_[buffer(g)] = exchange.sent;
   if (!masks_.on() || g <= 2) {
     await_credits(g);
     send_rows(exchange, x, exchange.sent);

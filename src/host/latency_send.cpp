@@ -132,9 +132,14 @@ void HostLatency::settle_unreceived() {
     }
   }
   for (const Generation generation : dropped) {
+    // Ranks that masked each other in that dispatch sent each other nothing. Each would wait here
+    // for the next flag of the other, which comes behind this wait.
+    RankBytes awaited = senders;
+    const RankBytes& sent = sent_[buffer(generation)];
+    for (std::size_t r = 0; r < awaited.size(); ++r) awaited[r] &= sent[r];
     await_sources(
         {"latency dispatch: rows of a dropped result", flag_row(layout_.arrived), generation},
-        senders);
+        awaited);
     // Not `drop`: a later generation may be alive in this buffer by now.
     std::scoped_lock lock(mutex_);
     release(generation);
