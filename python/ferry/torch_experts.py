@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-import ferry.torch as ft
 from ferry.arguments import choice, describe, instance, integer, refuse
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.torch_data_parallel import ready, walked, watch
+from ferry.torch_exchange import combine, dispatch, planned
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
 
 
@@ -89,9 +89,9 @@ class ExpertParallel(nn.Module):
         x: f32, bf16 or f16 [T, H]. topk_idx: i64 or i32 [T, K], -1 = unused. topk_weights: f32
         [T, K].
         """
-        plan = ft.planned(self._handle, topk_idx)
+        plan = planned(self._handle, topk_idx)
         if self.format == "as_is":
-            got = ft.dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
+            got = dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
             ids, slots, offsets = got.topk_idx, got.slot_rows, got.expert_offsets
             rows, weights = got.x, got.topk_weights
         else:
@@ -109,7 +109,7 @@ class ExpertParallel(nn.Module):
         made = self.experts(rows, offsets)
         factors = _of_rows(weights, ids, slots, made.shape[0])
         weighted = (made.float() * factors[:, None]).to(x.dtype)
-        return ft.combine(self.group, plan, weighted, **self.layout)
+        return combine(self.group, plan, weighted, **self.layout)
 
     def decode(
         self,
