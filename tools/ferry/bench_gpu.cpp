@@ -2,8 +2,6 @@
 #include "bench_gpu.hpp"
 
 #include <fmt/format.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -122,17 +120,6 @@ std::size_t memory_for(const GpuBenchSettings& s) {
 }
 
 }  // namespace
-
-int bench_gpu_count() {
-  const pid_t child = fork();
-  if (child == 0) {
-    int count = 0;
-    _exit(cudaGetDeviceCount(&count) == cudaSuccess ? std::min(count, 100) : 0);
-  }
-  int status = 0;
-  if (child < 0 || waitpid(child, &status, 0) != child) return 0;
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-}
 
 void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
                std::shared_ptr<Bootstrap> bootstrap) {

@@ -147,8 +147,6 @@ std::string table(const GpuBenchSettings& settings, const std::vector<GpuResult>
 nlohmann::json to_json(const GpuBenchSettings& settings, const std::vector<GpuResult>& results,
                        const std::vector<std::string>& command);
 
-/// GPUs for ranks; 0 in a build without the CUDA engine. Asked in a child.
-int bench_gpu_count();
 /// Whether there are GPUs for these ranks; says why not, on standard error.
 bool gpus_suffice(const BenchSettings& shape);
 /// What every rank does: check, then measure. Collective. Throws when an exchange brings wrong

@@ -14,6 +14,7 @@
 
 #include "bench_gpu.hpp"
 #include "bench_plot.hpp"
+#include "machine.hpp"
 #include "ranks.hpp"
 
 namespace ferry::cli {
@@ -78,7 +79,7 @@ bool draw_plot(const std::string& json_file, const std::string& image) {
 }
 
 bool gpus_suffice(const BenchSettings& shape) {
-  const int gpus = bench_gpu_count();
+  const int gpus = gpu_count();
   if (gpus == 0) {
     fmt::print(stderr,
                "ferry bench: --backend cuda: there is no GPU, or this build has no CUDA "
@@ -102,7 +103,7 @@ int run_gpu_bench(GpuBenchSettings settings, const std::string& nccl, const GpuO
   // sets that up.
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   try {
-    settings.nccl = settings.shape.ranks > bench_gpu_count()
+    settings.nccl = settings.shape.ranks > gpu_count()
                         ? Nccl{"", "", "ranks share GPUs, which its communicators do not"}
                         : find_nccl(nccl);
   } catch (const std::exception& error) {

@@ -6,10 +6,6 @@
 
 namespace ferry::cli {
 
-int bench_gpu_count() {
-  return 0;
-}
-
 void bench_gpu(const GpuBenchSettings&, const GpuBoard&, std::shared_ptr<Bootstrap>) {
   throw std::runtime_error("this build has no CUDA engine");
 }

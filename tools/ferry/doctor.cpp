@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "bench_gpu.hpp"
 #include "command.hpp"
 #include "ferry/group.hpp"
 #include "machine.hpp"
@@ -161,7 +160,7 @@ void judge_devices(const Machine& m, std::vector<Finding>& findings) {
 Diagnosis diagnose(bool self_test) {
   Diagnosis d;
   // Before look_at_machine, which loads libraries that may start threads.
-  const int gpus = bench_gpu_count();
+  const int gpus = gpu_count();
   if (self_test) d.tests = run_self_tests(gpus);
   d.build = look_at_build();
   d.machine = look_at_machine();

@@ -85,6 +85,9 @@ Machine look_at_machine();
 
 nlohmann::json to_json(const Machine& machine);
 
+/// GPUs for ranks; 0 in a build without the CUDA engine. Asked in a child.
+int gpu_count();
+
 /// Fills in what the CUDA driver and NVML know, where they are.
 void ask_driver(Machine::Gpus& gpus);
 nlohmann::json to_json(const Machine::Gpus& gpus);

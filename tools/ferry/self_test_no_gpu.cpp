@@ -1,9 +1,14 @@
 // In place of self_test_gpu.cpp in a build without the CUDA engine.
 #include <stdexcept>
 
+#include "machine.hpp"
 #include "self_test.hpp"
 
 namespace ferry::cli {
+
+int gpu_count() {
+  return 0;
+}
 
 std::shared_ptr<void> on_gpu(const void*, std::size_t, int) {
   throw std::runtime_error("this build has no CUDA engine");
