@@ -8,7 +8,6 @@
 
 #include "core/check.hpp"
 #include "core/limits.hpp"
-#include "host/latency.hpp"
 
 namespace ferry::host {
 
@@ -188,10 +187,6 @@ MemoryUse HostEngine::memory() const {
 
 TimeUse HostEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), channel_.wait_ns()};
-}
-
-std::shared_ptr<LatencyEngine> HostEngine::make_latency(const LatencyConfig& config) {
-  return make_host_latency(shared_from_this(), config);
 }
 
 }  // namespace ferry::host

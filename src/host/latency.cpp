@@ -162,4 +162,8 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
   return made;
 }
 
+std::shared_ptr<LatencyEngine> HostEngine::make_latency(const LatencyConfig& config) {
+  return make_host_latency(shared_from_this(), config);
+}
+
 }  // namespace ferry::host
