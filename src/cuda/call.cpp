@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "cuda/call_event.hpp"
 #include "cuda/cuda_engine.hpp"
-#include "cuda/event.hpp"
 
 namespace ferry::cuda {
 

@@ -9,7 +9,7 @@
 #include "cuda/create.hpp"
 #include "cuda/cuda_engine.hpp"
 #include "cuda/engine.hpp"
-#include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/load.hpp"
 #include "cuda/links.hpp"
 #include "engine/create.hpp"
 #include "engine/growth.hpp"

@@ -8,7 +8,8 @@
 #include "core/check.hpp"
 #include "core/layout.hpp"
 #include "cuda/event.hpp"
-#include "cuda/latency_engine.hpp"
+#include "cuda/kernels/barrier.hpp"
+#include "cuda/kernels/masks.hpp"
 #include "engine/growth.hpp"
 #include "engine/regions.hpp"
 
@@ -251,10 +252,6 @@ MemoryUse CudaEngine::memory() const {
 
 TimeUse CudaEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
-}
-
-std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
-  return make_cuda_latency(shared_from_this(), config);
 }
 
 void CudaEngine::add_latency_memory(const fabric::Segment& segment, std::size_t gone) {

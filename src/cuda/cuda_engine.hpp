@@ -73,6 +73,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
                              const DispatchOptions& options) override;
   Combined combine(const ConstTensorView& rows, const Plan& plan,
                    const CombineOptions& options) override;
+  /// Defined by latency mode (latency_engine.cpp), which is built on this engine.
   std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
 
   Tensor empty(const Extents& shape, Dtype dtype) override;

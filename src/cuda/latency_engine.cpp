@@ -181,4 +181,8 @@ std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engin
                                        std::move(alarm), group);
 }
 
+std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
+  return make_cuda_latency(shared_from_this(), config);
+}
+
 }  // namespace ferry::cuda

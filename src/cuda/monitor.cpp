@@ -9,7 +9,7 @@
 
 #include "cuda/cuda_engine.hpp"
 #include "cuda/event.hpp"
-#include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/masks.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::cuda {

@@ -6,8 +6,9 @@
 
 #include "core/check.hpp"
 #include "core/layout.hpp"
+#include "cuda/call_event.hpp"
 #include "cuda/cuda_engine.hpp"
-#include "cuda/event.hpp"
+#include "cuda/kernels/barrier.hpp"
 
 namespace ferry::cuda {
 

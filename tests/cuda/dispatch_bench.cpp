@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "cuda/kernels/barrier.hpp"
 #include "dispatch_case.hpp"
 
 namespace ferry::cuda::test {

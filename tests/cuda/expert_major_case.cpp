@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/kernels/barrier.hpp"
+
 namespace ferry::cuda::test {
 namespace {
 

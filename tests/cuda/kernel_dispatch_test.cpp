@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "cuda/kernels/barrier.hpp"
 #include "cuda/kernels/load.hpp"
 #include "dispatch_bench.hpp"
 #include "dispatch_case.hpp"

@@ -1,7 +1,8 @@
 // The barrier of a group: an entry swap and nothing else.
+#include "cuda/kernels/barrier.hpp"
+
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/load.hpp"
-#include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda {
 

@@ -8,6 +8,7 @@
 #include "cuda/kernels/grants.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
+#include "cuda/kernels/plan_view.cuh"
 #include "cuda/kernels/progress.cuh"
 #include "cuda/kernels/push.hpp"
 #include "cuda/kernels/throughput.hpp"

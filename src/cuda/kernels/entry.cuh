@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <new>
 
+#include "cuda/kernels/group_view.hpp"
 #include "cuda/kernels/message.cuh"
-#include "cuda/kernels/throughput.hpp"
 #include "cuda/kernels/wait.cuh"
 
 namespace ferry::cuda::device {
@@ -151,24 +151,6 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
       word >= kHeadWords || await_words(group, generation, stage, peer, look, beside);
   value = data_of(pair);
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
-}
-
-/// What a plan says of a peer: rows that arrive there, and the first of this rank's.
-struct PlannedRows {
-  std::int64_t all;
-  std::int64_t mine;
-};
-__device__ inline PlannedRows rows_at(const PlanView& plan, int peer) {
-  if (peer >= plan.placement.ranks) return {};
-  return {reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_rows)[peer],
-          reinterpret_cast<const std::int64_t*>(plan.data + plan.layout.peer_row)[peer]};
-}
-__device__ __forceinline__ const std::uint64_t* state_of(const PlanView& plan) {
-  return reinterpret_cast<const std::uint64_t*>(plan.data + plan.layout.state);
-}
-/// The same as one tagged pair, mine below all; past 2^32 - 1 the plan is of no use anyway.
-__device__ __forceinline__ std::byte* placed_at(const PlanView& plan, int peer) {
-  return plan.data + plan.layout.placed + static_cast<std::size_t>(peer) * 16;
 }
 
 inline constexpr std::uint32_t kNoComplaint = 6;

@@ -1,6 +1,7 @@
 // How a dispatch begins: every rank grants memory to all, and all decide alike whether rows move.
 #pragma once
 #include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/plan_view.cuh"
 #include "cuda/kernels/push.hpp"
 #include "cuda/kernels/second_grant.cuh"
 #include "cuda/kernels/throughput.hpp"

@@ -122,8 +122,7 @@ inline constexpr int kLatencyThreads = 384;
 /// Whether the kernels can serve this exchange.
 bool fits_latency(const LatencyView& view);
 
-/// Loads every kernel of latency mode on the current device.
-cudaError_t load_latency_kernels();
+// One for each file of kernels, called by load_latency_kernels (load.hpp).
 cudaError_t load_latency_dispatch_kernels();
 cudaError_t load_latency_open_kernels();
 cudaError_t load_latency_mask_kernels();

@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "cuda/kernels/load.hpp"
-#include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda {
 

@@ -15,6 +15,12 @@ cudaError_t kernel_limits(KernelLimits& limits);
 /// Loads one kernel on the current device and allows it `shared_bytes` of dynamic shared memory.
 cudaError_t load_kernel(const void* kernel, int shared_bytes);
 
+/// Loads every kernel of throughput mode on the current device, so that none is loaded inside a
+/// wait, and allows its shared memory.
+cudaError_t load_throughput_kernels();
+/// Loads every kernel of latency mode on the current device.
+cudaError_t load_latency_kernels();
+
 // One for each file of kernels, called by load_throughput_kernels.
 cudaError_t load_plan_kernels();
 cudaError_t load_dispatch_kernels();

@@ -6,6 +6,7 @@
 #include "cuda/kernels/plan_counts.cuh"
 #include "cuda/kernels/plan_read.cuh"
 #include "cuda/kernels/plan_routes.cuh"
+#include "cuda/kernels/plan_view.cuh"
 #include "cuda/kernels/throughput.hpp"
 
 namespace ferry::cuda {

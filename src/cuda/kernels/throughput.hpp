@@ -266,18 +266,4 @@ struct CombineParameters {
 /// peers have read this rank's rows.
 cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t stream);
 
-struct BarrierParameters {
-  GroupView group{};
-  CallSignature call{};
-  Stage stage = Stage::barrier;
-  StepStatus status = StepStatus::ok;  ///< no_room: takes part in another call, only to say that
-  std::int64_t need_bytes = 0;         ///< then
-  Failure* failure = nullptr;
-};
-cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);
-
-/// Loads every kernel of throughput mode on the current device, so that none is loaded inside a
-/// wait, and allows its shared memory.
-cudaError_t load_throughput_kernels();
-
 }  // namespace ferry::cuda
