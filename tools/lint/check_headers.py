@@ -59,7 +59,7 @@ def needs_cuda(root: Path, header: Path) -> bool:
         for name in re.findall(r'^#include ["<](.+)[">]', text, re.MULTILINE):
             if re.match(r"cuda[^/]*\.h$", name):
                 return True
-            for ours in (root / "src" / name, root / "tools" / name):
+            for ours in (root / "src" / name, root / "tools/ferry" / name):
                 if ours.exists() and ours not in seen:
                     seen.add(ours)
                     waiting.append(ours)
@@ -72,6 +72,8 @@ def compile_alone(root: Path, header: Path) -> str:
     include = ["-I", "include"]
     if header.parts[0] != "include":  # a public header must do without ours
         include += ["-I", "src"]
+    if header.parts[:2] == ("tools", "ferry"):
+        include += ["-I", "tools/ferry"]
     if header.parts[:2] == ("python", "src"):
         include += ["-I", "python/src", *python_flags()]
     cuda = cuda_include(root)

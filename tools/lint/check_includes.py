@@ -2,7 +2,7 @@
 
     bench -> tools, fabric
     python, tools, examples, bench -> include <- api <- {host, cuda} -> engine
-    engine -> {protocol, fabric} -> core,  bootstrap -> core
+    engine -> {protocol, fabric} -> core -> base,  bootstrap -> core
 
 `include/ferry` is the vocabulary: it includes nothing of ours but itself, and every floor may
 include it. `src/api` picks the engine, the fabric and the bootstrap, so it may include all of
@@ -26,15 +26,31 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
 # A floor: the folder, and the floors that its files may include besides their own.
 FLOORS = {
     "include/ferry": set(),
-    "src/core": {"include/ferry"},
-    "src/protocol": {"include/ferry", "src/core"},
-    "src/fabric": {"include/ferry", "src/core", "src/protocol"},
-    "src/bootstrap": {"include/ferry", "src/core"},
-    "src/engine": {"include/ferry", "src/core", "src/protocol", "src/fabric"},
-    "src/host": {"include/ferry", "src/core", "src/protocol", "src/fabric", "src/engine"},
-    "src/cuda": {"include/ferry", "src/core", "src/protocol", "src/fabric", "src/engine"},
+    "src/base": {"include/ferry"},
+    "src/core": {"include/ferry", "src/base"},
+    "src/protocol": {"include/ferry", "src/base", "src/core"},
+    "src/fabric": {"include/ferry", "src/base", "src/core", "src/protocol"},
+    "src/bootstrap": {"include/ferry", "src/base", "src/core"},
+    "src/engine": {"include/ferry", "src/base", "src/core", "src/protocol", "src/fabric"},
+    "src/host": {
+        "include/ferry",
+        "src/base",
+        "src/core",
+        "src/protocol",
+        "src/fabric",
+        "src/engine",
+    },
+    "src/cuda": {
+        "include/ferry",
+        "src/base",
+        "src/core",
+        "src/protocol",
+        "src/fabric",
+        "src/engine",
+    },
     "src/api": {
         "include/ferry",
+        "src/base",
         "src/core",
         "src/protocol",
         "src/fabric",
@@ -80,7 +96,7 @@ OUTSIDE = (
     (
         "the limits of the process",
         re.compile(r"^sys/resource\.h$"),
-        ("src/core", "src/fabric", "src/bootstrap", "tools"),
+        ("src/base", "src/core", "src/fabric", "src/bootstrap", "tools"),
     ),
     (
         "the operating system",
@@ -106,7 +122,8 @@ HARMLESS = re.compile(
     r"[a-z0-9]*intrin|arm_neon|arm_bf16|arm_fp16|cpuid)\.h$"
 )
 # Pure: no threads, no clocks that run, no files of the system's own.
-PURE = {"include/ferry": set(), "src/core": {"thread", "mutex", "condition_variable", "future"}}
+THREADS = {"thread", "mutex", "condition_variable", "future"}
+PURE = {"include/ferry": set(), "src/base": THREADS, "src/core": THREADS}
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,8 @@ def is_test(path: Path) -> bool:
 
 def resolve(root: Path, path: Path, name: str) -> Path | None:
     """The file of ours that `#include "name"` in `path` means, relative to the root."""
-    for base in (path.parent, Path("src"), Path("include"), Path("python/src"), Path()):
+    tool = Path("tools/ferry")
+    for base in (path.parent, Path("src"), Path("include"), Path("python/src"), tool, Path()):
         candidate = base / name
         if (root / candidate).is_file():
             return candidate

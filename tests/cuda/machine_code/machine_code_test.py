@@ -43,7 +43,7 @@ class Kernels(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        sources = sorted((ROOT / "src/cuda/kernels").glob("*.cu"))
+        sources = sorted((ROOT / "src/cuda/kernels").rglob("*.cu"))
         work = [(source, sm) for source in sources for sm in ARCHITECTURES]
         with ThreadPoolExecutor(JOBS) as pool:
             cls.compiled = list(pool.map(lambda item: code.compile_source(NVCC, ROOT, *item), work))
