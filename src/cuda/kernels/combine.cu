@@ -1,6 +1,8 @@
 // Combine: ranks say where their rows lie, owners pull and sum them, then tell that they have read.
+// First: the order in which functions stand decides what the compiler inlines.
 #include "cuda/kernels/combine_sm80.cuh"
 #include "cuda/kernels/combine_sm90.cuh"
+
 #include "cuda/kernels/combine_source.cuh"
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/launch.hpp"

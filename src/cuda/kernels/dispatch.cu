@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <type_traits>
 
+// First: the order in which functions stand decides what the compiler inlines.
 #include "cuda/kernels/dispatch_sm80.cuh"
 #include "cuda/kernels/dispatch_sm90.cuh"
+
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/grants.cuh"
 #include "cuda/kernels/launch.hpp"

@@ -2,8 +2,10 @@
 // combine from expert-major rows.
 #include <algorithm>
 
+// First: the order in which functions stand decides what the compiler inlines.
 #include "cuda/kernels/combine_sm80.cuh"
 #include "cuda/kernels/combine_sm90.cuh"
+
 #include "cuda/kernels/entry.cuh"
 #include "cuda/kernels/launch.hpp"
 #include "cuda/kernels/load.hpp"
