@@ -31,9 +31,9 @@
 #include "ferry/ferry.hpp"
 #include "network_figures.hpp"
 #include "raw_network.hpp"
-#include "tools/ferry/machine.hpp"
-#include "tools/ferry/ranks.hpp"
-#include "tools/ferry/shared_array.hpp"
+#include "tools/ferry/doctor/machine.hpp"
+#include "tools/ferry/run/ranks.hpp"
+#include "tools/ferry/run/shared_array.hpp"
 
 namespace ferry::bench {
 namespace {

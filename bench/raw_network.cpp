@@ -6,7 +6,7 @@
 #include <span>
 #include <stdexcept>
 
-#include "fabric/ofi/nics.hpp"
+#include "fabric/ofi/nics/nics.hpp"
 
 namespace ferry::bench {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 
 namespace ferry {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 
 namespace ferry {
 namespace {

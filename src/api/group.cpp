@@ -9,12 +9,12 @@
 
 #include "api/agreement.hpp"
 #include "api/domain_bootstrap.hpp"
+#include "base/limits.hpp"
+#include "base/wait_notice.hpp"
 #include "core/check.hpp"
 #include "core/domains.hpp"
 #include "core/engine.hpp"
-#include "core/limits.hpp"
 #include "core/placement.hpp"
-#include "core/wait_notice.hpp"
 #include "cuda/engine.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/identity.hpp"
@@ -22,7 +22,7 @@
 #include "fabric/ofi/ofi.hpp"
 #include "fabric/shm/shm.hpp"
 #include "fabric/sim/sim.hpp"
-#include "host/engine.hpp"
+#include "host/throughput/engine.hpp"
 
 namespace ferry {
 namespace {

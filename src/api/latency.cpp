@@ -3,11 +3,11 @@
 
 #include <string>
 
+#include "base/limits.hpp"
 #include "core/check.hpp"
 #include "core/engine.hpp"
-#include "core/limits.hpp"
 #include "cuda/engine.hpp"
-#include "host/latency.hpp"
+#include "host/latency/create.hpp"
 
 namespace ferry {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "host/links.hpp"
+#include "host/throughput/links.hpp"
 
 namespace ferry {
 

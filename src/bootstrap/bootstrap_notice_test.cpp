@@ -8,9 +8,9 @@
 #include <string>
 #include <thread>
 
+#include "base/test_stderr.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
-#include "core/test_stderr.hpp"
 
 namespace ferry::bootstrap {
 namespace {

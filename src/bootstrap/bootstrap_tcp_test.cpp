@@ -9,13 +9,13 @@
 #include <set>
 #include <stdexcept>
 
+#include "base/test_files.hpp"
 #include "bootstrap/frame.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/store_errors.hpp"
 #include "bootstrap/test_address.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
-#include "core/test_files.hpp"
 
 namespace ferry::bootstrap {
 namespace {

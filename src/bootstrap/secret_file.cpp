@@ -10,8 +10,8 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "base/text.hpp"
 #include "bootstrap/socket.hpp"
-#include "core/text.hpp"
 
 namespace ferry::bootstrap {
 namespace {

@@ -19,7 +19,7 @@
 #include <cstring>
 #include <thread>
 
-#include "core/open_files.hpp"
+#include "base/open_files.hpp"
 
 namespace ferry::bootstrap {
 namespace {

@@ -1,9 +1,9 @@
 #include "bootstrap/store_errors.hpp"
 
+#include "base/limits.hpp"
+#include "base/text.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/wait.hpp"
-#include "core/limits.hpp"
-#include "core/text.hpp"
 
 namespace ferry::bootstrap {
 namespace {

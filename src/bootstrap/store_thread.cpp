@@ -16,8 +16,8 @@
 #include <system_error>
 #include <utility>
 
-#include "core/limits.hpp"
-#include "core/open_files.hpp"
+#include "base/limits.hpp"
+#include "base/open_files.hpp"
 
 namespace ferry::bootstrap {
 namespace {

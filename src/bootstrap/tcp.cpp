@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "core/limits.hpp"
+#include "base/limits.hpp"
 
 namespace ferry::bootstrap {
 

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "base/wait_notice.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/store_client.hpp"
 #include "bootstrap/store_errors.hpp"
 #include "bootstrap/store_thread.hpp"
 #include "bootstrap/wait.hpp"
-#include "core/wait_notice.hpp"
 
 namespace ferry::bootstrap {
 

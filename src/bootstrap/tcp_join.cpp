@@ -7,8 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "base/open_files.hpp"
 #include "bootstrap/tcp.hpp"
-#include "core/open_files.hpp"
 
 namespace ferry::bootstrap {
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <utility>
 
+#include "base/text.hpp"
+#include "base/wait_notice.hpp"
 #include "bootstrap/wait.hpp"
-#include "core/text.hpp"
-#include "core/wait_notice.hpp"
 
 namespace ferry {
 namespace {

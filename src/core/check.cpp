@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 
 namespace ferry {
 

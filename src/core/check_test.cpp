@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "base/open_files.hpp"
+#include "base/text.hpp"
 #include "core/call.hpp"
-#include "core/open_files.hpp"
-#include "core/text.hpp"
 
 namespace ferry {
 namespace {

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/wait_notice.hpp"
 #include "core/call.hpp"
 #include "core/layout.hpp"
-#include "core/wait_notice.hpp"
 #include "engine/memory.hpp"
 #include "engine/reach.hpp"
 #include "ferry/group.hpp"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 #include "engine/channel.hpp"
 
 namespace ferry::engine {

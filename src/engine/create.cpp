@@ -3,7 +3,7 @@
 #include <exception>
 #include <span>
 
-#include "core/limits.hpp"
+#include "base/limits.hpp"
 
 namespace ferry::engine {
 

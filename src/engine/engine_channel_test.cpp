@@ -3,8 +3,8 @@
 
 #include <latch>
 
+#include "base/test_stderr.hpp"
 #include "core/layout.hpp"
-#include "core/test_stderr.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"

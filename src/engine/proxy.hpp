@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/kept_error.hpp"
+#include "base/kept_error.hpp"
 #include "engine/channel.hpp"
 #include "protocol/command_ring.hpp"
 

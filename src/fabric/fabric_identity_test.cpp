@@ -1,7 +1,7 @@
 // Who joins whom: identities and the choice of a fabric.
 #include "fabric/identity.hpp"
 
-#include "core/test_files.hpp"
+#include "base/test_files.hpp"
 #include "fabric/shm/object.hpp"
 #include "fabric/test_ranks.hpp"
 

@@ -10,8 +10,8 @@
 #include <ferry/error.hpp>
 #include <string_view>
 
-#include "core/open_files.hpp"
-#include "core/text.hpp"
+#include "base/open_files.hpp"
+#include "base/text.hpp"
 
 namespace ferry::fabric {
 namespace {

@@ -14,7 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "core/open_files.hpp"
+#include "base/open_files.hpp"
 
 namespace ferry::fabric {
 namespace {

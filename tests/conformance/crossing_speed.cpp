@@ -22,7 +22,7 @@
 #include "fabric/local/local.hpp"
 #include "fabric/sim/sim.hpp"
 #include "ferry/ferry.hpp"
-#include "host/engine.hpp"
+#include "host/throughput/engine.hpp"
 #include "random.hpp"
 
 namespace ferry::conformance {

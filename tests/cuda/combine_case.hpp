@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/sum_shape.hpp"
+#include "cuda/kernels/throughput/sum_shape.hpp"
 #include "kernel_exchange.hpp"
 
 namespace ferry::cuda::test {

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda/kernels/barrier.hpp"
+#include "cuda/kernels/base/barrier.hpp"
 #include "dispatch_case.hpp"
 
 namespace ferry::cuda::test {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/throughput.hpp"
+#include "cuda/kernels/throughput/kernels.hpp"
 #include "kernel_group.hpp"
 
 namespace ferry::cuda::test {

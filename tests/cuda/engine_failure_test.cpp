@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <thread>
 
-#include "cuda/cuda_engine.hpp"
+#include "cuda/throughput/engine.hpp"
 #include "engine_seat.hpp"
 
 namespace ferry::test {

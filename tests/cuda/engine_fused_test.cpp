@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-#include "cuda/cuda_engine.hpp"
+#include "cuda/throughput/engine.hpp"
 #include "engine_seat.hpp"
 #include "touch.hpp"
 

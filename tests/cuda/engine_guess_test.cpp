@@ -7,7 +7,7 @@
 #include <functional>
 #include <thread>
 
-#include "cuda/cuda_engine.hpp"
+#include "cuda/throughput/engine.hpp"
 #include "engine_seat.hpp"
 #include "touch.hpp"
 

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/pinned.hpp"
+#include "cuda/runtime/pinned.hpp"
 #include "engine_hog.hpp"
 #include "engine_seat.hpp"
 

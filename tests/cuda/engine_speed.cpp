@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cstdio>
 
-#include "cuda/cuda_engine.hpp"
+#include "cuda/throughput/engine.hpp"
 #include "engine_seat.hpp"
 #include "touch.hpp"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/kernels/barrier.hpp"
+#include "cuda/kernels/base/barrier.hpp"
 
 namespace ferry::cuda::test {
 namespace {

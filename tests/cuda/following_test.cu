@@ -5,7 +5,7 @@
 #include <string>
 
 #include "core/number/quantize.hpp"
-#include "cuda/kernels/entry.cuh"
+#include "cuda/kernels/base/entry.cuh"
 #include "following_case.hpp"
 
 namespace ferry::cuda::test {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "combine_case.hpp"
-#include "cuda/kernels/load.hpp"
+#include "cuda/kernels/base/load.hpp"
 
 namespace ferry::cuda::test {
 namespace {

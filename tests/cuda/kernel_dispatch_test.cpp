@@ -7,8 +7,8 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/kernels/barrier.hpp"
-#include "cuda/kernels/load.hpp"
+#include "cuda/kernels/base/barrier.hpp"
+#include "cuda/kernels/base/load.hpp"
 #include "dispatch_bench.hpp"
 #include "dispatch_case.hpp"
 

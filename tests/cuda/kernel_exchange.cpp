@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/number.hpp"
-#include "cuda/kernels/barrier.hpp"
+#include "cuda/kernels/base/barrier.hpp"
 
 namespace ferry::cuda::test {
 namespace {

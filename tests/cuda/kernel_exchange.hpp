@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/placement.hpp"
-#include "cuda/kernels/throughput.hpp"
+#include "cuda/kernels/throughput/kernels.hpp"
 #include "ferry/dtype.hpp"
 #include "kernel_group.hpp"
 

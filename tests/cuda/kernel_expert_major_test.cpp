@@ -12,7 +12,7 @@
 #include <cstring>
 #include <string>
 
-#include "cuda/kernels/load.hpp"
+#include "cuda/kernels/base/load.hpp"
 #include "expert_major_case.hpp"
 
 namespace ferry::cuda::test {

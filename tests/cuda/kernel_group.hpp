@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/group_view.hpp"
+#include "cuda/kernels/base/group_view.hpp"
 
 namespace ferry::cuda::test {
 

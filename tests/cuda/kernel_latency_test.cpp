@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda/kernels/load.hpp"
+#include "cuda/kernels/base/load.hpp"
 #include "latency_exchange.hpp"
 
 namespace ferry::cuda::test {

@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "cuda/kernels/barrier.hpp"
+#include "cuda/kernels/base/barrier.hpp"
 #include "latency_case.hpp"
 
 namespace ferry::cuda::test {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/number.hpp"
-#include "cuda/kernels/latency.hpp"
+#include "cuda/kernels/latency/kernels.hpp"
 #include "kernel_group.hpp"
 
 namespace ferry::cuda::test {

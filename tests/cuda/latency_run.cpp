@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/links.hpp"
+#include "cuda/runtime/links.hpp"
 #include "latency_case.hpp"
 
 namespace ferry::cuda::test {

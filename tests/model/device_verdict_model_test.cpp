@@ -1,5 +1,5 @@
 // How the blocks of a kernel agree on a header that may not come
-// (cuda/kernels/latency_verdict.cuh), told once more for the explorer: blocks that find all words
+// (cuda/kernels/latency/verdict.cuh), told once more for the explorer: blocks that find all words
 // pass, others halt, the leading block judges.
 #include "hash.hpp"
 #include "world.hpp"

@@ -17,7 +17,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "core/open_files.hpp"
+#include "base/open_files.hpp"
 
 namespace ferry::fabric {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <ferry/error.hpp>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 
 namespace ferry::fabric {
 namespace {

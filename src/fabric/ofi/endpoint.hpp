@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "fabric/ofi/library.hpp"
-#include "fabric/ofi/provider.hpp"
+#include "fabric/ofi/nics/provider.hpp"
 
 namespace ferry::fabric::ofi {
 

@@ -14,7 +14,7 @@
 #include <ferry/network.hpp>
 #include <string_view>
 
-#include "core/text.hpp"
+#include "base/text.hpp"
 
 namespace ferry {
 namespace {

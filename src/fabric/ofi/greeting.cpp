@@ -4,9 +4,9 @@
 #include <cstring>
 #include <ferry/error.hpp>
 
-#include "core/text.hpp"
-#include "fabric/ofi/address.hpp"
+#include "base/text.hpp"
 #include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/nics/address.hpp"
 #include "fabric/ofi/ofi.hpp"
 
 namespace ferry::fabric::ofi {

@@ -8,7 +8,7 @@
 #include <ferry/error.hpp>
 #include <utility>
 
-#include "core/limits.hpp"
+#include "base/limits.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {

@@ -11,8 +11,8 @@
 #include <mutex>
 #include <optional>
 
-#include "core/limits.hpp"
-#include "core/open_files.hpp"
+#include "base/limits.hpp"
+#include "base/open_files.hpp"
 #include "fabric/process.hpp"
 
 namespace ferry::fabric::ofi {

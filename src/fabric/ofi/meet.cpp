@@ -7,10 +7,10 @@
 #include <thread>
 #include <utility>
 
-#include "core/limits.hpp"
+#include "base/limits.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/ofi/greeting.hpp"
-#include "fabric/ofi/nics.hpp"
+#include "fabric/ofi/nics/nics.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {

@@ -1,0 +1,53 @@
+#include "base/text.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+namespace ferry {
+
+std::string exact_seconds(std::chrono::nanoseconds time) {
+  char text[48];
+  // 15 digits: nanoseconds of up to eleven days.
+  std::snprintf(text, sizeof text, "%.15g s", static_cast<double>(time.count()) / 1e9);
+  return text;
+}
+
+std::string spell_ranks(std::span<const int> ranks, std::size_t total) {
+  constexpr std::size_t kMostNamed = 8;
+  total = std::max(total, ranks.size());
+  if (total == 0) return "no rank";
+  std::vector<std::string> names;
+  std::size_t at = 0;
+  while (at < ranks.size() && names.size() < kMostNamed) {
+    std::size_t end = at + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    if (end - at == 2) end = at + 1;  // two are named one by one
+    names.push_back(std::to_string(ranks[at]));
+    if (end - at > 1) names.back() += "-" + std::to_string(ranks[end - 1]);
+    at = end;
+  }
+  if (total > at) names.push_back(std::to_string(total - at) + " more");
+  std::string text = total == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i > 0) text += i + 1 == names.size() ? " and " : ", ";
+    text += names[i];
+  }
+  return text;
+}
+
+std::string printable(std::string_view text, std::size_t most) {
+  std::string out(text.substr(0, most));
+  if (text.size() > most) {
+    const auto continues = [](char c) { return (static_cast<unsigned char>(c) & 0xc0) == 0x80; };
+    std::size_t end = most;
+    while (end > 0 && continues(text[end])) --end;
+    out.resize(end);
+  }
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
+  }
+  return out;
+}
+
+}  // namespace ferry

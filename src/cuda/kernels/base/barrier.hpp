@@ -1,0 +1,21 @@
+// The barrier of a group as the engine launches it. Nothing here needs nvcc.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/kernels/base/group_view.hpp"
+
+namespace ferry::cuda {
+
+struct BarrierParameters {
+  GroupView group{};
+  CallSignature call{};
+  Stage stage = Stage::barrier;
+  StepStatus status = StepStatus::ok;  ///< no_room: takes part in another call, only to say that
+  std::int64_t need_bytes = 0;         ///< then
+  Failure* failure = nullptr;
+};
+cudaError_t launch_barrier(const BarrierParameters& parameters, cudaStream_t stream);
+
+}  // namespace ferry::cuda

@@ -1,0 +1,10 @@
+// Latency dispatch of rows in lines, with rank-major results.
+#include "cuda/kernels/latency/dispatch_call.cuh"
+
+namespace ferry::cuda::device {
+
+DispatchKernel lined_rank_major_kernel(Dtype dtype, LatencyFormat format) {
+  return dispatch_kernel<true, true>(dtype, format);
+}
+
+}  // namespace ferry::cuda::device

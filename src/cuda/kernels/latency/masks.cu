@@ -1,0 +1,237 @@
+// Masks that the host sets and clears, and the rejoining of ranks that were masked: small kernels
+// of one block, between the calls of an exchange.
+#include "cuda/kernels/base/load.hpp"
+#include "cuda/kernels/latency/wait.cuh"
+
+namespace ferry::cuda {
+
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 128;
+
+/// No call has this number: what the host has masked is masked in all of them.
+constexpr std::uint32_t kMaskedByHost = 0xffffffff;
+
+__global__ void __launch_bounds__(kThreads)
+    latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
+    if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
+    const Gone gone = masked ? Gone::without_us : Gone::no;
+    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.line[r]),
+                  static_cast<std::uint32_t>(gone));
+    store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
+  }
+  if (masked || load_relaxed(&v.alarm->behind) == 0) return;
+  // Left behind no more, if nobody goes on without this rank now.
+  bool behind = false;
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    behind |= find_gone(v, r) == Gone::without_us;
+  }
+  if (__syncthreads_or(behind) == 0 && threadIdx.x == 0) store_relaxed(&v.alarm->behind, 0);
+}
+
+// Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
+// newest generation that it used; who has all offers answers with the newest of them, and goes on
+// when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
+// a later one joins it, also while it waits for answers, for the offers may have been those of an
+// attempt that had failed. A word is round << 48 | generation, so it only grows.
+
+__device__ std::uint64_t round_of(std::uint64_t word) {
+  return word >> kRejoinShift;
+}
+__device__ std::uint64_t generation_in(std::uint64_t word) {
+  return word & ((std::uint64_t{1} << kRejoinShift) - 1);
+}
+
+/// Above the newest generation that was used. Between domains both halves of the buffers get one
+/// that nobody used, so that nothing that was said before can mean them.
+__device__ std::uint64_t rejoin_step(const LatencyView& v) {
+  return v.inbox != nullptr ? 2 : 1;
+}
+
+struct Rejoining {
+  const LatencyRejoinParameters& p;
+  std::uint64_t round;
+
+  __device__ std::uint64_t word(std::uint64_t generation) const {
+    return round << kRejoinShift | generation;
+  }
+  /// Whole block.
+  __device__ void publish(std::size_t lines, std::uint64_t generation) const {
+    const LatencyView& v = p.view;
+#pragma unroll 1
+    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+      store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]), word(generation));
+    }
+  }
+
+  /// One thread: a rank's word of this round, or one of a later round; 0: the rank is gone, or does
+  /// not come, which is a failure. Ranks may come a call later than this one, held up by one that
+  /// they mask at about the end of its deadline: so it waits another one if some were.
+  __device__ std::uint64_t hear(std::size_t lines, int peer, bool& failed) const {
+    const LatencyView& v = p.view;
+    const std::uint64_t* line = LatencyPlaces::line_of(v.sources[peer], lines, peer);
+    const std::uint64_t* offers = LatencyPlaces::line_of(v.sources[peer], v.layout.offers, peer);
+    const std::uint64_t grace = v.group.deadline_ns / 4;
+    std::uint64_t overtime = 0;  // since when
+    Patience patience;
+    for (;;) {
+      const std::uint64_t word = load_acquire(line);
+      if (round_of(word) >= round) return word;
+      const std::uint64_t offer = load_acquire(offers);
+      if (round_of(offer) > round) return offer;
+      Reason reason;
+      const bool over = patience.over(v.group, reason);
+      if (patience.looks % Patience::kLooksPerCheck != 0) continue;
+      if (find_gone(v, peer) == Gone::dead) return 0;
+      if (over && reason == Reason::deadline && overtime == 0) {
+        overtime = patience.start = now_ns();
+        continue;
+      }
+      const bool late = overtime != 0 && now_ns() - overtime > grace && !some_held_up();
+      if (!over && !late) continue;
+      failed = true;
+      if (late) reason = Reason::deadline;
+      refuse(reason == Reason::none ? Reason::aborted : reason, peer);
+      return 0;
+    }
+  }
+  __device__ bool some_held_up() const {
+    const LatencyView& v = p.view;
+    for (int r = 0; r < v.group.ranks; ++r) {
+      if (r != v.group.rank && was_held_up(v, r)) return true;
+    }
+    return false;
+  }
+  __device__ void refuse(Reason reason, int peer) const {
+    p.failure->reason = reason;
+    p.failure->stage = Stage::latency_rejoin;
+    p.failure->peer = peer;
+    store_release(&p.failure->written, round);
+  }
+};
+
+/// One thread: what `peer` said of its mask holds no longer. False: this rank's CPU has found it
+/// dead meanwhile, which it says once.
+__device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
+  constexpr auto kMask = static_cast<unsigned>(Gone::without_us);
+  constexpr auto kNo = static_cast<unsigned>(Gone::no);
+  constexpr auto kDead = static_cast<unsigned>(Gone::dead);
+  return atomicCAS_system(at.gone(at.v.sources[peer], peer), kMask, kNo) != kDead;
+}
+
+/// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
+/// ranks have ended their calls before, so inside the domain nobody writes to another's buffers
+/// now; what is still on its way between domains the proxies see to, which `word` tells. `absent`
+/// [R].
+__device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uint64_t word,
+                            const bool* absent) {
+  const LatencyPlaces at{v, agreed};
+#pragma unroll 1
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    const bool away = absent[r] || !forget_mask_of(at, r);
+    v.words->masked[r] = away ? kMaskedByHost : 0;
+    store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
+    if (!away &&
+        (v.beyond[r / 32] >> r % 32 & 1) != 0) {  // there, the rank that is meant clears it
+      store_relaxed(at.gone(v.peers[r], v.line[r]), static_cast<std::uint32_t>(Gone::no));
+    }
+    store_release(at.released(v.peers[r], v.line[r]), agreed);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  LatencyWords& words = *v.words;
+  words.generation = agreed;
+  words.received[agreed % 2] = agreed;
+  words.received[(agreed + 1) % 2] = agreed - 1;
+  words.released = agreed;
+  store_relaxed(&v.alarm->behind, 0);
+  if (v.inbox != nullptr) store_release(at.rejoined(v.inbox), word);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    latency_rejoin_kernel(const __grid_constant__ LatencyRejoinParameters p) {
+  __shared__ unsigned long long newest, latest;
+  __shared__ bool absent[kMaxDomain];
+  const LatencyView& v = p.view;
+  const int ranks = v.group.ranks;
+  std::uint64_t* rounds = &v.words->rounds;
+  Rejoining rejoining{p, load_relaxed(rounds) + 1};
+  const std::uint64_t used = load_relaxed(&v.words->generation);
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) absent[r] = false;
+  if (threadIdx.x == 0) latest = rejoining.round;
+  for (;;) {
+    if (threadIdx.x == 0) newest = used;
+    __syncthreads();
+    rejoining.round = latest;
+    if (threadIdx.x == 0) *rounds = rejoining.round;
+    __syncthreads();
+    const auto hear = [&](std::size_t lines, const auto& take) {
+      bool failed = false;
+      for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
+        if (absent[r]) continue;
+        const std::uint64_t word = rejoining.hear(lines, r, failed);
+        absent[r] = word == 0;
+        atomicMax(&latest, static_cast<unsigned long long>(round_of(word)));
+        if (word != 0 && round_of(word) == rejoining.round) take(r, generation_in(word), failed);
+      }
+      return __syncthreads_or(failed) == 0;
+    };
+    // Whether somebody is in a later round; asked by all before any of them hears more.
+    const auto is_late = [&] {
+      const bool late = latest > rejoining.round;
+      __syncthreads();
+      return late;
+    };
+    rejoining.publish(v.layout.offers, used);
+    const bool offered = hear(v.layout.offers, [&](int, std::uint64_t generation, bool&) {
+      atomicMax(&newest, static_cast<unsigned long long>(generation));
+    });
+    if (!offered) return;
+    if (is_late()) continue;
+    const std::uint64_t agreed = newest + rejoin_step(v);
+    rejoining.publish(v.layout.answers, agreed);
+    const bool answered =
+        hear(v.layout.answers, [&](int r, std::uint64_t generation, bool& failed) {
+          if (generation == agreed) return;
+          failed = true;  // it saw others than this rank did
+          rejoining.refuse(Reason::mismatch, r);
+        });
+    if (!answered) return;
+    if (is_late()) continue;
+    go_on_after(v, agreed, rejoining.word(agreed), absent);
+    return;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
+                                cudaStream_t stream) {
+  if (view.words == nullptr || view.alarm == nullptr) return cudaErrorInvalidValue;
+  LatencyView copy = view;
+  void* arguments[] = {&copy, &rank, &masked};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_mask_kernel), dim3(1),
+                          dim3(kThreads), arguments, 0, stream);
+}
+
+cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream) {
+  if (parameters.view.words == nullptr || parameters.view.alarm == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  LatencyRejoinParameters copy = parameters;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), dim3(1),
+                          dim3(kThreads), arguments, 0, stream);
+}
+
+cudaError_t load_latency_mask_kernels() {
+  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(&latency_mask_kernel), 0);
+  if (error != cudaSuccess) return error;
+  return load_kernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), 0);
+}
+
+}  // namespace ferry::cuda

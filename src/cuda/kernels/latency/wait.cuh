@@ -1,0 +1,258 @@
+// Latency mode: places in registered memory, words that carry their generation, tags, and waits
+// that mask who misses a deadline.
+//
+// A mask set in a call counts for the calls after it: within the call all blocks must agree on who
+// takes part. So a mask holds the number of its call, and of a rank that was masked on the way all
+// is made zero at the call's end.
+#pragma once
+#include "cuda/kernels/base/message.cuh"
+#include "cuda/kernels/base/wait.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/places.hpp"
+
+namespace ferry::cuda::device {
+
+/// A word of 64 bits that carries its generation, so that it needs no flag behind it
+/// (base/message.cuh says why).
+__device__ __forceinline__ void store_word(std::uint64_t* word, std::uint32_t data,
+                                           std::uint32_t tag) {
+  store_relaxed(word, tagged(data, tag));
+}
+__device__ __forceinline__ bool is_word_of(std::uint64_t word, std::uint32_t tag) {
+  return word >> 32 == tag;
+}
+
+/// Where all that ranks of the own domain sent lies.
+__device__ __forceinline__ std::byte* own_memory(const LatencyView& v) {
+  return v.peers[v.group.rank];
+}
+
+/// What a block knows of its call; in shared memory.
+struct LatencyCall {
+  std::uint64_t generation;
+  std::uint64_t first_running;  ///< of the group's calls, among which this one is not
+  std::uint32_t number;         ///< among the kernel calls, from 1
+  std::uint32_t came_before;    ///< of the words
+  std::uint32_t passed_before;  ///< of the words, as the next two: the leading block's
+  std::uint64_t released, received[2];
+  bool masked[kMaxDomain];  ///< before this call
+  bool open[kMaxDomain];    ///< the rank takes part
+  int tokens[kMaxDomain];   ///< that each source sent
+  bool lost;                ///< something of a rank that is masked now is missing
+  bool stopped;             ///< some warp has found that the group has failed
+  bool again;               ///< this block alone receives again, without lost ranks
+  std::uint32_t here[kLatencyThreads / 32][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
+                                                                     ///< rows that a warp sums
+  std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
+  std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
+};
+
+/// Fatal; always false.
+__device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
+                                    Stage stage, int peer, FatalDetail more = {}) {
+  return fail(v.group, call.first_running, reason, stage, peer, more);
+}
+
+// Masks.
+
+/// `call`: the number of the running kernel call, of `LatencyWords::calls`.
+__device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_t call, int peer) {
+  const std::uint32_t mask = load_relaxed(&v.words->masked[peer]);
+  return mask != 0 && mask != call;
+}
+
+__device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
+  return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(v.sources[peer], peer)));
+}
+
+/// The peer missed its deadline where it may. Apart: waits have the registers.
+__device__ __noinline__ inline void mask_late(const LatencyView& v, const LatencyCall& call,
+                                              int peer) {
+  if (atomicCAS(&v.words->masked[peer], 0u, call.number) != 0) return;
+  store_relaxed(&v.words->last_mask, call.number);
+  const LatencyPlaces at{v, call.generation};
+  store_relaxed(at.gone(v.peers[peer], v.line[peer]), static_cast<std::uint32_t>(Gone::without_us));
+  if (find_gone(v, peer) == Gone::without_us) {
+    store_relaxed(&v.alarm->behind, static_cast<std::uint32_t>(peer) + 1);
+  }
+  store_relaxed(&v.alarm->ranks[peer], 1);
+  fence_system();  // whoever sees the count sees whom it is about
+  auto* count = reinterpret_cast<unsigned long long*>(&v.alarm->masked);
+  atomicAdd_system(count, 1ull);
+}
+
+// Ranks that are held up. A rank that fails while it delivers holds up some ranks and not others;
+// those are a call behind when the deadline of the rest is over, and have just masked it. So
+// whoever has masked somebody in its last calls gets as long again.
+
+/// In Patience::looks, above the looks: checks behind the deadline.
+inline constexpr int kOverdueShift = 28;
+inline constexpr std::uint32_t kOverdue = 1u << kOverdueShift;
+/// So many before a rank is judged, 0.1 ms or so: its own deadline began no later than this rank's,
+/// but clocks and looks are not that exact.
+inline constexpr std::uint32_t kChecksBeforeVerdict = 4;
+/// Added when it gets as long again, which it does once.
+inline constexpr std::uint32_t kHeldUp = 8;
+
+__device__ __forceinline__ bool was_held_up(const LatencyView& v, int peer) {
+  if (v.layout.words == 0) return false;
+  const auto& words = *reinterpret_cast<const LatencyWords*>(v.peers[peer] + v.layout.words);
+  const std::uint32_t masked = load_relaxed(&words.last_mask);
+  return masked != 0 && load_relaxed(&words.begun) - masked <= 1;
+}
+
+/// One thread, at a check behind the deadline: whether it waits for `peer` on.
+__device__ __forceinline__ bool waits_on(const LatencyView& v, Patience& patience, int peer) {
+  const std::uint32_t overdue = patience.looks >> kOverdueShift;
+  if (overdue < kChecksBeforeVerdict) {
+    patience.looks += kOverdue;
+    return true;
+  }
+  if (overdue >= kHeldUp || !was_held_up(v, peer)) return false;
+  patience.looks += kHeldUp << kOverdueShift;
+  patience.start = 0;
+  return true;
+}
+
+enum class Came { here, missing, stop };
+
+// How long a receive has waited for each source, if somebody asks.
+
+/// Whole block, before the call begins. `waits` [R]; null: nobody asks.
+__device__ __forceinline__ void tell_of_waits(LatencyCall& call, std::uint64_t* waits) {
+  if (threadIdx.x == 0) call.waits = waits;
+}
+/// Whole warp, when it begins to receive.
+__device__ __forceinline__ void start_clock(LatencyCall& call) {
+  if (threadIdx.x % 32 == 0 && call.waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
+  __syncwarp();
+}
+/// After a look that did not find what it looks for; 0: nobody asks.
+__device__ __forceinline__ std::uint64_t look_time(const LatencyCall& call) {
+  return call.waits != nullptr ? now_ns() : 0;
+}
+/// `late`: of the last such look; 0: there was none.
+__device__ __forceinline__ void note_wait(const LatencyCall& call, int source, std::uint64_t late) {
+  if (late == 0) return;
+  const std::uint64_t start = call.start[threadIdx.x / 32];
+  atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
+}
+
+/// What a check between two looks found, and the wait's patience after it.
+struct Checked {
+  Came came;
+  Patience patience;
+};
+
+/// One thread, at every kLooksPerCheck-th look.
+template <bool kMasks>
+__device__ __forceinline__ Checked check_wait(const LatencyView& v, const LatencyCall& call,
+                                              Patience patience, int peer, Stage stage,
+                                              std::uint64_t expected, std::uint64_t seen) {
+  Reason reason;
+  const bool over = patience.over(v.group, reason);
+  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return {Came::missing, patience};
+  if (kMasks && !over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
+    mask_late(v, call, peer);
+    return {Came::missing, patience};
+  }
+  if (over && reason == Reason::none) return {Came::stop, patience};
+  // It took another path or format in this very call: nothing more to wait for.
+  const auto odd = static_cast<std::uint32_t>(expected ^ seen);
+  if (stage == Stage::latency_sums && odd != 0 && (odd & kGenerationTag) == 0) {
+    reason = Reason::mismatch;
+  } else if (!over) {
+    return {Came::here, patience};
+  }
+  if (!kMasks || reason != Reason::deadline || v.alarm == nullptr) {
+    fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
+    return {Came::stop, patience};
+  }
+  if (waits_on(v, patience, peer)) return {Came::here, patience};
+  mask_late(v, call, peer);
+  return {Came::missing, patience};
+}
+
+// Apart: the kernels of a dispatch hold many waits, few of which come so far, and what they run
+// besides must fit into the caches of instructions. Those of a combine hold few, and have no
+// registers for a call; nor has a dispatch elsewhere.
+template <bool kMasks>
+__device__ __noinline__ Checked check_wait_apart(const LatencyView& v, const LatencyCall& call,
+                                                 Patience patience, int peer, Stage stage,
+                                                 std::uint64_t expected, std::uint64_t seen) {
+  return check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+}
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1000
+inline constexpr bool kChecksApart = true;
+#else
+inline constexpr bool kChecksApart = false;
+#endif
+
+/// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
+/// the exchange has none.
+template <bool kMasks = true, bool kApart = kChecksApart>
+__device__ __forceinline__ Came between_looks(const LatencyView& v, const LatencyCall& call,
+                                              Patience& patience, int peer, Stage stage,
+                                              std::uint64_t expected, std::uint64_t seen) {
+  if (patience.passes()) return Came::here;
+  const Checked checked =
+      kApart ? check_wait_apart<kMasks>(v, call, patience, peer, stage, expected, seen)
+             : check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+  patience = checked.patience;
+  return checked.came;
+}
+
+/// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells
+/// for how long.
+template <bool kTimed, bool kMasks = true, bool kApart = kChecksApart>
+__device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
+                                 const std::uint32_t* word, std::uint32_t tag, int peer,
+                                 Stage stage) {
+  Patience patience;
+  std::uint64_t late = 0;
+  for (;;) {
+    const std::uint32_t seen = load_acquire(word);
+    Came came = Came::here;
+    if (seen != tag) {
+      came = between_looks<kMasks, kApart>(v, call, patience, peer, stage, tag, seen);
+      if constexpr (kTimed) late = look_time(call);
+      if (came == Came::here) continue;
+    }
+    if constexpr (kTimed) note_wait(call, peer, late);
+    return came;
+  }
+}
+
+/// The same for a word that carries its generation, which is all that is waited for.
+template <bool kApart = kChecksApart>
+__device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
+                                  const std::uint64_t* word, std::uint32_t tag, int peer,
+                                  Stage stage, std::uint32_t& data) {
+  Patience patience;
+  for (;;) {
+    const std::uint64_t seen = load_relaxed(word);
+    if (is_word_of(seen, tag)) {
+      data = static_cast<std::uint32_t>(seen);
+      return Came::here;
+    }
+    const Came came = between_looks<true, kApart>(v, call, patience, peer, stage, tag, seen >> 32);
+    if (came != Came::here) return came;
+  }
+}
+
+/// One thread waits until `receiver` has read what the buffer held before.
+__device__ inline Came await_credit(const LatencyPlaces& at, const LatencyCall& call, int receiver,
+                                    std::uint64_t least) {
+  const LatencyView& v = at.v;
+  const std::uint64_t* word = at.released(v.sources[receiver], receiver);
+  Patience patience;
+  for (;;) {
+    const std::uint64_t seen = load_acquire(word);
+    if (seen >= least) return Came::here;
+    const Came came =
+        between_looks(v, call, patience, receiver, Stage::latency_credit, least, seen);
+    if (came != Came::here) return came;
+  }
+}
+
+}  // namespace ferry::cuda::device

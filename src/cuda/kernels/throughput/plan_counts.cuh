@@ -1,0 +1,102 @@
+// The counts of a plan as they cross: what a rank sends behind its head, and how it takes the
+// others'.
+#pragma once
+#include "cuda/kernels/base/entry.cuh"
+#include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/kernels/throughput/plan_routes.cuh"
+
+namespace ferry::cuda::plan {
+
+using namespace device;
+
+/// What follows the head: my tokens for each rank, then my slots for each expert of the peer.
+struct CountBody {
+  const std::int32_t* totals;
+  const volatile std::int32_t* slots;  // atomics wrote them: never from the first cache
+  PlanShape shape;
+  int ranks;
+  __device__ int words(int peer) const { return ranks + shape.local_experts(peer); }
+  __device__ std::int32_t word(int peer, int i) const {
+    return i < ranks ? totals[i] : slots[shape.first_expert(peer) + i - ranks];
+  }
+};
+
+/// What one thread found of the peers' messages.
+struct Findings {
+  bool there = true;                         ///< all messages came
+  std::uint32_t found = kNoComplaint << 16;  ///< as worst_of takes it
+  int liar = -1;                             ///< a peer that counted what cannot be
+  std::int32_t lie = 0;
+};
+
+/// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
+/// and counts come in one trip to the memory. False: the group has failed.
+__device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape& shape,
+                                        std::uint64_t generation, int s, std::int32_t* matrix,
+                                        Findings& mine) {
+  constexpr int kBatch = 3;  // words of one lane on their way at the same time
+  const int ranks = p.group.ranks, me = p.group.rank;
+  const int local = shape.local_experts(me), words = ranks + local;
+  auto* tokens = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.rank_tokens);
+  auto* slots = reinterpret_cast<std::int32_t*>(p.plan.data + p.plan.layout.expert_slots);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int head_lane = min(lane % kHeadLanes, kHeadWords - 1);
+  const auto* message =
+      reinterpret_cast<const std::uint64_t*>(posted_word(p.group, s, generation, 0));
+  std::uint64_t head = 0;
+  std::int32_t count[kBatch], to_me = 0;
+#pragma unroll 1
+  for (int first = lane; first - lane < words; first += 32 * kBatch) {
+    const bool there = await_words(p.group, generation, Stage::counts, s, [&] {
+      TagCheck check;
+      const std::uint64_t kind = load_relaxed(message);
+      const std::uint64_t status = load_relaxed(message + 2 * kStatusWord);
+      const std::uint64_t own = load_relaxed(message + 2 * kHeadWords + me);
+      std::uint64_t word[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        word[u] = own;
+        if (first + 32 * u < words)
+          word[u] = load_relaxed(message + 2 * kHeadWords + first + 32 * u);
+      }
+      // Last: what comes after an acquire waits for it.
+      const TaggedPair pair =
+          load_pair(reinterpret_cast<const std::byte*>(message + 2 * head_lane));
+      check.look_at_head(pair, generation);
+      check.look_at_body(kind, generation);
+      check.look_at_body(status, generation);
+      head = data_of(pair);
+      to_me = static_cast<std::int32_t>(own);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) count[u] = static_cast<std::int32_t>(word[u]);
+      // Who is in another call, or has no memory for a plan, sends no counts.
+      if (static_cast<CallKind>(kind) != CallKind::plan ||
+          static_cast<StepStatus>(status) != StepStatus::ok) {
+        return check;
+      }
+      check.look_at_body(own, generation);
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);
+      return check;
+    });
+    if (__all_sync(~0u, there) == 0) return false;
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int i = first + 32 * u;
+      if (i >= words) break;
+      const std::int64_t most = i < ranks ? INT32_MAX : std::int64_t{to_me} * p.plan.topk;
+      if (count[u] < 0 || count[u] > most) mine.liar = s, mine.lie = count[u];
+      const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
+      if (i < ranks) matrix[at] = count[u];
+      (i < ranks ? tokens : slots)[at] = count[u];
+    }
+  }
+  const std::uint32_t what =
+      lane % kHeadLanes < kHeadWords ? complaint(head, p.call, INT64_MIN) : kNoComplaint;
+  if (what != kNoComplaint) {
+    mine.found = min(mine.found, what << 16 | static_cast<std::uint32_t>(s));
+  }
+  return true;
+}
+
+}  // namespace ferry::cuda::plan

@@ -1,0 +1,188 @@
+// Latency mode: the memory of an exchange, how it is made and its results given back.
+#include "cuda/latency/engine.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/check.hpp"
+#include "cuda/engine.hpp"
+#include "cuda/runtime/event.hpp"
+
+namespace ferry::cuda {
+
+using std::to_string;
+
+namespace {
+
+constexpr const char* kMake = "LatencyExchange";
+constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
+/// Two blocks on an SM are in each other's way up to here where rows cross in lines, unless links
+/// are far from full, as between two ranks (docs/experiments/cuda_latency.md).
+constexpr std::int64_t kTokensOfOneBlock = 128;
+
+/// What the kernels need of every rank's segment.
+void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t bytes,
+                const LatencyGroup& group, LatencyView& view) {
+  fabric::DeviceMemory& wire = engine.gpu().wire();
+  for (int peer = 0; peer < engine.size(); ++peer) {
+    const fabric::SegmentId segment = places[peer].segment;
+    const bool alone = group.members.empty();
+    std::byte*& memory = view.peers[alone ? peer : group.members[static_cast<std::size_t>(peer)]];
+    memory = wire.pointer(peer, segment);
+    if (memory == nullptr || wire.bytes(peer, segment) < bytes) {
+      engine.channel().distrust("LatencyExchange: buffers", peer,
+                                "named segment " + to_string(segment) + " of " +
+                                    to_string(wire.bytes(peer, segment)) +
+                                    " bytes, expected at least " + to_string(bytes));
+    }
+  }
+}
+
+/// The ranks of other domains; the own one has joined.
+void join_others(const LatencyGroup& group, LatencyView& view) {
+  view.inbox = group.inbox;
+  view.few = 0;
+  for (int r = 0; r < view.group.ranks; ++r) {
+    if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
+    const auto bit = static_cast<unsigned>(r);
+    join_rank(view, r, group.outbox, r, group.inbox);
+    view.beyond[bit / 32] |= 1u << bit % 32;
+    if (view.layout.sum_blocks > 1) view.slots[r] = first_slot_row(view.layout, r, view.topk);
+  }
+}
+
+LatencyView make_view(CudaEngine& engine, const LatencyConfig& config, const LatencyMemory& memory,
+                      const LatencyGroup& group) {
+  LatencyView view;
+  view.group = engine.view();
+  view.placement = engine.placement();
+  if (!group.members.empty()) {
+    view.group.rank = group.rank;
+    view.group.ranks = group.placement.ranks;
+    view.placement = group.placement;
+  }
+  view.layout = memory.wire;
+  view.capacity = config.capacity;
+  view.hidden = config.hidden;
+  view.topk = config.topk;
+  view.parts = latency_parts(config.hidden);
+  view.few = kFewTokens;
+  view.lines = engine.carries_lines() && memory.wire.lines;
+  view.dtype = config.dtype;
+  return view;
+}
+
+}  // namespace
+
+CallSignature latency_signature(const LatencyConfig& config, bool valid) {
+  CallSignature call;
+  call.kind = CallKind::latency;
+  call.dtype = static_cast<std::uint32_t>(config.dtype);
+  call.columns = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
+  call.scale_columns = config.capacity;
+  call.topk = static_cast<std::uint32_t>(config.topk);
+  call.weights = config.masks ? 1 : 0;
+  call.order = static_cast<std::uint32_t>(config.order);
+  return call;
+}
+
+CudaLatency::CudaLatency(std::shared_ptr<CudaEngine> engine, const LatencyConfig& config,
+                         const LatencyMemory& memory, const fabric::Segment& segment,
+                         const LatencyView& view, std::shared_ptr<std::byte> alarm,
+                         const LatencyGroup& group)
+    : engine_(std::move(engine)),
+      config_(config),
+      memory_(memory),
+      segment_(segment),
+      view_(view),
+      alarm_(std::move(alarm)),
+      outside_memory_(group.memory),
+      told_(group.told) {}
+
+LatencyLease::~LatencyLease() {
+  engine_->drop(result_);
+}
+
+void CudaLatency::drop(std::size_t result) {
+  std::scoped_lock lock(mutex_);
+  results_[result].alive = false;
+}
+
+int CudaLatency::blocks(std::int64_t tokens) const {
+  // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
+  const int sms = engine_->local_sms();
+  // Where there is little to do, blocks that have nothing to do cost more than they save.
+  if (config_.capacity * ranks() <= kFewSlots) return std::max(1, sms / 4);
+  // As long as each part of a row finds a warp of its own, more blocks only have more to begin.
+  const std::int64_t parts = tokens * ranks() * view_.parts;
+  const bool fits = parts <= std::int64_t{sms} * (kLatencyThreads / 32);
+  return engine_->shares_gpu() || fits ? sms : kLatencyBlocksPerSm * sms;
+}
+
+int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {
+  const bool crowded = halves == Halves::send || (halves == Halves::both && ranks() > 2);
+  const int most = blocks(tokens);
+  return view_.lines && crowded && tokens <= kTokensOfOneBlock
+             ? std::min(engine_->local_sms(), most)
+             : most;
+}
+
+std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engine,
+                                               const LatencyConfig& config,
+                                               const LatencyGroup& group) {
+  const Placement placement = group.members.empty() ? engine->placement() : group.placement;
+  LatencyMemory memory{};
+  std::optional<Error> invalid;
+  try {
+    memory = make_latency_memory(config, placement.experts, placement.ranks, group.domains);
+  } catch (const Error& error) {
+    invalid = error;
+  }
+  Launch launch(*engine, kMake, nullptr);
+  LatencyOpenParameters open;
+  open.group = engine->view();
+  open.call = latency_signature(config, !invalid);
+  open.failure = launch.record()->failure;
+  fabric::Segment segment{};
+  if (!invalid) segment = engine->add_segment(kMake, memory.bytes);
+  if (!invalid && segment.bytes == 0) {
+    open.status = StepStatus::no_room;
+    open.need_bytes = static_cast<std::int64_t>(memory.bytes);
+  }
+  open.segment = segment.id;
+  static_assert(sizeof(LatencyPlace) == 4);
+  const std::shared_ptr<std::byte> slot = engine->pinned_words();
+  open.places = reinterpret_cast<LatencyPlace*>(slot.get());
+  launch.keep(slot);
+  launch.enter(open.call);
+  launch.run(launch_latency_open(open, launch.stream()), "launch_latency_open");
+  const Event event = launch.finish();
+  try {
+    engine->finish(kMake, event);
+  } catch (const Error&) {
+    if (invalid) throw *invalid;
+    throw;
+  }
+  if (invalid) throw *invalid;
+  LatencyView view = make_view(*engine, config, memory, group);
+  view.words = reinterpret_cast<LatencyWords*>(segment.data + memory.words);
+  find_peers(*engine, open.places, memory.bytes, group, view);
+  join_domain(view);
+  if (!group.members.empty()) join_others(group, view);
+  std::shared_ptr<std::byte> alarm;
+  if (config.masks) {
+    alarm = engine->take_alarm();
+    view.alarm = reinterpret_cast<LatencyAlarm*>(alarm.get());
+  }
+  engine->add_latency_memory(segment, config.masks ? view.layout.gone : 0);
+  return std::make_shared<CudaLatency>(std::move(engine), config, memory, segment, view,
+                                       std::move(alarm), group);
+}
+
+std::shared_ptr<LatencyEngine> CudaEngine::make_latency(const LatencyConfig& config) {
+  return make_cuda_latency(shared_from_this(), config);
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,249 @@
+// Creation of a CUDA engine: the only time at which the bootstrap is used.
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "core/layout.hpp"
+#include "cuda/engine.hpp"
+#include "cuda/kernels/base/load.hpp"
+#include "cuda/runtime/links.hpp"
+#include "cuda/throughput/create.hpp"
+#include "cuda/throughput/engine.hpp"
+#include "engine/create.hpp"
+#include "engine/growth.hpp"
+#include "fabric/segment_handle.hpp"
+
+namespace ferry::cuda {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+ControlLayout cpu_layout(int ranks) {
+  return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+}
+
+/// Flags and mailboxes, for the largest message: the counts of a plan.
+DeviceControlLayout gpu_layout(const GroupConfig& config, int ranks) {
+  const std::size_t counts =
+      (static_cast<std::size_t>(ranks) +
+       static_cast<std::size_t>(Placement{config.experts, ranks}.local_experts(0))) *
+      sizeof(std::int32_t);
+  return make_device_control_layout(ranks, counts);
+}
+
+std::size_t table_bytes(int ranks) {
+  return static_cast<std::size_t>(ranks) * kMaxSegments * sizeof(PeerSegment);
+}
+
+std::size_t arena_bytes(const GroupConfig& config) {
+  return std::max(config.memory_bytes, kPage);
+}
+
+/// Where a rank runs, as it tells the others: plain bytes.
+struct Place {
+  decltype(cudaDeviceProp::uuid) gpu;  ///< ranks with the same one share its SMs
+  fabric::JobKey process;              ///< drawn by each process
+  std::int64_t queues;                 ///< of a GPU, for the streams of one process
+};
+
+/// CUDA reads it when the process first uses a GPU.
+std::int64_t queues_of_process() {
+  constexpr std::int64_t kDefault = 8;
+  const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const std::int64_t given = text == nullptr ? 0 : std::atoi(text);
+  return given > 0 ? given : kDefault;
+}
+
+Place place_of(int device, int& sms) {
+  static const fabric::JobKey process = fabric::random_key(0);
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  sms = properties.multiProcessorCount;
+  return {properties.uuid, process, queues_of_process()};
+}
+
+bool same_gpu(const Place& a, const Place& b) {
+  return std::memcmp(&a.gpu, &b.gpu, sizeof a.gpu) == 0;
+}
+
+/// Kernels of ranks that share a GPU wait for each other. Processes take turns on it; of threads,
+/// a kernel that comes behind a waiting one in a queue would never run.
+void check_threads(const std::vector<Place>& places) {
+  constexpr std::int64_t kQueues = 8;  // its own stream, the copies beside it, the caller's
+  constexpr std::int64_t kMostQueues = 32;
+  for (std::size_t a = 0; a < places.size(); ++a) {
+    std::int64_t threads = 1;
+    for (std::size_t b = a + 1; b < places.size(); ++b) {
+      if (!same_gpu(places[a], places[b]) || places[a].process != places[b].process) continue;
+      const std::int64_t needed = std::min(kQueues * ++threads, kMostQueues);
+      if (places[a].queues >= needed) continue;
+      throw Error(ErrorKind::unsupported,
+                  "Group: ranks " + std::to_string(a) + " and " + std::to_string(b) +
+                      " are threads of one process on one GPU, whose kernels may end up behind "
+                      "each other in a queue and wait for ever; give each rank a GPU or a process "
+                      "of its own, or set CUDA_DEVICE_MAX_CONNECTIONS=" +
+                      std::to_string(needed) + " before the process first uses CUDA");
+    }
+  }
+}
+
+int chosen_device(const GroupConfig& config) {
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+  int device = config.device;
+  if (device < 0) check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= count) {
+    throw Error(ErrorKind::invalid_argument, "Group: device: got " + std::to_string(device) +
+                                                 "; expected a GPU of this machine, which has " +
+                                                 std::to_string(count));
+  }
+  return device;
+}
+
+/// Whether rows in lines come through between all ranks. Collective.
+bool all_carry_lines(Bootstrap& bootstrap, const GroupConfig& config, int device,
+                     const std::vector<Place>& places) {
+  const auto told = engine::together(bootstrap, config, "Group: links", [&] {
+    std::vector<cudaUUID_t> gpus;
+    for (const Place& place : places) gpus.push_back(place.gpu);
+    return std::vector<std::byte>{std::byte{carries_lines(device, gpus)}};
+  });
+  return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
+    return one.size() == 1 && one[0] != std::byte{0};
+  });
+}
+
+/// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
+/// Returns those of all.
+std::vector<Place> meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
+  const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
+    const OnDevice here(device);
+    const Place mine = place_of(device, parts.sms);
+    check(load_throughput_kernels(), "load_throughput_kernels");
+    check(load_latency_kernels(), "load_latency_kernels");
+    const auto bytes = std::as_bytes(std::span(&mine, 1));
+    return std::vector<std::byte>(bytes.begin(), bytes.end());
+  });
+  std::vector<Place> places(told.size());
+  for (std::size_t r = 0; r < told.size(); ++r) {
+    std::memcpy(&places[r], told[r].data(), std::min(told[r].size(), sizeof(Place)));
+  }
+  check_threads(places);
+  const Place& mine = places[static_cast<std::size_t>(bootstrap.rank())];
+  parts.sharing = static_cast<int>(std::count_if(
+      places.begin(), places.end(), [&](const Place& other) { return same_gpu(other, mine); }));
+  return places;
+}
+
+/// The control segment of the CPUs, by the host's fabric.
+void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& parts) {
+  fabric::Fabric& wire = *parts.cpu->fabric;
+  fabric::Segment spare;  // as many segments as cards; of the least size
+  const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
+    parts.cpu_control = wire.register_memory(cpu_layout(wire.size()).bytes);
+    spare = wire.register_memory(kPage);
+    return engine::bytes_of({engine::card_of(parts.cpu_control), engine::card_of(spare)});
+  });
+  engine::together(bootstrap, config, "Group: attach", [&] {
+    engine::attach_all(wire, cards, {engine::card_of(parts.cpu_control), engine::card_of(spare)});
+    return std::vector<std::byte>();
+  });
+  wire.seal(parts.cpu_control.id);
+  wire.seal(spare.id);
+}
+
+/// The control segment and the arena of the GPUs.
+void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, Parts& parts) {
+  fabric::DeviceMemory& wire = parts.gpu->wire();
+  parts.layout = gpu_layout(config, wire.size());
+  fabric::Segment arena;
+  const auto cards = engine::together(bootstrap, config, "Group: GPU memory", [&] {
+    parts.control = wire.register_memory(parts.layout.bytes + table_bytes(wire.size()));
+    arena = wire.register_memory(arena_bytes(config));
+    return engine::bytes_of({engine::card_of(parts.control), engine::card_of(arena)});
+  });
+  parts.gpu->registered().add(arena);
+  engine::together(bootstrap, config, "Group: GPU attach", [&] {
+    engine::attach_all(wire, cards, {engine::card_of(parts.control), engine::card_of(arena)});
+    return std::vector<std::byte>();
+  });
+  wire.seal(parts.control.id);
+  wire.seal(arena.id);
+}
+
+}  // namespace
+
+bool available() {
+  return true;
+}
+
+MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks) {
+  const std::size_t control = gpu_layout(config, ranks).bytes + table_bytes(ranks);
+  return {cpu_layout(ranks).bytes + kPage + engine::segment_bytes(control),
+          engine::segment_bytes(arena_bytes(config)), 0, 0};
+}
+
+int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config) {
+  int device = 0;
+  engine::together(bootstrap, config, "Group: device", [&] {
+    device = chosen_device(config);
+    return std::vector<std::byte>();
+  });
+  Parts parts;
+  meet(bootstrap, config, device, parts);
+  return parts.sharing;
+}
+
+std::string pci_bus_id(int device) {
+  std::array<char, 32> text{};
+  const bool found =
+      (device >= 0 || cudaGetDevice(&device) == cudaSuccess) &&
+      cudaDeviceGetPCIBusId(text.data(), static_cast<int>(text.size()), device) == cudaSuccess;
+  if (!found) cudaGetLastError();  // creation will tell what is wrong
+  return found ? text.data() : "";
+}
+
+std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         std::unique_ptr<fabric::Fabric> fabric) {
+  return make_engine(bootstrap, config, std::move(fabric), 1);
+}
+
+std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                        std::unique_ptr<fabric::Fabric> fabric, int sharing) {
+  if (bootstrap.size() > kMaxDomain) {
+    throw Error(ErrorKind::unsupported,
+                "Group: backend cuda: got " + std::to_string(bootstrap.size()) +
+                    " ranks; expected at most " + std::to_string(kMaxDomain) +
+                    ", which one NVLink domain holds");
+  }
+  Parts parts;
+  parts.cpu = std::make_shared<engine::Memory>(std::move(fabric));
+  int device = 0;
+  engine::together(bootstrap, config, "Group: device", [&] {
+    device = chosen_device(config);
+    return std::vector<std::byte>();
+  });
+  const OnDevice here(device);
+  const std::vector<Place> places = meet(bootstrap, config, device, parts);
+  parts.sharing = std::max(parts.sharing, sharing);
+  parts.carries_lines = all_carry_lines(bootstrap, config, device, places);
+  make_cpu_control(bootstrap, config, parts);
+  fabric::DeviceMemoryOptions options;
+  options.device = device;
+  options.deadline = config.deadline;
+  options.on_wait = config.on_wait;
+  auto wire = fabric::make_device_memory(bootstrap, options);
+  parts.gpu = std::make_shared<GpuMemory>(std::move(wire), config.deadline);
+  make_gpu_memory(bootstrap, config, parts);
+  std::shared_ptr<CudaEngine> made;
+  engine::together(bootstrap, config, "Group: start", [&] {
+    made = std::make_shared<CudaEngine>(config, std::move(parts));
+    made->start();
+    return std::vector<std::byte>();
+  });
+  return made;
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,18 @@
+// Creation of the engine of one domain.
+#pragma once
+#include <memory>
+
+#include "cuda/throughput/engine.hpp"
+#include "fabric/fabric.hpp"
+#include "ferry/bootstrap.hpp"
+
+namespace ferry::cuda {
+
+/// Collective: how many of these ranks use this rank's GPU.
+int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config);
+
+/// Collective among the ranks of a domain. `sharing`: ranks on this GPU, in all domains.
+std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                        std::unique_ptr<fabric::Fabric> fabric, int sharing);
+
+}  // namespace ferry::cuda

@@ -1,0 +1,307 @@
+#include "cuda/throughput/engine.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/layout.hpp"
+#include "cuda/kernels/base/barrier.hpp"
+#include "cuda/kernels/base/masks.hpp"
+#include "cuda/runtime/event.hpp"
+#include "engine/growth.hpp"
+#include "engine/regions.hpp"
+
+namespace ferry::cuda {
+
+using namespace std::chrono_literals;
+using std::to_string;
+
+namespace {
+
+ControlLayout cpu_layout(int ranks) {
+  return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
+}
+
+std::size_t count_words_of(const Placement& placement, int rank) {
+  const auto ranks = static_cast<std::size_t>(placement.ranks);
+  return ranks * ranks + ranks * static_cast<std::size_t>(placement.local_experts(rank));
+}
+
+}  // namespace
+
+CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
+    : config_(config),
+      parts_(std::move(parts)),
+      placement_{config.experts, parts_.cpu->fabric->size()},
+      channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
+      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
+      count_words_(count_words_of(placement_, channel_.rank())) {
+  constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
+  const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
+  failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
+  counts_ = PinnedPool::make(slot, plans_at_once(slot));
+  constexpr std::size_t kExchanges = 4;  // with masks; more come when they are needed
+  alarms_ = PinnedPool::make(sizeof(LatencyAlarm), kExchanges);
+  words_.slot = PinnedPool::make(2 * kLineBytes + sizeof(Failure), 1)->take();
+  words_.fatal = reinterpret_cast<Failure*>(words_.slot.get());
+  words_.abort =
+      reinterpret_cast<std::uint32_t*>(words_.slot.get() + round_up(sizeof(Failure), kLineBytes));
+  staging_ = PinnedPool::make(2 * kLineBytes + sizeof(PeerWords), 1)->take();
+  // Of another priority: streams of one priority may share a queue of the GPU, and these copies
+  // must not come behind a kernel that waits for what they bring.
+  int least = 0, greatest = 0;
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  check(cudaStreamCreateWithPriority(&aux_, cudaStreamNonBlocking, greatest),
+        "cudaStreamCreateWithPriority");
+  view_.rank = rank();
+  view_.ranks = size();
+  view_.control = parts_.control.data;
+  view_.layout = parts_.layout;
+  view_.segments = reinterpret_cast<const PeerSegment*>(parts_.control.data + parts_.layout.bytes);
+  view_.fatal = words_.fatal;
+  view_.abort = words_.abort;
+  view_.deadline_ns = static_cast<std::uint64_t>(config_.deadline.count());
+  control_bytes_ = parts_.cpu_control.bytes + 4096 + parts_.control.bytes;
+}
+
+void CudaEngine::start() {
+  for (int peer = 0; peer < size(); ++peer) {
+    for (fabric::SegmentId segment = 0; segment < 2; ++segment) {  // control, arena
+      write_table(peer, segment, gpu().wire().pointer(peer, segment),
+                  gpu().wire().bytes(peer, segment));
+    }
+  }
+  load_copies();
+  monitor_ = std::thread([this] { monitor(); });
+}
+
+/// The driver's own kernels for copies are loaded now, and not while a kernel waits for peers.
+void CudaEngine::load_copies() {
+  GpuMemory& memory = *parts_.gpu;
+  const std::size_t most = std::min<std::size_t>(memory.registered().total_bytes() / 4, 1 << 20);
+  const cudaStream_t own = memory.own().stream;
+  const Held held = memory.take_registered(2 * most, memory.own());
+  if (!held) return;
+  for (const std::size_t odd : {0, 4}) {
+    check(cudaMemsetAsync(held.data() + odd, 0xff, most - odd, own), "cudaMemsetAsync");
+    for (const std::size_t bytes : {std::size_t{64}, most - odd}) {
+      check(cudaMemcpyAsync(held.data() + most, held.data() + odd, bytes, cudaMemcpyDeviceToDevice,
+                            own),
+            "cudaMemcpyAsync");
+    }
+  }
+  const GpuEvent done = memory.events()->take();
+  check(cudaEventRecord(done.get(), own), "cudaEventRecord");
+  poll([&] { return is_done(done); }, config_.deadline, config_.on_wait);
+}
+
+CudaEngine::~CudaEngine() {
+  destroy();
+  if (monitor_.joinable()) monitor_.join();
+  try {
+    const OnDevice here(device().index);
+    // A kernel that does not end may still write: its memory is never given back.
+    if (!drain(0s) || cudaStreamQuery(aux_) == cudaErrorNotReady) {
+      new Parts(parts_);
+      new GroupWords(words_);
+      new std::deque<Flight>(in_flight_);
+      new std::vector<std::shared_ptr<void>>{failures_, counts_, alarms_, staging_};
+    }
+    cudaStreamDestroy(aux_);
+  } catch (...) {  // the GPU is going away
+  }
+}
+
+void CudaEngine::destroy() {
+  if (leaving_.exchange(true, std::memory_order_acq_rel)) return;
+  constexpr auto kPolite = 500ms;  // for calls that need no more than their own time
+  constexpr auto kMost = 2s;       // for kernels that were told to stop
+  bool drained = false;
+  std::uint64_t ended = 0;  // unknown: missed in every call
+  try {
+    const OnDevice here(device().index);
+    drained = !channel_.dead() && drain(kPolite);
+    ended = ended_calls();
+  } catch (...) {  // the GPU has failed: leave all the same
+  }
+  channel_.count(ended);  // who still needs this rank in a later call misses it
+  channel_.leave();
+  words_.raise_abort();
+  try {
+    const OnDevice here(device().index);
+    if (!drained) drain(kMost);
+  } catch (...) {
+  }
+  stopping_.store(true, std::memory_order_release);
+  if (monitor_.joinable() && monitor_.get_id() != std::this_thread::get_id()) monitor_.join();
+}
+
+bool CudaEngine::drain(std::chrono::nanoseconds most) {
+  std::vector<std::shared_ptr<CallRecord>> flying;
+  {
+    std::scoped_lock lock(flight_mutex_);
+    for (const Flight& flight : in_flight_) flying.push_back(flight.record);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  for (const auto& record : flying) {
+    (void)record->end(*gpu().events());  // what has failed tells nothing
+    while (!record->has_ended()) {
+      if (std::chrono::steady_clock::now() - start >= most) return false;
+      std::this_thread::sleep_for(50us);
+    }
+  }
+  return true;
+}
+
+void CudaEngine::check_usable(const char* call) {
+  if (words_.failed() && !channel_.left()) (void)fatal_error();  // tells the channel
+  channel_.check_usable(call);
+}
+
+int CudaEngine::sms_for(const char* call, int asked) const {
+  if (asked < 0 || asked > parts_.sms) {
+    refuse(call, "sms", to_string(asked),
+           "1 … " + to_string(parts_.sms) + ", the SMs of this GPU, or 0: a default");
+  }
+  constexpr int kDefault = 16;
+  const int most = std::clamp(parts_.sms / parts_.sharing, 1, kMaxBlocks);
+  return std::min(asked == 0 ? kDefault : asked, most);
+}
+
+std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,
+                                                             const std::vector<std::size_t>& sizes,
+                                                             Pieces pieces) {
+  constexpr int kTries = 4;  // other threads may take what was added
+  for (int i = 0; i < kTries; ++i) {
+    std::vector<Held> taken;
+    for (const std::size_t bytes : sizes) {
+      Held held = pieces == Pieces::idle ? gpu().take_idle(bytes, launch.user())
+                                         : gpu().take_registered(bytes, launch.user());
+      if (!held) break;
+      taken.push_back(std::move(held));
+    }
+    if (taken.size() == sizes.size()) return taken;
+    taken.clear();
+    if (pieces == Pieces::spare || !grow(launch.name(), engine::Regions::total(sizes))) break;
+  }
+  return std::nullopt;
+}
+
+Tensor CudaEngine::local_tensor(Launch& launch, const Extents& shape, Dtype dtype) {
+  Held held = gpu().take_local(checked_bytes("result", "shape", shape, dtype), launch.user());
+  launch.outlives(held.owner);
+  return {TensorView(held.data(), dtype, shape, device()), held.owner};
+}
+
+Tensor CudaEngine::empty(const Extents& shape, Dtype dtype) {
+  check_usable("empty");
+  const std::size_t bytes = checked_bytes("empty", "shape", shape, dtype);
+  const OnDevice here(device().index);
+  const Held held = gpu().take_registered(bytes, gpu().own());
+  if (!held) {
+    throw Error(ErrorKind::exhausted,
+                "empty: shape " + to_string(shape) + " of " + std::string(name_of(dtype)) +
+                    " needs " + to_string(bytes) + " bytes, but " +
+                    to_string(gpu().registered().used_bytes()) + " of the group's " +
+                    to_string(gpu().registered().total_bytes()) +
+                    " bytes of registered memory are used, and it holds the tensor in one piece; "
+                    "use a smaller shape, drop tensors, or make the group with larger memory_bytes",
+                {rank(), rank(), "empty", channel_.generation(), 0, 0});
+  }
+  // The caller writes on any stream, so its memory must be free for all of them now.
+  const GpuEvent free = gpu().events()->take();
+  check(cudaEventRecord(free.get(), gpu().own().stream), "cudaEventRecord");
+  poll([&] { return is_done(free); }, config_.deadline, config_.on_wait);
+  return {TensorView(held.data(), dtype, shape, device()), held.owner};
+}
+
+bool CudaEngine::is_registered(const void* pointer) const {
+  return parts_.gpu->registered().find(pointer, 1).has_value() || is_latency_memory(pointer);
+}
+
+void CudaEngine::record_stream(const void* pointer, const Stream& stream) {
+  check_stream("record_stream", &stream, device());
+  if (gpu().record_stream(pointer, static_cast<cudaStream_t>(stream.native()))) return;
+  if (is_latency_memory(pointer)) return;  // never goes back while the exchange lives
+  refuse("record_stream", "pointer", "memory of others", "memory of a tensor of this group");
+}
+
+void CudaEngine::barrier() {
+  Launch launch(*this, "barrier", nullptr);
+  BarrierParameters parameters;
+  parameters.group = view_;
+  parameters.call.kind = CallKind::barrier;
+  parameters.failure = launch.record()->failure;
+  launch.enter(parameters.call);
+  launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
+  finish("barrier", launch.finish());
+}
+
+MemoryUse CudaEngine::memory() const {
+  GpuMemory& memory = *parts_.gpu;
+  std::size_t latency_bytes = 0;
+  {
+    std::scoped_lock lock(latency_mutex_);
+    for (const LatencySegment& segment : latency_segments_) latency_bytes += segment.memory.bytes;
+  }
+  return {control_bytes_, memory.registered().total_bytes() + memory.local().total_bytes(),
+          memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
+}
+
+TimeUse CudaEngine::time() const {
+  return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
+}
+
+void CudaEngine::add_latency_memory(const fabric::Segment& segment, std::size_t gone) {
+  std::scoped_lock lock(latency_mutex_);
+  latency_segments_.push_back(
+      {segment, gone, std::vector<bool>(gone == 0 ? 0 : static_cast<std::size_t>(size()))});
+}
+
+bool CudaEngine::is_latency_memory(const void* pointer) const {
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(latency_mutex_);
+  return std::any_of(latency_segments_.begin(), latency_segments_.end(),
+                     [&](const LatencySegment& segment) {
+                       const fabric::Segment& memory = segment.memory;
+                       return at >= memory.data && at < memory.data + memory.bytes;
+                     });
+}
+
+void CudaEngine::give_up(const char* call, const std::exception& why) {
+  channel_.fail(call, why.what());
+  words_.raise_abort();
+}
+
+void CudaEngine::stay_in(CallKind kind) {
+  std::scoped_lock lock(flight_mutex_);
+  stays_ = true;
+  channel_.enter_call({kind, 0});
+}
+
+void CudaEngine::finish(const char* call, const Event& event) {
+  constexpr auto kMost = 10s;  // for kernels that were told to stop
+  const auto start = std::chrono::steady_clock::now();
+  const auto count = [&] {
+    const auto ns = (std::chrono::steady_clock::now() - start).count();
+    exchange_ns_.fetch_add(static_cast<std::uint64_t>(ns), std::memory_order_relaxed);
+    wait_ns_.fetch_add(static_cast<std::uint64_t>(ns), std::memory_order_relaxed);
+  };
+  try {
+    event.wait(kUntilItEnds, config_.on_wait);
+    count();
+  } catch (const std::exception& thrown) {
+    count();
+    if (event.ready()) throw;
+    give_up(call, thrown);
+    try {
+      event.wait(kMost);
+    } catch (const std::exception&) {  // what made us stop is the news
+    }
+    throw;
+  }
+}
+
+}  // namespace ferry::cuda

@@ -1,0 +1,317 @@
+// The CUDA engine, throughput mode: everything that ranks tell each other in a call they tell on
+// the GPU; the CPU launches, hands out memory, and looks after the peers.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/engine.hpp"
+#include "core/placement.hpp"
+#include "core/plan_state.hpp"
+#include "cuda/kernels/throughput/kernels.hpp"
+#include "cuda/runtime/gpu_memory.hpp"
+#include "cuda/runtime/pinned.hpp"
+#include "cuda/runtime/segment_exchange.hpp"
+#include "cuda/throughput/call.hpp"
+#include "engine/channel.hpp"
+#include "engine/memory.hpp"
+#include "engine/row_guess.hpp"
+
+namespace ferry::cuda {
+
+/// What creation yields (create.cpp).
+struct Parts {
+  std::shared_ptr<engine::Memory> cpu{};  ///< the host's fabric
+  fabric::Segment cpu_control{};
+  std::shared_ptr<GpuMemory> gpu{};
+  fabric::Segment control{};  ///< in GPU memory: flags, mailboxes, then the table of segments
+  DeviceControlLayout layout{};
+  int sharing = 1;             ///< ranks on this GPU
+  int sms = 1;                 ///< of this GPU
+  bool carries_lines = false;  ///< between all ranks (runtime/links.hpp)
+};
+
+class CudaPlan;
+struct CombineHalves;
+struct DispatchHalves;
+
+/// What the monitor reads to know whether a call still waits for a peer.
+struct PeerWords {
+  std::uint64_t last;    ///< call that has ended here
+  std::uint64_t own;     ///< first word of this rank's message in the call after it
+  std::uint64_t theirs;  ///< of the peer's
+  std::uint64_t blocks;  ///< of the peer's dispatch
+  std::uint64_t delivered[kMaxBlocks];
+  std::uint64_t done;
+};
+
+class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
+ public:
+  CudaEngine(const GroupConfig& config, Parts parts);
+  ~CudaEngine() override;
+  /// After creation: fills the table of segments and starts the monitor.
+  void start();
+
+  int rank() const override { return channel_.rank(); }
+  int size() const override { return channel_.size(); }
+  const GroupConfig& config() const override { return config_; }
+  std::string fabric_name() const override { return std::string(parts_.cpu->fabric->name()); }
+
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options) override;
+  /// Defined by latency mode (latency/engine.cpp), which is built on this engine.
+  std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+
+  Tensor empty(const Extents& shape, Dtype dtype) override;
+  bool is_registered(const void* pointer) const override;
+  void record_stream(const void* pointer, const Stream& stream) override;
+  void barrier() override;
+  MemoryUse memory() const override;
+  TimeUse time() const override;
+  void destroy() override;
+  bool destroyed() const override { return channel_.left(); }
+
+  // For a group that is larger than the engine: arguments are checked, outputs are this engine's.
+  Received dispatch_in_halves(const ConstTensorView& x, const Plan& plan,
+                              const DispatchOptions& options, const DispatchHalves& halves);
+  Combined combine_in_halves(const ConstTensorView& rows, const Plan& plan,
+                             const CombineOptions& options, const CombineHalves& halves);
+
+  // For the jobs of this engine (plan.cpp, dispatch.cpp, combine.cpp) and their events.
+  engine::Channel& channel() { return channel_; }
+  GpuMemory& gpu() { return *parts_.gpu; }
+  Device device() const { return {DeviceKind::cuda, parts_.gpu->device()}; }
+  const GroupView& view() const { return view_; }
+  const GroupWords& words() const { return words_; }
+  /// Zeroed memory that kernels and the CPU share, 4 bytes a rank at least, for a while: whoever
+  /// makes and frees its own waits for every kernel on this GPU, and they may wait for peers.
+  std::shared_ptr<std::byte> pinned_words() { return counts_->take(); }
+  const Placement& placement() const { return placement_; }
+  /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
+  int sms_for(const char* call, int asked) const;
+  bool shares_gpu() const { return parts_.sharing > 1; }
+  bool carries_lines() const { return parts_.carries_lines; }
+  /// For what a call does in this GPU's memory alone: all of this rank's share.
+  int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
+  enum class Pieces {
+    any,    ///< makes room first if there is none
+    spare,  ///< of what there is
+    idle,   ///< as any, for kernels that run already: of pieces that nobody uses any more
+  };
+  /// Registered pieces for a call, all of them or none. None: the GPU's memory is exhausted.
+  std::optional<std::vector<Held>> take_registered(Launch& launch,
+                                                   const std::vector<std::size_t>& sizes,
+                                                   Pieces pieces = Pieces::any);
+  /// What calls that guess their rows share; guarded by the group's turn.
+  engine::RowGuess& row_guess() { return row_guess_; }
+  /// Of dispatches that guessed; for tests and benchmarks.
+  struct Guesses {
+    std::atomic<std::uint64_t> made{0};
+    std::atomic<std::uint64_t> too_low{0};
+  };
+  Guesses& guesses() { return guesses_; }
+  Tensor local_tensor(Launch& launch, const Extents& shape, Dtype dtype);
+  /// Fails the group in the midst of a call.
+  void give_up(const char* call, const std::exception& why);
+  /// Registers a segment and offers it to the peers, who have mapped it on return. bytes 0: the
+  /// GPU's memory is exhausted.
+  fabric::Segment add_segment(const char* call, std::size_t bytes);
+  /// Latency exchanges own a segment each, until the group ends. `gone`: offset of a u32 for each
+  /// rank, which says that nothing of it comes any more (cuda::Gone); 0: the exchange has no masks.
+  void add_latency_memory(const fabric::Segment& segment, std::size_t gone);
+  /// Pinned and zeroed: a LatencyAlarm.
+  std::shared_ptr<std::byte> take_alarm() { return alarms_->take(); }
+  bool is_latency_memory(const void* pointer) const;
+  /// Latency exchanges are of a larger group than this engine, whose ranks are `members` of it,
+  /// ascending: the kernels of those exchanges count ranks as that group does. Before any call.
+  void join_group(std::vector<int> members) { members_ = std::move(members); }
+  /// A rank of this engine, as latency exchanges count.
+  int group_rank(int rank) const {
+    return members_.empty() ? rank : members_[static_cast<std::size_t>(rank)];
+  }
+  /// The rank beyond this engine on whose account it has failed, of the larger group; none.
+  std::optional<Failure> failed_beyond() const {
+    std::scoped_lock lock(fatal_mutex_);
+    return beyond_;
+  }
+  /// Waits for calls on their way; false: not all have ended by then.
+  bool settle(std::chrono::nanoseconds most) { return drain(most); }
+  /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
+  /// launched.
+  void stay_in(CallKind kind);
+  /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
+  void finish(const char* call, const Event& event);
+  /// The state of a plan of this group; refuses others.
+  std::shared_ptr<CudaPlan> plan_of(const Plan& plan, const char* call);
+  /// Throws how the call ended, if not well. The call has ended on the GPU.
+  void check_ended(CallRecord& record);
+  /// The error of a group whose kernels have told of a fatal failure: made once (failure.cpp).
+  Error fatal_error();
+  /// The words for a failure that every rank sees (failure.cpp).
+  Error refusal(const CallRecord& record, const Failure& failure) const;
+  Error refusal(const CallRecord& record) const;
+
+ private:
+  friend class Launch;
+  void check_usable(const char* call);
+  void throw_untold(const char* call);
+  void forget_states(const CudaPlan& plan);
+  void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
+  [[noreturn]] void refuse_without_plan(Launch& launch, const CudaPlan& plan,
+                                        const CallSignature& call);
+  std::shared_ptr<CudaPlan> new_plan(Launch& launch, const ConstTensorView& topk_idx);
+  std::shared_ptr<CudaPlan> plan_without_memory(Launch& launch, const ConstTensorView& topk_idx);
+  std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
+                                         PlanParameters& parameters);
+  void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
+                  const PlanParameters& parameters);
+  bool grow(const char* call, std::size_t bytes);
+  Error latency_mismatch(const Failure& failure, int self) const;
+  bool fail_beyond(Failure& failure);
+  Error rejoin_refusal(const Failure& failure) const;
+  Error latency_refusal(const CallRecord& record, const Failure& failure) const;
+  void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
+  void load_copies();
+  bool drain(std::chrono::nanoseconds most);
+  void monitor();
+  void look_after_peers();
+  void serve_offers();
+  void tell_of_gone();
+  bool tell_of_death(std::byte* word);
+  std::uint64_t ended_calls();
+  /// Whether the call that runs on the GPU now still needs something from this peer.
+  bool awaits(int peer);
+  void read_control(std::byte* to, std::size_t offset, std::size_t bytes);
+  void wait_aux(std::chrono::nanoseconds most);
+
+  GroupConfig config_;
+  Parts parts_;
+  std::vector<int> members_{};
+  Placement placement_;
+  engine::Channel channel_;
+  SegmentExchange segments_;
+  std::shared_ptr<PinnedPool> failures_;
+  std::shared_ptr<PinnedPool> counts_;
+  std::shared_ptr<PinnedPool> alarms_;
+  std::size_t count_words_ = 0;
+  GroupWords words_{};
+  GroupView view_{};
+  cudaStream_t aux_ = nullptr;  // small copies beside running calls
+
+  std::timed_mutex turn_;               // of calls
+  std::shared_ptr<CallRecord> last_{};  // of the last call that was not captured
+  unsigned long long last_stream_ = 0;
+  GpuEvent captured_last_{};  // of the last one that was
+  unsigned long long captured_stream_ = 0;
+  unsigned long long capture_id_ = 0;
+  bool has_graphs_ = false;  // or had
+  std::uint64_t calls_ = 0;
+  engine::RowGuess row_guess_{};
+  Guesses guesses_{};
+  std::size_t control_bytes_ = 0;
+
+  std::mutex flight_mutex_;
+  struct Flight {
+    std::shared_ptr<CallRecord> record{};
+    std::vector<std::shared_ptr<void>> kept{};  ///< until the call has ended
+  };
+  std::deque<Flight> in_flight_;
+  bool stays_ = false;                               // in a call whose kernels wait for this CPU
+  std::vector<std::shared_ptr<CallRecord>> untold_;  // refused, and nobody has asked
+  std::vector<std::weak_ptr<CallRecord>> captured_;  // of graphs; guarded by turn_
+
+  std::mutex wire_mutex_;  // the table, aux_
+  std::shared_ptr<std::byte>
+      staging_{};  // pinned: a line for writing, one for reading, one that says dead
+  mutable std::mutex latency_mutex_;
+  struct LatencySegment {
+    fabric::Segment memory{};
+    std::size_t gone = 0;
+    std::vector<bool> told{};  ///< of whose end; for `gone`
+  };
+  std::vector<LatencySegment> latency_segments_{};
+  mutable std::mutex fatal_mutex_;
+  std::optional<Error> fatal_{};
+  std::optional<Failure> beyond_{};
+  std::atomic<std::uint64_t> exchange_ns_{0};
+  std::atomic<std::uint64_t> wait_ns_{0};
+  std::atomic<bool> leaving_{false};
+  std::atomic<bool> stopping_{false};
+  std::thread monitor_{};
+};
+
+/// A plan in the memory of this GPU.
+class CudaPlan final : public PlanState {
+ public:
+  /// Its stream may be gone afterwards.
+  ~CudaPlan();
+
+  Held memory{};  ///< empty: there was none, and the plan only says so
+  PlanView view{};
+  bool captured = false;
+  /// Rows of one source do not lie together at their ranks: lanes say where they lie, and what
+  /// counts on the order of a source's rows is left out (domains/plan.cpp).
+  bool scattered = false;
+  const std::int32_t* token_names = nullptr;  ///< [T], or null: what source_token says of a token
+  std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
+  std::shared_ptr<CallRecord> made{};  ///< by this call
+  std::shared_ptr<EventPool> events{};
+  std::shared_ptr<std::byte> slot{};  ///< pinned counts
+  HostCounts* counts = nullptr;
+  std::int32_t* count_words = nullptr;
+
+  /// Of received rows, once a dispatch has brought them. Guarded by the group's turn.
+  struct Routes {
+    Held side{};                           ///< registered: tokens and ids, as peers wrote them
+    const std::int32_t* ids = nullptr;     ///< i32 [rows, K], local ids
+    std::int32_t* source_token = nullptr;  ///< i32 [rows], inside `side`
+    std::int64_t rows = 0;
+    Tensor topk_idx{};                      ///< i64 [≥ rows, K]; of `rows` rows: inside `side`
+    Tensor tokens{};                        ///< i32 [≥ rows]; the same
+    std::shared_ptr<CallRecord> carrier{};  ///< the dispatch that brought them
+  };
+  Routes gpu_routes{};
+  /// gpu_routes.carrier, for those who have not the turn: only to be compared.
+  std::atomic<const CallRecord*> carrier{nullptr};
+  struct Slots {
+    std::int64_t alignment = 1;
+    Tensor rows{};                        ///< i64 [capacity, K]
+    Tensor offsets{};                     ///< i64 [local experts + 1]
+    std::uint64_t* made = nullptr;        ///< on the GPU, behind them: 1 when both are there
+    std::shared_ptr<CallRecord> maker{};  ///< the dispatch
+  };
+  std::vector<Slots> slot_rows{};  ///< of the expert-major dispatches, one for each alignment
+
+  /// For calls that use the routes: the GPU refuses them, on all ranks alike, unless a dispatch has
+  /// brought them.
+  PlanView routed() const {
+    PlanView same = view;
+    same.layout.state = routes_state;
+    return same;
+  }
+  /// The GPU has said what became of the counts.
+  bool told() const { return std::atomic_ref(counts->done).load(std::memory_order_acquire) != 0; }
+  /// They are in `exchange`; false: not there (yet).
+  bool counts_known();
+
+ private:
+  void fill_exchange();
+
+  std::once_flag filled_;
+};
+
+}  // namespace ferry::cuda

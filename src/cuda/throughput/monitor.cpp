@@ -1,0 +1,235 @@
+// What the CPU does beside the calls: it maps what peers offer, sees who has died or left, and then
+// tells the kernels to stop.
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "cuda/kernels/base/masks.hpp"
+#include "cuda/runtime/event.hpp"
+#include "cuda/throughput/engine.hpp"
+#include "engine/growth.hpp"
+
+namespace ferry::cuda {
+
+using namespace std::chrono_literals;
+
+static_assert(offsetof(DeviceHead, call) == 0 && offsetof(CallSignature, kind) == 0,
+              "the first word of a message says which call it is");
+
+void CudaEngine::wait_aux(std::chrono::nanoseconds most) {
+  poll(
+      [this] {
+        const cudaError_t result = cudaStreamQuery(aux_);
+        if (result == cudaErrorNotReady) {
+          (void)cudaGetLastError();  // or the next launch of this thread would find it
+          return false;
+        }
+        check(result, "cudaStreamQuery");
+        return true;
+      },
+      most, {});
+}
+
+void CudaEngine::write_table(int peer, fabric::SegmentId segment, std::byte* data,
+                             std::size_t bytes) {
+  if (segment >= kMaxSegments) return;  // its number was checked where it was attached
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  const PeerSegment entry{data, bytes};
+  std::memcpy(staging_.get(), &entry, sizeof(entry));
+  const std::size_t at =
+      (static_cast<std::size_t>(peer) * kMaxSegments + segment) * sizeof(PeerSegment);
+  check(cudaMemcpyAsync(parts_.control.data + parts_.layout.bytes + at, staging_.get(),
+                        sizeof(entry), cudaMemcpyHostToDevice, aux_),
+        "cudaMemcpyAsync");
+  wait_aux(config_.deadline);
+}
+
+void CudaEngine::read_control(std::byte* to, std::size_t offset, std::size_t bytes) {
+  check(cudaMemcpyAsync(to, parts_.control.data + offset, bytes, cudaMemcpyDeviceToHost, aux_),
+        "cudaMemcpyAsync");
+}
+
+std::uint64_t CudaEngine::ended_calls() {
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  std::byte* line = staging_.get() + kLineBytes;
+  std::uint64_t generation = 0;
+  read_control(line, parts_.layout.local + offsetof(LocalWords, generation), sizeof(generation));
+  wait_aux(1s);
+  std::memcpy(&generation, line, sizeof(generation));
+  return generation;
+}
+
+bool CudaEngine::awaits(int peer) {
+  const DeviceControlLayout& at = parts_.layout;
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  std::byte* staged = staging_.get() + kLineBytes;
+  const auto read = [&](std::size_t field, std::size_t offset, std::size_t bytes) {
+    read_control(staged + field, offset, bytes);
+  };
+  read(offsetof(PeerWords, last), at.local + offsetof(LocalWords, generation), 8);
+  wait_aux(1s);
+  PeerWords words;
+  std::memcpy(&words.last, staged + offsetof(PeerWords, last), sizeof(words.last));
+  const std::uint64_t running = words.last + 1;
+  const auto message = [&](int source) {
+    const auto slot = static_cast<std::size_t>(running % kMailboxDepth);
+    return at.mailbox +
+           (slot * static_cast<std::size_t>(size()) + static_cast<std::size_t>(source)) *
+               at.message_bytes;
+  };
+  const auto source = static_cast<std::size_t>(peer);
+  read(offsetof(PeerWords, own), message(rank()), 8);
+  read(offsetof(PeerWords, theirs), message(peer), 8);
+  read(offsetof(PeerWords, blocks), message(peer) + 2 * offsetof(DeviceHead, blocks), 8);
+  read(offsetof(PeerWords, delivered), at.delivered + source * sizeof(words.delivered),
+       sizeof(words.delivered));
+  read(offsetof(PeerWords, done), at.done + source * kLineBytes, 8);
+  wait_aux(1s);
+  std::memcpy(&words, staged, sizeof(words));
+  // Each word of a message stands below its generation's low half.
+  const auto is_of_running = [&](std::uint64_t word) {
+    return static_cast<std::uint32_t>(word >> 32) == static_cast<std::uint32_t>(running);
+  };
+  if (!is_of_running(words.own)) return false;  // no call runs
+  if (!is_of_running(words.theirs)) return true;
+  const auto kind = static_cast<CallKind>(static_cast<std::uint32_t>(words.own));
+  if (kind == CallKind::combine) return words.done < running;
+  if (kind != CallKind::dispatch) return false;
+  const auto blocks = std::min<std::size_t>(static_cast<std::uint32_t>(words.blocks), kMaxBlocks);
+  return std::any_of(words.delivered, words.delivered + blocks,
+                     [&](std::uint64_t flag) { return flag < running; });
+}
+
+fabric::Segment CudaEngine::add_segment(const char* call, std::size_t bytes) {
+  fabric::Segment segment;
+  try {
+    // Not under wire_mutex_: meanwhile the monitor maps what peers offer, who may wait, too.
+    segment = gpu().wire().register_memory(bytes);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+    return {};
+  }
+  write_table(rank(), segment.id, segment.data, segment.bytes);
+  segments_.offer(call, segment);
+  gpu().wire().seal(segment.id);
+  return segment;
+}
+
+bool CudaEngine::grow(const char* call, std::size_t bytes) {
+  // At least half of what there is, so that the number of segments stays small.
+  const std::size_t wanted = engine::grown_by(gpu().registered().total_bytes());
+  for (const std::size_t size : {std::max(bytes, wanted), bytes}) {
+    const fabric::Segment segment = add_segment(call, size);
+    if (segment.bytes == 0) continue;
+    gpu().registered().add(segment);
+    return true;
+  }
+  return false;
+}
+
+void CudaEngine::serve_offers() {
+  while (const auto offer = segments_.next()) {
+    gpu().wire().attach(offer->peer, offer->segment, offer->bytes, offer->handle);
+    write_table(offer->peer, offer->segment, gpu().wire().pointer(offer->peer, offer->segment),
+                gpu().wire().bytes(offer->peer, offer->segment));
+    segments_.taken(*offer);
+  }
+}
+
+/// False: the GPU is busy, so it may have been told or not; it can be told again.
+bool CudaEngine::tell_of_death(std::byte* word) {
+  const OnDevice here(device().index);
+  std::scoped_lock lock(wire_mutex_);
+  // Nobody else's line: a copy that comes late must find it unchanged.
+  std::byte* line = staging_.get() + kLineBytes + sizeof(PeerWords);
+  constexpr auto kDead = static_cast<std::uint32_t>(Gone::dead);
+  static_assert(sizeof(kDead) == 4);
+  std::memcpy(line, &kDead, sizeof(kDead));
+  check(cudaMemcpyAsync(word, line, sizeof(kDead), cudaMemcpyHostToDevice, aux_),
+        "cudaMemcpyAsync");
+  try {
+    wait_aux(1s);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::deadline) throw;
+    return false;
+  }
+  return true;
+}
+
+void CudaEngine::tell_of_gone() {
+  std::scoped_lock lock(latency_mutex_);
+  for (LatencySegment& segment : latency_segments_) {
+    for (std::size_t peer = 0; peer < segment.told.size(); ++peer) {
+      const int rank_of = static_cast<int>(peer);
+      if (segment.told[peer] || rank_of == rank()) continue;
+      if (!channel_.gone(rank_of)) continue;
+      segment.told[peer] =
+          tell_of_death(segment.memory.data + segment.gone +
+                        static_cast<std::size_t>(group_rank(rank_of)) * sizeof(std::uint32_t));
+    }
+  }
+}
+
+void CudaEngine::look_after_peers() {
+  const bool failed = words_.failed();
+  bool flying = false;
+  std::vector<Flight> ended;  // dropped without the lock
+  {
+    std::scoped_lock lock(flight_mutex_);
+    while (!in_flight_.empty() && in_flight_.front().record->has_ended()) {
+      const std::shared_ptr<CallRecord> record = in_flight_.front().record;
+      ended.push_back(std::move(in_flight_.front()));
+      in_flight_.pop_front();
+      if (record->refused()) {
+        untold_.push_back(record);
+      } else if (!failed || record->ended_before(*words_.fatal)) {
+        record->ended_well.store(true, std::memory_order_release);
+      }
+    }
+    flying = !in_flight_.empty();
+    if (!flying && !stays_) channel_.enter_call({});
+  }
+  channel_.beat(flying);
+  if (failed) (void)fatal_error();
+  if (!channel_.dead() && !channel_.left()) {
+    const auto ended_here = [this]() -> std::uint64_t {
+      try {
+        return ended_calls();
+      } catch (const Error&) {  // the GPU is busy: ask again at the next look
+        return 0;
+      }
+    };
+    channel_.look("exchange", ended_here, [this](int peer) {
+      try {
+        return awaits(peer);
+      } catch (const Error&) {
+        return false;
+      }
+    });
+  }
+  if (channel_.dead()) words_.raise_abort();
+}
+
+void CudaEngine::monitor() {
+  constexpr auto kTick = 20ms;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    std::this_thread::sleep_for(kTick);
+    try {
+      const OnDevice here(device().index);
+      look_after_peers();
+      if (!channel_.dead()) serve_offers();
+      if (!channel_.dead()) tell_of_gone();
+    } catch (const std::exception& error) {
+      channel_.fail("exchange", error.what(), ErrorKind::system);
+      words_.raise_abort();
+    }
+  }
+}
+
+}  // namespace ferry::cuda

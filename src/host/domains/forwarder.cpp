@@ -1,0 +1,152 @@
+#include "host/domains/forwarder.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/kernels/kernels.hpp"
+
+namespace ferry::host {
+namespace {
+
+constexpr const char* kStage = "dispatch: rows to be spread";
+
+std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+}  // namespace
+
+Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StageShape& shape,
+                     const std::byte* stage, bool stream)
+    : engine_(engine),
+      plan_(plan),
+      shape_(shape),
+      layout_(make_stage_layout(shape)),
+      stage_(stage),
+      stream_(stream),
+      next_(plan.crossing.feeders.size()),
+      first_row_(index(engine.size())) {
+  const Domains& domains = engine_.topology();
+  for (const int member : domains.members(domains.of(engine_.rank()))) {
+    targets_.push_back(target_of(member));
+  }
+  if (shape_.routes) plan_.forwards.assign(next_.size(), Forward{});
+}
+
+Forwarder::Target Forwarder::target_of(int rank) {
+  const StepMessage theirs = channel().head(rank);
+  const auto rows = make_receive_layout(theirs.rows, shape_.row_bytes, shape_.scale_columns);
+  const auto side = make_side_layout(theirs.rows, plan_.topk, shape_.tokens, shape_.weights);
+  std::byte* region = channel().pointer(rank, {theirs.segment, theirs.offset});
+  std::byte* beside = channel().pointer(rank, {theirs.side_segment, theirs.side_offset});
+  return {rank,
+          region + rows.rows,
+          region + rows.scales,
+          beside + side.source_token,
+          beside + side.topk_idx,
+          beside + side.weights};
+}
+
+void Forwarder::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (stream_) {
+    kernels().copy_stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+void Forwarder::poll() {
+  for (std::size_t feeder = 0; feeder < next_.size(); ++feeder) {
+    while (next_[feeder] < rows_of(feeder) &&
+           channel().take_chunk(plan_.crossing.feeders[feeder])) {
+      spread(feeder);
+    }
+  }
+}
+
+void Forwarder::finish() {
+  for (std::size_t feeder = 0; feeder < next_.size(); ++feeder) {
+    const int source = plan_.crossing.feeders[feeder];
+    while (next_[feeder] < rows_of(feeder)) {
+      channel().await_chunk(kStage, source);
+      spread(feeder);
+      poll();  // others may have come meanwhile
+    }
+    if (!complete(plan_.forwards[feeder], exchange(), engine_.topology(), source)) {
+      channel().distrust(kStage, source, "sent routes that are not those it counted");
+    }
+  }
+  if (stream_) kernels().stream_fence();  // before any flag is published
+  plan_.forwards_known = true;
+}
+
+void Forwarder::spread(std::size_t feeder) {
+  const std::int64_t first = next_[feeder];
+  const std::int64_t end = std::min(rows_of(feeder), first + chunk_rows(shape_.row_bytes));
+  const int source = plan_.crossing.feeders[feeder];
+  if (shape_.routes) learn(feeder, first, end);
+  if (first_row_of_ != source) {
+    for (const Target& target : targets_) {
+      first_row_[index(target.rank)] = exchange().first_row(target.rank, source);
+    }
+    first_row_of_ = source;
+  }
+  for (std::int64_t row = first; row < end; ++row) {
+    spread_row(plan_.forwards[feeder], row, plan_.crossing.feeder_row[feeder] + row);
+  }
+  next_[feeder] = end;
+}
+
+void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) {
+  const auto topk = index(plan_.topk);
+  const std::size_t at = index(plan_.crossing.feeder_row[feeder] + first) * topk;
+  // A copy: what is looked at is what is used.
+  std::vector<std::int32_t> ids(index(end - first) * topk);
+  std::memcpy(ids.data(), stage_ + layout_.topk_idx + at * sizeof(std::int32_t),
+              ids.size() * sizeof(std::int32_t));
+  const int source = plan_.crossing.feeders[feeder];
+  if (!append_rows(plan_.forwards[feeder], exchange(), engine_.topology(), source, ids)) {
+    channel().distrust(kStage, source, "sent routes that are not those it counted");
+  }
+}
+
+void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_t staged) {
+  const std::size_t from = index(staged);
+  const std::size_t scale_bytes = index(shape_.scale_columns) * sizeof(float);
+  const std::int32_t* ids = forward.topk_idx.data() + index(row) * index(plan_.topk);
+  for (std::int64_t l = forward.lane_offset[index(row)]; l < forward.lane_offset[index(row + 1)];
+       ++l) {
+    const Lane lane = forward.lanes[index(l)];
+    const Target& target = targets_[index(engine_.topology().index(lane.rank))];
+    const std::size_t to = index(first_row_[index(lane.rank)] + lane.row);
+    copy(target.rows + to * shape_.row_bytes, stage_ + layout_.rows_at + from * shape_.row_bytes,
+         shape_.row_bytes);
+    std::memcpy(target.scales + to * scale_bytes, stage_ + layout_.scales + from * scale_bytes,
+                scale_bytes);
+    if (shape_.tokens) {
+      std::memcpy(target.source_token + to * sizeof(std::int32_t),
+                  stage_ + layout_.source_token + from * sizeof(std::int32_t),
+                  sizeof(std::int32_t));
+    }
+    if (shape_.tokens || shape_.weights) spread_slots(target, ids, to, from);
+  }
+}
+
+/// Routes become local ids, weights 0 where the slot is not of the target.
+void Forwarder::spread_slots(const Target& target, const std::int32_t* ids, std::size_t to,
+                             std::size_t staged) {
+  const Placement& placement = exchange().placement;
+  const auto first = static_cast<std::int32_t>(placement.first_expert(target.rank));
+  const auto end = static_cast<std::int32_t>(placement.first_expert(target.rank + 1));
+  const auto topk = index(plan_.topk);
+  const auto* from = reinterpret_cast<const float*>(stage_ + layout_.weights) + staged * topk;
+  auto* routes = reinterpret_cast<std::int32_t*>(target.topk_idx) + to * topk;
+  auto* weights = reinterpret_cast<float*>(target.weights) + to * topk;
+  for (std::size_t k = 0; k < topk; ++k) {
+    const bool local = ids[k] >= first && ids[k] < end;
+    if (shape_.tokens) routes[k] = local ? ids[k] - first : -1;
+    if (shape_.weights) weights[k] = local ? from[k] : 0.0f;
+  }
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,41 @@
+// x86-64 with AVX2.
+#include "host/kernels/prelude.hpp"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+
+namespace ferry::host {
+namespace {
+#include "host/kernels/kernels.inc"
+
+void copy_stream(void* to, const void* from, std::size_t bytes) {
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(target)) % 32;
+  std::size_t at = head < bytes ? head : bytes;
+  std::memcpy(target, source, at);
+  for (; at + 32 <= bytes; at += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at)));
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+}
+void stream_fence() {
+  _mm_sfence();
+}
+}  // namespace
+const Kernels kAvx2Kernels{"avx2",         &sum_rows,    &quantize,
+                           &encode_logfmt, &copy_stream, &stream_fence};
+}  // namespace ferry::host
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

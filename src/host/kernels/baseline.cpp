@@ -1,0 +1,14 @@
+// Any machine: what the compiler's default target gives (SSE2, NEON).
+#include "host/kernels/prelude.hpp"
+
+namespace ferry::host {
+namespace {
+#include "host/kernels/kernels.inc"
+void copy_plain(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+void no_fence() {}
+}  // namespace
+const Kernels kBaselineKernels{"baseline",     &sum_rows,   &quantize,
+                               &encode_logfmt, &copy_plain, &no_fence};
+}  // namespace ferry::host

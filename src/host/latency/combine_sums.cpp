@@ -1,0 +1,179 @@
+// Latency combine, sending: the rows of a token to its owner, one for each slot or, summed here,
+// one for each rank.
+#include <algorithm>
+#include <array>
+#include <span>
+#include <string>
+
+#include "host/kernels/kernels.hpp"
+#include "host/latency/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+/// The sum of one token's slots on this rank, in ascending k, rounded to the dtype.
+class SlotSum {
+ public:
+  explicit SlotSum(const LatencyConfig& config)
+      : topk_(config.topk),
+        row_bytes_(static_cast<std::size_t>(config.hidden) * size_of(config.dtype)) {
+    sum_.rows = rows_.data();
+    sum_.weights = weights_.data();
+    sum_.columns = config.hidden;
+    sum_.dtype = config.dtype;
+  }
+  /// `places`, `weights`: [K]; rows are `from` + place, where it is not −1.
+  void add_up(const std::byte* from, const std::int32_t* places, const float* weights,
+              std::byte* out) {
+    sum_.out = out;
+    sum_.count = 0;
+    for (int k = 0; k < topk_; ++k) {
+      if (places[k] < 0) continue;
+      const auto n = static_cast<std::size_t>(sum_.count++);
+      rows_[n] = from + static_cast<std::size_t>(places[k]) * row_bytes_;
+      weights_[n] = weights[k];
+    }
+    kernels().sum_rows(sum_);
+  }
+
+ private:
+  int topk_;
+  std::size_t row_bytes_;
+  std::array<const void*, kMaxTopk> rows_{};
+  std::array<float, kMaxTopk> weights_{};
+  SumRows sum_{};
+};
+
+/// Rows on their way to one owner, where they lie one behind the other: inside the domain each
+/// straight to its place, beyond it many in one write.
+class SumWriter {
+ public:
+  /// `made`: room for rows that are made here, as many as are written at once.
+  SumWriter(FabricReach& reach, int owner, bool crosses, protocol::Place to, std::size_t row_bytes,
+            std::uint64_t tag, std::span<std::byte> made)
+      : reach_(reach),
+        owner_(owner),
+        crosses_(crosses),
+        to_(to),
+        row_bytes_(row_bytes),
+        tag_(tag),
+        made_(made) {}
+
+  /// Where the next row may be made.
+  std::byte* room() { return made_.data() + rows_ * row_bytes_; }
+  /// `row`: the caller's until `flush`, or in `room`.
+  void add(const std::byte* row) {
+    if (!crosses_) {
+      reach_.write(owner_, to_, row, row_bytes_, tag_);
+      to_.offset += row_bytes_;
+      return;
+    }
+    pieces_.push_back({row, row_bytes_});
+    if (++rows_ == made_.size() / row_bytes_) flush();
+  }
+  void flush() {
+    if (rows_ == 0) return;
+    reach_.write_pieces(owner_, to_, pieces_, tag_);
+    to_.offset += rows_ * row_bytes_;
+    rows_ = 0;
+    pieces_.clear();
+  }
+
+ private:
+  FabricReach& reach_;
+  int owner_;
+  bool crosses_;
+  protocol::Place to_;
+  std::size_t row_bytes_;
+  std::uint64_t tag_;
+  std::span<std::byte> made_;
+  std::size_t rows_ = 0;
+  std::vector<fabric::Piece> pieces_{};
+};
+
+}  // namespace
+
+std::size_t HostLatency::sum_bytes(CombineFormat format) const {
+  switch (format) {
+    case CombineFormat::e4m3: return combine_row_.e4m3_bytes;
+    case CombineFormat::logfmt10: return combine_row_.logfmt_bytes;
+    default: return plain_bytes();
+  }
+}
+
+const std::byte* HostLatency::encode_sum(const CombineCall& call, const std::byte* row,
+                                         std::byte* room) const {
+  if (call.format == CombineFormat::e4m3) {
+    QuantizeRow quantize;
+    quantize.row = row;
+    quantize.dtype = config_.dtype;
+    quantize.columns = config_.hidden;
+    quantize.codes = room;
+    quantize.scales = reinterpret_cast<float*>(room + combine_row_.e4m3_scales);
+    kernels().quantize_row(quantize);
+    return room;
+  }
+  if (call.format == CombineFormat::logfmt10) {
+    kernels().encode_logfmt({row, config_.dtype, config_.hidden, room, combine_row_});
+    return room;
+  }
+  return row;
+}
+
+void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
+                            const ConstTensorView& rows, const RankBytes& to) {
+  const Generation g = exchange.generation;
+  for (int i = 1; i <= ranks(); ++i) {  // each starts elsewhere
+    const int owner = (engine_->rank() + i) % ranks();
+    if (to[static_cast<std::size_t>(owner)] == 0) continue;
+    const std::size_t bytes = send_sums_to(exchange, call, rows, owner);
+    combined_[buffer(g)].deliver(reach_, owner, g, bytes);
+  }
+}
+
+std::size_t HostLatency::send_sums_to(const Exchange& exchange, const CombineCall& call,
+                                      const ConstTensorView& rows, int owner) {
+  const auto* from = static_cast<const std::byte*>(rows.data);
+  const bool fanned_out = exchange.options.order == RowOrder::expert_major;
+  const auto topk = static_cast<std::size_t>(config_.topk);
+  const auto arrivals = std::ranges::equal_range(exchange.arrivals, owner, {}, &Arrival::source);
+  const auto first = static_cast<std::size_t>(arrivals.begin() - exchange.arrivals.begin());
+  std::span<const std::int32_t> places;  // [arrivals, K]
+  if (fanned_out) {
+    places = std::span(exchange.slot_rows).subspan(first * topk, arrivals.size() * topk);
+  }
+  const auto slots = std::ranges::count_if(places, [](std::int32_t place) { return place >= 0; });
+  const std::size_t count = call.by_rank ? arrivals.size() : static_cast<std::size_t>(slots);
+  SumWriter out(reach_, owner, crosses(owner), at(sums_there(exchange, owner, count)),
+                sum_bytes(call.format), protocol::Delivery<>::tag(exchange.generation), made_sums_);
+  const auto send = [&](const std::byte* row) { out.add(encode_sum(call, row, out.room())); };
+  SlotSum sum(config_);
+  for (std::size_t n = 0; n < arrivals.size(); ++n) {
+    if (!fanned_out) {
+      send(from + slot(0, owner, arrivals[n].row) * plain_bytes());
+    } else if (call.by_rank) {
+      std::byte* row = call.format == CombineFormat::as_is ? out.room() : summed_.data();
+      sum.add_up(from, places.data() + n * topk, weights_of(exchange, call, first + n), row);
+      send(row);
+    } else {
+      for (const std::int32_t place : places.subspan(n * topk, topk)) {
+        if (place >= 0) send(from + static_cast<std::size_t>(place) * plain_bytes());
+      }
+    }
+  }
+  out.flush();
+  return count * sum_bytes(call.format);
+}
+
+std::size_t HostLatency::sums_there(const Exchange& exchange, int owner, std::size_t rows) {
+  const std::uint64_t first = exchange.sums_there[static_cast<std::size_t>(owner)];
+  // Not first + rows: that could overflow.
+  if (first > sum_places() || rows > sum_places() - first) {
+    engine_->channel().distrust("latency combine: rows", owner,
+                                "wants " + std::to_string(rows) + " rows at place " +
+                                    std::to_string(first) + " of " + std::to_string(sum_places()));
+  }
+  return sums_offset(exchange.generation, first);
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,50 @@
+// Creation of a host engine: the only time at which the bootstrap is used.
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "engine/create.hpp"
+#include "host/throughput/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::size_t control_bytes(const GroupConfig& config, int ranks) {
+  return make_control_layout(ranks, message_bytes(config.experts, ranks)).bytes;
+}
+
+std::size_t arena_bytes(const GroupConfig& config) {
+  return round_up(std::max(config.memory_bytes, kPage), kPage);
+}
+
+}  // namespace
+
+MemoryUse host_memory_hint(const GroupConfig& config, int ranks) {
+  return {control_bytes(config, ranks), arena_bytes(config), 0, 0};
+}
+
+std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         const Domains& domains,
+                                         std::unique_ptr<fabric::Fabric> fabric) {
+  auto memory = std::make_shared<Memory>(std::move(fabric));
+  fabric::Fabric& wire = *memory->fabric;
+  fabric::Segment control, arena;
+  const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
+    control = wire.register_memory(control_bytes(config, wire.size()));
+    arena = wire.register_memory(arena_bytes(config));
+    return engine::bytes_of({engine::card_of(control), engine::card_of(arena)});
+  });
+  memory->arena.add(arena);
+  engine::together(bootstrap, config, "Group: attach", [&] {
+    engine::attach_all(wire, cards, {engine::card_of(control), engine::card_of(arena)});
+    return std::vector<std::byte>();
+  });
+  wire.seal(control.id);
+  wire.seal(arena.id);
+  return std::make_shared<HostEngine>(std::move(memory), config, domains, control);
+}
+
+}  // namespace ferry::host

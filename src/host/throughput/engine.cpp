@@ -1,0 +1,192 @@
+#include "host/throughput/engine.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "base/limits.hpp"
+#include "core/check.hpp"
+
+namespace ferry::host {
+
+Tensor heap_tensor(const Extents& shape, Dtype dtype) {
+  const std::size_t bytes = checked_bytes("result", "shape", shape, dtype);
+  constexpr std::size_t kAlign = 64;
+  try {
+    // One allocation, aligned by hand: the C library's aligned ones take several times as long.
+    const auto block = std::make_shared_for_overwrite<std::byte[]>(bytes + kAlign - 1);
+    void* data = block.get();
+    std::size_t room = bytes + kAlign - 1;
+    data = std::align(kAlign, bytes, data, room);
+    return {TensorView(data, dtype, shape), std::shared_ptr<void>(block, data)};
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorKind::exhausted, "no memory for a result of " + std::to_string(bytes) +
+                                          " bytes, shape " + to_string(shape) +
+                                          memory_limit_text(bytes));
+  }
+}
+
+std::size_t message_bytes(std::int64_t experts, int ranks) {
+  // Of every rank, every expert and every domain, of which there are at most as many as ranks.
+  const std::size_t counts =
+      (2 * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(experts)) *
+      sizeof(std::int32_t);
+  return sizeof(StepMessage) + std::max(counts, fabric::kMaxHandleBytes);
+}
+
+HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
+                       const Domains& domains, const fabric::Segment& control)
+    : config_(config),
+      domains_(domains),
+      memory_(std::move(memory)),
+      placement_{config.experts, memory_->fabric->size()},
+      channel_(memory_, config_, control,
+               make_control_layout(memory_->fabric->size(),
+                                   message_bytes(config.experts, memory_->fabric->size()))),
+      control_bytes_(control.bytes) {}
+
+HostEngine::~HostEngine() {
+  destroy();
+}
+
+void HostEngine::destroy() {
+  channel_.leave();
+}
+
+Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
+  channel_.check_usable("empty");
+  const std::size_t bytes = checked_bytes("empty", "shape", shape, dtype);
+  const auto region = memory_->arena.allocate(bytes);
+  if (!region) {
+    throw Error(ErrorKind::exhausted,
+                "empty: shape " + to_string(shape) + " of " + std::string(name_of(dtype)) +
+                    " needs " + std::to_string(bytes) + " bytes, but " +
+                    std::to_string(memory_->arena.used_bytes()) + " of the group's " +
+                    std::to_string(memory_->arena.total_bytes()) +
+                    " bytes of registered memory are used, and it holds the tensor in one piece; "
+                    "use a smaller shape, drop tensors, or make the group with larger memory_bytes",
+                {rank(), rank(), "empty", channel_.generation(), 0, 0});
+  }
+  return {TensorView(region->data, dtype, shape), lease(memory_, *region)};
+}
+
+bool HostEngine::is_registered(const void* pointer) const {
+  if (memory_->arena.find(pointer, 1)) return true;
+  const auto* at = static_cast<const std::byte*>(pointer);
+  std::scoped_lock lock(latency_mutex_);
+  return std::any_of(latency_segments_.begin(), latency_segments_.end(), [&](const auto& segment) {
+    return std::less_equal<>{}(segment.data, at) && std::less<>{}(at, segment.data + segment.bytes);
+  });
+}
+
+void HostEngine::add_latency_memory(const fabric::Segment& segment) {
+  std::scoped_lock lock(latency_mutex_);
+  latency_segments_.push_back(segment);
+}
+
+void HostEngine::barrier() {
+  enter("barrier", nullptr, [this] {
+    StepMessage head;
+    head.call.kind = CallKind::barrier;
+    channel_.swap("barrier", head);
+    engine::check_same_call(channel_, "barrier", head.call);
+  });
+}
+
+void HostEngine::check_counts(std::span<const std::int32_t> counts) {
+  constexpr const char* kStage = "plan: counts";
+  const auto ranks = static_cast<std::size_t>(size());
+  const auto experts = static_cast<std::size_t>(placement_.experts);
+  for (int source = 0; source < size(); ++source) {
+    const auto row = counts.subspan(static_cast<std::size_t>(source) * (ranks + experts));
+    for (int target = 0; target < size(); ++target) {
+      const std::int64_t tokens = row[static_cast<std::size_t>(target)];
+      std::int64_t slots = 0;
+      bool possible = tokens >= 0;
+      for (std::int64_t e = placement_.first_expert(target);
+           e < placement_.first_expert(target + 1); ++e) {
+        const std::int32_t count = row[ranks + static_cast<std::size_t>(e)];
+        possible = possible && count >= 0;
+        slots += count;
+      }
+      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
+        channel_.distrust(kStage, source,
+                          "said that it sends " + std::to_string(tokens) + " tokens in " +
+                              std::to_string(slots) + " slots to rank " + std::to_string(target));
+      }
+    }
+  }
+}
+
+void HostEngine::make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens) {
+  const int culprit = impossible_crossing(state.exchange, domains_, domain_tokens);
+  if (culprit >= 0) {
+    channel_.distrust("plan: counts", culprit,
+                      "counted tokens for a domain that do not fit those for its ranks");
+  }
+  state.crossing =
+      make_crossing_plan(state.exchange, domains_, std::move(domain_tokens), config_.crossing);
+}
+
+Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  Call call(*this, "plan");
+  check_stream("plan", options.stream);
+  return enter_plan(topk_idx, options.stream, &call);
+}
+
+Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside) {
+  std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
+  auto state = std::make_shared<PlanState>();
+  state->engine = weak_from_this();
+  state->tokens = topk_idx.shape[0];
+  state->topk = static_cast<int>(topk_idx.shape[1]);
+  state->on_wait = config_.on_wait;
+  state->ready = enter(
+      "plan", stream,
+      [this, state, ids = std::move(routes)]() mutable {
+        RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
+        std::vector<std::int32_t> counts(own.tokens_per_rank);
+        counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
+        const std::size_t each = counts.size();
+        const auto crossings = count_crossings(own, placement_, domains_, rank());
+        counts.insert(counts.end(), crossings.begin(), crossings.end());
+        StepMessage head;
+        head.call.kind = CallKind::plan;
+        head.call.topk = static_cast<std::uint32_t>(state->topk);
+        channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
+        engine::check_same_call(channel_, "plan: counts", head.call);
+        std::vector<std::int32_t> domain_tokens(crossings.size() *
+                                                static_cast<std::size_t>(size()));
+        std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
+        for (int s = 0; s < size(); ++s) {
+          std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
+                      each * sizeof(std::int32_t));
+          std::memcpy(domain_tokens.data() + static_cast<std::size_t>(s) * crossings.size(),
+                      channel_.body(s) + each * sizeof(std::int32_t),
+                      crossings.size() * sizeof(std::int32_t));
+        }
+        check_counts(all);
+        state->exchange = make_plan(std::move(own), all, placement_, rank());
+        make_crossing(*state, std::move(domain_tokens));
+        state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
+      },
+      inside);
+  return Plan(state);
+}
+
+MemoryUse HostEngine::memory() const {
+  std::size_t latency_bytes = 0;
+  {
+    std::scoped_lock lock(latency_mutex_);
+    for (const fabric::Segment& segment : latency_segments_) latency_bytes += segment.bytes;
+  }
+  return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(), latency_bytes};
+}
+
+TimeUse HostEngine::time() const {
+  return {exchange_ns_.load(std::memory_order_relaxed), channel_.wait_ns()};
+}
+
+}  // namespace ferry::host

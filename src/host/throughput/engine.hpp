@@ -1,0 +1,194 @@
+// The host engine: CPU memory, streams are worker threads.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/domains.hpp"
+#include "core/engine.hpp"
+#include "core/exchange_plan.hpp"
+#include "core/plan_state.hpp"
+#include "engine/channel.hpp"
+#include "engine/growth.hpp"
+#include "engine/memory.hpp"
+#include "engine/regions.hpp"
+
+namespace ferry::host {
+
+using engine::AddedSegments;
+using engine::Arena;
+using engine::Awaited;
+using engine::Channel;
+using engine::FabricReach;
+using engine::GroupWatch;
+using engine::lease;
+using engine::Memory;
+using engine::Region;
+using engine::Regions;
+using engine::segment_bytes;
+using protocol::Generation;
+
+/// Collective: registers the control segment and the arena, and lets the peers attach.
+/// The configuration was checked and is the same on all ranks.
+/// `domains`: of ranks that `fabric` gives pointers to; by rank the same on all ranks.
+std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                         const Domains& domains,
+                                         std::unique_ptr<fabric::Fabric> fabric);
+
+/// What MemoryUse is right after creation.
+MemoryUse host_memory_hint(const GroupConfig& config, int ranks);
+
+/// Largest message of a group: the counts of a plan or a segment's handle, after the head.
+std::size_t message_bytes(std::int64_t experts, int ranks);
+
+/// A dense tensor in ordinary memory, not initialised.
+Tensor heap_tensor(const Extents& shape, Dtype dtype);
+
+class DispatchJob;
+
+/// What a call asks of its group: that it has not failed; or only that it is not destroyed, for an
+/// exchange that goes on without ranks that failed. Errors of such a call leave the group as it is.
+enum class Asks { no_failure, existence };
+
+class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
+ public:
+  HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config, const Domains& domains,
+             const fabric::Segment& control);
+  ~HostEngine() override;
+
+  int rank() const override { return channel_.rank(); }
+  int size() const override { return channel_.size(); }
+  const GroupConfig& config() const override { return config_; }
+  std::string fabric_name() const override { return std::string(memory_->fabric->name()); }
+  int domains() const override { return domains_.count(); }
+  int domain_of(int rank) const override { return domains_.of(rank); }
+
+  Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
+  Received dispatch(const ConstTensorView& x, const Plan& plan,
+                    const DispatchOptions& options) override;
+  Received plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                             const DispatchOptions& options) override;
+  Combined combine(const ConstTensorView& rows, const Plan& plan,
+                   const CombineOptions& options) override;
+  /// Defined by latency mode (latency/engine.cpp), which is built on this engine.
+  std::shared_ptr<LatencyEngine> make_latency(const LatencyConfig& config) override;
+
+  Tensor empty(const Extents& shape, Dtype dtype) override;
+  bool is_registered(const void* pointer) const override;
+  void barrier() override;
+  MemoryUse memory() const override;
+  TimeUse time() const override;
+  NetworkUse network() const override { return memory_->fabric->network_use(); }
+  std::vector<NicUse> nics() const override { return memory_->fabric->nics(); }
+  void destroy() override;
+  bool destroyed() const override { return channel_.left(); }
+
+  // For the jobs of this engine (dispatch.cpp, combine.cpp, latency/engine.cpp).
+  Channel& channel() { return channel_; }
+  const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
+  const Placement& placement() const { return placement_; }
+  const Domains& topology() const { return domains_; }
+
+  /// A thread is inside a call, before the call has its place in the order. A second thread waits
+  /// until the first has its place, so that what a call decides before (plan, buffer) is decided in
+  /// that order too. Ends with `enter`, or with the object.
+  class Call;
+
+  /// Runs work in the order in which calls were made, on `stream` or, without one, here and now.
+  /// `work` keeps alive what it needs; the engine is kept alive for it. Whatever work throws fails
+  /// the group, unless it said `all_ranks_throw`.
+  /// `entered` runs once the call has its place and before the work begins.
+  Event enter(const char* call, Stream* stream, std::function<void()> work, Call* inside = nullptr,
+              const std::function<void()>& entered = {}, Asks asks = Asks::no_failure);
+  /// Waits for work that uses the caller's memory: returns or throws when it has ended, and not
+  /// before. Ctrl-C fails the group, which ends the work soon.
+  void finish(const char* call, const Event& event);
+
+  /// Said by work before it throws what every rank throws in this step, before anything moved: the
+  /// group can go on.
+  void all_ranks_throw() { channel_.all_ranks_throw(); }
+  /// Waits for a plan's counts, from inside work.
+  void await_counts(const PlanState& plan);
+
+  /// Swaps `head`, whose regions `prepare` has just allocated (false: no room), until all ranks
+  /// have room, growing the arenas together in between. Throws Error(mismatch) when ranks are in
+  /// different calls and Error(exhausted) when a rank cannot take what comes; nothing has moved
+  /// then and the group can go on.
+  void agree(const char* stage, StepMessage& head, const std::function<bool()>& prepare);
+
+  /// Swaps `head`, and whether this rank's arguments can be: `invalid` says why not. Then this rank
+  /// throws it and the others Error(mismatch) with its words; likewise when the calls differ.
+  /// Nothing has moved and the group can go on.
+  void agree_on_validity(const char* stage, StepMessage head, const std::optional<Error>& invalid);
+
+  /// Registers one more segment on every rank that wants one, and attaches it everywhere.
+  AddedSegments add_segments(const engine::Growth& growth) {
+    return engine::add_segments(channel_, *memory_, growth);
+  }
+
+  /// The number of a latency exchange, from 1, the same on all ranks: also its space of tags.
+  std::uint32_t next_exchange() { return ++exchanges_; }
+  /// From now on these bytes count in memory() and are registered for is_registered().
+  void add_latency_memory(const fabric::Segment& segment);
+  std::atomic<std::uint64_t>& exchange_ns() { return exchange_ns_; }
+
+ private:
+  class Turn;
+  /// `inside`: the call that ends with it; null: the same thread makes another call right after.
+  Plan enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside);
+  Received enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room, Stream* stream,
+                          Call& inside);
+  void check_counts(std::span<const std::int32_t> counts);
+  void make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens);
+  void run_work(const char* call, const std::function<void()>& work, Asks asks);
+  /// Throws when the group is destroyed or, if asked, dead.
+  void check_group(const char* call, Asks asks) const;
+  /// Throws when a thread that waits for others of this rank should give up: destroyed, dead.
+  void check_waiting(const char* call, Asks asks);
+  void pass_turn();  // with turn_mutex_ held
+
+  GroupConfig config_;
+  Domains domains_;
+  std::shared_ptr<Memory> memory_;
+  Placement placement_;
+  Channel channel_;
+  std::size_t control_bytes_;
+  mutable std::mutex latency_mutex_;
+  std::vector<fabric::Segment> latency_segments_;
+  std::atomic<std::uint64_t> exchange_ns_{0};
+  std::uint64_t plans_ = 0;  // of the thread whose turn it is
+  std::uint32_t exchanges_ = 0;
+
+  std::mutex turn_mutex_;
+  std::condition_variable turn_changed_;
+  bool calling_ = false;  // a thread is in a Call
+  std::uint64_t next_ticket_ = 0;
+  std::uint64_t serving_ = 0;
+  bool running_ = false;              // the call `serving_` has begun
+  std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
+};
+
+class HostEngine::Call {
+ public:
+  Call(HostEngine& engine, const char* call, Asks asks = Asks::no_failure);
+  ~Call() { end(); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  void end();
+
+ private:
+  friend class HostEngine;
+  HostEngine& engine_;
+  bool inside_ = true;
+};
+
+}  // namespace ferry::host

@@ -1,0 +1,133 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+#include "bench/gpu.hpp"
+
+namespace ferry::cli {
+namespace {
+
+GpuBenchSettings small() {
+  GpuBenchSettings s;
+  s.shape.ranks = 2;
+  s.shape.iterations = 3;
+  s.shape.hidden = 256;
+  s.tokens = {64, 128};
+  s.sms = {4, 16};
+  return s;
+}
+
+TEST(GpuLines, MeasureEverythingOnceForEachConfiguration) {
+  const GpuBenchSettings s = small();
+  const auto lines = lines_of(s);
+  // Each number of tokens: a plan; five kinds of dispatch less plan on two dtypes and two numbers
+  // of SMs; a quantising one beside e4m3; combine in bf16 alone.
+  EXPECT_EQ(lines.size(), 2u * (1 + 2 * 2 * 4 + 2 + 2 * 3));
+  std::set<std::string> seen;
+  for (const GpuLine& line : lines) {
+    EXPECT_FALSE(is_combine(line.which) && line.dtype == Dtype::e4m3);
+    EXPECT_TRUE(seen.insert(std::string(name_of(line.which)) + std::to_string(line.tokens) +
+                            std::to_string(line.sms) + std::string(ferry::name_of(line.dtype)))
+                    .second);
+  }
+  // Configurations follow each other without a break: ranks prepare each once.
+  EXPECT_TRUE(std::is_sorted(lines.begin(), lines.end(), [](const auto& a, const auto& b) {
+    return a.tokens_index < b.tokens_index;
+  }));
+}
+
+TEST(GpuLines, CombineIsMeasuredBesideE4m3Alone) {
+  GpuBenchSettings s = small();
+  s.dtypes = {Dtype::e4m3};
+  const auto lines = lines_of(s);
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(),
+                          [](const auto& line) { return is_combine(line.which); }),
+            2 * 2 * 3);
+}
+
+TEST(GpuLines, TakeAnyNumbersOfSms) {
+  GpuBenchSettings s = small();
+  s.sms = {1, 3, 7};
+  std::set<int> seen;
+  for (const GpuLine& line : lines_of(s)) {
+    if (has_sms(line.which)) seen.insert(line.sms);
+  }
+  EXPECT_EQ(seen, (std::set<int>{1, 3, 7}));
+}
+
+TEST(GpuLines, NcclIsThereOnceForEachConfigurationIfThereIsALibrary) {
+  GpuBenchSettings s = small();
+  const auto is_nccl = [](const GpuLine& line) { return line.which == GpuCase::nccl_all_to_all; };
+  auto lines = lines_of(s);
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(), is_nccl), 0);
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  lines = lines_of(s);
+  EXPECT_EQ(std::count_if(lines.begin(), lines.end(), is_nccl), 2 * 2);
+  // Last of its configuration, and on no number of SMs.
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    if (!is_nccl(lines[i])) continue;
+    EXPECT_EQ(lines[i].sms, 0);
+    EXPECT_TRUE(i + 1 == lines.size() || lines[i + 1].dtype != lines[i].dtype ||
+                lines[i + 1].tokens != lines[i].tokens);
+  }
+}
+
+TEST(GpuResults, OfNcclAreTheBytesOfADispatch) {
+  GpuBenchSettings s = small();
+  s.dtypes = {Dtype::e4m3};
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  const GpuBoard board(s);
+  for (int r = 0; r < 2; ++r) board.rows(0, r) = {100, 40, 0, 0};
+  const auto results = results_of(s, board);
+  const auto named = [&](GpuCase which) {
+    return *std::find_if(results.begin(), results.end(),
+                         [&](const GpuResult& result) { return result.line.which == which; });
+  };
+  const GpuResult nccl = named(GpuCase::nccl_all_to_all);
+  EXPECT_EQ(nccl.row_bytes, 256u + 2 * 4);
+  EXPECT_EQ(nccl.logical_bytes, named(GpuCase::dispatch_cached).logical_bytes);
+  EXPECT_EQ(nccl.wire_bytes, 120u * (256 + 2 * 4));
+  const auto json = to_json(s, {nccl}, {"ferry"});
+  EXPECT_EQ(json["results"][0]["name"], "NCCL all-to-all alone");
+  EXPECT_EQ(json["results"][0]["dtype"], "e4m3");
+  EXPECT_EQ(json["settings"]["nccl"], "2.28.9");
+}
+
+TEST(GpuTable, SaysWhyNcclIsNotThere) {
+  GpuBenchSettings s = small();
+  s.nccl.reason = "libnccl.so.2: no such file";
+  EXPECT_NE(table(s, {}).find("NCCL is not in the table: libnccl.so.2: no such file"),
+            std::string::npos);
+  s.nccl = {"libnccl.so.2", "2.28.9", ""};
+  EXPECT_NE(table(s, {}).find("NCCL 2.28.9: grouped sends"), std::string::npos);
+}
+
+TEST(GpuResults, AreAGpuAndOfTheSlowestRank) {
+  const GpuBenchSettings s = small();
+  const GpuBoard board(s);
+  std::size_t cached = 0;
+  while (board.lines[cached].which != GpuCase::dispatch_cached) ++cached;
+  const double samples[2][3] = {{10, 90, 20}, {40, 30, 20}};
+  for (int r = 0; r < 2; ++r) {
+    for (int i = 0; i < 3; ++i) {
+      board.sample(cached, false, r, i) = samples[r][i];
+      board.sample(cached, true, r, i) = 2 * samples[r][i];
+    }
+    board.rows(0, r) = {100, 40, 0, 0};
+  }
+  const GpuResult result = results_of(s, board)[cached];
+  EXPECT_DOUBLE_EQ(result.chained.min, 20);
+  EXPECT_DOUBLE_EQ(result.chained.p50, 40);
+  EXPECT_DOUBLE_EQ(result.alone.p50, 80);
+  EXPECT_EQ(result.rows, 200);
+  EXPECT_EQ(result.row_bytes, 512u);
+  EXPECT_EQ(result.logical_bytes, 200u * 512);
+  EXPECT_EQ(result.wire_bytes, 120u * 512);
+  EXPECT_DOUBLE_EQ(result.logical_gbps(), 100 * 512 / 40e-6 / 1e9);
+  EXPECT_EQ(to_json(s, {result}, {"ferry"})["results"][0]["name"], "dispatch, cached");
+}
+
+}  // namespace
+}  // namespace ferry::cli

@@ -1,0 +1,164 @@
+#include "bench/nccl.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <type_traits>
+
+#include "run/shared_array.hpp"
+
+namespace ferry::cli {
+namespace {
+
+// Types and numbers of NCCL's stable binary interface, the same in all of its versions 2.
+struct UniqueId {
+  char internal[128];
+};
+constexpr int kUint8 = 1;
+constexpr auto kMeet = std::chrono::seconds(60);
+
+/// Why `dlopen` or `dlsym` failed.
+std::string last_error() {
+  const char* words = dlerror();
+  return words != nullptr ? words : "unknown error";
+}
+
+struct Answer {
+  int version;  // 0: not usable
+  char reason[512];
+};
+
+void look(const std::string& library, Answer& answer) {
+  std::string reason;
+  if (void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    using GetVersion = int (*)(int*);
+    if (const auto get = reinterpret_cast<GetVersion>(dlsym(handle, "ncclGetVersion"))) {
+      int version = 0;
+      if (get(&version) == 0 && version > 0) {
+        answer.version = version;
+      } else {
+        reason = library + ": ncclGetVersion failed";
+      }
+    } else {
+      reason = last_error();
+    }
+  } else {
+    reason = last_error();
+  }
+  std::strncpy(answer.reason, reason.c_str(), sizeof answer.reason - 1);
+}
+
+/// Waits for the end of a child; false: a signal killed it.
+bool exits(pid_t child) {
+  int status = 0;
+  pid_t gone = -1;
+  do {
+    gone = waitpid(child, &status, 0);
+  } while (gone < 0 && errno == EINTR);
+  return gone == child && WIFEXITED(status);
+}
+
+}  // namespace
+
+std::string nccl_version(int code) {
+  const int unit = code < 10000 ? 1000 : 10000;  // up to 2.8 and after
+  return fmt::format("{}.{}.{}", code / unit, code % unit / 100, code % 100);
+}
+
+Nccl find_nccl(const std::string& asked) {
+  if (asked == "off") return {"", "", "--nccl off"};
+  const char* named = std::getenv("FERRY_NCCL");
+  const bool by_name = asked == "auto" && (named == nullptr || *named == '\0');
+  const std::string library = asked != "auto" ? asked : by_name ? "libnccl.so.2" : named;
+  const SharedArray<Answer> answer(1);
+  const pid_t child = fork();
+  if (child == 0) {
+    look(library, answer[0]);
+    _exit(0);
+  }
+  if (child < 0) throw std::runtime_error(fmt::format("fork: {}", std::strerror(errno)));
+  const bool ended = exits(child);
+  if (ended && answer[0].version > 0) return {library, nccl_version(answer[0].version), ""};
+  const std::string reason = ended ? answer[0].reason : library + ": loading it killed a process";
+  if (!by_name) throw std::runtime_error((asked == "auto" ? "FERRY_NCCL: " : "--nccl: ") + reason);
+  return {"", "", reason};
+}
+
+struct NcclRank::Functions {
+  int (*get_unique_id)(UniqueId*);
+  int (*init_rank)(void**, int, UniqueId, int);
+  int (*group_start)();
+  int (*group_end)();
+  int (*send)(const void*, std::size_t, int, int, void*, void*);
+  int (*receive)(void*, std::size_t, int, int, void*, void*);
+  int (*destroy)(void*);
+  const char* (*error_string)(int);
+
+  /// Stays loaded: NCCL leaves threads.
+  static std::unique_ptr<const Functions> load(const std::string& library) {
+    void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) throw std::runtime_error(last_error());
+    auto functions = std::make_unique<Functions>();
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
+      if (function == nullptr) throw std::runtime_error(last_error());
+    };
+    find(functions->get_unique_id, "ncclGetUniqueId");
+    find(functions->init_rank, "ncclCommInitRank");
+    find(functions->group_start, "ncclGroupStart");
+    find(functions->group_end, "ncclGroupEnd");
+    find(functions->send, "ncclSend");
+    find(functions->receive, "ncclRecv");
+    find(functions->destroy, "ncclCommDestroy");
+    find(functions->error_string, "ncclGetErrorString");
+    return functions;
+  }
+};
+
+NcclRank::NcclRank(const Nccl& nccl, Bootstrap& bootstrap)
+    : functions_(Functions::load(nccl.library)) {
+  UniqueId id{};
+  if (bootstrap.rank() == 0) need(functions_->get_unique_id(&id), "ncclGetUniqueId");
+  // Also keeps a rank from waiting in NCCL for one that could not load it.
+  const auto ids = bootstrap.all_gather(std::as_bytes(std::span(id.internal)), kMeet);
+  std::memcpy(id.internal, ids.at(0).data(), sizeof id.internal);
+  need(functions_->init_rank(&communicator_, bootstrap.size(), id, bootstrap.rank()),
+       "ncclCommInitRank");
+}
+
+NcclRank::~NcclRank() {
+  functions_->destroy(communicator_);
+}
+
+void NcclRank::need(int result, const char* call) const {
+  if (result != 0) {
+    throw std::runtime_error(fmt::format("{}: {}", call, functions_->error_string(result)));
+  }
+}
+
+void NcclRank::all_to_all(const void* from, void* to, const std::vector<NcclBlock>& blocks,
+                          void* stream) const {
+  need(functions_->group_start(), "ncclGroupStart");
+  for (std::size_t peer = 0; peer < blocks.size(); ++peer) {
+    const NcclBlock& block = blocks[peer];
+    const int rank = static_cast<int>(peer);
+    need(functions_->send(static_cast<const std::byte*>(from) + block.send_offset, block.send_bytes,
+                          kUint8, rank, communicator_, stream),
+         "ncclSend");
+    need(functions_->receive(static_cast<std::byte*>(to) + block.receive_offset,
+                             block.receive_bytes, kUint8, rank, communicator_, stream),
+         "ncclRecv");
+  }
+  need(functions_->group_end(), "ncclGroupEnd");
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,154 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bench/clock.hpp"
+#include "bench/data.hpp"
+#include "bench/rank.hpp"
+
+namespace ferry::cli {
+namespace {
+
+constexpr std::size_t kSlack = std::size_t{16} << 20;
+
+// Room for the rows of a dispatch, those of a combine, and a copy of them, when all tokens of all
+// ranks come here. Pages that nobody touches cost nothing.
+std::size_t memory_for(const BenchSettings& s) {
+  const auto most_rows = static_cast<std::size_t>(s.ranks) * static_cast<std::size_t>(s.tokens);
+  return most_rows * (2 * s.dispatch_row_bytes() + 2 * s.combine_row_bytes()) + kSlack;
+}
+
+struct Exchange {
+  const BenchSettings& settings;
+  Group& group;
+  std::vector<std::int64_t> routes{};
+  std::vector<std::byte> tokens{};
+  std::vector<float> scales{};
+
+  Exchange(const BenchSettings& s, Group& g)
+      : settings(s),
+        group(g),
+        routes(make_routes(s, s.tokens, g.rank())),
+        tokens(static_cast<std::size_t>(s.tokens * s.hidden) * size_of(s.dtype)),
+        scales(static_cast<std::size_t>(s.tokens * s.scales()), 1.0f) {
+    RowPattern(s.seed, s.hidden, s.dtype).fill(tokens.data(), g.rank(), s.tokens);
+  }
+  Plan plan() const {
+    return group.plan({routes.data(), Dtype::i64, {settings.tokens, settings.topk}});
+  }
+  Received dispatch(const Plan& with) const {
+    DispatchOptions options;
+    if (!scales.empty()) {
+      options.scales =
+          ConstTensorView(scales.data(), Dtype::f32, {settings.tokens, settings.scales()});
+    }
+    return group.dispatch({tokens.data(), settings.dtype, {settings.tokens, settings.hidden}}, with,
+                          options);
+  }
+};
+
+void check_dispatch(const BenchSettings& s, const Plan& plan, const Received& received) {
+  const RowPattern expected(s.seed, s.hidden, s.dtype);
+  const std::vector<std::int64_t> rows_per_rank = plan.recv_rows_per_rank();
+  std::int64_t row = 0;
+  for (int source = 0; source < s.ranks; ++source) {
+    const std::int64_t end = row + rows_per_rank[static_cast<std::size_t>(source)];
+    for (; row < end; ++row) {
+      const std::int64_t token = received.source_token.as<std::int32_t>()[row];
+      const std::byte* data =
+          received.x.as<std::byte>() + static_cast<std::size_t>(row) * expected.row_bytes();
+      if (!expected.matches(data, source, token)) {
+        throw std::runtime_error(
+            fmt::format("dispatch: row {} is not token {} of rank {}", row, token, source));
+      }
+    }
+  }
+  if (row != received.x.rows()) {
+    throw std::runtime_error(
+        fmt::format("dispatch: got {} rows, expected {}", received.x.rows(), row));
+  }
+}
+
+// Fills `rows` as experts would that change nothing.
+void fill_rows(const BenchSettings& s, const Plan& plan, const Received& received, void* rows) {
+  const RowPattern pattern(s.seed, s.hidden, s.combine_dtype());
+  const std::vector<std::int64_t> rows_per_rank = plan.recv_rows_per_rank();
+  auto* at = static_cast<std::byte*>(rows);
+  std::int64_t row = 0;
+  for (int source = 0; source < s.ranks; ++source) {
+    const std::int64_t end = row + rows_per_rank[static_cast<std::size_t>(source)];
+    for (; row < end; ++row, at += pattern.row_bytes()) {
+      const std::int64_t token = received.source_token.as<std::int32_t>()[row];
+      std::memcpy(at, pattern.row(source, token), pattern.row_bytes());
+    }
+  }
+}
+
+// Every token comes back as often as it has destinations.
+void check_combine(const Exchange& e, const Combined& combined) {
+  const BenchSettings& s = e.settings;
+  std::vector<RowPattern> times;
+  for (int n = 0; n <= std::min(s.ranks, s.topk); ++n) {
+    times.emplace_back(s.seed, s.hidden, s.combine_dtype(), n);
+  }
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    const std::size_t count = destinations(s, e.routes, t).size();
+    const std::byte* data =
+        combined.x.as<std::byte>() + static_cast<std::size_t>(t) * times[0].row_bytes();
+    if (!times[count].matches(data, e.group.rank(), t)) {
+      throw std::runtime_error(
+          fmt::format("combine: token {} is not the sum of the {} rows that it was", t, count));
+    }
+  }
+}
+
+void measure_all(const Exchange& e, const BenchBoard& board, const Plan& plan,
+                 const Tensor& registered, const ConstTensorView& ordinary) {
+  const BenchSettings& s = e.settings;
+  measure(s, board, BenchCase::plan, e.group, [&] { return e.plan(); });
+  measure(s, board, BenchCase::dispatch_full, e.group, [&] {
+    Plan fresh = e.plan();
+    Received received = e.dispatch(fresh);
+    return std::pair(std::move(fresh), std::move(received));
+  });
+  measure(s, board, BenchCase::dispatch_cached, e.group, [&] { return e.dispatch(plan); });
+  measure(s, board, BenchCase::combine_registered, e.group,
+          [&] { return e.group.combine(registered, plan); });
+  measure(s, board, BenchCase::combine_ordinary, e.group,
+          [&] { return e.group.combine(ordinary, plan); });
+}
+
+}  // namespace
+
+void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
+                      std::shared_ptr<Bootstrap> bootstrap) {
+  GroupConfig config = group_config(settings);
+  config.memory_bytes = memory_for(settings);
+  Group group(std::move(bootstrap), config);
+
+  const Exchange exchange(settings, group);
+  board.rows(false, group.rank()) =
+      count_rows(settings, exchange.routes, settings.tokens, group.rank());
+  const Plan plan = exchange.plan();
+  const Extents shape = {plan.recv_rows(), settings.hidden};
+  const Tensor registered = group.empty(shape, settings.combine_dtype());
+  {
+    const Received received = exchange.dispatch(plan);
+    check_dispatch(settings, plan, received);
+    fill_rows(settings, plan, received, registered.data());
+  }
+  std::vector<std::byte> ordinary(registered.view().bytes());
+  if (!ordinary.empty()) std::memcpy(ordinary.data(), registered.data(), ordinary.size());
+  const ConstTensorView ordinary_view(ordinary.data(), settings.combine_dtype(), shape);
+  check_combine(exchange, group.combine(registered, plan));
+  check_combine(exchange, group.combine(ordinary_view, plan));
+
+  measure_all(exchange, board, plan, registered, ordinary_view);
+  group.barrier();  // nobody leaves while another still reads
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,178 @@
+// GPUs, by the driver's and NVML's own libraries, found at run time: this tool is built without
+// CUDA.
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <array>
+#include <memory>
+
+#include "doctor/machine.hpp"
+
+namespace ferry::cli {
+namespace {
+
+// Numbers and types of the driver's and NVML's stable binary interfaces.
+enum Attribute {
+  kMultiprocessors = 16,
+  kMajor = 75,
+  kMinor = 76,
+  kVmm = 102,
+  kPosixDescriptor = 103,
+  kRdmaVmm = 110,
+  kDmaBuf = 124,
+  kFabricHandle = 128,
+  kMulticast = 132,
+};
+constexpr int kNvmlP2pNvlink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK; the answer 0 is "ok"
+constexpr unsigned kMostLinks = 18;
+
+class Library {
+ public:
+  explicit Library(const char* name) : handle_(dlopen(name, RTLD_NOW | RTLD_LOCAL)) {}
+  explicit operator bool() const { return handle_ != nullptr; }
+  /// Calls it; −1 if the library has no such function. Never unloaded: drivers leave threads.
+  template <typename... Arguments>
+  int call(const char* name, Arguments... arguments) const {
+    auto* found = handle_ ? dlsym(handle_, name) : nullptr;
+    return found ? reinterpret_cast<int (*)(Arguments...)>(found)(arguments...) : -1;
+  }
+
+ private:
+  void* handle_;
+};
+
+Machine::Gpu look_at_gpu(const Library& cuda, int device) {
+  Machine::Gpu gpu;
+  std::array<char, 128> text{};
+  if (cuda.call("cuDeviceGetName", text.data(), 100, device) == 0) gpu.name = text.data();
+  if (cuda.call("cuDeviceGetPCIBusId", text.data(), 100, device) == 0) gpu.bus = text.data();
+  std::size_t bytes = 0;
+  if (cuda.call("cuDeviceTotalMem_v2", &bytes, device) == 0) gpu.memory_bytes = bytes;
+  const auto attribute = [&](Attribute which) {
+    int value = 0;
+    const int refused = cuda.call("cuDeviceGetAttribute", &value, static_cast<int>(which), device);
+    return refused == 0 ? value : 0;
+  };
+  gpu.architecture = fmt::format("sm_{}{}", attribute(kMajor), attribute(kMinor));
+  gpu.multiprocessors = attribute(kMultiprocessors);
+  gpu.vmm = attribute(kVmm) != 0;
+  gpu.descriptors = attribute(kPosixDescriptor) != 0;
+  gpu.fabric_handles = attribute(kFabricHandle) != 0;
+  gpu.dma_buf = attribute(kDmaBuf) != 0;
+  gpu.rdma = attribute(kRdmaVmm) != 0;
+  gpu.multicast = attribute(kMulticast) != 0;
+  return gpu;
+}
+
+void look_at_pairs(const Library& cuda, const std::vector<int>& devices, Machine::Gpus& gpus) {
+  const Library nvml("libnvidia-ml.so.1");
+  const bool asks = nvml && nvml.call("nvmlInit_v2") == 0;
+  std::vector<void*> handles(devices.size(), nullptr);
+  for (std::size_t a = 0; a < devices.size(); ++a) {
+    if (!asks ||
+        nvml.call("nvmlDeviceGetHandleByPciBusId_v2", gpus.all[a].bus.c_str(), &handles[a]) != 0) {
+      handles[a] = nullptr;
+    }
+    for (unsigned link = 0; handles[a] != nullptr && link < kMostLinks; ++link) {
+      unsigned active = 0;
+      if (nvml.call("nvmlDeviceGetNvLinkState", handles[a], link, &active) == 0) {
+        gpus.all[a].links += active == 1;
+      }
+    }
+  }
+  for (std::size_t a = 0; a < devices.size(); ++a) {
+    for (std::size_t b = 0; b < devices.size(); ++b) {
+      if (a == b) continue;
+      int can = 0;
+      int nvlink = -1;
+      if (cuda.call("cuDeviceCanAccessPeer", &can, devices[a], devices[b]) != 0) can = 0;
+      if (handles[a] != nullptr && handles[b] != nullptr &&
+          nvml.call("nvmlDeviceGetP2PStatus", handles[a], handles[b], kNvmlP2pNvlink, &nvlink) !=
+              0) {
+        nvlink = -1;
+      }
+      gpus.pairs.push_back(
+          {static_cast<int>(a), static_cast<int>(b), can != 0, can != 0 && nvlink == 0});
+    }
+  }
+  if (asks) nvml.call("nvmlShutdown");
+}
+
+}  // namespace
+
+void ask_driver(Machine::Gpus& gpus) {
+  const Library cuda("libcuda.so.1");
+  gpus.library = static_cast<bool>(cuda);
+  int count = 0;
+  int version = 0;
+  if (!cuda || cuda.call("cuInit", 0u) != 0) return;
+  if (cuda.call("cuDriverGetVersion", &version) == 0) {
+    gpus.cuda = fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+  }
+  if (cuda.call("cuDeviceGetCount", &count) != 0) return;
+  std::vector<int> devices;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    if (cuda.call("cuDeviceGet", &device, ordinal) != 0) continue;
+    devices.push_back(device);
+    gpus.all.push_back(look_at_gpu(cuda, device));
+  }
+  look_at_pairs(cuda, devices, gpus);
+}
+
+nlohmann::json to_json(const Machine::Gpus& gpus) {
+  nlohmann::json all = nlohmann::json::array();
+  for (const Machine::Gpu& gpu : gpus.all) {
+    all.push_back({{"name", gpu.name},
+                   {"bus", gpu.bus},
+                   {"architecture", gpu.architecture},
+                   {"multiprocessors", gpu.multiprocessors},
+                   {"memory_bytes", gpu.memory_bytes},
+                   {"links", gpu.links},
+                   {"vmm", gpu.vmm},
+                   {"posix_descriptors", gpu.descriptors},
+                   {"fabric_handles", gpu.fabric_handles},
+                   {"dma_buf", gpu.dma_buf},
+                   {"rdma", gpu.rdma},
+                   {"multicast", gpu.multicast}});
+  }
+  nlohmann::json pairs = nlohmann::json::array();
+  for (const Machine::GpuPair& pair : gpus.pairs) {
+    pairs.push_back(
+        {{"from", pair.from}, {"to", pair.to}, {"p2p", pair.p2p}, {"nvlink", pair.nvlink}});
+  }
+  return {{"count", gpus.count},     {"driver", gpus.driver}, {"cuda", gpus.cuda},
+          {"library", gpus.library}, {"names", gpus.names},   {"all", all},
+          {"pairs", pairs}};
+}
+
+std::vector<std::string> describe(const Machine::Gpus& gpus) {
+  std::vector<std::string> lines;
+  for (std::size_t i = 0; i < gpus.all.size(); ++i) {
+    const Machine::Gpu& gpu = gpus.all[i];
+    std::string can = gpu.vmm ? "VMM" : "no VMM";
+    const std::array<std::pair<bool, const char*>, 5> abilities{
+        {{gpu.descriptors, "POSIX descriptors"},
+         {gpu.fabric_handles, "fabric handles"},
+         {gpu.dma_buf, "DMA-BUF"},
+         {gpu.rdma, "GPUDirect RDMA"},
+         {gpu.multicast, "multicast"}}};
+    for (const auto& [has, name] : abilities) {
+      if (has) can += std::string(", ") + name;
+    }
+    lines.push_back(fmt::format("{}: {}, {}, {} SMs, {}, {} NVLinks; {}", i, gpu.name,
+                                gpu.architecture, gpu.multiprocessors,
+                                format_bytes(gpu.memory_bytes), gpu.links, can));
+  }
+  for (std::size_t from = 0; gpus.all.size() > 1 && from < gpus.all.size(); ++from) {
+    std::string row = fmt::format("from {}:", from);
+    for (const Machine::GpuPair& pair : gpus.pairs) {
+      if (pair.from != static_cast<int>(from)) continue;
+      row += fmt::format(" {} {}", pair.to, pair.nvlink ? "NVLink" : pair.p2p ? "P2P" : "none");
+    }
+    lines.push_back(row);
+  }
+  return lines;
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,250 @@
+#include "doctor/machine.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace ferry::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+bool exists(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    names.push_back(entry.path().filename());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// The value of "key   : value" or "key=value" in a text of such lines.
+std::string field(const std::string& text, const std::string& key, char separator) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.compare(0, key.size(), key) != 0) continue;
+    const std::size_t at = line.find(separator);
+    if (at == std::string::npos) continue;
+    const std::size_t first = line.find_first_not_of(" \t\"", at + 1);
+    const std::size_t last = line.find_last_not_of(" \t\"");
+    if (first != std::string::npos) return line.substr(first, last - first + 1);
+  }
+  return {};
+}
+
+bool can_load(const char* library) {
+  // It stays mapped: libfabric's own libraries do not give back all that they took.
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
+  if (handle == nullptr) return false;
+  dlclose(handle);
+  return true;
+}
+
+// The same order of preference as the host engine's kernels.
+std::string simd() {
+#if defined(__x86_64__)
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  // Where AVX2 is, so is F16C; clang 16 does not know that name here.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return avx512 ? "avx512" : avx2 ? "avx2" : "baseline";
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "baseline";
+#endif
+}
+
+double cpu_quota() {
+  double quota = 0;
+  double period = 0;
+  std::istringstream v2(read_text("/sys/fs/cgroup/cpu.max"));
+  if (v2 >> quota >> period && period > 0) return quota / period;  // "max 100000" does not parse
+  std::istringstream v1_quota(read_text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"));
+  std::istringstream v1_period(read_text("/sys/fs/cgroup/cpu/cpu.cfs_period_us"));
+  if (v1_quota >> quota && v1_period >> period && quota > 0 && period > 0) return quota / period;
+  return 0;
+}
+
+Machine::Cpu look_at_cpu() {
+  Machine::Cpu cpu;
+  utsname name{};
+  uname(&name);
+  cpu.architecture = name.machine;
+  cpu.model = field(read_text("/proc/cpuinfo"), "model name", ':');
+  cpu.cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  cpu.usable_cores =
+      sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : cpu.cores;  // > 1024 cores
+  cpu.quota_cores = cpu_quota();
+  cpu.simd = simd();
+  return cpu;
+}
+
+std::uint64_t kibibytes(const std::string& meminfo, const std::string& key) {
+  return std::strtoull(field(meminfo, key, ':').c_str(), nullptr, 10) * 1024;
+}
+
+Machine::Memory look_at_memory() {
+  const std::string meminfo = read_text("/proc/meminfo");
+  Machine::Memory memory{kibibytes(meminfo, "MemTotal"), kibibytes(meminfo, "MemAvailable"), 0};
+  for (const char* path :
+       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    const std::uint64_t limit = std::strtoull(read_text(path).c_str(), nullptr, 10);
+    if (limit > 0 && limit < memory.total_bytes) memory.limit_bytes = limit;
+  }
+  return memory;
+}
+
+Machine::SharedMemory look_at_shared_memory() {
+  Machine::SharedMemory shm;
+  struct statvfs status{};
+  if (statvfs("/dev/shm", &status) != 0) return shm;
+  shm.present = true;
+  shm.writable = access("/dev/shm", W_OK | X_OK) == 0;
+  shm.total_bytes = static_cast<std::uint64_t>(status.f_blocks) * status.f_frsize;
+  shm.free_bytes = static_cast<std::uint64_t>(status.f_bavail) * status.f_frsize;
+  return shm;
+}
+
+Machine::Limits look_at_limits() {
+  rlimit files{};
+  rlimit locked{};
+  getrlimit(RLIMIT_NOFILE, &files);
+  getrlimit(RLIMIT_MEMLOCK, &locked);
+  return {files.rlim_cur, files.rlim_max, locked.rlim_cur};
+}
+
+Machine::Kernel look_at_kernel() {
+  Machine::Kernel kernel;
+  utsname name{};
+  uname(&name);
+  kernel.release = name.release;
+#ifdef SYS_pidfd_open
+  const long pidfd = syscall(SYS_pidfd_open, getpid(), 0);
+  kernel.pidfd = pidfd >= 0;
+  if (pidfd >= 0) close(static_cast<int>(pidfd));
+#endif
+  const int memfd = memfd_create("ferry-doctor", MFD_CLOEXEC);
+  kernel.memfd = memfd >= 0;
+  if (memfd >= 0) close(memfd);
+  int word = 0;
+  kernel.futex = syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0) == 0;
+  return kernel;
+}
+
+Machine::Gpus look_at_gpus() {
+  Machine::Gpus gpus;
+  const fs::path folder = "/proc/driver/nvidia/gpus";
+  for (const std::string& name : names_in(folder)) {
+    gpus.names.push_back(field(read_text(folder / name / "information"), "Model", ':'));
+  }
+  gpus.count = static_cast<int>(gpus.names.size());
+  std::istringstream version(read_text("/sys/module/nvidia/version"));
+  version >> gpus.driver;
+  ask_driver(gpus);
+  return gpus;
+}
+
+std::string look_for_container() {
+  if (std::getenv("KUBERNETES_SERVICE_HOST") != nullptr) return "kubernetes";
+  if (exists("/.dockerenv")) return "docker";
+  if (exists("/run/.containerenv")) return "podman";
+  if (std::getenv("APPTAINER_CONTAINER") != nullptr) return "apptainer";
+  if (std::getenv("SINGULARITY_CONTAINER") != nullptr) return "singularity";
+  const char* kind = std::getenv("container");
+  return kind != nullptr ? kind : "";
+}
+
+}  // namespace
+
+Machine look_at_machine() {
+  Machine machine;
+  machine.system = field(read_text("/etc/os-release"), "PRETTY_NAME", '=');
+  machine.container = look_for_container();
+  machine.cpu = look_at_cpu();
+  machine.memory = look_at_memory();
+  machine.shared_memory = look_at_shared_memory();
+  machine.limits = look_at_limits();
+  machine.kernel = look_at_kernel();
+  machine.gpus = look_at_gpus();
+  machine.rdma_devices = names_in("/sys/class/infiniband");
+  machine.libfabric = can_load("libfabric.so.1");
+  return machine;
+}
+
+nlohmann::json to_json(const Machine& m) {
+  return {
+      {"system", m.system},
+      {"container", m.container},
+      {"cpu",
+       {{"model", m.cpu.model},
+        {"architecture", m.cpu.architecture},
+        {"cores", m.cpu.cores},
+        {"usable_cores", m.cpu.usable_cores},
+        {"quota_cores", m.cpu.quota_cores},
+        {"simd", m.cpu.simd}}},
+      {"memory",
+       {{"total_bytes", m.memory.total_bytes},
+        {"available_bytes", m.memory.available_bytes},
+        {"limit_bytes", m.memory.limit_bytes}}},
+      {"shared_memory",
+       {{"present", m.shared_memory.present},
+        {"writable", m.shared_memory.writable},
+        {"total_bytes", m.shared_memory.total_bytes},
+        {"free_bytes", m.shared_memory.free_bytes}}},
+      {"limits",
+       {{"open_files", m.limits.open_files},
+        {"open_files_most", m.limits.open_files_most},
+        {"locked_bytes", m.limits.locked_bytes}}},
+      {"kernel",
+       {{"release", m.kernel.release},
+        {"pidfd", m.kernel.pidfd},
+        {"memfd", m.kernel.memfd},
+        {"futex", m.kernel.futex}}},
+      {"gpus", to_json(m.gpus)},
+      {"rdma_devices", m.rdma_devices},
+      {"libfabric", m.libfabric},
+  };
+}
+
+std::string format_bytes(std::uint64_t bytes) {
+  constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  while (value >= 1024 && unit + 1 < kUnits.size()) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+}  // namespace ferry::cli

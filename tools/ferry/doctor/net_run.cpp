@@ -1,0 +1,56 @@
+// A rank of `ferry doctor --net`: measures with the others; rank 0 tells.
+#include <fmt/format.h>
+
+#include <ferry/ferry.hpp>
+#include <nlohmann/json.hpp>
+#include <span>
+
+#include "doctor/net.hpp"
+
+namespace ferry::cli {
+namespace {
+
+/// Collective: of all ranks.
+std::vector<std::vector<NicUse>> nics_of_all(Bootstrap& bootstrap, const Group& group) {
+  const std::string mine = to_json(group.nics()).dump();
+  const auto all = bootstrap.all_gather(std::as_bytes(std::span(mine)), group.config().deadline);
+  std::vector<std::vector<NicUse>> nics;
+  for (const auto& bytes : all) {
+    const auto* first = reinterpret_cast<const char*>(bytes.data());
+    nics.push_back(nics_from(nlohmann::json::parse(first, first + bytes.size())));
+  }
+  return nics;
+}
+
+}  // namespace
+
+int run_net(FabricKind fabric, bool json) {
+  try {
+    const std::shared_ptr<Bootstrap> bootstrap = tcp_bootstrap(tcp_options_from_environment());
+    GroupConfig config;
+    config.experts = bootstrap->size();
+    config.memory_bytes = std::size_t{1} << 20;
+    config.backend = Backend::host;
+    config.fabric = fabric;
+    Group group(bootstrap, config);
+    const Links links = measure_links(group);
+    const auto nics = nics_of_all(*bootstrap, group);
+    if (group.rank() != 0) return 0;
+    if (json) {
+      nlohmann::json told = to_json(links);
+      told["fabric"] = group.fabric_name();
+      told["nics"] = nlohmann::json::array();
+      for (const auto& of_rank : nics) told["nics"].push_back(to_json(of_rank));
+      fmt::print("{}\n", told.dump(2));
+    } else {
+      fmt::print("{} ranks, fabric {}\n{}{}", links.ranks(), group.fabric_name(),
+                 describe_nics(nics), describe_links(links));
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "ferry doctor --net: {}\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,360 @@
+#include "run/job.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <system_error>
+
+namespace ferry::cli {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kKillAfter{2000};    // between SIGTERM and SIGKILL
+constexpr milliseconds kLeftoverTime{500};  // for what a rank left behind to end by itself
+constexpr milliseconds kLooking{20};        // between two looks at what was left behind
+constexpr int kBrokenPipeCode = 128 + SIGPIPE;
+
+// A terminal would stop a process of the background that reads from it.
+bool stdin_can_be_passed_on() {
+  struct stat status{};
+  return isatty(STDIN_FILENO) == 0 && fstat(STDIN_FILENO, &status) == 0;
+}
+
+int all_ranks(const JobOptions& options) {
+  return options.ranks * std::max(1, static_cast<int>(options.hosts.size()));
+}
+
+bool is_given(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0';
+}
+
+/// Empty: the ranks read it from FERRY_SECRET_FILE.
+std::string job_secret() {
+  if (is_given("FERRY_SECRET")) return std::getenv("FERRY_SECRET");
+  return is_given("FERRY_SECRET_FILE") ? std::string() : random_secret();
+}
+
+/// Which limit is in the way when a rank cannot be started, and how much is needed.
+std::string remedy(int error, int ranks) {
+  rlimit limit{};
+  if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    constexpr int kOwn = 32;  // of the launcher, and of a rank while it starts
+    return fmt::format(
+        "; this process may have {} files open (ulimit -n), and {} ranks need about {}; raise "
+        "it before: ulimit -n {}",
+        limit.rlim_cur, ranks, 2 * ranks + kOwn, 2 * ranks + kOwn);
+  }
+  if (error == EAGAIN && getrlimit(RLIMIT_NPROC, &limit) == 0) {
+    const bool known = limit.rlim_cur != RLIM_INFINITY;
+    return fmt::format(
+        "; no more processes{}; raise the limit, also that of the container "
+        "(pids.max), or start fewer than {} ranks",
+        known ? fmt::format(": this user may have {} (ulimit -u)", limit.rlim_cur) : std::string(),
+        ranks);
+  }
+  return error == ENOMEM ? "; raise the limit of memory (ulimit -v), or start fewer ranks" : "";
+}
+
+}  // namespace
+
+Job::Job(const JobOptions& options)
+    : options_(options),
+      out_(STDOUT_FILENO, all_ranks(options), options.prefix, terminal_),
+      err_(STDERR_FILENO, all_ranks(options), options.prefix, terminal_) {}
+
+int Job::run() {
+  take_signals();
+  keeper_.emplace();
+  try {
+    start_ranks();
+  } catch (...) {
+    signal_all(SIGKILL);
+    reap_all();
+    throw;
+  }
+  while (!all_ended()) {
+    wait_a_while(milliseconds(1000));
+    see_who_ended();
+    end_group_in_time();
+  }
+  finish();
+  if (nobody_reads_) return kBrokenPipeCode;
+  return first_failure_ != nullptr ? first_failure_->end->exit_code() : 0;
+}
+
+void Job::take_signals() {
+  ::signal(SIGPIPE, SIG_IGN);
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP}) {
+    sigaddset(&set, signal);
+  }
+  sigprocmask(SIG_BLOCK, &set, nullptr);
+  signals_ = UniqueFd(signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
+  if (!signals_) throw std::system_error(errno, std::generic_category(), "signalfd");
+  // What a rank leaves behind is handed to us, so that we can see it end.
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+}
+
+JobEnvironment Job::one_host() {
+  // Ferry and torch.distributed each listen on a port of their own.
+  master_port_ = options_.port != 0 ? ReservedPort(options_.port) : ReservedPort();
+  ferry_port_.emplace();
+  return {.ranks = options_.ranks,
+          .master_port = master_port_->number(),
+          .ferry_port = ferry_port_->number()};
+}
+
+/// Of several hosts each runs the same command, so nothing may be drawn or looked for.
+JobEnvironment Job::one_of_several() {
+  if (options_.port == 0 || options_.port == 65535) {
+    throw std::runtime_error(
+        "--hosts needs --port, the same on all hosts: MASTER_PORT, and FERRY_PORT is the next");
+  }
+  if (!is_given("FERRY_SECRET") && !is_given("FERRY_SECRET_FILE")) {
+    throw std::runtime_error(
+        "--hosts needs FERRY_SECRET (or FERRY_SECRET_FILE), the same random text on all hosts: "
+        "once `openssl rand -hex 16`, then `export FERRY_SECRET=...` on each");
+  }
+  const int host = own_place(options_.hosts);
+  const auto next = static_cast<std::uint16_t>(options_.port + 1);
+  if (host == 0) {  // where both listen
+    master_port_.emplace(options_.port);
+    ferry_port_.emplace(next);
+  }
+  return {.ranks = options_.ranks,
+          .hosts = static_cast<int>(options_.hosts.size()),
+          .host = host,
+          .master = options_.hosts.front(),
+          .address = options_.hosts[static_cast<std::size_t>(host)],
+          .master_port = options_.port,
+          .ferry_port = next};
+}
+
+void Job::start_ranks() {
+  const JobEnvironment environment = options_.hosts.empty() ? one_host() : one_of_several();
+  const std::string secret = job_secret();
+  const int first = environment.host * options_.ranks;
+  for (int r = 0; r < options_.ranks; ++r) {
+    ProcessSpec spec;
+    spec.command = options_.command;
+    spec.environment = environment_of_rank(environment, secret, r);
+    spec.inherit_stdin = r == 0 && stdin_can_be_passed_on();
+    spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
+    Process process;
+    try {
+      process = start_process(spec);
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(fmt::format("rank {} of {}: {}{}", first + r, all_ranks(options_),
+                                           error.what(),
+                                           remedy(error.code().value(), options_.ranks)));
+    }
+    keeper_->watch(process.pid);
+    Rank& rank = ranks_.emplace_back();
+    rank.rank = first + r;
+    rank.pid = process.pid;
+    rank.out = {std::move(process.out), &out_, {}, {rank.rank, {}}};
+    rank.err = {std::move(process.err), &err_, {}, {rank.rank, {}}};
+  }
+}
+
+void Job::wait_a_while(milliseconds longest) {
+  const Clock::time_point now = Clock::now();
+  auto until = now + longest;
+  if (first_failure_ != nullptr && !options_.keep_going) {
+    if (ending_ == Ending::not_yet) until = std::min(until, failed_at_ + options_.grace);
+    if (ending_ == Ending::asked) until = std::min(until, asked_at_ + kKillAfter);
+  }
+  std::vector<pollfd> fds = {{signals_.get(), POLLIN, 0}};
+  std::vector<Stream*> streams;
+  for (Rank& rank : ranks_) {
+    for (Stream* stream : {&rank.out, &rank.err}) {
+      if (!stream->fd) continue;
+      fds.push_back({stream->fd.get(), POLLIN, 0});
+      streams.push_back(stream);
+    }
+  }
+  const auto left = std::chrono::ceil<milliseconds>(until - now).count();
+  if (poll(fds.data(), fds.size(), static_cast<int>(std::max<long>(left, 0))) <= 0) return;
+  for (std::size_t i = 0; i < streams.size(); ++i) {
+    if (fds[i + 1].revents != 0) read_stream(*streams[i]);
+  }
+  if (fds[0].revents != 0) read_signals();
+}
+
+void Job::read_stream(Stream& stream) {
+  const auto sink = [&stream](std::string_view line, LineEnd end) {
+    stream.to->add(stream.source, line, end);
+  };
+  std::array<char, std::size_t{1} << 16> bytes;
+  const ssize_t got = read(stream.fd.get(), bytes.data(), bytes.size());
+  if (got > 0) {
+    stream.lines.feed({bytes.data(), static_cast<std::size_t>(got)}, sink);
+  } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+    stream.lines.finish(sink);
+    stream.fd.close();
+  }
+  if (!stream.to->flush() && !nobody_reads_) {  // as `head` does to what it has read enough of
+    nobody_reads_ = true;
+    on_stop_signal(SIGTERM);
+  }
+}
+
+void Job::read_signals() {
+  signalfd_siginfo info{};
+  while (read(signals_.get(), &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
+    const int signal = static_cast<int>(info.ssi_signo);
+    if (signal == SIGTSTP) {
+      on_suspend();
+    } else if (signal != SIGCHLD) {
+      on_stop_signal(signal);
+    }
+  }
+}
+
+// The first is for the ranks to end in their own way; whoever asks twice means it.
+void Job::on_stop_signal(int signal) {
+  signal_all(stop_requested_ ? SIGKILL : signal);
+  signal_all(SIGCONT);  // a stopped rank would not hear of it
+  stop_requested_ = true;
+}
+
+void Job::on_suspend() {
+  signal_all(SIGSTOP);
+  raise(SIGSTOP);
+  signal_all(SIGCONT);
+}
+
+void Job::see_who_ended() {
+  std::vector<Rank*> failures;
+  for (Rank& rank : ranks_) {
+    ProcessEnd end;
+    if (rank.end || !has_ended(rank.pid, end)) continue;
+    rank.end = end;
+    if (end.failed()) failures.push_back(&rank);
+  }
+  // Of those seen at the same time, one that was killed is rather the cause than the consequence.
+  std::stable_partition(failures.begin(), failures.end(),
+                        [](const Rank* rank) { return rank->end->signal != 0; });
+  for (const Rank* rank : failures) on_failure(*rank);
+}
+
+void Job::on_failure(const Rank& rank) {
+  const bool first = first_failure_ == nullptr;
+  if (first) {
+    first_failure_ = &rank;
+    failed_at_ = Clock::now();
+  }
+  if (!first && !options_.keep_going) return;  // a consequence
+  const bool alone = all_ended();
+  const char* next = alone                 ? ""
+                     : options_.keep_going ? "; the other ranks go on (--keep-going)"
+                                           : "; the other ranks are ended after the grace of ";
+  const std::string grace =
+      alone || options_.keep_going ? "" : fmt::format("{} s", options_.grace.count() / 1000.0);
+  say(fmt::format("rank {} (pid {}) {}{}{}", rank.rank, rank.pid, describe(*rank.end), next,
+                  grace));
+}
+
+void Job::end_group_in_time() {
+  if (first_failure_ == nullptr || options_.keep_going || all_ended()) return;
+  const Clock::time_point now = Clock::now();
+  if (ending_ == Ending::not_yet && now >= failed_at_ + options_.grace) {
+    std::vector<int> left;
+    for (const Rank& rank : ranks_) {
+      if (!rank.end) left.push_back(rank.rank);
+    }
+    say(fmt::format("ending rank{} {}, still running {} s after rank {} failed",
+                    left.size() == 1 ? "" : "s", fmt::join(left, ", "),
+                    options_.grace.count() / 1000.0, first_failure_->rank));
+    signal_all(SIGTERM);
+    signal_all(SIGCONT);  // a stopped process does not see SIGTERM
+    ending_ = Ending::asked;
+    asked_at_ = now;
+  } else if (ending_ == Ending::asked && now >= asked_at_ + kKillAfter) {
+    signal_all(SIGKILL);
+    ending_ = Ending::forced;
+  }
+}
+
+// All ranks have ended. What they left behind gets a moment, then SIGTERM, then SIGKILL.
+void Job::finish() {
+  std::vector<pid_t> groups;
+  for (const Rank& rank : ranks_) groups.push_back(rank.pid);
+  reap_all();
+  const auto forget_gone = [&groups] {
+    groups.erase(std::remove_if(groups.begin(), groups.end(),
+                                [](pid_t group) { return !group_remains(group); }),
+                 groups.end());
+  };
+  const auto signal_left = [&groups](int signal) {
+    for (const pid_t group : groups) signal_group(group, signal);
+  };
+  Clock::time_point until = Clock::now() + kLeftoverTime;
+  Ending ending = nobody_reads_ ? Ending::forced : Ending::not_yet;
+  if (ending == Ending::forced) signal_left(SIGKILL);
+  for (;;) {
+    forget_gone();
+    if (groups.empty()) break;
+    if (Clock::now() >= until || stop_requested_) {
+      if (ending == Ending::forced) break;  // not ours to wait for: stuck in the kernel
+      signal_left(ending == Ending::not_yet ? SIGTERM : SIGKILL);
+      until = Clock::now() + (ending == Ending::not_yet ? kKillAfter : kLeftoverTime);
+      ending = ending == Ending::not_yet ? Ending::asked : Ending::forced;
+      stop_requested_ = false;
+    }
+    wait_a_while(kLooking);
+  }
+  // The pipes now end, unless a process that made itself independent holds one.
+  until = Clock::now() + kLeftoverTime;
+  while (any_stream_open() && Clock::now() < until) wait_a_while(kLooking);
+  for (Rank& rank : ranks_) {
+    for (Stream* stream : {&rank.out, &rank.err}) {
+      stream->lines.finish([stream](std::string_view line, LineEnd end) {
+        stream->to->add(stream->source, line, end);
+      });
+    }
+  }
+  for (PrefixedOutput* output : {&out_, &err_}) {
+    output->end_bar();
+    output->flush();
+  }
+}
+
+void Job::reap_all() {
+  for (const Rank& rank : ranks_) reap(rank.pid);
+}
+
+bool Job::all_ended() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.end; });
+}
+
+bool Job::any_stream_open() const {
+  return std::any_of(ranks_.begin(), ranks_.end(),
+                     [](const Rank& rank) { return rank.out.fd || rank.err.fd; });
+}
+
+void Job::say(const std::string& text) {
+  err_.add_message("ferry run: " + text);
+  err_.flush();
+}
+
+// Every rank keeps its number until finish(), so its group cannot be a stranger's.
+void Job::signal_all(int signal) {
+  for (const Rank& rank : ranks_) signal_group(rank.pid, signal);
+}
+
+}  // namespace ferry::cli

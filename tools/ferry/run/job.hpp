@@ -1,0 +1,93 @@
+// `ferry run`: the processes of one job, from start to end.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "run/environment.hpp"
+#include "run/keeper.hpp"
+#include "run/prefix.hpp"
+#include "run/process.hpp"
+
+namespace ferry::cli {
+
+struct JobOptions {
+  int ranks = 0;  ///< of this host
+  /// All hosts, by their addresses, each of which runs the same command; empty: this one alone.
+  std::vector<std::string> hosts{};
+  bool keep_going = false;
+  std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
+  bool prefix = true;
+  int tty_rank = -1;  ///< this rank's output is the launcher's own, unprefixed
+  std::uint16_t port =
+      0;  ///< MASTER_PORT; 0: any free one. Of several hosts FERRY_PORT is the next
+  std::vector<std::string> command{};
+};
+
+/// Starts the ranks, carries their output, and ends the group when one of them fails. Only one in
+/// a process, made before any thread: it takes over signals and child processes.
+class Job {
+ public:
+  explicit Job(const JobOptions& options);
+
+  /// Returns the exit code of `ferry run`. Throws CannotStart.
+  int run();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Stream {
+    UniqueFd fd{};
+    PrefixedOutput* to = nullptr;
+    LineSplitter lines{};
+    PrefixedOutput::Source source{};
+  };
+  struct Rank {
+    int rank = 0;
+    pid_t pid = -1;
+    std::optional<ProcessEnd> end{};
+    Stream out{};
+    Stream err{};
+  };
+  enum class Ending { not_yet, asked, forced };  // what the launcher did to end the group
+
+  void start_ranks();
+  JobEnvironment one_host();
+  JobEnvironment one_of_several();
+  void take_signals();
+  void wait_a_while(std::chrono::milliseconds longest);
+  void read_stream(Stream& stream);
+  void read_signals();
+  void on_stop_signal(int signal);
+  void on_suspend();
+  void see_who_ended();
+  void on_failure(const Rank& rank);
+  void end_group_in_time();
+  void finish();
+  void reap_all();
+  bool all_ended() const;
+  bool any_stream_open() const;
+  void say(const std::string& text);
+  void signal_all(int signal);
+
+  const JobOptions options_;
+  PrefixedOutput::Terminal terminal_{};
+  PrefixedOutput out_;
+  PrefixedOutput err_;
+  std::optional<Keeper> keeper_{};
+  std::optional<ReservedPort> master_port_{};  // claimed while the job lives
+  std::optional<ReservedPort> ferry_port_{};
+  UniqueFd signals_{};
+  std::deque<Rank> ranks_{};
+  const Rank* first_failure_ = nullptr;
+  Clock::time_point failed_at_{};
+  Clock::time_point asked_at_{};
+  Ending ending_ = Ending::not_yet;
+  bool stop_requested_ = false;
+  bool nobody_reads_ = false;
+};
+
+}  // namespace ferry::cli

@@ -1,0 +1,143 @@
+// `ferry run`: starts a program once for each rank.
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+
+#include "command.hpp"
+#include "number.hpp"
+#include "run/job.hpp"
+
+namespace ferry::cli {
+namespace {
+
+constexpr int kMostRanks = 1024;
+constexpr double kLongestGrace = 86400.0;
+constexpr int kCannotStartCode = 127;
+
+constexpr const char* kFooter = R"(
+Every rank finds in its environment
+  RANK, LOCAL_RANK              0 ... n-1
+  WORLD_SIZE, LOCAL_WORLD_SIZE  n
+  MASTER_ADDR, MASTER_PORT      127.0.0.1 and a free port (or --port), as torchrun sets them
+  FERRY_PORT                    another free port, where Ferry's ranks meet
+  FERRY_SECRET                  128 random bits for this job, kept if already set (or in the file that
+                                FERRY_SECRET_FILE names)
+  OMP_NUM_THREADS               1 when n > 1, kept if already set
+
+With --hosts a,b,c each host runs this same command (by ssh, pdsh, Slurm, a script: nothing is started
+on other machines); each finds its own address in the list and starts its n ranks. WORLD_SIZE is n
+times the hosts, ranks count on from host to host, MASTER_ADDR is the first, FERRY_PORT is --port + 1,
+FERRY_HOST this host's address, kept if already set. FERRY_SECRET or FERRY_SECRET_FILE must be set, with
+the same secret on all.
+
+Output comes in whole lines, each behind its rank: [2] loss 3.1. Progress bars (carriage returns)
+are drawn in place on a terminal; in a file they become lines, at most one a second for each rank.
+Rank 0 reads this command's standard input when that is a pipe or a file; all others, and all from a
+terminal, read nothing.
+
+Every rank leads a process group; what is left in it goes when the job ends, also when `ferry run`
+itself is killed. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on once; the second one kills.
+
+Exit codes:
+  0        every rank ended with 0
+  c        the first rank to fail exited with c
+  128 + s  the first rank to fail was killed by signal s
+  127      the program could not be started
+  1        ferry run itself failed: no processes or ports left (the reason is on stderr)
+  2        wrong command line
+  141      nobody reads the output any more (as after `| head`))";
+
+struct RunArguments {
+  JobOptions job{};
+  double grace_s = 5.0;
+  bool no_prefix = false;
+};
+
+/// Says in the usage line where the program goes.
+class RunFormatter : public CLI::Formatter {
+ public:
+  std::string make_usage(const CLI::App*, std::string) const override {
+    return "Usage: ferry run -n N [OPTIONS] -- PROGRAM ARGS\n";
+  }
+};
+
+int run(JobOptions options) try { return Job(options).run(); } catch (const CannotStart& error) {
+  fmt::print(stderr, "ferry run: {}\n", error.what());
+  return kCannotStartCode;
+} catch (const std::exception& error) {
+  fmt::print(stderr, "ferry run: {}\n", error.what());
+  return 1;
+}
+
+// The program comes after `--`; without one, it is the first argument that is no option.
+std::vector<std::string> program_of(const CommandLine& line, const CLI::App& app) {
+  const std::vector<std::string> rest = app.remaining();
+  if (line.separated && !rest.empty()) {
+    throw CLI::ValidationError(
+        fmt::format("'{}' is no option of ferry run; the program comes after --", rest.front()));
+  }
+  const std::vector<std::string>& program = line.separated ? line.program : rest;
+  if (program.empty()) {
+    throw CLI::ValidationError("no program given: ferry run -n 4 -- python train.py");
+  }
+  if (program.front().empty() || program.front().front() == '-') {
+    throw CLI::ValidationError(fmt::format(
+        "'{}' is no option of ferry run, and no program: ferry run -n 4 -- python train.py",
+        program.front()));
+  }
+  return program;
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
+  auto given = std::make_shared<RunArguments>();
+  CLI::App* run_app = app.add_subcommand(
+      "run", "Start a program once for each rank: ferry run -n 4 -- python train.py");
+  run_app->prefix_command();
+  run_app->formatter(std::make_shared<RunFormatter>());
+  run_app->footer(kFooter);
+  run_app->add_option("-n,--ranks", given->job.ranks, "How many ranks")
+      ->required()
+      ->type_name("N")
+      ->check(whole_number(1, kMostRanks).description("1 ... 1024"));
+  run_app
+      ->add_option("--hosts", given->job.hosts,
+                   "Addresses of all hosts, each of which runs this command; -n is then for each")
+      ->type_name("A,B,...")
+      ->delimiter(',');
+  run_app->add_flag("--keep-going", given->job.keep_going,
+                    "Let the other ranks go on when one fails");
+  run_app
+      ->add_option("--grace", given->grace_s,
+                   "Seconds that the others get to end by themselves when one rank fails; then "
+                   "SIGTERM, and 2 s later SIGKILL")
+      ->type_name("SECONDS")
+      ->check(seconds(kLongestGrace))
+      ->capture_default_str();
+  run_app->add_flag("--no-prefix", given->no_prefix, "Lines without their rank in front");
+  run_app
+      ->add_option("--tty-rank", given->job.tty_rank,
+                   "This rank writes straight to this command's output, unprefixed: for "
+                   "programs that draw on a terminal")
+      ->type_name("RANK")
+      ->check(whole_number(0, kMostRanks - 1));
+  run_app->add_option("--port", given->job.port, "MASTER_PORT; a free one if not given")
+      ->type_name("PORT")
+      ->check(whole_number(1, 65535).description("1 ... 65535"));
+  run_app->callback([given, &line, run_app, &exit_code] {
+    given->job.command = program_of(line, *run_app);
+    given->job.prefix = !given->no_prefix;
+    given->job.grace = std::chrono::milliseconds(std::lround(given->grace_s * 1000));
+    if (given->job.tty_rank >= given->job.ranks) {
+      throw CLI::ValidationError(fmt::format("--tty-rank {}: the ranks are 0 ... {}",
+                                             given->job.tty_rank, given->job.ranks - 1));
+    }
+    exit_code = run(given->job);
+  });
+}
+
+}  // namespace ferry::cli
