@@ -9,6 +9,8 @@ include it. `src/api` picks the engine, the fabric and the bootstrap, so it may 
 src. Besides our own headers, what an outside header stands for has a floor of its own, too: a
 socket is not seen in core, nanobind is not seen outside python/src.
 
+The floors of the engines have rooms: folders inside them, with arrows of their own.
+
     check_includes.py [ROOT]      prints one line for each wrong include; exit status 1 if any
 """
 
@@ -64,6 +66,42 @@ FLOORS = {
     "examples": {"include/ferry"},
     # A measurement compares with what lies below, and runs its ranks as the command does.
     "bench": {"include/ferry", "src/core", "src/fabric", "tools"},
+}
+# A room: a folder inside a floor, and the rooms of the floor that its files may include besides
+# their own. The order is from the ground up: an arrow goes to a room above it in this list. Every
+# file of these floors lies in a room.
+ROOMS = {
+    "src/cuda": set(),  # the front: what the API asks the engine for
+    "src/cuda/kernels/base": set(),
+    "src/cuda/kernels/throughput": {"src/cuda/kernels/base"},
+    "src/cuda/kernels/latency": {"src/cuda/kernels/base"},
+    "src/cuda/runtime": set(),
+    "src/cuda/throughput": {
+        "src/cuda",
+        "src/cuda/kernels/base",
+        "src/cuda/kernels/throughput",
+        "src/cuda/runtime",
+    },
+    "src/cuda/latency": {
+        "src/cuda",
+        "src/cuda/kernels/latency",
+        "src/cuda/runtime",
+        "src/cuda/throughput",
+    },
+    "src/cuda/latency/proxy": {"src/cuda/kernels/latency", "src/cuda/latency"},
+    "src/cuda/domains": {
+        "src/cuda",
+        "src/cuda/kernels/throughput",
+        "src/cuda/runtime",
+        "src/cuda/throughput",
+        "src/cuda/latency",
+        "src/cuda/latency/proxy",
+    },
+    "src/host/kernels": set(),
+    "src/host/runtime": set(),
+    "src/host/throughput": {"src/host/kernels"},
+    "src/host/latency": {"src/host/kernels", "src/host/throughput"},
+    "src/host/domains": {"src/host/kernels", "src/host/throughput"},
 }
 # tests/ holds what no folder owns: it may look everywhere.
 UNBOUND = ("tests",)
@@ -142,6 +180,10 @@ def floor_of(path: Path) -> str | None:
     return next((floor for floor in FLOORS if text.startswith(floor + "/")), None)
 
 
+def has_rooms(floor: str | None) -> bool:
+    return any(room == floor or room.startswith(f"{floor}/") for room in ROOMS)
+
+
 def is_test(path: Path) -> bool:
     by_name = path.stem.endswith("_test") or path.stem.startswith("test_")
     return by_name or path.parts[0] in UNBOUND or "tests" in path.parts[:-1]
@@ -157,8 +199,19 @@ def resolve(root: Path, path: Path, name: str) -> Path | None:
     return None
 
 
+def check_room(path: Path, line: int, name: str, target: Path) -> list[Fault]:
+    """Of an include inside a floor that has rooms."""
+    mine, theirs = path.parent.as_posix(), target.parent.as_posix()
+    if mine == theirs or mine not in ROOMS or theirs in ROOMS[mine]:
+        return []
+    allowed = ", ".join(sorted(ROOMS[mine])) or "no other room"
+    return [Fault(path, line, f'"{name}" lies in {theirs}; {mine} may include {allowed}')]
+
+
 def check_ours(path: Path, line: int, name: str, target: Path) -> list[Fault]:
     mine, theirs = floor_of(path), floor_of(target)
+    if theirs == mine and has_rooms(mine):
+        return check_room(path, line, name, target)
     if mine is None or theirs == mine or (theirs is not None and theirs in FLOORS[mine]):
         return []
     if theirs is None and is_test(path):
@@ -204,6 +257,8 @@ def check_file(root: Path, path: Path) -> list[Fault]:
     for part in (*path.parts[:-1], path.stem):
         if part.lower() in FORBIDDEN_NAMES:
             faults.append(Fault(path, 1, f"'{part}': a helper lives with its user, then in core"))
+    if has_rooms(floor_of(path)) and path.parent.as_posix() not in ROOMS:
+        faults.append(Fault(path, 1, f"{path.parent} is no room (ROOMS in check_includes.py)"))
     for number, text in enumerate(lines, 1):
         found = INCLUDE.match(text)
         if not found:

@@ -12,15 +12,23 @@ import check_includes
 
 HOUSE = [
     "include/ferry/error.hpp",
+    "src/base/text.hpp",
     "src/core/plan.hpp",
     "src/protocol/barrier.hpp",
     "src/fabric/fabric.hpp",
     "src/fabric/shm/segment.hpp",
     "src/bootstrap/store.hpp",
-    "src/host/engine.hpp",
+    "src/host/throughput/engine.hpp",
     "src/cuda/engine.hpp",
     "src/api/group_impl.hpp",
-    "tools/ferry/run.hpp",
+    "src/cuda/kernels/base/wait.cuh",
+    "src/cuda/kernels/latency/view.hpp",
+    "src/cuda/latency/engine.hpp",
+    "src/cuda/latency/proxy/proxy.hpp",
+    "src/cuda/runtime/event.hpp",
+    "src/cuda/throughput/engine.hpp",
+    "src/host/latency/engine.hpp",
+    "tools/ferry/run/run.hpp",
     "python/src/bindings.hpp",
     "tests/conformance/reference.hpp",
 ]
@@ -46,16 +54,37 @@ def faults_of(house: Path, path: str, *includes: str) -> list[str]:
 RIGHT = [
     ("include/ferry/group.hpp", "<vector>", "<ferry/error.hpp>", '"ferry/error.hpp"'),
     ("src/core/layout.hpp", '"core/plan.hpp"', '"ferry/error.hpp"', "<immintrin.h>", "<bit>"),
+    ("src/base/claim.hpp", '"ferry/error.hpp"', "<atomic>"),
+    ("src/core/check.cpp", '"base/text.hpp"'),
+    ("src/cuda/latency/send.cpp", '"cuda/throughput/engine.hpp"', '"cuda/runtime/event.hpp"'),
+    ("src/cuda/kernels/latency/a.cu", '"cuda/kernels/base/wait.cuh"'),
+    ("src/cuda/latency/proxy/a_test.cpp", '"cuda/kernels/latency/view.hpp"', "<gtest/gtest.h>"),
+    ("src/host/latency/a.cpp", '"host/throughput/engine.hpp"', '"core/plan.hpp"'),
     ("src/protocol/swap.hpp", '"core/plan.hpp"', "<linux/futex.h>", "<atomic>"),
     ("src/fabric/shm/shm.cpp", '"fabric/fabric.hpp"', "<sys/mman.h>", "<sys/socket.h>"),
     ("src/bootstrap/tcp.cpp", '"core/plan.hpp"', "<netinet/in.h>"),
-    ("src/host/dispatch.cpp", '"protocol/barrier.hpp"', '"fabric/fabric.hpp"', "<thread>"),
-    ("src/api/group.cpp", '"host/engine.hpp"', '"cuda/engine.hpp"', '"bootstrap/store.hpp"'),
+    (
+        "src/host/throughput/dispatch.cpp",
+        '"protocol/barrier.hpp"',
+        '"fabric/fabric.hpp"',
+        "<thread>",
+    ),
+    (
+        "src/api/group.cpp",
+        '"host/throughput/engine.hpp"',
+        '"cuda/engine.hpp"',
+        '"bootstrap/store.hpp"',
+    ),
     ("src/core/plan_test.cpp", '"core/plan.hpp"', "<gtest/gtest.h>", "<thread>"),
     ("src/core/q_test.cpp", '"tests/conformance/reference.hpp"'),
-    ("tools/ferry/main.cpp", "<ferry/error.hpp>", '"run.hpp"', "<CLI/CLI.hpp>", "<unistd.h>"),
+    ("tools/ferry/main.cpp", "<ferry/error.hpp>", '"run/run.hpp"', "<CLI/CLI.hpp>", "<unistd.h>"),
     ("python/src/group.cpp", "<ferry/error.hpp>", '"bindings.hpp"', "<nanobind/nanobind.h>"),
-    ("tests/conformance/all_test.cpp", '"host/engine.hpp"', '"reference.hpp"', "<gtest/gtest.h>"),
+    (
+        "tests/conformance/all_test.cpp",
+        '"host/throughput/engine.hpp"',
+        '"reference.hpp"',
+        "<gtest/gtest.h>",
+    ),
 ]
 
 
@@ -65,6 +94,16 @@ def test_right_arrows_pass(house: Path, case: tuple[str, ...]) -> None:
 
 
 WRONG = [
+    ("src/base/text.cpp", '"core/plan.hpp"'),
+    ("src/cuda/runtime/event.cpp", '"cuda/throughput/engine.hpp"'),
+    ("src/cuda/throughput/monitor.cpp", '"cuda/latency/engine.hpp"'),
+    ("src/cuda/throughput/create.cpp", '"cuda/kernels/latency/view.hpp"'),
+    ("src/cuda/latency/engine.cpp", '"cuda/latency/proxy/proxy.hpp"'),
+    ("src/cuda/kernels/base/entry.cuh", '"cuda/kernels/latency/view.hpp"'),
+    ("src/cuda/kernels/base/entry_test.cpp", '"cuda/kernels/latency/view.hpp"'),
+    ("src/host/throughput/a.cpp", '"host/latency/engine.hpp"'),
+    ("src/host/a.cpp", "<vector>"),
+    ("src/cuda/attic/a.cpp", "<vector>"),
     ("include/ferry/group.hpp", '"core/plan.hpp"'),
     ("include/ferry/group.hpp", "<sys/mman.h>"),
     ("include/ferry/group.hpp", "<fmt/format.h>"),
@@ -73,24 +112,24 @@ WRONG = [
     ("src/core/plan.cpp", "<unistd.h>"),
     ("src/core/plan.cpp", "<thread>"),
     ("src/core/plan.cpp", "<gtest/gtest.h>"),
-    ("src/core/plan_test.cpp", '"host/engine.hpp"'),
+    ("src/core/plan_test.cpp", '"host/throughput/engine.hpp"'),
     ("src/protocol/swap.cpp", '"fabric/fabric.hpp"'),
     ("src/protocol/swap.cpp", "<sys/socket.h>"),
-    ("src/protocol/swap.cpp", '"host/engine.hpp"'),
-    ("src/fabric/local.cpp", '"host/engine.hpp"'),
+    ("src/protocol/swap.cpp", '"host/throughput/engine.hpp"'),
+    ("src/fabric/local.cpp", '"host/throughput/engine.hpp"'),
     ("src/bootstrap/tcp.cpp", '"fabric/fabric.hpp"'),
-    ("src/host/a.cpp", '"cuda/engine.hpp"'),
-    ("src/host/a.cpp", '"bootstrap/store.hpp"'),
-    ("src/host/a.cpp", '"api/group_impl.hpp"'),
-    ("src/cuda/a.cpp", '"host/engine.hpp"'),
-    ("src/host/a.cpp", "<cuda_runtime.h>"),
-    ("src/host/a.cpp", "<nanobind/nanobind.h>"),
-    ("src/api/a.cpp", '"ferry/run.hpp"'),
+    ("src/host/throughput/a.cpp", '"cuda/engine.hpp"'),
+    ("src/host/throughput/a.cpp", '"bootstrap/store.hpp"'),
+    ("src/host/throughput/a.cpp", '"api/group_impl.hpp"'),
+    ("src/cuda/a.cpp", '"host/throughput/engine.hpp"'),
+    ("src/host/throughput/a.cpp", "<cuda_runtime.h>"),
+    ("src/host/throughput/a.cpp", "<nanobind/nanobind.h>"),
+    ("src/api/a.cpp", '"run/run.hpp"'),
     ("tools/ferry/main.cpp", '"core/plan.hpp"'),
-    ("python/src/a.cpp", '"host/engine.hpp"'),
-    ("src/host/a.cpp", '"../core/plan.hpp"'),
-    ("src/host/a.cpp", '"core/no_such_file.hpp"'),
-    ("src/host/utils.hpp", "<vector>"),
+    ("python/src/a.cpp", '"host/throughput/engine.hpp"'),
+    ("src/host/throughput/a.cpp", '"../core/plan.hpp"'),
+    ("src/host/throughput/a.cpp", '"core/no_such_file.hpp"'),
+    ("src/host/runtime/utils.hpp", "<vector>"),
     ("src/common/a.hpp", "<vector>"),
 ]
 
@@ -105,3 +144,16 @@ def test_wrong_arrows_are_caught(house: Path, case: tuple[str, ...]) -> None:
 def test_pragma_once_is_asked_for(house: Path) -> None:
     (house / "src/core/naked.hpp").write_text("int x;\n")
     assert [fault.line for fault in check_includes.check(house)] == [1]
+
+
+def test_rooms_stand_in_order() -> None:
+    above: set[str] = set()
+    for room, allowed in check_includes.ROOMS.items():
+        assert allowed <= above, room
+        above.add(room)
+
+
+def test_every_room_is_there() -> None:
+    root = Path(check_includes.__file__).resolve().parents[2]
+    for room in check_includes.ROOMS:
+        assert any(file.is_file() for file in (root / room).iterdir()), room
