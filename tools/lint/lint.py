@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check_headers
 import check_includes
+import structure
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -96,11 +97,16 @@ def headers_alone() -> str:
     return "\n".join(check_headers.check(ROOT))
 
 
+def shape() -> str:
+    return "\n".join(structure.check(ROOT))
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "clang-format": cpp_format,
     "ruff check": lambda: run(BIN / "ruff", "check", "--quiet", "--output-format=concise", "."),
     "ruff format": python_format,
     "include arrows": include_arrows,
+    "structure": shape,
     "headers compile alone": headers_alone,
     "shell syntax": shell_syntax,
     "text hygiene": text_hygiene,
