@@ -3,13 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <cerrno>
 #include <functional>
 #include <string>
 #include <vector>
 
-#include "base/open_files.hpp"
-#include "base/text.hpp"
 #include "core/call.hpp"
 
 namespace ferry {
@@ -248,20 +245,6 @@ TEST(Check, LayoutsOfRefusedDispatchesAreForgotten) {
   EXPECT_EQ(layouts.all(), std::vector{few});
 }
 
-TEST(Text, OfAnotherRankIsOneLineOfBoundedLength) {
-  EXPECT_EQ(printable("a\nb\tc\x7f", 100), "a b c ");
-  EXPECT_EQ(printable("0 … 5", 4), "0 ");  // not in the middle of a character
-  EXPECT_EQ(printable("0 … 5", 5), "0 …");
-  EXPECT_EQ(printable(std::string(5000, 'x'), 300).size(), 300u);
-}
-
-TEST(Text, SecondsAreExact) {
-  using namespace std::chrono_literals;
-  EXPECT_EQ(exact_seconds(1500ms), "1.5 s");
-  EXPECT_EQ(exact_seconds(60s), "60 s");
-  EXPECT_NE(exact_seconds(24h), exact_seconds(24h - 1ns));
-}
-
 TEST(CallWord, SurvivesTheWire) {
   for (const CallWord& word : {CallWord{}, CallWord{CallKind::barrier, 0},
                                CallWord{CallKind::latency_dispatch, 0xffffffff}}) {
@@ -274,17 +257,6 @@ TEST(CallWord, SurvivesTheWire) {
                            "latency dispatch", "latency combine"}) {
     EXPECT_STREQ(name_of(call_named(name)), name);
   }
-}
-
-TEST(OpenFiles, TheTextSaysTheLimitAndWhatToDo) {
-  EXPECT_TRUE(too_many_files(EMFILE));
-  EXPECT_TRUE(too_many_files(ENFILE));
-  EXPECT_FALSE(too_many_files(ENOENT));
-  EXPECT_NE(error_text(EMFILE, 96).find("too many open files"), std::string::npos);
-  EXPECT_NE(error_text(EMFILE, 96).find("may have 96;"), std::string::npos);
-  EXPECT_NE(error_text(EMFILE, 96).find("ulimit -n"), std::string::npos);
-  EXPECT_NE(error_text(ENFILE, 96).find("this machine"), std::string::npos);
-  EXPECT_EQ(error_text(ENOENT, 96).find("limit"), std::string::npos);
 }
 
 }  // namespace
