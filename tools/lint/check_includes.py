@@ -134,7 +134,7 @@ OUTSIDE = (
     (
         "the limits of the process",
         re.compile(r"^sys/resource\.h$"),
-        ("src/base", "src/core", "src/fabric", "src/bootstrap", "tools"),
+        ("src/base", "src/fabric", "src/bootstrap", "tools"),
     ),
     (
         "the operating system",
