@@ -6,7 +6,9 @@
 // there because a rank may end between two of its offers: then some have it and some have not.
 // Ranks whose attempts failed count rounds differently: whoever sees a later round joins that one,
 // also while it waits for answers. It may have answered offers of an attempt that had failed before
-// it came; those who made them offer again, and wait for it.
+// it came; those who made them offer again, and wait for it. But who succeeded and rejoins again
+// may have its next offer overtake its answer: so an offer says in which round its rank succeeded
+// last, and to those who are still in that round it is the answer.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +34,7 @@ struct RejoinTraits {
   using Await = AwaitTraits;
   static constexpr bool kAnswers = true;
   static constexpr bool kRounds = true;
+  static constexpr bool kSuccess = true;
   FERRY_FN static constexpr Generation newer(Generation mine, Generation theirs) {
     return std::max(mine, theirs);
   }
@@ -64,7 +67,8 @@ struct LaterOffer : PassedOn<W> {
   }
 };
 
-/// The rejoins of one rank. A word is round * 2^48 + generation: it grows with every round.
+/// The rejoins of one rank. A word is round * 2^48 + age * 2^44 + generation: it grows with every
+/// round. `age`, of an offer: how many rounds ago its rank succeeded; 0: long ago, or never.
 template <class Traits = RejoinTraits>
 class Rejoin {
  public:
@@ -91,7 +95,7 @@ class Rejoin {
       round_ = 1;
     }
     for (;;) {
-      publish(reach, layout_.offers, Channel::kOffer, used);
+      publish(reach, layout_.offers, Channel::kOffer, word(used) | age() << kGenerationBits);
       agreed = used;
       bool later = false;
       Status status = hear_offers(absent, watch, agreed, later);
@@ -99,9 +103,11 @@ class Rejoin {
       if (later) continue;
       if (!Traits::kAnswers) return {};
       if constexpr (requires { watch.all_arrived(); }) watch.all_arrived();
-      publish(reach, layout_.answers, Channel::kAnswer, agreed);
+      publish(reach, layout_.answers, Channel::kAnswer, word(agreed));
       status = hear_answers(absent, watch, agreed, later);
-      if (!later) return status;
+      if (later) continue;
+      if (status.ok()) succeeded_ = round_;
+      return status;
     }
   }
 
@@ -112,18 +118,30 @@ class Rejoin {
   }
 
  private:
-  static constexpr int kGenerationBits = 48;
-  static constexpr std::uint64_t round_of(std::uint64_t word) { return word >> kGenerationBits; }
+  static constexpr int kGenerationBits = 44;
+  static constexpr int kRoundBegin = 48;
+  static constexpr std::uint64_t kAges = 1ull << (kRoundBegin - kGenerationBits);
+  static constexpr std::uint64_t round_of(std::uint64_t word) { return word >> kRoundBegin; }
   static constexpr Generation generation_of(std::uint64_t word) {
     return word & ((1ull << kGenerationBits) - 1);
   }
-  std::uint64_t word(Generation generation) const { return round_ << kGenerationBits | generation; }
+  std::uint64_t word(Generation generation) const { return round_ << kRoundBegin | generation; }
+  std::uint64_t age() const {
+    const bool known = Traits::kSuccess && succeeded_ != 0 && round_ - succeeded_ < kAges;
+    return known ? round_ - succeeded_ : 0;
+  }
+  /// Whether the rank of this offer succeeded in the round in which this rank still is. Then it had
+  /// this rank's answer, and its own was the same.
+  bool succeeded_here(std::uint64_t offer) const {
+    const std::uint64_t age = (offer >> kGenerationBits) % kAges;
+    return age != 0 && round_of(offer) - age == round_;
+  }
 
   template <class R>
-  void publish(R& reach, const FlagLayout& row, Channel channel, Generation generation) const {
+  void publish(R& reach, const FlagLayout& row, Channel channel, std::uint64_t word) const {
     for (int i = 0; i < row.ranks; ++i) {
-      reach.publish((self_ + i) % row.ranks, Signal{row.place(self_), word(generation),
-                                                    make_tag(channel, word(generation)), 0});
+      reach.publish((self_ + i) % row.ranks,
+                    Signal{row.place(self_), word, make_tag(channel, word), 0});
     }
   }
 
@@ -144,9 +162,11 @@ class Rejoin {
   template <class W>
   Status hear_answers(RankSet absent, W& watch, Generation agreed, bool& later) {
     for (int peer = 0; peer < answers_.ranks; ++peer) {
-      LaterOffer<W> watch_of{{watch}, offers_[peer], (round_ + 1) << kGenerationBits};
+      LaterOffer<W> watch_of{{watch}, offers_[peer], (round_ + 1) << kRoundBegin};
       Status status = hear(answers_, peer, absent, watch_of);
       if (watch_of.seen != 0 && !status.ok()) {
+        // acquire: in place of the answer's.
+        if (succeeded_here(offers_[peer].load(order::acquire))) continue;
         later = joins(watch_of.seen);
         return {};
       }
@@ -183,6 +203,7 @@ class Rejoin {
   FlagRow offers_;
   FlagRow answers_;
   std::uint64_t round_ = 0;
+  std::uint64_t succeeded_ = 0;  ///< the last round in which it did; 0: none yet
 };
 
 }  // namespace ferry::protocol
