@@ -1,4 +1,5 @@
 // Latency mode with masks: who is left out, what the others get, and how ranks come back.
+#include <barrier>
 #include <optional>
 #include <vector>
 
