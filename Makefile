@@ -28,6 +28,7 @@ export CXX
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
 export CCACHE_NOHASHDIR := 1
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 
 PYTHON_VENV := .venv/bin/python
 # What the Python package is made of: when one is newer than the stamp, it is built anew.
