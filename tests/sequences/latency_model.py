@@ -28,7 +28,6 @@ def exchange(model: Model, step: Step) -> Calls:
     require(DTYPES[step["dtype"]].itemsize * step["hidden"] % 16 == 0)
     everybody = set(range(model.ranks))
     made = Exchange(**size, cells=[everybody], asleep=set(), generation=[0] * model.ranks)
-    made.heard = everybody
     made.keeps = [(set(), set()) for _ in range(model.ranks)]
     model.exchanges[step["as"]] = made
     return [Call("exchange", dict(size), name=step["as"]) for _ in range(model.ranks)]
@@ -53,7 +52,6 @@ def dispatch(model: Model, step: Step) -> Calls:
         result.keep(rank)
         expected = Call("receive", {}, (), shapes(model, on, step, rank), arrived(result, rank))
         result.settle(call, rank, expected)
-        result.hear(rank)
         if on.masks and not model.gone and rank not in step["hooks"]:
             call.given["masked"] = [peer not in on.cell(rank) for peer in range(model.ranks)]
     if refused:
@@ -191,8 +189,6 @@ def receive(model: Model, step: Step) -> Calls:
         else:
             call.shapes, call.parts = result.later[rank].shapes, result.later[rank].parts
             result.received.add(rank)
-            if isinstance(result, Dispatched):
-                result.hear(rank)
-            else:  # a combine lets go of the buffer
+            if not isinstance(result, Dispatched):  # a combine lets go of the buffer
                 result.release(rank)
     return calls

@@ -27,9 +27,7 @@ class Exchange:
     generation: list[int]
     base: int = 0  # results up to here are of before a rejoin
     moved: bool = False  # masks were set since then: which buffer is next after a rejoin is open
-    # Ranks that know that all others have come back from the last rejoin. A rank that rejoins again
-    # sooner may take others along that have not.
-    heard: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)  # who had left when masks were set
     # Of each rank, for even and odd generations: names of what keeps a buffer.
     keeps: list[tuple[set[str], set[str]]] = field(default_factory=list)
 
@@ -78,11 +76,6 @@ class Dispatched(Result):
     @property
     def routing(self) -> Routing:
         return self.rows.routing
-
-    def hear(self, rank: int) -> None:
-        """Its rows came from all, so all have come back from the last rejoin."""
-        if rank in self.received and len(self.on.cells) == 1:
-            self.on.heard.add(rank)
 
     def by_rank(self, rank: int) -> bool:
         return bool(self.step["orders"][rank] == "rank_major")

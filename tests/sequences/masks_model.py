@@ -17,7 +17,8 @@ def split(model: Model, step: Step) -> Calls:
     require(len(cells) > 1 and set.union(*cells) == set(model.here))
     require(all(asleep.isdisjoint(cell) or cell <= asleep for cell in cells))
     require(asleep != set(model.here))
-    on.cells, on.asleep, on.moved, on.heard = cells, asleep, True, set(model.here)
+    on.cells, on.asleep, on.gone = cells, asleep, set(model.gone)
+    on.moved = True
     calls: Calls = [Call("meet") for _ in range(model.ranks)]
     for rank in model.here:
         others = [] if rank in asleep else [r for r in model.here if r not in on.cell(rank)]
@@ -26,10 +27,11 @@ def split(model: Model, step: Step) -> Calls:
 
 
 def clear(model: Model, step: Step) -> Calls:
-    """All take their masks back: of ranks that made as many dispatches."""
+    """All take their masks back: of ranks that made as many dispatches. Who left meanwhile does not
+    take back its own, and to whom it said so must rejoin."""
     on: Exchange = model.exchanges[step["on"]]
     require(on.masks and len(on.cells) > 1 and not unsettled(model, on))
-    require(len({on.generation[r] for r in model.here}) == 1)
+    require(len({on.generation[r] for r in model.here}) == 1 and on.gone == model.gone)
     on.cells, on.asleep = [set(model.here)], set()
     return [
         Call("clear", {"on": step["on"]}) if rank in model.here else Call("meet")
@@ -42,14 +44,13 @@ def rejoin(model: Model, step: Step) -> Calls:
     ranks = model.here
     require(on.masks or not model.gone)
     require(not (on.moved and any(even or odd for even, odd in on.keeps)))
-    require(not on.masks or set(ranks) <= on.heard)
     calls = [
         Call("rejoin", {"on": step["on"]}, () if on.masks else REFUSED) for _ in range(model.ranks)
     ]
     if on.masks:
         on.base = max(on.generation[rank] for rank in ranks)
         on.generation = [on.base] * model.ranks
-        on.cells, on.asleep, on.moved, on.heard = [set(ranks)], set(), False, set()
+        on.cells, on.asleep, on.moved = [set(ranks)], set(), False
     return [call if rank in ranks else None for rank, call in enumerate(calls)]
 
 
@@ -64,5 +65,4 @@ def leave(model: Model, step: Step) -> Calls:
     for on in model.exchanges.values():
         on.cells = [cell - {rank} for cell in on.cells if cell - {rank}]
         on.asleep -= {rank}
-        on.heard = set(model.here)
     return [Call("leave", {"rank": rank}) for _ in range(model.ranks)]

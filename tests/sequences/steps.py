@@ -29,8 +29,6 @@ def drop(model: Model, step: Step) -> Calls:
 
 def barrier(model: Model, step: Step) -> Calls:
     require(not model.gone)
-    for on in model.exchanges.values():
-        on.heard = set(model.here)
     return [Call("barrier") for _ in range(model.ranks)]
 
 

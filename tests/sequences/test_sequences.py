@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from sequences.run import Runner
 from sequences.shrink import Shrinker
 from sequences.steps import meaning
 
-SEED = 20261
+SEED = int(os.environ.get("FERRY_TEST_SEED", "20261"))
 DEADLINE = 30.0  # seconds; nothing waits for it but what fails
 
 
@@ -34,11 +35,13 @@ def run(processes: bool, seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # one that fails is run many times more
 def test_ranks_that_are_threads() -> None:
     run(processes=False, seconds=40)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # one that fails is run many times more
 def test_ranks_that_are_processes() -> None:
     run(processes=True, seconds=20)
 
