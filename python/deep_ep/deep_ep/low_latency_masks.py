@@ -89,10 +89,14 @@ class Masks:
             self._take_back(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """mask_status: i32 [R], becomes 1 for masked ranks and 0 for the others."""
+        """mask_status: i32 [R], becomes 1 for masked ranks and 0 for the others.
+
+        On a GPU it waits for the calls on the current stream, which may mask ranks."""
         call = "low_latency_query_mask_buffer"
         self._require_shrink(call)
         check_tensor(call, "mask_status", mask_status, (torch.int32,), (self.group_size,))
+        if mask_status.is_cuda:
+            torch.cuda.current_stream(mask_status.device).synchronize()
         masked = set(self._masked())
         status = [int(rank in masked) for rank in range(self.group_size)]
         mask_status.copy_(torch.tensor(status, dtype=torch.int32, device="cpu"))

@@ -79,19 +79,21 @@ class Prefill:
         )
         self.rows, self.row_ids, self.row_weights, self.counts, self.handle, self.event = got
 
-    def combine(self, previous: Any, later: bool) -> None:
+    def combine(self, later: bool) -> None:
         if later:
             self.event.current_stream_wait()
         rows = restored(*self.rows) if isinstance(self.rows, tuple) else self.rows
         assert torch.equal(rows.cpu(), self.case.received_rows(self.rank, self.sent))
         assert self.counts == self.case.counts(self.rank, ALIGNMENT)
         first = self.case.local(self.rank).start
+        answer = expert_rows(rows, self.row_ids, self.row_weights, first)
+        previous = self.buffer.capture() if later else None  # behind the experts
         self.y, _, self.event = self.buffer.combine(
-            expert_rows(rows, self.row_ids, self.row_weights, first),
+            answer,
             self.handle,
             async_finish=later,
             previous_event=previous,
-            allocate_on_comm_stream=previous is not None and later,
+            allocate_on_comm_stream=later,
         )
 
     def end(self, later: bool) -> None:
@@ -155,7 +157,7 @@ def prefill_then_decode(first: deep_ep.Buffer, device: str) -> None:
                 for batch in batches:
                     batch.dispatch(buffer.capture() if later else None, later)
                 for batch in batches:
-                    batch.combine(buffer.capture() if later else None, later)
+                    batch.combine(later)
                 for batch in batches:
                     batch.end(later)
         buffer.clean_low_latency_buffer(CAPACITY, HIDDEN, EXPERTS)
