@@ -82,7 +82,11 @@ struct Rejoining {
       const std::uint64_t word = load_acquire(line);
       if (round_of(word) >= round) return word;
       const std::uint64_t offer = load_acquire(offers);
-      if (round_of(offer) > round) return offer;
+      if (round_of(offer) > round) {
+        // Inside a domain a rank that succeeded wrote its word of this round before that offer.
+        const std::uint64_t before = load_acquire(line);
+        return round_of(before) >= round ? before : offer;
+      }
       Reason reason;
       const bool over = patience.over(v.group, reason);
       if (patience.looks % Patience::kLooksPerCheck != 0) continue;
