@@ -94,6 +94,9 @@ def view(
         if value.requires_grad and place is not None and torch.is_grad_enabled():
             _refuse_gradient(name)
         plain, dtype = _plain_torch(torch, name, value, dtype, writable)
+        if writable and not value.is_inference():
+            # Autograd refuses to go backward through what it saved and this call writes over.
+            torch.autograd.graph.increment_version(value)
         if value.device.type == "cuda":
             ordered = place is not None and place.ordered
             return _gpu_view(torch, name, plain, dtype, expected, ordered), TORCH

@@ -100,6 +100,30 @@ def test_a_gradient_is_not_dropped_without_a_word(name: str) -> None:
     run_ranks(1, body)
 
 
+WRITES: dict[str, Call] = {
+    "dispatch: out": lambda e, t: e.group.dispatch(e.x, e.plan, out=t),
+    "combine: out": lambda e, t: e.combine(e.x, out=t),
+    "latency combine: out": lambda e, t: e.low(out=t),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_autograd_notices_that_what_it_saved_is_written_over(name: str) -> None:
+    def body(group: ferry.Group) -> None:
+        env = Env(group)
+        factor = torch.ones(TOKENS, HIDDEN, requires_grad=True)
+        loss = (factor * env.out).sum()
+        WRITES[name](env, env.out.view(TOKENS, HIDDEN))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            uncounted = torch.empty(TOKENS, HIDDEN)
+            WRITES[name](env, uncounted)
+        WRITES[name](env, uncounted)
+
+    run_ranks(1, body)
+
+
 def test_looking_where_a_tensor_lies_needs_no_gradient() -> None:
     def body(group: ferry.Group) -> None:
         made = group.empty((4, 16), torch.float32).zero_().requires_grad_()
