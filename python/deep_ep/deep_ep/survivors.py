@@ -134,10 +134,13 @@ class Members:
 
 def moved(rows: Tensor, ranges: Tensor, there: Tensor, places: int) -> Tensor:
     """Rows [L, N, H] that lie as `ranges` i64 [L, R] says, as they lie in `there`, [L, places, H],
-    which a later dispatch of the same routes made, when some ranks were gone."""
+    which a later dispatch of the same routes made, when some ranks were gone or had been taken
+    back. The latter have no rows here: what answers theirs is 0."""
     ends = (there & 0xFFFFFFFF).cumsum(1)
     shift = (ranges - there) >> 32
     place = torch.arange(places, device=rows.device).repeat(rows.shape[0], 1)
     source = torch.searchsorted(ends, place, right=True).clamp(max=ends.shape[1] - 1)
     place = (place + shift.gather(1, source)).clamp(0, rows.shape[1] - 1)
-    return rows.gather(1, place[:, :, None].expand(-1, -1, rows.shape[2]))
+    result = rows.gather(1, place[:, :, None].expand(-1, -1, rows.shape[2]))
+    none_here = ((ranges & 0xFFFFFFFF) == 0).gather(1, source)
+    return result.masked_fill_(none_here[:, :, None], 0)

@@ -119,6 +119,30 @@ def test_a_rank_leaves_between_dispatch_and_combines(before: bool, end: str) -> 
     run(body, ranks=4)
 
 
+@pytest.mark.parametrize("further", [1, 2])
+def test_a_handle_serves_after_ranks_are_taken_back(further: int) -> None:
+    """Ranks that were masked when it was made have no rows in it, and count as zero."""
+    case = Case(39, [5, 4, 6, 3], 8)
+
+    def body(buffer: Any) -> None:
+        half, others = ([0, 1], [2, 3]) if buffer.rank < 2 else ([2, 3], [0, 1])
+        step(buffer, case, [0, 1, 2, 3], combines=2)
+        buffer.group.allgather(None)
+        for other in others:
+            buffer.low_latency_update_mask_buffer(other, True)
+        rows, _, handle = dispatch(buffer, case, use_fp8=False)
+        answer = experts(buffer, case, rows)
+        buffer.group.allgather(None)
+        for other in others:
+            buffer.low_latency_update_mask_buffer(other, False)
+        buffer.group.allgather(None)
+        for _ in range(1 + further):
+            got = combine(buffer, case, answer, handle)
+            assert torch.equal(got.double(), mask_bodies.among(case, buffer.rank, half))
+
+    run(body, ranks=4)
+
+
 @pytest.mark.parametrize("leave", ["destroy", "masked"])
 def test_a_rank_never_comes(leave: str) -> None:
     """The others make their buffers without it: it has left, or they have masked it."""
