@@ -270,7 +270,7 @@ class LowLatency(Masks):
             dtype=shape.dtype,
             masks=self.enable_shrink,
         )
-        made = Rounds(group, exchange, shape, members)
+        made = Rounds(group, exchange, shape, members, own_ranges=self.enable_shrink)
         self._begin_masks(made)
         return made
 

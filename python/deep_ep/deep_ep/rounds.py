@@ -119,9 +119,13 @@ class Rounds:
         exchange: ferry.LatencyExchange,
         shape: Shape,
         members: Members | None = None,
+        own_ranges: bool = False,
     ) -> None:
+        """own_ranges: those of a dispatch are its own for good, as a further combine of its handle
+        asks them where its rows lie; else they may lie in a buffer that later dispatches take."""
         self.group = group
         self.members = members
+        self._own_ranges = own_ranges or members is not None
         self.shape = shape
         self.exchange = exchange
         self.local_experts = group.local_experts
@@ -144,17 +148,18 @@ class Rounds:
             x, topk_idx, format=wire.format, scale_format=wire.scale_format, **options
         )
         parts, arrived = self._parts(received, wire), counted
-        if members is not None:
+        if self._own_ranges:
             among = parts.ranges
-            with on():
-                ranges = members.spread(among)
+            ranks = self.group.size if members is None else members.size
+            with on(), torch.inference_mode(False):  # the hook may be called in another mode
+                ranges = among.new_empty(among.shape[0], ranks)
             if ranges.is_cuda:
                 ranges.record_stream(torch.cuda.current_stream(ranges.device))
             parts = parts._replace(ranges=ranges)
 
             def arrived() -> None:
                 with on():
-                    ranges.copy_(members.spread(among))
+                    ranges.copy_(among if members is None else members.spread(among))
                 counted()
 
         made = self._rounds[turn] = Round(received, turn, parts, arrived)
@@ -182,7 +187,7 @@ class Rounds:
     def _on(self, options: dict[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
         """Around torch's own work for a call, now and in its hook: the stream of the call."""
         stream = options.get("stream")
-        if self.members is None or self.shape.device.type != "cuda":
+        if not self._own_ranges or self.shape.device.type != "cuda":
             return nullcontext
         if stream is None:
             stream = torch.cuda.current_stream(self.shape.device)

@@ -13,6 +13,7 @@ from low_latency_bodies import combine, dispatch, experts
 from rank_buffers import run_buffers
 from replays import Case
 
+from deep_ep.rounds import Rounds
 from deep_ep.survivors import Members
 
 EXPERTS = 6
@@ -115,6 +116,61 @@ def test_a_rank_leaves_between_dispatch_and_combines(before: bool, end: str) -> 
             got = combine(buffer, case, answer, handle, end=end, zero_copy=zero_copy)
             expected = mask_bodies.among(case, buffer.rank, [0, 2, 3])
             assert torch.equal(got.double(), expected)
+
+    run(body, ranks=4)
+
+
+@pytest.mark.parametrize("left", [[0, 1, 2], [0, 2]])
+def test_a_hook_outside_inference_mode(left: list[int]) -> None:
+    case = Case(44, TOKENS, EXPERTS)
+
+    def body(buffer: Any) -> None:
+        if buffer.rank not in left:
+            buffer.destroy()
+            return
+        with torch.inference_mode():
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(
+                case.x[buffer.rank],
+                case.topk_idx[buffer.rank],
+                max(TOKENS),
+                EXPERTS,
+                use_fp8=False,
+                return_recv_hook=True,
+            )
+        hook()
+        got = combine(buffer, case, experts(buffer, case, rows), handle)
+        assert torch.equal(got.double(), mask_bodies.among(case, buffer.rank, left))
+
+    run(body)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_old_handle_keeps_its_ranges(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
+    """On GPUs they lie in a buffer that a later dispatch takes; here it is as if they did."""
+    parts_of, cases = Rounds._parts, [Case(seed, [5, 4, 6, 3], 8) for seed in (41, 42, 43)]
+    buffers: dict[tuple[Rounds, int], torch.Tensor] = {}
+
+    def in_a_buffer(self: Rounds, received: Any, wire: Any) -> Any:
+        parts = parts_of(self, received, wire)
+        ranges = buffers.setdefault((self, self._turn), torch.empty_like(parts.ranges))
+        ranges.copy_(parts.ranges)
+        return parts._replace(ranges=ranges)
+
+    monkeypatch.setattr(Rounds, "_parts", in_a_buffer)
+
+    def body(buffer: Any) -> None:
+        rows, _, handle = dispatch(buffer, cases[0], use_fp8=False)
+        answer = experts(buffer, cases[0], rows)
+        for case in cases[1:]:
+            step(buffer, case, [0, 1, 2, 3])
+        buffer.group.allgather(None)
+        if gone and buffer.rank == 1:
+            buffer.destroy()
+            return
+        for _ in range(2):
+            got = combine(buffer, cases[0], answer, handle)
+            there = [0, 2, 3] if gone else [0, 1, 2, 3]
+            assert torch.equal(got.double(), mask_bodies.among(cases[0], buffer.rank, there))
 
     run(body, ranks=4)
 
