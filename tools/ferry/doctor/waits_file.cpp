@@ -1,9 +1,10 @@
 // Reads the matrix of waits: text, JSON or .npy.
 #include <fmt/format.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -16,11 +17,15 @@ namespace ferry::cli {
 namespace {
 
 constexpr std::size_t kMostRanks = 4096;
+constexpr std::size_t kMostShown = 400;
+constexpr double kLongest = 9.3e18;  // what 64 bits hold
 constexpr std::string_view kNpyMagic = "\x93NUMPY";
 
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
+  std::string shown = what.substr(0, kMostShown);  // parts of the file: nothing a terminal obeys
+  std::ranges::replace_if(shown, [](unsigned char c) { return c < ' ' || c == 127; }, '?');
   throw std::runtime_error(fmt::format(
-      "{}: {}; expected waits in nanoseconds, a row for each waiting rank", name, what));
+      "{}: {}; expected waits in nanoseconds, a row for each waiting rank", name, shown));
 }
 
 WaitMatrix parse_text(const std::string& name, const std::string& content) {
@@ -78,12 +83,13 @@ WaitMatrix parse_npy(const std::string& name, const std::string& content) {
   const std::string header = content.substr(start, length);
   const std::string dtype = npy_value(header, "descr", ',');
   std::string shape = npy_value(header, "shape", ')');
+  const bool negative = shape.find('-') != std::string::npos;
   for (char& c : shape) c = c >= '0' && c <= '9' ? c : ' ';
   std::istringstream extents(shape);
   std::vector<std::size_t> sizes;
   for (std::size_t size = 0; extents >> size;) sizes.push_back(size);
   const bool known = dtype == "'<i8'," || dtype == "'<u8'," || dtype == "'<f8',";
-  if (!known || sizes.empty() || sizes.size() > 2 ||
+  if (!known || negative || sizes.empty() || sizes.size() > 2 ||
       header.find("'fortran_order': False") == std::string::npos) {
     refuse(name, "a .npy file of another kind (" + header.substr(0, 80) + ")");
   }
@@ -99,7 +105,8 @@ WaitMatrix parse_npy(const std::string& name, const std::string& content) {
       std::int64_t number = 0;
       std::memcpy(&number, at, sizeof(number));
       std::memcpy(&value, at, sizeof(value));
-      if (dtype[2] != 'f') value = static_cast<double>(number);
+      if (dtype[2] == 'i') value = static_cast<double>(number);
+      if (dtype[2] == 'u') value = static_cast<double>(static_cast<std::uint64_t>(number));
       at += sizeof(number);
     }
   }
@@ -118,6 +125,9 @@ WaitMatrix parse_waits(const std::string& name, const std::string& content) {
 WaitMatrix read_waits(const std::vector<std::string>& files) {
   WaitMatrix waits;
   for (const std::string& file : files) {
+    std::error_code unknown;
+    if (std::filesystem::is_directory(file, unknown)) refuse(file, "a directory");
+    if (std::filesystem::is_character_file(file, unknown)) refuse(file, "a device");
     std::ifstream stream(file, std::ios::binary);
     if (!stream) throw std::runtime_error(fmt::format("{}: cannot be read", file));
     const std::string content{std::istreambuf_iterator<char>(stream), {}};
@@ -136,7 +146,7 @@ WaitMatrix read_waits(const std::vector<std::string>& files) {
       refuse(name, fmt::format("{} rows, but one of {} values", waits.size(), row.size()));
     }
     for (const double value : row) {
-      if (!std::isfinite(value) || value < 0) refuse(name, fmt::format("a wait of {}", value));
+      if (!(value >= 0 && value <= kLongest)) refuse(name, fmt::format("a wait of {}", value));
     }
   }
   return waits;

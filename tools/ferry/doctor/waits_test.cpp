@@ -161,7 +161,15 @@ TEST(WaitsFile, TextJsonAndNumpy) {
   EXPECT_THROW(parse_waits("a.npy", file.substr(0, 11)), std::runtime_error);
   EXPECT_THROW(parse_waits("a.npy", npy("<i8", "(99999999999, 2)")), std::runtime_error);
   EXPECT_THROW(parse_waits("a.npy", npy("<f4", "(0, 0)")), std::runtime_error);
+  EXPECT_THROW(parse_waits("a.npy", npy("<i8", "(-2, 1)") + std::string(16, 0)),
+               std::runtime_error);
   EXPECT_THROW(parse_waits("a", "1 two"), std::runtime_error);
+  try {
+    parse_waits("a", "1 \033[2J\a");
+    ADD_FAILURE() << "not refused";
+  } catch (const std::runtime_error& error) {
+    EXPECT_EQ(std::string(error.what()).find_first_of("\033\a"), std::string::npos);
+  }
   EXPECT_THROW(parse_waits("a", "[[1, \"two\"]]"), std::runtime_error);
 }
 
@@ -179,6 +187,8 @@ TEST(WaitsFile, OneFileOrOneForEachRank) {
   EXPECT_THROW(read_waits({whole, second}), std::runtime_error);
   EXPECT_THROW(read_waits({odd}), std::runtime_error);
   EXPECT_THROW(read_waits({write("minus", "0 -5\n7 1\n")}), std::runtime_error);
+  EXPECT_THROW(read_waits({write("long", "0 1e308\n7 1\n")}), std::runtime_error);
+  EXPECT_THROW(read_waits({"/dev/zero"}), std::runtime_error);
   EXPECT_THROW(read_waits({write("empty", "")}), std::runtime_error);
   EXPECT_THROW(read_waits({base + "none"}), std::runtime_error);
 }
