@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from ferry.errors import InvalidArgument
+from ferry.errors import InvalidArgumentError
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ def describe(value: object) -> str:
 
 
 def refuse(name: str, got: str, expected: str) -> NoReturn:
-    """Raise InvalidArgument in the words that all of Ferry uses."""
-    raise InvalidArgument(f"{name}: got {got}; expected {expected}")
+    """Raise InvalidArgumentError in the words that all of Ferry uses."""
+    raise InvalidArgumentError(f"{name}: got {got}; expected {expected}")
 
 
 def integer(name: str, value: Any, low: int = 0, high: int = INT64_MAX) -> int:

@@ -42,74 +42,74 @@ class Error(RuntimeError):
         self.seen = seen
 
 
-class InvalidArgument(Error, ValueError):  # noqa: N818
+class InvalidArgumentError(Error, ValueError):
     """An argument was refused before anything moved."""
 
     kind = "invalid argument"
 
 
-class Mismatch(Error):  # noqa: N818
+class MismatchError(Error):
     """Ranks disagree: configuration, call, dtype or sizes."""
 
     kind = "mismatch"
 
 
-class DeadlineExceeded(Error, TimeoutError):  # noqa: N818
+class DeadlineExceededError(Error, TimeoutError):
     """A wait reached its deadline."""
 
     kind = "deadline"
 
 
-class PeerFailed(Error):  # noqa: N818
+class PeerFailedError(Error):
     """A rank died or reported a failure; `peer` names it."""
 
     kind = "peer failed"
 
 
-class PeerLeft(Error):  # noqa: N818
+class PeerLeftError(Error):
     """A rank destroyed its group while others still exchange."""
 
     kind = "peer left"
 
 
-class LeftBehind(Error):  # noqa: N818
+class EvictedError(Error):
     """Latency mode with masks: the peers masked this rank and went on; `LatencyExchange.rejoin`."""
 
     kind = "left behind"
 
 
-class Refused(Error):  # noqa: N818
+class RefusedError(Error):
     """The bootstrap turned this process away: secret, version, size, or the rank is taken."""
 
     kind = "refused"
 
 
-class Interrupted(Error):  # noqa: N818
+class WaitInterruptedError(Error):
     """A wait was asked to stop, e.g. because its stream was dropped. Ctrl-C is KeyboardInterrupt,
     not this."""
 
     kind = "interrupted"
 
 
-class Destroyed(Error):  # noqa: N818
+class DestroyedError(Error):
     """Use after destroy."""
 
     kind = "destroyed"
 
 
-class Exhausted(Error):  # noqa: N818
+class ExhaustedError(Error):
     """No room: memory, capacity, live results."""
 
     kind = "exhausted"
 
 
-class Unsupported(Error):  # noqa: N818
+class UnsupportedError(Error):
     """Not built, or not possible on this machine."""
 
     kind = "unsupported"
 
 
-class SystemFailure(Error):  # noqa: N818
+class SystemCallError(Error):
     """The operating system refused a call."""
 
     kind = "system"
@@ -118,18 +118,18 @@ class SystemFailure(Error):  # noqa: N818
 _CLASSES: dict[str, type[Error]] = {
     cls.kind: cls
     for cls in (
-        InvalidArgument,
-        Mismatch,
-        DeadlineExceeded,
-        PeerFailed,
-        PeerLeft,
-        LeftBehind,
-        Refused,
-        Interrupted,
-        Destroyed,
-        Exhausted,
-        Unsupported,
-        SystemFailure,
+        InvalidArgumentError,
+        MismatchError,
+        DeadlineExceededError,
+        PeerFailedError,
+        PeerLeftError,
+        EvictedError,
+        RefusedError,
+        WaitInterruptedError,
+        DestroyedError,
+        ExhaustedError,
+        UnsupportedError,
+        SystemCallError,
     )
 }
 

@@ -72,12 +72,12 @@ class Group:
     exchanges take two groups. A group that failed stays failed: every later call raises.
 
     Making a group is collective. The arguments must be the same on all ranks, or creation raises
-    `Mismatch` naming the rank and the field that differ.
+    `MismatchError` naming the rank and the field that differ.
 
     Args:
         bootstrap: how the ranks find each other: `threads`, `tcp`, `from_environment`, ...
         experts: in the whole group; contiguous blocks, the first E mod R ranks hold one more.
-        deadline: seconds, of every wait. What is late raises `DeadlineExceeded`.
+        deadline: seconds, of every wait. What is late raises `DeadlineExceededError`.
         memory_bytes: registered at creation for receive tensors; grows by agreement.
         fabric: "automatic", "local" (threads), "shm" (processes of one host), "ofi" (any hosts, by
             libfabric; FERRY_HOST names this rank's address there), "sim" (adversarial, for tests).
@@ -250,7 +250,7 @@ class Group:
                 each slot, in blocks of ascending local expert.
             alignment: expert-major: every expert's rows padded with zero rows to a multiple.
             worst_case_rows: > 0: the output has this many rows whatever arrives, so nothing waits
-                for the count. More arrivals raise `Exhausted`.
+                for the count. More arrivals raise `ExhaustedError`.
             out: the caller's own output [rows, H] instead of registered memory: one copy more. Of
                 the dtype that arrives.
             dtype: of x, where its array cannot say it ("bf16" beside uint16, ...).
@@ -352,7 +352,7 @@ class Group:
         shape: one to three extents. dtype: "f32", "bf16", ... or a dtype of NumPy or torch. like:
         "numpy", "torch" or an array: what comes back; None: torch for a dtype of torch or on a GPU,
         else NumPy.
-        Raises `Exhausted` when the free registered memory does not hold it.
+        Raises `ExhaustedError` when the free registered memory does not hold it.
         """
         of_torch = like is None and is_torch_dtype(dtype)
         chosen = TORCH if of_torch else like_of("empty: like", like, self._gpu)
@@ -383,7 +383,7 @@ class Group:
         dropped, the memory is not used again before what is on the stream now has ended.
 
         pointer: an array, or an address in it. stream: as for dispatch; None: torch's current one.
-        Raises `InvalidArgument` for memory that is not the group's. The host engine has nothing to
+        Raises `InvalidArgumentError` for memory that is not the group's. The host engine has nothing to
         do.
         """
         if self._gpu is None:
@@ -435,7 +435,7 @@ class Group:
 
     def destroy(self) -> None:
         """Leaves the group. Not collective, never waits for peers; those that still exchange get
-        `PeerLeft`. Later calls raise `Destroyed`. Arrays stay valid until they are dropped."""
+        `PeerLeftError`. Later calls raise `DestroyedError`. Arrays stay valid until they are dropped."""
         self._raw.destroy()
 
     def __enter__(self) -> Group:

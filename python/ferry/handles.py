@@ -7,7 +7,7 @@ import threading
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from ferry.errors import Destroyed
+from ferry.errors import DestroyedError
 
 _numbers = itertools.count(1)
 _alive: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -23,10 +23,12 @@ def register(thing: Any) -> int:
 
 
 def find(name: str, number: int, what: str, keep: str) -> Any:
-    """The thing with that number. Raises `Destroyed` when it is gone."""
+    """The thing with that number. Raises `DestroyedError` when it is gone."""
     thing = _alive.get(number)
     if thing is None:
-        raise Destroyed(f"{name}: got handle {number}, which names no {what} now; expected {keep}")
+        raise DestroyedError(
+            f"{name}: got handle {number}, which names no {what} now; expected {keep}"
+        )
     return thing
 
 

@@ -85,7 +85,7 @@ class LatencyReceived(Generic[ArrayT]):
 
     def receive(self) -> None:
         """With `hook=True`: receives; blocks, without a stream, until all rows arrived. Nothing is
-        written before, but rank-major rows. A second call raises `InvalidArgument`."""
+        written before, but rank-major rows. A second call raises `InvalidArgumentError`."""
         self._raw.receive()
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ class LatencyExchange:
             hook: only send; `receive()` of the result does the rest.
             stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
 
-        A third result alive raises `Exhausted` before anything moves.
+        A third result alive raises `ExhaustedError` before anything moves.
         """
         name = "latency dispatch"
         place = self._streams.place(name, stream, x)
@@ -281,8 +281,8 @@ class LatencyExchange:
         for it, and what it holds of a token is zero. Each rank decides for itself: by a missed
         deadline, the end of a process or of a rank's group, and by `set_mask`.
 
-        A rank that was masked by a peer that it has not masked itself gets `LeftBehind` from its
-        calls. Without `masks=True` this and what follows raises `InvalidArgument`.
+        A rank that was masked by a peer that it has not masked itself gets `EvictedError` from its
+        calls. Without `masks=True` this and what follows raises `InvalidArgumentError`.
         """
         return self._raw.masked()
 
@@ -308,8 +308,8 @@ class LatencyExchange:
         """Collective of all ranks, those that go on and those that come back. Clears the masks, but
         of ranks whose process has ended or that destroyed their group.
 
-        A rank that does not come within the deadline: `DeadlineExceeded` that names it, and
-        `LeftBehind` from every other call until a rejoin succeeds. Results that are alive may still
+        A rank that does not come within the deadline: `DeadlineExceededError` that names it, and
+        `EvictedError` from every other call until a rejoin succeeds. Results that are alive may still
         be read, but neither received nor combined.
         """
         self._raw.rejoin()

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
-from ferry.errors import Unsupported
+from ferry.errors import UnsupportedError
 from ferry.tensors import Like, array
 
 ArrayT = TypeVar("ArrayT")
@@ -26,7 +26,7 @@ def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> st
                 words.append(f"{field} {dtype} {list(tensor.shape)}")
         if not raw.event.ready():
             words.append("under way")
-    except Unsupported:  # in a forked child
+    except UnsupportedError:  # in a forked child
         return f"<ferry.{name}, not usable>"
     return f"<ferry.{name}: {', '.join(words)}>"
 

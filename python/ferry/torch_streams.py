@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ferry.arguments import instance
-from ferry.errors import Destroyed, InvalidArgument
+from ferry.errors import DestroyedError, InvalidArgumentError
 from ferry.handles import groups
 
 
@@ -36,6 +36,9 @@ def record_with_group(address: int, device: str, stream: torch.cuda.Stream) -> b
         try:
             group.record_stream(address, stream)
             return True
-        except (InvalidArgument, Destroyed):  # not this group's memory, or nobody's to look after
+        except (
+            InvalidArgumentError,
+            DestroyedError,
+        ):  # not this group's memory, or nobody's to look after
             continue
     return False

@@ -29,7 +29,7 @@ void bind_plan(nb::module_& m) {
       m, "Plan", nb::is_weak_referenceable(),
       "Where every row goes and what arrives. Cheap to keep: it owns no registered memory and "
       "serves any\nnumber of dispatches and combines of its group, with any hidden size and dtype. "
-      "Raises `Destroyed`\nafter the group is destroyed.\n\n"
+      "Raises `DestroyedError`\nafter the group is destroyed.\n\n"
       "The methods block until the counts are known when the plan was made on a stream.")
       .def_prop_ro(
           "tokens", [](const HeldPlan& p) { return p->tokens(); }, "Tokens of this rank.")

@@ -146,7 +146,8 @@ void bind_stream(nb::module_& m) {
           [](std::uintptr_t handle, int device) { return new PythonStream(handle, device); },
           nb::arg("handle"), nb::arg("device"), nb::rv_policy::take_ownership,
           "The CUDA stream with this handle (a cudaStream_t as an integer, 0: the default stream) "
-          "on that\ndevice. It must outlive everything made or used on it. Raises `Unsupported` in "
+          "on that\ndevice. It must outlive everything made or used on it. Raises "
+          "`UnsupportedError` in "
           "a build without the\nCUDA engine.")
       .def_prop_ro(
           "device",

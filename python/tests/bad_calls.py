@@ -60,7 +60,7 @@ def f32(*shape: int) -> np.ndarray:
 
 
 def check(call: Call, env: Env, argument: str, got: str, expected: str) -> None:
-    with pytest.raises(ferry.InvalidArgument) as caught:
+    with pytest.raises(ferry.InvalidArgumentError) as caught:
         call(env)
     message = str(caught.value)
     name, _, rest = message.partition("got ")

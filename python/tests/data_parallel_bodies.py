@@ -178,7 +178,7 @@ def refuses_ddp(group: ferry.Group, name: str) -> None:
 
 def refused(wrap: Callable[[Model], object], model: Model) -> None:
     rank, size = model.moe.group.rank, model.moe.group.size
-    with pytest.raises(ferry.InvalidArgument) as caught:
+    with pytest.raises(ferry.InvalidArgumentError) as caught:
         wrap(model)
     message = str(caught.value)
     assert f"experts that rank {rank} of {size} alone has" in message, message

@@ -64,7 +64,7 @@ def same(got: torch.Tensor, expected: np.ndarray) -> None:
 def refused(words: str, call: Any, *arguments: Any, **more: Any) -> None:
     try:
         call(*arguments, **more)
-    except ferry.InvalidArgument as error:
+    except ferry.InvalidArgumentError as error:
         assert re.search(words, str(error)), f"expected '{words}' in: {error}"
     else:
         raise AssertionError(f"not refused: {words}")

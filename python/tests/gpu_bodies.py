@@ -56,7 +56,7 @@ def bad_routes(group: ferry.Group) -> None:
     plan = group.plan(torch.full_like(ids, EXPERTS) if group.rank == 0 else ids)
     try:
         plan.recv_rows()
-    except (ferry.InvalidArgument, ferry.PeerFailed) as error:
+    except (ferry.InvalidArgumentError, ferry.PeerFailedError) as error:
         assert "no expert" in str(error)
     else:
         raise AssertionError("a bad id was taken")

@@ -113,7 +113,7 @@ class RankProcesses:
         if failed:
             self.stop()
             # A rank that fails leaves; what the others say about that is not the cause.
-            failed.sort(key=lambda entry: entry[1] in ("PeerLeft", "PeerFailed", "Late"))
+            failed.sort(key=lambda entry: entry[1] in ("PeerLeftError", "PeerFailedError", "Late"))
             raise AssertionError("\n".join(f"rank {r}: {text}" for r, _, text in failed))
         return [what for _, what in answers]
 

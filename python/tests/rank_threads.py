@@ -27,7 +27,7 @@ def run_ranks(size: int, body: Callable[[ferry.Group], T], **config: Any) -> lis
         futures = [pool.submit(one, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception())]
     # A rank that fails leaves; what the others say about that is not the cause.
-    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeft, ferry.PeerFailed)))
+    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
     if errors:
         raise errors[0]
     return [future.result() for future in futures]

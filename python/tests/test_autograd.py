@@ -178,13 +178,15 @@ def test_numeric_gradient() -> None:
 def test_bad_arguments_are_named() -> None:
     def body(group: ferry.Group) -> None:
         plan = group.plan(torch.zeros(2, 1, dtype=torch.int64))
-        with pytest.raises(ferry.InvalidArgument, match=r"torch.dispatch: x: got .*ndarray"):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"torch.dispatch: x: got .*ndarray"):
             ft.dispatch(group, plan, np.ones((2, 16), np.float32))  # type: ignore[arg-type]
-        with pytest.raises(ferry.InvalidArgument, match=r"x: got dtype torch.float64; expected"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match=r"x: got dtype torch.float64; expected"
+        ):
             ft.dispatch(group, plan, torch.ones(2, 16, dtype=torch.float64))
-        with pytest.raises(ferry.InvalidArgument, match=r"torch.combine: plan: got None"):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"torch.combine: plan: got None"):
             ft.combine(group, None, torch.ones(2, 16))  # type: ignore[arg-type]
-        with pytest.raises(ferry.InvalidArgument, match="no initialised process group"):
+        with pytest.raises(ferry.InvalidArgumentError, match="no initialised process group"):
             ft.from_process_group()
 
     run_ranks(1, body)

@@ -255,9 +255,9 @@ def test_plan_of_another_group() -> None:
         env = Env(group)
         with ferry.Group(ferry.threads(1)[0], experts=EXPERTS) as other:
             stranger = other.plan(env.routes)
-            with pytest.raises(ferry.InvalidArgument, match="plan"):
+            with pytest.raises(ferry.InvalidArgumentError, match="plan"):
                 group.dispatch(env.x, stranger)
-            with pytest.raises(ferry.InvalidArgument, match="plan"):
+            with pytest.raises(ferry.InvalidArgumentError, match="plan"):
                 group.combine(env.x, stranger)
         env.check_it_works()
 
@@ -269,7 +269,7 @@ def test_expert_major_combine_before_any_dispatch() -> None:
         env = Env(group)
         fresh = group.plan(env.routes)
         rows = f32(fresh.expert_major_rows(), HIDDEN)
-        with pytest.raises(ferry.InvalidArgument, match="plan"):
+        with pytest.raises(ferry.InvalidArgumentError, match="plan"):
             group.combine(rows, fresh, order="expert_major")
         env.check_it_works()
 
@@ -279,7 +279,7 @@ def test_expert_major_combine_before_any_dispatch() -> None:
 def test_more_rows_than_the_worst_case() -> None:
     def body(group: ferry.Group) -> None:
         env = Env(group)
-        with pytest.raises(ferry.Exhausted, match="worst_case_rows"):
+        with pytest.raises(ferry.ExhaustedError, match="worst_case_rows"):
             group.dispatch(env.x, env.plan, worst_case_rows=3)
         env.check_it_works()
 
@@ -289,7 +289,7 @@ def test_more_rows_than_the_worst_case() -> None:
 def test_out_with_too_few_rows() -> None:
     def body(group: ferry.Group) -> None:
         env = Env(group)
-        with pytest.raises((ferry.InvalidArgument, ferry.Exhausted), match="out"):
+        with pytest.raises((ferry.InvalidArgumentError, ferry.ExhaustedError), match="out"):
             group.dispatch(env.x, env.plan, out=f32(3, HIDDEN))
         env.check_it_works()
 
@@ -299,7 +299,7 @@ def test_out_with_too_few_rows() -> None:
 def test_out_with_too_few_rows_on_one_rank_that_makes_its_plan() -> None:
     def body(group: ferry.Group) -> None:
         env = Env(group)
-        kind = ferry.InvalidArgument if group.rank == 0 else ferry.Exhausted
+        kind = ferry.InvalidArgumentError if group.rank == 0 else ferry.ExhaustedError
         with pytest.raises(kind, match="out"):
             group.dispatch(
                 env.x, topk_idx=env.routes, out=f32(3, HIDDEN) if group.rank == 0 else None
@@ -315,13 +315,13 @@ def test_ranks_that_disagree_about_a_call(what: str) -> None:
         other = group.rank == 1
         routes = np.zeros((4, 2 + (other and what == "topk")), I64)
         if what == "topk":
-            with pytest.raises(ferry.Mismatch, match="topk"):
+            with pytest.raises(ferry.MismatchError, match="topk"):
                 group.plan(routes)
             return
         plan = group.plan(routes)
         columns = 32 if other and what == "hidden" else 16
         x = np.ones((4, columns), np.float16 if other and what == "dtype" else np.float32)
-        with pytest.raises(ferry.Mismatch, match="rank"):
+        with pytest.raises(ferry.MismatchError, match="rank"):
             if what == "call" and other:
                 group.barrier()
             else:
@@ -352,7 +352,7 @@ def test_use_after_destroy() -> None:
             lambda: env.lat.dispatch(env.x, env.routes),  # noqa: B023
             lambda: ferry.LatencyExchange(group, capacity=1, hidden=16, topk=1),  # noqa: B023
         ):
-            with pytest.raises(ferry.Destroyed):
+            with pytest.raises(ferry.DestroyedError):
                 call()
         group.destroy()  # a second time is nothing
         assert (env.received.x == 1).all()

@@ -63,7 +63,7 @@ def test_ranks_that_disagree_about_the_configuration(field: str) -> None:
         config["fabric"] = "sim" if field == "sim_seed" else "local"
         if rank == 1:
             config[field] = other[field]
-        with pytest.raises(ferry.Mismatch, match=field) as caught:
+        with pytest.raises(ferry.MismatchError, match=field) as caught:
             ferry.Group(bootstraps[rank], **config)
         assert "rank 1" in str(caught.value)
 
@@ -72,13 +72,13 @@ def test_ranks_that_disagree_about_the_configuration(field: str) -> None:
 
 
 def test_errors_are_also_pythons_own() -> None:
-    assert issubclass(ferry.InvalidArgument, ValueError)
-    assert issubclass(ferry.DeadlineExceeded, TimeoutError)
+    assert issubclass(ferry.InvalidArgumentError, ValueError)
+    assert issubclass(ferry.DeadlineExceededError, TimeoutError)
     assert issubclass(ferry.Error, RuntimeError)
     bootstraps = ferry.threads(2)  # rank 1 never comes
     with pytest.raises(TimeoutError) as caught:
         ferry.Group(bootstraps[0], experts=4, deadline=0.2)
     error = caught.value
-    assert isinstance(error, ferry.DeadlineExceeded)
+    assert isinstance(error, ferry.DeadlineExceededError)
     assert (error.kind, error.rank, error.peer) == ("deadline", 0, 1)
     assert "rank 1" in str(error)

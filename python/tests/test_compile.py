@@ -56,24 +56,26 @@ def test_handles_that_name_nothing_are_refused() -> None:
     def body(group: ferry.Group) -> None:
         ids = torch.zeros(2, 1, dtype=torch.int64)
         x = torch.ones(2, 16)
-        with pytest.raises(ferry.Destroyed, match=r"plan: group: got handle 999\d*, .*no group"):
+        with pytest.raises(
+            ferry.DestroyedError, match=r"plan: group: got handle 999\d*, .*no group"
+        ):
             torch.ops.ferry.plan(ids, 999_999_999)
         plan = ft.plan(group, ids)
         copied = plan._replace(tensor=plan.tensor.clone())
         assert torch.equal(ft.dispatch(group, copied, x).x, x)
         copied_of_none = copied
         del plan
-        with pytest.raises(ferry.Destroyed, match="names no plan now; expected the tensor"):
+        with pytest.raises(ferry.DestroyedError, match="names no plan now; expected the tensor"):
             ft.dispatch(group, copied_of_none, x)
         wrong = copied._replace(tensor=torch.tensor([group.handle]))
-        with pytest.raises(ferry.InvalidArgument, match="plan: got the handle of a group"):
+        with pytest.raises(ferry.InvalidArgumentError, match="plan: got the handle of a group"):
             ft.dispatch(group, wrong, x)
-        with pytest.raises(ferry.InvalidArgument, match=r"i64 \[1\] tensor"):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"i64 \[1\] tensor"):
             ft.dispatch(group, copied._replace(tensor=ids), x)
         kept = ft.plan(group, ids)
-        with pytest.raises(ferry.InvalidArgument, match="tokens: got 3; expected 2"):
+        with pytest.raises(ferry.InvalidArgumentError, match="tokens: got 3; expected 2"):
             ft.combine(group, kept._replace(tokens=3), x)
-        with pytest.raises(ferry.InvalidArgument, match="group: got the handle of a plan"):
+        with pytest.raises(ferry.InvalidArgumentError, match="group: got the handle of a plan"):
             torch.ops.ferry.plan(ids, int(kept.tensor.item()))
 
     run_ranks(1, body)
@@ -93,14 +95,16 @@ def test_the_operator_refuses_gradients_of_quantised_rows() -> None:
             grad = [t.clone().requires_grad_(t is x and name == "x") for t in (x, weights)]
             grad[1].requires_grad_(name == "topk_weights")
             if torch.__version__ >= "2.5":
-                with pytest.raises(ferry.InvalidArgument, match=f"ferry::dispatch: {name}: got"):
+                with pytest.raises(
+                    ferry.InvalidArgumentError, match=f"ferry::dispatch: {name}: got"
+                ):
                     run(*grad)
             else:  # where torch does not tell the operator in time, its gradient refuses
-                with pytest.raises(ferry.InvalidArgument, match="got the gradient of a call"):
+                with pytest.raises(ferry.InvalidArgumentError, match="got the gradient of a call"):
                     sum(out.float().sum() for out in run(*grad) if out.requires_grad).backward()
             with torch.no_grad():
                 run(*grad)
-            with pytest.raises(ferry.InvalidArgument, match=f"torch.dispatch: {name}: got"):
+            with pytest.raises(ferry.InvalidArgumentError, match=f"torch.dispatch: {name}: got"):
                 ft.dispatch(group, plan, grad[0], grad[1], format="e4m3")
             with torch.no_grad():
                 ft.dispatch(group, plan, grad[0], grad[1], format="e4m3")
@@ -114,5 +118,5 @@ def test_a_group_is_not_kept_by_its_handle() -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
     torch.ops.ferry.plan(ids, handle)
     del group
-    with pytest.raises(ferry.Destroyed, match="names no group now"):
+    with pytest.raises(ferry.DestroyedError, match="names no group now"):
         torch.ops.ferry.plan(ids, handle)

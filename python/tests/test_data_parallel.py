@@ -110,9 +110,11 @@ def test_groups_side_by_side(run: Run, wrapper: str) -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ferry.InvalidArgument, match=r"a Linear without .*ExpertParallel; expected"):
+    with pytest.raises(
+        ferry.InvalidArgumentError, match=r"a Linear without .*ExpertParallel; expected"
+    ):
         ft.ignore_experts(torch.nn.Linear(2, 2))
-    with pytest.raises(ferry.InvalidArgument, match=r"None .*expected a torch.nn.Mod"):
+    with pytest.raises(ferry.InvalidArgumentError, match=r"None .*expected a torch.nn.Mod"):
         ft.ignore_experts(None)  # type: ignore[arg-type]
 
 

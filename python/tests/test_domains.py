@@ -83,9 +83,9 @@ def test_what_crosses_is_counted_and_can_be_chosen() -> None:
         assert sent["direct"] - sent["hierarchical"] == 10 * row_bytes
         assert sent["automatic"] == sent["hierarchical"]
         assert "put_bytes=" in repr(group.network())
-        with pytest.raises(ferry.InvalidArgument, match="domain_of: rank"):
+        with pytest.raises(ferry.InvalidArgumentError, match="domain_of: rank"):
             group.domain_of(RANKS)
-        with pytest.raises(ferry.InvalidArgument, match=r'dispatch: crossing.*"hierarchical"'):
+        with pytest.raises(ferry.InvalidArgumentError, match=r'dispatch: crossing.*"hierarchical"'):
             group.dispatch(x, plan, crossing="both")
 
     run_ranks(RANKS, body, domain_size=2)
@@ -101,5 +101,5 @@ def test_what_crosses_is_counted_and_can_be_chosen() -> None:
     ],
 )
 def test_configurations_that_cannot_be(config: dict[str, Any], word: str) -> None:
-    with pytest.raises(ferry.InvalidArgument, match=word):
+    with pytest.raises(ferry.InvalidArgumentError, match=word):
         ferry.Group(ferry.threads(1)[0], experts=4, **config)

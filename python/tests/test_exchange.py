@@ -134,9 +134,13 @@ def test_dispatch_makes_its_plan(rng: np.random.Generator, order: str) -> None:
         assert got.plan is not None
         again = group.dispatch(case.x[r], got.plan, order=order)
         assert again.plan is None
-        with pytest.raises(ferry.InvalidArgument, match="got both; expected a plan, or else topk"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match="got both; expected a plan, or else topk"
+        ):
             group.dispatch(case.x[r], got.plan, topk_idx=ref.routes[r])
-        with pytest.raises(ferry.InvalidArgument, match="got none; expected a plan, or else topk"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match="got none; expected a plan, or else topk"
+        ):
             group.dispatch(case.x[r])
         return got, again
 

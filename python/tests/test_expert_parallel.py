@@ -60,18 +60,18 @@ def test_refusals() -> None:
     with ferry.Group(ferry.threads(1)[0], experts=bodies.EXPERTS) as group:
         experts = bodies.Experts(bodies.tables(torch.float32))
         x, ids, weights = bodies.inputs(0, torch.float32)
-        with pytest.raises(ferry.InvalidArgument, match="decode_tokens"):
+        with pytest.raises(ferry.InvalidArgumentError, match="decode_tokens"):
             ft.ExpertParallel(group, experts).decode(x, ids, weights)
-        with pytest.raises(ferry.InvalidArgument, match=r"experts: got .*; expected a torch"):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"experts: got .*; expected a torch"):
             ft.ExpertParallel(group, lambda rows, offsets: rows)  # type: ignore[arg-type]
-        with pytest.raises(ferry.InvalidArgument, match="format"):
+        with pytest.raises(ferry.InvalidArgumentError, match="format"):
             ft.ExpertParallel(group, experts, format="fp8")
         small = ft.ExpertParallel(group, experts, decode_tokens=2)
         with pytest.raises(
-            ferry.InvalidArgument, match="5 tokens; expected at most the capacity, 2"
+            ferry.InvalidArgumentError, match="5 tokens; expected at most the capacity, 2"
         ):
             small.decode(x, ids, weights)
-        with pytest.raises(ferry.InvalidArgument, match="meanwhile"):
+        with pytest.raises(ferry.InvalidArgumentError, match="meanwhile"):
             small.decode(x, ids, weights, meanwhile=3)  # type: ignore[arg-type]
 
 

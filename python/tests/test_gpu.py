@@ -143,7 +143,7 @@ def test_choice_of_a_gpu() -> None:
     hint = ferry.Group.memory_hint(experts=1, ranks=1, backend="cuda")
     with ferry.Group(ferry.threads(1)[0], experts=1, backend="cuda") as group:
         assert group.memory() == hint
-    with pytest.raises(ferry.InvalidArgument, match=f"device: got {GPUS}"):
+    with pytest.raises(ferry.InvalidArgumentError, match=f"device: got {GPUS}"):
         made(GPUS)
 
 
@@ -154,13 +154,15 @@ def test_a_host_group_takes_no_gpu_words() -> None:
     def body(group: ferry.Group) -> None:
         assert group.device == "cpu"
         plan = group.plan(torch.zeros(2, 1, dtype=torch.int64))
-        with pytest.raises(ferry.InvalidArgument, match=r"x: got a tensor on device meta; .*cpu"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match=r"x: got a tensor on device meta; .*cpu"
+        ):
             group.dispatch(torch.ones(2, 16, device="meta"), plan)
         for stream in (0, "side", torch.zeros(1)):
-            with pytest.raises(ferry.InvalidArgument, match=r"stream: got .*host engine"):
+            with pytest.raises(ferry.InvalidArgumentError, match=r"stream: got .*host engine"):
                 group.dispatch(torch.ones(2, 16), plan, stream=stream)
         group.dispatch(torch.ones(2, 16), plan, sms=3)  # there are none to give
-        with pytest.raises(ferry.InvalidArgument, match="sms: got -1; expected at least 0"):
+        with pytest.raises(ferry.InvalidArgumentError, match="sms: got -1; expected at least 0"):
             group.dispatch(torch.ones(2, 16), plan, sms=-1)
         group.record_stream(torch.ones(2))
         ferry.torch.record_stream(torch.ones(2))
@@ -170,7 +172,7 @@ def test_a_host_group_takes_no_gpu_words() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:x", "gpu", 1.5, -1, True, torch.device("cpu")])
 def test_devices_that_are_none(device: Any) -> None:
-    with pytest.raises(ferry.InvalidArgument, match="Group: device: got"):
+    with pytest.raises(ferry.InvalidArgumentError, match="Group: device: got"):
         chosen_gpu(device)
 
 
@@ -187,26 +189,28 @@ def test_devices_and_streams_in_all_their_words() -> None:
     assert stream_handle("stream", 5, 0) == 5
     assert stream_handle("stream", Stream(), 0) == 77
     for wrong in (True, -1, 2**64, "x", 1.0):
-        with pytest.raises(ferry.InvalidArgument, match=r"^stream: got "):
+        with pytest.raises(ferry.InvalidArgumentError, match=r"^stream: got "):
             stream_handle("stream", wrong, 0)
 
 
 def test_device_is_for_gpus() -> None:
-    with pytest.raises(ferry.InvalidArgument, match=r"Group: device: got 0 .*backend=\"cuda\""):
+    with pytest.raises(
+        ferry.InvalidArgumentError, match=r"Group: device: got 0 .*backend=\"cuda\""
+    ):
         ferry.Group(ferry.threads(1)[0], experts=1, device=0)
 
 
 @pytest.mark.skipif(ferry.has_cuda, reason="this build has the CUDA engine")
 def test_a_build_without_the_engine_says_so() -> None:
-    with pytest.raises(ferry.Unsupported, match="FERRY_CUDA=ON"):
+    with pytest.raises(ferry.UnsupportedError, match="FERRY_CUDA=ON"):
         ferry.Group(ferry.threads(1)[0], experts=1, backend="cuda", device=0)
-    with pytest.raises(ferry.Unsupported, match="FERRY_CUDA=ON"):
+    with pytest.raises(ferry.UnsupportedError, match="FERRY_CUDA=ON"):
         ferry.Stream.of_cuda(0, 0)
 
 
 @pytest.mark.skipif(not ferry.has_cuda, reason="this build has the host engine only")
 def test_the_stream_of_each_thread_is_refused() -> None:
-    with pytest.raises(ferry.InvalidArgument, match="got cudaStreamPerThread"):
+    with pytest.raises(ferry.InvalidArgumentError, match="got cudaStreamPerThread"):
         ferry.Stream.of_cuda(2, 0)
 
 

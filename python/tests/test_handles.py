@@ -75,7 +75,7 @@ class OnGpu:
 
 def test_destroyed_groups_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = OnGpu(None)
-    others = [OnGpu(ferry.Destroyed), OnGpu(ferry.InvalidArgument)]
+    others = [OnGpu(ferry.DestroyedError), OnGpu(ferry.InvalidArgumentError)]
     stream: Any = object()
     monkeypatch.setattr(ferry.torch_streams, "groups", lambda: [*others, owner])
     assert ferry.torch_streams.record_with_group(64, "cuda:0", stream)

@@ -267,7 +267,7 @@ def test_rank_major_alone(rng: np.random.Generator) -> None:
         hint = ferry.LatencyExchange.memory_hint(dtype="f32", experts=EXPERTS, ranks=RANKS, **size)
         assert group.memory().latency_bytes == hint
         call = (case.x[rank], case.routes[rank])
-        with pytest.raises(ferry.InvalidArgument, match="no room to fan out"):
+        with pytest.raises(ferry.InvalidArgumentError, match="no room to fan out"):
             lat.dispatch(*call)
         r = lat.dispatch(*call, topk_weights=case.weights[rank], order="rank_major")
         return lat.combine(own_sums(r.x, r.topk_weights), r).x
@@ -283,17 +283,17 @@ def test_refusals(rng: np.random.Generator) -> None:
         rank = group.rank
         lat = exchange(group)
         call = (case.x[rank], case.routes[rank])
-        with pytest.raises(ferry.InvalidArgument, match="order"):
+        with pytest.raises(ferry.InvalidArgumentError, match="order"):
             lat.dispatch(*call, order="sideways")
         r = lat.dispatch(*call, topk_weights=case.weights[rank])
-        with pytest.raises(ferry.InvalidArgument, match="path"):
+        with pytest.raises(ferry.InvalidArgumentError, match="path"):
             lat.combine(r.x, r, path="per_expert")
-        with pytest.raises(ferry.InvalidArgument, match="format"):
+        with pytest.raises(ferry.InvalidArgumentError, match="format"):
             lat.combine(r.x, r, format="fp4")
-        with pytest.raises(ferry.InvalidArgument, match="came with the dispatch"):
+        with pytest.raises(ferry.InvalidArgumentError, match="came with the dispatch"):
             lat.combine(r.x, r, case.weights[rank])
         other = lat.dispatch(*call)
-        with pytest.raises(ferry.InvalidArgument, match="brought none"):
+        with pytest.raises(ferry.InvalidArgumentError, match="brought none"):
             lat.combine(other.x, other)
         return True
 
@@ -314,7 +314,7 @@ def test_nothing_arrives_before_the_hook(rng: np.random.Generator) -> None:
         assert (r.source_token == -5).all()
         r.receive()
         check_arrived(case, rank, r, r.x)
-        with pytest.raises(ferry.InvalidArgument, match="receive"):
+        with pytest.raises(ferry.InvalidArgumentError, match="receive"):
             r.receive()
         out = np.full_like(case.x[rank], 5)
         c = lat.combine(r.x, r, case.weights[rank], hook=True, out=out)
@@ -373,11 +373,11 @@ def test_two_results_at_a_time(rng: np.random.Generator) -> None:
         lat = exchange(group)
         call = (case.x[rank], case.routes[rank])
         first, second = lat.dispatch(*call), lat.dispatch(*call)
-        with pytest.raises(ferry.Exhausted):
+        with pytest.raises(ferry.ExhaustedError):
             lat.dispatch(*call)
         array = first.x
         del first
-        with pytest.raises(ferry.Exhausted):  # an array of the result is part of it
+        with pytest.raises(ferry.ExhaustedError):  # an array of the result is part of it
             lat.dispatch(*call)
         del array
         third = lat.dispatch(*call)
@@ -398,7 +398,7 @@ def test_bf16_as_uint16_and_memory_hint(rng: np.random.Generator) -> None:
             capacity=CAPACITY, hidden=HIDDEN, topk=TOPK, experts=EXPERTS, ranks=RANKS
         )
         assert group.memory().latency_bytes == hint
-        with pytest.raises(ferry.InvalidArgument, match=r'device.*"cpu", "cuda"'):
+        with pytest.raises(ferry.InvalidArgumentError, match=r'device.*"cpu", "cuda"'):
             ferry.LatencyExchange.memory_hint(
                 capacity=1, hidden=HIDDEN, topk=1, experts=1, ranks=1, device="tpu"
             )

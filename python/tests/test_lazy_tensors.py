@@ -82,7 +82,9 @@ def test_latency_mode_carries_the_sign() -> None:
 
 def test_complex_numbers_are_refused() -> None:
     def body(group: ferry.Group) -> None:
-        with pytest.raises(ferry.InvalidArgument, match=r"x: got dtype complex64; expected dtype"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match=r"x: got dtype complex64; expected dtype"
+        ):
             group.dispatch(torch.complex(X, X).conj(), group.plan(ROUTES))
 
     run_ranks(1, body)

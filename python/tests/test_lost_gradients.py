@@ -72,7 +72,7 @@ def refusal(call: Callable[[], Any]) -> str:
     """Its words alone: the error would keep results of latency mode, of which two may live."""
     try:
         call()
-    except ferry.InvalidArgument as error:
+    except ferry.InvalidArgumentError as error:
         return str(error)
     raise AssertionError("not refused")
 

@@ -137,7 +137,7 @@ def test_the_ranks_that_are_left_meet_at_the_same_port(gone: int) -> None:
                 group.plan(np.zeros((4, 1), np.int64))
                 if me == {gone}:
                     os.kill(os.getpid(), signal.SIGKILL)
-        except ferry.PeerFailed as error:
+        except ferry.PeerFailedError as error:
             left = [rank for rank in range(3) if rank != error.peer]
             exchange(ferry.from_environment(rank=left.index(me), size=2))
     """
@@ -171,7 +171,7 @@ def test_wrong_secret_is_refused() -> None:
             print(type(error).__name__, flush=True)
     """
     results = finish([start(code, **v) for v in variables])
-    assert [out for _, out, _ in results] == ["DeadlineExceeded\n", "Refused\n"], results
+    assert [out for _, out, _ in results] == ["DeadlineExceededError\n", "RefusedError\n"], results
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "FERRY_SECRET"])
@@ -180,7 +180,7 @@ def test_missing_variables_are_named(name: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
     monkeypatch.delenv("FERRY_PORT", raising=False)
-    with pytest.raises(ferry.InvalidArgument, match=name):
+    with pytest.raises(ferry.InvalidArgumentError, match=name):
         ferry.from_environment(deadline=1.0)
 
 
@@ -193,18 +193,20 @@ def test_secret_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FERRY_SECRET_FILE", str(secret))
     os.mkfifo(secret, 0o600)
     with pytest.raises(
-        ferry.InvalidArgument, match=r"which is a pipe \(FIFO\), expected a regular"
+        ferry.InvalidArgumentError, match=r"which is a pipe \(FIFO\), expected a regular"
     ):
         ferry.from_environment(deadline=1.0)
     secret.unlink()
     secret.write_text("hush-hush")
     secret.chmod(0o644)
-    with pytest.raises(ferry.InvalidArgument, match=r"others may read or change \(mode 0644\)"):
+    with pytest.raises(
+        ferry.InvalidArgumentError, match=r"others may read or change \(mode 0644\)"
+    ):
         ferry.from_environment(deadline=1.0)
     secret.chmod(0o600)
     assert ferry.from_environment(deadline=5.0).size == 1
     monkeypatch.setenv("FERRY_SECRET_FILE", "/dev/zero")
-    with pytest.raises(ferry.InvalidArgument, match="which is a device, expected a regular"):
+    with pytest.raises(ferry.InvalidArgumentError, match="which is a device, expected a regular"):
         ferry.from_environment(deadline=1.0)
 
 
@@ -216,7 +218,7 @@ def test_the_limit_that_is_in_the_way_is_named() -> None:
         resource.setrlimit(which, (limit, limit))
         try:
             ferry.Group(boot, experts=1, fabric="shm", memory_bytes=32 << 20)
-        except ferry.Exhausted as error:
+        except ferry.ExhaustedError as error:
             print(error)
     """
     space = "resource.RLIMIT_AS, int(open('/proc/self/statm').read().split()[0]) * 4096 + (8 << 20)"
@@ -282,7 +284,7 @@ def test_from_mpi_and_the_callers_own_all_gather() -> None:
 )
 def test_all_gather_that_returns_nonsense(returned: Any, message: str) -> None:
     boot = ferry.from_all_gather(0, 1, lambda mine: returned)
-    with pytest.raises(ferry.InvalidArgument, match=message):
+    with pytest.raises(ferry.InvalidArgumentError, match=message):
         ferry.Group(boot, experts=1)
 
 
@@ -307,7 +309,7 @@ def test_a_killed_rank_is_named_within_a_second() -> None:
         try:
             while True:
                 group.plan(routes)
-        except ferry.PeerFailed as error:
+        except ferry.PeerFailedError as error:
             print(time.time(), error.peer, flush=True)
             assert "rank 1" in str(error), error
     """

@@ -155,7 +155,7 @@ pair = ferry.threads(2)
 def wait():
     try:
         pair[0].all_gather(b"", deadline=0.3)
-    except ferry.DeadlineExceeded:
+    except ferry.DeadlineExceededError:
         pass
 threading.Thread(target=wait, daemon=True).start()
 time.sleep(0.05)
@@ -217,7 +217,7 @@ def test_forked_child_is_told() -> None:
             for call in (lambda: group.plan(routes), lambda: plan.tokens, stream.record):
                 try:
                     call()
-                except ferry.Unsupported as error:
+                except ferry.UnsupportedError as error:
                     assert "forked" in str(error)
                 else:
                     os._exit(1)

@@ -77,7 +77,7 @@ class OnGpu:
 
     def record_stream(self, address: int, stream: Any) -> None:
         if address < self.first:
-            raise ferry.InvalidArgument("not mine")
+            raise ferry.InvalidArgumentError("not mine")
         self.told.append(stream)
 
 

@@ -82,7 +82,7 @@ def test_empty_is_registered_and_of_the_framework_asked_for() -> None:
             assert tensor.dtype == dtype
             assert tuple(tensor.shape)[-2:] == (3, 16)
             assert group.is_registered(tensor)
-        with pytest.raises(ferry.Exhausted):
+        with pytest.raises(ferry.ExhaustedError):
             group.empty((1 << 20, 1 << 10), "f32")
 
     run_ranks(1, body)

@@ -24,7 +24,7 @@ def why_not() -> str:
     if done.returncode == 0:
         return ""
     said = done.stderr.strip().splitlines()
-    assert said and "Unsupported" in said[-1], f"ended with {done.returncode}: {done.stderr}"
+    assert said and "UnsupportedError" in said[-1], f"ended with {done.returncode}: {done.stderr}"
     return said[-1]
 
 

@@ -90,7 +90,7 @@ def test_throughput_mode_names_the_host(fault: str, joined: str, each: int, tmp_
         for rank in job.survivors:
             said = wait_for(tmp_path, rank, "kind", 20)
             assert said["peer"] in job.victims, said
-            assert said["kind"] in ("DeadlineExceeded", "PeerFailed"), said
+            assert said["kind"] in ("DeadlineExceededError", "PeerFailedError"), said
             assert said["when"] - start < DEADLINE + LATE, said
         if fault != "cable":
             return

@@ -40,7 +40,7 @@ def test_both_interfaces_carry_until_one_goes_down(tmp_path: Path) -> None:
         machines.link(VICTIM, "down", nic=1)
         for rank in range(HOSTS):
             said = wait_for(tmp_path, rank, "kind", 20)
-            assert said["kind"] in ("DeadlineExceeded", "PeerFailed"), said
+            assert said["kind"] in ("DeadlineExceededError", "PeerFailedError"), said
             assert said["peer"] == VICTIM or rank == VICTIM, said
             assert said["when"] - start < DEADLINE + LATE, said
         (tmp_path / "again").touch()

@@ -12,7 +12,7 @@ from sequences.model import Call, Calls, Model, Step, alike, generator, require,
 from sequences.reference import sum_ranks, sum_slots
 from sequences.throughput_model import Combined, Plan, Received, row_bytes
 
-REFUSED = ("InvalidArgument",)
+REFUSED = ("InvalidArgumentError",)
 
 
 @dataclass

@@ -58,7 +58,7 @@ def dispatch(model: Model, step: Step) -> Calls:
         return calls
     if step["knocks"] and not model.simulated:
         for rank in on.asleep - model.gone:
-            calls[rank] = Call("ldispatch", given_by(result, rank), ("LeftBehind",))
+            calls[rank] = Call("ldispatch", given_by(result, rank), ("EvictedError",))
     model.latency[step["as"]] = result
     return calls
 
@@ -75,7 +75,7 @@ def refusal(on: Exchange, step: Step, routing: Routing, ranks: list[int]) -> tup
         wrong = alike([no_fan_out and step["orders"][r] == "expert_major" for r in mine])
         wrong |= alike([crowds(routing, r, on.capacity) for r in mine])
         full = alike([bool(on.keeps[r][(on.generation[r] + 1) % 2]) for r in mine])
-        found.add(REFUSED if wrong else ("Exhausted",) if full else ())
+        found.add(REFUSED if wrong else ("ExhaustedError",) if full else ())
     require(len(found) == 1)
     return found.pop()
 

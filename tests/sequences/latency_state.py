@@ -10,8 +10,8 @@ from sequences.arithmetic import Array, packed_exponents, quantise
 from sequences.model import Call, Model, Part, Step, generator, require, values, whole
 from sequences.reference import LatencyRows, Routing
 
-REFUSED = ("InvalidArgument",)
-OF_BEFORE = ("LeftBehind", "InvalidArgument")  # a result of before a rejoin
+REFUSED = ("InvalidArgumentError",)
+OF_BEFORE = ("EvictedError", "InvalidArgumentError")  # a result of before a rejoin
 
 
 @dataclass

@@ -19,7 +19,13 @@ Failure = dict[str, Any]
 """rank, step, do; kind: "wrong", "overwritten", "error", "not refused", "hang", "crash"; what: the
 tensor or the class of the error; text."""
 
-CONSEQUENCES = ("PeerLeft", "PeerFailed", "BrokenBarrierError", "Interrupted", "AbortedError")
+CONSEQUENCES = (
+    "PeerLeftError",
+    "PeerFailedError",
+    "BrokenBarrierError",
+    "WaitInterruptedError",
+    "AbortedError",
+)
 
 
 class Meeting(Protocol):
@@ -125,9 +131,11 @@ class Rank:
         """A call that this rank alone gets wrong is refused before anything moves."""
         try:
             act()
-        except ferry.InvalidArgument:
+        except ferry.InvalidArgumentError:
             return
-        raise WrongError("not refused", "InvalidArgument", "not refused: more rows than there are")
+        raise WrongError(
+            "not refused", "InvalidArgumentError", "not refused: more rows than there are"
+        )
 
     # Throughput mode
 
@@ -175,7 +183,7 @@ class Rank:
     def registered(self, rows: Array) -> Array:
         try:
             raw = self.group.empty(rows.shape, rows.dtype, like="numpy")
-        except ferry.Exhausted:
+        except ferry.ExhaustedError:
             return rows
         memory = np.asarray(raw).view(rows.dtype)
         memory[...] = rows

@@ -121,10 +121,10 @@ def test_what_is_wrong_is_seen() -> None:
         assert (wrong["kind"], wrong["do"], wrong["what"]) == ("wrong", "plan", "recv_rows")
         _, calls = one_plan()
         late = run_calls(runner, sequence, [calls[0], [None, calls[1][1]]])
-        assert (late["kind"], late["what"]) == ("error", "DeadlineExceeded")
+        assert (late["kind"], late["what"]) == ("error", "DeadlineExceededError")
         _, calls = one_plan()
         for call in calls[0]:
-            call.errors = ("Exhausted",)
+            call.errors = ("ExhaustedError",)
         accepted = run_calls(runner, sequence, calls)
         assert (accepted["kind"], accepted["step"]) == ("not refused", 0)
 

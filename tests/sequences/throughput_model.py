@@ -184,7 +184,7 @@ def dispatch(model: Model, step: Step) -> Calls:
         if step["out"]:
             most_rows = (worst[rank] or need[rank]) + step["out"] - 1
             given["out"] = np.zeros((most_rows, step["hidden"]), DTYPES[sent.dtype])
-        call = Call("dispatch", given, ("Exhausted",) if refused else (), name=step["as"])
+        call = Call("dispatch", given, ("ExhaustedError",) if refused else (), name=step["as"])
         if not refused:
             rows.append(expect_received(call, used, sent, rank, step, worst[rank]))
         calls.append(call)

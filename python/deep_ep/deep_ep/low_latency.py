@@ -224,7 +224,7 @@ class LowLatency(Masks):
         assert made is not None
         try:
             combined, receive = made.combine(rounds, rows, topk_weights, options)
-        except ferry.InvalidArgument:  # before anything moved
+        except ferry.InvalidArgumentError:  # before anything moved
             check_combine(call, shape, *given)  # in the interface's own kind of error
             raise
         event = _end(turn, rows, topk_weights, group=rounds.group, made=combined)

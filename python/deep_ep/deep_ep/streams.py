@@ -113,6 +113,6 @@ def _record(group: ferry.Group | None, tensor: torch.Tensor, stream: Any) -> Non
         try:
             group.record_stream(tensor, stream)
             return
-        except (ferry.InvalidArgument, ferry.Destroyed):
+        except (ferry.InvalidArgumentError, ferry.DestroyedError):
             pass
     tensor.record_stream(stream)

@@ -36,7 +36,7 @@ def run_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
         futures = [pool.submit(body, comm) for comm in comms]
     errors = [error for future in futures if (error := future.exception())]
     # A rank that fails leaves; what the others say about that is not the cause.
-    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeft, ferry.PeerFailed)))
+    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
     if errors:
         raise errors[0]
     return [future.result() for future in futures]

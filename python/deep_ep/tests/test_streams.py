@@ -27,7 +27,7 @@ class Memory(torch.Tensor):
 
 class DestroyedGroup:
     def record_stream(self, *_: Any) -> None:
-        raise ferry.Destroyed("a test's")
+        raise ferry.DestroyedError("a test's")
 
 
 def test_results_of_a_destroyed_group_are_recorded_with_torch() -> None:
