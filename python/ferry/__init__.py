@@ -27,6 +27,7 @@ from ferry.errors import (
     UnsupportedError,
     WaitInterruptedError,
 )
+from ferry.errors import renamed_class as _renamed_class
 from ferry.group import Group
 from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.results import Combined, Received
@@ -48,7 +49,7 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("ferry.torch")
-    raise AttributeError(f"module 'ferry' has no attribute {name!r}")
+    return _renamed_class(name, __name__)
 
 
 __all__ = [

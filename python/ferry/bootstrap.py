@@ -33,8 +33,8 @@ def tcp(
     """Ranks as processes that meet at a TCP store, which rank 0 runs at `address`:`port`.
 
     All ranks give the same size, port and secret (not empty). Blocks for at most `deadline`
-    seconds. Raises `RefusedError` with the reason on a wrong secret, another version, another size or a
-    rank that is already there, `DeadlineExceededError` when the store does not answer.
+    seconds. Raises `RefusedError` with the reason on a wrong secret, another version, another size
+    or a rank that is already there, `DeadlineExceededError` when the store does not answer.
     """
     if text("tcp: secret", secret) == "":
         refuse("tcp: secret", "an empty string", "the job's secret, the same on all ranks")

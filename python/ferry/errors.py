@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 
 class Error(RuntimeError):
     """Every error of Ferry. The message names rank, peer, stage or argument, what was got, what was
@@ -154,3 +157,34 @@ def make(
         expected=expected,
         seen=seen,
     )
+
+
+#: Names of earlier releases, which go with the next one.
+_RENAMED: dict[str, type[Error]] = {
+    "InvalidArgument": InvalidArgumentError,
+    "Mismatch": MismatchError,
+    "DeadlineExceeded": DeadlineExceededError,
+    "PeerFailed": PeerFailedError,
+    "PeerLeft": PeerLeftError,
+    "LeftBehind": EvictedError,
+    "Refused": RefusedError,
+    "Interrupted": WaitInterruptedError,
+    "Destroyed": DestroyedError,
+    "Exhausted": ExhaustedError,
+    "Unsupported": UnsupportedError,
+    "SystemFailure": SystemCallError,
+}
+
+
+def renamed_class(name: str, module: str) -> type[Error]:
+    """For `__getattr__` of a module: the class that had this name, and a DeprecationWarning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    message = f"{module}.{name} is deprecated; use {module}.{new.__name__}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return new
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_class(name, __name__)

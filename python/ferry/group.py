@@ -383,8 +383,8 @@ class Group:
         dropped, the memory is not used again before what is on the stream now has ended.
 
         pointer: an array, or an address in it. stream: as for dispatch; None: torch's current one.
-        Raises `InvalidArgumentError` for memory that is not the group's. The host engine has nothing to
-        do.
+        Raises `InvalidArgumentError` for memory that is not the group's. The host engine has
+        nothing to do.
         """
         if self._gpu is None:
             return
@@ -435,7 +435,9 @@ class Group:
 
     def destroy(self) -> None:
         """Leaves the group. Not collective, never waits for peers; those that still exchange get
-        `PeerLeftError`. Later calls raise `DestroyedError`. Arrays stay valid until they are dropped."""
+        `PeerLeftError`. Later calls raise `DestroyedError`. Arrays stay valid until they are
+        dropped.
+        """
         self._raw.destroy()
 
     def __enter__(self) -> Group:

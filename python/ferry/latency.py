@@ -309,8 +309,8 @@ class LatencyExchange:
         of ranks whose process has ended or that destroyed their group.
 
         A rank that does not come within the deadline: `DeadlineExceededError` that names it, and
-        `EvictedError` from every other call until a rejoin succeeds. Results that are alive may still
-        be read, but neither received nor combined.
+        `EvictedError` from every other call until a rejoin succeeds. Results that are alive may
+        still be read, but neither received nor combined.
         """
         self._raw.rejoin()
 

@@ -36,9 +36,7 @@ def record_with_group(address: int, device: str, stream: torch.cuda.Stream) -> b
         try:
             group.record_stream(address, stream)
             return True
-        except (
-            InvalidArgumentError,
-            DestroyedError,
-        ):  # not this group's memory, or nobody's to look after
+        except (InvalidArgumentError, DestroyedError):
+            # Not this group's memory, or nobody's to look after.
             continue
     return False
