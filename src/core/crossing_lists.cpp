@@ -221,9 +221,9 @@ DomainTokens make_domain_tokens(const ExchangePlan& plan, const CrossingPlan& cr
                                 const CrossingLists& lists, std::span<const CrossedRoutes> routes) {
   Builder builder(plan, crossing, lists.how);
   const auto topk = index(plan.own.topk);
-  const auto failed = [](int liar) {
+  const auto failed = [](int offender) {
     DomainTokens none;
-    none.liar = liar;
+    none.offender = offender;
     return none;
   };
   builder.begin(plan.rank);

@@ -63,7 +63,7 @@ struct DomainTokens {
   /// What an own token's result is the sum of, in order: domain token v, or −1 − i: row i of the
   /// sums that cross back, which lie in the order of CrossingLists::tokens.
   std::vector<std::int32_t> sums{};
-  int liar = -1;  ///< not −1: this rank's routes are not those that it counted; all else is empty
+  int offender = -1;  ///< ≥ 0: its routes are not those that it counted; all else is empty
 
   std::int64_t count() const { return static_cast<std::int64_t>(from.size()); }
   std::int64_t own() const { return first[1]; }

@@ -85,7 +85,7 @@ TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
       std::map<int, std::map<std::int64_t, std::pair<int, std::int32_t>>> landed;
       for (int r = 0; r < world.placement.ranks; ++r) {
         const DomainTokens& made = all.tokens[index(r)];
-        ASSERT_EQ(made.liar, -1);
+        ASSERT_EQ(made.offender, -1);
         const int domain = world.domains.of(r);
         const auto& members = world.domains.members(domain);
         const Placement inside = inside_of(world, domain);
@@ -232,7 +232,7 @@ TEST(CrossingLists, OtherRoutesThanWereCountedAreSeen) {
     for (const std::int32_t id : {0, 1, -1, 2, -2}) {
       const CrossedRoutes routes{{&token, 1}, {&id, 1}};
       const DomainTokens made = make_domain_tokens(plan, crossing, lists, {&routes, 1});
-      EXPECT_EQ(made.liar, id == 0 ? -1 : 1) << id;
+      EXPECT_EQ(made.offender, id == 0 ? -1 : 1) << id;
     }
   }
 }

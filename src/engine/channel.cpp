@@ -67,11 +67,11 @@ std::byte* Channel::checked(const char* stage, int peer, fabric::Address address
   // Not offset + bytes: that could overflow.
   if (room == 0 || address.offset > room || bytes > room - address.offset ||
       address.offset % sizeof(float) != 0) {
-    distrust(stage, peer,
-             "named " + std::to_string(bytes) + " bytes at offset " +
-                 std::to_string(address.offset) + " of its segment " +
-                 std::to_string(address.segment) + ", which has " + std::to_string(room) +
-                 " bytes here");
+    throw_violation(stage, peer,
+                    "named " + std::to_string(bytes) + " bytes at offset " +
+                        std::to_string(address.offset) + " of its segment " +
+                        std::to_string(address.segment) + ", which has " + std::to_string(room) +
+                        " bytes here");
   }
   return pointer(peer, address);
 }

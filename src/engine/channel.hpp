@@ -65,7 +65,7 @@ class Channel {
   /// Fails the group with Error(mismatch) unless they lie inside a segment of the peer.
   std::byte* checked(const char* stage, int peer, fabric::Address address, std::uint64_t bytes);
   /// A peer sent what cannot be: fails the group with Error(mismatch) naming it.
-  [[noreturn]] void distrust(const char* stage, int peer, const std::string& what);
+  [[noreturn]] void throw_violation(const char* stage, int peer, const std::string& what);
 
   /// Starts the next generation: gives every rank this message (head, then body) and waits for
   /// theirs. `stage` is named in errors: "dispatch: grants".

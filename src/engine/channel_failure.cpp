@@ -77,7 +77,7 @@ void Channel::leave() {
   notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation());
 }
 
-void Channel::distrust(const char* stage, int peer, const std::string& what) {
+void Channel::throw_violation(const char* stage, int peer, const std::string& what) {
   const std::string text = rank_text(rank_) + ": " + stage + " (generation " +
                            std::to_string(generation()) + "): " + rank_text(peer) + " " + what +
                            ". Its memory is damaged, or it runs another version of Ferry";

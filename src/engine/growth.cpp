@@ -31,7 +31,7 @@ fabric::Segment try_register(fabric::Fabric& fabric, const Growth& growth, std::
 void attach(Channel& channel, Memory& memory, const char* stage, int peer) {
   const StepMessage theirs = channel.head(peer);
   if (theirs.handle_bytes > fabric::kMaxHandleBytes) {
-    channel.distrust(
+    channel.throw_violation(
         stage, peer,
         "sent a segment's handle of " + std::to_string(theirs.handle_bytes) + " bytes");
   }

@@ -172,12 +172,12 @@ ExpertCase small_case() {
 }
 
 /// A rank that dies in its sums, or lies about them, is named; all kernels end.
-void sums_never_come(Random& random, bool lies) {
+void sums_never_come(Random& random, bool violates) {
   KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{64} << 20, .deadline_ns = 200'000'000});
   const ExpertCase c = small_case();
   const Exchange x = make_exchange(c.shape, random);
   const std::vector<RankCase> all = make_ranks(group, c, x, random);
-  if (lies) {
+  if (violates) {
     const std::uint64_t word =
         std::uint64_t{1} << 8 | 255;  // of call 1: more slices than there are
     const GroupView view = group.view(1);
@@ -193,7 +193,7 @@ void sums_never_come(Random& random, bool lies) {
   }
   for (int r = 0; r < 2; ++r) {
     const Failure& fatal = group.fatal(r);
-    const Reason reason = lies ? Reason::distrust : Reason::deadline;
+    const Reason reason = violates ? Reason::violation : Reason::deadline;
     if (fatal.reason != reason || fatal.stage != Stage::sums || fatal.peer != 1) {
       stop("sums that never come: " + describe(fatal));
     }
@@ -231,7 +231,7 @@ void test_combine_beside_sums(std::uint64_t seed, std::int64_t repeat) {
     std::fflush(stdout);
   }
   Random random(seed);
-  for (const bool lies : {false, true}) sums_never_come(random, lies);
+  for (const bool violates : {false, true}) sums_never_come(random, violates);
   refused_in_peace(random);
 }
 

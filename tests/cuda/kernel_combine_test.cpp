@@ -180,7 +180,7 @@ void deadline_passes(Random& random) {
 }
 
 /// A place outside the peer's segment is never read.
-void distrusts(Random& random) {
+void reports_violations(Random& random) {
   KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{16} << 20, .deadline_ns = 500'000'000});
   CombineSetup setup = make_combine(group, small_case(2), random);
   setup.parameters[1].offset = (std::size_t{16} << 20) - 16;
@@ -188,8 +188,8 @@ void distrusts(Random& random) {
       [&](int r) { FERRY_CUDA_CHECK(launch_combine(setup.parameters[at(r)], group.stream(r))); });
   group.wait();
   for (int r = 0; r < 2; ++r) {
-    expect(group.fatal(r).reason == Reason::distrust && group.fatal(r).peer == 1,
-           "wrong failure for a lie", group.fatal(r));
+    expect(group.fatal(r).reason == Reason::violation && group.fatal(r).peer == 1,
+           "wrong failure for a violation", group.fatal(r));
   }
 }
 
@@ -210,7 +210,7 @@ void test(int argc, char** argv) {
   Random random(seed);
   refuses_in_peace(random);
   deadline_passes(random);
-  distrusts(random);
+  reports_violations(random);
   std::printf("PASSED\n");
 }
 

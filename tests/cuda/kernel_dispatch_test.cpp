@@ -307,7 +307,7 @@ void test_other_call() {
   expect("other call", *group.failure(1), Reason::mismatch, Stage::barrier, 0);
 }
 
-void test_distrust() {
+void test_violation() {
   const World world = make_world(small_case(2), 17);
   KernelGroup group({2, std::size_t{8} << 20, body_bytes(2), 100'000'000});
   DispatchRun run(group, world);
@@ -318,7 +318,7 @@ void test_distrust() {
     FERRY_CUDA_CHECK(launch_dispatch(p, group.stream(r)));
   });
   group.wait(10);
-  expect("distrust", group.fatal(0), Reason::distrust, Stage::grants, 1);
+  expect("violation", group.fatal(0), Reason::violation, Stage::grants, 1);
 }
 
 void test_failures() {
@@ -338,7 +338,7 @@ void test_failures() {
     test_bad_route(early);
   }
   test_other_call();
-  test_distrust();
+  test_violation();
   std::printf("failures: as expected\n");
 }
 

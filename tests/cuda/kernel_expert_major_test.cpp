@@ -163,7 +163,7 @@ void run_small(std::uint64_t seed, int ranks) {
 
 /// A peer that sends ids of no expert, or other routes than it counted, is caught; nothing is
 /// written outside `out`.
-void distrusts(Random& random, std::int32_t lie) {
+void reports_violations(Random& random, std::int32_t claim) {
   KernelGroup group({.ranks = 2, .arena_bytes = std::size_t{32} << 20});
   run_barrier(group);
   ExpertCase c;
@@ -173,7 +173,7 @@ void distrusts(Random& random, std::int32_t lie) {
   const Exchange x = make_exchange(c.shape, random);
   ExpertRows local = make_expert_rows(group, c, x, 0);
   std::int32_t& last = local.ids.back();  // rank 1 sent it
-  last = last == lie ? lie + 1 : lie;
+  last = last == claim ? claim + 1 : claim;
   const Bytes rows = random_elements(random, Dtype::f32, local.capacity * c.row_bytes / 4);
   const FanOutParameters p = fan_out_parameters(group, c, local, 0, rows, {});
   group.settle();
@@ -181,9 +181,9 @@ void distrusts(Random& random, std::int32_t lie) {
   FERRY_CUDA_CHECK(launch_fan_out(p, group.stream(0)));
   group.wait();
   const Failure& fatal = group.fatal(0);
-  const int peer = lie < -1 || lie >= local.experts ? 1 : -1;
-  if (fatal.reason != Reason::distrust || fatal.peer != peer) {
-    stop("the lie " + std::to_string(lie) + " was not found: " + describe(fatal));
+  const int peer = claim < -1 || claim >= local.experts ? 1 : -1;
+  if (fatal.reason != Reason::violation || fatal.peer != peer) {
+    stop("the claim " + std::to_string(claim) + " was not found: " + describe(fatal));
   }
   const Bytes guard =
       group.download<std::byte>(0, p.out + local.out_capacity * c.row_bytes, kGuard);
@@ -211,7 +211,7 @@ void test(int argc, char** argv) {
     std::fflush(stdout);
   }
   Random random(seed);
-  for (const std::int32_t lie : {8, -2, 0x7fffffff, 3}) distrusts(random, lie);
+  for (const std::int32_t claim : {8, -2, 0x7fffffff, 3}) reports_violations(random, claim);
   test_combine_beside_sums(seed, repeat);
   test_following(seed, repeat);
   std::printf("PASSED\n");

@@ -20,7 +20,7 @@ __global__ void hold_stream(const volatile std::uint32_t* word) {
 
 /// $FERRY_TEST_PATIENCE: how many times longer every deadline is, where kernels run slowly (under
 /// compute-sanitizer).
-double patience() {
+double time_factor() {
   static const double times = [] {
     const char* word = std::getenv("FERRY_TEST_PATIENCE");
     const double value = word != nullptr ? std::atof(word) : 1;
@@ -30,7 +30,7 @@ double patience() {
 }
 
 std::uint64_t stretched(std::uint64_t ns) {
-  return static_cast<std::uint64_t>(static_cast<double>(ns) * patience());
+  return static_cast<std::uint64_t>(static_cast<double>(ns) * time_factor());
 }
 
 template <class T>
@@ -198,7 +198,7 @@ void KernelGroup::launch(const std::function<void(int)>& call) {
 
 void KernelGroup::wait(double seconds) {
   using Clock = std::chrono::steady_clock;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds * patience());
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds * time_factor());
   for (int rank = 0; rank < options_.ranks; ++rank) {
     FERRY_CUDA_CHECK(cudaSetDevice(device(rank)));
     for (;;) {

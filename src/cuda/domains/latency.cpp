@@ -88,8 +88,9 @@ std::unique_ptr<LatencyCrossing> DomainEngine::make_crossing(const LatencyStep& 
       .memory = step.pinned,
       .reach = engine::FabricReach(*parts_.memory->fabric, space, step.segments.ids),
       .is_gone = [this](int peer) { return channel_.gone(peer); },
-      .distrust = [this](int peer,
-                         const std::string& what) { channel_.distrust(kMake, peer, what); }});
+      .violation = [this](
+                       int peer,
+                       const std::string& what) { channel_.throw_violation(kMake, peer, what); }});
 }
 
 std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& config) {

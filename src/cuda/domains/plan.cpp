@@ -76,9 +76,9 @@ void DomainEngine::check_counts(std::span<const std::int32_t> counts) {
         slots += count;
       }
       if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel_.distrust("plan: counts", source,
-                          "said that it sends " + to_string(tokens) + " tokens in " +
-                              to_string(slots) + " slots to rank " + to_string(target));
+        channel_.throw_violation("plan: counts", source,
+                                 "said that it sends " + to_string(tokens) + " tokens in " +
+                                     to_string(slots) + " slots to rank " + to_string(target));
       }
     }
   }
@@ -131,8 +131,8 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
   state.exchange = make_plan(std::move(own), all, placement_, rank());
   const int culprit = impossible_crossing(state.exchange, parts_.domains, domain_tokens);
   if (culprit >= 0) {
-    channel_.distrust(kStage, culprit,
-                      "counted tokens for a domain that do not fit those for its ranks");
+    channel_.throw_violation(kStage, culprit,
+                             "counted tokens for a domain that do not fit those for its ranks");
   }
   state.crossing = make_crossing_plan(state.exchange, parts_.domains, std::move(domain_tokens),
                                       config_.crossing);

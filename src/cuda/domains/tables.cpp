@@ -178,9 +178,9 @@ CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<Dom
         std::vector<std::byte> come;
         const auto routes = swap_routes(*plan, step->lists, come);
         step->tokens = make_domain_tokens(plan->exchange, plan->crossing, step->lists, routes);
-        if (step->tokens.liar >= 0) {
-          channel_.distrust("dispatch: routes", step->tokens.liar,
-                            "sent other routes than it had counted");
+        if (step->tokens.offender >= 0) {
+          channel_.throw_violation("dispatch: routes", step->tokens.offender,
+                                   "sent other routes than it had counted");
         }
       },
       config_.on_wait);

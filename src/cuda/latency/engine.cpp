@@ -32,10 +32,10 @@ void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t byte
     std::byte*& memory = view.peers[alone ? peer : group.members[static_cast<std::size_t>(peer)]];
     memory = wire.pointer(peer, segment);
     if (memory == nullptr || wire.bytes(peer, segment) < bytes) {
-      engine.channel().distrust("LatencyExchange: buffers", peer,
-                                "named segment " + to_string(segment) + " of " +
-                                    to_string(wire.bytes(peer, segment)) +
-                                    " bytes, expected at least " + to_string(bytes));
+      engine.channel().throw_violation("LatencyExchange: buffers", peer,
+                                       "named segment " + to_string(segment) + " of " +
+                                           to_string(wire.bytes(peer, segment)) +
+                                           " bytes, expected at least " + to_string(bytes));
     }
   }
 }

@@ -53,15 +53,15 @@ std::optional<SegmentExchange::Offer> SegmentExchange::next() {
     protocol::Generation& served = served_[static_cast<std::size_t>(peer)];
     if (seen == served) continue;
     if (seen != served + 1) {
-      channel_.distrust("grow", peer,
-                        "offered segment number " + std::to_string(seen) + " after number " +
-                            std::to_string(served));
+      channel_.throw_violation("grow", peer,
+                               "offered segment number " + std::to_string(seen) + " after number " +
+                                   std::to_string(served));
     }
     const std::byte* message = swap_.message(peer, seen);
     StepMessage head;
     std::memcpy(&head, message, sizeof(head));
     if (head.call.kind != CallKind::grow || head.handle_bytes > fabric::kMaxHandleBytes) {
-      channel_.distrust(
+      channel_.throw_violation(
           "grow", peer,
           "sent a segment's handle of " + std::to_string(head.handle_bytes) + " bytes");
     }

@@ -73,12 +73,12 @@ Error CudaEngine::fatal_error() {
     case Reason::deadline:
       fatal_ = channel_.late(stage, failure.peer, failure.expected, failure.seen);
       break;
-    case Reason::distrust:
+    case Reason::violation:
       try {
-        channel_.distrust(stage, failure.peer,
-                          "said what cannot be (expected " + to_string(failure.expected) +
-                              ", seen " + to_string(failure.seen) + ", detail " +
-                              to_string(failure.detail) + ")");
+        channel_.throw_violation(stage, failure.peer,
+                                 "said what cannot be (expected " + to_string(failure.expected) +
+                                     ", seen " + to_string(failure.seen) + ", detail " +
+                                     to_string(failure.detail) + ")");
       } catch (const Error& error) {
         fatal_ = error;
       }

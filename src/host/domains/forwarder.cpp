@@ -73,7 +73,7 @@ void Forwarder::finish() {
       poll();  // others may have come meanwhile
     }
     if (!complete(plan_.forwards[feeder], exchange(), engine_.topology(), source)) {
-      channel().distrust(kStage, source, "sent routes that are not those it counted");
+      channel().throw_violation(kStage, source, "sent routes that are not those it counted");
     }
   }
   if (stream_) kernels().stream_fence();  // before any flag is published
@@ -106,7 +106,7 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
               ids.size() * sizeof(std::int32_t));
   const int source = plan_.crossing.feeders[feeder];
   if (!append_rows(plan_.forwards[feeder], exchange(), engine_.topology(), source, ids)) {
-    channel().distrust(kStage, source, "sent routes that are not those it counted");
+    channel().throw_violation(kStage, source, "sent routes that are not those it counted");
   }
 }
 

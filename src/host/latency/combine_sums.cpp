@@ -169,9 +169,10 @@ std::size_t HostLatency::sums_there(const Exchange& exchange, int owner, std::si
   const std::uint64_t first = exchange.sums_there[static_cast<std::size_t>(owner)];
   // Not first + rows: that could overflow.
   if (first > sum_places() || rows > sum_places() - first) {
-    engine_->channel().distrust("latency combine: rows", owner,
-                                "wants " + std::to_string(rows) + " rows at place " +
-                                    std::to_string(first) + " of " + std::to_string(sum_places()));
+    engine_->channel().throw_violation("latency combine: rows", owner,
+                                       "wants " + std::to_string(rows) + " rows at place " +
+                                           std::to_string(first) + " of " +
+                                           std::to_string(sum_places()));
   }
   return sums_offset(exchange.generation, first);
 }

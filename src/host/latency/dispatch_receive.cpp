@@ -41,9 +41,9 @@ const Arrival& HostLatency::note_arrival(Exchange& exchange, int source, std::in
     any = any || expert != -1;
   }
   if (!good || !any) {
-    engine_->channel().distrust("latency dispatch: rows", source,
-                                "sent token " + std::to_string(token) +
-                                    " with slots for experts that this rank does not hold");
+    engine_->channel().throw_violation("latency dispatch: rows", source,
+                                       "sent token " + std::to_string(token) +
+                                           " with slots for experts that this rank does not hold");
   }
   if (exchange.options.topk_weights) {
     const std::size_t at = exchange.slot_weights.size();
@@ -83,7 +83,7 @@ void HostLatency::fan_out(Exchange& exchange, const Arrival& arrival, std::int32
     std::int32_t place = -1;
     if (expert >= 0) {
       if (counts[expert] >= rows) {
-        engine_->channel().distrust(
+        engine_->channel().throw_violation(
             "latency dispatch: rows", arrival.source,
             "sent more than the capacity for local expert " + std::to_string(expert));
       }

@@ -151,9 +151,10 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     for (int peer = 0; peer < engine->size(); ++peer) {
       const std::uint64_t bytes = segments.bytes[static_cast<std::size_t>(peer)];
       if (bytes < layout.bytes) {
-        engine->channel().distrust(kStage, peer,
-                                   "registered " + std::to_string(bytes) +
-                                       " bytes, expected at least " + std::to_string(layout.bytes));
+        engine->channel().throw_violation(kStage, peer,
+                                          "registered " + std::to_string(bytes) +
+                                              " bytes, expected at least " +
+                                              std::to_string(layout.bytes));
       }
     }
     engine->add_latency_memory(segments.mine);

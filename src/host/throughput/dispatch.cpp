@@ -173,10 +173,10 @@ void DispatchJob::check_grants() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     const StepMessage theirs = channel().head(peer);
     if (theirs.rows < plan().recv_rows_of(peer) || theirs.rows > kMaxRows) {
-      channel().distrust(kStage, peer,
-                         "granted room for " + std::to_string(theirs.rows) +
-                             " rows, expected at least " +
-                             std::to_string(plan().recv_rows_of(peer)));
+      channel().throw_violation(kStage, peer,
+                                "granted room for " + std::to_string(theirs.rows) +
+                                    " rows, expected at least " +
+                                    std::to_string(plan().recv_rows_of(peer)));
     }
     const auto rows = receive_layout(theirs.rows);
     const auto side = make_side_layout(theirs.rows, plan_->topk, carries_routes_, has_weights());

@@ -52,7 +52,8 @@ void DispatchJob::check_routes() {
     if (!possible ||
         !std::equal(slots.begin(), slots.end(),
                     plan().expert_slots.begin() + static_cast<std::ptrdiff_t>(s * local))) {
-      channel().distrust("dispatch: rows", source, "sent routes that are not those it counted");
+      channel().throw_violation("dispatch: rows", source,
+                                "sent routes that are not those it counted");
     }
   }
 }

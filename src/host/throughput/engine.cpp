@@ -112,9 +112,10 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
         slots += count;
       }
       if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel_.distrust(kStage, source,
-                          "said that it sends " + std::to_string(tokens) + " tokens in " +
-                              std::to_string(slots) + " slots to rank " + std::to_string(target));
+        channel_.throw_violation(kStage, source,
+                                 "said that it sends " + std::to_string(tokens) + " tokens in " +
+                                     std::to_string(slots) + " slots to rank " +
+                                     std::to_string(target));
       }
     }
   }
@@ -123,8 +124,8 @@ void HostEngine::check_counts(std::span<const std::int32_t> counts) {
 void HostEngine::make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens) {
   const int culprit = impossible_crossing(state.exchange, domains_, domain_tokens);
   if (culprit >= 0) {
-    channel_.distrust("plan: counts", culprit,
-                      "counted tokens for a domain that do not fit those for its ranks");
+    channel_.throw_violation("plan: counts", culprit,
+                             "counted tokens for a domain that do not fit those for its ranks");
   }
   state.crossing =
       make_crossing_plan(state.exchange, domains_, std::move(domain_tokens), config_.crossing);

@@ -141,14 +141,14 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
   const int word = static_cast<int>(threadIdx.x % kHeadLanes);
   const std::byte* at = posted_word(group, peer, generation, word);
   TaggedPair pair{};
-  const auto look = [&] {
+  const auto poll = [&] {
     TagCheck check;
     pair = load_pair(at);
-    check.look_at_head(pair, generation);
+    check.check_head(pair, generation);
     return check;
   };
   const bool there =
-      word >= kHeadWords || await_words(group, generation, stage, peer, look, beside);
+      word >= kHeadWords || await_words(group, generation, stage, peer, poll, beside);
   value = data_of(pair);
   return __all_sync(0xffffu << (threadIdx.x & 16), there) != 0;
 }
@@ -205,18 +205,18 @@ __device__ inline Verdict worst_of(std::uint32_t found) {
   }
 }
 
-/// Looks at nothing.
-struct NoLook {
+/// Polls nothing.
+struct NoPoll {
   __device__ void operator()(int, std::uint64_t) const {}
 };
 
 /// Whole block: waits for the heads of all ranks. `call`: this rank's signature. `needed`: rows
-/// that arrive at each rank, null: rows are not granted. `look(peer, word)`: sixteen lanes, each
+/// that arrive at each rank, null: rows are not granted. `poll(peer, word)`: sixteen lanes, each
 /// with its word of a head that has come. False: the group has failed, return at once.
-template <class Look = NoLook>
+template <class Poll = NoPoll>
 __device__ inline bool await_entry(const GroupView& group, std::uint64_t generation, Stage stage,
                                    const CallSignature& call, const std::int64_t* needed,
-                                   Verdict& verdict, const Look& look = Look{}) {
+                                   Verdict& verdict, const Poll& poll = Poll{}) {
   std::uint32_t found = kNoComplaint << 16;
   bool there = true;
   for (int peer = static_cast<int>(threadIdx.x / kHeadLanes); peer < group.ranks && there;
@@ -227,7 +227,7 @@ __device__ inline bool await_entry(const GroupView& group, std::uint64_t generat
     const std::uint32_t what = there ? complaint(word, call, rows) : kNoComplaint;
     const std::uint32_t mine = what << 16 | static_cast<std::uint32_t>(peer);
     if (what != kNoComplaint && mine < found) found = mine;
-    if (there) look(peer, word);
+    if (there) poll(peer, word);
   }
   if (__syncthreads_and(there) == 0) return false;
   verdict = worst_of(found);

@@ -30,13 +30,13 @@ struct PeerSegment {
   std::uint64_t bytes = 0;
 };
 
-/// Why a call ended without its result. Fatal reasons (deadline, aborted, distrust) leave the group
-/// dead; the others are seen by every rank alike and the group goes on.
+/// Why a call ended without its result. Fatal reasons (deadline, aborted, violation) leave the
+/// group dead; the others are seen by every rank alike and the group goes on.
 enum class Reason : std::uint32_t {
   none,
   deadline,   ///< `peer` did not raise its flag in time
   aborted,    ///< the host raised `abort`: destroyed, or a peer is known to be dead
-  distrust,   ///< `peer` said what cannot be (a place outside its segments, impossible counts)
+  violation,  ///< of the protocol, by `peer`: a place outside its segments, impossible counts
   mismatch,   ///< `peer` is in another call; `theirs` says which
   no_room,    ///< `peer` has no region; `detail`: bytes that it needs
   too_many,   ///< more rows arrive at `peer` than it granted; `detail`: how many
@@ -143,7 +143,7 @@ enum class Stage : std::uint32_t {
 };
 
 FERRY_FN constexpr bool is_fatal(Reason reason) {
-  return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::distrust;
+  return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::violation;
 }
 
 /// Lies in pinned host memory; `written` is stored last.

@@ -1,5 +1,5 @@
 // Messages that cross in one trip, without a flag behind them: beside every 4 bytes stand the low
-// 32 bits of the generation, and whoever reads looks at both until they are there.
+// 32 bits of the generation, and whoever reads polls both until they are there.
 //
 // PTX promises that an aligned access of 8 bytes is made at once, and nothing about the order of
 // several; it treats a vector of two as two. So 8 bytes are the unit that carries its generation,
@@ -50,7 +50,7 @@ struct TagCheck {
   bool there = true;       ///< all are of this generation
   std::int32_t ahead = 0;  ///< more than 0: a head's is of a generation that cannot be
 
-  __device__ __forceinline__ void look_at_head(const TaggedPair& pair, std::uint64_t generation) {
+  __device__ __forceinline__ void check_head(const TaggedPair& pair, std::uint64_t generation) {
     for (const std::uint64_t word : {pair.low, pair.high}) {
       const auto difference = static_cast<std::int32_t>(static_cast<std::uint32_t>(word >> 32) -
                                                         static_cast<std::uint32_t>(generation));
@@ -58,7 +58,7 @@ struct TagCheck {
       ahead = max(ahead, difference);
     }
   }
-  __device__ __forceinline__ void look_at_body(std::uint64_t word, std::uint64_t generation) {
+  __device__ __forceinline__ void check_body(std::uint64_t word, std::uint64_t generation) {
     there = there && word >> 32 == (generation & 0xffffffff);
   }
 };
@@ -79,22 +79,22 @@ __device__ __noinline__ inline std::uint64_t last_posted(const std::byte* messag
   return last;
 }
 
-/// One thread waits until `look()`, a TagCheck, has found all that it looks for in `source`'s
+/// One thread waits until `poll()`, a TagCheck, has found all that it looks for in `source`'s
 /// message. `beside`: the call before may not have ended. False: the group has failed.
-template <class Look>
+template <class Poll>
 __device__ __forceinline__ bool await_words(const GroupView& group, std::uint64_t generation,
-                                            Stage stage, int source, const Look& look,
+                                            Stage stage, int source, const Poll& poll,
                                             bool beside = false) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   Reason reason;
   std::int32_t ahead;
   do {
-    const TagCheck check = look();
+    const TagCheck check = poll();
     if (check.there) return true;
     // What comes in this slot after this generation cannot come before it has ended.
-    reason = Reason::distrust;
+    reason = Reason::violation;
     ahead = check.ahead;
-  } while (ahead <= 0 && !patience.over(group, reason));
+  } while (ahead <= 0 && !spin_deadline.over(group, reason));
   if (reason == Reason::none) return false;
   const std::uint64_t seen =
       ahead > 0 ? generation + static_cast<std::uint32_t>(ahead)

@@ -47,11 +47,11 @@ __device__ inline Ring ring_of_warp(const GroupView& group, std::uint64_t genera
 __device__ __forceinline__ bool await_stage(const Ring& ring, int stage, std::uint32_t parity) {
   std::uint64_t* barrier = ring.barriers + stage;
   if (barrier_try_wait(barrier, parity)) return true;
-  Patience patience;
+  SpinDeadline spin_deadline;
   for (;;) {
     if (barrier_try_wait(barrier, parity)) return true;
     Reason reason;
-    if (patience.over(*ring.group, reason)) {
+    if (spin_deadline.over(*ring.group, reason)) {
       if (reason == Reason::none) return false;
       return fail(*ring.group, ring.generation, reason, Stage::rows, ring.group->rank);
     }

@@ -162,31 +162,31 @@ __device__ __forceinline__ bool has_failed(const GroupView& group) {
   return load_relaxed(&local_words(group)->failed) != 0;
 }
 
-/// Bounds a wait of one thread: ask `over` after each look that did not find what it looks for.
-struct Patience {
+/// Bounds a wait of one thread: ask `over` after each poll that did not find what it waits for.
+struct SpinDeadline {
   std::uint64_t start = 0;
-  std::uint32_t looks = 0;
-  static constexpr std::uint32_t kLooksPerCheck = 32;  ///< the clock and `failed` cost a look each
+  std::uint32_t spins = 0;
+  static constexpr std::uint32_t kSpinsPerCheck = 32;  ///< the clock and `failed` cost a poll each
   static constexpr std::uint32_t kChecksPerAbort = 128;  ///< `abort` lies behind PCIe
 
   /// Whether the next `over` looks at the clock.
-  __device__ bool is_next_check() const { return (looks + 1) % kLooksPerCheck == 0; }
-  /// A look that no check follows; counted when it is one.
+  __device__ bool is_next_check() const { return (spins + 1) % kSpinsPerCheck == 0; }
+  /// A spin that no check follows; counted when it is one.
   __device__ bool passes() {
     if (is_next_check()) return false;
-    ++looks;
+    ++spins;
     return true;
   }
   /// none: go on. deadline, aborted: give up with this reason; `failed`: another block has.
   __device__ bool over(const GroupView& group, Reason& reason) {
     reason = Reason::none;
-    if (++looks % kLooksPerCheck != 0) return false;
+    if (++spins % kSpinsPerCheck != 0) return false;
     const std::uint64_t now = now_ns();
     if (start == 0) start = now;
     if (has_failed(group)) return true;
     if (now - start > group.deadline_ns) {
       reason = Reason::deadline;
-    } else if (looks / kLooksPerCheck % kChecksPerAbort == 0 && load_relaxed(group.abort) != 0) {
+    } else if (spins / kSpinsPerCheck % kChecksPerAbort == 0 && load_relaxed(group.abort) != 0) {
       reason = Reason::aborted;
     }
     return reason != Reason::none;
@@ -196,16 +196,16 @@ struct Patience {
 /// One thread waits for a flag of `peer` in its own rank's memory. False: the group has failed.
 __device__ inline bool await_flag(const GroupView& group, const std::uint64_t* word, int peer,
                                   std::uint64_t generation, Stage stage) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);
     if (seen >= generation) {
-      // Nobody ends call g + 1 without this rank, so g + 2 is a lie.
+      // Nobody ends call g + 1 without this rank, so g + 2 is a protocol violation.
       if (seen <= generation + 1) return true;
-      return fail(group, generation, Reason::distrust, stage, peer, {generation, seen, 0});
+      return fail(group, generation, Reason::violation, stage, peer, {generation, seen, 0});
     }
     Reason reason;
-    if (patience.over(group, reason)) {
+    if (spin_deadline.over(group, reason)) {
       if (reason == Reason::none) return false;
       return fail(group, generation, reason, stage, peer, {generation, seen, 0});
     }

@@ -12,7 +12,7 @@ __device__ inline bool is_agreed(const LatencyDispatchParameters& p, const Laten
   const int tokens = head_tokens(head);
   const std::uint32_t own = agreed_format(p), format = head_format(head);
   if (format == own && tokens <= p.view.capacity) return true;
-  const Reason reason = format != own ? Reason::mismatch : Reason::distrust;
+  const Reason reason = format != own ? Reason::mismatch : Reason::violation;
   return fail_latency(p.view, call, reason, Stage::latency_headers, source, {own, format, tokens});
 }
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool count_rows(const LatencyDispatchParameters& p,
     // A source itself refuses routes that name an expert more often than the capacity.
     const int most = min(static_cast<int>(v.capacity), tokens * v.topk);
     if (rows < 0 || rows > most) {
-      good = fail_latency(v, call, Reason::distrust, Stage::latency_headers, s, {0, 0, rows});
+      good = fail_latency(v, call, Reason::violation, Stage::latency_headers, s, {0, 0, rows});
       rows = 0;
     }
     if (arrivals.numbers != nullptr) *number = first;

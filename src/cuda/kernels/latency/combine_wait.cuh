@@ -6,8 +6,9 @@
 
 namespace ferry::cuda::device {
 
-/// Looks at weights that have not come, a millisecond or some, before rows of other ranks go first.
-inline constexpr int kLooksForFirst = 2048;
+/// Polls for weights that have not come, a millisecond or some, before rows of other ranks go
+/// first.
+inline constexpr int kPollsForFirst = 2048;
 
 /// The id of one of this rank's slots; whatever is no expert is none to the RankFinder.
 __device__ __forceinline__ int combine_route(const LatencyCombineParameters& p, int slot) {
@@ -69,14 +70,14 @@ __device__ __forceinline__ std::size_t slot_entry(const LatencyView& v, int sour
 
 /// Whole warp: the weights of the slots whose row is here (`row` >= 0), which their owner pushes.
 /// Sums need the registers, so there is no clock. False: they have not come so far.
-__device__ __forceinline__ bool look_for_weights(const LatencyPlaces& at, int source, int token,
-                                                 int row, int most, float& weight) {
+__device__ __forceinline__ bool poll_weights(const LatencyPlaces& at, int source, int token,
+                                             int row, int most, float& weight) {
   const LatencyView& v = at.v;
   const std::uint64_t* word =
       at.weights(v.sources[source], source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
   bool here = row < 0;
 #pragma unroll 1
-  for (int looks = 0; !here && looks < most; ++looks) {
+  for (int polls = 0; !here && polls < most; ++polls) {
     const std::uint64_t seen = load_relaxed(word);
     weight = __uint_as_float(static_cast<std::uint32_t>(seen));
     here = is_word_of(seen, at.tag());
@@ -154,11 +155,11 @@ class CombineWaits {
       if (kWaits && peer >= 0 && !masked) {
         const std::uint32_t* tag =
             at_.sum_tags(v.sources[peer], kPerSlot ? lane : peer, token) + part;
-        const Came what = await_tag<kTimed, !kPerSlot, false>(v, call_, tag, sum_tag(), peer,
-                                                              Stage::latency_sums);
-        came = what == Came::here;
-        stopped |= what == Came::stop;
-        if (what == Came::missing) call_.lost = true;
+        const WaitStatus what = await_tag<kTimed, !kPerSlot, false>(v, call_, tag, sum_tag(), peer,
+                                                                    Stage::latency_sums);
+        came = what == WaitStatus::here;
+        stopped |= what == WaitStatus::stop;
+        if (what == WaitStatus::missing) call_.lost = true;
       }
       here[w] = __ballot_sync(kAllLanes, came);
     }

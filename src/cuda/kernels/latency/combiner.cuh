@@ -156,7 +156,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
           }
         }
         if (!weighed) {
-          if (!look_for_weights(at_, source, token, row, kLooksForFirst, weight)) return false;
+          if (!poll_weights(at_, source, token, row, kPollsForFirst, weight)) return false;
           weighed = true;
         }
         const float factors[2] = {__shfl_sync(kAllLanes, weight, one),
@@ -238,7 +238,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const std::byte* rows =
         few_sum(at_, own_memory(v), 0, token) + few_offset(static_cast<std::size_t>(byte), half);
     const auto step = static_cast<std::uint32_t>(kFewTokens * v.layout.few_scale_at);
-    Patience patience;
+    SpinDeadline spin_deadline;
     std::uint32_t pending = some;
     std::uint64_t late = 0;
     while (pending != 0) {
@@ -261,12 +261,12 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       if (pending == 0) break;
       const int peer = __ffs(static_cast<int>(pending)) - 1;
       std::uint32_t seen = at_.tag();
-      if (patience.is_next_check()) seen = slot_tag(token, peer);
-      const Came came = between_looks<true, false>(v, call_, patience, peer, Stage::latency_sums,
-                                                   at_.tag(), seen);
-      if constexpr (kTimed) late = look_time(call_);
-      if (__any_sync(kAllLanes, came == Came::stop)) return false;
-      if (!__any_sync(kAllLanes, came != Came::here)) continue;
+      if (spin_deadline.is_next_check()) seen = slot_tag(token, peer);
+      const WaitStatus came = between_polls<true, false>(v, call_, spin_deadline, peer,
+                                                         Stage::latency_sums, at_.tag(), seen);
+      if constexpr (kTimed) late = poll_time(call_);
+      if (__any_sync(kAllLanes, came == WaitStatus::stop)) return false;
+      if (!__any_sync(kAllLanes, came != WaitStatus::here)) continue;
       if constexpr (kTimed) note_wait(call_, peer, late);
       call_.lost = true;
       pending &= pending - 1;

@@ -137,7 +137,7 @@ class EncodedCombiner : public CombineWaits<kPerSlot, true, kOddTag<Codes, kPerS
       if constexpr (!kPerSlot) {
         if (p_.slot_weights != nullptr) {
           if (row >= 0) weight = __ldg(p_.slot_weights + entry);
-        } else if (!look_for_weights(at_, sent.source, sent.token, row, kLooksForFirst, weight)) {
+        } else if (!poll_weights(at_, sent.source, sent.token, row, kPollsForFirst, weight)) {
           return send_rest<Row>(p_, call_, unit);
         }
       }

@@ -142,14 +142,14 @@ __device__ inline bool open_latency_call(const LatencyView& v, const LatencyHand
   for (int r = lane; r < ranks; r += 32) {
     const std::uint32_t found = r == lane ? mask : load_relaxed(&words.masked[r]);
     const bool masked = found != 0 && found != number;
-    Came came_here = masked ? Came::missing : Came::here;
+    WaitStatus came_here = masked ? WaitStatus::missing : WaitStatus::here;
     if (!masked && !stopped && needed > 0 && (r != lane || credit < needed)) {
       came_here = await_credit(at, call, r, needed);
     }
     call.masked[r] = masked;
     const bool went = handle == nullptr || (r == lane ? sent : load_relaxed(&handle->sent[r])) != 0;
-    call.open[r] = came_here == Came::here && went;
-    stopped |= came_here == Came::stop;
+    call.open[r] = came_here == WaitStatus::here && went;
+    stopped |= came_here == WaitStatus::stop;
   }
   return stopped;
 }
@@ -184,10 +184,10 @@ __device__ inline void note_latency_call(const LatencyPlaces& at, LatencyCall& c
   for (int i = 0; i < 2 && call.received[(upto + 1) % 2] == upto + 1; ++i) ++upto;
   if (upto > call.released) release_upto(at.v, generation, upto);
   if (threadIdx.x % 32 != 0) return;
-  Patience patience;
+  SpinDeadline spin_deadline;
   while (load_acquire_gpu(&words.came) - call.came_before != gridDim.x) {
     Reason reason;
-    if (!patience.over(at.v.group, reason)) continue;
+    if (!spin_deadline.over(at.v.group, reason)) continue;
     if (reason != Reason::none) {
       fail_latency(at.v, call, reason, Stage::latency_credit, at.v.group.rank);
     }
@@ -211,10 +211,10 @@ __device__ inline bool end_latency_call(const LatencyView& v, const LatencyCall&
   bool clears = false;
   if (threadIdx.x == 0 && atomicMax(&v.words->lost, call.number) < call.number) {
     clears = true;
-    Patience patience;
+    SpinDeadline spin_deadline;
     while (clears && load_acquire_gpu(&v.words->left) - call.came_before != gridDim.x) {
       Reason reason;  // the others' own waits have deadlines
-      clears = !patience.over(v.group, reason) || reason == Reason::deadline;
+      clears = !spin_deadline.over(v.group, reason) || reason == Reason::deadline;
     }
   }
   return __syncthreads_or(clears) != 0;

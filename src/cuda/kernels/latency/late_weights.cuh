@@ -7,8 +7,8 @@
 
 namespace ferry::cuda::device {
 
-/// Looks at weights on the first of the two turns; those of ranks that are not late are here.
-inline constexpr int kLooksForRest = 64;
+/// Polls for weights on the first of the two turns; those of ranks that are not late are here.
+inline constexpr int kPollsForRest = 64;
 
 /// One lane: the weight of its slot, at last. False: `source` is masked, or the group has failed,
 /// which `stop` tells.
@@ -20,10 +20,11 @@ __device__ __forceinline__ bool await_weight(const LatencyPlaces& at, const Late
   const std::uint64_t* word =
       at.weights(v.sources[source], source) + token * v.topk + static_cast<int>(threadIdx.x % 32);
   std::uint32_t data = 0;
-  const Came came = await_word<true>(v, call, word, at.tag(), source, Stage::latency_weights, data);
+  const WaitStatus came =
+      await_word<true>(v, call, word, at.tag(), source, Stage::latency_weights, data);
   weight = __uint_as_float(data);
-  stop = came == Came::stop;
-  return came == Came::here;
+  stop = came == WaitStatus::stop;
+  return came == WaitStatus::here;
 }
 
 /// Whole warp: what is left of the sending half from unit `unit` on. `Row::send` takes a row's
@@ -51,7 +52,7 @@ __device__ __noinline__ bool send_rest(const LatencyCombineParameters& p, const 
     if (lanes == 0) continue;
     float weight = 0;
     if (turn == 0) {
-      if (!look_for_weights(at, sent.source, sent.token, row, kLooksForRest, weight)) continue;
+      if (!poll_weights(at, sent.source, sent.token, row, kPollsForRest, weight)) continue;
     } else {
       bool stop = false;
       const bool here = await_weight(at, call, sent.source, sent.token, row, weight, stop);

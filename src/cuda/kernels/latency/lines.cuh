@@ -108,7 +108,7 @@ __device__ __forceinline__ bool load_lines(const std::byte* piece, int bytes, st
   __syncwarp();  // lanes of a line load together
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    vectors[i] = uint4{0, 0, 0, 0};  // what was there need not be kept between two looks
+    vectors[i] = uint4{0, 0, 0, 0};  // what was there need not be kept between two polls
     if (has_line(i, bytes)) vectors[i] = load_line(at + i * kSliceBytes);
   }
   behind = uint4{0, 0, 0, 0};

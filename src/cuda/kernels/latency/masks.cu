@@ -77,7 +77,7 @@ struct Rejoining {
     const std::uint64_t* offers = LatencyPlaces::line_of(v.sources[peer], v.layout.offers, peer);
     const std::uint64_t grace = v.group.deadline_ns / 4;
     std::uint64_t overtime = 0;  // since when
-    Patience patience;
+    SpinDeadline spin_deadline;
     for (;;) {
       const std::uint64_t word = load_acquire(line);
       if (round_of(word) >= round) return word;
@@ -88,11 +88,11 @@ struct Rejoining {
         return round_of(before) >= round ? before : offer;
       }
       Reason reason;
-      const bool over = patience.over(v.group, reason);
-      if (patience.looks % Patience::kLooksPerCheck != 0) continue;
+      const bool over = spin_deadline.over(v.group, reason);
+      if (spin_deadline.spins % SpinDeadline::kSpinsPerCheck != 0) continue;
       if (find_gone(v, peer) == Gone::dead) return 0;
       if (over && reason == Reason::deadline && overtime == 0) {
-        overtime = patience.start = now_ns();
+        overtime = spin_deadline.start = now_ns();
         continue;
       }
       const bool late = overtime != 0 && now_ns() - overtime > grace && !some_held_up();

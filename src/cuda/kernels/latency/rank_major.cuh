@@ -13,12 +13,12 @@ inline constexpr int kPlacesAtOnce = 8;
 
 /// One lane: whether `token` of `source` has a slot here. `came`: unless here, nobody knows.
 __device__ __forceinline__ bool is_landing(const LatencyPlaces& at, const LatencyCall& call,
-                                           int source, int token, Came& came) {
+                                           int source, int token, WaitStatus& came) {
   const LatencyView& v = at.v;
   const std::uint64_t* places = at.places(v.sources[source], source) + token * v.topk;
   bool lands = false;
 #pragma unroll 1
-  for (int base = 0; base < v.topk && came == Came::here; base += kPlacesAtOnce) {
+  for (int base = 0; base < v.topk && came == WaitStatus::here; base += kPlacesAtOnce) {
     std::uint64_t words[kPlacesAtOnce];
 #pragma unroll
     for (int i = 0; i < kPlacesAtOnce; ++i) {
@@ -34,10 +34,10 @@ __device__ __forceinline__ bool is_landing(const LatencyPlaces& at, const Latenc
     if (here) continue;
     lands = false;
 #pragma unroll 1
-    for (int k = 0; k < v.topk && came == Came::here; ++k) {
+    for (int k = 0; k < v.topk && came == WaitStatus::here; ++k) {
       std::uint32_t word;
       came = await_word(v, call, places + k, at.tag(), source, Stage::latency_rows, word);
-      lands = lands || (came == Came::here && word != kNoPlace);
+      lands = lands || (came == WaitStatus::here && word != kNoPlace);
     }
     return lands;
   }
@@ -45,17 +45,18 @@ __device__ __forceinline__ bool is_landing(const LatencyPlaces& at, const Latenc
 }
 
 /// Whole warp, all lanes alike: of the first `tokens` tokens of `source`, those with slots here.
-__device__ inline Came count_landing(const LatencyPlaces& at, const LatencyCall& call, int source,
-                                     int tokens, int& count) {
+__device__ inline WaitStatus count_landing(const LatencyPlaces& at, const LatencyCall& call,
+                                           int source, int tokens, int& count) {
   int own = 0;
-  Came came = Came::here;
-  for (int t = static_cast<int>(threadIdx.x % 32); t < tokens && came == Came::here; t += 32) {
+  WaitStatus came = WaitStatus::here;
+  for (int t = static_cast<int>(threadIdx.x % 32); t < tokens && came == WaitStatus::here;
+       t += 32) {
     own += is_landing(at, call, source, t, came) ? 1 : 0;
   }
   __syncwarp();
   count = __reduce_add_sync(kAllLanes, own);
-  if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
-  return __any_sync(kAllLanes, came != Came::here) ? Came::missing : Came::here;
+  if (__any_sync(kAllLanes, came == WaitStatus::stop)) return WaitStatus::stop;
+  return __any_sync(kAllLanes, came != WaitStatus::here) ? WaitStatus::missing : WaitStatus::here;
 }
 
 /// Whole warp: the number of a row's first entry in the tables [R, capacity, topk].
@@ -100,30 +101,30 @@ __device__ __noinline__ inline int land_row(const LatencyDispatchParameters& p,
   const LatencyPlaces at{v, generation};
   const int lane = static_cast<int>(threadIdx.x % 32);
   std::uint32_t word = kNoPlace, weight = 0;
-  Came came = Came::here;
+  WaitStatus came = WaitStatus::here;
   if (lane < v.topk) {
     const int entry = token * v.topk + lane;
     came = await_word(v, call, at.places(v.sources[source], source) + entry, at.tag(), source,
                       Stage::latency_rows, word);
-    if (came == Came::here && notes && p.slot_weights != nullptr) {
+    if (came == WaitStatus::here && notes && p.slot_weights != nullptr) {
       came = await_word(v, call, at.header_weights(v.sources[source], source) + entry, at.tag(),
                         source, Stage::latency_rows, weight);
     }
   }
-  if (__any_sync(kAllLanes, came == Came::stop)) return kStopped;
-  bool missing = __any_sync(kAllLanes, came != Came::here) != 0;
+  if (__any_sync(kAllLanes, came == WaitStatus::stop)) return kStopped;
+  bool missing = __any_sync(kAllLanes, came != WaitStatus::here) != 0;
   if (missing) word = kNoPlace;
   const auto experts = static_cast<std::uint32_t>(v.placement.local_experts(v.group.rank));
   if (__any_sync(kAllLanes, word != kNoPlace && word >> 16 >= experts)) {
-    fail_latency(v, call, Reason::distrust, Stage::latency_rows, source, {0, 0, token});
+    fail_latency(v, call, Reason::violation, Stage::latency_rows, source, {0, 0, token});
     return kStopped;
   }
   const bool lands = __any_sync(kAllLanes, word != kNoPlace) != 0;
   int row = 0;
   if (lands) {
     came = count_landing(at, call, source, token, row);
-    if (came == Came::stop) return kStopped;
-    missing = came == Came::missing;
+    if (came == WaitStatus::stop) return kStopped;
+    missing = came == WaitStatus::missing;
     if (missing) word = kNoPlace;
   }
   if (notes) note_ranked(p, source, token, word, weight, row);
@@ -149,9 +150,9 @@ __device__ inline bool count_sources(const LatencyDispatchParameters& p, const L
   const int first = blocks - 1 - static_cast<int>(blockIdx.x) + warp * blocks;
   for (int s = first; s < p.view.group.ranks; s += blocks * kLatencyWarps) {
     int rows = 0;
-    const Came came = count_landing(at, call, s, words.tokens(p.view, s), rows);
-    if (came == Came::stop) return false;
-    if (came == Came::missing) {
+    const WaitStatus came = count_landing(at, call, s, words.tokens(p.view, s), rows);
+    if (came == WaitStatus::stop) return false;
+    if (came == WaitStatus::missing) {
       call.lost = true;
       rows = 0;
     }

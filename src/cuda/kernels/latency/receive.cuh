@@ -141,7 +141,7 @@ __device__ inline void note_landing(const LatencyDispatchParameters& p, int sour
 
 /// What a lane was told of its slot of a row, or why it was not.
 struct ToldSlot {
-  Came came;
+  WaitStatus came;
   std::uint32_t word;    ///< kNoPlace: the slot is not of this rank
   std::uint32_t weight;  ///< its bits
 };
@@ -156,11 +156,11 @@ struct Receiver {
   /// Whole warp: where a row goes. `notes`: it is remembered. False: the group has failed.
   __device__ __forceinline__ bool land(int source, int token, const ToldSlot& told, bool notes,
                                        LandingSlot& slot) const {
-    if (__any_sync(kAllLanes, told.came == Came::stop)) return false;
-    const bool missing = __any_sync(kAllLanes, told.came != Came::here) != 0;
+    if (__any_sync(kAllLanes, told.came == WaitStatus::stop)) return false;
+    const bool missing = __any_sync(kAllLanes, told.came != WaitStatus::here) != 0;
     const bool good = missing || find_landing(p, at, arrivals, source, told.word, slot);
     if (!__all_sync(kAllLanes, good)) {
-      return fail_latency(p.view, call, Reason::distrust, Stage::latency_rows, source,
+      return fail_latency(p.view, call, Reason::violation, Stage::latency_rows, source,
                           {0, 0, token});
     }
     if (notes) note_landing(p, source, token, slot, told.weight);
@@ -208,7 +208,7 @@ struct RowReceiver : Receiver {
     const std::uint32_t* tag = at.row_tags(own, source, token) + first + lane;
     bool here = first + lane > last;
     std::uint32_t word = kNoPlace, weight = 0;
-    Came came = Came::here;
+    WaitStatus came = WaitStatus::here;
     if (lane < v.topk) {
       const std::uint64_t* place = at.places(own, source) + token * v.topk + lane;
       const std::uint64_t now = load_relaxed(place);
@@ -217,7 +217,7 @@ struct RowReceiver : Receiver {
       if (!is_word_of(now, at.tag())) {
         came = await_word(v, call, place, at.tag(), source, Stage::latency_rows, word);
       }
-      if (came == Came::here && first == 0 && p.slot_weights != nullptr) {
+      if (came == WaitStatus::here && first == 0 && p.slot_weights != nullptr) {
         came = await_word(v, call, at.header_weights(own, source) + token * v.topk + lane, at.tag(),
                           source, Stage::latency_rows, weight);
       }
@@ -227,8 +227,8 @@ struct RowReceiver : Receiver {
     const std::uint32_t lanes = slot.lanes();
     if (lanes == 0) return true;
     if (!here) came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
-    if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    if (__any_sync(kAllLanes, came != Came::here)) {
+    if (__any_sync(kAllLanes, came == WaitStatus::stop)) return false;
+    if (__any_sync(kAllLanes, came != WaitStatus::here)) {
       call.lost = true;
       return true;
     }
@@ -243,13 +243,13 @@ struct RowReceiver : Receiver {
     if (row == kLostRow) call.lost = true;
     if (row < 0) return row != kStopped;
     const int part = first + static_cast<int>(threadIdx.x % 32);
-    Came came = Came::here;
+    WaitStatus came = WaitStatus::here;
     if (part <= last) {
       const std::uint32_t* tag = at.row_tags(v.sources[source], source, token) + part;
       came = await_tag<true>(v, call, tag, at.tag(), source, Stage::latency_rows);
     }
-    if (__any_sync(kAllLanes, came == Came::stop)) return false;
-    if (__any_sync(kAllLanes, came != Came::here)) {
+    if (__any_sync(kAllLanes, came == WaitStatus::stop)) return false;
+    if (__any_sync(kAllLanes, came != WaitStatus::here)) {
       call.lost = true;
       return true;
     }

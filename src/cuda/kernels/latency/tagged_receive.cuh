@@ -12,7 +12,7 @@ struct TaggedWords {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
   static constexpr int kVectors = 1, kBytes = kSliceBytes;
-  static constexpr bool kLooksEarly = true;
+  static constexpr bool kPollsEarly = true;
 
   __device__ static bool serves(const LatencyView& v, int tokens) { return is_few<T>(v, tokens); }
   __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
@@ -25,7 +25,7 @@ struct TaggedWords {
     std::uint32_t scale;
 
     /// `bytes`: of the row from here on. False: not all of it is here.
-    __device__ bool look(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
+    __device__ bool poll(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
       constexpr int kScales = kQuantized ? kBytes / 128 : 0;
       const int lane = static_cast<int>(threadIdx.x % 32);
       bool here = true;
@@ -50,7 +50,7 @@ struct Lines {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
   static constexpr int kVectors = kWireVectors<T, kQuantized>, kBytes = kVectors * kSliceBytes;
-  static constexpr bool kLooksEarly = kQuantized;  // else there are no registers for it
+  static constexpr bool kPollsEarly = kQuantized;  // else there are no registers for it
 
   __device__ static bool serves(const LatencyView& v, int tokens) { return !is_few<T>(v, tokens); }
   __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
@@ -62,7 +62,7 @@ struct Lines {
     uint4 behind;
     std::uint32_t scale;
 
-    __device__ bool look(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
+    __device__ bool poll(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
       return load_lines<kVectors>(row + number * lined_piece_bytes(kVectors), bytes, at.tag(),
                                   vectors, behind);
     }
@@ -122,24 +122,24 @@ struct TaggedReceiver : Receiver {
     std::uint64_t place = 0, told = 0;
     if (lane < v.topk) place = load_relaxed(at.places(own, source) + entry);
     if (weighs) told = load_relaxed(at.header_weights(own, source) + entry);
-    constexpr bool kLooked = Format::kLooksEarly;
-    const bool here = kLooked && piece.look(at, row, number, bytes_from(number));
+    constexpr bool kPolled = Format::kPollsEarly;
+    const bool here = kPolled && piece.poll(at, row, number, bytes_from(number));
     auto word = lane < v.topk ? static_cast<std::uint32_t>(place) : kNoPlace;
     auto weight = static_cast<std::uint32_t>(told);
-    Came came = Came::here;
+    WaitStatus came = WaitStatus::here;
     if (lane < v.topk && !is_word_of(place, at.tag())) {
       came = await_word(v, call, at.places(own, source) + entry, at.tag(), source,
                         Stage::latency_rows, word);
     }
-    if (weighs && came == Came::here && !is_word_of(told, at.tag())) {
+    if (weighs && came == WaitStatus::here && !is_word_of(told, at.tag())) {
       came = await_word(v, call, at.header_weights(own, source) + entry, at.tag(), source,
                         Stage::latency_rows, weight);
     }
-    if (came != Came::here) weight = 0;
+    if (came != WaitStatus::here) weight = 0;
     LandingSlot slot;
     if (!land(source, token, {came, word, weight}, number == 0, slot)) return false;
     const std::uint32_t lanes = slot.lanes();
-    return lanes == 0 || finish(source, row, number, kLooked, here, piece, slot, lanes);
+    return lanes == 0 || finish(source, row, number, kPolled, here, piece, slot, lanes);
   }
 
   __device__ bool receive_ranked(int source, int token, int number) {
@@ -151,34 +151,34 @@ struct TaggedReceiver : Receiver {
     return finish(source, row, number, false, false, piece, ranked_slot(source, place), 1);
   }
 
-  /// Waits for the piece and stores it. `looked`: at it once, and this lane's share was `here`.
-  __device__ __forceinline__ bool finish(int source, std::byte* row, int number, bool looked,
+  /// Waits for the piece and stores it. `polled`: once, and this lane's share was `here`.
+  __device__ __forceinline__ bool finish(int source, std::byte* row, int number, bool polled,
                                          bool here, Piece& piece, const LandingSlot& slot,
                                          std::uint32_t lanes) {
-    const Came came = await_piece(source, row, number, looked, here, piece);
-    if (came == Came::stop) return false;
-    if (came == Came::missing) call.lost = true;
-    if (came != Came::here) return true;
+    const WaitStatus came = await_piece(source, row, number, polled, here, piece);
+    if (came == WaitStatus::stop) return false;
+    if (came == WaitStatus::missing) call.lost = true;
+    if (came != WaitStatus::here) return true;
     piece.open();
     store(number, piece, slot, lanes);
     return true;
   }
 
   /// Whole warp; all lanes alike.
-  __device__ __forceinline__ Came await_piece(int source, std::byte* row, int number, bool looked,
-                                              bool here, Piece& piece) const {
-    Patience patience;
+  __device__ __forceinline__ WaitStatus await_piece(int source, std::byte* row, int number,
+                                                    bool polled, bool here, Piece& piece) const {
+    SpinDeadline spin_deadline;
     std::uint64_t late = 0;
-    Came came = Came::here;
+    WaitStatus came = WaitStatus::here;
 #pragma unroll 1
-    for (;; looked = false) {
-      if (!looked) here = piece.look(at, row, number, bytes_from(number));
+    for (;; polled = false) {
+      if (!polled) here = piece.poll(at, row, number, bytes_from(number));
       if (__all_sync(kAllLanes, here)) break;
-      came = between_looks(p.view, call, patience, source, Stage::latency_rows, at.tag(), 0);
-      late = look_time(call);
-      if (__any_sync(kAllLanes, came == Came::stop)) return Came::stop;
-      if (__any_sync(kAllLanes, came != Came::here)) {
-        came = Came::missing;
+      came = between_polls(p.view, call, spin_deadline, source, Stage::latency_rows, at.tag(), 0);
+      late = poll_time(call);
+      if (__any_sync(kAllLanes, came == WaitStatus::stop)) return WaitStatus::stop;
+      if (__any_sync(kAllLanes, came != WaitStatus::here)) {
+        came = WaitStatus::missing;
         break;
       }
     }

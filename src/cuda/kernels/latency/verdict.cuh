@@ -1,9 +1,9 @@
 // Latency dispatch: waiting for the headers, so that all blocks of a rank agree on who is here.
 //
 // A block that finds all words goes on at once, and counts itself. Only one block may say that a
-// header is missing: it raises a suspicion, by which every block that still looks halts and says
+// header is missing: it raises a suspicion, by which every block that still polls halts and says
 // so; when all blocks have passed or halted, nobody finds out anything by itself any more. If one
-// has passed, all is here. Else that block looks once more, and what it sees is the verdict.
+// has passed, all is here. Else that block polls once more, and what it sees is the verdict.
 #pragma once
 #include "cuda/kernels/latency/header.cuh"
 #include "cuda/kernels/latency/team.cuh"
@@ -25,49 +25,49 @@ struct HeaderWords {
   }
 };
 
-/// What a check between two looks at a header found: `halted` and `stop` end the search, `here` has
+/// What a check between two polls of a header found: `halted` and `stop` end the search, `here` has
 /// it go on.
 struct HeaderCheck {
   Found found;
-  Patience patience;
+  SpinDeadline spin_deadline;
 };
 
-/// One thread, at every kLooksPerCheck-th look. `late`: as note_wait takes it.
+/// One thread, at every kSpinsPerCheck-th spin. `late`: as note_wait takes it.
 __device__ __noinline__ inline HeaderCheck check_header(const LatencyView& v,
-                                                        const LatencyCall& call, Patience patience,
-                                                        int source, std::uint64_t seen,
-                                                        std::uint64_t late) {
+                                                        const LatencyCall& call,
+                                                        SpinDeadline spin_deadline, int source,
+                                                        std::uint64_t seen, std::uint64_t late) {
   Reason reason;
-  const bool over = patience.over(v.group, reason);
+  const bool over = spin_deadline.over(v.group, reason);
   // Once judged, what is not missing is there, though this block may not see it yet.
   const bool judged = load_relaxed(&v.words->judged) == call.generation;
   if (!judged && load_relaxed(&v.words->suspected[source]) == call.generation) {
-    return {Found::halted, patience};
+    return {Found::halted, spin_deadline};
   }
   const bool judges = !judged && leads();
   const bool gone = !over && judges && v.alarm != nullptr && find_gone(v, source) != Gone::no;
-  if (!over && !gone) return {Found::here, patience};
-  if (reason == Reason::none && !gone) return {Found::stop, patience};
+  if (!over && !gone) return {Found::here, spin_deadline};
+  if (reason == Reason::none && !gone) return {Found::stop, spin_deadline};
   const bool may_mask = gone || (reason == Reason::deadline && v.alarm != nullptr);
   if (may_mask && judges) {
-    if (!gone && waits_on(v, patience, source)) return {Found::here, patience};
+    if (!gone && waits_on(v, spin_deadline, source)) return {Found::here, spin_deadline};
     note_wait(call, source, late);
     store_relaxed(&v.words->suspected[source], call.generation);
-    return {Found::halted, patience};
+    return {Found::halted, spin_deadline};
   }
   // The leading block is about to say so.
-  if (may_mask && now_ns() - patience.start < 4 * v.group.deadline_ns) {
-    return {Found::here, patience};
+  if (may_mask && now_ns() - spin_deadline.start < 4 * v.group.deadline_ns) {
+    return {Found::here, spin_deadline};
   }
   fail_latency(v, call, reason, Stage::latency_headers, source, {call.generation, seen >> 32, 0});
-  return {Found::stop, patience};
+  return {Found::stop, spin_deadline};
 }
 
 /// One thread: one word of the header of `source`.
 __device__ __forceinline__ Found find_word(const LatencyPlaces& at, const LatencyCall& call,
                                            int source, const std::uint64_t* word,
                                            std::uint32_t& data) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   std::uint64_t late = 0;
   for (;;) {
     const std::uint64_t seen = load_relaxed(word);
@@ -76,11 +76,11 @@ __device__ __forceinline__ Found find_word(const LatencyPlaces& at, const Latenc
       note_wait(call, source, late);
       return Found::here;
     }
-    if (leads()) late = look_time(call);  // all blocks wait for the same
-    if (patience.passes()) continue;
-    const HeaderCheck check = check_header(at.v, call, patience, source, seen, late);
+    if (leads()) late = poll_time(call);  // all blocks wait for the same
+    if (spin_deadline.passes()) continue;
+    const HeaderCheck check = check_header(at.v, call, spin_deadline, source, seen, late);
     if (check.found != Found::here) return check.found;
-    patience = check.patience;
+    spin_deadline = check.spin_deadline;
   }
 }
 
@@ -118,10 +118,10 @@ __device__ inline bool find_words(Team team, const LatencyPlaces& at, const Late
 template <class Ready>
 __device__ inline bool await_blocks(const LatencyView& v, const LatencyCall& call,
                                     const Ready& ready) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   while (!ready()) {
     Reason reason;
-    if (!patience.over(v.group, reason)) continue;
+    if (!spin_deadline.over(v.group, reason)) continue;
     if (reason != Reason::none) fail_latency(v, call, reason, Stage::latency_headers, v.group.rank);
     return false;
   }

@@ -85,11 +85,11 @@ __device__ __noinline__ inline void mask_late(const LatencyView& v, const Latenc
 // those are a call behind when the deadline of the rest is over, and have just masked it. So
 // whoever has masked somebody in its last calls gets as long again.
 
-/// In Patience::looks, above the looks: checks behind the deadline.
+/// In SpinDeadline::spins, above the spins: checks behind the deadline.
 inline constexpr int kOverdueShift = 28;
 inline constexpr std::uint32_t kOverdue = 1u << kOverdueShift;
 /// So many before a rank is judged, 0.1 ms or so: its own deadline began no later than this rank's,
-/// but clocks and looks are not that exact.
+/// but clocks and spins are not that exact.
 inline constexpr std::uint32_t kChecksBeforeVerdict = 4;
 /// Added when it gets as long again, which it does once.
 inline constexpr std::uint32_t kHeldUp = 8;
@@ -102,19 +102,20 @@ __device__ __forceinline__ bool was_held_up(const LatencyView& v, int peer) {
 }
 
 /// One thread, at a check behind the deadline: whether it waits for `peer` on.
-__device__ __forceinline__ bool waits_on(const LatencyView& v, Patience& patience, int peer) {
-  const std::uint32_t overdue = patience.looks >> kOverdueShift;
+__device__ __forceinline__ bool waits_on(const LatencyView& v, SpinDeadline& spin_deadline,
+                                         int peer) {
+  const std::uint32_t overdue = spin_deadline.spins >> kOverdueShift;
   if (overdue < kChecksBeforeVerdict) {
-    patience.looks += kOverdue;
+    spin_deadline.spins += kOverdue;
     return true;
   }
   if (overdue >= kHeldUp || !was_held_up(v, peer)) return false;
-  patience.looks += kHeldUp << kOverdueShift;
-  patience.start = 0;
+  spin_deadline.spins += kHeldUp << kOverdueShift;
+  spin_deadline.start = 0;
   return true;
 }
 
-enum class Came { here, missing, stop };
+enum class WaitStatus { here, missing, stop };
 
 // How long a receive has waited for each source, if somebody asks.
 
@@ -127,50 +128,51 @@ __device__ __forceinline__ void start_clock(LatencyCall& call) {
   if (threadIdx.x % 32 == 0 && call.waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
   __syncwarp();
 }
-/// After a look that did not find what it looks for; 0: nobody asks.
-__device__ __forceinline__ std::uint64_t look_time(const LatencyCall& call) {
+/// After a poll that did not find what it waits for; 0: nobody asks.
+__device__ __forceinline__ std::uint64_t poll_time(const LatencyCall& call) {
   return call.waits != nullptr ? now_ns() : 0;
 }
-/// `late`: of the last such look; 0: there was none.
+/// `late`: of the last such poll; 0: there was none.
 __device__ __forceinline__ void note_wait(const LatencyCall& call, int source, std::uint64_t late) {
   if (late == 0) return;
   const std::uint64_t start = call.start[threadIdx.x / 32];
   atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
 }
 
-/// What a check between two looks found, and the wait's patience after it.
+/// What a check between two polls found, and the wait's spin deadline after it.
 struct Checked {
-  Came came;
-  Patience patience;
+  WaitStatus came;
+  SpinDeadline spin_deadline;
 };
 
-/// One thread, at every kLooksPerCheck-th look.
+/// One thread, at every kSpinsPerCheck-th spin.
 template <bool kMasks>
 __device__ __forceinline__ Checked check_wait(const LatencyView& v, const LatencyCall& call,
-                                              Patience patience, int peer, Stage stage,
+                                              SpinDeadline spin_deadline, int peer, Stage stage,
                                               std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
-  const bool over = patience.over(v.group, reason);
-  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) return {Came::missing, patience};
+  const bool over = spin_deadline.over(v.group, reason);
+  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0)
+    return {WaitStatus::missing, spin_deadline};
   if (kMasks && !over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
     mask_late(v, call, peer);
-    return {Came::missing, patience};
+    return {WaitStatus::missing, spin_deadline};
   }
-  if (over && reason == Reason::none) return {Came::stop, patience};
+  if (over && reason == Reason::none) return {WaitStatus::stop, spin_deadline};
   // It took another path or format in this very call: nothing more to wait for.
   const auto odd = static_cast<std::uint32_t>(expected ^ seen);
   if (stage == Stage::latency_sums && odd != 0 && (odd & kGenerationTag) == 0) {
     reason = Reason::mismatch;
   } else if (!over) {
-    return {Came::here, patience};
+    return {WaitStatus::here, spin_deadline};
   }
   if (!kMasks || reason != Reason::deadline || v.alarm == nullptr) {
     fail_latency(v, call, reason, stage, peer, {expected, seen, 0});
-    return {Came::stop, patience};
+    return {WaitStatus::stop, spin_deadline};
   }
-  if (waits_on(v, patience, peer)) return {Came::here, patience};
+  if (waits_on(v, spin_deadline, peer)) return {WaitStatus::here, spin_deadline};
   mask_late(v, call, peer);
-  return {Came::missing, patience};
+  return {WaitStatus::missing, spin_deadline};
 }
 
 // Apart: the kernels of a dispatch hold many waits, few of which come so far, and what they run
@@ -178,9 +180,9 @@ __device__ __forceinline__ Checked check_wait(const LatencyView& v, const Latenc
 // registers for a call; nor has a dispatch elsewhere.
 template <bool kMasks>
 __device__ __noinline__ Checked check_wait_apart(const LatencyView& v, const LatencyCall& call,
-                                                 Patience patience, int peer, Stage stage,
+                                                 SpinDeadline spin_deadline, int peer, Stage stage,
                                                  std::uint64_t expected, std::uint64_t seen) {
-  return check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
+  return check_wait<kMasks>(v, call, spin_deadline, peer, stage, expected, seen);
 }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1000
 inline constexpr bool kChecksApart = true;
@@ -188,35 +190,36 @@ inline constexpr bool kChecksApart = true;
 inline constexpr bool kChecksApart = false;
 #endif
 
-/// One thread, between two looks at what `peer` writes: here means go on looking. Without kMasks
+/// One thread, between two polls of what `peer` writes: here means go on polling. Without kMasks
 /// the exchange has none.
 template <bool kMasks = true, bool kApart = kChecksApart>
-__device__ __forceinline__ Came between_looks(const LatencyView& v, const LatencyCall& call,
-                                              Patience& patience, int peer, Stage stage,
-                                              std::uint64_t expected, std::uint64_t seen) {
-  if (patience.passes()) return Came::here;
+__device__ __forceinline__ WaitStatus between_polls(const LatencyView& v, const LatencyCall& call,
+                                                    SpinDeadline& spin_deadline, int peer,
+                                                    Stage stage, std::uint64_t expected,
+                                                    std::uint64_t seen) {
+  if (spin_deadline.passes()) return WaitStatus::here;
   const Checked checked =
-      kApart ? check_wait_apart<kMasks>(v, call, patience, peer, stage, expected, seen)
-             : check_wait<kMasks>(v, call, patience, peer, stage, expected, seen);
-  patience = checked.patience;
+      kApart ? check_wait_apart<kMasks>(v, call, spin_deadline, peer, stage, expected, seen)
+             : check_wait<kMasks>(v, call, spin_deadline, peer, stage, expected, seen);
+  spin_deadline = checked.spin_deadline;
   return checked.came;
 }
 
 /// One thread, or several with the same word: waits for a tag that `peer` writes. kTimed: and tells
 /// for how long.
 template <bool kTimed, bool kMasks = true, bool kApart = kChecksApart>
-__device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
-                                 const std::uint32_t* word, std::uint32_t tag, int peer,
-                                 Stage stage) {
-  Patience patience;
+__device__ inline WaitStatus await_tag(const LatencyView& v, const LatencyCall& call,
+                                       const std::uint32_t* word, std::uint32_t tag, int peer,
+                                       Stage stage) {
+  SpinDeadline spin_deadline;
   std::uint64_t late = 0;
   for (;;) {
     const std::uint32_t seen = load_acquire(word);
-    Came came = Came::here;
+    WaitStatus came = WaitStatus::here;
     if (seen != tag) {
-      came = between_looks<kMasks, kApart>(v, call, patience, peer, stage, tag, seen);
-      if constexpr (kTimed) late = look_time(call);
-      if (came == Came::here) continue;
+      came = between_polls<kMasks, kApart>(v, call, spin_deadline, peer, stage, tag, seen);
+      if constexpr (kTimed) late = poll_time(call);
+      if (came == WaitStatus::here) continue;
     }
     if constexpr (kTimed) note_wait(call, peer, late);
     return came;
@@ -225,33 +228,34 @@ __device__ inline Came await_tag(const LatencyView& v, const LatencyCall& call,
 
 /// The same for a word that carries its generation, which is all that is waited for.
 template <bool kApart = kChecksApart>
-__device__ inline Came await_word(const LatencyView& v, const LatencyCall& call,
-                                  const std::uint64_t* word, std::uint32_t tag, int peer,
-                                  Stage stage, std::uint32_t& data) {
-  Patience patience;
+__device__ inline WaitStatus await_word(const LatencyView& v, const LatencyCall& call,
+                                        const std::uint64_t* word, std::uint32_t tag, int peer,
+                                        Stage stage, std::uint32_t& data) {
+  SpinDeadline spin_deadline;
   for (;;) {
     const std::uint64_t seen = load_relaxed(word);
     if (is_word_of(seen, tag)) {
       data = static_cast<std::uint32_t>(seen);
-      return Came::here;
+      return WaitStatus::here;
     }
-    const Came came = between_looks<true, kApart>(v, call, patience, peer, stage, tag, seen >> 32);
-    if (came != Came::here) return came;
+    const WaitStatus came =
+        between_polls<true, kApart>(v, call, spin_deadline, peer, stage, tag, seen >> 32);
+    if (came != WaitStatus::here) return came;
   }
 }
 
 /// One thread waits until `receiver` has read what the buffer held before.
-__device__ inline Came await_credit(const LatencyPlaces& at, const LatencyCall& call, int receiver,
-                                    std::uint64_t least) {
+__device__ inline WaitStatus await_credit(const LatencyPlaces& at, const LatencyCall& call,
+                                          int receiver, std::uint64_t least) {
   const LatencyView& v = at.v;
   const std::uint64_t* word = at.released(v.sources[receiver], receiver);
-  Patience patience;
+  SpinDeadline spin_deadline;
   for (;;) {
     const std::uint64_t seen = load_acquire(word);
-    if (seen >= least) return Came::here;
-    const Came came =
-        between_looks(v, call, patience, receiver, Stage::latency_credit, least, seen);
-    if (came != Came::here) return came;
+    if (seen >= least) return WaitStatus::here;
+    const WaitStatus came =
+        between_polls(v, call, spin_deadline, receiver, Stage::latency_credit, least, seen);
+    if (came != WaitStatus::here) return came;
   }
 }
 

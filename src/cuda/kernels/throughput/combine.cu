@@ -126,11 +126,11 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* 
 #endif
   const auto* needed = plan_part<std::int64_t>(p.plan, p.plan.layout.peer_rows);
   Verdict verdict;
-  const auto look = [&](int peer, std::uint64_t word) {
+  const auto poll = [&](int peer, std::uint64_t word) {
     const HeadPlace place = place_of(word);
     if (threadIdx.x % kHeadLanes == 0) places[peer] = place;
   };
-  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict, look)) {
+  if (!await_entry(p.group, generation, Stage::descriptors, p.call, needed, verdict, poll)) {
     return false;
   }
   if (verdict.reason != Reason::none) {

@@ -139,7 +139,7 @@ __device__ inline bool find_base(const CombineLaunch& launch, std::uint64_t gene
                                                               head.side_offset, rows * weight_bytes)
                                               : at;
   if (at == nullptr || weights_at == nullptr) {
-    return fail(p.group, generation, Reason::distrust, Stage::descriptors, peer);
+    return fail(p.group, generation, Reason::violation, Stage::descriptors, peer);
   }
   bases.rows[peer] = at + mine * launch.row_bytes;
   if (p.has_weights) {

@@ -33,10 +33,10 @@ __device__ __forceinline__ void bring(const DispatchParameters& p, const PushSha
 /// memory, so nothing but a fault can hold them back.
 __device__ __forceinline__ bool await_piece(const DispatchParameters& p, std::uint64_t generation,
                                             std::uint64_t* barrier, std::uint32_t parity) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   while (!barrier_try_wait(barrier, parity)) {
     Reason reason;
-    if (patience.over(p.group, reason)) {
+    if (spin_deadline.over(p.group, reason)) {
       if (reason == Reason::none) return false;
       return fail(p.group, generation, reason, Stage::rows, p.group.rank);
     }

@@ -21,7 +21,7 @@ __device__ inline void count_slots(const FanOutLaunch& launch, int block, std::i
     const std::int32_t id = p.ids[i];
     if (id >= 0 && id < experts) atomicAdd(own + id, 1);
     if (id < -1 || id >= experts) {
-      fail(p.group, generation_of_rows(launch), Reason::distrust, Stage::rows,
+      fail(p.group, generation_of_rows(launch), Reason::violation, Stage::rows,
            source_of(p, i / p.plan.topk), {0, 0, id});
     }
   }
@@ -88,7 +88,7 @@ __device__ inline std::int64_t find_places(const FanOutLaunch& launch, int block
     if (block != 0) continue;
     p.expert_offsets[e] = begin;
     if (total != planned_slots(p, experts, e)) {
-      fail(p.group, generation_of_rows(launch), Reason::distrust, Stage::rows, -1, {0, 0, e});
+      fail(p.group, generation_of_rows(launch), Reason::violation, Stage::rows, -1, {0, 0, e});
     }
   }
   if (block == 0 && threadIdx.x == 0) p.expert_offsets[experts] = begin_of_tile;

@@ -139,8 +139,8 @@ __device__ __forceinline__ bool agree(const DispatchParameters& p, const PushSha
   const auto* needed = reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.peer_rows);
   constexpr std::uint32_t kBadPlan = 2;
   std::uint32_t found = (holds_counts ? kNoComplaint : kBadPlan) << 16;
-  int liar = -1;
-  std::int64_t lie = 0;
+  int offender = -1;
+  std::int64_t claim = 0;
   bool there = true;
   for (int peer = first_peer(); peer < p.group.ranks;
        peer += static_cast<int>(blockDim.x / kHeadLanes)) {
@@ -159,19 +159,19 @@ __device__ __forceinline__ bool agree(const DispatchParameters& p, const PushSha
     const Grant grant = grant_of(word);
     PushTarget target{};
     const PeerSegment known = is_first ? first.segment : PeerSegment{};
-    if (!find_target(p, peer, grant, mine, known, target)) liar = peer, lie = grant.rows;
+    if (!find_target(p, peer, grant, mine, known, target)) offender = peer, claim = grant.rows;
     target.first_expert = shape.first_expert(peer);
     target.local_experts = shape.local_experts(peer);
     if (threadIdx.x % kHeadLanes == 0) targets[peer] = target;
   }
-  if (__syncthreads_and(there && found >> 16 == kNoComplaint && liar < 0) != 0) return true;
+  if (__syncthreads_and(there && found >> 16 == kNoComplaint && offender < 0) != 0) return true;
   if (__syncthreads_and(there) == 0) return false;
   const Verdict verdict = worst_of(found);
   if (verdict.reason != Reason::none) {
     (void)await_plan_end(p);  // `needed` is told
     refuse_call(p.group, generation, verdict, Stage::grants, needed, p.failure);
-  } else if (liar >= 0) {
-    fail(p.group, generation, Reason::distrust, Stage::grants, liar, {0, 0, lie});
+  } else if (offender >= 0) {
+    fail(p.group, generation, Reason::violation, Stage::grants, offender, {0, 0, claim});
   }
   return false;
 }
@@ -202,13 +202,13 @@ __device__ inline std::uint64_t post_early(const DispatchParameters& p, std::byt
 /// at `peer`, or has been refused: then it holds no counts. False: the group has failed.
 __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::uint64_t planning,
                                              int peer, PlannedRows& rows, bool& holds_counts) {
-  constexpr std::uint32_t kLooks = 16;  // between looks at what seldom happens
+  constexpr std::uint32_t kLooks = 16;  // between polls of what seldom happens
   const std::byte* at = placed_at(p.plan, peer);
   for (std::uint32_t looks = 1;; ++looks) {
     const TaggedPair pair = load_pair(at);
     TagCheck check;
-    check.look_at_body(pair.low, planning);
-    check.look_at_body(pair.high, planning);
+    check.check_body(pair.low, planning);
+    check.check_body(pair.high, planning);
     if (check.there) {
       rows = {static_cast<std::uint32_t>(pair.high), static_cast<std::uint32_t>(pair.low)};
       return holds_counts = true;

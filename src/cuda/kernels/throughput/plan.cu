@@ -54,7 +54,7 @@ __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
     mine.there = collect(p, shape, generation, s, matrix, mine);
     if (!mine.there) break;
   }
-  const bool good = mine.there && mine.found >> 16 == kNoComplaint && mine.liar < 0;
+  const bool good = mine.there && mine.found >> 16 == kNoComplaint && mine.offender < 0;
   if (__syncthreads_and(good) != 0) return true;
   if (__syncthreads_and(mine.there) == 0) return false;
   const Verdict verdict = worst_of(mine.found);
@@ -63,8 +63,8 @@ __device__ bool swap_counts(const PlanParameters& p, const PlanShape& shape,
     refuse_call(p.group, generation, verdict, Stage::counts, nullptr, failure);
     __syncthreads();
     if (threadIdx.x == 0) tell_host(p, generation);
-  } else if (mine.liar >= 0) {
-    fail(p.group, generation, Reason::distrust, Stage::counts, mine.liar, {0, 0, mine.lie});
+  } else if (mine.offender >= 0) {
+    fail(p.group, generation, Reason::violation, Stage::counts, mine.offender, {0, 0, mine.claim});
   }
   return false;
 }

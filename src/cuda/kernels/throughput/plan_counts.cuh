@@ -25,8 +25,8 @@ struct CountBody {
 struct Findings {
   bool there = true;                         ///< all messages came
   std::uint32_t found = kNoComplaint << 16;  ///< as worst_of takes it
-  int liar = -1;                             ///< a peer that counted what cannot be
-  std::int32_t lie = 0;
+  int offender = -1;                         ///< a peer that counted what cannot be
+  std::int32_t claim = 0;
 };
 
 /// One warp: waits for the counts of source `s`; they go to the plan and to `matrix` [R, R]. Head
@@ -62,9 +62,9 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
       // Last: what comes after an acquire waits for it.
       const TaggedPair pair =
           load_pair(reinterpret_cast<const std::byte*>(message + 2 * head_lane));
-      check.look_at_head(pair, generation);
-      check.look_at_body(kind, generation);
-      check.look_at_body(status, generation);
+      check.check_head(pair, generation);
+      check.check_body(kind, generation);
+      check.check_body(status, generation);
       head = data_of(pair);
       to_me = static_cast<std::int32_t>(own);
 #pragma unroll
@@ -74,9 +74,9 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
           static_cast<StepStatus>(status) != StepStatus::ok) {
         return check;
       }
-      check.look_at_body(own, generation);
+      check.check_body(own, generation);
 #pragma unroll
-      for (int u = 0; u < kBatch; ++u) check.look_at_body(word[u], generation);
+      for (int u = 0; u < kBatch; ++u) check.check_body(word[u], generation);
       return check;
     });
     if (__all_sync(~0u, there) == 0) return false;
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool collect(const PlanParameters& p, const PlanShape
       const int i = first + 32 * u;
       if (i >= words) break;
       const std::int64_t most = i < ranks ? INT32_MAX : std::int64_t{to_me} * p.plan.topk;
-      if (count[u] < 0 || count[u] > most) mine.liar = s, mine.lie = count[u];
+      if (count[u] < 0 || count[u] > most) mine.offender = s, mine.claim = count[u];
       const int at = i < ranks ? s * ranks + i : s * local + i - ranks;
       if (i < ranks) matrix[at] = count[u];
       (i < ranks ? tokens : slots)[at] = count[u];

@@ -148,7 +148,7 @@ __device__ inline void tell_routes(const DispatchParameters& p, const PushShape&
   tell_peers(p.group, generation, 0, [](int) { return std::int64_t{0}; });
 }
 
-/// Whole warp looks once: whether the first `rows` rows of a source are here. They are when it has
+/// Whole warp polls once: whether the first `rows` rows of a source are here. They are when it has
 /// said so, or when the call has ended.
 __device__ __forceinline__ bool rows_are_here(const GroupView& group, std::uint64_t generation,
                                               int source, std::int64_t rows) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool rows_are_here(const GroupView& group, std::uint6
   return __any_sync(~0u, here) != 0;
 }
 
-/// One thread looks once: whether a source's routes are here.
+/// One thread polls once: whether a source's routes are here.
 __device__ __forceinline__ bool routes_are_here(const GroupView& group, std::uint64_t generation,
                                                 int source) {
   return is_of(load_acquire(progress_word(group, group.control, source, 0)), generation) ||

@@ -20,7 +20,7 @@ __device__ std::int64_t checked_id(const RoutesParameters& p, std::int64_t i) {
       reinterpret_cast<const std::int64_t*>(p.plan.data + p.plan.layout.recv_offset);
   int source = 0;
   while (source + 1 < p.group.ranks && i / p.plan.topk >= recv_offset[source + 1]) ++source;
-  fail(p.group, load_relaxed(&local_words(p.group)->generation), Reason::distrust, Stage::rows,
+  fail(p.group, load_relaxed(&local_words(p.group)->generation), Reason::violation, Stage::rows,
        source, {0, 0, id});
   return -1;
 }

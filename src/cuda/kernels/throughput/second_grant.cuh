@@ -11,10 +11,10 @@ namespace ferry::cuda::device {
 
 /// One thread: until the CPU has granted anew. False: the group has failed.
 __device__ inline bool await_cpu_grant(const DispatchParameters& p, std::uint64_t generation) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   while (load_acquire(&p.second->written) == 0) {
     Reason reason;
-    if (patience.over(p.group, reason)) {
+    if (spin_deadline.over(p.group, reason)) {
       if (reason == Reason::none) return false;
       return fail(p.group, generation, reason, Stage::grants, p.group.rank);
     }
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool take_second(const DispatchParameters& p, int pee
         TagCheck check;
         pair = load_pair(at);
         // As in a body: how old the words before them are is not known.
-        check.look_at_body(pair.low, generation);
-        check.look_at_body(pair.high, generation);
+        check.check_body(pair.low, generation);
+        check.check_body(pair.high, generation);
         return check;
       });
   if (__all_sync(lanes, there) == 0) return false;

@@ -127,15 +127,15 @@ __device__ __forceinline__ void store_release_block(std::uint32_t* word, std::ui
                : "memory");
 }
 
-/// One thread: looks once how far a peer's sums are. `rows`: that it makes for this rank. False:
-/// distrust.
-__device__ inline bool look_at_sums(const GroupView& group, std::uint64_t generation, int peer,
-                                    std::uint32_t rows, int bits, SummedRows& summed) {
+/// One thread polls once how far a peer's sums are. `rows`: that it makes for this rank. False:
+/// violation.
+__device__ inline bool poll_sums(const GroupView& group, std::uint64_t generation, int peer,
+                                 std::uint32_t rows, int bits, SummedRows& summed) {
   const std::uint64_t word = load_acquire(flag_at(control_of(group, peer), group.layout.summed, 0));
   if (word >> kSliceBits != generation) return true;  // an earlier call's
   const auto slices = static_cast<std::uint32_t>(word & ((1u << kSliceBits) - 1));
   if (slices > 1u << bits) {
-    return fail(group, generation, Reason::distrust, Stage::sums, peer, {1u << bits, slices, 0});
+    return fail(group, generation, Reason::violation, Stage::sums, peer, {1u << bits, slices, 0});
   }
   const bool all = slices == 1u << bits;
   store_release_block(&summed.rows[peer], all ? kAllRows : rows_within(rows, slices, bits));
@@ -147,7 +147,7 @@ __device__ inline bool look_at_sums(const GroupView& group, std::uint64_t genera
 __device__ inline void watch_sums(const GroupView& group, std::uint64_t generation,
                                   const std::int32_t* to_me, const std::int64_t* of_all,
                                   SummedRows& summed) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   for (bool all = false; !all;) {
     all = true;
     int missing = -1;
@@ -155,13 +155,13 @@ __device__ inline void watch_sums(const GroupView& group, std::uint64_t generati
       const auto rows = static_cast<std::uint32_t>(to_me[peer]);
       if (load_acquire_block(&summed.rows[peer]) >= rows) continue;
       const int bits = slice_bits(static_cast<std::uint32_t>(of_all[peer]), group.ranks);
-      if (!look_at_sums(group, generation, peer, rows, bits, summed)) return;
+      if (!poll_sums(group, generation, peer, rows, bits, summed)) return;
       if (load_acquire_block(&summed.rows[peer]) >= rows) continue;
       all = false;
       missing = peer;
     }
     Reason reason;
-    if (all || !patience.over(group, reason)) continue;
+    if (all || !spin_deadline.over(group, reason)) continue;
     if (reason != Reason::none) fail(group, generation, reason, Stage::sums, missing);
     return;
   }
@@ -171,10 +171,10 @@ __device__ inline void watch_sums(const GroupView& group, std::uint64_t generati
 /// failed.
 __device__ inline bool await_sum(const GroupView& group, std::uint64_t generation, int peer,
                                  std::uint32_t rows, const SummedRows& summed) {
-  Patience patience;
+  SpinDeadline spin_deadline;
   while (load_acquire_block(&summed.rows[peer]) < rows) {
     Reason reason;
-    if (!patience.over(group, reason)) continue;
+    if (!spin_deadline.over(group, reason)) continue;
     if (reason == Reason::none) return false;
     return fail(group, generation, reason, Stage::sums, peer);
   }

@@ -143,8 +143,8 @@ bool LatencyCrossing::may_put(const Peer& peer, CrossingKind kind, const Way& wa
   return load_word(acknowledged(kind, generation % 2, peer.rank)) >= way.flagged;
 }
 
-void LatencyCrossing::distrust(const Peer& peer, const std::string& what) const {
-  if (parts_.distrust) parts_.distrust(peer.rank, what);
+void LatencyCrossing::throw_violation(const Peer& peer, const std::string& what) const {
+  if (parts_.violation) parts_.violation(peer.rank, what);
   throw std::runtime_error("rank " + std::to_string(peer.rank) + " " + what);
 }
 

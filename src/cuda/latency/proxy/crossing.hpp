@@ -57,7 +57,7 @@ struct CrossingParts {
   /// Whether a rank will never come again; null: nobody can tell.
   std::function<bool(int)> is_gone{};
   /// The peer sent what cannot be: fails the group and throws.
-  std::function<void(int peer, const std::string& what)> distrust{};
+  std::function<void(int peer, const std::string& what)> violation{};
 };
 
 /// Not thread-safe: one thread polls.
@@ -155,7 +155,7 @@ class LatencyCrossing {
   void acknowledge(const Peer& peer, CrossingKind kind, Generation generation);
   bool may_put(const Peer& peer, CrossingKind kind, const Way& way, Generation generation) const;
   static std::uint64_t tag(CrossingKind kind, Generation generation);
-  [[noreturn]] void distrust(const Peer& peer, const std::string& what) const;
+  [[noreturn]] void throw_violation(const Peer& peer, const std::string& what) const;
 
   CrossingParts parts_;
   const LatencyView& v_;

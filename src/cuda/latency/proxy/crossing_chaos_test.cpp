@@ -1,5 +1,5 @@
 // Ranks of several domains that are masked, fail to rejoin and come back, while a seeded chooser
-// decides who does what next: whose kernel looks, whose proxy, and what lands.
+// decides who does what next: whose kernel polls, whose proxy, and what lands.
 #include <set>
 
 #include "cuda/latency/proxy/test_held_network.hpp"
@@ -15,7 +15,7 @@ struct Plan {
   bool give_up = false;  ///< attempts to rejoin may fail
 };
 
-/// The kernels of a rank, one after the other, each a look at a time.
+/// The kernels of a rank, one after the other, each a poll at a time.
 class Player {
  public:
   Player(int rank, int ranks, const FakeConfig& config, HeldNetwork& network, Plan& plan,

@@ -143,16 +143,16 @@ bool LatencyCrossing::take_dispatch(Peer& peer) {
   const auto format = static_cast<std::uint32_t>(word & kNothing);
   if (format == kRejoined) return false;  // which this rank's kernel has not, so far
   if (word >> kCrossingShift != g)
-    distrust(peer, "sent a dispatch that this rank gave no credit for");
+    throw_violation(peer, "sent a dispatch that this rank gave no credit for");
   cut_sums(peer, at.half());
   Listing& in = peer.in[at.half()];
   in = {g, {}};
   peer.came = g;
   if (format == kNothing) return true;
-  if (!is_format(format)) distrust(peer, "sent rows of no known format");
+  if (!is_format(format)) throw_violation(peer, "sent rows of no known format");
   const LatencyRecord* first = find_record(at, peer);
   if (first == nullptr || first->tokens > v_.capacity || first->rows > first->tokens) {
-    distrust(peer, "sent no record of its tokens, or counts that cannot be");
+    throw_violation(peer, "sent no record of its tokens, or counts that cannot be");
   }
   for (std::uint32_t token = 0; token < first->tokens && first->rows > 0; ++token) {
     const auto* record = record_at(at, peer, token);
@@ -164,7 +164,7 @@ bool LatencyCrossing::take_dispatch(Peer& peer) {
     }
     in.entries.push_back({token, slots});
   }
-  if (in.entries.size() != first->rows) distrust(peer, "sent other rows than it counted");
+  if (in.entries.size() != first->rows) throw_violation(peer, "sent other rows than it counted");
   fill_header(peer, at, *first, format);
   return true;
 }

@@ -200,7 +200,7 @@ bool LatencyCrossing::take_sums(Peer& peer, std::size_t half) {
   Way& way = peer.sums_in[half];
   if (g <= way.flagged || kind == kRejoined) return false;
   if (g > peer.sent || (kind != kCut && !is_kind(kind))) {
-    distrust(peer, "sent sums of a dispatch that it did not get, or of no known format");
+    throw_violation(peer, "sent sums of a dispatch that it did not get, or of no known format");
   }
   const Listing& out = peer.out[half];
   if (out.generation == g && kind != kCut) {
