@@ -85,14 +85,14 @@ for step in $steps; do
       ;;
     trials)
       trials=$(program latency_trials)
-      start trials_in_lines "$limit" "$trials" --kill 4 --stop 4
+      start trials_ll128 "$limit" "$trials" --kill 4 --stop 4
       finish
       start trials_in_words "$limit" "$trials" --kill 4 --stop 4 --tokens 8
       ;;
     long)
       start conformance_repeat 0 "$(program conformance_cuda)" --parts repeat,large
       finish
-      start replays_in_lines 0 "$(program latency_trials)" --replays 100000
+      start replays_ll128 0 "$(program latency_trials)" --replays 100000
       finish
       start replays_in_words 0 "$(program latency_trials)" --replays 100000 --tokens 8
       ;;

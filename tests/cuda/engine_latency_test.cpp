@@ -47,7 +47,7 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   });
 }
 
-/// In words, in lines, and in lines of several parts.
+/// As LL, as LL128, and as LL128 of several parts.
 TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
   for (const auto& [tokens, hidden] : {std::pair{8, 1040}, {40, 1040}, {40, 7168}}) {
     const Shape shape{.tokens = tokens, .hidden = hidden, .dtype = Dtype::bf16};

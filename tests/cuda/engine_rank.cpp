@@ -71,7 +71,7 @@ int run() {
     exchange(group, shape, device, copier);
     exchange_latency(group, shape, device, copier);
   }
-  for (const std::int64_t tokens : {4, 20}) {  // in words, and in lines
+  for (const std::int64_t tokens : {4, 20}) {  // as LL, and as LL128
     exchange_latency(group, {.tokens = tokens, .hidden = 1040, .dtype = Dtype::bf16}, device,
                      copier);
   }

@@ -40,9 +40,9 @@ LatencyCase random_case(int ranks, std::int64_t hidden, Random& random) {
   c.weights_with_dispatch = random.below(2) == 0;
   c.routes = static_cast<Routes>(random.below(5));
   c.blocks = 1 + static_cast<int>(random.below(12));
-  const int fews[] = {0, 3, kFewTokens};
-  c.few = fews[random.below(3)];
-  c.lines = random.below(2) == 0;
+  const int ll_tokens[] = {0, 3, kLLTokens};
+  c.ll = ll_tokens[random.below(3)];
+  c.ll128 = random.below(2) == 0;
   return c;
 }
 
@@ -105,15 +105,15 @@ void run_small(std::uint64_t seed, int ranks) {
   int cases = 0;
   for (const LatencyFormat format : {LatencyFormat::as_is, LatencyFormat::e4m3,
                                      LatencyFormat::e4m3_pow2, LatencyFormat::e4m3_packed}) {
-    for (const auto& [few, lines] : {std::pair{0, false}, {0, true}, {kFewTokens, false}}) {
+    for (const auto& [ll, ll128] : {std::pair{0, false}, {0, true}, {kLLTokens, false}}) {
       LatencyCase c;
       c.ranks = ranks;
       c.topk = c.call_topk = 4;
       c.experts = 3 * ranks;
       c.hidden = cases % 2 == 0 ? 264 : 1024;
-      c.capacity = few == 0 ? 12 : few;
-      c.few = few;
-      c.lines = lines;
+      c.capacity = ll == 0 ? 12 : ll;
+      c.ll = ll;
+      c.ll128 = ll128;
       c.format = format;
       c.weights_with_dispatch = cases % 2 == 0;
       c.blocks = 4;
@@ -138,10 +138,10 @@ LatencyCase full_case(int ranks) {
 void run_full() {
   const int ranks = std::max(2, gpu_count());
   for (const LatencyFormat format : {LatencyFormat::e4m3, LatencyFormat::as_is}) {
-    for (const bool lines : {false, true}) {
+    for (const bool ll128 : {false, true}) {
       LatencyCase c = full_case(ranks);
       c.format = format;
-      c.lines = lines;
+      c.ll128 = ll128;
       run_case(c, 5);
       c.blocks = c.blocks * 3 / 4;  // some SMs have two, some one
       run_case(c, 7);
@@ -149,11 +149,11 @@ void run_full() {
   }
   for (const LatencyFormat format :
        {LatencyFormat::e4m3, LatencyFormat::as_is, LatencyFormat::e4m3_packed}) {
-    for (const std::int64_t capacity : {1, kFewTokens}) {
+    for (const std::int64_t capacity : {1, kLLTokens}) {
       LatencyCase c = full_case(ranks);
       c.format = format;
       c.capacity = capacity;
-      c.few = kFewTokens;
+      c.ll = kLLTokens;
       for (const bool early : {false, true}) {
         c.weights_with_dispatch = early;
         run_case(c, 6);
@@ -166,15 +166,15 @@ void run_full() {
 
 /// One graph of two exchanges, replayed with other routes and tokens; eager calls in between.
 /// Every `sample`-th replay is compared.
-void run_graphs(std::uint64_t seed, int replays, int sample, bool lines) {
+void run_graphs(std::uint64_t seed, int replays, int sample, bool ll128) {
   LatencyCase c;
   c.ranks = std::max(2, gpu_count());
   c.topk = c.call_topk = 4;
   c.experts = 3 * c.ranks;
   c.hidden = 1040;
   c.capacity = 24;
-  c.few = kFewTokens;
-  c.lines = lines;
+  c.ll = kLLTokens;
+  c.ll128 = ll128;
   c.format = LatencyFormat::e4m3;
   c.blocks = 8;
   KernelGroup group(options_for(c));
@@ -235,7 +235,7 @@ void run_graphs(std::uint64_t seed, int replays, int sample, bool lines) {
     if (run.generation(r) != expected) stop("generations drift");
     FERRY_CUDA_CHECK(cudaGraphExecDestroy(graphs[static_cast<std::size_t>(r)]));
   }
-  std::printf("graphs, lines %d: %d replays, %llu compared\n", lines, replays,
+  std::printf("graphs, ll128 %d: %d replays, %llu compared\n", ll128, replays,
               static_cast<unsigned long long>(samples));
   std::fflush(stdout);
 }
@@ -275,8 +275,8 @@ int run_main(int argc, char** argv) {
     const auto wanted = [&](const char* name) { return only.empty() || only == name; };
     if (wanted("matrix")) run_matrix(seed, repeat);
     if (wanted("full")) run_full();
-    for (const bool lines : {false, true}) {
-      if (wanted("graphs")) run_graphs(seed, replays, 20, lines);
+    for (const bool ll128 : {false, true}) {
+      if (wanted("graphs")) run_graphs(seed, replays, 20, ll128);
     }
     if (wanted("failures")) run_failure_tests();
     if (wanted("masks")) {

@@ -213,10 +213,10 @@ void measure(KernelGroup& group, const LatencyCase& c, std::int64_t tokens, std:
   };
   const double dispatch = clock.period(chain), by_rank = pair(kRank);
   std::printf(
-      "LAT T %3lld %s blocks %3d parts %d few %d lines %d weights %s: dispatch %.2f pair %.2f "
+      "LAT T %3lld %s blocks %3d parts %d ll %d ll128 %d weights %s: dispatch %.2f pair %.2f "
       "combine %.2f",
       static_cast<long long>(tokens), c.format == LatencyFormat::as_is ? "bf16" : "fp8 ", c.blocks,
-      run.view(0).parts, c.few, c.lines, c.weights_with_dispatch ? "early" : "late ", dispatch,
+      run.view(0).parts, c.ll, c.ll128, c.weights_with_dispatch ? "early" : "late ", dispatch,
       by_rank, by_rank - dispatch);
   if (!brief) {
     const double by_slot = pair(kSlot);
@@ -267,16 +267,16 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
   c.capacity = 256;
   c.format = LatencyFormat::e4m3;
   c.blocks = 2 * 132;
-  c.few = kFewTokens;
-  c.lines = true;
+  c.ll = kLLTokens;
+  c.ll128 = true;
   KernelGroup group(
       {c.ranks, latency_arena_bytes(c) + (std::size_t{64} << 20), 4096, 5'000'000'000});
   if (!wide_search) {
     for (const std::int64_t tokens : {1, 4, 8}) {  // as others, and with words that carry their tag
       c.capacity = 16;
-      for (const int few : {0, kFewTokens}) {
-        c.few = few;
-        measure(group, c, tokens, seed, few > 0, false);
+      for (const int ll : {0, kLLTokens}) {
+        c.ll = ll;
+        measure(group, c, tokens, seed, ll > 0, false);
       }
     }
     for (const std::int64_t tokens : {16, 64, 128, 256}) {
@@ -300,9 +300,9 @@ void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& o
     c.parts = parts;
     c.blocks = blocks;
     c.weights_with_dispatch = early;
-    for (const bool lines : {false, true}) {
-      if (lines && tokens <= kFewTokens) continue;
-      c.lines = lines;
+    for (const bool ll128 : {false, true}) {
+      if (ll128 && tokens <= kLLTokens) continue;
+      c.ll128 = ll128;
       measure(group, c, tokens, seed, false, true);
     }
   };

@@ -41,8 +41,8 @@ std::string describe(const LatencyCase& c) {
          std::to_string(c.hidden) + ", capacity " + std::to_string(c.capacity) + ", " +
          std::string(name_of(c.dtype)) + ", format " + std::to_string(static_cast<int>(c.format)) +
          ", routes " + std::to_string(static_cast<int>(c.routes)) + ", blocks " +
-         std::to_string(c.blocks) + ", parts " + std::to_string(c.parts) + ", few " +
-         std::to_string(c.few) + ", lines " + std::to_string(c.lines) + ", weights " +
+         std::to_string(c.blocks) + ", parts " + std::to_string(c.parts) + ", ll " +
+         std::to_string(c.ll) + ", ll128 " + std::to_string(c.ll128) + ", weights " +
          std::to_string(c.weights_with_dispatch);
 }
 

@@ -27,8 +27,8 @@ struct LatencyCase {
   Routes routes = Routes::uniform;
   int blocks = 2;
   int parts = 0;       ///< 0: latency_parts
-  int few = 0;         ///< of the view
-  bool lines = false;  ///< of the view, where there is room for them
+  int ll = 0;          ///< of the view
+  bool ll128 = false;  ///< of the view, where there is room for them
 };
 std::string describe(const LatencyCase& c);
 

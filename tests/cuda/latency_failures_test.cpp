@@ -24,11 +24,11 @@ GroupOptions patient_options(const LatencyCase& c) {
 }
 
 /// Rank 1 does not come, or its rows do not: the others mask it, and go on.
-void test_masks(bool header_comes, int few, bool lines) {
+void test_masks(bool header_comes, int ll, bool ll128) {
   LatencyCase c = small_latency_case();
-  c.few = few;
-  c.lines = lines;
-  if (few > 0) c.capacity = few;
+  c.ll = ll;
+  c.ll128 = ll128;
+  if (ll > 0) c.capacity = ll;
   KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
   exchange_once(group, run, c, 3);  // all is well
@@ -45,8 +45,8 @@ void test_masks(bool header_comes, int few, bool lines) {
       if (r == 1) {  // its tags go astray, or its rows
         p.halves = Halves::send;
         p.view.layout.row_tags = p.view.layout.bytes;
-        p.view.layout.few_rows = p.view.layout.bytes;
-        for (int d = 0; lines && d < c.ranks; ++d) {
+        p.view.layout.ll_rows = p.view.layout.bytes;
+        for (int d = 0; ll128 && d < c.ranks; ++d) {
           p.view.rows[d] = p.view.peers[d] + p.view.layout.bytes;
         }
       }
@@ -72,15 +72,15 @@ void test_masks(bool header_comes, int few, bool lines) {
     group.wait(5);
     for (const int r : {0, 2}) run.check_combine(seen, r, 0, path, absent);
   }
-  std::printf("masks, %s, few %d, lines %d: as expected\n",
-              header_comes ? "rows missing" : "rank missing", few, lines);
+  std::printf("masks, %s, ll %d, ll128 %d: as expected\n",
+              header_comes ? "rows missing" : "rank missing", ll, ll128);
 }
 
 /// Rank 1 sends its rows and then no sums.
-void test_missing_sums(int few) {
+void test_missing_sums(int ll) {
   LatencyCase c = small_latency_case();
-  c.few = few;
-  if (few > 0) c.capacity = few;
+  c.ll = ll;
+  if (ll > 0) c.capacity = ll;
   KernelGroup group(hasty_options(c));
   LatencyRun run(group, c);
   const LatencyWorld world = make_latency_world(c, 9, {c.capacity, c.capacity / 3, c.capacity - 2});
@@ -95,7 +95,7 @@ void test_missing_sums(int few) {
       p.halves = Halves::send;
       // The tags of the first halves of its rows come, those of the second go astray.
       p.view.layout.sum_tags = p.view.layout.bytes;
-      p.view.layout.few_sums = p.view.layout.bytes;
+      p.view.layout.ll_sums = p.view.layout.bytes;
     }
     FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
   });
@@ -104,7 +104,7 @@ void test_missing_sums(int few) {
     expect("missing sums", run.masked(r, 1) && run.alarm(r).masked == 1);
     run.check_combine(world, r, 1, CombinePath::per_rank, {-1, 1});
   }
-  std::printf("missing sums, few %d: as expected\n", few);
+  std::printf("missing sums, ll %d: as expected\n", ll);
 }
 
 void expect_failure(const char* what, const Failure& got, Reason reason, int peer) {
@@ -163,13 +163,13 @@ void test_weights_of_one_rank() {
 }
 
 /// One rank against two.
-void test_paths_that_differ(int few) {
+void test_paths_that_differ(int ll) {
   LatencyCase c = small_latency_case();
-  c.few = few;
+  c.ll = ll;
   KernelGroup group(options_for(c));
   LatencyRun run(group, c);
   const LatencyWorld world =
-      few > 0 ? make_latency_world(c, 1, {4, 4, 4}) : make_latency_world(c, 1, {20, 20, 20});
+      ll > 0 ? make_latency_world(c, 1, {4, 4, 4}) : make_latency_world(c, 1, {20, 20, 20});
   run.upload(world, 0);
   launch_dispatch_all(group, run, 0, Halves::both);
   group.wait_well();
@@ -249,10 +249,10 @@ void test_refused_routes() {
 }  // namespace
 
 void run_missing_tests() {
-  for (const int few : {0, kFewTokens}) {
-    test_masks(false, few, false);
-    test_masks(true, few, false);
-    test_missing_sums(few);
+  for (const int ll : {0, kLLTokens}) {
+    test_masks(false, ll, false);
+    test_masks(true, ll, false);
+    test_missing_sums(ll);
   }
   test_masks(false, 0, true);
   test_masks(true, 0, true);
@@ -262,7 +262,7 @@ void run_failure_tests() {
   test_missing_rank_without_masks();
   test_formats_that_differ();
   test_weights_of_one_rank();
-  for (const int few : {0, 8}) test_paths_that_differ(few);
+  for (const int ll : {0, 8}) test_paths_that_differ(ll);
   test_refused_routes();
   std::printf("failures: as expected\n");
 }

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kPoison = 0xCB;
 
-/// Whether rows may cross in lines between the GPUs of this machine.
-bool all_carry_lines() {
+/// Whether rows may cross as LL128 between the GPUs of this machine.
+bool all_carry_ll128() {
   static const bool all = [] {
     std::vector<cudaUUID_t> gpus;
     for (int i = 0; i < gpu_count(); ++i) {
@@ -21,7 +21,7 @@ bool all_carry_lines() {
       gpus.push_back(properties.uuid);
     }
     bool carries = true;
-    for (int i = 0; i < gpu_count(); ++i) carries = carries && carries_lines(i, gpus);
+    for (int i = 0; i < gpu_count(); ++i) carries = carries && carries_ll128(i, gpus);
     return carries;
   }();
   return all;
@@ -33,7 +33,7 @@ std::size_t spare_bytes(const LatencyCase& c, const DeviceLatencyLayout& layout)
   const auto ranks = static_cast<std::size_t>(c.ranks);
   return 2 * ranks *
          std::max(static_cast<std::size_t>(c.capacity) * std::max<std::size_t>(64, layout.row_slot),
-                  kFewTokens * layout.few_row_slot);
+                  kLLTokens * layout.ll_row_slot);
 }
 
 std::size_t LatencyRun::wire_row_bytes() const {
@@ -74,7 +74,7 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
       FERRY_CUDA_CHECK(cudaMemsetAsync(segments.back() + at, 0, bytes, group.stream(r)));
     };
     zero(0, layout.rows);
-    if (layout.lines) {
+    if (layout.ll128) {
       zero(layout.rows, 2 * static_cast<std::size_t>(c.ranks * c.capacity) * layout.row_slot);
     }
     m.view.group = group.view(r);
@@ -85,8 +85,8 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
     m.view.topk = c.topk;
     m.view.parts = c.parts > 0 ? c.parts : latency_parts(c.hidden);
     m.view.dtype = c.dtype;
-    m.view.few = c.few;
-    m.view.lines = c.lines && layout.lines && all_carry_lines();
+    m.view.ll = c.ll;
+    m.view.ll128 = c.ll128 && layout.ll128 && all_carry_ll128();
     m.view.words = reinterpret_cast<LatencyWords*>(group.take(r, sizeof(LatencyWords), 0).data);
     // The same on all ranks, whose memory is taken alike.
     m.view.layout.words =

@@ -29,7 +29,7 @@ constexpr int kRanksAtMost = 8, kMostTrials = 100;
 struct Settings {
   int kill = 0, stop = 0, replays = 0, ranks = 0;
   int deadline_ms = 1000;
-  /// Rows that cross in lines, where GPUs allow it; of 8 tokens or fewer in words.
+  /// Rows that cross as LL128, where GPUs allow it; of 8 tokens or fewer as LL.
   Shape shape{.hidden = 1040, .dtype = Dtype::bf16};
 };
 

@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char* kMake = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
-/// Two blocks on an SM are in each other's way up to here where rows cross in lines, unless links
+/// Two blocks on an SM are in each other's way up to here where rows cross as LL128, unless links
 /// are far from full, as between two ranks (docs/experiments/cuda_latency.md).
 constexpr std::int64_t kTokensOfOneBlock = 128;
 
@@ -43,7 +43,7 @@ void find_peers(CudaEngine& engine, const LatencyPlace* places, std::size_t byte
 /// The ranks of other domains; the own one has joined.
 void join_others(const LatencyGroup& group, LatencyView& view) {
   view.inbox = group.inbox;
-  view.few = 0;
+  view.ll = 0;
   for (int r = 0; r < view.group.ranks; ++r) {
     if (std::binary_search(group.members.begin(), group.members.end(), r)) continue;
     const auto bit = static_cast<unsigned>(r);
@@ -68,8 +68,8 @@ LatencyView make_view(CudaEngine& engine, const LatencyConfig& config, const Lat
   view.hidden = config.hidden;
   view.topk = config.topk;
   view.parts = latency_parts(config.hidden);
-  view.few = kFewTokens;
-  view.lines = engine.carries_lines() && memory.wire.lines;
+  view.ll = kLLTokens;
+  view.ll128 = engine.carries_ll128() && memory.wire.ll128;
   view.dtype = config.dtype;
   return view;
 }
@@ -124,7 +124,7 @@ int CudaLatency::blocks(std::int64_t tokens) const {
 int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {
   const bool crowded = halves == Halves::send || (halves == Halves::both && ranks() > 2);
   const int most = blocks(tokens);
-  return view_.lines && crowded && tokens <= kTokensOfOneBlock
+  return view_.ll128 && crowded && tokens <= kTokensOfOneBlock
              ? std::min(engine_->local_sms(), most)
              : most;
 }

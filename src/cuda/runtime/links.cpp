@@ -24,7 +24,7 @@ std::optional<cudaDeviceProp> properties_of(int device) {
 }
 
 /// Those of data centres, of which NCCL's protocol has been used for long.
-bool keeps_lines(const cudaDeviceProp& gpu) {
+bool keeps_ll128(const cudaDeviceProp& gpu) {
   return (gpu.major == 8 || gpu.major == 9) && gpu.minor == 0;
 }
 
@@ -39,15 +39,15 @@ bool is_nvlink(int from, int to) {
 
 }  // namespace
 
-bool carries_lines(int device, std::span<const cudaUUID_t> gpus) {
+bool carries_ll128(int device, std::span<const cudaUUID_t> gpus) {
   int count = 0;
   const auto own = properties_of(device);
-  if (is_switched_off() || !own || !keeps_lines(*own)) return false;
+  if (is_switched_off() || !own || !keeps_ll128(*own)) return false;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   std::vector<cudaUUID_t> reached;
   for (int other = 0; other < count; ++other) {
     const auto found = properties_of(other);
-    if (!found || found->major != own->major || !keeps_lines(*found)) continue;
+    if (!found || found->major != own->major || !keeps_ll128(*found)) continue;
     if (other == device || is_nvlink(device, other)) reached.push_back(found->uuid);
   }
   for (const cudaUUID_t& gpu : gpus) {

@@ -102,13 +102,13 @@ int chosen_device(const GroupConfig& config) {
   return device;
 }
 
-/// Whether rows in lines come through between all ranks. Collective.
-bool all_carry_lines(Bootstrap& bootstrap, const GroupConfig& config, int device,
+/// Whether LL128 rows come through between all ranks. Collective.
+bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device,
                      const std::vector<Place>& places) {
   const auto told = engine::together(bootstrap, config, "Group: links", [&] {
     std::vector<cudaUUID_t> gpus;
     for (const Place& place : places) gpus.push_back(place.gpu);
-    return std::vector<std::byte>{std::byte{carries_lines(device, gpus)}};
+    return std::vector<std::byte>{std::byte{carries_ll128(device, gpus)}};
   });
   return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
     return one.size() == 1 && one[0] != std::byte{0};
@@ -228,7 +228,7 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
   const OnDevice here(device);
   const std::vector<Place> places = meet(bootstrap, config, device, parts);
   parts.sharing = std::max(parts.sharing, sharing);
-  parts.carries_lines = all_carry_lines(bootstrap, config, device, places);
+  parts.carries_ll128 = all_carry_ll128(bootstrap, config, device, places);
   make_cpu_control(bootstrap, config, parts);
   fabric::DeviceMemoryOptions options;
   options.device = device;

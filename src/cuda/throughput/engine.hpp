@@ -37,7 +37,7 @@ struct Parts {
   DeviceControlLayout layout{};
   int sharing = 1;             ///< ranks on this GPU
   int sms = 1;                 ///< of this GPU
-  bool carries_lines = false;  ///< between all ranks (runtime/links.hpp)
+  bool carries_ll128 = false;  ///< between all ranks (runtime/links.hpp)
 };
 
 class CudaPlan;
@@ -104,7 +104,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked) const;
   bool shares_gpu() const { return parts_.sharing > 1; }
-  bool carries_lines() const { return parts_.carries_lines; }
+  bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
   int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
   enum class Pieces {

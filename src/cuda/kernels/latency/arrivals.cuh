@@ -48,7 +48,7 @@ struct Arrivals {
 
 /// The most tokens of sources whose rows carry their generation, and of the others.
 struct MostTokens {
-  int few = 0, rows = 0;
+  int ll = 0, rows = 0;
 };
 /// Whole warp. `bytes`: of an element.
 __device__ __forceinline__ MostTokens find_most_tokens(const LatencyView& v,
@@ -58,11 +58,11 @@ __device__ __forceinline__ MostTokens find_most_tokens(const LatencyView& v,
 #pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x % 32); s < v.group.ranks; s += 32) {
     const int tokens = words.tokens(v, s);
-    const bool few = is_few_of(v, tokens, bytes);
-    most.few = max(most.few, few ? tokens : 0);
-    most.rows = max(most.rows, few ? 0 : tokens);
+    const bool ll = is_ll_of(v, tokens, bytes);
+    most.ll = max(most.ll, ll ? tokens : 0);
+    most.rows = max(most.rows, ll ? 0 : tokens);
   }
-  most.few = __reduce_max_sync(kAllLanes, most.few);
+  most.ll = __reduce_max_sync(kAllLanes, most.ll);
   most.rows = __reduce_max_sync(kAllLanes, most.rows);
   return most;
 }

@@ -11,7 +11,7 @@ struct BlockShare {
 };
 
 /// Which blocks do nothing but send. Once the links are full, each load of an SM that sends waits
-/// until its stores are gone; so rows in lines, which are waited for one by one, are sent by some
+/// until its stores are gone; so LL128 rows, which are waited for one by one, are sent by some
 /// SMs and received by the others. With two blocks an SM those a row of blocks apart share one.
 struct SendingBlocks {
   int all = 1;     ///< blocks of the call
@@ -38,7 +38,7 @@ struct SendingBlocks {
 /// A quarter of the SMs keeps the links full.
 inline constexpr int kPartThatSends = 4;
 
-/// For rows in lines: `blocks` on `sms` SMs, at most `most` on each. The last `heads` blocks make
+/// For LL128 rows: `blocks` on `sms` SMs, at most `most` on each. The last `heads` blocks make
 /// headers, and are not among those that only send; where there is no room for that, none is.
 FERRY_FN constexpr SendingBlocks sending_blocks(int blocks, int sms, int most, int heads) {
   SendingBlocks shared{blocks, blocks < sms ? blocks : sms, 0};

@@ -13,35 +13,35 @@ namespace {
 
 using namespace device;
 
-template <class T, bool kPerSlot, bool kTimed, bool kFew>
+template <class T, bool kPerSlot, bool kTimed, bool kLL>
 __global__ void __launch_bounds__(kLatencyThreads, kTimed ? 1 : kLatencyBlocksPerSm)
     latency_combine_kernel(const __grid_constant__ LatencyCombineParameters p,
                            const __grid_constant__ RankFinder ranks) {
   __shared__ LatencyCall call;
-  run_combine<Combiner<T, kPerSlot, kTimed, kFew>, kPerSlot, kTimed, kTimed>(p, ranks, call);
+  run_combine<Combiner<T, kPerSlot, kTimed, kLL>, kPerSlot, kTimed, kTimed>(p, ranks, call);
 }
 
 using Kernel = CombineKernel;
 
 template <class T, bool kTimed>
-Kernel kernel_of(bool slots, bool few) {
+Kernel kernel_of(bool slots, bool ll) {
   if (slots) return latency_combine_kernel<T, true, kTimed, false>;
   if constexpr (sizeof(T) == 2) {
-    if (few) return latency_combine_kernel<T, false, kTimed, true>;
+    if (ll) return latency_combine_kernel<T, false, kTimed, true>;
   }
   return latency_combine_kernel<T, false, kTimed, false>;
 }
 template <class T>
-Kernel kernel_of(bool slots, bool few, bool timed) {
-  return timed ? kernel_of<T, true>(slots, few) : kernel_of<T, false>(slots, few);
+Kernel kernel_of(bool slots, bool ll, bool timed) {
+  return timed ? kernel_of<T, true>(slots, ll) : kernel_of<T, false>(slots, ll);
 }
 
-Kernel plain_kernel(Dtype dtype, CombinePath path, bool few, bool timed) {
+Kernel plain_kernel(Dtype dtype, CombinePath path, bool ll, bool timed) {
   const bool slots = path == CombinePath::per_slot;
   switch (dtype) {
-    case Dtype::f32: return kernel_of<float>(slots, few, timed);
-    case Dtype::f16: return kernel_of<Fp16>(slots, few, timed);
-    case Dtype::bf16: return kernel_of<Bf16>(slots, few, timed);
+    case Dtype::f32: return kernel_of<float>(slots, ll, timed);
+    case Dtype::f16: return kernel_of<Fp16>(slots, ll, timed);
+    case Dtype::bf16: return kernel_of<Bf16>(slots, ll, timed);
     default: return nullptr;
   }
 }
@@ -56,9 +56,9 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   const LatencyView& view = parameters.view;
   const bool encoded = parameters.format != CombineFormat::as_is;
   const bool timed = parameters.waits != nullptr;
-  const bool few = is_few_of(view, parameters.tokens, size_of(view.dtype));
+  const bool ll = is_ll_of(view, parameters.tokens, size_of(view.dtype));
   const Kernel kernel = encoded ? encoded_kernel(view.dtype, parameters.path, parameters.format)
-                                : plain_kernel(view.dtype, parameters.path, few, timed);
+                                : plain_kernel(view.dtype, parameters.path, ll, timed);
   // The place of a slot's row belongs to whoever holds the slot's expert: a rank that is masked and
   // writes late could spoil what another writes there in a later call.
   const bool spoils = parameters.path == CombinePath::per_slot && parameters.view.alarm != nullptr;

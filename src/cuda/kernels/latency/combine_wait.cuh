@@ -1,7 +1,7 @@
 // Latency combine: what the warps of all formats share. How they walk over the rows that they send,
 // what they find of weights, and how they wait for rows.
 #pragma once
-#include "cuda/kernels/latency/few.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
 #include "cuda/kernels/latency/send.cuh"
 
 namespace ferry::cuda::device {

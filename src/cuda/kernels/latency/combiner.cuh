@@ -14,11 +14,11 @@ inline constexpr int kRows = 4;
 #endif
 
 /// The same of rows that carry their generation.
-inline constexpr int kFewRows = 4;
+inline constexpr int kLLRows = 4;
 
-/// One call on one warp. kTimed: somebody asks how long it waits; kFew: this rank's own tokens are
+/// One call on one warp. kTimed: somebody asks how long it waits; kLL: this rank's own tokens are
 /// few. Both would take registers from the others.
-template <class T, bool kPerSlot, bool kTimed, bool kFew>
+template <class T, bool kPerSlot, bool kTimed, bool kLL>
 class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 0> {
   using Waits = CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 0>;
   using Waits::at_, Waits::call_, Waits::p_, Waits::parts_, Waits::ranks_;
@@ -43,7 +43,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   /// The receiving half. False: the group has failed.
   __device__ bool receive() {
     const LatencyView& v = p_.view;
-    if constexpr (kFew) return receive_few();
+    if constexpr (kLL) return receive_ll();
     // Some warps for each part, where there are enough; the other end of the block than the
     // senders'.
     const int warps = this->blocks() * kLatencyWarps, parts = here_and_now(p_.tokens) * v.parts;
@@ -90,7 +90,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     } else {
       float weight = row >= 0 && p_.slot_weights != nullptr ? __ldg(p_.slot_weights + entry) : 0;
       if (!sum_slots(sent.source, sent.token, begin, end, row, weight, lanes)) return false;
-      tells = lane == 0 && !is_few<T>(v, call_.tokens[sent.source]);
+      tells = lane == 0 && !is_ll<T>(v, call_.tokens[sent.source]);
     }
     const int place = kPerSlot ? v.slots[sent.source] + lane : v.line[sent.source];
     tell_parts(at_, sent, place, tells, at_.sum_tag(kPerSlot));
@@ -130,9 +130,9 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
                             std::uint32_t lanes) {
     const LatencyView& v = p_.view;
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const bool few = is_few<T>(v, call_.tokens[source]);
-    std::byte* to = few ? few_sum(at_, v.peers[source], v.line[source], token)
-                        : at_.sum(v.peers[source], v.line[source], token, row_bytes());
+    const bool ll = is_ll<T>(v, call_.tokens[source]);
+    std::byte* to = ll ? ll_sum(at_, v.peers[source], v.line[source], token)
+                       : at_.sum(v.peers[source], v.line[source], token, row_bytes());
     bool weighed = p_.slot_weights != nullptr;
     for (int base = begin + lane; base - lane < end; base += kPiece) {
       float acc[kAtOnce][kEach] = {};
@@ -173,8 +173,8 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
         if (base + 32 * i >= end) continue;
         const auto byte = static_cast<std::size_t>(base + 32 * i) * 16;
         const uint4 sum = round_vector<T>(acc[i]);
-        if (few) {
-          store_few(to, byte, sum, at_.tag());
+        if (ll) {
+          store_ll(to, byte, sum, at_.tag());
         } else {
           *reinterpret_cast<uint4*>(to + byte) = sum;
         }
@@ -185,7 +185,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
 
   /// The receiving half of rows that carry their generation; as `receive`. A warp takes every other
   /// 8 bytes of a slice, so that rows of several ranks fit into its registers with their tags.
-  __device__ bool receive_few() {
+  __device__ bool receive_ll() {
     const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
@@ -206,14 +206,14 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     while (expected != 0) {
       std::uint32_t some = 0;  // of whom rows are loaded at once
 #pragma unroll
-      for (int n = 0; n < kFewRows; ++n) {
+      for (int n = 0; n < kLLRows; ++n) {
         some |= expected & (~expected + 1);
         expected &= expected - 1;
       }
-      uint2 data[kFewRows];
+      uint2 data[kLLRows];
       if (!await_slices(token, byte, half, some, data)) return false;
 #pragma unroll
-      for (int n = 0; n < kFewRows; ++n) {
+      for (int n = 0; n < kLLRows; ++n) {
         acc[0] = __fadd_rn(acc[0], Pair<T>::low(data[n].x));
         acc[1] = __fadd_rn(acc[1], Pair<T>::high(data[n].x));
         acc[2] = __fadd_rn(acc[2], Pair<T>::low(data[n].y));
@@ -234,17 +234,17 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
     const LatencyView& v = p_.view;
     constexpr std::uint32_t kMinusZeros = 0x80008000;
 #pragma unroll
-    for (int n = 0; n < kFewRows; ++n) data[n] = uint2{kMinusZeros, kMinusZeros};
+    for (int n = 0; n < kLLRows; ++n) data[n] = uint2{kMinusZeros, kMinusZeros};
     const std::byte* rows =
-        few_sum(at_, own_memory(v), 0, token) + few_offset(static_cast<std::size_t>(byte), half);
-    const auto step = static_cast<std::uint32_t>(kFewTokens * v.layout.few_scale_at);
+        ll_sum(at_, own_memory(v), 0, token) + ll_offset(static_cast<std::size_t>(byte), half);
+    const auto step = static_cast<std::uint32_t>(kLLTokens * v.layout.ll_scale_at);
     SpinDeadline spin_deadline;
     std::uint32_t pending = some;
     std::uint64_t late = 0;
     while (pending != 0) {
       std::uint32_t ranks = some, missing = 0;
 #pragma unroll
-      for (int n = 0; n < kFewRows; ++n) {
+      for (int n = 0; n < kLLRows; ++n) {
         const std::uint32_t bit = ranks & (~ranks + 1);
         ranks &= ranks - 1;
         if ((pending & bit) == 0 || byte >= static_cast<int>(row_bytes())) continue;

@@ -21,8 +21,8 @@ int header_warps(std::int64_t local_experts) {
 
 SendingBlocks sending_of(const LatencyDispatchParameters& p, int sms) {
   const LatencyView& v = p.view;
-  const bool few = is_few_of(v, p.tokens, size_of(v.dtype));
-  if (!v.lines || p.halves != Halves::both || few) return {p.blocks, p.blocks, 0};
+  const bool ll = is_ll_of(v, p.tokens, size_of(v.dtype));
+  if (!v.ll128 || p.halves != Halves::both || ll) return {p.blocks, p.blocks, 0};
   return sending_blocks(p.blocks, sms, kLatencyBlocksPerSm, v.group.ranks);
 }
 
@@ -42,9 +42,9 @@ DispatchShape make_shape(const LatencyDispatchParameters& p, int sms) {
   return shape;
 }
 
-DispatchKernel kernel_of(Dtype dtype, LatencyFormat format, bool rank_major, bool lines) {
-  if (lines) {
-    return rank_major ? lined_rank_major_kernel(dtype, format) : lined_kernel(dtype, format);
+DispatchKernel kernel_of(Dtype dtype, LatencyFormat format, bool rank_major, bool ll128) {
+  if (ll128) {
+    return rank_major ? ll128_rank_major_kernel(dtype, format) : ll128_kernel(dtype, format);
   }
   return rank_major ? rank_major_kernel(dtype, format)
                     : dispatch_kernel<false, false>(dtype, format);
@@ -66,7 +66,7 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   // Sending is the same in both orders.
   const bool ranked = parameters.rank_major && parameters.halves != Halves::send;
   const LatencyView& v = parameters.view;
-  const DispatchKernel kernel = kernel_of(v.dtype, parameters.format, ranked, v.lines);
+  const DispatchKernel kernel = kernel_of(v.dtype, parameters.format, ranked, v.ll128);
   if (kernel == nullptr || !fits_latency(parameters.view) || parameters.blocks < 1 ||
       parameters.tokens > parameters.view.capacity || parameters.topk > parameters.view.topk) {
     return cudaErrorInvalidValue;
@@ -88,7 +88,7 @@ cudaError_t load_latency_dispatch_kernels() {
     for (const LatencyFormat format : {LatencyFormat::as_is, LatencyFormat::e4m3}) {
       for (const int kind : {0, 1, 2, 3}) {
         const DispatchKernel kernel = kernel_of(dtype, format, kind % 2 != 0, kind / 2 != 0);
-        if (kernel == nullptr) continue;  // rows of f32 do not cross in lines
+        if (kernel == nullptr) continue;  // rows of f32 do not cross as LL128
         const cudaError_t error = load_kernel(reinterpret_cast<const void*>(kernel), kCounterBytes);
         if (error != cudaSuccess) return error;
       }

@@ -1,7 +1,7 @@
 // A latency dispatch, whole: header and rows out, rows in and to where the caller reads them.
 #pragma once
 #include "cuda/kernels/base/entry.cuh"
-#include "cuda/kernels/latency/tagged_receive.cuh"
+#include "cuda/kernels/latency/ll_receive.cuh"
 
 namespace ferry::cuda::device {
 
@@ -72,7 +72,7 @@ __device__ inline void keep_dispatch(const LatencyDispatchParameters& p, const L
 /// Whole block; begins the call, too. `team`: the warps that send no rows, and do not wait for
 /// those that do; where some blocks do nothing else, all warps of each. False: the group has
 /// failed.
-template <class T, bool kQuantized, bool kLined>
+template <class T, bool kQuantized, bool kLL128>
 __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& ranks,
                           const DispatchShape& shape, LatencyCall& call, std::uint32_t* counters,
                           Team& team) {
@@ -85,33 +85,33 @@ __device__ bool send_half(const LatencyDispatchParameters& p, const RankFinder& 
     if (leads()) keep_dispatch(p, call);
     if (shape.send.apart) return true;
   }
-  RowSender<T, kQuantized, kLined> sender(p, ranks, shape.send, block);
+  RowSender<T, kQuantized, kLL128> sender(p, ranks, shape.send, block);
   if (!heads && !begin_latency_call(v, nullptr, call)) return false;
   team.first = shape.send.warps_of(block);
   const LatencyPlaces at{v, call.generation};
   if (!team.has_this_warp()) sender.send(at, call.open);
-  if (kLined && shape.send.only.of_row > 0) team.first = 0;
+  if (kLL128 && shape.send.only.of_row > 0) team.first = 0;
   return true;
 }
 
 /// The rows that come, of this block's share. False: the group has failed.
-template <class T, bool kQuantized, bool kRanked, bool kLined>
+template <class T, bool kQuantized, bool kRanked, bool kLL128>
 __device__ __forceinline__ bool receive_half(const LatencyDispatchParameters& p,
                                              const LatencyPlaces& at, LatencyCall& call,
                                              const Arrivals& arrivals, const SendingBlocks& only) {
   const MostTokens most = find_most_tokens(p.view, arrivals.words, sizeof(T));
   const Receiver receiver{p, at, call, arrivals};
-  TaggedReceiver<TaggedWords<T, kQuantized>, kRanked> few{receiver, only};
-  if (most.few > 0 && !few.receive(most.few)) return false;
+  LLReceiver<LL<T, kQuantized>, kRanked> ll{receiver, only};
+  if (most.ll > 0 && !ll.receive(most.ll)) return false;
   if (most.rows == 0) return true;
-  if constexpr (kLined) {
-    return TaggedReceiver<Lines<T, kQuantized>, kRanked>{receiver, only}.receive(most.rows);
+  if constexpr (kLL128) {
+    return LLReceiver<LL128<T, kQuantized>, kRanked>{receiver, only}.receive(most.rows);
   } else {
     return RowReceiver<T, kQuantized, kRanked>{receiver}.receive(most.rows);
   }
 }
 
-template <class T, bool kQuantized, bool kRanked, bool kLined>
+template <class T, bool kQuantized, bool kRanked, bool kLL128>
 __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksPerSm)
     latency_dispatch_kernel(const __grid_constant__ LatencyDispatchParameters p,
                             const __grid_constant__ RankFinder ranks,
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;
   Team team;
   if (sends) {
-    if (!send_half<T, kQuantized, kLined>(p, ranks, shape, call, scratch, team)) return;
+    if (!send_half<T, kQuantized, kLL128>(p, ranks, shape, call, scratch, team)) return;
   } else if (!begin_latency_call(v, p.handle, call, p.failure)) {
     return;
   }
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   if (goes_on) note_latency_call(at, call, sends, receives);
   if (receives && goes_on) {
     const SendingBlocks& only = shape.send.only;
-    const bool good = (kLined && only.sends_only(static_cast<int>(blockIdx.x))) ||
-                      receive_half<T, kQuantized, kRanked, kLined>(p, at, call, arrivals, only);
+    const bool good = (kLL128 && only.sends_only(static_cast<int>(blockIdx.x))) ||
+                      receive_half<T, kQuantized, kRanked, kLL128>(p, at, call, arrivals, only);
     if (!good) call.stopped = true;
     if constexpr (kRanked) {
       if (good && !count_sources(p, at, call, words)) call.stopped = true;
@@ -173,27 +173,27 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
 
 using DispatchKernel = void (*)(LatencyDispatchParameters, RankFinder, DispatchShape);
 
-template <bool kRanked, bool kLined>
+template <bool kRanked, bool kLL128>
 DispatchKernel dispatch_kernel(Dtype dtype, LatencyFormat format) {
   const bool quantized = format != LatencyFormat::as_is;
   switch (dtype) {
     case Dtype::f32:
-      if constexpr (kLined) return nullptr;
+      if constexpr (kLL128) return nullptr;
       return quantized ? latency_dispatch_kernel<float, true, kRanked, false>
                        : latency_dispatch_kernel<float, false, kRanked, false>;
     case Dtype::f16:
-      return quantized ? latency_dispatch_kernel<Fp16, true, kRanked, kLined>
-                       : latency_dispatch_kernel<Bf16, false, kRanked, kLined>;  // the same bytes
+      return quantized ? latency_dispatch_kernel<Fp16, true, kRanked, kLL128>
+                       : latency_dispatch_kernel<Bf16, false, kRanked, kLL128>;  // the same bytes
     case Dtype::bf16:
-      return quantized ? latency_dispatch_kernel<Bf16, true, kRanked, kLined>
-                       : latency_dispatch_kernel<Bf16, false, kRanked, kLined>;
+      return quantized ? latency_dispatch_kernel<Bf16, true, kRanked, kLL128>
+                       : latency_dispatch_kernel<Bf16, false, kRanked, kLL128>;
     default: return nullptr;
   }
 }
 
 // Files of their own, that compilers keep what they make of others.
 DispatchKernel rank_major_kernel(Dtype dtype, LatencyFormat format);
-DispatchKernel lined_kernel(Dtype dtype, LatencyFormat format);
-DispatchKernel lined_rank_major_kernel(Dtype dtype, LatencyFormat format);
+DispatchKernel ll128_kernel(Dtype dtype, LatencyFormat format);
+DispatchKernel ll128_rank_major_kernel(Dtype dtype, LatencyFormat format);
 
 }  // namespace ferry::cuda::device

@@ -85,11 +85,11 @@ struct PlainRow {
     const PartShape parts(v);
     const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * sizeof(T);
     const int lane = static_cast<int>(threadIdx.x % 32);
-    const bool few = is_few<T>(v, call.tokens[sent.source]);
+    const bool ll = is_ll<T>(v, call.tokens[sent.source]);
     std::byte* base = v.peers[sent.source];
     const int line = v.line[sent.source];
     std::byte* to =
-        few ? few_sum(at, base, line, sent.token) : at.sum(base, line, sent.token, row_bytes);
+        ll ? ll_sum(at, base, line, sent.token) : at.sum(base, line, sent.token, row_bytes);
     const int begin = parts.begin(sent.first) / kEach, end = parts.end(v, sent.last) / kEach;
 #pragma unroll 1
     for (int vector = begin + lane; vector - lane < end; vector += 32) {
@@ -107,13 +107,13 @@ struct PlainRow {
       if (vector >= end) continue;
       const auto byte = static_cast<std::size_t>(vector) * 16;
       const uint4 sum = round_vector<T>(acc);
-      if (few) {
-        store_few(to, byte, sum, at.tag());
+      if (ll) {
+        store_ll(to, byte, sum, at.tag());
       } else {
         *reinterpret_cast<uint4*>(to + byte) = sum;
       }
     }
-    tell_parts(at, sent, line, lane == 0 && !few, at.sum_tag(false));
+    tell_parts(at, sent, line, lane == 0 && !ll, at.sum_tag(false));
   }
 };
 

@@ -49,16 +49,16 @@ inline constexpr std::int64_t kMostLatencyExperts = 8192;  ///< local ones, coun
 inline constexpr std::int64_t kMostLatencyTokens = 65535;  ///< 16 bits of a head and a place
 
 /// So few tokens of a source, at most, cross with their generation beside the data
-/// (few.cuh).
-inline constexpr int kFewTokens = 8;
+/// (row_ll.cuh).
+inline constexpr int kLLTokens = 8;
 
-/// Bytes of a row in lines: of every 1024 channels 2 KiB and a line behind them, or less.
-FERRY_FN constexpr std::size_t lined_row_bytes(std::size_t hidden, std::size_t element_bytes) {
+/// Bytes of an LL128 row: of every 1024 channels 2 KiB and a line behind them, or less.
+FERRY_FN constexpr std::size_t ll128_row_bytes(std::size_t hidden, std::size_t element_bytes) {
   const std::size_t pieces = (hidden + kPartChannels - 1) / kPartChannels;
   return pieces * (kPartChannels * element_bytes + kLineBytes);
 }
 
-/// Whether rows may carry their generation, as tagged words or in lines. Wider elements, and more
+/// Whether rows may carry their generation, as LL or LL128. Wider elements, and more
 /// ranks, have no registers left for it.
 FERRY_FN constexpr bool may_carry_generation(int ranks, std::int64_t hidden,
                                              std::size_t element_bytes) {
@@ -108,13 +108,13 @@ struct DeviceLatencyLayout {
   std::size_t weights = 0;     ///< u64 [2, R, capacity, topk], pushed by combine; with generation
   std::size_t row_tags = 0;    ///< u32 [2, R, capacity, kMaxParts]
   std::size_t sum_tags = 0;  ///< u32 [2, S, capacity, kMaxParts], in an outbox sum_blocks of those
-  std::size_t few_rows = 0;  ///< [2, R, kFewTokens, few_row_slot]
-  std::size_t few_row_slot = 0;
-  std::size_t few_scale_at = 0;  ///< inside such a row; and the bytes of one of few_sums
-  std::size_t few_sums = 0;      ///< [2, R, kFewTokens, few_scale_at]
-  std::size_t rows = 0;          ///< [2, R, capacity, row_slot]
+  std::size_t ll_rows = 0;   ///< [2, R, kLLTokens, ll_row_slot]
+  std::size_t ll_row_slot = 0;
+  std::size_t ll_scale_at = 0;  ///< inside such a row; and the bytes of one of ll_sums
+  std::size_t ll_sums = 0;      ///< [2, R, kLLTokens, ll_scale_at]
+  std::size_t rows = 0;         ///< [2, R, capacity, row_slot]
   std::size_t row_slot = 0;
-  bool lines = false;            ///< there is room for rows in lines, which are zero at first, too
+  bool ll128 = false;            ///< there is room for LL128 rows, which are zero at first, too
   std::size_t record_bytes = 0;  ///< before each row of another domain; 0: there are none
   std::size_t scale_at = 0;      ///< inside a quantised row's slot
   std::size_t sums = 0;          ///< [2, S, capacity, hidden]: S is the source rank or the slot
@@ -163,18 +163,18 @@ FERRY_FN constexpr DeviceLatencyLayout make_device_latency_layout(const LatencyD
   layout.row_tags = carver.take(2 * r * capacity * kMaxParts * 4);
   layout.sum_tags =
       carver.take(layout.sum_blocks * 2 * layout.sum_slots * capacity * kMaxParts * 4);
-  layout.few_scale_at = 2 * round_up(plain, 512);
-  layout.few_row_slot = round_up(layout.few_scale_at + (hidden + 127) / 128 * 8, kLineBytes);
-  const std::size_t few = shape.crosses ? 0 : kFewTokens;
-  layout.few_rows = carver.take(2 * r * few * layout.few_row_slot);
-  layout.few_sums = carver.take(2 * r * few * layout.few_scale_at);
+  layout.ll_scale_at = 2 * round_up(plain, 512);
+  layout.ll_row_slot = round_up(layout.ll_scale_at + (hidden + 127) / 128 * 8, kLineBytes);
+  const std::size_t ll = shape.crosses ? 0 : kLLTokens;
+  layout.ll_rows = carver.take(2 * r * ll * layout.ll_row_slot);
+  layout.ll_sums = carver.take(2 * r * ll * layout.ll_scale_at);
   layout.scale_at = round_up(hidden, 16);
   const std::size_t row = plain > quantized ? plain : quantized;
   layout.record_bytes = shape.crosses ? record_bytes(shape.topk) : 0;
-  const std::size_t lined = lined_row_bytes(hidden, shape.element_bytes);
-  layout.lines = !shape.crosses && shape.capacity > kFewTokens &&
+  const std::size_t ll128 = ll128_row_bytes(hidden, shape.element_bytes);
+  layout.ll128 = !shape.crosses && shape.capacity > kLLTokens &&
                  may_carry_generation(shape.ranks, shape.hidden, shape.element_bytes);
-  layout.row_slot = layout.lines ? lined : round_up(row + layout.record_bytes, 32);
+  layout.row_slot = layout.ll128 ? ll128 : round_up(row + layout.record_bytes, 32);
   layout.rows = carver.take(2 * r * capacity * layout.row_slot) + layout.record_bytes;
   std::size_t block = 2 * layout.sum_slots * capacity * plain;
   layout.sums = carver.take(block);

@@ -188,7 +188,7 @@ struct RowReceiver : Receiver {
       const int row = unit / units, first = (unit - row * units) * group;
       const int token = row / ranks, source = row - token * ranks;
       const int tokens = arrivals.words.tokens(v, source);
-      if (token >= tokens || is_few<T>(v, tokens)) continue;
+      if (token >= tokens || is_ll<T>(v, tokens)) continue;
       const int last = min(first + group, v.parts) - 1;
       if constexpr (kRanked) {
         if (!receive_ranked(source, token, first, last)) return false;

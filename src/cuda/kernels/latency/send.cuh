@@ -1,10 +1,10 @@
 // Latency dispatch, the sending half: one warp takes one part of one token, quantises it if asked
-// to, stores it into the slot of every destination, and announces it there if it is not in lines.
+// to, stores it into the slot of every destination, and announces it there if it is Simple.
 #pragma once
-#include "cuda/kernels/latency/few.cuh"
 #include "cuda/kernels/latency/header.cuh"
-#include "cuda/kernels/latency/lines.cuh"
 #include "cuda/kernels/latency/quantize.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
+#include "cuda/kernels/latency/row_ll128.cuh"
 #include "cuda/kernels/latency/shares.cuh"
 
 namespace ferry::cuda::device {
@@ -107,38 +107,38 @@ struct WirePiece {
     }
   }
 
-  /// The same in lines, which this piece is put into.
-  __device__ __forceinline__ uint4 line_up(std::uint32_t tag) {
-    return device::line_up<kCount>(vectors, scale, tag);
+  /// The same as LL128, which this piece is packed into.
+  __device__ __forceinline__ uint4 pack_ll128(std::uint32_t tag) {
+    return device::pack_ll128<kCount>(vectors, scale, tag);
   }
-  __device__ __forceinline__ void store_lines(std::byte* row, const uint4& behind, int begin,
+  __device__ __forceinline__ void store_ll128(std::byte* row, const uint4& behind, int begin,
                                               int end) const {
     constexpr int kBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
-    device::store_lines<kCount>(row + begin / kPartChannels * lined_piece_bytes(kCount),
+    device::store_ll128<kCount>(row + begin / kPartChannels * ll128_piece_bytes(kCount),
                                 (end - begin) * kBytes, vectors, behind);
   }
 
   /// The same with the generation beside the data.
-  __device__ __forceinline__ void store_few(const LatencyPlaces& at, std::byte* row, int begin,
-                                            int end) const {
+  __device__ __forceinline__ void store_ll(const LatencyPlaces& at, std::byte* row, int begin,
+                                           int end) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     if constexpr (kQuantized) {
       const int block = begin / 128 + lane;
       if (lane < 8 && block * 128 < end) {
-        store_word(few_scales(at, row) + block, __float_as_uint(scale), at.tag());
+        store_word(ll_scales(at, row) + block, __float_as_uint(scale), at.tag());
       }
     }
     const std::size_t last = static_cast<std::size_t>(end) * (kQuantized ? 1 : sizeof(T));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const std::size_t byte = wire_byte<T, kQuantized>(begin, i);
-      if (byte < last) device::store_few(row, byte, vectors[i], at.tag());
+      if (byte < last) device::store_ll(row, byte, vectors[i], at.tag());
     }
   }
 };
 
 /// The sending half, and what it has loaded before the call's number is known.
-template <class T, bool kQuantized, bool kLined>
+template <class T, bool kQuantized, bool kLL128>
 class RowSender {
  public:
   __device__ RowSender(const LatencyDispatchParameters& p, const RankFinder& ranks,
@@ -157,7 +157,7 @@ class RowSender {
   /// `open` [R]: the receivers that take part.
   __device__ void send(const LatencyPlaces& at, const bool* open) {
     const LatencyView& v = p_.view;
-    const bool few = is_few<T>(v, p_.tokens);
+    const bool ll = is_ll<T>(v, p_.tokens);
 #pragma unroll 1
     while (unit_ < shape_.all) {
       const int token = unit_ / shape_.units, first = (unit_ - token * shape_.units) * shape_.group;
@@ -170,8 +170,8 @@ class RowSender {
         if (piece != begin) load_piece<T, kQuantized>(row(token), piece, end, loaded_);
         WirePiece<T, kQuantized> wire(loaded_, p_.format != LatencyFormat::e4m3);
         uint4 behind;
-        if constexpr (kLined) {
-          if (!few) behind = wire.line_up(at.tag());
+        if constexpr (kLL128) {
+          if (!ll) behind = wire.pack_ll128(at.tag());
         }
         // Tokens begin with different destinations, so that no link waits for another.
         std::uint32_t left = lanes;
@@ -181,12 +181,12 @@ class RowSender {
           const int from = __ffs(static_cast<int>(high != 0 ? high : left)) - 1;
           left &= ~(1u << from);
           const int peer = __shfl_sync(kAllLanes, dest, from);
-          if (few) {
-            wire.store_few(at, few_row(at, v.peers[peer], v.line[peer], token), piece, end);
+          if (ll) {
+            wire.store_ll(at, ll_row(at, v.peers[peer], v.line[peer], token), piece, end);
           } else {
             std::byte* row = v.rows[peer] + at.slot(0, token) * v.layout.row_slot;
-            if constexpr (kLined) {
-              wire.store_lines(row, behind, piece, end);
+            if constexpr (kLL128) {
+              wire.store_ll128(row, behind, piece, end);
             } else {
               wire.store(row, v.layout.scale_at, piece, end);
             }
@@ -194,7 +194,7 @@ class RowSender {
         }
       }
       __syncwarp();
-      if (!kLined && dest >= 0 && !few) {
+      if (!kLL128 && dest >= 0 && !ll) {
         std::uint32_t* tags = at.row_tags(v.peers[dest], v.line[dest], token);
         fence_system();
 #pragma unroll 1

@@ -19,9 +19,9 @@ struct LatencyView {
   std::int64_t hidden = 0;
   int topk = 1;   ///< of the configuration
   int parts = 1;  ///< latency_parts(hidden)
-  int few = 0;    ///< most tokens that cross as tagged words; at most kFewTokens, 0: none
-  /// Rows of a dispatch that are not few cross in lines (lines.cuh); with layout.lines.
-  bool lines = false;
+  int ll = 0;     ///< most tokens that cross as LL; at most kLLTokens, 0: none
+  /// Rows of a dispatch that are not LL cross as LL128 (row_ll128.cuh); with layout.ll128.
+  bool ll128 = false;
   Dtype dtype = Dtype::bf16;
   LatencyWords* words = nullptr;
   /// Null: who misses a deadline ends the group. Else combines are per_rank.
@@ -54,9 +54,9 @@ inline void join_domain(LatencyView& view) {
   }
 }
 
-/// Whether a source of so many tokens of so wide elements has few (kFewTokens).
-FERRY_FN constexpr bool is_few_of(const LatencyView& view, int tokens, std::size_t element_bytes) {
-  return tokens <= view.few && may_carry_generation(view.group.ranks, view.hidden, element_bytes);
+/// Whether a source of so many tokens of so wide elements sends LL rows (kLLTokens).
+FERRY_FN constexpr bool is_ll_of(const LatencyView& view, int tokens, std::size_t element_bytes) {
+  return tokens <= view.ll && may_carry_generation(view.group.ranks, view.hidden, element_bytes);
 }
 
 enum class LatencyFormat : std::uint32_t { as_is, e4m3, e4m3_pow2, e4m3_packed };

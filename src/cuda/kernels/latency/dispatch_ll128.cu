@@ -1,9 +1,9 @@
-// Latency dispatch of rows in lines.
+// Latency dispatch of LL128 rows.
 #include "cuda/kernels/latency/dispatch_call.cuh"
 
 namespace ferry::cuda::device {
 
-DispatchKernel lined_kernel(Dtype dtype, LatencyFormat format) {
+DispatchKernel ll128_kernel(Dtype dtype, LatencyFormat format) {
   return dispatch_kernel<false, true>(dtype, format);
 }
 

@@ -1,4 +1,4 @@
-// Rows in lines: of every 128 bytes of a row the last 4 are the generation, so that no fence and no
+// LL128 rows: of every 128 bytes of a row the last 4 are the generation, so that no fence and no
 // tag comes behind the rows, and whoever waits for a line has it. An eighth (of codes) or a
 // sixteenth more bytes, two trips less: a fence waits until all that was sent before has arrived,
 // and then the tag sets out. That rows of this generation have arrived before those of the next but
@@ -10,7 +10,7 @@
 // between which GPUs that is done.
 #pragma once
 #include "cuda/kernels/latency/entry.cuh"
-#include "cuda/kernels/latency/few.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
 
 namespace ferry::cuda::device {
 
@@ -18,7 +18,7 @@ static_assert(kLineBytes == 128 && kSliceBytes % kLineBytes == 0, "8 lanes store
 
 /// A lane's share of a piece of kPartChannels channels are so many vectors, 512 bytes apart; behind
 /// them comes the line of the displaced words.
-FERRY_FN constexpr int lined_piece_bytes(int vectors) {
+FERRY_FN constexpr int ll128_piece_bytes(int vectors) {
   return vectors * kSliceBytes + static_cast<int>(kLineBytes);
 }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ uint4 load_line(const std::byte* at) {
 /// Whole warp: puts generations into a lane's share of a piece; gives what it has of the line
 /// behind.
 template <int kVectors>
-__device__ __forceinline__ uint4 line_up(uint4* vectors, float scale, std::uint32_t tag) {
+__device__ __forceinline__ uint4 pack_ll128(uint4* vectors, float scale, std::uint32_t tag) {
   const int lane = static_cast<int>(threadIdx.x % 32), quarter = lane % 4;
   std::uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint4 line_up(uint4* vectors, float scale, std::uint3
 
 /// Whole warp: the opposite. The scale is that of the piece's block number `lane`, for lanes < 8.
 template <int kVectors>
-__device__ __forceinline__ float take_out_of_lines(uint4* vectors, const uint4& behind) {
+__device__ __forceinline__ float unpack_ll128(uint4* vectors, const uint4& behind) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::uint32_t words[4] = {behind.x, behind.y, behind.z, behind.w};
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ float take_out_of_lines(uint4* vectors, const uint4& 
 
 /// Whole warp: stores a piece of which `bytes` belong to the row.
 template <int kVectors>
-__device__ __forceinline__ void store_lines(std::byte* piece, int bytes, const uint4* vectors,
+__device__ __forceinline__ void store_ll128(std::byte* piece, int bytes, const uint4* vectors,
                                             const uint4& behind) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   std::byte* at = piece + lane * 16;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_lines(std::byte* piece, int bytes, const u
 
 /// Whole warp: loads it. False in some lane: not all of it is here.
 template <int kVectors>
-__device__ __forceinline__ bool load_lines(const std::byte* piece, int bytes, std::uint32_t tag,
+__device__ __forceinline__ bool load_ll128(const std::byte* piece, int bytes, std::uint32_t tag,
                                            uint4* vectors, uint4& behind) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::byte* at = piece + lane * 16;

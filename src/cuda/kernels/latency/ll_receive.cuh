@@ -1,22 +1,22 @@
-// Latency dispatch, the receiving half of rows that carry their generation, as tagged words or in
-// lines: one warp takes pieces of a row, each of which its lanes hold at once.
+// Latency dispatch, the receiving half of rows that carry their generation, as LL or LL128:
+// one warp takes pieces of a row, each of which its lanes hold at once.
 #pragma once
-#include "cuda/kernels/latency/lines.cuh"
 #include "cuda/kernels/latency/receive.cuh"
+#include "cuda/kernels/latency/row_ll128.cuh"
 
 namespace ferry::cuda::device {
 
-/// Of few tokens: pieces of 512 bytes.
+/// LL, of few tokens: pieces of 512 bytes.
 template <class T, bool kWithScales>
-struct TaggedWords {
+struct LL {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
   static constexpr int kVectors = 1, kBytes = kSliceBytes;
   static constexpr bool kPollsEarly = true;
 
-  __device__ static bool serves(const LatencyView& v, int tokens) { return is_few<T>(v, tokens); }
+  __device__ static bool serves(const LatencyView& v, int tokens) { return is_ll<T>(v, tokens); }
   __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
-    return few_row(at, own, source, token);
+    return ll_row(at, own, source, token);
   }
 
   /// What one lane gets of a piece.
@@ -30,11 +30,11 @@ struct TaggedWords {
       const int lane = static_cast<int>(threadIdx.x % 32);
       bool here = true;
       if (lane * 16 < bytes) {
-        here = load_few(row, static_cast<std::size_t>(number * kBytes + lane * 16), at.tag(),
-                        vectors[0]);
+        here = load_ll(row, static_cast<std::size_t>(number * kBytes + lane * 16), at.tag(),
+                       vectors[0]);
       }
       if (lane < kScales && lane * 128 < bytes) {
-        const std::uint64_t word = load_relaxed(few_scales(at, row) + number * kScales + lane);
+        const std::uint64_t word = load_relaxed(ll_scales(at, row) + number * kScales + lane);
         here = here && is_word_of(word, at.tag());
         scale = static_cast<std::uint32_t>(word);
       }
@@ -44,15 +44,15 @@ struct TaggedWords {
   };
 };
 
-/// Of more tokens: pieces of kPartChannels channels.
+/// LL128, of more tokens: pieces of kPartChannels channels.
 template <class T, bool kWithScales>
-struct Lines {
+struct LL128 {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
   static constexpr int kVectors = kWireVectors<T, kQuantized>, kBytes = kVectors * kSliceBytes;
   static constexpr bool kPollsEarly = kQuantized;  // else there are no registers for it
 
-  __device__ static bool serves(const LatencyView& v, int tokens) { return !is_few<T>(v, tokens); }
+  __device__ static bool serves(const LatencyView& v, int tokens) { return !is_ll<T>(v, tokens); }
   __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
     return at.row(own, source, token);
   }
@@ -63,18 +63,16 @@ struct Lines {
     std::uint32_t scale;
 
     __device__ bool poll(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
-      return load_lines<kVectors>(row + number * lined_piece_bytes(kVectors), bytes, at.tag(),
+      return load_ll128<kVectors>(row + number * ll128_piece_bytes(kVectors), bytes, at.tag(),
                                   vectors, behind);
     }
     /// When all of it is here.
-    __device__ void open() {
-      scale = __float_as_uint(take_out_of_lines<kVectors>(vectors, behind));
-    }
+    __device__ void open() { scale = __float_as_uint(unpack_ll128<kVectors>(vectors, behind)); }
   };
 };
 
 template <class Format, bool kRanked>
-struct TaggedReceiver : Receiver {
+struct LLReceiver : Receiver {
   const SendingBlocks& only;  ///< the other blocks receive
   using Piece = typename Format::Piece;
   static constexpr int kScales = Format::kQuantized ? Format::kBytes / 128 : 0;  ///< of a piece
