@@ -11,8 +11,10 @@ namespace ferry::cuda {
 namespace {
 
 bool is_switched_off() {
-  const char* text = std::getenv("FERRY_LATENCY_LINES");
-  return text != nullptr && std::string_view(text) == "0";
+  for (const char* name : {"FERRY_LATENCY_LL128", "FERRY_LATENCY_LINES"}) {  // its older name
+    if (const char* text = std::getenv(name)) return std::string_view(text) == "0";
+  }
+  return false;
 }
 
 /// Nothing of a GPU that cannot be asked.
