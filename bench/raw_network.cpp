@@ -24,19 +24,19 @@ RawNetwork::RawNetwork(Bootstrap& bootstrap, std::size_t bytes)
       bytes_(bytes),
       from_(fabric::anonymous_memory(bytes, rank_)),
       to_(fabric::anonymous_memory(bytes, rank_)),
-      endpoint_(library_, find_provider(library_, rank_, with_environment({})), rank_),
-      exposed_(endpoint_.expose(to_->data(), bytes)),
-      local_(endpoint_.local(from_->data(), bytes)),
+      fi_endpoint_(library_, find_provider(library_, rank_, with_environment({})), rank_),
+      exposed_(fi_endpoint_.expose(to_->data(), bytes)),
+      local_(fi_endpoint_.local(from_->data(), bytes)),
       contexts_(kContexts) {
   std::memset(from_->data(), 1, bytes);
   std::memset(to_->data(), 0, bytes);
   Card mine{.base = exposed_.base, .key = exposed_.key()};
-  const std::vector<std::byte> name = endpoint_.name();
+  const std::vector<std::byte> name = fi_endpoint_.name();
   mine.name_bytes = name.size();
   std::memcpy(mine.name, name.data(), name.size());
   const auto all = bootstrap.all_gather(std::as_bytes(std::span(&mine, 1)), kDeadline);
   std::memcpy(&there_, all[static_cast<std::size_t>(1 - rank_)].data(), sizeof there_);
-  peer_ = endpoint_.insert({there_.name, there_.name_bytes});
+  peer_ = fi_endpoint_.insert({there_.name, there_.name_bytes});
 }
 
 std::string RawNetwork::library_version() const {
@@ -46,8 +46,8 @@ std::string RawNetwork::library_version() const {
 
 bool RawNetwork::post(std::size_t offset, std::size_t bytes) {
   fi_context2& context = contexts_[posted_ % kContexts];
-  const ssize_t code = fi_writedata(endpoint_.ep(), from_->data() + offset, bytes, local_.desc(), 1,
-                                    peer_, there_.base + offset, there_.key, &context);
+  const ssize_t code = fi_writedata(fi_endpoint_.ep(), from_->data() + offset, bytes, local_.desc(),
+                                    1, peer_, there_.base + offset, there_.key, &context);
   if (code == -FI_EAGAIN) return false;
   if (code != 0) throw_ofi(library_, rank_, "fi_writedata", code);
   ++posted_;
@@ -56,7 +56,7 @@ bool RawNetwork::post(std::size_t offset, std::size_t bytes) {
 
 void RawNetwork::poll() {
   std::array<fi_cq_data_entry, 32> entries;
-  const ssize_t got = fi_cq_read(endpoint_.cq(), entries.data(), entries.size());
+  const ssize_t got = fi_cq_read(fi_endpoint_.cq(), entries.data(), entries.size());
   if (got == -FI_EAGAIN) return;
   if (got < 0) throw_ofi(library_, rank_, "fi_cq_read", got);
   for (ssize_t i = 0; i < got; ++i) {

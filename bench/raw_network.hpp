@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fabric/memory.hpp"
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 #include "ferry/bootstrap.hpp"
 
 namespace ferry::bench {
@@ -25,7 +25,7 @@ class RawNetwork {
   /// The ranks in turn write one piece and wait for the answer, `rounds` times.
   void ping_pong(std::size_t bytes, int rounds);
 
-  std::string provider() const { return endpoint_.info().fabric_attr->prov_name; }
+  std::string provider() const { return fi_endpoint_.info().fabric_attr->prov_name; }
   std::string library_version() const;
 
  private:
@@ -46,7 +46,7 @@ class RawNetwork {
   std::size_t bytes_;
   std::shared_ptr<fabric::Memory> from_;
   std::shared_ptr<fabric::Memory> to_;
-  fabric::ofi::Endpoint endpoint_;
+  fabric::ofi::FiEndpoint fi_endpoint_;
   fabric::ofi::Registration exposed_;
   fabric::ofi::Registration local_;
   fi_addr_t peer_ = FI_ADDR_UNSPEC;

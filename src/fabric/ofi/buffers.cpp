@@ -8,7 +8,7 @@ Buffer Buffers::take() {
   if (free_.empty()) {
     Slab slab;
     slab.memory = anonymous_memory(bytes_ * slab_, rank_);
-    slab.registration = endpoint_.local(slab.memory->data(), bytes_ * slab_);
+    slab.registration = fi_endpoint_.local(slab.memory->data(), bytes_ * slab_);
     for (std::size_t i = slab_; i-- > 0;) {
       free_.push_back({slab.memory->data() + i * bytes_, slab.registration.desc()});
     }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "fabric/memory.hpp"
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 
 namespace ferry::fabric::ofi {
 
@@ -17,8 +17,8 @@ struct Buffer {
 /// Buffers of one size, made in slabs as they are needed and kept. No lock of its own.
 class Buffers {
  public:
-  Buffers(Endpoint& endpoint, int rank, std::size_t bytes, std::size_t slab)
-      : endpoint_(endpoint), rank_(rank), bytes_(bytes), slab_(slab) {}
+  Buffers(FiEndpoint& endpoint, int rank, std::size_t bytes, std::size_t slab)
+      : fi_endpoint_(endpoint), rank_(rank), bytes_(bytes), slab_(slab) {}
 
   std::size_t bytes() const { return bytes_; }
   /// Throws Error(exhausted) or Error(system).
@@ -35,7 +35,7 @@ class Buffers {
     Registration registration;
   };
 
-  Endpoint& endpoint_;
+  FiEndpoint& fi_endpoint_;
   int rank_;
   std::size_t bytes_;
   std::size_t slab_;  // buffers in each

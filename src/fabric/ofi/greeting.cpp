@@ -5,7 +5,7 @@
 #include <ferry/error.hpp>
 
 #include "base/text.hpp"
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 #include "fabric/ofi/nics/address.hpp"
 #include "fabric/ofi/ofi.hpp"
 

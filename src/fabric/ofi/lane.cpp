@@ -25,11 +25,11 @@ Lane::Lane(const Library& library, Info info, const LaneSetting& setting, Arriva
     : library_(library),
       setting_(setting),
       arrivals_(arrivals),
-      endpoint_(library, info, setting.rank),
+      fi_endpoint_(library, info, setting.rank),
       owner_pid_(getpid()),
-      chunks_(endpoint_, setting.rank, std::min(kChunkBytes, info->ep_attr->max_msg_size),
+      chunks_(fi_endpoint_, setting.rank, std::min(kChunkBytes, info->ep_attr->max_msg_size),
               kChunksInSlab),
-      messages_(endpoint_, setting.rank, kMessageRoom, kMessagesInSlab) {
+      messages_(fi_endpoint_, setting.rank, kMessageRoom, kMessagesInSlab) {
   for (int peer = 0; peer < setting.size; ++peer) peers_.push_back(std::make_unique<Peer>());
   wake_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (wake_fd_ < 0) throw_ofi(library, setting.rank, "eventfd", errno);
@@ -46,11 +46,11 @@ void Lane::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) 
     peer.linked = true;
     peer.to_token = link.to;
     peer.from_token = link.from;
-    peer.address = endpoint_.insert(link.name);
+    peer.address = fi_endpoint_.insert(link.name);
     peer.moved = now;  // never told anything: a first message goes at once and connects
     peer.heard = now.time_since_epoch().count();
   }
-  const std::size_t receives = std::min(kReceives, endpoint_.info().rx_attr->size);
+  const std::size_t receives = std::min(kReceives, fi_endpoint_.info().rx_attr->size);
   for (std::size_t i = 0; i < receives; ++i) {
     Op* op = new_op(OpKind::receive, -1);
     op->buffer = messages_.take();
@@ -88,19 +88,19 @@ Lane::~Lane() {
     wake();
     thread_.join();
   }
-  if (endpoint_.binds_memory()) {  // it cannot be closed as long as it has any
+  if (fi_endpoint_.binds_memory()) {  // it cannot be closed as long as it has any
     own_.clear();
     chunks_.unbind();
     messages_.unbind();
   }
-  endpoint_.close();
+  fi_endpoint_.close();
   close(wake_fd_);
 }
 
 Remote Lane::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   const auto lock = locked();
   Registration registration;
-  if (bytes > 0) registration = endpoint_.expose(data, bytes);
+  if (bytes > 0) registration = fi_endpoint_.expose(data, bytes);
   if (own_.size() <= segment) own_.resize(segment + 1);
   own_[segment] = std::move(registration);
   return {own_[segment].base, own_[segment].key()};

@@ -20,7 +20,7 @@
 #include "fabric/fabric.hpp"
 #include "fabric/ofi/arrivals.hpp"
 #include "fabric/ofi/buffers.hpp"
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 #include "fabric/ofi/message.hpp"
 
 namespace ferry::fabric::ofi {
@@ -61,7 +61,7 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  std::vector<std::byte> name() const { return endpoint_.name(); }
+  std::vector<std::byte> name() const { return fi_endpoint_.name(); }
   /// Begins to talk to the peers, by rank. `spin`: how long its thread looks before it sleeps.
   void start(const std::vector<Link>& links, std::chrono::nanoseconds spin);
 
@@ -192,7 +192,7 @@ class Lane {
   const Library& library_;
   const LaneSetting setting_;
   Arrivals& arrivals_;
-  Endpoint endpoint_;
+  FiEndpoint fi_endpoint_;
   const pid_t owner_pid_;
   int wake_fd_ = -1;
   std::atomic<int> callers_{0};  // wait for the lock

@@ -54,13 +54,13 @@ void Lane::submit(Op* op) {
 /// Gives an operation to the provider. False: it has no room now.
 bool Lane::post(Op* op) {
   Peer& peer = peer_of(op->peer);
-  fid_ep* ep = endpoint_.ep();
+  fid_ep* ep = fi_endpoint_.ep();
   ssize_t code = 0;
   bool completes = true;
   if (op->kind == OpKind::write) {
     const Remote& there = peer.segments[op->to.segment];
     const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
-    const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof all;
+    const bool wide = fi_endpoint_.info().domain_attr->cq_data_size >= sizeof all;
     code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
                         wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,
                         there.key, &op->context);
@@ -69,7 +69,7 @@ bool Lane::post(Op* op) {
                                      iovec{op->payload->buffer.data, op->payload->bytes}};
     std::array<void*, 2> descs{op->buffer.desc, op->payload->buffer.desc};
     code = fi_sendv(ep, parts.data(), descs.data(), parts.size(), peer.address, &op->context);
-  } else if (op->bytes <= endpoint_.info().tx_attr->inject_size) {
+  } else if (op->bytes <= fi_endpoint_.info().tx_attr->inject_size) {
     code = fi_inject(ep, op->buffer.data, op->bytes, peer.address);
     completes = false;
   } else {

@@ -41,13 +41,13 @@ bool Lane::progress(Clock::time_point now) {
 
 bool Lane::read_completions() {
   std::array<fi_cq_data_entry, kBatch> entries;
-  const ssize_t got = fi_cq_read(endpoint_.cq(), entries.data(), entries.size());
+  const ssize_t got = fi_cq_read(fi_endpoint_.cq(), entries.data(), entries.size());
   if (got == -FI_EAVAIL) {
     std::array<std::byte, 256> why{};
     fi_cq_err_entry entry{};
     entry.err_data = why.data();
     entry.err_data_size = why.size();
-    if (fi_cq_readerr(endpoint_.cq(), &entry, 0) > 0) failed(entry);
+    if (fi_cq_readerr(fi_endpoint_.cq(), &entry, 0) > 0) failed(entry);
     return true;
   }
   for (ssize_t i = 0; i < got; ++i) complete(entries[static_cast<std::size_t>(i)]);
@@ -91,7 +91,7 @@ void Lane::failed(const fi_cq_err_entry& entry) {
 }
 
 void Lane::receive(Op* op) {
-  const ssize_t code = fi_recv(endpoint_.ep(), op->buffer.data, kMessageRoom, op->buffer.desc,
+  const ssize_t code = fi_recv(fi_endpoint_.ep(), op->buffer.data, kMessageRoom, op->buffer.desc,
                                FI_ADDR_UNSPEC, &op->context);
   if (code == 0) return;
   if (code == -FI_EAGAIN) {
@@ -107,7 +107,7 @@ void Lane::piece(std::uint64_t data) {
   Peer& peer = peer_of(source);
   const std::uint32_t stream = stream_of(data);
   const std::uint64_t expected = piece_data(peer.from_token, source, stream);
-  const bool wide = endpoint_.info().domain_attr->cq_data_size >= sizeof data;
+  const bool wide = fi_endpoint_.info().domain_attr->cq_data_size >= sizeof data;
   if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
   heard_from(peer);
   arrivals_.piece(source, stream & kStreamMask);

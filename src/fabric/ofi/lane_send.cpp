@@ -96,7 +96,7 @@ void Lane::send_message(int rank, const Message& message, Op* payload) {
   peer.held.clear();
   add(message);
   if (payload != nullptr &&
-      (payload->bytes <= kCopied || endpoint_.info().tx_attr->iov_limit < 2)) {
+      (payload->bytes <= kCopied || fi_endpoint_.info().tx_attr->iov_limit < 2)) {
     std::memcpy(op->buffer.data + op->bytes, payload->buffer.data, payload->bytes);
     op->bytes += payload->bytes;
     recycle(std::exchange(payload, nullptr));

@@ -56,7 +56,7 @@ void Lane::run() {
     }
     if (any) {
       busy = now;
-    } else if (endpoint_.wakes_for_packets() && now - moved < kLively) {
+    } else if (fi_endpoint_.wakes_for_packets() && now - moved < kLively) {
       std::this_thread::sleep_for(kPoll);
     } else if (now - busy >= spin_) {
       sleep();
@@ -131,12 +131,12 @@ void Lane::sleep() {
     const std::lock_guard lock(mutex_);
     if (stop_) return;
     asleep_ = true;  // from now on whoever adds to a backlog wakes this thread
-    if (!endpoint_.may_wait()) {
+    if (!fi_endpoint_.may_wait()) {
       asleep_ = false;
       return;
     }
     for (const auto& peer : peers_) backlog = backlog || !peer->backlog.empty();
-    for (const int fd : endpoint_.wait_fds()) {
+    for (const int fd : fi_endpoint_.wait_fds()) {
       if (false_alarms_[fd] < kFalseAlarms) fds.push_back({fd, POLLIN, 0});
     }
   }

@@ -8,7 +8,7 @@
 
 #include <random>
 
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 #include "fabric/ofi/greeting.hpp"
 #include "fabric/ofi/message.hpp"
 #include "fabric/ofi/nics/nics.hpp"
@@ -171,16 +171,16 @@ class Stranger {
  public:
   explicit Stranger(const Bytes& name)
       : library_(ofi::library(0)),
-        endpoint_(library_, ofi::find_provider(library_, 0, ofi_options()), 0),
-        victim_(endpoint_.insert(name)) {}
+        fi_endpoint_(library_, ofi::find_provider(library_, 0, ofi_options()), 0),
+        victim_(fi_endpoint_.insert(name)) {}
 
   template <class T>
   void send(const T& what) {
-    post([&] { return fi_inject(endpoint_.ep(), &what, sizeof what, victim_); });
+    post([&] { return fi_inject(fi_endpoint_.ep(), &what, sizeof what, victim_); });
   }
   void write(const std::uint64_t& word, std::uint64_t data, std::uint64_t key) {
     post([&] {
-      return fi_inject_writedata(endpoint_.ep(), &word, sizeof word, data, victim_, 0, key);
+      return fi_inject_writedata(fi_endpoint_.ep(), &word, sizeof word, data, victim_, 0, key);
     });
   }
 
@@ -188,9 +188,9 @@ class Stranger {
   void post(const std::function<ssize_t()>& call) {
     fi_cq_data_entry entry;
     const auto look = [&] {
-      if (fi_cq_read(endpoint_.cq(), &entry, 1) == -FI_EAVAIL) {
+      if (fi_cq_read(fi_endpoint_.cq(), &entry, 1) == -FI_EAVAIL) {
         fi_cq_err_entry error{};
-        fi_cq_readerr(endpoint_.cq(), &error, 0);
+        fi_cq_readerr(fi_endpoint_.cq(), &error, 0);
       }
     };
     EXPECT_TRUE(eventually([&] {
@@ -201,7 +201,7 @@ class Stranger {
   }
 
   const ofi::Library& library_;
-  ofi::Endpoint endpoint_;
+  ofi::FiEndpoint fi_endpoint_;
   fi_addr_t victim_;
 };
 

@@ -37,10 +37,10 @@ struct Registration {
 };
 
 /// Its calls need a lock around all of them: FI_THREAD_DOMAIN.
-class Endpoint {
+class FiEndpoint {
  public:
   /// Opens and enables it. Throws Error(system) or Error(exhausted) naming `rank`.
-  Endpoint(const Library& library, Info info, int rank);
+  FiEndpoint(const Library& library, Info info, int rank);
 
   const fi_info& info() const { return *info_; }
   std::vector<std::byte> name() const;

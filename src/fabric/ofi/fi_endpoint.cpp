@@ -1,4 +1,4 @@
-#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/fi_endpoint.hpp"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -25,7 +25,7 @@ Owned<Fid> opened(const Library& library, int rank, const char* what, Open open)
 
 }  // namespace
 
-Endpoint::Endpoint(const Library& library, Info info, int rank)
+FiEndpoint::FiEndpoint(const Library& library, Info info, int rank)
     : library_(library), info_(std::move(info)), rank_(rank) {
   fabric_ = opened<fid_fabric>(library, rank, "fi_fabric", [&](fid_fabric** made) {
     return library.fabric(info_->fabric_attr, made, nullptr);
@@ -54,7 +54,7 @@ Endpoint::Endpoint(const Library& library, Info info, int rank)
   if (wait_ == FI_WAIT_POLLFD) (void)fi_cq_sread(cq_.get(), &none, 1, nullptr, 1);
 }
 
-void Endpoint::open_queue() {
+void FiEndpoint::open_queue() {
   fi_cq_attr attributes{};
   attributes.size = info_->tx_attr->size + 2 * info_->rx_attr->size;
   attributes.format = FI_CQ_FORMAT_DATA;
@@ -75,7 +75,7 @@ void Endpoint::open_queue() {
   throw_ofi(library_, rank_, "fi_cq_open", code);
 }
 
-std::vector<int> Endpoint::wait_fds() const {
+std::vector<int> FiEndpoint::wait_fds() const {
   std::vector<int> fds;
   if (wait_ == FI_WAIT_FD) {
     int fd = -1;
@@ -90,7 +90,7 @@ std::vector<int> Endpoint::wait_fds() const {
   return fds;
 }
 
-std::vector<std::byte> Endpoint::name() const {
+std::vector<std::byte> FiEndpoint::name() const {
   std::vector<std::byte> name(kMaxEndpointName);
   std::size_t bytes = name.size();
   const int code = fi_getname(&ep_->fid, name.data(), &bytes);
@@ -99,7 +99,7 @@ std::vector<std::byte> Endpoint::name() const {
   return name;
 }
 
-fi_addr_t Endpoint::insert(std::span<const std::byte> name) {
+fi_addr_t FiEndpoint::insert(std::span<const std::byte> name) {
   fi_addr_t address = FI_ADDR_UNSPEC;
   // libfabric takes no length: it reads what the name's own family says.
   std::array<std::byte, std::max(kMaxEndpointName, sizeof(sockaddr_storage))> whole{};
@@ -111,7 +111,7 @@ fi_addr_t Endpoint::insert(std::span<const std::byte> name) {
   return address;
 }
 
-Registration Endpoint::registered(std::byte* data, std::size_t bytes, std::uint64_t access) {
+Registration FiEndpoint::registered(std::byte* data, std::size_t bytes, std::uint64_t access) {
   const int mode = info_->domain_attr->mr_mode;
   const std::size_t key_bytes = info_->domain_attr->mr_key_size;
   const std::uint64_t mask =
@@ -135,16 +135,16 @@ Registration Endpoint::registered(std::byte* data, std::size_t bytes, std::uint6
   return made;
 }
 
-Registration Endpoint::expose(std::byte* data, std::size_t bytes) {
+Registration FiEndpoint::expose(std::byte* data, std::size_t bytes) {
   return registered(data, bytes, FI_REMOTE_WRITE);
 }
 
-Registration Endpoint::local(std::byte* data, std::size_t bytes) {
+Registration FiEndpoint::local(std::byte* data, std::size_t bytes) {
   if ((info_->domain_attr->mr_mode & FI_MR_LOCAL) == 0) return {};
   return registered(data, bytes, FI_SEND | FI_RECV | FI_WRITE);
 }
 
-bool Endpoint::may_wait() {
+bool FiEndpoint::may_wait() {
   fid* const fids[] = {&cq_->fid};
   return fi_trywait(fabric_.get(), const_cast<fid**>(fids), 1) == 0;
 }
