@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "fabric/shm/greeting.hpp"
+#include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"

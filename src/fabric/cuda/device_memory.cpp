@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "fabric/cuda/greeting.hpp"
+#include "fabric/cuda/handshake.hpp"
 #include "fabric/cuda/sharing.hpp"
 #include "fabric/rendezvous.hpp"
 

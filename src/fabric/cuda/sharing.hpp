@@ -7,7 +7,7 @@
 
 #include "fabric/cuda/block.hpp"
 #include "fabric/cuda/descriptors.hpp"
-#include "fabric/cuda/greeting.hpp"
+#include "fabric/cuda/handshake.hpp"
 
 namespace ferry::fabric {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "fabric/ofi/meet.hpp"
+#include "fabric/ofi/handshake_exchange.hpp"
 #include "fabric/segment_handle.hpp"
 #include "fabric/segment_table.hpp"
 #include "fabric/shm/names.hpp"

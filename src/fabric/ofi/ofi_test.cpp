@@ -9,7 +9,7 @@
 #include <random>
 
 #include "fabric/ofi/fi_endpoint.hpp"
-#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/handshake.hpp"
 #include "fabric/ofi/message.hpp"
 #include "fabric/ofi/nics/nics.hpp"
 #include "fabric/test_ranks.hpp"

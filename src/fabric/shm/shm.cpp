@@ -11,7 +11,7 @@
 
 #include "fabric/identity.hpp"
 #include "fabric/mapped_fabric.hpp"
-#include "fabric/shm/greeting.hpp"
+#include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
 

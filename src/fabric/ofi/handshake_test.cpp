@@ -1,5 +1,5 @@
 // What ranks tell each other before they use a network: who cannot reach whom.
-#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/handshake.hpp"
 
 #include "fabric/test_ranks.hpp"
 

@@ -15,7 +15,7 @@
 
 #include "fabric/fabric.hpp"
 #include "fabric/ofi/arrivals.hpp"
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/streams.hpp"
 #include "fabric/segment_handle.hpp"
 #include "protocol/signals_ahead.hpp"
@@ -135,7 +135,7 @@ class Bundle {
   const Target& target_of(int rank) const { return targets_[static_cast<std::size_t>(rank)]; }
   bool gone(int rank) const noexcept;
 
-  // bundle_send.cpp; under the lock
+  // endpoint_set_send.cpp; under the lock
   static Tagged& tagged(Target& target, std::uint64_t tag);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
@@ -146,7 +146,7 @@ class Bundle {
   /// Forgets what waits for a peer that is gone.
   void abandon(Target& target);
 
-  // bundle_signal.cpp; under the lock
+  // endpoint_set_signal.cpp; under the lock
   static Flag& flag_at(Target& target, const Address& at);
   static Message signal_message(const Held& held, std::uint64_t sequence);
   void send_signal(int rank, const Held& held, std::uint64_t tag);

@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/endpoint.hpp"
 
 namespace ferry::fabric::ofi {
 

@@ -1,4 +1,4 @@
-#include "fabric/ofi/meet.hpp"
+#include "fabric/ofi/handshake_exchange.hpp"
 
 #include <algorithm>
 #include <ferry/error.hpp>
@@ -9,7 +9,7 @@
 
 #include "base/limits.hpp"
 #include "fabric/identity.hpp"
-#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/handshake.hpp"
 #include "fabric/ofi/nics/nics.hpp"
 
 namespace ferry::fabric::ofi {

@@ -1,4 +1,4 @@
-#include "fabric/ofi/greeting.hpp"
+#include "fabric/ofi/handshake.hpp"
 
 #include <algorithm>
 #include <cstring>

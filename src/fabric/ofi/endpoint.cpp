@@ -1,4 +1,4 @@
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/endpoint.hpp"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

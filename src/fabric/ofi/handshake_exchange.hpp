@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fabric/ofi/bundle.hpp"
+#include "fabric/ofi/endpoint_set.hpp"
 #include "fabric/segment_handle.hpp"
 
 namespace ferry::fabric::ofi {

@@ -3,7 +3,7 @@
 #include <string>
 #include <utility>
 
-#include "fabric/ofi/bundle.hpp"
+#include "fabric/ofi/endpoint_set.hpp"
 
 namespace ferry::fabric::ofi {
 

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <utility>
 
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/endpoint.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {

@@ -1,4 +1,4 @@
-#include "fabric/ofi/bundle.hpp"
+#include "fabric/ofi/endpoint_set.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "fabric/cuda/greeting.hpp"
+#include "fabric/cuda/handshake.hpp"
 
 #include <algorithm>
 #include <cstring>

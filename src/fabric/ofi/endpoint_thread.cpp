@@ -6,7 +6,7 @@
 #include <exception>
 #include <utility>
 
-#include "fabric/ofi/lane.hpp"
+#include "fabric/ofi/endpoint.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {

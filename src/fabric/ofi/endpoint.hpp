@@ -154,12 +154,12 @@ class Lane {
   Peer& peer_of(int rank) { return *peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer_of(int rank) const { return *peers_[static_cast<std::size_t>(rank)]; }
 
-  // lane_send.cpp; all but `locked` under the lock
+  // endpoint_send.cpp; all but `locked` under the lock
   std::unique_lock<std::mutex> locked();
   void send_message(int rank, const Message& message, Op* payload);
   void send_held(int rank);
 
-  // lane_post.cpp; under the lock
+  // endpoint_post.cpp; under the lock
   Op* new_op(OpKind kind, int peer);
   void recycle(Op* op);
   void submit(Op* op);
@@ -167,7 +167,7 @@ class Lane {
   bool post_backlog(Peer& peer);
   void lose(Peer& peer);
 
-  // lane_thread.cpp
+  // endpoint_thread.cpp
   void run();
   void sleep();
   bool sending() const;
@@ -176,7 +176,7 @@ class Lane {
   void wake();
   bool try_progress(Clock::time_point now);
 
-  // lane_progress.cpp; under the lock
+  // endpoint_progress.cpp; under the lock
   bool progress(Clock::time_point now);
   bool read_completions();
   void complete(const fi_cq_data_entry& entry);
