@@ -11,7 +11,7 @@ namespace {
 
 struct TypeRule {
   const char* name;
-  bool greeting;  // before both sides have proved the secret
+  bool handshake;  // before both sides have proved the secret
   std::uint32_t shortest;
   std::uint32_t longest;
 };
@@ -113,7 +113,7 @@ bool FrameParser::read_header() {
   // A refusal is readable in every version, so that both sides can say what is wrong.
   if (header_.version != kStoreVersion && header_.type != FrameType::refused) {
     error_ = FrameError::bad_version;
-  } else if (!rule || rule->greeting == sealer_.authenticated()) {
+  } else if (!rule || rule->handshake == sealer_.authenticated()) {
     error_ = FrameError::bad_type;
   } else if (header_.length < rule->shortest || header_.length > rule->longest) {
     error_ = FrameError::bad_length;

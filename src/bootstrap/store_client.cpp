@@ -16,7 +16,7 @@ FrameHeader StoreClient::header(FrameType type) const {
 }
 
 void StoreClient::receive(std::span<const std::byte> bytes) {
-  while (!bytes.empty() && (state_ == State::greeting || state_ == State::joined)) {
+  while (!bytes.empty() && (state_ == State::handshake || state_ == State::joined)) {
     bytes = bytes.subspan(parser_.feed(bytes));
     if (parser_.error() != FrameError::none) {
       state_ = State::not_a_store;
@@ -27,7 +27,7 @@ void StoreClient::receive(std::span<const std::byte> bytes) {
 }
 
 void StoreClient::end_of_stream() {
-  if (state_ == State::greeting || state_ == State::joined) state_ = State::lost;
+  if (state_ == State::handshake || state_ == State::joined) state_ = State::lost;
 }
 
 void StoreClient::on_frame(Frame frame) {
@@ -59,7 +59,7 @@ void StoreClient::on_challenge(const Frame& frame) {
     state_ = State::not_a_store;
     return;
   }
-  greeted_ = true;
+  answered_ = true;
   Transcript transcript{.size = std::uint32_t(config_.size),
                         .rank = std::uint32_t(config_.rank),
                         .client = config_.nonce,

@@ -20,7 +20,7 @@ class StoreClient {
     Nonce nonce{};  ///< fresh for each connection
   };
   enum class State {
-    greeting,     ///< the handshake is under way
+    handshake,    ///< the handshake is under way
     joined,       ///< admitted
     refused,      ///< see refusal()
     not_a_store,  ///< what answered is no Ferry store, or broke the protocol
@@ -38,7 +38,7 @@ class StoreClient {
   FrameQueue& output() { return output_; }
 
   State state() const { return state_; }
-  bool greeted() const { return greeted_; }  ///< a Ferry store answered
+  bool answered() const { return answered_; }  ///< a Ferry store answered
   const std::optional<Refusal>& refusal() const { return refusal_; }
 
   /// Starts a gather. Only when joined, one at a time; at most kMaxMessageBytes.
@@ -68,11 +68,11 @@ class StoreClient {
   FrameHeader header(FrameType type) const;
 
   Config config_;
-  State state_ = State::greeting;
+  State state_ = State::handshake;
   FrameParser parser_;
   FrameQueue output_;
   std::optional<Proofs> proofs_;
-  bool greeted_ = false;
+  bool answered_ = false;
   std::optional<Refusal> refusal_;
   std::uint64_t sequence_ = 0;  // of the gather that is under way or comes next
   bool giving_ = false;

@@ -38,7 +38,7 @@ class TcpBootstrap final : public Bootstrap {
   void while_waiting(const TcpOptions& options);
   void connect(const TcpOptions& options, Clock::time_point due);
   bool try_address(const Address& address, const TcpOptions& options, Clock::time_point due);
-  bool greet(const TcpOptions& options, Clock::time_point due);
+  bool shake_hands(const TcpOptions& options, Clock::time_point due);
   void pause(const TcpOptions& options, Clock::time_point due, std::chrono::milliseconds time);
   [[noreturn]] void raise_unreached(const TcpOptions& options) const;
 

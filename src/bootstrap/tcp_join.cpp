@@ -1,4 +1,5 @@
-// How a rank joins the job: rank 0 starts the store, the others look for it and greet it.
+// How a rank joins the job: rank 0 starts the store, the others look for it and shake hands with
+// it.
 #include <poll.h>
 #include <unistd.h>
 
@@ -81,7 +82,7 @@ void TcpBootstrap::start_store(const TcpOptions& options, Clock::time_point due)
                           .own = std::move(other),
                           .place = who_.store,
                           .linger = options.deadline});
-  if (!greet(options, due)) raise_unreached(options);
+  if (!shake_hands(options, due)) raise_unreached(options);
 }
 
 void TcpBootstrap::connect(const TcpOptions& options, Clock::time_point due) {
@@ -131,25 +132,25 @@ bool TcpBootstrap::try_address(const Address& address, const TcpOptions& options
     return false;
   }
   own_address_ = bootstrap::own_address(socket_);
-  return greet(options, due);
+  return shake_hands(options, due);
 }
 
-bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
+bool TcpBootstrap::shake_hands(const TcpOptions& options, Clock::time_point due) {
   client_.emplace(StoreClient::Config{.rank = options.rank,
                                       .size = options.size,
                                       .secret = options.secret,
                                       .nonce = random_nonce()});
-  while (client_->state() == StoreClient::State::greeting) {
+  while (client_->state() == StoreClient::State::handshake) {
     const Clock::time_point now = Clock::now();
     pump(std::min(due, now + kWaitSlice));
-    if (client_->state() != StoreClient::State::greeting) break;
+    if (client_->state() != StoreClient::State::handshake) break;
     while_waiting(options);
     if (now >= due) {
       last_problem_ = "something is there, but it does not answer as a Ferry store";
       return false;
     }
   }
-  found_ = found_ || client_->greeted();
+  found_ = found_ || client_->answered();
   const auto refuse = [&](const char* what) {
     throw Error(ErrorKind::refused,
                 "rank " + std::to_string(who_.rank) + ": what answers at " + who_.store + " " +
@@ -169,9 +170,9 @@ bool TcpBootstrap::greet(const TcpOptions& options, Clock::time_point due) {
       break;
     case StoreClient::State::lost:
       // The store had too many visitors, or the time of the handshake was up: try again.
-      last_problem_ = client_->greeted() ? "the store ended the connection during the greeting"
-                                         : "something is there, but it hung up at once; perhaps "
-                                           "another program has that port, or many crowd it";
+      last_problem_ = client_->answered() ? "the store ended the connection during the handshake"
+                                          : "something is there, but it hung up at once; perhaps "
+                                            "another program has that port, or many crowd it";
       return false;
     default: joined_before.insert(who_.store); return true;
   }

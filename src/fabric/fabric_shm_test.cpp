@@ -237,7 +237,7 @@ TEST(ShmFabric, RanksOfAnotherHostAreRefused) {
     int size() const override { return 2; }
     std::vector<Bytes> all_gather(std::span<const std::byte> mine, std::chrono::nanoseconds,
                                   const OnWait&) override {
-      ShmGreeting other{.key = {}, .identity = this_identity()};
+      ShmHandshake other{.key = {}, .identity = this_identity()};
       other.identity.boot_id = "another";
       other.identity.host = "far";
       return {Bytes(mine.begin(), mine.end()), to_bytes(other)};

@@ -10,14 +10,14 @@
 namespace ferry::fabric {
 namespace {
 
-struct Greeting {
+struct Handshake {
   std::uint32_t magic = SegmentHandle::kMagic;
   Wire wire{};
   JobKey key{};  // rank 0's; the others send zeros
 };
 
 /// Objects on offer, for as long as their rank 0 is inside share_between_threads. A pointer in the
-/// greeting would do as well, but could not be checked before it is followed.
+/// handshake would do as well, but could not be checked before it is followed.
 struct Offers {
   std::mutex mutex;
   std::map<JobKey, std::shared_ptr<void>> objects;
@@ -51,24 +51,24 @@ std::shared_ptr<void> taken(const JobKey& key) {
   return it == offers().objects.end() ? nullptr : it->second;
 }
 
-std::vector<Greeting> gather(Bootstrap& bootstrap, const Greeting& mine, const Countdown& countdown,
-                             const OnWait& on_wait) {
+std::vector<Handshake> gather(Bootstrap& bootstrap, const Handshake& mine,
+                              const Countdown& countdown, const OnWait& on_wait) {
   const auto all =
       bootstrap.all_gather(std::as_bytes(std::span(&mine, 1)), countdown.left(), on_wait);
-  std::vector<Greeting> greetings(all.size());
+  std::vector<Handshake> handshakes(all.size());
   for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].size() == sizeof(Greeting)) {
-      std::memcpy(&greetings[r], all[r].data(), sizeof(Greeting));
+    if (all[r].size() == sizeof(Handshake)) {
+      std::memcpy(&handshakes[r], all[r].data(), sizeof(Handshake));
     }
-    if (all[r].size() != sizeof(Greeting) || greetings[r].magic != mine.magic ||
-        greetings[r].wire != mine.wire) {
+    if (all[r].size() != sizeof(Handshake) || handshakes[r].magic != mine.magic ||
+        handshakes[r].wire != mine.wire) {
       throw Error(ErrorKind::mismatch,
                   "rank " + std::to_string(bootstrap.rank()) + " and rank " + std::to_string(r) +
                       " do not create the same kind of fabric; give all ranks the same options",
                   {.rank = bootstrap.rank(), .peer = static_cast<int>(r)});
     }
   }
-  return greetings;
+  return handshakes;
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ std::shared_ptr<void> share_between_threads(Wire wire, Bootstrap& bootstrap,
                                             const std::function<std::shared_ptr<void>()>& make) {
   const Countdown countdown(deadline);
   const int rank = bootstrap.rank();
-  Greeting mine{.wire = wire};
+  Handshake mine{.wire = wire};
   std::shared_ptr<void> object;
   std::unique_ptr<Offer> offer;
   if (rank == 0) {

@@ -11,7 +11,7 @@
 
 namespace ferry::fabric {
 
-/// Which fabric wrote a handle or a greeting.
+/// Which fabric wrote a handle or a handshake.
 enum class Wire : std::uint32_t { local = 1, shm = 2, sim = 3, ofi = 4 };
 
 /// 128 bits that only the ranks of one job know.

@@ -167,7 +167,7 @@ std::unique_ptr<DeviceMemory> make_device_memory(Bootstrap& bootstrap,
                                                  const DeviceMemoryOptions& options) {
   const Countdown countdown(options.deadline);
   std::shared_ptr<DeviceContext> context;
-  const DeviceDomain domain = meet(bootstrap, options, context);
+  const DeviceDomain domain = exchange_handshakes(bootstrap, options, context);
   DeviceMemoryOptions rest = options;
   rest.deadline = countdown.left();
   return std::make_unique<RegisteredDeviceMemory>(choose_sharing(bootstrap, domain, context, rest),

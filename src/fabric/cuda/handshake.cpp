@@ -17,26 +17,26 @@ std::vector<std::byte> bytes_of(const T& value) {
 
 }  // namespace
 
-std::vector<std::byte> to_bytes(const DeviceGreeting& greeting) {
-  std::vector<std::byte> bytes = bytes_of(greeting.fixed);
-  const auto identity = to_bytes(greeting.identity);
+std::vector<std::byte> to_bytes(const DeviceHandshake& handshake) {
+  std::vector<std::byte> bytes = bytes_of(handshake.fixed);
+  const auto identity = to_bytes(handshake.identity);
   bytes.insert(bytes.end(), identity.begin(), identity.end());
   return bytes;
 }
 
-DeviceGreeting device_greeting_from(std::span<const std::byte> bytes, int rank, int peer) {
-  DeviceGreeting greeting;
-  const std::size_t fixed = sizeof greeting.fixed;
-  if (bytes.size() >= fixed) std::memcpy(&greeting.fixed, bytes.data(), fixed);
-  if (bytes.size() < fixed || greeting.fixed.magic != DeviceGreeting::Fixed::kMagic) {
+DeviceHandshake device_handshake_from(std::span<const std::byte> bytes, int rank, int peer) {
+  DeviceHandshake handshake;
+  const std::size_t fixed = sizeof handshake.fixed;
+  if (bytes.size() >= fixed) std::memcpy(&handshake.fixed, bytes.data(), fixed);
+  if (bytes.size() < fixed || handshake.fixed.magic != DeviceHandshake::Fixed::kMagic) {
     throw Error(ErrorKind::mismatch,
                 "rank " + std::to_string(rank) + ": what rank " + std::to_string(peer) +
                     " says about its GPU (" + std::to_string(bytes.size()) +
                     " bytes) cannot be read; use the same version and backend on all ranks",
                 {.rank = rank, .peer = peer});
   }
-  greeting.identity = identity_from(bytes.subspan(fixed), rank, peer);
-  return greeting;
+  handshake.identity = identity_from(bytes.subspan(fixed), rank, peer);
+  return handshake;
 }
 
 void put_text(std::string_view text, std::span<char> field) {

@@ -14,7 +14,7 @@
 
 namespace ferry::fabric {
 
-struct DeviceGreeting {
+struct DeviceHandshake {
   struct Fixed {
     std::uint32_t magic = kMagic;
     DeviceWay forced = DeviceWay::automatic;
@@ -34,9 +34,9 @@ struct DeviceGreeting {
   Identity identity{};
 };
 
-std::vector<std::byte> to_bytes(const DeviceGreeting& greeting);
+std::vector<std::byte> to_bytes(const DeviceHandshake& handshake);
 /// Throws Error(mismatch) naming `rank` and `peer`, whose bytes these are.
-DeviceGreeting device_greeting_from(std::span<const std::byte> bytes, int rank, int peer);
+DeviceHandshake device_handshake_from(std::span<const std::byte> bytes, int rank, int peer);
 
 /// How a step went on one rank.
 struct DeviceOutcome {

@@ -10,16 +10,16 @@
 namespace ferry::fabric {
 namespace {
 
-std::string describe(const DeviceGreeting& greeting, int rank) {
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(greeting.identity.process.pid) +
-         ", GPU " + std::to_string(greeting.fixed.ordinal) + ": " + text_of(greeting.fixed.gpu) +
-         ")";
+std::string describe(const DeviceHandshake& handshake, int rank) {
+  return "rank " + std::to_string(rank) + " (pid " +
+         std::to_string(handshake.identity.process.pid) + ", GPU " +
+         std::to_string(handshake.fixed.ordinal) + ": " + text_of(handshake.fixed.gpu) + ")";
 }
 
-/// This rank's GPU; null, and the greeting says why, if it has none.
+/// This rank's GPU; null, and the handshake says why, if it has none.
 std::shared_ptr<DeviceContext> open_device(const DeviceMemoryOptions& options,
-                                           DeviceGreeting& greeting) {
-  DeviceGreeting::Fixed& fixed = greeting.fixed;
+                                           DeviceHandshake& handshake) {
+  DeviceHandshake::Fixed& fixed = handshake.fixed;
   fixed.ordinal = options.device;
   int count = 0;
   std::string problem = driver().problem;
@@ -51,26 +51,26 @@ void check_ranks(const DeviceDomain& domain) {
     throw Error(kind, message, {.rank = domain.rank, .peer = peer});
   };
   for (int peer = 0; peer < domain.size(); ++peer) {
-    const DeviceGreeting& greeting = domain.of(peer);
-    if (!text_of(greeting.fixed.problem).empty()) {
+    const DeviceHandshake& handshake = domain.of(peer);
+    if (!text_of(handshake.fixed.problem).empty()) {
       refuse(ErrorKind::unsupported, peer,
              "rank " + std::to_string(peer) +
-                 " has no GPU for the CUDA engine: " + text_of(greeting.fixed.problem));
+                 " has no GPU for the CUDA engine: " + text_of(handshake.fixed.problem));
     }
-    const DeviceGreeting& first = domain.of(0);
-    if (greeting.fixed.forced != first.fixed.forced) {
+    const DeviceHandshake& first = domain.of(0);
+    if (handshake.fixed.forced != first.fixed.forced) {
       refuse(ErrorKind::mismatch, peer,
              "rank 0 wants device memory to be shared by " +
                  std::string(name_of(first.fixed.forced)) + ", rank " + std::to_string(peer) +
-                 " by " + std::string(name_of(greeting.fixed.forced)) +
+                 " by " + std::string(name_of(handshake.fixed.forced)) +
                  "; give all ranks the same options");
     }
     const bool one_host = domain.one_host(0, peer);
     const auto differ = [&](const std::string& how) {
       refuse(ErrorKind::unsupported, peer,
-             describe(first, 0) + " and " + describe(greeting, peer) + how);
+             describe(first, 0) + " and " + describe(handshake, peer) + how);
     };
-    if (one_host && first.identity.user != greeting.identity.user) {
+    if (one_host && first.identity.user != handshake.identity.user) {
       differ(" belong to different users: the CUDA engine joins the ranks of one user");
     }
     if (!one_host && !domain.all_fabric()) {
@@ -98,7 +98,7 @@ int visible(const DeviceUuid& uuid) {
 DeviceOutcome check_peers(const DeviceDomain& domain, const DeviceContext& context) {
   DeviceOutcome outcome;
   for (int peer = 0; peer < domain.size(); ++peer) {
-    const DeviceGreeting& other = domain.of(peer);
+    const DeviceHandshake& other = domain.of(peer);
     if (other.fixed.uuid == context.uuid()) continue;
     const int device = visible(other.fixed.uuid);
     int can = 1;  // not visible here: the probe tells
@@ -119,12 +119,12 @@ DeviceOutcome check_peers(const DeviceDomain& domain, const DeviceContext& conte
 
 }  // namespace
 
-DeviceDomain meet(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
-                  std::shared_ptr<DeviceContext>& context) {
+DeviceDomain exchange_handshakes(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
+                                 std::shared_ptr<DeviceContext>& context) {
   const Countdown countdown(options.deadline);
   DeviceDomain domain;
   domain.rank = bootstrap.rank();
-  DeviceGreeting mine;
+  DeviceHandshake mine;
   mine.identity = this_identity();
   mine.fixed.forced = options.way;
   mine.fixed.socket = random_key(domain.rank);
@@ -132,7 +132,7 @@ DeviceDomain meet(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
   context = open_device(options, mine);
   const auto all = bootstrap.all_gather(to_bytes(mine), countdown.left(), options.on_wait);
   for (std::size_t r = 0; r < all.size(); ++r) {
-    domain.ranks.push_back(device_greeting_from(all[r], domain.rank, static_cast<int>(r)));
+    domain.ranks.push_back(device_handshake_from(all[r], domain.rank, static_cast<int>(r)));
   }
   domain.job = domain.of(0).fixed.job;
   check_ranks(domain);

@@ -75,12 +75,12 @@ bool DeviceDomain::one_host(int a, int b) const {
 
 bool DeviceDomain::all_fabric() const {
   return std::all_of(ranks.begin(), ranks.end(),
-                     [](const DeviceGreeting& greeting) { return greeting.fixed.fabric != 0; });
+                     [](const DeviceHandshake& handshake) { return handshake.fixed.fabric != 0; });
 }
 
 bool DeviceDomain::all_vmm() const {
   return std::all_of(ranks.begin(), ranks.end(),
-                     [](const DeviceGreeting& greeting) { return greeting.fixed.vmm != 0; });
+                     [](const DeviceHandshake& handshake) { return handshake.fixed.vmm != 0; });
 }
 
 std::vector<int> DeviceDomain::users() const {
@@ -184,7 +184,7 @@ std::shared_ptr<DeviceBlock> Sharing::open(int peer, const DeviceHandle& handle,
     if (block->bytes() != handle.bytes) throw std::runtime_error("its memory has another size");
     return block;
   }
-  const DeviceGreeting& owner = domain_.of(peer);
+  const DeviceHandshake& owner = domain_.of(peer);
   if (way_ == DeviceWay::ipc) {
     return import_ipc(peer, handle);
   }

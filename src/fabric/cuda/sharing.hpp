@@ -11,14 +11,14 @@
 
 namespace ferry::fabric {
 
-/// What every rank knows of all ranks after the greeting.
+/// What every rank knows of all ranks after the handshake.
 struct DeviceDomain {
   int rank = 0;
   JobKey job{};
-  std::vector<DeviceGreeting> ranks{};
+  std::vector<DeviceHandshake> ranks{};
 
   int size() const { return static_cast<int>(ranks.size()); }
-  const DeviceGreeting& of(int peer) const { return ranks[static_cast<std::size_t>(peer)]; }
+  const DeviceHandshake& of(int peer) const { return ranks[static_cast<std::size_t>(peer)]; }
   bool one_process(int a, int b) const;
   bool one_host(int a, int b) const;
   /// Whether all ranks have GPUs with VMM, and with handles for other hosts.
@@ -66,10 +66,10 @@ class Sharing {
   std::unique_ptr<DescriptorServer> server_;  // ends before the descriptors that it sends
 };
 
-/// The ranks greet each other; `context` becomes this rank's GPU. Throws Error(unsupported) or
+/// The ranks exchange handshakes; `context` becomes this rank's GPU. Throws Error(unsupported) or
 /// Error(mismatch) on every rank alike.
-DeviceDomain meet(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
-                  std::shared_ptr<DeviceContext>& context);
+DeviceDomain exchange_handshakes(Bootstrap& bootstrap, const DeviceMemoryOptions& options,
+                                 std::shared_ptr<DeviceContext>& context);
 
 /// Tries the ways in turn, or the forced one, with a small segment of every rank; the same choice
 /// on every rank. Throws Error(unsupported) on every rank alike.

@@ -12,7 +12,7 @@
 
 namespace ferry::fabric::ofi {
 
-/// For the lanes of one bundle. Thread-safe; calls nothing that takes a lock.
+/// For the endpoints of one endpoint set. Thread-safe; calls nothing that takes a lock.
 class Arrivals {
  public:
   explicit Arrivals(int ranks) : signals_(ranks) {}

@@ -21,7 +21,8 @@ constexpr auto kLook = std::chrono::milliseconds(20);
 
 }  // namespace
 
-Lane::Lane(const Library& library, Info info, const LaneSetting& setting, Arrivals& arrivals)
+Endpoint::Endpoint(const Library& library, Info info, const EndpointSetting& setting,
+                   Arrivals& arrivals)
     : library_(library),
       setting_(setting),
       arrivals_(arrivals),
@@ -35,7 +36,7 @@ Lane::Lane(const Library& library, Info info, const LaneSetting& setting, Arriva
   if (wake_fd_ < 0) throw_ofi(library, setting.rank, "eventfd", errno);
 }
 
-void Lane::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) {
+void Endpoint::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) {
   const auto lock = locked();
   spin_ = spin;
   const auto now = Clock::now();
@@ -60,11 +61,11 @@ void Lane::start(const std::vector<Link>& links, std::chrono::nanoseconds spin) 
            [this] { thread_ = std::thread([this] { run(); }); });
 }
 
-bool Lane::in_forked_child() const {
+bool Endpoint::in_forked_child() const {
   return getpid() != owner_pid_;
 }
 
-void Lane::leave() {
+void Endpoint::leave() {
   const auto lock = locked();
   if (!thread_.joinable() || leaves_) return;
   leaves_ = Clock::now();
@@ -75,7 +76,7 @@ void Lane::leave() {
   wake();
 }
 
-Lane::~Lane() {
+Endpoint::~Endpoint() {
   if (thread_.joinable()) {
     leave();
     {
@@ -97,7 +98,7 @@ Lane::~Lane() {
   close(wake_fd_);
 }
 
-Remote Lane::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
+Remote Endpoint::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   const auto lock = locked();
   Registration registration;
   if (bytes > 0) registration = fi_endpoint_.expose(data, bytes);
@@ -106,27 +107,27 @@ Remote Lane::expose(SegmentId segment, std::byte* data, std::size_t bytes) {
   return {own_[segment].base, own_[segment].key()};
 }
 
-void Lane::withdraw(SegmentId segment) {
+void Endpoint::withdraw(SegmentId segment) {
   const auto lock = locked();
   if (segment < own_.size()) own_[segment] = {};
 }
 
-void Lane::attach(int peer, SegmentId segment, const Remote& remote) {
+void Endpoint::attach(int peer, SegmentId segment, const Remote& remote) {
   const auto lock = locked();
   auto& segments = peer_of(peer).segments;
   if (segments.size() <= segment) segments.resize(segment + 1);
   segments[segment] = remote;
 }
 
-bool Lane::lost(int peer) const noexcept {
+bool Endpoint::lost(int peer) const noexcept {
   return peer_of(peer).lost.load();
 }
 
-bool Lane::left(int peer) const noexcept {
+bool Endpoint::left(int peer) const noexcept {
   return peer_of(peer).left.load();
 }
 
-bool Lane::deaf() const noexcept {
+bool Endpoint::isolated() const noexcept {
   int silent = 0;
   for (int rank = 0; rank < setting_.size; ++rank) {
     if (!peer_of(rank).linked) continue;
@@ -136,7 +137,7 @@ bool Lane::deaf() const noexcept {
   return silent > 1;
 }
 
-std::chrono::nanoseconds Lane::silent_for(int peer) const noexcept {
+std::chrono::nanoseconds Endpoint::silent_for(int peer) const noexcept {
   return Clock::now().time_since_epoch() - std::chrono::nanoseconds(peer_of(peer).heard.load());
 }
 

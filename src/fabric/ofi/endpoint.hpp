@@ -27,7 +27,7 @@ namespace ferry::fabric::ofi {
 
 using Clock = std::chrono::steady_clock;
 
-/// A peer's segment as this lane writes to it.
+/// A peer's segment as this endpoint writes to it.
 struct Remote {
   std::uint64_t base = 0;
   std::uint64_t key = 0;
@@ -36,16 +36,16 @@ struct Remote {
 /// Nothing from a peer for so long: it is stopped, cut off or gone.
 inline constexpr std::chrono::nanoseconds kSilent = std::chrono::milliseconds(1000);
 
-/// What a lane is told when it is made.
-struct LaneSetting {
+/// What an endpoint is told when it is made.
+struct EndpointSetting {
   int rank = 0;
   int size = 1;
-  bool beats = false;                   ///< this lane also tells the peers that this rank is alive
-  bool several = false;                 ///< this rank has other NICs, too
+  bool beats = false;    ///< this endpoint also tells the peers that this rank is alive
+  bool several = false;  ///< this rank has other NICs, too
   std::chrono::nanoseconds deadline{};  ///< how long a peer may take no data
 };
 
-/// The endpoint of a peer that a lane talks to; without name: none.
+/// The endpoint of a peer that an endpoint talks to; without name: none.
 struct Link {
   std::vector<std::byte> name{};
   Token to{};    ///< in what goes there
@@ -53,13 +53,13 @@ struct Link {
 };
 
 /// Thread-safe.
-class Lane {
+class Endpoint {
  public:
-  Lane(const Library& library, Info info, const LaneSetting& setting, Arrivals& arrivals);
+  Endpoint(const Library& library, Info info, const EndpointSetting& setting, Arrivals& arrivals);
   /// Leaves, waits until what it sent has arrived, at most a deadline since then, and ends.
-  ~Lane();
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
 
   std::vector<std::byte> name() const { return fi_endpoint_.name(); }
   /// Begins to talk to the peers, by rank. `spin`: how long its thread looks before it sleeps.
@@ -109,16 +109,18 @@ class Lane {
   /// Bytes of all chunks so far.
   std::uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
 
-  /// By a thread that waits: makes progress, unless somebody is at it. For a while this lane's
+  /// By a thread that waits: makes progress, unless somebody is at it. For a while this endpoint's
   /// thread stays away from the network then: two threads that wake up for each message cost more
   /// than they carry.
   void help() noexcept;
   /// Who helped sleeps now.
   void hand_over() noexcept;
-  /// Who helped does something else now: the lane's thread comes if anything is still to be sent.
+  /// Who helped does something else now: the endpoint's thread comes if anything is still to be
+  /// sent.
   void rest() noexcept;
 
-  /// A forked child has no such thread and shares the sockets: there a lane is never destroyed.
+  /// A forked child has no such thread and shares the sockets: there an endpoint is never
+  /// destroyed.
   bool in_forked_child() const;
   /// The peer cannot be reached any more.
   bool lost(int peer) const noexcept;
@@ -126,7 +128,7 @@ class Lane {
   bool left(int peer) const noexcept;
   std::chrono::nanoseconds silent_for(int peer) const noexcept;
   /// It has several peers, and all are silent: its own NIC may be cut off.
-  bool deaf() const noexcept;
+  bool isolated() const noexcept;
 
  private:
   struct Peer {
@@ -135,7 +137,7 @@ class Lane {
     Token to_token{};
     Token from_token{};
     std::vector<Remote> segments{};
-    std::vector<Message> held{};  // go with the next message, or when the lane's thread looks
+    std::vector<Message> held{};  // go with the next message, or when the endpoint's thread looks
     std::uint32_t companion = kNoStream;  // whose piece says what the last of them says
     std::deque<Op*> backlog{};            // the provider had no room
     std::size_t chunks = 0;               // open, in the backlog or under way
@@ -190,7 +192,7 @@ class Lane {
   bool all_said_goodbye(Clock::time_point start) const;
 
   const Library& library_;
-  const LaneSetting setting_;
+  const EndpointSetting setting_;
   Arrivals& arrivals_;
   FiEndpoint fi_endpoint_;
   const pid_t owner_pid_;
@@ -210,15 +212,15 @@ class Lane {
   std::optional<Clock::time_point> leaves_{};  // since when
   Clock::time_point now_{};                    // when somebody last looked at the network
   Clock::time_point last_beat_{};
-  // Numbers to choose lanes by, and for statistics: relaxed.
+  // Numbers to choose endpoints by, and for statistics: relaxed.
   std::atomic<std::size_t> load_{0};
   std::atomic<std::uint64_t> sent_{0};
   std::atomic<bool> asleep_{false};
   std::atomic<bool> parked_{false};
   std::atomic<std::uint64_t> moves_{0};  // times that anybody found something to do
   std::atomic<std::int64_t> helped_{0};  // when somebody last did, ns of Clock
-  /// Of the lane's thread: descriptors that stay readable with nothing to do, and how often each
-  /// was found so.
+  /// Of the endpoint's thread: descriptors that stay readable with nothing to do, and how often
+  /// each was found so.
   std::map<int, int> false_alarms_{};
   std::thread thread_{};
 };

@@ -1,4 +1,4 @@
-// How a lane gives operations to libfabric, and what becomes of a peer that takes nothing.
+// How an endpoint gives operations to libfabric, and what becomes of a peer that takes nothing.
 #include <sys/uio.h>
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace ferry::fabric::ofi {
 
-Lane::Op* Lane::new_op(OpKind kind, int peer) {
+Endpoint::Op* Endpoint::new_op(OpKind kind, int peer) {
   if (free_ops_.empty()) {
     ops_.push_back(std::make_unique<Op>());
     free_ops_.push_back(ops_.back().get());
@@ -21,7 +21,7 @@ Lane::Op* Lane::new_op(OpKind kind, int peer) {
   return op;
 }
 
-void Lane::recycle(Op* op) {
+void Endpoint::recycle(Op* op) {
   if (op->kind == OpKind::write) {
     Peer& peer = peer_of(op->peer);
     if (!peer.lost.load()) {
@@ -38,7 +38,7 @@ void Lane::recycle(Op* op) {
   free_ops_.push_back(op);
 }
 
-void Lane::submit(Op* op) {
+void Endpoint::submit(Op* op) {
   Peer& peer = peer_of(op->peer);
   if (peer.lost.load()) {
     recycle(op);
@@ -52,7 +52,7 @@ void Lane::submit(Op* op) {
 }
 
 /// Gives an operation to the provider. False: it has no room now.
-bool Lane::post(Op* op) {
+bool Endpoint::post(Op* op) {
   Peer& peer = peer_of(op->peer);
   fid_ep* ep = fi_endpoint_.ep();
   ssize_t code = 0;
@@ -92,7 +92,7 @@ bool Lane::post(Op* op) {
 }
 
 /// Whether anything went.
-bool Lane::post_backlog(Peer& peer) {
+bool Endpoint::post_backlog(Peer& peer) {
   bool any = false;
   while (!peer.backlog.empty()) {
     Op* op = peer.backlog.front();
@@ -106,7 +106,7 @@ bool Lane::post_backlog(Peer& peer) {
   return any;
 }
 
-void Lane::lose(Peer& peer) {
+void Endpoint::lose(Peer& peer) {
   if (peer.lost.exchange(true)) return;
   load_.fetch_sub(std::exchange(peer.load, 0), std::memory_order_relaxed);
   // What is under way is given back by its completion, or with the endpoint.

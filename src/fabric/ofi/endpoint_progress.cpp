@@ -1,4 +1,4 @@
-// What a lane does whenever somebody looks at its network: completions, what arrives, signs of
+// What an endpoint does whenever somebody looks at its network: completions, what arrives, signs of
 // life.
 #include <algorithm>
 #include <array>
@@ -15,11 +15,11 @@ constexpr std::chrono::nanoseconds kRefused = std::chrono::milliseconds(400);
 /// A peer that leaves unanswered that this rank leaves, with nothing under way to it.
 constexpr std::chrono::nanoseconds kGoodbye = std::chrono::seconds(1);
 /// More time for peers that this rank may have to blame itself for: others tell meanwhile.
-constexpr std::chrono::nanoseconds kDeafGrace = std::chrono::seconds(1);
+constexpr std::chrono::nanoseconds kIsolatedGrace = std::chrono::seconds(1);
 constexpr std::size_t kBatch = 32;
 }  // namespace
 
-bool Lane::progress(Clock::time_point now) {
+bool Endpoint::progress(Clock::time_point now) {
   now_ = now;
   bool any = read_completions();
   for (std::size_t waiting = refused_receives_.size(); waiting-- > 0;) {
@@ -39,7 +39,7 @@ bool Lane::progress(Clock::time_point now) {
   return any;
 }
 
-bool Lane::read_completions() {
+bool Endpoint::read_completions() {
   std::array<fi_cq_data_entry, kBatch> entries;
   const ssize_t got = fi_cq_read(fi_endpoint_.cq(), entries.data(), entries.size());
   if (got == -FI_EAVAIL) {
@@ -54,7 +54,7 @@ bool Lane::read_completions() {
   return got > 0;
 }
 
-void Lane::complete(const fi_cq_data_entry& entry) {
+void Endpoint::complete(const fi_cq_data_entry& entry) {
   if ((entry.flags & FI_REMOTE_CQ_DATA) != 0 && (entry.flags & FI_RECV) == 0) {
     piece(entry.data);
     return;
@@ -76,7 +76,7 @@ void Lane::complete(const fi_cq_data_entry& entry) {
   recycle(op);
 }
 
-void Lane::failed(const fi_cq_err_entry& entry) {
+void Endpoint::failed(const fi_cq_err_entry& entry) {
   auto* op = static_cast<Op*>(entry.op_context);
   if (op == nullptr) return;  // of what a stranger tried
   if (op->kind == OpKind::receive) {
@@ -90,7 +90,7 @@ void Lane::failed(const fi_cq_err_entry& entry) {
   lose(peer);
 }
 
-void Lane::receive(Op* op) {
+void Endpoint::receive(Op* op) {
   const ssize_t code = fi_recv(fi_endpoint_.ep(), op->buffer.data, kMessageRoom, op->buffer.desc,
                                FI_ADDR_UNSPEC, &op->context);
   if (code == 0) return;
@@ -101,7 +101,7 @@ void Lane::receive(Op* op) {
   }
 }
 
-void Lane::piece(std::uint64_t data) {
+void Endpoint::piece(std::uint64_t data) {
   const int source = source_of(data);
   if (source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
@@ -116,7 +116,7 @@ void Lane::piece(std::uint64_t data) {
   }
 }
 
-void Lane::message(const Message& message, const std::byte* payload) {
+void Endpoint::message(const Message& message, const std::byte* payload) {
   const int source = message.source;
   if (source < 0 || source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
@@ -138,17 +138,17 @@ void Lane::message(const Message& message, const std::byte* payload) {
   }
 }
 
-void Lane::heard_from(Peer& peer) {
+void Endpoint::heard_from(Peer& peer) {
   peer.spoke = true;
   // relaxed: a time stamp by itself.
   peer.heard.store(now_.time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
+bool Endpoint::is_lost(const Peer& peer, Clock::time_point now) const {
   const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
   const auto still = now - peer.moved;
   if (stuck && still > setting_.deadline) {
-    return still > setting_.deadline + kDeafGrace || !setting_.several || !deaf();
+    return still > setting_.deadline + kIsolatedGrace || !setting_.several || !isolated();
   }
   // A provider hides that a peer's process has ended: it connects again, for ever, and has no room
   // meanwhile. With nothing under way there is room wherever there is a connection.
@@ -159,7 +159,7 @@ bool Lane::is_lost(const Peer& peer, Clock::time_point now) const {
 }
 
 /// Tells peers that heard nothing lately that this rank is alive; loses those that take nothing.
-void Lane::beat(Clock::time_point now) {
+void Endpoint::beat(Clock::time_point now) {
   for (int rank = 0; rank < setting_.size; ++rank) {
     Peer& peer = peer_of(rank);
     if (!peer.linked || peer.lost.load()) continue;
@@ -169,7 +169,7 @@ void Lane::beat(Clock::time_point now) {
     }
     const bool stuck = peer.under_way > 0 || !peer.backlog.empty();
     const bool quiet = now - peer.told >= kBeat && !stuck;
-    // Every lane's first one connects: a farewell on a way that was never used would be lost.
+    // Every endpoint's first one connects: a farewell on a way that was never used would be lost.
     const bool first = peer.told == Clock::time_point();
     if ((setting_.beats || first) && quiet && !peer.left.load()) {
       send_message(rank, {.kind = MessageKind::beat}, nullptr);
@@ -179,7 +179,7 @@ void Lane::beat(Clock::time_point now) {
 
 /// Whether all peers have what was sent and know that this rank leaves since `start`, or will
 /// never say so: those that take nothing are lost at the deadline.
-bool Lane::all_said_goodbye(Clock::time_point start) const {
+bool Endpoint::all_said_goodbye(Clock::time_point start) const {
   for (int rank = 0; rank < setting_.size; ++rank) {
     const Peer& peer = peer_of(rank);
     if (!peer.linked || peer.gone()) continue;

@@ -1,4 +1,4 @@
-// What a lane is given to send: chunks of rows, and messages.
+// What an endpoint is given to send: chunks of rows, and messages.
 #include <cstring>
 #include <utility>
 
@@ -14,15 +14,15 @@ constexpr std::size_t kCopied = 1024;
 
 }  // namespace
 
-std::unique_lock<std::mutex> Lane::locked() {
-  // relaxed: only makes the lane's own thread step aside.
+std::unique_lock<std::mutex> Endpoint::locked() {
+  // relaxed: only makes the endpoint's own thread step aside.
   callers_.fetch_add(1, std::memory_order_relaxed);
   std::unique_lock lock(mutex_);
   callers_.fetch_sub(1, std::memory_order_relaxed);
   return lock;
 }
 
-Lane::Op* Lane::take_chunk(int rank) {
+Endpoint::Op* Endpoint::take_chunk(int rank) {
   const auto lock = locked();
   Peer& peer = peer_of(rank);
   if (peer.gone() || peer.chunks >= kMaxChunks) return nullptr;
@@ -33,16 +33,16 @@ Lane::Op* Lane::take_chunk(int rank) {
   return op;
 }
 
-void Lane::await_chunk(int rank, std::chrono::nanoseconds longest) {
+void Endpoint::await_chunk(int rank, std::chrono::nanoseconds longest) {
   auto lock = locked();
   Peer& peer = peer_of(rank);
   if (peer.gone() || peer.chunks < kMaxChunks) return;
   wake();  // what was completed at once woke nobody
   hand_over();
-  room_.wait_for(lock, longest);  // the lane's thread loses a peer that takes nothing
+  room_.wait_for(lock, longest);  // the endpoint's thread loses a peer that takes nothing
 }
 
-void Lane::write_chunk(Op* chunk) {
+void Endpoint::write_chunk(Op* chunk) {
   const auto lock = locked();
   Peer& peer = peer_of(chunk->peer);
   if (peer.held.size() == 1 && peer.companion == chunk->stream) {
@@ -58,18 +58,18 @@ void Lane::write_chunk(Op* chunk) {
   submit(chunk);
 }
 
-void Lane::drop_chunk(Op* chunk) {
+void Endpoint::drop_chunk(Op* chunk) {
   const auto lock = locked();
   recycle(chunk);
 }
 
-void Lane::send(int rank, const Message& message, Op* payload) {
+void Endpoint::send(int rank, const Message& message, Op* payload) {
   const auto lock = locked();
   if (payload != nullptr) sent_.fetch_add(payload->bytes, std::memory_order_relaxed);
   send_message(rank, message, payload);
 }
 
-void Lane::send_soon(int rank, const Message& message, std::uint32_t companion) {
+void Endpoint::send_soon(int rank, const Message& message, std::uint32_t companion) {
   const auto lock = locked();
   Peer& peer = peer_of(rank);
   // A parked thread looks before long.
@@ -81,7 +81,7 @@ void Lane::send_soon(int rank, const Message& message, std::uint32_t companion) 
   }
 }
 
-void Lane::send_message(int rank, const Message& message, Op* payload) {
+void Endpoint::send_message(int rank, const Message& message, Op* payload) {
   Peer& peer = peer_of(rank);
   const Buffer buffer = messages_.take();
   Op* op = new_op(OpKind::message, rank);
@@ -105,7 +105,7 @@ void Lane::send_message(int rank, const Message& message, Op* payload) {
   submit(op);
 }
 
-void Lane::send_held(int rank) {
+void Endpoint::send_held(int rank) {
   Peer& peer = peer_of(rank);
   if (peer.held.empty()) return;
   const Message last = peer.held.back();

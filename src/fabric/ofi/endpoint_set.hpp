@@ -1,5 +1,5 @@
-// The lanes of a rank that carry the same traffic, one on each of its NICs: what goes over which,
-// and behind which writes a flag follows.
+// The endpoints of a rank that carry the same traffic, one on each of its NICs: what goes over
+// which, and behind which writes a flag follows.
 #pragma once
 #include <chrono>
 #include <cstddef>
@@ -22,7 +22,7 @@
 
 namespace ferry::fabric::ofi {
 
-/// Lane `mine` of this rank and endpoint `theirs` of a peer, of all its endpoints, talk to each
+/// Endpoint `mine` of this rank and endpoint `theirs` of a peer, of all its endpoints, talk to each
 /// other.
 struct Partner {
   std::size_t mine = 0;
@@ -35,16 +35,16 @@ struct Partner {
 /// memory at once. A copy it is, for what the network still reads cannot be taken back at a
 /// deadline.
 ///
-/// Chunks go to the lanes in turn, by what they have to do. A write carries its stream: pieces of
-/// one stream are counted at the target, by whichever lane they come, and the signal says how many
-/// there are, so neither writes nor messages need any order. Thread-safe.
-class Bundle {
+/// Chunks go to the endpoints in turn, by what they have to do. A write carries its stream: pieces
+/// of one stream are counted at the target, by whichever endpoint they come, and the signal says
+/// how many there are, so neither writes nor messages need any order. Thread-safe.
+class EndpointSet {
  public:
-  /// `index`: apart from the rank's other bundles. `infos`: of the NICs.
-  Bundle(const Library& library, int index, std::span<const Info> infos,
-         const LaneSetting& setting);
-  Bundle(const Bundle&) = delete;
-  Bundle& operator=(const Bundle&) = delete;
+  /// `index`: apart from the rank's other endpoint sets. `infos`: of the NICs.
+  EndpointSet(const Library& library, int index, std::span<const Info> infos,
+              const EndpointSetting& setting);
+  EndpointSet(const EndpointSet&) = delete;
+  EndpointSet& operator=(const EndpointSet&) = delete;
 
   std::vector<std::vector<std::byte>> names() const;
   /// Begins to talk to the peers. `partners`: by rank, none for the own one; one peer's are in the
@@ -52,11 +52,12 @@ class Bundle {
   void start(const JobKey& job, std::vector<std::vector<Partner>> partners,
              std::chrono::nanoseconds spin);
 
-  /// Says goodbye by all lanes; before many end one after the other, each of which waits for peers.
+  /// Says goodbye by all endpoints; before many end one after the other, each of which waits for
+  /// peers.
   void leave();
 
   /// Lets the peers write to a segment of this rank. Returns what they add to offsets; `keys`: one
-  /// for each lane.
+  /// for each endpoint.
   std::uint64_t expose(SegmentId segment, std::byte* data, std::size_t bytes,
                        std::span<std::uint64_t> keys);
   /// Undoes it for a segment that no peer has heard of.
@@ -70,7 +71,7 @@ class Bundle {
            const LookUp& look_up);
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes, std::uint64_t tag);
 
-  /// By a thread that waits: makes progress, unless somebody is at it. For a while the lanes'
+  /// By a thread that waits: makes progress, unless somebody is at it. For a while the endpoints'
   /// threads stay away from the network then: two threads that wake up for each message cost more
   /// than they carry.
   void help() noexcept;
@@ -79,8 +80,9 @@ class Bundle {
   /// Who helped or put does something else now.
   void rest() noexcept;
 
-  /// A forked child has no such threads and shares the sockets: there a bundle is never destroyed.
-  bool in_forked_child() const { return lanes_.front()->in_forked_child(); }
+  /// A forked child has no such threads and shares the sockets: there an endpoint set is never
+  /// destroyed.
+  bool in_forked_child() const { return endpoints_.front()->in_forked_child(); }
   /// The peer cannot be reached any more, by one of the NICs at least, and did not say goodbye.
   bool lost(int peer) const noexcept;
   bool left(int peer) const noexcept;
@@ -89,7 +91,7 @@ class Bundle {
   /// One NIC hears nobody, another does.
   bool cut_off() const noexcept;
   /// Bytes of rows that NIC `nic` has carried.
-  std::uint64_t sent(std::size_t nic) const { return lanes_[nic]->sent(); }
+  std::uint64_t sent(std::size_t nic) const { return endpoints_[nic]->sent(); }
 
  private:
   /// A signal that waits for puts that are still to come.
@@ -107,8 +109,8 @@ class Bundle {
   };
   /// A chunk that still grows.
   struct Open {
-    Lane* lane = nullptr;
-    Lane::Op* chunk = nullptr;
+    Endpoint* endpoint = nullptr;
+    Endpoint::Op* chunk = nullptr;
     std::uint64_t tag = 0;
     Tagged* tagged = nullptr;
   };
@@ -119,16 +121,17 @@ class Bundle {
     std::optional<std::uint32_t> told{};  // streams of what was told ahead, the first of them
   };
   struct Target {
-    // The lanes that lead there and their endpoints at the other end, set before anything is sent.
-    std::vector<Lane*> lanes{};
+    // The endpoints that lead there and their endpoints at the other end, set before anything is
+    // sent.
+    std::vector<Endpoint*> endpoints{};
     std::vector<std::size_t> theirs{};
     std::map<std::uint64_t, Tagged> tags{};
     std::map<std::pair<SegmentId, std::uint64_t>, Flag> flags{};  // by word
     std::vector<Flag*> company{};  // of signals without bytes since the last one with any
     Streams streams{};
     Open open{};
-    std::size_t last = 0;  // lane of the last chunk
-    std::size_t turn = 0;  // lane whose room to wait for
+    std::size_t last = 0;  // endpoint of the last chunk
+    std::size_t turn = 0;  // endpoint whose room to wait for
   };
 
   Target& target_of(int rank) { return targets_[static_cast<std::size_t>(rank)]; }
@@ -139,7 +142,7 @@ class Bundle {
   static Tagged& tagged(Target& target, std::uint64_t tag);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
-  static std::size_t lane_for(const Target& target, const Tagged& of_tag);
+  static std::size_t endpoint_for(const Target& target, const Tagged& of_tag);
   bool open_chunk(int rank, Address to, std::uint64_t tag);
   void await_chunk(std::unique_lock<std::mutex>& lock, int rank, const LookUp& look_up);
   void flush(Target& target);
@@ -152,14 +155,14 @@ class Bundle {
   void send_signal(int rank, const Held& held, std::uint64_t tag);
   void send_alone(int rank, const Held& held);
   static void forget(Target& target, std::uint64_t tag);
-  void forecast(int rank, Lane& lane, Flag& flag, const std::vector<Flag*>& company);
-  void tell(int rank, Lane& lane, Flag& flag, std::uint32_t stream);
+  void forecast(int rank, Endpoint& endpoint, Flag& flag, const std::vector<Flag*>& company);
+  void tell(int rank, Endpoint& endpoint, Flag& flag, std::uint32_t stream);
 
   int rank_;
   int index_;
   Arrivals arrivals_;
-  std::vector<std::unique_ptr<Lane>> lanes_;  // by NIC
-  // Of what is sent. A lane's lock may be taken under it, never the other way round.
+  std::vector<std::unique_ptr<Endpoint>> endpoints_;  // by NIC
+  // Of what is sent. An endpoint's lock may be taken under it, never the other way round.
   std::mutex mutex_;
   std::vector<Target> targets_;  // by rank
   Clock::time_point looked_up_{};

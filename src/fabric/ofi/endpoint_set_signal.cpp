@@ -1,4 +1,4 @@
-// What a bundle says behind the rows: signals, each by itself or told ahead.
+// What an endpoint set says behind the rows: signals, each by itself or told ahead.
 #include <ferry/error.hpp>
 #include <string>
 #include <utility>
@@ -7,8 +7,8 @@
 
 namespace ferry::fabric::ofi {
 
-void Bundle::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
-                     std::uint64_t tag) {
+void EndpointSet::publish(int rank, Address flag, std::uint64_t value, std::uint64_t bytes,
+                          std::uint64_t tag) {
   const std::lock_guard lock(mutex_);
   Target& target = target_of(rank);
   if (gone(rank)) return abandon(target);
@@ -30,14 +30,14 @@ void Bundle::publish(int rank, Address flag, std::uint64_t value, std::uint64_t 
   send_signal(rank, held, tag);
 }
 
-Bundle::Flag& Bundle::flag_at(Target& target, const Address& at) {
+EndpointSet::Flag& EndpointSet::flag_at(Target& target, const Address& at) {
   Flag& flag = target.flags[{at.segment, at.offset}];
   flag.at = at;
   return flag;
 }
 
 /// Until more is said: behind nothing.
-Message Bundle::signal_message(const Held& held, std::uint64_t sequence) {
+Message EndpointSet::signal_message(const Held& held, std::uint64_t sequence) {
   return {.kind = MessageKind::signal,
           .sequence = sequence,
           .value = held.value,
@@ -47,7 +47,7 @@ Message Bundle::signal_message(const Held& held, std::uint64_t sequence) {
 }
 
 /// Of no bytes.
-void Bundle::send_alone(int rank, const Held& held) {
+void EndpointSet::send_alone(int rank, const Held& held) {
   Target& target = target_of(rank);
   Flag& flag = flag_at(target, held.flag);
   if (target.company.size() < 2) target.company.push_back(&flag);
@@ -56,11 +56,11 @@ void Bundle::send_alone(int rank, const Held& held) {
   if (number.tag && (*number.tag & kCompanion) != 0) {
     companion = static_cast<std::uint32_t>(*number.tag) & kStreamMask;
   }
-  target.lanes.front()->send_soon(rank, signal_message(held, number.sequence), companion);
+  target.endpoints.front()->send_soon(rank, signal_message(held, number.sequence), companion);
 }
 
 /// All its bytes were put.
-void Bundle::send_signal(int rank, const Held& held, std::uint64_t tag) {
+void EndpointSet::send_signal(int rank, const Held& held, std::uint64_t tag) {
   if (held.bytes == 0) return send_alone(rank, held);
   Target& target = target_of(rank);
   Flag& flag = flag_at(target, held.flag);
@@ -81,50 +81,51 @@ void Bundle::send_signal(int rank, const Held& held, std::uint64_t tag) {
     message.payload_segment = open.chunk->to.segment;
     message.payload_offset = open.chunk->to.offset;
     target.open = {};
-    forecast(rank, *open.lane, flag, company);
-    open.lane->send(rank, message, open.chunk);
+    forecast(rank, *open.endpoint, flag, company);
+    open.endpoint->send(rank, message, open.chunk);
   } else {
     if (ours) flush(target);
     message.stream = put.stream;
     message.pieces = put.pieces;
-    forecast(rank, *target.lanes.front(), flag, company);
-    target.lanes.front()->send(rank, message, nullptr);
+    forecast(rank, *target.endpoints.front(), flag, company);
+    target.endpoints.front()->send(rank, message, nullptr);
   }
   forget(target, tag);
 }
 
 /// The tag's next bytes are a stream of their own.
-void Bundle::forget(Target& target, std::uint64_t tag) {
+void EndpointSet::forget(Target& target, std::uint64_t tag) {
   const auto taken = target.tags.extract(tag);
   if (!taken.mapped().held.empty()) tagged(target, tag).held = taken.mapped().held;
 }
 
 /// Tells the next signals of a flag where they can be foreseen, and those of the flag without bytes
-/// that rises with it: what says both is one write. For the message that the lane sends next.
-void Bundle::forecast(int rank, Lane& lane, Flag& flag, const std::vector<Flag*>& company) {
+/// that rises with it: what says both is one write. For the message that the endpoint sends next.
+void EndpointSet::forecast(int rank, Endpoint& endpoint, Flag& flag,
+                           const std::vector<Flag*>& company) {
   Target& target = target_of(rank);
   if (!flag.signals.ready()) return;
   const auto streams = target.streams.tell();
   if (!streams) return;
-  tell(rank, lane, flag, *streams);
+  tell(rank, endpoint, flag, *streams);
   if (company.size() == 1 && company.front()->signals.ready()) {
     target.streams.share(*streams);
-    tell(rank, lane, *company.front(), *streams | kCompanion);
+    tell(rank, endpoint, *company.front(), *streams | kCompanion);
   }
 }
 
-void Bundle::tell(int rank, Lane& lane, Flag& flag, std::uint32_t stream) {
+void EndpointSet::tell(int rank, Endpoint& endpoint, Flag& flag, std::uint32_t stream) {
   Target& target = target_of(rank);
   if (flag.told) target.streams.give_back(*flag.told);
   flag.told = stream & kStreamMask;
   const protocol::AheadSignals told = flag.signals.tell(stream);
-  lane.send_soon(rank, {.kind = MessageKind::forecast,
-                        .sequence = told.sequence,
-                        .value = told.value,
-                        .flag_offset = flag.at.offset,
-                        .flag_segment = flag.at.segment,
-                        .stream = stream,
-                        .step = static_cast<std::uint32_t>(told.step)});
+  endpoint.send_soon(rank, {.kind = MessageKind::forecast,
+                            .sequence = told.sequence,
+                            .value = told.value,
+                            .flag_offset = flag.at.offset,
+                            .flag_segment = flag.at.segment,
+                            .stream = stream,
+                            .step = static_cast<std::uint32_t>(told.step)});
 }
 
 }  // namespace ferry::fabric::ofi

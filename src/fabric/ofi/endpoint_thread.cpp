@@ -1,4 +1,4 @@
-// The thread of a lane: when it works, and when it leaves that to threads that wait.
+// The thread of an endpoint: when it works, and when it leaves that to threads that wait.
 #include <poll.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ constexpr auto kPoll = std::chrono::microseconds(50);
 /// So long after anything moved the thread of a TCP endpoint looks every kPoll, which takes what
 /// has come together: one that wakes up for every packet keeps a call from its core.
 constexpr auto kLively = std::chrono::milliseconds(1);
-/// The lane's thread leaves the network alone if somebody has helped within this time.
+/// The endpoint's thread leaves the network alone if somebody has helped within this time.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
 /// Then it looks so often whether anybody still does: each look takes half as long as the exchange
 /// of a token. What cannot wait so long is handed over.
@@ -30,7 +30,7 @@ constexpr int kFalseAlarms = 1000;
 
 }  // namespace
 
-void Lane::run() {
+void Endpoint::run() {
   Clock::time_point busy = Clock::now(), moved = busy;
   std::uint64_t seen = 0;
   for (;;) {
@@ -64,7 +64,7 @@ void Lane::run() {
   }
 }
 
-bool Lane::try_progress(Clock::time_point now) {
+bool Endpoint::try_progress(Clock::time_point now) {
   try {
     const bool any = progress(now);
     if (any) moves_.fetch_add(1, std::memory_order_relaxed);  // a number for the thread's eyes
@@ -75,7 +75,7 @@ bool Lane::try_progress(Clock::time_point now) {
   }
 }
 
-void Lane::help() noexcept {
+void Endpoint::help() noexcept {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || stop_) return;
   const auto now = Clock::now();
@@ -84,18 +84,18 @@ void Lane::help() noexcept {
   helped_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool Lane::helped() const {
+bool Endpoint::helped() const {
   const std::chrono::nanoseconds last(helped_.load());
   return Clock::now().time_since_epoch() - last < kHelped;
 }
 
-void Lane::hand_over() noexcept {
+void Endpoint::hand_over() noexcept {
   helped_ = 0;
   const std::uint64_t one = 1;
   if (parked_.load() && write(wake_fd_, &one, sizeof one) < 0) return;  // it comes soon anyway
 }
 
-void Lane::rest() noexcept {
+void Endpoint::rest() noexcept {
   const auto lock = locked();
   const bool waits = std::any_of(peers_.begin(), peers_.end(),
                                  [](const auto& peer) { return !peer->backlog.empty(); });
@@ -104,14 +104,14 @@ void Lane::rest() noexcept {
   if (sending()) hand_over();
 }
 
-/// Something that this lane sends is not with the network yet.
-bool Lane::sending() const {
+/// Something that this endpoint sends is not with the network yet.
+bool Endpoint::sending() const {
   return std::any_of(peers_.begin(), peers_.end(), [](const auto& peer) {
     return peer->under_way > 0 || !peer->backlog.empty();
   });
 }
 
-void Lane::park() {
+void Endpoint::park() {
   parked_ = true;
   if (helped()) {  // not handed over meanwhile
     pollfd fd{wake_fd_, POLLIN, 0};
@@ -124,7 +124,7 @@ void Lane::park() {
   parked_ = false;
 }
 
-void Lane::sleep() {
+void Endpoint::sleep() {
   std::vector<pollfd> fds{{wake_fd_, POLLIN, 0}};
   bool backlog = false;
   {
@@ -153,7 +153,7 @@ void Lane::sleep() {
   asleep_ = false;
 }
 
-void Lane::wake() {
+void Endpoint::wake() {
   if (!asleep_.load()) return;
   const std::uint64_t one = 1;
   if (write(wake_fd_, &one, sizeof one) < 0) return;  // full: it wakes anyway

@@ -102,10 +102,10 @@ void check_problem(const std::string& problem, int rank, std::size_t peer) {
 }
 
 /// Each rank must reach each other one.
-void check_addresses(const std::vector<Greeting>& greetings, int rank) {
-  const Greeting& first = greetings.front();
-  for (std::size_t r = 0; r < greetings.size(); ++r) {
-    const Greeting& other = greetings[r];
+void check_addresses(const std::vector<Handshake>& handshakes, int rank) {
+  const Handshake& first = handshakes.front();
+  for (std::size_t r = 0; r < handshakes.size(); ++r) {
+    const Handshake& other = handshakes[r];
     for (const auto& name : other.names) {
       const std::size_t bytes = name.size();
       if (bytes > 0 && bytes == first.names.front().size()) continue;
@@ -125,16 +125,16 @@ void check_addresses(const std::vector<Greeting>& greetings, int rank) {
              rank, r);
     }
   }
-  const auto apart = std::find_if(greetings.begin(), greetings.end(), [&](const Greeting& other) {
-    return other.boot_id != first.boot_id;
-  });
-  if (apart == greetings.end()) return;
-  for (std::size_t r = 0; r < greetings.size(); ++r) {
-    if (!is_loopback(greetings[r].address)) continue;
+  const auto apart =
+      std::find_if(handshakes.begin(), handshakes.end(),
+                   [&](const Handshake& other) { return other.boot_id != first.boot_id; });
+  if (apart == handshakes.end()) return;
+  for (std::size_t r = 0; r < handshakes.size(); ++r) {
+    if (!is_loopback(handshakes[r].address)) continue;
     refuse(ErrorKind::invalid_argument,
-           "ranks 0 and " + std::to_string(apart - greetings.begin()) +
+           "ranks 0 and " + std::to_string(apart - handshakes.begin()) +
                " run on different hosts, but " + rank_text(r) + " listens at " +
-               greetings[r].address +
+               handshakes[r].address +
                ", where only its own host reaches it; set FERRY_HOST there to an address or "
                "interface of its network",
            rank, r);
@@ -171,50 +171,50 @@ void check_offers(const std::vector<Offer>& offers, int rank) {
   for (std::size_t r = 0; r < offers.size(); ++r) check_problem(offers[r].problem, rank, r);
 }
 
-std::vector<std::byte> to_bytes(const Greeting& greeting) {
+std::vector<std::byte> to_bytes(const Handshake& handshake) {
   std::vector<std::byte> bytes;
   append(bytes, &kMagic, sizeof kMagic);
   for (const std::string* text :
-       {&greeting.problem, &greeting.provider, &greeting.boot_id, &greeting.address}) {
+       {&handshake.problem, &handshake.provider, &handshake.boot_id, &handshake.address}) {
     append_counted(bytes, text->data(), std::min(text->size(), kMaxText));
   }
-  append_texts(bytes, greeting.networks, kMaxOfiEndpoints);
-  const auto names = static_cast<std::uint32_t>(greeting.names.size());
+  append_texts(bytes, handshake.networks, kMaxOfiEndpoints);
+  const auto names = static_cast<std::uint32_t>(handshake.names.size());
   append(bytes, &names, sizeof names);
-  for (const auto& name : greeting.names) append_counted(bytes, name.data(), name.size());
+  for (const auto& name : handshake.names) append_counted(bytes, name.data(), name.size());
   return bytes;
 }
 
-Greeting greeting_from(std::span<const std::byte> bytes, int rank, int peer) {
+Handshake handshake_from(std::span<const std::byte> bytes, int rank, int peer) {
   Reader reader{bytes};
   std::uint64_t magic = 0;
-  Greeting greeting;
+  Handshake handshake;
   reader.read(&magic, sizeof magic);
   reader.ok = reader.ok && magic == kMagic;
   for (std::string* text :
-       {&greeting.problem, &greeting.provider, &greeting.boot_id, &greeting.address}) {
+       {&handshake.problem, &handshake.provider, &handshake.boot_id, &handshake.address}) {
     *text = reader.text(kMaxText);
   }
-  greeting.networks = reader.texts(kMaxOfiEndpoints);
+  handshake.networks = reader.texts(kMaxOfiEndpoints);
   const std::uint32_t endpoints = reader.count(kMaxOfiEndpoints);
   for (std::uint32_t i = 0; reader.ok && i < endpoints; ++i) {
     const auto name = reader.counted(kMaxEndpointName);
-    greeting.names.emplace_back(name.begin(), name.end());
+    handshake.names.emplace_back(name.begin(), name.end());
   }
-  const std::size_t nics = greeting.networks.size(), names = greeting.names.size();
+  const std::size_t nics = handshake.networks.size(), names = handshake.names.size();
   // As many endpoints on each NIC, or neither.
   const bool whole = nics == 0 ? names == 0 : names > 0 && names % nics == 0;
-  const bool some = nics > 0 || !greeting.problem.empty();
+  const bool some = nics > 0 || !handshake.problem.empty();
   if (!reader.ok || !reader.left.empty() || !whole || !some) {
     throw_unreadable(bytes.size(), rank, peer);
   }
-  return greeting;
+  return handshake;
 }
 
-void check_greetings(const std::vector<Greeting>& greetings, int rank) {
-  const Greeting& first = greetings.front();
-  for (std::size_t r = 0; r < greetings.size(); ++r) {
-    const Greeting& other = greetings[r];
+void check_handshakes(const std::vector<Handshake>& handshakes, int rank) {
+  const Handshake& first = handshakes.front();
+  for (std::size_t r = 0; r < handshakes.size(); ++r) {
+    const Handshake& other = handshakes[r];
     check_problem(other.problem, rank, r);
     if (other.provider != first.provider) {
       refuse(ErrorKind::mismatch,
@@ -224,8 +224,8 @@ void check_greetings(const std::vector<Greeting>& greetings, int rank) {
              rank, r);
     }
     if (other.names.size() / other.networks.size() != first.names.size() / first.networks.size()) {
-      const auto endpoints = [](const Greeting& greeting) {
-        return std::to_string(greeting.names.size() / greeting.networks.size());
+      const auto endpoints = [](const Handshake& handshake) {
+        return std::to_string(handshake.names.size() / handshake.networks.size());
       };
       refuse(ErrorKind::mismatch,
              rank_text(r) + " has " + endpoints(other) + " endpoints on each NIC, rank 0 " +
@@ -233,7 +233,7 @@ void check_greetings(const std::vector<Greeting>& greetings, int rank) {
              rank, r);
     }
   }
-  check_addresses(greetings, rank);
+  check_addresses(handshakes, rank);
 }
 
 }  // namespace ferry::fabric::ofi

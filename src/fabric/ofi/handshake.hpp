@@ -18,7 +18,7 @@ struct Offer {
 };
 
 /// What it says when it knows with whom it shares them.
-struct Greeting {
+struct Handshake {
   std::string problem{};                        ///< why this rank has no endpoint; empty: it has
   std::string provider{};                       ///< the same on all ranks
   std::string boot_id{};                        ///< which kernel it runs on
@@ -33,12 +33,12 @@ Offer offer_from(std::span<const std::byte> bytes, int rank, int peer);
 /// Throws, on every rank alike, unless all have a NIC.
 void check_offers(const std::vector<Offer>& offers, int rank);
 
-std::vector<std::byte> to_bytes(const Greeting& greeting);
+std::vector<std::byte> to_bytes(const Handshake& handshake);
 /// Throws Error(mismatch) naming `rank` and `peer`, whose bytes these are.
-Greeting greeting_from(std::span<const std::byte> bytes, int rank, int peer);
+Handshake handshake_from(std::span<const std::byte> bytes, int rank, int peer);
 
 /// Throws, on every rank alike, unless all have endpoints of the same provider, as many on each
 /// NIC, that the others can reach.
-void check_greetings(const std::vector<Greeting>& greetings, int rank);
+void check_handshakes(const std::vector<Handshake>& handshakes, int rank);
 
 }  // namespace ferry::fabric::ofi

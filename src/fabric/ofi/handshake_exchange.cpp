@@ -15,7 +15,7 @@
 namespace ferry::fabric::ofi {
 namespace {
 
-/// How long a lane's thread looks before it sleeps.
+/// How long an endpoint's thread looks before it sleeps.
 constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
 
 /// The NICs that a rank may use, and where they are from there.
@@ -67,22 +67,22 @@ std::string why(const Near& near, std::size_t nic, const Share& share) {
   return text;
 }
 
-class Meeting {
+class HandshakeExchange {
  public:
-  Meeting(Bootstrap& bootstrap, const OfiOptions& options, std::chrono::nanoseconds deadline,
-          const OnWait& on_wait)
+  HandshakeExchange(Bootstrap& bootstrap, const OfiOptions& options,
+                    std::chrono::nanoseconds deadline, const OnWait& on_wait)
       : bootstrap_(bootstrap),
         options_(options),
         endpoints_(std::max(options.endpoints, 1)),
         deadline_(deadline),
         on_wait_(on_wait) {}
 
-  Met run(const std::string& gpu) {
+  HandshakeResult run(const std::string& gpu) {
     offer(gpu);
     choose();
-    greet();
+    exchange();
     start();
-    return std::move(met_);
+    return std::move(result_);
   }
 
  private:
@@ -116,7 +116,7 @@ class Meeting {
       offers_.push_back(offer_from(all[static_cast<std::size_t>(peer)], rank(), peer));
     }
     check_offers(offers_, rank());
-    met_.key = offers_[0].key;
+    result_.key = offers_[0].key;
   }
 
   void choose() {
@@ -125,7 +125,7 @@ class Meeting {
     const auto count = static_cast<std::size_t>(std::max(options_.nics_per_rank, 0));
     for (const std::size_t i : choose_nics(near_.distances, share, count, most)) {
       nics_.push_back(near_.nics[i]);
-      met_.nics.push_back({nics_.back().name, nics_.back().address, why(near_, i, share), 0});
+      result_.nics.push_back({nics_.back().name, nics_.back().address, why(near_, i, share), 0});
     }
   }
 
@@ -136,50 +136,51 @@ class Meeting {
       for (const Nic& nic : nics_) {
         infos.push_back(latency ? for_latency(library(rank()), nic) : nic.info);
       }
-      const LaneSetting setting{.rank = rank(),
-                                .size = bootstrap_.size(),
-                                .beats = !latency,
-                                .several = nics_.size() > 1,
-                                .deadline = deadline_};
-      met_.bundles.push_back(std::make_unique<Bundle>(library(rank()), endpoint, infos, setting));
+      const EndpointSetting setting{.rank = rank(),
+                                    .size = bootstrap_.size(),
+                                    .beats = !latency,
+                                    .several = nics_.size() > 1,
+                                    .deadline = deadline_};
+      result_.endpoint_sets.push_back(
+          std::make_unique<EndpointSet>(library(rank()), endpoint, infos, setting));
     }
   }
 
-  void greet() {
-    Greeting mine;
+  void exchange() {
+    Handshake mine;
     const auto all = tell(mine, [&] {
       open();
       mine.provider = nics_.front().info->fabric_attr->prov_name;
       mine.boot_id = offers_[static_cast<std::size_t>(rank())].boot_id;
       mine.address = nics_.front().address;
       for (const Nic& nic : nics_) mine.networks.push_back(nic.network);
-      for (const auto& bundle : met_.bundles) {
-        for (auto& name : bundle->names()) mine.names.push_back(std::move(name));
+      for (const auto& set : result_.endpoint_sets) {
+        for (auto& name : set->names()) mine.names.push_back(std::move(name));
       }
     });
     for (int peer = 0; peer < bootstrap_.size(); ++peer) {
-      greetings_.push_back(greeting_from(all[static_cast<std::size_t>(peer)], rank(), peer));
+      handshakes_.push_back(handshake_from(all[static_cast<std::size_t>(peer)], rank(), peer));
     }
-    check_greetings(greetings_, rank());
+    check_handshakes(handshakes_, rank());
   }
 
   void start() {
-    met_.cores = has_cores(1);
-    for (std::size_t endpoint = 0; endpoint < met_.bundles.size(); ++endpoint) {
+    result_.cores = has_cores(1);
+    for (std::size_t endpoint = 0; endpoint < result_.endpoint_sets.size(); ++endpoint) {
       std::vector<std::vector<Partner>> partners;
       for (int peer = 0; peer < bootstrap_.size(); ++peer) {
         partners.push_back(partners_of(peer, endpoint));
       }
-      met_.bundles[endpoint]->start(met_.key, std::move(partners),
-                                    has_cores(2) ? kSpin : std::chrono::nanoseconds(0));
+      result_.endpoint_sets[endpoint]->start(result_.key, std::move(partners),
+                                             has_cores(2) ? kSpin : std::chrono::nanoseconds(0));
     }
   }
 
   std::vector<Partner> partners_of(int peer, std::size_t endpoint) const {
     std::vector<Partner> partners;
     if (peer == rank()) return partners;
-    const Greeting& mine = greetings_[static_cast<std::size_t>(rank())];
-    const Greeting& theirs = greetings_[static_cast<std::size_t>(peer)];
+    const Handshake& mine = handshakes_[static_cast<std::size_t>(rank())];
+    const Handshake& theirs = handshakes_[static_cast<std::size_t>(peer)];
     for (const NicPair& pair : pair_nics({rank(), mine.networks}, {peer, theirs.networks})) {
       const std::size_t there = endpoint * theirs.networks.size() + pair.theirs;
       partners.push_back({pair.mine, there, theirs.names[there]});
@@ -203,15 +204,16 @@ class Meeting {
   Near near_{};
   std::vector<Nic> nics_{};
   std::vector<Offer> offers_{};
-  std::vector<Greeting> greetings_{};
-  Met met_{};
+  std::vector<Handshake> handshakes_{};
+  HandshakeResult result_{};
 };
 
 }  // namespace
 
-Met meet(Bootstrap& bootstrap, const OfiOptions& options, const std::string& gpu,
-         std::chrono::nanoseconds deadline, const OnWait& on_wait) {
-  return Meeting(bootstrap, options, deadline, on_wait).run(gpu);
+HandshakeResult exchange_handshakes(Bootstrap& bootstrap, const OfiOptions& options,
+                                    const std::string& gpu, std::chrono::nanoseconds deadline,
+                                    const OnWait& on_wait) {
+  return HandshakeExchange(bootstrap, options, deadline, on_wait).run(gpu);
 }
 
 }  // namespace ferry::fabric::ofi

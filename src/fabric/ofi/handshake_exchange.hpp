@@ -1,4 +1,5 @@
-// How the ranks of an ofi fabric meet: which NICs each takes, and who talks to whom by which.
+// What the ranks of an ofi fabric agree on by handshakes: which NICs each takes, and who talks to
+// whom by which.
 #pragma once
 #include <chrono>
 #include <ferry/bootstrap.hpp>
@@ -12,15 +13,17 @@
 
 namespace ferry::fabric::ofi {
 
-struct Met {
+struct HandshakeResult {
   JobKey key{};
-  std::vector<std::unique_ptr<Bundle>> bundles{};  ///< by endpoint of each NIC; they have begun
+  std::vector<std::unique_ptr<EndpointSet>>
+      endpoint_sets{};  ///< by endpoint of each NIC; they have begun
   std::vector<NicUse> nics{};
   bool cores = false;  ///< every rank of this machine has one
 };
 
 /// What make_ofi_fabric says (ofi.hpp).
-Met meet(Bootstrap& bootstrap, const OfiOptions& options, const std::string& gpu,
-         std::chrono::nanoseconds deadline, const OnWait& on_wait);
+HandshakeResult exchange_handshakes(Bootstrap& bootstrap, const OfiOptions& options,
+                                    const std::string& gpu, std::chrono::nanoseconds deadline,
+                                    const OnWait& on_wait);
 
 }  // namespace ferry::fabric::ofi

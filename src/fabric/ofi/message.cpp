@@ -4,10 +4,10 @@
 
 namespace ferry::fabric::ofi {
 
-Token way_token(const JobKey& job, int source, int target, int lane) {
+Token way_token(const JobKey& job, int source, int target, int endpoint) {
   const auto way = static_cast<std::uint64_t>(static_cast<std::uint32_t>(source)) << 32 |
                    static_cast<std::uint32_t>(target);
-  const auto place = static_cast<std::uint64_t>(lane) << 1;
+  const auto place = static_cast<std::uint64_t>(endpoint) << 1;
   return {siphash(job, way, place), siphash(job, way, place | 1)};
 }
 

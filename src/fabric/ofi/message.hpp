@@ -15,7 +15,7 @@ namespace ferry::fabric::ofi {
 
 /// 128 bits that only ranks of this job can make, others for each way from source to target.
 using Token = JobKey;
-Token way_token(const JobKey& job, int source, int target, int lane);
+Token way_token(const JobKey& job, int source, int target, int endpoint);
 
 enum class MessageKind : std::uint32_t {
   signal = 1,    ///< a flag's new value, behind so many pieces of a stream; may carry bytes

@@ -12,7 +12,7 @@ bool ofi_is_built() noexcept {
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& /*options*/,
                                         std::chrono::nanoseconds deadline, const OnWait& on_wait,
                                         const std::string& /*gpu*/) {
-  // The peers may have it: they learn from this rank's greeting, which says nothing they can read.
+  // The peers may have it: they learn from this rank's handshake, which says nothing they can read.
   bootstrap.all_gather({}, deadline, on_wait);
   throw Error(ErrorKind::unsupported,
               "rank " + std::to_string(bootstrap.rank()) +

@@ -19,9 +19,9 @@
 namespace ferry::fabric {
 namespace {
 
-using ofi::Bundle;
+using ofi::EndpointSet;
 
-/// How long a thread that waits for a peer looks before it sleeps; it does the lanes' work
+/// How long a thread that waits for a peer looks before it sleeps; it does the endpoints' work
 /// meanwhile.
 constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kShortPatience = std::chrono::microseconds(1);
@@ -36,23 +36,23 @@ static_assert(sizeof(OfiHandle) <= kMaxHandleBytes);
 
 class OfiFabric final : public Fabric {
  public:
-  OfiFabric(int rank, int size, ofi::Met met)
+  OfiFabric(int rank, int size, ofi::HandshakeResult result)
       : rank_(rank),
         size_(size),
-        patience_(met.cores ? kPatience : kShortPatience),
+        patience_(result.cores ? kPatience : kShortPatience),
         // In handles and for comparison only; the key itself stays in this process.
-        job_{siphash(met.key, ~0ull, 2), siphash(met.key, ~0ull, 3)},
+        job_{siphash(result.key, ~0ull, 2), siphash(result.key, ~0ull, 3)},
         segments_(rank, size),
         own_(1),
-        nics_(std::move(met.nics)),
-        bundles_(std::move(met.bundles)) {}
+        nics_(std::move(result.nics)),
+        endpoint_sets_(std::move(result.endpoint_sets)) {}
 
   ~OfiFabric() override {
-    for (auto& bundle : bundles_) {
-      if (bundle->in_forked_child()) {
-        static_cast<void>(bundle.release());  // the parent's
+    for (auto& set : endpoint_sets_) {
+      if (set->in_forked_child()) {
+        static_cast<void>(set.release());  // the parent's
       } else {
-        bundle->leave();
+        set->leave();
       }
     }
   }
@@ -78,17 +78,17 @@ class OfiFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
-  bool cut_off() const noexcept override { return bundles_[0]->cut_off(); }
+  bool cut_off() const noexcept override { return endpoint_sets_[0]->cut_off(); }
   std::chrono::nanoseconds patience() const noexcept override { return patience_; }
   bool progress() noexcept override {
-    for (const auto& bundle : bundles_) bundle->help();
+    for (const auto& set : endpoint_sets_) set->help();
     return true;
   }
   void hand_over() noexcept override {
-    for (const auto& bundle : bundles_) bundle->hand_over();
+    for (const auto& set : endpoint_sets_) set->hand_over();
   }
   void rest() noexcept override {
-    for (const auto& bundle : bundles_) bundle->rest();
+    for (const auto& set : endpoint_sets_) set->rest();
   }
   NetworkUse network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
@@ -100,10 +100,11 @@ class OfiFabric final : public Fabric {
   using OwnSignal = protocol::ArrivedSignal<protocol::Place>;
 
   /// Bits 40 to 55 of a tag tell latency exchanges apart; the group itself has 0 there.
-  Bundle& bundle_of(std::uint64_t tag) {
+  EndpointSet& endpoint_set_of(std::uint64_t tag) {
     const std::uint64_t space = tag >> 40 & 0xffff;
-    if (bundles_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *bundles_[0];
-    return *bundles_[1 + space % (bundles_.size() - 1)];
+    if (endpoint_sets_.size() == 1 || space == 0 || tag == ~std::uint64_t{0})
+      return *endpoint_sets_[0];
+    return *endpoint_sets_[1 + space % (endpoint_sets_.size() - 1)];
   }
   Segment exposed(Segment segment);
   void release_own(const OwnSignal& signal);
@@ -120,9 +121,9 @@ class OfiFabric final : public Fabric {
   std::atomic<std::uint64_t> signals_{0};
   std::mutex own_mutex_;
   std::map<protocol::Place, std::uint64_t> own_sequences_;
-  protocol::CountedSignals<protocol::Place> own_;  // what this rank tells itself
-  std::vector<NicUse> nics_;                       // without what they carried
-  std::vector<std::unique_ptr<Bundle>> bundles_;   // last: they end before the memory
+  protocol::CountedSignals<protocol::Place> own_;            // what this rank tells itself
+  std::vector<NicUse> nics_;                                 // without what they carried
+  std::vector<std::unique_ptr<EndpointSet>> endpoint_sets_;  // last: they end before the memory
 };
 
 Segment OfiFabric::register_memory(std::size_t bytes) {
@@ -149,13 +150,12 @@ Segment OfiFabric::exposed(Segment segment) {
       .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
   try {
     std::span<std::uint64_t> keys(handle.keys);
-    for (const auto& bundle : bundles_) {
-      handle.base =
-          bundle->expose(segment.id, segment.data, segment.bytes, keys.first(nics_.size()));
+    for (const auto& set : endpoint_sets_) {
+      handle.base = set->expose(segment.id, segment.data, segment.bytes, keys.first(nics_.size()));
       keys = keys.subspan(nics_.size());
     }
   } catch (...) {
-    for (const auto& bundle : bundles_) bundle->withdraw(segment.id);
+    for (const auto& set : endpoint_sets_) set->withdraw(segment.id);
     throw;
   }
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
@@ -176,9 +176,9 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   }
   checked_handle(handle.last(sizeof(SegmentHandle)), attachment);
   std::memcpy(&theirs, handle.data(), sizeof theirs);
-  if (bundles_[0]->left(peer)) throw_attach(attachment, "the rank left");
+  if (endpoint_sets_[0]->left(peer)) throw_attach(attachment, "the rank left");
   if (segment < kMaxSegments && segments_.find(peer, segment) == nullptr) {
-    for (const auto& bundle : bundles_) bundle->attach(peer, segment, theirs.base, theirs.keys);
+    for (const auto& set : endpoint_sets_) set->attach(peer, segment, theirs.base, theirs.keys);
   }
   segments_.add(peer, segment, nullptr, bytes);
 }
@@ -195,7 +195,7 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
     put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     puts_.fetch_add(1, std::memory_order_relaxed);
     const Piece whole{from, bytes};
-    bundle_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
+    endpoint_set_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
     return;
   }
   std::memcpy(entry.memory->data() + to.offset, from, bytes);
@@ -210,7 +210,7 @@ void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, 
   segments_.checked(peer, to, bytes, "put");
   put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   puts_.fetch_add(1, std::memory_order_relaxed);
-  bundle_of(tag).put(peer, to, pieces, tag, look_up_);
+  endpoint_set_of(tag).put(peer, to, pieces, tag, look_up_);
 }
 
 void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
@@ -218,7 +218,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   segments_.checked_flag(peer, flag, "publish");
   if (peer != rank_) {
     signals_.fetch_add(1, std::memory_order_relaxed);
-    bundle_of(tag).publish(peer, flag, value, bytes, tag);
+    endpoint_set_of(tag).publish(peer, flag, value, bytes, tag);
     return;
   }
   const std::lock_guard lock(own_mutex_);
@@ -236,18 +236,19 @@ void OfiFabric::release_own(const OwnSignal& signal) {
 PeerState OfiFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size_) return PeerState::unknown;
   if (peer == rank_) return PeerState::alive;
-  auto silent = bundles_[0]->silent_for(peer);
-  for (const auto& bundle : bundles_) {
-    if (bundle->lost(peer)) return PeerState::dead;
-    silent = std::min(silent, bundle->silent_for(peer));
+  auto silent = endpoint_sets_[0]->silent_for(peer);
+  for (const auto& set : endpoint_sets_) {
+    if (set->lost(peer)) return PeerState::dead;
+    silent = std::min(silent, set->silent_for(peer));
   }
-  return silent > ofi::kSilent && !bundles_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
+  return silent > ofi::kSilent && !endpoint_sets_[0]->left(peer) ? PeerState::unknown
+                                                                 : PeerState::alive;
 }
 
 std::vector<NicUse> OfiFabric::nics() const {
   std::vector<NicUse> used = nics_;
   for (std::size_t nic = 0; nic < used.size(); ++nic) {
-    for (const auto& bundle : bundles_) used[nic].bytes += bundle->sent(nic);
+    for (const auto& set : endpoint_sets_) used[nic].bytes += set->sent(nic);
   }
   return used;
 }
@@ -261,8 +262,9 @@ bool ofi_is_built() noexcept {
 std::unique_ptr<Fabric> make_ofi_fabric(Bootstrap& bootstrap, const OfiOptions& options,
                                         std::chrono::nanoseconds deadline, const OnWait& on_wait,
                                         const std::string& gpu) {
-  ofi::Met met = ofi::meet(bootstrap, options, gpu, deadline, on_wait);
-  return std::make_unique<OfiFabric>(bootstrap.rank(), bootstrap.size(), std::move(met));
+  ofi::HandshakeResult result =
+      ofi::exchange_handshakes(bootstrap, options, gpu, deadline, on_wait);
+  return std::make_unique<OfiFabric>(bootstrap.rank(), bootstrap.size(), std::move(result));
 }
 
 }  // namespace ferry::fabric

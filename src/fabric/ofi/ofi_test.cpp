@@ -222,8 +222,8 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
   Processes ranks(kOfi, 2, [](Rank& me) {
     me.bootstrap.record();
     const auto fabric = me.make();
-    const auto greetings = me.bootstrap.gathered()[1];
-    const Bytes victim = ofi::greeting_from(greetings[0], me.rank(), 0).names[0];
+    const auto handshakes = me.bootstrap.gathered()[1];
+    const Bytes victim = ofi::handshake_from(handshakes[0], me.rank(), 0).names[0];
     const Segment mine = me.connect(*fabric, 1 << 20);
     meet(me, *fabric, mine);
     std::vector<int> open;
@@ -274,7 +274,7 @@ TEST_F(OfiFabric, AnEndpointThatIsLinkedWithNobodyBelievesNobody) {
     OfiOptions options = ofi_options();
     options.nics = me.rank() == 0 ? "127.0.0.1,127.0.0.2" : "127.0.0.1";
     const auto fabric = make_ofi_fabric(me.bootstrap, options, kDeadline);
-    const auto names = ofi::greeting_from(me.bootstrap.gathered()[1][0], me.rank(), 0).names;
+    const auto names = ofi::handshake_from(me.bootstrap.gathered()[1][0], me.rank(), 0).names;
     ASSERT_EQ(names.size(), 2u);
     const Segment mine = me.connect(*fabric, 4096);
     meet(me, *fabric, mine);

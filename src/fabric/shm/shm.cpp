@@ -138,16 +138,16 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanos
 std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& domains,
                                         std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   const int rank = bootstrap.rank();
-  ShmGreeting mine{.key = {}, .identity = this_identity()};
+  ShmHandshake mine{.key = {}, .identity = this_identity()};
   if (domains.index(rank) == 0) remove_orphans();  // once on every host
   if (rank == 0) mine.key = random_key(rank);
   const auto all = bootstrap.all_gather(to_bytes(mine), deadline, on_wait);
   std::vector<Identity> ranks;
   JobKey key{};
   for (std::size_t r = 0; r < all.size(); ++r) {
-    const ShmGreeting greeting = greeting_from(all[r], rank, static_cast<int>(r));
-    if (r == 0) key = greeting.key;
-    ranks.push_back(greeting.identity);
+    const ShmHandshake handshake = handshake_from(all[r], rank, static_cast<int>(r));
+    if (r == 0) key = handshake.key;
+    ranks.push_back(handshake.identity);
   }
   // Ranks beyond are not asked for, nor looked at: their processes are another host's.
   for (std::size_t r = 0; r < ranks.size(); ++r) {

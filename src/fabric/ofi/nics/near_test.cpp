@@ -25,7 +25,8 @@ Place device_at(int node, int unit, const std::string& address) {
 
 const NodeDistances kTwoNodes{{10, 21}, {21, 10}};
 
-/// What every rank of one machine uses. As `meet` does it: ranks with the same nearest NICs share.
+/// What every rank of one machine uses. As `exchange_handshakes` does it: ranks with the same
+/// nearest NICs share.
 std::vector<Indices> use_of(const std::vector<Place>& nics, const std::vector<RankPlace>& ranks,
                             std::size_t count = 0, std::size_t most = 8) {
   std::vector<std::vector<Distance>> distances;

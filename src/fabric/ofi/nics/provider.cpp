@@ -76,9 +76,9 @@ Info ask(const Library& library, const std::string& provider, const std::string&
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;  // a lane's lock guards its domain
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;  // an endpoint's lock guards its domain
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;  // by the lane's thread
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;  // by the endpoint's thread
   hints->domain_attr->cq_data_size = sizeof(std::uint32_t);
   hints->tx_attr->tclass = tclass;
   hints->fabric_attr->prov_name = strdup(provider.c_str());  // freed with the hints
