@@ -37,8 +37,7 @@ void EndpointSet::start(const JobKey& job, std::vector<std::vector<Partner>> par
       target_of(peer).theirs.push_back(list[way].theirs);
     }
   }
-  for (std::size_t endpoint = 0; endpoint < endpoints_.size(); ++endpoint)
-    endpoints_[endpoint]->start(links[endpoint], spin);
+  for (std::size_t i = 0; i < endpoints_.size(); ++i) endpoints_[i]->start(links[i], spin);
 }
 
 void EndpointSet::leave() {
@@ -49,10 +48,10 @@ std::uint64_t EndpointSet::expose(SegmentId segment, std::byte* data, std::size_
                                   std::span<std::uint64_t> keys) {
   arrivals_.expose(segment, data, bytes);
   std::uint64_t base = 0;  // the same on all endpoints: an address or nothing
-  for (std::size_t endpoint = 0; endpoint < endpoints_.size(); ++endpoint) {
-    const Remote remote = endpoints_[endpoint]->expose(segment, data, bytes);
+  for (std::size_t i = 0; i < endpoints_.size(); ++i) {
+    const Remote remote = endpoints_[i]->expose(segment, data, bytes);
     base = remote.base;
-    keys[endpoint] = remote.key;
+    keys[i] = remote.key;
   }
   return base;
 }

@@ -71,10 +71,9 @@ bool EndpointSet::copy_in(std::unique_lock<std::mutex>& lock, int rank, Address 
 std::size_t EndpointSet::endpoint_for(const Target& target, const Tagged& of_tag) {
   const std::size_t count = target.endpoints.size();
   std::size_t best = of_tag.pieces == 0 ? 0 : (target.last + 1) % count;
-  for (std::size_t endpoint = 0; endpoint < count; ++endpoint) {
-    const std::size_t chunk = target.endpoints[endpoint]->chunk_bytes();
-    if (target.endpoints[endpoint]->load() + chunk <= target.endpoints[best]->load())
-      best = endpoint;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t chunk = target.endpoints[i]->chunk_bytes();
+    if (target.endpoints[i]->load() + chunk <= target.endpoints[best]->load()) best = i;
   }
   return best;
 }

@@ -45,10 +45,10 @@ class OfiFabric final : public Fabric {
         segments_(rank, size),
         own_(1),
         nics_(std::move(result.nics)),
-        endpoint_sets_(std::move(result.endpoint_sets)) {}
+        sets_(std::move(result.endpoint_sets)) {}
 
   ~OfiFabric() override {
-    for (auto& set : endpoint_sets_) {
+    for (auto& set : sets_) {
       if (set->in_forked_child()) {
         static_cast<void>(set.release());  // the parent's
       } else {
@@ -78,17 +78,17 @@ class OfiFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
-  bool cut_off() const noexcept override { return endpoint_sets_[0]->cut_off(); }
+  bool cut_off() const noexcept override { return sets_[0]->cut_off(); }
   std::chrono::nanoseconds patience() const noexcept override { return patience_; }
   bool progress() noexcept override {
-    for (const auto& set : endpoint_sets_) set->help();
+    for (const auto& set : sets_) set->help();
     return true;
   }
   void hand_over() noexcept override {
-    for (const auto& set : endpoint_sets_) set->hand_over();
+    for (const auto& set : sets_) set->hand_over();
   }
   void rest() noexcept override {
-    for (const auto& set : endpoint_sets_) set->rest();
+    for (const auto& set : sets_) set->rest();
   }
   NetworkUse network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
@@ -100,11 +100,10 @@ class OfiFabric final : public Fabric {
   using OwnSignal = protocol::ArrivedSignal<protocol::Place>;
 
   /// Bits 40 to 55 of a tag tell latency exchanges apart; the group itself has 0 there.
-  EndpointSet& endpoint_set_of(std::uint64_t tag) {
+  EndpointSet& set_of(std::uint64_t tag) {
     const std::uint64_t space = tag >> 40 & 0xffff;
-    if (endpoint_sets_.size() == 1 || space == 0 || tag == ~std::uint64_t{0})
-      return *endpoint_sets_[0];
-    return *endpoint_sets_[1 + space % (endpoint_sets_.size() - 1)];
+    if (sets_.size() == 1 || space == 0 || tag == ~std::uint64_t{0}) return *sets_[0];
+    return *sets_[1 + space % (sets_.size() - 1)];
   }
   Segment exposed(Segment segment);
   void release_own(const OwnSignal& signal);
@@ -121,9 +120,9 @@ class OfiFabric final : public Fabric {
   std::atomic<std::uint64_t> signals_{0};
   std::mutex own_mutex_;
   std::map<protocol::Place, std::uint64_t> own_sequences_;
-  protocol::CountedSignals<protocol::Place> own_;            // what this rank tells itself
-  std::vector<NicUse> nics_;                                 // without what they carried
-  std::vector<std::unique_ptr<EndpointSet>> endpoint_sets_;  // last: they end before the memory
+  protocol::CountedSignals<protocol::Place> own_;   // what this rank tells itself
+  std::vector<NicUse> nics_;                        // without what they carried
+  std::vector<std::unique_ptr<EndpointSet>> sets_;  // last: they end before the memory
 };
 
 Segment OfiFabric::register_memory(std::size_t bytes) {
@@ -150,12 +149,12 @@ Segment OfiFabric::exposed(Segment segment) {
       .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
   try {
     std::span<std::uint64_t> keys(handle.keys);
-    for (const auto& set : endpoint_sets_) {
+    for (const auto& set : sets_) {
       handle.base = set->expose(segment.id, segment.data, segment.bytes, keys.first(nics_.size()));
       keys = keys.subspan(nics_.size());
     }
   } catch (...) {
-    for (const auto& set : endpoint_sets_) set->withdraw(segment.id);
+    for (const auto& set : sets_) set->withdraw(segment.id);
     throw;
   }
   const auto* first = reinterpret_cast<const std::byte*>(&handle);
@@ -176,9 +175,9 @@ void OfiFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   }
   checked_handle(handle.last(sizeof(SegmentHandle)), attachment);
   std::memcpy(&theirs, handle.data(), sizeof theirs);
-  if (endpoint_sets_[0]->left(peer)) throw_attach(attachment, "the rank left");
+  if (sets_[0]->left(peer)) throw_attach(attachment, "the rank left");
   if (segment < kMaxSegments && segments_.find(peer, segment) == nullptr) {
-    for (const auto& set : endpoint_sets_) set->attach(peer, segment, theirs.base, theirs.keys);
+    for (const auto& set : sets_) set->attach(peer, segment, theirs.base, theirs.keys);
   }
   segments_.add(peer, segment, nullptr, bytes);
 }
@@ -195,7 +194,7 @@ void OfiFabric::put(int peer, Address to, const void* from, std::size_t bytes, s
     put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     puts_.fetch_add(1, std::memory_order_relaxed);
     const Piece whole{from, bytes};
-    endpoint_set_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
+    set_of(tag).put(peer, to, {&whole, 1}, tag, look_up_);
     return;
   }
   std::memcpy(entry.memory->data() + to.offset, from, bytes);
@@ -210,7 +209,7 @@ void OfiFabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, 
   segments_.checked(peer, to, bytes, "put");
   put_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   puts_.fetch_add(1, std::memory_order_relaxed);
-  endpoint_set_of(tag).put(peer, to, pieces, tag, look_up_);
+  set_of(tag).put(peer, to, pieces, tag, look_up_);
 }
 
 void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
@@ -218,7 +217,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   segments_.checked_flag(peer, flag, "publish");
   if (peer != rank_) {
     signals_.fetch_add(1, std::memory_order_relaxed);
-    endpoint_set_of(tag).publish(peer, flag, value, bytes, tag);
+    set_of(tag).publish(peer, flag, value, bytes, tag);
     return;
   }
   const std::lock_guard lock(own_mutex_);
@@ -236,19 +235,18 @@ void OfiFabric::release_own(const OwnSignal& signal) {
 PeerState OfiFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size_) return PeerState::unknown;
   if (peer == rank_) return PeerState::alive;
-  auto silent = endpoint_sets_[0]->silent_for(peer);
-  for (const auto& set : endpoint_sets_) {
+  auto silent = sets_[0]->silent_for(peer);
+  for (const auto& set : sets_) {
     if (set->lost(peer)) return PeerState::dead;
     silent = std::min(silent, set->silent_for(peer));
   }
-  return silent > ofi::kSilent && !endpoint_sets_[0]->left(peer) ? PeerState::unknown
-                                                                 : PeerState::alive;
+  return silent > ofi::kSilent && !sets_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
 }
 
 std::vector<NicUse> OfiFabric::nics() const {
   std::vector<NicUse> used = nics_;
   for (std::size_t nic = 0; nic < used.size(); ++nic) {
-    for (const auto& set : endpoint_sets_) used[nic].bytes += set->sent(nic);
+    for (const auto& set : sets_) used[nic].bytes += set->sent(nic);
   }
   return used;
 }

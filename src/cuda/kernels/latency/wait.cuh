@@ -152,8 +152,9 @@ __device__ __forceinline__ Checked check_wait(const LatencyView& v, const Latenc
                                               std::uint64_t expected, std::uint64_t seen) {
   Reason reason;
   const bool over = spin_deadline.over(v.group, reason);
-  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0)
+  if (kMasks && load_relaxed(&v.words->masked[peer]) != 0) {
     return {WaitStatus::missing, spin_deadline};
+  }
   if (kMasks && !over && v.alarm != nullptr && find_gone(v, peer) != Gone::no) {
     mask_late(v, call, peer);
     return {WaitStatus::missing, spin_deadline};
