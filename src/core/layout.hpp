@@ -188,7 +188,7 @@ struct LatencyLayout {
   std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
   std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
-  std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency/pulse.hpp)
+  std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency/heartbeat.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
   std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row as it is; quantised with its scales it fits, too

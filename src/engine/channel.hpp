@@ -24,7 +24,7 @@
 #include "ferry/group.hpp"
 #include "protocol/chunks.hpp"
 #include "protocol/delivery.hpp"
-#include "protocol/notice.hpp"
+#include "protocol/failure_broadcast.hpp"
 #include "protocol/swap.hpp"
 
 namespace ferry::engine {

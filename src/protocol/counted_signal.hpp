@@ -36,7 +36,7 @@ struct ArrivedSignal {
   std::uint64_t value = 0;
   std::uint64_t tag = 0;
   std::uint64_t bytes = 0;
-  bool ahead = false;  ///< told ahead (protocol/signals_ahead.hpp): one that comes by itself counts
+  bool ahead = false;  ///< told ahead (protocol/pre_announced.hpp): one that comes by itself counts
 };
 
 /// Counts for one target. Plain state for one progress thread; makes no system call. Both calls

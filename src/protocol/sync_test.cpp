@@ -8,7 +8,7 @@
 #include <chrono>
 #include <thread>
 
-#include "protocol/notice.hpp"
+#include "protocol/failure_broadcast.hpp"
 #include "protocol/thread_ranks_test.hpp"
 #include "protocol/watch.hpp"
 

@@ -18,7 +18,7 @@
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/streams.hpp"
 #include "fabric/segment_handle.hpp"
-#include "protocol/signals_ahead.hpp"
+#include "protocol/pre_announced.hpp"
 
 namespace ferry::fabric::ofi {
 

@@ -6,7 +6,7 @@
 #include <map>
 #include <optional>
 
-#include "protocol/signals_ahead.hpp"
+#include "protocol/pre_announced.hpp"
 
 namespace ferry::fabric::ofi {
 
@@ -20,7 +20,7 @@ inline constexpr std::uint32_t kCompanion = kWithCompanion << 1;
 /// A stream without writes.
 inline constexpr std::uint32_t kNoStream = kCompanion << 1;
 
-/// Streams that are told ahead at once (protocol/signals_ahead.hpp), from a multiple of it on.
+/// Streams that are told ahead at once (protocol/pre_announced.hpp), from a multiple of it on.
 inline constexpr std::uint32_t kForecast = protocol::AheadTraits::kCount;
 
 /// Not thread-safe.

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "host/latency/pulse.hpp"
+#include "host/latency/heartbeat.hpp"
 #include "host/throughput/engine.hpp"
 #include "protocol/mask.hpp"
 #include "protocol/rejoin.hpp"

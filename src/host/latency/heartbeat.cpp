@@ -1,4 +1,4 @@
-#include "host/latency/pulse.hpp"
+#include "host/latency/heartbeat.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -1,5 +1,5 @@
 // Signals told ahead, at their source and at their target, over a network that keeps no order.
-#include "protocol/signals_ahead.hpp"
+#include "protocol/pre_announced.hpp"
 
 #include <gtest/gtest.h>
 

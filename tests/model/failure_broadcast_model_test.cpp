@@ -1,4 +1,4 @@
-#include "protocol/notice.hpp"
+#include "protocol/failure_broadcast.hpp"
 
 #include "protocol/barrier.hpp"
 #include "world.hpp"
