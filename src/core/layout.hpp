@@ -32,7 +32,7 @@ struct ControlLayout {
   std::size_t delivered = 0;   ///< [R] lines: generation in which source's rows are all here
   std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
   std::size_t crossed = 0;     ///< [R] lines: chunks of source's that crossed to here, ever
-  std::size_t notices = 0;     ///< [R] lines: failure notices
+  std::size_t broadcasts = 0;  ///< [R] lines: failure broadcasts
   std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, then
                                ///< the call that it is in (core/call.hpp, CallWord)
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
@@ -49,7 +49,7 @@ FERRY_FN constexpr ControlLayout make_control_layout(int ranks, std::size_t body
   layout.delivered = carver.take(r * kLineBytes);
   layout.done = carver.take(r * kLineBytes);
   layout.crossed = carver.take(r * kLineBytes);
-  layout.notices = carver.take(r * kLineBytes);
+  layout.broadcasts = carver.take(r * kLineBytes);
   layout.heartbeat = carver.take(kLineBytes);
   layout.message_bytes = round_up(body_bytes, kLineBytes);
   layout.mailbox = carver.take(2 * r * layout.message_bytes);
@@ -188,7 +188,7 @@ struct LatencyLayout {
   std::size_t announced = 0;  ///< [2, R] lines: what source says of its combine is here
   std::size_t released = 0;   ///< [R] lines: receiver has dropped its result of this generation
   std::size_t masks = 0;      ///< [R] lines: source goes without me (protocol/mask.hpp)
-  std::size_t pulse = 0;      ///< [R] lines: source is in a call (host/latency/heartbeat.hpp)
+  std::size_t heartbeat = 0;  ///< [R] lines: source is in a call (host/latency/heartbeat.hpp)
   std::size_t offers = 0;     ///< [R] lines, and answers: of a rejoin (protocol/rejoin.hpp)
   std::size_t answers = 0;    ///< [R] lines
   std::size_t row_slot = 0;   ///< bytes of one row as it is; quantised with its scales it fits, too
@@ -238,7 +238,7 @@ FERRY_FN constexpr LatencyLayout make_latency_layout(const LatencyShape& shape) 
   layout.counts = carver.take(2 * r * kLineBytes);
   const std::size_t mask_lines = (shape.masks ? r : 0) * kLineBytes;
   layout.masks = carver.take(mask_lines);
-  layout.pulse = carver.take(mask_lines);
+  layout.heartbeat = carver.take(mask_lines);
   layout.offers = carver.take(mask_lines);
   layout.answers = carver.take(mask_lines);
   layout.combines = carver.take(2 * r * kLineBytes);

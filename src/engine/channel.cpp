@@ -36,7 +36,8 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
       chunks_(flags_at(size_, layout.crossed), rank_, control.data + layout.crossed),
       chunks_sent_(static_cast<std::size_t>(size_)),
       chunks_taken_(static_cast<std::size_t>(size_)),
-      notices_(flags_at(size_, layout.notices), rank_, control.data + layout.notices, &own_notice_),
+      broadcasts_(flags_at(size_, layout.broadcasts), rank_, control.data + layout.broadcasts,
+                  &own_broadcast_),
       outgoing_(layout.message_bytes) {
   memory_->fabric->set_look_up([this](int peer) { look_up(peer); });
 }

@@ -52,7 +52,7 @@ class Channel {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// relaxed: read by other threads for their messages and notices alone.
+  /// relaxed: read by other threads for their messages and failure broadcasts alone.
   Generation generation() const { return generation_.load(std::memory_order_relaxed); }
   FabricReach& reach() { return reach_; }
   /// In this process, or null outside the domain.
@@ -137,7 +137,7 @@ class Channel {
   Error late(const char* stage, int peer, std::uint64_t expected, std::uint64_t seen);
   /// Whether this rank waits for peers now, for their blame. To be said at least every 100 ms.
   void beat(bool waiting);
-  /// How many calls there were, for messages and notices.
+  /// How many calls there were, for messages and failure broadcasts.
   void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }
 
   // For an exchange that goes on without some ranks.
@@ -157,7 +157,7 @@ class Channel {
   /// Of a write that waits for room: throws what a wait would.
   void look_up(int peer);
   [[noreturn]] void raise(const char* stage, const protocol::Status& status,
-                          const std::optional<protocol::Notice>& notice,
+                          const std::optional<protocol::FailureBroadcast>& broadcast,
                           std::chrono::nanoseconds waited);
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
@@ -187,8 +187,8 @@ class Channel {
   protocol::Chunks<> chunks_;
   std::vector<std::uint64_t> chunks_sent_;   // [R], of the thread whose turn it is, as the next
   std::vector<std::uint64_t> chunks_taken_;  // [R]
-  protocol::Notices<> notices_;
-  alignas(64) std::uint64_t own_notice_ = 0;
+  protocol::FailureBroadcasts<> broadcasts_;
+  alignas(64) std::uint64_t own_broadcast_ = 0;
   std::vector<std::byte> outgoing_;
   bool all_throw_ = false;  // of the thread whose turn it is, as the next
   bool survives_ = false;   // the call goes on without ranks that fail
@@ -199,7 +199,8 @@ class Channel {
   std::optional<Error> dead_{};
 };
 
-/// The watch of a group's waits: deadline, destroy, notices, dead peers, the caller's `on_wait`.
+/// The watch of a group's waits: deadline, destroy, failure broadcasts, dead peers, the caller's
+/// `on_wait`.
 class GroupWatch {
  public:
   GroupWatch(Channel& channel, const Awaited& awaited, const char* stage);
@@ -215,13 +216,13 @@ class GroupWatch {
   /// What `check` does now and then.
   protocol::Status look(bool late);
 
-  const std::optional<protocol::Notice>& notice() const { return notice_; }
+  const std::optional<protocol::FailureBroadcast>& broadcast() const { return broadcast_; }
   std::chrono::nanoseconds waited() const { return Clock::now() - start_; }
 
  private:
   using Clock = std::chrono::steady_clock;
   void beat(std::uint64_t value);
-  bool may_be_under_way(const protocol::Notice& left) const;
+  bool may_be_under_way(const protocol::FailureBroadcast& left) const;
   void say_who_is_missing();
 
   Channel& channel_;
@@ -230,7 +231,7 @@ class GroupWatch {
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_look_ = start_;
   WaitNotice long_wait_;
-  std::optional<protocol::Notice> notice_{};
+  std::optional<protocol::FailureBroadcast> broadcast_{};
 };
 
 template <class Wait>
@@ -248,7 +249,7 @@ void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
   }
   const auto waited = watch.waited();
   count_wait(waited);
-  if (!status.ok()) raise(stage, status, watch.notice(), waited);
+  if (!status.ok()) raise(stage, status, watch.broadcast(), waited);
 }
 
 }  // namespace ferry::engine

@@ -7,7 +7,7 @@
 namespace ferry::engine {
 namespace {
 
-using protocol::Notice;
+using protocol::FailureBroadcast;
 using protocol::Status;
 
 std::string seconds(std::chrono::nanoseconds time) {
@@ -19,24 +19,24 @@ std::string rank_text(int rank) {
   return "rank " + std::to_string(rank);
 }
 
-ErrorKind kind_of(Notice::Kind kind) {
+ErrorKind kind_of(FailureBroadcast::Kind kind) {
   switch (kind) {
-    case Notice::Kind::kLate: return ErrorKind::deadline;
-    case Notice::Kind::kLeft: return ErrorKind::peer_left;
+    case FailureBroadcast::Kind::kLate: return ErrorKind::deadline;
+    case FailureBroadcast::Kind::kLeft: return ErrorKind::peer_left;
     default: return ErrorKind::peer_failed;
   }
 }
 
-std::string told(const Notice& notice, int self) {
-  const std::string culprit = rank_text(notice.culprit);
-  const std::string by = notice.reporter == self || notice.reporter == notice.culprit
+std::string told(const FailureBroadcast& broadcast, int self) {
+  const std::string culprit = rank_text(broadcast.culprit);
+  const std::string by = broadcast.reporter == self || broadcast.reporter == broadcast.culprit
                              ? std::string()
-                             : " (reported by " + rank_text(notice.reporter) + ")";
-  switch (notice.kind) {
-    case Notice::Kind::kLate: return culprit + " missed the deadline" + by;
-    case Notice::Kind::kLeft:
+                             : " (reported by " + rank_text(broadcast.reporter) + ")";
+  switch (broadcast.kind) {
+    case FailureBroadcast::Kind::kLate: return culprit + " missed the deadline" + by;
+    case FailureBroadcast::Kind::kLeft:
       return culprit + " destroyed its group while others still exchange" + by;
-    case Notice::Kind::kFailed: return culprit + " failed and gave up" + by;
+    case FailureBroadcast::Kind::kFailed: return culprit + " failed and gave up" + by;
     default: return culprit + " died" + by;
   }
 }
@@ -65,7 +65,7 @@ void Channel::die(const Error& error) {
 
 void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
   if (left()) return;  // who destroyed the group tells the peers so
-  notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
+  broadcasts_.raise(reach_, FailureBroadcast::Kind::kFailed, rank_, generation());
   const bool says_where = reason.find(stage) != std::string::npos;
   die(Error(kind, (says_where ? std::string() : std::string(stage) + ": ") + reason,
             {rank_, rank_, stage, generation(), 0, 0}));
@@ -74,7 +74,7 @@ void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind)
 void Channel::leave() {
   if (left_.exchange(true, std::memory_order_acq_rel)) return;
   if (getpid() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
-  notices_.raise(reach_, Notice::Kind::kLeft, rank_, generation());
+  broadcasts_.raise(reach_, FailureBroadcast::Kind::kLeft, rank_, generation());
 }
 
 void Channel::throw_violation(const char* stage, int peer, const std::string& what) {
@@ -98,7 +98,8 @@ std::string Channel::whereabouts(std::initializer_list<int> ranks) const {
   return text;
 }
 
-void Channel::raise(const char* stage, const Status& status, const std::optional<Notice>& notice,
+void Channel::raise(const char* stage, const Status& status,
+                    const std::optional<FailureBroadcast>& broadcast,
                     std::chrono::nanoseconds waited) {
   ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
   const std::string where =
@@ -112,7 +113,8 @@ void Channel::raise(const char* stage, const Status& status, const std::optional
     case Status::Code::kDeadline: {
       kind = ErrorKind::deadline;
       context.peer = status.peer;
-      const Notice spread = notices_.raise(reach_, Notice::Kind::kLate, context.peer, generation());
+      const FailureBroadcast spread =
+          broadcasts_.raise(reach_, FailureBroadcast::Kind::kLate, context.peer, generation());
       context.peer = spread.culprit;
       text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")" +
@@ -121,17 +123,17 @@ void Channel::raise(const char* stage, const Status& status, const std::optional
       break;
     }
     case Status::Code::kPeerFailed:
-      if (notice) {
-        kind = kind_of(notice->kind);
-        context.peer = notice->culprit;
-        text = told(*notice, rank_) + ", seen after " + seconds(waited);
-        if (notice->kind == Notice::Kind::kLate) {
-          text += whereabouts({context.peer, notice->reporter, rank_});
+      if (broadcast) {
+        kind = kind_of(broadcast->kind);
+        context.peer = broadcast->culprit;
+        text = told(*broadcast, rank_) + ", seen after " + seconds(waited);
+        if (broadcast->kind == FailureBroadcast::Kind::kLate) {
+          text += whereabouts({context.peer, broadcast->reporter, rank_});
           if (context.peer == rank_) text += ". Was this rank stopped, or kept from the CPU?";
         }
-        notices_.raise(reach_, notice->kind, context.peer, generation());
+        broadcasts_.raise(reach_, broadcast->kind, context.peer, generation());
       } else {
-        notices_.raise(reach_, Notice::Kind::kDied, context.peer, generation());
+        broadcasts_.raise(reach_, FailureBroadcast::Kind::kDied, context.peer, generation());
         const bool near = memory_->fabric->pointer(context.peer, kControl) != nullptr;
         text = rank_text(context.peer) +
                (near ? " died: its process has ended"
@@ -141,7 +143,7 @@ void Channel::raise(const char* stage, const Status& status, const std::optional
       break;
     default:
       kind = ErrorKind::mismatch;
-      notices_.raise(reach_, Notice::Kind::kFailed, rank_, generation());
+      broadcasts_.raise(reach_, FailureBroadcast::Kind::kFailed, rank_, generation());
       text = rank_text(context.peer) + " is ahead: this rank was left behind (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")";
       break;

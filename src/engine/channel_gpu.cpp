@@ -7,7 +7,7 @@
 namespace ferry::engine {
 namespace {
 
-using protocol::Notice;
+using protocol::FailureBroadcast;
 using protocol::Status;
 
 }  // namespace
@@ -27,18 +27,18 @@ std::optional<Error> Channel::look(const char* stage, const std::function<Genera
   }
   // After looking at the processes, as in GroupWatch.
   bool left_in_peace = false;
-  const auto notice = notices_.scan([&](const Notice& told) {
+  const auto broadcast = broadcasts_.scan([&](const FailureBroadcast& told) {
     if (told.reporter == rank_) return false;
     // Ranks that are not awaited may leave: those that have ended more calls than this rank, and
     // all while none runs here.
     const bool peace =
-        told.kind == Notice::Kind::kLeft &&
+        told.kind == FailureBroadcast::Kind::kLeft &&
         (told.generation > ended() || (!awaits(told.reporter) && !awaits(told.culprit)));
     left_in_peace = left_in_peace || (peace && told.reporter == lost);
     return !peace;
   });
-  if (!notice && (lost < 0 || left_in_peace)) return std::nullopt;
-  if (notice && notice->kind == Notice::Kind::kLeft) {
+  if (!broadcast && (lost < 0 || left_in_peace)) return std::nullopt;
+  if (broadcast && broadcast->kind == FailureBroadcast::Kind::kLeft) {
     // The news goes on with it: to a rank that has ended fewer calls, this rank owes nothing
     // either.
     const Generation mine = ended();
@@ -47,8 +47,8 @@ std::optional<Error> Channel::look(const char* stage, const std::function<Genera
   try {
     Status status;
     status.code = Status::Code::kPeerFailed;
-    status.peer = notice ? notice->culprit : lost;
-    raise(stage, status, notice, std::chrono::nanoseconds(0));
+    status.peer = broadcast ? broadcast->culprit : lost;
+    raise(stage, status, broadcast, std::chrono::nanoseconds(0));
   } catch (const Error& error) {
     return error;
   }

@@ -9,7 +9,7 @@
 namespace ferry::engine {
 namespace {
 
-using protocol::Notice;
+using protocol::FailureBroadcast;
 using protocol::Status;
 
 constexpr auto kSlice = std::chrono::milliseconds(40);
@@ -165,18 +165,20 @@ std::uint64_t GroupWatch::slice_ns() const {
 
 bool Channel::gone(int peer) const {
   if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead) return true;
-  // Outside the domain a notice overtakes the flags before it: there the deadline must tell.
+  // Outside the domain a failure broadcast overtakes the flags before it: there the deadline must
+  // tell.
   if (own_word(peer, kBeatWord) == nullptr) return false;
-  return notices_
-      .scan([peer](const Notice& told) {
-        return told.kind == Notice::Kind::kLeft && told.culprit == peer && told.reporter == peer;
+  return broadcasts_
+      .scan([peer](const FailureBroadcast& told) {
+        return told.kind == FailureBroadcast::Kind::kLeft && told.culprit == peer &&
+               told.reporter == peer;
       })
       .has_value();
 }
 
-/// Outside the domain a notice overtakes the flags that its reporter raised before it left: those
-/// of its last generation may be under way as long as the network is slow.
-bool GroupWatch::may_be_under_way(const Notice& left) const {
+/// Outside the domain a failure broadcast overtakes the flags that its reporter raised before it
+/// left: those of its last generation may be under way as long as the network is slow.
+bool GroupWatch::may_be_under_way(const FailureBroadcast& left) const {
   return left.reporter == left.culprit && channel_.generation() <= left.generation &&
          channel_.own_word(left.culprit, kBeatWord) == nullptr;
 }
@@ -221,20 +223,20 @@ Status GroupWatch::look(bool late) {
     if (channel_.memory_->fabric->peer_state(peer) == fabric::PeerState::dead) dead = peer;
   }
   // After looking at the processes: a rank that failed because of another has said so before it
-  // ended, so its notice wins over its own death.
-  const auto notice = channel_.notices_.scan([this, late](const Notice& told) {
+  // ended, so its failure broadcast wins over its own death.
+  const auto broadcast = channel_.broadcasts_.scan([this, late](const FailureBroadcast& told) {
     // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
     // A rank that hears that it is late passes that on; whom to believe is the one who waited for
     // it.
-    if (told.kind == Notice::Kind::kLate && told.reporter == told.culprit) return false;
-    if (told.kind != Notice::Kind::kLeft) return true;
+    if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
+    if (told.kind != FailureBroadcast::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
     return late || !may_be_under_way(told);
   });
-  if (notice) {
-    notice_ = notice;
+  if (broadcast) {
+    broadcast_ = broadcast;
     status.code = Status::Code::kPeerFailed;
-    status.peer = notice->culprit;
+    status.peer = broadcast->culprit;
   } else if (dead >= 0) {
     status.code = Status::Code::kPeerFailed;
     status.peer = dead;

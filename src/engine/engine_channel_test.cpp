@@ -207,7 +207,8 @@ TEST(Channel, AcrossDomainsARankThatAloneIsMissingMayBeHeldUp) {
       800ms, 2);
 }
 
-// The notice that rank 1 leaves overtakes what rank 1 raised before: chunks, then a delivery.
+// The failure broadcast that rank 1 leaves overtakes what rank 1 raised before: chunks, then a
+// delivery.
 TEST(Channel, AcrossDomainsWhatARankSentBeforeItLeftIsAwaited) {
   with_seats(
       2,

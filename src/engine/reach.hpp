@@ -53,12 +53,12 @@ class FabricReach {
     if (std::byte* base = fabric_->pointer(peer, segment)) {
       protocol::publish_in_memory(flag(base + place.offset), value);
     } else {
-      fabric_->publish(peer, {segment, place.offset}, value, 0, kNoticeTag);
+      fabric_->publish(peer, {segment, place.offset}, value, 0, kBroadcastTag);
     }
   }
 
  private:
-  static constexpr std::uint64_t kNoticeTag = ~std::uint64_t{0};
+  static constexpr std::uint64_t kBroadcastTag = ~std::uint64_t{0};
   static protocol::Flag flag(std::byte* word) {
     return protocol::Flag{reinterpret_cast<std::uint64_t*>(word)};
   }

@@ -1,4 +1,4 @@
-// By which wire: registered memory, put, publish, failure notice.
+// By which wire: registered memory, put, publish, failure broadcast.
 //
 // What fits behind this interface: threads (local), processes (shm), NVLink peers (a raw pointer
 // into a peer's memory) and a network (put + weak signal, counted, unordered).

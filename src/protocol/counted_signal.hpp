@@ -21,8 +21,10 @@ struct CountedTraits {
   /// A flag takes its values in the source's order. Otherwise a newer value overtakes: a wait for
   /// "at least g" would pass while pieces of g are still under way.
   static constexpr bool kInOrder = true;
-  /// A signal by itself says what is; one told ahead of the same number what was expected.
-  static constexpr bool replaces(bool ahead, bool by_ahead) { return ahead && !by_ahead; }
+  /// A signal by itself says what is; one pre-announced of the same number what was expected.
+  static constexpr bool replaces(bool pre_announced, bool by_pre_announced) {
+    return pre_announced && !by_pre_announced;
+  }
   static constexpr bool complete(std::uint64_t landed, std::uint64_t bytes) {
     return landed >= bytes;
   }
@@ -36,7 +38,7 @@ struct ArrivedSignal {
   std::uint64_t value = 0;
   std::uint64_t tag = 0;
   std::uint64_t bytes = 0;
-  bool ahead = false;  ///< told ahead (protocol/pre_announced.hpp): one that comes by itself counts
+  bool pre_announced = false;  ///< protocol/pre_announced.hpp; one that comes by itself counts
 };
 
 /// Counts for one target. Plain state for one progress thread; makes no system call. Both calls
@@ -58,8 +60,8 @@ class CountedSignals {
     for (auto& entry : from.streams) release_complete(source, from, entry.second, release);
   }
 
-  /// A signal of `source` came, before or after its pieces, by itself or told ahead. Mismatch, and
-  /// no effect, if its sequence number was used before.
+  /// A signal of `source` came, before or after its pieces, by itself or pre-announced. Mismatch,
+  /// and no effect, if its sequence number was used before.
   template <class Release>
   Status signal(int source, const Arrived& arrived, Release&& release) {
     Source& from = sources_[static_cast<std::size_t>(source)];
@@ -69,7 +71,7 @@ class CountedSignals {
     }
     const auto [entry, is_new] = stream.waiting.emplace(arrived.sequence, arrived);
     if (!is_new) {
-      if (!Traits::replaces(entry->second.ahead, arrived.ahead)) {
+      if (!Traits::replaces(entry->second.pre_announced, arrived.pre_announced)) {
         return {Status::Code::kMismatch, source, stream.next, arrived.sequence};
       }
       entry->second = arrived;

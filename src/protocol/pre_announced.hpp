@@ -1,4 +1,4 @@
-// Signals told ahead: the source's side of counted signals for a flag that rises by equal steps,
+// Pre-announced signals: the source's side of counted signals for a flag that rises by equal steps,
 // each value behind one piece. The source tells many of them at once; then the piece alone raises
 // the flag, for each has a tag of its own. A signal that turns out otherwise goes by itself and
 // replaces what was told of its number.
@@ -10,7 +10,7 @@
 namespace ferry::protocol {
 
 /// What the bookkeeping relies on, as parameters, so that a test can break it.
-struct AheadTraits {
+struct PreAnnouncedTraits {
   /// So many signals are told at once, after so many equal steps.
   static constexpr std::uint64_t kCount = 64;
   static constexpr std::uint64_t kRegular = 8;
@@ -27,9 +27,9 @@ struct SignalNumber {
   std::optional<std::uint64_t> tag{};  ///< of the one piece that says it, too, if that was told
 };
 
-/// Signals told ahead: number `sequence` + i says `value` + i * `step` behind one piece of tag
+/// Pre-announced signals: number `sequence` + i says `value` + i * `step` behind one piece of tag
 /// `tag` + i, for i below Traits::kCount.
-struct AheadSignals {
+struct PreAnnouncement {
   std::uint64_t sequence = 0;
   std::uint64_t value = 0;
   std::uint64_t step = 0;
@@ -37,8 +37,8 @@ struct AheadSignals {
 };
 
 /// Numbers the signals of one flag word, at their source.
-template <class Traits = AheadTraits>
-class SignalsAhead {
+template <class Traits = PreAnnouncedTraits>
+class PreAnnouncedSignals {
  public:
   /// `one_piece`: all that goes before it is one piece, or may go with one.
   SignalNumber next(std::uint64_t value, bool one_piece) {
@@ -63,7 +63,7 @@ class SignalsAhead {
   }
 
   /// Tells them; `tag`: the first of as many unused ones.
-  AheadSignals tell(std::uint64_t tag) {
+  PreAnnouncement tell(std::uint64_t tag) {
     told_ = {sequence_ + 1, value_ + step_, step_, tag};
     return told_;
   }
@@ -73,7 +73,7 @@ class SignalsAhead {
   std::uint64_t value_ = 0;     // of it
   std::uint64_t step_ = 0;      // to it
   std::uint64_t regular_ = 0;   // equal steps in a row
-  AheadSignals told_{};
+  PreAnnouncement told_{};
 };
 
 }  // namespace ferry::protocol

@@ -1,4 +1,4 @@
-// Signals told ahead, at their source and at their target, over a network that keeps no order.
+// Pre-announced signals, at their source and at their target, over a network that keeps no order.
 #include "protocol/pre_announced.hpp"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::uint64_t kSeed = 20261122;
 
-struct Few : AheadTraits {
+struct Few : PreAnnouncedTraits {
   static constexpr std::uint64_t kCount = 5;
   static constexpr std::uint64_t kRegular = 2;
 };
@@ -75,7 +75,7 @@ class Exchange {
   }
 
   void tell() {
-    const AheadSignals told = source_.tell(tags_);
+    const PreAnnouncement told = source_.tell(tags_);
     tags_ += Ahead::kCount;
     Item item;
     for (std::uint64_t i = 0; i < Ahead::kCount; ++i) {
@@ -83,7 +83,7 @@ class Exchange {
                               .value = told.value + i * told.step,
                               .tag = told.tag + i,
                               .bytes = 1,
-                              .ahead = true});
+                              .pre_announced = true});
     }
     under_way_.push_back(item);
   }
@@ -109,7 +109,7 @@ class Exchange {
   }
 
   std::mt19937_64 random_;
-  SignalsAhead<Ahead> source_;
+  PreAnnouncedSignals<Ahead> source_;
   Target target_{1};
   std::vector<Item> under_way_;
   std::vector<Sent> sent_;
@@ -131,13 +131,13 @@ std::string wrong_in_many() {
   return "";
 }
 
-TEST(SignalsAhead, AnyOrderGivesTheValuesBehindTheirPieces) {
+TEST(PreAnnouncedSignals, AnyOrderGivesTheValuesBehindTheirPieces) {
   EXPECT_EQ(wrong_in_many<Few>(), "");
-  EXPECT_EQ(wrong_in_many<AheadTraits>(), "");
+  EXPECT_EQ(wrong_in_many<PreAnnouncedTraits>(), "");
 }
 
-TEST(SignalsAhead, MostOfARegularFlagNeedNoSignal) {
-  SignalsAhead<> source;
+TEST(PreAnnouncedSignals, MostOfARegularFlagNeedNoSignal) {
+  PreAnnouncedSignals<> source;
   int told = 0, alone = 0;
   for (std::uint64_t value = 1; value <= 1000; ++value) {
     if (source.next(value, true).tag) {
@@ -151,8 +151,8 @@ TEST(SignalsAhead, MostOfARegularFlagNeedNoSignal) {
   EXPECT_LE(told, 16);
 }
 
-TEST(SignalsAhead, StepsTooLargeForAMessageAreNotTold) {
-  SignalsAhead<> source;
+TEST(PreAnnouncedSignals, StepsTooLargeForAMessageAreNotTold) {
+  PreAnnouncedSignals<> source;
   for (std::uint64_t i = 1; i <= 100; ++i) {
     EXPECT_FALSE(source.next(i << 33, true).tag);
     EXPECT_FALSE(source.ready());
@@ -172,7 +172,7 @@ struct LastComes : CountedTraits {
   static constexpr bool replaces(bool, bool) { return true; }
 };
 
-TEST(SignalsAhead, MutantsAreCaught) {
+TEST(PreAnnouncedSignals, MutantsAreCaught) {
   EXPECT_NE((wrong_in_many<AnyValue>()), "");
   EXPECT_NE((wrong_in_many<ToldTwice>()), "");
   EXPECT_NE((wrong_in_many<Few, FirstComes>()), "");

@@ -53,8 +53,8 @@ struct Signal {
 /// `write`: puts bytes into a peer's memory; the source may be reused at once. `publish`: the flag
 /// takes the value after all bytes of the signal's tag; whoever reads it with acquire sees them,
 /// and all that this rank wrote there in memory before. Values of one flag become visible in the
-/// order of their `publish`; different flags keep no order. `notify`: sets a notice word at once,
-/// behind nothing.
+/// order of their `publish`; different flags keep no order. `notify`: sets a word of a failure
+/// broadcast at once, behind nothing.
 template <class T>
 concept Reach = requires(T& reach, int peer, Place place, const void* from, std::size_t bytes,
                          std::uint64_t value, const Signal& signal) {

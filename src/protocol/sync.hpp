@@ -57,7 +57,7 @@ Waited wait(const std::uint64_t* word, Reached reached, const void* context, pro
 namespace ferry::protocol {
 
 /// A 64-bit word that another rank can write: 8-byte aligned, alone on its 64-byte line, only ever
-/// growing (a notice: written once).
+/// growing (a failure broadcast: written once).
 struct Flag {
   std::uint64_t* word;
 

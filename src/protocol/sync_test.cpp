@@ -117,29 +117,29 @@ TEST(Wait, WakesAcrossProcesses) {
   munmap(page, 4096);
 }
 
-TEST(Notices, TheFirstOfManyThreadsReachesEveryRank) {
+TEST(FailureBroadcasts, TheFirstOfManyThreadsReachesEveryRank) {
   constexpr int kRanks = 3;
   const FlagLayout layout{kRanks, Place{0, 0}, kFlagStride};
   const Place own{0, layout.bytes()};
   for (int round = 0; round < 50; ++round) {
     const ThreadRanks group(kRanks, layout.bytes() + 64);
     MemoryReach reach([&](int peer, Place place) { return group.address(peer, place); });
-    const auto notices_of = [&](int rank) {
-      return Notices<>(layout, rank, group.address(rank, layout.flags),
-                       reinterpret_cast<std::uint64_t*>(group.address(rank, own)));
+    const auto broadcasts_of = [&](int rank) {
+      return FailureBroadcasts<>(layout, rank, group.address(rank, layout.flags),
+                                 reinterpret_cast<std::uint64_t*>(group.address(rank, own)));
     };
-    EXPECT_FALSE(notices_of(1).scan());
-    std::thread first([&] { notices_of(0).raise(reach, Notice::Kind::kLate, 1, 5); });
-    std::thread second([&] { notices_of(0).raise(reach, Notice::Kind::kLate, 2, 6); });
+    EXPECT_FALSE(broadcasts_of(1).scan());
+    std::thread first([&] { broadcasts_of(0).raise(reach, FailureBroadcast::Kind::kLate, 1, 5); });
+    std::thread second([&] { broadcasts_of(0).raise(reach, FailureBroadcast::Kind::kLate, 2, 6); });
     first.join();
     second.join();
-    const std::optional<Notice> seen = notices_of(0).scan();
+    const std::optional<FailureBroadcast> seen = broadcasts_of(0).scan();
     ASSERT_TRUE(seen);
     EXPECT_EQ(seen->reporter, 0);
     EXPECT_EQ(seen->generation, static_cast<Generation>(seen->culprit + 4));
-    for (int rank = 1; rank < kRanks; ++rank) EXPECT_EQ(notices_of(rank).scan(), seen);
-    notices_of(2).raise(reach, Notice::Kind::kDied, 1, 7);  // what is certain wins
-    EXPECT_EQ(notices_of(0).scan()->kind, Notice::Kind::kDied);
+    for (int rank = 1; rank < kRanks; ++rank) EXPECT_EQ(broadcasts_of(rank).scan(), seen);
+    broadcasts_of(2).raise(reach, FailureBroadcast::Kind::kDied, 1, 7);  // what is certain wins
+    EXPECT_EQ(broadcasts_of(0).scan()->kind, FailureBroadcast::Kind::kDied);
   }
 }
 

@@ -35,7 +35,7 @@ class LocalFabric final : public MappedFabric {
   void seal(SegmentId segment) override { hub_->withdraw(rank(), segment); }
   void forget(int /*peer*/) noexcept override {}
 
-  /// Threads end with their process; one that only leaves says so by its notice.
+  /// Threads end with their process; one that only leaves says so by its failure broadcast.
   PeerState peer_state(int /*peer*/) noexcept override { return PeerState::alive; }
 
  private:

@@ -6,7 +6,7 @@ namespace ferry::fabric::ofi {
 namespace {
 
 /// Of one source: all that it may tell, with companions (streams.hpp).
-constexpr std::size_t kMostAhead = std::size_t{2} * (kStreamMask + 1);
+constexpr std::size_t kMostPreAnnounced = std::size_t{2} * (kStreamMask + 1);
 
 }  // namespace
 
@@ -42,7 +42,7 @@ void Arrivals::forecast(const Message& message) {
   const std::lock_guard lock(mutex_);
   const bool ours = (message.stream & ~(kStreamMask | kCompanion)) == 0 &&
                     message.stream % kForecast == 0 &&
-                    signals_.waiting(message.source) < kMostAhead;
+                    signals_.waiting(message.source) < kMostPreAnnounced;
   if (!ours || !may_raise(message)) return;
   for (std::uint32_t i = 0; i < kForecast; ++i) {
     take(message.source, {.sequence = message.sequence + i,
@@ -50,7 +50,7 @@ void Arrivals::forecast(const Message& message) {
                           .value = message.value + std::uint64_t{i} * message.step,
                           .tag = message.stream + i,
                           .bytes = 1,
-                          .ahead = true});
+                          .pre_announced = true});
   }
 }
 

@@ -24,7 +24,7 @@ class Arrivals {
   void piece(int source, std::uint32_t stream);
   /// Of a rank of this job; what it says is checked.
   void signal(const Message& message, const std::byte* payload);
-  /// Signals that it tells ahead; checked, too.
+  /// Signals that it pre-announces; checked, too.
   void forecast(const Message& message);
 
  private:

@@ -117,8 +117,8 @@ class EndpointSet {
   /// A flag word of a peer.
   struct Flag {
     Address at{};
-    protocol::SignalsAhead<> signals{};
-    std::optional<std::uint32_t> told{};  // streams of what was told ahead, the first of them
+    protocol::PreAnnouncedSignals<> signals{};
+    std::optional<std::uint32_t> told{};  // streams of what was pre-announced, the first of them
   };
   struct Target {
     // The endpoints that lead there and their endpoints at the other end, set before anything is

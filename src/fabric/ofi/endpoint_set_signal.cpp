@@ -1,4 +1,4 @@
-// What an endpoint set says behind the rows: signals, each by itself or told ahead.
+// What an endpoint set says behind the rows: signals, each by itself or pre-announced.
 #include <ferry/error.hpp>
 #include <string>
 #include <utility>
@@ -118,7 +118,7 @@ void EndpointSet::tell(int rank, Endpoint& endpoint, Flag& flag, std::uint32_t s
   Target& target = target_of(rank);
   if (flag.told) target.streams.give_back(*flag.told);
   flag.told = stream & kStreamMask;
-  const protocol::AheadSignals told = flag.signals.tell(stream);
+  const protocol::PreAnnouncement told = flag.signals.tell(stream);
   endpoint.send_soon(rank, {.kind = MessageKind::forecast,
                             .sequence = told.sequence,
                             .value = told.value,

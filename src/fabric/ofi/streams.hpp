@@ -1,6 +1,6 @@
 // Numbers of the streams to one peer, which its writes belong to. They come around, long after the
-// writes of the last time have arrived; those that were told ahead wait for their writes as long as
-// it takes, and are left out until then and once more.
+// writes of the last time have arrived; those that were pre-announced wait for their writes as long
+// as it takes, and are left out until then and once more.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -20,8 +20,8 @@ inline constexpr std::uint32_t kCompanion = kWithCompanion << 1;
 /// A stream without writes.
 inline constexpr std::uint32_t kNoStream = kCompanion << 1;
 
-/// Streams that are told ahead at once (protocol/pre_announced.hpp), from a multiple of it on.
-inline constexpr std::uint32_t kForecast = protocol::AheadTraits::kCount;
+/// Streams that are pre-announced at once (protocol/pre_announced.hpp), from a multiple of it on.
+inline constexpr std::uint32_t kForecast = protocol::PreAnnouncedTraits::kCount;
 
 /// Not thread-safe.
 class Streams {
@@ -33,7 +33,7 @@ class Streams {
     return stream;
   }
 
-  /// The first of kForecast streams that are told ahead; nothing: too many are.
+  /// The first of kForecast streams that are pre-announced; nothing: too many are.
   std::optional<std::uint32_t> tell() {
     if (told_.size() >= kMaxTold) return std::nullopt;
     advance((kForecast - next_ % kForecast) % kForecast);

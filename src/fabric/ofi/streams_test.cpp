@@ -1,4 +1,4 @@
-// Streams of the network fabric, and signals told ahead over it.
+// Streams of the network fabric, and pre-announced signals over it.
 #include "fabric/ofi/streams.hpp"
 
 #include <array>
@@ -120,7 +120,7 @@ class Traffic {
   Count sent_{}, came_{};
 };
 
-TEST(OfiSignals, ToldAheadTheySayTheSame) {
+TEST(OfiSignals, PreAnnouncedTheySayTheSame) {
   if (const std::string why = no_ofi(); !why.empty()) GTEST_SKIP() << why;
   run_ranks({"ofi", "ofi", true}, 2, [](Rank& me) {
     const auto fabric = me.make();

@@ -29,7 +29,7 @@ std::array<protocol::Delivery<Traits>, 2> deliveries(const HostEngine& engine,
 }
 
 /// `lines` is [R].
-LatencyPulse pulse(HostEngine& engine, const AddedSegments& segments, std::size_t lines) {
+LatencyHeartbeat heartbeat(HostEngine& engine, const AddedSegments& segments, std::size_t lines) {
   const protocol::FlagLayout layout = flags(engine.size(), segments.mine.id, lines);
   std::vector<std::byte*> near;
   for (int peer = 0; peer < engine.size(); ++peer) {
@@ -56,7 +56,8 @@ HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig
       combined_(deliveries<protocol::DeliveryTraits>(*engine_, segment_, layout.combined)),
       announced_(deliveries<protocol::AnnounceTraits>(*engine_, segment_, layout.announced)),
       masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
-             segment_.data + layout.masks, pulse(*engine_, segments, layout.pulse), config.masks),
+             segment_.data + layout.masks, heartbeat(*engine_, segments, layout.heartbeat),
+             config.masks),
       rejoin_({flags(engine_->size(), segment_.id, layout.offers),
                flags(engine_->size(), segment_.id, layout.answers)},
               engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),

@@ -13,8 +13,8 @@ constexpr int kLongBegun = 4, kTold = 16;
 
 }  // namespace
 
-LatencyPulse::LatencyPulse(const protocol::FlagLayout& layout, int rank, std::byte* row,
-                           std::vector<std::byte*> near, std::chrono::nanoseconds deadline)
+LatencyHeartbeat::LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* row,
+                                   std::vector<std::byte*> near, std::chrono::nanoseconds deadline)
     : layout_(layout),
       rank_(rank),
       row_{row, layout.stride, layout.ranks},
@@ -26,25 +26,25 @@ LatencyPulse::LatencyPulse(const protocol::FlagLayout& layout, int rank, std::by
   then_.resize(far_.size());
 }
 
-std::uint64_t LatencyPulse::word(int peer) const {
+std::uint64_t LatencyHeartbeat::word(int peer) const {
   std::byte* near = near_[static_cast<std::size_t>(peer)];
   // relaxed: a sign of life; nothing is read on the strength of it.
   if (near == nullptr) return row_[peer].load(protocol::order::relaxed);
   return protocol::Flag{reinterpret_cast<std::uint64_t*>(near)}.load(protocol::order::relaxed);
 }
 
-void LatencyPulse::begin_window(Clock::time_point start) {
+void LatencyHeartbeat::begin_window(Clock::time_point start) {
   start_ = told_ = start;
   long_begun_ = false;
 }
 
-void LatencyPulse::look(Clock::time_point now) {
+void LatencyHeartbeat::poll(Clock::time_point now) {
   if (long_begun_ || now - start_ < deadline_ / kLongBegun) return;
   long_begun_ = true;
   for (std::size_t i = 0; i < far_.size(); ++i) then_[i] = word(far_[i]);
 }
 
-void LatencyPulse::beat(FabricReach& reach, const std::function<bool(int)>& left_out) {
+void LatencyHeartbeat::beat(FabricReach& reach, const std::function<bool(int)>& left_out) {
   const auto now = Clock::now();
   // relaxed: as in `word`.
   row_[rank_].store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
@@ -57,7 +57,7 @@ void LatencyPulse::beat(FabricReach& reach, const std::function<bool(int)>& left
   }
 }
 
-bool LatencyPulse::held_up(int peer) const {
+bool LatencyHeartbeat::held_up(int peer) const {
   if (!reads(peer)) {
     const auto at = std::find(far_.begin(), far_.end(), peer) - far_.begin();
     return long_begun_ && word(peer) != then_[static_cast<std::size_t>(at)];

@@ -14,22 +14,22 @@ namespace ferry::host {
 
 using engine::FabricReach;
 
-class LatencyPulse {
+class LatencyHeartbeat {
  public:
   using Clock = std::chrono::steady_clock;
 
   /// `layout`: each rank's row of words. `row`: the own one; its own word says when this rank was
   /// last in a call, the others are counted up by the ranks outside the domain. `near`: [R], each
   /// rank's own word; null outside the domain.
-  LatencyPulse(const protocol::FlagLayout& layout, int rank, std::byte* row,
-               std::vector<std::byte*> near, std::chrono::nanoseconds deadline);
+  LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* row,
+                   std::vector<std::byte*> near, std::chrono::nanoseconds deadline);
 
   /// Whether the words of a peer can be read here.
   bool reads(int peer) const { return near_[static_cast<std::size_t>(peer)] != nullptr; }
   /// The call, or a further deadline of it, begins.
   void begin_window(Clock::time_point start);
   /// Each look of a wait: once the window has long begun, remembers what far ranks had said then.
-  void look(Clock::time_point now);
+  void poll(Clock::time_point now);
   /// This rank is in a call; said again and again while it waits. Who is `left_out` is not told.
   void beat(FabricReach& reach, const std::function<bool(int)>& left_out);
   /// Whether the peer was in a call when the window here had long begun: so in an earlier call, and

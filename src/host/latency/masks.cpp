@@ -22,12 +22,12 @@ void CallTime::look(Clock::time_point now) {
 }
 
 LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
-                           const protocol::FlagLayout& layout, std::byte* told, LatencyPulse pulse,
-                           bool on)
+                           const protocol::FlagLayout& layout, std::byte* told,
+                           LatencyHeartbeat heartbeat, bool on)
     : engine_(engine),
       reach_(reach),
       told_(layout, engine.rank(), told),
-      pulse_(std::move(pulse)),
+      heartbeat_(std::move(heartbeat)),
       on_(on),
       masked_(static_cast<std::size_t>(engine.size())),
       words_(static_cast<std::size_t>(engine.size())),
@@ -62,16 +62,16 @@ void LatencyMasks::mask(int peer, Generation now) {
 }
 
 void LatencyMasks::beat() {
-  pulse_.beat(reach_, [this](int peer) { return masked(peer); });
+  heartbeat_.beat(reach_, [this](int peer) { return masked(peer); });
 }
 
 bool LatencyMasks::waits_on(int peer, const std::function<bool(int)>& arrived) const {
   int silent = 0;
   for (int other = 0; other < engine_.size(); ++other) {
     if (other == engine_.rank() || (arrived && arrived(other))) continue;
-    silent += pulse_.held_up(other) ? 0 : 1;
+    silent += heartbeat_.held_up(other) ? 0 : 1;
   }
-  return time_.extensions() <= silent && pulse_.held_up(peer);
+  return time_.extensions() <= silent && heartbeat_.held_up(peer);
 }
 
 int LatencyMasks::evictor() const {
@@ -208,7 +208,7 @@ Status MaskWatch::check() {
     return status;
   }
   time_.look(now);
-  masks_.pulse_.look(now);
+  masks_.heartbeat_.poll(now);
   engine_.channel().beat(true);
   // Before the deadline: a rank that was stopped finds its own over, and must hear first that the
   // others went on.

@@ -59,7 +59,7 @@ class LatencyMasks {
  public:
   /// `told`: this rank's row of words in which peers say that they mask it.
   LatencyMasks(HostEngine& engine, FabricReach& reach, const protocol::FlagLayout& layout,
-               std::byte* told, LatencyPulse pulse, bool on);
+               std::byte* told, LatencyHeartbeat heartbeat, bool on);
 
   bool on() const { return on_; }
   bool masked(int peer) const {
@@ -80,7 +80,7 @@ class LatencyMasks {
     if (on_ && !must_rejoin() && evictor() < 0) beat();
   }
   /// Whether the words of a peer can be read here.
-  bool reads(int peer) const { return pulse_.reads(peer); }
+  bool reads(int peer) const { return heartbeat_.reads(peer); }
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
   /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
@@ -103,7 +103,7 @@ class LatencyMasks {
   bool must_rejoin() const { return must_rejoin_.load(std::memory_order_relaxed); }
   void begin_wait() {
     time_.begin();
-    pulse_.begin_window(time_.begun());
+    heartbeat_.begin_window(time_.begun());
   }
   /// Not by a rank that was left behind: nobody is to wait for it.
   void beat();
@@ -114,7 +114,7 @@ class LatencyMasks {
   /// Grants one more deadline.
   void extend() {
     time_.extend();
-    pulse_.begin_window(time_.begun());
+    heartbeat_.begin_window(time_.begun());
   }
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
@@ -124,7 +124,7 @@ class LatencyMasks {
   HostEngine& engine_;
   FabricReach& reach_;
   protocol::ToldMasks told_;
-  LatencyPulse pulse_;
+  LatencyHeartbeat heartbeat_;
   bool on_;
   std::vector<std::atomic<bool>> masked_;
   mutable std::mutex mutex_;          // of the words: masks are set by any thread
@@ -136,7 +136,7 @@ class LatencyMasks {
 };
 
 /// The watch of a wait under masks: the call's deadline, destroy, ranks that are gone, ranks that
-/// went on without this one, the caller's `on_wait`. No notice of the group ends it.
+/// went on without this one, the caller's `on_wait`. No failure broadcast of the group ends it.
 class MaskWatch {
  public:
   /// `pending`: of the wait.
