@@ -13,13 +13,14 @@ enum class ErrorKind {
   deadline,          ///< a wait reached its deadline
   peer_failed,       ///< a rank died or reported a failure
   peer_left,         ///< a rank destroyed its group while others still exchange
-  left_behind,       ///< latency mode: the peers masked this rank and went on; `rejoin`
+  evicted,           ///< latency mode: the peers masked this rank and went on; `rejoin`
   refused,           ///< the bootstrap turned this process away (secret, version, size, rank taken)
   interrupted,       ///< the caller's `on_wait` asked to stop (Ctrl-C)
   destroyed,         ///< use after destroy
   exhausted,         ///< no room: memory, capacity, live results
   unsupported,       ///< not built, or not possible on this machine
   system,            ///< the operating system refused a call
+  left_behind [[deprecated("now evicted")]] = evicted,
 };
 
 /// The name of a kind, as used in messages: "invalid argument", "deadline", ...

@@ -161,12 +161,12 @@ class LatencyExchange {
   /// for itself: a peer is masked by missing the deadline of a call, by the end of its process or
   /// by destroying its group, all of which raise `mask_count`, and by `set_mask`. Late writes of a
   /// masked rank are ignored. A rank that was masked by a peer that it has not masked itself gets
-  /// Error(left_behind) from its calls, and the others are not disturbed by it.
+  /// Error(evicted) from its calls, and the others are not disturbed by it.
   std::vector<bool> masked() const;  ///< [ranks]; own rank: never
   /// `rank`: a peer. Counts for calls that begin later. Set it on all ranks that go on, before the
   /// same call: those on which it is not set wait a deadline for that rank, and ranks that cannot
   /// read one another's memory may then mask each other. A mask may be taken back without `rejoin`
-  /// only from a rank that made as many dispatches as this one. If that rank got Error(left_behind)
+  /// only from a rank that made as many dispatches as this one. If that rank got Error(evicted)
   /// meanwhile, it then takes back its own masks of those that went on.
   void set_mask(int rank, bool masked);
   void clear_masks();
@@ -177,7 +177,7 @@ class LatencyExchange {
   /// rank's calls: agrees on a generation after all that were used and clears all masks, but of
   /// ranks whose process has ended or that destroyed their group: those stay masked. A rank that
   /// does not come within the deadline is Error(deadline) that names it; until a rejoin succeeds
-  /// every other call of this rank is Error(left_behind) then. Results that are alive may still be
+  /// every other call of this rank is Error(evicted) then. Results that are alive may still be
   /// read, but neither received nor combined.
   void rejoin();
 

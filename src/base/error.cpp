@@ -11,7 +11,7 @@ const char* name_of(ErrorKind kind) {
     case ErrorKind::deadline: return "deadline";
     case ErrorKind::peer_failed: return "peer failed";
     case ErrorKind::peer_left: return "peer left";
-    case ErrorKind::left_behind: return "left behind";
+    case ErrorKind::evicted: return "left behind";
     case ErrorKind::refused: return "refused";
     case ErrorKind::interrupted: return "interrupted";
     case ErrorKind::destroyed: return "destroyed";

@@ -144,7 +144,7 @@ void Channel::raise(const char* stage, const Status& status,
     default:
       kind = ErrorKind::mismatch;
       broadcasts_.raise(reach_, FailureBroadcast::Kind::kFailed, rank_, generation());
-      text = rank_text(context.peer) + " is ahead: this rank was left behind (expected " +
+      text = rank_text(context.peer) + " is ahead: this rank was overtaken (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")";
       break;
   }

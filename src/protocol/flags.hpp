@@ -54,7 +54,7 @@ struct AwaitTraits {
   FERRY_FN static constexpr int awaited(int ranks) { return ranks; }
 };
 
-/// Waits until `flag`, written by `peer`, reaches `wanted`; left behind if it is `depth` or more
+/// Waits until `flag`, written by `peer`, reaches `wanted`; overtaken if it is `depth` or more
 /// ahead. On failure the status holds `peer` (unless the watch named the one to blame), the value
 /// wanted and the value seen.
 template <class Traits = AwaitTraits, class W>
@@ -64,7 +64,7 @@ FERRY_FN Status await_flag(Flag flag, int peer, std::uint64_t wanted, std::uint6
       [wanted](std::uint64_t seen) { return Traits::reached(seen, wanted); }, watch, Traits::kLoad);
   status.expected = wanted;
   if (status.ok() && status.seen > wanted && status.seen - wanted >= depth) {
-    status.code = Status::Code::kLeftBehind;
+    status.code = Status::Code::kOvertaken;
   }
   if (!status.ok() && status.peer < 0) status.peer = peer;
   return status;

@@ -9,7 +9,7 @@
 // - a rank says that its part of a generation is there only if it is: to a peer whose rows it did
 //   not get it says nothing.
 // A rank that masks a peer tells it. Who hears that from a peer that it has not masked itself was
-// left behind, and stops before it masks the ranks that went on.
+// overtaken, and stops before it masks the ranks that went on.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ struct ShortSleep : PassedOn<W> {
 
 /// Waits until the flag of some rank in `pending` reaches `wanted`, and moves all those that have
 /// from `pending` to `came`. Whichever comes first is served first, so that a rank which is late
-/// holds up nobody but the one who waits for it. Left behind if a flag is `depth` or more ahead. On
+/// holds up nobody but the one who waits for it. Overtaken if a flag is `depth` or more ahead. On
 /// failure the status names the lowest rank that is missing, unless the watch named another.
 template <class Traits = AwaitTraits, class W>
 Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth, RankSet pending,
@@ -71,7 +71,7 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
         continue;
       }
       if (seen > wanted && seen - wanted >= depth) {
-        return {Status::Code::kLeftBehind, peer, wanted, seen};
+        return {Status::Code::kOvertaken, peer, wanted, seen};
       }
       pending[p] = 0;
       came[p] = 1;

@@ -19,7 +19,7 @@ struct Status {
     kDeadline,     ///< the time set by the caller is over
     kPeerFailed,   ///< `peer` died, or said that it failed
     kInterrupted,  ///< the caller asked to stop (Ctrl-C)
-    kLeftBehind,   ///< `peer` is further ahead than this exchange allows: we missed one
+    kOvertaken,    ///< `peer` is further ahead than this exchange allows: we missed one
     kMismatch,     ///< something arrived that does not fit what was announced
   };
 

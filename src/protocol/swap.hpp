@@ -78,7 +78,7 @@ class Swap {
 
   /// Waits until every rank's message of `generation` is here. On failure `peer` is the lowest rank
   /// whose message is missing, unless the watch named another. A peer two or more generations ahead
-  /// has overwritten our slot: left behind.
+  /// has overwritten our slot: overtaken.
   template <class W>
   FERRY_FN Status await(Generation generation, W& watch) const {
     return await_all<typename Traits::Await>(row_, generation, Traits::kSlots, watch);

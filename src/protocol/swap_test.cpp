@@ -100,7 +100,7 @@ TEST(Swap, NamesTheLowestMissingRank) {
   EXPECT_EQ(status.seen, 0u);
 }
 
-TEST(Swap, SeesThatItWasLeftBehind) {
+TEST(Swap, SeesThatItWasOvertaken) {
   constexpr int kRanks = 2;
   const SwapLayout layout = layout_for(kRanks);
   const ThreadRanks group(kRanks, layout.flags.bytes() + layout.slots_bytes());
@@ -117,7 +117,7 @@ TEST(Swap, SeesThatItWasLeftBehind) {
                     group.address(0, layout.flags.flags));
   DeadlineWatch watch(std::chrono::milliseconds(20));
   const Status status = swap.await(1, watch);
-  EXPECT_EQ(status.code, Status::Code::kLeftBehind);
+  EXPECT_EQ(status.code, Status::Code::kOvertaken);
   EXPECT_EQ(status.peer, 1);
   EXPECT_EQ(status.seen, 3u);
 }

@@ -241,18 +241,18 @@ bool run_rejoin(const CudaOptions& options, int ranks, int domain_size) {
       rank.check(missed.kind() == ErrorKind::deadline && missed.peer() == late,
                  std::string("a rejoin without the late rank: got ") + missed.what());
       const Error refused = error_of([&] { mirror.run(); });
-      rank.check(refused.kind() == ErrorKind::left_behind,
+      rank.check(refused.kind() == ErrorKind::evicted,
                  std::string("a call after a rejoin that failed: got ") + refused.what());
       rank.meet();
     } else {
       rank.meet();
       rank.meet();
       Error behind(ErrorKind::system, "nothing");  // the first may hold what came before
-      for (int i = 0; i < 4 && behind.kind() != ErrorKind::left_behind; ++i) {
+      for (int i = 0; i < 4 && behind.kind() != ErrorKind::evicted; ++i) {
         mirror.drop();
         behind = error_of([&] { mirror.run(); });
       }
-      rank.check(behind.kind() == ErrorKind::left_behind,
+      rank.check(behind.kind() == ErrorKind::evicted,
                  std::string("the late rank: got ") + behind.what());
     }
     for (int i = 0; i < 3; ++i) {

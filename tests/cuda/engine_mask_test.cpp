@@ -32,11 +32,11 @@ void need_masked(const LatencyExchange& latency, const std::set<int>& expected,
   }
 }
 
-bool is_left_behind(const std::function<void()>& call) {
+bool is_evicted(const std::function<void()>& call) {
   try {
     call();
   } catch (const Error& error) {
-    return error.kind() == ErrorKind::left_behind;
+    return error.kind() == ErrorKind::evicted;
   }
   return false;
 }
@@ -87,10 +87,10 @@ TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
       // The first is what the others sent before they knew.
       bool told = false;
       for (int i = 0; i < 4 && !told; ++i) {
-        told = is_left_behind([&] { (void)latency_dispatch(at.latency, at.mine, kTrip); });
+        told = is_evicted([&] { (void)latency_dispatch(at.latency, at.mine, kTrip); });
       }
-      need(told, "it did not learn that it was left behind");
-      need_masked(at.latency, others, "left behind");
+      need(told, "it did not learn that it was evicted");
+      need_masked(at.latency, others, "evicted");
     }
     seat.meet();
     at.latency.rejoin();
@@ -173,7 +173,7 @@ TEST_P(EngineTest, MasksAreSetAndCleared) {
     const LatencyReceived old = latency_dispatch(at.latency, at.mine, kTrip);
     at.latency.rejoin();
     check_latency_rows(at.world, seat.rank(), old, seat.copier);
-    need(is_left_behind([&] { (void)latency_combine(at.latency, at.mine, old, kTrip); }),
+    need(is_evicted([&] { (void)latency_combine(at.latency, at.mine, old, kTrip); }),
          "a result from before a rejoin was combined");
     at.trip();
     seat.meet();

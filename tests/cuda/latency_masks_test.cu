@@ -143,11 +143,11 @@ void test_rejoin(std::uint64_t seed) {
   // What they sent to it before they knew, and then: nobody sends to it any more, and it does not
   // wait for its own deadline.
   (void)trio.dispatch({1}, seed + 6, kLong);
-  expect("not left behind yet", trio.run().alarm(1).masked == 0);
+  expect("not evicted yet", trio.run().alarm(1).masked == 0);
   const LatencyWorld alone = trio.dispatch({1}, seed + 7, kLong);
   trio.run().check_dispatch(alone, 1, 0);
-  expect("left behind", trio.run().alarm(1).behind != 0 && trio.run().alarm(1).masked == 2);
-  expect("left behind: masks", trio.sees(1, 0) && trio.sees(1, 2));
+  expect("evicted", trio.run().alarm(1).behind != 0 && trio.run().alarm(1).masked == 2);
+  expect("evicted: masks", trio.sees(1, 0) && trio.sees(1, 2));
   for (std::uint64_t round = 0; round < 3; ++round) {
     trio.rejoin({0, 1, 2}, kLong);
     for (int r = 0; r < 3; ++r) {
@@ -199,13 +199,13 @@ void test_host_masks(std::uint64_t seed) {
 }
 
 /// Masked at a dispatch and no longer at its combine: there are no sums to wait for, and who was
-/// left behind is so no more when both sides have taken their masks back.
+/// evicted is so no more when both sides have taken their masks back.
 void test_taken_back(std::uint64_t seed) {
   Trio trio;
   trio.exchange({0, 1, 2}, seed, kLong);
   for (const int r : {0, 2}) trio.set_mask(r, 1, true);
   const LatencyWorld world = trio.dispatch({0, 1, 2}, seed + 1, kLong);
-  expect("left behind", trio.run().alarm(1).behind != 0 && trio.sees(1, 0) && trio.sees(1, 2));
+  expect("evicted", trio.run().alarm(1).behind != 0 && trio.sees(1, 0) && trio.sees(1, 2));
   trio.set_mask(1, 0, false);
   expect("behind still", trio.run().alarm(1).behind != 0);
   for (const int r : {0, 2}) trio.set_mask(r, 1, false);

@@ -136,7 +136,7 @@ void stopped_rank(Bootstrap& bootstrap, const Settings& settings, Told& told, in
         try {
           rank.trip();
         } catch (const Error& error) {
-          behind = error.kind() == ErrorKind::left_behind;
+          behind = error.kind() == ErrorKind::evicted;
           if (!behind) throw;
         }
       }

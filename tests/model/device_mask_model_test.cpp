@@ -33,7 +33,7 @@ struct DevicePlan {
   bool takes_back = false;  ///< masks, between a dispatch and its combine
   bool late_weights = false;
   bool two_alive = false;  ///< two dispatches, then their combines
-  bool rejoins = false;    ///< after the generations, or where it was left behind; then one more
+  bool rejoins = false;    ///< after the generations, or where it was evicted; then one more
 };
 
 struct DevicePlaces {
@@ -60,7 +60,7 @@ class DeviceRank {
 
   Status run() {
     const bool good = exchanges(1, world_.what().generations);
-    if (!plan_.rejoins) return good ? Status{} : left_behind();
+    if (!plan_.rejoins) return good ? Status{} : evicted();
     protocol::Rejoin<> rejoin(at_.rejoin, rank_, world_.address(rank_, at_.rejoin.offers.flags),
                               world_.address(rank_, at_.rejoin.answers.flags));
     std::array<std::uint8_t, kMaxRanks> absent{};
@@ -70,7 +70,7 @@ class DeviceRank {
         rejoin.agree(reach, generation_, {absent.data(), index(ranks_)}, *this, agreed);
     if (!status.ok()) return status;
     go_on_after(agreed);
-    return exchanges(agreed + 1, agreed + 2) ? Status{} : left_behind();
+    return exchanges(agreed + 1, agreed + 2) ? Status{} : evicted();
   }
 
   // The watch of every wait: its deadline may be over at any look, and a peer that goes on without
@@ -107,7 +107,7 @@ class DeviceRank {
   }
 
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
-  Status left_behind() const { return {Status::Code::kLeftBehind, -1, 0, 0}; }
+  Status evicted() const { return {Status::Code::kOvertaken, -1, 0, 0}; }
   Flag word(int owner, const FlagLayout& layout, int writer) {
     return Flag{reinterpret_cast<std::uint64_t*>(world_.address(owner, layout.place(writer)))};
   }
@@ -151,7 +151,7 @@ class DeviceRank {
                  [g](std::uint64_t seen) { return Traits::is_of(seen, g); });
   }
 
-  /// False: this rank was left behind.
+  /// False: this rank was evicted.
   bool begin_call() {
     if (behind_) return false;
     ++call_;

@@ -98,7 +98,7 @@ class MaskedRank {
   Status check() {
     Status status;
     status.peer = told_.find(base_, [this](int peer) { return masked_[at(peer)] == 0; });
-    status.code = status.peer >= 0 ? Status::Code::kLeftBehind : Status::Code::kDeadline;
+    status.code = status.peer >= 0 ? Status::Code::kOvertaken : Status::Code::kDeadline;
     return status;
   }
 
@@ -148,7 +148,7 @@ class MaskedRank {
       Ranks newcomers{};
       const Status status = protocol::await_some<typename Traits::Await>(
           row(flags), wanted, depth, set(pending), set(newcomers), *this);
-      if (status.code == Status::Code::kLeftBehind) return status;
+      if (status.code == Status::Code::kOvertaken) return status;
       if (status.code == Status::Code::kDeadline) {
         for (int peer = 0; peer < ranks_; ++peer) {
           if (pending[at(peer)] == 0) continue;

@@ -60,8 +60,8 @@ class Load {
         if (round == board_.rejoin_at) rejoin(round);
         exchange(round);
       } catch (const Error& error) {
-        if (error.kind() != ErrorKind::left_behind) throw;
-        board_.left_behind[at(rank_)] = 1;
+        if (error.kind() != ErrorKind::evicted) throw;
+        board_.evicted[at(rank_)] = 1;
         while (board_.rejoin_at == 0 || board_.rejoin_at < round) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
@@ -282,17 +282,17 @@ MaskFault MaskedJob::fault(const std::vector<int>& victims, int number) {
   await("a mask", [&] {
     return std::all_of(survivors.begin(), survivors.end(), [&](int rank) {
       const auto r = static_cast<std::size_t>(rank);
-      return board_->left_behind[r] != 0 || (board_->masked[r] & bits) == bits;
+      return board_->evicted[r] != 0 || (board_->masked[r] & bits) == bits;
     });
   });
   for (const int rank : survivors) {
     if (!wrong_.empty()) continue;
     const auto r = static_cast<std::size_t>(rank);
     found.mask_ms.push_back(static_cast<double>(board_->masked_ns[r] - start) * 1e-6);
-    if (board_->left_behind[r] != 0 || board_->masked[r] != bits) {
+    if (board_->evicted[r] != 0 || board_->masked[r] != bits) {
       wrong_ = "rank " + std::to_string(rank) + " masked bits " +
                std::to_string(board_->masked[r]) + ", expected " + std::to_string(bits) +
-               (board_->left_behind[r] != 0 ? "; it was left behind itself" : "");
+               (board_->evicted[r] != 0 ? "; it was evicted itself" : "");
     }
   }
   found.rounds_masked = rounds_per_second(survivors.front());
@@ -306,13 +306,13 @@ MaskFault MaskedJob::kill(int victim) {
 
 MaskFault MaskedJob::stop(const std::vector<int>& victims, double seconds) {
   const double start = now();
-  for (auto& left_behind : board_->left_behind) left_behind = 0;
+  for (auto& evicted : board_->evicted) evicted = 0;
   MaskFault found = fault(victims, SIGSTOP);
   std::this_thread::sleep_for(std::chrono::duration<double>(start + seconds - now()));
   for (const int victim : victims) ranks_->signal(victim, SIGCONT);
-  await("the news that they were left behind", [&] {
+  await("the news that they were evicted", [&] {
     return std::all_of(victims.begin(), victims.end(), [&](int victim) {
-      return board_->left_behind[static_cast<std::size_t>(victim)] != 0;
+      return board_->evicted[static_cast<std::size_t>(victim)] != 0;
     });
   });
   const std::int64_t before = board_->rejoin_at;

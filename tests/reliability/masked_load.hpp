@@ -20,7 +20,7 @@ struct MaskBoard {
   std::array<std::atomic<std::int64_t>, kRanks> round{};
   std::array<std::atomic<std::int64_t>, kRanks> masked_ns{};  ///< when it went on without another
   std::array<std::atomic<int>, kRanks> masked{};              ///< bits of ranks, by this rank
-  std::array<std::atomic<int>, kRanks> left_behind{};
+  std::array<std::atomic<int>, kRanks> evicted{};
   std::array<std::atomic<std::int64_t>, kRanks> rejoined{};  ///< the round in which it did
   std::atomic<std::int64_t> rejoin_at{0}, stop_at{0};        ///< rounds, said by the deciding rank
   std::atomic<int> rejoin_decider{-1}, stop_decider{-1};
@@ -46,7 +46,7 @@ class MaskedJob {
 
   /// A rank is killed. The job may only be ended then.
   MaskFault kill(int victim);
-  /// Ranks are stopped together for `seconds`, learn that they were left behind, and all rejoin.
+  /// Ranks are stopped together for `seconds`, learn that they were evicted, and all rejoin.
   MaskFault stop(const std::vector<int>& victims, double seconds);
   /// Ends all ranks that live. What was wrong; empty: nothing.
   std::string end();

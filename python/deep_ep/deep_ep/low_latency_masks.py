@@ -71,7 +71,7 @@ class Masks:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask another rank for later calls, or take it back in. It may be taken back if it has
         made as many dispatches meanwhile as this rank, and no buffers were made or cleaned without
-        it; else some next call says that a rank was left behind."""
+        it; else some next call says that a rank was evicted."""
         call = "low_latency_update_mask_buffer"
         self._require_shrink(call)
         expected = f"0 to {self.group_size - 1}, another rank than this one"

@@ -55,7 +55,7 @@ def test_a_rank_leaves(end: str) -> None:
 
 
 def test_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told that it was left behind, by an error that names no cause of its own."""
+    """It is told that it was evicted, by an error that names no cause of its own."""
     monkeypatch.setenv("FERRY_DEADLINE", "2")
     case = Case(31, TOKENS, EXPERTS)
     others_are_done = threading.Event()
@@ -65,7 +65,7 @@ def test_a_rank_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         step(buffer, case, [0, 1, 2])
         if buffer.rank == 2:
             assert others_are_done.wait(20)
-            with pytest.raises(RuntimeError, match="left behind"):
+            with pytest.raises(RuntimeError, match="evicted"):
                 dispatch(buffer, case, use_fp8=False)
             return
         step(buffer, case, [0, 1])

@@ -79,7 +79,7 @@ void CudaLatency::check_combine(const ConstTensorView& rows, const LatencyRound&
   dispatched.local_experts = local_experts();
   check_latency_combine(rows, topk_weights, config_, dispatched, options, where);
   check_stream(kLatencyCombine, options.stream, where);
-  check_left_behind(kLatencyCombine);
+  check_evicted(kLatencyCombine);
   check_current(kLatencyCombine, round);
 }
 

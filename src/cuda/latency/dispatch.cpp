@@ -210,7 +210,7 @@ Event CudaLatency::end(Launch& launch, const char* call) {
   launch.outlives(shared_from_this());
   if (alarm_) {
     launch.record()->on_wait = [alarm = alarm_, call, rank = rank()] {
-      throw_left_behind(*reinterpret_cast<const LatencyAlarm*>(alarm.get()), call, rank);
+      throw_evicted(*reinterpret_cast<const LatencyAlarm*>(alarm.get()), call, rank);
     };
   }
   if (told_) {
@@ -232,7 +232,7 @@ void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView
   check_routes(kLatencyDispatch, topk_idx, where);
   check_waits(kLatencyDispatch, options.waits, ranks(), where);
   check_stream(kLatencyDispatch, options.stream, where);
-  check_left_behind(kLatencyDispatch);
+  check_evicted(kLatencyDispatch);
 }
 
 LatencyReceived CudaLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,

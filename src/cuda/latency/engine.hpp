@@ -68,7 +68,7 @@ struct ReceiveRows final : LatencyState {
 
 [[noreturn]] void refuse_second_receive(const char* call);
 /// Throws when a rank goes on without this one.
-void throw_left_behind(const LatencyAlarm& alarm, const char* call, int rank);
+void throw_evicted(const LatencyAlarm& alarm, const char* call, int rank);
 std::optional<Stream> copy_of(const Stream* stream);
 
 /// Of an exchange whose group has other domains than the engine's.
@@ -133,7 +133,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// Refuses an exchange without masks.
   LatencyAlarm& alarm() const;
   /// Throws when another rank goes on without this one, until it has rejoined.
-  void check_left_behind(const char* call) const;
+  void check_evicted(const char* call) const;
   /// Refuses a result from before the last rejoin.
   void check_current(const char* call, const LatencyRound& round) const;
   void change_mask(const char* call, int rank, bool masked);

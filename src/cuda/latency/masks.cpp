@@ -23,13 +23,13 @@ T load(const T& word) {
 
 }  // namespace
 
-void throw_left_behind(const LatencyAlarm& alarm, const char* call, int rank) {
+void throw_evicted(const LatencyAlarm& alarm, const char* call, int rank) {
   const std::uint32_t behind = load(alarm.behind);
   if (behind == 0) return;
   const int peer = static_cast<int>(behind) - 1;
-  throw Error(ErrorKind::left_behind,
+  throw Error(ErrorKind::evicted,
               "rank " + to_string(rank) + ": " + call + ": rank " + to_string(peer) +
-                  " has masked this rank and goes on without it: left behind; its results since "
+                  " has masked this rank and goes on without it: evicted; its results since "
                   "may lack rows. Call rejoin on all ranks to come back",
               {rank, peer, call, 0, 0, 0});
 }
@@ -43,20 +43,20 @@ LatencyAlarm& CudaLatency::alarm() const {
   return *reinterpret_cast<LatencyAlarm*>(alarm_.get());
 }
 
-void CudaLatency::check_left_behind(const char* call) const {
+void CudaLatency::check_evicted(const char* call) const {
   if (!alarm_) return;
   if (must_rejoin_.load()) {
-    throw Error(ErrorKind::left_behind,
+    throw Error(ErrorKind::evicted,
                 "rank " + to_string(rank()) + ": " + call +
                     ": the last rejoin of this exchange failed on this rank; rejoin again",
                 {rank(), rank(), call, 0, 0, 0});
   }
-  throw_left_behind(alarm(), call, rank());
+  throw_evicted(alarm(), call, rank());
 }
 
 void CudaLatency::check_current(const char* call, const LatencyRound& round) const {
   if (round.rejoins == rejoins_.load()) return;
-  throw Error(ErrorKind::left_behind,
+  throw Error(ErrorKind::evicted,
               "rank " + to_string(rank()) + ": " + call +
                   ": this result is of a dispatch before the last rejoin; its rows may still be "
                   "read, but neither received nor combined",

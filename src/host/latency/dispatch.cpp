@@ -95,7 +95,7 @@ Tensor HostLatency::scales_tensor(const Exchange& exchange, std::int64_t blocks,
 LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                       const LatencyDispatchOptions& options) {
   HostEngine::Call call(*engine_, kLatencyDispatch, asks());
-  masks_.check_left_behind(kLatencyDispatch);
+  masks_.check_evicted(kLatencyDispatch);
   const std::shared_ptr<Exchange> exchange = begin(x, topk_idx, options);
   auto state = std::make_shared<ReceiveRows>();
   state->engine = shared_from_this();
@@ -105,7 +105,7 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {
-        self->masks_.check_left_behind(kLatencyDispatch);
+        self->masks_.check_evicted(kLatencyDispatch);
         self->settle_unreceived();
         self->send_as_credits_come(*exchange, x);
         if (!hook) self->receive_rows(*exchange);

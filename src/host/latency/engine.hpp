@@ -65,7 +65,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
     return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
   Asks asks() const { return config_.masks ? Asks::existence : Asks::no_failure; }
-  /// Throws Error(left_behind) for a result from before a rejoin, and as `LatencyMasks` does.
+  /// Throws Error(evicted) for a result from before a rejoin, and as `LatencyMasks` does.
   void check_still_joined(const char* call, Generation generation) const;
 
  private:

@@ -1,5 +1,5 @@
 // Latency mode with masks: a rank that stops holds up some ranks and not others. Those that it
-// holds up are waited for, in calls and in a rejoin; a rank that was left behind is not.
+// holds up are waited for, in calls and in a rejoin; a rank that was evicted is not.
 #include <atomic>
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto kDeadline = 800ms;
 
-TEST(HostHeldUp, NobodyWaitsLongerForARankThatWasLeftBehind) {
+TEST(HostHeldUp, NobodyWaitsLongerForARankThatWasEvicted) {
   std::atomic<bool> told{false};
   MaskedRanks ranks;
   ranks.run(with_deadline(kDeadline), [&](Group& group, LatencyExchange& latency) {
@@ -22,7 +22,7 @@ TEST(HostHeldUp, NobodyWaitsLongerForARankThatWasLeftBehind) {
       ranks.until([&] {
         return told && ranks.waited(0) > kDeadline / 2 && ranks.waited(3) > kDeadline / 2;
       });
-      expect_error(ErrorKind::left_behind, {"masked this rank"},
+      expect_error(ErrorKind::evicted, {"masked this rank"},
                    [&] { latency.dispatch(load.x(2), load.ids()); });
     } else {
       if (group.rank() == 1) {
@@ -38,8 +38,8 @@ TEST(HostHeldUp, NobodyWaitsLongerForARankThatWasLeftBehind) {
   });
 }
 
-/// The same for a rank that was left behind while it was stopped in a call.
-void wake_up_left_behind(int domain_size) {
+/// The same for a rank that was evicted while it was stopped in a call.
+void wake_up_evicted(int domain_size) {
   GroupConfig config = with_deadline(kDeadline);
   config.domain_size = domain_size;
   std::atomic<int> combining{0};
@@ -53,7 +53,7 @@ void wake_up_left_behind(int domain_size) {
                ranks.waited(3) > kDeadline * 3 / 4;
       });
       // It sends to all and waits for rank 1, which sends it nothing.
-      expect_error(ErrorKind::left_behind, {"masked this rank"},
+      expect_error(ErrorKind::evicted, {"masked this rank"},
                    [&] { latency.dispatch(load.x(2), load.ids()); });
     } else {
       ranks.until([&] { return ranks.stopped(2); });
@@ -69,12 +69,12 @@ void wake_up_left_behind(int domain_size) {
   });
 }
 
-TEST(HostHeldUp, NobodyWaitsLongerForARankThatWakesUpLeftBehind) {
-  wake_up_left_behind(0);
+TEST(HostHeldUp, NobodyWaitsLongerForARankThatWakesUpEvicted) {
+  wake_up_evicted(0);
 }
 
-TEST(HostHeldUp, NobodyWaitsLongerForARankThatWakesUpLeftBehindInAnotherDomain) {
-  wake_up_left_behind(2);
+TEST(HostHeldUp, NobodyWaitsLongerForARankThatWakesUpEvictedInAnotherDomain) {
+  wake_up_evicted(2);
 }
 
 /// Rank 0 stops, and holds up some ranks and not others.

@@ -79,23 +79,23 @@ int LatencyMasks::evictor() const {
   return told_.find(base(), [this](int peer) { return !masked(peer); });
 }
 
-void LatencyMasks::check_left_behind(const char* call) const {
+void LatencyMasks::check_evicted(const char* call) const {
   if (!on_) return;
   if (must_rejoin()) {
-    throw Error(ErrorKind::left_behind,
+    throw Error(ErrorKind::evicted,
                 "rank " + std::to_string(engine_.rank()) + ": " + call +
                     ": the last rejoin of this exchange failed on this rank; rejoin again",
                 {engine_.rank(), engine_.rank(), call, base(), 0, 0});
   }
-  if (const int peer = evictor(); peer >= 0) throw_left_behind(call, peer, 0, 0);
+  if (const int peer = evictor(); peer >= 0) throw_evicted(call, peer, 0, 0);
 }
 
-void LatencyMasks::throw_left_behind(const char* call, int peer, std::uint64_t expected,
-                                     std::uint64_t seen) const {
-  throw Error(ErrorKind::left_behind,
+void LatencyMasks::throw_evicted(const char* call, int peer, std::uint64_t expected,
+                                 std::uint64_t seen) const {
+  throw Error(ErrorKind::evicted,
               "rank " + std::to_string(engine_.rank()) + ": " + call + ": rank " +
                   std::to_string(peer) +
-                  " has masked this rank and goes on without it: left behind; its results since "
+                  " has masked this rank and goes on without it: evicted; its results since "
                   "may lack rows. Call rejoin on all ranks to come back",
               {engine_.rank(), peer, call, base(), expected, seen});
 }
@@ -138,7 +138,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
                     "rank " + std::to_string(engine_.rank()) + ": " + wait.stage +
                         ": the group was destroyed during the exchange",
                     {engine_.rank(), status.peer, wait.stage, now, wait.wanted, status.seen});
-      default: throw_left_behind(wait.stage, status.peer, wait.wanted, status.seen);
+      default: throw_evicted(wait.stage, status.peer, wait.wanted, status.seen);
     }
   }
   engine_.channel().count_wait(Clock::now() - began);
@@ -217,7 +217,7 @@ Status MaskWatch::check() {
   if (engine_.channel().left()) {
     status.code = Status::Code::kInterrupted;
   } else if (by >= 0) {
-    status.code = Status::Code::kLeftBehind;
+    status.code = Status::Code::kOvertaken;
     status.peer = by;
   } else if (status.peer = gone(); status.peer >= 0) {
     status.code = Status::Code::kPeerFailed;

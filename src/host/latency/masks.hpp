@@ -71,9 +71,9 @@ class LatencyMasks {
   void set(int peer, bool masked, Generation now);
   const std::uint64_t* count() const { return &count_; }
 
-  /// Throws Error(left_behind) if a peer that this rank has not masked has masked this rank, or if
+  /// Throws Error(evicted) if a peer that this rank has not masked has masked this rank, or if
   /// this rank must rejoin first.
-  void check_left_behind(const char* call) const;
+  void check_evicted(const char* call) const;
   /// The deadline of a call runs from here: all its waits share it.
   void begin_call() {
     begin_wait();
@@ -84,7 +84,7 @@ class LatencyMasks {
 
   /// Waits for the flags of the ranks in `pending`. `came(newcomers)` is called for each lot of
   /// them. Ranks that miss the deadline, or are gone, are masked, and `missed(peer)` is called;
-  /// those that are held up themselves get another deadline. Throws Error(left_behind).
+  /// those that are held up themselves get another deadline. Throws Error(evicted).
   void await(const SourceWait& wait, RankBytes pending, Generation now,
              const std::function<void(const RankBytes&)>& came,
              const std::function<void(int)>& missed = {});
@@ -105,7 +105,7 @@ class LatencyMasks {
     time_.begin();
     heartbeat_.begin_window(time_.begun());
   }
-  /// Not by a rank that was left behind: nobody is to wait for it.
+  /// Not by a rank that was evicted: nobody is to wait for it.
   void beat();
   /// At the deadline: whether this rank waits for `peer` on, which is held up. A silent rank can
   /// hold up others once for each of the ranks here; without silent ranks somebody made another
@@ -118,8 +118,8 @@ class LatencyMasks {
   }
   void mask(int peer, Generation now);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
-  [[noreturn]] void throw_left_behind(const char* call, int peer, std::uint64_t expected,
-                                      std::uint64_t seen) const;
+  [[noreturn]] void throw_evicted(const char* call, int peer, std::uint64_t expected,
+                                  std::uint64_t seen) const;
 
   HostEngine& engine_;
   FabricReach& reach_;

@@ -22,7 +22,7 @@ void late_rank(FabricKind fabric, int domain_size = 0, FabricKind network = Fabr
     for (; round <= 3; ++round) load.round(round, {});
     if (group.rank() == kLate) {
       ranks.meet();  // the others have gone on
-      expect_error(ErrorKind::left_behind, {"rank 2", "masked", "rejoin"},
+      expect_error(ErrorKind::evicted, {"rank 2", "masked", "rejoin"},
                    [&] { load.round(round, {}); });
       ranks.meet();
     } else {
@@ -92,7 +92,7 @@ TEST(HostMasks, MasksAreSetAndCleared) {
     const int rank = group.rank();
     const std::vector<int> others = rank < 2 ? std::vector{2, 3} : std::vector{0, 1};
     load.round(1, {});
-    ranks.meet();  // whoever is in a call when another masks it was left behind
+    ranks.meet();  // whoever is in a call when another masks it was evicted
     for (const int other : others) latency.set_mask(other, true);
     ranks.meet();
     for (int round = 2; round <= 4; ++round) load.round(round, others);  // two halves
@@ -228,7 +228,7 @@ TEST(HostMasks, RejoinNamesWhoIsMissingAndMayBeRepeated) {
     load.round(1, {});
     if (group.rank() != 3) {
       expect_error(ErrorKind::deadline, {"rank 3", "rejoin"}, [&] { latency.rejoin(); });
-      expect_error(ErrorKind::left_behind, {"rejoin again"}, [&] { load.round(2, {}); });
+      expect_error(ErrorKind::evicted, {"rejoin again"}, [&] { load.round(2, {}); });
     }
     ranks.meet();
     latency.rejoin();
@@ -261,7 +261,7 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
     std::optional<LatencyReceived> old = latency.dispatch(load.x(2), load.ids());
     latency.rejoin();
     load.expect_received(*old, 2, {});
-    expect_error(ErrorKind::left_behind, {"before the last rejoin"}, [&] { load.combine(*old); });
+    expect_error(ErrorKind::evicted, {"before the last rejoin"}, [&] { load.combine(*old); });
     load.round(3, {});  // in the other buffer
     expect_error(ErrorKind::exhausted, {"still alive"},
                  [&] { latency.dispatch(load.x(4), load.ids()); });

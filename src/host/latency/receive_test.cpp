@@ -8,7 +8,7 @@
 namespace ferry::host::test {
 namespace {
 
-TEST(HostReceive, AReceiveThatWasLeftBehindMayBeCalledAgain) {
+TEST(HostReceive, AReceiveOfAnEvictedRankMayBeCalledAgain) {
   std::barrier all(kRanks);
   with_groups(kRanks, with_deadline(30s), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
@@ -20,7 +20,7 @@ TEST(HostReceive, AReceiveThatWasLeftBehindMayBeCalledAgain) {
     if (group.rank() == 1) latency.set_mask(0, true);
     all.arrive_and_wait();
     if (group.rank() == 0) {
-      expect_error(ErrorKind::left_behind, {"rank 1"}, [&] { received.receive(); });
+      expect_error(ErrorKind::evicted, {"rank 1"}, [&] { received.receive(); });
     }
     all.arrive_and_wait();
     if (group.rank() == 1) latency.clear_masks();
@@ -92,7 +92,7 @@ TEST(HostReceive, NothingIsCombinedOfADispatchThatFailedOnItsStream) {
     if (group.rank() == 0) {
       masked = true;
       masked.notify_all();
-      expect_error(ErrorKind::left_behind, {"rank 1"}, [&] { received.event.wait(); });
+      expect_error(ErrorKind::evicted, {"rank 1"}, [&] { received.event.wait(); });
     }
     all.arrive_and_wait();
     if (group.rank() == 1) latency.clear_masks();

@@ -26,9 +26,9 @@ RankBytes HostLatency::unmasked() const {
 }
 
 void HostLatency::check_still_joined(const char* call, Generation generation) const {
-  masks_.check_left_behind(call);
+  masks_.check_evicted(call);
   if (generation > masks_.base()) return;
-  throw Error(ErrorKind::left_behind,
+  throw Error(ErrorKind::evicted,
               "rank " + std::to_string(engine_->rank()) + ": " + call +
                   ": this result is of a dispatch before the last rejoin; its rows may still be "
                   "read, but neither received nor combined",

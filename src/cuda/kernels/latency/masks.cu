@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
     store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
   }
   if (masked || load_relaxed(&v.alarm->behind) == 0) return;
-  // Left behind no more, if nobody goes on without this rank now.
+  // Evicted no more, if nobody goes on without this rank now.
   bool behind = false;
   for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
     behind |= find_gone(v, r) == Gone::without_us;
