@@ -34,7 +34,7 @@ class TcpBootstrap final : public Bootstrap {
 
  private:
   void start_store(const TcpOptions& options, Clock::time_point due);
-  /// Between two looks at what comes: the caller's `on_wait`, and a word if this takes long.
+  /// Between two polls of what comes: the caller's `on_wait`, and a word if this takes long.
   void while_waiting(const TcpOptions& options);
   void connect(const TcpOptions& options, Clock::time_point due);
   bool try_address(const Address& address, const TcpOptions& options, Clock::time_point due);

@@ -17,7 +17,7 @@ class DeadlineWatch {
   static constexpr std::uint64_t kSliceNs = 50'000'000;
   static constexpr std::uint64_t kSpinNs = 2'000;
 
-  /// `timeout`: from now on. `slice_ns`: the longest sleep between two looks at the clock.
+  /// `timeout`: from now on. `slice_ns`: the longest sleep between two polls of the clock.
   explicit DeadlineWatch(std::chrono::nanoseconds timeout, std::uint64_t spin_ns = kSpinNs,
                          std::uint64_t slice_ns = kSliceNs)
       : deadline_(SteadyClock::now() + timeout), spin_ns_(spin_ns), slice_ns_(slice_ns) {}

@@ -62,7 +62,7 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   std::vector<std::byte> name() const { return fi_endpoint_.name(); }
-  /// Begins to talk to the peers, by rank. `spin`: how long its thread looks before it sleeps.
+  /// Begins to talk to the peers, by rank. `spin`: how long its thread polls before it sleeps.
   void start(const std::vector<Link>& links, std::chrono::nanoseconds spin);
 
   /// Says goodbye. Nothing is sent any more; what was sent still arrives.

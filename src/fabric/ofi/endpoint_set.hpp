@@ -48,7 +48,7 @@ class EndpointSet {
 
   std::vector<std::vector<std::byte>> names() const;
   /// Begins to talk to the peers. `partners`: by rank, none for the own one; one peer's are in the
-  /// same order on both sides. `spin`: how long threads look before they sleep.
+  /// same order on both sides. `spin`: how long threads poll before they sleep.
   void start(const JobKey& job, std::vector<std::vector<Partner>> partners,
              std::chrono::nanoseconds spin);
 

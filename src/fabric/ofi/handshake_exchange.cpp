@@ -15,7 +15,7 @@
 namespace ferry::fabric::ofi {
 namespace {
 
-/// How long an endpoint's thread looks before it sleeps.
+/// How long an endpoint's thread polls before it sleeps.
 constexpr std::chrono::nanoseconds kSpin = std::chrono::microseconds(20);
 
 /// The NICs that a rank may use, and where they are from there.

@@ -21,7 +21,7 @@ namespace {
 
 using ofi::EndpointSet;
 
-/// How long a thread that waits for a peer looks before it sleeps; it does the endpoints' work
+/// How long a thread that waits for a peer polls before it sleeps; it does the endpoints' work
 /// meanwhile.
 constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kShortPatience = std::chrono::microseconds(1);

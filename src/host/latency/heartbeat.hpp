@@ -28,7 +28,7 @@ class LatencyHeartbeat {
   bool reads(int peer) const { return near_[static_cast<std::size_t>(peer)] != nullptr; }
   /// The call, or a further deadline of it, begins.
   void begin_window(Clock::time_point start);
-  /// Each look of a wait: once the window has long begun, remembers what far ranks had said then.
+  /// Each poll of a wait: once the window has long begun, remembers what far ranks had said then.
   void poll(Clock::time_point now);
   /// This rank is in a call; said again and again while it waits. Who is `left_out` is not told.
   void beat(FabricReach& reach, const std::function<bool(int)>& left_out);

@@ -12,7 +12,7 @@
 namespace ferry::host {
 
 namespace {
-constexpr auto kLook = std::chrono::milliseconds(40);  // between two looks at the caller's wishes
+constexpr auto kLook = std::chrono::milliseconds(40);  // between two polls of the caller's wishes
 }
 
 void HostEngine::check_group(const char* call, Asks asks) const {
