@@ -182,18 +182,18 @@ struct Combined {
 };
 
 /// Bytes that a group holds, exact.
-struct MemoryUse {
+struct MemoryStats {
   std::size_t control_bytes = 0;     ///< flags and mailboxes
   std::size_t arena_bytes = 0;       ///< receive tensors, in use or free
   std::size_t arena_used_bytes = 0;  ///< of which handed out now
   std::size_t latency_bytes = 0;     ///< buffers of latency exchanges
-  friend bool operator==(const MemoryUse&, const MemoryUse&) = default;
+  friend bool operator==(const MemoryStats&, const MemoryStats&) = default;
 };
 
 /// Time that this rank has spent inside exchanges since creation, in nanoseconds. Of the CUDA
 /// engine only what the CPU waited for finished results, in both: calls on streams run on the GPU
 /// beside the caller and are not counted (CUDA events around them tell).
-struct TimeUse {
+struct TimeStats {
   std::uint64_t exchange_ns = 0;  ///< in plan, dispatch and combine, waits included
   std::uint64_t wait_ns = 0;      ///< of which waiting for peers
 };
@@ -264,13 +264,13 @@ class Group {
   /// Collective. Returns when every rank has called it.
   void barrier();
 
-  MemoryUse memory() const;
+  MemoryStats memory() const;
   /// What memory() says right after creation with this configuration and number of ranks.
-  static MemoryUse memory_hint(const GroupConfig& config, int ranks);
-  TimeUse time() const;
-  NetworkUse network() const;
+  static MemoryStats memory_hint(const GroupConfig& config, int ranks);
+  TimeStats time() const;
+  NetworkStats network() const;
   /// The NICs that this rank uses, and why; none without the ofi fabric.
-  std::vector<NicUse> nics() const;
+  std::vector<NicStats> nics() const;
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
   /// Whether this build has that fabric; the machine may lack its library or network all the same.

@@ -61,20 +61,20 @@ struct OfiOptions {
 OfiOptions with_environment(OfiOptions options);
 
 /// What a rank has sent to ranks of other domains since its group was made.
-struct NetworkUse {
+struct NetworkStats {
   std::uint64_t put_bytes = 0;  ///< rows and what travels beside them, and messages of calls
   std::uint64_t puts = 0;       ///< writes that carried them
   std::uint64_t signals = 0;    ///< 8-byte flags, which are not in `put_bytes`
-  friend bool operator==(const NetworkUse&, const NetworkUse&) = default;
+  friend bool operator==(const NetworkStats&, const NetworkStats&) = default;
 };
 
 /// A NIC of this rank, and what it has carried.
-struct NicUse {
+struct NicStats {
   std::string name{};       ///< "eth0", "mlx5_0"
   std::string address{};    ///< in numbers; empty where the provider has addresses of its own
   std::string why{};        ///< what it was chosen for: where it is, as seen from this rank
   std::uint64_t bytes = 0;  ///< of rows and what travels beside them, sent since the group was made
-  friend bool operator==(const NicUse&, const NicUse&) = default;
+  friend bool operator==(const NicStats&, const NicStats&) = default;
 };
 
 }  // namespace ferry

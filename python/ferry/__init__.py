@@ -10,7 +10,7 @@ import atexit as _atexit
 from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
-from ferry._ferry import Event, MemoryUse, NetworkUse, NicUse, Plan, Stream, TimeUse
+from ferry._ferry import Event, MemoryStats, NetworkStats, NicStats, Plan, Stream, TimeStats
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
 from ferry.errors import (
     DeadlineExceededError,
@@ -66,10 +66,10 @@ __all__ = [
     "LatencyCombined",
     "LatencyExchange",
     "LatencyReceived",
-    "MemoryUse",
+    "MemoryStats",
     "MismatchError",
-    "NetworkUse",
-    "NicUse",
+    "NetworkStats",
+    "NicStats",
     "PeerFailedError",
     "PeerLeftError",
     "Plan",
@@ -77,7 +77,7 @@ __all__ = [
     "RefusedError",
     "Stream",
     "SystemCallError",
-    "TimeUse",
+    "TimeStats",
     "UnsupportedError",
     "WaitInterruptedError",
     "from_all_gather",

@@ -399,7 +399,7 @@ class Group:
         """Collective. Returns when every rank has called it."""
         self._raw.barrier()
 
-    def memory(self) -> _ferry.MemoryUse:
+    def memory(self) -> _ferry.MemoryStats:
         """Bytes that this rank holds, exact."""
         return self._raw.memory()
 
@@ -411,7 +411,7 @@ class Group:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         fabric: str = "automatic",
         backend: str = "automatic",
-    ) -> _ferry.MemoryUse:
+    ) -> _ferry.MemoryStats:
         """What `memory` says right after creation with these arguments and number of ranks."""
         return _ferry.Group.memory_hint(
             integer("memory_hint: experts", experts, 1),
@@ -421,15 +421,15 @@ class Group:
             integer("memory_hint: ranks", ranks, 1, INT32_MAX),
         )
 
-    def time(self) -> _ferry.TimeUse:
+    def time(self) -> _ferry.TimeStats:
         """Nanoseconds that this rank has spent inside exchanges since creation."""
         return self._raw.time()
 
-    def network(self) -> _ferry.NetworkUse:
+    def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""
         return self._raw.network()
 
-    def nics(self) -> list[_ferry.NicUse]:
+    def nics(self) -> list[_ferry.NicStats]:
         """The NICs that this rank uses, and why; none without the ofi fabric."""
         return self._raw.nics()
 

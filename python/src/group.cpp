@@ -142,29 +142,29 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("x", [](const HeldCombined& r) { return to_python(r->x); })
       .def_prop_ro("topk_weights", [](const HeldCombined& r) { return to_python(r->topk_weights); })
       .def_prop_ro("event", [](const HeldCombined& r) { return HeldEvent(r->event); });
-  nb::class_<MemoryUse>(m, "MemoryUse", "Bytes that a group holds, exact.")
-      .def_ro("control_bytes", &MemoryUse::control_bytes, "Flags and mailboxes.")
-      .def_ro("arena_bytes", &MemoryUse::arena_bytes, "Receive tensors, in use or free.")
-      .def_ro("arena_used_bytes", &MemoryUse::arena_used_bytes, "Of which handed out now.")
-      .def_ro("latency_bytes", &MemoryUse::latency_bytes, "Buffers of latency exchanges.")
+  nb::class_<MemoryStats>(m, "MemoryStats", "Bytes that a group holds, exact.")
+      .def_ro("control_bytes", &MemoryStats::control_bytes, "Flags and mailboxes.")
+      .def_ro("arena_bytes", &MemoryStats::arena_bytes, "Receive tensors, in use or free.")
+      .def_ro("arena_used_bytes", &MemoryStats::arena_used_bytes, "Of which handed out now.")
+      .def_ro("latency_bytes", &MemoryStats::latency_bytes, "Buffers of latency exchanges.")
       .def(
           "__eq__",
-          [](const MemoryUse& a, nb::handle b) {
-            return nb::isinstance<MemoryUse>(b) && a == nb::cast<const MemoryUse&>(b);
+          [](const MemoryStats& a, nb::handle b) {
+            return nb::isinstance<MemoryStats>(b) && a == nb::cast<const MemoryStats&>(b);
           },
           nb::sig("def __eq__(self, other: object, /) -> bool"))
-      .def("__repr__", [](const MemoryUse& u) {
-        return "MemoryUse(control_bytes=" + std::to_string(u.control_bytes) +
+      .def("__repr__", [](const MemoryStats& u) {
+        return "MemoryStats(control_bytes=" + std::to_string(u.control_bytes) +
                ", arena_bytes=" + std::to_string(u.arena_bytes) +
                ", arena_used_bytes=" + std::to_string(u.arena_used_bytes) +
                ", latency_bytes=" + std::to_string(u.latency_bytes) + ")";
       });
-  nb::class_<TimeUse>(m, "TimeUse", "Nanoseconds that this rank has spent inside exchanges.")
-      .def_ro("exchange_ns", &TimeUse::exchange_ns,
+  nb::class_<TimeStats>(m, "TimeStats", "Nanoseconds that this rank has spent inside exchanges.")
+      .def_ro("exchange_ns", &TimeStats::exchange_ns,
               "In plan, dispatch and combine, waits included.")
-      .def_ro("wait_ns", &TimeUse::wait_ns, "Of which waiting for peers.")
-      .def("__repr__", [](const TimeUse& u) {
-        return "TimeUse(exchange_ns=" + std::to_string(u.exchange_ns) +
+      .def_ro("wait_ns", &TimeStats::wait_ns, "Of which waiting for peers.")
+      .def("__repr__", [](const TimeStats& u) {
+        return "TimeStats(exchange_ns=" + std::to_string(u.exchange_ns) +
                ", wait_ns=" + std::to_string(u.wait_ns) + ")";
       });
 }

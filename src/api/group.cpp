@@ -255,10 +255,10 @@ void Group::record_stream(const void* pointer, const Stream& stream) {
 void Group::barrier() {
   live(engine_, "barrier").barrier();
 }
-MemoryUse Group::memory() const {
+MemoryStats Group::memory() const {
   return live(engine_, "memory").memory();
 }
-MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
+MemoryStats Group::memory_hint(const GroupConfig& config, int ranks) {
   check_ranks(ranks);
   check_config(config);
   const bool several = config.domain_size > 0 && config.domain_size < ranks;
@@ -268,13 +268,13 @@ MemoryUse Group::memory_hint(const GroupConfig& config, int ranks) {
   return config.backend == Backend::cuda ? cuda::cuda_memory_hint(config, ranks)
                                          : host::host_memory_hint(config, ranks);
 }
-TimeUse Group::time() const {
+TimeStats Group::time() const {
   return live(engine_, "time").time();
 }
-NetworkUse Group::network() const {
+NetworkStats Group::network() const {
   return live(engine_, "network").network();
 }
-std::vector<NicUse> Group::nics() const {
+std::vector<NicStats> Group::nics() const {
   return live(engine_, "nics").nics();
 }
 bool Group::has_backend(Backend backend) {

@@ -67,10 +67,10 @@ class Engine {
   virtual bool is_registered(const void* pointer) const = 0;
   virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
-  virtual MemoryUse memory() const = 0;
-  virtual TimeUse time() const = 0;
-  virtual NetworkUse network() const { return {}; }
-  virtual std::vector<NicUse> nics() const { return {}; }
+  virtual MemoryStats memory() const = 0;
+  virtual TimeStats time() const = 0;
+  virtual NetworkStats network() const { return {}; }
+  virtual std::vector<NicStats> nics() const { return {}; }
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
 };

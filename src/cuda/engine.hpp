@@ -35,11 +35,11 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
                                                 const Domains& domains,
                                                 std::unique_ptr<fabric::Fabric> fabric,
                                                 const DomainWires& inside);
-/// What MemoryUse is right after creation of a group in virtual domains.
-MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks);
+/// What MemoryStats is right after creation of a group in virtual domains.
+MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks);
 
-/// What MemoryUse is right after creation.
-MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks);
+/// What MemoryStats is right after creation.
+MemoryStats cuda_memory_hint(const GroupConfig& config, int ranks);
 /// Registered bytes of one rank's latency exchange.
 std::size_t cuda_latency_memory_hint(const LatencyConfig& config, std::int64_t experts, int ranks,
                                      int domains);

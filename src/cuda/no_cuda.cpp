@@ -28,11 +28,11 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   return make_cuda_engine(bootstrap, config, std::move(fabric));
 }
 
-MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
+MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
   return cuda_memory_hint(config, ranks);
 }
 
-MemoryUse cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
+MemoryStats cuda_memory_hint(const GroupConfig& config, int /*ranks*/) {
   return {0, config.memory_bytes, 0, 0};
 }
 

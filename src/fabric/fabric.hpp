@@ -110,9 +110,9 @@ class Fabric {
   virtual void rest() noexcept {}
 
   /// What left through `put` and `publish` for peers outside the domain.
-  virtual NetworkUse network_use() const noexcept { return {}; }
+  virtual NetworkStats network_use() const noexcept { return {}; }
   /// The NICs of this rank; none where there is no network of NICs.
-  virtual std::vector<NicUse> nics() const { return {}; }
+  virtual std::vector<NicStats> nics() const { return {}; }
 };
 
 }  // namespace ferry::fabric

@@ -60,14 +60,14 @@ TEST(DomainFabric, CountsWhatCrosses) {
       const bool pairs = !me.setting.processes;
       const auto fabric = pairs ? me.make_domains(2) : me.make();
       const Segment mine = me.connect(*fabric, 4096);
-      EXPECT_EQ(fabric->network_use(), NetworkUse{});
+      EXPECT_EQ(fabric->network_use(), NetworkStats{});
       const Bytes data(300);
       fabric->put(me.rank(), {mine.id, 3072}, data.data(), 300, 1);  // to itself: nothing crosses
       fabric->put(other_side(me.rank()), {mine.id, 0}, data.data(), 300, 2);
       fabric->put(other_side(me.rank()), {mine.id, 512}, data.data(), 7, 2);
       if (pairs) fabric->put(me.rank() ^ 1, {mine.id, 1024}, data.data(), 100, 2);
       fabric->publish(other_side(me.rank()), {mine.id, 2048}, 1, 307, 2);
-      EXPECT_EQ(fabric->network_use(), (NetworkUse{307, 2, 1}));
+      EXPECT_EQ(fabric->network_use(), (NetworkStats{307, 2, 1}));
       ASSERT_TRUE(await_flag(mine, 2048, 1));
       me.barrier();
     });
@@ -155,7 +155,7 @@ class Refusing final : public Fabric {
     network_->publish(peer, flag, value, bytes, tag);
   }
   PeerState peer_state(int peer) noexcept override { return network_->peer_state(peer); }
-  NetworkUse network_use() const noexcept override { return network_->network_use(); }
+  NetworkStats network_use() const noexcept override { return network_->network_use(); }
 
  private:
   std::unique_ptr<Fabric> network_;

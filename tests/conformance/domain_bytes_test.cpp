@@ -17,20 +17,20 @@ namespace {
 class Sent {
  public:
   explicit Sent(Group& group) : group_(group), step_(all_by([&] { group.barrier(); })) {}
-  NetworkUse all_by(const std::function<void()>& call) const {
-    const NetworkUse before = group_.network();
+  NetworkStats all_by(const std::function<void()>& call) const {
+    const NetworkStats before = group_.network();
     call();
-    const NetworkUse after = group_.network();
+    const NetworkStats after = group_.network();
     return {after.put_bytes - before.put_bytes, after.puts - before.puts,
             after.signals - before.signals};
   }
   std::uint64_t by(const std::function<void()>& call) const { return all_by(call).put_bytes; }
   std::uint64_t step() const { return step_.put_bytes; }
-  const NetworkUse& whole_step() const { return step_; }
+  const NetworkStats& whole_step() const { return step_; }
 
  private:
   Group& group_;
-  NetworkUse step_;
+  NetworkStats step_;
 };
 
 /// Copies of this rank's tokens that cross to other domains of `size` ranks: one for each rank, or
@@ -86,7 +86,7 @@ TEST(Domains, BytesThatCrossEqualTheFormula) {
             back += crossings(exchange.world(0), peer, kSize, true);
           }
         }
-        const NetworkUse use = sent.all_by([&] { exchange.combine_and_check(1); });
+        const NetworkStats use = sent.all_by([&] { exchange.combine_and_check(1); });
         rank.equal(use.put_bytes, sent.step() + back * (row + weights), "bytes of a combine");
         if (!hierarchical) {
           rank.check(chunks > 2, "few chunks");
@@ -123,7 +123,7 @@ TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
         const bool codes = format == WireFormat::e4m3;
         const std::uint64_t record =
             up(24 + 4 * (1 + 2 * kTopk)) + (codes ? up(kHidden) + up(3 * 4) : up(kHidden * 2));
-        NetworkUse expected{};
+        NetworkStats expected{};
         for (int peer = 0; peer < 5; ++peer) {
           if (peer / kSize == rank.rank() / kSize) continue;
           const std::uint64_t n = tokens[static_cast<std::size_t>(peer)];
@@ -133,11 +133,11 @@ TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
         }
         LatencyDispatchOptions options;
         options.format = format;
-        const NetworkUse before = group.network();
+        const NetworkStats before = group.network();
         const LatencyReceived received =
             exchange.dispatch({x.data(), Dtype::bf16, {kTokens, kHidden}},
                               {ids.data(), Dtype::i64, {kTokens, kTopk}}, options);
-        const NetworkUse after = group.network();
+        const NetworkStats after = group.network();
         rank.equal(after.puts - before.puts, expected.puts, "writes");
         rank.equal(after.put_bytes - before.put_bytes, expected.put_bytes, "bytes");
         rank.equal(after.signals - before.signals, expected.signals, "flags");
@@ -178,7 +178,7 @@ TEST(Domains, LatencyCombineCrossesInFewWrites) {
           const bool by_rank = path == CombinePath::per_rank;
           for (const CombineFormat format :
                {CombineFormat::as_is, CombineFormat::e4m3, CombineFormat::logfmt10}) {
-            NetworkUse expected{};
+            NetworkStats expected{};
             for (int owner = 0; owner < kRanks; ++owner) {
               if (owner / kSize == rank.rank() / kSize) continue;
               std::set<std::int64_t> mine;  // tokens, or slots
@@ -198,7 +198,7 @@ TEST(Domains, LatencyCombineCrossesInFewWrites) {
             LatencyCombineOptions options;
             options.path = path;
             options.format = format;
-            const NetworkUse use = sent.all_by([&] {
+            const NetworkStats use = sent.all_by([&] {
               (void)exchange.combine(received.x, received,
                                      ConstTensorView(weights.data(), Dtype::f32, {kTokens, kTopk}),
                                      options);

@@ -198,7 +198,7 @@ TEST_P(Lifetime, HintsEqualWhatIsAllocated) {
       for (std::int64_t experts : {1, 7, 1000}) {
         const GroupConfig config = group_config(rank, experts, memory);
         Group group(rank.bootstrap(), config);
-        const MemoryUse before = group.memory();
+        const MemoryStats before = group.memory();
         rank.check(before == Group::memory_hint(config, rank.size()), "memory_hint of a group");
         const LatencyConfig shape{3 + experts % 5, 48, 3, Dtype::f16};
         const LatencyExchange exchange(group, shape);
@@ -225,9 +225,9 @@ TEST_P(Lifetime, EmptyTensorsAndTime) {
                 expect_error(rank, ErrorKind::exhausted, "empty",
                              [&] { (void)group.empty({1024, 1024}, Dtype::f32); }),
                 "memory_bytes");
-    const TimeUse before = group.time();
+    const TimeStats before = group.time();
     Exchange(rank, group, c).run();
-    const TimeUse after = group.time();
+    const TimeStats after = group.time();
     rank.check(after.exchange_ns > before.exchange_ns, "exchange_ns does not grow");
     rank.check(after.wait_ns <= after.exchange_ns, "more time waiting than exchanging");
     group.barrier();

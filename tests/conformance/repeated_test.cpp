@@ -39,7 +39,7 @@ TEST_P(Repeated, ThroughputOnPoisonedMemory) {
     for (int i = 0; i < repetitions() && rank.failures() == 0; ++i) {
       const Case c = vary(rank, i);
       run_case(session, c);
-      const MemoryUse memory = session.group(c).memory();
+      const MemoryStats memory = session.group(c).memory();
       if (i == 0) arena = memory.arena_bytes;
       rank.equal(memory.arena_bytes, arena, "bytes of the one buffer");
       rank.equal(memory.arena_used_bytes, std::size_t{0}, "bytes in use between exchanges");

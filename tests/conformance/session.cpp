@@ -10,7 +10,7 @@ Group& Session::group(const Case& c) {
     GroupConfig config = group_config(rank_, c.experts(), c.small_memory ? 4096 : 4 << 20);
     config.sim_seed = c.seed;
     slot = std::make_unique<Group>(rank_.bootstrap(), config);
-    const MemoryUse hint = Group::memory_hint(config, rank_.size());
+    const MemoryStats hint = Group::memory_hint(config, rank_.size());
     rank_.check(slot->memory() == hint, "memory() after creation differs from memory_hint()");
   }
   return *slot;

@@ -218,7 +218,7 @@ void draw_both(Seat& seat, const Plan& plan, Stream& stream) {
   time("dispatch", dispatch);
   time("combine", combine);
   if (seat.rank != 0) return;
-  for (const NicUse& nic : seat.group.nics()) {
+  for (const NicStats& nic : seat.group.nics()) {
     std::printf("  by %s %s, %s\n", nic.name.c_str(), nic.address.c_str(), nic.why.c_str());
   }
 }

@@ -38,10 +38,10 @@ GroupConfig config_inside(const GroupConfig& config, const Domains& domains, int
 
 }  // namespace
 
-MemoryUse cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
+MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
   const Domains domains = Domains::blocks(ranks, config.domain_size);
-  MemoryUse use = cuda_memory_hint(config_inside(config, domains, 0),
-                                   static_cast<int>(domains.members(0).size()));
+  MemoryStats use = cuda_memory_hint(config_inside(config, domains, 0),
+                                     static_cast<int>(domains.members(0).size()));
   use.control_bytes += cpu_layout(config, ranks, domains.count()).bytes + kPage;
   return use;
 }

@@ -208,8 +208,8 @@ void DomainEngine::barrier() {
       config_.on_wait);
 }
 
-MemoryUse DomainEngine::memory() const {
-  MemoryUse use = inside().memory();
+MemoryStats DomainEngine::memory() const {
+  MemoryStats use = inside().memory();
   constexpr std::size_t kSpare = 4096;
   use.control_bytes += parts_.control.bytes + kSpare;
   use.arena_bytes += stage_.bytes();

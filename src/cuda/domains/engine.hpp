@@ -117,10 +117,10 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
     inside().record_stream(pointer, stream);
   }
   void barrier() override;
-  MemoryUse memory() const override;
-  TimeUse time() const override { return inside().time(); }
-  NetworkUse network() const override { return parts_.memory->fabric->network_use(); }
-  std::vector<NicUse> nics() const override { return parts_.memory->fabric->nics(); }
+  MemoryStats memory() const override;
+  TimeStats time() const override { return inside().time(); }
+  NetworkStats network() const override { return parts_.memory->fabric->network_use(); }
+  std::vector<NicStats> nics() const override { return parts_.memory->fabric->nics(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

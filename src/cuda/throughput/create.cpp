@@ -179,7 +179,7 @@ bool available() {
   return true;
 }
 
-MemoryUse cuda_memory_hint(const GroupConfig& config, int ranks) {
+MemoryStats cuda_memory_hint(const GroupConfig& config, int ranks) {
   const std::size_t control = gpu_layout(config, ranks).bytes + table_bytes(ranks);
   return {cpu_layout(ranks).bytes + kPage + engine::segment_bytes(control),
           engine::segment_bytes(arena_bytes(config)), 0, 0};

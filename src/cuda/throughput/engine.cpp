@@ -239,7 +239,7 @@ void CudaEngine::barrier() {
   finish("barrier", launch.finish());
 }
 
-MemoryUse CudaEngine::memory() const {
+MemoryStats CudaEngine::memory() const {
   GpuMemory& memory = *parts_.gpu;
   std::size_t latency_bytes = 0;
   {
@@ -250,7 +250,7 @@ MemoryUse CudaEngine::memory() const {
           memory.registered().used_bytes() + memory.local().used_bytes(), latency_bytes};
 }
 
-TimeUse CudaEngine::time() const {
+TimeStats CudaEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), wait_ns_.load(std::memory_order_relaxed)};
 }
 

@@ -80,8 +80,8 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool is_registered(const void* pointer) const override;
   void record_stream(const void* pointer, const Stream& stream) override;
   void barrier() override;
-  MemoryUse memory() const override;
-  TimeUse time() const override;
+  MemoryStats memory() const override;
+  TimeStats time() const override;
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

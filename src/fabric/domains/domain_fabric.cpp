@@ -90,9 +90,9 @@ class DomainFabric final : public Fabric {
   void rest() noexcept override {
     if (network_) network_->rest();
   }
-  NetworkUse network_use() const noexcept override;
-  std::vector<NicUse> nics() const override {
-    return network_ ? network_->nics() : std::vector<NicUse>();
+  NetworkStats network_use() const noexcept override;
+  std::vector<NicStats> nics() const override {
+    return network_ ? network_->nics() : std::vector<NicStats>();
   }
 
  private:
@@ -165,7 +165,7 @@ void DomainFabric::publish(int peer, Address flag, std::uint64_t value, std::uin
   if (!in_domain(peer)) signals_.fetch_add(1, std::memory_order_relaxed);
 }
 
-NetworkUse DomainFabric::network_use() const noexcept {
+NetworkStats DomainFabric::network_use() const noexcept {
   return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
           signals_.load(std::memory_order_relaxed)};
 }

@@ -17,7 +17,7 @@ struct HandshakeResult {
   JobKey key{};
   std::vector<std::unique_ptr<EndpointSet>>
       endpoint_sets{};  ///< by endpoint of each NIC; they have begun
-  std::vector<NicUse> nics{};
+  std::vector<NicStats> nics{};
   bool cores = false;  ///< every rank of this machine has one
 };
 

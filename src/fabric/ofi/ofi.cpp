@@ -90,11 +90,11 @@ class OfiFabric final : public Fabric {
   void rest() noexcept override {
     for (const auto& set : sets_) set->rest();
   }
-  NetworkUse network_use() const noexcept override {
+  NetworkStats network_use() const noexcept override {
     return {put_bytes_.load(std::memory_order_relaxed), puts_.load(std::memory_order_relaxed),
             signals_.load(std::memory_order_relaxed)};
   }
-  std::vector<NicUse> nics() const override;
+  std::vector<NicStats> nics() const override;
 
  private:
   using OwnSignal = protocol::ArrivedSignal<protocol::Place>;
@@ -121,7 +121,7 @@ class OfiFabric final : public Fabric {
   std::mutex own_mutex_;
   std::map<protocol::Place, std::uint64_t> own_sequences_;
   protocol::CountedSignals<protocol::Place> own_;   // what this rank tells itself
-  std::vector<NicUse> nics_;                        // without what they carried
+  std::vector<NicStats> nics_;                      // without what they carried
   std::vector<std::unique_ptr<EndpointSet>> sets_;  // last: they end before the memory
 };
 
@@ -243,8 +243,8 @@ PeerState OfiFabric::peer_state(int peer) noexcept {
   return silent > ofi::kSilent && !sets_[0]->left(peer) ? PeerState::unknown : PeerState::alive;
 }
 
-std::vector<NicUse> OfiFabric::nics() const {
-  std::vector<NicUse> used = nics_;
+std::vector<NicStats> OfiFabric::nics() const {
+  std::vector<NicStats> used = nics_;
   for (std::size_t nic = 0; nic < used.size(); ++nic) {
     for (const auto& set : sets_) used[nic].bytes += set->sent(nic);
   }

@@ -72,7 +72,7 @@ class SimFabric final : public Fabric {
   void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
-  NetworkUse network_use() const noexcept override;
+  NetworkStats network_use() const noexcept override;
 
  private:
   /// The way from this rank to one target.
@@ -97,7 +97,7 @@ class SimFabric final : public Fabric {
   std::vector<Route> routes_;  // by target
   std::uint64_t operations_ = 0;
   SimClock::time_point link_free_{};  // of a rank whose link has a rate
-  NetworkUse use_{};
+  NetworkStats use_{};
 };
 
 SimFabric::SimFabric(int rank, int size, std::shared_ptr<Network> network)
@@ -222,7 +222,7 @@ void SimFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
   target(peer).send(std::move(parcels));
 }
 
-NetworkUse SimFabric::network_use() const noexcept {
+NetworkStats SimFabric::network_use() const noexcept {
   const std::lock_guard lock(mutex_);
   return use_;
 }

@@ -22,7 +22,7 @@ std::size_t arena_bytes(const GroupConfig& config) {
 
 }  // namespace
 
-MemoryUse host_memory_hint(const GroupConfig& config, int ranks) {
+MemoryStats host_memory_hint(const GroupConfig& config, int ranks) {
   return {control_bytes(config, ranks), arena_bytes(config), 0, 0};
 }
 

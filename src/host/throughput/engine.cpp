@@ -177,7 +177,7 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
   return Plan(state);
 }
 
-MemoryUse HostEngine::memory() const {
+MemoryStats HostEngine::memory() const {
   std::size_t latency_bytes = 0;
   {
     std::scoped_lock lock(latency_mutex_);
@@ -186,7 +186,7 @@ MemoryUse HostEngine::memory() const {
   return {control_bytes_, memory_->arena.total_bytes(), memory_->arena.used_bytes(), latency_bytes};
 }
 
-TimeUse HostEngine::time() const {
+TimeStats HostEngine::time() const {
   return {exchange_ns_.load(std::memory_order_relaxed), channel_.wait_ns()};
 }
 

@@ -44,8 +44,8 @@ std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig
                                          const Domains& domains,
                                          std::unique_ptr<fabric::Fabric> fabric);
 
-/// What MemoryUse is right after creation.
-MemoryUse host_memory_hint(const GroupConfig& config, int ranks);
+/// What MemoryStats is right after creation.
+MemoryStats host_memory_hint(const GroupConfig& config, int ranks);
 
 /// Largest message of a group: the counts of a plan or a segment's handle, after the head.
 std::size_t message_bytes(std::int64_t experts, int ranks);
@@ -85,10 +85,10 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
-  MemoryUse memory() const override;
-  TimeUse time() const override;
-  NetworkUse network() const override { return memory_->fabric->network_use(); }
-  std::vector<NicUse> nics() const override { return memory_->fabric->nics(); }
+  MemoryStats memory() const override;
+  TimeStats time() const override;
+  NetworkStats network() const override { return memory_->fabric->network_use(); }
+  std::vector<NicStats> nics() const override { return memory_->fabric->nics(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

@@ -35,10 +35,10 @@ std::string describe_links(const Links& links);
 nlohmann::json to_json(const Links& links);
 
 /// By rank. A line for each NIC and what it was chosen for; nothing where no rank has any.
-std::string describe_nics(const std::vector<std::vector<NicUse>>& nics);
+std::string describe_nics(const std::vector<std::vector<NicStats>>& nics);
 /// Of one rank, and back. Throws nlohmann::json::exception for other JSON.
-nlohmann::json to_json(const std::vector<NicUse>& nics);
-std::vector<NicUse> nics_from(const nlohmann::json& told);
+nlohmann::json to_json(const std::vector<NicStats>& nics);
+std::vector<NicStats> nics_from(const nlohmann::json& told);
 
 /// A rank of the job that the environment describes: measures with the others; rank 0 tells, as
 /// text or JSON. Returns the exit code.

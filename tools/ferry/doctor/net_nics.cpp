@@ -8,10 +8,10 @@
 
 namespace ferry::cli {
 
-std::string describe_nics(const std::vector<std::vector<NicUse>>& nics) {
+std::string describe_nics(const std::vector<std::vector<NicStats>>& nics) {
   std::string text;
   for (std::size_t rank = 0; rank < nics.size(); ++rank) {
-    for (const NicUse& nic : nics[rank]) {
+    for (const NicStats& nic : nics[rank]) {
       const std::string at = nic.address.empty() ? "" : fmt::format(" ({})", nic.address);
       text += fmt::format("  rank {}: {}{}, {}\n", rank, nic.name, at, nic.why);
     }
@@ -19,16 +19,16 @@ std::string describe_nics(const std::vector<std::vector<NicUse>>& nics) {
   return text.empty() ? text : "NICs\n" + text;
 }
 
-nlohmann::json to_json(const std::vector<NicUse>& nics) {
+nlohmann::json to_json(const std::vector<NicStats>& nics) {
   nlohmann::json all = nlohmann::json::array();
-  for (const NicUse& nic : nics) {
+  for (const NicStats& nic : nics) {
     all.push_back({{"name", nic.name}, {"address", nic.address}, {"why", nic.why}});
   }
   return all;
 }
 
-std::vector<NicUse> nics_from(const nlohmann::json& told) {
-  std::vector<NicUse> nics;
+std::vector<NicStats> nics_from(const nlohmann::json& told) {
+  std::vector<NicStats> nics;
   for (const nlohmann::json& one : told) {
     nics.push_back({one.at("name").get<std::string>(), one.at("address").get<std::string>(),
                     one.at("why").get<std::string>(), 0});

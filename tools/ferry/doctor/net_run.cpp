@@ -11,10 +11,10 @@ namespace ferry::cli {
 namespace {
 
 /// Collective: of all ranks.
-std::vector<std::vector<NicUse>> nics_of_all(Bootstrap& bootstrap, const Group& group) {
+std::vector<std::vector<NicStats>> nics_of_all(Bootstrap& bootstrap, const Group& group) {
   const std::string mine = to_json(group.nics()).dump();
   const auto all = bootstrap.all_gather(std::as_bytes(std::span(mine)), group.config().deadline);
-  std::vector<std::vector<NicUse>> nics;
+  std::vector<std::vector<NicStats>> nics;
   for (const auto& bytes : all) {
     const auto* first = reinterpret_cast<const char*>(bytes.data());
     nics.push_back(nics_from(nlohmann::json::parse(first, first + bytes.size())));

@@ -127,9 +127,9 @@ TEST(Net, TwoThingsAreTwoSentences) {
 }
 
 TEST(Net, NicsAreToldByRankAndWhy) {
-  const std::vector<NicUse> one{{"mlx5_0", "", "shares a PCI switch with the GPU 0000:17:00.0"}};
-  const std::vector<NicUse> two{{"eth0", "10.0.0.1", "on NUMA node 0, like this rank's CPUs"},
-                                {"eth1", "10.1.0.1", "of unknown place"}};
+  const std::vector<NicStats> one{{"mlx5_0", "", "shares a PCI switch with the GPU 0000:17:00.0"}};
+  const std::vector<NicStats> two{{"eth0", "10.0.0.1", "on NUMA node 0, like this rank's CPUs"},
+                                  {"eth1", "10.1.0.1", "of unknown place"}};
   const std::string text = describe_nics({one, two});
   EXPECT_EQ(text,
             "NICs\n"

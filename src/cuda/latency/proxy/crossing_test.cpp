@@ -59,8 +59,8 @@ TEST(LatencyCrossing, ExtentsAndCountsAreThoseOfTheFormula) {
   FakeConfig config = small();
   with_ranks(3, config, over_sim, [](FakeRank& rank, Bootstrap& bootstrap) {
     bootstrap.all_gather({}, 20s);
-    const NetworkUse before = rank.network_use();
-    NetworkUse expected = before;
+    const NetworkStats before = rank.network_use();
+    NetworkStats expected = before;
     const auto topk = static_cast<std::size_t>(rank.view().topk);
     constexpr Generation kLast = 9;
     for (Generation g = 1; g <= kLast; ++g) {

@@ -54,7 +54,7 @@ class FakeRank {
   int ranks() const { return view_.group.ranks; }
   const std::vector<int>& beyond() const { return beyond_; }
   const LatencyView& view() const { return view_; }
-  NetworkUse network_use() const { return memory_->fabric->network_use(); }
+  NetworkStats network_use() const { return memory_->fabric->network_use(); }
   LatencyProxy& proxy() { return *proxy_; }
   LatencyCrossing& crossing() { return *crossing_; }
   const std::vector<std::string>& failures() const { return failures_; }

@@ -71,9 +71,9 @@ void exchange(Rank& me, Fabric& fabric, const Segment& mine, std::uint64_t round
   me.barrier();
 }
 
-std::uint64_t sum_of(const std::vector<NicUse>& nics) {
+std::uint64_t sum_of(const std::vector<NicStats>& nics) {
   return std::accumulate(nics.begin(), nics.end(), std::uint64_t{0},
-                         [](std::uint64_t sum, const NicUse& nic) { return sum + nic.bytes; });
+                         [](std::uint64_t sum, const NicStats& nic) { return sum + nic.bytes; });
 }
 
 TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
@@ -81,7 +81,7 @@ TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(2), kDeadline);
     const Segment mine = me.connect(*fabric, 4096 + 4 * 2 * kRoom);
     exchange(me, *fabric, mine, 1, 3000, 0);
-    std::vector<NicUse> nics = fabric->nics();
+    std::vector<NicStats> nics = fabric->nics();
     ASSERT_EQ(nics.size(), 2u);
     EXPECT_EQ(nics[0].address, "127.0.0.1");
     EXPECT_EQ(nics[1].address, "127.0.0.2");
@@ -92,7 +92,7 @@ TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
     nics = fabric->nics();
     EXPECT_EQ(sum_of(nics), 3000 + 3 * kLarge);
     EXPECT_EQ(sum_of(nics), fabric->network_use().put_bytes);
-    for (const NicUse& nic : nics) {
+    for (const NicStats& nic : nics) {
       EXPECT_GE(nic.bytes, std::size_t{256} << 10) << nic.address;  // a chunk: else by load
       EXPECT_NE(nic.why.find("one of 2 as near"), std::string::npos) << nic.why;
       EXPECT_NE(nic.why.find("shared by 2 ranks"), std::string::npos) << nic.why;
@@ -146,7 +146,7 @@ TEST_F(OfiNics, ScatteredRowsOfSeveralThreadsArriveBehindTheirFlags) {
       }
     }
     for (std::thread& thread : threads) thread.join();
-    for (const NicUse& nic : fabric->nics()) EXPECT_GT(nic.bytes, 0u) << nic.address;
+    for (const NicStats& nic : fabric->nics()) EXPECT_GT(nic.bytes, 0u) << nic.address;
     me.barrier();
   });
 }
