@@ -189,6 +189,7 @@ struct MemoryStats {
   std::size_t latency_bytes = 0;     ///< buffers of latency exchanges
   friend bool operator==(const MemoryStats&, const MemoryStats&) = default;
 };
+using MemoryUse [[deprecated("now MemoryStats")]] = MemoryStats;
 
 /// Time that this rank has spent inside exchanges since creation, in nanoseconds. Of the CUDA
 /// engine only what the CPU waited for finished results, in both: calls on streams run on the GPU
@@ -197,6 +198,7 @@ struct TimeStats {
   std::uint64_t exchange_ns = 0;  ///< in plan, dispatch and combine, waits included
   std::uint64_t wait_ns = 0;      ///< of which waiting for peers
 };
+using TimeUse [[deprecated("now TimeStats")]] = TimeStats;
 
 /// R ranks that exchange tokens. All ranks make the same calls in the same order; for concurrent
 /// exchanges make two groups. A group that failed stays failed: every later call throws.

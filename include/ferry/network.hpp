@@ -67,6 +67,7 @@ struct NetworkStats {
   std::uint64_t signals = 0;    ///< 8-byte flags, which are not in `put_bytes`
   friend bool operator==(const NetworkStats&, const NetworkStats&) = default;
 };
+using NetworkUse [[deprecated("now NetworkStats")]] = NetworkStats;
 
 /// A NIC of this rank, and what it has carried.
 struct NicStats {
@@ -76,5 +77,6 @@ struct NicStats {
   std::uint64_t bytes = 0;  ///< of rows and what travels beside them, sent since the group was made
   friend bool operator==(const NicStats&, const NicStats&) = default;
 };
+using NicUse [[deprecated("now NicStats")]] = NicStats;
 
 }  // namespace ferry

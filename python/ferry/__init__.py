@@ -7,6 +7,7 @@ and come out without copies. `ferry.torch` adds autograd and torch.compile.
 from __future__ import annotations
 
 import atexit as _atexit
+import warnings as _warnings
 from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
@@ -42,6 +43,14 @@ has_cuda: bool = _ferry.has_cuda
 # Work that still waits for a peer on some stream must not keep the interpreter from ending.
 _atexit.register(_ferry.interpreter_ends)
 
+#: Names of earlier releases, which go with the next one; exceptions: ferry.errors.
+_RENAMED_STATS: dict[str, type] = {
+    "MemoryUse": MemoryStats,
+    "NetworkUse": NetworkStats,
+    "NicUse": NicStats,
+    "TimeUse": TimeStats,
+}
+
 
 def __getattr__(name: str) -> Any:
     # `ferry.torch` imports torch, so it is imported when first asked for.
@@ -49,6 +58,11 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("ferry.torch")
+    if name in _RENAMED_STATS:
+        new = _RENAMED_STATS[name]
+        message = f"ferry.{name} is deprecated; use ferry.{new.__name__}"
+        _warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return new
     return _renamed_class(name, __name__)
 
 

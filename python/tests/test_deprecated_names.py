@@ -20,6 +20,14 @@ def test_an_old_name_is_the_same_class_and_warns(module: object, old: str) -> No
     assert found is new
 
 
+@pytest.mark.parametrize("old", ["MemoryUse", "NetworkUse", "NicUse", "TimeUse"])
+def test_an_old_name_of_stats_warns(old: str) -> None:
+    new = old.replace("Use", "Stats")
+    with pytest.warns(DeprecationWarning, match=f"^ferry.{old} is deprecated; use ferry.{new}$"):
+        found = getattr(ferry, old)
+    assert found is getattr(ferry, new)
+
+
 def test_an_old_name_catches_and_names_the_line_that_uses_it() -> None:
     with pytest.warns(DeprecationWarning) as said:
         try:
