@@ -118,12 +118,12 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Call, Call, 
 
     return {
         "dispatch, cached": (
-            Call(lambda: group.dispatch(x, plan, sms=sms).x),
+            Call(lambda: group.dispatch(x, plan, num_sms=sms).x),
             Call(lambda: buffer.dispatch(x, handle=handle, config=config)),
             rows.numel() * 2,
         ),
         "combine": (
-            Call(lambda: group.combine(rows, plan, sms=sms).x),
+            Call(lambda: group.combine(rows, plan, num_sms=sms).x),
             Call(lambda: buffer.combine(rows, handle, config=config)),
             rows.numel() * 2,
         ),

@@ -284,9 +284,9 @@ class Overlap:
         stream, sms = self.exchanges, self.args.sms
         with torch.cuda.stream(stream):
             with spans.note(stream, "exchanges", "dispatch"):
-                received = self.group.dispatch(self.x, self.plan, sms=sms)
+                received = self.group.dispatch(self.x, self.plan, num_sms=sms)
             with spans.note(stream, "exchanges", "combine"):
-                self.group.combine(received.x, self.plan, sms=sms)
+                self.group.combine(received.x, self.plan, num_sms=sms)
 
     def run(self, products: bool, exchanges: bool) -> tuple[list[dict], bool]:
         """The spans, and whether all was on the streams before the GPU began with it."""
@@ -298,7 +298,7 @@ class Overlap:
         self.group.barrier()
         with torch.cuda.stream(self.exchanges):
             torch.cuda._sleep(int(self.args.hold_ms * CYCLES_A_MS))
-            aligned = self.group.dispatch(self.align_x, self.align_plan, sms=1)
+            aligned = self.group.dispatch(self.align_x, self.align_plan, num_sms=1)
             zero.record(self.exchanges)
         self.products.wait_event(zero)
         count = {True: self.args.products, False: 0}[products]

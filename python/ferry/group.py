@@ -225,11 +225,11 @@ class Group:
         scale_format: str = "f32",
         order: str = "rank_major",
         alignment: int = 1,
-        worst_case_rows: int = 0,
+        max_recv_rows: int = 0,
         out: ArrayT | None = None,
         dtype: Any = None,
         stream: Any = None,
-        sms: int = 0,
+        num_sms: int = 0,
         crossing: str = "automatic",
     ) -> Received[ArrayT]:
         """Collective. Carries every token to the ranks that its route names, one copy a rank.
@@ -249,14 +249,14 @@ class Group:
             order: "rank_major": one row for each (token, this rank). "expert_major": one row for
                 each slot, in blocks of ascending local expert.
             alignment: expert-major: every expert's rows padded with zero rows to a multiple.
-            worst_case_rows: > 0: the output has this many rows whatever arrives, so nothing waits
+            max_recv_rows: > 0: the output has this many rows whatever arrives, so nothing waits
                 for the count. More arrivals raise `ExhaustedError`.
             out: the caller's own output [rows, H] instead of registered memory: one copy more. Of
                 the dtype that arrives.
             dtype: of x, where its array cannot say it ("bf16" beside uint16, ...).
             stream: host engine: None: returns finished results; a ferry.Stream: they are valid
                 after `event`, and the arrays given are kept until then. GPUs: see above.
-            sms: on GPUs: how many multiprocessors move the rows, 1 to all; 0: a default.
+            num_sms: on GPUs: how many multiprocessors move the rows, 1 to all; 0: a default.
             crossing: between domains: "direct": a copy for each rank; "hierarchical": one for each
                 domain, spread inside; "automatic": `Plan.crossing`. The same on all ranks.
         """
@@ -278,10 +278,10 @@ class Group:
             choice("dispatch: scale_format", scale_format, SCALE_FORMATS),
             choice("dispatch: order", order, ORDERS),
             integer("dispatch: alignment", alignment, 1),
-            integer("dispatch: worst_case_rows", worst_case_rows),
+            integer("dispatch: max_recv_rows", max_recv_rows),
             optional_view("dispatch: out", out, arrives, True, place=place),
             place.stream,
-            integer("dispatch: sms", sms, 0, INT32_MAX),
+            integer("dispatch: num_sms", num_sms, 0, INT32_MAX),
             choice("dispatch: crossing", crossing, CROSSINGS),
         )
         return Received(place.finished(raw), like, out)
@@ -300,7 +300,7 @@ class Group:
         out: ArrayT | None = None,
         dtype: Any = None,
         stream: Any = None,
-        sms: int = 0,
+        num_sms: int = 0,
         crossing: str = "automatic",
     ) -> Combined[ArrayT]:
         """Collective. For each own token: the sum over the ranks that it went to, 0 if it went
@@ -317,7 +317,7 @@ class Group:
             bias0, bias1: [T, H], dtype of the rows: added in fp32 after the ranks, in this order.
             out: [T, H], the caller's own output.
             dtype: of rows, where its array cannot say it.
-            stream, sms: as for dispatch.
+            stream, num_sms: as for dispatch.
             crossing: between domains: "direct", or "hierarchical" after a dispatch that was: the
                 sum of a domain, rounded to the dtype of the rows, comes back as one row.
                 "automatic": as the plan's last dispatch crossed. The same on all ranks.
@@ -341,7 +341,7 @@ class Group:
             optional_view("combine: bias1", bias1, rows_view.dtype, place=place),
             optional_view("combine: out", out, rows_view.dtype, True, place=place),
             place.stream,
-            integer("combine: sms", sms, 0, INT32_MAX),
+            integer("combine: num_sms", num_sms, 0, INT32_MAX),
             choice("combine: crossing", crossing, CROSSINGS),
         )
         return Combined(place.finished(raw), like, out)

@@ -186,7 +186,7 @@ class LatencyExchange:
         format: str = "as_is",
         scale_format: str = "f32",
         order: str = "expert_major",
-        waits: Any = None,
+        wait_ns: Any = None,
         hook: bool = False,
         stream: Any = None,
     ) -> LatencyReceived[ArrayT]:
@@ -202,7 +202,7 @@ class LatencyExchange:
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
-            waits: i64 [R]: how many nanoseconds the receive waited for each source, or until it was
+            wait_ns: i64 [R]: how many nanoseconds the receive waited for each source, or until it was
                 masked, is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
@@ -219,7 +219,7 @@ class LatencyExchange:
             choice(f"{name}: format", format, FORMATS),
             choice(f"{name}: scale_format", scale_format, SCALE_FORMATS),
             choice(f"{name}: order", order, ORDERS),
-            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
+            optional_view(f"{name}: wait_ns", wait_ns, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             place.stream,
         )
@@ -233,7 +233,7 @@ class LatencyExchange:
         *,
         path: str = "per_slot",
         format: str = "as_is",
-        waits: Any = None,
+        wait_ns: Any = None,
         hook: bool = False,
         out: ArrayT | None = None,
         stream: Any = None,
@@ -251,7 +251,7 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
-            waits: i64 [R], as in `dispatch`: for each source's announcement, and for its rows once
+            wait_ns: i64 [R], as in `dispatch`: for each source's announcement, and for its rows once
                 all that are awaited had announced. In CPU memory also what the sending half waited
                 for weights that are given here.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
@@ -269,7 +269,7 @@ class LatencyExchange:
             optional_view(f"{name}: topk_weights", topk_weights, expected="f32", place=place),
             choice(f"{name}: path", path, PATHS),
             choice(f"{name}: format", format, COMBINE_FORMATS),
-            optional_view(f"{name}: waits", waits, writable=True, expected="i64", place=place),
+            optional_view(f"{name}: wait_ns", wait_ns, writable=True, expected="i64", place=place),
             flag(f"{name}: hook", hook),
             optional_view(f"{name}: out", out, self._carried(out), True, place=place),
             place.stream,

@@ -37,7 +37,7 @@ class Received(Generic[ArrayT]):
     torch tensor is as good as dropping it.
 
     n: rows received, one for each (token, this rank), ascending source rank, then token.
-    N: rows of `x`: n, or those of the expert-major output, or `worst_case_rows`.
+    N: rows of `x`: n, or those of the expert-major output, or `max_recv_rows`.
     """
 
     def __init__(self, raw: _ferry.Received, like: Like, out: ArrayT | None) -> None:

@@ -56,15 +56,15 @@ def dispatch(
     topk_weights: Tensor | None = None,
     order: str = "rank_major",
     alignment: int = 1,
-    worst_case_rows: int = 0,
-    sms: int = 0,
+    max_recv_rows: int = 0,
+    num_sms: int = 0,
     format: str = "as_is",
     scale_format: str = "f32",
 ) -> TorchReceived:
     """Collective, forward and backward. `Group.dispatch` with gradients for x and topk_weights.
 
     x: f32, bf16 or f16 [T, H], copied only if it is not contiguous. topk_weights: f32 [T, K].
-    With worst_case_rows, rows that did not arrive are zero.
+    With max_recv_rows, rows that did not arrive are zero.
 
     format="e4m3" quantises x on the way and has no gradient: x and topk_weights must not require
     one. A layer that wants one gives `x.detach()` inside its own torch.autograd.Function, whose
@@ -74,7 +74,7 @@ def dispatch(
     if format != "as_is" and torch.is_grad_enabled():
         no_gradient("torch.dispatch", x=x, topk_weights=topk_weights)
     if isinstance(plan, TorchPlan):
-        layout = (order, alignment, worst_case_rows, sms, format, scale_format)
+        layout = (order, alignment, max_recv_rows, num_sms, format, scale_format)
         x, ids, weights, tokens, slots, offsets, scales = torch.ops.ferry.dispatch(
             x, plan.tensor, topk_weights, group.handle, plan.topk, group.local_experts, *layout
         )
@@ -91,7 +91,7 @@ def dispatch(
     others: list[Any] = []
     if topk_weights is not None:
         topk_weights = topk_weights.contiguous()
-    exchange = (group, plan, order, alignment, worst_case_rows, sms)
+    exchange = (group, plan, order, alignment, max_recv_rows, num_sms)
     if format != "as_is":
         got = _dispatched(
             exchange, x.contiguous(), topk_weights, format=format, scale_format=scale_format
@@ -117,22 +117,22 @@ def combine(
     rows: Tensor,
     order: str = "rank_major",
     alignment: int = 1,
-    worst_case_rows: int = 0,
-    sms: int = 0,
+    max_recv_rows: int = 0,
+    num_sms: int = 0,
 ) -> Tensor:
     """Collective, forward and backward. `Group.combine` with a gradient for rows: [T, H].
 
     rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, as dispatch gave them; order,
-    alignment and worst_case_rows as given to dispatch.
+    alignment and max_recv_rows as given to dispatch.
     """
     _check("torch.combine", group, plan, rows=rows)
     if isinstance(plan, TorchPlan):
-        layout = (order, alignment, worst_case_rows, sms)
+        layout = (order, alignment, max_recv_rows, num_sms)
         summed: Tensor = torch.ops.ferry.combine(
             rows, plan.tensor, group.handle, plan.tokens, *layout
         )
         return summed
-    exchange = (group, plan, order, alignment, worst_case_rows, sms)
+    exchange = (group, plan, order, alignment, max_recv_rows, num_sms)
     result: Tensor = _Combine.apply(exchange, rows.contiguous())  # type: ignore[no-untyped-call]
     return result
 
@@ -161,7 +161,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        group, plan, order, alignment, _, sms = ctx.exchange
+        group, plan, order, alignment, _, num_sms = ctx.exchange
         if ctx.local is not None:
             assert grad_weights is not None  # materialised by autograd
             grad_weights = torch.where(ctx.local, grad_weights, 0.0)
@@ -171,7 +171,7 @@ class _Dispatch(torch.autograd.Function):
             order=order,
             alignment=alignment,
             topk_weights=grad_weights if ctx.local is not None else None,
-            sms=sms,
+            num_sms=num_sms,
         )
         return None, None, combined.x, combined.topk_weights
 
@@ -180,8 +180,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: tuple[Any, ...], rows: Tensor) -> Tensor:
         ctx.exchange = exchange
-        group, plan, order, alignment, _, sms = exchange
-        made = group.combine(rows, plan, order=order, alignment=alignment, sms=sms)
+        group, plan, order, alignment, _, num_sms = exchange
+        made = group.combine(rows, plan, order=order, alignment=alignment, num_sms=num_sms)
         summed: Tensor = made.x
         return summed
 
@@ -194,18 +194,18 @@ class _Combine(torch.autograd.Function):
 def _dispatched(
     exchange: tuple[Any, ...], x: Tensor, topk_weights: Tensor | None, **formats: str
 ) -> Any:
-    group, plan, order, alignment, worst_case_rows, sms = exchange
+    group, plan, order, alignment, max_recv_rows, num_sms = exchange
     received = group.dispatch(
         x,
         plan,
         topk_weights=topk_weights,
         order=order,
         alignment=alignment,
-        worst_case_rows=worst_case_rows,
-        sms=sms,
+        max_recv_rows=max_recv_rows,
+        num_sms=num_sms,
         **formats,
     )
-    if worst_case_rows > 0 and order == "rank_major":
+    if max_recv_rows > 0 and order == "rank_major":
         without_tail(received.x, received.topk_idx)
         if received.scales is not None:
             without_tail(received.scales, received.topk_idx)

@@ -34,9 +34,9 @@ class ExpertParallel(nn.Module):
             expert e has the rows from offsets[e] to offsets[e + 1]. Rows from offsets[-1] on, if
             there are any, are undefined and must not touch parameters. M may be 0.
         alignment: every expert's rows are padded with zero rows to a multiple of this.
-        worst_case_rows: > 0: M is this, whatever arrives, so nothing waits for the counts: for
+        max_recv_rows: > 0: M is this, whatever arrives, so nothing waits for the counts: for
             CUDA graphs and static shapes.
-        sms: on GPUs: how many multiprocessors move rows; 0: a default.
+        num_sms: on GPUs: how many multiprocessors move rows; 0: a default.
         format: "as_is", or "e4m3": tokens cross to their experts in fp8 with a scale for each 128
             channels, in both modes; experts see them in x's dtype again. The gradient takes the
             quantisation for the identity.
@@ -53,8 +53,8 @@ class ExpertParallel(nn.Module):
         experts: nn.Module,
         *,
         alignment: int = 1,
-        worst_case_rows: int = 0,
-        sms: int = 0,
+        max_recv_rows: int = 0,
+        num_sms: int = 0,
         format: str = "as_is",
         decode_tokens: int = 0,
         decode_experts: Callable[..., Tensor] | None = None,
@@ -68,8 +68,8 @@ class ExpertParallel(nn.Module):
         self.layout: dict[str, Any] = {
             "order": "expert_major",
             "alignment": integer(f"{call}: alignment", alignment, 1),
-            "worst_case_rows": integer(f"{call}: worst_case_rows", worst_case_rows),
-            "sms": integer(f"{call}: sms", sms),
+            "max_recv_rows": integer(f"{call}: max_recv_rows", max_recv_rows),
+            "num_sms": integer(f"{call}: num_sms", num_sms),
         }
         self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
         self.decode_experts = decode_experts
@@ -102,7 +102,7 @@ class ExpertParallel(nn.Module):
                 self.group.handle,
                 plan.topk,
                 self.group.local_experts,
-                *(self.layout[name] for name in ("alignment", "worst_case_rows", "sms")),
+                *(self.layout[name] for name in ("alignment", "max_recv_rows", "num_sms")),
             )
         assert weights is not None
         assert slots is not None

@@ -2,12 +2,12 @@
 
     plan(Tensor topk_idx, SymInt group) -> Tensor
     dispatch(Tensor x, Tensor plan, Tensor? topk_weights, SymInt group, SymInt topk,
-             SymInt local_experts, str order, SymInt alignment, SymInt worst_case_rows, SymInt sms,
+             SymInt local_experts, str order, SymInt alignment, SymInt max_recv_rows, SymInt num_sms,
              str format="as_is", str scale_format="f32")
         -> (Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor source_token, Tensor slot_rows,
             Tensor expert_offsets, Tensor scales)
     combine(Tensor rows, Tensor plan, SymInt group, SymInt tokens, str order, SymInt alignment,
-            SymInt worst_case_rows, SymInt sms) -> Tensor
+            SymInt max_recv_rows, SymInt num_sms) -> Tensor
 
 `group` is `Group.handle`; an ExpertParallel that begins to run gives `plan` a handle of its own, so
 that it learns of that inside compiled code, too. A plan is an i64 [1] tensor on the CPU that holds
@@ -116,8 +116,8 @@ def _dispatch(
     local_experts: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
     format: str = "as_is",
     scale_format: str = "f32",
 ) -> tuple[Tensor, ...]:
@@ -129,12 +129,12 @@ def _dispatch(
         scale_format=scale_format,
         order=order,
         alignment=alignment,
-        worst_case_rows=worst_case_rows,
-        sms=sms,
+        max_recv_rows=max_recv_rows,
+        num_sms=num_sms,
     )
     weights = received.topk_weights
     scales = received.scales
-    if worst_case_rows > 0 and order == "rank_major":
+    if max_recv_rows > 0 and order == "rank_major":
         without_tail(received.x, received.topk_idx)
         if scales is not None:
             without_tail(scales, received.topk_idx)
@@ -158,15 +158,15 @@ def _dispatch_fake(
     local_experts: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
     format: str = "as_is",
     scale_format: str = "f32",
 ) -> tuple[Tensor, ...]:
     expert_major = order == "expert_major"
-    brought: Any = worst_case_rows
-    rows: Any = worst_case_rows
-    if not worst_case_rows:
+    brought: Any = max_recv_rows
+    rows: Any = max_recv_rows
+    if not max_recv_rows:
         context = torch.library.get_ctx()
         brought = rows = context.new_dynamic_size()
         if expert_major:
@@ -193,7 +193,7 @@ def _dispatch_backward(
     tokens: int,
     order: str,
     alignment: int,
-    sms: int,
+    num_sms: int,
 ) -> tuple[Tensor, Tensor]:
     if grad_weights is not None:
         # Weights arrive as 0 where a slot is not local, whatever they are: no gradient from there.
@@ -204,7 +204,7 @@ def _dispatch_backward(
         order=order,
         alignment=alignment,
         topk_weights=grad_weights,
-        sms=sms,
+        num_sms=num_sms,
     )
     weights = combined.topk_weights
     return combined.x, grad.new_empty(0, dtype=torch.float32) if weights is None else weights
@@ -219,7 +219,7 @@ def _dispatch_backward_fake(
     tokens: int,
     order: str,
     alignment: int,
-    sms: int,
+    num_sms: int,
 ) -> tuple[Tensor, Tensor]:
     shape = (0,) if grad_weights is None else (tokens, topk_idx.shape[1])
     return grad.new_empty(tokens, grad.shape[1]), grad.new_empty(shape, dtype=torch.float32)
@@ -232,14 +232,16 @@ def _combine(
     tokens: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
 ) -> Tensor:
     found = group_of("ferry::combine: group", group)
     given = plan_of("ferry::combine: plan", plan)
     if given.tokens != tokens:
         refuse("ferry::combine: tokens", str(tokens), f"{given.tokens}, those of the plan")
-    return found.combine(rows.contiguous(), given, order=order, alignment=alignment, sms=sms).x
+    return found.combine(
+        rows.contiguous(), given, order=order, alignment=alignment, num_sms=num_sms
+    ).x
 
 
 def _combine_fake(
@@ -249,8 +251,8 @@ def _combine_fake(
     tokens: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
 ) -> Tensor:
     return rows.new_empty(tokens, rows.shape[1])
 
@@ -262,18 +264,18 @@ def _combine_backward(
     rows: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
 ) -> Tensor:
     received = group_of("ferry::combine_backward: group", group).dispatch(
         grad.contiguous(),
         plan_of("ferry::combine_backward: plan", plan),
         order=order,
         alignment=alignment,
-        worst_case_rows=worst_case_rows,
-        sms=sms,
+        max_recv_rows=max_recv_rows,
+        num_sms=num_sms,
     )
-    tail = worst_case_rows > 0 and order == "rank_major"
+    tail = max_recv_rows > 0 and order == "rank_major"
     return without_tail(received.x, received.topk_idx) if tail else received.x
 
 
@@ -284,8 +286,8 @@ def _combine_backward_fake(
     rows: int,
     order: str,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
 ) -> Tensor:
     return grad.new_empty(rows, grad.shape[1])
 
@@ -295,12 +297,12 @@ _context_means_gradient = torch.__version__ >= "2.5"
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, plan, topk_weights, group, _, _, order, alignment, _, sms, form, _ = inputs
+    x, plan, topk_weights, group, _, _, order, alignment, _, num_sms, form, _ = inputs
     ctx.quantised = form != "as_is"
     if ctx.quantised and _context_means_gradient:
         no_gradient("ferry::dispatch", x=x, topk_weights=topk_weights)
     ctx.save_for_backward(plan, output[1])
-    ctx.exchange = (group, x.shape[0], order, alignment, sms)
+    ctx.exchange = (group, x.shape[0], order, alignment, num_sms)
     ctx.weighted = topk_weights is not None
 
 
@@ -316,9 +318,9 @@ def _dispatch_gradient(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, plan, group, _, order, alignment, worst_case_rows, sms = inputs
+    rows, plan, group, _, order, alignment, max_recv_rows, num_sms = inputs
     ctx.save_for_backward(plan)
-    ctx.exchange = (group, rows.shape[0], order, alignment, worst_case_rows, sms)
+    ctx.exchange = (group, rows.shape[0], order, alignment, max_recv_rows, num_sms)
 
 
 def _combine_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -335,7 +337,7 @@ def _define() -> None:
             _dispatch,
             _dispatch_fake,
             "(Tensor x, Tensor plan, Tensor? topk_weights, SymInt group, SymInt topk, SymInt "
-            f"local_experts, {layout}, SymInt worst_case_rows, SymInt sms, "
+            f"local_experts, {layout}, SymInt max_recv_rows, SymInt num_sms, "
             'str format="as_is", str scale_format="f32") -> '
             "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         ),
@@ -344,21 +346,21 @@ def _define() -> None:
             _dispatch_backward,
             _dispatch_backward_fake,
             "(Tensor grad, Tensor? grad_weights, Tensor topk_idx, Tensor plan, SymInt group, "
-            f"SymInt tokens, {layout}, SymInt sms) -> (Tensor, Tensor)",
+            f"SymInt tokens, {layout}, SymInt num_sms) -> (Tensor, Tensor)",
         ),
         (
             "combine",
             _combine,
             _combine_fake,
             f"(Tensor rows, Tensor plan, SymInt group, SymInt tokens, {layout}, SymInt "
-            "worst_case_rows, SymInt sms) -> Tensor",
+            "max_recv_rows, SymInt num_sms) -> Tensor",
         ),
         (
             "combine_backward",
             _combine_backward,
             _combine_backward_fake,
             f"(Tensor grad, Tensor plan, SymInt group, SymInt rows, {layout}, SymInt "
-            "worst_case_rows, SymInt sms) -> Tensor",
+            "max_recv_rows, SymInt num_sms) -> Tensor",
         ),
     )
     made = {}

@@ -2,8 +2,8 @@
 the dtype of x again.
 
     dispatch_through_e4m3(Tensor x, Tensor plan, Tensor topk_weights, SymInt group, SymInt topk,
-                          SymInt local_experts, SymInt alignment, SymInt worst_case_rows,
-                          SymInt sms)
+                          SymInt local_experts, SymInt alignment, SymInt max_recv_rows,
+                          SymInt num_sms)
         -> (Tensor x, Tensor topk_weights, Tensor topk_idx, Tensor slot_rows, Tensor expert_offsets)
 
 Its gradient takes the quantisation for the identity: that of x is the sum of the rows' gradients,
@@ -38,11 +38,11 @@ def _dispatch(
     topk: int,
     local_experts: int,
     alignment: int,
-    worst_case_rows: int,
-    sms: int,
+    max_recv_rows: int,
+    num_sms: int,
 ) -> tuple[Tensor, ...]:
     """Serves as the operator and as its fake: all that it calls has one."""
-    layout = (_ORDER, alignment, worst_case_rows, sms)
+    layout = (_ORDER, alignment, max_recv_rows, num_sms)
     codes, ids, weights, _, slots, offsets, scales = torch.ops.ferry.dispatch(
         x, plan, topk_weights, group, topk, local_experts, *layout, "e4m3", "f32"
     )
@@ -50,9 +50,9 @@ def _dispatch(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, plan, _, group, _, _, alignment, _, sms = inputs
+    x, plan, _, group, _, _, alignment, _, num_sms = inputs
     ctx.save_for_backward(plan, output[2])
-    ctx.exchange = (group, x.shape[0], _ORDER, alignment, sms)
+    ctx.exchange = (group, x.shape[0], _ORDER, alignment, num_sms)
 
 
 def _gradient(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def _define() -> None:
         _dispatch,
         mutates_args=(),
         schema="(Tensor x, Tensor plan, Tensor topk_weights, SymInt group, SymInt topk, SymInt "
-        "local_experts, SymInt alignment, SymInt worst_case_rows, SymInt sms) -> "
+        "local_experts, SymInt alignment, SymInt max_recv_rows, SymInt num_sms) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     made.register_fake(_dispatch)

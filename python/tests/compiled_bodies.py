@@ -44,10 +44,10 @@ def rank_major(
     group: ferry.Group, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, worst_case: int = 0
 ) -> torch.Tensor:
     plan = ft.plan(group, ids)
-    got = ft.dispatch(group, plan, x, topk_weights=w, worst_case_rows=worst_case)
+    got = ft.dispatch(group, plan, x, topk_weights=w, max_recv_rows=worst_case)
     assert got.topk_weights is not None
     rows = got.x * got.topk_weights.sum(1, keepdim=True)
-    return ft.combine(group, plan, rows, worst_case_rows=worst_case)
+    return ft.combine(group, plan, rows, max_recv_rows=worst_case)
 
 
 def expert_major(
@@ -55,7 +55,7 @@ def expert_major(
 ) -> torch.Tensor:
     """The weights do not travel: the sum over slots is Ferry's."""
     layout: dict[str, Any] = {"order": "expert_major", "alignment": 4}
-    layout["worst_case_rows"] = worst_case
+    layout["max_recv_rows"] = worst_case
     plan = ft.plan(group, ids)
     got = ft.dispatch(group, plan, x, **layout)
     assert got.slot_rows is not None and got.expert_offsets is not None

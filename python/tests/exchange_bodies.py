@@ -27,7 +27,7 @@ def exchange(
         if out:
             rows = worst_case or plan.recv_rows()
             given = {"out": torch.empty(rows, HIDDEN, dtype=x.dtype, device=x.device)}
-        got = group.dispatch(x, plan, topk_weights=w, worst_case_rows=worst_case, **layout, **given)
+        got = group.dispatch(x, plan, topk_weights=w, max_recv_rows=worst_case, **layout, **given)
         case.check_received(got, alignment)
         assert got.x.device == x.device and got.x.dtype == x.dtype
         assert group.is_registered(got.x) != out
@@ -55,7 +55,7 @@ def biases_and_own_output(group: ferry.Group) -> None:
     ordinary = rows.clone()
     for given in (rows, ordinary):
         y.zero_()
-        combined = group.combine(given, plan, bias0=x, bias1=torch.ones_like(x), out=y, sms=0)
+        combined = group.combine(given, plan, bias0=x, bias1=torch.ones_like(x), out=y, num_sms=0)
         assert combined.x is y
         same(y, case.doubled() + case.xs[case.rank] + 1)
 
@@ -100,10 +100,10 @@ def gradients(group: ferry.Group, worst_case: int) -> None:
     x.requires_grad_()
     w.requires_grad_()
     plan = group.plan(ids)
-    got = ft.dispatch(group, plan, x, topk_weights=w, worst_case_rows=worst_case, sms=3)
+    got = ft.dispatch(group, plan, x, topk_weights=w, max_recv_rows=worst_case, num_sms=3)
     assert got.topk_weights is not None
     rows = got.x * got.topk_weights.sum(1, keepdim=True)
-    y = ft.combine(group, plan, rows, worst_case_rows=worst_case, sms=3)
+    y = ft.combine(group, plan, rows, max_recv_rows=worst_case, num_sms=3)
     y.pow(2).sum().mul(0.5).backward()
     y_ref, x_ref, w_ref = bodies.expected(ids, x, w)
     assert torch.equal(y.detach(), y_ref)

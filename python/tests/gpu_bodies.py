@@ -26,8 +26,8 @@ def wrong_arguments(group: ferry.Group) -> None:
     refused("topk_idx: got a tensor on device cpu", group.plan, ids.cpu().numpy())
     refused("no DLPack", group.plan, [[1]])
     refused("x: got dtype complex64", group.dispatch, x.to(torch.complex64), plan)
-    refused("sms: got 100000; expected", group.dispatch, x, plan, sms=100000)
-    refused("sms: got -1; expected", group.dispatch, x, plan, sms=-1)
+    refused("sms: got 100000; expected", group.dispatch, x, plan, num_sms=100000)
+    refused("sms: got -1; expected", group.dispatch, x, plan, num_sms=-1)
     refused(
         "stream: got a ferry.Stream with a worker", group.dispatch, x, plan, stream=ferry.Stream()
     )
@@ -75,10 +75,10 @@ def streams(group: ferry.Group) -> None:
         side.wait_stream(torch.cuda.current_stream(here))
         torch.cuda.synchronize(here)
         plan = group.plan(ids, stream=stream)
-        got = group.dispatch(x, plan, topk_weights=w, stream=stream, sms=5)
+        got = group.dispatch(x, plan, topk_weights=w, stream=stream, num_sms=5)
         with torch.cuda.stream(side):
             got.x.mul_(2)
-        back = group.combine(got.x, plan, stream=stream, sms=1)
+        back = group.combine(got.x, plan, stream=stream, num_sms=1)
         torch.cuda.current_stream(here).wait_stream(side)
         same(back.x, case.doubled())
     with torch.cuda.stream(side):
@@ -102,7 +102,7 @@ def nothing_blocks(group: ferry.Group) -> None:
 
     def step() -> tuple[Any, Any]:
         plan = group.plan(ids)
-        got = group.dispatch(x, plan, topk_weights=w, worst_case_rows=rows)
+        got = group.dispatch(x, plan, topk_weights=w, max_recv_rows=rows)
         got.x.mul_(2)
         return got, group.combine(got.x, plan)
 
@@ -129,7 +129,7 @@ def graph_replays(group: ferry.Group) -> None:
 
     def step() -> tuple[Any, Any]:
         plan = group.plan(ids)
-        got = group.dispatch(x, plan, topk_weights=w, worst_case_rows=rows)
+        got = group.dispatch(x, plan, topk_weights=w, max_recv_rows=rows)
         doubled = got.x * 2
         return got, group.combine(doubled, plan, topk_weights=got.topk_weights)
 

@@ -48,7 +48,7 @@ def quantised_on_the_way(group: ferry.Group) -> None:
         scales = [quantised(x, pow2)[1] for x in xs]
         given: dict[str, Any] = {"format": "e4m3", "scale_format": "f32_pow2" if pow2 else "f32"}
         results = [group.dispatch(x, plan, **given) for x in (own, own.bfloat16())]
-        results.append(group.dispatch(own, plan, worst_case_rows=160, **given))
+        results.append(group.dispatch(own, plan, max_recv_rows=160, **given))
         out = torch.empty(n, HIDDEN, dtype=torch.float8_e4m3fn, device=own.device)
         results.append(group.dispatch(own, plan, out=out, **given))
         assert results[-1].x.data_ptr() == out.data_ptr()
@@ -80,7 +80,7 @@ def quantised_by_torch(group: ferry.Group) -> None:
     for plan in (group.plan(ids), ft.plan(group, ids)):
         assert ft.dispatch(group, plan, x).scales is None
         for worst_case in (0, 160):
-            got = ft.dispatch(group, plan, x, w, worst_case_rows=worst_case, format="e4m3")
+            got = ft.dispatch(group, plan, x, w, max_recv_rows=worst_case, format="e4m3")
             assert got.x.dtype == torch.float8_e4m3fn and got.scales is not None
             same(got.x[:n].view(torch.uint8), ref.rank_major(codes, rank).astype(np.float32))
             same(got.scales[:n], ref.rank_major(scales, rank))

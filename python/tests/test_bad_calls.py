@@ -159,11 +159,11 @@ CALLS: list[BadCall] = [
     ("alignment: rank-major", dispatch(alignment=8), "alignment", "8", "1"),
     ("alignment: float", dispatch(alignment=1.5), "alignment", "1.5", "integer"),
     ("alignment: bool", dispatch(alignment=True), "alignment", "True", "integer"),
-    ("worst case: negative", dispatch(worst_case_rows=-1), "worst_case_rows", "-1", "at least 0"),
+    ("worst case: negative", dispatch(max_recv_rows=-1), "max_recv_rows", "-1", "at least 0"),
     (
         "worst case: huge",
-        dispatch(worst_case_rows=2**63),
-        "worst_case_rows",
+        dispatch(max_recv_rows=2**63),
+        "max_recv_rows",
         "9223",
         "at most 2.63 - 1$",
     ),
@@ -280,7 +280,7 @@ def test_more_rows_than_the_worst_case() -> None:
     def body(group: ferry.Group) -> None:
         env = Env(group)
         with pytest.raises(ferry.ExhaustedError, match="worst_case_rows"):
-            group.dispatch(env.x, env.plan, worst_case_rows=3)
+            group.dispatch(env.x, env.plan, max_recv_rows=3)
         env.check_it_works()
 
     run_ranks(2, body, experts=EXPERTS)

@@ -230,7 +230,7 @@ def test_worst_case_rows_and_out(rng: np.random.Generator) -> None:
     def body(group: ferry.Group) -> Any:
         r = group.rank
         plan = group.plan(ref.routes[r])
-        worst = group.dispatch(case.x[r], plan, worst_case_rows=64)
+        worst = group.dispatch(case.x[r], plan, max_recv_rows=64)
         out = np.full((plan.recv_rows(), HIDDEN), np.nan, np.float32)
         mine = group.dispatch(case.x[r], plan, out=out)
         assert mine.x is out

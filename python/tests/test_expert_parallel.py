@@ -17,7 +17,7 @@ from rank_threads import run_ranks
 import ferry
 import ferry.torch as ft
 
-OPTIONS: list[dict[str, int]] = [{}, {"alignment": 4}, {"worst_case_rows": 64}]
+OPTIONS: list[dict[str, int]] = [{}, {"alignment": 4}, {"max_recv_rows": 64}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

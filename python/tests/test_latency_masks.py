@@ -130,15 +130,15 @@ def test_waits_are_added(masks: bool, hook: bool) -> None:
         x = np.ones((TOKENS, HIDDEN), np.float32)
         for _ in range(3):
             come()
-            r = lat.dispatch(x, ROUTES, waits=dispatched)
+            r = lat.dispatch(x, ROUTES, wait_ns=dispatched)
             come()
             # Weights that come with it are waited for while it sends, hook or not.
-            sums = lat.combine(r.x, r, WEIGHTS, path="per_rank", waits=combined, hook=hook)
+            sums = lat.combine(r.x, r, WEIGHTS, path="per_rank", wait_ns=combined, hook=hook)
             if hook:
                 sums.receive()
         for wrong in (np.zeros(RANKS, np.int32), np.zeros(RANKS + 1, np.int64)):
             with pytest.raises(ferry.InvalidArgumentError, match="waits"):
-                lat.dispatch(x, ROUTES, waits=wrong)
+                lat.dispatch(x, ROUTES, wait_ns=wrong)
         return np.stack([dispatched, combined])
 
     for rank, waits in enumerate(run_ranks(RANKS, body, experts=EXPERTS)):

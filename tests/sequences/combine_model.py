@@ -96,7 +96,7 @@ def what_a_rank_gives(step: Step, brought: Brought, rank: int) -> dict[str, Any]
 
 def takes(brought: Brought, rank: int) -> bool:
     """Whether a plan takes so many rows of a rank: exactly those of the order, or the
-    worst_case_rows of a dispatch in it that was not refused."""
+    max_recv_rows of a dispatch in it that was not refused."""
     used, order, alignment = brought.used, brought.order, brought.alignment
     if order == "expert_major" and not used.layouts:
         return False  # no dispatch has brought the routes

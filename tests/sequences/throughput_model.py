@@ -175,7 +175,7 @@ def dispatch(model: Model, step: Step) -> Calls:
     rows = []
     for rank in range(model.ranks):
         given = sent.given[rank] | {"order": order, "alignment": alignment}
-        given |= {"worst_case_rows": worst[rank], "crossing": step["crossing"]}
+        given |= {"max_recv_rows": worst[rank], "crossing": step["crossing"]}
         given |= {"stream": step["stream"], "bad": rank in step["bad"]}
         if fused:
             given["topk_idx"] = used.routing.routes[rank].astype(DTYPES[step["routes"]["idx"]])

@@ -47,7 +47,7 @@ class Exchange:
         self.plan = plan
         self.channels = channels
         self.rows = rows
-        self.worst_case_rows = rows if worst_case else 0
+        self.max_recv_rows = rows if worst_case else 0
         self.captured = captured
         self._sums = rows if sums is None else sums
 

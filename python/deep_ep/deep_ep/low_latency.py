@@ -333,7 +333,7 @@ class LowLatency(Masks):
 
     def _waits(self, call: str, name: str, stats: Tensor) -> dict[str, Any]:
         check_stats(call, name, stats, torch.int64, self.group_size)
-        return {"waits": stats}
+        return {"wait_ns": stats}
 
 
 def _rows(call: str, rounds: Rounds, made: Round | None) -> Tensor:

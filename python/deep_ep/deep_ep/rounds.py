@@ -169,14 +169,14 @@ class Rounds:
         return made
 
     def counted(self, options: dict[str, Any]) -> Callable[[], None]:
-        """To be called when what the call waited for each rank is in options["waits"], which is
+        """To be called when what the call waited for each rank is in options["wait_ns"], which is
         then added to the caller's."""
-        whole, members = options.get("waits"), self.members
+        whole, members = options.get("wait_ns"), self.members
         if whole is None or members is None:
             return _nothing
         on = self._on(options)
         with on():
-            part = options["waits"] = whole.new_zeros(len(members.ranks))
+            part = options["wait_ns"] = whole.new_zeros(len(members.ranks))
 
         def add() -> None:
             with on():

@@ -127,7 +127,7 @@ class Throughput:
             require(none, call.name, "topk_idx, topk_weights", "a tensor", "None beside a handle")
             exchange = self._exchange(call, handle, rows.device)
             received = exchange.group.dispatch(
-                sent, exchange.plan, worst_case_rows=exchange.worst_case_rows, **call.how
+                sent, exchange.plan, max_recv_rows=exchange.max_recv_rows, **call.how
             )
             event = call.end(exchange.group, received, ("x", "scales"))
             return with_scales(received, dtype, scales), None, None, None, None, event
@@ -159,7 +159,7 @@ class Throughput:
             sent,
             topk_idx=routes,
             topk_weights=topk_weights,
-            worst_case_rows=worst,
+            max_recv_rows=worst,
             **call.how,
         )
         assert received.plan is not None
@@ -265,7 +265,7 @@ class Throughput:
             refuse(name, "config", repr(config), "a deep_ep.Config, or None")
         require(sms % 2 == 0, name, "config.num_sms", sms, "an even number")
         turn = Turn(name, self.runtime, rows.device, *when)
-        return Call(name, turn, sms // 2, {"stream": turn.stream, "sms": sms})
+        return Call(name, turn, sms // 2, {"stream": turn.stream, "num_sms": sms})
 
     def _handle(
         self, call: Call, group: ferry.Group, received: Any, in_rank: Tensor, worst_rows: int
