@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ferry.errors import InvalidArgumentError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 _BOUNDS = {INT64_MAX: "2^63 - 1", UINT64_MAX: "2^64 - 1", INT32_MAX: "2^31 - 1", 2**46: "64 TiB"}
+
+
+def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """For functions whose keywords have new names: `names` of earlier releases, which go with the
+    next one, still work, with a DeprecationWarning."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> T:
+            for old, new in names.items():
+                if old not in keywords:
+                    continue
+                call_name = f"{function.__qualname__}()"
+                if new in keywords:
+                    raise TypeError(f"{call_name} got {new} and its old name, {old}")
+                message = f"{call_name}: {old} is deprecated; use {new}"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                keywords[new] = keywords.pop(old)
+            return function(*args, **keywords)
+
+        return call
+
+    return decorate
 
 
 def describe(value: object) -> str:

@@ -16,6 +16,7 @@ from ferry.arguments import (
     instance,
     integer,
     refuse,
+    renamed_keywords,
     seconds,
 )
 from ferry.errors import Error
@@ -213,6 +214,7 @@ class Group:
             raw.recv_rows()
         return raw
 
+    @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
     def dispatch(
         self,
         x: ArrayT,
@@ -286,6 +288,7 @@ class Group:
         )
         return Received(place.finished(raw), like, out)
 
+    @renamed_keywords(sms="num_sms")
     def combine(
         self,
         rows: ArrayT,

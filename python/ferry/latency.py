@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, choice, flag, instance, integer
+from ferry.arguments import INT32_MAX, choice, flag, instance, integer, renamed_keywords
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import summary
 from ferry.streams import Place
@@ -177,6 +177,7 @@ class LatencyExchange:
     def __repr__(self) -> str:
         return f"<ferry.LatencyExchange: {self._words}>"
 
+    @renamed_keywords(waits="wait_ns")
     def dispatch(
         self,
         x: ArrayT,
@@ -202,8 +203,8 @@ class LatencyExchange:
             scale_format: "f32", "f32_pow2" (rounded up to a power of two) or "ue8m0_packed".
             order: "expert_major", or "rank_major": one row for each token, where it was written.
                 An exchange that was made "rank_major" takes that alone.
-            wait_ns: i64 [R]: how many nanoseconds the receive waited for each source, or until it was
-                masked, is added there.
+            wait_ns: i64 [R]: how many nanoseconds the receive waited for each source, or until it
+                was masked, is added there.
             hook: only send; `receive()` of the result does the rest.
             stream: as for `Group.dispatch`; host engine: None: returns finished (or sent) results.
 
@@ -225,6 +226,7 @@ class LatencyExchange:
         )
         return LatencyReceived(place.finished(raw), like)
 
+    @renamed_keywords(waits="wait_ns")
     def combine(
         self,
         rows: ArrayT,
@@ -251,9 +253,9 @@ class LatencyExchange:
                 row for each rank crosses.
             format: of rows in flight: "as_is", "e4m3" (one scale for each 128 channels) or
                 "logfmt10" (10 bits a channel).
-            wait_ns: i64 [R], as in `dispatch`: for each source's announcement, and for its rows once
-                all that are awaited had announced. In CPU memory also what the sending half waited
-                for weights that are given here.
+            wait_ns: i64 [R], as in `dispatch`: for each source's announcement, and for its rows
+                once all that are awaited had announced. In CPU memory also what the sending half
+                waited for weights that are given here.
             hook: only send; `receive()` of the result does the rest. With "per_rank" and weights
                 given here the sending waits for those of the other ranks.
             out: [T, H], the caller's own output. It may not overlap `rows`.

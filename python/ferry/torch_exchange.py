@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ferry._ferry import Plan
-from ferry.arguments import instance, refuse
+from ferry.arguments import instance, refuse, renamed_keywords
 from ferry.group import Group
 from ferry.torch_ops import no_gradient, without_tail  # importing it defines torch.ops.ferry
 
@@ -49,6 +49,7 @@ def planned(handle: int, topk_idx: Tensor) -> TorchPlan:
     return TorchPlan(tensor, topk_idx.shape[0], topk_idx.shape[1])
 
 
+@renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
 def dispatch(
     group: Group,
     plan: Plan | TorchPlan,
@@ -111,6 +112,7 @@ def dispatch(
     return TorchReceived(out, others[0], weights, others[1], others[2], others[3])
 
 
+@renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
 def combine(
     group: Group,
     plan: Plan | TorchPlan,

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ferry.arguments import choice, describe, instance, integer, refuse
+from ferry.arguments import choice, describe, instance, integer, refuse, renamed_keywords
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
@@ -47,6 +47,7 @@ class ExpertParallel(nn.Module):
             f32 [L, N, ceil(H/128)], come third. None: `experts`, with all N rows of each.
     """
 
+    @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
     def __init__(
         self,
         group: Group,

@@ -2,8 +2,8 @@
 
     plan(Tensor topk_idx, SymInt group) -> Tensor
     dispatch(Tensor x, Tensor plan, Tensor? topk_weights, SymInt group, SymInt topk,
-             SymInt local_experts, str order, SymInt alignment, SymInt max_recv_rows, SymInt num_sms,
-             str format="as_is", str scale_format="f32")
+             SymInt local_experts, str order, SymInt alignment, SymInt max_recv_rows,
+             SymInt num_sms, str format="as_is", str scale_format="f32")
         -> (Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor source_token, Tensor slot_rows,
             Tensor expert_offsets, Tensor scales)
     combine(Tensor rows, Tensor plan, SymInt group, SymInt tokens, str order, SymInt alignment,

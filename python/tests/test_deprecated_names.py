@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
+import numpy as np
 import pytest
 
 import ferry
 from ferry import errors
+from ferry.arguments import renamed_keywords
 
 
 @pytest.mark.parametrize("module", [ferry, errors])
@@ -35,6 +38,38 @@ def test_an_old_name_catches_and_names_the_line_that_uses_it() -> None:
         except ferry.LeftBehind as error:
             assert error.kind == "left behind"
     assert [warning.filename for warning in said] == [__file__]
+
+
+def test_an_old_keyword_is_the_new_one_and_warns() -> None:
+    @renamed_keywords(sms="num_sms")
+    def call(x: int, *, num_sms: int = 0) -> tuple[int, int]:
+        return x, num_sms
+
+    with pytest.warns(
+        DeprecationWarning, match=r"call\(\): sms is deprecated; use num_sms$"
+    ) as said:
+        assert call(1, sms=2) == (1, 2)
+    assert [warning.filename for warning in said] == [__file__]
+    with pytest.raises(TypeError, match="got num_sms and its old name, sms"):
+        call(1, num_sms=1, sms=2)  # type: ignore[call-arg]
+
+
+def test_calls_take_their_old_keywords() -> None:
+    group = ferry.Group(ferry.threads(1)[0], experts=1)
+    x, routes = np.ones((2, 16), np.float32), np.zeros((2, 1), np.int64)
+    old: dict[str, Any] = {"worst_case_rows": 3, "sms": 1}
+    with pytest.warns(DeprecationWarning) as said:
+        got = group.dispatch(x, topk_idx=routes, **old)
+    assert len(said) == 2 and got.x.shape == (3, 16)
+    with pytest.warns(DeprecationWarning):
+        group.combine(got.x, got.plan, sms=1)  # type: ignore[call-arg]
+    waits: dict[str, Any] = {"waits": np.zeros(1, np.int64)}
+    latency = ferry.LatencyExchange(group, capacity=2, hidden=16, topk=1, dtype="f32")
+    with pytest.warns(DeprecationWarning):
+        received = latency.dispatch(x, routes, **waits)
+    with pytest.warns(DeprecationWarning):
+        latency.combine(received.x, received, np.ones((2, 1), np.float32), **waits)
+    group.destroy()
 
 
 def test_other_names_are_unknown() -> None:
