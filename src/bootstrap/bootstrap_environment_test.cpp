@@ -38,7 +38,9 @@ class Environment : public ::testing::Test {
                              "MPI_LOCALNRANKS",
                              "LOCAL_WORLD_SIZE",
                              "SLURM_STEP_NUM_NODES",
-                             "TORCHELASTIC_RUN_ID"}) {
+                             "TORCHELASTIC_RUN_ID",
+                             "PMIX_NAMESPACE",
+                             "PMI_JOBID"}) {
       ::unsetenv(name);
     }
     set("RANK", "1");
@@ -216,7 +218,23 @@ TEST_F(Environment, RanksOfOneHostNeedNoSecret) {
   set("SLURM_STEP_NUM_NODES", "2");
   expect_message("FERRY_SECRET is not set");
   set("SLURM_STEP_NUM_NODES", "1");
-  EXPECT_EQ(tcp_options_from_environment().address, name);
+  EXPECT_EQ(tcp_options_from_environment().address.find(name + "."), 0U);
+}
+
+// Two jobs of a user with one port: their launchers' names for them keep them apart.
+TEST_F(Environment, JobsOfOneHostMeetApart) {
+  ::unsetenv("FERRY_SECRET");
+  set("LOCAL_WORLD_SIZE", "4");
+  std::set<std::string> places = {tcp_options_from_environment().address};
+  for (const char* id : {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PMI_JOBID"}) {
+    for (const char* job : {"7", "8"}) {
+      set(id, job);
+      TcpOptions options = tcp_options_from_environment();
+      EXPECT_LT(options.address.size(), 60U);
+      EXPECT_TRUE(places.insert(options.address).second) << id << "=" << job;
+      EXPECT_EQ(tcp_options_from_environment().address, options.address);
+    }
+  }
 }
 
 TEST_F(Environment, NamesWhatIsMissing) {

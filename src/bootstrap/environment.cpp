@@ -22,12 +22,14 @@
 #include <charconv>
 #include <cstdlib>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include <unistd.h>
 
 #include "bootstrap/secret_file.hpp"
+#include "bootstrap/sha256.hpp"
 
 namespace ferry {
 namespace {
@@ -182,6 +184,28 @@ std::string secret() {
          "FERRY_SECRET=$(openssl rand -hex 16)`");
 }
 
+/// Where ranks of one host meet: the kernel says that the other end is of this user, and the name
+/// is of this job as far as its launcher has one, so that two jobs with one port do not mix.
+std::string socket_name(std::uint16_t port) {
+  std::string job;
+  for (const char* id :
+       {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID"}) {
+    if (const auto value = variable(id)) job += std::string(id) + "=" + *value + "\n";
+  }
+  const std::string name = "@ferry." + std::to_string(::geteuid()) + "." + std::to_string(port);
+  if (job.empty()) return name;
+  bootstrap::Sha256 hash;
+  hash.update(std::as_bytes(std::span(job)));
+  std::string digits = ".";
+  const bootstrap::Digest digest = hash.finish();
+  for (const std::byte one : std::span(digest).first(8)) {
+    constexpr const char* kHex = "0123456789abcdef";
+    digits +=
+        {kHex[std::to_integer<int>(one >> 4)], kHex[std::to_integer<int>(one & std::byte{15})]};
+  }
+  return name + digits;
+}
+
 }  // namespace
 
 TcpOptions tcp_options_from_environment() {
@@ -191,7 +215,7 @@ TcpOptions tcp_options_from_environment() {
   options.rank = integer(by.rank, 0, options.size - 1, kStart);
   options.port = port(by);
   if (on_one_host(by) && !variable("FERRY_SECRET") && !variable("FERRY_SECRET_FILE")) {
-    options.address = "@ferry." + std::to_string(::geteuid()) + "." + std::to_string(options.port);
+    options.address = socket_name(options.port);
     return options;
   }
   options.address = address(by);
