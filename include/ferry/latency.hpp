@@ -176,9 +176,10 @@ class LatencyExchange {
   /// Collective of all ranks, those that go on and those that come back, at the same place in every
   /// rank's calls: agrees on a generation after all that were used and clears all masks, but of
   /// ranks whose process has ended or that destroyed their group: those stay masked. A rank that
-  /// does not come within the deadline is Error(deadline) that names it; until a rejoin succeeds
-  /// every other call of this rank is Error(evicted) then. Results that are alive may still be
-  /// read, but neither received nor combined.
+  /// does not come within the deadline, or a second one where it was held up in its last call, is
+  /// Error(deadline) that names it; until a rejoin succeeds every other call of this rank is
+  /// Error(evicted) then. Results that are alive may still be read, but neither received nor
+  /// combined.
   void rejoin();
 
   const LatencyConfig& config() const;

@@ -310,9 +310,10 @@ class LatencyExchange:
         """Collective of all ranks, those that go on and those that come back. Clears the masks, but
         of ranks whose process has ended or that destroyed their group.
 
-        A rank that does not come within the deadline: `DeadlineExceededError` that names it, and
-        `EvictedError` from every other call until a rejoin succeeds. Results that are alive may
-        still be read, but neither received nor combined.
+        A rank that does not come within the deadline, or a second one where it was held up in its
+        last call: `DeadlineExceededError` that names it, and `EvictedError` from every other call
+        until a rejoin succeeds. Results that are alive may still be read, but neither received nor
+        combined.
         """
         self._raw.rejoin()
 

@@ -34,7 +34,7 @@ def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> st
 class Received(Generic[ArrayT]):
     """What a dispatch brings. The arrays lie in registered memory, which goes back to the group
     when this object and the arrays taken from it are dropped; `untyped_storage().resize_(0)` of a
-    torch tensor is as good as dropping it.
+    torch tensor is as good as dropping that tensor.
 
     n: rows received, one for each (token, this rank), ascending source rank, then token.
     N: rows of `x`: n, or those of the expert-major output, or `max_recv_rows`.
