@@ -1,4 +1,5 @@
-// What can be had once: by whom gets here first, and again if that one could not use it.
+// RAII claim of what may be used once: the first claim takes it, and releases it at the end of its
+// scope unless it was kept.
 #pragma once
 #include <atomic>
 

@@ -1,4 +1,4 @@
-// What to say when a limit of this process is in the way: setrlimit, or in a shell ulimit.
+// Limits of the process (ulimit, setrlimit) in words, for errors that one of them caused.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -1,3 +1,5 @@
+// Checks of the arguments of Group (experts, ranks, deadlines) and of tensors; `refuse` words every
+// such error. Those of calls: check_exchange.cpp, check_latency.cpp.
 #include "core/check.hpp"
 
 #include <algorithm>

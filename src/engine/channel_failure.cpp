@@ -1,5 +1,5 @@
-// What becomes of a rank whose exchange fails: what it says, whom it names, what it tells the
-// peers.
+// A failed exchange: the words of its error, which rank it names, the failure broadcast to the
+// peers. channel_watch.cpp detects the failure.
 #include <set>
 
 #include "engine/channel.hpp"

@@ -1,4 +1,4 @@
-// What a watch over another one leaves as it is.
+// Base of a watch that wraps another watch: forwards progress() and hand_over().
 #pragma once
 
 namespace ferry::protocol {

@@ -1,5 +1,6 @@
 // The only header that knows which memory the protocols run on: host threads and processes, or
-// (FERRY_MODEL) the explorer of tests/model. A device section joins when the CUDA engine comes.
+// (FERRY_MODEL) the explorer of tests/model. Kernels
+// have their own (cuda/kernels/base).
 #pragma once
 
 #include <concepts>

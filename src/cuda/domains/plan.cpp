@@ -1,6 +1,6 @@
-// Plans between domains: the CPU reads the routes and learns what all ranks send; the first call
-// that crosses in some way learns the routes of what crosses to here, and plans the exchange
-// inside.
+// Plans between domains: the CPU reads the routes and learns what all ranks send. The first call
+// that crosses also learns the incoming routes and plans the exchange inside the domain
+// (tables.cpp).
 #include <algorithm>
 #include <cstring>
 #include <utility>

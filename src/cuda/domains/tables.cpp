@@ -1,5 +1,5 @@
-// How the tokens of a plan cross: the first call that crosses in some way learns the routes of what
-// crosses to here, and plans the exchange inside the domain.
+// How the tokens of a plan cross: the first direct or hierarchical call learns the incoming routes
+// and plans the exchange inside the domain.
 #include <cstring>
 #include <numeric>
 #include <string>

@@ -1,4 +1,5 @@
-// Combine of latency mode: what is checked, launched and handed out.
+// Combine of latency mode: what is checked, launched and handed out. Its number of blocks:
+// engine.cpp.
 #include <string>
 #include <utility>
 

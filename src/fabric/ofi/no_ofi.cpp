@@ -1,4 +1,4 @@
-// Of builds without the headers of libfabric.
+// Builds without libfabric's headers use this file in place of ofi.cpp.
 #include <ferry/error.hpp>
 
 #include "fabric/ofi/ofi.hpp"

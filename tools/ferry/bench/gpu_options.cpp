@@ -1,4 +1,5 @@
-// The options of `ferry bench --backend cuda`.
+// Options of `ferry bench --backend cuda`, and --chain and --token-sweep, which latency mode has
+// with both backends. Those of both: bench.cpp.
 #include "bench/options.hpp"
 #include "number.hpp"
 

@@ -1,5 +1,5 @@
-// Rows of a combine in flight that are not as they are: 16 channels a lane, 8 lanes for each block
-// of 128 channels. The same bits as core/number/quantize.hpp and logfmt.hpp.
+// Combine rows with a quantised wire format (CombineFormat): 16 channels a lane, 8 lanes for each
+// block of 128 channels. The same bits as core/number/quantize.hpp and logfmt.hpp.
 #pragma once
 #include "core/number/logfmt.hpp"
 #include "cuda/kernels/latency/quantize.cuh"

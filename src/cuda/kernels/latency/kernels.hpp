@@ -9,9 +9,10 @@
 // a late rank writes can only spoil what it would have sent itself; the sums of a combine by slots
 // have several, and there nobody may be late.
 //
-// Tags are the low 32 bits of the generation. One that was written exactly 2^32 generations ago and
-// never since, or never (then it is 0), would be taken for new: only by a receiver that looks in
-// that one generation and before the row that it was told of is here.
+// Tags are the low 32 bits of the generation. A receiver could take an old tag for a new one only
+// if it was written exactly 2^32 generations ago and never since (0 where nothing was ever
+// written), and only if it polls in that one generation before the row that it was told of has
+// arrived.
 #pragma once
 #include <cuda_runtime_api.h>
 

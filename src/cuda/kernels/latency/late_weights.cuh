@@ -1,7 +1,7 @@
-// Latency combine with partial sums, when weights that come with it let a warp wait: a rank that is
-// late with them must keep nobody else's sums back, or those who wait for them would mask this rank
-// for the other's delay. So the warp first sends what it can of all that is left, and then waits,
-// with the call's deadline. Apart from the sums, which have no registers for it.
+// Latency combine with partial sums, when weights arrive with the call and some are late. Sums for
+// other ranks must not wait for them, or those ranks would mask this one for another's delay. So a
+// warp first sends all sums that it can, then waits, within the call's deadline. A function of its
+// own, because the sums leave no registers for it.
 #pragma once
 #include "cuda/kernels/latency/combine_wait.cuh"
 

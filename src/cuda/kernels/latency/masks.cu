@@ -156,6 +156,8 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
   if (v.inbox != nullptr) store_release(at.rejoined(v.inbox), word);
 }
 
+/// A captured graph survives a rejoin: its kernels read generation and masks from GPU memory at
+/// each replay, and this kernel rewrites both there.
 __global__ void __launch_bounds__(kThreads)
     latency_rejoin_kernel(const __grid_constant__ LatencyRejoinParameters p) {
   __shared__ unsigned long long newest, latest;

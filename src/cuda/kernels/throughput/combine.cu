@@ -1,5 +1,6 @@
 // Combine: ranks say where their rows lie, owners pull and sum them, then tell that they have read.
-// First: the order in which functions stand decides what the compiler inlines.
+//
+// These two includes stay first: the compiler inlines by the order of functions.
 #include "cuda/kernels/throughput/combine_sm80.cuh"
 #include "cuda/kernels/throughput/combine_sm90.cuh"
 

@@ -1,7 +1,7 @@
-// A fan-out beside its dispatch: some SMs copy the rows while they come. Work is claimed, never
-// shared out beforehand, so that blocks which come late, when an SM gets free, hold nobody up: who
-// waits, waits for what a running block has claimed, or for the dispatch, which runs and bounds its
-// own waits.
+// A fan-out beside its dispatch: some SMs copy rows to their experts while the dispatch still runs.
+// Blocks claim work piece by piece, so a block that starts late, when an SM gets free, delays no
+// other. A block waits only for what a running block has claimed, or for the dispatch, which runs
+// and bounds its own waits.
 #pragma once
 #include "cuda/kernels/throughput/copy_order.cuh"
 #include "cuda/kernels/throughput/fan_out_copy.cuh"

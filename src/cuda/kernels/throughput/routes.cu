@@ -1,5 +1,5 @@
-// The routes of a plan for a caller that wants more rows of them than the dispatch that brought
-// them.
+// A caller may want more rows of a plan's routes than the plan's first dispatch brought: these
+// kernels give them.
 #include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/throughput/kernels.hpp"
