@@ -99,8 +99,8 @@ def stage_arm64() -> Result:
     missing = [n for n in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(n)]
     if missing:
         raise CannotRunError(f"{' and '.join(missing)} not found")
-    # The whole library must compile; the tests of core and protocol run.
-    targets = ("ferry_library", "src/core/all", "src/protocol/all")
+    # The whole library must compile; the tests of base, core and protocol run.
+    targets = ("ferry_library", "src/base/all", "src/core/all", "src/protocol/all")
     if build(result, "arm64", targets=targets):
         result.add(ctest("arm64"))
     return result
