@@ -15,7 +15,9 @@
 //   FERRY_SECRET_FILE  a file that holds it, which only its owner may read (secret_file.hpp)
 //   LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS, SLURM_STEP_NUM_NODES
 //                      whether all ranks are on one host: then, without a secret, they meet at a
-//                      Unix socket of this user, and the address is not used
+//                      Unix socket of this user, and the address is not used. Its name holds the
+//                      launcher's name for the job (TORCHELASTIC_RUN_ID, SLURM_JOB_ID and
+//                      SLURM_STEP_ID, PMIX_NAMESPACE, PMI_JOBID), where there is one
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
 
