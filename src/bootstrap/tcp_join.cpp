@@ -143,14 +143,15 @@ bool TcpBootstrap::shake_hands(const TcpOptions& options, Clock::time_point due)
   while (client_->state() == StoreClient::State::handshake) {
     const Clock::time_point now = Clock::now();
     pump(std::min(due, now + kWaitSlice));
+    found_ = found_ || client_->answered();
     if (client_->state() != StoreClient::State::handshake) break;
     while_waiting(options);
     if (now >= due) {
-      last_problem_ = "something is there, but it does not answer as a Ferry store";
+      last_problem_ = found_ ? "the handshake was not over in time"
+                             : "something is there, but it does not answer as a Ferry store";
       return false;
     }
   }
-  found_ = found_ || client_->answered();
   const auto refuse = [&](const char* what) {
     throw Error(ErrorKind::refused,
                 "rank " + std::to_string(who_.rank) + ": what answers at " + who_.store + " " +
