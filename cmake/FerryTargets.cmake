@@ -28,23 +28,33 @@ target_include_directories(ferry_options INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src>)
 
 # Precompiled headers of the standard library, and for tests of GoogleTest: reading them is more than
-# half of compiling a file. Off where objects are shared by a compiler cache (host, cuda, the package).
-option(FERRY_PCH "Compile with precompiled headers" OFF)
+# half of compiling a file. TESTS: only for test programs, where a compiler cache shares the library's
+# objects between builds (host, cuda, the package).
+set(FERRY_PCH OFF CACHE STRING "Compile with precompiled headers: OFF, TESTS or ALL")
+set_property(CACHE FERRY_PCH PROPERTY STRINGS OFF TESTS ALL)
+if(NOT FERRY_PCH MATCHES "^(OFF|TESTS|ALL)$")
+  message(FATAL_ERROR "FERRY_PCH is '${FERRY_PCH}': it must be OFF, TESTS or ALL")
+endif()
+# Most tests compile longer than they run.
+set(FERRY_TEST_OPTIONS "" CACHE STRING "Options of the compiler for test programs, but for LONG ones")
+
+# ferry_make_pch(NAME ADDITIONAL_HEADER...) makes it, with the options of what is to use it: g++ 12
+# fails if the level of optimisation differs.
 function(ferry_make_pch name)
   add_library(${name} OBJECT ${PROJECT_SOURCE_DIR}/cmake/pch.cpp)
   target_link_libraries(${name} PRIVATE ferry_options Threads::Threads)
-  target_precompile_headers(${name} PRIVATE ${ARGN})
+  target_precompile_headers(${name} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/pch.hpp ${ARGN})
 endfunction()
 function(ferry_use_pch target pch)
-  if(FERRY_PCH)
+  if(TARGET ${pch})
     target_precompile_headers(${target} REUSE_FROM ${pch})
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-      target_compile_options(${target} PRIVATE -fpch-preprocess)  # for ccache
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)  # for ccache
     endif()
   endif()
 endfunction()
-if(FERRY_PCH)
-  ferry_make_pch(ferry_pch ${PROJECT_SOURCE_DIR}/cmake/pch.hpp)
+if(FERRY_PCH STREQUAL "ALL")
+  ferry_make_pch(ferry_pch)
 endif()
 
 # ferry_add_library(core SOURCES a.cpp b.cpp DEPENDS ferry_x ...)
@@ -72,11 +82,11 @@ macro(ferry_find_gtest)
     find_package(GTest REQUIRED)
   endif()
   if(FERRY_PCH AND NOT TARGET ferry_test_pch)
-    ferry_make_pch(ferry_test_pch ${PROJECT_SOURCE_DIR}/cmake/pch.hpp <gtest/gtest.h>)
+    ferry_make_pch(ferry_test_pch <gtest/gtest.h>)
     target_link_libraries(ferry_test_pch PRIVATE GTest::gtest)
     # As programs are compiled.
     set_target_properties(ferry_test_pch PROPERTIES POSITION_INDEPENDENT_CODE OFF)
-    target_compile_options(ferry_test_pch PRIVATE -fPIE)
+    target_compile_options(ferry_test_pch PRIVATE -fPIE ${FERRY_TEST_OPTIONS})
   endif()
 endmacro()
 
@@ -89,13 +99,15 @@ function(ferry_limit_test name seconds)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${seconds})
 endfunction()
 
-# ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60])
-# A GoogleTest program registered with CTest. Does nothing when tests are off.
+# ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
+#   [LONG] [NO_GTEST])
+# A GoogleTest program registered with CTest. Does nothing when tests are off. LONG: it runs so long
+# that it is optimised as the library is.
 function(ferry_add_test name)
   if(NOT FERRY_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "NO_GTEST" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
+  cmake_parse_arguments(ARG "LONG;NO_GTEST" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
@@ -104,7 +116,12 @@ function(ferry_add_test name)
   if(NOT ARG_NO_GTEST)
     ferry_find_gtest()
     target_link_libraries(${name} PRIVATE GTest::gtest GTest::gtest_main)
-    ferry_use_pch(${name} ferry_test_pch)
+  endif()
+  if(NOT ARG_LONG)
+    target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FERRY_TEST_OPTIONS}>)
+    if(NOT ARG_NO_GTEST)
+      ferry_use_pch(${name} ferry_test_pch)
+    endif()
   endif()
   add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${name}> ${ARG_ARGS})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
