@@ -100,14 +100,14 @@ function(ferry_limit_test name seconds)
 endfunction()
 
 # ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
-#   [LONG] [NO_GTEST])
+#   [LONG] [NO_GTEST] [COST 100])
 # A GoogleTest program registered with CTest. Does nothing when tests are off. LONG: it runs so long
-# that it is optimised as the library is.
+# that it is optimised as the library is. COST: about its seconds; the longest starts first.
 function(ferry_add_test name)
   if(NOT FERRY_TESTS)
     return()
   endif()
-  cmake_parse_arguments(ARG "LONG;NO_GTEST" "TIMEOUT" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
+  cmake_parse_arguments(ARG "LONG;NO_GTEST" "TIMEOUT;COST" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
@@ -125,5 +125,8 @@ function(ferry_add_test name)
   endif()
   add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${name}> ${ARG_ARGS})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
+  if(ARG_COST)
+    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
+  endif()
   ferry_limit_test(${name} ${ARG_TIMEOUT})
 endfunction()
