@@ -16,8 +16,11 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +125,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
+@pytest.fixture(scope="session")
+def with_torch() -> Iterator[list[str]]:
+    """How to start Python with a program that imports torch; one thread a rank, as `ferry run`."""
+    forked = str(Path(__file__).with_name("forked.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/socket"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with listener:
+            listener.bind(path)
+            listener.listen(64)
+            server = subprocess.Popen(
+                [sys.executable, forked, "serve", str(listener.fileno()), "torch"],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        yield [sys.executable, "-I", "-S", forked, "run", path]
+        server.communicate()
+
+
 @pytest.mark.parametrize("block", all_blocks(), ids=lambda block: f"{block.page}:{block.line}")
 def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if block.needs and importlib.util.find_spec(block.needs) is None:
@@ -132,7 +155,10 @@ def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> 
         if block.mark == "compile":
             compile(block.code, block.page, "exec")
         else:
-            run(under_ferry(block, [sys.executable, str(program)]), tmp_path)
+            python = [sys.executable]
+            if block.ranks and "import torch" in block.code:
+                python = request.getfixturevalue("with_torch")
+            run(under_ferry(block, [*python, str(program)]), tmp_path)
         return
     prefix: Path = request.getfixturevalue("installed")
     (tmp_path / "block.cpp").write_text(block.code, encoding="utf-8")
@@ -144,6 +170,31 @@ def test_block(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> 
     library = next(prefix.rglob("libferry.a"))
     run([*compiler, "-o", "block", str(library), "-pthread"], tmp_path)
     run(under_ferry(block, [str(tmp_path / "block")]), tmp_path)
+
+
+def test_a_forked_program_fails_as_one_that_is_started(
+    with_torch: list[str], tmp_path: Path
+) -> None:
+    program = tmp_path / "block.py"
+    program.write_text("import sys, torch; print(sys.argv); sys.exit('a reason')")
+    done = subprocess.run([*with_torch, program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "a reason\n")
+    assert done.stdout == f"['{program}']\n"
+    program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGABRT)")
+    assert subprocess.run([*with_torch, program], check=False).returncode != 0
+
+
+def test_a_forked_program_ends_with_the_one_that_asked(
+    with_torch: list[str], tmp_path: Path
+) -> None:
+    program = tmp_path / "block.py"
+    program.write_text("import time; print('here', flush=True); time.sleep(600)")
+    asked = subprocess.Popen([*with_torch, program], stdout=subprocess.PIPE, text=True)
+    assert asked.stdout is not None
+    assert asked.stdout.readline() == "here\n"
+    asked.kill()
+    assert asked.stdout.read() == ""  # comes when nobody holds the pipe any more
+    asked.wait()
 
 
 PAGE = """
