@@ -5,6 +5,9 @@
     depth of includes            files of src/cuda on the longest chain from a latency kernel down
     arrows inside src/cuda       pairs of rooms of which one includes the other, and those of them
                                  that go up the table in check_includes.py
+    files that define a class    .cpp and .cu files with member functions of the class with most
+    switches between files       of who reads a call from its first function down, every other one
+                                 where it is first called: how often the next line is in another file
 
 A limit is what was reached: who does better lowers it; who must raise it says why, and stays within
 AIM, where it shall go.
@@ -19,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,6 +34,8 @@ LIMITS = {
     "depth of includes below a latency kernel": 14,
     "arrows inside src/cuda": 18,
     "arrows inside src/cuda that go up": 0,
+    "files that define a class": 9,
+    "switches between files in a call": 34,
 }
 AIM = {
     "files in the widest folder": 40,
@@ -37,10 +43,26 @@ AIM = {
     "depth of includes below a latency kernel": 7,
     "arrows inside src/cuda": 20,
     "arrows inside src/cuda that go up": 0,
+    "files that define a class": 3,
+    "switches between files in a call": 6,
 }
 TOPS = ("include", "src", "tools", "python/src", "bench")
 KERNELS = "src/cuda/kernels/latency"
 LONG = 60
+# Where a call begins, and the files that belong to it.
+CALLS = {
+    "src/cuda/throughput/dispatch.cpp": ("src/cuda/throughput/dispatch*.cpp",),
+    "src/cuda/throughput/combine.cpp": ("src/cuda/throughput/combine*.cpp",),
+    "src/host/throughput/dispatch.cpp": (
+        "src/host/throughput/dispatch*.cpp",
+        "src/host/domains/dispatch*.cpp",
+    ),
+    "src/host/throughput/combine.cpp": (
+        "src/host/throughput/combine*.cpp",
+        "src/host/domains/combine*.cpp",
+    ),
+}
+FIRST = "run"
 
 
 @dataclass
@@ -171,9 +193,66 @@ def arrows(root: Path) -> tuple[Measure, Measure]:
     return Measure(len(found), words), Measure(len(up), [f"{a} > {b}" for a, b in sorted(up)])
 
 
+MEMBER = re.compile(r"([A-Z]\w*)(?:::[A-Z]\w*)*::(?:~?\w+|operator\S*)$")
+NAMESPACE = re.compile(r"^namespace ([\w:]+) \{", re.MULTILINE)
+
+
+def class_files(root: Path) -> Measure:
+    files: dict[str, set[str]] = {}
+    for path in sources(root):
+        if path.suffix not in (".cpp", ".cu"):
+            continue
+        text = (root / path).read_text(encoding="utf-8")
+        space = NAMESPACE.search(text)
+        for _, _, signature in functions(text):
+            member = MEMBER.search(signature.split("(")[0])
+            if member:
+                name = f"{space[1]}::{member[1]}" if space else member[1]
+                files.setdefault(name, set()).add(path.as_posix())
+    most = sorted(files.items(), key=lambda item: (-len(item[1]), item[0]))[:8]
+    return Measure(len(most[0][1]) if most else 0, [f"{len(at)} {name}" for name, at in most])
+
+
+def switches(root: Path, first: str, globs: tuple[str, ...]) -> int:
+    """How often the reader of a call changes the file."""
+    bodies: dict[str, list[tuple[Path, str]]] = {}
+    for path in sorted(path for glob in globs for path in root.glob(glob)):
+        code = blanked(path.read_text(encoding="utf-8")).splitlines()
+        for line, lines, signature in functions(path.read_text(encoding="utf-8")):
+            name = re.findall(r"[\w~]+", signature.split("(")[0])[-1]
+            bodies.setdefault(name, []).append((path, "\n".join(code[line - 1 : line - 1 + lines])))
+    read: list[Path] = []  # the file of each stretch
+    seen: set[str] = set()
+
+    def visit(path: Path, body: str) -> None:
+        read.append(path)
+        for name in re.findall(r"\w+(?=\()", body):
+            known = bodies.get(name, [])
+            if name in seen or len(known) != 1:  # no names that several files use
+                continue
+            seen.add(name)
+            visit(*known[0])
+            read.append(path)
+
+    for path, body in bodies.get(FIRST, []):
+        if path == root / first:
+            seen.add(FIRST)
+            visit(path, body)
+    return sum(a != b for a, b in pairwise(read))
+
+
+def call_switches(root: Path) -> Measure:
+    counts = {first: switches(root, first, globs) for first, globs in CALLS.items()}
+    words = [f"{count} {first}" for first, count in counts.items()]
+    return Measure(max(counts.values()), words)
+
+
 def measure(root: Path) -> dict[str, Measure]:
     every, up = arrows(root)
-    values = (widest_folder(root), long_functions(root), include_depth(root), every, up)
+    values = (
+        *(widest_folder(root), long_functions(root), include_depth(root), every, up),
+        *(class_files(root), call_switches(root)),
+    )
     return dict(zip(LIMITS, values, strict=True))
 
 

@@ -56,6 +56,9 @@ def tree(tmp_path: Path) -> Path:
     write(tmp_path, f"src/{latency}/send.cu", f'#include "{latency}/view.hpp"\n')
     write(tmp_path, f"src/{latency}/send_test.cpp", "")
     write(tmp_path, "src/host/runtime/long.cpp", "int f() {\n" + "  g();\n" * 59 + "}\n")
+    job = "void A::run() {\n  push();\n  pull();\n}\n"
+    write(tmp_path, "src/host/throughput/combine.cpp", job + "void A::pull() { push(); }\n")
+    write(tmp_path, "src/host/domains/combine.cpp", "void A::push() {}\n")
     return tmp_path
 
 
@@ -64,31 +67,43 @@ def values(tree: Path) -> list[int]:
 
 
 def test_measures(tree: Path) -> None:
-    assert values(tree) == [2, 1, 3, 1, 0]
+    assert values(tree) == [2, 1, 3, 1, 0, 2, 2]
 
 
 @pytest.mark.parametrize(
     ("path", "text", "worse"),
     [
-        ("src/cuda/kernels/latency/more.hpp", "", [3, 1, 3, 1, 0]),
-        ("src/core/long.hpp", "void f() {\n" + "  g();\n" * 59 + "}\n", [2, 2, 3, 1, 0]),
+        ("src/cuda/kernels/latency/more.hpp", "", [3, 1, 3, 1, 0, 2, 2]),
+        ("src/core/long.hpp", "void f() {\n" + "  g();\n" * 59 + "}\n", [2, 2, 3, 1, 0, 2, 2]),
         (
             "src/cuda/kernels/base/wait.cuh",
             '#include "cuda/kernels/base/flags.cuh"\n',
-            [2, 1, 4, 1, 0],
+            [2, 1, 4, 1, 0, 2, 2],
         ),
-        ("src/cuda/latency/a.cpp", '#include "cuda/kernels/latency/view.hpp"\n', [2, 1, 3, 2, 0]),
+        (
+            "src/cuda/latency/a.cpp",
+            '#include "cuda/kernels/latency/view.hpp"\n',
+            [2, 1, 3, 2, 0, 2, 2],
+        ),
         (
             "src/cuda/kernels/base/flags.cuh",
             '#include "cuda/kernels/latency/view.hpp"\n',
-            [2, 1, 3, 2, 1],
+            [2, 1, 3, 2, 1, 2, 2],
+        ),
+        ("src/core/a.cpp", "int A::B::value() const { return 1; }\n", [2, 1, 3, 1, 0, 3, 2]),
+        (
+            "src/host/throughput/combine.cpp",
+            "void A::run() {\n  push();\n  pull();\n  push();\n}\n",
+            [2, 1, 3, 1, 0, 3, 4],
         ),
     ],
-    ids=["width", "length", "depth", "arrow", "arrow up"],
+    ids=["width", "length", "depth", "arrow", "arrow up", "class over files", "switches"],
 )
 def test_each_limit_can_fail(tree: Path, path: str, text: str, worse: list[int]) -> None:
     limits = dict(zip(structure.LIMITS, values(tree), strict=True))
     assert structure.check(tree, limits) == []
+    if "pull" in text:
+        write(tree, "src/host/throughput/combine_pull.cpp", "void A::pull() {}\n")
     if "flags.cuh" in text:
         write(tree, "src/cuda/kernels/base/flags.cuh", "")
     write(tree, path, text)
