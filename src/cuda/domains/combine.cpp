@@ -6,7 +6,7 @@
 #include "core/check.hpp"
 #include "core/exchange_signature.hpp"
 #include "cuda/domains/engine.hpp"
-#include "cuda/throughput/combine_job.hpp"
+#include "cuda/throughput/combine.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -80,7 +80,7 @@ Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables&
   within.bias1.reset();
   within.out.reset();
   try {
-    return engine_.inside().combine_in_halves(rows_, tables.inside, within, {tables.own, send});
+    return combine_in_halves(engine_.inside(), rows_, tables.inside, within, {tables.own, send});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }

@@ -5,7 +5,7 @@
 #include "core/check.hpp"
 #include "core/wire_row.hpp"
 #include "cuda/domains/engine.hpp"
-#include "cuda/throughput/dispatch_job.hpp"
+#include "cuda/throughput/dispatch.hpp"
 
 namespace ferry::cuda {
 
@@ -134,7 +134,7 @@ Received DomainDispatch::exchange_inside(const DomainCall& call, const CrossingT
   }
   const ConstTensorView x(rows.rows, row_.dtype, {tables.count, row_.columns}, device());
   try {
-    return engine_.inside().dispatch_in_halves(x, tables.inside, within, {tables.own, receive});
+    return dispatch_in_halves(engine_.inside(), x, tables.inside, within, {tables.own, receive});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }

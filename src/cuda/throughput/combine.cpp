@@ -1,302 +1,337 @@
-// Combine: rows are put where peers can read them; the owners' GPUs pull and sum them.
+// Combine, phase by phase: rows are put where peers can read them; the owners' GPUs pull and sum
+// them.
+#include "cuda/throughput/combine.hpp"
+
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/check.hpp"
 #include "core/exchange_signature.hpp"
 #include "cuda/runtime/event.hpp"
-#include "cuda/throughput/combine_job.hpp"
+#include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/plan.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
 namespace {
 
+/// What was asked, and what follows from that alone.
+struct CombineCall {
+  CudaEngine& engine;
+  Launch& launch;
+  const ConstTensorView rows;
+  const std::shared_ptr<CudaPlan> plan;
+  const CombineOptions& options;
+  const CombineHalves* halves = nullptr;  ///< or one call
+  const int sms = engine.sms_for(kCombine, options.sms);
+
+  bool expert_major() const { return options.order == RowOrder::expert_major; }
+  bool has_weights() const { return options.topk_weights.has_value(); }
+  PlanView view() const { return expert_major() ? plan->routed() : plan->view; }
+};
+
+/// The memory of a combine.
+struct CombineBuffers {
+  bool room = false;  ///< else there is none, which every rank must learn
+  std::int64_t need_bytes = 0;
+  std::int64_t brought = 0;   ///< rank-major rows that peers may read
+  fabric::Address at{};       ///< of these
+  fabric::Address side_at{};  ///< of their weights
+  /// Sums of expert-major rows, or copies of ordinary ones, made beside the combine; of 0 SMs:
+  /// none.
+  SumSlotsParameters sum{};
+  Tensor slots{};  ///< in use until the call is launched
+  const std::byte* bias0 = nullptr;
+  const std::byte* bias1 = nullptr;
+  std::byte* out = nullptr;  ///< aligned
+  int sms = 1;
+  Combined result{};
+};
+
 bool is_aligned(const void* data) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
 }
 
-}  // namespace
-
-CombineJob::CombineJob(CudaEngine& engine, Launch& launch, const ConstTensorView& rows,
-                       std::shared_ptr<CudaPlan> plan, const CombineOptions& options)
-    : engine_(engine), launch_(launch), rows_(rows), plan_(std::move(plan)), options_(options) {
-  sms_ = engine_.sms_for(kCombine, options_.sms);
-  check_rows();
-}
-
 /// Rows that peers may read: known from the counts, else those of a worst case.
-void CombineJob::check_rows() {
-  const auto dispatched = plan_->layouts.all();
+std::int64_t checked_rows(const CombineCall& call) {
+  CudaPlan& plan = *call.plan;
+  const CombineOptions& options = call.options;
+  const std::int64_t rows = call.rows.rows();
+  const auto dispatched = plan.layouts.all();
   const auto of_worst_case = [&](const RowLayout& used) {
-    return used.worst_case_rows > 0 && used.order == options_.order &&
-           used.alignment == options_.alignment && used.worst_case_rows == rows_.rows();
+    return used.worst_case_rows > 0 && used.order == options.order &&
+           used.alignment == options.alignment && used.worst_case_rows == rows;
   };
-  const bool like_weights = !has_weights() || options_.topk_weights->shape[0] == rows_.rows();
+  const bool like_weights = !call.has_weights() || options.topk_weights->shape[0] == rows;
   const bool worst_case = std::any_of(dispatched.begin(), dispatched.end(), of_worst_case);
-  if (!plan_->counts_known() && !(worst_case && like_weights)) {
-    if (plan_->captured || launch_.capture().active) {
+  if (!plan.counts_known() && !(worst_case && like_weights)) {
+    if (plan.captured || call.launch.capture().active) {
       refuse(kCombine, worst_case ? "topk_weights" : "rows",
-             std::to_string(worst_case ? options_.topk_weights->shape[0] : rows_.rows()) + " rows",
+             std::to_string(worst_case ? options.topk_weights->shape[0] : rows) + " rows",
              "the worst_case_rows of a dispatch of this plan, whose counts the CPU does not know "
              "while its stream is captured");
     }
-    plan_->ready.wait(kUntilItEnds, engine_.config().on_wait);
+    plan.ready.wait(kUntilItEnds, call.engine.config().on_wait);
   }
-  if (plan_->counts_known()) {
-    check_combine_rows(plan_->exchange, dispatched, rows_.rows(),
-                       {options_.order, options_.alignment});
-    if (has_weights()) {
-      check_combine_weights(plan_->exchange, dispatched, options_.topk_weights->shape, plan_->topk);
-    }
-    brought_ = plan_->exchange.recv_rows();
-    return;
+  if (!plan.counts_known()) return rows;  // of expert-major rows at most as many
+  check_combine_rows(plan.exchange, dispatched, rows, {options.order, options.alignment});
+  if (call.has_weights()) {
+    check_combine_weights(plan.exchange, dispatched, options.topk_weights->shape, plan.topk);
   }
-  brought_ = rows_.rows();  // of expert-major rows at most as many
+  return plan.exchange.recv_rows();
 }
 
-CallSignature CombineJob::signature() const {
-  return combine_signature(rows_, plan_->topk, options_, plan_->number);
-}
-
-Held CombineJob::copied(const void* from, std::size_t bytes, Held to) {
+Held copied(const CombineCall& call, const void* from, std::size_t bytes, Held to) {
   if (bytes > 0) {
-    check(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToDevice, launch_.stream()),
+    check(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToDevice, call.launch.stream()),
           "cudaMemcpyAsync");
   }
-  launch_.temporary(to);
+  call.launch.temporary(to);
   return to;
 }
 
-/// False: there is no registered memory for them.
-bool CombineJob::place_rows() {
-  const std::size_t row_bytes = static_cast<std::size_t>(brought_) * rows_.row_bytes();
-  const std::size_t weight_bytes = has_weights()
-                                       ? static_cast<std::size_t>(brought_) *
-                                             static_cast<std::size_t>(plan_->topk) * sizeof(float)
-                                       : 0;
-  auto& arena = engine_.gpu().registered();
-  const auto in_place = [&](const void* data, std::size_t bytes) {
-    auto found = is_aligned(data) ? arena.find(data, bytes) : std::nullopt;
-    if (found) launch_.use(data, {});  // the caller holds it
-    return found;
-  };
-  const auto rows = expert_major() ? std::nullopt : in_place(rows_.data, row_bytes);
-  const auto weights =
-      has_weights() ? in_place(options_.topk_weights->data, weight_bytes) : std::nullopt;
-  std::vector<std::size_t> sizes;
-  if (!rows) sizes.push_back(row_bytes);
-  if (!weights) sizes.push_back(weight_bytes);
-  need_bytes_ = static_cast<std::int64_t>(engine::Regions::total(sizes));
-  auto taken = engine_.take_registered(launch_, sizes);
-  if (!taken) return false;
-  if (rows) {
-    at_ = *rows;
-  } else if (expert_major() || is_aligned(rows_.data)) {
-    sums_ = taken->front();
-    at_ = sums_.region.address;
-    launch_.temporary(sums_);
-    prepare_sums();
-  } else {
-    at_ = copied(rows_.data, row_bytes, taken->front()).region.address;
-  }
-  const void* given = has_weights() ? options_.topk_weights->data : nullptr;
-  side_at_ = weights ? *weights : copied(given, weight_bytes, taken->back()).region.address;
-  return true;
+const std::byte* aligned(const CombineCall& call, const std::optional<ConstTensorView>& tensor) {
+  if (!tensor) return nullptr;
+  const auto* data = static_cast<const std::byte*>(tensor->data);
+  const std::size_t bytes = tensor->bytes();
+  if (is_aligned(data) || bytes == 0) return data;
+  return copied(call, data, bytes, call.engine.gpu().take_local(bytes, call.launch.user())).data();
 }
 
-Tensor CombineJob::slot_rows() {
-  for (const auto& known : plan_->slot_rows) {
+/// i64 [brought, K]: made by a dispatch of this alignment, or now.
+Tensor slot_rows(const CombineCall& call, std::int64_t brought) {
+  CudaEngine& engine = call.engine;
+  Launch& launch = call.launch;
+  CudaPlan& plan = *call.plan;
+  for (const auto& known : plan.slot_rows) {
     if (known.maker->refused()) continue;
-    if (known.alignment == options_.alignment && known.rows.rows() >= brought_) {
-      if (!plan_->captured) launch_.record()->needs.push_back(known.maker);
-      launch_.use(known.rows.data(), known.rows.owner());
+    if (known.alignment == call.options.alignment && known.rows.rows() >= brought) {
+      if (!plan.captured) launch.record()->needs.push_back(known.maker);
+      launch.use(known.rows.data(), known.rows.owner());
       return known.rows;
     }
   }
-  const std::int64_t local = engine_.placement().local_experts(engine_.rank());
-  const Tensor rows = engine_.local_tensor(launch_, {brought_, plan_->topk}, Dtype::i64);
-  const Tensor offsets = engine_.local_tensor(launch_, {local + 1}, Dtype::i64);
+  const std::int64_t local = engine.placement().local_experts(engine.rank());
+  const Tensor rows = engine.local_tensor(launch, {brought, plan.topk}, Dtype::i64);
+  const Tensor offsets = engine.local_tensor(launch, {local + 1}, Dtype::i64);
   FanOutParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = plan_->routed();
+  parameters.group = engine.view();
+  parameters.plan = plan.routed();
   parameters.after_dispatch = false;
-  parameters.ids = plan_->gpu_routes.ids;
+  parameters.ids = plan.gpu_routes.ids;
   // Only the places are wanted: the rows are as short as can be, and nobody reads them.
   constexpr std::size_t kLeastRow = 16;
   const auto scratch = [&](std::int64_t count) {
-    return launch_.temporary(
-        engine_.gpu().take_local(static_cast<std::size_t>(count) * kLeastRow, launch_.user()));
+    return launch.temporary(
+        engine.gpu().take_local(static_cast<std::size_t>(count) * kLeastRow, launch.user()));
   };
   parameters.row_bytes = kLeastRow;
-  parameters.rows = scratch(brought_);
-  parameters.out = scratch(rows_.rows());
-  parameters.capacity = brought_;
-  parameters.alignment = options_.alignment;
-  parameters.out_capacity = rows_.rows();
+  parameters.rows = scratch(brought);
+  parameters.out = scratch(call.rows.rows());
+  parameters.capacity = brought;
+  parameters.alignment = call.options.alignment;
+  parameters.out_capacity = call.rows.rows();
   parameters.slot_rows = rows.as<std::int64_t>();
   parameters.expert_offsets = offsets.as<std::int64_t>();
-  parameters.scratch = reinterpret_cast<std::int32_t*>(launch_.temporary(
-      engine_.gpu().take_local(fan_out_scratch_bytes(brought_, local), launch_.user())));
-  parameters.sms = engine_.local_sms();
-  launch_.run(launch_fan_out(parameters, launch_.stream()), "launch_fan_out");
+  parameters.scratch = reinterpret_cast<std::int32_t*>(launch.temporary(
+      engine.gpu().take_local(fan_out_scratch_bytes(brought, local), launch.user())));
+  parameters.sms = engine.local_sms();
+  launch.run(launch_fan_out(parameters, launch.stream()), "launch_fan_out");
   return rows;
 }
 
-PlanView CombineJob::view() const {
-  return expert_major() ? plan_->routed() : plan_->view;
-}
-
-void CombineJob::prepare_sums() {
-  sum_.group = engine_.view();
-  sum_.plan = view();
-  if (expert_major()) {
-    slots_ = slot_rows();
-    sum_.slot_rows = slots_.as<std::int64_t>();
+/// All that the sums need, or the copies of ordinary rows, before the call is entered. Sums and
+/// combine use this rank's SMs side by side.
+void prepare_sums(const CombineCall& call, std::byte* out, CombineBuffers& to) {
+  SumSlotsParameters& sum = to.sum;
+  sum.group = call.engine.view();
+  sum.plan = call.view();
+  if (call.expert_major()) {
+    to.slots = slot_rows(call, to.brought);
+    sum.slot_rows = to.slots.as<std::int64_t>();
   }
-  sum_.rows = aligned(rows_);
-  sum_.input_rows = rows_.rows();
-  if (options_.apply_weights) {
-    sum_.weights = static_cast<const float*>(options_.topk_weights->data);
+  sum.rows = aligned(call, call.rows);
+  sum.input_rows = call.rows.rows();
+  if (call.options.apply_weights) {
+    sum.weights = static_cast<const float*>(call.options.topk_weights->data);
   }
-  sum_.dtype = rows_.dtype;
-  sum_.columns = rows_.columns();
-  sum_.capacity = brought_;
-  sum_.out = sums_.data();
-  share_sms();
-}
-
-void CombineJob::share_sms() {
+  sum.dtype = call.rows.dtype;
+  sum.columns = call.rows.columns();
+  sum.capacity = to.brought;
+  sum.out = out;
   constexpr int kEnough = 48;  // more only crowd out those who read the rows
-  const int share = engine_.local_sms(), least = std::clamp(share / 4, 1, kEnough);
-  sum_.sms = std::clamp(share - sms_, least, kEnough);
-  sms_ = std::min(sms_, std::max(1, share - sum_.sms));
+  const int share = call.engine.local_sms(), least = std::clamp(share / 4, 1, kEnough);
+  sum.sms = std::clamp(share - call.sms, least, kEnough);
+  to.sms = std::min(call.sms, std::max(1, share - sum.sms));
 }
 
-const std::byte* CombineJob::aligned(const std::optional<ConstTensorView>& tensor) {
-  if (!tensor) return nullptr;
-  const auto* data = static_cast<const std::byte*>(tensor->data);
-  if (is_aligned(data) || tensor->bytes() == 0) return data;
-  return copied(data, tensor->bytes(), engine_.gpu().take_local(tensor->bytes(), launch_.user()))
-      .data();
-}
-
-void CombineJob::pull(bool room) {
-  if (halves_ == nullptr) {
-    pull_tokens(room, 0, plan_->tokens);
+/// False: there is no registered memory for them.
+bool place_rows(const CombineCall& call, CombineBuffers& to) {
+  const auto brought = static_cast<std::size_t>(to.brought);
+  const std::size_t row_bytes = brought * call.rows.row_bytes();
+  const std::size_t weight_bytes =
+      call.has_weights() ? brought * static_cast<std::size_t>(call.plan->topk) * sizeof(float) : 0;
+  auto& arena = call.engine.gpu().registered();
+  const auto in_place = [&](const void* data, std::size_t bytes) {
+    auto found = is_aligned(data) ? arena.find(data, bytes) : std::nullopt;
+    if (found) call.launch.use(data, {});  // the caller holds it
+    return found;
+  };
+  const void* given = call.has_weights() ? call.options.topk_weights->data : nullptr;
+  const auto rows = call.expert_major() ? std::nullopt : in_place(call.rows.data, row_bytes);
+  const auto weights = call.has_weights() ? in_place(given, weight_bytes) : std::nullopt;
+  std::vector<std::size_t> sizes;
+  if (!rows) sizes.push_back(row_bytes);
+  if (!weights) sizes.push_back(weight_bytes);
+  to.need_bytes = static_cast<std::int64_t>(engine::Regions::total(sizes));
+  auto taken = call.engine.take_registered(call.launch, sizes);
+  if (!taken) return false;
+  if (rows) {
+    to.at = *rows;
+  } else if (call.expert_major() || is_aligned(call.rows.data)) {
+    to.at = taken->front().region.address;
+    call.launch.temporary(taken->front());
+    prepare_sums(call, taken->front().data(), to);
   } else {
-    pull_tokens(room, halves_->last, plan_->tokens);
-    if (room) halves_->between(result_);
-    sum_.sms = 0;  // the sums of slots are there
-    pull_tokens(room, 0, halves_->last);
+    to.at = copied(call, call.rows.data, row_bytes, taken->front()).region.address;
   }
-  if (room && out_ != result_.x.data()) {
-    check(cudaMemcpyAsync(result_.x.data(), out_, result_.x.view().bytes(),
-                          cudaMemcpyDeviceToDevice, launch_.stream()),
+  to.side_at = weights ? *weights : copied(call, given, weight_bytes, taken->back()).region.address;
+  return true;
+}
+
+/// All memory of the call, before it is entered.
+CombineBuffers reserve(const CombineCall& call, std::int64_t brought) {
+  CudaEngine& engine = call.engine;
+  Launch& launch = call.launch;
+  const std::int64_t tokens = call.plan->tokens;
+  CombineBuffers buffers;
+  buffers.brought = brought;
+  buffers.sms = call.sms;
+  Combined& result = buffers.result;
+  try {
+    if (call.options.out) {
+      result.x = {*call.options.out, std::shared_ptr<void>(call.options.out->data, [](void*) {})};
+    } else {
+      result.x = engine.local_tensor(launch, {tokens, call.rows.columns()}, call.rows.dtype);
+    }
+    if (call.has_weights()) {
+      result.topk_weights = engine.local_tensor(launch, {tokens, call.plan->topk}, Dtype::f32);
+    }
+    buffers.bias0 = aligned(call, call.options.bias0);
+    buffers.bias1 = aligned(call, call.options.bias1);
+    buffers.out = static_cast<std::byte*>(result.x.data());
+    const std::size_t bytes = result.x.view().bytes();
+    if (!is_aligned(buffers.out) && bytes > 0) {
+      buffers.out = launch.temporary(engine.gpu().take_local(bytes, launch.user()));
+    }
+    buffers.room = place_rows(call, buffers);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::exhausted) throw;
+  }
+  return buffers;
+}
+
+/// Tokens [begin, end). `sums`: of the slots, too, which are there else.
+void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool sums,
+                 std::int64_t begin, std::int64_t end) {
+  const auto at = [&](auto* data, std::int64_t each) {
+    return data == nullptr ? data : data + begin * each;
+  };
+  const ConstTensorView& rows = call.rows;
+  const auto row_bytes = static_cast<std::int64_t>(rows.row_bytes());
+  const bool room = buffers.room;
+  CombineParameters parameters;
+  parameters.group = call.engine.view();
+  parameters.plan = some_tokens(call.view(), call.engine.size(), begin, end);
+  parameters.call = combine_signature(rows, call.plan->topk, call.options, call.plan->number);
+  parameters.segment = buffers.at.segment;
+  parameters.offset = buffers.at.offset;
+  parameters.side_segment = buffers.side_at.segment;
+  parameters.side_offset = buffers.side_at.offset;
+  parameters.rows = buffers.brought;
+  parameters.status = room ? StepStatus::ok : StepStatus::no_room;
+  parameters.need_bytes = buffers.need_bytes;
+  parameters.has_weights = call.has_weights();
+  parameters.dtype = rows.dtype;
+  parameters.columns = rows.columns();
+  parameters.bias0 = at(buffers.bias0, row_bytes);
+  parameters.bias1 = at(buffers.bias1, row_bytes);
+  parameters.out = room ? at(buffers.out, row_bytes) : nullptr;
+  parameters.out_weights = room && call.has_weights()
+                               ? at(buffers.result.topk_weights.as<float>(), call.plan->topk)
+                               : nullptr;
+  parameters.failure = call.launch.record()->failure;
+  parameters.sms = buffers.sms;
+  parameters.after_sums = sums && !call.plan->scattered;  // else it begins when they have ended
+  call.launch.enter(parameters.call);
+  const cudaStream_t stream = call.launch.stream();
+  if (sums) call.launch.run(launch_sum_slots(buffers.sum, stream), "launch_sum_slots");
+  call.launch.run(launch_combine(parameters, stream), "launch_combine");
+}
+
+void pull(const CombineCall& call, const CombineBuffers& buffers) {
+  const std::int64_t tokens = call.plan->tokens;
+  const bool sums = buffers.room && buffers.sum.sms > 0;
+  if (call.halves == nullptr) {
+    pull_tokens(call, buffers, sums, 0, tokens);
+  } else {
+    pull_tokens(call, buffers, sums, call.halves->last, tokens);
+    if (buffers.room) call.halves->between(buffers.result);
+    pull_tokens(call, buffers, false, 0, call.halves->last);
+  }
+  const TensorView out = buffers.result.x.view();
+  if (buffers.room && buffers.out != out.data) {
+    check(cudaMemcpyAsync(out.data, buffers.out, out.bytes(), cudaMemcpyDeviceToDevice,
+                          call.launch.stream()),
           "cudaMemcpyAsync");
   }
 }
 
-void CombineJob::pull_tokens(bool room, std::int64_t begin, std::int64_t end) {
-  const auto at = [&](auto* data, std::int64_t each) {
-    return data == nullptr ? data : data + begin * each;
-  };
-  const auto row_bytes = static_cast<std::int64_t>(rows_.row_bytes());
-  CombineParameters parameters;
-  parameters.group = engine_.view();
-  parameters.plan = some_tokens(view(), engine_.size(), begin, end);
-  parameters.call = signature();
-  parameters.segment = at_.segment;
-  parameters.offset = at_.offset;
-  parameters.side_segment = side_at_.segment;
-  parameters.side_offset = side_at_.offset;
-  parameters.rows = brought_;
-  parameters.status = room ? StepStatus::ok : StepStatus::no_room;
-  parameters.need_bytes = need_bytes_;
-  parameters.has_weights = has_weights();
-  parameters.dtype = rows_.dtype;
-  parameters.columns = rows_.columns();
-  parameters.bias0 = at(bias0_, row_bytes);
-  parameters.bias1 = at(bias1_, row_bytes);
-  parameters.out = room ? at(out_, row_bytes) : nullptr;
-  parameters.out_weights =
-      room && has_weights() ? at(result_.topk_weights.as<float>(), plan_->topk) : nullptr;
-  parameters.failure = launch_.record()->failure;
-  parameters.sms = sms_;
-  const bool sums = room && sum_.sms > 0;
-  parameters.after_sums = sums && !plan_->scattered;  // else it begins when they have ended
-  launch_.enter(parameters.call);
-  if (sums) {
-    launch_.run(launch_sum_slots(sum_, launch_.stream()), "launch_sum_slots");
+Combined run(const CombineCall& call) {
+  Launch& launch = call.launch;
+  const CudaPlan& plan = *call.plan;
+  const std::int64_t brought = checked_rows(call);
+  launch.outlives(plan.slot);
+  launch.use(plan.memory.data(), plan.memory.owner);
+  launch.use(plan.gpu_routes.side.data(), plan.gpu_routes.side.owner);
+  if (call.expert_major() && !plan.captured && plan.gpu_routes.carrier) {
+    launch.record()->needs.push_back(plan.gpu_routes.carrier);
   }
-  launch_.run(launch_combine(parameters, launch_.stream()), "launch_combine");
+  CombineBuffers buffers = reserve(call, brought);
+  pull(call, buffers);
+  const bool blocking = launch.blocking();
+  Combined& result = buffers.result;
+  result.event = launch.finish();
+  if (blocking || !buffers.room) {
+    call.engine.finish(kCombine, result.event);
+    result.event = {};
+  }
+  return result;
 }
 
-/// All memory of the call, before it is entered. False: there is none, which every rank must learn.
-bool CombineJob::reserve() {
-  try {
-    const Extents own{plan_->tokens, rows_.columns()};
-    if (options_.out) {
-      result_.x = {*options_.out, std::shared_ptr<void>(options_.out->data, [](void*) {})};
-    } else {
-      result_.x = engine_.local_tensor(launch_, own, rows_.dtype);
-    }
-    if (has_weights()) {
-      result_.topk_weights =
-          engine_.local_tensor(launch_, {plan_->tokens, plan_->topk}, Dtype::f32);
-    }
-    bias0_ = aligned(options_.bias0);
-    bias1_ = aligned(options_.bias1);
-    out_ = static_cast<std::byte*>(result_.x.data());
-    const std::size_t bytes = result_.x.view().bytes();
-    if (!is_aligned(out_) && bytes > 0) {
-      out_ = launch_.temporary(engine_.gpu().take_local(bytes, launch_.user()));
-    }
-    return place_rows();
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::exhausted) throw;
-    return false;
-  }
-}
+}  // namespace
 
-Combined CombineJob::run() {
-  launch_.outlives(plan_->slot);
-  launch_.use(plan_->memory.data(), plan_->memory.owner);
-  launch_.use(plan_->gpu_routes.side.data(), plan_->gpu_routes.side.owner);
-  if (expert_major() && !plan_->captured && plan_->gpu_routes.carrier) {
-    launch_.record()->needs.push_back(plan_->gpu_routes.carrier);
-  }
-  const bool room = reserve();
-  pull(room);
-  const bool blocking = launch_.blocking();
-  result_.event = launch_.finish();
-  if (blocking || !room) {
-    engine_.finish(kCombine, result_.event);
-    result_.event = {};
-  }
-  return result_;
-}
-
-Combined CudaEngine::combine(const ConstTensorView& rows, const Plan& plan,
-                             const CombineOptions& options) {
-  check_usable(kCombine);
-  auto state = plan_of(plan, kCombine);
-  check_combine(rows, state->tokens, state->topk, options, device());
-  Launch launch(*this, kCombine, options.stream);
+Combined combine(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                 const CombineOptions& options) {
+  engine.check_usable(kCombine);
+  auto state = plan_of(engine, plan, kCombine);
+  check_combine(rows, state->tokens, state->topk, options, engine.device());
+  Launch launch(engine, kCombine, options.stream);
   if (options.order == RowOrder::expert_major && !state->routes_sent.load()) {
     refuse(kCombine, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");
   }
-  return CombineJob(*this, launch, rows, std::move(state), options).run();
+  return run({engine, launch, rows, std::move(state), options});
 }
 
-Combined CudaEngine::combine_in_halves(const ConstTensorView& rows, const Plan& plan,
-                                       const CombineOptions& options, const CombineHalves& halves) {
-  check_usable(kCombine);
-  Launch launch(*this, kCombine, options.stream);
-  CombineJob job(*this, launch, rows, plan_of(plan, kCombine), options);
-  job.in_halves(halves);
-  return job.run();
+Combined combine_in_halves(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                           const CombineOptions& options, const CombineHalves& halves) {
+  engine.check_usable(kCombine);
+  Launch launch(engine, kCombine, options.stream);
+  return run({engine, launch, rows, plan_of(engine, plan, kCombine), options, &halves});
 }
 
 }  // namespace ferry::cuda

@@ -10,6 +10,8 @@
 #include "cuda/kernels/base/barrier.hpp"
 #include "cuda/kernels/base/masks.hpp"
 #include "cuda/runtime/event.hpp"
+#include "cuda/throughput/combine.hpp"
+#include "cuda/throughput/dispatch.hpp"
 #include "engine/growth.hpp"
 #include "engine/regions.hpp"
 
@@ -24,7 +26,7 @@ ControlLayout cpu_layout(int ranks) {
   return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
 }
 
-std::size_t count_words_of(const Placement& placement, int rank) {
+std::size_t count_words(const Placement& placement, int rank) {
   const auto ranks = static_cast<std::size_t>(placement.ranks);
   return ranks * ranks + ranks * static_cast<std::size_t>(placement.local_experts(rank));
 }
@@ -36,10 +38,10 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
       parts_(std::move(parts)),
       placement_{config.experts, parts_.cpu->fabric->size()},
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
-      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)),
-      count_words_(count_words_of(placement_, channel_.rank())) {
+      segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)) {
   constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
-  const std::size_t slot = round_up(sizeof(HostCounts), 16) + count_words_ * sizeof(std::int32_t);
+  const std::size_t slot =
+      round_up(sizeof(HostCounts), 16) + count_words(placement_, rank()) * sizeof(std::int32_t);
   failures_ = PinnedPool::make(sizeof(CallSlot), kCalls);
   counts_ = PinnedPool::make(slot, plans_at_once(slot));
   constexpr std::size_t kExchanges = 4;  // with masks; more come when they are needed
@@ -193,6 +195,25 @@ Tensor CudaEngine::local_tensor(Launch& launch, const Extents& shape, Dtype dtyp
   Held held = gpu().take_local(checked_bytes("result", "shape", shape, dtype), launch.user());
   launch.outlives(held.owner);
   return {TensorView(held.data(), dtype, shape, device()), held.owner};
+}
+
+Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
+  return plan_routes(*this, topk_idx, options);
+}
+
+Received CudaEngine::dispatch(const ConstTensorView& x, const Plan& plan,
+                              const DispatchOptions& options) {
+  return cuda::dispatch(*this, x, plan, options);
+}
+
+Received CudaEngine::plan_and_dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
+                                       const DispatchOptions& options) {
+  return cuda::plan_and_dispatch(*this, x, topk_idx, options);
+}
+
+Combined CudaEngine::combine(const ConstTensorView& rows, const Plan& plan,
+                             const CombineOptions& options) {
+  return cuda::combine(*this, rows, plan, options);
 }
 
 Tensor CudaEngine::empty(const Extents& shape, Dtype dtype) {

@@ -22,6 +22,7 @@
 #include "cuda/runtime/pinned.hpp"
 #include "cuda/runtime/segment_exchange.hpp"
 #include "cuda/throughput/call.hpp"
+#include "cuda/throughput/plan.hpp"
 #include "engine/channel.hpp"
 #include "engine/memory.hpp"
 #include "engine/row_guess.hpp"
@@ -39,10 +40,6 @@ struct Parts {
   int sms = 1;                 ///< of this GPU
   bool carries_ll128 = false;  ///< between all ranks (runtime/links.hpp)
 };
-
-class CudaPlan;
-struct CombineHalves;
-struct DispatchHalves;
 
 /// What the monitor reads to know whether a call still waits for a peer.
 struct PeerWords {
@@ -85,20 +82,16 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 
-  // For a group that is larger than the engine: arguments are checked, outputs are this engine's.
-  Received dispatch_in_halves(const ConstTensorView& x, const Plan& plan,
-                              const DispatchOptions& options, const DispatchHalves& halves);
-  Combined combine_in_halves(const ConstTensorView& rows, const Plan& plan,
-                             const CombineOptions& options, const CombineHalves& halves);
-
   // For the jobs of this engine (plan.cpp, dispatch.cpp, combine.cpp) and their events.
   engine::Channel& channel() { return channel_; }
+  void check_usable(const char* call);
   GpuMemory& gpu() { return *parts_.gpu; }
   Device device() const { return {DeviceKind::cuda, parts_.gpu->device()}; }
   const GroupView& view() const { return view_; }
   const GroupWords& words() const { return words_; }
-  /// Zeroed memory that kernels and the CPU share, 4 bytes a rank at least, for a while: whoever
-  /// makes and frees its own waits for every kernel on this GPU, and they may wait for peers.
+  /// Zeroed memory that kernels and the CPU share, enough for the counts of a plan, for a while:
+  /// whoever makes and frees its own waits for every kernel on this GPU, and they may wait for
+  /// peers.
   std::shared_ptr<std::byte> pinned_words() { return counts_->take(); }
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
@@ -155,8 +148,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void stay_in(CallKind kind);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
-  /// The state of a plan of this group; refuses others.
-  std::shared_ptr<CudaPlan> plan_of(const Plan& plan, const char* call);
   /// Throws how the call ended, if not well. The call has ended on the GPU.
   void check_ended(CallRecord& record);
   /// The error of a group whose kernels have told of a fatal failure: made once (failure.cpp).
@@ -167,18 +158,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
 
  private:
   friend class Launch;
-  void check_usable(const char* call);
   void throw_untold(const char* call);
-  void forget_states(const CudaPlan& plan);
-  void tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes);
-  [[noreturn]] void refuse_without_plan(Launch& launch, const CudaPlan& plan,
-                                        const CallSignature& call);
-  std::shared_ptr<CudaPlan> new_plan(Launch& launch, const ConstTensorView& topk_idx);
-  std::shared_ptr<CudaPlan> plan_without_memory(Launch& launch, const ConstTensorView& topk_idx);
-  std::shared_ptr<CudaPlan> prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
-                                         PlanParameters& parameters);
-  void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
-                  const PlanParameters& parameters);
   bool grow(const char* call, std::size_t bytes);
   Error latency_mismatch(const Failure& failure, int self) const;
   bool fail_beyond(Failure& failure);
@@ -207,7 +187,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::shared_ptr<PinnedPool> failures_;
   std::shared_ptr<PinnedPool> counts_;
   std::shared_ptr<PinnedPool> alarms_;
-  std::size_t count_words_ = 0;
   GroupWords words_{};
   GroupView view_{};
   cudaStream_t aux_ = nullptr;  // small copies beside running calls
@@ -252,66 +231,6 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::atomic<bool> leaving_{false};
   std::atomic<bool> stopping_{false};
   std::thread monitor_{};
-};
-
-/// A plan in the memory of this GPU.
-class CudaPlan final : public PlanState {
- public:
-  /// Its stream may be gone afterwards.
-  ~CudaPlan();
-
-  Held memory{};  ///< empty: there was none, and the plan only says so
-  PlanView view{};
-  bool captured = false;
-  /// Rows of one source do not lie together at their ranks: lanes say where they lie, and what
-  /// counts on the order of a source's rows is left out (domains/plan.cpp).
-  bool scattered = false;
-  const std::int32_t* token_names = nullptr;  ///< [T], or null: what source_token says of a token
-  std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come
-  std::shared_ptr<CallRecord> made{};  ///< by this call
-  std::shared_ptr<EventPool> events{};
-  std::shared_ptr<std::byte> slot{};  ///< pinned counts
-  HostCounts* counts = nullptr;
-  std::int32_t* count_words = nullptr;
-
-  /// Of received rows, once a dispatch has brought them. Guarded by the group's turn.
-  struct Routes {
-    Held side{};                           ///< registered: tokens and ids, as peers wrote them
-    const std::int32_t* ids = nullptr;     ///< i32 [rows, K], local ids
-    std::int32_t* source_token = nullptr;  ///< i32 [rows], inside `side`
-    std::int64_t rows = 0;
-    Tensor topk_idx{};                      ///< i64 [≥ rows, K]; of `rows` rows: inside `side`
-    Tensor tokens{};                        ///< i32 [≥ rows]; the same
-    std::shared_ptr<CallRecord> carrier{};  ///< the dispatch that brought them
-  };
-  Routes gpu_routes{};
-  /// gpu_routes.carrier, for those who have not the turn: only to be compared.
-  std::atomic<const CallRecord*> carrier{nullptr};
-  struct Slots {
-    std::int64_t alignment = 1;
-    Tensor rows{};                        ///< i64 [capacity, K]
-    Tensor offsets{};                     ///< i64 [local experts + 1]
-    std::uint64_t* made = nullptr;        ///< on the GPU, behind them: 1 when both are there
-    std::shared_ptr<CallRecord> maker{};  ///< the dispatch
-  };
-  std::vector<Slots> slot_rows{};  ///< of the expert-major dispatches, one for each alignment
-
-  /// For calls that use the routes: the GPU refuses them, on all ranks alike, unless a dispatch has
-  /// brought them.
-  PlanView routed() const {
-    PlanView same = view;
-    same.layout.state = routes_state;
-    return same;
-  }
-  /// The GPU has said what became of the counts.
-  bool told() const { return std::atomic_ref(counts->done).load(std::memory_order_acquire) != 0; }
-  /// They are in `exchange`; false: not there (yet).
-  bool counts_known();
-
- private:
-  void fill_exchange();
-
-  std::once_flag filled_;
 };
 
 }  // namespace ferry::cuda

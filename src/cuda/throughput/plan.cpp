@@ -1,4 +1,6 @@
 // Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
+#include "cuda/throughput/plan.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -46,29 +48,17 @@ bool CudaPlan::counts_known() {
   return true;
 }
 
-std::shared_ptr<CudaPlan> CudaEngine::plan_of(const Plan& plan, const char* call) {
-  if (checked(plan, call).engine.lock().get() != this) {
+std::shared_ptr<CudaPlan> plan_of(CudaEngine& engine, const Plan& plan, const char* call) {
+  if (checked(plan, call).engine.lock().get() != &engine) {
     refuse(call, "plan", "a plan of another group", "one of this group");
   }
   return std::static_pointer_cast<CudaPlan>(plan.state());  // this engine made it
 }
 
-/// A plan in a graph holds nothing before the graph has run; the memory was somebody else's.
-void CudaEngine::forget_states(const CudaPlan& plan) {
-  const cudaStream_t own = gpu().own().stream;
-  for (const std::size_t state : {plan.view.layout.state, plan.routes_state}) {
-    check(cudaMemsetAsync(plan.memory.data() + state, 0, sizeof(std::uint64_t), own),
-          "cudaMemsetAsync");
-  }
-  const GpuEvent done = gpu().events()->take();
-  check(cudaEventRecord(done.get(), own), "cudaEventRecord");
-  poll([&] { return is_done(done); }, config_.deadline, config_.on_wait);
-}
-
-/// Takes part in a call for which this rank has no memory, so that every rank learns of it.
-void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::size_t bytes) {
+void tell_no_room(CudaEngine& engine, Launch& launch, const CallSignature& call,
+                  std::size_t bytes) {
   BarrierParameters parameters;
-  parameters.group = view_;
+  parameters.group = engine.view();
   parameters.call = call;
   parameters.stage = call.kind == CallKind::plan ? Stage::counts : Stage::grants;
   parameters.status = StepStatus::no_room;
@@ -76,61 +66,100 @@ void CudaEngine::tell_no_room(Launch& launch, const CallSignature& call, std::si
   parameters.failure = launch.record()->failure;
   launch.enter(call);
   launch.run(launch_barrier(parameters, launch.stream()), "launch_barrier");
-  finish(launch.name(), launch.finish());
+  engine.finish(launch.name(), launch.finish());
+}
+
+void refuse_without_plan(CudaEngine& engine, Launch& launch, const CudaPlan& plan,
+                         const CallSignature& call) {
+  launch.record()->plan = plan.made;
+  launch.record()->plan_failure = {plan.slot, &plan.counts->failure};
+  tell_no_room(engine, launch, call, 0);
+  throw engine.refusal(*plan.made, plan.counts->failure);
+}
+
+namespace {
+
+/// A plan in a graph holds nothing before the graph has run; the memory was somebody else's.
+void forget_states(CudaEngine& engine, const CudaPlan& plan) {
+  const cudaStream_t own = engine.gpu().own().stream;
+  for (const std::size_t state : {plan.view.layout.state, plan.routes_state}) {
+    check(cudaMemsetAsync(plan.memory.data() + state, 0, sizeof(std::uint64_t), own),
+          "cudaMemsetAsync");
+  }
+  const GpuEvent done = engine.gpu().events()->take();
+  check(cudaEventRecord(done.get(), own), "cudaEventRecord");
+  poll([&] { return is_done(done); }, engine.config().deadline, engine.config().on_wait);
 }
 
 /// All of a plan but its memory and its call.
-std::shared_ptr<CudaPlan> CudaEngine::new_plan(Launch& launch, const ConstTensorView& topk_idx) {
+std::shared_ptr<CudaPlan> new_plan(CudaEngine& engine, Launch& launch,
+                                   const ConstTensorView& topk_idx) {
+  const Placement& placement = engine.placement();
+  const int rank = engine.rank();
   auto state = std::make_shared<CudaPlan>();
-  state->engine = weak_from_this();
+  state->engine = engine.weak_from_this();
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
-  state->on_wait = config_.on_wait;
+  state->on_wait = engine.config().on_wait;
   state->captured = launch.capture().active;
   state->made = launch.record();
-  state->events = gpu().events();
-  state->exchange.rank = rank();
-  state->exchange.placement = placement_;
+  state->events = engine.gpu().events();
+  state->exchange.rank = rank;
+  state->exchange.placement = placement;
   state->view.tokens = state->tokens;
   state->view.topk = state->topk;
-  state->view.placement = placement_;
+  state->view.placement = placement;
   state->view.layout =
-      make_plan_layout(state->tokens, state->topk, size(), placement_.local_experts(rank()));
+      make_plan_layout(state->tokens, state->topk, engine.size(), placement.local_experts(rank));
   state->routes_state = round_up(state->view.layout.bytes, 16);
-  state->slot = counts_->take();
+  state->slot = engine.pinned_words();
   state->counts = new (state->slot.get()) HostCounts();
   state->count_words =
       reinterpret_cast<std::int32_t*>(state->slot.get() + round_up(sizeof(HostCounts), 16));
-  state->ready =
-      Event(std::make_shared<CountsEvent>(weak_from_this(), state, words_, device().index));
+  state->ready = Event(std::make_shared<CountsEvent>(engine.weak_from_this(), state, engine.words(),
+                                                     engine.device().index));
   return state;
 }
 
-/// All of a plan but its call.
-std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTensorView& topk_idx,
-                                                   PlanParameters& parameters) {
-  auto state = new_plan(launch, topk_idx);
+/// What all ranks have learnt of the plan's call, which this one had no memory for. On a stream the
+/// others learn it later, and make a dispatch meanwhile: this rank must take part in it.
+std::shared_ptr<CudaPlan> plan_without_memory(CudaEngine& engine, Launch& launch,
+                                              const ConstTensorView& topk_idx) {
+  auto state = new_plan(engine, launch, topk_idx);
+  state->number = launch.number();
+  state->counts->failure = *launch.record()->failure;
+  std::atomic_ref(state->counts->done).store(1, std::memory_order_release);
+  return state;
+}
+
+}  // namespace
+
+std::shared_ptr<CudaPlan> prepare_plan(CudaEngine& engine, Launch& launch,
+                                       const ConstTensorView& topk_idx,
+                                       PlanParameters& parameters) {
+  auto state = new_plan(engine, launch, topk_idx);
+  GpuMemory& gpu = engine.gpu();
   parameters.call.kind = CallKind::plan;
   parameters.call.topk = static_cast<std::uint32_t>(state->topk);
   const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
-  const std::size_t scratch = plan_scratch_bytes(config_.experts);
+  const std::size_t scratch = plan_scratch_bytes(engine.config().experts);
   try {
-    state->memory = gpu().take_local(bytes, launch.user());
+    state->memory = gpu.take_local(bytes, launch.user());
     if (scratch > 0) {
-      parameters.scratch = reinterpret_cast<std::int32_t*>(
-          launch.temporary(gpu().take_local(scratch, launch.user())));
+      parameters.scratch =
+          reinterpret_cast<std::int32_t*>(launch.temporary(gpu.take_local(scratch, launch.user())));
     }
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::exhausted) throw;
-    tell_no_room(launch, parameters.call, bytes + scratch);
+    tell_no_room(engine, launch, parameters.call, bytes + scratch);
     throw;
   }
   state->view.data = state->memory.data();
   state->rank_rows = TensorView(state->view.data + state->view.layout.rank_tokens, Dtype::i32,
-                                {size(), size()}, device());
-  if (state->captured) forget_states(*state);
+                                {engine.size(), engine.size()}, engine.device());
+  if (state->captured) forget_states(engine, *state);
 
-  parameters.group = view_;
+  parameters.group = engine.view();
   parameters.topk_idx = topk_idx.data;
   parameters.wide = topk_idx.dtype == Dtype::i64;
   parameters.token_stride = topk_idx.strides[0];
@@ -143,28 +172,8 @@ std::shared_ptr<CudaPlan> CudaEngine::prepare_plan(Launch& launch, const ConstTe
   return state;
 }
 
-/// What all ranks have learnt of the plan's call, which this one had no memory for. On a stream the
-/// others learn it later, and make a dispatch meanwhile: this rank must take part in it.
-std::shared_ptr<CudaPlan> CudaEngine::plan_without_memory(Launch& launch,
-                                                          const ConstTensorView& topk_idx) {
-  auto state = new_plan(launch, topk_idx);
-  state->number = launch.number();
-  state->counts->failure = *launch.record()->failure;
-  std::atomic_ref(state->counts->done).store(1, std::memory_order_release);
-  return state;
-}
-
-/// Takes part in a dispatch whose plan this rank has no memory for.
-void CudaEngine::refuse_without_plan(Launch& launch, const CudaPlan& plan,
-                                     const CallSignature& call) {
-  launch.record()->plan = plan.made;
-  launch.record()->plan_failure = {plan.slot, &plan.counts->failure};
-  tell_no_room(launch, call, 0);
-  throw refusal(*plan.made, plan.counts->failure);
-}
-
-void CudaEngine::enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
-                            const PlanParameters& parameters) {
+void enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& plan,
+                const PlanParameters& parameters) {
   plan->number = launch.enter(parameters.call);
   launch.run(launch_plan(parameters, launch.stream()), "launch_plan");
   launch.keep(plan->slot);
@@ -178,27 +187,27 @@ void CudaEngine::enter_plan(Launch& launch, const std::shared_ptr<CudaPlan>& pla
   launch.finish();
 }
 
-Plan CudaEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
-  check_usable("plan");
-  check_stream("plan", options.stream, device());
-  check_routes("plan", topk_idx, device());
-  Launch launch(*this, "plan", options.stream);
+Plan plan_routes(CudaEngine& engine, const ConstTensorView& topk_idx, const PlanOptions& options) {
+  engine.check_usable("plan");
+  check_stream("plan", options.stream, engine.device());
+  check_routes("plan", topk_idx, engine.device());
+  Launch launch(engine, "plan", options.stream);
   PlanParameters parameters;
   std::shared_ptr<CudaPlan> state;
   try {
-    state = prepare_plan(launch, topk_idx, parameters);
+    state = prepare_plan(engine, launch, topk_idx, parameters);
   } catch (const Error&) {
     const bool known = launch.record()->refused();
     if (!known || launch.blocking() || launch.capture().active) throw;
     try {
-      return Plan(plan_without_memory(launch, topk_idx));
+      return Plan(plan_without_memory(engine, launch, topk_idx));
     } catch (const std::exception& thrown) {
-      give_up("plan", thrown);  // the others will wait in the dispatch
+      engine.give_up("plan", thrown);  // the others will wait in the dispatch
       throw;
     }
   }
   enter_plan(launch, state, parameters);
-  if (launch.blocking()) finish("plan", state->ready);
+  if (launch.blocking()) engine.finish("plan", state->ready);
   return Plan(state);
 }
 

@@ -1,0 +1,37 @@
+// Dispatch of the CUDA engine, for its public calls and for a group that is larger than the engine.
+#pragma once
+#include <cstdint>
+#include <functional>
+
+#include "core/call.hpp"
+#include "core/wire_row.hpp"
+#include "ferry/group.hpp"
+
+namespace ferry::cuda {
+
+class CudaEngine;
+
+inline constexpr const char* kDispatch = "dispatch";
+
+/// What every rank's dispatch must agree on. `plan`: its number.
+CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
+                                 bool carries_routes, std::uint64_t plan);
+
+/// A dispatch made as two calls, each with a part of the tokens, of rows that lie in the whole
+/// group's order; the same on all ranks but for the number.
+struct DispatchHalves {
+  std::int64_t first = 0;  ///< so many tokens go in the first call
+  /// Launches what brings the rows of the others, behind the first call in the stream, or so that
+  /// the stream waits for it.
+  std::function<void()> between{};
+};
+
+Received dispatch(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
+                  const DispatchOptions& options);
+/// With a scattered plan. Arguments are checked, outputs are this engine's.
+Received dispatch_in_halves(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
+                            const DispatchOptions& options, const DispatchHalves& halves);
+Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
+                           const ConstTensorView& topk_idx, const DispatchOptions& options);
+
+}  // namespace ferry::cuda
