@@ -26,7 +26,7 @@ std::string device_text(const Device& device) {
 
 std::string dtype_text(Dtype dtype) {
   return known(dtype) ? std::string(name_of(dtype))
-                      : "number " + to_string(static_cast<int>(dtype)) + ", which is none";
+                      : "number " + to_string(static_cast<int>(dtype)) + " (no ferry::Dtype)";
 }
 
 bool is_float(Dtype dtype) {

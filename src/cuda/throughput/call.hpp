@@ -82,7 +82,9 @@ struct CallRecord final : Use {
     return std::atomic_ref(failure->written).load(std::memory_order_acquire) != 0;
   }
   /// The caller learns now that it was refused.
-  void tell();
+  void tell() {
+    if (!told.exchange(true, std::memory_order_acq_rel) && on_failure) on_failure();
+  }
   /// A later call tells of the refusal, for it is refused with this one.
   void told_by_another() { told.store(true, std::memory_order_release); }
   /// Whether it had ended when the group failed. To be asked when it has.

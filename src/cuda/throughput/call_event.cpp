@@ -35,7 +35,7 @@ void CallEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait) {
   if (record_->ended_well.load(std::memory_order_acquire)) return;
   if (const auto engine = engine_.lock()) {
     try {
-      engine->check_ended(*record_);
+      check_ended(*engine, *record_);
     } catch (const Error& error) {
       if (!record_->told_outside) throw;
       throw record_->told_outside(error);
@@ -76,8 +76,8 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
       deadline, on_wait);
   if (plan->counts_known()) return;
   if (const auto engine = engine_.lock()) {
-    engine->check_ended(*plan->made);
-    throw engine->refusal(*plan->made, plan->counts->failure);
+    check_ended(*engine, *plan->made);
+    throw refusal(*engine, *plan->made, plan->counts->failure);
   }
   throw_gone();
 }

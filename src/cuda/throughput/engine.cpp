@@ -162,6 +162,34 @@ void CudaEngine::check_usable(const char* call) {
   channel_.check_usable(call);
 }
 
+void CudaEngine::throw_untold(const char* call) {
+  std::shared_ptr<CallRecord> refused;
+  {
+    std::scoped_lock lock(flight_mutex_);
+    std::erase_if(untold_, [&](const std::shared_ptr<CallRecord>& record) {
+      if (record->told.load(std::memory_order_acquire)) return true;
+      if (refused || !record->asker.expired()) return false;
+      refused = record;
+      return true;
+    });
+  }
+  std::erase_if(captured_, [](const auto& weak) { return weak.expired(); });
+  for (const auto& weak : captured_) {
+    const auto record = weak.lock();
+    if (refused || !record || !record->refused()) continue;
+    if (std::exchange(record->told_replay, record->failure->written) != record->failure->written) {
+      refused = record;
+    }
+  }
+  if (!refused) return;
+  refused->tell();
+  const Error error = refusal(*this, *refused);
+  throw Error(error.kind(),
+              std::string(call) +
+                  ": an earlier call failed, and nobody waited for its event: " + error.what(),
+              error.context());
+}
+
 int CudaEngine::sms_for(const char* call, int asked) const {
   if (asked < 0 || asked > parts_.sms) {
     refuse(call, "sms", to_string(asked),

@@ -22,6 +22,7 @@
 #include "cuda/runtime/pinned.hpp"
 #include "cuda/runtime/segment_exchange.hpp"
 #include "cuda/throughput/call.hpp"
+#include "cuda/throughput/failure.hpp"
 #include "cuda/throughput/plan.hpp"
 #include "engine/channel.hpp"
 #include "engine/memory.hpp"
@@ -132,15 +133,13 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   /// Latency exchanges are of a larger group than this engine, whose ranks are `members` of it,
   /// ascending: the kernels of those exchanges count ranks as that group does. Before any call.
   void join_group(std::vector<int> members) { members_ = std::move(members); }
+  const std::vector<int>& members() const { return members_; }
   /// A rank of this engine, as latency exchanges count.
   int group_rank(int rank) const {
     return members_.empty() ? rank : members_[static_cast<std::size_t>(rank)];
   }
   /// The rank beyond this engine on whose account it has failed, of the larger group; none.
-  std::optional<Failure> failed_beyond() const {
-    std::scoped_lock lock(fatal_mutex_);
-    return beyond_;
-  }
+  std::optional<Failure> failed_beyond() const { return fatal_.beyond(); }
   /// Waits for calls on their way; false: not all have ended by then.
   bool settle(std::chrono::nanoseconds most) { return drain(most); }
   /// Tells the peers' messages what this CPU does while kernels wait for it, until its call is
@@ -148,22 +147,13 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   void stay_in(CallKind kind);
   /// Waits for a call that returns finished results. Ctrl-C fails the group, which ends the call.
   void finish(const char* call, const Event& event);
-  /// Throws how the call ended, if not well. The call has ended on the GPU.
-  void check_ended(CallRecord& record);
-  /// The error of a group whose kernels have told of a fatal failure: made once (failure.cpp).
-  Error fatal_error();
-  /// The words for a failure that every rank sees (failure.cpp).
-  Error refusal(const CallRecord& record, const Failure& failure) const;
-  Error refusal(const CallRecord& record) const;
+  /// The error of a group whose kernels have told of a fatal failure.
+  Error fatal_error() { return fatal_.error(*this); }
 
  private:
   friend class Launch;
   void throw_untold(const char* call);
   bool grow(const char* call, std::size_t bytes);
-  Error latency_mismatch(const Failure& failure, int self) const;
-  bool fail_beyond(Failure& failure);
-  Error rejoin_refusal(const Failure& failure) const;
-  Error latency_refusal(const CallRecord& record, const Failure& failure) const;
   void write_table(int peer, fabric::SegmentId segment, std::byte* data, std::size_t bytes);
   void load_copies();
   bool drain(std::chrono::nanoseconds most);
@@ -223,9 +213,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
     std::vector<bool> told{};  ///< of whose end; for `gone`
   };
   std::vector<LatencySegment> latency_segments_{};
-  mutable std::mutex fatal_mutex_;
-  std::optional<Error> fatal_{};
-  std::optional<Failure> beyond_{};
+  FatalFailure fatal_{};
   std::atomic<std::uint64_t> exchange_ns_{0};
   std::atomic<std::uint64_t> wait_ns_{0};
   std::atomic<bool> leaving_{false};

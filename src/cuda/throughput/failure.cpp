@@ -1,10 +1,13 @@
-// What kernels tell of a failure becomes a ferry::Error with the host engine's words.
+// What kernels tell of a failure becomes a ferry::Error with the host engine's words. Those of
+// latency mode count ranks as their exchange does, whose group may be larger than the engine.
+#include "cuda/throughput/failure.hpp"
+
+#include <algorithm>
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "core/check.hpp"
 #include "cuda/throughput/engine.hpp"
-#include "cuda/throughput/failure.hpp"
 
 namespace ferry::cuda {
 
@@ -12,18 +15,89 @@ using std::to_string;
 
 namespace {
 
-/// What a rank that receives too many rows has given.
-std::string most_rows(const CallRecord& record, const Failure& failure, bool own) {
+/// What a rank that would receive too many rows exceeds.
+std::string row_limit(const CallRecord& record, const Failure& failure, bool own) {
   if (failure.detail > kMaxRows && (!own || record.worst_case_rows == 0)) {
-    return "no worst_case_rows, and a rank has at most " + to_string(kMaxRows) +
-           " (topk_idx and alignment give this number)";
+    return "the limit of " + to_string(kMaxRows) +
+           " rows per rank; use fewer tokens, a smaller topk or a smaller alignment";
   }
-  return own ? "worst_case_rows = " + to_string(record.worst_case_rows)
-             : std::string("a smaller worst_case_rows or out");
+  return own ? "its worst_case_rows = " + to_string(record.worst_case_rows)
+             : std::string("its worst_case_rows, or the rows of its out");
 }
 
 std::string size_of_what(Stage stage) {
   return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
+}
+
+/// Of a dispatch: the GPU has refused its plan, and says why.
+bool plan_failed(const CallRecord& record) {
+  return record.plan_failure && record.plan_failure->reason != Reason::none;
+}
+
+/// Whether a kernel of a latency exchange gave up, which counts ranks as the exchange does.
+bool is_of_exchange(Stage stage) {
+  switch (stage) {
+    case Stage::latency_rejoin:
+    case Stage::latency_credit:
+    case Stage::latency_headers:
+    case Stage::latency_rows:
+    case Stage::latency_weights:
+    case Stage::latency_sums: return true;
+    default: return false;
+  }
+}
+
+Error latency_mismatch(const Failure& failure, int self) {
+  const bool combine = failure.stage == Stage::latency_sums;
+  const char* call = combine ? "latency combine" : "latency dispatch";
+  return Error(ErrorKind::mismatch,
+               "rank " + to_string(self) + ": " + call + ": rank " + to_string(failure.peer) +
+                   (combine ? " called with another path or format; expected the same on all ranks"
+                            : " called with another format or scale_format, or only one of the two "
+                              "gave topk_weights; expected the same on all ranks"),
+               {self, failure.peer, call, failure.written, failure.expected, failure.seen});
+}
+
+Error rejoin_refusal(const Failure& failure, int self) {
+  if (failure.reason == Reason::aborted) {
+    return Error(ErrorKind::interrupted,
+                 "rank " + to_string(self) + ": latency rejoin: the exchange was told to stop",
+                 {self, failure.peer, "latency rejoin", failure.written, 0, 0});
+  }
+  const bool late = failure.reason == Reason::deadline;
+  return Error(late ? ErrorKind::deadline : ErrorKind::mismatch,
+               "rank " + to_string(self) + ": latency rejoin: rank " + to_string(failure.peer) +
+                   (late ? " did not come within the deadline; expected rejoin() on all ranks"
+                         : " saw other ranks than this one; rejoin again"),
+               {self, failure.peer, "latency rejoin", failure.written, 0, 0});
+}
+
+Error latency_refusal(const CallRecord& record, const Failure& failure, int self,
+                      std::int64_t experts) {
+  if (failure.reason == Reason::stale) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": received: a result that was kept over " +
+                     to_string(failure.detail) +
+                     " later dispatches, those of graphs included; its rows may still be read, but "
+                     "neither received nor combined. Expected at most one dispatch between",
+                 {self, self, record.call, failure.written, 0, 0});
+  }
+  const std::string at = failure.reason == Reason::bad_route
+                             ? "an id that is no expert at [" + to_string(failure.detail / 64) +
+                                   ", " + to_string(failure.detail % 64) + "]"
+                             : std::string("more slots for one expert than the capacity");
+  const ErrorContext context{self, failure.peer, "latency dispatch", failure.written, 0, 0};
+  if (failure.peer == self) {
+    return Error(ErrorKind::invalid_argument,
+                 std::string(record.call) + ": topk_idx: got " + at +
+                     "; expected -1 (unused) or 0 … " + to_string(experts - 1) +
+                     ", each at most as often as the capacity",
+                 context);
+  }
+  return Error(ErrorKind::peer_failed,
+               std::string(record.call) + ": rank " + to_string(failure.peer) + " was given " + at +
+                   "; it sent nothing",
+               context);
 }
 
 }  // namespace
@@ -49,65 +123,22 @@ const char* stage_name(Stage stage) {
   return "exchange";
 }
 
-Error CudaEngine::fatal_error() {
-  std::scoped_lock lock(fatal_mutex_);
-  if (fatal_) return *fatal_;
-  Failure failure = *words_.fatal;
-  const char* stage = stage_name(failure.stage);
-  if (channel_.left()) {
-    fatal_ = Error(ErrorKind::destroyed,
-                   "rank " + to_string(rank()) + ": " + stage +
-                       ": the group was destroyed during the exchange",
-                   {rank(), -1, stage, failure.written, failure.expected, failure.seen});
-    return *fatal_;
-  }
-  channel_.count(failure.written);
-  // What the peers said comes first: they may know who really died.
-  if (auto told = channel_.look(
-          stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; })) {
-    fatal_ = *told;
-    return *fatal_;
-  }
-  if (fail_beyond(failure) && fatal_) return *fatal_;
-  switch (failure.reason) {
-    case Reason::deadline:
-      fatal_ = channel_.late(stage, failure.peer, failure.expected, failure.seen);
-      break;
-    case Reason::violation:
-      try {
-        channel_.throw_violation(stage, failure.peer,
-                                 "said what cannot be (expected " + to_string(failure.expected) +
-                                     ", seen " + to_string(failure.seen) + ", detail " +
-                                     to_string(failure.detail) + ")");
-      } catch (const Error& error) {
-        fatal_ = error;
-      }
-      break;
-    case Reason::mismatch:  // of latency mode, where nothing is agreed on before rows move
-      fatal_ = latency_mismatch(failure, rank());
-      channel_.fail(stage, fatal_->what(), ErrorKind::mismatch);
-      break;
-    default:
-      channel_.fail(stage, "the exchange was told to stop", ErrorKind::interrupted);
-      fatal_ = channel_.dead();
-      break;
-  }
-  if (!fatal_) fatal_ = Error(ErrorKind::system, std::string(stage) + ": the exchange failed");
-  return *fatal_;
-}
-
-Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) const {
+Error refusal(const CudaEngine& engine, const CallRecord& record, const Failure& failure) {
+  const int self = engine.rank();
   const int peer = failure.peer;
   const char* stage = stage_name(failure.stage);
-  const ErrorContext context{rank(), peer, stage, failure.written, 0, 0};
+  const ErrorContext context{self, peer, stage, failure.written, 0, 0};
   const std::string who = "rank " + to_string(peer);
-  if (failure.stage == Stage::latency_rejoin) return rejoin_refusal(failure);
-  if (failure.stage == Stage::latency_headers) return latency_refusal(record, failure);
+  const int in_group = engine.group_rank(self);
+  if (failure.stage == Stage::latency_rejoin) return rejoin_refusal(failure, in_group);
+  if (failure.stage == Stage::latency_headers) {
+    return latency_refusal(record, failure, in_group, engine.config().experts);
+  }
   switch (failure.reason) {
     case Reason::mismatch:
       return Error(
           ErrorKind::mismatch,
-          std::string(stage) + ": rank " + to_string(rank()) + " and " + who +
+          std::string(stage) + ": rank " + to_string(self) + " and " + who +
               " made different calls: " + difference(failure.theirs, peer, record.signature),
           context);
     case Reason::no_room:
@@ -119,16 +150,17 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
     case Reason::too_many:
       return Error(ErrorKind::exhausted,
                    std::string(stage) + ": " + who + " would receive " + to_string(failure.detail) +
-                       " rows but gave " + most_rows(record, failure, peer == rank()) +
+                       " rows, more than " + row_limit(record, failure, peer == self) +
                        "; nothing was sent",
                    context);
     case Reason::bad_route: {
       const std::string at =
           "[" + to_string(failure.detail / 64) + ", " + to_string(failure.detail % 64) + "]";
-      if (peer == rank()) {
+      if (peer == self) {
         return Error(ErrorKind::invalid_argument,
                      std::string(record.routes_of) + ": topk_idx: got an id that is no expert at " +
-                         at + "; expected -1 (unused) or 0 … " + to_string(config_.experts - 1),
+                         at + "; expected -1 (unused) or 0 … " +
+                         to_string(engine.config().experts - 1),
                      context);
       }
       return Error(ErrorKind::peer_failed,
@@ -148,65 +180,104 @@ Error CudaEngine::refusal(const CallRecord& record, const Failure& failure) cons
   return Error(ErrorKind::system, std::string(record.call) + ": the call failed", context);
 }
 
-void CallRecord::tell() {
-  if (!told.exchange(true, std::memory_order_acq_rel) && on_failure) on_failure();
+Error refusal(const CudaEngine& engine, const CallRecord& record) {
+  const bool by_plan = record.failure->reason == Reason::bad_plan && plan_failed(record);
+  return by_plan ? refusal(engine, *record.plan, *record.plan_failure)
+                 : refusal(engine, record, *record.failure);
 }
 
-/// Of a dispatch that was refused for its plan: why the plan was.
-Error CudaEngine::refusal(const CallRecord& record) const {
-  const bool by_plan = record.failure->reason == Reason::bad_plan && record.plan_failure &&
-                       record.plan_failure->reason != Reason::none;
-  return by_plan ? refusal(*record.plan, *record.plan_failure) : refusal(record, *record.failure);
-}
-
-void CudaEngine::check_ended(CallRecord& record) {
-  if (words_.failed() && !record.ended_before(*words_.fatal)) throw fatal_error();
+void check_ended(CudaEngine& engine, CallRecord& record) {
+  const GroupWords& words = engine.words();
+  if (words.failed() && !record.ended_before(*words.fatal)) throw engine.fatal_error();
   const bool refused = record.refused();
   if (refused) record.tell();
-  if (refused && record.failure->reason != Reason::bad_plan) {
-    throw refusal(record, *record.failure);
-  }
-  if (refused && record.plan_failure && record.plan_failure->reason != Reason::none) {
-    throw refusal(*record.plan, *record.plan_failure);
+  if (refused && (record.failure->reason != Reason::bad_plan || plan_failed(record))) {
+    throw refusal(engine, record);
   }
   for (const auto& needed : record.needs) {
     if (!needed->refused()) continue;
     needed->tell();
-    const Error error = refusal(*needed, *needed->failure);
+    const Error error = refusal(engine, *needed, *needed->failure);
     throw Error(error.kind(),
                 std::string(record.call) +
                     ": the dispatch that was to bring the plan's routes failed: " + error.what(),
                 error.context());
   }
-  if (refused) throw refusal(record, *record.failure);
+  if (refused) throw refusal(engine, record);
 }
 
-void CudaEngine::throw_untold(const char* call) {
-  std::shared_ptr<CallRecord> refused;
-  {
-    std::scoped_lock lock(flight_mutex_);
-    std::erase_if(untold_, [&](const std::shared_ptr<CallRecord>& record) {
-      if (record->told.load(std::memory_order_acquire)) return true;
-      if (refused || !record->asker.expired()) return false;
-      refused = record;
-      return true;
-    });
+Error FatalFailure::error(CudaEngine& engine) {
+  std::scoped_lock lock(mutex_);
+  if (error_) return *error_;
+  Failure failure = *engine.words().fatal;
+  engine::Channel& channel = engine.channel();
+  const int self = engine.rank();
+  const char* stage = stage_name(failure.stage);
+  if (channel.left()) {
+    error_ = Error(
+        ErrorKind::destroyed,
+        "rank " + to_string(self) + ": " + stage + ": the group was destroyed during the exchange",
+        {self, -1, stage, failure.written, failure.expected, failure.seen});
+    return *error_;
   }
-  std::erase_if(captured_, [](const auto& weak) { return weak.expired(); });
-  for (const auto& weak : captured_) {
-    const auto record = weak.lock();
-    if (refused || !record || !record->refused()) continue;
-    if (std::exchange(record->told_replay, record->failure->written) != record->failure->written) {
-      refused = record;
-    }
+  channel.count(failure.written);
+  // What the peers said comes first: they may know who really died.
+  if (auto told = channel.look(
+          stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; })) {
+    error_ = *told;
+    return *error_;
   }
-  if (!refused) return;
-  refused->tell();
-  const Error error = refusal(*refused);
-  throw Error(error.kind(),
-              std::string(call) +
-                  ": an earlier call failed, and nobody waited for its event: " + error.what(),
-              error.context());
+  if (is_beyond(engine, failure) && error_) return *error_;
+  switch (failure.reason) {
+    case Reason::deadline:
+      error_ = channel.late(stage, failure.peer, failure.expected, failure.seen);
+      break;
+    case Reason::violation:
+      try {
+        channel.throw_violation(stage, failure.peer,
+                                "said what cannot be (expected " + to_string(failure.expected) +
+                                    ", seen " + to_string(failure.seen) + ", detail " +
+                                    to_string(failure.detail) + ")");
+      } catch (const Error& error) {
+        error_ = error;
+      }
+      break;
+    case Reason::mismatch:  // of latency mode, where nothing is agreed on before rows move
+      error_ = latency_mismatch(failure, self);
+      channel.fail(stage, error_->what(), ErrorKind::mismatch);
+      break;
+    default:
+      channel.fail(stage, "the exchange was told to stop", ErrorKind::interrupted);
+      error_ = channel.dead();
+      break;
+  }
+  if (!error_) error_ = Error(ErrorKind::system, std::string(stage) + ": the exchange failed");
+  return *error_;
+}
+
+/// Of an exchange of a larger group: `failure` names a rank of this engine from here on. True: the
+/// rank is beyond, and this engine has failed on its account; the group's engine says how.
+bool FatalFailure::is_beyond(CudaEngine& engine, Failure& failure) {
+  const std::vector<int>& members = engine.members();
+  if (members.empty() || !is_of_exchange(failure.stage)) return false;
+  const auto found = std::lower_bound(members.begin(), members.end(), failure.peer);
+  if (found != members.end() && *found == failure.peer) {
+    failure.peer = static_cast<std::int32_t>(found - members.begin());
+    return false;
+  }
+  if (failure.reason == Reason::aborted || failure.peer < 0) return false;
+  beyond_ = failure;
+  const ErrorKind kind = failure.reason == Reason::deadline   ? ErrorKind::deadline
+                         : failure.reason == Reason::mismatch ? ErrorKind::mismatch
+                                                              : ErrorKind::peer_failed;
+  const std::string text =
+      failure.reason == Reason::mismatch
+          ? latency_mismatch(failure, engine.group_rank(engine.rank())).what()
+          : "rank " + to_string(failure.peer) + " of another domain " +
+                (kind == ErrorKind::deadline ? "did not answer in time" : "said what cannot be");
+  engine.channel().fail(stage_name(failure.stage), text, kind);
+  error_ = engine.channel().dead();
+  return true;
 }
 
 }  // namespace ferry::cuda

@@ -74,7 +74,7 @@ void refuse_without_plan(CudaEngine& engine, Launch& launch, const CudaPlan& pla
   launch.record()->plan = plan.made;
   launch.record()->plan_failure = {plan.slot, &plan.counts->failure};
   tell_no_room(engine, launch, call, 0);
-  throw engine.refusal(*plan.made, plan.counts->failure);
+  throw refusal(engine, *plan.made, plan.counts->failure);
 }
 
 namespace {
