@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "core/wire_row.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/throughput/dispatch.hpp"

@@ -15,26 +15,12 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/exchange_signature.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/dispatch_call.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {
-
-CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
-                                 bool carries_routes, std::uint64_t plan) {
-  CallSignature call;
-  call.kind = CallKind::dispatch;
-  call.dtype = static_cast<std::uint32_t>(row.dtype);
-  call.columns = row.columns;
-  call.scale_columns = row.scale_columns;
-  call.topk = static_cast<std::uint32_t>(topk);
-  call.order = static_cast<std::uint16_t>(options.order);
-  call.routes = carries_routes ? 1 : 0;
-  call.weights = options.topk_weights ? 1 : 0;
-  call.plan = plan;
-  return call;
-}
 
 namespace {
 

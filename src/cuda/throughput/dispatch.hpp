@@ -3,8 +3,6 @@
 #include <cstdint>
 #include <functional>
 
-#include "core/call.hpp"
-#include "core/wire_row.hpp"
 #include "ferry/group.hpp"
 
 namespace ferry::cuda {
@@ -12,10 +10,6 @@ namespace ferry::cuda {
 class CudaEngine;
 
 inline constexpr const char* kDispatch = "dispatch";
-
-/// What every rank's dispatch must agree on. `plan`: its number.
-CallSignature dispatch_signature(const WireRow& row, int topk, const DispatchOptions& options,
-                                 bool carries_routes, std::uint64_t plan);
 
 /// A dispatch made as two calls, each with a part of the tokens, of rows that lie in the whole
 /// group's order; the same on all ranks but for the number.

@@ -62,10 +62,10 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   return result;
 }
 
-CombineCall HostLatency::combine_call(const Exchange& exchange,
-                                      const std::optional<ConstTensorView>& topk_weights,
-                                      const LatencyCombineOptions& options) const {
-  CombineCall call;
+LatencyCombineCall HostLatency::combine_call(const Exchange& exchange,
+                                             const std::optional<ConstTensorView>& topk_weights,
+                                             const LatencyCombineOptions& options) const {
+  LatencyCombineCall call;
   call.format = options.format;
   call.waits = options.waits;
   const bool summed = exchange.options.order == RowOrder::rank_major;
@@ -83,7 +83,7 @@ CombineCall HostLatency::combine_call(const Exchange& exchange,
   return call;
 }
 
-void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
+void HostLatency::sum_rows(const Exchange& exchange, const LatencyCombineCall& call) {
   const Generation g = exchange.generation;
   check_still_joined(kLatencyCombine, g);
   // Each source is charged in each wait from the wait's begin: not for those that announced later,
@@ -115,7 +115,7 @@ void HostLatency::sum_rows(const Exchange& exchange, const CombineCall& call) {
   }
 }
 
-std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const CombineCall& call,
+std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const LatencyCombineCall& call,
                                         std::int64_t token, NextSums& next, const void** rows,
                                         float* factors) const {
   const std::int64_t first = token * exchange.topk;
@@ -131,7 +131,7 @@ std::int64_t HostLatency::rows_of_slots(const Exchange& exchange, const CombineC
   return count;
 }
 
-std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, const CombineCall& call,
+std::int64_t HostLatency::rows_of_ranks(const Exchange& exchange, const LatencyCombineCall& call,
                                         std::int64_t token, const RankBytes& came, NextSums& next,
                                         const void** rows) const {
   const std::int64_t first = token * exchange.topk;

@@ -8,14 +8,14 @@ namespace ferry::host {
 
 namespace {
 
-CombineHead head_of(Generation generation, const CombineCall& call) {
+CombineHead head_of(Generation generation, const LatencyCombineCall& call) {
   return {generation, call.by_rank ? 1u : 0u, static_cast<std::uint32_t>(call.format),
           call.weights_follow ? 1u : 0u, 0};
 }
 
 }  // namespace
 
-void HostLatency::announce_combine(const Exchange& exchange, const CombineCall& call) {
+void HostLatency::announce_combine(const Exchange& exchange, const LatencyCombineCall& call) {
   const Generation g = exchange.generation;
   const std::uint64_t tag = protocol::Delivery<protocol::AnnounceTraits>::tag(g);
   const CombineHead head = head_of(g, call);
@@ -37,7 +37,7 @@ void HostLatency::announce_combine(const Exchange& exchange, const CombineCall& 
   }
 }
 
-RankBytes HostLatency::await_announcements(const Exchange& exchange, const CombineCall& call,
+RankBytes HostLatency::await_announcements(const Exchange& exchange, const LatencyCombineCall& call,
                                            const RankBytes& pending,
                                            const std::optional<TensorView>& waits) {
   const Generation g = exchange.generation;
@@ -50,7 +50,7 @@ RankBytes HostLatency::await_announcements(const Exchange& exchange, const Combi
   return came;
 }
 
-void HostLatency::check_announcement(const Exchange& exchange, const CombineCall& call,
+void HostLatency::check_announcement(const Exchange& exchange, const LatencyCombineCall& call,
                                      int source) const {
   const Generation g = exchange.generation;
   const auto& head = *reinterpret_cast<const CombineHead*>(
@@ -59,7 +59,7 @@ void HostLatency::check_announcement(const Exchange& exchange, const CombineCall
   disagree(*engine_, kLatencyCombine, source, "path, format or place for the weights", g);
 }
 
-const float* HostLatency::weights_of(const Exchange& exchange, const CombineCall& call,
+const float* HostLatency::weights_of(const Exchange& exchange, const LatencyCombineCall& call,
                                      std::size_t n) const {
   if (!call.weights_follow) {
     return exchange.slot_weights.data() + n * static_cast<std::size_t>(config_.topk);
@@ -69,7 +69,7 @@ const float* HostLatency::weights_of(const Exchange& exchange, const CombineCall
       segment_.data + weights_offset(exchange.generation, arrival.source, arrival.token));
 }
 
-void HostLatency::send_results(const Exchange& exchange, const CombineCall& call,
+void HostLatency::send_results(const Exchange& exchange, const LatencyCombineCall& call,
                                const ConstTensorView& rows) {
   check_still_joined(kLatencyCombine, exchange.generation);
   if (!exchange.received) {
@@ -87,7 +87,8 @@ void HostLatency::send_results(const Exchange& exchange, const CombineCall& call
   }
 }
 
-void HostLatency::send_sums_as_weights_come(const Exchange& exchange, const CombineCall& call,
+void HostLatency::send_sums_as_weights_come(const Exchange& exchange,
+                                            const LatencyCombineCall& call,
                                             const ConstTensorView& rows, const RankBytes& to) {
   // Whoever's weights are here is served at once, as in `send_as_credits_come`.
   const Generation g = exchange.generation;

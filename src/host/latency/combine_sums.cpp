@@ -101,7 +101,7 @@ std::size_t HostLatency::sum_bytes(CombineFormat format) const {
   }
 }
 
-const std::byte* HostLatency::encode_sum(const CombineCall& call, const std::byte* row,
+const std::byte* HostLatency::encode_sum(const LatencyCombineCall& call, const std::byte* row,
                                          std::byte* room) const {
   if (call.format == CombineFormat::e4m3) {
     QuantizeRow quantize;
@@ -120,7 +120,7 @@ const std::byte* HostLatency::encode_sum(const CombineCall& call, const std::byt
   return row;
 }
 
-void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
+void HostLatency::send_sums(const Exchange& exchange, const LatencyCombineCall& call,
                             const ConstTensorView& rows, const RankBytes& to) {
   const Generation g = exchange.generation;
   for (int i = 1; i <= ranks(); ++i) {  // each starts elsewhere
@@ -131,7 +131,7 @@ void HostLatency::send_sums(const Exchange& exchange, const CombineCall& call,
   }
 }
 
-std::size_t HostLatency::send_sums_to(const Exchange& exchange, const CombineCall& call,
+std::size_t HostLatency::send_sums_to(const Exchange& exchange, const LatencyCombineCall& call,
                                       const ConstTensorView& rows, int owner) {
   const auto* from = static_cast<const std::byte*>(rows.data);
   const bool fanned_out = exchange.options.order == RowOrder::expert_major;

@@ -54,7 +54,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// buffer goes back to the senders only when the next dispatch has seen them arrive.
   void drop(Generation generation, bool received);
   void receive_rows(Exchange& exchange);
-  void sum_rows(const Exchange& exchange, const CombineCall& call);
+  void sum_rows(const Exchange& exchange, const LatencyCombineCall& call);
   Event enter(const char* call, Stream* stream, std::function<void()> work,
               HostEngine::Call* inside = nullptr) {
     auto run = [this, call, work = std::move(work)] {
@@ -223,36 +223,42 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   Tensor scales_tensor(const Exchange& exchange, std::int64_t blocks, std::int64_t rows) const;
 
   LatencyDispatched dispatched(const Exchange& exchange) const;
-  CombineCall combine_call(const Exchange& exchange,
-                           const std::optional<ConstTensorView>& topk_weights,
-                           const LatencyCombineOptions& options) const;
-  void announce_combine(const Exchange& exchange, const CombineCall& call);
+  LatencyCombineCall combine_call(const Exchange& exchange,
+                                  const std::optional<ConstTensorView>& topk_weights,
+                                  const LatencyCombineOptions& options) const;
+  void announce_combine(const Exchange& exchange, const LatencyCombineCall& call);
   /// What the ranks in `pending` announced must be what this rank did. Returns those that came.
-  RankBytes await_announcements(const Exchange& exchange, const CombineCall& call,
+  RankBytes await_announcements(const Exchange& exchange, const LatencyCombineCall& call,
                                 const RankBytes& pending,
                                 const std::optional<TensorView>& waits = {});
-  void check_announcement(const Exchange& exchange, const CombineCall& call, int source) const;
-  void send_sums(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows,
-                 const RankBytes& to);
+  void check_announcement(const Exchange& exchange, const LatencyCombineCall& call,
+                          int source) const;
+  void send_sums(const Exchange& exchange, const LatencyCombineCall& call,
+                 const ConstTensorView& rows, const RankBytes& to);
   /// To one owner; returns the bytes.
-  std::size_t send_sums_to(const Exchange& exchange, const CombineCall& call,
+  std::size_t send_sums_to(const Exchange& exchange, const LatencyCombineCall& call,
                            const ConstTensorView& rows, int owner);
   /// Where the owner wants them. Throws Error(mismatch) unless so many rows have room there.
   std::size_t sums_there(const Exchange& exchange, int owner, std::size_t rows);
-  void send_results(const Exchange& exchange, const CombineCall& call, const ConstTensorView& rows);
-  void send_sums_as_weights_come(const Exchange& exchange, const CombineCall& call,
+  void send_results(const Exchange& exchange, const LatencyCombineCall& call,
+                    const ConstTensorView& rows);
+  void send_sums_as_weights_come(const Exchange& exchange, const LatencyCombineCall& call,
                                  const ConstTensorView& rows, const RankBytes& to);
   /// The rows of a token in the order in which they are summed; return how many. `next`: [R], of
   /// each rank the row that comes next; tokens are asked for in ascending order.
   using NextSums = std::vector<const std::byte*>;
-  std::int64_t rows_of_slots(const Exchange& exchange, const CombineCall& call, std::int64_t token,
-                             NextSums& next, const void** rows, float* factors) const;
-  std::int64_t rows_of_ranks(const Exchange& exchange, const CombineCall& call, std::int64_t token,
-                             const RankBytes& came, NextSums& next, const void** rows) const;
+  std::int64_t rows_of_slots(const Exchange& exchange, const LatencyCombineCall& call,
+                             std::int64_t token, NextSums& next, const void** rows,
+                             float* factors) const;
+  std::int64_t rows_of_ranks(const Exchange& exchange, const LatencyCombineCall& call,
+                             std::int64_t token, const RankBytes& came, NextSums& next,
+                             const void** rows) const;
   /// The weights of an arrival's slots, [K].
-  const float* weights_of(const Exchange& exchange, const CombineCall& call, std::size_t n) const;
+  const float* weights_of(const Exchange& exchange, const LatencyCombineCall& call,
+                          std::size_t n) const;
   /// The row as it crosses, in the call's format; if it has to be made, in `room`.
-  const std::byte* encode_sum(const CombineCall& call, const std::byte* row, std::byte* room) const;
+  const std::byte* encode_sum(const LatencyCombineCall& call, const std::byte* row,
+                              std::byte* room) const;
 
   std::shared_ptr<HostEngine> engine_;
   LatencyConfig config_;
@@ -298,7 +304,7 @@ struct ReceiveRows final : LatencyState {
 struct SumRowsLater final : LatencyState {
   std::shared_ptr<HostLatency> engine;
   std::shared_ptr<Exchange> exchange;
-  CombineCall call{};
+  LatencyCombineCall call{};
   std::atomic<bool> called{false};
   void receive() override;
 };

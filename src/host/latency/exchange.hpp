@@ -117,7 +117,7 @@ struct WireToken {
 };
 
 /// One combine.
-struct CombineCall {
+struct LatencyCombineCall {
   CombineFormat format = CombineFormat::as_is;
   bool by_rank = false;          ///< one row for each rank crosses, not for each slot
   bool weights_follow = false;   ///< they are pushed ahead of the rows

@@ -1,74 +1,145 @@
-// Combine: every rank says where its rows are; owners read them in place inside the domain, and
-// get them pushed from outside; sums in ascending rank order.
+// Combine, phase by phase: every rank puts its rows where the peers read them and says where; sums
+// in ascending rank order, in combine_direct.cpp or domains/combine.cpp; then the rows go back.
+#include <array>
+#include <cstring>
 #include <utility>
 
 #include "core/check.hpp"
 #include "core/exchange_signature.hpp"
-#include "host/throughput/combine_job.hpp"
+#include "engine/regions.hpp"
+#include "host/kernels/kernels.hpp"
+#include "host/throughput/combine_call.hpp"
 
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "combine";
+constexpr const char* kCombine = "combine";
 constexpr const char* kStage = "combine: rows";
 
-}  // namespace
+class CombineJob {
+ public:
+  explicit CombineJob(CombineCall call)
+      : call_(std::move(call)), regions_(call_.engine.shared_memory()) {
+    const std::int64_t tokens = call_.plan->tokens;
+    const auto& out = call_.options.out;
+    result_.x = out ? Tensor{*out, std::shared_ptr<void>(out->data, [](void*) {})}
+                    : heap_tensor({tokens, call_.rows.columns()}, call_.rows.dtype);
+    if (call_.has_weights()) {
+      result_.topk_weights = heap_tensor({tokens, call_.plan->topk}, Dtype::f32);
+    }
+  }
+
+  /// Throws when the rows do not fit the plan. Needs the counts.
+  void check() const;
+  void run();
+  const Combined& result() const { return result_; }
+
+ private:
+  /// What all ranks must have in common.
+  StepMessage head() const;
+  [[noreturn]] void refuse_crossing();
+  /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s stage.
+  std::size_t staged_rows() const;
+  std::int64_t staged_rows_of(int peer) const;
+  void agree();
+  void check_places() const;
+  void place_rows() const;
+  void reduce_slots() const;
+  void give_back() const;
+
+  CombineCall call_;
+  Regions regions_;
+  CombineMemory memory_{};
+  Combined result_{};
+};
 
 void CombineJob::check() const {
-  check_combine_rows(plan(), dispatched_, rows_.rows(), {options_.order, options_.alignment});
-  if (has_weights()) {
-    check_combine_weights(plan(), dispatched_, options_.topk_weights->shape, plan_->topk);
+  check_combine_rows(call_.exchange(), call_.dispatched, call_.rows.rows(),
+                     {call_.options.order, call_.options.alignment});
+  if (call_.has_weights()) {
+    check_combine_weights(call_.exchange(), call_.dispatched, call_.options.topk_weights->shape,
+                          call_.plan->topk);
   }
 }
 
 void CombineJob::run() {
-  engine_.await_counts(*plan_);
-  if (expert_major() && !plan_->routes_known.load(std::memory_order_acquire)) {
-    engine_.all_ranks_throw();  // that dispatch failed on all of them
-    refuse(kCall, "plan", "a plan whose first dispatch failed", "one more dispatch, or a new plan");
+  call_.engine.await_counts(*call_.plan);
+  if (call_.expert_major() && !call_.plan->routes_known.load(std::memory_order_acquire)) {
+    call_.engine.all_ranks_throw();  // that dispatch failed on all of them
+    refuse(kCombine, "plan", "a plan whose first dispatch failed",
+           "one more dispatch, or a new plan");
   }
   check();  // too late to refuse now: the peers are in this call, so it fails the group
-  for (int peer = 0; peer < engine_.size(); ++peer) outsiders_ |= !in_domain(peer);
-  resolve_crossing();
-  if (hierarchical() && !plan_->forwards_known) refuse_crossing();
+  for (int peer = 0; peer < call_.engine.size(); ++peer) call_.outsiders |= !call_.in_domain(peer);
+  const Crossing asked = call_.options.crossing;
+  call_.crossing = asked == Crossing::automatic ? call_.plan->crossed : asked;
+  if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
+  if (call_.hierarchical() && !call_.plan->forwards_known) refuse_crossing();
   agree();
   check_places();
   regions_.promise();
-  if (hierarchical()) {
-    push_sums();
-    wait_for_sums();
-    sum_domains();
+  if (call_.hierarchical()) {
+    combine_domains(call_, memory_, result_);
   } else {
-    find_rows();
-    exchange_rows();
-    if (has_weights()) sum_weights();
+    combine_direct(call_, memory_, result_);
   }
   give_back();
   regions_.settle();
   regions_.release_all();
 }
 
+/// The same is known of the plan on all ranks, but not all need to have asked for this crossing:
+/// they hear of each other before they throw.
+void CombineJob::refuse_crossing() {
+  call_.channel().swap(kStage, head());
+  engine::check_same_call(call_.channel(), kStage, head().call);
+  call_.engine.all_ranks_throw();
+  refuse(kCombine, "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
+         "such a dispatch first: it brings what the sums inside a domain need");
+}
+
+std::size_t CombineJob::staged_rows() const {
+  if (call_.hierarchical()) return static_cast<std::size_t>(call_.plan->crossing.offset.back());
+  return call_.outsiders ? call_.exchange().lanes.size() : 0;
+}
+
+std::int64_t CombineJob::staged_rows_of(int peer) const {
+  const CrossingPlan& crossing = call_.plan->crossing;
+  if (call_.hierarchical()) {
+    const bool mine = crossing.domains.rail(peer, crossing.domains.of(call_.engine.rank())) ==
+                      call_.engine.rank();
+    return mine ? crossing.first_sum(peer, crossing.domains.count()) : 0;
+  }
+  std::int64_t rows = 0;
+  for (int d = 0; d < call_.engine.size(); ++d) {
+    rows +=
+        call_.exchange()
+            .rank_tokens[static_cast<std::size_t>(std::int64_t{peer} * call_.engine.size() + d)];
+  }
+  return rows;
+}
+
 StepMessage CombineJob::head() const {
   StepMessage head;
-  head.call = combine_signature(rows_, plan_->topk, options_, plan_->number);
-  head.call.crossing = static_cast<std::uint16_t>(crossing_);
+  head.call = combine_signature(call_.rows, call_.plan->topk, call_.options, call_.plan->number);
+  head.call.crossing = static_cast<std::uint16_t>(call_.crossing);
   return head;
 }
 
 void CombineJob::agree() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  const auto received = static_cast<std::size_t>(plan().recv_rows());
+  const std::size_t row_bytes = call_.rows.row_bytes();
+  const auto received = static_cast<std::size_t>(call_.exchange().recv_rows());
   const std::size_t staged = staged_rows();
-  const auto registered =
-      expert_major() ? std::nullopt
-                     : engine_.shared_memory()->arena.find(rows_.data, received * row_bytes);
+  const auto registered = call_.expert_major() ? std::nullopt
+                                               : call_.engine.shared_memory()->arena.find(
+                                                     call_.rows.data, received * row_bytes);
   StepMessage head = this->head();
   const std::vector<std::size_t> sizes{registered ? 0 : received * row_bytes,
-                                       received * weight_bytes(), staged * row_bytes,
-                                       staged * weight_bytes()};
+                                       received * call_.weight_bytes(), staged * row_bytes,
+                                       staged * call_.weight_bytes()};
   head.need_bytes = Regions::total(sizes);
   bool taken = false;
-  engine_.agree(kStage, head, [&] {
+  call_.engine.agree(kStage, head, [&] {
     if (taken) return true;
     const auto regions = regions_.take(sizes);
     if (!regions) return false;
@@ -77,10 +148,11 @@ void CombineJob::agree() {
     const Region& weights = (*regions)[1];
     const Region& stage = (*regions)[2];
     const Region& stage_weights = (*regions)[3];
-    mine_ = registered ? static_cast<std::byte*>(const_cast<void*>(rows_.data)) : rows.data;
-    mine_weights_ = weights.data;
-    stage_ = stage.data;
-    stage_weights_ = stage_weights.data;
+    memory_.mine =
+        registered ? static_cast<std::byte*>(const_cast<void*>(call_.rows.data)) : rows.data;
+    memory_.mine_weights = weights.data;
+    memory_.stage = stage.data;
+    memory_.stage_weights = stage_weights.data;
     const fabric::Address at = registered ? *registered : rows.address;
     head.segment = at.segment;
     head.offset = at.offset;
@@ -95,54 +167,97 @@ void CombineJob::agree() {
   });
 }
 
-void CombineJob::check_places() {
-  const std::size_t row_bytes = rows_.row_bytes();
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    const StepMessage theirs = channel().head(peer);
+void CombineJob::place_rows() const {
+  const auto received = static_cast<std::size_t>(call_.exchange().recv_rows());
+  if (call_.expert_major()) {
+    reduce_slots();
+  } else if (memory_.mine != call_.rows.data && received > 0) {
+    std::memcpy(memory_.mine, call_.rows.data, received * call_.rows.row_bytes());
+  }
+  if (call_.has_weights() && received > 0) {
+    std::memcpy(memory_.mine_weights, call_.options.topk_weights->data,
+                received * call_.weight_bytes());
+  }
+}
+
+void CombineJob::reduce_slots() const {
+  const auto offsets = call_.exchange().expert_offsets(call_.options.alignment);
+  const auto slot_rows = place_slots(call_.plan->routes.topk_idx, offsets);
+  const auto topk = static_cast<std::size_t>(call_.plan->topk);
+  const auto* from = static_cast<const std::byte*>(call_.rows.data);
+  const auto* weights = call_.options.apply_weights
+                            ? static_cast<const float*>(call_.options.topk_weights->data)
+                            : nullptr;
+  const Kernels& run = kernels();
+  std::array<const void*, kMaxTopk> rows{};
+  std::array<float, kMaxTopk> factors{};
+  SumRows sum;
+  sum.rows = rows.data();
+  sum.weights = weights == nullptr ? nullptr : factors.data();
+  sum.columns = call_.rows.columns();
+  sum.dtype = call_.rows.dtype;
+  for (std::size_t i = 0; i < static_cast<std::size_t>(call_.exchange().recv_rows()); ++i) {
+    sum.count = 0;
+    for (std::size_t k = 0; k < topk; ++k) {
+      const std::int64_t row = slot_rows[i * topk + k];
+      if (row < 0) continue;
+      const auto n = static_cast<std::size_t>(sum.count++);
+      rows[n] = from + static_cast<std::size_t>(row) * call_.rows.row_bytes();
+      if (weights != nullptr) factors[n] = weights[i * topk + k];
+    }
+    sum.out = memory_.mine + i * call_.rows.row_bytes();
+    run.sum_rows(sum);
+  }
+}
+
+void CombineJob::check_places() const {
+  const std::size_t row_bytes = call_.rows.row_bytes();
+  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+    const StepMessage theirs = call_.channel().head(peer);
     const auto check = [&](std::uint32_t segment, std::uint64_t offset, std::int64_t rows,
                            std::size_t bytes) {
-      channel().checked(kStage, peer, {segment, offset}, static_cast<std::uint64_t>(rows) * bytes);
+      call_.channel().checked(kStage, peer, {segment, offset},
+                              static_cast<std::uint64_t>(rows) * bytes);
     };
-    if (in_domain(peer)) {  // read in place
-      const std::int64_t rows = plan().recv_rows_of(peer);
+    if (call_.in_domain(peer)) {  // read in place
+      const std::int64_t rows = call_.exchange().recv_rows_of(peer);
       check(theirs.segment, theirs.offset, rows, row_bytes);
-      check(theirs.side_segment, theirs.side_offset, rows, weight_bytes());
+      check(theirs.side_segment, theirs.side_offset, rows, call_.weight_bytes());
     } else {
       const std::int64_t rows = staged_rows_of(peer);
       check(theirs.stage_segment, theirs.stage_offset, rows, row_bytes);
-      check(theirs.stage_side_segment, theirs.stage_side_offset, rows, weight_bytes());
+      check(theirs.stage_side_segment, theirs.stage_side_offset, rows, call_.weight_bytes());
     }
   }
 }
 
-void CombineJob::give_back() {
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (in_domain(peer)) channel().give_back(peer);
+void CombineJob::give_back() const {
+  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+    if (call_.in_domain(peer)) call_.channel().give_back(peer);
   }
   // Rows that cross were copied when they were pushed; inside, the readers may still be at it.
-  for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (in_domain(peer)) channel().await_given_back("combine: readers", peer);
+  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+    if (call_.in_domain(peer)) call_.channel().await_given_back("combine: readers", peer);
   }
 }
 
-Combined HostEngine::combine(const ConstTensorView& rows, const Plan& plan,
-                             const CombineOptions& options) {
-  Call call(*this, kCall);
-  PlanState& state = checked(plan, kCall);
-  if (state.engine.lock().get() != this) {
-    refuse(kCall, "plan", "a plan of another group", "one of this group");
-  }
+}  // namespace
+
+Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                 const CombineOptions& options) {
+  HostEngine::Call call(engine, kCombine);
+  PlanState& state = plan_of(engine, plan, kCombine);
   check_combine(rows, state.tokens, state.topk, options);
   if (options.order == RowOrder::expert_major && !state.routes_sent.load()) {
-    refuse(kCall, "plan", "a plan that no dispatch has used yet",
+    refuse(kCombine, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");
   }
-  auto job = std::make_shared<CombineJob>(*this, rows, plan.state(), options);
+  auto job = std::make_shared<CombineJob>(CombineCall{engine, plan.state(), rows, options});
   if (state.ready.ready()) {
     state.ready.wait();  // throws what the plan's work threw
     job->check();
   }
-  const Event event = enter(kCall, options.stream, [job] { job->run(); }, &call);
+  const Event event = engine.enter(kCombine, options.stream, [job] { job->run(); }, &call);
   Combined result = job->result();
   result.event = event;
   return result;

@@ -53,8 +53,6 @@ std::size_t message_bytes(std::int64_t experts, int ranks);
 /// A dense tensor in ordinary memory, not initialised.
 Tensor heap_tensor(const Extents& shape, Dtype dtype);
 
-class DispatchJob;
-
 /// What a call asks of its group: that it has not failed; or only that it is not destroyed, for an
 /// exchange that goes on without ranks that failed. Errors of such a call leave the group as it is.
 enum class Asks { no_failure, existence };
@@ -109,6 +107,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   /// `entered` runs once the call has its place and before the work begins.
   Event enter(const char* call, Stream* stream, std::function<void()> work, Call* inside = nullptr,
               const std::function<void()>& entered = {}, Asks asks = Asks::no_failure);
+  /// `inside`: the call that ends with it; null: the same thread makes another call right after.
+  Plan enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside);
   /// Waits for work that uses the caller's memory: returns or throws when it has ended, and not
   /// before. Ctrl-C fails the group, which ends the work soon.
   void finish(const char* call, const Event& event);
@@ -143,10 +143,6 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
-  /// `inside`: the call that ends with it; null: the same thread makes another call right after.
-  Plan enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside);
-  Received enter_dispatch(const std::shared_ptr<DispatchJob>& job, bool room, Stream* stream,
-                          Call& inside);
   void check_counts(std::span<const std::int32_t> counts);
   void make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens);
   void run_work(const char* call, const std::function<void()>& work, Asks asks);
@@ -176,6 +172,17 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   bool running_ = false;              // the call `serving_` has begun
   std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
 };
+
+/// The state of a plan of this engine; refuses others.
+PlanState& plan_of(HostEngine& engine, const Plan& plan, const char* call);
+
+// The calls: dispatch.cpp, combine.cpp.
+Received dispatch(HostEngine& engine, const ConstTensorView& x, const Plan& plan,
+                  const DispatchOptions& options);
+Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
+                           const ConstTensorView& topk_idx, const DispatchOptions& options);
+Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                 const CombineOptions& options);
 
 class HostEngine::Call {
  public:
