@@ -190,6 +190,31 @@ void DomainEngine::finish(const char* call, const Event& event) {
   }
 }
 
+Received DomainEngine::dispatch(const ConstTensorView& x, const Plan& plan,
+                                const DispatchOptions& options) {
+  return cuda::dispatch(*this, x, plan, options);
+}
+
+Combined DomainEngine::combine(const ConstTensorView& rows, const Plan& plan,
+                               const CombineOptions& options) {
+  return cuda::combine(*this, rows, plan, options);
+}
+
+/// Every rank knows who needs more, so all do this together or none.
+void DomainEngine::make_room(const CrossingWay& way, const CrossingTables& tables) {
+  std::vector<std::size_t> needs;
+  for (int r = 0; r < size(); ++r) needs.push_back(way.place(r, size()));
+  std::size_t out = 0;
+  for (const CrossingBlock& block : way.sent(tables)) out += way.layout.block_bytes(block.rows);
+  if (stage_.has(DomainStage::kIn, needs) && stage_.has_out(out)) return;
+  proxy_->run(
+      [this, needs, out, stage = way.stage] {
+        if (!stage_.has_out(out)) stage_.grow_out(out);
+        if (!stage_.has(DomainStage::kIn, needs)) stage_.grow(stage, DomainStage::kIn, needs);
+      },
+      config_.on_wait);
+}
+
 Tensor DomainEngine::empty(const Extents& shape, Dtype dtype) {
   check_usable("empty");
   return inside().empty(shape, dtype);

@@ -145,7 +145,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
   void finish(const char* call, const Event& event);
 
-  // plan.cpp, tables.cpp
+  // plan.cpp
   std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
                                         std::optional<Error>& invalid);
   void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
@@ -195,6 +195,12 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::uint64_t plans_ = 0;
   std::atomic<bool> leaving_{false};
 };
+
+// The calls: dispatch.cpp, combine.cpp.
+Received dispatch(DomainEngine& engine, const ConstTensorView& x, const Plan& plan,
+                  const DispatchOptions& options);
+Combined combine(DomainEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                 const CombineOptions& options);
 
 /// What a call used ends with it.
 class DomainUse final : public Use {

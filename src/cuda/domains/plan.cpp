@@ -1,8 +1,10 @@
-// Plans between domains: the CPU reads the routes and learns what all ranks send. The first call
-// that crosses also learns the incoming routes and plans the exchange inside the domain
-// (tables.cpp).
+// Plans between domains: the CPU reads the routes and learns what all ranks send. The first direct
+// or hierarchical call of a plan also learns the incoming routes and plans the exchange inside the
+// domain.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <string>
 #include <utility>
 
 #include "base/text.hpp"
@@ -21,6 +23,34 @@ constexpr std::size_t kMostWords = 300;
 
 std::size_t index(std::int64_t value) {
   return static_cast<std::size_t>(value);
+}
+
+/// Bytes of the routes of so many rows: tokens, then ids.
+std::size_t route_bytes(std::int64_t rows, int topk) {
+  return round_up(index(rows) * (1 + index(topk)) * sizeof(std::int32_t), kLineBytes);
+}
+
+/// Gathers tables into one piece of memory.
+class Tables {
+ public:
+  template <class T>
+  std::size_t add(const std::vector<T>& values) {
+    const std::size_t at = carver_.take(values.size() * sizeof(T));
+    bytes_.resize(carver_.end);
+    if (!values.empty()) std::memcpy(bytes_.data() + at, values.data(), values.size() * sizeof(T));
+    return at;
+  }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+
+ private:
+  Carver carver_{};
+  std::vector<std::byte> bytes_{};
+};
+
+std::vector<std::int64_t> first_rows(const std::vector<CrossingBlock>& blocks) {
+  std::vector<std::int64_t> first(1, 0);
+  for (const CrossingBlock& block : blocks) first.push_back(first.back() + block.rows);
+  return first;
 }
 
 }  // namespace
@@ -166,6 +196,174 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
     poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
   }
   return Plan(state);
+}
+
+/// On the proxy's thread: the routes of the own tokens that cross, to where they cross, and of
+/// those that cross to here into `come`.
+std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const CrossingLists& lists,
+                                                     std::vector<std::byte>& come) {
+  constexpr const char* kStage = "dispatch: routes";
+  const int topk = state.topk;
+  const auto place = [&](int target, int source) {  // of a source's routes at a rank
+    std::size_t bytes = 0;
+    for (int s = 0; s < source; ++s) {
+      bytes +=
+          route_bytes(crossing_rows(state.exchange, state.crossing, lists.how, s, target), topk);
+    }
+    return bytes;
+  };
+  std::vector<std::size_t> needs;
+  for (int r = 0; r < size(); ++r) needs.push_back(place(r, size()));
+  if (!stage_.has(DomainStage::kRoutes, needs)) {
+    stage_.grow(kStage, DomainStage::kRoutes, needs);
+  }
+  StepMessage head;
+  head.call.kind = CallKind::dispatch;
+  head.call.topk = static_cast<std::uint32_t>(topk);
+  head.call.routes = 1;
+  head.call.plan = state.number;
+  head.call.crossing = static_cast<std::uint16_t>(lists.how);
+  head.stage_segment = stage_.segment(DomainStage::kRoutes);
+  channel_.swap(kStage, head);
+  engine::check_same_call(channel_, kStage, head.call);
+  std::vector<std::uint64_t> sent(index(size()));
+  std::size_t row = 0;
+  for (const CrossingBlock& block : lists.out) {
+    const StepMessage theirs = channel_.head(block.rank);
+    const std::size_t at = place(block.rank, rank());
+    channel_.checked(kStage, block.rank, {theirs.stage_segment, theirs.stage_offset},
+                     at + route_bytes(block.rows, topk));
+    std::vector<std::int32_t> routes(
+        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row),
+        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row + index(block.rows)));
+    for (std::int64_t i = 0; i < block.rows; ++i) {
+      const auto from = state.exchange.own.topk_idx.begin() +
+                        static_cast<std::ptrdiff_t>(lists.tokens[row + index(i)]) * topk;
+      routes.insert(routes.end(), from, from + topk);
+    }
+    sent[index(block.rank)] = routes.size() * sizeof(std::int32_t);
+    channel_.reach().write(block.rank, {theirs.stage_segment, theirs.stage_offset + at},
+                           routes.data(), sent[index(block.rank)], channel_.delivery_tag());
+    row += index(block.rows);
+  }
+  for (int peer = 0; peer < size(); ++peer) channel_.deliver(peer, sent[index(peer)]);
+  channel_.await_delivered(kStage);
+  const std::byte* from = stage_.data(DomainStage::kRoutes);
+  come.assign(from, from + (lists.in.empty() ? 0 : needs[index(rank())]));
+  std::vector<CrossedRoutes> routes;
+  for (const CrossingBlock& block : lists.in) {
+    const auto* words =
+        reinterpret_cast<const std::int32_t*>(come.data() + place(rank(), block.rank));
+    const auto n = index(block.rows);
+    routes.push_back({{words, n}, {words + n, n * index(topk)}});
+  }
+  return routes;
+}
+
+void DomainEngine::upload(DomainCall& call, const DomainTokens& tokens, CrossingTables& to) {
+  std::vector<std::int32_t> returned(index(to.lists.in_rows()));
+  std::iota(returned.begin(), returned.end(), static_cast<std::int32_t>(tokens.own()));
+  Tables tables;
+  const std::size_t from = tables.add(tokens.from), names = tables.add(tokens.names),
+                    sent = tables.add(to.lists.tokens), back = tables.add(returned),
+                    offset = tables.add(tokens.sum_offset), sums = tables.add(tokens.sums),
+                    out = tables.add(first_rows(to.lists.out)),
+                    in = tables.add(first_rows(to.lists.in)), ids = tables.add(tokens.ids),
+                    first = tables.add(tokens.first), shift = tables.add(tokens.shift);
+  to.memory = call.take(tables.bytes().size());
+  std::byte* data = to.memory.data();
+  to_gpu(call, data, tables.bytes().data(), tables.bytes().size());
+  to.count = tokens.count();
+  to.own = tokens.own();
+  to.from = reinterpret_cast<const std::int32_t*>(data + from);
+  to.names = reinterpret_cast<const std::int32_t*>(data + names);
+  to.sent = reinterpret_cast<const std::int32_t*>(data + sent);
+  to.returned = reinterpret_cast<const std::int32_t*>(data + back);
+  to.sum_offset = reinterpret_cast<const std::int64_t*>(data + offset);
+  to.sums = reinterpret_cast<const std::int32_t*>(data + sums);
+  to.out = {static_cast<int>(to.lists.out.size()),
+            reinterpret_cast<const std::int64_t*>(data + out)};
+  to.in = {static_cast<int>(to.lists.in.size()), reinterpret_cast<const std::int64_t*>(data + in)};
+  to.ids = reinterpret_cast<const std::int32_t*>(data + ids);
+  to.first = reinterpret_cast<const std::int64_t*>(data + first);
+  to.shift = reinterpret_cast<const std::int32_t*>(data + shift);
+}
+
+/// The exchange of the domain tokens inside, with rows in the whole group's order.
+void DomainEngine::plan_inside(DomainCall& call, int topk, int sources, CrossingTables& to) {
+  const ConstTensorView routes(to.ids, Dtype::i32, {to.count, topk}, device());
+  to.inside = inside().plan(routes, {call.stream()});
+  auto& made = static_cast<CudaPlan&>(*to.inside.state());
+  if (!made.memory) {
+    throw Error(ErrorKind::exhausted, std::string(call.name()) + ": no GPU memory for a plan of " +
+                                          to_string(to.count) + " tokens");
+  }
+  made.scattered = true;
+  made.token_names = to.names;
+  ShiftLanesParameters parameters;
+  parameters.lanes = made.view.data + made.view.layout.lanes;
+  parameters.count = to.count;
+  parameters.ranks = inside().size();
+  parameters.lane_count = lanes_of(topk, inside().size());
+  parameters.sources = sources;
+  parameters.first = to.first;
+  parameters.shift = to.shift;
+  parameters.peer_row = reinterpret_cast<std::int64_t*>(made.view.data + made.view.layout.peer_row);
+  check(launch_shift_lanes(parameters, call.native()), "launch_shift_lanes");
+}
+
+CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<DomainPlan>& plan,
+                                     Crossing how) {
+  auto& known = plan->of(how);
+  if (known) {
+    call.use(known->memory);
+    call.use(static_cast<CudaPlan&>(*known->inside.state()).memory);
+    return *known;
+  }
+  struct Step {
+    CrossingLists lists{};
+    DomainTokens tokens{};
+  };
+  auto step = std::make_shared<Step>();
+  proxy_->run(
+      [this, step, plan, how] {
+        step->lists = make_crossing_lists(plan->exchange, plan->crossing, how);
+        std::vector<std::byte> come;
+        const auto routes = swap_routes(*plan, step->lists, come);
+        step->tokens = make_domain_tokens(plan->exchange, plan->crossing, step->lists, routes);
+        if (step->tokens.offender >= 0) {
+          channel_.throw_violation("dispatch: routes", step->tokens.offender,
+                                   "sent other routes than it had counted");
+        }
+      },
+      config_.on_wait);
+  auto made = std::make_unique<CrossingTables>();
+  made->lists = std::move(step->lists);
+  try {
+    upload(call, step->tokens, *made);
+    plan_inside(call, plan->topk, static_cast<int>(step->tokens.sources.size()), *made);
+  } catch (const Error& error) {
+    fail(call.name(), error);  // other ranks have made theirs
+    throw;
+  }
+  known = std::move(made);
+  return *known;
+}
+
+/// A dispatch that crossed another way has brought the routes: the rows lie alike.
+void DomainEngine::share_routes(DomainCall& call, DomainPlan& state, Crossing how) {
+  const auto& other = state.of(how == Crossing::direct ? Crossing::hierarchical : Crossing::direct);
+  auto& to = static_cast<CudaPlan&>(*state.of(how)->inside.state());
+  if (to.routes_sent.load() || !other) return;
+  auto& from = static_cast<CudaPlan&>(*other->inside.state());
+  if (!from.routes_sent.load()) return;
+  to.gpu_routes = from.gpu_routes;
+  to.slot_rows = from.slot_rows;
+  for (const RowLayout& layout : from.layouts.all()) to.layouts.add(layout);
+  check(cudaMemcpyAsync(to.memory.data() + to.routes_state, from.memory.data() + from.routes_state,
+                        sizeof(std::uint64_t), cudaMemcpyDeviceToDevice, call.native()),
+        "cudaMemcpyAsync");
+  to.routes_sent.store(true);
 }
 
 }  // namespace ferry::cuda
