@@ -121,7 +121,7 @@ class Channel {
   /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
   void leave();
 
-  // For an engine whose waits run on a GPU (channel_gpu.cpp).
+  // For an engine whose waits run on a GPU (channel_failure.cpp).
 
   /// The error that the group failed with.
   std::optional<Error> dead() const;

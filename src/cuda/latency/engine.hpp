@@ -84,7 +84,7 @@ struct LatencyGroup {
   std::function<Error(const char* call, const Error& error)> told{};
 };
 
-/// dispatch.cpp: dispatch; combine.cpp; masks.cpp.
+/// engine.cpp: memory, masks; dispatch.cpp; combine.cpp.
 class CudaLatency final : public LatencyEngine, public std::enable_shared_from_this<CudaLatency> {
  public:
   /// `alarm`: pinned, a LatencyAlarm; null: the exchange has no masks.

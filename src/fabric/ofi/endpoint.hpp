@@ -160,8 +160,6 @@ class Endpoint {
   std::unique_lock<std::mutex> locked();
   void send_message(int rank, const Message& message, Op* payload);
   void send_held(int rank);
-
-  // endpoint_post.cpp; under the lock
   Op* new_op(OpKind kind, int peer);
   void recycle(Op* op);
   void submit(Op* op);
@@ -169,7 +167,7 @@ class Endpoint {
   bool post_backlog(Peer& peer);
   void lose(Peer& peer);
 
-  // endpoint_thread.cpp
+  // endpoint.cpp
   void run();
   void sleep();
   bool sending() const;

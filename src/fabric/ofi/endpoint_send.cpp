@@ -1,10 +1,15 @@
-// What an endpoint is given to send: chunks of rows, and messages.
+// What an endpoint sends, chunks of rows and messages: how it is given to libfabric, and what
+// becomes of a peer that takes nothing.
+#include <sys/uio.h>
+
+#include <array>
 #include <cstring>
 #include <utility>
 
 #include "fabric/ofi/endpoint.hpp"
 
 namespace ferry::fabric::ofi {
+
 namespace {
 
 /// Of one peer: who wants more waits until some have left.
@@ -111,6 +116,115 @@ void Endpoint::send_held(int rank) {
   const Message last = peer.held.back();
   peer.held.pop_back();
   send_message(rank, last, nullptr);
+}
+
+Endpoint::Op* Endpoint::new_op(OpKind kind, int peer) {
+  if (free_ops_.empty()) {
+    ops_.push_back(std::make_unique<Op>());
+    free_ops_.push_back(ops_.back().get());
+  }
+  Op* op = free_ops_.back();
+  free_ops_.pop_back();
+  *op = Op{};
+  op->kind = kind;
+  op->peer = peer;
+  return op;
+}
+
+void Endpoint::recycle(Op* op) {
+  if (op->kind == OpKind::write) {
+    Peer& peer = peer_of(op->peer);
+    if (!peer.lost.load()) {
+      load_.fetch_sub(op->load, std::memory_order_relaxed);
+      peer.load -= op->load;
+    }
+    chunks_.give_back(op->buffer);
+    peer.chunks--;
+    room_.notify_all();
+  } else {
+    if (op->payload != nullptr) recycle(op->payload);
+    messages_.give_back(op->buffer);
+  }
+  free_ops_.push_back(op);
+}
+
+void Endpoint::submit(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  if (peer.lost.load()) {
+    recycle(op);
+    return;
+  }
+  if (!peer.backlog.empty() || !post(op)) {
+    if (peer.backlog.empty() && peer.under_way == 0) peer.moved = Clock::now();
+    peer.backlog.push_back(op);
+    wake();
+  }
+}
+
+/// Gives an operation to the provider. False: it has no room now.
+bool Endpoint::post(Op* op) {
+  Peer& peer = peer_of(op->peer);
+  fid_ep* ep = fi_endpoint_.ep();
+  ssize_t code = 0;
+  bool completes = true;
+  if (op->kind == OpKind::write) {
+    const Remote& there = peer.segments[op->to.segment];
+    const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
+    const bool wide = fi_endpoint_.info().domain_attr->cq_data_size >= sizeof all;
+    code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
+                        wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,
+                        there.key, &op->context);
+  } else if (op->payload != nullptr) {
+    const std::array<iovec, 2> parts{iovec{op->buffer.data, op->bytes},
+                                     iovec{op->payload->buffer.data, op->payload->bytes}};
+    std::array<void*, 2> descs{op->buffer.desc, op->payload->buffer.desc};
+    code = fi_sendv(ep, parts.data(), descs.data(), parts.size(), peer.address, &op->context);
+  } else if (op->bytes <= fi_endpoint_.info().tx_attr->inject_size) {
+    code = fi_inject(ep, op->buffer.data, op->bytes, peer.address);
+    completes = false;
+  } else {
+    code = fi_send(ep, op->buffer.data, op->bytes, op->buffer.desc, peer.address, &op->context);
+  }
+  if (code == -FI_EAGAIN) return false;
+  if (code != 0) {
+    recycle(op);
+    lose(peer);
+    return true;
+  }
+  peer.told = Clock::now();
+  if (peer.under_way == 0) peer.moved = peer.told;
+  if (completes) {
+    peer.under_way++;
+  } else {
+    recycle(op);
+  }
+  return true;
+}
+
+/// Whether anything went.
+bool Endpoint::post_backlog(Peer& peer) {
+  bool any = false;
+  while (!peer.backlog.empty()) {
+    Op* op = peer.backlog.front();
+    peer.backlog.pop_front();  // before the post, which may lose the peer and its backlog
+    if (!post(op)) {
+      peer.backlog.push_front(op);
+      break;
+    }
+    any = true;
+  }
+  return any;
+}
+
+void Endpoint::lose(Peer& peer) {
+  if (peer.lost.exchange(true)) return;
+  load_.fetch_sub(std::exchange(peer.load, 0), std::memory_order_relaxed);
+  // What is under way is given back by its completion, or with the endpoint.
+  std::deque<Op*> backlog = std::move(peer.backlog);
+  peer.backlog.clear();
+  for (Op* op : backlog) recycle(op);
+  peer.held.clear();
+  room_.notify_all();
 }
 
 }  // namespace ferry::fabric::ofi

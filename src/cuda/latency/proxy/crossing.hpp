@@ -108,7 +108,6 @@ class LatencyCrossing {
   bool forward_credit(Peer& peer);
   bool forward_mask(Peer& peer);
   bool take_mask(Peer& peer);
-  // crossing_rejoin.cpp
   bool forward_rejoin(Peer& peer);
   bool forward_rejoin(Peer& peer, std::size_t lines, protocol::Channel channel,
                       std::uint64_t& told);
