@@ -1,6 +1,8 @@
-// Latency mode: the buffers, how they are made and given back.
+// Latency mode: the buffers, how they are made and given back; who takes part in an exchange, and
+// how ranks come back.
 #include "host/latency/create.hpp"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -45,25 +47,25 @@ LatencyHeartbeat heartbeat(HostEngine& engine, const AddedSegments& segments, st
 HostLatency::HostLatency(std::shared_ptr<HostEngine> engine, const LatencyConfig& config,
                          const AddedSegments& segments, const LatencyLayout& layout)
     : engine_(std::move(engine)),
-      config_(config),
       number_(engine_->next_exchange()),
-      segment_(segments.mine),
-      layout_(layout),
-      reach_(*engine_->shared_memory()->fabric, number_, segments.ids),
-      credit_({flags(engine_->size(), segment_.id, layout.arrived),
-               flags(engine_->size(), segment_.id, layout.released)},
-              engine_->rank(), segment_.data + layout.arrived, segment_.data + layout.released),
-      combined_(deliveries<protocol::DeliveryTraits>(*engine_, segment_, layout.combined)),
-      announced_(deliveries<protocol::AnnounceTraits>(*engine_, segment_, layout.announced)),
-      masks_(*engine_, reach_, flags(engine_->size(), segment_.id, layout.masks),
-             segment_.data + layout.masks, heartbeat(*engine_, segments, layout.heartbeat),
+      memory_{*engine_, config, segments.mine, layout,
+              FabricReach(*engine_->shared_memory()->fabric, number_, segments.ids)},
+      credit_({flags(engine_->size(), segments.mine.id, layout.arrived),
+               flags(engine_->size(), segments.mine.id, layout.released)},
+              engine_->rank(), segments.mine.data + layout.arrived,
+              segments.mine.data + layout.released),
+      combined_(deliveries<protocol::DeliveryTraits>(*engine_, segments.mine, layout.combined)),
+      announced_(deliveries<protocol::AnnounceTraits>(*engine_, segments.mine, layout.announced)),
+      masks_(*engine_, memory_.reach, flags(engine_->size(), segments.mine.id, layout.masks),
+             segments.mine.data + layout.masks, heartbeat(*engine_, segments, layout.heartbeat),
              config.masks),
-      rejoin_({flags(engine_->size(), segment_.id, layout.offers),
-               flags(engine_->size(), segment_.id, layout.answers)},
-              engine_->rank(), segment_.data + layout.offers, segment_.data + layout.answers),
-      combine_row_(make_combine_row_layout(static_cast<std::size_t>(config.hidden))),
-      made_sums_(static_cast<std::size_t>(chunk_rows(layout.sum_slot)) * layout.sum_slot),
-      summed_(plain_bytes()) {}
+      rejoin_({flags(engine_->size(), segments.mine.id, layout.offers),
+               flags(engine_->size(), segments.mine.id, layout.answers)},
+              engine_->rank(), segments.mine.data + layout.offers,
+              segments.mine.data + layout.answers),
+      sum_room_{std::vector<std::byte>(static_cast<std::size_t>(chunk_rows(layout.sum_slot)) *
+                                       layout.sum_slot),
+                std::vector<std::byte>(memory_.plain_bytes())} {}
 
 BufferLease::~BufferLease() {
   if (taken_) engine_->drop(generation_, received_.load(std::memory_order_acquire));
@@ -83,7 +85,7 @@ void disagree(HostEngine& engine, const char* call, int peer, const char* what,
 
 void HostLatency::drop(Generation generation, bool received) {
   std::scoped_lock lock(mutex_);
-  alive_[buffer(generation)] = false;
+  alive_[memory_.buffer(generation)] = false;
   if (const Generation base = masks_.base(); generation <= base) {
     // From before a rejoin, which counts the buffers as used by the two generations before its own.
     release(base - (base - generation) % 2);
@@ -98,8 +100,133 @@ void HostLatency::release(Generation generation) {
   const Generation upto = drops_.drop(generation);
   if (upto > released_ && !engine_->destroyed()) {
     released_ = upto;
-    credit_.release(reach_, upto);
+    credit_.release(memory_.reach, upto);
   }
+}
+
+RankBytes HostLatency::unmasked() const {
+  RankBytes all(static_cast<std::size_t>(memory_.ranks()), 1);
+  for (int peer = 0; peer < memory_.ranks() && masks_.on(); ++peer) {
+    all[static_cast<std::size_t>(peer)] = masks_.masked(peer) ? 0 : 1;
+  }
+  return all;
+}
+
+void HostLatency::check_still_joined(const char* call, Generation generation) const {
+  masks_.check_evicted(call);
+  if (generation > masks_.base()) return;
+  throw Error(ErrorKind::evicted,
+              "rank " + std::to_string(engine_->rank()) + ": " + call +
+                  ": this result is of a dispatch before the last rejoin; its rows may still be "
+                  "read, but neither received nor combined",
+              {engine_->rank(), engine_->rank(), call, generation, masks_.base(), generation});
+}
+
+RankBytes HostLatency::served(const Exchange& exchange) const {
+  RankBytes ranks = unmasked();
+  for (std::size_t r = 0; r < ranks.size(); ++r) ranks[r] &= exchange.sent[r];
+  return ranks;
+}
+
+RankBytes HostLatency::answered(const Exchange& exchange) const {
+  RankBytes ranks = served(exchange);
+  for (std::size_t r = 0; r < ranks.size(); ++r) ranks[r] &= exchange.came[r];
+  return ranks;
+}
+
+void HostLatency::require_masks() const {
+  if (memory_.config.masks) return;
+  throw Error(ErrorKind::invalid_argument,
+              "latency masks: the exchange was made without masks; expected "
+              "LatencyConfig::masks = true");
+}
+
+std::vector<bool> HostLatency::masked() const {
+  require_masks();
+  return masks_.all();
+}
+
+void HostLatency::set_mask(int rank, bool masked) {
+  require_masks();
+  if (rank < 0 || rank >= memory_.ranks() || rank == engine_->rank()) {
+    refuse("set_mask", "rank", std::to_string(rank),
+           "a peer: 0 … " + std::to_string(memory_.ranks() - 1) + ", but not this rank, " +
+               std::to_string(engine_->rank()));
+  }
+  if (engine_->destroyed()) {
+    throw Error(ErrorKind::destroyed, "set_mask: the group is destroyed");
+  }
+  Generation now = 0;
+  {
+    std::scoped_lock lock(mutex_);
+    now = generation_;
+  }
+  masks_.set(rank, masked, now);
+}
+
+void HostLatency::clear_masks() {
+  require_masks();
+  for (int peer = 0; peer < memory_.ranks(); ++peer) {
+    if (peer != engine_->rank() && masks_.masked(peer)) set_mask(peer, false);
+  }
+}
+
+const std::uint64_t* HostLatency::mask_count() const {
+  require_masks();
+  return masks_.count();
+}
+
+void HostLatency::rejoin() {
+  require_masks();
+  HostEngine::Call call(*engine_, kLatencyRejoin, asks());
+  enter(
+      kLatencyRejoin, nullptr,
+      [this] {
+        Generation used = masks_.newest_told(), agreed = 0;
+        {
+          std::scoped_lock lock(mutex_);
+          used = std::max(used, generation_);
+        }
+        masks_.require_rejoin();
+        RankBytes gone(static_cast<std::size_t>(memory_.ranks()), 0);
+        MaskWatch watch(*engine_, masks_, [this](int peer) { return rejoin_.offered(peer); });
+        const protocol::Status status = rejoin_.agree(memory_.reach, used, gone, watch, agreed);
+        if (!status.ok()) throw_not_rejoined(status);
+        start_from(agreed, gone);
+      },
+      &call);
+}
+
+void HostLatency::throw_not_rejoined(const protocol::Status& status) const {
+  const std::string peer = "rank " + std::to_string(status.peer);
+  std::string what = "the group was destroyed meanwhile";
+  ErrorKind kind = ErrorKind::destroyed;
+  if (status.code == protocol::Status::Code::kDeadline) {
+    kind = ErrorKind::deadline;
+    what = peer + " did not come within the deadline. Call rejoin again on all ranks";
+  } else if (status.code != protocol::Status::Code::kInterrupted) {
+    kind = ErrorKind::mismatch;
+    what = peer +
+           " did not see the same ranks, for one of them ended meanwhile. Call rejoin again on all "
+           "ranks";
+  }
+  throw Error(
+      kind, "rank " + std::to_string(engine_->rank()) + ": " + kLatencyRejoin + ": " + what,
+      {engine_->rank(), status.peer, kLatencyRejoin, masks_.base(), status.expected, status.seen});
+}
+
+void HostLatency::start_from(Generation agreed, const RankBytes& gone) {
+  std::scoped_lock lock(mutex_);
+  masks_.start_over(agreed, gone);
+  generation_ = agreed;
+  unreceived_.clear();
+  // The buffers count as used by the last two generations: free, unless a result is alive.
+  released_ = agreed < 2 ? 0 : agreed - 2;
+  drops_ = protocol::DropOrder<>(released_);
+  for (Generation before = released_ + 1; before <= agreed; ++before) {
+    if (!alive_[memory_.buffer(before)]) released_ = drops_.drop(before);
+  }
+  credit_.release(memory_.reach, released_);
 }
 
 LatencyLayout latency_layout(const LatencyConfig& config, std::int64_t experts, int ranks,

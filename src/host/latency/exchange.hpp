@@ -15,6 +15,10 @@
 
 namespace ferry::host {
 
+inline constexpr const char* kLatencyDispatch = "latency dispatch";
+inline constexpr const char* kLatencyCombine = "latency combine";
+inline constexpr const char* kLatencyRejoin = "latency rejoin";
+
 /// What a source says about the rows that it sent, and of the rows that it wants back.
 struct SourceHeader {
   std::uint64_t generation = 0;

@@ -5,8 +5,10 @@
 #include <span>
 #include <string>
 
+#include "core/check.hpp"
 #include "host/kernels/kernels.hpp"
-#include "host/latency/engine.hpp"
+#include "host/latency/memory.hpp"
+#include "protocol/delivery.hpp"
 
 namespace ferry::host {
 namespace {
@@ -91,51 +93,60 @@ class SumWriter {
   std::vector<fabric::Piece> pieces_{};
 };
 
-}  // namespace
-
-std::size_t HostLatency::sum_bytes(CombineFormat format) const {
-  switch (format) {
-    case CombineFormat::e4m3: return combine_row_.e4m3_bytes;
-    case CombineFormat::logfmt10: return combine_row_.logfmt_bytes;
-    default: return plain_bytes();
-  }
-}
-
-const std::byte* HostLatency::encode_sum(const LatencyCombineCall& call, const std::byte* row,
-                                         std::byte* room) const {
+/// The row as it crosses, in the call's format; if it has to be made, in `room`.
+const std::byte* encode_sum(const LatencyMemory& memory, const LatencyCombineCall& call,
+                            const std::byte* row, std::byte* room) {
   if (call.format == CombineFormat::e4m3) {
     QuantizeRow quantize;
     quantize.row = row;
-    quantize.dtype = config_.dtype;
-    quantize.columns = config_.hidden;
+    quantize.dtype = memory.config.dtype;
+    quantize.columns = memory.config.hidden;
     quantize.codes = room;
-    quantize.scales = reinterpret_cast<float*>(room + combine_row_.e4m3_scales);
+    quantize.scales = reinterpret_cast<float*>(room + memory.combine_row.e4m3_scales);
     kernels().quantize_row(quantize);
     return room;
   }
   if (call.format == CombineFormat::logfmt10) {
-    kernels().encode_logfmt({row, config_.dtype, config_.hidden, room, combine_row_});
+    kernels().encode_logfmt(
+        {row, memory.config.dtype, memory.config.hidden, room, memory.combine_row});
     return room;
   }
   return row;
 }
 
-void HostLatency::send_sums(const Exchange& exchange, const LatencyCombineCall& call,
-                            const ConstTensorView& rows, const RankBytes& to) {
-  const Generation g = exchange.generation;
-  for (int i = 1; i <= ranks(); ++i) {  // each starts elsewhere
-    const int owner = (engine_->rank() + i) % ranks();
-    if (to[static_cast<std::size_t>(owner)] == 0) continue;
-    const std::size_t bytes = send_sums_to(exchange, call, rows, owner);
-    combined_[buffer(g)].deliver(reach_, owner, g, bytes);
+/// Where the owner wants them. Throws Error(mismatch) unless so many rows have room there.
+std::size_t sums_there(const LatencyMemory& memory, const Exchange& exchange, int owner,
+                       std::size_t rows) {
+  const std::uint64_t first = exchange.sums_there[static_cast<std::size_t>(owner)];
+  // Not first + rows: that could overflow.
+  if (first > memory.sum_places() || rows > memory.sum_places() - first) {
+    memory.engine.channel().throw_violation("latency combine: rows", owner,
+                                            "wants " + std::to_string(rows) + " rows at place " +
+                                                std::to_string(first) + " of " +
+                                                std::to_string(memory.sum_places()));
   }
+  return memory.sums_offset(exchange.generation, first);
 }
 
-std::size_t HostLatency::send_sums_to(const Exchange& exchange, const LatencyCombineCall& call,
-                                      const ConstTensorView& rows, int owner) {
+/// The weights of an arrival's slots, [K].
+const float* weights_of(const LatencyMemory& memory, const Exchange& exchange,
+                        const LatencyCombineCall& call, std::size_t n) {
+  if (!call.weights_follow) {
+    return exchange.slot_weights.data() + n * static_cast<std::size_t>(memory.config.topk);
+  }
+  const Arrival& arrival = exchange.arrivals[n];
+  return reinterpret_cast<const float*>(
+      memory.segment.data +
+      memory.weights_offset(exchange.generation, arrival.source, arrival.token));
+}
+
+}  // namespace
+
+std::size_t send_sums_to(LatencyMemory& memory, SumRoom& room, const Exchange& exchange,
+                         const LatencyCombineCall& call, const ConstTensorView& rows, int owner) {
   const auto* from = static_cast<const std::byte*>(rows.data);
   const bool fanned_out = exchange.options.order == RowOrder::expert_major;
-  const auto topk = static_cast<std::size_t>(config_.topk);
+  const auto topk = static_cast<std::size_t>(memory.config.topk);
   const auto arrivals = std::ranges::equal_range(exchange.arrivals, owner, {}, &Arrival::source);
   const auto first = static_cast<std::size_t>(arrivals.begin() - exchange.arrivals.begin());
   std::span<const std::int32_t> places;  // [arrivals, K]
@@ -144,37 +155,30 @@ std::size_t HostLatency::send_sums_to(const Exchange& exchange, const LatencyCom
   }
   const auto slots = std::ranges::count_if(places, [](std::int32_t place) { return place >= 0; });
   const std::size_t count = call.by_rank ? arrivals.size() : static_cast<std::size_t>(slots);
-  SumWriter out(reach_, owner, crosses(owner), at(sums_there(exchange, owner, count)),
-                sum_bytes(call.format), protocol::Delivery<>::tag(exchange.generation), made_sums_);
-  const auto send = [&](const std::byte* row) { out.add(encode_sum(call, row, out.room())); };
-  SlotSum sum(config_);
+  SumWriter out(memory.reach, owner, memory.crosses(owner),
+                memory.at(sums_there(memory, exchange, owner, count)),
+                memory.sum_bytes(call.format), protocol::Delivery<>::tag(exchange.generation),
+                room.rows);
+  const auto send = [&](const std::byte* row) {
+    out.add(encode_sum(memory, call, row, out.room()));
+  };
+  SlotSum sum(memory.config);
   for (std::size_t n = 0; n < arrivals.size(); ++n) {
     if (!fanned_out) {
-      send(from + slot(0, owner, arrivals[n].row) * plain_bytes());
+      send(from + memory.slot(0, owner, arrivals[n].row) * memory.plain_bytes());
     } else if (call.by_rank) {
-      std::byte* row = call.format == CombineFormat::as_is ? out.room() : summed_.data();
-      sum.add_up(from, places.data() + n * topk, weights_of(exchange, call, first + n), row);
+      std::byte* row = call.format == CombineFormat::as_is ? out.room() : room.one.data();
+      sum.add_up(from, places.data() + n * topk, weights_of(memory, exchange, call, first + n),
+                 row);
       send(row);
     } else {
       for (const std::int32_t place : places.subspan(n * topk, topk)) {
-        if (place >= 0) send(from + static_cast<std::size_t>(place) * plain_bytes());
+        if (place >= 0) send(from + static_cast<std::size_t>(place) * memory.plain_bytes());
       }
     }
   }
   out.flush();
-  return count * sum_bytes(call.format);
-}
-
-std::size_t HostLatency::sums_there(const Exchange& exchange, int owner, std::size_t rows) {
-  const std::uint64_t first = exchange.sums_there[static_cast<std::size_t>(owner)];
-  // Not first + rows: that could overflow.
-  if (first > sum_places() || rows > sum_places() - first) {
-    engine_->channel().throw_violation("latency combine: rows", owner,
-                                       "wants " + std::to_string(rows) + " rows at place " +
-                                           std::to_string(first) + " of " +
-                                           std::to_string(sum_places()));
-  }
-  return sums_offset(exchange.generation, first);
+  return count * memory.sum_bytes(call.format);
 }
 
 }  // namespace ferry::host
