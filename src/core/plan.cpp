@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/check.hpp"
 #include "core/engine.hpp"
 #include "core/plan_state.hpp"
 #include "ferry/error.hpp"
@@ -19,6 +20,14 @@ PlanState& checked(const Plan& plan, const char* caller) {
                 std::string(caller) + ": the group that made this plan is destroyed");
   }
   return *plan.state();
+}
+
+PlanState& checked(const Plan& plan, const char* caller, const Engine& engine) {
+  PlanState& state = checked(plan, caller);
+  if (state.engine.lock().get() != &engine) {
+    refuse(caller, "plan", "a plan of another group", "one of this group");
+  }
+  return state;
 }
 
 const ExchangePlan& counted(const Plan& plan, const char* caller) {

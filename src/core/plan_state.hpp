@@ -96,6 +96,8 @@ struct PlanState {
 /// The state of a plan that may be used: throws Error(invalid_argument) for an empty plan and
 /// Error(destroyed) when its group is gone.
 PlanState& checked(const Plan& plan, const char* caller);
+/// The same of a plan that this engine has made; refuses others.
+PlanState& checked(const Plan& plan, const char* caller, const Engine& engine);
 /// The same, after the counts are known.
 const ExchangePlan& counted(const Plan& plan, const char* caller);
 

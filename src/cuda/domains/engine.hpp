@@ -149,7 +149,6 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::vector<std::int32_t> read_routes(DomainCall& call, const ConstTensorView& topk_idx,
                                         std::optional<Error>& invalid);
   void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
-  void check_counts(std::span<const std::int32_t> counts);
   CrossingTables& tables(DomainCall& call, const std::shared_ptr<DomainPlan>& state, Crossing how);
   std::vector<CrossedRoutes> swap_routes(DomainPlan& state, const CrossingLists& lists,
                                          std::vector<std::byte>& come);

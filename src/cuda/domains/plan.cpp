@@ -11,6 +11,7 @@
 #include "core/check.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/runtime/event.hpp"
+#include "engine/counts.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::cuda {
@@ -91,38 +92,11 @@ void DomainEngine::to_gpu(DomainCall& call, void* to, const void* from, std::siz
   check(cudaEventRecord(buffer_used_.get(), call.native()), "cudaEventRecord");
 }
 
-void DomainEngine::check_counts(std::span<const std::int32_t> counts) {
-  const auto each = index(size() + placement_.experts);
-  for (int source = 0; source < size(); ++source) {
-    const auto row = counts.subspan(index(source) * each, each);
-    for (int target = 0; target < size(); ++target) {
-      const std::int64_t tokens = row[index(target)];
-      std::int64_t slots = 0;
-      bool possible = tokens >= 0;
-      for (std::int64_t e = placement_.first_expert(target);
-           e < placement_.first_expert(target + 1); ++e) {
-        const std::int32_t count = row[index(size() + e)];
-        possible = possible && count >= 0;
-        slots += count;
-      }
-      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel_.throw_violation("plan: counts", source,
-                                 "said that it sends " + to_string(tokens) + " tokens in " +
-                                     to_string(slots) + " slots to rank " + to_string(target));
-      }
-    }
-  }
-}
-
 /// On the proxy's thread.
 void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
                                const std::optional<Error>& invalid) {
   constexpr const char* kStage = "plan: counts";
-  std::vector<std::int32_t> counts(own.tokens_per_rank);
-  counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
-  const std::size_t each = counts.size();
-  const auto crossings = count_crossings(own, placement_, parts_.domains, rank());
-  counts.insert(counts.end(), crossings.begin(), crossings.end());
+  const auto counts = engine::counts_message(own, placement_, parts_.domains, rank());
   std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
   StepMessage head;
   head.call.kind = CallKind::plan;
@@ -149,23 +123,7 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
                     " (on that rank)",
                 {rank(), peer, kStage, channel_.generation(), 0, 0});
   }
-  std::vector<std::int32_t> all(each * index(size()));
-  std::vector<std::int32_t> domain_tokens(crossings.size() * index(size()));
-  for (int s = 0; s < size(); ++s) {
-    std::memcpy(all.data() + index(s) * each, channel_.body(s), each * sizeof(std::int32_t));
-    std::memcpy(domain_tokens.data() + index(s) * crossings.size(),
-                channel_.body(s) + each * sizeof(std::int32_t),
-                crossings.size() * sizeof(std::int32_t));
-  }
-  check_counts(all);
-  state.exchange = make_plan(std::move(own), all, placement_, rank());
-  const int culprit = impossible_crossing(state.exchange, parts_.domains, domain_tokens);
-  if (culprit >= 0) {
-    channel_.throw_violation(kStage, culprit,
-                             "counted tokens for a domain that do not fit those for its ranks");
-  }
-  state.crossing = make_crossing_plan(state.exchange, parts_.domains, std::move(domain_tokens),
-                                      config_.crossing);
+  engine::take_counts(channel_, config_, placement_, parts_.domains, std::move(own), state);
 }
 
 Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {

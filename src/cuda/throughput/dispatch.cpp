@@ -119,14 +119,13 @@ void push(const DispatchCall& call, const DispatchBuffers& buffers) {
   push_tokens(call, buffers, call.halves->first, tokens);
 }
 
-/// The plan's call was refused on every rank, and so is this one, in which all take part.
-[[noreturn]] void fail_with_plan(const DispatchCall& call, const std::exception_ptr& error) {
+/// Of a call in which this rank only takes part.
+void finish_in_vain(const DispatchCall& call) {
   const Event event = call.launch.finish();
   try {
     call.engine.finish(kDispatch, event);
-  } catch (const Error&) {  // says no more than the plan's
+  } catch (const Error&) {  // says no more than is known
   }
-  std::rethrow_exception(error);
 }
 
 /// What the plan's call failed with, on all ranks; or none, and its counts are known.
@@ -154,8 +153,9 @@ DispatchRows known_rows(const DispatchCall& call) {
   const std::int64_t most = call.options.worst_case_rows;
   if (most > 0) return {most, most};
   if (const std::exception_ptr error = learn_counts(call)) {
-    push(call, no_buffers(call, {}, StepStatus::ok));
-    fail_with_plan(call, error);
+    push(call, no_buffers(call, {}, StepStatus::ok));  // refused on every rank, as the plan was
+    finish_in_vain(call);
+    std::rethrow_exception(error);
   }
   const ExchangePlan& exchange = call.plan->exchange;
   const std::int64_t rows = exchange.recv_rows();
@@ -181,11 +181,7 @@ void check_out(const DispatchCall& call, const DispatchRows& rows) {
   if (!call.options.out || call.options.out->rows() >= rows.out) return;
   if (call.enter_plan && call.plan->number != 0) {
     push(call, no_buffers(call, rows, StepStatus::too_many));
-    const Event event = call.launch.finish();
-    try {
-      call.engine.finish(kDispatch, event);
-    } catch (const Error&) {  // says no more
-    }
+    finish_in_vain(call);
   }
   refuse(kDispatch, "out", std::to_string(call.options.out->rows()) + " rows",
          "at least " + std::to_string(rows.out));
@@ -340,7 +336,8 @@ DispatchBuffers settle_guess(const DispatchCall& call, DispatchBuffers buffers) 
     engine.give_up(kDispatch, thrown);  // the kernels may wait for this rank
     throw;
   }
-  fail_with_plan(call, refused);
+  finish_in_vain(call);
+  std::rethrow_exception(refused);
 }
 
 /// What later calls of the plan use. It goes when the refusal of this one is seen; of a call in a

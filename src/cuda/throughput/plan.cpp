@@ -49,9 +49,7 @@ bool CudaPlan::counts_known() {
 }
 
 std::shared_ptr<CudaPlan> plan_of(CudaEngine& engine, const Plan& plan, const char* call) {
-  if (checked(plan, call).engine.lock().get() != &engine) {
-    refuse(call, "plan", "a plan of another group", "one of this group");
-  }
+  (void)checked(plan, call, engine);
   return std::static_pointer_cast<CudaPlan>(plan.state());  // this engine made it
 }
 

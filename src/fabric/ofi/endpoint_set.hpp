@@ -138,7 +138,7 @@ class EndpointSet {
   const Target& target_of(int rank) const { return targets_[static_cast<std::size_t>(rank)]; }
   bool gone(int rank) const noexcept;
 
-  // endpoint_set_send.cpp; under the lock
+  // Under the lock.
   static Tagged& tagged(Target& target, std::uint64_t tag);
   bool copy_in(std::unique_lock<std::mutex>& lock, int rank, Address to, const Piece& piece,
                std::uint64_t tag, const LookUp& look_up);
@@ -148,8 +148,6 @@ class EndpointSet {
   void flush(Target& target);
   /// Forgets what waits for a peer that is gone.
   void abandon(Target& target);
-
-  // endpoint_set_signal.cpp; under the lock
   static Flag& flag_at(Target& target, const Address& at);
   static Message signal_message(const Held& held, std::uint64_t sequence);
   void send_signal(int rank, const Held& held, std::uint64_t tag);

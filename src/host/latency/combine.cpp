@@ -62,9 +62,12 @@ std::int64_t rows_of_ranks(const LatencyMemory& memory, const Exchange& exchange
 }  // namespace
 
 LatencyDispatched HostLatency::dispatched(const Exchange& exchange) const {
-  return {exchange.options.order, exchange.options.topk_weights.has_value(),
-          exchange.tokens,        exchange.topk,
-          memory_.ranks(),        memory_.local_experts()};
+  return {exchange.options.order,
+          exchange.options.topk_weights.has_value(),
+          exchange.tokens,
+          exchange.topk,
+          ranks(),
+          memory_.local_experts()};
 }
 
 LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyReceived& received,
@@ -137,8 +140,8 @@ void HostLatency::announce_combine(const Exchange& exchange, const LatencyCombin
   const auto topk = static_cast<std::size_t>(exchange.topk);
   const std::size_t row_bytes = topk * sizeof(float);
   const RankBytes to = served(exchange);
-  for (int i = 0; i < memory_.ranks(); ++i) {
-    const int peer = (engine_->rank() + i) % memory_.ranks();
+  for (int i = 0; i < ranks(); ++i) {
+    const int peer = (engine_->rank() + i) % ranks();
     if (to[static_cast<std::size_t>(peer)] == 0) continue;
     std::uint64_t bytes = sizeof(head);
     memory_.reach.write(
@@ -161,7 +164,7 @@ RankBytes HostLatency::await_announcements(const Exchange& exchange, const Laten
   const RankBytes came = await_sources(
       {stage, memory_.flag_row(memory_.line_offset(memory_.layout.announced, g, 0)), g}, pending,
       waits);
-  for (int source = 0; source < memory_.ranks(); ++source) {
+  for (int source = 0; source < ranks(); ++source) {
     if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
   }
   return came;
@@ -218,8 +221,8 @@ void HostLatency::send_sums_as_weights_come(const Exchange& exchange,
 void HostLatency::send_sums(const Exchange& exchange, const LatencyCombineCall& call,
                             const ConstTensorView& rows, const RankBytes& to) {
   const Generation g = exchange.generation;
-  for (int i = 1; i <= memory_.ranks(); ++i) {  // each starts elsewhere
-    const int owner = (engine_->rank() + i) % memory_.ranks();
+  for (int i = 1; i <= ranks(); ++i) {  // each starts elsewhere
+    const int owner = (engine_->rank() + i) % ranks();
     if (to[static_cast<std::size_t>(owner)] == 0) continue;
     const std::size_t bytes = send_sums_to(memory_, sum_room_, exchange, call, rows, owner);
     combined_[memory_.buffer(g)].deliver(memory_.reach, owner, g, bytes);

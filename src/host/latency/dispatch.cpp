@@ -36,19 +36,19 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
   check_latency_dispatch(x, topk_idx, memory_.config, options);
-  check_waits(kLatencyDispatch, options.waits, memory_.ranks());
+  check_waits(kLatencyDispatch, options.waits, ranks());
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
   exchange->options = options;
   exchange->tokens = x.rows();
-  exchange->sent.assign(static_cast<std::size_t>(memory_.ranks()), 0);
-  exchange->came.assign(static_cast<std::size_t>(memory_.ranks()), 0);
+  exchange->sent.assign(static_cast<std::size_t>(ranks()), 0);
+  exchange->came.assign(static_cast<std::size_t>(ranks()), 0);
   exchange->topk = static_cast<int>(topk_idx.shape[1]);
   exchange->sums_here = memory_.config.masks
-                            ? fixed_sum_places(memory_.config.capacity, memory_.ranks())
+                            ? fixed_sum_places(memory_.config.capacity, ranks())
                             : first_sum_places(exchange->routes, engine_->placement());
-  exchange->sums_there.assign(static_cast<std::size_t>(memory_.ranks()), 0);
+  exchange->sums_there.assign(static_cast<std::size_t>(ranks()), 0);
   if (options.topk_weights) {
     const auto* weights = static_cast<const float*>(options.topk_weights->data);
     exchange->weights.assign(weights, weights + options.topk_weights->shape.product());
@@ -103,12 +103,12 @@ void HostLatency::settle_unreceived() {
     dropped.swap(unreceived_);
   }
   std::sort(dropped.begin(), dropped.end());
-  RankBytes senders(static_cast<std::size_t>(memory_.ranks()), 1);
+  RankBytes senders(static_cast<std::size_t>(ranks()), 1);
   if (masks_.on()) {
     // What is written late spoils only what its writer sends; but on a network it may come after
     // what its writer sends next.
     senders = unmasked();
-    for (int peer = 0; peer < memory_.ranks(); ++peer) {
+    for (int peer = 0; peer < ranks(); ++peer) {
       if (masks_.reads(peer)) senders[static_cast<std::size_t>(peer)] = 0;
     }
   }
@@ -129,12 +129,11 @@ void HostLatency::settle_unreceived() {
 
 void HostLatency::await_credits(Generation generation) {
   if (generation <= 2) return;
-  const protocol::FlagRow row{memory_.segment.data + memory_.layout.released, kLineBytes,
-                              memory_.ranks()};
+  const protocol::FlagRow row{memory_.segment.data + memory_.layout.released, kLineBytes, ranks()};
   engine_->channel().await("latency dispatch: credit", {row, generation - 2},
                            [&](GroupWatch& watch) {
                              protocol::Status status;
-                             for (int peer = 0; peer < memory_.ranks() && status.ok(); ++peer) {
+                             for (int peer = 0; peer < ranks() && status.ok(); ++peer) {
                                status = credit_.await_credit(peer, generation, watch);
                              }
                              return status;
@@ -200,7 +199,7 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
 }
 
 void HostLatency::leave_out_unsent(Exchange& exchange) const {
-  for (int source = 0; source < memory_.ranks(); ++source) {
+  for (int source = 0; source < ranks(); ++source) {
     const SourceHeader& header = memory_.header_from(exchange, source);
     std::uint8_t& came = exchange.came[static_cast<std::size_t>(source)];
     if (came != 0 && header.generation != exchange.generation) came = 0;

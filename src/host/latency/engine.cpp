@@ -105,8 +105,8 @@ void HostLatency::release(Generation generation) {
 }
 
 RankBytes HostLatency::unmasked() const {
-  RankBytes all(static_cast<std::size_t>(memory_.ranks()), 1);
-  for (int peer = 0; peer < memory_.ranks() && masks_.on(); ++peer) {
+  RankBytes all(static_cast<std::size_t>(ranks()), 1);
+  for (int peer = 0; peer < ranks() && masks_.on(); ++peer) {
     all[static_cast<std::size_t>(peer)] = masks_.masked(peer) ? 0 : 1;
   }
   return all;
@@ -148,9 +148,9 @@ std::vector<bool> HostLatency::masked() const {
 
 void HostLatency::set_mask(int rank, bool masked) {
   require_masks();
-  if (rank < 0 || rank >= memory_.ranks() || rank == engine_->rank()) {
+  if (rank < 0 || rank >= ranks() || rank == engine_->rank()) {
     refuse("set_mask", "rank", std::to_string(rank),
-           "a peer: 0 … " + std::to_string(memory_.ranks() - 1) + ", but not this rank, " +
+           "a peer: 0 … " + std::to_string(ranks() - 1) + ", but not this rank, " +
                std::to_string(engine_->rank()));
   }
   if (engine_->destroyed()) {
@@ -166,7 +166,7 @@ void HostLatency::set_mask(int rank, bool masked) {
 
 void HostLatency::clear_masks() {
   require_masks();
-  for (int peer = 0; peer < memory_.ranks(); ++peer) {
+  for (int peer = 0; peer < ranks(); ++peer) {
     if (peer != engine_->rank() && masks_.masked(peer)) set_mask(peer, false);
   }
 }
@@ -188,7 +188,7 @@ void HostLatency::rejoin() {
           used = std::max(used, generation_);
         }
         masks_.require_rejoin();
-        RankBytes gone(static_cast<std::size_t>(memory_.ranks()), 0);
+        RankBytes gone(static_cast<std::size_t>(ranks()), 0);
         MaskWatch watch(*engine_, masks_, [this](int peer) { return rejoin_.offered(peer); });
         const protocol::Status status = rejoin_.agree(memory_.reach, used, gone, watch, agreed);
         if (!status.ok()) throw_not_rejoined(status);

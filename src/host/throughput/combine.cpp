@@ -246,7 +246,7 @@ void CombineJob::give_back() const {
 Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options) {
   HostEngine::Call call(engine, kCombine);
-  PlanState& state = plan_of(engine, plan, kCombine);
+  PlanState& state = checked(plan, kCombine, engine);
   check_combine(rows, state.tokens, state.topk, options);
   if (options.order == RowOrder::expert_major && !state.routes_sent.load()) {
     refuse(kCombine, "plan", "a plan that no dispatch has used yet",

@@ -364,7 +364,7 @@ Received enter_dispatch(HostEngine& engine, const std::shared_ptr<DispatchJob>& 
 Received dispatch(HostEngine& engine, const ConstTensorView& x, const Plan& plan,
                   const DispatchOptions& options) {
   HostEngine::Call call(engine, kDispatch);
-  PlanState& state = plan_of(engine, plan, kDispatch);
+  PlanState& state = checked(plan, kDispatch, engine);
   check_dispatch(x, state.tokens, state.topk, options);
   auto job = std::make_shared<DispatchJob>(DispatchCall{engine, plan.state(), x, options});
   job->learn_rows();

@@ -11,6 +11,7 @@
 #include "base/limits.hpp"
 #include "base/text.hpp"
 #include "core/check.hpp"
+#include "engine/counts.hpp"
 
 namespace ferry::host {
 
@@ -98,42 +99,6 @@ void HostEngine::barrier() {
   });
 }
 
-void HostEngine::check_counts(std::span<const std::int32_t> counts) {
-  constexpr const char* kStage = "plan: counts";
-  const auto ranks = static_cast<std::size_t>(size());
-  const auto experts = static_cast<std::size_t>(placement_.experts);
-  for (int source = 0; source < size(); ++source) {
-    const auto row = counts.subspan(static_cast<std::size_t>(source) * (ranks + experts));
-    for (int target = 0; target < size(); ++target) {
-      const std::int64_t tokens = row[static_cast<std::size_t>(target)];
-      std::int64_t slots = 0;
-      bool possible = tokens >= 0;
-      for (std::int64_t e = placement_.first_expert(target);
-           e < placement_.first_expert(target + 1); ++e) {
-        const std::int32_t count = row[ranks + static_cast<std::size_t>(e)];
-        possible = possible && count >= 0;
-        slots += count;
-      }
-      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel_.throw_violation(kStage, source,
-                                 "said that it sends " + std::to_string(tokens) + " tokens in " +
-                                     std::to_string(slots) + " slots to rank " +
-                                     std::to_string(target));
-      }
-    }
-  }
-}
-
-void HostEngine::make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens) {
-  const int culprit = impossible_crossing(state.exchange, domains_, domain_tokens);
-  if (culprit >= 0) {
-    channel_.throw_violation("plan: counts", culprit,
-                             "counted tokens for a domain that do not fit those for its ranks");
-  }
-  state.crossing =
-      make_crossing_plan(state.exchange, domains_, std::move(domain_tokens), config_.crossing);
-}
-
 Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
   Call call(*this, "plan");
   check_stream("plan", options.stream);
@@ -151,41 +116,17 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
       "plan", stream,
       [this, state, ids = std::move(routes)]() mutable {
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
-        std::vector<std::int32_t> counts(own.tokens_per_rank);
-        counts.insert(counts.end(), own.slots_per_expert.begin(), own.slots_per_expert.end());
-        const std::size_t each = counts.size();
-        const auto crossings = count_crossings(own, placement_, domains_, rank());
-        counts.insert(counts.end(), crossings.begin(), crossings.end());
+        const auto counts = engine::counts_message(own, placement_, domains_, rank());
         StepMessage head;
         head.call.kind = CallKind::plan;
         head.call.topk = static_cast<std::uint32_t>(state->topk);
         channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
         engine::check_same_call(channel_, "plan: counts", head.call);
-        std::vector<std::int32_t> domain_tokens(crossings.size() *
-                                                static_cast<std::size_t>(size()));
-        std::vector<std::int32_t> all(each * static_cast<std::size_t>(size()));
-        for (int s = 0; s < size(); ++s) {
-          std::memcpy(all.data() + static_cast<std::size_t>(s) * each, channel_.body(s),
-                      each * sizeof(std::int32_t));
-          std::memcpy(domain_tokens.data() + static_cast<std::size_t>(s) * crossings.size(),
-                      channel_.body(s) + each * sizeof(std::int32_t),
-                      crossings.size() * sizeof(std::int32_t));
-        }
-        check_counts(all);
-        state->exchange = make_plan(std::move(own), all, placement_, rank());
-        make_crossing(*state, std::move(domain_tokens));
+        engine::take_counts(channel_, config_, placement_, domains_, std::move(own), *state);
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);
   return Plan(state);
-}
-
-PlanState& plan_of(HostEngine& engine, const Plan& plan, const char* call) {
-  PlanState& state = checked(plan, call);
-  if (state.engine.lock().get() != &engine) {
-    refuse(call, "plan", "a plan of another group", "one of this group");
-  }
-  return state;
 }
 
 Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,

@@ -143,8 +143,6 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
-  void check_counts(std::span<const std::int32_t> counts);
-  void make_crossing(PlanState& state, std::vector<std::int32_t> domain_tokens);
   void run_work(const char* call, const std::function<void()>& work, Asks asks);
   /// Throws when the group is destroyed or, if asked, dead.
   void check_group(const char* call, Asks asks) const;
@@ -172,9 +170,6 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   bool running_ = false;              // the call `serving_` has begun
   std::set<std::uint64_t> given_up_;  // tickets whose owner did not wait
 };
-
-/// The state of a plan of this engine; refuses others.
-PlanState& plan_of(HostEngine& engine, const Plan& plan, const char* call);
 
 // The calls: dispatch.cpp, combine.cpp.
 Received dispatch(HostEngine& engine, const ConstTensorView& x, const Plan& plan,

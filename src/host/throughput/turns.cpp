@@ -144,34 +144,27 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
         static_cast<std::uint64_t>((std::chrono::steady_clock::now() - start).count()),
         std::memory_order_relaxed);
   };
+  const auto failed = [&](const char* reason, ErrorKind kind) {
+    count();
+    if (channel_.all_ranks_threw() || asks == Asks::existence) {
+      channel_.enter_call({});
+    } else {
+      channel_.fail(call, reason, kind);
+    }
+  };
   channel_.all_ranks_threw();
   channel_.enter_call({call_named(call), 0});
   try {
     in_words(rank(), call, work);
     channel_.enter_call({});
   } catch (const Error& error) {
-    count();
-    if (channel_.all_ranks_threw() || asks == Asks::existence) {
-      channel_.enter_call({});
-    } else {
-      channel_.fail(call, error.what(), error.kind());
-    }
+    failed(error.what(), error.kind());
     throw;
   } catch (const std::exception& error) {
-    count();
-    if (channel_.all_ranks_threw() || asks == Asks::existence) {
-      channel_.enter_call({});
-    } else {
-      channel_.fail(call, error.what(), ErrorKind::system);
-    }
+    failed(error.what(), ErrorKind::system);
     throw;
   } catch (...) {
-    count();
-    if (channel_.all_ranks_threw() || asks == Asks::existence) {
-      channel_.enter_call({});
-    } else {
-      channel_.fail(call, "an exception of unknown type", ErrorKind::system);
-    }
+    failed("an exception of unknown type", ErrorKind::system);
     throw;
   }
   count();

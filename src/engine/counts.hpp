@@ -1,0 +1,21 @@
+// What all ranks tell each other of a plan: how many tokens and slots each sends where.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "core/domains.hpp"
+#include "core/plan_state.hpp"
+#include "engine/channel.hpp"
+
+namespace ferry::engine {
+
+/// Of one rank, [R + E + D]: tokens for each rank, slots for each expert, tokens for each domain.
+std::vector<std::int32_t> counts_message(const RouteCounts& own, const Placement& placement,
+                                         const Domains& domains, int rank);
+
+/// After the swap of these messages: what the plan knows of them. Throws Error(mismatch), which
+/// fails the group, if those of a rank contradict each other.
+void take_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
+                 const Domains& domains, RouteCounts own, PlanState& state);
+
+}  // namespace ferry::engine
