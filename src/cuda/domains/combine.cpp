@@ -6,7 +6,7 @@
 #include "core/check.hpp"
 #include "core/exchange_signature.hpp"
 #include "cuda/domains/engine.hpp"
-#include "cuda/throughput/combine.hpp"
+#include "cuda/throughput/exchange.hpp"
 
 namespace ferry::cuda {
 namespace {
@@ -21,27 +21,12 @@ std::size_t index(std::int64_t value) {
 
 class DomainCombine {
  public:
-  DomainCombine(DomainEngine& engine, const ConstTensorView& rows, const Plan& plan,
+  DomainCombine(DomainEngine& engine, const ConstTensorView& rows, std::shared_ptr<DomainPlan> plan,
                 const CombineOptions& options)
-      : engine_(engine),
-        rows_(rows),
-        plan_(checked_plan(engine, rows, plan, options)),
-        options_(options) {}
+      : engine_(engine), rows_(rows), plan_(std::move(plan)), options_(options) {}
   Combined run();
 
  private:
-  static std::shared_ptr<DomainPlan> checked_plan(DomainEngine& engine, const ConstTensorView& rows,
-                                                  const Plan& plan, const CombineOptions& options) {
-    engine.check_usable(kCombine);
-    auto state = engine.plan_of(plan, kCombine);
-    check_combine(rows, state->tokens, state->topk, options, engine.device());
-    (void)engine.inside().sms_for(kCombine, options.sms);
-    if (options.order == RowOrder::expert_major && !state->routes_sent.load()) {
-      refuse(kCombine, "plan", "a plan that no dispatch has used yet",
-             "a dispatch first: it brings the routes that expert-major rows need");
-    }
-    return state;
-  }
   Device device() const { return engine_.device(); }
   bool has_weights() const { return options_.topk_weights.has_value(); }
   Crossing crossing() const;
@@ -171,7 +156,15 @@ Combined DomainCombine::run() {
 
 Combined combine(DomainEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options) {
-  return DomainCombine(engine, rows, plan, options).run();
+  engine.check_usable(kCombine);
+  auto state = engine.plan_of(plan, kCombine);
+  check_combine(rows, state->tokens, state->topk, options, engine.device());
+  (void)engine.inside().sms_for(kCombine, options.sms);
+  if (options.order == RowOrder::expert_major && !state->routes_sent.load()) {
+    refuse(kCombine, "plan", "a plan that no dispatch has used yet",
+           "a dispatch first: it brings the routes that expert-major rows need");
+  }
+  return DomainCombine(engine, rows, std::move(state), options).run();
 }
 
 }  // namespace ferry::cuda

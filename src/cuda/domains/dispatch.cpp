@@ -6,7 +6,7 @@
 #include "core/exchange_signature.hpp"
 #include "core/wire_row.hpp"
 #include "cuda/domains/engine.hpp"
-#include "cuda/throughput/dispatch.hpp"
+#include "cuda/throughput/exchange.hpp"
 
 namespace ferry::cuda {
 
@@ -38,11 +38,11 @@ void agree_on_rows(engine::Channel& channel) {
 
 class DomainDispatch {
  public:
-  DomainDispatch(DomainEngine& engine, const ConstTensorView& x, const Plan& plan,
+  DomainDispatch(DomainEngine& engine, const ConstTensorView& x, std::shared_ptr<DomainPlan> plan,
                  const DispatchOptions& options)
       : engine_(engine),
         x_(x),
-        plan_(checked_plan(engine, x, plan, options)),
+        plan_(std::move(plan)),
         options_(options),
         row_(wire_row(x, options)),
         expected_(options.order == RowOrder::expert_major
@@ -57,15 +57,6 @@ class DomainDispatch {
   Received run();
 
  private:
-  static std::shared_ptr<DomainPlan> checked_plan(DomainEngine& engine, const ConstTensorView& x,
-                                                  const Plan& plan,
-                                                  const DispatchOptions& options) {
-    engine.check_usable(kDispatch);
-    auto state = engine.plan_of(plan, kDispatch);
-    check_dispatch(x, state->tokens, state->topk, options, engine.device());
-    (void)engine.inside().sms_for(kDispatch, options.sms);
-    return state;
-  }
   Device device() const { return engine_.device(); }
   StepMessage head(Crossing how) const;
   /// The own rows as they arrive: quantised, if they are.
@@ -201,7 +192,11 @@ Received DomainDispatch::run() {
 
 Received dispatch(DomainEngine& engine, const ConstTensorView& x, const Plan& plan,
                   const DispatchOptions& options) {
-  return DomainDispatch(engine, x, plan, options).run();
+  engine.check_usable(kDispatch);
+  auto state = engine.plan_of(plan, kDispatch);
+  check_dispatch(x, state->tokens, state->topk, options, engine.device());
+  (void)engine.inside().sms_for(kDispatch, options.sms);
+  return DomainDispatch(engine, x, std::move(state), options).run();
 }
 
 }  // namespace ferry::cuda

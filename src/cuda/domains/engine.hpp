@@ -124,6 +124,12 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 
+  // For the calls (dispatch.cpp, combine.cpp).
+  CudaEngine& inside() const { return *parts_.inside; }
+  Device device() const { return inside().device(); }
+  void check_usable(const char* call);
+  std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
+
   /// Throws how a call ended, if not well; its stream has passed its end.
   void check_ended(const engine::CrossingCall& call, const Event& inside);
   bool failed() const { return channel_.dead().has_value(); }
@@ -137,12 +143,8 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   friend class DomainDispatch;
   friend class DomainCombine;
 
-  CudaEngine& inside() const { return *parts_.inside; }
-  Device device() const { return inside().device(); }
-  void check_usable(const char* call);
   void fail(const char* call, const Error& error);
   Error told(const char* stage, const Error& thrown);
-  std::shared_ptr<DomainPlan> plan_of(const Plan& plan, const char* call);
   void finish(const char* call, const Event& event);
 
   // plan.cpp

@@ -1,7 +1,5 @@
 // Combine, phase by phase: rows are put where peers can read them; the owners' GPUs pull and sum
 // them.
-#include "cuda/throughput/combine.hpp"
-
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -12,6 +10,7 @@
 #include "core/exchange_signature.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/exchange.hpp"
 #include "cuda/throughput/plan.hpp"
 #include "engine/regions.hpp"
 

@@ -4,8 +4,6 @@
 // The count of an exact size is known, or guessed so that rows fly before the CPU has learnt the
 // counts. What was guessed too much goes back; when it was too little, the kernels wait for a
 // second grant (kernels/throughput/second_grant.cuh).
-#include "cuda/throughput/dispatch.hpp"
-
 #include <algorithm>
 #include <atomic>
 #include <exception>

@@ -7,8 +7,8 @@
 
 #include "core/layout.hpp"
 #include "core/wire_row.hpp"
-#include "cuda/throughput/dispatch.hpp"
 #include "cuda/throughput/engine.hpp"
+#include "cuda/throughput/exchange.hpp"
 #include "cuda/throughput/plan.hpp"
 
 namespace ferry::cuda {

@@ -10,8 +10,7 @@
 #include "cuda/kernels/base/barrier.hpp"
 #include "cuda/kernels/base/masks.hpp"
 #include "cuda/runtime/event.hpp"
-#include "cuda/throughput/combine.hpp"
-#include "cuda/throughput/dispatch.hpp"
+#include "cuda/throughput/exchange.hpp"
 #include "engine/growth.hpp"
 #include "engine/regions.hpp"
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "host/domains/forwarder.hpp"
-#include "host/throughput/dispatch_push.hpp"
+#include "host/throughput/dispatch_call.hpp"
 
 namespace ferry::host {
 namespace {

@@ -9,7 +9,7 @@
 #include "core/check.hpp"
 #include "core/exchange_signature.hpp"
 #include "engine/regions.hpp"
-#include "host/throughput/dispatch_push.hpp"
+#include "host/throughput/dispatch_call.hpp"
 
 namespace ferry::host {
 

@@ -1,5 +1,5 @@
 // Dispatch: rows, scales, weights and routes, straight to their final places.
-#include "host/throughput/dispatch_push.hpp"
+#include "host/throughput/dispatch_call.hpp"
 
 #include <cstring>
 

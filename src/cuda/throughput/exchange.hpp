@@ -1,4 +1,5 @@
-// Dispatch of the CUDA engine, for its public calls and for a group that is larger than the engine.
+// Dispatch and combine of the CUDA engine, for its public calls and for a group that is larger than
+// the engine.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -27,5 +28,22 @@ Received dispatch_in_halves(CudaEngine& engine, const ConstTensorView& x, const 
                             const DispatchOptions& options, const DispatchHalves& halves);
 Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
+
+inline constexpr const char* kCombine = "combine";
+
+/// A combine made as two calls, each of a part of the tokens, of a plan whose rows lie in the whole
+/// group's order; the same on all ranks but for the number.
+struct CombineHalves {
+  std::int64_t last = 0;  ///< so many tokens, the plan's first ones, are summed by the second call
+  /// Launches what uses the sums of the others, [V, H], behind the first call in the stream, or in
+  /// another that waits for it.
+  std::function<void(const Combined&)> between{};
+};
+
+Combined combine(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                 const CombineOptions& options);
+/// With a scattered plan. Arguments are checked, outputs are this engine's.
+Combined combine_in_halves(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                           const CombineOptions& options, const CombineHalves& halves);
 
 }  // namespace ferry::cuda
