@@ -9,7 +9,7 @@
 
 #include "api/agreement.hpp"
 #include "api/domain_bootstrap.hpp"
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "base/wait_notice.hpp"
 #include "core/check.hpp"
 #include "core/domains.hpp"

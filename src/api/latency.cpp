@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "core/check.hpp"
 #include "core/engine.hpp"
 #include "cuda/engine.hpp"

@@ -1,6 +1,6 @@
 #include "bootstrap/store_errors.hpp"
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "bootstrap/socket.hpp"
 #include "bootstrap/wait.hpp"

@@ -16,8 +16,8 @@
 #include <system_error>
 #include <utility>
 
-#include "base/limits.hpp"
 #include "base/open_files.hpp"
+#include "base/process_limits.hpp"
 
 namespace ferry::bootstrap {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 namespace ferry::bootstrap {
 

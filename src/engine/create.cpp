@@ -3,7 +3,7 @@
 #include <exception>
 #include <span>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 namespace ferry::engine {
 

@@ -8,7 +8,7 @@
 #include <ferry/error.hpp>
 #include <string>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 namespace ferry::fabric {
 namespace {

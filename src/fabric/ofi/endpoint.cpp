@@ -12,7 +12,7 @@
 #include <ferry/error.hpp>
 #include <utility>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 namespace ferry::fabric::ofi {
 

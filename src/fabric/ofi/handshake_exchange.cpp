@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/ofi/handshake.hpp"
 #include "fabric/ofi/nics/nics.hpp"

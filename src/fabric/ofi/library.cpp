@@ -11,8 +11,8 @@
 #include <mutex>
 #include <optional>
 
-#include "base/limits.hpp"
 #include "base/open_files.hpp"
+#include "base/process_limits.hpp"
 #include "fabric/process.hpp"
 
 namespace ferry::fabric::ofi {

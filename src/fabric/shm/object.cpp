@@ -12,8 +12,8 @@
 #include <ferry/error.hpp>
 #include <optional>
 
-#include "base/limits.hpp"
 #include "base/open_files.hpp"
+#include "base/process_limits.hpp"
 #include "fabric/process.hpp"
 
 namespace ferry::fabric {

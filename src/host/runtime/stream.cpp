@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/kept_error.hpp"
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "core/stream_state.hpp"
 #include "ferry/error.hpp"
 

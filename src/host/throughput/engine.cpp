@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "core/check.hpp"
 #include "engine/counts.hpp"

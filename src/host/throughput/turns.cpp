@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "host/throughput/engine.hpp"
 
 namespace ferry::host {

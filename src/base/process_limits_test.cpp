@@ -1,5 +1,5 @@
 // Which limit a message names.
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -1,4 +1,4 @@
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 
 #include <sys/resource.h>
 
