@@ -93,7 +93,7 @@ FERRY_FN constexpr bool is_alone(Dtype dtype, CombineFormat format) {
   return dtype == Dtype::f32 && format == CombineFormat::logfmt10;
 }
 
-/// combine_encoded.cu: of formats that are not as_is.
+/// combine_format.cu: of formats that are not as_is.
 CombineKernel encoded_kernel(Dtype dtype, CombinePath path, CombineFormat format);
 
 }  // namespace ferry::cuda::device

@@ -1,7 +1,7 @@
 // Latency dispatch: how the rows of a call are shared out among blocks and warps.
 #pragma once
-#include "cuda/kernels/latency/blocks.hpp"
 #include "cuda/kernels/latency/entry.cuh"
+#include "cuda/kernels/latency/sending_blocks.hpp"
 
 namespace ferry::cuda::device {
 

@@ -1,7 +1,7 @@
 // Latency combine of rows that are not as they are, on one warp: who sends a row encodes it, its
 // owner sums what the codes mean. 16 channels a lane.
 #pragma once
-#include "cuda/kernels/latency/encoded_row.cuh"
+#include "cuda/kernels/latency/combine_format.cuh"
 #include "cuda/kernels/latency/late_weights.cuh"
 
 namespace ferry::cuda::device {

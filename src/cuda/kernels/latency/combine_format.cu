@@ -1,6 +1,6 @@
 // Latency combine in formats that are not as_is.
 #include "cuda/kernels/latency/combine_call.cuh"
-#include "cuda/kernels/latency/encoded_combiner.cuh"
+#include "cuda/kernels/latency/combine_format_sums.cuh"
 
 namespace ferry::cuda::device {
 

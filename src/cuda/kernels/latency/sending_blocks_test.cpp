@@ -1,6 +1,6 @@
 // Every block of a latency dispatch has one place among those that send or among those that
 // receive.
-#include "cuda/kernels/latency/blocks.hpp"
+#include "cuda/kernels/latency/sending_blocks.hpp"
 
 #include <gtest/gtest.h>
 
