@@ -93,8 +93,9 @@ cudaError_t load_latency_kernels() {
       if (error != cudaSuccess) return error;
     }
   }
-  for (const auto load : {load_latency_open_kernels, load_latency_mask_kernels,
-                          load_latency_waits_kernels, load_latency_dispatch_kernels}) {
+  for (const auto load :
+       {load_latency_open_kernels, load_latency_mask_kernels, load_latency_rejoin_kernels,
+        load_latency_waits_kernels, load_latency_dispatch_kernels}) {
     const cudaError_t error = load();
     if (error != cudaSuccess) return error;
   }

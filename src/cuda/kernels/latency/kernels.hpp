@@ -127,6 +127,7 @@ bool fits_latency(const LatencyView& view);
 cudaError_t load_latency_dispatch_kernels();
 cudaError_t load_latency_open_kernels();
 cudaError_t load_latency_mask_kernels();
+cudaError_t load_latency_rejoin_kernels();
 cudaError_t load_latency_waits_kernels();
 
 }  // namespace ferry::cuda

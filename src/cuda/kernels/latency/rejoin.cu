@@ -1,5 +1,11 @@
-// Masks that the host sets and clears, and the rejoining of ranks that were masked: small kernels
-// of one block, between the calls of an exchange.
+// The rejoining of ranks that were masked: a small kernel of one block, between the calls of an
+// exchange.
+//
+// It has two steps, for a rank may end between two of its words: every rank offers the newest
+// generation that it used; who has all offers answers with the newest of them, and goes on when all
+// answers are the same. Ranks whose attempts failed count rounds differently: whoever sees a later
+// one joins it, also while it waits for answers, for the offers may have been those of an attempt
+// that had failed. A word is round << 48 | generation, so it only grows.
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/latency/wait.cuh"
 
@@ -10,34 +16,6 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 128;
-
-/// No call has this number: what the host has masked is masked in all of them.
-constexpr std::uint32_t kMaskedByHost = 0xffffffff;
-
-__global__ void __launch_bounds__(kThreads)
-    latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-    if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
-    if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
-    const Gone gone = masked ? Gone::without_us : Gone::no;
-    store_relaxed(LatencyPlaces{v, 0}.gone(v.peers[r], v.line[r]),
-                  static_cast<std::uint32_t>(gone));
-    store_relaxed(&v.alarm->ranks[r], masked ? 1 : 0);
-  }
-  if (masked || load_relaxed(&v.alarm->behind) == 0) return;
-  // Evicted no more, if nobody goes on without this rank now.
-  bool behind = false;
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
-    behind |= find_gone(v, r) == Gone::without_us;
-  }
-  if (__syncthreads_or(behind) == 0 && threadIdx.x == 0) store_relaxed(&v.alarm->behind, 0);
-}
-
-// Rejoining, in two steps, for a rank may end between two of its words: every rank offers the
-// newest generation that it used; who has all offers answers with the newest of them, and goes on
-// when all answers are the same. Ranks whose attempts failed count rounds differently: whoever sees
-// a later one joins it, also while it waits for answers, for the offers may have been those of an
-// attempt that had failed. A word is round << 48 | generation, so it only grows.
 
 __device__ std::uint64_t round_of(std::uint64_t word) {
   return word >> kRejoinShift;
@@ -215,15 +193,6 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
-                                cudaStream_t stream) {
-  if (view.words == nullptr || view.alarm == nullptr) return cudaErrorInvalidValue;
-  LatencyView copy = view;
-  void* arguments[] = {&copy, &rank, &masked};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_mask_kernel), dim3(1),
-                          dim3(kThreads), arguments, 0, stream);
-}
-
 cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream) {
   if (parameters.view.words == nullptr || parameters.view.alarm == nullptr) {
     return cudaErrorInvalidValue;
@@ -234,9 +203,7 @@ cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cud
                           dim3(kThreads), arguments, 0, stream);
 }
 
-cudaError_t load_latency_mask_kernels() {
-  const cudaError_t error = load_kernel(reinterpret_cast<const void*>(&latency_mask_kernel), 0);
-  if (error != cudaSuccess) return error;
+cudaError_t load_latency_rejoin_kernels() {
   return load_kernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), 0);
 }
 

@@ -55,6 +55,9 @@ __device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& cal
 
 // Masks.
 
+/// No call has this number: what the host has masked is masked in all of them.
+inline constexpr std::uint32_t kMaskedByHost = 0xffffffff;
+
 /// `call`: the number of the running kernel call, of `LatencyWords::calls`.
 __device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_t call, int peer) {
   const std::uint32_t mask = load_relaxed(&v.words->masked[peer]);
