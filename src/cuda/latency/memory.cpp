@@ -7,6 +7,7 @@
 #include "core/check.hpp"
 #include "core/number/quantize.hpp"
 #include "cuda/engine.hpp"
+#include "cuda/kernels/latency/view.hpp"
 #include "engine/growth.hpp"
 
 namespace ferry::cuda {

@@ -8,7 +8,7 @@
 #include "core/check.hpp"
 #include "core/layout.hpp"
 #include "cuda/kernels/base/barrier.hpp"
-#include "cuda/kernels/base/masks.hpp"
+#include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/exchange.hpp"
 #include "engine/growth.hpp"

@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "cuda/kernels/base/masks.hpp"
+#include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/engine.hpp"
 #include "engine/growth.hpp"

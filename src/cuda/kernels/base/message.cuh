@@ -11,40 +11,6 @@
 
 namespace ferry::cuda::device {
 
-/// 8 bytes of a message: two tagged words.
-struct TaggedPair {
-  std::uint64_t low;
-  std::uint64_t high;
-};
-
-__device__ __forceinline__ std::uint64_t tagged(std::uint32_t data, std::uint64_t generation) {
-  return generation << 32 | data;
-}
-__device__ __forceinline__ void store_pair(std::byte* at, std::uint64_t data,
-                                           std::uint64_t generation) {
-  const std::uint64_t low = tagged(static_cast<std::uint32_t>(data), generation);
-  const std::uint64_t high = tagged(static_cast<std::uint32_t>(data >> 32), generation);
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(low), "l"(high)
-               : "memory");
-}
-/// Acquire: behind the words of a head lies what their sender did before it posted them.
-__device__ __forceinline__ TaggedPair load_pair(const std::byte* at) {
-  TaggedPair pair;
-  asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(pair.low), "=l"(pair.high)
-               : "l"(at)
-               : "memory");
-  return pair;
-}
-/// The same of what is known to be there, and only read again.
-__device__ __forceinline__ TaggedPair load_pair_relaxed(const std::byte* at) {
-  const auto* words = reinterpret_cast<const std::uint64_t*>(at);
-  return {load_relaxed(words), load_relaxed(words + 1)};
-}
-__device__ __forceinline__ std::uint64_t data_of(const TaggedPair& pair) {
-  return pair.high << 32 | (pair.low & 0xffffffff);
-}
-
 /// What looking at the tags of a message has found so far.
 struct TagCheck {
   bool there = true;       ///< all are of this generation

@@ -8,66 +8,10 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/base/access.cuh"
 #include "cuda/kernels/base/group_view.hpp"
 
 namespace ferry::cuda::device {
-
-// Ordered accesses, system scope.
-
-__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* word) {
-  std::uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* word) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_release(std::uint32_t* word, std::uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_release(std::uint64_t* word, std::uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-__device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* word) {
-  std::uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint32_t load_relaxed(const std::uint32_t* word) {
-  std::uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::int64_t load_relaxed(const std::int64_t* word) {
-  return static_cast<std::int64_t>(load_relaxed(reinterpret_cast<const std::uint64_t*>(word)));
-}
-__device__ __forceinline__ std::int32_t load_relaxed(const std::int32_t* word) {
-  return static_cast<std::int32_t>(load_relaxed(reinterpret_cast<const std::uint32_t*>(word)));
-}
-__device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(std::uint64_t* word, std::uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
-/// What this thread did and saw comes before what it does next, for everybody.
-/// (__threadfence_system also orders all such fences among each other, which costs more.)
-__device__ __forceinline__ void fence_system() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
-__device__ __forceinline__ void fence_device() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
-
-/// Nanoseconds of a real clock.
-__device__ __forceinline__ std::uint64_t now_ns() {
-  std::uint64_t value;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value)::"memory");
-  return value;
-}
 
 // Places.
 

@@ -11,14 +11,6 @@ namespace {
 
 using namespace device;
 
-/// Warps that count routes for a header: as many as their counters fit.
-constexpr int kCounterBytes = 32 << 10;
-
-int header_warps(std::int64_t local_experts) {
-  const std::int64_t fit = kCounterBytes / 4 / std::max<std::int64_t>(local_experts, 1);
-  return static_cast<int>(std::clamp<std::int64_t>(fit, 1, kMostHeaderWarps));
-}
-
 SendingBlocks sending_of(const LatencyDispatchParameters& p, int sms) {
   const LatencyView& v = p.view;
   const bool ll = is_ll_of(v, p.tokens, size_of(v.dtype));

@@ -7,20 +7,7 @@
 
 namespace ferry::cuda::device {
 
-inline constexpr int kLatencyWarps = kLatencyThreads / 32;
 inline constexpr std::uint32_t kAllLanes = 0xffffffff;
-
-__device__ __forceinline__ void count_released(std::uint32_t* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ __forceinline__ void count_relaxed(std::uint32_t* counter) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* counter) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
 
 /// Placement without divisions of 64 bits. A kernel's parameter, for registers are few.
 struct RankFinder {

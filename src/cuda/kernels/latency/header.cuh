@@ -26,9 +26,6 @@ __device__ __forceinline__ int route_id(const LatencyDispatchParameters& p, int 
   return id >= -1 && id < p.view.placement.experts ? static_cast<int>(id) : kBadRoute;
 }
 
-/// Warps that can count.
-inline constexpr int kMostHeaderWarps = kLatencyWarps - 1;
-
 /// This warp's number among those that count; −1: it does not.
 __device__ __forceinline__ int header_warp() {
   return static_cast<int>(threadIdx.x / 32) - 1;

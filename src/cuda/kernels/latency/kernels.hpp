@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/latency/launch_sizes.hpp"
 #include "cuda/kernels/latency/view.hpp"
 
 namespace ferry::cuda {
@@ -115,10 +116,6 @@ struct LatencyRejoinParameters {
 /// All ranks but those that are gone go on after the newest generation that any of them used,
 /// without masks. No latency call of this rank may run.
 cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cudaStream_t stream);
-
-/// Blocks of these kernels that one SM holds: all of a call must run at once.
-inline constexpr int kLatencyBlocksPerSm = 2;
-inline constexpr int kLatencyThreads = 384;
 
 /// Whether the kernels can serve this exchange.
 bool fits_latency(const LatencyView& view);

@@ -1,12 +1,11 @@
-// The memory of a latency exchange on GPUs: what lies where, and what its words say. Plain data, in
-// builds without CUDA, too: the size is asked for everywhere.
+// The memory of a latency exchange on GPUs: how large its pieces are and what its words say. Plain
+// arithmetic, in builds without CUDA, too: the size is asked for everywhere. view.hpp has the places.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 #include "core/device.hpp"
 #include "core/layout.hpp"
-#include "cuda/kernels/base/group_view.hpp"
 
 namespace ferry::cuda {
 
@@ -201,41 +200,5 @@ FERRY_FN constexpr int latency_parts(std::int64_t hidden) {
   const std::int64_t each = (pieces + kMaxParts - 1) / kMaxParts;
   return static_cast<int>((pieces + each - 1) / each);
 }
-
-/// Words of this rank alone, in its GPU's memory; zero at first. Of the counters of blocks each
-/// knows what it was when the call began, so none is ever set back.
-struct LatencyWords {
-  std::uint64_t generation;     ///< of the last dispatch that was sent
-  std::uint64_t received[2];    ///< the last generation of each parity that was received
-  std::uint64_t released;       ///< what the peers were told
-  std::uint32_t calls;          ///< kernel calls so far
-  std::uint32_t came_before;    ///< `came` at the end of the last call
-  std::uint32_t passed_before;  ///< `passed` then
-  std::uint32_t unused[19];     ///< what follows lies in other lines
-  std::uint32_t came;           ///< blocks that have read the words above
-  std::uint32_t left;           ///< blocks that have ended
-  std::uint32_t passed;         ///< blocks that have found all headers
-  std::uint32_t halted;         ///< blocks that wait for the verdict on a header; 0 between calls
-  std::uint32_t lost;  ///< number of the last call in which something of a rank was missing
-  std::uint32_t masked[kMaxDomain];  ///< number of the call in which it was; 0: it is not
-  std::uint64_t judged;              ///< generation of the last verdict
-  /// Generation in which this rank's header was over its deadline, and what became of it:
-  /// generation * 2, + 1: it is there.
-  std::uint64_t suspected[kMaxDomain];
-  std::uint64_t verdict[kMaxDomain];
-  std::uint64_t rounds;             ///< of rejoining
-  std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
-  std::uint32_t last_mask;          ///< number of the last call in which a rank was masked; 0: none
-  std::uint32_t begun;              ///< number of the newest call
-};
-
-/// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32
-/// [R, capacity, topk]: row of the expert-major output, −1: none) and the weights that came with it
-/// (f32, of the same shape).
-struct LatencyHandle {
-  std::uint64_t generation;
-  std::int32_t tokens[kMaxDomain];  ///< of each source; 0: it is masked or refused
-  std::uint32_t sent[kMaxDomain];   ///< not 0: the rank got rows and was not masked: sums come back
-};
 
 }  // namespace ferry::cuda

@@ -9,11 +9,9 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 128;
-
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kOneBlockThreads)
     latency_mask_kernel(const __grid_constant__ LatencyView v, int rank, bool masked) {
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
     if ((rank >= 0 && r != rank) || r == v.group.rank) continue;
     if (!masked || v.words->masked[r] == 0) v.words->masked[r] = masked ? kMaskedByHost : 0;
     const Gone gone = masked ? Gone::without_us : Gone::no;
@@ -24,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   if (masked || load_relaxed(&v.alarm->behind) == 0) return;
   // Evicted no more, if nobody goes on without this rank now.
   bool behind = false;
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
     behind |= find_gone(v, r) == Gone::without_us;
   }
   if (__syncthreads_or(behind) == 0 && threadIdx.x == 0) store_relaxed(&v.alarm->behind, 0);
@@ -38,7 +36,7 @@ cudaError_t launch_latency_mask(const LatencyView& view, int rank, bool masked,
   LatencyView copy = view;
   void* arguments[] = {&copy, &rank, &masked};
   return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_mask_kernel), dim3(1),
-                          dim3(kThreads), arguments, 0, stream);
+                          dim3(kOneBlockThreads), arguments, 0, stream);
 }
 
 cudaError_t load_latency_mask_kernels() {

@@ -10,9 +10,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 128;
-
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kOneBlockThreads)
     latency_open_kernel(const __grid_constant__ LatencyOpenParameters p) {
   await_kernel_before();
   std::byte* control = first_control(p.group);
@@ -29,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
     refuse_call(p.group, generation, verdict, Stage::latency_open, nullptr, p.failure);
     return;
   }
-  for (int r = static_cast<int>(threadIdx.x); r < p.group.ranks; r += kThreads) {
+  for (int r = static_cast<int>(threadIdx.x); r < p.group.ranks; r += kOneBlockThreads) {
     const std::uint64_t word = head_word(p.group, r, generation, kStatusWord);
     p.places[r].segment = static_cast<std::uint32_t>(word >> 32);
   }
@@ -43,7 +41,7 @@ cudaError_t launch_latency_open(const LatencyOpenParameters& parameters, cudaStr
   LatencyOpenParameters copy = parameters;
   void* arguments[] = {&copy};
   return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_open_kernel), dim3(1),
-                          dim3(kThreads), arguments, 0, stream);
+                          dim3(kOneBlockThreads), arguments, 0, stream);
 }
 
 cudaError_t load_latency_open_kernels() {

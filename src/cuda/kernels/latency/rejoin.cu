@@ -15,8 +15,6 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 128;
-
 __device__ std::uint64_t round_of(std::uint64_t word) {
   return word >> kRejoinShift;
 }
@@ -41,7 +39,7 @@ struct Rejoining {
   __device__ void publish(std::size_t lines, std::uint64_t generation) const {
     const LatencyView& v = p.view;
 #pragma unroll 1
-    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+    for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
       store_release(LatencyPlaces::line_of(v.peers[r], lines, v.line[r]), word(generation));
     }
   }
@@ -113,7 +111,7 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
                             const bool* absent) {
   const LatencyPlaces at{v, agreed};
 #pragma unroll 1
-  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kThreads) {
+  for (int r = static_cast<int>(threadIdx.x); r < v.group.ranks; r += kOneBlockThreads) {
     const bool away = absent[r] || !forget_mask_of(at, r);
     v.words->masked[r] = away ? kMaskedByHost : 0;
     store_relaxed(&v.alarm->ranks[r], away ? 1 : 0);
@@ -136,7 +134,7 @@ __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uin
 
 /// A captured graph survives a rejoin: its kernels read generation and masks from GPU memory at
 /// each replay, and this kernel rewrites both there.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kOneBlockThreads)
     latency_rejoin_kernel(const __grid_constant__ LatencyRejoinParameters p) {
   __shared__ unsigned long long newest, latest;
   __shared__ bool absent[kMaxDomain];
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
   std::uint64_t* rounds = &v.words->rounds;
   Rejoining rejoining{p, load_relaxed(rounds) + 1};
   const std::uint64_t used = load_relaxed(&v.words->generation);
-  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kThreads) absent[r] = false;
+  for (int r = static_cast<int>(threadIdx.x); r < ranks; r += kOneBlockThreads) absent[r] = false;
   if (threadIdx.x == 0) latest = rejoining.round;
   for (;;) {
     if (threadIdx.x == 0) newest = used;
@@ -155,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const auto hear = [&](std::size_t lines, const auto& take) {
       bool failed = false;
-      for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kThreads) {
+      for (int r = static_cast<int>(threadIdx.x); r < ranks && !failed; r += kOneBlockThreads) {
         if (absent[r]) continue;
         const std::uint64_t word = rejoining.hear(lines, r, failed);
         absent[r] = word == 0;
@@ -200,7 +198,7 @@ cudaError_t launch_latency_rejoin(const LatencyRejoinParameters& parameters, cud
   LatencyRejoinParameters copy = parameters;
   void* arguments[] = {&copy};
   return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_rejoin_kernel), dim3(1),
-                          dim3(kThreads), arguments, 0, stream);
+                          dim3(kOneBlockThreads), arguments, 0, stream);
 }
 
 cudaError_t load_latency_rejoin_kernels() {

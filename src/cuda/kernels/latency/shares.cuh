@@ -60,9 +60,6 @@ struct SendShape {
   }
 };
 
-/// Warps of a block that send, at most, where the others receive at the same time.
-inline constexpr int kMostSendWarps = 8;
-
 /// Where this warp stands among the units of a call: unit `first`, then every `step`-th. Units of
 /// one token lie on different SMs.
 struct UnitWalk {

@@ -8,7 +8,6 @@
 #include "cuda/kernels/base/message.cuh"
 #include "cuda/kernels/base/wait.cuh"
 #include "cuda/kernels/latency/kernels.hpp"
-#include "cuda/kernels/latency/places.hpp"
 
 namespace ferry::cuda::device {
 

@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/latency/places.hpp"
+#include "cuda/kernels/latency/view.hpp"
 #include "cuda/latency/memory.hpp"
 #include "engine/reach.hpp"
 #include "protocol/sync.hpp"
