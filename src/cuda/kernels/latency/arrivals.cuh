@@ -1,7 +1,10 @@
 // Latency dispatch: what the headers say, when they are here: who sends how many tokens, and where
 // the rows of each source begin among those of each expert.
 #pragma once
-#include "cuda/kernels/latency/verdict.cuh"
+#include "cuda/kernels/latency/header_words.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/team.cuh"
+#include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
 
@@ -29,42 +32,6 @@ __device__ inline void tell_refused(const LatencyDispatchParameters& p, std::uin
   p.failure->peer = source;
   p.failure->detail = refused == kNoPlace ? 0 : static_cast<std::int64_t>(refused) - 1;
   store_release(&p.failure->written, generation);
-}
-
-__device__ __forceinline__ std::int32_t load_number(const LatencyPlaces& at, int source,
-                                                    int expert) {
-  const std::uint64_t* words = at.numbers(at.v.sources[source], source);
-  return static_cast<std::int32_t>(static_cast<std::uint32_t>(load_relaxed(words + expert)));
-}
-
-/// What the receiving half finds of the headers.
-struct Arrivals {
-  const HeaderWords& words;
-  /// [R, local experts] of rows, then where those of each source begin among those of the expert;
-  /// null: there is no room for them.
-  std::int32_t* numbers;
-  int experts;  ///< local ones
-};
-
-/// The most tokens of sources whose rows carry their generation, and of the others.
-struct MostTokens {
-  int ll = 0, rows = 0;
-};
-/// Whole warp. `bytes`: of an element.
-__device__ __forceinline__ MostTokens find_most_tokens(const LatencyView& v,
-                                                       const HeaderWords& words,
-                                                       std::size_t bytes) {
-  MostTokens most;
-#pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x % 32); s < v.group.ranks; s += 32) {
-    const int tokens = words.tokens(v, s);
-    const bool ll = is_ll_of(v, tokens, bytes);
-    most.ll = max(most.ll, ll ? tokens : 0);
-    most.rows = max(most.rows, ll ? 0 : tokens);
-  }
-  most.ll = __reduce_max_sync(kAllLanes, most.ll);
-  most.rows = __reduce_max_sync(kAllLanes, most.rows);
-  return most;
 }
 
 /// One thread: where the rows of each source begin among those of `expert`, in place of their

@@ -1,6 +1,8 @@
 // A latency combine, whole: weights ahead of the rows where they come with it, rows out, sums in.
 #pragma once
+#include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/latency/combine_wait.cuh"
+#include "cuda/kernels/latency/entry.cuh"
 
 namespace ferry::cuda::device {
 

@@ -2,7 +2,7 @@
 // block of 128 channels. The same bits as core/number/quantize.hpp and logfmt.hpp.
 #pragma once
 #include "core/number/logfmt.hpp"
-#include "cuda/kernels/latency/quantize.cuh"
+#include "cuda/kernels/latency/row.cuh"
 
 namespace ferry::cuda::device {
 

@@ -2,6 +2,7 @@
 // owner sums what the codes mean. 16 channels a lane.
 #pragma once
 #include "cuda/kernels/latency/combine_format.cuh"
+#include "cuda/kernels/latency/combine_wait.cuh"
 #include "cuda/kernels/latency/late_weights.cuh"
 
 namespace ferry::cuda::device {

@@ -1,8 +1,9 @@
 // Latency combine: what the warps of all formats share. How they walk over the rows that they send,
 // what they find of weights, and how they wait for rows.
 #pragma once
-#include "cuda/kernels/latency/row_ll.cuh"
-#include "cuda/kernels/latency/send.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/shares.cuh"
+#include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
 

@@ -1,6 +1,8 @@
 // Latency combine of rows as they are, on one warp: some parts of one row in each half.
 #pragma once
+#include "cuda/kernels/latency/combine_wait.cuh"
 #include "cuda/kernels/latency/late_weights.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
 
 namespace ferry::cuda::device {
 

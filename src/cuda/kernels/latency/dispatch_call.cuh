@@ -1,7 +1,14 @@
 // A latency dispatch, whole: header and rows out, rows in and to where the caller reads them.
 #pragma once
 #include "cuda/kernels/base/entry.cuh"
-#include "cuda/kernels/latency/ll_receive.cuh"
+#include "cuda/kernels/latency/arrivals.cuh"
+#include "cuda/kernels/latency/entry.cuh"
+#include "cuda/kernels/latency/header.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/receive.cuh"
+#include "cuda/kernels/latency/send.cuh"
+#include "cuda/kernels/latency/team.cuh"
+#include "cuda/kernels/latency/verdict.cuh"
 
 namespace ferry::cuda::device {
 
@@ -101,13 +108,13 @@ __device__ __forceinline__ bool receive_half(const LatencyDispatchParameters& p,
                                              const Arrivals& arrivals, const SendingBlocks& only) {
   const MostTokens most = find_most_tokens(p.view, arrivals.words, sizeof(T));
   const Receiver receiver{p, at, call, arrivals};
-  LLReceiver<LL<T, kQuantized>, kRanked> ll{receiver, only};
+  PieceReceiver<LL<T, kQuantized>, kRanked> ll{receiver, only};
   if (most.ll > 0 && !ll.receive(most.ll)) return false;
   if (most.rows == 0) return true;
   if constexpr (kLL128) {
-    return LLReceiver<LL128<T, kQuantized>, kRanked>{receiver, only}.receive(most.rows);
+    return PieceReceiver<LL128<T, kQuantized>, kRanked>{receiver, only}.receive(most.rows);
   } else {
-    return RowReceiver<T, kQuantized, kRanked>{receiver}.receive(most.rows);
+    return PartReceiver<T, kQuantized, kRanked>{receiver}.receive(most.rows);
   }
 }
 

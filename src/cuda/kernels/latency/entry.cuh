@@ -2,43 +2,9 @@
 // one block writes them when all blocks have read them, in the midst of the call, so that at its
 // end no block waits for another.
 #pragma once
-#include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
-
-inline constexpr std::uint32_t kAllLanes = 0xffffffff;
-
-/// Placement without divisions of 64 bits. A kernel's parameter, for registers are few.
-struct RankFinder {
-  std::uint32_t block, extra, large, experts;
-  explicit RankFinder(const Placement& placement)
-      : experts(static_cast<std::uint32_t>(placement.experts)) {
-    const auto ranks = static_cast<std::uint32_t>(placement.ranks);
-    block = experts / ranks;
-    extra = experts - block * ranks;
-    large = (block + 1) * extra;
-  }
-  /// −1 for an id that is no expert.
-  __device__ int rank_of(int id) const {
-    const auto expert = static_cast<std::uint32_t>(id);
-    if (expert >= experts) return -1;
-    return static_cast<int>(expert < large ? expert / (block + 1)
-                                           : extra + (expert - large) / block);
-  }
-  __device__ int first_expert(int rank) const {
-    return static_cast<int>(block) * rank + min(rank, static_cast<int>(extra));
-  }
-  __device__ int local_experts(int rank) const {
-    return first_expert(rank + 1) - first_expert(rank);
-  }
-};
-
-/// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
-/// that nobody waits for it.
-__device__ __forceinline__ bool leads() {
-  return blockIdx.x == gridDim.x - 1;
-}
 
 /// One warp: tells all ranks that their buffers of generations up to `upto` are free. Kernels that
 /// have ended read them, and nothing that they wrote goes with it, so there is nothing to fence.

@@ -5,16 +5,13 @@
 // over the warps; each counts its stretch again, now from where the warps before it end. Slots of
 // one expert keep their order.
 #pragma once
-#include "cuda/kernels/latency/entry.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/shares.cuh"
+#include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
 
 inline constexpr int kBadRoute = -2;
-
-/// What a header says that all ranks must have given alike.
-__device__ __forceinline__ std::uint32_t agreed_format(const LatencyDispatchParameters& p) {
-  return static_cast<std::uint32_t>(p.format) | (p.slot_weights != nullptr ? kWithWeights : 0u);
-}
 
 /// A slot's global expert id; −1: none; kBadRoute: the id is no expert.
 __device__ __forceinline__ int route_id(const LatencyDispatchParameters& p, int token, int slot) {

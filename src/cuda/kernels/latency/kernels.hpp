@@ -57,6 +57,11 @@ struct LatencyDispatchParameters {
   std::int32_t* topk_out = nullptr;  ///< then: local experts of each row, [R, capacity, topk]
   float* ones = nullptr;             ///< then: of the handle, the slot weights of the combine
 };
+/// What the header of a dispatch says that all ranks must have given alike.
+FERRY_FN constexpr std::uint32_t agreed_format(const LatencyDispatchParameters& p) {
+  return static_cast<std::uint32_t>(p.format) | (p.slot_weights != nullptr ? kWithWeights : 0u);
+}
+
 cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
                                     cudaStream_t stream);
 

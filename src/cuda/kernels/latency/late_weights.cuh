@@ -3,7 +3,9 @@
 // warp first sends all sums that it can, then waits, within the call's deadline. A function of its
 // own, because the sums leave no registers for it.
 #pragma once
+#include "cuda/kernels/base/accumulate.cuh"
 #include "cuda/kernels/latency/combine_wait.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
 
 namespace ferry::cuda::device {
 

@@ -10,6 +10,7 @@ namespace ferry::cuda {
 /// Of dispatch and combine.
 inline constexpr int kLatencyThreads = 384;
 inline constexpr int kLatencyWarps = kLatencyThreads / 32;
+inline constexpr std::uint32_t kAllLanes = 0xffffffff;  ///< of a warp
 /// Blocks of these kernels that one SM holds: all of a call must run at once.
 inline constexpr int kLatencyBlocksPerSm = 2;
 

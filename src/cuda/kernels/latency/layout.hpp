@@ -1,5 +1,6 @@
 // The memory of a latency exchange on GPUs: how large its pieces are and what its words say. Plain
-// arithmetic, in builds without CUDA, too: the size is asked for everywhere. view.hpp has the places.
+// arithmetic, in builds without CUDA, too: the size is asked for everywhere. view.hpp has the
+// places.
 #pragma once
 #include <cstddef>
 #include <cstdint>

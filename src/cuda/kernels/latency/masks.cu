@@ -1,6 +1,7 @@
 // Masks that the host sets and clears: a small kernel of one block, between the calls of an
 // exchange.
 #include "cuda/kernels/base/load.hpp"
+#include "cuda/kernels/latency/kernels.hpp"
 #include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda {

@@ -4,7 +4,9 @@
 // The source does not say how many those are, for it does not know the order that this rank takes:
 // whoever moves a row counts the places of the tokens before it, which lie in the header.
 #pragma once
-#include "cuda/kernels/latency/arrivals.cuh"
+#include "cuda/kernels/latency/header_words.cuh"
+#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
 

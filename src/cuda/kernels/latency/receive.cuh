@@ -1,143 +1,18 @@
 // Latency dispatch, the receiving half: the headers tell where every row goes while the rows are in
-// flight; then one warp takes one part of one row to each of its experts.
+// flight; then one warp takes one part, or one piece, of one row to each of its experts. Simple
+// rows come in parts, each behind a tag (PartReceiver); LL and LL128 rows in pieces that carry
+// their generation (PieceReceiver). The formats are in row_*.cuh.
 #pragma once
 #include "core/number/ue8m0.hpp"
+#include "cuda/kernels/latency/expert_major.cuh"
 #include "cuda/kernels/latency/rank_major.cuh"
-#include "cuda/kernels/latency/send.cuh"
+#include "cuda/kernels/latency/row_ll.cuh"
+#include "cuda/kernels/latency/row_ll128.cuh"
+#include "cuda/kernels/latency/row_simple.cuh"
+#include "cuda/kernels/latency/sending_blocks.hpp"
+#include "cuda/kernels/latency/shares.cuh"
 
 namespace ferry::cuda::device {
-
-/// Rows of a block of the results: of an expert, or of a source.
-template <bool kRanked>
-__device__ __forceinline__ int block_rows(const LatencyView& v) {
-  return static_cast<int>(kRanked ? v.capacity : v.group.ranks * v.capacity);
-}
-
-/// A slot of a received row; each lane has one.
-struct LandingSlot {
-  std::int32_t block = -1;  ///< of the results: expert or source; −1: the slot is not of this rank
-  std::int32_t place = 0;   ///< in the block
-
-  /// The lanes that have one.
-  __device__ __forceinline__ std::uint32_t lanes() const {
-    return __ballot_sync(kAllLanes, block >= 0);
-  }
-  /// Of the output; −1: none.
-  template <bool kRanked>
-  __device__ __forceinline__ std::int32_t row(const LatencyView& v) const {
-    return block < 0 ? -1 : block * block_rows<kRanked>(v) + place;
-  }
-};
-
-/// One lane: where its slot goes, by its word of the header. False: it says what cannot be.
-__device__ inline bool find_landing(const LatencyDispatchParameters& p, const LatencyPlaces& at,
-                                    const Arrivals& arrivals, int source, std::uint32_t word,
-                                    LandingSlot& slot) {
-  const LatencyView& v = p.view;
-  slot = {};
-  if (word == kNoPlace) return true;
-  slot.block = static_cast<std::int32_t>(word >> 16);
-  slot.place = static_cast<std::int32_t>(word & 0xffff);
-  if (slot.block >= arrivals.experts) return false;
-  if (arrivals.numbers != nullptr) {
-    slot.place += arrivals.numbers[source * arrivals.experts + slot.block];
-  } else {
-#pragma unroll 1
-    for (int s = 0; s < source; ++s) {
-      if (arrivals.words.tokens(v, s) > 0) slot.place += load_number(at, s, slot.block);
-    }
-  }
-  return slot.place >= 0 && slot.place < block_rows<false>(v);
-}
-
-/// Whole warp: `bytes` (a multiple of 4) from one row to the rows of the output that `lanes` have.
-template <class Vector>
-__device__ __forceinline__ void copy_part(const std::byte* from, std::byte* out, std::size_t stride,
-                                          int bytes, std::int32_t own_row, std::uint32_t lanes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  constexpr int kAtOnce = 2;  // as many as the registers hold
-#else
-  constexpr int kAtOnce = 4;
-#endif
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int count = bytes / static_cast<int>(sizeof(Vector));
-#pragma unroll 1
-  for (int base = lane; base - lane < count; base += 32 * kAtOnce) {
-    Vector data[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < count) data[i] = reinterpret_cast<const Vector*>(from)[base + 32 * i];
-    }
-#pragma unroll 1
-    for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
-      const int row = __shfl_sync(kAllLanes, own_row, __ffs(static_cast<int>(left)) - 1);
-      auto* to = reinterpret_cast<Vector*>(out + static_cast<std::size_t>(row) * stride);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + 32 * i < count) to[base + 32 * i] = data[i];
-      }
-    }
-  }
-}
-
-/// Rank-major: lane 0 stands for the row.
-__device__ __forceinline__ LandingSlot ranked_slot(int source, int row) {
-  if (threadIdx.x % 32 != 0) return {};
-  return {source, row};
-}
-
-/// Whole warp: the scales of channels begin … end of a row, to the columns of all landing slots.
-template <bool kRanked>
-__device__ inline void copy_scales(const LatencyDispatchParameters& p, const float* from, int begin,
-                                   int end, const LandingSlot& slot, std::uint32_t lanes) {
-  const LatencyView& v = p.view;
-  const bool packed = p.format == LatencyFormat::e4m3_packed;
-  const int each = packed ? 4 * 128 : 128;
-  const auto all = static_cast<int>((v.hidden + 127) / 128);
-  const auto columns = static_cast<std::size_t>((v.hidden + each - 1) / each);
-  const auto rows = static_cast<std::size_t>(block_rows<kRanked>(v));
-  const int lane = static_cast<int>(threadIdx.x % 32), last = (end + each - 1) / each;
-#pragma unroll 1
-  for (int base = begin / each; base < last; base += 32) {
-    const int column = base + lane;
-    std::uint32_t word = 0;
-    if (column < last && !packed) word = __float_as_uint(from[column]);
-    if (column < last && packed) {
-      const int most = min(4, all - 4 * column);
-#pragma unroll 1
-      for (int i = 0; i < most; ++i) {
-        word |= static_cast<std::uint32_t>(ue8m0_from_scale(from[4 * column + i])) << (8 * i);
-      }
-    }
-#pragma unroll 1
-    for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
-      const int k = __ffs(static_cast<int>(left)) - 1;
-      const auto block = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.block, k));
-      const auto place = static_cast<std::size_t>(__shfl_sync(kAllLanes, slot.place, k));
-      if (column < last) {
-        static_cast<std::uint32_t*>(
-            p.scales)[(block * columns + static_cast<std::size_t>(column)) * rows + place] = word;
-      }
-    }
-  }
-}
-
-/// Whole warp: what is remembered of a row for the combine, and whose token it is.
-__device__ inline void note_landing(const LatencyDispatchParameters& p, int source, int token,
-                                    const LandingSlot& slot, std::uint32_t weight) {
-  const LatencyView& v = p.view;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  if (lane >= v.topk) return;
-  const std::size_t entry =
-      (static_cast<std::size_t>(source) * static_cast<std::size_t>(v.capacity) +
-       static_cast<std::size_t>(token)) *
-          static_cast<std::size_t>(v.topk) +
-      static_cast<std::size_t>(lane);
-  const std::int32_t row = slot.row<false>(v);
-  p.slots[entry] = row;
-  if (row >= 0) p.source_token[row] = token;
-  if (p.slot_weights != nullptr) p.slot_weights[entry] = __uint_as_float(weight);
-}
 
 /// What a lane was told of its slot of a row, or why it was not.
 struct ToldSlot {
@@ -169,11 +44,9 @@ struct Receiver {
   }
 };
 
-/// The receiving half on one warp, of rows with tags behind fences.
+/// The receiving half on one warp, of Simple rows: part by part.
 template <class T, bool kQuantized, bool kRanked>
-struct RowReceiver : Receiver {
-  static constexpr std::size_t kBytes = kQuantized ? 1 : sizeof(T);  // of a channel
-
+struct PartReceiver : Receiver {
   /// `most`: tokens of a source. False: the group has failed.
   __device__ bool receive(int most) {
     const LatencyView& v = p.view;
@@ -233,7 +106,8 @@ struct RowReceiver : Receiver {
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
-    copy(at.row(v.sources[source], source, token), first, last, slot, lanes);
+    Simple<T, kQuantized>::template copy<kRanked>(p, at.row(v.sources[source], source, token),
+                                                  first, last, slot, lanes);
     return true;
   }
 
@@ -254,61 +128,174 @@ struct RowReceiver : Receiver {
       return true;
     }
     __syncwarp();  // all lanes read what some have waited for
-    copy(at.row(v.sources[source], source, token), first, last, ranked_slot(source, row), 1);
+    Simple<T, kQuantized>::template copy<kRanked>(p, at.row(v.sources[source], source, token),
+                                                  first, last, ranked_slot(source, row), 1);
     return true;
-  }
-
-  __device__ void copy(const std::byte* row, int first, int last, const LandingSlot& slot,
-                       std::uint32_t lanes) const {
-    const LatencyView& v = p.view;
-    const PartShape parts(v);
-    const std::size_t row_bytes = static_cast<std::size_t>(v.hidden) * kBytes;
-    const int begin = parts.begin(first), end = parts.end(v, last);
-    const std::size_t skip = static_cast<std::size_t>(begin) * kBytes;
-    const int bytes = (end - begin) * static_cast<int>(kBytes);
-    const std::int32_t own_row = slot.template row<kRanked>(v);
-    if (row_bytes % 16 == 0) {
-      copy_part<uint4>(row + skip, p.out + skip, row_bytes, bytes, own_row, lanes);
-    } else {
-      copy_part<std::uint32_t>(row + skip, p.out + skip, row_bytes, bytes, own_row, lanes);
-    }
-    if constexpr (kQuantized) {
-      copy_scales<kRanked>(p, reinterpret_cast<const float*>(row + v.layout.scale_at), begin, end,
-                           slot, lanes);
-    }
   }
 };
 
-/// Whole block, after all others: rows of ranks that were masked on the way are zero, all of them.
-__device__ __noinline__ inline void clear_lost_rows(const LatencyDispatchParameters& p,
-                                                    const LatencyCall& call, int experts,
-                                                    std::size_t row_bytes) {
-  const LatencyView& v = p.view;
-  const auto rows = static_cast<std::size_t>(v.group.ranks * v.capacity);
-  const bool packed = p.format == LatencyFormat::e4m3_packed;
-  const std::size_t columns =
-      (static_cast<std::size_t>(v.hidden) + (packed ? 511 : 127)) / (packed ? 512 : 128);
-  for (int s = 0; s < v.group.ranks; ++s) {
-    if (call.tokens[s] == 0 || load_relaxed(&v.words->masked[s]) != call.number) continue;
-    // It takes no part in the combine, should its mask be taken back before.
-    if (threadIdx.x == 0) p.handle->tokens[s] = 0;
-    if (threadIdx.x == 0) p.handle->sent[s] = 0;
-    for (int e = 0; e < experts; ++e) {
-      const std::int64_t range = load_relaxed(p.ranges + e * v.group.ranks + s);
-      const auto begin = static_cast<std::size_t>(range >> 32);
-      const std::size_t end = begin + static_cast<std::size_t>(range & 0xffffffff);
-      for (std::size_t place = begin; place < end; ++place) {
-        const std::size_t row = static_cast<std::size_t>(e) * rows + place;
-        auto* words = reinterpret_cast<std::uint32_t*>(p.out + row * row_bytes);
-        for (std::size_t w = threadIdx.x; w < row_bytes / 4; w += blockDim.x) words[w] = 0;
-        if (p.format == LatencyFormat::as_is) continue;
-        for (std::size_t c = threadIdx.x; c < columns; c += blockDim.x) {
+/// The same of rows that carry their generation (LL, LL128): by pieces, each of which the lanes of
+/// a warp hold at once.
+template <class Format, bool kRanked>
+struct PieceReceiver : Receiver {
+  const SendingBlocks& only;  ///< the other blocks receive
+  using Piece = typename Format::Piece;
+  static constexpr int kScales = Format::kQuantized ? Format::kBytes / 128 : 0;  ///< of a piece
+
+  /// `most`: tokens of a source. False: the group has failed.
+  __device__ bool receive(int most) {
+    const LatencyView& v = p.view;
+    const int ranks = v.group.ranks;
+    const int pieces = (row_bytes() + Format::kBytes - 1) / Format::kBytes;
+    const BlockShare share = only.receiver(static_cast<int>(blockIdx.x));
+    const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
+    for (int unit = warp * share.blocks + share.index; unit < most * ranks * pieces;
+         unit += only.receiving() * kLatencyWarps) {
+      const int row = unit / pieces, number = unit - row * pieces;
+      const int token = row / ranks, source = row - token * ranks;
+      const int tokens = arrivals.words.tokens(v, source);
+      if (token >= tokens || !Format::serves(v, tokens)) continue;
+      if constexpr (kRanked) {
+        if (!receive_ranked(source, token, number)) return false;
+      } else {
+        if (!receive_piece(source, token, number)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  __device__ int row_bytes() const {
+    return static_cast<int>(p.view.hidden) * Format::kChannelBytes;
+  }
+  __device__ int scales() const { return static_cast<int>((p.view.hidden + 127) / 128); }
+  /// Of the row, from a piece on.
+  __device__ int bytes_from(int piece) const { return row_bytes() - piece * Format::kBytes; }
+
+  __device__ bool receive_piece(int source, int token, int number) {
+    const LatencyView& v = p.view;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    std::byte* own = own_memory(v);
+    std::byte* row = Format::row(at, own, source, token);
+    Piece piece;
+    // All is asked for at once: usually it is there.
+    const std::size_t entry = static_cast<std::size_t>(token * v.topk + lane);
+    const bool weighs = lane < v.topk && number == 0 && p.slot_weights != nullptr;
+    std::uint64_t place = 0, told = 0;
+    if (lane < v.topk) place = load_relaxed(at.places(own, source) + entry);
+    if (weighs) told = load_relaxed(at.header_weights(own, source) + entry);
+    constexpr bool kPolled = Format::kPollsEarly;
+    const bool here = kPolled && piece.poll(at, row, number, bytes_from(number));
+    auto word = lane < v.topk ? static_cast<std::uint32_t>(place) : kNoPlace;
+    auto weight = static_cast<std::uint32_t>(told);
+    WaitStatus came = WaitStatus::here;
+    if (lane < v.topk && !is_word_of(place, at.tag())) {
+      came = await_word(v, call, at.places(own, source) + entry, at.tag(), source,
+                        Stage::latency_rows, word);
+    }
+    if (weighs && came == WaitStatus::here && !is_word_of(told, at.tag())) {
+      came = await_word(v, call, at.header_weights(own, source) + entry, at.tag(), source,
+                        Stage::latency_rows, weight);
+    }
+    if (came != WaitStatus::here) weight = 0;
+    LandingSlot slot;
+    if (!land(source, token, {came, word, weight}, number == 0, slot)) return false;
+    const std::uint32_t lanes = slot.lanes();
+    return lanes == 0 || finish(source, row, number, kPolled, here, piece, slot, lanes);
+  }
+
+  __device__ bool receive_ranked(int source, int token, int number) {
+    const int place = land_row(p, call, at.generation, source, token, number == 0);
+    if (place == kLostRow) call.lost = true;
+    if (place < 0) return place != kStopped;
+    std::byte* row = Format::row(at, own_memory(p.view), source, token);
+    Piece piece;
+    return finish(source, row, number, false, false, piece, ranked_slot(source, place), 1);
+  }
+
+  /// Waits for the piece and stores it. `polled`: once, and this lane's share was `here`.
+  __device__ __forceinline__ bool finish(int source, std::byte* row, int number, bool polled,
+                                         bool here, Piece& piece, const LandingSlot& slot,
+                                         std::uint32_t lanes) {
+    const WaitStatus came = await_piece(source, row, number, polled, here, piece);
+    if (came == WaitStatus::stop) return false;
+    if (came == WaitStatus::missing) call.lost = true;
+    if (came != WaitStatus::here) return true;
+    piece.open();
+    store(number, piece, slot, lanes);
+    return true;
+  }
+
+  /// Whole warp; all lanes alike.
+  __device__ __forceinline__ WaitStatus await_piece(int source, std::byte* row, int number,
+                                                    bool polled, bool here, Piece& piece) const {
+    SpinDeadline spin_deadline;
+    std::uint64_t late = 0;
+    WaitStatus came = WaitStatus::here;
+#pragma unroll 1
+    for (;; polled = false) {
+      if (!polled) here = piece.poll(at, row, number, bytes_from(number));
+      if (__all_sync(kAllLanes, here)) break;
+      came = between_polls(p.view, call, spin_deadline, source, Stage::latency_rows, at.tag(), 0);
+      late = poll_time(call);
+      if (__any_sync(kAllLanes, came == WaitStatus::stop)) return WaitStatus::stop;
+      if (__any_sync(kAllLanes, came != WaitStatus::here)) {
+        came = WaitStatus::missing;
+        break;
+      }
+    }
+    if (threadIdx.x % 32 == 0) note_wait(call, source, late);
+    return came;
+  }
+
+  __device__ void store(int number, const Piece& piece, const LandingSlot& slot,
+                        std::uint32_t lanes) const {
+    const LatencyView& v = p.view;
+    const int lane = static_cast<int>(threadIdx.x % 32), byte = number * Format::kBytes + lane * 16;
+    const bool packed = p.format == LatencyFormat::e4m3_packed;
+    const int rows = block_rows<kRanked>(v);
+    std::uint32_t scale = piece.scale;
+    int columns = scales(), column = number * kScales + lane;
+    bool scaled = lane < kScales && column < columns;
+    if (Format::kQuantized && packed) {
+      constexpr int kWords = Format::kQuantized ? kScales / 4 : 1;
+      const int own = lane % kWords;
+      std::uint32_t all = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float one = __uint_as_float(__shfl_sync(kAllLanes, piece.scale, own * 4 + i));
+        if (number * kScales + own * 4 + i < columns) {
+          all |= static_cast<std::uint32_t>(ue8m0_from_scale(one)) << (8 * i);
+        }
+      }
+      scale = all;
+      columns = (columns + 3) / 4;
+      column = number * kWords + lane;
+      scaled = lane < kWords && column < columns;
+    }
+#pragma unroll 1
+    for (std::uint32_t left = lanes; left != 0; left &= left - 1) {
+      const int k = __ffs(static_cast<int>(left)) - 1;
+      const int block = __shfl_sync(kAllLanes, slot.block, k);
+      const int place = __shfl_sync(kAllLanes, slot.place, k);
+      std::byte* out = p.out + static_cast<std::size_t>(block * rows + place) *
+                                   static_cast<std::size_t>(row_bytes());
+#pragma unroll
+      for (int i = 0; i < Format::kVectors; ++i) {
+        const int at_byte = byte + i * kSliceBytes;
+        if (at_byte < row_bytes()) *reinterpret_cast<uint4*>(out + at_byte) = piece.vectors[i];
+      }
+      if constexpr (Format::kQuantized) {
+        if (scaled) {
+          const auto index = static_cast<std::size_t>(block * columns + column);
           static_cast<std::uint32_t*>(
-              p.scales)[(static_cast<std::size_t>(e) * columns + c) * rows + place] = 0;
+              p.scales)[index * static_cast<std::size_t>(rows) + static_cast<std::size_t>(place)] =
+              scale;
         }
       }
     }
   }
-}
+};
 
 }  // namespace ferry::cuda::device

@@ -7,6 +7,7 @@
 // one joins it, also while it waits for answers, for the offers may have been those of an attempt
 // that had failed. A word is round << 48 | generation, so it only grows.
 #include "cuda/kernels/base/load.hpp"
+#include "cuda/kernels/latency/kernels.hpp"
 #include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda {

@@ -1,22 +1,15 @@
-// LL rows, of few tokens: every 4 bytes carry their generation (base/message.cuh), so that no fence
-// and no tag comes behind the data, and whoever waits for it has it. Twice the bytes, a trip less.
+// LL rows, of few tokens, and LL sums of a combine: every 4 bytes carry their generation
+// (base/message.cuh), so that no fence and no tag comes behind the data, and whoever waits for it
+// has it. Twice the bytes, a trip less.
 //
 // Source and receiver decide alike: by the number of tokens, which the header tells, and by what is
 // the same on all ranks.
 #pragma once
+#include "cuda/kernels/base/access.cuh"
+#include "cuda/kernels/latency/row.cuh"
 #include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
-
-/// What a warp holds of a row at once.
-inline constexpr int kSliceBytes = 32 * 16;
-
-/// Whether rows of a source of so many tokens of type T cross this way. Wider types have no
-/// registers left for it.
-template <class T>
-__device__ __forceinline__ bool is_ll(const LatencyView& v, int tokens) {
-  return is_ll_of(v, tokens, sizeof(T));
-}
 
 /// Where the half of the vector at byte `at` of a row lies: the 32 halves that a warp stores at
 /// once lie together.
@@ -67,5 +60,62 @@ __device__ __forceinline__ std::byte* ll_sum(const LatencyPlaces& at, std::byte*
   return base + at.v.layout.ll_sums +
          (at.line(rank) * kLLTokens + static_cast<std::size_t>(token)) * at.v.layout.ll_scale_at;
 }
+
+/// LL, of few tokens: pieces of 512 bytes.
+template <class T, bool kWithScales>
+struct LL {
+  static constexpr bool kQuantized = kWithScales;
+  static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
+  static constexpr int kVectors = 1, kBytes = kSliceBytes;
+  static constexpr bool kPollsEarly = true;
+
+  __device__ static bool serves(const LatencyView& v, int tokens) { return is_ll<T>(v, tokens); }
+  __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
+    return ll_row(at, own, source, token);
+  }
+
+  /// Whole warp: a piece that begins at channel `begin`, of a row of which `end` is the last.
+  __device__ __forceinline__ static void store(const LatencyPlaces& at,
+                                               const WirePiece<T, kQuantized>& wire, std::byte* row,
+                                               int begin, int end) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if constexpr (kQuantized) {
+      const int block = begin / 128 + lane;
+      if (lane < 8 && block * 128 < end) {
+        store_word(ll_scales(at, row) + block, __float_as_uint(wire.scale), at.tag());
+      }
+    }
+    const std::size_t last = static_cast<std::size_t>(end) * (kQuantized ? 1 : sizeof(T));
+#pragma unroll
+    for (int i = 0; i < wire.kCount; ++i) {
+      const std::size_t byte = wire_byte<T, kQuantized>(begin, i);
+      if (byte < last) store_ll(row, byte, wire.vectors[i], at.tag());
+    }
+  }
+
+  /// What one lane gets of a piece.
+  struct Piece {
+    uint4 vectors[kVectors];
+    std::uint32_t scale;
+
+    /// `bytes`: of the row from here on. False: not all of it is here.
+    __device__ bool poll(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
+      constexpr int kScales = kQuantized ? kBytes / 128 : 0;
+      const int lane = static_cast<int>(threadIdx.x % 32);
+      bool here = true;
+      if (lane * 16 < bytes) {
+        here = load_ll(row, static_cast<std::size_t>(number * kBytes + lane * 16), at.tag(),
+                       vectors[0]);
+      }
+      if (lane < kScales && lane * 128 < bytes) {
+        const std::uint64_t word = load_relaxed(ll_scales(at, row) + number * kScales + lane);
+        here = here && is_word_of(word, at.tag());
+        scale = static_cast<std::uint32_t>(word);
+      }
+      return here;
+    }
+    __device__ void open() {}
+  };
+};
 
 }  // namespace ferry::cuda::device

@@ -9,8 +9,7 @@
 // that it is seen at once; NCCL's LL128 protocol stands on it, too. cuda/runtime/links.hpp says
 // between which GPUs that is done.
 #pragma once
-#include "cuda/kernels/latency/entry.cuh"
-#include "cuda/kernels/latency/row_ll.cuh"
+#include "cuda/kernels/latency/row.cuh"
 
 namespace ferry::cuda::device {
 
@@ -120,5 +119,45 @@ __device__ __forceinline__ bool load_ll128(const std::byte* piece, int bytes, st
   if (lane == 7) here = here && behind.w == tag;
   return here;
 }
+
+/// LL128, of more tokens: pieces of kPartChannels channels.
+template <class T, bool kWithScales>
+struct LL128 {
+  static constexpr bool kQuantized = kWithScales;
+  static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
+  static constexpr int kVectors = kWireVectors<T, kQuantized>, kBytes = kVectors * kSliceBytes;
+  static constexpr bool kPollsEarly = kQuantized;  // else there are no registers for it
+
+  __device__ static bool serves(const LatencyView& v, int tokens) { return !is_ll<T>(v, tokens); }
+  __device__ static std::byte* row(const LatencyPlaces& at, std::byte* own, int source, int token) {
+    return at.row(own, source, token);
+  }
+
+  /// Whole warp: packs a piece, once for all destinations; gives what this lane has of the line
+  /// behind it.
+  __device__ __forceinline__ static uint4 pack(WirePiece<T, kQuantized>& wire, std::uint32_t tag) {
+    return pack_ll128<kVectors>(wire.vectors, wire.scale, tag);
+  }
+  /// Whole warp: stores it; it begins at channel `begin` of a row, of which `end` is the last.
+  __device__ __forceinline__ static void store(const WirePiece<T, kQuantized>& wire,
+                                               const uint4& behind, std::byte* row, int begin,
+                                               int end) {
+    store_ll128<kVectors>(row + begin / kPartChannels * ll128_piece_bytes(kVectors),
+                          (end - begin) * kChannelBytes, wire.vectors, behind);
+  }
+
+  struct Piece {
+    uint4 vectors[kVectors];
+    uint4 behind;
+    std::uint32_t scale;
+
+    __device__ bool poll(const LatencyPlaces& at, std::byte* row, int number, int bytes) {
+      return load_ll128<kVectors>(row + number * ll128_piece_bytes(kVectors), bytes, at.tag(),
+                                  vectors, behind);
+    }
+    /// When all of it is here.
+    __device__ void open() { scale = __float_as_uint(unpack_ll128<kVectors>(vectors, behind)); }
+  };
+};
 
 }  // namespace ferry::cuda::device

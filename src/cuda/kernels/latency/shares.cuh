@@ -1,9 +1,35 @@
-// Latency dispatch: how the rows of a call are shared out among blocks and warps.
+// How the rows of a call are shared out: experts among ranks, parts of rows among blocks and warps.
 #pragma once
-#include "cuda/kernels/latency/entry.cuh"
+#include "cuda/kernels/latency/launch_sizes.hpp"
 #include "cuda/kernels/latency/sending_blocks.hpp"
+#include "cuda/kernels/latency/view.hpp"
 
 namespace ferry::cuda::device {
+
+/// Placement without divisions of 64 bits. A kernel's parameter, for registers are few.
+struct RankFinder {
+  std::uint32_t block, extra, large, experts;
+  explicit RankFinder(const Placement& placement)
+      : experts(static_cast<std::uint32_t>(placement.experts)) {
+    const auto ranks = static_cast<std::uint32_t>(placement.ranks);
+    block = experts / ranks;
+    extra = experts - block * ranks;
+    large = (block + 1) * extra;
+  }
+  /// −1 for an id that is no expert.
+  __device__ int rank_of(int id) const {
+    const auto expert = static_cast<std::uint32_t>(id);
+    if (expert >= experts) return -1;
+    return static_cast<int>(expert < large ? expert / (block + 1)
+                                           : extra + (expert - large) / block);
+  }
+  __device__ int first_expert(int rank) const {
+    return static_cast<int>(block) * rank + min(rank, static_cast<int>(extra));
+  }
+  __device__ int local_experts(int rank) const {
+    return first_expert(rank + 1) - first_expert(rank);
+  }
+};
 
 /// Of a part: whole kPartChannels but for the row's end.
 struct PartShape {

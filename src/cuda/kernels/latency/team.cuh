@@ -1,6 +1,6 @@
 // Some warps of a block that wait for each other while the rest does something else.
 #pragma once
-#include "cuda/kernels/latency/entry.cuh"
+#include "cuda/kernels/latency/launch_sizes.hpp"
 
 namespace ferry::cuda::device {
 

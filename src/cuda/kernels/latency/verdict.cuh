@@ -5,25 +5,13 @@
 // so; when all blocks have passed or halted, nobody finds out anything by itself any more. If one
 // has passed, all is here. Else that block polls once more, and what it sees is the verdict.
 #pragma once
-#include "cuda/kernels/latency/header.cuh"
+#include "cuda/kernels/latency/header_words.cuh"
 #include "cuda/kernels/latency/team.cuh"
+#include "cuda/kernels/latency/wait.cuh"
 
 namespace ferry::cuda::device {
 
 enum class Found { here, halted, stop };
-
-/// The words of headers that every block reads, in shared memory.
-struct HeaderWords {
-  std::uint32_t head[kMaxDomain];
-  std::uint32_t refused[kMaxDomain];
-  bool missing[kMaxDomain];  ///< the verdict
-
-  /// That `source` sends; none if it is masked or missing. Who says that its routes were refused
-  /// says so of no tokens.
-  __device__ __forceinline__ int tokens(const LatencyView& v, int source) const {
-    return min(head_tokens(head[source]), static_cast<int>(v.capacity));
-  }
-};
 
 /// What a check between two polls of a header found: `halted` and `stop` end the search, `here` has
 /// it go on.

@@ -1,10 +1,8 @@
 // What the kernels of a latency exchange and the proxy between domains know of it, and where its
 // words, rows and sums lie. Plain data.
 //
-// A row format (LL, LL128, Simple; docs/glossary.md) is: who may use it (below, and make_view of
-// latency/engine.cpp), memory (layout.hpp), stores (send.cuh), receiving (row_ll128.cuh,
-// ll_receive.cuh, receive.cuh), and its instances of the dispatch (dispatch_call.cuh,
-// dispatch*.cu).
+// Row formats (LL, LL128, Simple) are in row_ll.cuh, row_ll128.cuh and row_simple.cuh; row.cuh says
+// how they are built.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,13 +1,14 @@
-// Latency mode: places in registered memory, words that carry their generation, tags, and waits
+// Latency mode: what a block knows of its call, words that carry their generation, tags, and waits
 // that mask who misses a deadline.
 //
 // A mask set in a call counts for the calls after it: within the call all blocks must agree on who
 // takes part. So a mask holds the number of its call, and of a rank that was masked on the way all
 // is made zero at the call's end.
 #pragma once
-#include "cuda/kernels/base/message.cuh"
+#include "cuda/kernels/base/access.cuh"
 #include "cuda/kernels/base/wait.cuh"
-#include "cuda/kernels/latency/kernels.hpp"
+#include "cuda/kernels/latency/launch_sizes.hpp"
+#include "cuda/kernels/latency/view.hpp"
 
 namespace ferry::cuda::device {
 
@@ -40,11 +41,17 @@ struct LatencyCall {
   bool lost;                ///< something of a rank that is masked now is missing
   bool stopped;             ///< some warp has found that the group has failed
   bool again;               ///< this block alone receives again, without lost ranks
-  std::uint32_t here[kLatencyThreads / 32][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
-                                                                     ///< rows that a warp sums
-  std::uint64_t* waits;                       ///< where to tell of waits; null: nobody asks
-  std::uint64_t start[kLatencyThreads / 32];  ///< of the receive on each warp, if somebody does
+  std::uint32_t here[kLatencyWarps][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
+                                                              ///< rows that a warp sums
+  std::uint64_t* waits;                ///< where to tell of waits; null: nobody asks
+  std::uint64_t start[kLatencyWarps];  ///< of the receive on each warp, if somebody does
 };
+
+/// The block that keeps the words, and says who is missing: the last, which has the fewest rows, so
+/// that nobody waits for it.
+__device__ __forceinline__ bool leads() {
+  return blockIdx.x == gridDim.x - 1;
+}
 
 /// Fatal; always false.
 __device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& call, Reason reason,
@@ -56,12 +63,6 @@ __device__ inline bool fail_latency(const LatencyView& v, const LatencyCall& cal
 
 /// No call has this number: what the host has masked is masked in all of them.
 inline constexpr std::uint32_t kMaskedByHost = 0xffffffff;
-
-/// `call`: the number of the running kernel call, of `LatencyWords::calls`.
-__device__ __forceinline__ bool masked_before(const LatencyView& v, std::uint32_t call, int peer) {
-  const std::uint32_t mask = load_relaxed(&v.words->masked[peer]);
-  return mask != 0 && mask != call;
-}
 
 __device__ __forceinline__ Gone find_gone(const LatencyView& v, int peer) {
   return static_cast<Gone>(load_relaxed(LatencyPlaces{v, 0}.gone(v.sources[peer], peer)));

@@ -19,8 +19,8 @@ __global__ void latency_waits_kernel(LatencyWords* words, std::int64_t* out, int
 cudaError_t launch_latency_waits(LatencyWords* words, std::int64_t* out, int ranks,
                                  cudaStream_t stream) {
   void* arguments[] = {&words, &out, &ranks};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_waits_kernel), dim3(1), dim3(kWaitsThreads),
-                          arguments, 0, stream);
+  return cudaLaunchKernel(reinterpret_cast<const void*>(&latency_waits_kernel), dim3(1),
+                          dim3(kWaitsThreads), arguments, 0, stream);
 }
 
 cudaError_t load_latency_waits_kernels() {
