@@ -32,6 +32,4 @@ struct CombineSetup {
 
 CombineSetup make_combine(KernelGroup& group, const CombineCase& c, Random& random);
 
-void bench_combine(int argc, char** argv);
-
 }  // namespace ferry::cuda::test

@@ -61,10 +61,8 @@ T* take(KernelGroup& group, int rank, std::int64_t count) {
 }
 
 void test_combine_beside_sums(std::uint64_t seed, std::int64_t repeat);
-void bench_expert_major(int argc, char** argv);
 
 // Fan-outs that follow their dispatch (following_case.cpp).
 void test_following(std::uint64_t seed, std::int64_t repeat);
-void bench_following(int argc, char** argv);
 
 }  // namespace ferry::cuda::test

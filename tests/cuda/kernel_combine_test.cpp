@@ -1,8 +1,6 @@
-// launch_combine against the definition, every byte; --bench for its speed.
+// launch_combine against the definition, every byte.
 //   kernel_combine_test [--seed n] [--repeat n] [--ranks n]
 //   kernel_combine_test --small [--ranks n]      a few short cases, for sanitize.sh
-//   kernel_combine_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8] [--vectors 2,4,8]
-//                       [--warps 16] [--stages 0] [--pulls 0] [--spread 1]
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -225,9 +223,7 @@ int main(int argc, char** argv) {
     FERRY_CUDA_CHECK(load_combine_kernels());
     FERRY_CUDA_CHECK(load_barrier_kernels());
   }
-  if (test::has_option(argc, argv, "--bench")) {
-    test::bench_combine(argc, argv);
-  } else if (test::has_option(argc, argv, "--small")) {
+  if (test::has_option(argc, argv, "--small")) {
     test::run_small(1, static_cast<int>(test::option(argc, argv, "--ranks", 1)));
   } else {
     test::test(argc, argv);

@@ -1,5 +1,5 @@
 // plan, dispatch and routes on GPUs against a naive reading of their definition; failures; times.
-//   kernel_dispatch_test [--seed N] [--repeat N] [--bench [--small]]
+//   kernel_dispatch_test [--seed N] [--repeat N]
 //   kernel_dispatch_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
@@ -9,7 +9,6 @@
 
 #include "cuda/kernels/base/barrier.hpp"
 #include "cuda/kernels/base/load.hpp"
-#include "dispatch_bench.hpp"
 #include "dispatch_case.hpp"
 
 namespace ferry::cuda::test {
@@ -348,10 +347,9 @@ int run_main(int argc, char** argv) {
   std::uint64_t seed = 1;
   int repeat = 1;
   int ranks = 1;
-  bool bench = false, small = false;
+  bool small = false;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    if (word == "--bench") bench = true;
     if (word == "--small") small = true;
     if (word == "--ranks" && i + 1 < argc) ranks = std::atoi(argv[++i]);
     if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
@@ -363,9 +361,7 @@ int run_main(int argc, char** argv) {
   KernelLimits limits;
   FERRY_CUDA_CHECK(kernel_limits(limits));
   std::printf("paths of %s\n", limits.bulk_copies ? "sm_90" : "sm_80");
-  if (bench) {
-    run_dispatch_bench(seed, small);
-  } else if (small) {
+  if (small) {
     run_small(seed, ranks);
   } else {
     test_failures();

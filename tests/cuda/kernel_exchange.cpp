@@ -7,7 +7,6 @@
 #include <string>
 
 #include "core/number.hpp"
-#include "cuda/kernels/base/barrier.hpp"
 
 namespace ferry::cuda::test {
 namespace {
@@ -244,47 +243,6 @@ std::vector<int> option_list(int argc, char** argv, const char* name, std::vecto
     return values;
   }
   return otherwise;
-}
-
-std::vector<double> time_calls(KernelGroup& group, Gate& gate, int calls,
-                               const std::function<void(int)>& call) {
-  constexpr int kSamples = 30, kWarm = 3;
-  const auto ranks = at(group.ranks());
-  std::vector<cudaEvent_t> begin(ranks), end(ranks);
-  group.launch([&](int r) {
-    FERRY_CUDA_CHECK(cudaEventCreate(&begin[at(r)]));
-    FERRY_CUDA_CHECK(cudaEventCreate(&end[at(r)]));
-  });
-  std::vector<double> samples;
-  for (int i = 0; i < kWarm + kSamples; ++i) {
-    gate.close();
-    group.launch([&](int r) {
-      gate.hold(group.stream(r));
-      BarrierParameters barrier;
-      barrier.group = group.view(r);
-      barrier.call.kind = CallKind::barrier;
-      barrier.failure = group.failure(r);
-      FERRY_CUDA_CHECK(launch_barrier(barrier, group.stream(r)));
-      FERRY_CUDA_CHECK(cudaEventRecord(begin[at(r)], group.stream(r)));
-      for (int c = 0; c < calls; ++c) call(r);
-      FERRY_CUDA_CHECK(cudaEventRecord(end[at(r)], group.stream(r)));
-    });
-    gate.open();
-    group.wait_well();
-    double worst = 0;
-    for (std::size_t r = 0; r < ranks; ++r) {
-      float ms = 0;
-      FERRY_CUDA_CHECK(cudaEventElapsedTime(&ms, begin[r], end[r]));
-      worst = std::max(worst, double{ms} * 1e3 / calls);
-    }
-    if (i >= kWarm) samples.push_back(worst);
-  }
-  group.launch([&](int r) {
-    cudaEventDestroy(begin[at(r)]);
-    cudaEventDestroy(end[at(r)]);
-  });
-  std::sort(samples.begin(), samples.end());
-  return samples;
 }
 
 }  // namespace ferry::cuda::test

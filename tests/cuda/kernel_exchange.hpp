@@ -3,7 +3,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "core/placement.hpp"
@@ -81,10 +80,5 @@ int fair_sms(int ranks);
 std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise);
 std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise);
 bool has_option(int argc, char** argv, const char* name);
-
-/// Times `calls` calls of all ranks back to back, aligned by a barrier on the GPUs, 30 times:
-/// microseconds a call, max over ranks; ascending.
-std::vector<double> time_calls(KernelGroup& group, Gate& gate, int calls,
-                               const std::function<void(int)>& call);
 
 }  // namespace ferry::cuda::test

@@ -1,12 +1,6 @@
-// launch_fan_out and launch_sum_slots against the definition, every byte; --bench for their speed,
-// alone and with the exchange they belong to.
+// launch_fan_out and launch_sum_slots against the definition, every byte.
 //   kernel_expert_major_test [--seed n] [--repeat n] [--following]
 //   kernel_expert_major_test --small [--ranks n] a few short cases, for sanitize.sh
-//   kernel_expert_major_test --bench [--ranks n] [--tokens n] [--hidden n] [--sms 4,8]
-//                            [--pieces 4096] [--stages 0] [--vectors 0] [--warps 0] [--sum-sms 116]
-//                            [--only-sums]
-//   kernel_expert_major_test --bench-following [--ranks n] [--tokens n] [--sms 8,16]
-//                            [--parts 8,16] [--beside 24,32] [--alignment 128]
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -227,11 +221,7 @@ int main(int argc, char** argv) {
     FERRY_CUDA_CHECK(cudaSetDevice(device));
     FERRY_CUDA_CHECK(load_throughput_kernels());
   }
-  if (test::has_option(argc, argv, "--bench-following")) {
-    test::bench_following(argc, argv);
-  } else if (test::has_option(argc, argv, "--bench")) {
-    test::bench_expert_major(argc, argv);
-  } else if (test::has_option(argc, argv, "--small")) {
+  if (test::has_option(argc, argv, "--small")) {
     test::run_small(1, static_cast<int>(test::option(argc, argv, "--ranks", 1)));
   } else {
     test::test(argc, argv);

@@ -1,7 +1,7 @@
 // Latency dispatch and combine on GPUs against a naive reading of their definition: hooks, graphs,
-// masks; times.
-//   kernel_latency_test [--seed N] [--repeat N] [--replays N] [--bench | --search [--tokens N]
-//   [--blocks N]] [--only matrix | full | graphs | failures | masks]
+// masks.
+//   kernel_latency_test [--seed N] [--repeat N] [--replays N]
+//                       [--only matrix | full | graphs | failures | masks]
 //   kernel_latency_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
@@ -246,19 +246,14 @@ int run_main(int argc, char** argv) {
   std::uint64_t seed = 1;
   int repeat = 1, replays = 400;
   int small_ranks = 1;
-  bool bench = false, search = false, small = false;
+  bool small = false;
   std::string only;
-  SearchOnly search_only;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    if (word == "--bench") bench = true;
-    if (word == "--search") search = true;
     if (word == "--small") small = true;
     if (word == "--ranks" && i + 1 < argc) small_ranks = std::atoi(argv[++i]);
     if (word == "--only" && i + 1 < argc) only = argv[++i];
     if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
-    if (word == "--tokens" && i + 1 < argc) search_only.tokens = std::atoi(argv[++i]);
-    if (word == "--blocks" && i + 1 < argc) search_only.blocks = std::atoi(argv[++i]);
     if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
     if (word == "--replays" && i + 1 < argc) replays = std::atoi(argv[++i]);
   }
@@ -269,20 +264,16 @@ int run_main(int argc, char** argv) {
     run_small(seed, small_ranks);
     return 0;
   }
-  if (bench || search) {
-    run_latency_bench(seed, search, search_only);
-  } else {
-    const auto wanted = [&](const char* name) { return only.empty() || only == name; };
-    if (wanted("matrix")) run_matrix(seed, repeat);
-    if (wanted("full")) run_full();
-    for (const bool ll128 : {false, true}) {
-      if (wanted("graphs")) run_graphs(seed, replays, 20, ll128);
-    }
-    if (wanted("failures")) run_failure_tests();
-    if (wanted("masks")) {
-      run_missing_tests();
-      run_mask_tests(seed);
-    }
+  const auto wanted = [&](const char* name) { return only.empty() || only == name; };
+  if (wanted("matrix")) run_matrix(seed, repeat);
+  if (wanted("full")) run_full();
+  for (const bool ll128 : {false, true}) {
+    if (wanted("graphs")) run_graphs(seed, replays, 20, ll128);
+  }
+  if (wanted("failures")) run_failure_tests();
+  if (wanted("masks")) {
+    run_missing_tests();
+    run_mask_tests(seed);
   }
   std::printf("OK\n");
   return 0;

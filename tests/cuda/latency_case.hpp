@@ -156,11 +156,4 @@ void run_failure_tests();
 /// Ranks that are gone, masks of the host, rejoining, waits (latency_masks_test.cu).
 void run_mask_tests(std::uint64_t seed);
 
-/// Limits a search; 0: does not.
-struct SearchOnly {
-  std::int64_t tokens = 0;
-  int blocks = 0;
-};
-void run_latency_bench(std::uint64_t seed, bool wide_search, const SearchOnly& only);
-
 }  // namespace ferry::cuda::test
