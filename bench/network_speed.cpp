@@ -4,7 +4,7 @@
 //                 [--hosts NAMESPACE=ADDRESS,NAMESPACE=ADDRESS]
 //
 // Two processes of this machine (FERRY_HOST, FERRY_OFI_PROVIDER as for a group), or of two hosts
-// that are network namespaces of it (tests/hosts/link_speed.py makes them). In turn, in every
+// that are network namespaces of it (`tests/hosts/speed.py raw` makes them). In turn, in every
 // round: raw remote writes of the same bytes both ways, in pieces of a row and of 64 KiB to 1 MiB;
 // a dispatch and a combine in throughput mode whose rows all cross; a dispatch in latency mode of 1
 // and 8 tokens, and raw writes of as many bytes. Rows are 7168 bf16. The first round is not
