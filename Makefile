@@ -21,6 +21,9 @@ STAGES ?=
 DEMO ?= examples/moe_lm/train.py
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# Of `make compare`: the commit to compare with, and how both are built.
+BASE ?= HEAD
+PRESET ?= host
 export TORCH_INDEX_URL JOBS FERRY_CUDA
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Presets and the package compile much of the same: with ccache, and one name of the compiler, once.
@@ -40,7 +43,7 @@ PACKAGE_STAMP := .venv/.ferry-package
 # What it was built with; written anew only when that has changed (package.sh says what counts).
 PACKAGE_FOUND := .venv/.ferry-package-found
 
-.PHONY: help demo test lint conformance docs bench format clean setup-demo setup-test setup-docs \
+.PHONY: help demo test lint conformance docs bench compare format clean setup-demo setup-test setup-docs \
 	setup-lint host package
 
 help:
@@ -53,6 +56,7 @@ help:
 	@echo '  make lint         formats, include arrows, headers that compile alone'
 	@echo '  make conformance  the full conformance matrix (long; make test runs a pairwise cover)'
 	@echo '  make bench        Ferry against Gloo and the copy rate of this machine'
+	@echo '  make compare      ferry bench of BASE=COMMIT and of this tree, in turn'
 	@echo '  make docs         the documentation, into docs/_build/html'
 	@echo '  make format       write the formats that make lint checks'
 	@echo '  make clean        remove what was built (not .venv)'
@@ -113,8 +117,18 @@ docs: setup-docs
 
 bench: package
 	@mkdir -p bench/results
-	@$(PYTHON_VENV) bench/host_exchange.py --json bench/results/host_exchange.json $(BENCH_ARGS)
+	@$(PYTHON_VENV) bench/torch_exchange.py --json bench/results/host_exchange.json $(BENCH_ARGS)
 	@echo 'figures: bench/results/host_exchange.json'
+
+# `ferry bench` of the commit BASE and of this tree, in turn: PRESET=cuda BENCH_ARGS='--backend cuda ...'
+compare:
+	@git worktree add --force --detach build/base $(BASE) 2>/dev/null || \
+	  git -C build/base checkout --quiet --detach $(BASE)
+	@for tree in build/base .; do \
+	  (cd $$tree && cmake --preset $(PRESET) >/dev/null && \
+	    cmake --build --preset $(PRESET) --target ferry_cli) || exit 1; done
+	@python3 bench/compare.py build/base/build/$(PRESET)/tools/ferry/ferry \
+	  build/$(PRESET)/tools/ferry/ferry -- $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv/.ferry-package* build dist demo-output docs/_build docs/_doxygen .pytest_cache .ruff_cache .mypy_cache

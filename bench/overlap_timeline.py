@@ -19,17 +19,16 @@ begin, at which the GPUs of all ranks are aligned by a small dispatch, to its la
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import secrets
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+
+import job
+from plot_pages import timeline
 
 ALONE_PRODUCTS, ALONE_EXCHANGES = "products alone", "exchanges alone"
 TOGETHER, CARVED_ALONE, CARVED = "together", "products alone, fewer SMs", "together, own SMs"
@@ -54,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hold-ms", type=float, default=15, help="the GPU waits for the CPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures and all spans there")
-    parser.add_argument("--plot", type=Path, help="draw the timeline: PNG, SVG or PDF")
+    parser.add_argument("--plot", type=Path, help="draw the timeline, as SVG")
     return parser.parse_args()
 
 
@@ -127,51 +126,20 @@ def table(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def draw(report: dict, path: Path) -> None:
-    """One panel for each scenario in which streams meet, one for them alone; two bars a rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    runs = report["runs"]
-    alone = [[*p, *x] for p, x in zip(runs[ALONE_PRODUCTS], runs[ALONE_EXCHANGES])]
-    panels = {"each alone": alone} | {n: runs[n] for n in (TOGETHER, CARVED) if n in runs}
-    colors = {"product": "#4c72b0", "dispatch": "#dd8452", "combine": "#55a868"}
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(13, 2.6 * len(panels)), sharex=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for place, (name, run) in zip(axes[:, 0], panels.items()):
-        labels = []
-        for rank, spans in enumerate(run):
-            for offset, stream in enumerate(("products", "exchanges")):
-                row = 2 * rank + offset
-                labels.append(f"rank {rank}: {stream}")
-                for span in spans:
-                    if span["stream"] != stream:
-                        continue
-                    place.barh(
-                        row,
-                        span["end_ms"] - span["begin_ms"],
-                        left=span["begin_ms"],
-                        color=colors[span["kind"]],
-                        edgecolor="white",
-                        linewidth=0.6,
-                    )
-        place.set_yticks(range(len(labels)), labels, fontsize="small")
-        place.invert_yaxis()
-        place.set_title(name, fontsize="medium", loc="left")
-        place.grid(axis="x", alpha=0.3)
-    axes[-1, 0].set_xlabel("ms")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    axes[0, 0].legend(handles, colors, loc="lower right", fontsize="small", ncols=3)
+def draw(report: dict) -> str:
+    """SVG: every scenario in which streams meet, and those of them alone; two rows a rank."""
     s = report["settings"]
-    figure.suptitle(
+    shown = {
+        f"{name}, rank {rank}": spans
+        for name, run in report["runs"].items()
+        if name != CARVED_ALONE
+        for rank, spans in enumerate(run)
+    }
+    title = (
         f"{s['ranks']} GPUs, {s['tokens']} tokens a rank, hidden {s['hidden']}, top-{s['topk']} of "
         f"{s['experts']} experts, {s['sms']} SMs for exchanges"
     )
-    figure.savefig(path, dpi=130)
+    return timeline(title, shown)
 
 
 # One rank.
@@ -351,13 +319,6 @@ def run_rank(args: argparse.Namespace) -> None:
 # The launcher.
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def report_of(args: argparse.Namespace, ranks: int, found: list[dict]) -> dict:
     """The file: of every scenario the median run, and what it says."""
     names = [name for name in found[0] if name != "gpu"]
@@ -365,43 +326,22 @@ def report_of(args: argparse.Namespace, ranks: int, found: list[dict]) -> dict:
         name: median_run([list(run) for run in zip(*(of_rank[name] for of_rank in found))])
         for name in names
     }
-    now = datetime.datetime.now(datetime.UTC)
     keys = (
         "tokens", "hidden", "topk", "experts", "sms", "products", "product_rows", "exchanges",
         "iterations", "warmup", "seed",
     )  # fmt: skip
-    return {
-        "program": "overlap_timeline.py",
-        "time": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": {"gpu": found[0]["gpu"]},
-        "settings": {"ranks": ranks} | {key: getattr(args, key) for key in keys},
-        "summary": summary(runs),
-        "runs": runs,
-    }
+    settings = {"ranks": ranks} | {key: getattr(args, key) for key in keys}
+    return job.report(settings, found[0]["gpu"]) | {"summary": summary(runs), "runs": runs}
 
 
 def launch(args: argparse.Namespace) -> int:
     """Runs this file once for each rank, then shows what they found."""
-    ranks = args.ranks
-    if ranks == 0:  # asked in a child: this process keeps no CUDA context
-        count = "import torch; print(torch.cuda.device_count())"
-        ranks = int(subprocess.run([sys.executable, "-c", count], capture_output=True).stdout or 0)
+    ranks = args.ranks or job.gpu_count()
     if ranks == 0:
         print("overlap_timeline: NO GPU", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {
-            "WORLD_SIZE": str(ranks),
-            "FERRY_PORT": str(free_port()),
-            "FERRY_SECRET": secrets.token_hex(16),
-            "OVERLAP_FOLDER": folder,
-        }
-        command = [sys.executable, *sys.argv]
-        processes = [
-            subprocess.Popen(command, env=env | {"RANK": str(rank)}) for rank in range(ranks)
-        ]
-        failed = next((code for code in [process.wait() for process in processes] if code), 0)
-        if failed:
+        if failed := job.launch(ranks, OVERLAP_FOLDER=folder):
             return failed
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     report = report_of(args, ranks, found)
@@ -409,14 +349,14 @@ def launch(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:
-        draw(report, args.plot)
+        args.plot.write_text(draw(report), encoding="utf-8")
     return 0
 
 
 def main() -> int:
-    """Launcher without OVERLAP_FOLDER in the environment, rank with it."""
+    """Launcher without RANK in the environment, rank with it."""
     args = arguments()
-    if "OVERLAP_FOLDER" not in os.environ:
+    if not job.is_rank():
         return launch(args)
     run_rank(args)
     return 0

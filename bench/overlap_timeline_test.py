@@ -1,7 +1,6 @@
 """What overlap_timeline.py makes of its runs: python3 overlap_timeline_test.py (needs no GPU)"""
 
 import sys
-import tempfile
 import unittest
 from pathlib import Path
 
@@ -62,15 +61,10 @@ class Summary(unittest.TestCase):
         self.assertEqual(len(text.splitlines()), 4)
 
     def test_draw(self):
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            self.skipTest("matplotlib is missing")
         settings = {"ranks": 2, "tokens": 8, "hidden": 128, "topk": 2, "experts": 4, "sms": 16}
-        with tempfile.TemporaryDirectory() as folder:
-            image = Path(folder) / "timeline.png"
-            overlap.draw({"runs": RUNS, "settings": settings}, image)
-            self.assertGreater(image.stat().st_size, 1000)
+        image = overlap.draw({"runs": RUNS, "settings": settings})
+        self.assertIn("together, rank 1: exchanges", image)
+        self.assertIn("<svg", image)
 
 
 if __name__ == "__main__":

@@ -147,20 +147,21 @@ def plots() -> dict[str, str]:
             "tokens a rank",
             measured(f"{gpus}xh200_latency.json", "tokens", "p50_us", decode),
         )
-    host = json.loads((RESULTS / "2core_host_exchange.json").read_text(encoding="utf-8"))
     names = {
         "copy": "copy",
         "dispatch, cached plan": "ferry dispatch, cached",
         "dispatch, plan included": "ferry dispatch, full",
         "combine": "ferry combine",
         "combine, ordinary tensor": "ferry combine, ordinary input",
-        "Gloo dispatch": "gloo dispatch",
-        "Gloo combine": "gloo combine",
+        "Gloo dispatch": "Gloo dispatch",
+        "Gloo combine": "Gloo combine",
     }
+    of_bf16 = {label: (name, "bf16") for label, name in names.items()}
+    host = measured("2core_host_exchange.json", "tokens", "logical_gbps", of_bf16)
     drawn["host_exchange"] = bars(
         "Host engine, 4 processes on 2 cores, bf16, sum over ranks",
         "GB/s",
-        {name: host["figures"]["bfloat16"][key]["gb_per_s"] for name, key in names.items()},
+        {name: points[0][1] for name, points in host.items()},
     )
     runs = json.loads((RESULTS / "2xh200_overlap.json").read_text(encoding="utf-8"))["runs"]
     shown = {"together": "together", "16 SMs left free": "together, own SMs"}

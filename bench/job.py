@@ -1,0 +1,71 @@
+"""What the benchmarks in Python share: ranks as processes of one host, percentiles, reports."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from typing import Any
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_rank() -> bool:
+    return "RANK" in os.environ
+
+
+def gpu_count() -> int:
+    """Asked in a child: this process keeps no CUDA context, which ranks must not inherit."""
+    count = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", count], capture_output=True).stdout or 0)
+
+
+def launch(ranks: int, **variables: str) -> int:
+    """Runs this program once for each rank; returns the first exit code that is not 0."""
+    env = dict(
+        os.environ,
+        WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        FERRY_PORT=str(free_port()),
+        FERRY_SECRET=secrets.token_hex(16),
+        OMP_NUM_THREADS="1",
+        **variables,
+    )
+    command = [sys.executable, *sys.argv]
+    processes = [
+        subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    return next((code for code in [process.wait() for process in processes] if code), 0)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Linear between the neighbours, as `ferry bench` does."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def report(settings: dict[str, Any], gpu: str = "") -> dict[str, Any]:
+    """What every file begins with, by the keys of `ferry bench --json`."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "program": os.path.basename(sys.argv[0]),
+        "command": ["python", *sys.argv],
+        "time": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": {"architecture": platform.machine(), "cores": os.cpu_count()}
+        | ({"gpu": gpu} if gpu else {}),
+        "settings": settings,
+    }
