@@ -1,8 +1,11 @@
 // Where the ranks of a benchmark leave what they measured.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "bench/data.hpp"
 #include "bench/settings.hpp"
@@ -10,37 +13,47 @@
 
 namespace ferry::cli {
 
-/// Shared between the ranks (threads or forked processes) and the command. Every element is written
-/// by one rank and read after it ended; the progress is read meanwhile.
+/// Of one run, shared between the ranks (threads or forked processes) and the command. Every
+/// element is written by one rank and read after it ended; the progress is read meanwhile.
 class BenchBoard {
  public:
   explicit BenchBoard(const BenchSettings& settings)
-      : ranks_(static_cast<std::size_t>(settings.ranks)),
+      : lines(lines_of(settings)),
+        ranks_(static_cast<std::size_t>(settings.ranks)),
         iterations_(static_cast<std::size_t>(settings.iterations)),
-        samples_(kBenchCases * ranks_ * iterations_),
-        rows_(2 * ranks_),
+        samples_(2 * lines.size() * ranks_ * iterations_),
+        rows_((lines.empty() ? 1 : lines.back().tokens_index + 1) * ranks_),
         progress_(2) {}
 
-  /// Nanoseconds.
-  double& sample(BenchCase which, int rank, int iteration) const {
-    const auto c = static_cast<std::size_t>(which);
-    return samples_[(c * ranks_ + static_cast<std::size_t>(rank)) * iterations_ +
+  /// Microseconds of one call; where calls are timed in chains, `alone` is a single one.
+  double& sample(std::size_t line, int rank, int iteration, bool alone = false) const {
+    const std::size_t first = (2 * line + (alone ? 1 : 0)) * ranks_;
+    return samples_[(first + static_cast<std::size_t>(rank)) * iterations_ +
                     static_cast<std::size_t>(iteration)];
   }
-  BenchRows& rows(bool latency, int rank) const {
-    return rows_[(latency ? ranks_ : 0) + static_cast<std::size_t>(rank)];
+  BenchRows& rows(std::size_t tokens_index, int rank) const {
+    return rows_[tokens_index * ranks_ + static_cast<std::size_t>(rank)];
   }
-  /// What rank 0 does now, and how often it has done something in all.
-  void report(BenchCase now) const {
-    std::atomic_ref(progress_[0]).store(static_cast<std::uint32_t>(now), std::memory_order_relaxed);
+  /// The first line of a case: where there is one configuration, the line.
+  std::size_t line_of(BenchCase which) const {
+    const auto found = std::find_if(lines.begin(), lines.end(),
+                                    [&](const BenchLine& line) { return line.which == which; });
+    return static_cast<std::size_t>(found - lines.begin());
+  }
+  /// The line that rank 0 is at, and how often it has done something in all.
+  void report(std::size_t line) const {
+    std::atomic_ref(progress_[0])
+        .store(static_cast<std::uint32_t>(line), std::memory_order_relaxed);
     std::atomic_ref(progress_[1]).fetch_add(1, std::memory_order_relaxed);  // only shown to people
   }
   BenchCase now() const {
-    return static_cast<BenchCase>(std::atomic_ref(progress_[0]).load(std::memory_order_relaxed));
+    return lines[std::atomic_ref(progress_[0]).load(std::memory_order_relaxed)].which;
   }
   std::uint32_t done() const {
     return std::atomic_ref(progress_[1]).load(std::memory_order_relaxed);
   }
+
+  const std::vector<BenchLine> lines;
 
  private:
   std::size_t ranks_;
@@ -49,5 +62,14 @@ class BenchBoard {
   SharedArray<BenchRows> rows_;
   SharedArray<std::uint32_t> progress_;
 };
+
+/// Microseconds of one call; its result is dropped outside the measured time.
+template <class Operation>
+double time_of(const Operation& operation) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  [[maybe_unused]] const auto result = operation();
+  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
+}
 
 }  // namespace ferry::cli

@@ -27,11 +27,11 @@ struct Clock {
   }
   Clock(const Clock&) = delete;
   Clock& operator=(const Clock&) = delete;
-  /// Nanoseconds between two that were recorded.
+  /// Microseconds between two that were recorded.
   double between(std::size_t first, std::size_t second) const {
     float ms = 0;
     need(cudaEventElapsedTime(&ms, events[first], events[second]), "cudaEventElapsedTime");
-    return 1e6 * static_cast<double>(ms);
+    return 1e3 * static_cast<double>(ms);
   }
   std::array<cudaEvent_t, 10> events{};
 };
@@ -173,8 +173,8 @@ class LatencyRank {
     check_latency_sums(s_, sums.data(), group_.rank());
   }
 
-  void note(const BenchBoard& board, BenchCase which, int iteration, double ns) const {
-    if (iteration >= 0) board.sample(which, group_.rank(), iteration) = ns;
+  void note(const BenchBoard& board, BenchCase which, int iteration, double us) const {
+    if (iteration >= 0) board.sample(board.line_of(which), group_.rank(), iteration) = us;
   }
   /// The period of one of a chain. The replay before brings all ranks to the same point in time.
   void measure(const BenchBoard& board, BenchCase which, const Replay& replay) {
@@ -187,7 +187,7 @@ class LatencyRank {
       stream_.stream->synchronize();
       note(board, which, i, clock_.between(0, 1) / s_.chain);
     }
-    if (group_.rank() == 0) board.report(which);
+    if (group_.rank() == 0) board.report(board.line_of(which));
   }
 
   void record(std::size_t event) {
@@ -235,7 +235,7 @@ class LatencyRank {
         note(board, kParts[part], i, clock_.between(2 * part, 2 * part + 1));
       }
     }
-    if (group_.rank() == 0) board.report(BenchCase::latency_events);
+    if (group_.rank() == 0) board.report(board.line_of(BenchCase::latency_events));
   }
 
   const BenchSettings& s_;
@@ -266,7 +266,7 @@ void bench_gpu_latency(const BenchSettings& settings, const BenchBoard& board,
   GpuStream stream(device);
   Group group(std::move(bootstrap), config);
   LatencyRank rank(settings, group, stream, device);
-  board.rows(true, group.rank()) = rank.rows();
+  board.rows(0, group.rank()) = rank.rows();
   rank.check();
   rank.measure(board);
   group.barrier();  // nobody leaves while another still reads

@@ -48,10 +48,9 @@ void GpuStream::download(void* to, const void* from, std::size_t bytes) const {
   need(cudaStreamSynchronize(raw), "cudaStreamSynchronize");
 }
 
-GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& one, Group& group,
-                         GpuStream& stream, int device, const NcclRank* nccl)
-    : settings_(settings),
-      s_(one),
+GpuExchange::GpuExchange(const BenchSettings& one, Group& group, GpuStream& stream, int device,
+                         const NcclRank* nccl)
+    : s_(one),
       group_(group),
       stream_(stream),
       device_{DeviceKind::cuda, device},
@@ -60,7 +59,7 @@ GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& 
       ids_(routes_.size() * sizeof(std::int64_t)),
       scales_(static_cast<std::size_t>(one.tokens * one.scales()) * sizeof(float)),
       weights_(routes_.size() * sizeof(float)) {
-  const RowPattern pattern(settings.data_seed, s_.hidden, s_.dtype);
+  const RowPattern pattern(one.data_seed, s_.hidden, s_.dtype);
   std::vector<std::byte> x(static_cast<std::size_t>(s_.tokens) * pattern.row_bytes());
   pattern.fill(x.data(), group.rank(), s_.tokens);
   stream.upload(x_.data(), x.data(), x.size());
@@ -76,7 +75,7 @@ GpuExchange::GpuExchange(const GpuBenchSettings& settings, const BenchSettings& 
   plan_ = plan();
   (void)plan_.recv_rows();
   if (nccl != nullptr) {
-    nccl_ = std::make_unique<NcclExchange>(*nccl, one, settings.data_seed, group.rank(), stream);
+    nccl_ = std::make_unique<NcclExchange>(*nccl, one, one.data_seed, group.rank(), stream);
   }
 }
 
@@ -110,68 +109,69 @@ DispatchOptions GpuExchange::dispatch_options(std::int64_t worst_case_rows, int 
 Received GpuExchange::dispatch(const Plan& with, RowOrder order, int sms) {
   DispatchOptions options = dispatch_options(0, sms);
   options.order = order;
-  if (order == RowOrder::expert_major) options.alignment = settings_.alignment;
+  if (order == RowOrder::expert_major) options.alignment = s_.alignment;
   return group_.dispatch(x_view(), with, options);
 }
 
-GpuMade GpuExchange::call(GpuCase which, int sms) {
+GpuMade GpuExchange::call(BenchCase which, int sms) {
   GpuMade made;
   CombineOptions back;
   back.stream = &*stream_.stream;
   back.sms = sms;
   switch (which) {
-    case GpuCase::plan: made.plan = plan(); break;
-    case GpuCase::dispatch_full:
-    case GpuCase::dispatch_full_exact: {
-      const bool exact = which == GpuCase::dispatch_full_exact;
+    case BenchCase::plan: made.plan = plan(); break;
+    case BenchCase::dispatch_full_worst:
+    case BenchCase::dispatch_full_exact: {
+      const bool exact = which == BenchCase::dispatch_full_exact;
       const DispatchOptions options = dispatch_options(exact ? 0 : worst_case_rows(), sms);
       made.received = group_.dispatch(x_view(), routes_view(), options);
       break;
     }
-    case GpuCase::dispatch_cached:
+    case BenchCase::dispatch_cached:
       made.received = dispatch(plan_, RowOrder::rank_major, sms);
       break;
-    case GpuCase::dispatch_expert:
+    case BenchCase::dispatch_expert:
       made.received = dispatch(plan_, RowOrder::expert_major, sms);
       break;
-    case GpuCase::dispatch_quantized: made.received = dispatch_quantized(sms); break;
-    case GpuCase::combine_registered:
+    case BenchCase::dispatch_quantized: made.received = dispatch_quantized(sms); break;
+    case BenchCase::combine_registered:
       made.combined = group_.combine(registered_, plan_, back);
       break;
-    case GpuCase::combine_ordinary: {
+    case BenchCase::combine_ordinary: {
       ConstTensorView rows = registered_;
       rows.data = ordinary_->data();
       made.combined = group_.combine(rows, plan_, back);
       break;
     }
-    case GpuCase::combine_expert:
+    case BenchCase::combine_expert:
       back.order = RowOrder::expert_major;
-      back.alignment = settings_.alignment;
+      back.alignment = s_.alignment;
       back.apply_weights = true;
       back.topk_weights =
           ConstTensorView(slot_weights_->data(), Dtype::f32, {plan_.recv_rows(), s_.topk}, device_);
       made.combined = group_.combine(expert_rows_, plan_, back);
       break;
-    case GpuCase::nccl_all_to_all: nccl_->call(); break;
+    case BenchCase::nccl_all_to_all: nccl_->call(); break;
+    default: throw std::logic_error("not a case of throughput mode on GPUs");
   }
   return made;
 }
 
 void GpuExchange::check(bool combines) {
-  Received by_rank = call(GpuCase::dispatch_cached, 0).received;
+  Received by_rank = call(BenchCase::dispatch_cached, 0).received;
   by_rank.event.wait(kWait);
   check_ranks(by_rank);
-  Received by_expert = call(GpuCase::dispatch_expert, 0).received;
+  Received by_expert = call(BenchCase::dispatch_expert, 0).received;
   by_expert.event.wait(kWait);
   check_experts(by_expert);
-  for (const GpuCase full : {GpuCase::dispatch_full, GpuCase::dispatch_full_exact}) {
+  for (const BenchCase full : {BenchCase::dispatch_full_worst, BenchCase::dispatch_full_exact}) {
     const GpuMade made = call(full, 0);
     made.received.event.wait(kWait);
     check_ranks(made.received);
   }
   if (nccl_) nccl_->check();
   if (unquantized_) {
-    const Received quantized = call(GpuCase::dispatch_quantized, 0).received;
+    const Received quantized = call(BenchCase::dispatch_quantized, 0).received;
     quantized.event.wait(kWait);
     check_quantized(quantized);
   }
@@ -179,16 +179,16 @@ void GpuExchange::check(bool combines) {
   make_combine_rows(by_rank, by_expert);
   by_rank = {};
   by_expert = {};
-  for (const GpuCase which :
-       {GpuCase::combine_registered, GpuCase::combine_ordinary, GpuCase::combine_expert}) {
+  for (const BenchCase which :
+       {BenchCase::combine_registered, BenchCase::combine_ordinary, BenchCase::combine_expert}) {
     const GpuMade made = call(which, 0);
     made.combined.event.wait(kWait);
-    check_combined(made.combined, which == GpuCase::combine_expert);
+    check_combined(made.combined, which == BenchCase::combine_expert);
   }
 }
 
 void GpuExchange::check_ranks(const Received& received) {
-  const RowPattern pattern(settings_.data_seed, s_.hidden, s_.dtype);
+  const RowPattern pattern(s_.data_seed, s_.hidden, s_.dtype);
   const auto x = stream_.get<std::uint8_t>(
       {TensorView(received.x.data(), Dtype::u8,
                   {received.x.rows(), static_cast<std::int64_t>(pattern.row_bytes())}, device_),
@@ -217,7 +217,7 @@ void GpuExchange::check_ranks(const Received& received) {
 }
 
 void GpuExchange::check_experts(const Received& received) {
-  const RowPattern pattern(settings_.data_seed, s_.hidden, s_.dtype);
+  const RowPattern pattern(s_.data_seed, s_.hidden, s_.dtype);
   const auto x = stream_.get<std::uint8_t>(
       {TensorView(received.x.data(), Dtype::u8,
                   {received.x.rows(), static_cast<std::int64_t>(pattern.row_bytes())}, device_),
@@ -240,11 +240,11 @@ void GpuExchange::check_experts(const Received& received) {
 
 /// Rows as experts would make them that change nothing.
 void GpuExchange::make_combine_rows(const Received& by_rank, const Received& by_expert) {
-  const RowPattern pattern(settings_.data_seed, s_.hidden, s_.combine_dtype());
+  const RowPattern pattern(s_.data_seed, s_.hidden, s_.combine_dtype());
   const auto tokens = stream_.get<std::int32_t>(by_rank.source_token);
   const auto slot_rows = stream_.get<std::int64_t>(by_expert.slot_rows);
   const auto n = static_cast<std::int64_t>(source_of_row_.size());
-  const std::int64_t blocks = plan_.expert_major_rows(settings_.alignment);
+  const std::int64_t blocks = plan_.expert_major_rows(s_.alignment);
   const std::size_t row_bytes = pattern.row_bytes();
   std::vector<std::byte> rows(static_cast<std::size_t>(n) * row_bytes);
   std::vector<std::byte> slots(static_cast<std::size_t>(blocks) * row_bytes);
@@ -273,7 +273,7 @@ void GpuExchange::make_combine_rows(const Received& by_rank, const Received& by_
 void GpuExchange::check_combined(const Combined& combined, bool every_slot) {
   std::vector<RowPattern> times;
   for (int n = 0; n <= s_.topk; ++n) {
-    times.emplace_back(settings_.data_seed, s_.hidden, s_.combine_dtype(), n);
+    times.emplace_back(s_.data_seed, s_.hidden, s_.combine_dtype(), n);
   }
   const std::size_t row_bytes = times[0].row_bytes();
   std::vector<std::byte> x(static_cast<std::size_t>(s_.tokens) * row_bytes);

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bench/gpu.hpp"
+#include "bench/data.hpp"
 #include "bench/nccl.hpp"
 #include "ferry/ferry.hpp"
 
@@ -82,13 +82,13 @@ class NcclExchange {
 class GpuExchange {
  public:
   /// `nccl` may be null.
-  GpuExchange(const GpuBenchSettings& settings, const BenchSettings& one, Group& group,
-              GpuStream& stream, int device, const NcclRank* nccl);
+  GpuExchange(const BenchSettings& one, Group& group, GpuStream& stream, int device,
+              const NcclRank* nccl);
 
   /// Every kind of call once, all bytes compared. Throws std::runtime_error.
   void check(bool combines);
   /// One call of that kind, on the stream.
-  GpuMade call(GpuCase which, int sms);
+  GpuMade call(BenchCase which, int sms);
   BenchRows rows() const;
   std::int64_t worst_case_rows() const { return s_.ranks * s_.tokens; }
 
@@ -107,7 +107,6 @@ class GpuExchange {
   void make_combine_rows(const Received& by_rank, const Received& by_expert);
   int value(int rank, std::int64_t token, std::int64_t column) const;
 
-  const GpuBenchSettings& settings_;
   const BenchSettings s_;
   Group& group_;
   GpuStream& stream_;

@@ -3,7 +3,6 @@
 #include <utility>
 #include <vector>
 
-#include "bench/clock.hpp"
 #include "bench/latency_check.hpp"
 #include "bench/rank.hpp"
 #include "ferry/latency.hpp"
@@ -81,23 +80,23 @@ class Sample {
       LatencyCombined combined;
       const auto combine_case =
           slots ? BenchCase::latency_combine_slots : BenchCase::latency_combine_ranks;
-      const double ns = time([&] { received = e_.dispatch(); });
-      if (slots) note(BenchCase::latency_dispatch, ns);
+      const double us = time([&] { received = e_.dispatch(); });
+      if (slots) note(BenchCase::latency_dispatch, us);
       note(combine_case, time([&] { combined = e_.combine(received, path); }));
     }
     halves();
     for (const bool slots : {true, false}) {
       const CombinePath path = slots ? CombinePath::per_slot : CombinePath::per_rank;
-      const double ns = time([&] {
+      const double us = time([&] {
         for (int i = 0; i < e_.settings.chain; ++i) {
           const LatencyReceived received = e_.dispatch();
           (void)e_.combine(received, path);
         }
       });
       note(slots ? BenchCase::latency_pair_slots : BenchCase::latency_pair_ranks,
-           ns / e_.settings.chain);
+           us / e_.settings.chain);
     }
-    if (e_.group.rank() == 0) board_.report(BenchCase::latency_dispatch);
+    if (e_.group.rank() == 0) board_.report(0);
   }
 
  private:
@@ -118,8 +117,8 @@ class Sample {
       return 0;
     });
   }
-  void note(BenchCase which, double ns) const {
-    if (iteration_ >= 0) board_.sample(which, e_.group.rank(), iteration_) = ns;
+  void note(BenchCase which, double us) const {
+    if (iteration_ >= 0) board_.sample(board_.line_of(which), e_.group.rank(), iteration_) = us;
   }
 
   Exchange& e_;
@@ -147,7 +146,7 @@ void bench_latency(const BenchSettings& settings, const BenchBoard& board,
       kSlack + (settings.dtype == Dtype::e4m3 ? most_rows * settings.combine_row_bytes() : 0);
   Group group(std::move(bootstrap), config);
   Exchange exchange(settings, group);
-  board.rows(true, group.rank()) =
+  board.rows(0, group.rank()) =
       count_rows(settings, exchange.routes, settings.latency_tokens, group.rank());
   for (const CombinePath path : {CombinePath::per_slot, CombinePath::per_rank}) {
     const LatencyReceived received = exchange.dispatch();

@@ -14,7 +14,9 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
                       std::shared_ptr<Bootstrap> bootstrap);
 void bench_latency(const BenchSettings& settings, const BenchBoard& board,
                    std::shared_ptr<Bootstrap> bootstrap);
-/// On GPUs; a stub in builds without.
+/// On GPUs; stubs in builds without.
+void bench_gpu_throughput(const BenchSettings& settings, const BenchBoard& board,
+                          std::shared_ptr<Bootstrap> bootstrap);
 void bench_gpu_latency(const BenchSettings& settings, const BenchBoard& board,
                        std::shared_ptr<Bootstrap> bootstrap);
 /// With e4m3 the tokens are bf16 and are quantised in flight.

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "bench/clock.hpp"
 #include "bench/data.hpp"
 #include "bench/rank.hpp"
 
@@ -106,6 +105,19 @@ void check_combine(const Exchange& e, const Combined& combined) {
   }
 }
 
+/// Collective: warm-up, then one sample an iteration, every one after a barrier.
+template <class Operation>
+void measure(const BenchSettings& settings, const BenchBoard& board, BenchCase which, Group& group,
+             const Operation& operation) {
+  const std::size_t line = board.line_of(which);
+  for (int i = -settings.warmup; i < settings.iterations; ++i) {
+    group.barrier();
+    const double taken = time_of(operation);
+    if (i >= 0) board.sample(line, group.rank(), i) = taken;
+    if (group.rank() == 0) board.report(line);
+  }
+}
+
 void measure_all(const Exchange& e, const BenchBoard& board, const Plan& plan,
                  const Tensor& registered, const ConstTensorView& ordinary) {
   const BenchSettings& s = e.settings;
@@ -131,7 +143,7 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
   Group group(std::move(bootstrap), config);
 
   const Exchange exchange(settings, group);
-  board.rows(false, group.rank()) =
+  board.rows(0, group.rank()) =
       count_rows(settings, exchange.routes, settings.tokens, group.rank());
   const Plan plan = exchange.plan();
   const Extents shape = {plan.recv_rows(), settings.hidden};

@@ -1,15 +1,13 @@
-// Measures on GPUs.
-#include "bench/gpu.hpp"
-
+// Throughput mode on GPUs.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "bench/gpu_rank.hpp"
+#include "bench/rank.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -31,21 +29,21 @@ struct GpuEvent {
 /// ends when everybody's row has arrived. Nobody's CPU takes part.
 class Aligner {
  public:
-  Aligner(const GpuBenchSettings& s, Group& group, GpuStream& stream, int device)
+  Aligner(const BenchSettings& s, Group& group, GpuStream& stream, int device)
       : group_(group),
         stream_(stream),
         device_{DeviceKind::cuda, device},
-        ranks_(std::min(s.shape.ranks, 64)),
+        ranks_(std::min(s.ranks, 64)),
         ids_(sizeof(std::int64_t) * 64),
         x_(kAlignHidden * size_of(Dtype::bf16)),
         hold_(2 * kHoldBytes) {
     std::vector<std::int64_t> ids;
     for (int r = 0; r < ranks_; ++r) {
       std::int64_t expert = 0;
-      while (expert < s.shape.experts && rank_of_expert(expert, s.shape.experts, ranks_) != r) {
+      while (expert < s.experts && rank_of_expert(expert, s.experts, ranks_) != r) {
         ++expert;
       }
-      ids.push_back(expert < s.shape.experts ? expert : -1);
+      ids.push_back(expert < s.experts ? expert : -1);
     }
     stream.upload(ids_.data(), ids.data(), ids.size() * sizeof(std::int64_t));
     need(cudaMemset(hold_.data(), 0, 2 * kHoldBytes), "cudaMemset");
@@ -74,7 +72,7 @@ class Aligner {
 
 /// Microseconds of one of `calls` calls.
 double sample(Aligner& aligner, GpuExchange& exchange, Group& group, GpuStream& stream,
-              const GpuLine& line, int calls) {
+              const BenchLine& line, int calls) {
   const GpuEvent begin, end;
   std::vector<GpuMade> made;
   made.reserve(static_cast<std::size_t>(calls));
@@ -93,25 +91,26 @@ double sample(Aligner& aligner, GpuExchange& exchange, Group& group, GpuStream& 
   return 1e3 * static_cast<double>(ms) / calls;
 }
 
-void measure(const GpuBenchSettings& s, const GpuBoard& board, std::size_t at, Aligner& aligner,
+void measure(const BenchSettings& s, const BenchBoard& board, std::size_t at, Aligner& aligner,
              GpuExchange& exchange, Group& group, GpuStream& stream) {
   for (const bool alone : {false, true}) {
-    for (int i = -s.shape.warmup; i < s.shape.iterations; ++i) {
+    for (int i = -s.warmup; i < s.iterations; ++i) {
       const double us =
           sample(aligner, exchange, group, stream, board.lines[at], alone ? 1 : s.chain);
-      if (i >= 0) board.sample(at, alone, group.rank(), i) = us;
+      if (i >= 0) board.sample(at, group.rank(), i, alone) = us;
     }
   }
-  if (group.rank() == 0) std::atomic_ref(board.done()).store(static_cast<std::uint32_t>(at) + 1);
+  if (group.rank() == 0) board.report(at);
 }
 
 /// Room for the results of a chain of calls, and for what combine reads; larger needs grow it.
-std::size_t memory_for(const GpuBenchSettings& s) {
-  const std::int64_t tokens = *std::max_element(s.tokens.begin(), s.tokens.end());
-  const auto row = static_cast<std::size_t>(s.shape.hidden) * 2;
-  const auto by_rank = static_cast<std::size_t>(s.shape.ranks * tokens) * row;
-  const auto local = static_cast<std::size_t>(s.shape.experts / s.shape.ranks + 1);
-  const auto by_expert = static_cast<std::size_t>(tokens * s.shape.topk) * row * 5 / 4 +
+std::size_t memory_for(const BenchSettings& s, const std::vector<BenchLine>& lines) {
+  std::int64_t tokens = 0;
+  for (const BenchLine& line : lines) tokens = std::max(tokens, line.tokens);
+  const auto row = static_cast<std::size_t>(s.hidden) * 2;
+  const auto by_rank = static_cast<std::size_t>(s.ranks * tokens) * row;
+  const auto local = static_cast<std::size_t>(s.experts / s.ranks + 1);
+  const auto by_expert = static_cast<std::size_t>(tokens * s.topk) * row * 5 / 4 +
                          local * static_cast<std::size_t>(s.alignment) * row;
   std::size_t free = 0, total = 0;
   need(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
@@ -121,18 +120,18 @@ std::size_t memory_for(const GpuBenchSettings& s) {
 
 }  // namespace
 
-void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
-               std::shared_ptr<Bootstrap> bootstrap) {
+void bench_gpu_throughput(const BenchSettings& settings, const BenchBoard& board,
+                          std::shared_ptr<Bootstrap> bootstrap) {
   int gpus = 0;
   need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
   const int device = bootstrap->rank() % gpus;
   need(cudaSetDevice(device), "cudaSetDevice");
   GroupConfig config;
-  config.experts = settings.shape.experts;
-  config.fabric = settings.shape.fabric;
+  config.experts = settings.experts;
+  config.fabric = settings.fabric;
   config.backend = Backend::cuda;
   config.device = device;
-  config.memory_bytes = memory_for(settings);
+  config.memory_bytes = memory_for(settings, board.lines);
   GpuStream stream(device);
   std::optional<NcclRank> nccl;
   if (!settings.nccl.library.empty()) nccl.emplace(settings.nccl, *bootstrap);
@@ -141,8 +140,8 @@ void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
 
   std::size_t at = 0;
   while (at < board.lines.size()) {
-    const GpuLine first = board.lines[at];
-    const auto same = [&](const GpuLine& line) {
+    const BenchLine first = board.lines[at];
+    const auto same = [&](const BenchLine& line) {
       return line.tokens_index == first.tokens_index && line.dtype == first.dtype;
     };
     std::size_t end = at;
@@ -150,7 +149,7 @@ void bench_gpu(const GpuBenchSettings& settings, const GpuBoard& board,
     for (; end < board.lines.size() && same(board.lines[end]); ++end) {
       combines = combines || is_combine(board.lines[end].which);
     }
-    GpuExchange exchange(settings, settings.with(first.tokens, first.dtype), group, stream, device,
+    GpuExchange exchange(settings.with(first.tokens, first.dtype), group, stream, device,
                          nccl ? &*nccl : nullptr);
     board.rows(first.tokens_index, group.rank()) = exchange.rows();
     exchange.check(combines);
