@@ -14,24 +14,24 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <functional>
-#include <numeric>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "ferry/ferry.hpp"
-#include "network_figures.hpp"
 #include "raw_network.hpp"
+#include "tools/ferry/bench/report.hpp"
 #include "tools/ferry/doctor/machine.hpp"
+#include "tools/ferry/number.hpp"
 #include "tools/ferry/run/ranks.hpp"
 #include "tools/ferry/run/shared_array.hpp"
 
@@ -42,6 +42,61 @@ constexpr std::int64_t kHidden = 7168;
 constexpr std::size_t kRow = kHidden * 2;
 constexpr std::size_t kUnderWay = std::size_t{4} << 20;  // as much as a group has
 constexpr int kFewTokens = 8;
+
+/// One way of moving the same bytes.
+struct Figure {
+  std::string name{};
+  std::string group{};       ///< figures of one group move the same bytes
+  bool raw = false;          ///< without Ferry
+  bool latency = false;      ///< what counts is time, not bytes a second
+  std::size_t bytes = 0;     ///< that each rank sends to the other, rows alone
+  std::vector<double> us{};  ///< of every round, the slower rank; sorted
+  double median_us() const { return cli::percentile(us, 0.5); }
+  double best_us() const { return us.front(); }
+  double gb_per_s() const { return static_cast<double>(bytes) / median_us() / 1e3; }
+};
+
+using Time = double (Figure::*)() const;
+
+/// Of the same group's best raw figure: bytes a second as a share, or how many times as long. Of
+/// the best rounds, it is what remains where others use the machine, too.
+double against_raw(const Figure& figure, const std::vector<Figure>& all, Time time) {
+  double best = std::numeric_limits<double>::infinity();
+  for (const Figure& other : all) {
+    if (other.raw && other.group == figure.group) best = std::min(best, (other.*time)());
+  }
+  return figure.latency ? (figure.*time)() / best : best / (figure.*time)();
+}
+
+void print_table(const std::vector<Figure>& figures) {
+  const auto shown = [&](const Figure& figure, Time time) {
+    const double ratio = against_raw(figure, figures, time);
+    return figure.latency ? fmt::format("{:.2f} x", ratio) : fmt::format("{:.0f} %", 100 * ratio);
+  };
+  fmt::print("{:<32} {:>10} {:>10} {:>8} {:>9} {:>10} {:>9}\n", "", "bytes", "median us", "GB/s",
+             "of raw", "best us", "of raw");
+  for (const Figure& f : figures) {
+    fmt::print("{:<32} {:>10} {:>10.1f} {:>8.2f} {:>9} {:>10.1f} {:>9}\n", f.name, f.bytes,
+               f.median_us(), f.gb_per_s(), shown(f, &Figure::median_us), f.best_us(),
+               shown(f, &Figure::best_us));
+  }
+}
+
+nlohmann::json to_json(const std::vector<Figure>& figures) {
+  nlohmann::json all = nlohmann::json::array();
+  for (const Figure& f : figures) {
+    const std::string name = f.latency ? "times_raw" : "share_of_raw";
+    all.push_back({{"name", f.name},
+                   {"bytes", f.bytes},
+                   {"median_us", f.median_us()},
+                   {"best_us", f.best_us()},
+                   {"gb_per_s", f.gb_per_s()},
+                   {name, against_raw(f, figures, &Figure::median_us)},
+                   {"best_" + name, against_raw(f, figures, &Figure::best_us)},
+                   {"us", f.us}});
+  }
+  return all;
+}
 
 struct Options {
   int rounds = 15;
@@ -146,11 +201,6 @@ std::vector<Measurement> measurements(const Options& o) {
   return all;
 }
 
-double us_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
-      .count();
-}
-
 /// Microseconds of each rank, round and measurement.
 using Board = cli::SharedArray<double>;
 
@@ -185,15 +235,13 @@ void run_rank(const Options& o, const Board& board, const std::shared_ptr<Bootst
   const std::vector<Measurement> all = measurements(o);
   for (int round = -1; round < o.rounds; ++round) {
     for (std::size_t m = 0; m < all.size(); ++m) {
-      const auto start_together = [&] {
-        pair.group().barrier();
-        pair.raw().exchange(8, 1, 1);
-      };
-      start_together();
-      const auto start = std::chrono::steady_clock::now();
-      for (int i = 0; i < all[m].repeats; ++i) all[m].run(pair);
-      const double us = us_since(start) / all[m].repeats;
-      if (round >= 0) board[place(m, round, bootstrap->rank(), o)] = us;
+      pair.group().barrier();
+      pair.raw().exchange(8, 1, 1);  // both begin together
+      const double us = cli::time_of([&] {
+        for (int i = 0; i < all[m].repeats; ++i) all[m].run(pair);
+        return 0;
+      });
+      if (round >= 0) board[place(m, round, bootstrap->rank(), o)] = us / all[m].repeats;
     }
     pair.drop();
   }
@@ -231,8 +279,9 @@ int run(const Options& o, const std::string& command) {
       figures.back().us.push_back(
           std::max(board[place(m, round, 0, o)], board[place(m, round, 1, o)]));
     }
+    std::sort(figures.back().us.begin(), figures.back().us.end());
   }
-  fmt::print("{}", table(figures));
+  print_table(figures);
   if (o.json.empty()) return 0;
   const cli::Machine machine = cli::look_at_machine();
   const nlohmann::json out = {{"command", command},         {"machine", cli::to_json(machine)},
@@ -248,37 +297,29 @@ int run(const Options& o, const std::string& command) {
 }  // namespace ferry::bench
 
 int main(int argc, char** argv) {
+  using ferry::cli::whole_number;
   ferry::bench::Options o;
+  std::string hosts;
+  CLI::App app("Ferry over libfabric against libfabric alone, in one run");
+  app.add_option("--rounds", o.rounds)->check(whole_number(1, 1000000));
+  app.add_option("--tokens", o.tokens, "A multiple of 512, which is whole MiB");
+  app.add_option("--spins", o.spins, "Exchanges of a latency sample")
+      ->check(whole_number(1, 100000));
+  app.add_option("--pin", o.pin, "1: each rank on a core of its own")->check(whole_number(0, 1));
+  app.add_option("--only", o.only, "What has this in its name");
+  app.add_option("--hosts", hosts, "NAMESPACE=ADDRESS,NAMESPACE=ADDRESS");
+  app.add_option("--json", o.json);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  }
+  o.hosts = ferry::bench::hosts_in(hosts);
+  if ((o.hosts.empty() && !hosts.empty()) || o.tokens < 512 || o.tokens % 512 != 0) {
+    fmt::print(stderr, "--hosts: two of NAMESPACE=ADDRESS; --tokens: a multiple of 512\n");
+    return 2;
+  }
   std::string command = "network_speed";
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    command += " " + name + " " + value;
-    if (name == "--rounds") {
-      o.rounds = std::atoi(argv[i + 1]);
-    } else if (name == "--tokens") {
-      o.tokens = std::atoi(argv[i + 1]);
-    } else if (name == "--spins") {
-      o.spins = std::atoi(argv[i + 1]);
-    } else if (name == "--pin") {
-      o.pin = std::atoi(argv[i + 1]);
-    } else if (name == "--only") {
-      o.only = value;
-    } else if (name == "--hosts") {
-      o.hosts = ferry::bench::hosts_in(value);
-      if (o.hosts.empty()) {
-        return fmt::print(stderr, "--hosts: two of NAMESPACE=ADDRESS, with a comma between\n"), 2;
-      }
-    } else if (name == "--json") {
-      o.json = value;
-    } else {
-      return fmt::print(stderr, "unknown option {}\n", name), 2;
-    }
-  }
-  if (o.rounds < 1 || o.tokens < 512 || o.tokens % 512 != 0 || o.spins < 1) {
-    return fmt::print(
-               stderr,
-               "--rounds, --spins: at least 1; --tokens: a multiple of 512, which is whole MiB\n"),
-           2;
-  }
+  for (int i = 1; i < argc; ++i) command.append(" ").append(argv[i]);
   return ferry::bench::run(o, command);
 }

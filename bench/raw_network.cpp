@@ -39,11 +39,6 @@ RawNetwork::RawNetwork(Bootstrap& bootstrap, std::size_t bytes)
   peer_ = fi_endpoint_.insert({there_.name, there_.name_bytes});
 }
 
-std::string RawNetwork::library_version() const {
-  const std::uint32_t version = library_.version();
-  return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
-}
-
 bool RawNetwork::post(std::size_t offset, std::size_t bytes) {
   fi_context2& context = contexts_[posted_ % kContexts];
   const ssize_t code = fi_writedata(fi_endpoint_.ep(), from_->data() + offset, bytes, local_.desc(),
@@ -65,10 +60,6 @@ void RawNetwork::poll() {
   }
 }
 
-void RawNetwork::write(std::size_t bytes) {
-  while (!post(0, bytes)) poll();
-}
-
 void RawNetwork::await_arrival(std::uint64_t count) {
   const auto end = std::chrono::steady_clock::now() + kDeadline;
   while (arrived_ < count || done_ < posted_) {
@@ -86,15 +77,6 @@ void RawNetwork::exchange(std::size_t bytes, std::size_t count, std::size_t wind
     } else {
       poll();
     }
-  }
-  await_arrival(expected_);
-}
-
-void RawNetwork::ping_pong(std::size_t bytes, int rounds) {
-  for (int i = 0; i < rounds; ++i) {
-    if (rank_ == 0) write(bytes);
-    await_arrival(++expected_);
-    if (rank_ == 1) write(bytes);
   }
   await_arrival(expected_);
 }

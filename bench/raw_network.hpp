@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "fabric/memory.hpp"
@@ -22,11 +21,6 @@ class RawNetwork {
   /// Both ranks write `count` pieces of `bytes` to each other, at most `window` under way, and
   /// return when their own are done and those of the other are there.
   void exchange(std::size_t bytes, std::size_t count, std::size_t window);
-  /// The ranks in turn write one piece and wait for the answer, `rounds` times.
-  void ping_pong(std::size_t bytes, int rounds);
-
-  std::string provider() const { return fi_endpoint_.info().fabric_attr->prov_name; }
-  std::string library_version() const;
 
  private:
   struct Card {
@@ -37,7 +31,6 @@ class RawNetwork {
   };
 
   bool post(std::size_t offset, std::size_t bytes);
-  void write(std::size_t bytes);
   void poll();
   void await_arrival(std::uint64_t count);
 
