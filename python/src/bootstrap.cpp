@@ -2,7 +2,6 @@
 
 #include <nanobind/stl/string.h>
 
-#include <cstring>
 #include <vector>
 
 #include "arguments.hpp"

@@ -11,7 +11,6 @@
 #include <nanobind/nanobind.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>

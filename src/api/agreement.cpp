@@ -1,6 +1,5 @@
 #include "api/agreement.hpp"
 
-#include <chrono>
 #include <sstream>
 #include <string>
 #include <string_view>

@@ -1,8 +1,6 @@
 // The public measurement of links: for groups of the host engine.
 #include "ferry/links.hpp"
 
-#include <memory>
-
 #include "host/throughput/links.hpp"
 
 namespace ferry {

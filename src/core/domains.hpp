@@ -1,6 +1,5 @@
 // Which ranks share memory with which.
 #pragma once
-#include <cstdint>
 #include <vector>
 
 namespace ferry {

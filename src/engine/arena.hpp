@@ -1,7 +1,6 @@
 // Hands out pieces of registered segments and takes them back.
 #pragma once
 #include <cstddef>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <optional>

@@ -7,9 +7,7 @@
 #include <exception>
 #include <ferry/ferry.hpp>
 #include <functional>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "core/test_errors.hpp"

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
-#include <vector>
 
 #include "fabric/fabric.hpp"
 #include "fabric/memory.hpp"

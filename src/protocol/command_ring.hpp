@@ -9,7 +9,6 @@
 // taken: producers that must not wait (kernels) are started only then, so the ring never overflows.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "protocol/command.hpp"

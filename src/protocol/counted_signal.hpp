@@ -3,7 +3,6 @@
 // there, and one flag takes its values only in the order in which the source published them.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>

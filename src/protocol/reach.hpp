@@ -2,7 +2,6 @@
 #pragma once
 
 #include <compare>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <utility>

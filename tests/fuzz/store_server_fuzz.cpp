@@ -1,7 +1,6 @@
 // The store's state machine with any mix of strangers, honest ranks and ranks that hold the secret
 // and break the protocol, in memory. Beside "no crash": the limits hold, a rank that got its parts
 // got what was given, and nothing is left when all have gone.
-#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>

@@ -7,8 +7,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <functional>

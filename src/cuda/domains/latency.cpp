@@ -1,7 +1,6 @@
 // Latency mode of a group of several domains: the engine inside makes the exchange for the ranks of
 // its domain, as it always does; for those beyond, all ranks register memory with the network
 // between their CPUs, and a proxy carries what crosses (latency/proxy/crossing.hpp).
-#include <functional>
 #include <optional>
 #include <utility>
 

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cstdio>
 
 #include "cuda/runtime/runtime.hpp"
 #include "engine/growth.hpp"

@@ -2,7 +2,6 @@
 // GPU reads and writes. It grows by agreement, never shrinks, and every rank knows how much each of
 // the others has.
 #pragma once
-#include <cstdint>
 #include <memory>
 #include <vector>
 

@@ -1,10 +1,7 @@
 // Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
 #include "cuda/throughput/plan.hpp"
-
 #include <algorithm>
 #include <atomic>
-#include <string>
-#include <utility>
 
 #include "core/check.hpp"
 #include "core/layout.hpp"

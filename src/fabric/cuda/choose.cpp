@@ -1,5 +1,4 @@
 // Which way of sharing works between all ranks: tried, not guessed.
-#include <algorithm>
 #include <cstring>
 #include <ferry/error.hpp>
 #include <functional>

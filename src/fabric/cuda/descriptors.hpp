@@ -3,7 +3,6 @@
 #include <chrono>
 #include <map>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>

@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string_view>
-
 namespace ferry::fabric {
 namespace {
 

@@ -1,5 +1,4 @@
 // Ranks tell each other which GPU they have; ranks that cannot reach each other find out here.
-#include <algorithm>
 #include <cstring>
 #include <ferry/error.hpp>
 #include <string>

@@ -2,7 +2,6 @@
 #pragma once
 #include <map>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include "fabric/cuda/block.hpp"

@@ -1,7 +1,6 @@
 // One endpoint of a rank, on one NIC, and its traffic with all peers that it is linked with:
 // writes, messages, and the thread that makes progress.
 #pragma once
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -12,9 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "fabric/fabric.hpp"

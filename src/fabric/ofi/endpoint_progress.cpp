@@ -2,7 +2,6 @@
 // life.
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "fabric/ofi/endpoint.hpp"
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <ferry/error.hpp>
-#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>

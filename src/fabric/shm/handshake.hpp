@@ -4,7 +4,6 @@
 #include <cstring>
 #include <ferry/error.hpp>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "fabric/identity.hpp"

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <ferry/error.hpp>
 #include <set>
 #include <string>

@@ -1,7 +1,6 @@
 #include "host/latency/heartbeat.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 namespace ferry::host {

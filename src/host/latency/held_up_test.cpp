@@ -1,7 +1,6 @@
 // Latency mode with masks: a rank that stops holds up some ranks and not others. Those that it
 // holds up are waited for, in calls and in a rejoin; a rank that was evicted is not.
 #include <atomic>
-#include <vector>
 
 #include "host/latency/test_masked_ranks.hpp"
 

@@ -1,5 +1,4 @@
 // What the ways between ranks carry, as every rank is told alike.
-#include <mutex>
 
 #include "engine/test_groups.hpp"
 

@@ -1,7 +1,6 @@
 // Which NICs the ranks use, as text and JSON.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "doctor/net.hpp"

@@ -3,12 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <stdexcept>
 
 namespace ferry::cli {
 namespace {

@@ -1,6 +1,5 @@
 // The slots of each received row summed, on the rank that has them: what crosses the wire in a
 // combine from expert-major rows.
-#include <algorithm>
 
 // First: the order in which functions stand decides what the compiler inlines.
 #include "cuda/kernels/throughput/combine_sm80.cuh"

@@ -3,7 +3,6 @@
 #include "cuda/latency/proxy/crossing.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <utility>
 

@@ -1,7 +1,6 @@
 // Dispatched rows on their way to other domains, and from there.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
 
 #include "cuda/latency/proxy/crossing.hpp"

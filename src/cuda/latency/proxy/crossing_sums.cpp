@@ -1,8 +1,6 @@
 // A combine's rows between domains: weights ahead of them, and the rows that their owner sums.
 #include <algorithm>
-#include <atomic>
 #include <bit>
-#include <cstring>
 
 #include "cuda/latency/proxy/crossing.hpp"
 

@@ -1,6 +1,5 @@
 // The NICs of this machine that a rank may use, and those that it does.
 #pragma once
-#include <cstddef>
 #include <ferry/network.hpp>
 #include <string>
 #include <vector>

@@ -3,11 +3,9 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <fstream>
 #include <optional>
-#include <set>
 #include <sstream>
 #include <string_view>
 
