@@ -1,5 +1,4 @@
 // Sizes at the edges of what is allowed, and those at which the engine changes its ways.
-#include <map>
 
 #include "fleet_test.hpp"
 #include "session.hpp"

@@ -1,6 +1,5 @@
 // One cell of the conformance matrix.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>

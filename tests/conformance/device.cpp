@@ -1,7 +1,6 @@
 #include "device.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 namespace ferry::conformance {
 namespace {

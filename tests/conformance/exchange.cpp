@@ -1,7 +1,5 @@
 #include "exchange.hpp"
 
-#include <cstring>
-
 #include "compare.hpp"
 #include "device.hpp"
 #include "random.hpp"

@@ -1,5 +1,4 @@
 // One case of latency mode: dispatch and combine, with and without hooks, one or two results alive.
-#include <cstring>
 #include <thread>
 
 #include "compare.hpp"

@@ -1,8 +1,5 @@
 // The rules of latency mode: two buffers, their order, and what is refused.
-#include <algorithm>
 #include <chrono>
-#include <cstring>
-#include <numeric>
 #include <optional>
 #include <thread>
 

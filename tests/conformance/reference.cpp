@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "core/number.hpp"
 #include "reference_parts.hpp"
@@ -79,6 +78,21 @@ int World::rank_of(std::int64_t expert) const {
     expert -= local_experts(rank);
   }
   return -1;
+}
+
+std::vector<Arrival> arrivals_at(const World& world, int rank) {
+  std::vector<Arrival> rows;
+  for (int source = 0; source < world.ranks; ++source) {
+    for (std::int64_t t = 0; t < world.inputs[index(source)].tokens; ++t) {
+      bool goes = false;
+      for (int k = 0; k < world.topk; ++k) {
+        const std::int64_t id = world.id(source, t, k);
+        goes = goes || (id >= 0 && world.rank_of(id) == rank);
+      }
+      if (goes) rows.push_back({source, t});
+    }
+  }
+  return rows;
 }
 
 ExpectedDispatch expect_dispatch(const World& world, int rank, RowOrder order,

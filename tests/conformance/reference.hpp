@@ -50,6 +50,9 @@ struct Arrival {
   std::int64_t token = 0;
 };
 
+/// Everybody that a rank receives from, in the order of the definition.
+std::vector<Arrival> arrivals_at(const World& world, int rank);
+
 struct ExpectedDispatch {
   std::vector<Arrival> arrivals{};
   std::vector<std::int64_t> recv_rows_per_rank{};

@@ -12,21 +12,20 @@ namespace ferry::conformance {
 
 ExpectedLatency expect_latency(const World& world, int rank) {
   ExpectedLatency result;
-  const std::int64_t local = world.local_experts(rank);
-  const std::vector<Arrival> arrivals = arrivals_at(world, rank);
-  result.rows.resize(index(local));
-  for (std::int64_t expert = 0; expert < local; ++expert) {
-    auto& rows = result.rows[index(expert)];
+  result.rows.resize(index(world.local_experts(rank)));
+  for (const Arrival& arrival : arrivals_at(world, rank)) {
+    for (int k = 0; k < world.topk; ++k) {
+      const std::int64_t expert = local_id(world, rank, arrival, k);
+      if (expert >= 0) result.rows[index(expert)].push_back({arrival.source, arrival.token, k});
+    }
+  }
+  for (const auto& rows : result.rows) {
+    std::int64_t first = 0;
     for (int source = 0; source < world.ranks; ++source) {
-      const std::size_t first = rows.size();
-      for (const Arrival& arrival : arrivals) {
-        for (int k = 0; k < world.topk; ++k) {
-          if (arrival.source == source && local_id(world, rank, arrival, k) == expert) {
-            rows.push_back({source, arrival.token, k});
-          }
-        }
-      }
-      result.ranges.push_back(static_cast<std::int64_t>(first << 32 | (rows.size() - first)));
+      const std::int64_t count = std::count_if(
+          rows.begin(), rows.end(), [&](const auto& row) { return row.source == source; });
+      result.ranges.push_back(first << 32 | count);
+      first += count;
     }
   }
   return result;

@@ -13,22 +13,6 @@ inline std::size_t index(std::int64_t value) {
   return static_cast<std::size_t>(value);
 }
 
-/// Everybody that a rank receives from, in the order of the definition.
-inline std::vector<Arrival> arrivals_at(const World& world, int rank) {
-  std::vector<Arrival> rows;
-  for (int source = 0; source < world.ranks; ++source) {
-    for (std::int64_t t = 0; t < world.inputs[index(source)].tokens; ++t) {
-      bool goes = false;
-      for (int k = 0; k < world.topk; ++k) {
-        const std::int64_t id = world.id(source, t, k);
-        goes = goes || (id >= 0 && world.rank_of(id) == rank);
-      }
-      if (goes) rows.push_back({source, t});
-    }
-  }
-  return rows;
-}
-
 /// The local id of a slot at `rank`, −1 if it is elsewhere or unused.
 inline std::int64_t local_id(const World& world, int rank, const Arrival& arrival, int slot) {
   const std::int64_t id = world.id(arrival.source, arrival.token, slot);

@@ -1,6 +1,5 @@
 // One case of throughput mode: plan, dispatch, cached dispatch, combine.
 #include <algorithm>
-#include <cstring>
 
 #include "compare.hpp"
 #include "device.hpp"

@@ -17,12 +17,7 @@ constexpr std::uint64_t kSeed = 20261122;
 
 /// The kind of error that the event throws; `deadline` when it does not.
 ErrorKind kind_of(const Event& event) {
-  try {
-    event.wait(60s);
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  return ErrorKind::deadline;
+  return test::kind_of([&] { event.wait(60s); }).value_or(ErrorKind::deadline);
 }
 
 TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
@@ -104,12 +99,8 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
         seat.group.dispatch(mine.x_view(), seat.group.plan(mine.routes_view()), options);
     DispatchOptions tight;
     tight.worst_case_rows = 1;
-    try {
-      (void)seat.group.dispatch(mine.x_view(), plan, tight);
-      need(false, "too many rows were taken");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::exhausted, error.what());
-    }
+    need_error(ErrorKind::exhausted, "too many rows were taken",
+               [&] { (void)seat.group.dispatch(mine.x_view(), plan, tight); });
     CombineOptions back;
     back.order = trip.order;
     back.alignment = trip.alignment;
@@ -132,22 +123,16 @@ TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
       DispatchOptions tight;
       tight.worst_case_rows = 1;
       tight.stream = waits ? nullptr : &own.stream;
-      try {
+      need_error(ErrorKind::exhausted, "too many rows were taken", [&] {
         const Received refused = seat.group.dispatch(mine.x_view(), plan, tight);
         refused.event.wait(60s);
-        need(false, "too many rows were taken");
-      } catch (const Error& error) {
-        need(error.kind() == ErrorKind::exhausted, error.what());
-      }
+      });
       ConstTensorView one = mine.x_view();
       one.shape[0] = 1;
-      try {
-        (void)seat.group.combine(one, plan);
-        need(false, "rows of a refused dispatch were taken");
-      } catch (const Error& error) {
-        need(error.kind() == ErrorKind::invalid_argument, error.what());
-        need(std::string(error.what()).find("worst_case_rows") == std::string::npos, error.what());
-      }
+      const Error error =
+          need_error(ErrorKind::invalid_argument, "rows of a refused dispatch were taken",
+                     [&] { (void)seat.group.combine(one, plan); });
+      need(std::string(error.what()).find("worst_case_rows") == std::string::npos, error.what());
       round_trip(seat.group, world, mine, plan, {}, seat.copier);
     }
   });
@@ -173,12 +158,8 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
       tight.worst_case_rows = rows;
       tight.order = RowOrder::expert_major;
       tight.alignment = 1024;
-      try {
-        (void)seat.group.dispatch(mine.x_view(), plan, tight);
-        need(false, "too many expert-major rows were taken");
-      } catch (const Error& error) {
-        need(error.kind() == ErrorKind::exhausted, error.what());
-      }
+      need_error(ErrorKind::exhausted, "too many expert-major rows were taken",
+                 [&] { (void)seat.group.dispatch(mine.x_view(), plan, tight); });
       check_received(world, seat.rank(), trip, first, seat.copier);
       for (const std::int64_t worst : {std::int64_t{0}, trip.worst_case_rows, rows, rows + 10}) {
         for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
@@ -259,12 +240,9 @@ TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
     seat.meet();
     const auto start = std::chrono::steady_clock::now();
     const Received received = seat.group.dispatch(mine.x_view(), plan, options);
-    try {
-      received.event.wait(60s);
-      need(false, "a rank that left in the midst of a call was waited for in vain");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::peer_left && error.peer() == 1, error.what());
-    }
+    need_error(
+        ErrorKind::peer_left, "a rank that left in the midst of a call was waited for in vain",
+        [&] { received.event.wait(60s); }, 1);
     need(std::chrono::steady_clock::now() - start < 5s, "it took too long");
     seat.meet();
   });
@@ -282,12 +260,8 @@ TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
     if (seat.rank() == 1) _exit(0);
     std::this_thread::sleep_for(1s);
     (void)seat.group.empty({4, 4}, Dtype::f32);
-    try {
-      seat.group.barrier();
-      need(false, "a barrier without rank 1");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::peer_failed && error.peer() == 1, error.what());
-    }
+    need_error(
+        ErrorKind::peer_failed, "a barrier without rank 1", [&] { seat.group.barrier(); }, 1);
   });
   const auto problems = run_ranks(2, 1, body, 90);
   ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems[0]);
@@ -301,7 +275,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
     const int device = take_gpu(bootstrap);
     const Copier copier;
     const World world(2, shape, kSeed + 4);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device,
+    const OnGpu mine(world.inputs[static_cast<std::size_t>(bootstrap.rank())], shape, device,
                      copier);
     bootstrap.all_gather({}, 60s);
     Received received;

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "cuda/throughput/engine.hpp"
-#include "engine_seat.hpp"
+#include "engine_graph.hpp"
 #include "touch.hpp"
 
 namespace ferry::test {
@@ -46,7 +46,6 @@ void check(const World& world, Seat& seat, const Trip& trip, const Both& both) {
 TEST_P(EngineTest, DispatchMakesItsPlan) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     OwnStream own(seat.device);
     std::uint64_t seed = kSeed;
     const World any(seat.size(), shape, seed);
@@ -56,7 +55,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
       for (const std::int64_t worst : {0, 200}) {
         for (Stream* stream : {&own.stream, static_cast<Stream*>(nullptr), &own.stream}) {
           const World world(seat.size(), shape, ++seed);
-          mine.fill(world.ranks[self], seat.copier);
+          mine.fill(world.sent(seat.rank()), seat.copier);
           seat.meet();
           Trip trip;
           trip.order = order;
@@ -79,32 +78,22 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World first(seat.size(), shape, kSeed + 50);
-    const auto self = static_cast<std::size_t>(seat.rank());
     const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 200;
     trip.stream = &own.stream;
     seat.meet();
-    cudaGraph_t graph = nullptr;
-    need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal), "capture");
-    const Both both = there_and_back(seat, mine, trip);
-    need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
-    cudaGraphExec_t exec = nullptr;
-    need(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
-    need(cudaGraphUpload(exec, own.raw), "cudaGraphUpload");
-    need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
+    Both both;
+    const Graph graph(own.raw, [&] { both = there_and_back(seat, mine, trip); });
     for (std::uint64_t i = 0; i < 5; ++i) {
       const World world(seat.size(), shape, kSeed + 51 + i);
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
-      need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
-      while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
+      graph.run();
       check(world, seat, trip, both);
     }
     seat.meet();
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
   });
 }
 
@@ -112,12 +101,11 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 80);
-    const auto self = static_cast<std::size_t>(seat.rank());
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     for (const std::int64_t worst : {200, 0}) {
-      Sent bad = world.ranks[self];
-      if (seat.rank() == 0) bad.routes[5] = shape.experts;
+      Sent bad = world.sent(seat.rank());
+      if (seat.rank() == 0) bad.topk_idx[5] = shape.experts;
       mine.fill(bad, seat.copier);
       seat.meet();
       DispatchOptions options;
@@ -134,7 +122,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
       }
       need(said.find("no expert") != std::string::npos, "said: " + said);
       // The group goes on.
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       Trip trip;
       trip.stream = &own.stream;
@@ -229,9 +217,7 @@ TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
       OwnStream own(seat.device);
       seat.meet();
       read_later(own.raw, 20ms);
-      PlanOptions planning;
-      planning.stream = &own.stream;
-      Plan plan = seat.group.plan(mine.routes_view(), planning);
+      Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
       const auto made = std::static_pointer_cast<cuda::CudaPlan>(plan.state())->made;
       need(made->marked() == nullptr, "an event lies between a plan and what follows");
       trip.stream = i % 2 == 0 ? &other.stream : &own.stream;

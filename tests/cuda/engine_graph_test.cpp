@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <functional>
 #include <thread>
 
 #include "engine_graph.hpp"
@@ -50,7 +49,6 @@ void await_used(const Group& group, std::size_t bytes) {
 TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
@@ -59,11 +57,14 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
     round_trip(seat.group, world, mine, got.plan, {}, seat.copier);
     const Graph graph(own.raw, [&] { exchange(seat, mine, own.stream, {}, got); });
     for (int i = 0; i < 4; ++i) {
-      for (Sent& sent : world.ranks) {  // other rows and weights, the same routes
-        for (float& value : sent.x) value += 0.5f;
+      for (Sent& sent : world.inputs) {  // other rows and weights, the same routes
+        for (std::int64_t at = 0; at < sent.tokens * shape.hidden; ++at) {
+          const float value = conformance::load(sent.x.data(), shape.dtype, at);
+          conformance::store(sent.x.data(), shape.dtype, at, value + 0.5f);
+        }
         for (float& value : sent.weights) value += 0.25f;
       }
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       graph.run();
       check_received(world, seat.rank(), {}, got.received, seat.copier);
@@ -87,12 +88,10 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
     Trip trip;
     trip.worst_case_rows = 4000;
     trip.order = RowOrder::expert_major;
-    PlanOptions planning;
-    planning.stream = &own.stream;
     seat.meet();
     Exchanged first, again;
     const Graph graph(own.raw, [&] {
-      first.plan = seat.group.plan(mine.routes_view(), planning);
+      first.plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
       again.plan = first.plan;
       exchange(seat, mine, own.stream, trip, first);
       exchange(seat, mine, own.stream, trip, again);
@@ -117,8 +116,6 @@ TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 150;
-    PlanOptions planning;
-    planning.stream = &own.stream;
     {
       const Plan plan = seat.group.plan(mine.routes_view());
       round_trip(seat.group, world, mine, plan, {}, seat.copier);
@@ -126,7 +123,7 @@ TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
     const std::size_t before = seat.group.memory().arena_used_bytes;
     const auto captured = [&](Exchanged& got) {
       return std::make_unique<Graph>(own.raw, [&] {
-        got.plan = seat.group.plan(mine.routes_view(), planning);
+        got.plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
         exchange(seat, mine, own.stream, trip, got);
       });
     };

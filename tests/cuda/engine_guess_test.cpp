@@ -19,9 +19,9 @@ constexpr std::uint64_t kSeed = 20261125;
 /// All tokens go to one expert (-1: to none).
 World world_to(int ranks, const Shape& shape, std::int64_t expert) {
   World world(ranks, shape, kSeed);
-  for (Sent& sent : world.ranks) {
-    for (std::size_t i = 0; i < sent.routes.size(); ++i) {
-      sent.routes[i] = i % static_cast<std::size_t>(shape.topk) == 0 ? expert : -1;
+  for (Sent& sent : world.inputs) {
+    for (std::size_t i = 0; i < sent.topk_idx.size(); ++i) {
+      sent.topk_idx[i] = i % static_cast<std::size_t>(shape.topk) == 0 ? expert : -1;
     }
   }
   return world;
@@ -31,11 +31,11 @@ World world_to(int ranks, const Shape& shape, std::int64_t expert) {
 World world_of_few(int ranks, const Shape& shape, std::int64_t tokens) {
   World world(ranks, shape, kSeed);
   const auto topk = static_cast<std::size_t>(shape.topk);
-  for (Sent& sent : world.ranks) {
-    for (std::size_t i = 0; i < sent.routes.size(); ++i) {
+  for (Sent& sent : world.inputs) {
+    for (std::size_t i = 0; i < sent.topk_idx.size(); ++i) {
       const auto to = static_cast<int>(i % topk);
       const bool goes = i / topk < static_cast<std::size_t>(tokens) && to < ranks;
-      sent.routes[i] = goes ? world.placement.first_expert(to) : -1;
+      sent.topk_idx[i] = goes ? world.first_expert(to) : -1;
     }
   }
   return world;
@@ -44,12 +44,10 @@ World world_of_few(int ranks, const Shape& shape, std::int64_t tokens) {
 /// Plans on a stream that is busy, so that nobody can know the counts, dispatches and combines.
 void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& own,
                   bool scales = false) {
-  mine.fill(world.ranks[static_cast<std::size_t>(seat.rank())], seat.copier);
+  mine.fill(world.inputs[static_cast<std::size_t>(seat.rank())], seat.copier);
   seat.meet();
   read_later(own.raw, 20ms);
-  PlanOptions planning;
-  planning.stream = &own.stream;
-  const Plan plan = seat.group.plan(mine.routes_view(), planning);
+  const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
   Trip trip;
   trip.stream = &own.stream;
   DispatchOptions options;
@@ -61,17 +59,13 @@ void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& 
   const Received received = seat.group.dispatch(mine.x_view(), plan, options);
   received.event.wait(60s);
   check_received(world, seat.rank(), trip, received, seat.copier);
-  need(received.x.rows() == static_cast<std::int64_t>(world.arrivals(seat.rank()).size()), "rows");
+  need(received.x.rows() == world.rows(seat.rank()), "rows");
   if (scales) {
-    const auto rows = world.arrivals(seat.rank());
-    const auto got = seat.copier.get<float>(received.scales, received.scales.rows());
-    const auto topk = static_cast<std::size_t>(world.shape.topk);
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      for (std::size_t k = 0; k < topk; ++k) {
-        need(got[i * topk + k] == world.weight(rows[i].source, rows[i].token, static_cast<int>(k)),
-             "scales");
-      }
-    }
+    World scaled = world;
+    scaled.scale_columns = world.topk;
+    for (Sent& sent : scaled.inputs) sent.scales = sent.weights;
+    const auto expected = conformance::expect_dispatch(scaled, seat.rank(), trip.order, 1);
+    need_same("scales", received.scales, expected.scales, seat.copier);
   }
   CombineOptions back;
   back.topk_weights = received.topk_weights;
@@ -81,7 +75,7 @@ void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& 
   check_combined(world, seat.rank(), trip, combined, seat.copier);
   // Another dispatch with the plan, of known size, and one of a worst case.
   round_trip(seat.group, world, mine, plan, trip, seat.copier);
-  trip.worst_case_rows = static_cast<std::int64_t>(world.arrivals(seat.rank()).size()) + 5;
+  trip.worst_case_rows = world.rows(seat.rank()) + 5;
   round_trip(seat.group, world, mine, plan, trip, seat.copier);
   trip.worst_case_rows = 0;
   trip.order = RowOrder::expert_major;
@@ -105,7 +99,6 @@ void warm_up(Seat& seat, OwnStream& own) {
 TEST_P(EngineTest, GuessedRowsAreNarrowed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     OwnStream own(seat.device);
     warm_up(seat, own);
     const World first(seat.size(), shape, kSeed + 1);
@@ -117,7 +110,7 @@ TEST_P(EngineTest, GuessedRowsAreNarrowed) {
     }
     const Counted now = counted(seat);
     // The last rank has no tokens: without history it cannot guess.
-    need(now.made == (first.ranks[self].tokens == 0 ? 5u : 6u), std::to_string(now.made));
+    need(now.made == (first.sent(seat.rank()).tokens == 0 ? 5u : 6u), std::to_string(now.made));
     need(now.too_low == 0, std::to_string(now.too_low) + " guesses were too low");
     need(seat.group.memory().arena_used_bytes == before, "memory was lost");
     seat.meet();
@@ -184,33 +177,30 @@ TEST(EngineGuessTest, ASecondGrantThatDoesNotComeIsMissed) {
     of.tokens = 160;
     OwnStream own(seat.device);
     warm_up(seat, own);
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World before = world_to(2, of, of.experts - 1), after = world_to(2, of, 0);
     const OnGpu mine = seat.on_gpu(before);
     {
       const Plan plan = seat.group.plan(mine.routes_view());
       round_trip(seat.group, before, mine, plan, {}, seat.copier);
     }
-    mine.fill(after.ranks[self], seat.copier);
+    mine.fill(after.sent(seat.rank()), seat.copier);
     seat.meet();
     read_later(own.raw, 200ms);  // so long that the wait for the counts calls on_wait
-    PlanOptions planning;
-    planning.stream = &own.stream;
-    const Plan plan = seat.group.plan(mine.routes_view(), planning);
+    const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
     DispatchOptions options;
     options.stream = &own.stream;
     hold = seat.rank() == 0;
-    try {
-      const Received received = seat.group.dispatch(mine.x_view(), plan, options);
-      received.event.wait(60s);
-      need(false, "rows came without a grant");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::deadline && error.peer() == 0, error.what());
-      need(std::string(error.what())
-                   .find(seat.rank() == 0 ? "this rank is in dispatch" : "rank 0 is in dispatch") !=
-               std::string::npos,
-           error.what());
-    }
+    const Error error = need_error(
+        ErrorKind::deadline, "rows came without a grant",
+        [&] {
+          const Received received = seat.group.dispatch(mine.x_view(), plan, options);
+          received.event.wait(60s);
+        },
+        0);
+    need(std::string(error.what())
+                 .find(seat.rank() == 0 ? "this rank is in dispatch" : "rank 0 is in dispatch") !=
+             std::string::npos,
+         error.what());
     seat.meet();
   });
 }
@@ -218,39 +208,28 @@ TEST(EngineGuessTest, ASecondGrantThatDoesNotComeIsMissed) {
 TEST_P(EngineTest, APlanThatFailedFailsItsDispatchOnAllRanks) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     OwnStream own(seat.device);
     warm_up(seat, own);
     const World world(seat.size(), shape, kSeed + 20);
     const OnGpu mine = seat.on_gpu(world);
-    PlanOptions planning;
-    planning.stream = &own.stream;
     for (int i = 0; i < 4; ++i) {
-      Sent bad = world.ranks[self];
-      if (seat.rank() == 0) bad.routes[3] = shape.experts;
+      Sent bad = world.sent(seat.rank());
+      if (seat.rank() == 0) bad.topk_idx[3] = shape.experts;
       mine.fill(bad, seat.copier);
       seat.meet();
       read_later(own.raw, 20ms);
-      const Plan plan = seat.group.plan(mine.routes_view(), planning);
+      const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
       const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::peer_failed;
       if ((seat.rank() + i) % 2 == 0) {  // some ranks know before they dispatch
-        try {
-          (void)plan.recv_rows();
-          need(false, "counts of a plan that failed");
-        } catch (const Error& error) {
-          need(error.kind() == wanted, error.what());
-        }
+        need_error(wanted, "counts of a plan that failed", [&] { (void)plan.recv_rows(); });
       }
       DispatchOptions options;
       options.stream = &own.stream;
       if (i == 3 && seat.rank() == 0) options.worst_case_rows = 100;  // each rank's own choice
-      try {
-        const Received received = seat.group.dispatch(mine.x_view(), plan, options);
-        received.event.wait(60s);
-        need(false, "a plan that failed was used");
-      } catch (const Error& error) {
-        need(error.kind() == wanted || (i == 3 && seat.rank() == 0), error.what());
-      }
+      const auto error =
+          error_of([&] { seat.group.dispatch(mine.x_view(), plan, options).event.wait(60s); });
+      need(error.has_value(), "a plan that failed was used");
+      need(error->kind() == wanted || (i == 3 && seat.rank() == 0), error->what());
       guessed_trip(seat, world, mine, own);
     }
     seat.meet();
@@ -268,9 +247,7 @@ TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     read_later(own.raw, 3000ms);
-    PlanOptions planning;
-    planning.stream = &own.stream;
-    const Plan plan = seat.group.plan(mine.routes_view(), planning);
+    const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
     Trip trip;
     trip.stream = &own.stream;
     round_trip(seat.group, world, mine, plan, trip, seat.copier);

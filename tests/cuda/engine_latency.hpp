@@ -27,88 +27,64 @@ inline LatencyConfig latency_config(const Shape& shape, bool masks = false) {
   return config;
 }
 
-/// Rows of one local expert in their order. `absent`: ranks of which nothing comes.
-inline std::vector<Arrival> rows_of_expert(const World& world, std::int64_t expert,
-                                           const std::set<int>& absent = {}) {
-  std::vector<Arrival> rows;
-  for (int s = 0; s < world.placement.ranks; ++s) {
-    if (absent.contains(s)) continue;
-    for (std::int64_t t = 0; t < world.ranks[static_cast<std::size_t>(s)].tokens; ++t) {
-      for (int k = 0; k < world.shape.topk; ++k) {
-        if (world.route(s, t, k) == expert) rows.push_back({s, t});
-      }
+/// The world as the others see it without these ranks: nothing comes from them, nothing goes there.
+inline World without(World world, const std::set<int>& absent) {
+  for (int r = 0; r < world.ranks; ++r) {
+    for (std::int64_t& id : world.inputs[static_cast<std::size_t>(r)].topk_idx) {
+      if (id >= 0 && (absent.contains(r) || absent.contains(world.rank_of(id)))) id = -1;
     }
   }
-  return rows;
+  return world;
 }
 
 inline void check_latency_rows(const World& world, int rank, const LatencyReceived& got,
                                const Copier& copier, const std::set<int>& absent = {}) {
-  const std::int64_t first = world.placement.first_expert(rank);
-  const std::int64_t experts = world.placement.local_experts(rank);
+  const auto expected = conformance::expect_latency(without(world, absent), rank);
   const auto places = static_cast<std::size_t>(got.source_token.view().shape[1]);
-  const auto hidden = static_cast<std::size_t>(world.shape.hidden);
-  const auto counts = copier.get<std::int32_t>(got.counts, experts);
-  const auto tokens = copier.get<std::int32_t>(got.source_token, experts);
-  const auto ranges = copier.get<std::int64_t>(got.ranges, experts);
-  const Tensor flat{TensorView(got.x.data(), world.shape.dtype,
-                               {experts * static_cast<std::int64_t>(places), world.shape.hidden},
-                               got.x.view().device),
-                    got.x.owner()};
-  const auto x = copier.get_floats(flat, flat.rows());
-  for (std::int64_t e = 0; e < experts; ++e) {
-    const auto rows = rows_of_expert(world, first + e, absent);
+  const std::size_t row_bytes = world.row_bytes(), experts = expected.rows.size();
+  const auto counts = copier.first<std::int32_t>(got.counts, experts);
+  const auto tokens = copier.first<std::int32_t>(got.source_token, experts * places);
+  const auto x = copier.first<std::byte>(got.x, experts * places * row_bytes);
+  need_same("ranges", got.ranges, expected.ranges, copier);
+  for (std::size_t e = 0; e < experts; ++e) {
+    const auto& rows = expected.rows[e];
     const std::string where = "expert " + std::to_string(e);
-    const auto at = static_cast<std::size_t>(e);
-    need(counts[at] == static_cast<std::int32_t>(rows.size()),
-         where + ": " + std::to_string(counts[at]) + " rows, expected " +
+    need(counts[e] == static_cast<std::int32_t>(rows.size()),
+         where + ": " + std::to_string(counts[e]) + " rows, expected " +
              std::to_string(rows.size()));
-    std::vector<std::int64_t> from(static_cast<std::size_t>(world.placement.ranks));
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      const std::size_t place = at * places + i;
-      ++from[static_cast<std::size_t>(rows[i].source)];
+      const std::size_t place = e * places + i;
+      const std::byte* sent = world.row(rows[i].source, rows[i].token);
       need(tokens[place] == rows[i].token, where + ": source token");
-      need(world.is_row(rows[i].source, rows[i].token, x.data() + place * hidden), where + ": x");
-    }
-    std::int64_t begin = 0;
-    for (std::size_t s = 0; s < from.size(); ++s) {
-      need(ranges[at * from.size() + s] == (begin << 32 | from[s]), where + ": ranges");
-      begin += from[s];
+      need(std::equal(sent, sent + row_bytes, x.data() + place * row_bytes), where + ": x");
     }
   }
 }
 
 /// When the rows come back as they are.
+inline void check_latency_sums(const World& world, int rank, const conformance::LatencyHow& how,
+                               const Tensor& got, const Copier& copier,
+                               const std::set<int>& absent = {}) {
+  const World seen = without(world, absent);
+  std::vector<conformance::ExpectedLatency> by_expert;
+  std::vector<conformance::ExpectedRankMajor> by_rank;
+  for (int d = 0; d < world.ranks; ++d) {
+    by_expert.push_back(conformance::expect_latency(seen, d));
+    by_rank.push_back(conformance::expect_rank_major(seen, d));
+  }
+  const auto row = [&](int d, std::int64_t block, std::int64_t place, std::byte* out) {
+    const auto at = static_cast<std::size_t>(d), b = static_cast<std::size_t>(block),
+               p = static_cast<std::size_t>(place);
+    const std::byte* sent = how.order == RowOrder::rank_major
+                                ? world.row(rank, by_rank[at].rows[b][p].token)
+                                : world.row(rank, by_expert[at].rows[b][p].token);
+    std::copy_n(sent, world.row_bytes(), out);
+  };
+  need_same("latency sums", got, conformance::expect_latency_combine(seen, rank, row, how), copier);
+}
 inline void check_latency_sums(const World& world, int rank, CombinePath path, const Tensor& got,
                                const Copier& copier, const std::set<int>& absent = {}) {
-  const std::int64_t tokens = world.ranks[static_cast<std::size_t>(rank)].tokens;
-  const auto x = copier.get_floats(got, tokens);
-  const int ranks = world.placement.ranks;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t h = 0; h < world.shape.hidden; ++h) {
-      std::vector<float> sums(static_cast<std::size_t>(ranks));  // of each rank, or one of all
-      std::vector<bool> any(sums.size());
-      for (int k = 0; k < world.shape.topk; ++k) {
-        const std::int64_t expert = world.route(rank, t, k);
-        if (expert < 0) continue;
-        const int owner = world.placement.rank_of(expert);
-        if (absent.contains(owner)) continue;
-        const auto at = static_cast<std::size_t>(path == CombinePath::per_rank ? owner : 0);
-        sums[at] = std::fmaf(world.weight(rank, t, k), world.x(rank, t, h), sums[at]);
-        any[at] = true;
-      }
-      float sum = 0;
-      for (std::size_t r = 0; r < sums.size(); ++r) {
-        const bool alone = path == CombinePath::per_slot;  // rounded once
-        if (any[r]) sum = sum + (alone ? sums[r] : rounded(world.shape.dtype, sums[r]));
-      }
-      sum = rounded(world.shape.dtype, sum);
-      const float found = x[static_cast<std::size_t>(t * world.shape.hidden + h)];
-      if (found == sum) continue;
-      need(false, "latency sum of token " + std::to_string(t) + ", channel " + std::to_string(h) +
-                      ": got " + std::to_string(found) + ", expected " + std::to_string(sum));
-    }
-  }
+  check_latency_sums(world, rank, {RowOrder::expert_major, path}, got, copier, absent);
 }
 
 struct LatencyExchanged {

@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <functional>
-#include <thread>
 
 #include "engine_graph.hpp"
 #include "engine_latency.hpp"
@@ -14,74 +12,29 @@ namespace {
 
 constexpr std::uint64_t kSeed = 20261127;
 
-/// Tokens of `source` that have a slot on `rank`, in their order.
-std::vector<std::int64_t> tokens_for(const World& world, int source, int rank) {
-  std::vector<std::int64_t> tokens;
-  for (std::int64_t t = 0; t < world.ranks[static_cast<std::size_t>(source)].tokens; ++t) {
-    bool comes = false;
-    for (int k = 0; k < world.shape.topk; ++k) {
-      const std::int64_t expert = world.route(source, t, k);
-      comes |= expert >= 0 && world.placement.rank_of(expert) == rank;
-    }
-    if (comes) tokens.push_back(t);
-  }
-  return tokens;
-}
-
 void check_ranked_rows(const World& world, int rank, const LatencyReceived& got,
                        const Copier& copier) {
-  const int ranks = world.placement.ranks;
-  const auto capacity = got.x.view().shape[1];
-  const auto hidden = static_cast<std::size_t>(world.shape.hidden);
-  const std::int64_t first = world.placement.first_expert(rank);
-  const auto counts = copier.get<std::int32_t>(got.counts, ranks);
-  const auto tokens = copier.get<std::int32_t>(got.source_token, ranks);
-  const auto flat = [&](const Tensor& tensor, Dtype dtype, std::int64_t columns) {
-    return Tensor{
-        TensorView(tensor.data(), dtype, {ranks * capacity, columns}, tensor.view().device),
-        tensor.owner()};
-  };
-  const auto x = copier.get<float>(flat(got.x, Dtype::f32, world.shape.hidden), ranks * capacity);
-  const auto ids =
-      copier.get<std::int32_t>(flat(got.topk_idx, Dtype::i32, world.shape.topk), ranks * capacity);
-  for (int s = 0; s < ranks; ++s) {
-    const auto expected = tokens_for(world, s, rank);
+  const auto expected = conformance::expect_rank_major(world, rank);
+  const auto capacity = static_cast<std::size_t>(got.x.view().shape[1]);
+  const auto topk = static_cast<std::size_t>(world.topk);
+  const std::size_t rows = expected.rows.size() * capacity, row_bytes = world.row_bytes();
+  const auto counts = copier.first<std::int32_t>(got.counts, expected.rows.size());
+  const auto tokens = copier.first<std::int32_t>(got.source_token, rows);
+  const auto x = copier.first<std::byte>(got.x, rows * row_bytes);
+  const auto ids = copier.first<std::int32_t>(got.topk_idx, rows * topk);
+  for (std::size_t s = 0; s < expected.rows.size(); ++s) {
+    const auto& sent = expected.rows[s];
     const std::string where = "source " + std::to_string(s);
-    need(counts[static_cast<std::size_t>(s)] == static_cast<std::int32_t>(expected.size()),
-         where + ": counts");
-    for (std::int64_t i = 0; i < capacity; ++i) {
-      const auto at = static_cast<std::size_t>(s * capacity + i);
-      const bool valid = i < static_cast<std::int64_t>(expected.size());
-      const std::int64_t token = valid ? expected[static_cast<std::size_t>(i)] : -1;
-      for (int k = 0; k < world.shape.topk; ++k) {
-        const std::int64_t expert = valid ? world.route(s, token, k) : -1;
-        const bool here = expert >= 0 && world.placement.rank_of(expert) == rank;
-        need(ids[at * static_cast<std::size_t>(world.shape.topk) + static_cast<std::size_t>(k)] ==
-                 (here ? expert - first : -1),
-             where + ": topk_idx");
-      }
-      if (!valid) continue;
-      need(tokens[at] == token, where + ": source token");
-      need(world.is_row(s, token, x.data() + at * hidden), where + ": x");
-    }
-  }
-}
-
-/// When each row comes back as it is: once from each rank that got it.
-void check_ranked_sums(const World& world, int rank, const Tensor& got, const Copier& copier) {
-  const std::int64_t tokens = world.ranks[static_cast<std::size_t>(rank)].tokens;
-  const auto x = copier.get<float>(got, tokens);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    std::set<int> from;
-    for (int k = 0; k < world.shape.topk; ++k) {
-      const std::int64_t expert = world.route(rank, t, k);
-      if (expert >= 0) from.insert(world.placement.rank_of(expert));
-    }
-    for (std::int64_t h = 0; h < world.shape.hidden; ++h) {
-      float sum = 0;
-      for (std::size_t r = 0; r < from.size(); ++r) sum = sum + world.x(rank, t, h);
-      need(x[static_cast<std::size_t>(t * world.shape.hidden + h)] == sum,
-           "rank-major sum of token " + std::to_string(t));
+    need(counts[s] == static_cast<std::int32_t>(sent.size()), where + ": counts");
+    for (std::size_t i = 0; i < capacity; ++i) {
+      const std::size_t at = s * capacity + i;
+      const std::vector<std::int32_t> none(topk, -1);
+      const auto& local = i < sent.size() ? sent[i].topk_idx : none;
+      need(std::equal(local.begin(), local.end(), ids.data() + at * topk), where + ": topk_idx");
+      if (i >= sent.size()) continue;
+      need(tokens[at] == sent[i].token, where + ": source token");
+      const std::byte* row = world.row(static_cast<int>(s), sent[i].token);
+      need(std::equal(row, row + row_bytes, x.data() + at * row_bytes), where + ": x");
     }
   }
 }
@@ -90,10 +43,9 @@ void check_ranked_sums(const World& world, int rank, const Tensor& got, const Co
 TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       World world(seat.size(), shape, kSeed);
-      const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+      const OnGpu mine = seat.on_gpu(world);
       OwnStream own(seat.device);
       LatencyConfig config = latency_config(shape);
       config.order = order;
@@ -119,11 +71,11 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
       });
       for (std::uint64_t i = 0; i < 4; ++i) {
         world = World(seat.size(), shape, kSeed + 1 + i);
-        mine.fill(world.ranks[self], seat.copier);
+        mine.fill(world.sent(seat.rank()), seat.copier);
         seat.meet();
         graph.run();
         check_ranked_rows(world, seat.rank(), received, seat.copier);
-        check_ranked_sums(world, seat.rank(), combined.x, seat.copier);
+        check_latency_sums(world, seat.rank(), {RowOrder::rank_major}, combined.x, seat.copier);
       }
       seat.meet();
     }
@@ -137,26 +89,22 @@ TEST_P(EngineTest, LatencyFormatsOfSomeRanksAreAMismatch) {
   config.deadline = 3s;
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 20);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     const LatencyReceived received = latency_dispatch(latency, mine, {});
     LatencyCombineOptions options;
     options.format = seat.rank() == 1 ? CombineFormat::e4m3 : CombineFormat::logfmt10;
-    std::optional<ErrorKind> kind;
-    std::string what = "it went on";
-    try {
-      (void)latency.combine(received.x, received, mine.weights_view(), options);
-    } catch (const Error& error) {
-      kind = error.kind();
-      what = error.what();
-    }
+    const auto error = error_of(
+        [&] { (void)latency.combine(received.x, received, mine.weights_view(), options); });
+    const std::string what = error ? error->what() : "it went on";
     seat.meet();  // who waits for nobody would leave while others still find out
     // A rank without tokens waits for nobody's rows.
-    const bool waits = world.ranks[static_cast<std::size_t>(seat.rank())].tokens > 0;
-    need(kind == ErrorKind::mismatch || kind == ErrorKind::peer_failed || (!waits && !kind), what);
-    if (waits && seat.size() == 2) need(kind == ErrorKind::mismatch, what);
+    const bool waits = world.inputs[static_cast<std::size_t>(seat.rank())].tokens > 0;
+    const bool mismatch = error && error->kind() == ErrorKind::mismatch;
+    need(mismatch || (error && error->kind() == ErrorKind::peer_failed) || (!waits && !error),
+         what);
+    if (waits && seat.size() == 2) need(mismatch, what);
   });
 }
 
@@ -165,9 +113,8 @@ TEST_P(EngineTest, LatencyFormatsOfSomeRanksAreAMismatch) {
 TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 30);
-    const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -183,14 +130,11 @@ TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
       seat.meet();
       graph.run();
       check_latency_rows(world, seat.rank(), kept, seat.copier);
-      std::optional<ErrorKind> kind;
-      try {
+      const auto kind = kind_of([&] {
         const LatencyCombined combined = latency_combine(latency, mine, kept, trip);
         await_latency(combined.event, trip);
         check_latency_sums(world, seat.rank(), trip.path, combined.x, seat.copier);
-      } catch (const Error& error) {
-        kind = error.kind();
-      }
+      });
       need(kind == (layers == 1 ? std::nullopt : std::optional(ErrorKind::invalid_argument)),
            std::to_string(layers) + " dispatches later");
       seat.meet();
@@ -205,11 +149,10 @@ TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
 TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 50), later(seat.size(), shape, kSeed + 51);
     const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
     for (const bool masks : {false, true}) {
-      const OnGpu mine(world.ranks[self], shape, seat.device, seat.copier);
+      const OnGpu mine = seat.on_gpu(world);
       LatencyExchange latency(seat.group, latency_config(shape, masks));
       seat.meet();
       LatencyDispatchOptions hook;
@@ -218,15 +161,10 @@ TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
       (void)latency_dispatch(latency, mine, trip);
       const LatencyReceived kept = latency_dispatch(latency, mine, trip);
       if (masks) latency.rejoin();
-      mine.fill(later.ranks[self], seat.copier);
+      mine.fill(later.sent(seat.rank()), seat.copier);
       const LatencyReceived other = latency_dispatch(latency, mine, trip);
-      std::optional<ErrorKind> kind;
-      try {
-        (void)latency_dispatch(latency, mine, trip);
-      } catch (const Error& error) {
-        kind = error.kind();
-      }
-      need(kind == ErrorKind::exhausted, "a third result was made");
+      need_error(ErrorKind::exhausted, "a third result was made",
+                 [&] { (void)latency_dispatch(latency, mine, trip); });
       check_latency_rows(world, seat.rank(), kept, seat.copier);
       check_latency_rows(later, seat.rank(), other, seat.copier);
       const LatencyCombined sums = latency_combine(latency, mine, other, trip);
@@ -245,8 +183,7 @@ TEST_P(EngineTest, LatencyLateWeightsMaskTheirRankAlone) {
   config.deadline = 2s;
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 40);
-    const OnGpu mine(world.ranks[static_cast<std::size_t>(seat.rank())], shape, seat.device,
-                     seat.copier);
+    const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape, true));
     seat.meet();
     const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};

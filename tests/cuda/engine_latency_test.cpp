@@ -14,20 +14,9 @@ namespace {
 
 constexpr std::uint64_t kSeed = 20261125;
 
-/// The kind of error that the call throws; nothing when it does not.
-std::optional<ErrorKind> kind_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.kind();
-  }
-  return std::nullopt;
-}
-
 TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
@@ -35,7 +24,7 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
     seat.meet();
     for (unsigned choice = 0; choice < 16; ++choice) {
       world = World(seat.size(), shape, kSeed + choice);
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       LatencyTrip trip;
       trip.path = choice % 2 == 0 ? CombinePath::per_rank : CombinePath::per_slot;
@@ -111,7 +100,6 @@ TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
 TEST_P(EngineTest, LatencyExchangesAreReplayed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed + 30);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
@@ -128,12 +116,12 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
     });
     for (std::uint64_t i = 0; i < 6; ++i) {
       world = World(seat.size(), shape, kSeed + 31 + i);
-      for (std::size_t r = 0; r < world.ranks.size(); ++r) {  // fewer tokens: the rest go nowhere
-        Sent& sent = world.ranks[r];
+      for (std::size_t r = 0; r < world.inputs.size(); ++r) {  // fewer tokens: the rest go nowhere
+        Sent& sent = world.inputs[r];
         const auto used = static_cast<std::size_t>(shape.topk) * ((i * 11 + r * 5) % 37);
-        for (std::size_t s = used; s < sent.routes.size(); ++s) sent.routes[s] = -1;
+        for (std::size_t s = used; s < sent.topk_idx.size(); ++s) sent.topk_idx[s] = -1;
       }
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       graph.run();
       check_latency_rows(world, seat.rank(), one.received, seat.copier);
@@ -148,7 +136,6 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
 TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     World world(seat.size(), shape, kSeed + 50);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
@@ -161,7 +148,7 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
     });
     for (std::uint64_t i = 0; i < 8; ++i) {
       world = World(seat.size(), shape, kSeed + 51 + i);
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       graph.run();
       check_latency_sums(world, seat.rank(), trip.path, sums.x, seat.copier);
@@ -181,7 +168,6 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
 TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 60), other(seat.size(), shape, kSeed + 61);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
@@ -196,7 +182,7 @@ TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
       });
       const LatencyReceived kept = latency_dispatch(latency, mine, trip);
       await_latency(kept.event, trip);
-      mine.fill(other.ranks[self], seat.copier);
+      mine.fill(other.sent(seat.rank()), seat.copier);
       seat.meet();
       for (int i = 0; i < 2; ++i) graph.run();
       check_latency_rows(world, seat.rank(), kept, seat.copier);
@@ -220,11 +206,10 @@ TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
 TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const auto self = static_cast<std::size_t>(seat.rank());
     const World world(seat.size(), shape, kSeed + 62);
     const OnGpu mine = seat.on_gpu(world);
     LatencyExchange latency(seat.group, latency_config(shape));
-    const Extents extents{world.ranks[self].tokens, shape.hidden};
+    const Extents extents{world.sent(seat.rank()).tokens, shape.hidden};
     const auto bytes = static_cast<std::size_t>(extents[0] * extents[1]) * sizeof(float);
     const Buffer memory(bytes + 16);
     const Device where{DeviceKind::cuda, seat.device};

@@ -44,19 +44,17 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
       if (seat.rank() == 0) hog = std::make_unique<Hog>();
       seat.meet();
       const auto start = Clock::now();
-      try {
-        PlanOptions planning;
-        planning.stream = way.stream;
-        const Plan plan = seat.group.plan(routes, planning);
-        need(way.stream != nullptr, "a plan without memory");
-        DispatchOptions options;
-        options.stream = way.stream;
-        options.worst_case_rows = way.worst_case_rows;
-        seat.group.dispatch(x, plan, options).event.wait(60s);
-        need(false, "a dispatch without a plan");
-      } catch (const Error& error) {
-        need(error.kind() == ErrorKind::exhausted && error.peer() == 0, error.what());
-      }
+      need_error(
+          ErrorKind::exhausted, "a dispatch without a plan",
+          [&] {
+            const Plan plan = seat.group.plan(routes, {.stream = way.stream});
+            need(way.stream != nullptr, "a plan without memory");
+            DispatchOptions options;
+            options.stream = way.stream;
+            options.worst_case_rows = way.worst_case_rows;
+            seat.group.dispatch(x, plan, options).event.wait(60s);
+          },
+          0);
       need(Clock::now() - start < 5s, "somebody waited");
       seat.meet();
       hog.reset();
@@ -84,7 +82,7 @@ TEST_P(EngineTest, ARankWithoutMemoryForItsPlanTakesPartInTheDispatch) {
   shape.topk = 8;
   each(shape, [&](Seat& seat) {
     const World world(seat.size(), shape, kSeed + 5);
-    const Sent& sent = world.ranks[static_cast<std::size_t>(seat.rank())];
+    const Sent& sent = world.inputs[static_cast<std::size_t>(seat.rank())];
     const OnGpu mine(sent, shape, seat.device, seat.copier);
     ConstTensorView routes = mine.routes_view();
     ConstTensorView x = mine.x_view();
@@ -99,7 +97,7 @@ TEST_P(EngineTest, ARankWithoutMemoryForItsPlanTakesPartInTheDispatch) {
       for (const std::int64_t worst : {200, 0}) {
         std::unique_ptr<Hog> hog;
         Sent now = sent;
-        if (bad && seat.rank() == 0) now.routes[5] = shape.experts;
+        if (bad && seat.rank() == 0) now.topk_idx[5] = shape.experts;
         mine.fill(now, seat.copier);
         seat.meet();
         if (seat.rank() == poor) hog = std::make_unique<Hog>();
@@ -137,10 +135,10 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
   shape.experts = kExperts * GetParam().ranks;
   each(shape, [&](Seat& seat) {
     World world(seat.size(), shape, kSeed + 4);
-    for (Sent& sent : world.ranks) std::fill(sent.routes.begin(), sent.routes.end(), -1);
-    Sent& first = world.ranks[0];
-    for (std::size_t i = 0; i < first.routes.size(); ++i) {
-      first.routes[i] = static_cast<std::int64_t>(i) % kExperts;  // rank 0's
+    for (Sent& sent : world.inputs) std::fill(sent.topk_idx.begin(), sent.topk_idx.end(), -1);
+    Sent& first = world.inputs[0];
+    for (std::size_t i = 0; i < first.topk_idx.size(); ++i) {
+      first.topk_idx[i] = static_cast<std::int64_t>(i) % kExperts;  // rank 0's
     }
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
@@ -148,13 +146,10 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
     DispatchOptions options;
     options.order = RowOrder::expert_major;
     options.alignment = 1 << 20;
-    try {
-      (void)seat.group.dispatch(mine.x_view(), plan, options);
-      need(false, "2^31 rows");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::exhausted && error.peer() == 0, error.what());
-      need(std::string(error.what()).find("2147483647") != std::string::npos, error.what());
-    }
+    const Error error = need_error(
+        ErrorKind::exhausted, "2^31 rows",
+        [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); }, 0);
+    need(std::string(error.what()).find("2147483647") != std::string::npos, error.what());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
   });
 }

@@ -33,12 +33,7 @@ void need_masked(const LatencyExchange& latency, const std::set<int>& expected,
 }
 
 bool is_evicted(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.kind() == ErrorKind::evicted;
-  }
-  return false;
+  return kind_of(call) == ErrorKind::evicted;
 }
 
 /// A rank's place in an exchange with masks.
@@ -133,12 +128,7 @@ TEST_P(EngineTest, MasksAreSetAndCleared) {
   each(shape, [&](Seat& seat) {
     Masked at(seat, shape, kSeed + 1);
     const auto refused = [&](const std::function<void()>& call) {
-      try {
-        call();
-      } catch (const Error& error) {
-        return error.kind() == ErrorKind::invalid_argument;
-      }
-      return false;
+      return kind_of(call) == ErrorKind::invalid_argument;
     };
     LatencyExchange plain(seat.group, latency_config(shape));
     need(refused([&] { (void)plain.masked(); }), "masks of an exchange without");

@@ -2,7 +2,6 @@
 // without a GPU.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -64,7 +63,7 @@ void tensors_outlive(std::chrono::milliseconds deadline, std::chrono::millisecon
     const Copier copier;
     Reader reader(copier);
     const World world(1, shape, kSeed);
-    const OnGpu mine(world.ranks[0], shape, 0, copier);
+    const OnGpu mine(world.inputs[0], shape, 0, copier);
     OwnStream own(0);
     Received received;
     {
@@ -194,14 +193,11 @@ TEST(EngineMemoryTest, ThreadsOnOneGpuNeedQueuesOfTheirOwn) {
     need(cudaSetDevice(0), "cudaSetDevice");
     if (bootstrap.rank() == 0) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8", 1);
     bootstrap.all_gather({}, 60s);
-    try {
-      Group group(borrowed(bootstrap), config_for({}));
-      need(false, "two threads on one GPU with eight queues");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::unsupported, error.what());
-      need(std::string(error.what()).find("CUDA_DEVICE_MAX_CONNECTIONS=16") != std::string::npos,
-           error.what());
-    }
+    const Error error =
+        need_error(ErrorKind::unsupported, "two threads on one GPU with eight queues",
+                   [&] { Group group(borrowed(bootstrap), config_for({})); });
+    need(std::string(error.what()).find("CUDA_DEVICE_MAX_CONNECTIONS=16") != std::string::npos,
+         error.what());
     bootstrap.all_gather({}, 60s);
     if (bootstrap.rank() == 0) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
   });

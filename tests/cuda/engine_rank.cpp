@@ -22,7 +22,7 @@ std::shared_ptr<Bootstrap> find_ranks() {
 
 void exchange(Group& group, const Shape& shape, int device, const Copier& copier) {
   const World world(group.size(), shape, kSeed);
-  const OnGpu mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, copier);
+  const OnGpu mine(world.inputs[static_cast<std::size_t>(group.rank())], shape, device, copier);
   const Plan plan = group.plan(mine.routes_view());
   for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
     for (const bool registered : {true, false}) {
@@ -39,7 +39,7 @@ void exchange(Group& group, const Shape& shape, int device, const Copier& copier
 
 void exchange_latency(Group& group, const Shape& shape, int device, const Copier& copier) {
   const World world(group.size(), shape, kSeed);
-  const OnGpu mine(world.ranks[static_cast<std::size_t>(group.rank())], shape, device, copier);
+  const OnGpu mine(world.inputs[static_cast<std::size_t>(group.rank())], shape, device, copier);
   for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
     const bool masks = path == CombinePath::per_rank;
     LatencyExchange latency(group, latency_config(shape, masks));

@@ -48,23 +48,12 @@ struct Tokens {
 };
 
 std::string error_of(const std::function<void()>& call, ErrorKind kind) {
-  try {
-    call();
-  } catch (const Error& error) {
-    need(error.kind() == kind, error.what());
-    return error.what();
-  }
-  need(false, "not refused");
-  return {};
+  return need_error(kind, "not refused", call).what();
 }
 
 std::string words_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "not refused";
+  const auto error = test::error_of(call);
+  return error ? error->what() : "not refused";
 }
 
 /// Rank 0 makes the call without GPU memory, in vain; the others wait.
@@ -131,9 +120,7 @@ TEST_P(EngineRetryTest, AReceiveThatCouldNotBeginMayBeRepeated) {
     bad.data = wrong.data();
     OwnStream own(seat.device);
     const auto fail_untold = [&] {  // a plan that nobody asks
-      PlanOptions planning;
-      planning.stream = &own.stream;
-      (void)seat.group.plan(bad, planning);
+      (void)seat.group.plan(bad, {.stream = &own.stream});
       own.stream.synchronize();
       std::this_thread::sleep_for(4s);  // until the engine has seen it, on a machine at work too
       seat.meet();

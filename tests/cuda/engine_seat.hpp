@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "crew.hpp"
@@ -29,7 +30,7 @@ struct Seat {
   void meet() const { bootstrap.all_gather({}, 60s); }
   /// What this rank sends in that world, on its GPU.
   OnGpu on_gpu(const World& world) const {
-    return {world.ranks[static_cast<std::size_t>(rank())], world.shape, device, copier};
+    return {world.inputs[static_cast<std::size_t>(rank())], world.shape, device, copier};
   }
 };
 
@@ -90,6 +91,29 @@ struct OwnStream {
     return Stream::of_cuda(raw, device);
   }
 };
+
+/// The error that the call throws, if it throws one.
+inline std::optional<Error> error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+inline std::optional<ErrorKind> kind_of(const std::function<void()>& call) {
+  const auto error = error_of(call);
+  return error ? std::optional(error->kind()) : std::nullopt;
+}
+/// Needs an error of that kind, which names that peer unless it is −1; `otherwise`: what it means
+/// that there is none.
+inline Error need_error(ErrorKind kind, const std::string& otherwise,
+                        const std::function<void()>& call, int peer = -1) {
+  const auto error = error_of(call);
+  need(error.has_value(), otherwise);
+  need(error->kind() == kind && (peer < 0 || error->peer() == peer), error->what());
+  return *error;
+}
 
 struct Ranks {
   int ranks;

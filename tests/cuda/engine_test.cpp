@@ -38,8 +38,7 @@ TEST_P(EngineRanksTest, RoundTrips) {
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
-    need(plan.recv_rows() == static_cast<std::int64_t>(world.arrivals(seat.rank()).size()),
-         "recv_rows");
+    need(plan.recv_rows() == world.rows(seat.rank()), "recv_rows");
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (const std::int64_t worst : {0, 200}) {
         for (const int ordinary : {0, 1, 2}) {  // rows of no rank, of all, of every second
@@ -66,9 +65,7 @@ TEST_P(EngineTest, TwoStreamsInOrder) {
     for (int i = 0; i < 10; ++i) {
       Stream& first = i % 2 == 0 ? a.stream : b.stream;
       Stream& second = i % 3 == 0 ? a.stream : b.stream;
-      PlanOptions planning;
-      planning.stream = &first;
-      const Plan plan = seat.group.plan(mine.routes_view(), planning);
+      const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &first});
       Trip trip;
       trip.worst_case_rows = 150;
       trip.stream = &second;
@@ -129,8 +126,8 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     // Rank 0 gives a route that is no expert.
-    Sent bad = world.ranks[static_cast<std::size_t>(seat.rank())];
-    if (seat.rank() == 0) bad.routes[5] = shape.experts;
+    Sent bad = world.inputs[static_cast<std::size_t>(seat.rank())];
+    if (seat.rank() == 0) bad.topk_idx[5] = shape.experts;
     const OnGpu wrong(bad, shape, seat.device, seat.copier);
     seat.meet();
     try {
@@ -145,22 +142,14 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
     options.worst_case_rows = 1;
-    try {
-      (void)seat.group.dispatch(mine.x_view(), plan, options);
-      need(false, "too many rows were taken");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::exhausted, error.what());
-    }
+    need_error(ErrorKind::exhausted, "too many rows were taken",
+               [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); });
     // Received rows fit, expert-major rows do not.
     options.worst_case_rows = seat.size() == 1 ? 40 : 80;
     options.order = RowOrder::expert_major;
     options.alignment = 64;
-    try {
-      (void)seat.group.dispatch(mine.x_view(), plan, options);
-      need(false, "too many expert-major rows were taken");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::exhausted, error.what());
-    }
+    need_error(ErrorKind::exhausted, "too many expert-major rows were taken",
+               [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); });
     // The group goes on.
     Trip trip;
     trip.order = RowOrder::expert_major;
@@ -173,7 +162,6 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
   each(shape, [&](Seat& seat) {
     constexpr std::int64_t kWorst = 200;
     const World first(seat.size(), shape, kSeed + 4);
-    const auto self = static_cast<std::size_t>(seat.rank());
     const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     seat.meet();
@@ -185,9 +173,7 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
     cudaGraph_t graph = nullptr;
     need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal),
          "cudaStreamBeginCapture");
-    PlanOptions planning;
-    planning.stream = &own.stream;
-    const Plan plan = seat.group.plan(mine.routes_view(), planning);
+    const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
     DispatchOptions options;
     options.topk_weights = mine.weights_view();
     options.worst_case_rows = kWorst;
@@ -206,7 +192,7 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
     trip.worst_case_rows = kWorst;
     for (std::uint64_t i = 0; i < 5; ++i) {
       const World world(seat.size(), shape, kSeed + 10 + i);
-      mine.fill(world.ranks[self], seat.copier);
+      mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
       need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
       while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
@@ -233,12 +219,9 @@ TEST_P(EngineTest, DestroyedRanksAreNamed) {
       return;
     }
     const auto start = std::chrono::steady_clock::now();
-    try {
-      seat.group.barrier();
-      need(false, "a rank that left was waited for in vain");
-    } catch (const Error& error) {
-      need(error.kind() == ErrorKind::peer_left && error.peer() == 1, error.what());
-    }
+    need_error(
+        ErrorKind::peer_left, "a rank that left was waited for in vain",
+        [&] { seat.group.barrier(); }, 1);
     need(std::chrono::steady_clock::now() - start < 3s, "it took too long");
     seat.meet();
   });

@@ -2,7 +2,6 @@
 // are known and that are not; two groups at once; and calls that end badly, which must end it too.
 #include <algorithm>
 #include <cstdio>
-#include <string>
 
 #include "core/number/quantize.hpp"
 #include "cuda/kernels/base/entry.cuh"

@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/number/formats.hpp"
-
 namespace ferry::test {
 
 inline void need(bool holds, const std::string& what) {
@@ -48,20 +46,17 @@ class Copier {
   void put(void* to, const std::vector<T>& from) const {
     copy(to, from.data(), from.size() * sizeof(T));
   }
+  /// The first elements, whatever the tensor's dtype.
   template <class T>
-  std::vector<T> get(const Tensor& tensor, std::int64_t rows) const {
-    const auto columns =
-        static_cast<std::size_t>(tensor.view().dims() == 1 ? 1 : tensor.view().columns());
-    std::vector<T> values(static_cast<std::size_t>(rows) * columns);
-    copy(values.data(), tensor.data(), values.size() * sizeof(T));
+  std::vector<T> first(const Tensor& tensor, std::size_t count) const {
+    std::vector<T> values(count);
+    copy(values.data(), tensor.data(), count * sizeof(T));
     return values;
   }
-  /// Of f32 or bf16.
-  std::vector<float> get_floats(const Tensor& tensor, std::int64_t rows) const {
-    if (tensor.dtype() == Dtype::f32) return get<float>(tensor, rows);
-    std::vector<float> values;
-    for (const Bf16 value : get<Bf16>(tensor, rows)) values.push_back(to_float(value));
-    return values;
+  template <class T>
+  std::vector<T> get(const Tensor& tensor, std::int64_t rows) const {
+    const std::int64_t columns = tensor.view().dims() == 1 ? 1 : tensor.view().columns();
+    return first<T>(tensor, static_cast<std::size_t>(rows * columns));
   }
 
  private:

@@ -3,7 +3,6 @@
 //   kernel_expert_major_test --small [--ranks n] a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <string>
 
 #include "cuda/kernels/base/load.hpp"

@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-
-#include "core/number.hpp"
 
 namespace ferry::cuda::test {
 
@@ -19,18 +16,14 @@ float number_of(Random& random, float scale) {
   return scale * (static_cast<float>(random.below(20001)) - 10000.0f) / 10000.0f;
 }
 
-std::vector<std::byte> random_rows(Random& random, Dtype dtype, std::size_t count) {
-  return with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    std::vector<std::byte> bytes(count * sizeof(T));
-    float scale = 2.0f;
-    for (std::size_t i = 0; i < count; ++i) {
-      if (i % 128 == 0) scale = std::ldexp(1.0f, static_cast<int>(random.below(12)) - 6);
-      const T value = from_float<T>(number_of(random, scale));
-      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
-    }
-    return bytes;
-  });
+std::vector<std::byte> random_rows(Random& random, Dtype dtype, std::int64_t count) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(count) * size_of(dtype));
+  float scale = 2.0f;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (i % 128 == 0) scale = std::ldexp(1.0f, static_cast<int>(random.below(12)) - 6);
+    conformance::store(bytes.data(), dtype, i, number_of(random, scale));
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -46,41 +39,26 @@ std::string describe(const LatencyCase& c) {
          std::to_string(c.weights_with_dispatch);
 }
 
-std::size_t LatencyWorld::row_bytes() const {
-  return static_cast<std::size_t>(c.hidden) * size_of(c.dtype);
-}
-
-std::vector<std::vector<ExpertRow>> LatencyWorld::rows_of(int rank) const {
-  std::vector<std::vector<ExpertRow>> rows(static_cast<std::size_t>(placement.local_experts(rank)));
-  const std::int64_t first = placement.first_expert(rank), end = placement.first_expert(rank + 1);
-  for (int s = 0; s < c.ranks; ++s) {
-    const LatencyInput& input = inputs[static_cast<std::size_t>(s)];
-    for (std::size_t i = 0; i < input.ids.size(); ++i) {
-      if (input.ids[i] < first || input.ids[i] >= end) continue;
-      const auto at = static_cast<int>(i);
-      rows[static_cast<std::size_t>(input.ids[i] - first)].push_back(
-          {s, at / c.call_topk, at % c.call_topk});
-    }
-  }
-  return rows;
-}
-
 std::vector<std::byte> LatencyWorld::result_row(int rank, std::int64_t expert,
                                                 std::int64_t place) const {
   Random random(seed * 977 + static_cast<std::uint64_t>(rank) * 1000003 +
                 static_cast<std::uint64_t>(expert) * 131071 + static_cast<std::uint64_t>(place));
-  return random_rows(random, c.dtype, static_cast<std::size_t>(c.hidden));
+  return random_rows(random, dtype, hidden);
 }
 
 LatencyWorld make_latency_world(const LatencyCase& c, std::uint64_t seed,
                                 const std::vector<std::int64_t>& tokens) {
   LatencyWorld world;
   world.c = c;
-  world.placement = {c.experts, c.ranks};
   world.seed = seed;
+  world.ranks = c.ranks;
+  world.experts = c.experts;
+  world.topk = c.call_topk;
+  world.hidden = c.hidden;
+  world.dtype = c.dtype;
   Random random(seed);
   for (int r = 0; r < c.ranks; ++r) {
-    LatencyInput input;
+    conformance::RankInput input;
     const std::int64_t kind = random.below(6);
     input.tokens = kind == 0 ? 0 : kind == 1 ? c.capacity : random.below(c.capacity + 1);
     if (!tokens.empty()) input.tokens = tokens[static_cast<std::size_t>(r)];
@@ -99,9 +77,9 @@ LatencyWorld make_latency_world(const LatencyCase& c, std::uint64_t seed,
         mine.push_back(id);
         input.weights.push_back(number_of(random, 1.0f));
       }
-      input.ids.insert(input.ids.end(), mine.begin(), mine.end());
+      input.topk_idx.insert(input.topk_idx.end(), mine.begin(), mine.end());
     }
-    input.x = random_rows(random, c.dtype, static_cast<std::size_t>(input.tokens * c.hidden));
+    input.x = random_rows(random, c.dtype, input.tokens * c.hidden);
     world.inputs.push_back(std::move(input));
   }
   return world;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/number.hpp"
+#include "conformance/reference.hpp"
 #include "cuda/kernels/latency/kernels.hpp"
 #include "kernel_group.hpp"
 
@@ -32,39 +32,13 @@ struct LatencyCase {
 };
 std::string describe(const LatencyCase& c);
 
-/// Calls `body(T{})` with the dtype's storage type.
-template <class Body>
-auto with_type(Dtype dtype, const Body& body) {
-  if (dtype == Dtype::f32) return body(float{});
-  if (dtype == Dtype::f16) return body(Fp16{});
-  return body(Bf16{});
-}
-
-/// What one rank brings to a generation.
-struct LatencyInput {
-  std::int64_t tokens = 0;
-  std::vector<std::int64_t> ids;  ///< [tokens, call_topk]
-  std::vector<std::byte> x;       ///< [tokens, hidden]
-  std::vector<float> weights;     ///< [tokens, call_topk]
-};
-
-/// A row of an expert.
-struct ExpertRow {
-  int source = 0;
-  int token = 0;
-  int slot = 0;
-};
-
 /// Inputs of one generation on all ranks.
-struct LatencyWorld {
-  LatencyCase c;
-  Placement placement;
-  std::vector<LatencyInput> inputs;
+struct LatencyWorld : conformance::World {
+  LatencyCase c{};
   std::uint64_t seed = 0;
 
-  std::size_t row_bytes() const;
   /// Rows of each local expert of a rank in their order.
-  std::vector<std::vector<ExpertRow>> rows_of(int rank) const;
+  auto rows_of(int rank) const { return conformance::expect_latency(*this, rank).rows; }
   /// What `rank` gives back for a row of its local expert: random numbers of the dtype.
   std::vector<std::byte> result_row(int rank, std::int64_t expert, std::int64_t place) const;
 };

@@ -200,7 +200,7 @@ void test_refused_routes() {
   KernelGroup group(patient_options(c));
   LatencyRun run(group, c);
   LatencyWorld world = make_latency_world(c, 1, {3, 4, 5});
-  world.inputs[1].ids[3 * 3 + 1] = c.experts;
+  world.inputs[1].topk_idx[3 * 3 + 1] = c.experts;
   run.upload(world, 0);
   run.poison(0);
   launch_dispatch_all(group, run, 0, Halves::both);
@@ -216,7 +216,7 @@ void test_refused_routes() {
   group.clear_failures();
   // Of two such ranks the first is told of.
   LatencyWorld two = world;
-  two.inputs[2].ids[0] = c.experts;
+  two.inputs[2].topk_idx[0] = c.experts;
   run.upload(two, 0);
   launch_dispatch_all(group, run, 0, Halves::both);
   group.wait(10);
@@ -230,8 +230,8 @@ void test_refused_routes() {
   // One expert named more often than its block has places.
   world.inputs[1] = make_latency_world(c, 2, {0, c.capacity, 0}).inputs[1];
   for (std::int64_t t = 0; t < c.capacity; ++t) {
-    world.inputs[1].ids[KernelGroup::index(static_cast<int>(t * 3))] = 4;
-    if (t == 5) world.inputs[1].ids[KernelGroup::index(static_cast<int>(t * 3 + 1))] = 4;
+    world.inputs[1].topk_idx[KernelGroup::index(static_cast<int>(t * 3))] = 4;
+    if (t == 5) world.inputs[1].topk_idx[KernelGroup::index(static_cast<int>(t * 3 + 1))] = 4;
   }
   run.upload(world, 0);
   run.poison(0);

@@ -27,12 +27,12 @@ class Loaded {
       : bootstrap_(bootstrap),
         device_(take_gpu(bootstrap)),
         world_(bootstrap.size(), shape, seed),
-        mine_(world_.ranks[static_cast<std::size_t>(bootstrap.rank())], shape, device_, copier_),
+        mine_(world_.inputs[static_cast<std::size_t>(bootstrap.rank())], shape, device_, copier_),
         group_(met(bootstrap), config),
         latency_(group_, latency_config(shape, true)) {
     silent_ = world_;
-    auto& x = silent_.ranks[kVictim].x;
-    std::fill(x.begin(), x.end(), 0.0f);
+    auto& x = silent_.inputs[kVictim].x;
+    std::fill(x.begin(), x.end(), std::byte{0});
   }
 
   void meet() { bootstrap_.all_gather({}, 60s); }

@@ -20,13 +20,13 @@ void replayed_rank(Bootstrap& bootstrap, const Shape& shape, int replays, std::u
   std::vector<std::unique_ptr<OnGpu>> inputs;
   for (int i = 0; i < kWorlds; ++i) {
     worlds.emplace_back(group.size(), shape, seed + static_cast<std::uint64_t>(i));
-    for (Sent& sent : worlds.back().ranks) {  // other numbers of tokens
-      const std::size_t used = sent.routes.size() * static_cast<std::size_t>(i) / (kWorlds - 1);
-      std::fill(sent.routes.begin() + static_cast<std::ptrdiff_t>(used), sent.routes.end(), -1);
+    for (Sent& sent : worlds.back().inputs) {  // other numbers of tokens
+      const std::size_t used = sent.topk_idx.size() * static_cast<std::size_t>(i) / (kWorlds - 1);
+      std::fill(sent.topk_idx.begin() + static_cast<std::ptrdiff_t>(used), sent.topk_idx.end(), -1);
     }
-    inputs.push_back(std::make_unique<OnGpu>(worlds.back().ranks[self], shape, device, copier));
+    inputs.push_back(std::make_unique<OnGpu>(worlds.back().inputs[self], shape, device, copier));
   }
-  const OnGpu mine(worlds[0].ranks[self], shape, device, copier);
+  const OnGpu mine(worlds[0].inputs[self], shape, device, copier);
   OwnStream own(device);
   LatencyExchange latency(group, latency_config(shape));
   LatencyTrip by_rank{CombinePath::per_rank, true, true, &own.stream, {}};
@@ -43,14 +43,14 @@ void replayed_rank(Bootstrap& bootstrap, const Shape& shape, int replays, std::u
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < replays; ++i) {
     const auto at = static_cast<std::size_t>(i % kWorlds);
-    const Sent& sent = worlds[at].ranks[self];
+    const Sent& sent = worlds[at].inputs[self];
     const auto copy = [&](const Buffer& to, const Buffer& from, std::size_t bytes) {
       if (bytes == 0) return;
       need(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, own.raw),
            "cudaMemcpyAsync");
     };
-    copy(mine.x, inputs[at]->x, sent.x.size() * size_of(shape.dtype));
-    copy(mine.routes, inputs[at]->routes, sent.routes.size() * 8);
+    copy(mine.x, inputs[at]->x, sent.x.size());
+    copy(mine.routes, inputs[at]->routes, sent.topk_idx.size() * 8);
     copy(mine.weights, inputs[at]->weights, sent.weights.size() * 4);
     graph.launch();
     if (i % every != 0 && i + 1 != replays) continue;

@@ -133,13 +133,13 @@ LatencyRun::HandleMemory LatencyRun::make_handle(int rank) {
 void LatencyRun::upload(const LatencyWorld& world, int handle) {
   for (int r = 0; r < c_.ranks; ++r) {
     HandleMemory& h = members_[index(r)].handles[handle];
-    const LatencyInput& input = world.inputs[index(r)];
+    const conformance::RankInput& input = world.inputs[index(r)];
     h.tokens = static_cast<int>(input.tokens);
     group_.copy_in(r, h.x, input.x.data(), input.x.size());
     if (c_.wide) {
-      group_.copy_in(r, h.ids, input.ids.data(), input.ids.size() * 8);
+      group_.copy_in(r, h.ids, input.topk_idx.data(), input.topk_idx.size() * 8);
     } else {
-      const std::vector<std::int32_t> narrow(input.ids.begin(), input.ids.end());
+      const std::vector<std::int32_t> narrow(input.topk_idx.begin(), input.topk_idx.end());
       group_.copy_in(r, h.ids, narrow.data(), narrow.size() * 4);
     }
     group_.copy_in(r, h.weights, input.weights.data(), input.weights.size() * 4);
