@@ -21,18 +21,18 @@ ExpertMajor place_experts(const World& world, int rank, const std::vector<Arriva
                           std::int64_t alignment) {
   ExpertMajor result;
   const std::int64_t local = world.local_experts(rank);
-  result.slots.assign(index(local), 0);
   result.slot_rows.assign(arrivals.size() * index(world.topk), -1);
+  std::vector<std::vector<std::size_t>> slots_of(index(local));  // in the order of rows and slots
+  for (std::size_t slot = 0; slot < result.slot_rows.size(); ++slot) {
+    const std::size_t row = slot / index(world.topk), k = slot % index(world.topk);
+    const std::int64_t expert = local_id(world, rank, arrivals[row], static_cast<int>(k));
+    if (expert >= 0) slots_of[index(expert)].push_back(slot);
+  }
   std::int64_t next = 0;
-  for (std::int64_t expert = 0; expert < local; ++expert) {
+  for (const auto& slots : slots_of) {
     result.offsets.push_back(next);
-    for (std::size_t i = 0; i < arrivals.size(); ++i) {
-      for (int k = 0; k < world.topk; ++k) {
-        if (local_id(world, rank, arrivals[i], k) != expert) continue;
-        result.slot_rows[i * index(world.topk) + index(k)] = next++;
-        ++result.slots[index(expert)];
-      }
-    }
+    result.slots.push_back(static_cast<std::int64_t>(slots.size()));
+    for (const std::size_t slot : slots) result.slot_rows[slot] = next++;
     while (next % alignment != 0) ++next;
   }
   result.offsets.push_back(next);
@@ -154,6 +154,7 @@ ExpectedCombine expect_combine(const World& world, int rank, const CombineInput&
   std::vector<ExpertMajor> experts;
   for (int d = 0; d < world.ranks; ++d) {
     arrivals.push_back(arrivals_at(world, d));
+    if (input.order == RowOrder::rank_major) continue;
     experts.push_back(place_experts(world, d, arrivals.back(), input.alignment));
   }
   Bytes row(row_bytes), partial(row_bytes);

@@ -3,10 +3,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 CombineParameters rank_parameters(KernelGroup& group, const CombineCase& c, CombineSetup& setup,
                                   int rank, Random& random) {
   const Exchange& x = setup.exchange;

@@ -11,10 +11,6 @@ namespace {
 
 constexpr std::int64_t kMoreRows = 5;  // of launch_routes
 
-std::size_t at(std::int64_t i) {
-  return static_cast<std::size_t>(i);
-}
-
 std::int64_t pick_id(const DispatchCase& c, const Placement& placement, Random& random,
                      const std::int64_t* before, int slot) {
   if (c.experts == 0 || c.pattern == Pattern::nothing) return -1;

@@ -6,14 +6,6 @@
 #include "cuda/kernels/base/barrier.hpp"
 
 namespace ferry::cuda::test {
-namespace {
-
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
-}  // namespace
-
 std::string ExpertCase::text() const {
   std::string s = "ranks ";
   s += std::to_string(shape.ranks) + ", experts " + std::to_string(shape.experts) + ", top-k " +
@@ -93,13 +85,13 @@ Bytes expect_sums(const ExpertCase& c, const ExpertRows& local, const Bytes& row
       if (slot < 0) continue;
       const std::byte* from = rows.data() + slot * c.row_bytes;
       for (std::int64_t i = 0; i < columns; ++i) {
-        const float x = load_element(from, c.dtype, i);
+        const float x = conformance::load(from, c.dtype, i);
         acc[at(i)] =
             c.weighted ? std::fma(weights[at(row * topk + k)], x, acc[at(i)]) : acc[at(i)] + x;
       }
     }
     for (std::int64_t i = 0; i < columns; ++i) {
-      store_element(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
+      conformance::store(out.data() + row * c.row_bytes, c.dtype, i, acc[at(i)]);
     }
   }
   return out;

@@ -8,10 +8,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 /// Slow sums: a combine that did not wait would read what was there before.
 ExpertCase random_case(Random& random, int ranks) {
   ExpertCase c;
@@ -112,20 +108,13 @@ void check_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x,
                 const std::vector<RankCase>& all, int rank) {
   const std::int64_t tokens = x.tokens(rank), columns = all[at(rank)].combine.columns;
   const std::size_t bytes = at(tokens * c.row_bytes);
-  Bytes expected(bytes);
-  std::vector<float> acc(at(columns));
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    std::fill(acc.begin(), acc.end(), 0.0f);
-    for (int d = 0; d < c.shape.ranks; ++d) {
-      const std::int64_t row = x.rows_at[at(rank)][at(t * c.shape.ranks + d)];
-      if (row < 0) continue;
-      const std::byte* from = all[at(d)].sums.data() + at(row * c.row_bytes);
-      for (std::int64_t i = 0; i < columns; ++i) acc[at(i)] += load_element(from, c.dtype, i);
-    }
-    for (std::int64_t i = 0; i < columns; ++i) {
-      store_element(expected.data() + at(t * c.row_bytes), c.dtype, i, acc[at(i)]);
-    }
-  }
+  conformance::CombineInput input;
+  input.dtype = c.dtype;
+  input.hidden = columns;
+  input.row = [&](int d, std::int64_t row, std::byte* out) {
+    std::copy_n(all[at(d)].sums.data() + row * c.row_bytes, c.row_bytes, out);
+  };
+  const Bytes expected = conformance::expect_combine(x.world(), rank, input).x;
   const Bytes got = group.download<std::byte>(rank, all[at(rank)].combine.out, bytes + kGuard);
   const std::int64_t differs =
       first_difference(got.data(), expected.data(), c.dtype, tokens * columns);

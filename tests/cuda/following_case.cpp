@@ -5,14 +5,6 @@
 #include "core/number/quantize.hpp"
 
 namespace ferry::cuda::test {
-namespace {
-
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
-}  // namespace
-
 Following::Following(KernelGroup& group, const ExpertCase& c, Random& random, bool routes)
     : group_(group), c_(c), exchange_(make_exchange(c.shape, random)), ranks_(at(c.shape.ranks)) {
   for (int r = 0; r < c.shape.ranks; ++r) make_input(r, random);

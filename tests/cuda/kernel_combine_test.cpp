@@ -12,10 +12,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 CombineCase random_case(Random& random, int ranks) {
   CombineCase c;
   c.shape.ranks = ranks;
@@ -42,25 +38,20 @@ CombineCase random_case(Random& random, int ranks) {
   return c;
 }
 
-void expect_token(const CombineCase& c, const CombineSetup& setup, int rank, std::int64_t token,
-                  std::byte* out, float* weights) {
-  const int topk = c.shape.topk;
-  std::vector<float> acc(at(c.columns), 0.0f);
-  const auto add = [&](const Bytes& from, std::int64_t row) {
-    for (std::int64_t i = 0; i < c.columns; ++i) {
-      acc[at(i)] += load_element(from.data() + at(row * c.row_bytes()), c.dtype, i);
-    }
+conformance::ExpectedCombine expected_of(const CombineCase& c, const CombineSetup& setup,
+                                         int rank) {
+  conformance::CombineInput input;
+  input.dtype = c.dtype;
+  input.hidden = c.columns;
+  input.row = [&](int d, std::int64_t row, std::byte* out) {
+    std::copy_n(setup.rows[at(d)].data() + row * c.row_bytes(), c.row_bytes(), out);
   };
-  for (int d = 0; d < c.shape.ranks; ++d) {
-    const std::int64_t row = setup.exchange.rows_at[at(rank)][at(token * c.shape.ranks + d)];
-    if (row < 0) continue;
-    add(setup.rows[at(d)], row);
-    for (int k = 0; k < topk; ++k) weights[k] += setup.weights[at(d)][at(row * topk + k)];
-  }
-  for (int b = 0; b < 2; ++b) {
-    if (c.bias[b]) add(setup.biases[b][at(rank)], token);
-  }
-  for (std::int64_t i = 0; i < c.columns; ++i) store_element(out, c.dtype, i, acc[at(i)]);
+  input.weight = [&](int d, std::int64_t row, int k) {
+    return setup.weights[at(d)][at(row * c.shape.topk + k)];
+  };
+  if (c.bias[0]) input.bias0 = &setup.biases[0][at(rank)];
+  if (c.bias[1]) input.bias1 = &setup.biases[1][at(rank)];
+  return conformance::expect_combine(setup.exchange.world(), rank, input);
 }
 
 void check_guard(const Bytes& bytes, std::size_t from, const std::string& what) {
@@ -73,12 +64,7 @@ void check_rank(KernelGroup& group, const CombineCase& c, const CombineSetup& se
   const std::int64_t tokens = setup.exchange.tokens(rank), topk = c.shape.topk;
   const std::size_t bytes = at(tokens * c.row_bytes());
   const std::size_t weight_bytes = c.weights ? at(tokens * topk) * sizeof(float) : 0;
-  Bytes expected(bytes);
-  std::vector<float> weights(at(tokens * topk), 0.0f);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    expect_token(c, setup, rank, t, expected.data() + at(t * c.row_bytes()),
-                 weights.data() + at(t * topk));
-  }
+  const auto [expected, weights] = expected_of(c, setup, rank);
   const CombineParameters& p = setup.parameters[at(rank)];
   const Bytes got = group.download<std::byte>(rank, p.out, bytes + kGuard);
   const std::int64_t differs =
@@ -86,8 +72,8 @@ void check_rank(KernelGroup& group, const CombineCase& c, const CombineSetup& se
   if (differs >= 0) {
     stop(c.text() + ": rank " + std::to_string(rank) + ", token " +
          std::to_string(differs / c.columns) + ", column " + std::to_string(differs % c.columns) +
-         ": got " + std::to_string(load_element(got.data(), c.dtype, differs)) + ", expected " +
-         std::to_string(load_element(expected.data(), c.dtype, differs)));
+         ": got " + std::to_string(conformance::load(got.data(), c.dtype, differs)) +
+         ", expected " + std::to_string(conformance::load(expected.data(), c.dtype, differs)));
   }
   check_guard(got, bytes, "out: " + c.text());
   const Bytes got_weights = group.download<std::byte>(rank, p.out_weights, weight_bytes + kGuard);

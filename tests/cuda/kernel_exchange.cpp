@@ -11,10 +11,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-std::size_t at(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 /// Where every token goes: its row at each rank, in the order of sources and tokens.
 void place_tokens(Exchange& x) {
   const int ranks = x.shape.ranks, topk = x.shape.topk, lanes = lanes_of(topk, ranks);
@@ -65,6 +61,15 @@ std::vector<std::int32_t> Exchange::local_ids(int rank) const {
     }
   }
   return local;
+}
+
+conformance::World Exchange::world() const {
+  conformance::World world{shape.ranks, shape.experts, shape.topk};
+  for (int r = 0; r < shape.ranks; ++r) {
+    const auto& own = ids[at(r)];
+    world.inputs.push_back({.tokens = tokens(r), .topk_idx = {own.begin(), own.end()}});
+  }
+  return world;
 }
 
 Exchange make_exchange(const ExchangeShape& shape, Random& random) {
@@ -151,27 +156,6 @@ ExpertMajor place_expert_major(const std::vector<std::int32_t>& ids, std::int64_
   return result;
 }
 
-float load_element(const std::byte* row, Dtype dtype, std::int64_t i) {
-  if (dtype == Dtype::f32) {
-    float value;
-    std::memcpy(&value, row + 4 * i, 4);
-    return value;
-  }
-  std::uint16_t bits;
-  std::memcpy(&bits, row + 2 * i, 2);
-  return dtype == Dtype::bf16 ? to_float(Bf16{bits}) : to_float(Fp16{bits});
-}
-
-void store_element(std::byte* row, Dtype dtype, std::int64_t i, float value) {
-  if (dtype == Dtype::f32) {
-    std::memcpy(row + 4 * i, &value, 4);
-    return;
-  }
-  const std::uint16_t bits =
-      dtype == Dtype::bf16 ? from_float<Bf16>(value).bits : from_float<Fp16>(value).bits;
-  std::memcpy(row + 2 * i, &bits, 2);
-}
-
 std::vector<float> random_floats(Random& random, std::int64_t count) {
   std::vector<float> values(at(count));
   for (float& value : values) {
@@ -193,7 +177,7 @@ Bytes random_elements(Random& random, Dtype dtype, std::int64_t count) {
       std::memcpy(row.data() + at(i) * size_of(dtype), &bits, size_of(dtype));
     } else {
       const float value = static_cast<float>(static_cast<std::int32_t>(word >> 32)) * 0x1p-29f;
-      store_element(row.data(), dtype, i, value);
+      conformance::store(row.data(), dtype, i, value);
     }
   }
   return row;
@@ -205,8 +189,8 @@ std::int64_t first_difference(const std::byte* got, const std::byte* expected, D
   for (std::int64_t i = 0; i < count; ++i) {
     const std::size_t offset = at(i) * size_of(dtype);
     if (std::memcmp(got + offset, expected + offset, size_of(dtype)) == 0) continue;
-    const bool nans = dtype == Dtype::f32 && std::isnan(load_element(got, dtype, i)) &&
-                      std::isnan(load_element(expected, dtype, i));
+    const bool nans = dtype == Dtype::f32 && std::isnan(conformance::load(got, dtype, i)) &&
+                      std::isnan(conformance::load(expected, dtype, i));
     if (!nans) return i;
   }
   return -1;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "conformance/reference.hpp"
 #include "core/placement.hpp"
 #include "cuda/kernels/throughput/kernels.hpp"
 #include "ferry/dtype.hpp"
@@ -16,10 +17,7 @@ namespace ferry::cuda::test {
 inline constexpr std::size_t kGuard = 256;
 
 /// A received row: the copy of a source's token.
-struct Arrival {
-  int source = 0;
-  std::int64_t token = 0;
-};
+using conformance::Arrival;
 
 struct ExchangeShape {
   int ranks = 1;
@@ -45,6 +43,8 @@ struct Exchange {
   std::int64_t sent(int rank, bool others_only) const;
   /// i32 [received, K]: local ids of rank's arrivals, −1 = elsewhere.
   std::vector<std::int32_t> local_ids(int rank) const;
+  /// The same routes, for expectations.
+  conformance::World world() const;
 };
 
 Exchange make_exchange(const ExchangeShape& shape, Random& random);
@@ -60,15 +60,13 @@ struct ExpertMajor {
 ExpertMajor place_expert_major(const std::vector<std::int32_t>& ids, std::int64_t local_experts,
                                std::int64_t alignment);
 
-using Bytes = std::vector<std::byte>;
+using conformance::Bytes;
 
 /// Elements of a dtype: mostly of ordinary size, some with any bits at all: NaNs, infinities,
 /// subnormals.
 Bytes random_elements(Random& random, Dtype dtype, std::int64_t count);
 std::vector<float> random_floats(Random& random, std::int64_t count);
 
-float load_element(const std::byte* row, Dtype dtype, std::int64_t i);
-void store_element(std::byte* row, Dtype dtype, std::int64_t i, float value);
 /// First element where two buffers differ, −1: nowhere. All NaNs of f32 are equal.
 std::int64_t first_difference(const std::byte* got, const std::byte* expected, Dtype dtype,
                               std::int64_t count);

@@ -99,8 +99,8 @@ void check_sums(KernelGroup& group, const ExpertCase& c, const ExpertRows& local
   if (differs >= 0) {
     stop("sum of slots, " + c.text() + ": rank " + std::to_string(rank) + ", row " +
          std::to_string(differs / p.columns) + ", column " + std::to_string(differs % p.columns) +
-         ": got " + std::to_string(load_element(got.data(), c.dtype, differs)) + ", expected " +
-         std::to_string(load_element(expected.data(), c.dtype, differs)));
+         ": got " + std::to_string(conformance::load(got.data(), c.dtype, differs)) +
+         ", expected " + std::to_string(conformance::load(expected.data(), c.dtype, differs)));
   }
   for (std::size_t i = expected.size(); i < got.size(); ++i) {
     if (got[i] != std::byte{0xCB}) stop("sum of slots wrote rows that have not come: " + c.text());

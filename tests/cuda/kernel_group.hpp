@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/random.hpp"
 #include "cuda/kernels/base/group_view.hpp"
 
 namespace ferry::cuda::test {
@@ -130,23 +131,12 @@ class Gate {
   std::uint32_t* word_ = nullptr;
 };
 
-/// Deterministic random numbers (splitmix64).
-class Random {
- public:
-  explicit Random(std::uint64_t seed) : state_(seed) {}
-  std::uint64_t next() {
-    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ull);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-  }
-  std::int64_t below(std::int64_t bound) {
-    return static_cast<std::int64_t>(next() % static_cast<std::uint64_t>(bound));
-  }
+/// As an index, or a number of bytes.
+inline std::size_t at(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
 
- private:
-  std::uint64_t state_;
-};
+using conformance::Random;
 
 /// One of the values.
 template <class T, std::size_t N>
