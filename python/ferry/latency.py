@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from ferry import _ferry
 from ferry.arguments import INT32_MAX, choice, flag, instance, integer, renamed_keywords
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
-from ferry.results import summary
+from ferry.results import Result
 from ferry.streams import Place
-from ferry.tensors import Like, array, dtype_named, optional_view, view
+from ferry.tensors import Like, dtype_named, optional_view, view
 
 ArrayT = TypeVar("ArrayT")
 
@@ -22,16 +22,15 @@ COMBINE_FORMATS = {
 }
 
 
-class LatencyReceived(Generic[ArrayT]):
+class LatencyReceived(Result[ArrayT]):
     """What a latency dispatch brings. L: local experts, R: ranks, C: capacity, K: the configured
     topk. With `order="rank_major"` shapes begin with [R, C] instead of [L, R*C].
 
     At most two are alive at a time; dropping this object and its arrays gives the buffer back.
     """
 
-    def __init__(self, raw: _ferry.LatencyReceived, like: Like) -> None:
-        self._raw = raw
-        self._like = like
+    _shown = ("x", "scales")
+    _raw: _ferry.LatencyReceived
 
     @cached_property
     def x(self) -> ArrayT:
@@ -78,57 +77,31 @@ class LatencyReceived(Generic[ArrayT]):
         """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
         return self._raw
 
-    @property
-    def event(self) -> _ferry.Event:
-        """Complete when the arrays are valid."""
-        return self._raw.event
-
     def receive(self) -> None:
         """With `hook=True`: receives; blocks, without a stream, until all rows arrived. Nothing is
         written before, but rank-major rows. A second call raises `InvalidArgumentError`."""
         self._raw.receive()
 
-    def __repr__(self) -> str:
-        return summary("LatencyReceived", self._raw, ("x", "scales"))
 
-    def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
-        result: ArrayT = array(tensor, self._like)
-        return result
-
-
-class LatencyCombined(Generic[ArrayT]):
+class LatencyCombined(Result[ArrayT]):
     """What a latency combine brings."""
 
-    def __init__(self, raw: _ferry.LatencyCombined, like: Like, out: ArrayT | None) -> None:
-        self._raw = raw
-        self._like = like
-        self._out = out
+    _raw: _ferry.LatencyCombined
 
     @cached_property
     def x(self) -> ArrayT:
         """[T, H]: the sum over slots of weight times row: fp32 fma in ascending k from +0, one
         rounding; `path="per_rank"` and rank-major rows: the sum over ranks, in ascending order."""
-        if self._out is not None:
-            return self._out
-        result: ArrayT = array(self._raw.x, self._like)
-        return result
+        return self._array(self._raw.x) if self._out is None else self._out
 
     @property
     def raw(self) -> _ferry.LatencyCombined:
         """As of `LatencyReceived`."""
         return self._raw
 
-    @property
-    def event(self) -> _ferry.Event:
-        """Complete when `x` is valid."""
-        return self._raw.event
-
     def receive(self) -> None:
         """With `hook=True`: receives, as for `LatencyReceived`."""
         self._raw.receive()
-
-    def __repr__(self) -> str:
-        return summary("LatencyCombined", self._raw, ("x",), self._out)
 
 
 class LatencyExchange:

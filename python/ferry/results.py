@@ -31,7 +31,31 @@ def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> st
     return f"<ferry.{name}: {', '.join(words)}>"
 
 
-class Received(Generic[ArrayT]):
+class Result(Generic[ArrayT]):
+    """What a call brings: Ferry's own tensors, and the caller's `out` where one was given."""
+
+    _shown: tuple[str, ...] = ("x",)  # the tensors of a repr
+
+    def __init__(self, raw: Any, like: Like, out: ArrayT | None = None) -> None:
+        self._raw = raw
+        self._like = like
+        self._out = out
+
+    @property
+    def event(self) -> _ferry.Event:
+        """Complete when the arrays are valid; so it is at once for a call without a stream."""
+        event: _ferry.Event = self._raw.event
+        return event
+
+    def __repr__(self) -> str:
+        return summary(type(self).__name__, self._raw, self._shown, self._out)
+
+    def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
+        result: ArrayT = array(tensor, self._like)
+        return result
+
+
+class Received(Result[ArrayT]):
     """What a dispatch brings. The arrays lie in registered memory, which goes back to the group
     when this object and the arrays taken from it are dropped; `untyped_storage().resize_(0)` of a
     torch tensor is as good as dropping that tensor.
@@ -40,10 +64,8 @@ class Received(Generic[ArrayT]):
     N: rows of `x`: n, or those of the expert-major output, or `max_recv_rows`.
     """
 
-    def __init__(self, raw: _ferry.Received, like: Like, out: ArrayT | None) -> None:
-        self._raw = raw
-        self._like = like
-        self._out = out
+    _shown = ("x", "scales", "topk_weights")
+    _raw: _ferry.Received
 
     @cached_property
     def x(self) -> ArrayT:
@@ -97,50 +119,24 @@ class Received(Generic[ArrayT]):
         """The plan of a dispatch that was given `topk_idx`."""
         return self._raw.plan
 
-    @property
-    def event(self) -> _ferry.Event:
-        """Complete when the arrays are valid; so it is at once for a call without a stream."""
-        return self._raw.event
 
-    def __repr__(self) -> str:
-        return summary("Received", self._raw, ("x", "scales", "topk_weights"), self._out)
-
-    def _array(self, tensor: _ferry.Tensor | None) -> ArrayT:
-        result: ArrayT = array(tensor, self._like)
-        return result
-
-
-class Combined(Generic[ArrayT]):
+class Combined(Result[ArrayT]):
     """What a combine brings. T: this rank's own tokens."""
 
-    def __init__(self, raw: _ferry.Combined, like: Like, out: ArrayT | None) -> None:
-        self._raw = raw
-        self._like = like
-        self._out = out
+    _shown = ("x", "topk_weights")
+    _raw: _ferry.Combined
 
     @cached_property
     def x(self) -> ArrayT:
         """[T, H], dtype of the rows: the sum over the ranks that a token went to."""
-        if self._out is not None:
-            return self._out
-        result: ArrayT = array(self._raw.x, self._like)
-        return result
+        return self._array(self._raw.x) if self._out is None else self._out
 
     @cached_property
     def topk_weights(self) -> ArrayT | None:
         """f32 [T, K] when weights were given: their sum over ranks."""
-        result: ArrayT | None = array(self._raw.topk_weights, self._like)
-        return result
+        return self._array(self._raw.topk_weights)
 
     @property
     def raw(self) -> _ferry.Combined:
         """As of `Received`."""
         return self._raw
-
-    @property
-    def event(self) -> _ferry.Event:
-        """Complete when the arrays are valid."""
-        return self._raw.event
-
-    def __repr__(self) -> str:
-        return summary("Combined", self._raw, ("x", "topk_weights"), self._out)

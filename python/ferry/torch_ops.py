@@ -217,9 +217,7 @@ def _dispatch_backward_fake(
     plan: Tensor,
     group: int,
     tokens: int,
-    order: str,
-    alignment: int,
-    num_sms: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     shape = (0,) if grad_weights is None else (tokens, topk_idx.shape[1])
     return grad.new_empty(tokens, grad.shape[1]), grad.new_empty(shape, dtype=torch.float32)
@@ -244,16 +242,7 @@ def _combine(
     ).x
 
 
-def _combine_fake(
-    rows: Tensor,
-    plan: Tensor,
-    group: int,
-    tokens: int,
-    order: str,
-    alignment: int,
-    max_recv_rows: int,
-    num_sms: int,
-) -> Tensor:
+def _combine_fake(rows: Tensor, plan: Tensor, group: int, tokens: int, *_: Any) -> Tensor:
     return rows.new_empty(tokens, rows.shape[1])
 
 
@@ -279,16 +268,7 @@ def _combine_backward(
     return without_tail(received.x, received.topk_idx) if tail else received.x
 
 
-def _combine_backward_fake(
-    grad: Tensor,
-    plan: Tensor,
-    group: int,
-    rows: int,
-    order: str,
-    alignment: int,
-    max_recv_rows: int,
-    num_sms: int,
-) -> Tensor:
+def _combine_backward_fake(grad: Tensor, plan: Tensor, group: int, rows: int, *_: Any) -> Tensor:
     return grad.new_empty(rows, grad.shape[1])
 
 
