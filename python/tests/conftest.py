@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable, seeds, and bounds every test."""
+"""Makes the helpers of this folder and of tests/ importable, seeds, and bounds every test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[2] / "tests"))
 
 # docs/torch.md: what older versions of torch need to compile layers whose sizes follow the routes.
 # It is set where this folder has not been run without; ranks that are processes inherit it.

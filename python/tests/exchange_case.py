@@ -36,14 +36,14 @@ class Case:
     def check_received(self, got: Any, alignment: int | None = None, weights: bool = True) -> None:
         """All tensors of a dispatch, exact or of a worst case."""
         ref, rank = self.reference, self.rank
-        n = len(ref.rows(rank))
-        same(got.topk_idx[:n], ref.topk_idx(rank))
+        n = len(ref.arrivals(rank))
+        same(got.topk_idx[:n], ref.arrived_ids(rank))
         assert (got.topk_idx[n:] == -1).all()
         same(got.source_token[:n], ref.source_token(rank))
         if weights:
             same(got.topk_weights[:n], ref.topk_weights(self.ws, rank))
         if alignment is None:
-            same(got.x[:n], ref.rank_major(self.xs, rank))
+            same(got.x[:n], ref.gathered(self.xs, rank))
             return
         slots, offsets = ref.slot_rows(rank, alignment)
         same(got.slot_rows[:n], slots)
@@ -53,7 +53,7 @@ class Case:
     def doubled(self) -> np.ndarray:
         """What combine gives when every rank sends back twice what it got."""
         ref = self.reference
-        return ref.combine([2 * ref.rank_major(self.xs, r) for r in range(ref.ranks)], self.rank)
+        return ref.combine([2 * ref.gathered(self.xs, r) for r in range(ref.ranks)], self.rank)
 
 
 def same(got: torch.Tensor, expected: np.ndarray) -> None:

@@ -184,7 +184,7 @@ def recorded_memory_is_not_reused(group: ferry.Group) -> None:
         for _ in range(4):  # would take the same piece
             group.dispatch(torch.full_like(x, 7), plan)
         torch.cuda.synchronize()
-        same(copied, case.reference.rank_major(case.xs, group.rank))
+        same(copied, case.reference.gathered(case.xs, group.rank))
     own = torch.ones(4, device=group.device)
     ft.record_stream(own, side)  # torch's own memory
     ft.record_stream(own.cpu())
@@ -254,7 +254,7 @@ def cupy_arrays(group: ferry.Group) -> None:
     plan = group.plan(ids)
     got = group.dispatch(x, plan, topk_weights=w)
     assert isinstance(got.x, cupy.ndarray) and group.is_registered(got.x)
-    assert np.array_equal(got.x.get(), case.reference.rank_major(case.xs, group.rank))
+    assert np.array_equal(got.x.get(), case.reference.gathered(case.xs, group.rank))
     got.x *= 2
     assert np.array_equal(group.combine(got.x, plan).x.get(), case.doubled())
 

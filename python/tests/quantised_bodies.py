@@ -24,7 +24,7 @@ def fp8(group: ferry.Group) -> None:
     case.check_received(got, weights=False)
     assert got.x.dtype == torch.float8_e4m3fn and got.x.device == x.device
     ref = case.reference
-    rows = ref.rows(group.rank)
+    rows = ref.arrivals(group.rank)
     counts = [len(route) for route in ref.routes]
     assert got.scales is not None
     same(got.scales[:, 0], np.array([row.token for row in rows], np.float32))
@@ -42,7 +42,7 @@ def quantised_on_the_way(group: ferry.Group) -> None:
     own = torch.from_numpy(xs[case.rank]).to(case.device)
     ids = torch.from_numpy(case.reference.routes[case.rank]).to(case.device)
     plan = group.plan(ids)
-    ref, rank, n = case.reference, case.rank, len(case.reference.rows(case.rank))
+    ref, rank, n = case.reference, case.rank, len(case.reference.arrivals(case.rank))
     for pow2 in (False, True):
         codes = [quantised(x, pow2)[0] for x in xs]
         scales = [quantised(x, pow2)[1] for x in xs]
@@ -61,8 +61,8 @@ def quantised_on_the_way(group: ferry.Group) -> None:
         for got in results:
             assert got.x.dtype == torch.float8_e4m3fn and got.x.device == own.device
             assert got.scales is not None and got.scales.shape == (len(got.x), 1)
-            same(got.x[:n].view(torch.uint8), ref.rank_major(codes, rank).astype(np.float32))
-            same(got.scales[:n], ref.rank_major(scales, rank))
+            same(got.x[:n].view(torch.uint8), ref.gathered(codes, rank).astype(np.float32))
+            same(got.scales[:n], ref.gathered(scales, rank))
         by_expert = group.dispatch(own, plan, order="expert_major", alignment=4, **given)
         assert by_expert.scales is not None
         plain = by_expert.x.view(torch.uint8)
@@ -76,14 +76,14 @@ def quantised_by_torch(group: ferry.Group) -> None:
     x, ids, w = case.own(torch.bfloat16)
     codes = [quantised(each)[0] for each in case.xs]
     scales = [quantised(each)[1] for each in case.xs]
-    ref, rank, n = case.reference, case.rank, len(case.reference.rows(case.rank))
+    ref, rank, n = case.reference, case.rank, len(case.reference.arrivals(case.rank))
     for plan in (group.plan(ids), ft.plan(group, ids)):
         assert ft.dispatch(group, plan, x).scales is None
         for worst_case in (0, 160):
             got = ft.dispatch(group, plan, x, w, max_recv_rows=worst_case, format="e4m3")
             assert got.x.dtype == torch.float8_e4m3fn and got.scales is not None
-            same(got.x[:n].view(torch.uint8), ref.rank_major(codes, rank).astype(np.float32))
-            same(got.scales[:n], ref.rank_major(scales, rank))
+            same(got.x[:n].view(torch.uint8), ref.gathered(codes, rank).astype(np.float32))
+            same(got.scales[:n], ref.gathered(scales, rank))
             same(got.topk_weights[:n], ref.topk_weights(case.ws, rank))
             assert not got.x[n:].view(torch.uint8).any() and not got.scales[n:].any()
         for name in ("x", "topk_weights"):

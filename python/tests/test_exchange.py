@@ -102,14 +102,14 @@ def test_rank_major(rng: np.random.Generator, ranks: int, kind: Kind) -> None:
         return plan.recv_rows_per_rank(), plan.send_rows_per_rank(), between, got, back
 
     results = run_ranks(ranks, body, experts=EXPERTS)
-    arrived = [ref.rank_major(case.x, r) for r in range(ranks)]
+    arrived = [ref.gathered(case.x, r) for r in range(ranks)]
     for r, (received, sent, between, got, back) in enumerate(results):
         same(kind.back(got.x), arrived[r])
         assert between.dtype == np.int32 and between.shape == (ranks, ranks)
         assert np.array_equal(between, np.array([sent for _, sent, *_ in results]))
-        assert received == [sum(row.source == p for row in ref.rows(r)) for p in range(ranks)]
-        assert sent == [sum(row.source == r for row in ref.rows(p)) for p in range(ranks)]
-        assert np.array_equal(got.topk_idx, ref.topk_idx(r))
+        assert received == [sum(row.source == p for row in ref.arrivals(r)) for p in range(ranks)]
+        assert sent == [sum(row.source == r for row in ref.arrivals(p)) for p in range(ranks)]
+        assert np.array_equal(got.topk_idx, ref.arrived_ids(r))
         assert np.array_equal(got.topk_weights, ref.topk_weights(case.weights, r))
         assert np.array_equal(got.source_token, ref.source_token(r))
         assert got.slot_rows is None
@@ -146,9 +146,9 @@ def test_dispatch_makes_its_plan(rng: np.random.Generator, order: str) -> None:
 
     for r, (got, again) in enumerate(run_ranks(3, body, experts=EXPERTS)):
         same(again.x, got.x)
-        assert np.array_equal(got.topk_idx, ref.topk_idx(r))
+        assert np.array_equal(got.topk_idx, ref.arrived_ids(r))
         if order == "rank_major":
-            same(got.x, ref.rank_major(case.x, r))
+            same(got.x, ref.gathered(case.x, r))
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[6]], ids=lambda k: k.name)
@@ -178,7 +178,7 @@ def test_expert_major_weighted(rng: np.random.Generator, alignment: int, kind: K
         rows, offsets = ref.slot_rows(r, alignment)
         assert np.array_equal(got.slot_rows, rows)
         assert np.array_equal(got.expert_offsets, offsets)
-        routes = ref.topk_idx(r)
+        routes = ref.arrived_ids(r)
         assert slots == [int((routes == e).sum()) for e in range(len(ref.blocks[r]))]
         same(kind.back(back.x), ref.combine(partial, r))
 
@@ -199,7 +199,7 @@ def test_fp8_rows_and_scales(rng: np.random.Generator) -> None:
         return ml, tagged, as_torch
 
     for r, (ml, tagged, as_torch) in enumerate(run_ranks(2, body, experts=EXPERTS)):
-        expected = ref.rank_major(case.x, r).view(np.uint8)
+        expected = ref.gathered(case.x, r).view(np.uint8)
         assert ml.x.dtype == ml_dtypes.float8_e4m3fn
         assert tagged.x.dtype == np.uint8
         assert as_torch.x.dtype == torch.float8_e4m3fn
@@ -207,7 +207,7 @@ def test_fp8_rows_and_scales(rng: np.random.Generator) -> None:
         assert np.array_equal(tagged.x, expected)
         assert np.array_equal(as_torch.x.view(torch.uint8).numpy(), expected)
         for got in (ml, tagged, as_torch):
-            assert np.array_equal(got.scales, ref.rank_major(scales, r))
+            assert np.array_equal(got.scales, ref.gathered(scales, r))
 
 
 def test_opaque_rows_of_any_object(rng: np.random.Generator) -> None:
@@ -240,7 +240,7 @@ def test_worst_case_rows_and_out(rng: np.random.Generator) -> None:
         assert combined.x is y
         return worst, out, y
 
-    arrived = [ref.rank_major(case.x, r) for r in range(2)]
+    arrived = [ref.gathered(case.x, r) for r in range(2)]
     for r, (worst, out, y) in enumerate(run_ranks(2, body, experts=EXPERTS)):
         n = len(arrived[r])
         assert worst.x.shape == (64, HIDDEN)
@@ -266,8 +266,8 @@ def test_cached_dispatch_and_two_plans(rng: np.random.Generator) -> None:
 
     for r, got in enumerate(run_ranks(2, body, experts=EXPERTS)):
         for at in range(0, 6, 2):
-            same(got[at], second.reference.rank_major(second.x, r))
-            same(got[at + 1], first.reference.rank_major(first.x, r))
+            same(got[at], second.reference.gathered(second.x, r))
+            same(got[at + 1], first.reference.gathered(first.x, r))
 
 
 def test_context_memory_and_time() -> None:
@@ -301,6 +301,6 @@ def test_fabrics(rng: np.random.Generator, fabric: str) -> None:
         plan = group.plan(case.reference.routes[group.rank])
         return group.combine(group.dispatch(case.x[group.rank], plan).x, plan).x
 
-    arrived = [case.reference.rank_major(case.x, r) for r in range(3)]
+    arrived = [case.reference.gathered(case.x, r) for r in range(3)]
     for r, y in enumerate(run_ranks(3, body, experts=EXPERTS, fabric=fabric, sim_seed=7)):
         same(y, case.reference.combine(arrived, r))
