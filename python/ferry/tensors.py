@@ -114,16 +114,9 @@ def view(
     return made, NUMPY
 
 
-def optional_view(
-    name: str,
-    value: Any,
-    dtype: _ferry.Dtype | None = None,
-    writable: bool = False,
-    expected: str = "",
-    place: Place | None = CPU,
-) -> _ferry.View | None:
+def optional_view(name: str, value: Any, *rules: Any, **more: Any) -> _ferry.View | None:
     """The same for an argument that may be None."""
-    return None if value is None else view(name, value, dtype, writable, expected, place)[0]
+    return None if value is None else view(name, value, *rules, **more)[0]
 
 
 def _check_place(name: str, kind: str, index: int | None, place: Place | None) -> None:

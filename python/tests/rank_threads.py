@@ -12,8 +12,20 @@ T = TypeVar("T")
 DEADLINE = 20.0  # seconds; a test that reaches it has failed
 
 
+def run_threads(size: int, one: Callable[[int], T]) -> list[T]:
+    """`one(rank)` on every rank; their results in rank order, or the error that came first."""
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    # A rank that fails leaves; what the others say about that is not the cause.
+    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
 def run_ranks(size: int, body: Callable[[ferry.Group], T], **config: Any) -> list[T]:
-    """`body(group)` on every rank; their results in rank order, or the error that came first."""
+    """The same of `body(group)`."""
     config = {"experts": 8, "deadline": DEADLINE, "memory_bytes": 1 << 20} | config
     bootstraps = ferry.threads(size)
 
@@ -23,11 +35,4 @@ def run_ranks(size: int, body: Callable[[ferry.Group], T], **config: Any) -> lis
             group.barrier()
             return result
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, rank) for rank in range(size)]
-    errors = [error for future in futures if (error := future.exception())]
-    # A rank that fails leaves; what the others say about that is not the cause.
-    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]
+    return run_threads(size, one)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from rank_threads import run_threads
 
 import deep_ep
 import ferry
@@ -32,14 +33,7 @@ class ThreadComm:
 def run_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
     """`body(comm)` on every rank; their results in rank order, or the error that came first."""
     comms = [ThreadComm(bootstrap) for bootstrap in ferry.threads(size)]
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, comm) for comm in comms]
-    errors = [error for future in futures if (error := future.exception())]
-    # A rank that fails leaves; what the others say about that is not the cause.
-    errors.sort(key=lambda error: isinstance(error, (ferry.PeerLeftError, ferry.PeerFailedError)))
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]
+    return run_threads(size, lambda rank: body(comms[rank]))
 
 
 def run_buffers(size: int, body: Callable[[Any], T], **options: Any) -> list[T]:
