@@ -86,13 +86,12 @@ TEST(Flood, RanksJoinThroughIt) {
     while (!flooded) std::this_thread::sleep_for(1ms);
     strangers = flood.connections();
   });
-  auto errors = run_ranks(6, [&](int r) {
+  run_ranks_well(6, [&](int r) {
     if (r > 0) std::this_thread::sleep_for(r * 50ms);
     tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 10s);
   });
   flooded = true;
   flooding.join();
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   EXPECT_GT(strangers, 300);
 }
 
@@ -101,7 +100,7 @@ TEST(Flood, FourRanksJoinThroughTwoThousandASecond) {
   TcpOptions base = fresh_options(4);
   base.deadline = 10s;
   std::atomic<int> strangers{0};
-  auto errors = run_ranks(5, [&](int r) {
+  run_ranks_well(5, [&](int r) {
     if (r == 4) {
       std::this_thread::sleep_for(200ms);
       const Flood flood(base, 1500us);
@@ -114,7 +113,6 @@ TEST(Flood, FourRanksJoinThroughTwoThousandASecond) {
     EXPECT_EQ(bootstrap->all_gather(bytes_of("x"), 10s).size(), 4u);
     EXPECT_EQ(bootstrap->all_gather(bytes_of("y"), 10s).size(), 4u);
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   EXPECT_GT(strangers, 100);
   RecordProperty("strangers", strangers);
 }

@@ -26,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
   for (int n : {1, 2, 5}) {
     const TcpOptions base = fresh_options(n);
-    auto errors = run_ranks(n, [&](int r) {
+    run_ranks_well(n, [&](int r) {
       auto boot = tcp_bootstrap(as_rank(base, r));
       EXPECT_EQ(boot->rank(), r);
       EXPECT_EQ(boot->size(), n);
@@ -40,7 +40,6 @@ TEST(TcpBootstrap, EveryRankGetsEveryPartInOrder) {
         }
       }
     });
-    for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   }
 }
 
@@ -55,13 +54,12 @@ TcpOptions at_unix_socket(int size) {
 TEST(TcpBootstrap, RanksOfAUserMeetAtAUnixSocketWithoutASecret) {
   const TcpOptions base = at_unix_socket(3);
   for (int again = 0; again < 2; ++again) {  // its name is free at once
-    auto errors = run_ranks(3, [&](int r) {
+    run_ranks_well(3, [&](int r) {
       auto boot = tcp_bootstrap(as_rank(base, r));
       EXPECT_EQ(boot->own_address(), "");
       const Parts parts = boot->all_gather(bytes_of(std::string(1 << 20, char('a' + r))), 20s);
       for (int s = 0; s < 3; ++s) EXPECT_EQ(text_of(parts[std::size_t(s)])[0], char('a' + s));
     });
-    for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   }
 }
 
@@ -99,7 +97,7 @@ TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
 /// A rank goes; the others meet anew at the same place, and still hold what they met with before.
 void meet_again_without(int gone, const TcpOptions& base) {
   std::atomic<bool> is_gone{false};
-  auto errors = run_ranks(3, [&](int r) {
+  run_ranks_well(3, [&](int r) {
     auto held = tcp_bootstrap(as_rank(base, r));
     held->all_gather({}, 20s);
     if (r == gone) {
@@ -115,7 +113,6 @@ void meet_again_without(int gone, const TcpOptions& base) {
     const Parts parts = boot->all_gather(bytes_of(std::to_string(r)), 20s);
     EXPECT_EQ(text_of(parts[std::size_t(next.rank)]), std::to_string(r));
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 TEST(TcpBootstrap, RanksThatAreLeftMeetAtTheSamePlaceAtOnce) {
@@ -127,7 +124,7 @@ TEST(TcpBootstrap, RanksThatAreLeftMeetAtTheSamePlaceAtOnce) {
 
 TEST(TcpBootstrap, AStoreThatStillWaitsForRanksKeepsItsPlace) {
   const TcpOptions base = fresh_options(2);
-  auto errors = run_ranks(2, [&](int r) {
+  run_ranks_well(2, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));
     if (r == 0) {
       const Error e = error_from([&] { tcp_bootstrap(as_rank(base, 0)); });
@@ -135,45 +132,41 @@ TEST(TcpBootstrap, AStoreThatStillWaitsForRanksKeepsItsPlace) {
     }
     boot->all_gather({}, 20s);
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 TEST(TcpBootstrap, LoopbackIsNoAddressForOthers) {
   const TcpOptions base = fresh_options(2);
-  auto errors = run_ranks(2, [&](int r) {
+  run_ranks_well(2, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));
     EXPECT_EQ(boot->own_address(), "");
     boot->all_gather({}, 20s);
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 TEST(TcpBootstrap, TheAddressOnTheWayToTheStoreIsKnown) {
   TcpOptions base = fresh_options(2);
   base.address = test::outer_address();
   if (base.address.empty()) GTEST_SKIP() << "no address but loopback";
-  auto errors = run_ranks(2, [&](int r) {
+  run_ranks_well(2, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));
     EXPECT_EQ(boot->own_address(), base.address);
     boot->all_gather({}, 20s);
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 TEST(TcpBootstrap, Rank0MayComeLast) {
   const TcpOptions base = fresh_options(3);
-  auto errors = run_ranks(3, [&](int r) {
+  run_ranks_well(3, [&](int r) {
     if (r == 0) std::this_thread::sleep_for(300ms);
     tcp_bootstrap(as_rank(base, r))->all_gather({}, 20s);
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 // Rank 0 goes right after its last gather; a slow rank still gets a large answer.
 TEST(TcpBootstrap, AnEarlyEndOfRank0LosesNoAnswer) {
   const TcpOptions base = fresh_options(3);
   const std::string large(4 << 20, 'x');
-  auto errors = run_ranks(3, [&](int r) {
+  run_ranks_well(3, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));
     int polls = 0;
     const Parts parts = boot->all_gather(bytes_of(large), 30s, [&] {
@@ -181,7 +174,6 @@ TEST(TcpBootstrap, AnEarlyEndOfRank0LosesNoAnswer) {
     });
     for (const auto& part : parts) EXPECT_EQ(part.size(), large.size());
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 TEST(TcpBootstrap, MessagesAreBounded) {
@@ -315,7 +307,7 @@ void undisturbed_by(const std::function<void(const TcpOptions&)>& visit) {
     visit(base);
     visited = true;
   });
-  auto errors = run_ranks(2, [&](int r) {
+  run_ranks_well(2, [&](int r) {
     auto boot = tcp_bootstrap(as_rank(base, r));
     ++joined;
     for (bool last = false; !last;) {
@@ -328,7 +320,6 @@ void undisturbed_by(const std::function<void(const TcpOptions&)>& visit) {
     }
   });
   visitor.join();
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
 }
 
 void refused(TcpOptions visitor, const std::string& why) {
@@ -436,7 +427,7 @@ TEST(TcpBootstrap, TwoJobsDoNotMeet) {
   const TcpOptions one = fresh_options(2);
   TcpOptions two = fresh_options(2);
   two.secret = "the-other-job";
-  auto errors = run_ranks(4, [&](int i) {
+  run_ranks_well(4, [&](int i) {
     auto boot = tcp_bootstrap(as_rank(i < 2 ? one : two, i % 2));
     for (int round = 0; round < 20; ++round) {
       const std::string mine = std::to_string(i);
@@ -445,7 +436,6 @@ TEST(TcpBootstrap, TwoJobsDoNotMeet) {
       EXPECT_EQ(text_of(parts[1]), i < 2 ? "1" : "3");
     }
   });
-  for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   undisturbed_by([&](const TcpOptions& base) {
     TcpOptions stray = as_rank(two, 1);
     stray.port = base.port;
@@ -456,9 +446,8 @@ TEST(TcpBootstrap, TwoJobsDoNotMeet) {
 TEST(TcpBootstrap, FiftyCyclesLeakNothing) {
   const auto cycle = [] {
     const TcpOptions base = fresh_options(3);
-    auto errors = run_ranks(
-        3, [&](int r) { tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s); });
-    for (auto& e : errors) ASSERT_FALSE(e) << e->what();
+    run_ranks_well(3,
+                   [&](int r) { tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 20s); });
   };
   cycle();  // what a first use keeps
   const std::size_t descriptors = entries_of("/proc/self/fd");

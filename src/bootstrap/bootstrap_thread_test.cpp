@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 TEST(ThreadBootstrap, EveryRankGetsEveryPartInOrder) {
   for (int n : {1, 2, 3, 8}) {
     auto boots = thread_bootstrap(n);
-    auto errors = run_ranks(n, [&](int r) {
+    run_ranks_well(n, [&](int r) {
       EXPECT_EQ(boots[std::size_t(r)]->rank(), r);
       EXPECT_EQ(boots[std::size_t(r)]->size(), n);
       for (int round = 0; round < 50; ++round) {
@@ -30,7 +30,6 @@ TEST(ThreadBootstrap, EveryRankGetsEveryPartInOrder) {
       }
       boots[std::size_t(r)].reset();  // leaving right after the last round disturbs nobody
     });
-    for (auto& e : errors) EXPECT_FALSE(e) << e->what();
   }
 }
 

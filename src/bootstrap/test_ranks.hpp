@@ -1,5 +1,7 @@
 // Helpers of the bootstrap tests: run ranks as threads, bounded, and keep what each one threw.
 #pragma once
+#include <gtest/gtest.h>
+
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
 
@@ -39,6 +41,11 @@ inline std::vector<std::optional<Error>> run_ranks(int ranks,
   }
   for (std::thread& t : threads) t.join();
   return errors;
+}
+
+/// The same where no rank may throw one.
+inline void run_ranks_well(int ranks, const std::function<void(int)>& body) {
+  for (const auto& error : run_ranks(ranks, body)) EXPECT_FALSE(error) << error->what();
 }
 
 /// What `body` threw; a default-looking error of kind `destroyed` if it threw nothing.

@@ -7,10 +7,6 @@
 namespace ferry {
 namespace {
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 std::int64_t tokens_of(const ExchangePlan& plan, int source, int target) {
   return plan.rank_tokens[index(std::int64_t{source} * plan.ranks() + target)];
 }

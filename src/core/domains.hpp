@@ -1,8 +1,15 @@
 // Which ranks share memory with which.
 #pragma once
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace ferry {
+
+/// A rank, row or token as the index of a vector.
+constexpr std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
 
 /// The ranks of a group in domains, numbered by their lowest ranks. Every rank is in one.
 class Domains {

@@ -5,108 +5,15 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <set>
 
-namespace ferry {
+#include "core/test_crossings.hpp"
+
+namespace ferry::test {
 namespace {
 
-class Random {
- public:
-  explicit Random(std::uint64_t seed) : state_(seed) {}
-  std::int64_t below(std::int64_t count) {  // SplitMix64
-    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15ULL);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    return static_cast<std::int64_t>((z ^ (z >> 31)) % static_cast<std::uint64_t>(count));
-  }
-
- private:
-  std::uint64_t state_;
-};
-
-std::uint64_t base_seed() {
+unsigned base_seed() {
   const char* text = std::getenv("FERRY_TEST_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 0) : 20261121;
-}
-
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
-/// The routes of all ranks, and every rank's plan.
-struct World {
-  Placement placement{};
-  int topk = 1;
-  std::vector<std::vector<std::int32_t>> routes{};
-  std::vector<ExchangePlan> plans{};
-
-  std::int64_t tokens(int rank) const {
-    return static_cast<std::int64_t>(routes[index(rank)].size()) / topk;
-  }
-  std::int32_t id(int rank, std::int64_t token, int slot) const {
-    return routes[index(rank)][index(token * topk + slot)];
-  }
-  /// By counting blocks: the first E mod R ranks hold one more.
-  int holder(std::int64_t expert) const {
-    for (int rank = 0;; ++rank) {
-      expert -= placement.experts / placement.ranks +
-                (rank < placement.experts % placement.ranks ? 1 : 0);
-      if (expert < 0) return rank;
-    }
-  }
-  std::int64_t slots_at(int source, std::int64_t token, int target) const {
-    std::int64_t count = 0;
-    for (int k = 0; k < topk; ++k) {
-      const std::int32_t e = id(source, token, k);
-      count += e >= 0 && holder(e) == target ? 1 : 0;
-    }
-    return count;
-  }
-  /// (source, token) of every row that a rank receives, in order.
-  std::vector<std::pair<int, std::int64_t>> arrivals(int target) const {
-    std::vector<std::pair<int, std::int64_t>> rows;
-    for (int s = 0; s < placement.ranks; ++s) {
-      for (std::int64_t t = 0; t < tokens(s); ++t) {
-        if (slots_at(s, t, target) > 0) rows.emplace_back(s, t);
-      }
-    }
-    return rows;
-  }
-
-  void make_plans() {
-    std::vector<std::int32_t> counts;
-    std::vector<RouteCounts> own;
-    for (int r = 0; r < placement.ranks; ++r) {
-      own.push_back(count_routes(routes[index(r)], tokens(r), topk, placement));
-      counts.insert(counts.end(), own.back().tokens_per_rank.begin(),
-                    own.back().tokens_per_rank.end());
-      counts.insert(counts.end(), own.back().slots_per_expert.begin(),
-                    own.back().slots_per_expert.end());
-    }
-    for (int r = 0; r < placement.ranks; ++r) {
-      plans.push_back(make_plan(own[index(r)], counts, placement, r));
-    }
-  }
-};
-
-World any_world(Random& random) {
-  World world;
-  world.placement.ranks = 1 + static_cast<int>(random.below(9));
-  world.placement.experts = 1 + random.below(20);
-  world.topk = random.below(20) == 0 ? 64 : 1 + static_cast<int>(random.below(10));
-  const std::int64_t unused = random.below(4);  // how often of 8 a slot is −1
-  for (int r = 0; r < world.placement.ranks; ++r) {
-    const std::int64_t tokens = random.below(3) == 0 ? 0 : random.below(20);
-    std::vector<std::int32_t> routes;
-    for (std::int64_t i = 0; i < tokens * world.topk; ++i) {
-      routes.push_back(random.below(8) < unused
-                           ? -1
-                           : static_cast<std::int32_t>(random.below(world.placement.experts)));
-    }
-    world.routes.push_back(routes);
-  }
-  world.make_plans();
-  return world;
+  return text != nullptr ? static_cast<unsigned>(std::strtoull(text, nullptr, 0)) : 20261121;
 }
 
 /// Each test looks at many worlds; the seed says which.
@@ -114,10 +21,10 @@ class ExchangePlanTest : public ::testing::Test {
  protected:
   template <class Check>
   void for_many(Check&& check) {
-    std::printf("FERRY_TEST_SEED=%llu\n", static_cast<unsigned long long>(base_seed()));
-    for (std::uint64_t i = 0; i < 200 && !HasFailure(); ++i) {
+    std::printf("FERRY_TEST_SEED=%u\n", base_seed());
+    for (unsigned i = 0; i < 200 && !HasFailure(); ++i) {
       SCOPED_TRACE("world " + std::to_string(i));
-      Random random(base_seed() + i * 1000003);
+      std::mt19937 random(base_seed() + i * 1000003);
       const World world = any_world(random);
       for (int r = 0; r < world.placement.ranks && !HasFailure(); ++r) {
         SCOPED_TRACE("rank " + std::to_string(r));
@@ -150,16 +57,16 @@ TEST_F(ExchangePlanTest, CountsAreThoseOfTheRoutes) {
     for (int s = 0; s < plan.ranks(); ++s) {
       std::int64_t rows = 0, sent = 0;
       for (std::int64_t t = 0; t < world.tokens(s); ++t) {
-        rows += world.slots_at(s, t, r) > 0 ? 1 : 0;
+        rows += world.targets(s, t).contains(r) ? 1 : 0;
         for (int k = 0; k < world.topk; ++k) {
           const std::int32_t e = world.id(s, t, k);
-          if (e >= 0 && world.holder(e) == r) {
+          if (e >= 0 && world.placement.rank_of(e) == r) {
             ++slots[index(e - plan.placement.first_expert(r))];
           }
         }
       }
       for (std::int64_t t = 0; t < world.tokens(r); ++t) {
-        sent += world.slots_at(r, t, s) > 0 ? 1 : 0;
+        sent += world.targets(r, t).contains(s) ? 1 : 0;
       }
       EXPECT_EQ(plan.recv_offset[index(s) + 1] - plan.recv_offset[index(s)], rows);
       EXPECT_EQ(plan.send_rows(s), sent);
@@ -191,7 +98,7 @@ TEST_F(ExchangePlanTest, LanesAreTheRanksOfATokenAscending) {
     for (std::int64_t t = 0; t < world.tokens(r); ++t) {
       std::vector<int> expected, got;
       for (int d = 0; d < plan.ranks(); ++d) {
-        if (world.slots_at(r, t, d) > 0) expected.push_back(d);
+        if (world.targets(r, t).contains(d)) expected.push_back(d);
       }
       for (std::int64_t l = plan.lane_offset[index(t)]; l < plan.lane_offset[index(t) + 1]; ++l) {
         const Lane lane = plan.lanes[index(l)];
@@ -209,10 +116,10 @@ TEST_F(ExchangePlanTest, LocalRoutesNameLocalExpertsAlone) {
       std::vector<std::int32_t> got(index(plan.send_rows(d) * world.topk), -7), expected;
       local_routes(plan, d, got.data());
       for (std::int64_t t = 0; t < world.tokens(r); ++t) {
-        if (world.slots_at(r, t, d) == 0) continue;
+        if (!world.targets(r, t).contains(d)) continue;
         for (int k = 0; k < world.topk; ++k) {
           const std::int32_t e = world.id(r, t, k);
-          const bool local = e >= 0 && world.holder(e) == d;
+          const bool local = e >= 0 && world.placement.rank_of(e) == d;
           expected.push_back(local ? e - static_cast<std::int32_t>(plan.placement.first_expert(d))
                                    : -1);
         }
@@ -228,7 +135,7 @@ TEST_F(ExchangePlanTest, ExpertMajorRowsAreDisjointOrderedAndAligned) {
     for (const auto& [source, token] : world.arrivals(r)) {
       for (int k = 0; k < world.topk; ++k) {
         const std::int32_t e = world.id(source, token, k);
-        const bool local = e >= 0 && world.holder(e) == r;
+        const bool local = e >= 0 && world.placement.rank_of(e) == r;
         routes.push_back(local ? e - static_cast<std::int32_t>(plan.placement.first_expert(r))
                                : -1);
       }
@@ -272,6 +179,7 @@ TEST(ExchangePlanExampleTest, TwoRanksByHand) {
   // 3 experts on 2 ranks: rank 0 holds 0 and 1, rank 1 holds 2.
   World world;
   world.placement = {3, 2};
+  world.domains = Domains::blocks(2, 2);
   world.topk = 2;
   world.routes = {{0, 2, 2, 2, -1, -1}, {1, 0, -1, 2}};
   world.make_plans();
@@ -292,6 +200,7 @@ TEST(ExchangePlanExampleTest, TwoRanksByHand) {
 TEST(ExchangePlanExampleTest, RanksWithoutExperts) {
   World world;
   world.placement = {1, 3};
+  world.domains = Domains::blocks(3, 3);
   world.topk = 1;
   world.routes = {{0}, {0, -1}, {}};
   world.make_plans();
@@ -303,4 +212,4 @@ TEST(ExchangePlanExampleTest, RanksWithoutExperts) {
 }
 
 }  // namespace
-}  // namespace ferry
+}  // namespace ferry::test

@@ -5,15 +5,12 @@
 #include <cstdint>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "core/crossing_plan.hpp"
 
 namespace ferry::test {
-
-inline std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
 
 /// The routes of all ranks, and what each of them makes of the counts.
 struct World {
@@ -28,12 +25,14 @@ struct World {
   std::int64_t tokens(int rank) const {
     return static_cast<std::int64_t>(routes[index(rank)].size()) / topk;
   }
+  std::int32_t id(int rank, std::int64_t token, int slot) const {
+    return routes[index(rank)][index(token * topk + slot)];
+  }
   /// The ranks that a token goes to.
   std::set<int> targets(int rank, std::int64_t token) const {
     std::set<int> ranks;
     for (int k = 0; k < topk; ++k) {
-      const std::int32_t id = routes[index(rank)][index(token * topk + k)];
-      if (id >= 0) ranks.insert(placement.rank_of(id));
+      if (id(rank, token, k) >= 0) ranks.insert(placement.rank_of(id(rank, token, k)));
     }
     return ranks;
   }
@@ -55,6 +54,14 @@ struct World {
       if (targets(source, t).contains(target)) all.push_back(static_cast<std::int32_t>(t));
     }
     return all;
+  }
+  /// (source, token) of every row that a rank receives, in order.
+  std::vector<std::pair<int, std::int64_t>> arrivals(int target) const {
+    std::vector<std::pair<int, std::int64_t>> rows;
+    for (int s = 0; s < placement.ranks; ++s) {
+      for (const std::int32_t token : arriving(s, target)) rows.emplace_back(s, token);
+    }
+    return rows;
   }
 
   void make_plans() {
@@ -81,7 +88,7 @@ inline World any_world(std::mt19937& random) {
   World world;
   world.placement.ranks = 1 + below(9);
   world.placement.experts = 1 + below(20);
-  world.topk = 1 + below(8);
+  world.topk = below(20) == 0 ? 64 : 1 + below(10);
   std::vector<int> labels;
   for (int r = 0; r < world.placement.ranks; ++r) labels.push_back(below(4));
   world.domains = Domains(labels);

@@ -3,16 +3,13 @@
 #include "compare.hpp"
 #include "device.hpp"
 #include "random.hpp"
+#include "reference_parts.hpp"
 #include "session.hpp"
 
 namespace ferry::conformance {
 namespace {
 
 constexpr auto kWait = std::chrono::seconds(60);
-
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
 
 }  // namespace
 

@@ -4,13 +4,10 @@
 
 #include "compare.hpp"
 #include "device.hpp"
+#include "reference_parts.hpp"
 
 namespace ferry::conformance {
 namespace {
-
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
 
 /// Scales lie column by column; in ordinary memory, too.
 Tensor scales_to_cpu(const Tensor& scales) {

@@ -45,12 +45,4 @@ FERRY_INLINE_FN constexpr void pack_ue8m0(const float* FERRY_RESTRICT scales, st
   }
 }
 
-/// Unpacks `count` scales.
-FERRY_INLINE_FN constexpr void unpack_ue8m0(const std::uint32_t* FERRY_RESTRICT words,
-                                            std::size_t count, float* FERRY_RESTRICT scales) {
-  for (std::size_t i = 0; i < count; ++i) {
-    scales[i] = scale_from_ue8m0(static_cast<std::uint8_t>(words[i / 4] >> (8 * (i % 4))));
-  }
-}
-
 }  // namespace ferry

@@ -13,10 +13,6 @@ namespace {
 
 constexpr const char* kStage = "combine: crossing";
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 }  // namespace
 
 class DomainCombine {

@@ -16,10 +16,6 @@ namespace {
 
 constexpr const char* kStage = "dispatch: crossing";
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 /// After the swap of heads: some rank has not given as many rows as arrive.
 void agree_on_rows(engine::Channel& channel) {
   for (int peer = 0; peer < channel.size(); ++peer) {

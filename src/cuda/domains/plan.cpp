@@ -22,10 +22,6 @@ namespace {
 
 constexpr std::size_t kMostWords = 300;
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 /// Bytes of the routes of so many rows: tokens, then ids.
 std::size_t route_bytes(std::int64_t rows, int topk) {
   return round_up(index(rows) * (1 + index(topk)) * sizeof(std::int32_t), kLineBytes);

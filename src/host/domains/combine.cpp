@@ -11,10 +11,6 @@
 namespace ferry::host {
 namespace {
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 class DomainCombine {
  public:
   DomainCombine(const CombineCall& call, const CombineMemory& memory, const Combined& result)

@@ -9,10 +9,6 @@
 namespace ferry::host {
 namespace {
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 /// Rows of `width` values, gathered for these tokens.
 template <class T, class Of>
 std::vector<T> gathered(std::span<const std::int32_t> tokens, std::size_t width, Of&& of) {

@@ -10,10 +10,6 @@ namespace {
 
 constexpr const char* kStage = "dispatch: rows to be spread";
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 }  // namespace
 
 Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StageShape& shape,

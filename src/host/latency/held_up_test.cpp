@@ -12,8 +12,7 @@ constexpr auto kDeadline = 800ms;
 TEST(HostHeldUp, NobodyWaitsLongerForARankThatWasEvicted) {
   std::atomic<bool> told{false};
   MaskedRanks ranks;
-  ranks.run(with_deadline(kDeadline), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(kDeadline), [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     ranks.count_waits();
     ranks.meet();
@@ -43,8 +42,7 @@ void wake_up_evicted(int domain_size) {
   config.domain_size = domain_size;
   std::atomic<int> combining{0};
   MaskedRanks ranks;
-  ranks.run(config, [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(config, [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     if (group.rank() == 2) {
       ranks.stop_in_wait([&] {
@@ -84,8 +82,7 @@ void held_up(const GroupConfig& given) {
   config.deadline = kDeadline;
   std::atomic<bool> combining{false};
   MaskedRanks ranks;
-  ranks.run(config, [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(config, [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     ranks.count_waits();
     ranks.meet();
@@ -136,14 +133,11 @@ void rejoin_of_held_up(int domain_size) {
   config.domain_size = domain_size;
   std::atomic<bool> sent{false}, rejoining{false};
   MaskedRanks ranks;
-  ranks.run(config, [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(config, [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     const auto late = [&] { return rejoining && ranks.waited(1) > kDeadline * 5 / 4; };
     if (group.rank() == 2) {
-      LatencyDispatchOptions hook;
-      hook.hook = true;
-      latency.dispatch(load.x(2), load.ids(), hook);
+      latency.dispatch(load.x(2), load.ids(), {.hook = true});
       sent = true;
       ranks.until(late);
     } else {
@@ -176,8 +170,7 @@ TEST(HostHeldUp, NobodyGivesUpARejoinToWhichAllHaveCome) {
   // Rank 0 stops when it has offered; rank 3 comes late, so that the others' deadlines end before
   // rank 0 answers. Then they must not give up: rank 0 and rank 3 have all answers.
   MaskedRanks ranks;
-  ranks.run(with_deadline(kDeadline), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(kDeadline), [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     ranks.count_waits();
     ranks.meet();

@@ -16,8 +16,7 @@ void late_rank(FabricKind fabric, int domain_size = 0, FabricKind network = Fabr
   config.domain_size = domain_size;
   config.network = network;
   MaskedRanks ranks;
-  ranks.run(config, [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(config, [&](Group& group, LatencyExchange& latency, Load& load) {
     int round = 1;
     for (; round <= 3; ++round) load.round(round, {});
     if (group.rank() == kLate) {
@@ -60,13 +59,10 @@ TEST(HostMasks, ARankThatIsLateWithinACallSpoilsNothing) {
   // It sends its rows of a generation, and the rest of that call comes when the others are far on.
   constexpr int kLate = 1;
   MaskedRanks ranks;
-  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency, Load& load) {
     for (int round = 1; round <= 2; ++round) load.round(round, {});
     if (group.rank() == kLate) {
-      LatencyDispatchOptions hook;
-      hook.hook = true;
-      LatencyReceived received = latency.dispatch(load.x(3), load.ids(), hook);
+      LatencyReceived received = latency.dispatch(load.x(3), load.ids(), {.hook = true});
       ranks.meet();
       EXPECT_THROW(received.receive(), Error);
     } else {
@@ -87,8 +83,7 @@ TEST(HostMasks, ARankThatIsLateWithinACallSpoilsNothing) {
 
 TEST(HostMasks, MasksAreSetAndCleared) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency, Load& load) {
     const int rank = group.rank();
     const std::vector<int> others = rank < 2 ? std::vector{2, 3} : std::vector{0, 1};
     load.round(1, {});
@@ -121,9 +116,8 @@ TEST(HostMasks, NobodyWaitsForRowsThatRanksDidNotSendEachOtherWhileMasked) {
     all.arrive_and_wait();
     for (const int other : others) latency.set_mask(other, true);
     all.arrive_and_wait();
-    LatencyDispatchOptions hook;
-    hook.hook = true;
-    latency.dispatch(load.x(2), load.ids(), hook);  // dropped before its rows were received
+    latency.dispatch(load.x(2), load.ids(),
+                     {.hook = true});  // dropped before its rows were received
     all.arrive_and_wait();
     latency.clear_masks();
     all.arrive_and_wait();
@@ -137,12 +131,9 @@ TEST(HostMasks, AMaskTakenBackInTheMidstOfAnExchangeVouchesForNothing) {
   // Rank 0 leaves out the rows of rank 1 and then takes the mask back. It must not tell rank 1 that
   // its part of the sums is there: what lies there is of an older generation.
   MaskedRanks ranks;
-  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency, Load& load) {
     for (int round = 1; round <= 4; ++round) load.round(round, {});  // leaves old sums everywhere
-    LatencyDispatchOptions hook;
-    hook.hook = true;
-    LatencyReceived received = latency.dispatch(load.x(5), load.ids(), hook);
+    LatencyReceived received = latency.dispatch(load.x(5), load.ids(), {.hook = true});
     if (group.rank() != 0) received.receive();
     ranks.meet();
     if (group.rank() == 0) {
@@ -162,22 +153,19 @@ TEST(HostMasks, AMaskTakenBackInTheMidstOfAnExchangeVouchesForNothing) {
 
 TEST(HostMasks, TheNextGenerationsRowsDoNotPassForThoseThatWereNotSent) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency, Load& load) {
     for (int round = 1; round <= 4; ++round) load.round(round, {});
-    LatencyDispatchOptions hook;
-    hook.hook = true;
     const int rank = group.rank();
     LatencyReceived fifth;
-    if (rank != 1) fifth = latency.dispatch(load.x(5), load.ids(), hook);
+    if (rank != 1) fifth = latency.dispatch(load.x(5), load.ids(), {.hook = true});
     ranks.meet();
     if (rank == 1) {
       latency.set_mask(0, true);
-      fifth = latency.dispatch(load.x(5), load.ids(), hook);  // nothing for rank 0
+      fifth = latency.dispatch(load.x(5), load.ids(), {.hook = true});  // nothing for rank 0
       latency.clear_masks();
     }
     ranks.meet();
-    LatencyReceived sixth = latency.dispatch(load.x(6), load.ids(), hook);
+    LatencyReceived sixth = latency.dispatch(load.x(6), load.ids(), {.hook = true});
     ranks.meet();
     fifth.receive();
     load.expect_received(fifth, 5, rank == 0 ? std::vector{1} : std::vector<int>{});
@@ -189,8 +177,7 @@ TEST(HostMasks, TheNextGenerationsRowsDoNotPassForThoseThatWereNotSent) {
 
 TEST(HostMasks, ARankThatLeavesIsMaskedAtOnce) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(60s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(60s), [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     if (group.rank() == 3) {
       group.destroy();
@@ -207,8 +194,7 @@ TEST(HostMasks, ARankThatLeavesIsMaskedAtOnce) {
 
 TEST(HostMasks, AGroupThatFailedLeavesTheExchangeAlone) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     if (group.rank() != 0) {
       EXPECT_THROW(group.barrier(), Error);  // rank 0 does not come
@@ -223,8 +209,7 @@ TEST(HostMasks, AGroupThatFailedLeavesTheExchangeAlone) {
 
 TEST(HostMasks, RejoinNamesWhoIsMissingAndMayBeRepeated) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     if (group.rank() != 3) {
       expect_error(ErrorKind::deadline, {"rank 3", "rejoin"}, [&] { latency.rejoin(); });
@@ -239,8 +224,7 @@ TEST(HostMasks, RejoinNamesWhoIsMissingAndMayBeRepeated) {
 TEST(HostMasks, WhoComesToARejoinBeforeThoseWhoTryAgainWaitsForThem) {
   // It finds what they offered in the attempt that failed.
   MaskedRanks ranks;
-  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(1s), [&](Group& group, LatencyExchange& latency, Load& load) {
     if (group.rank() != 3) {
       expect_error(ErrorKind::deadline, {"rank 3", "rejoin"}, [&] { latency.rejoin(); });
     } else {
@@ -255,8 +239,7 @@ TEST(HostMasks, WhoComesToARejoinBeforeThoseWhoTryAgainWaitsForThem) {
 
 TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
+  ranks.run(with_deadline(30s), [&](Group&, LatencyExchange& latency, Load& load) {
     load.round(1, {});
     std::optional<LatencyReceived> old = latency.dispatch(load.x(2), load.ids());
     latency.rejoin();
@@ -273,11 +256,9 @@ TEST(HostMasks, ResultsFromBeforeARejoinMayBeReadButKeepTheirBuffer) {
 
 TEST(HostMasks, AResultIsNotOverwrittenAfterARejoinWhenOneBeforeItWasDroppedUnreceived) {
   MaskedRanks ranks;
-  ranks.run(with_deadline(30s), [&](Group& group, LatencyExchange& latency) {
-    Load load(group, latency);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
-    latency.dispatch(load.x(1), load.ids(), hook);  // dropped before its rows were received
+  ranks.run(with_deadline(30s), [&](Group&, LatencyExchange& latency, Load& load) {
+    latency.dispatch(load.x(1), load.ids(),
+                     {.hook = true});  // dropped before its rows were received
     latency.dispatch(load.x(2), load.ids());
     std::optional<LatencyReceived> kept = latency.dispatch(load.x(3), load.ids());
     latency.rejoin();

@@ -13,9 +13,7 @@ TEST(HostReceive, AReceiveOfAnEvictedRankMayBeCalledAgain) {
   with_groups(kRanks, with_deadline(30s), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
-    LatencyReceived received = latency.dispatch(load.x(1), load.ids(), hook);
+    LatencyReceived received = latency.dispatch(load.x(1), load.ids(), {.hook = true});
     all.arrive_and_wait();
     if (group.rank() == 1) latency.set_mask(0, true);
     all.arrive_and_wait();
@@ -45,11 +43,9 @@ TEST(HostReceive, AReceiveThatTheCallerBrokeOffMayBeCalledAgain) {
   with_groups(kRanks, config, [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
     LatencyReceived received;
     if (group.rank() == 0) {
-      received = latency.dispatch(load.x(1), load.ids(), hook);
+      received = latency.dispatch(load.x(1), load.ids(), {.hook = true});
       interrupted = true;
       EXPECT_THROW(received.receive(), std::runtime_error);
       interrupted = false;
@@ -57,7 +53,7 @@ TEST(HostReceive, AReceiveThatTheCallerBrokeOffMayBeCalledAgain) {
                    [&] { load.combine(received); });
     }
     all.arrive_and_wait();
-    if (group.rank() != 0) received = latency.dispatch(load.x(1), load.ids(), hook);
+    if (group.rank() != 0) received = latency.dispatch(load.x(1), load.ids(), {.hook = true});
     received.receive();
     load.expect_received(received, 1, {});
     LatencyCombineOptions options;
@@ -112,10 +108,8 @@ TEST(HostReceive, UnreceivedResultsMayBeDropped) {
   with_groups(kRanks, with_deadline(30s), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
     for (int round = 1; round <= 20; round += 2) {
-      latency.dispatch(load.x(round), load.ids(), hook);
+      latency.dispatch(load.x(round), load.ids(), {.hook = true});
       load.round(round + 1, {});
       if (round % 7 == 0) latency.rejoin();
     }

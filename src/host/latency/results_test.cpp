@@ -73,10 +73,8 @@ void drop_unreceived(FabricKind fabric, int ranks) {
     LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
     const Batch batch(group.rank(), 4, 16, 5);
     const std::vector<float> weights(4, 1.0F);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
     for (int round = 0; round < 20; ++round) {
-      for (int i = 0; i < round % 5; ++i) latency.dispatch(batch.x(), batch.ids(), hook);
+      for (int i = 0; i < round % 5; ++i) latency.dispatch(batch.x(), batch.ids(), {.hook = true});
       const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
       EXPECT_TRUE(same_rows(latency.combine(received.x, received, ones(weights, 4)).x, batch));
     }
@@ -97,9 +95,8 @@ TEST(HostLatency, AResultOutlivesTheSettlingOfOneDroppedUnreceived) {
   with_groups(2, {.deadline = 5s}, [](Group& group) {
     LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
     const Batch batch(group.rank(), 4, 16, 5);
-    LatencyDispatchOptions hook;
-    hook.hook = true;
-    latency.dispatch(batch.x(), batch.ids(), hook);  // dropped before its rows were received
+    latency.dispatch(batch.x(), batch.ids(),
+                     {.hook = true});  // dropped before its rows were received
     latency.dispatch(batch.x(), batch.ids());
     // This call takes the buffer of the first one, and waits for the rows that nobody received.
     const LatencyReceived kept = latency.dispatch(batch.x(), batch.ids());

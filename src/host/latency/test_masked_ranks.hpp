@@ -19,8 +19,8 @@ namespace ferry::host::test {
 /// while all ranks run.
 class MaskedRanks {
  public:
-  /// Runs `body` on each rank, with a group of `config` and an exchange with masks.
-  void run(GroupConfig config, const std::function<void(Group&, LatencyExchange&)>& body) {
+  /// Runs `body` on each rank, with a group of `config`, an exchange with masks, and its load.
+  void run(GroupConfig config, const std::function<void(Group&, LatencyExchange&, Load&)>& body) {
     config.experts = 8;
     config.on_wait = [this] { look(); };
     make(config);
@@ -28,7 +28,8 @@ class MaskedRanks {
       self() = &ranks_[static_cast<std::size_t>(r)];
       saw(*self());
       const Leave leave{*this};
-      body(*self()->group, *self()->latency);
+      Load load(*self()->group, *self()->latency);
+      body(*self()->group, *self()->latency, load);
     });
   }
 

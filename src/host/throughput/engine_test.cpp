@@ -339,24 +339,5 @@ TEST(HostEngine, SizesBeyondReasonAreRefused) {
   });
 }
 
-TEST(HostEngine, LateBadArgumentFailsTheGroupOnAllRanks) {
-  with_groups(2, small(), [](Group& group) {
-    Stream stream;
-    std::promise<void> release;
-    stream.submit([&] { release.get_future().wait(); });
-    const Batch batch(group.rank(), 4, 16, 0);
-    const Plan plan = group.plan(batch.ids(), {.stream = &stream});
-    const Batch rows(0, group.rank() == 0 ? 3 : 0, 16, 0);  // rank 0 receives 8
-    const Combined back = group.combine(rows.x(), plan, {.stream = &stream});
-    release.set_value();
-    if (group.rank() == 0) {
-      expect_error(ErrorKind::invalid_argument, {"rows", "3", "8"}, [&] { back.event.wait(20s); });
-    } else {
-      expect_error(ErrorKind::peer_failed, {"rank 0"}, [&] { back.event.wait(20s); });
-    }
-    EXPECT_THROW(group.barrier(), Error);
-  });
-}
-
 }  // namespace
 }  // namespace ferry::host::test

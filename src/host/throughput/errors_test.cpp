@@ -194,7 +194,7 @@ TEST(HostErrors, NothingIsSaidTwice) {
   EXPECT_EQ(times(later.text(0), "barrier (generation"), 1u) << later.text(0);
 }
 
-TEST(HostErrors, AFailedCallIsNamedOnceLaterOn) {
+TEST(HostErrors, ALateBadArgumentFailsTheGroupAndIsNamedOnceLaterOn) {
   Errors later;
   with_groups(2, with_deadline(20s), [&](Group& group) {
     Stream stream;
@@ -205,7 +205,11 @@ TEST(HostErrors, AFailedCallIsNamedOnceLaterOn) {
     const Batch rows(0, group.rank() == 0 ? 3 : 0, 16, 0);  // rank 0 receives 8
     const Combined back = group.combine(rows.x(), plan, {.stream = &stream});
     release.set_value();
-    EXPECT_THROW(back.event.wait(20s), Error);
+    if (group.rank() == 0) {
+      expect_error(ErrorKind::invalid_argument, {"rows", "3", "8"}, [&] { back.event.wait(20s); });
+    } else {
+      expect_error(ErrorKind::peer_failed, {"rank 0"}, [&] { back.event.wait(20s); });
+    }
     later.run(group, [&] { group.barrier(); });
   });
   expect_words(later.text(0), {"It failed with: combine: rows"});

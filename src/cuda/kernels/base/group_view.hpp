@@ -142,10 +142,6 @@ enum class Stage : std::uint32_t {
   latency_sums,
 };
 
-FERRY_FN constexpr bool is_fatal(Reason reason) {
-  return reason == Reason::deadline || reason == Reason::aborted || reason == Reason::violation;
-}
-
 /// Lies in pinned host memory; `written` is stored last.
 struct Failure {
   std::uint64_t written = 0;  ///< generation of the call, stored last (release, system scope)
