@@ -12,10 +12,6 @@
 namespace ferry::host {
 namespace {
 
-std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 class DirectCombine {
  public:
   DirectCombine(const CombineCall& call, const CombineMemory& memory, const Combined& result)
