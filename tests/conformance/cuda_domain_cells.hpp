@@ -28,4 +28,13 @@ struct DomainRun {
 };
 DomainRun run_domain_cells(const CudaOptions& options, const DomainCells& cells);
 
+/// Ranks of that shape on the GPUs, without the cases' checks.
+inline Fleet in_domains(const CudaOptions& options, const DomainShape& shape) {
+  Fleet fleet;
+  fleet.wires = Wires(FabricKind::shm, shape.domain_size, options.network, shape.crossing);
+  fleet.ranks = shape.ranks;
+  fleet.gpus = options.gpus;
+  return fleet;
+}
+
 }  // namespace ferry::conformance

@@ -1,12 +1,10 @@
 // Latency mode on GPUs in several virtual domains: the results of one domain, graphs, and ranks
 // that do not come, or come back.
-#include <cuda_runtime_api.h>
-
 #include <chrono>
 #include <functional>
-#include <stdexcept>
 #include <vector>
 
+#include "cuda/engine_graph.hpp"
 #include "cuda_domain_cells.hpp"
 #include "device.hpp"
 #include "random.hpp"
@@ -98,49 +96,8 @@ class Mirror {
   LatencyCombined combined_{};
 };
 
-void need(cudaError_t result, const char* call) {
-  if (result != cudaSuccess) {
-    throw std::runtime_error(std::string(call) + ": " + cudaGetErrorName(result));
-  }
-}
-
-/// Calls on a stream, captured.
-class Captured {
- public:
-  Captured(const Stream& stream, const std::function<void()>& calls)
-      : stream_(static_cast<cudaStream_t>(stream.native())) {
-    need(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal),
-         "cudaStreamBeginCapture");
-    calls();
-    need(cudaStreamEndCapture(stream_, &graph_), "cudaStreamEndCapture");
-    need(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
-  }
-  ~Captured() {
-    cudaGraphExecDestroy(exec_);
-    cudaGraphDestroy(graph_);
-  }
-  Captured(const Captured&) = delete;
-  Captured& operator=(const Captured&) = delete;
-  void replay() {
-    need(cudaGraphLaunch(exec_, stream_), "cudaGraphLaunch");
-    need(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
-};
-
-Fleet in_domains(const CudaOptions& options, int ranks, int domain_size) {
-  Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, domain_size, options.network, Crossing::automatic);
-  fleet.ranks = ranks;
-  fleet.gpus = options.gpus;
-  return fleet;
-}
 Fleet two_domains(const CudaOptions& options) {
-  return in_domains(options, 2, 1);
+  return in_domains(options, {2, 1, false});
 }
 
 /// Captured, with hooks and without, and replayed with other tokens and routes.
@@ -154,10 +111,12 @@ bool run_graphs(const CudaOptions& options) {
                   mirror.check("before the graph");
                   const auto stream = make_stream(rank.where());
                   for (const bool hooks : {false, true}) {
-                    Captured graph(*stream, [&] { mirror.run(stream.get(), hooks); });
+                    const test::Graph graph(static_cast<cudaStream_t>(stream->native()),
+                                            [&] { mirror.run(stream.get(), hooks); });
                     for (int i = 0; i < kReplays && rank.failures() == 0; ++i) {
                       mirror.fill(mix(options.seed, 243, static_cast<std::uint64_t>(i)));
-                      graph.replay();
+                      graph.launch();
+                      stream->synchronize();
                       mirror.check("a replay");
                     }
                   }
@@ -266,7 +225,7 @@ bool run_rejoin(const CudaOptions& options, int ranks, int domain_size) {
   };
   return report("a rejoin of " + std::to_string(ranks) + " ranks in domains of " +
                     std::to_string(domain_size),
-                run_fleet(in_domains(options, ranks, domain_size), body));
+                run_fleet(in_domains(options, {ranks, domain_size, false}), body));
 }
 
 }  // namespace

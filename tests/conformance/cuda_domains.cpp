@@ -62,11 +62,7 @@ bool run_long(const CudaOptions& options) {
   };
   bool ok = true;
   for (const DomainShape& shape : kLong) {
-    Fleet fleet;
-    fleet.wires = Wires(FabricKind::shm, shape.domain_size, options.network, shape.crossing);
-    fleet.ranks = shape.ranks;
-    fleet.gpus = options.gpus;
-    ok = report("many chunks", run_fleet(fleet, body)) && ok;
+    ok = report("many chunks", run_fleet(in_domains(options, shape), body)) && ok;
   }
   return ok;
 }
@@ -116,11 +112,7 @@ bool run_late(const CudaOptions& options) {
     rank.check(waited > 1.5 && waited < 12, "waited for " + std::to_string(waited) + " s");
     rank.meet();
   };
-  Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 1, options.network, Crossing::automatic);
-  fleet.ranks = 2;
-  fleet.gpus = options.gpus;
-  return report("late rank", run_fleet(fleet, body));
+  return report("late rank", run_fleet(in_domains(options, {2, 1, false}), body));
 }
 
 /// Rank 3 of two domains of two is killed among exchanges: the ranks of both name it.
@@ -150,10 +142,7 @@ bool run_killed(const CudaOptions& options) {
       rank.check(now_ns() - *at < 5'000'000'000, "a killed rank was named late");
     }
   };
-  Fleet fleet;
-  fleet.wires = Wires(FabricKind::shm, 2, options.network, Crossing::hierarchical);
-  fleet.ranks = 4;
-  fleet.gpus = options.gpus;
+  Fleet fleet = in_domains(options, {4, 2, false, Crossing::hierarchical});
   fleet.victim = kVictim;
   return report("killed rank", run_fleet(fleet, body));
 }

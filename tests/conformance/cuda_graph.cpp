@@ -1,9 +1,8 @@
 // A plan, a dispatch and a combine captured into a CUDA graph, replayed with other routes.
-#include <cuda_runtime_api.h>
-
-#include <stdexcept>
+#include <optional>
 
 #include "compare.hpp"
+#include "cuda/engine_graph.hpp"
 #include "cuda_parts.hpp"
 #include "device.hpp"
 #include "exchange.hpp"
@@ -16,12 +15,6 @@ namespace {
 
 constexpr int kReplays = 40;
 
-void need(cudaError_t result, const char* call) {
-  if (result != cudaSuccess) {
-    throw std::runtime_error(std::string(call) + ": " + cudaGetErrorName(result));
-  }
-}
-
 /// The exchange of one case in a graph: what arrives is combined as it is.
 class Captured {
  public:
@@ -33,14 +26,8 @@ class Captured {
     ids_ = allocate(rows * k * sizeof(std::int64_t), rank.where());
     weights_ = allocate(rows * k * sizeof(float), rank.where());
     worst_ = c.ranks * c.tokens * c.topk + c.alignment * (c.experts() / c.ranks + 1);
-    capture();
+    graph_.emplace(static_cast<cudaStream_t>(stream_->native()), [this] { exchange(); });
   }
-  ~Captured() {
-    cudaGraphExecDestroy(exec_);
-    cudaGraphDestroy(graph_);
-  }
-  Captured(const Captured&) = delete;
-  Captured& operator=(const Captured&) = delete;
 
   void replay(const Case& c) {
     const World world = make_world(c);
@@ -53,7 +40,7 @@ class Captured {
     poison(received_.x);
     poison(combined_.x);
     rank_.meet();  // nobody poisons what another already writes
-    need(cudaGraphLaunch(exec_, raw()), "cudaGraphLaunch");
+    graph_->launch();
     stream_->synchronize();
     check(world);
     rank_.meet();
@@ -61,10 +48,8 @@ class Captured {
 
  private:
   std::size_t row_bytes() const { return static_cast<std::size_t>(c_.hidden) * size_of(c_.dtype); }
-  cudaStream_t raw() const { return static_cast<cudaStream_t>(stream_->native()); }
 
-  void capture() {
-    need(cudaStreamBeginCapture(raw(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  void exchange() {
     const Device where = rank_.where();
     const Plan plan =
         group_.plan({ids_.get(), Dtype::i64, {c_.tokens, c_.topk}, where}, {stream_.get()});
@@ -84,10 +69,6 @@ class Captured {
     back.stream = stream_.get();
     back.sms = c_.sms;
     combined_ = group_.combine(received_.x, plan, back);
-    need(cudaStreamEndCapture(raw(), &graph_), "cudaStreamEndCapture");
-    need(cudaGraphInstantiate(&exec_, graph_, 0), "cudaGraphInstantiate");
-    need(cudaGraphUpload(exec_, raw()), "cudaGraphUpload");
-    need(cudaStreamSynchronize(raw()), "cudaStreamSynchronize");
   }
 
   void check(const World& world) {
@@ -130,8 +111,7 @@ class Captured {
   std::int64_t worst_ = 0;
   Received received_{};
   Combined combined_{};
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
+  std::optional<test::Graph> graph_{};
 };
 
 void replay_all(Rank& rank, Group& group, const Case& c, std::uint64_t seed) {

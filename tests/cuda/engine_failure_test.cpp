@@ -21,10 +21,7 @@ ErrorKind kind_of(const Event& event) {
 }
 
 TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     for (int i = 0; i < 3; ++i) {
@@ -54,10 +51,7 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
 /// Only rank 0 asks how the dispatch ended that was to bring the routes, so it alone would bring
 /// them in the next one.
 TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 8);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 8, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     for (int i = 0; i < 2; ++i) {
       seat.meet();
@@ -81,10 +75,7 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
 }
 
 TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     Trip trip;
     trip.order = RowOrder::expert_major;
@@ -112,9 +103,7 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
 
 TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 9);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 9, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     for (const bool waits : {true, false}) {
@@ -141,10 +130,7 @@ TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
 /// Refused calls between others that use the same plan: of as many rows as the carrier of the
 /// routes had, and of more.
 TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 7);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 7, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     Trip trip;
     trip.worst_case_rows = 200;
@@ -174,11 +160,8 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
 }
 
 TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
-  const Shape shape;
   for (const bool graphs : {false, true}) {
-    each(shape, [&](Seat& seat) {
-      const World world(seat.size(), shape, kSeed + 2);
-      const OnGpu mine = seat.on_gpu(world);
+    each({}, kSeed + 2, [&](Seat& seat, const World&, const OnGpu& mine) {
       OwnStream own(seat.device);
       seat.meet();
       const Plan plan = seat.group.plan(mine.routes_view());
@@ -220,10 +203,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
 }
 
 TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 5, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());

@@ -8,6 +8,7 @@
 
 #include "cuda/throughput/engine.hpp"
 #include "engine_graph.hpp"
+#include "engine_seat.hpp"
 #include "touch.hpp"
 
 namespace ferry::test {
@@ -54,9 +55,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (const std::int64_t worst : {0, 200}) {
         for (Stream* stream : {&own.stream, static_cast<Stream*>(nullptr), &own.stream}) {
-          const World world(seat.size(), shape, ++seed);
-          mine.fill(world.sent(seat.rank()), seat.copier);
-          seat.meet();
+          const World world = seat.refill(mine, ++seed);
           Trip trip;
           trip.order = order;
           trip.worst_case_rows = worst;
@@ -87,9 +86,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
     Both both;
     const Graph graph(own.raw, [&] { both = there_and_back(seat, mine, trip); });
     for (std::uint64_t i = 0; i < 5; ++i) {
-      const World world(seat.size(), shape, kSeed + 51 + i);
-      mine.fill(world.sent(seat.rank()), seat.copier);
-      seat.meet();
+      const World world = seat.refill(mine, kSeed + 51 + i);
       graph.run();
       check(world, seat, trip, both);
     }
@@ -99,9 +96,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
 
 TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 80);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 80, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     for (const std::int64_t worst : {200, 0}) {
       Sent bad = world.sent(seat.rank());
@@ -136,9 +131,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
 /// Rank 0 learns it when its peers have counted the plan and are in the dispatch.
 TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 100);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 100, [&](Seat& seat, const World& world, const OnGpu& mine) {
     const Buffer out(static_cast<std::size_t>(shape.hidden) * sizeof(float));
     OwnStream own(seat.device);
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
@@ -204,10 +197,7 @@ TEST_P(EngineTest, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
 }
 
 TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 90);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 90, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream other(seat.device);
     read_later(other.raw, 0ms);
     need(cudaStreamSynchronize(other.raw), "read_later");

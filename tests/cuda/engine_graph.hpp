@@ -1,10 +1,10 @@
-// A CUDA graph of an engine's calls.
+// A CUDA graph of calls on a stream.
 #pragma once
 #include <chrono>
 #include <functional>
 #include <thread>
 
-#include "engine_seat.hpp"
+#include "gpu_buffer.hpp"
 
 namespace ferry::test {
 
@@ -32,7 +32,8 @@ class Graph {
     wait();
   }
   void wait() const {
-    while (cudaStreamQuery(stream_) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
+    while (cudaStreamQuery(stream_) == cudaErrorNotReady)
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "engine_graph.hpp"
+#include "engine_seat.hpp"
 
 namespace ferry::test {
 namespace {
@@ -75,15 +76,39 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
   });
 }
 
+TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
+  each({}, kSeed + 4, [&](Seat& seat, const World& first, const OnGpu& mine) {
+    OwnStream own(seat.device);
+    seat.meet();
+    {  // once without a graph
+      const Plan plan = seat.group.plan(mine.routes_view());
+      round_trip(seat.group, first, mine, plan, {}, seat.copier);
+    }
+    seat.meet();
+    Trip trip;
+    trip.worst_case_rows = 200;
+    Exchanged got;
+    const Graph graph(own.raw, [&] {
+      got.plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
+      exchange(seat, mine, own.stream, trip, got);
+    });
+    for (std::uint64_t i = 0; i < 5; ++i) {
+      const World world = seat.refill(mine, kSeed + 10 + i);
+      graph.run();
+      check_received(world, seat.rank(), trip, got.received, seat.copier);
+      check_combined(world, seat.rank(), trip, got.combined, seat.copier);
+    }
+    seat.meet();
+  });
+}
+
 /// Enough rows that their fan-out runs beside their dispatch, which comes directly after the plan;
 /// then once more, when it is known where slots go.
 TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
   Shape shape;
   shape.tokens = 1300;
   shape.hidden = 4096;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 5, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 4000;
@@ -109,10 +134,7 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
 }
 
 TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
     trip.worst_case_rows = 150;

@@ -6,6 +6,7 @@
 
 #include "engine_graph.hpp"
 #include "engine_latency.hpp"
+#include "engine_seat.hpp"
 
 namespace ferry::test {
 namespace {
@@ -70,9 +71,7 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
         if (back.hook) combined.receive();
       });
       for (std::uint64_t i = 0; i < 4; ++i) {
-        world = World(seat.size(), shape, kSeed + 1 + i);
-        mine.fill(world.sent(seat.rank()), seat.copier);
-        seat.meet();
+        world = seat.refill(mine, kSeed + 1 + i);
         graph.run();
         check_ranked_rows(world, seat.rank(), received, seat.copier);
         check_latency_sums(world, seat.rank(), {RowOrder::rank_major}, combined.x, seat.copier);
@@ -112,9 +111,7 @@ TEST_P(EngineTest, LatencyFormatsOfSomeRanksAreAMismatch) {
 /// where those of the graph do.
 TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 30);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 30, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -155,9 +152,7 @@ TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
       const OnGpu mine = seat.on_gpu(world);
       LatencyExchange latency(seat.group, latency_config(shape, masks));
       seat.meet();
-      LatencyDispatchOptions hook;
-      hook.hook = true;
-      (void)latency.dispatch(mine.x_view(), mine.routes_view(), hook);
+      (void)latency.dispatch(mine.x_view(), mine.routes_view(), {.hook = true});
       (void)latency_dispatch(latency, mine, trip);
       const LatencyReceived kept = latency_dispatch(latency, mine, trip);
       if (masks) latency.rejoin();

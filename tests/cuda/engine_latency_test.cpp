@@ -8,6 +8,7 @@
 
 #include "engine_graph.hpp"
 #include "engine_latency.hpp"
+#include "engine_seat.hpp"
 
 namespace ferry::test {
 namespace {
@@ -16,16 +17,12 @@ constexpr std::uint64_t kSeed = 20261125;
 
 TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    World world(seat.size(), shape, kSeed);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     for (unsigned choice = 0; choice < 16; ++choice) {
-      world = World(seat.size(), shape, kSeed + choice);
-      mine.fill(world.sent(seat.rank()), seat.copier);
-      seat.meet();
+      const World world = seat.refill(mine, kSeed + choice);
       LatencyTrip trip;
       trip.path = choice % 2 == 0 ? CombinePath::per_rank : CombinePath::per_slot;
       trip.weights_with_dispatch = choice / 2 % 2 == 0;
@@ -40,9 +37,7 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
 TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
   for (const auto& [tokens, hidden] : {std::pair{8, 1040}, {40, 1040}, {40, 7168}}) {
     const Shape shape{.tokens = tokens, .hidden = hidden, .dtype = Dtype::bf16};
-    each(shape, [&](Seat& seat) {
-      const World world(seat.size(), shape, kSeed);
-      const OnGpu mine = seat.on_gpu(world);
+    each(shape, kSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
       LatencyExchange latency(seat.group, latency_config(shape));
       seat.meet();
       for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
@@ -54,9 +49,7 @@ TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
 
 TEST_P(EngineTest, LatencyWeightsComeOnce) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 20);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip with;
@@ -83,9 +76,7 @@ TEST_P(EngineTest, LatencyWeightsComeOnce) {
 /// Ranks that differ in having weights find out, and nobody gets wrong rows.
 TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 21);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 21, [&](Seat& seat, const World&, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip trip;
@@ -135,9 +126,7 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
 
 TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    World world(seat.size(), shape, kSeed + 50);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 50, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -147,9 +136,7 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
       sums = latency_combine(latency, mine, latency_dispatch(latency, mine, trip), trip);
     });
     for (std::uint64_t i = 0; i < 8; ++i) {
-      world = World(seat.size(), shape, kSeed + 51 + i);
-      mine.fill(world.sent(seat.rank()), seat.copier);
-      seat.meet();
+      const World world = seat.refill(mine, kSeed + 51 + i);
       graph.run();
       check_latency_sums(world, seat.rank(), trip.path, sums.x, seat.copier);
       LatencyTrip eager = trip;
@@ -167,9 +154,8 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
 /// buffer to eager dispatches.
 TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 60), other(seat.size(), shape, kSeed + 61);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 60, [&](Seat& seat, const World& world, const OnGpu& mine) {
+    const World other(seat.size(), shape, kSeed + 61);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -205,9 +191,7 @@ TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
 /// The caller's own output may lie anywhere but in the rows.
 TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 62);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 62, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     const Extents extents{world.sent(seat.rank()).tokens, shape.hidden};
     const auto bytes = static_cast<std::size_t>(extents[0] * extents[1]) * sizeof(float);
@@ -241,9 +225,7 @@ TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
 /// What a call waits for a late rank stands in the caller's tensor.
 TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
   const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 70);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 70, [&](Seat& seat, const World& world, const OnGpu& mine) {
     const Buffer memory(static_cast<std::size_t>(seat.size()) * 8);
     const std::vector<std::int64_t> before(static_cast<std::size_t>(seat.size()), 1000);
     const TensorView waits(memory.data(), Dtype::i64, {seat.size()},

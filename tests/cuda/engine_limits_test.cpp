@@ -17,9 +17,7 @@ using Clock = std::chrono::steady_clock;
 TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
   Shape shape;
   shape.topk = 8;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 3);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 3, [&](Seat& seat, const World& world, const OnGpu& mine) {
     ConstTensorView routes = mine.routes_view();
     ConstTensorView x = mine.x_view();
     std::unique_ptr<Buffer> many;

@@ -11,6 +11,7 @@
 
 #include "engine_graph.hpp"
 #include "engine_latency.hpp"
+#include "engine_seat.hpp"
 
 namespace ferry::test {
 namespace {

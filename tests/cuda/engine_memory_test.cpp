@@ -5,8 +5,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <numeric>
 
+#include "engine_graph.hpp"
 #include "engine_seat.hpp"
 #include "touch.hpp"
 
@@ -114,20 +116,15 @@ TEST_P(EngineTest, CapturedTensorsWaitForRecordedStreams) {
     options.worst_case_rows = 150;
     options.stream = &own.stream;
     const std::size_t before = seat.group.memory().arena_used_bytes;
-    cudaGraph_t graph = nullptr;
-    need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal), "capture");
-    Received received = seat.group.dispatch(mine.x_view(), plan, options);
-    need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
-    cudaGraphExec_t exec = nullptr;
-    need(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+    Received received;
+    auto graph = std::make_unique<Graph>(
+        own.raw, [&] { received = seat.group.dispatch(mine.x_view(), plan, options); });
     seat.meet();
-    need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
-    need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
+    graph->run();
     reader.start(other.raw, 2000ms, received.x);
     seat.group.record_stream(received.x.data(), other.stream);
     received = {};
-    need(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
-    need(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    graph.reset();
     const auto start = Clock::now();
     while (seat.group.memory().arena_used_bytes > before && Clock::now() - start < 1500ms) {
       std::this_thread::sleep_for(1ms);

@@ -28,6 +28,13 @@ struct Seat {
   int rank() const { return group.rank(); }
   int size() const { return group.size(); }
   void meet() const { bootstrap.all_gather({}, 60s); }
+  /// Other tokens in the memory of `mine`, on all ranks.
+  World refill(const OnGpu& mine, std::uint64_t seed) const {
+    World world(size(), mine.shape, seed);
+    mine.fill(world.sent(rank()), copier);
+    meet();
+    return world;
+  }
   /// What this rank sends in that world, on its GPU.
   OnGpu on_gpu(const World& world) const {
     return {world.inputs[static_cast<std::size_t>(rank())], world.shape, device, copier};
@@ -124,6 +131,14 @@ class EngineTest : public ::testing::TestWithParam<Ranks> {
  protected:
   void each(const Shape& shape, const std::function<void(Seat&)>& body) {
     on_ranks(GetParam().ranks, GetParam().threads, config_for(shape), body);
+  }
+  /// The same with the tokens of a seed, each rank's own on its GPU.
+  void each(const Shape& shape, std::uint64_t seed,
+            const std::function<void(Seat&, const World&, const OnGpu&)>& body) {
+    each(shape, [&](Seat& seat) {
+      const World world(seat.size(), shape, seed);
+      body(seat, world, seat.on_gpu(world));
+    });
   }
 };
 

@@ -32,10 +32,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, EngineRanksTest,
                          ranks_name);
 
 TEST_P(EngineRanksTest, RoundTrips) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     need(plan.recv_rows() == world.rows(seat.rank()), "recv_rows");
@@ -56,10 +53,7 @@ TEST_P(EngineRanksTest, RoundTrips) {
 }
 
 TEST_P(EngineTest, TwoStreamsInOrder) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 1);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream a(seat.device), b(seat.device);
     seat.meet();
     for (int i = 0; i < 10; ++i) {
@@ -82,9 +76,7 @@ TEST_P(EngineTest, FanOutFollowsTheRows) {
   Shape shape;
   shape.tokens = 1300;
   shape.hidden = 8192;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 7);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 7, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
@@ -106,9 +98,7 @@ TEST_P(EngineTest, GrowsWhenThereIsNoRoom) {
   Shape shape;
   shape.tokens = 600;
   shape.hidden = 8192;  // 20 MB a rank at most, and the group has 8
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 2);
-    const OnGpu mine = seat.on_gpu(world);
+  each(shape, kSeed + 2, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
@@ -157,59 +147,8 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
   });
 }
 
-TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    constexpr std::int64_t kWorst = 200;
-    const World first(seat.size(), shape, kSeed + 4);
-    const OnGpu mine = seat.on_gpu(first);
-    OwnStream own(seat.device);
-    seat.meet();
-    {  // once without a graph
-      const Plan plan = seat.group.plan(mine.routes_view());
-      round_trip(seat.group, first, mine, plan, {}, seat.copier);
-    }
-    seat.meet();
-    cudaGraph_t graph = nullptr;
-    need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal),
-         "cudaStreamBeginCapture");
-    const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
-    DispatchOptions options;
-    options.topk_weights = mine.weights_view();
-    options.worst_case_rows = kWorst;
-    options.stream = &own.stream;
-    const Received received = seat.group.dispatch(mine.x_view(), plan, options);
-    CombineOptions back;
-    back.topk_weights = received.topk_weights;
-    back.stream = &own.stream;
-    const Combined combined = seat.group.combine(received.x, plan, back);
-    need(cudaStreamEndCapture(own.raw, &graph), "cudaStreamEndCapture");
-    cudaGraphExec_t exec = nullptr;
-    need(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
-    need(cudaGraphUpload(exec, own.raw), "cudaGraphUpload");
-    need(cudaStreamSynchronize(own.raw), "cudaStreamSynchronize");
-    Trip trip;
-    trip.worst_case_rows = kWorst;
-    for (std::uint64_t i = 0; i < 5; ++i) {
-      const World world(seat.size(), shape, kSeed + 10 + i);
-      mine.fill(world.sent(seat.rank()), seat.copier);
-      seat.meet();
-      need(cudaGraphLaunch(exec, own.raw), "cudaGraphLaunch");
-      while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(100us);
-      check_received(world, seat.rank(), trip, received, seat.copier);
-      check_combined(world, seat.rank(), trip, combined, seat.copier);
-    }
-    seat.meet();
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
-  });
-}
-
 TEST_P(EngineTest, DestroyedRanksAreNamed) {
-  const Shape shape;
-  each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 5);
-    const OnGpu mine = seat.on_gpu(world);
+  each({}, kSeed + 5, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);

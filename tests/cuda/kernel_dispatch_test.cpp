@@ -343,17 +343,9 @@ void test_failures() {
 }  // namespace
 
 int run_main(int argc, char** argv) {
-  std::uint64_t seed = 1;
-  int repeat = 1;
-  int ranks = 1;
-  bool small = false;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--small") small = true;
-    if (word == "--ranks" && i + 1 < argc) ranks = std::atoi(argv[++i]);
-    if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
-    if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
-  }
+  const auto seed = static_cast<std::uint64_t>(option(argc, argv, "--seed", 1));
+  const auto repeat = static_cast<int>(option(argc, argv, "--repeat", 1));
+  const bool small = has_option(argc, argv, "--small");
   prepare_process();
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
@@ -361,7 +353,7 @@ int run_main(int argc, char** argv) {
   FERRY_CUDA_CHECK(kernel_limits(limits));
   std::printf("paths of %s\n", limits.bulk_copies ? "sm_90" : "sm_80");
   if (small) {
-    run_small(seed, ranks);
+    run_small(seed, static_cast<int>(option(argc, argv, "--ranks", 1)));
   } else {
     test_failures();
     run_quantised(seed, repeat);

@@ -203,30 +203,4 @@ int fair_sms(int ranks) {
   return std::max(1, sms / sharing - 1);
 }
 
-bool has_option(int argc, char** argv, const char* name) {
-  return std::any_of(argv + 1, argv + argc, [&](const char* a) { return std::string(a) == name; });
-}
-
-std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise) {
-  for (int i = 1; i + 1 < argc; ++i) {
-    if (std::string(argv[i]) == name) return std::atoll(argv[i + 1]);
-  }
-  return otherwise;
-}
-
-std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise) {
-  for (int i = 1; i + 1 < argc; ++i) {
-    if (std::string(argv[i]) != name) continue;
-    std::vector<int> values;
-    for (const char* p = argv[i + 1]; *p != 0;) {
-      char* end = nullptr;
-      values.push_back(static_cast<int>(std::strtol(p, &end, 10)));
-      if (end == p) stop(std::string("not a list of numbers: ") + argv[i + 1]);
-      p = *end == ',' ? end + 1 : end;
-    }
-    return values;
-  }
-  return otherwise;
-}
-
 }  // namespace ferry::cuda::test

@@ -74,9 +74,4 @@ std::int64_t first_difference(const std::byte* got, const std::byte* expected, D
 /// Several ranks' kernels must all be resident: how many blocks each may have, at most.
 int fair_sms(int ranks);
 
-/// --name value, and lists of numbers "4,8,16".
-std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise);
-std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise);
-bool has_option(int argc, char** argv, const char* name);
-
 }  // namespace ferry::cuda::test

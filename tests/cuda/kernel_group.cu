@@ -1,5 +1,6 @@
 #include "kernel_group.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -246,6 +247,32 @@ void Gate::open() {
 void Gate::hold(cudaStream_t stream) const {
   hold_stream<<<1, 1, 0, stream>>>(word_);
   FERRY_CUDA_CHECK(cudaGetLastError());
+}
+
+bool has_option(int argc, char** argv, const char* name) {
+  return std::any_of(argv + 1, argv + argc, [&](const char* a) { return std::string(a) == name; });
+}
+
+std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise) {
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]) == name) return std::atoll(argv[i + 1]);
+  }
+  return otherwise;
+}
+
+std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise) {
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]) != name) continue;
+    std::vector<int> values;
+    for (const char* p = argv[i + 1]; *p != 0;) {
+      char* end = nullptr;
+      values.push_back(static_cast<int>(std::strtol(p, &end, 10)));
+      if (end == p) stop(std::string("not a list of numbers: ") + argv[i + 1]);
+      p = *end == ',' ? end + 1 : end;
+    }
+    return values;
+  }
+  return otherwise;
 }
 
 }  // namespace ferry::cuda::test

@@ -131,6 +131,11 @@ class Gate {
   std::uint32_t* word_ = nullptr;
 };
 
+/// --name value, and lists of numbers "4,8,16".
+std::int64_t option(int argc, char** argv, const char* name, std::int64_t otherwise);
+std::vector<int> option_list(int argc, char** argv, const char* name, std::vector<int> otherwise);
+bool has_option(int argc, char** argv, const char* name);
+
 /// As an index, or a number of bytes.
 inline std::size_t at(std::int64_t value) {
   return static_cast<std::size_t>(value);

@@ -243,32 +243,26 @@ void run_graphs(std::uint64_t seed, int replays, int sample, bool ll128) {
 }  // namespace
 
 int run_main(int argc, char** argv) {
-  std::uint64_t seed = 1;
-  int repeat = 1, replays = 400;
-  int small_ranks = 1;
-  bool small = false;
+  const auto number = [&](const char* name, int otherwise) {
+    return static_cast<int>(option(argc, argv, name, otherwise));
+  };
+  const auto seed = static_cast<std::uint64_t>(option(argc, argv, "--seed", 1));
   std::string only;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--small") small = true;
-    if (word == "--ranks" && i + 1 < argc) small_ranks = std::atoi(argv[++i]);
-    if (word == "--only" && i + 1 < argc) only = argv[++i];
-    if (word == "--seed" && i + 1 < argc) seed = std::strtoull(argv[++i], nullptr, 10);
-    if (word == "--repeat" && i + 1 < argc) repeat = std::atoi(argv[++i]);
-    if (word == "--replays" && i + 1 < argc) replays = std::atoi(argv[++i]);
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string(argv[i]) == "--only") only = argv[i + 1];
   }
   prepare_process();
   std::printf("seed %llu, %d GPUs\n", static_cast<unsigned long long>(seed), gpu_count());
   load_kernels();
-  if (small) {
-    run_small(seed, small_ranks);
+  if (has_option(argc, argv, "--small")) {
+    run_small(seed, number("--ranks", 1));
     return 0;
   }
   const auto wanted = [&](const char* name) { return only.empty() || only == name; };
-  if (wanted("matrix")) run_matrix(seed, repeat);
+  if (wanted("matrix")) run_matrix(seed, number("--repeat", 1));
   if (wanted("full")) run_full();
   for (const bool ll128 : {false, true}) {
-    if (wanted("graphs")) run_graphs(seed, replays, 20, ll128);
+    if (wanted("graphs")) run_graphs(seed, number("--replays", 400), 20, ll128);
   }
   if (wanted("failures")) run_failure_tests();
   if (wanted("masks")) {

@@ -192,7 +192,7 @@ def is_test(path: Path) -> bool:
 def resolve(root: Path, path: Path, name: str) -> Path | None:
     """The file of ours that `#include "name"` in `path` means, relative to the root."""
     tool = Path("tools/ferry")
-    for base in (path.parent, Path("src"), Path("include"), Path("python/src"), tool, Path()):
+    for base in (path.parent, *map(Path, ("src", "include", "python/src", "tests")), tool, Path()):
         candidate = base / name
         if (root / candidate).is_file():
             return candidate
