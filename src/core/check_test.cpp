@@ -42,8 +42,7 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   expect_refused({"x", "77"}, [&] { check_dispatch(tensor(4, kNoDtype), 4, 2, dispatch); });
   dispatch.order = static_cast<RowOrder>(5);
   expect_refused({"order", "5", "rank_major"}, [&] { check_dispatch(tensor(4), 4, 2, dispatch); });
-  CombineOptions combine;
-  combine.order = static_cast<RowOrder>(5);
+  CombineOptions combine{.order = static_cast<RowOrder>(5)};
   expect_refused({"order", "5", "rank_major"}, [&] { check_combine(tensor(4), 4, 2, combine); });
   expect_refused({"rows", "77"}, [&] { check_combine(tensor(4, kNoDtype), 4, 2, {}); });
   expect_refused({"dtype", "77"}, [] { checked_bytes("empty", "shape", {4, 4}, kNoDtype); });
@@ -52,8 +51,7 @@ TEST(Check, NumbersOutsideAnEnumerationAreRefused) {
   const LatencyConfig config{8, 16, 2, Dtype::f32};
   const std::vector<std::int64_t> ids(8, 0);
   const ConstTensorView routes{ids.data(), Dtype::i64, {4, 2}};
-  LatencyDispatchOptions latency;
-  latency.format = static_cast<WireFormat>(7);
+  LatencyDispatchOptions latency{.format = static_cast<WireFormat>(7)};
   expect_refused({"format", "7", "e4m3"},
                  [&] { check_latency_dispatch(tensor(4), routes, config, latency); });
   latency = {WireFormat::e4m3, static_cast<ScaleFormat>(9)};
@@ -99,8 +97,7 @@ TEST(Check, WhatALatencyCombineWritesOverlapsNoRowThatItReads) {
   dispatched.tokens = 4;
   dispatched.ranks = 2;
   dispatched.local_experts = 1;
-  LatencyCombineOptions options;
-  options.out = TensorView{rows.data() + 12 * 16, Dtype::f32, {4, 16}};
+  LatencyCombineOptions options{.out = TensorView{rows.data() + 12 * 16, Dtype::f32, {4, 16}}};
   const auto check = [&](std::int64_t blocks) {
     dispatched.local_experts = blocks;
     check_latency_combine({rows.data(), Dtype::f32, {blocks, 16, 16}}, {}, config, dispatched,
@@ -115,8 +112,7 @@ TEST(Check, WhatDispatchCannotQuantise) {
                           const DispatchOptions& options) {
     expect_refused(words, [&] { check_dispatch(x, 4, 2, options); });
   };
-  DispatchOptions options;
-  options.scale_format = ScaleFormat::f32_pow2;
+  DispatchOptions options{.scale_format = ScaleFormat::f32_pow2};
   refused({"scale_format", "format e4m3"}, tensor(4), options);
   options.format = static_cast<WireFormat>(7);
   refused({"format", "7", "as_is or e4m3"}, tensor(4), options);
@@ -169,12 +165,10 @@ TEST(Check, StridesOfAnotherNumberOfDimensionsAreRefused) {
 }
 
 TEST(Check, CombineRefusesAnAlignmentOfRankMajorRowsAsDispatchDoes) {
-  CombineOptions combine;
-  combine.alignment = 4;
+  CombineOptions combine{.alignment = 4};
   expect_refused({"combine", "alignment", "4", "rank_major"},
                  [&] { check_combine(tensor(4), 4, 2, combine); });
-  DispatchOptions dispatch;
-  dispatch.alignment = 4;
+  DispatchOptions dispatch{.alignment = 4};
   expect_refused({"dispatch", "alignment", "4", "rank_major"},
                  [&] { check_dispatch(tensor(4), 4, 2, dispatch); });
 }

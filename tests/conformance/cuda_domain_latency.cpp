@@ -51,17 +51,12 @@ class Mirror {
   }
 
   void run(Stream* stream = nullptr, bool hooks = false) {
-    LatencyDispatchOptions there;
-    there.stream = stream;
-    there.hook = hooks;
+    LatencyDispatchOptions there{.hook = hooks, .stream = stream};
     received_ =
         exchange_.dispatch({x_.get(), Dtype::f32, {kTokens, kHidden}, rank_.where()},
                            {ids_.get(), Dtype::i64, {kTokens, kTopk}, rank_.where()}, there);
     if (hooks) received_.receive();
-    LatencyCombineOptions back;
-    back.stream = stream;
-    back.path = CombinePath::per_rank;
-    back.hook = hooks;
+    LatencyCombineOptions back{.path = CombinePath::per_rank, .hook = hooks, .stream = stream};
     combined_ =
         exchange_.combine(received_.x, received_,
                           {weights_.get(), Dtype::f32, {kTokens, kTopk}, rank_.where()}, back);

@@ -98,8 +98,7 @@ bool run_late(const CudaOptions& options) {
     const auto stream = make_stream(rank.where());
     const std::int64_t start = now_ns();
     try {
-      DispatchOptions late;
-      late.stream = stream.get();
+      DispatchOptions late{.stream = stream.get()};
       const Received second = group.dispatch(tokens.x, plan, late);
       second.event.wait(std::chrono::seconds(15));
       rank.fail("a dispatch ended without rank 1");

@@ -146,8 +146,7 @@ void run_large_on(Rank& rank, const Large& large) {
   const std::vector<std::int64_t> routes(static_cast<std::size_t>(large.tokens), 0);
   const Tensor ids = to_device({routes.data(), Dtype::i64, {large.tokens, 1}}, rank.where());
   const Plan plan = group.plan(ids);
-  DispatchOptions options;
-  options.order = large.order;
+  DispatchOptions options{.order = large.order};
   const Received received = group.dispatch(
       {x.get(), large.dtype, {large.tokens, large.hidden}, rank.where()}, plan, options);
   rank.equal(received.x.rows(), rank.rank() == 0 ? 2 * large.tokens : 0, "rows");
@@ -157,8 +156,7 @@ void run_large_on(Rank& rank, const Large& large) {
     check_pieces(rank, "from rank 1", theirs, large.tokens, received.x.as<std::byte>() + bytes);
   }
   rank.begin(std::string(large.name) + ", to be combined");
-  CombineOptions back;
-  back.order = large.order;
+  CombineOptions back{.order = large.order};
   const Combined combined = group.combine(received.x, plan, back);
   check_pieces(rank, "combined", mine, large.tokens, combined.x.data());
   rank.begin(std::string(large.name) + ", to be combined from ordinary memory");

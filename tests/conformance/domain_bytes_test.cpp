@@ -131,8 +131,7 @@ TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
           expected.put_bytes += n > 0 ? n * record : 24;
           expected.signals += 1;
         }
-        LatencyDispatchOptions options;
-        options.format = format;
+        LatencyDispatchOptions options{.format = format};
         const NetworkStats before = group.network();
         const LatencyReceived received =
             exchange.dispatch({x.data(), Dtype::bf16, {kTokens, kHidden}},
@@ -195,9 +194,7 @@ TEST(Domains, LatencyCombineCrossesInFewWrites) {
             const LatencyReceived received =
                 exchange.dispatch({x.data(), Dtype::bf16, {kTokens, kHidden}},
                                   {ids.data(), Dtype::i64, {kTokens, kTopk}});
-            LatencyCombineOptions options;
-            options.path = path;
-            options.format = format;
+            LatencyCombineOptions options{.path = path, .format = format};
             const NetworkStats use = sent.all_by([&] {
               (void)exchange.combine(received.x, received,
                                      ConstTensorView(weights.data(), Dtype::f32, {kTokens, kTopk}),
@@ -237,8 +234,7 @@ TEST(Domains, GroupLimitedRoutesBoundTheCrossings) {
     const std::uint64_t bytes = sent.by([&] { const Received again = group.dispatch(rows, plan); });
     rank.check(bytes <= sent.step() + kTokens * kDomains * kHidden * 4,
                "more crosses than a copy of each token for each of two domains");
-    DispatchOptions direct;
-    direct.crossing = Crossing::direct;
+    DispatchOptions direct{.crossing = Crossing::direct};
     const std::uint64_t copies =
         sent.by([&] { const Received again = group.dispatch(rows, plan, direct); });
     rank.check(copies > bytes, "the direct mode sends no more");

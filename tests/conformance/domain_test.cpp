@@ -72,8 +72,7 @@ TEST(Domains, CrossingsThatDoNotFitAreRefused) {
     Exchange exchange(rank, group, c);
     exchange.run(0);  // direct, as the group says
     const Received received = exchange.dispatch(0);
-    CombineOptions back;
-    back.crossing = Crossing::hierarchical;
+    CombineOptions back{.crossing = Crossing::hierarchical};
     const auto text = expect_error(rank, ErrorKind::invalid_argument, "combine",
                                    [&] { (void)group.combine(received.x, exchange.plan(), back); });
     expect_text(rank, text, "crossing");

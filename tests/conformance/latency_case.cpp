@@ -33,10 +33,9 @@ class Generation {
         exchange_(session.latency(c)) {}
 
   void dispatch() {
-    LatencyDispatchOptions options;
-    options.format = expected_.format();
-    options.scale_format = expected_.scale_format();
-    options.order = c_.results;
+    LatencyDispatchOptions options{.format = expected_.format(),
+                                   .scale_format = expected_.scale_format(),
+                                   .order = c_.results};
     if (c_.weights_ahead) options.topk_weights = weights();
     options.hook = hooked(HookKind::dispatch);
     options.stream = session_.stream(c_);
@@ -61,9 +60,7 @@ class Generation {
   }
 
   void combine() {
-    LatencyCombineOptions options;
-    options.hook = hooked(HookKind::combine);
-    options.stream = session_.stream(c_);
+    LatencyCombineOptions options{.hook = hooked(HookKind::combine), .stream = session_.stream(c_)};
     const std::int64_t tokens = own().tokens;
     const std::size_t out_bytes = own().x.size();
     const std::shared_ptr<void> out = allocate(out_bytes + 16, where());

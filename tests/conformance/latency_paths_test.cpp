@@ -43,8 +43,7 @@ struct Tiny {
 TEST_P(LatencyPaths, RankMajorCapacityFilledAndOneOver) {
   run(3, [](Rank& rank) {
     Tiny tiny(rank, 2, 5);
-    LatencyDispatchOptions options;
-    options.order = RowOrder::rank_major;
+    LatencyDispatchOptions options{.order = RowOrder::rank_major};
     // Both slots of all tokens name one expert of rank 0: a token takes one row there.
     std::vector<std::int64_t> ids;
     for (int t = 0; t < 5; ++t) ids.insert(ids.end(), {1, -1});
@@ -112,11 +111,9 @@ TEST_P(LatencyPaths, WeightsAreGivenOnce) {
     const std::vector<std::int64_t> ids{0, 3, 2, -1};
     const ErrorKind invalid = ErrorKind::invalid_argument;
     tiny.tokens = 2;
-    LatencyDispatchOptions ahead;
-    ahead.topk_weights = tiny.own_weights();
+    LatencyDispatchOptions ahead{.topk_weights = tiny.own_weights()};
     for (const CombinePath path : {CombinePath::per_slot, CombinePath::per_rank}) {
-      LatencyCombineOptions options;
-      options.path = path;
+      LatencyCombineOptions options{.path = path};
       const LatencyReceived with = tiny.dispatch(ids, ahead);
       expect_text(
           rank,
@@ -134,8 +131,7 @@ TEST_P(LatencyPaths, WeightsAreGivenOnce) {
                 expect_error(rank, invalid, "no weights",
                              [&] { (void)tiny.exchange.combine(without.x, without); }),
                 "brought none");
-    LatencyDispatchOptions by_rank;
-    by_rank.order = RowOrder::rank_major;
+    LatencyDispatchOptions by_rank{.order = RowOrder::rank_major};
     const LatencyReceived rows = tiny.dispatch(ids, by_rank);
     expect_text(
         rank,

@@ -144,9 +144,7 @@ TEST_P(LatencySums, PartialSumsAreAsNearAsDerived) {
                     received.x.as<std::byte>() + place * rows.world.row_bytes());
         }
       }
-      LatencyCombineOptions options;
-      options.path = CombinePath::per_rank;
-      options.format = format;
+      LatencyCombineOptions options{.path = CombinePath::per_rank, .format = format};
       const LatencyCombined sums = exchange.combine(
           received.x, received, {own.weights.data(), Dtype::f32, {own.tokens, c.topk}}, options);
       for (std::int64_t t = 0; t < own.tokens; ++t) {

@@ -31,16 +31,14 @@ struct Small {
       x[i] = static_cast<float>(rank.rank() * 1000 + static_cast<int>(i) / kHidden);
     }
     routes = ids;
-    LatencyDispatchOptions options;
-    options.hook = hook;
+    LatencyDispatchOptions options{.hook = hook};
     return exchange.dispatch({x.data(), Dtype::f32, {tokens, kHidden}},
                              {routes.data(), Dtype::i64, {tokens, kTopk}}, options);
   }
   LatencyCombined combine(const LatencyReceived& received, bool hook = false) {
     const auto tokens = static_cast<std::int64_t>(routes.size()) / kTopk;
     weights.assign(routes.size(), 0.5f);
-    LatencyCombineOptions options;
-    options.hook = hook;
+    LatencyCombineOptions options{.hook = hook};
     return exchange.combine(received.x, received, {weights.data(), Dtype::f32, {tokens, kTopk}},
                             options);
   }

@@ -123,13 +123,9 @@ std::vector<Got> exchange(const Setting& s, const Values& value) {
                              received.source_token.as<std::int32_t>() + received.x.rows());
     mine.rows_per_source = plan.recv_rows_per_rank();
     mine.combined = rows_of(group.combine(received.x, plan).x);
-    DispatchOptions by_expert;
-    by_expert.order = RowOrder::expert_major;
-    by_expert.alignment = 4;
+    DispatchOptions by_expert{.order = RowOrder::expert_major, .alignment = 4};
     const Received experts = group.dispatch(view, plan, by_expert);
-    CombineOptions back;
-    back.order = RowOrder::expert_major;
-    back.alignment = 4;
+    CombineOptions back{.order = RowOrder::expert_major, .alignment = 4};
     mine.expert_combined = rows_of(group.combine(experts.x, plan, back).x);
     group.barrier();
   });

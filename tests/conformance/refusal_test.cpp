@@ -80,13 +80,11 @@ TEST_P(Refusals, DifferentCalls) {
       (void)g.dispatch({zeros.data(), Dtype::bf16, {tokens(e), odd ? 72 : 64}}, e.plan());
     });
     different_calls(rank, "dtype", [&](Group& g, Exchange& e, bool odd) {
-      DispatchOptions options;
-      options.format = odd ? WireFormat::e4m3 : WireFormat::as_is;
+      DispatchOptions options{.format = odd ? WireFormat::e4m3 : WireFormat::as_is};
       (void)g.dispatch({zeros.data(), Dtype::bf16, {tokens(e), 64}}, e.plan(), options);
     });
     different_calls(rank, "order", [&](Group& g, Exchange& e, bool odd) {
-      DispatchOptions options;
-      options.order = odd ? RowOrder::expert_major : RowOrder::rank_major;
+      DispatchOptions options{.order = odd ? RowOrder::expert_major : RowOrder::rank_major};
       (void)g.dispatch({zeros.data(), Dtype::bf16, {tokens(e), 64}}, e.plan(), options);
     });
     different_calls(rank, "scales", [&](Group& g, Exchange& e, bool odd) {

@@ -71,8 +71,7 @@ TEST_P(Streams, ExactSizeBlocksForTheCountOnly) {
     }
     const World& world = exchange.world(0);
     const RankInput& own = world.inputs[static_cast<std::size_t>(rank.rank())];
-    DispatchOptions options;
-    options.stream = &stream;
+    DispatchOptions options{.stream = &stream};
     const ConstTensorView weights(own.weights.data(), Dtype::f32, {own.tokens, c.topk});
     options.topk_weights = weights;
     const Received received =
@@ -183,13 +182,11 @@ TEST_P(Streams, LatencyOnAStream) {
       c.seed = seed(300 + i);
       const World world = make_world(c);
       const RankInput& own = world.inputs[static_cast<std::size_t>(rank.rank())];
-      LatencyDispatchOptions options;
-      options.stream = &stream;
+      LatencyDispatchOptions options{.stream = &stream};
       LatencyReceived received =
           exchange.dispatch({own.x.data(), c.dtype, {own.tokens, c.hidden}},
                             {own.topk_idx.data(), Dtype::i64, {own.tokens, c.topk}}, options);
-      LatencyCombineOptions combine;
-      combine.stream = &stream;
+      LatencyCombineOptions combine{.stream = &stream};
       // The rows are what arrived: enqueued before it did.
       const LatencyCombined combined = exchange.combine(
           received.x, received, {own.weights.data(), Dtype::f32, {own.tokens, c.topk}}, combine);

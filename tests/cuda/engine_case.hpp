@@ -173,9 +173,7 @@ inline void check_combined(const World& world, int rank, const Trip& trip, const
   need_same("combined x", got.x, expected.x, copier);
 }
 
-/// One dispatch and one combine with a plan, both checked.
-inline void round_trip(Group& group, const World& world, const OnGpu& mine, const Plan& plan,
-                       const Trip& trip, const Copier& copier) {
+inline DispatchOptions dispatch_options(const OnGpu& mine, const Trip& trip) {
   DispatchOptions options;
   options.topk_weights = mine.weights_view();
   options.order = trip.order;
@@ -183,7 +181,23 @@ inline void round_trip(Group& group, const World& world, const OnGpu& mine, cons
   options.worst_case_rows = trip.worst_case_rows;
   options.stream = trip.stream;
   options.sms = trip.sms;
-  Received received = group.dispatch(mine.x_view(), plan, options);
+  return options;
+}
+inline CombineOptions combine_options(const Received& received, const Trip& trip) {
+  CombineOptions back;
+  back.order = trip.order;
+  back.alignment = trip.alignment;
+  back.topk_weights = received.topk_weights;
+  back.apply_weights = trip.order == RowOrder::expert_major;
+  back.stream = trip.stream;
+  back.sms = trip.sms;
+  return back;
+}
+
+/// One dispatch and one combine with a plan, both checked.
+inline void round_trip(Group& group, const World& world, const OnGpu& mine, const Plan& plan,
+                       const Trip& trip, const Copier& copier) {
+  Received received = group.dispatch(mine.x_view(), plan, dispatch_options(mine, trip));
   received.event.wait(std::chrono::seconds(60));
   check_received(world, group.rank(), trip, received, copier);
   need(group.is_registered(received.x.data()), "received rows are registered memory");
@@ -193,14 +207,7 @@ inline void round_trip(Group& group, const World& world, const OnGpu& mine, cons
     copier.put(mine.spare.data(), copier.get<float>(received.x, received.x.rows()));
     rows.data = mine.spare.data();
   }
-  CombineOptions back;
-  back.order = trip.order;
-  back.alignment = trip.alignment;
-  back.topk_weights = received.topk_weights;
-  back.apply_weights = trip.order == RowOrder::expert_major;
-  back.stream = trip.stream;
-  back.sms = trip.sms;
-  const Combined combined = group.combine(rows, plan, back);
+  const Combined combined = group.combine(rows, plan, combine_options(received, trip));
   combined.event.wait(std::chrono::seconds(60));
   check_combined(world, group.rank(), trip, combined, copier);
 }

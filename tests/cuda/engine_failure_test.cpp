@@ -34,15 +34,12 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
       const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
       options.order = RowOrder::expert_major;
       const Received slots = seat.group.dispatch(mine.x_view(), plan, options);
-      CombineOptions back;
-      back.stream = &own.stream;
-      back.order = RowOrder::expert_major;
+      CombineOptions back{.order = RowOrder::expert_major, .stream = &own.stream};
       const Combined combined = seat.group.combine(slots.x, plan, back);
       for (const Event& event : {carrier.event, rows.event, slots.event, combined.event}) {
         need(kind_of(event) == ErrorKind::exhausted, "a call without its routes went on");
       }
-      Trip trip;
-      trip.order = i % 2 == 0 ? RowOrder::expert_major : RowOrder::rank_major;
+      Trip trip{.order = i % 2 == 0 ? RowOrder::expert_major : RowOrder::rank_major};
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
     }
   });
@@ -77,11 +74,8 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
 TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
   each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
-    Trip trip;
-    trip.order = RowOrder::expert_major;
-    trip.alignment = 4;
-    DispatchOptions options;
-    options.topk_weights = mine.weights_view();
+    Trip trip{.order = RowOrder::expert_major, .alignment = 4};
+    DispatchOptions options{.topk_weights = mine.weights_view()};
     const Plan plan = seat.group.plan(mine.routes_view());
     const Received routes = seat.group.dispatch(mine.x_view(), plan, options);
     options.order = trip.order;
@@ -92,11 +86,10 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
     tight.worst_case_rows = 1;
     need_error(ErrorKind::exhausted, "too many rows were taken",
                [&] { (void)seat.group.dispatch(mine.x_view(), plan, tight); });
-    CombineOptions back;
-    back.order = trip.order;
-    back.alignment = trip.alignment;
-    back.topk_weights = routes.topk_weights;
-    back.apply_weights = true;
+    CombineOptions back{.order = trip.order,
+                        .alignment = trip.alignment,
+                        .topk_weights = routes.topk_weights,
+                        .apply_weights = true};
     check_combined(world, seat.rank(), trip, seat.group.combine(rows.x, plan, back), seat.copier);
   });
 }
@@ -261,8 +254,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
     Received received;
     {
       Group group(borrowed(bootstrap), config_for(shape));
-      DispatchOptions options;
-      options.topk_weights = mine.weights_view();
+      DispatchOptions options{.topk_weights = mine.weights_view()};
       received = group.dispatch(mine.x_view(), group.plan(mine.routes_view()), options);
       bootstrap.all_gather({}, 60s);
     }

@@ -23,19 +23,11 @@ struct Both {
 
 /// One dispatch with the rank's routes and the combine after it.
 Both there_and_back(Seat& seat, const OnGpu& mine, const Trip& trip) {
-  DispatchOptions options;
-  options.topk_weights = mine.weights_view();
-  options.order = trip.order;
-  options.worst_case_rows = trip.worst_case_rows;
-  options.stream = trip.stream;
   Both both;
-  both.received = seat.group.dispatch(mine.x_view(), mine.routes_view(), options);
-  CombineOptions back;
-  back.order = trip.order;
-  back.topk_weights = both.received.topk_weights;
-  back.apply_weights = trip.order == RowOrder::expert_major;
-  back.stream = trip.stream;
-  both.combined = seat.group.combine(both.received.x, both.received.plan, back);
+  both.received =
+      seat.group.dispatch(mine.x_view(), mine.routes_view(), dispatch_options(mine, trip));
+  both.combined =
+      seat.group.combine(both.received.x, both.received.plan, combine_options(both.received, trip));
   return both;
 }
 
@@ -119,8 +111,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
       // The group goes on.
       mine.fill(world.sent(seat.rank()), seat.copier);
       seat.meet();
-      Trip trip;
-      trip.stream = &own.stream;
+      Trip trip{.stream = &own.stream};
       const Both both = there_and_back(seat, mine, trip);
       both.combined.event.wait(60s);
       check(world, seat, trip, both);
@@ -136,9 +127,7 @@ TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
     OwnStream own(seat.device);
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (Stream* stream : {&own.stream, static_cast<Stream*>(nullptr)}) {
-        DispatchOptions options;
-        options.order = order;
-        options.stream = stream;
+        DispatchOptions options{.order = order, .stream = stream};
         if (seat.rank() == 0) {
           options.out = TensorView(out.data(), Dtype::f32, {1, shape.hidden},
                                    Device{DeviceKind::cuda, seat.device});
@@ -155,8 +144,7 @@ TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
                error.what());
         }
         need(std::chrono::steady_clock::now() - start < 5s, "somebody waited");
-        Trip trip;
-        trip.stream = stream;
+        Trip trip{.stream = stream};
         const Both both = there_and_back(seat, mine, trip);
         both.combined.event.wait(60s);
         check(world, seat, trip, both);

@@ -19,21 +19,10 @@ struct Exchanged {
   Combined combined;
 };
 
-void exchange(Seat& seat, const OnGpu& mine, Stream& stream, const Trip& trip, Exchanged& got) {
-  DispatchOptions options;
-  options.topk_weights = mine.weights_view();
-  options.worst_case_rows = trip.worst_case_rows;
-  options.order = trip.order;
-  options.alignment = trip.alignment;
-  options.stream = &stream;
-  got.received = seat.group.dispatch(mine.x_view(), got.plan, options);
-  CombineOptions back;
-  back.topk_weights = got.received.topk_weights;
-  back.order = trip.order;
-  back.alignment = trip.alignment;
-  back.apply_weights = trip.order == RowOrder::expert_major;
-  back.stream = &stream;
-  got.combined = seat.group.combine(got.received.x, got.plan, back);
+void exchange(Seat& seat, const OnGpu& mine, Stream& stream, Trip trip, Exchanged& got) {
+  trip.stream = &stream;
+  got.received = seat.group.dispatch(mine.x_view(), got.plan, dispatch_options(mine, trip));
+  got.combined = seat.group.combine(got.received.x, got.plan, combine_options(got.received, trip));
 }
 
 /// Waits until so many bytes are handed out: a graph's go back in a thread of their own.

@@ -48,11 +48,8 @@ void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& 
   seat.meet();
   read_later(own.raw, 20ms);
   const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
-  Trip trip;
-  trip.stream = &own.stream;
-  DispatchOptions options;
-  options.topk_weights = mine.weights_view();
-  options.stream = &own.stream;
+  Trip trip{.stream = &own.stream};
+  DispatchOptions options{.topk_weights = mine.weights_view(), .stream = &own.stream};
   if (scales) {  // the weights serve as scales
     options.scales = mine.weights_view();
   }
@@ -67,10 +64,7 @@ void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& 
     const auto expected = conformance::expect_dispatch(scaled, seat.rank(), trip.order, 1);
     need_same("scales", received.scales, expected.scales, seat.copier);
   }
-  CombineOptions back;
-  back.topk_weights = received.topk_weights;
-  back.stream = &own.stream;
-  const Combined combined = seat.group.combine(received.x, plan, back);
+  const Combined combined = seat.group.combine(received.x, plan, combine_options(received, trip));
   combined.event.wait(60s);
   check_combined(world, seat.rank(), trip, combined, seat.copier);
   // Another dispatch with the plan, of known size, and one of a worst case.
@@ -187,8 +181,7 @@ TEST(EngineGuessTest, ASecondGrantThatDoesNotComeIsMissed) {
     seat.meet();
     read_later(own.raw, 200ms);  // so long that the wait for the counts calls on_wait
     const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
-    DispatchOptions options;
-    options.stream = &own.stream;
+    DispatchOptions options{.stream = &own.stream};
     hold = seat.rank() == 0;
     const Error error = need_error(
         ErrorKind::deadline, "rows came without a grant",
@@ -223,8 +216,7 @@ TEST_P(EngineTest, APlanThatFailedFailsItsDispatchOnAllRanks) {
       if ((seat.rank() + i) % 2 == 0) {  // some ranks know before they dispatch
         need_error(wanted, "counts of a plan that failed", [&] { (void)plan.recv_rows(); });
       }
-      DispatchOptions options;
-      options.stream = &own.stream;
+      DispatchOptions options{.stream = &own.stream};
       if (i == 3 && seat.rank() == 0) options.worst_case_rows = 100;  // each rank's own choice
       const auto error =
           error_of([&] { seat.group.dispatch(mine.x_view(), plan, options).event.wait(60s); });
@@ -248,8 +240,7 @@ TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
     seat.meet();
     read_later(own.raw, 3000ms);
     const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
-    Trip trip;
-    trip.stream = &own.stream;
+    Trip trip{.stream = &own.stream};
     round_trip(seat.group, world, mine, plan, trip, seat.copier);
     seat.meet();
   });

@@ -140,11 +140,18 @@ inline void latency_trip(LatencyExchange& latency, const World& world, int rank,
 inline void latency_trips(LatencyExchange& latency, const World& world, int rank, const OnGpu& mine,
                           CombinePath path, const Copier& copier) {
   for (const bool hooks : {false, true}) {
-    LatencyTrip trip;
-    trip.path = path;
-    trip.weights_with_dispatch = hooks;
-    trip.hooks = hooks;
+    LatencyTrip trip{.path = path, .weights_with_dispatch = hooks, .hooks = hooks};
     latency_trip(latency, world, rank, mine, trip, copier);
+  }
+}
+
+/// The ranks that this one goes on without.
+inline void need_masked(const LatencyExchange& latency, const std::set<int>& expected,
+                        const std::string& when) {
+  const std::vector<bool> masked = latency.masked();
+  for (std::size_t r = 0; r < masked.size(); ++r) {
+    need(masked[r] == expected.contains(static_cast<int>(r)),
+         when + ": mask of rank " + std::to_string(r));
   }
 }
 

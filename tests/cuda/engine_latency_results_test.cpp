@@ -58,15 +58,12 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
       LatencyReceived received;
       LatencyCombined combined;
       const Graph graph(own.raw, [&] {
-        LatencyDispatchOptions options;
-        options.order = RowOrder::rank_major;
-        options.stream = &own.stream;
-        options.hook = order == RowOrder::expert_major;
+        LatencyDispatchOptions options{.order = RowOrder::rank_major,
+                                       .hook = order == RowOrder::expert_major,
+                                       .stream = &own.stream};
         received = latency.dispatch(mine.x_view(), mine.routes_view(), options);
         if (options.hook) received.receive();
-        LatencyCombineOptions back;
-        back.stream = &own.stream;
-        back.hook = options.hook;
+        LatencyCombineOptions back{.hook = options.hook, .stream = &own.stream};
         combined = latency.combine(received.x, received, back);
         if (back.hook) combined.receive();
       });
@@ -84,11 +81,7 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
 /// Ranks whose rows cross in different formats hear it, each from the other, before the deadline.
 TEST_P(EngineTest, LatencyFormatsOfSomeRanksAreAMismatch) {
   const Shape shape;
-  GroupConfig config = config_for(shape);
-  config.deadline = 3s;
-  on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 20);
-    const OnGpu mine = seat.on_gpu(world);
+  each_within(3s, shape, kSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     const LatencyReceived received = latency_dispatch(latency, mine, {});
@@ -174,11 +167,7 @@ TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
 TEST_P(EngineTest, LatencyLateWeightsMaskTheirRankAlone) {
   if (GetParam().ranks < 3) GTEST_SKIP() << "needs two ranks that are not late";
   const Shape shape;
-  GroupConfig config = config_for(shape);
-  config.deadline = 2s;
-  on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 40);
-    const OnGpu mine = seat.on_gpu(world);
+  each_within(2s, shape, kSeed + 40, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape, true));
     seat.meet();
     const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
@@ -188,10 +177,7 @@ TEST_P(EngineTest, LatencyLateWeightsMaskTheirRankAlone) {
     if (seat.rank() != 1) {
       const LatencyCombined combined = latency_combine(latency, mine, received, trip);
       check_latency_sums(world, seat.rank(), trip.path, combined.x, seat.copier, {1});
-      const std::vector<bool> masked = latency.masked();
-      for (std::size_t r = 0; r < masked.size(); ++r) {
-        need(masked[r] == (r == 1), "mask of rank " + std::to_string(r));
-      }
+      need_masked(latency, {1}, "late weights");
     }
     seat.meet();
     latency.rejoin();

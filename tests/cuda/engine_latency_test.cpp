@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <functional>
 #include <thread>
 
 #include "engine_graph.hpp"
@@ -52,8 +51,7 @@ TEST_P(EngineTest, LatencyWeightsComeOnce) {
   each(shape, kSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
-    LatencyTrip with;
-    with.weights_with_dispatch = true;
+    LatencyTrip with{.weights_with_dispatch = true};
     const LatencyReceived weighted = latency_dispatch(latency, mine, with);
     const LatencyReceived plain = latency_dispatch(latency, mine, {});
     const auto refused = std::optional(ErrorKind::invalid_argument);
@@ -79,8 +77,7 @@ TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
   each(shape, kSeed + 21, [&](Seat& seat, const World&, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
-    LatencyTrip trip;
-    trip.weights_with_dispatch = seat.rank() == 1;
+    LatencyTrip trip{.weights_with_dispatch = seat.rank() == 1};
     const auto kind = kind_of([&] { (void)latency_dispatch(latency, mine, trip); });
     need(kind == ErrorKind::mismatch || kind == ErrorKind::peer_failed, "it went on");
     seat.meet();

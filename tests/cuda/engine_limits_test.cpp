@@ -141,9 +141,7 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
-    DispatchOptions options;
-    options.order = RowOrder::expert_major;
-    options.alignment = 1 << 20;
+    DispatchOptions options{.order = RowOrder::expert_major, .alignment = 1 << 20};
     const Error error = need_error(
         ErrorKind::exhausted, "2^31 rows",
         [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); }, 0);

@@ -24,15 +24,6 @@ std::uint64_t count_of(const LatencyExchange& latency) {
       .load(std::memory_order_acquire);
 }
 
-void need_masked(const LatencyExchange& latency, const std::set<int>& expected,
-                 const std::string& when) {
-  const std::vector<bool> masked = latency.masked();
-  for (std::size_t r = 0; r < masked.size(); ++r) {
-    need(masked[r] == expected.contains(static_cast<int>(r)),
-         when + ": mask of rank " + std::to_string(r));
-  }
-}
-
 bool is_evicted(const std::function<void()>& call) {
   return kind_of(call) == ErrorKind::evicted;
 }

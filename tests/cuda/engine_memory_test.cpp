@@ -72,8 +72,7 @@ void tensors_outlive(std::chrono::milliseconds deadline, std::chrono::millisecon
       GroupConfig config = config_for(shape);
       config.deadline = deadline;
       Group group(borrowed(bootstrap), config);
-      DispatchOptions options;
-      options.stream = &own.stream;
+      DispatchOptions options{.stream = &own.stream};
       received = group.dispatch(mine.x_view(), group.plan(mine.routes_view()), options);
       received.event.wait();
     }

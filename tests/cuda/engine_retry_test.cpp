@@ -126,11 +126,9 @@ TEST_P(EngineRetryTest, AReceiveThatCouldNotBeginMayBeRepeated) {
       seat.meet();
     };
     seat.meet();
-    LatencyDispatchOptions sending;
-    sending.hook = true;
+    LatencyDispatchOptions sending{.hook = true};
     LatencyReceived received = latency.dispatch(tokens.rows(0), tokens.routes(), sending);
-    LatencyCombineOptions back;
-    back.hook = true;
+    LatencyCombineOptions back{.hook = true};
     const auto combine = [&] {
       return latency.combine(received.x, received, tokens.factors(), back);
     };

@@ -133,9 +133,15 @@ class EngineTest : public ::testing::TestWithParam<Ranks> {
     on_ranks(GetParam().ranks, GetParam().threads, config_for(shape), body);
   }
   /// The same with the tokens of a seed, each rank's own on its GPU.
-  void each(const Shape& shape, std::uint64_t seed,
-            const std::function<void(Seat&, const World&, const OnGpu&)>& body) {
-    each(shape, [&](Seat& seat) {
+  using SeededBody = std::function<void(Seat&, const World&, const OnGpu&)>;
+  void each(const Shape& shape, std::uint64_t seed, const SeededBody& body) {
+    each_within(config_for(shape).deadline, shape, seed, body);
+  }
+  void each_within(std::chrono::nanoseconds deadline, const Shape& shape, std::uint64_t seed,
+                   const SeededBody& body) {
+    GroupConfig config = config_for(shape);
+    config.deadline = deadline;
+    on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
       const World world(seat.size(), shape, seed);
       body(seat, world, seat.on_gpu(world));
     });

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <thread>
 
 #include "engine_seat.hpp"
 
@@ -80,9 +79,7 @@ TEST_P(EngineTest, FanOutFollowsTheRows) {
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
-    Trip trip;
-    trip.order = RowOrder::expert_major;
-    trip.alignment = 4;
+    Trip trip{.order = RowOrder::expert_major, .alignment = 4};
     round_trip(seat.group, world, mine, plan, trip, seat.copier);  // brings the routes
     trip.stream = &own.stream;
     round_trip(seat.group, world, mine, plan, trip, seat.copier);  // knows where slots go
@@ -141,8 +138,7 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
     need_error(ErrorKind::exhausted, "too many expert-major rows were taken",
                [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); });
     // The group goes on.
-    Trip trip;
-    trip.order = RowOrder::expert_major;
+    Trip trip{.order = RowOrder::expert_major};
     round_trip(seat.group, world, mine, plan, trip, seat.copier);
   });
 }

@@ -5,7 +5,6 @@
 //   kernel_latency_test --small [--ranks N]     a few short cases, for sanitize.sh
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 
 #include "cuda/kernels/base/load.hpp"

@@ -113,8 +113,7 @@ class Load {
     const LatencyReceived received = latency_.dispatch(
         {x_.data(), Dtype::f32, {tokens, kHidden}}, {routes_.data(), Dtype::i64, {tokens, kTopk}});
     check_rows(received, round);
-    LatencyCombineOptions options;
-    options.path = CombinePath::per_rank;
+    LatencyCombineOptions options{.path = CombinePath::per_rank};
     const Tensor sums =
         latency_
             .combine(received.x, received, {weights_.data(), Dtype::f32, {tokens, kTopk}}, options)

@@ -25,6 +25,8 @@ SUFFIXES = {".hpp", ".cpp", ".h", ".inc", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers"}
 
+# What the engines stand on.
+GROUND = {"include/ferry", "src/base", "src/core", "src/protocol", "src/fabric"}
 # A floor: the folder, and the floors that its files may include besides their own.
 FLOORS = {
     "include/ferry": set(),
@@ -33,34 +35,10 @@ FLOORS = {
     "src/protocol": {"include/ferry", "src/base", "src/core"},
     "src/fabric": {"include/ferry", "src/base", "src/core", "src/protocol"},
     "src/bootstrap": {"include/ferry", "src/base", "src/core"},
-    "src/engine": {"include/ferry", "src/base", "src/core", "src/protocol", "src/fabric"},
-    "src/host": {
-        "include/ferry",
-        "src/base",
-        "src/core",
-        "src/protocol",
-        "src/fabric",
-        "src/engine",
-    },
-    "src/cuda": {
-        "include/ferry",
-        "src/base",
-        "src/core",
-        "src/protocol",
-        "src/fabric",
-        "src/engine",
-    },
-    "src/api": {
-        "include/ferry",
-        "src/base",
-        "src/core",
-        "src/protocol",
-        "src/fabric",
-        "src/bootstrap",
-        "src/engine",
-        "src/host",
-        "src/cuda",
-    },
+    "src/engine": GROUND,
+    "src/host": GROUND | {"src/engine"},
+    "src/cuda": GROUND | {"src/engine"},
+    "src/api": GROUND | {"src/bootstrap", "src/engine", "src/host", "src/cuda"},
     "tools": {"include/ferry"},
     "python/src": {"include/ferry"},
     "examples": {"include/ferry"},

@@ -30,10 +30,7 @@ std::vector<std::uint8_t> bytes_of_round(LatencyExchange& latency, const Load& l
     const auto* first = static_cast<const std::uint8_t*>(from);
     bytes.insert(bytes.end(), first, first + count);
   };
-  LatencyDispatchOptions options;
-  options.order = order;
-  options.format = format;
-  options.topk_weights = load.weights();
+  LatencyDispatchOptions options{.format = format, .order = order, .topk_weights = load.weights()};
   const LatencyReceived received = latency.dispatch(x, load.ids(), options);
   const TensorView& rows = received.x.view();
   std::vector<float> sums(static_cast<std::size_t>(rows.shape.product()), 0.0F);
@@ -50,9 +47,7 @@ std::vector<std::uint8_t> bytes_of_round(LatencyExchange& latency, const Load& l
       for (std::int64_t h = 0; h < kHidden; ++h) sum[h] = static_cast<float>(row + h);
     }
   }
-  LatencyCombineOptions combine;
-  combine.path = CombinePath::per_rank;
-  combine.format = back;
+  LatencyCombineOptions combine{.path = CombinePath::per_rank, .format = back};
   const Tensor out = latency.combine({sums.data(), Dtype::f32, rows.shape}, received, combine).x;
   keep(out.data(), static_cast<std::size_t>(kTokens * kHidden) * sizeof(float));
   return bytes;

@@ -56,9 +56,7 @@ TEST(HostReceive, AReceiveThatTheCallerBrokeOffMayBeCalledAgain) {
     if (group.rank() != 0) received = latency.dispatch(load.x(1), load.ids(), {.hook = true});
     received.receive();
     load.expect_received(received, 1, {});
-    LatencyCombineOptions options;
-    options.path = CombinePath::per_rank;
-    options.hook = true;
+    LatencyCombineOptions options{.path = CombinePath::per_rank, .hook = true};
     LatencyCombined sums = latency.combine(received.x, received, load.weights(), options);
     sums.receive();
     load.expect_sums(sums.x, 1, {});
@@ -77,9 +75,7 @@ TEST(HostReceive, NothingIsCombinedOfADispatchThatFailedOnItsStream) {
     LatencyReceived received;
     if (group.rank() == 0) {
       stream.submit([&] { masked.wait(false); });
-      LatencyDispatchOptions options;
-      options.stream = &stream;
-      options.topk_weights = load.weights();
+      LatencyDispatchOptions options{.topk_weights = load.weights(), .stream = &stream};
       received = latency.dispatch(load.x(1), load.ids(), options);
     }
     all.arrive_and_wait();
@@ -94,9 +90,7 @@ TEST(HostReceive, NothingIsCombinedOfADispatchThatFailedOnItsStream) {
     if (group.rank() == 1) latency.clear_masks();
     all.arrive_and_wait();
     if (group.rank() == 0) {
-      LatencyCombineOptions options;
-      options.path = CombinePath::per_rank;
-      options.stream = &stream;
+      LatencyCombineOptions options{.path = CombinePath::per_rank, .stream = &stream};
       const LatencyCombined sums = latency.combine(received.x, received, options);
       expect_error(ErrorKind::invalid_argument, {"received", "failed"}, [&] { sums.event.wait(); });
     }

@@ -55,8 +55,7 @@ TEST(HostLatency, ACombineThatCouldNotBeginMayBeRepeated) {
     const std::vector<float> weights(4, 1.0F);
     const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
     Stream stream(std::make_shared<FullQueue>());
-    LatencyCombineOptions options;
-    options.stream = &stream;
+    LatencyCombineOptions options{.stream = &stream};
     EXPECT_THROW(latency.combine(received.x, received, ones(weights, 4), options), std::bad_alloc);
     const LatencyCombined back = latency.combine(received.x, received, ones(weights, 4), options);
     back.event.wait();
@@ -139,8 +138,7 @@ TEST(HostLatency, ARankMajorResultMayBeTheRowsOfItsCombine) {
   with_groups(2, {}, [](Group& group) {
     LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
     const Batch batch(group.rank(), 4, 16, 5);
-    LatencyDispatchOptions options;
-    options.order = RowOrder::rank_major;
+    LatencyDispatchOptions options{.order = RowOrder::rank_major};
     // More results than buffers: what lies where peers write next is not written too early.
     for (int round = 0; round < 20; ++round) {
       options.hook = round % 2 == 1;
@@ -167,9 +165,8 @@ TEST(HostCombine, OutMayBeTheBiasButNotOverlapIt) {
     std::vector<float> memory(6 * 16, 1.0F);
     const Plan plan = group.plan(batch.ids());
     const Received received = group.dispatch(batch.x(), plan);
-    CombineOptions options;
-    options.bias0 = ConstTensorView(memory.data(), Dtype::f32, {4, 16});
-    options.out = TensorView(memory.data() + 16, Dtype::f32, {4, 16});
+    CombineOptions options{.bias0 = ConstTensorView(memory.data(), Dtype::f32, {4, 16}),
+                           .out = TensorView(memory.data() + 16, Dtype::f32, {4, 16})};
     expect_error(ErrorKind::invalid_argument, {"out", "bias0"},
                  [&] { group.combine(received.x, plan, options); });
     options.out = TensorView(memory.data(), Dtype::f32, {4, 16});

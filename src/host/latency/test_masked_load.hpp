@@ -65,8 +65,7 @@ class Load {
 
   /// `ahead`: the weights came with the dispatch.
   LatencyCombined combine(const LatencyReceived& received, bool ahead = false) const {
-    LatencyCombineOptions options;
-    options.path = CombinePath::per_rank;
+    LatencyCombineOptions options{.path = CombinePath::per_rank};
     if (ahead) return latency_.combine(received.x, received, options);
     return latency_.combine(received.x, received, weights(), options);
   }

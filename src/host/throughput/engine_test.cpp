@@ -137,8 +137,7 @@ TEST(HostEngine, TheNextDispatchCarriesTheRoutesWhenTheFirstFailed) {
     Stream stream;
     const Batch batch(group.rank(), 6, 16, 0);
     const Plan plan = group.plan(batch.ids());
-    DispatchOptions options;
-    options.stream = &stream;
+    DispatchOptions options{.stream = &stream};
     options.worst_case_rows = group.rank() == 0 ? 1 : 100;  // 12 rows come to rank 0
     const Received first = group.dispatch(batch.x(), plan, options);
     options.worst_case_rows = 12;
@@ -246,8 +245,7 @@ TEST(HostEngine, ABlockedStreamEndsAtTheDeadline) {
     const Batch batch(group.rank(), 4, 16, 0);
     const Plan plan = group.plan(batch.ids());
     stream.submit([&] { release.get_future().wait(); });
-    DispatchOptions options;
-    options.stream = &stream;
+    DispatchOptions options{.stream = &stream};
     const Received got = group.dispatch(batch.x(), plan, options);
     const auto start = Clock::now();
     expect_error(ErrorKind::deadline, {"barrier", "stream"}, [&] { group.barrier(); });

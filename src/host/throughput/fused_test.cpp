@@ -68,9 +68,7 @@ TEST(HostFused, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
     Stream stream;
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       for (Stream* on : {static_cast<Stream*>(nullptr), &stream}) {
-        DispatchOptions options;
-        options.order = order;
-        options.stream = on;
+        DispatchOptions options{.order = order, .stream = on};
         if (group.rank() == 2) options.out = TensorView(out.data(), Dtype::f32, {5, 16});
         const bool own = group.rank() == 2;
         expect_error(own ? ErrorKind::invalid_argument : ErrorKind::exhausted,
@@ -97,8 +95,7 @@ TEST(HostFused, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
     const Batch batch(group.rank(), 5, 16, 7);
     Stream stream;
     std::promise<void> open;
-    DispatchOptions options;
-    options.stream = &stream;
+    DispatchOptions options{.stream = &stream};
     if (group.rank() == 0) {
       stream.submit([opened = open.get_future().share()] { opened.wait(); });
     }
@@ -117,8 +114,7 @@ TEST(HostFused, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
 TEST(HostFused, RanksMayRoundTheirScalesDifferently) {
   with_groups(3, small(), [](Group& group) {
     const Batch batch(group.rank(), 5, 128, 0);  // all to rank 0
-    DispatchOptions options;
-    options.format = WireFormat::e4m3;
+    DispatchOptions options{.format = WireFormat::e4m3};
     if (group.rank() == 1) options.scale_format = ScaleFormat::f32_pow2;
     const Received got = group.dispatch(batch.x(), batch.ids(), options);
     group.barrier();
