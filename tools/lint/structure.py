@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check_includes
 
 LIMITS = {
-    "files in the widest folder": 35,
+    "files in the widest folder": 38,
     "functions over 60 lines": 6,
     "depth of includes below a latency kernel": 7,
     "arrows inside src/cuda": 18,
