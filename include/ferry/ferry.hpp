@@ -1,6 +1,7 @@
 // Everything that a program needs to use Ferry.
 #pragma once
 #include "ferry/bootstrap.hpp"
+#include "ferry/collectives.hpp"
 #include "ferry/dtype.hpp"
 #include "ferry/error.hpp"
 #include "ferry/group.hpp"

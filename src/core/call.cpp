@@ -1,5 +1,6 @@
 #include "core/call.hpp"
 
+#include "ferry/collectives.hpp"
 #include "ferry/dtype.hpp"
 #include "ferry/network.hpp"
 
@@ -17,12 +18,17 @@ const char* name_of(CallKind kind) {
     case CallKind::latency_dispatch: return "latency dispatch";
     case CallKind::latency_combine: return "latency combine";
     case CallKind::links: return "measure_links";
+    case CallKind::all_reduce: return "all_reduce";
+    case CallKind::reduce_scatter: return "reduce_scatter";
+    case CallKind::all_gather: return "all_gather";
+    case CallKind::broadcast: return "broadcast";
+    case CallKind::all_to_all: return "all_to_all";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::links); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::all_to_all); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;
@@ -69,20 +75,29 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (theirs.kind != mine.kind) {
     return says("the call", name_of(theirs.kind), their_rank, name_of(mine.kind));
   }
+  const bool collective = mine.kind >= CallKind::all_reduce;
   if (theirs.topk != mine.topk) {
-    return says("topk", to_string(theirs.topk), their_rank, to_string(mine.topk));
+    return says(collective ? "root" : "topk", to_string(theirs.topk), their_rank,
+                to_string(mine.topk));
   }
   if (theirs.dtype != mine.dtype) {
     return says("dtype", dtype_name(theirs.dtype), their_rank, dtype_name(mine.dtype));
   }
   if (theirs.columns != mine.columns) {
-    return says("hidden", to_string(theirs.columns), their_rank, to_string(mine.columns));
+    return says(collective ? "the number of elements" : "hidden", to_string(theirs.columns),
+                their_rank, to_string(mine.columns));
   }
   if (theirs.scale_columns != mine.scale_columns) {
     // A latency exchange's configuration crosses with its capacity here.
     const bool latency = mine.kind == CallKind::latency;
     return says(latency ? "capacity" : "the number of scales a token",
                 to_string(theirs.scale_columns), their_rank, to_string(mine.scale_columns));
+  }
+  if (theirs.order != mine.order && collective) {
+    const auto op = [](std::uint16_t order) {
+      return std::string(name_of(static_cast<ReduceOp>(static_cast<std::uint8_t>(order))));
+    };
+    return says("op", op(theirs.order), their_rank, op(mine.order));
   }
   if (theirs.order != mine.order) {
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));

@@ -18,6 +18,11 @@ enum class CallKind : std::uint32_t {
   latency_dispatch,  ///< these two swap nothing; they are for `CallWord`
   latency_combine,
   links,  ///< measure_links
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  all_to_all,
 };
 
 const char* name_of(CallKind kind);
@@ -39,10 +44,10 @@ std::string to_string(const CallWord& word);
 struct CallSignature {
   CallKind kind = CallKind::none;
   std::uint32_t dtype = 0;
-  std::int64_t columns = 0;
+  std::int64_t columns = 0;  ///< of a collective: elements
   std::int64_t scale_columns = 0;
-  std::uint32_t topk = 0;
-  std::uint16_t order = 0;
+  std::uint32_t topk = 0;      ///< of a collective: root
+  std::uint16_t order = 0;     ///< of a collective: ReduceOp
   std::uint16_t crossing = 0;  ///< a Crossing, never automatic; 0 in calls that do not cross
   std::uint32_t routes = 0;
   std::uint32_t weights = 0;

@@ -1,9 +1,12 @@
 // What an engine offers to the public classes. The host engine and the CUDA engine implement it;
 // src/api/ picks one when a group is created.
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "ferry/collectives.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"
 
@@ -73,6 +76,28 @@ class Engine {
   virtual std::vector<NicStats> nics() const { return {}; }
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
+};
+
+/// Counts of a collective with blocks of any size, [ranks] elements each.
+struct BlockCounts {
+  std::vector<std::int64_t> to{};
+  std::vector<std::int64_t> from{};
+};
+
+/// Arguments were checked as far as one rank can.
+class CollectivesEngine {
+ public:
+  virtual ~CollectivesEngine() = default;
+  virtual Event all_reduce(const TensorView& x, const ReduceOptions& options) = 0;
+  virtual Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                               const ReduceOptions& options) = 0;
+  virtual Event all_gather(const ConstTensorView& x, const TensorView& out,
+                           const CollectiveOptions& options) = 0;
+  virtual Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) = 0;
+  virtual Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
+                           const CollectiveOptions& options) = 0;
+  /// What it is built on: barrier, memory, ranks.
+  virtual Engine& engine() = 0;
 };
 
 }  // namespace ferry

@@ -47,7 +47,7 @@ void Channel::swap(const char* stage, const StepMessage& head, std::span<const s
   if (!body.empty()) std::memcpy(outgoing_.data() + sizeof(head), body.data(), body.size());
   const Generation g = generation() + 1;
   generation_.store(g, std::memory_order_relaxed);
-  swap_.post_all(reach_, g, outgoing_.data(), 0);
+  swap_.post_all(reach_, g, outgoing_.data(), 0, round_up(sizeof(head) + body.size(), kLineBytes));
   const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, g};
   await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
 }

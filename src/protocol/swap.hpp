@@ -51,12 +51,13 @@ class Swap {
 
   FERRY_FN int ranks() const { return row_.ranks; }
 
-  /// Gives `peer` (or the own rank) this rank's message of `generation`: `message_bytes` bytes.
+  /// Gives `peer` (or the own rank) this rank's message of `generation`: `bytes` of it, at most
+  /// `message_bytes`.
   template <class R>
     requires Reach<R>
-  FERRY_FN void post(R& reach, int peer, Generation generation, const void* message) const {
+  FERRY_FN void post(R& reach, int peer, Generation generation, const void* message,
+                     std::uint64_t bytes) const {
     const std::uint64_t tag = make_tag(Channel::kSwap, generation);
-    const std::uint64_t bytes = layout_.message_bytes;
     if (bytes > 0) {
       reach.write(peer, layout_.slots.at(slot_offset(self_, generation)), message, bytes, tag);
     }
@@ -64,15 +65,28 @@ class Swap {
         peer, Signal{layout_.flags.place(self_), generation, tag, Traits::kCounted ? bytes : 0});
   }
 
+  template <class R>
+    requires Reach<R>
+  FERRY_FN void post(R& reach, int peer, Generation generation, const void* message) const {
+    post(reach, peer, generation, message, layout_.message_bytes);
+  }
+
   /// Gives every rank its message; message p begins at `messages + p * stride` (0: the same one).
   template <class R>
     requires Reach<R>
   FERRY_FN void post_all(R& reach, Generation generation, const void* messages,
                          std::uint64_t stride) const {
+    post_all(reach, generation, messages, stride, layout_.message_bytes);
+  }
+  template <class R>
+    requires Reach<R>
+  FERRY_FN void post_all(R& reach, Generation generation, const void* messages,
+                         std::uint64_t stride, std::uint64_t bytes) const {
     for (int i = 0; i < ranks(); ++i) {
       const int peer = (self_ + i) % ranks();  // each starts elsewhere: no rush on rank 0
       post(reach, peer, generation,
-           static_cast<const std::byte*>(messages) + static_cast<std::uint64_t>(peer) * stride);
+           static_cast<const std::byte*>(messages) + static_cast<std::uint64_t>(peer) * stride,
+           bytes);
     }
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "core/layout.hpp"
 #include "ferry/dtype.hpp"
@@ -24,6 +25,8 @@ struct SumRows {
   void* out = nullptr;
   std::int64_t columns = 0;
   Dtype dtype = Dtype::f32;  ///< f32, bf16 or f16, of rows, biases and out
+  /// Of `out`, where it differs: f32 from narrower rows, or narrower from rows of f32.
+  std::optional<Dtype> out_dtype{};
   /// Of the rows, where they are as they crossed; `in_flight` says how such a row lies.
   CombineFormat format = CombineFormat::as_is;
   CombineRowLayout in_flight{};

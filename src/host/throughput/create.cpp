@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-std::size_t control_bytes(const GroupConfig& config, int ranks) {
-  return make_control_layout(ranks, message_bytes(config.experts, ranks)).bytes;
+std::size_t control_bytes(const GroupConfig& config, int ranks, std::size_t body_bytes) {
+  return make_control_layout(ranks, message_bytes(config.experts, ranks, body_bytes)).bytes;
 }
 
 std::size_t arena_bytes(const GroupConfig& config) {
@@ -23,17 +23,18 @@ std::size_t arena_bytes(const GroupConfig& config) {
 }  // namespace
 
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks) {
-  return {control_bytes(config, ranks), arena_bytes(config), 0, 0};
+  return {control_bytes(config, ranks, 0), arena_bytes(config), 0, 0};
 }
 
-std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
-                                         const Domains& domains,
-                                         std::unique_ptr<fabric::Fabric> fabric) {
+std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                             const Domains& domains,
+                                             std::unique_ptr<fabric::Fabric> fabric,
+                                             std::size_t body_bytes) {
   auto memory = std::make_shared<Memory>(std::move(fabric));
   fabric::Fabric& wire = *memory->fabric;
   fabric::Segment control, arena;
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
-    control = wire.register_memory(control_bytes(config, wire.size()));
+    control = wire.register_memory(control_bytes(config, wire.size(), body_bytes));
     arena = wire.register_memory(arena_bytes(config));
     return engine::bytes_of({engine::card_of(control), engine::card_of(arena)});
   });
@@ -44,7 +45,7 @@ std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig
   });
   wire.seal(control.id);
   wire.seal(arena.id);
-  return std::make_shared<HostEngine>(std::move(memory), config, domains, control);
+  return std::make_shared<HostEngine>(std::move(memory), config, domains, control, body_bytes);
 }
 
 }  // namespace ferry::host

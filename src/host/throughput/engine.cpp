@@ -32,23 +32,25 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype) {
   }
 }
 
-std::size_t message_bytes(std::int64_t experts, int ranks) {
+std::size_t message_bytes(std::int64_t experts, int ranks, std::size_t body_bytes) {
   // Of every rank, every expert and every domain, of which there are at most as many as ranks.
   const std::size_t counts =
       (2 * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(experts)) *
       sizeof(std::int32_t);
-  return sizeof(StepMessage) + std::max(counts, fabric::kMaxHandleBytes);
+  return sizeof(StepMessage) + std::max({counts, fabric::kMaxHandleBytes, body_bytes});
 }
 
 HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config,
-                       const Domains& domains, const fabric::Segment& control)
+                       const Domains& domains, const fabric::Segment& control,
+                       std::size_t body_bytes)
     : config_(config),
       domains_(domains),
       memory_(std::move(memory)),
       placement_{config.experts, memory_->fabric->size()},
-      channel_(memory_, config_, control,
-               make_control_layout(memory_->fabric->size(),
-                                   message_bytes(config.experts, memory_->fabric->size()))),
+      channel_(
+          memory_, config_, control,
+          make_control_layout(memory_->fabric->size(),
+                              message_bytes(config.experts, memory_->fabric->size(), body_bytes))),
       control_bytes_(control.bytes) {}
 
 HostEngine::~HostEngine() {

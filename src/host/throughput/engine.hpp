@@ -37,18 +37,23 @@ using engine::Regions;
 using engine::segment_bytes;
 using protocol::Generation;
 
+class HostEngine;
+
 /// Collective: registers the control segment and the arena, and lets the peers attach.
 /// The configuration was checked and is the same on all ranks.
 /// `domains`: of ranks that `fabric` gives pointers to; by rank the same on all ranks.
-std::shared_ptr<Engine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
-                                         const Domains& domains,
-                                         std::unique_ptr<fabric::Fabric> fabric);
+/// `body_bytes`: that messages must hold besides what an exchange of tokens needs.
+std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
+                                             const Domains& domains,
+                                             std::unique_ptr<fabric::Fabric> fabric,
+                                             std::size_t body_bytes = 0);
 
 /// What MemoryStats is right after creation.
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks);
 
-/// Largest message of a group: the counts of a plan or a segment's handle, after the head.
-std::size_t message_bytes(std::int64_t experts, int ranks);
+/// Largest message of a group: the counts of a plan, a segment's handle, or `body_bytes`, after the
+/// head.
+std::size_t message_bytes(std::int64_t experts, int ranks, std::size_t body_bytes = 0);
 
 /// A dense tensor in ordinary memory, not initialised.
 Tensor heap_tensor(const Extents& shape, Dtype dtype);
@@ -60,7 +65,7 @@ enum class Asks { no_failure, existence };
 class HostEngine final : public Engine, public std::enable_shared_from_this<HostEngine> {
  public:
   HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config, const Domains& domains,
-             const fabric::Segment& control);
+             const fabric::Segment& control, std::size_t body_bytes);
   ~HostEngine() override;
 
   int rank() const override { return channel_.rank(); }

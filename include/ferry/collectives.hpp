@@ -1,0 +1,112 @@
+// Collectives over dense tensors: gradients, parameters, and what else a training exchanges besides
+// tokens.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "ferry/group.hpp"
+#include "ferry/stream.hpp"
+#include "ferry/tensor.hpp"
+
+namespace ferry {
+
+class CollectivesEngine;
+
+/// What is done with the elements of all ranks at one place.
+enum class ReduceOp : std::uint8_t { sum, mean, product, min, max };
+
+/// "sum", "mean", "product", "min", "max".
+constexpr std::string_view name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum: return "sum";
+    case ReduceOp::mean: return "mean";
+    case ReduceOp::product: return "product";
+    case ReduceOp::min: return "min";
+    case ReduceOp::max: return "max";
+  }
+  return "unknown";
+}
+
+struct ReduceOptions {
+  ReduceOp op = ReduceOp::sum;
+  Stream* stream = nullptr;  ///< null: returns finished results
+};
+
+struct CollectiveOptions {
+  Stream* stream = nullptr;  ///< null: returns finished results
+};
+
+/// R ranks that reduce and gather dense tensors in CPU memory. Made from the same bootstrap as a
+/// Group, or without one; it has flags and registered memory of its own, so its calls on one stream
+/// overlap those of a group on another. All ranks make the same calls in the same order.
+///
+/// Tensors are dense and in CPU memory. Those in memory of `empty()` are read and written in place
+/// by the peers of the domain; others are copied through registered memory once. On a stream, a
+/// tensor must be held until the event of its call is complete.
+///
+/// Arithmetic: f32, bf16 and f16 are reduced in fp32 from +0 (product from 1; min and max from the
+/// first): over the ranks of each domain in ascending order, then over the domains in ascending
+/// order; mean divides by R; one rounding to nearest even. So every rank has the same bits,
+/// whatever the fabric. min and max are NaN where an element is. i32, i64 and u8 wrap around; their
+/// mean is refused.
+class Collectives {
+ public:
+  /// Collective. Of `config`, `experts` and `crossing` do not count; backend: host. `memory_bytes`:
+  /// for `empty()`; 3 to 12 MiB more are registered for copies.
+  Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
+  ~Collectives();
+  Collectives(Collectives&&) noexcept;
+  Collectives& operator=(Collectives&&) noexcept;
+
+  int rank() const;
+  int size() const;
+  int domains() const;
+  std::string fabric_name() const;
+
+  /// Collective. x: f32, bf16, f16, i32, i64 or u8, any shape, the same number of elements on all
+  /// ranks. Overwrites it with the reduction over all ranks.
+  Event all_reduce(const TensorView& x, const ReduceOptions& options = {});
+  /// Collective. x: R equal blocks; `out` (a block, dtype of x) takes the reduction of block
+  /// `rank()`.
+  Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                       const ReduceOptions& options = {});
+  /// Collective. `out`: R times the elements of x, its dtype (any): the tensors of all ranks in
+  /// ascending order.
+  Event all_gather(const ConstTensorView& x, const TensorView& out,
+                   const CollectiveOptions& options = {});
+  /// Collective. x of `root` on all ranks; any dtype.
+  Event broadcast(const TensorView& x, int root, const CollectiveOptions& options = {});
+  /// Collective. x: R equal blocks of any dtype; block p goes to rank p. `out` takes what came, in
+  /// ascending order of the sources.
+  Event all_to_all(const ConstTensorView& x, const TensorView& out,
+                   const CollectiveOptions& options = {});
+  /// The same with blocks of any size: [R] elements for each rank, and [R] from each. Throws
+  /// Error(mismatch) where a rank expects another number than its peer sends.
+  Event all_to_all(const ConstTensorView& x, std::span<const std::int64_t> to,
+                   const TensorView& out, std::span<const std::int64_t> from,
+                   const CollectiveOptions& options = {});
+  /// Collective. Returns when every rank has called it.
+  void barrier();
+
+  /// A dense tensor in registered memory. Not collective, so it never grows that memory: throws
+  /// Error(exhausted) when `memory_bytes` do not hold it.
+  Tensor empty(const Extents& shape, Dtype dtype);
+  bool is_registered(const void* pointer) const;
+
+  MemoryStats memory() const;
+  TimeStats time() const;
+  NetworkStats network() const;
+
+  /// Leaves: never blocks on peers; those that still exchange get Error(peer_left).
+  void destroy();
+  bool destroyed() const;
+
+ private:
+  std::shared_ptr<CollectivesEngine> engine_;
+};
+
+}  // namespace ferry

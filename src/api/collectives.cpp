@@ -1,0 +1,162 @@
+// The public Collectives: checks arguments, then forwards to the engine.
+#include "ferry/collectives.hpp"
+
+#include <string>
+#include <utility>
+
+#include "api/wires.hpp"
+#include "base/limits.hpp"
+#include "core/check.hpp"
+#include "core/check_collectives.hpp"
+#include "core/engine.hpp"
+#include "host/collectives/engine.hpp"
+
+namespace ferry {
+namespace {
+
+std::shared_ptr<CollectivesEngine> make_engine(Bootstrap& bootstrap, GroupConfig config) {
+  config.experts = 1;
+  const Inside inside = agree_on_wires(bootstrap, config);
+  return host::make_host_collectives(bootstrap, config, inside.domains,
+                                     make_wires(bootstrap, config, inside));
+}
+
+CollectivesEngine& live(const std::shared_ptr<CollectivesEngine>& engine, const char* call) {
+  if (!engine) {
+    throw Error(ErrorKind::destroyed, std::string(call) + ": the collectives were moved from");
+  }
+  return *engine;
+}
+
+/// A call that may run out of memory on the way to its exchange.
+template <class Work>
+auto call(const std::shared_ptr<CollectivesEngine>& engine, const char* name, Work work) {
+  CollectivesEngine& there = live(engine, name);
+  return in_words(there.engine().rank(), name, [&] { return work(there); });
+}
+
+}  // namespace
+
+Collectives::Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
+  if (!bootstrap) refuse("Collectives", "bootstrap", "null", "a bootstrap");
+  check_ranks(bootstrap->size());
+  if (config.backend == Backend::cuda) {
+    throw Error(ErrorKind::unsupported,
+                "Collectives: backend: got cuda, expected host: collectives are for tensors in CPU "
+                "memory");
+  }
+  engine_ = in_words(bootstrap->rank(), "Collectives",
+                     [&] { return make_engine(*bootstrap, std::move(config)); });
+}
+
+Collectives::~Collectives() {
+  if (engine_) engine_->engine().destroy();
+}
+
+Collectives::Collectives(Collectives&&) noexcept = default;
+
+Collectives& Collectives::operator=(Collectives&& other) noexcept {
+  if (this != &other) {
+    if (engine_) engine_->engine().destroy();
+    engine_ = std::move(other.engine_);
+  }
+  return *this;
+}
+
+int Collectives::rank() const {
+  return live(engine_, "rank").engine().rank();
+}
+int Collectives::size() const {
+  return live(engine_, "size").engine().size();
+}
+int Collectives::domains() const {
+  return live(engine_, "domains").engine().domains();
+}
+std::string Collectives::fabric_name() const {
+  return live(engine_, "fabric_name").engine().fabric_name();
+}
+
+Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
+  return call(engine_, "all_reduce", [&](CollectivesEngine& engine) {
+    check_dense("all_reduce", "x", x);
+    check_reduction("all_reduce", x, options);
+    check_stream("all_reduce", options.stream);
+    return engine.all_reduce(x, options);
+  });
+}
+
+Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                                  const ReduceOptions& options) {
+  return call(engine_, "reduce_scatter", [&](CollectivesEngine& engine) {
+    check_blocks("reduce_scatter", "x", x, "out", out, size());
+    check_reduction("reduce_scatter", x, options);
+    check_stream("reduce_scatter", options.stream);
+    return engine.reduce_scatter(x, out, options);
+  });
+}
+
+Event Collectives::all_gather(const ConstTensorView& x, const TensorView& out,
+                              const CollectiveOptions& options) {
+  return call(engine_, "all_gather", [&](CollectivesEngine& engine) {
+    check_blocks("all_gather", "out", out, "x", x, size());
+    check_stream("all_gather", options.stream);
+    return engine.all_gather(x, out, options);
+  });
+}
+
+Event Collectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
+  return call(engine_, "broadcast", [&](CollectivesEngine& engine) {
+    check_dense("broadcast", "x", x);
+    if (root < 0 || root >= size()) {
+      refuse("broadcast", "root", std::to_string(root), "0 … " + std::to_string(size() - 1));
+    }
+    check_stream("broadcast", options.stream);
+    return engine.broadcast(x, root, options);
+  });
+}
+
+Event Collectives::all_to_all(const ConstTensorView& x, const TensorView& out,
+                              const CollectiveOptions& options) {
+  return call(engine_, "all_to_all", [&](CollectivesEngine& engine) {
+    check_stream("all_to_all", options.stream);
+    return engine.all_to_all(x, out, equal_counts(x, out, size()), options);
+  });
+}
+
+Event Collectives::all_to_all(const ConstTensorView& x, std::span<const std::int64_t> to,
+                              const TensorView& out, std::span<const std::int64_t> from,
+                              const CollectiveOptions& options) {
+  return call(engine_, "all_to_all", [&](CollectivesEngine& engine) {
+    check_stream("all_to_all", options.stream);
+    return engine.all_to_all(x, out, checked_counts(x, to, out, from, size()), options);
+  });
+}
+
+void Collectives::barrier() {
+  call(engine_, "barrier", [](CollectivesEngine& engine) { engine.engine().barrier(); });
+}
+
+Tensor Collectives::empty(const Extents& shape, Dtype dtype) {
+  return call(engine_, "empty",
+              [&](CollectivesEngine& engine) { return engine.engine().empty(shape, dtype); });
+}
+bool Collectives::is_registered(const void* pointer) const {
+  return live(engine_, "is_registered").engine().is_registered(pointer);
+}
+MemoryStats Collectives::memory() const {
+  return live(engine_, "memory").engine().memory();
+}
+TimeStats Collectives::time() const {
+  return live(engine_, "time").engine().time();
+}
+NetworkStats Collectives::network() const {
+  return live(engine_, "network").engine().network();
+}
+void Collectives::destroy() {
+  live(engine_, "destroy").engine().destroy();
+}
+bool Collectives::destroyed() const {
+  return !engine_ || engine_->engine().destroyed();
+}
+
+}  // namespace ferry

@@ -1,0 +1,107 @@
+#include "core/check_collectives.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "core/check.hpp"
+
+namespace ferry {
+namespace {
+
+std::string elements(std::int64_t count) {
+  return std::to_string(count) + (count == 1 ? " element" : " elements");
+}
+
+void check_pair(std::string_view call, const ConstTensorView& x, const ConstTensorView& out) {
+  check_dense(call, "x", x);
+  check_dense(call, "out", out);
+  if (out.dtype != x.dtype) {
+    refuse(call, "out", "dtype " + dtype_text(out.dtype), "that of x, " + dtype_text(x.dtype));
+  }
+  if (overlap(x, out)) refuse(call, "out", "memory that overlaps x", "memory of its own");
+}
+
+void check_sum(std::string_view name, const ConstTensorView& tensor,
+               std::span<const std::int64_t> counts, std::string_view counts_name, int ranks) {
+  constexpr std::string_view kCall = "all_to_all";
+  if (counts.size() != static_cast<std::size_t>(ranks)) {
+    refuse(kCall, counts_name, std::to_string(counts.size()) + " counts",
+           "one for each of " + std::to_string(ranks) + " ranks");
+  }
+  const std::int64_t all = tensor.shape.product();
+  std::int64_t rest = all;
+  for (const std::int64_t count : counts) {
+    if (count < 0) refuse(kCall, counts_name, std::to_string(count), "0 or more");
+    if (count > rest) {
+      refuse(kCall, counts_name, "more than the " + elements(all) + " of " + std::string(name),
+             "counts that add up to them");
+    }
+    rest -= count;
+  }
+  if (rest != 0) {
+    refuse(kCall, counts_name,
+           elements(all - rest) + " together for the " + elements(all) + " of " + std::string(name),
+           "counts that add up to them");
+  }
+}
+
+}  // namespace
+
+void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor) {
+  check_view(call, name, tensor);
+  checked_bytes(call, name, tensor.shape, tensor.dtype);
+  check_data(call, name, tensor);
+  if (!tensor.is_dense()) {
+    refuse(call, name, "strides " + to_string(tensor.strides), "a dense tensor");
+  }
+}
+
+void check_reduction(std::string_view call, const ConstTensorView& x,
+                     const ReduceOptions& options) {
+  const bool integer = x.dtype == Dtype::i32 || x.dtype == Dtype::i64 || x.dtype == Dtype::u8;
+  if (!integer && !is_float(x.dtype)) {
+    refuse(call, "x", "dtype " + dtype_text(x.dtype), "f32, bf16, f16, i32, i64 or u8");
+  }
+  if (options.op > ReduceOp::max) {
+    refuse(call, "op", std::to_string(static_cast<int>(options.op)),
+           "sum, mean, product, min or max");
+  }
+  if (integer && options.op == ReduceOp::mean) {
+    refuse(call, "op", "mean of " + dtype_text(x.dtype), "f32, bf16 or f16, or another op");
+  }
+}
+
+void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
+                  std::string_view block_name, const ConstTensorView& block, int ranks) {
+  const bool gathers = whole_name == "out";
+  check_pair(call, gathers ? block : whole, gathers ? whole : block);
+  const std::int64_t each = block.shape.product();
+  if (whole.shape.product() / ranks != each || whole.shape.product() % ranks != 0) {
+    refuse(
+        call, whole_name, elements(whole.shape.product()),
+        std::to_string(ranks) + " times the " + elements(each) + " of " + std::string(block_name));
+  }
+}
+
+BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_t> to,
+                           const ConstTensorView& out, std::span<const std::int64_t> from,
+                           int ranks) {
+  check_pair("all_to_all", x, out);
+  check_sum("x", x, to, "to", ranks);
+  check_sum("out", out, from, "from", ranks);
+  return {{to.begin(), to.end()}, {from.begin(), from.end()}};
+}
+
+BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks) {
+  check_pair("all_to_all", x, out);
+  const std::int64_t all = x.shape.product();
+  if (all % ranks != 0 || out.shape.product() != all) {
+    refuse("all_to_all", all % ranks != 0 ? "x" : "out",
+           elements(all % ranks != 0 ? all : out.shape.product()),
+           all % ranks != 0 ? "a multiple of " + std::to_string(ranks) : elements(all) + ", as x");
+  }
+  const std::vector<std::int64_t> each(static_cast<std::size_t>(ranks), all / ranks);
+  return {each, each};
+}
+
+}  // namespace ferry

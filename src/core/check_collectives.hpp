@@ -1,0 +1,24 @@
+// Arguments of collectives, refused before anything moves.
+#pragma once
+#include <span>
+#include <string_view>
+
+#include "core/engine.hpp"
+#include "ferry/collectives.hpp"
+
+namespace ferry {
+
+/// Dense, in CPU memory, of a known dtype.
+void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor);
+/// What can be reduced so.
+void check_reduction(std::string_view call, const ConstTensorView& x, const ReduceOptions& options);
+/// `whole` has `ranks` blocks of the elements of `block`, of its dtype; they share no memory.
+void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
+                  std::string_view block_name, const ConstTensorView& block, int ranks);
+/// Of all_to_all: equal blocks where no counts were given.
+BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_t> to,
+                           const ConstTensorView& out, std::span<const std::int64_t> from,
+                           int ranks);
+BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks);
+
+}  // namespace ferry

@@ -1,0 +1,117 @@
+// all_gather: ranks read the windows of their domain; to each other domain a block crosses once, to
+// the rank on its rail, in whose inbox the ranks of that domain read it.
+#include <algorithm>
+#include <cstring>
+
+#include "host/collectives/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+constexpr const char* kCall = "all_gather";
+
+class AllGather {
+ public:
+  AllGather(HostCollectives& all, const ConstTensorView& x, const TensorView& out)
+      : all_(all),
+        data_(static_cast<const std::byte*>(x.data)),
+        out_(static_cast<std::byte*>(out.data)),
+        block_(x.bytes()) {
+    head_.call.kind = CallKind::all_gather;
+    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
+    head_.call.columns = x.shape.product();
+  }
+
+  void run() {
+    if (block_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
+      all_.meet(kCall, head_, {data_, block_});
+      for (int r = 0; r < all_.size(); ++r) {
+        std::memcpy(out_ + index(r) * block_, all_.channel().body(r), block_);
+      }
+      return;
+    }
+    write_window(0);
+    all_.meet(kCall, head_);
+    for (;;) {
+      gather_round();
+      const std::size_t next = first_ + bytes_;
+      if (next == block_) return;
+      write_window(next);
+      all_.meet_members(kCall);
+    }
+  }
+
+ private:
+  std::size_t round_bytes() const {
+    if (all_.domains().count() == 1) return all_.stage().window_bytes;
+    // At worst one rank takes in what all the others have.
+    const std::size_t room = all_.stage().inbox_bytes / index(all_.size());
+    return std::min(all_.stage().window_bytes, room) / kLineBytes * kLineBytes;
+  }
+
+  void write_window(std::size_t first) {
+    first_ = first;
+    bytes_ = std::min(round_bytes(), block_ - first);
+    window_ = all_.next_window();
+    std::memcpy(all_.stage_of(all_.rank(), window_), data_ + first_, bytes_);
+  }
+
+  std::size_t inbox(int rank) const { return all_.stage().inbox() + index(rank) * round_bytes(); }
+
+  void gather_round() {
+    all_.begin_round();
+    const Domains& domains = all_.domains();
+    const bool crosses = domains.count() > 1;
+    if (crosses) cross();
+    for (int r = 0; r < all_.size(); ++r) {
+      const std::byte* from = all_.is_member(r)
+                                  ? all_.stage_of(r, window_)
+                                  : all_.stage_of(domains.rail(r, all_.domain()), inbox(r));
+      std::memcpy(out_ + index(r) * block_ + first_, from, bytes_);
+    }
+    if (crosses) free_inboxes();
+  }
+
+  void cross() {
+    const Domains& domains = all_.domains();
+    for (int d = 0; d < domains.count(); ++d) {
+      if (d == all_.domain()) continue;
+      const int to = domains.rail(all_.rank(), d);
+      all_.put(to, inbox(all_.rank()), data_ + first_, bytes_);
+      all_.tell(to, bytes_);
+    }
+    for (const int source : domains.feeders(all_.rank())) all_.hear(kCall, source);
+    all_.meet_members(kCall);
+  }
+
+  /// Who wrote here may do so again.
+  void free_inboxes() {
+    const Domains& domains = all_.domains();
+    all_.meet_members(kCall);
+    for (const int source : domains.feeders(all_.rank())) all_.tell(source);
+    for (int d = 0; d < domains.count(); ++d) {
+      if (d != all_.domain()) all_.hear(kCall, domains.rail(all_.rank(), d));
+    }
+  }
+
+  HostCollectives& all_;
+  const std::byte* data_;
+  std::byte* out_;
+  std::size_t block_;  // bytes
+  StepMessage head_{};
+  std::size_t first_ = 0;   // byte of each block, in this round
+  std::size_t bytes_ = 0;   // of each block in this round
+  std::size_t window_ = 0;  // of this round, in the stage
+};
+
+}  // namespace
+
+Event HostCollectives::all_gather(const ConstTensorView& x, const TensorView& out,
+                                  const CollectiveOptions& options) {
+  HostEngine::Call call(*engine_, kCall);
+  return engine_->enter(
+      kCall, options.stream,
+      [self = shared_from_this(), x, out] { AllGather(*self, x, out).run(); }, &call);
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,261 @@
+// all_reduce: each element is reduced by one rank, its owner. Inside a domain ranks read each
+// other's windows; what a domain has summed crosses to the owner, and the result comes back the
+// same way.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "host/collectives/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+constexpr const char* kCall = "all_reduce";
+constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one write
+constexpr std::int64_t kInPlace = 8 << 10;    // elements reduced before they are spread
+
+class AllReduce {
+ public:
+  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op)
+      : all_(all),
+        data_(static_cast<std::byte*>(x.data)),
+        count_(x.shape.product()),
+        reduction_{op, x.dtype, all.size()} {
+    head_.call.kind = CallKind::all_reduce;
+    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
+    head_.call.columns = count_;
+    head_.call.order = static_cast<std::uint16_t>(op);
+  }
+
+  void run() {
+    if (bytes(count_) + sizeof(StepMessage) <= eager_bytes(all_.size())) return reduce_eager();
+    const bool registered = announce_place();
+    if (!registered) write_window(0);
+    all_.meet(kCall, head_);
+    const auto [some, every] = registered_ranks();
+    if (every && all_.domains().count() == 1) return reduce_in_place();
+    if (registered) write_window(0);
+    if (some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    reduce_staged();
+  }
+
+ private:
+  std::size_t bytes(std::int64_t elements) const {
+    return index(elements) * size_of(reduction_.dtype);
+  }
+  std::size_t partial(std::int64_t elements) const {
+    return index(elements) * partial_bytes(reduction_);
+  }
+
+  // All data came with the messages.
+  void reduce_eager() {
+    all_.meet(kCall, head_, {data_, bytes(count_)});
+    const Domains& domains = all_.domains();
+    std::vector<std::vector<std::byte>> partials;
+    std::vector<const void*> sums;
+    for (int d = 0; d < domains.count(); ++d) {
+      std::vector<const void*> rows;
+      for (const int rank : domains.members(d)) rows.push_back(all_.channel().body(rank));
+      if (domains.count() == 1) return reduce_all(reduction_, rows, count_, data_);
+      partials.emplace_back(partial(count_));
+      reduce_ranks(reduction_, rows, count_, partials.back().data());
+      sums.push_back(partials.back().data());
+    }
+    reduce_domains(reduction_, sums, count_, data_);
+  }
+
+  /// Whether the peers can read and write the tensor where it is; then the message says where.
+  bool announce_place() {
+    const auto place = all_.find(data_, bytes(count_));
+    head_.rows = place ? 1 : 0;
+    if (place) {
+      head_.segment = place->segment;
+      head_.offset = place->offset;
+    }
+    return place.has_value();
+  }
+
+  std::pair<bool, bool> registered_ranks() {
+    std::pair<bool, bool> some_every{false, true};
+    for (int r = 0; r < all_.size(); ++r) {
+      const bool registered = all_.channel().head(r).rows != 0;
+      some_every.first |= registered;
+      some_every.second &= registered;
+    }
+    return some_every;
+  }
+
+  // One domain, everything in registered memory: the owner of a share reads it on all ranks and
+  // writes the result there. Nobody else touches it meanwhile.
+  void reduce_in_place() {
+    std::vector<std::byte*> tensors;
+    for (const int member : all_.members()) {
+      const StepMessage theirs = all_.channel().head(member);
+      tensors.push_back(
+          all_.channel().checked(kCall, member, {theirs.segment, theirs.offset}, bytes(count_)));
+    }
+    std::vector<std::byte> sum(bytes(kInPlace));
+    std::vector<const void*> rows(tensors.size());
+    for (const Share& share : equal_shares(count_, all_.domains())) {
+      if (rank_of(share, 0, all_.domains()) != all_.rank()) continue;
+      for (std::int64_t at = share.first; at < share.end; at += kInPlace) {
+        const std::int64_t some = std::min(kInPlace, share.end - at);
+        for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = tensors[i] + bytes(at);
+        reduce_all(reduction_, rows, some, sum.data());
+        for (std::byte* tensor : tensors) std::memcpy(tensor + bytes(at), sum.data(), bytes(some));
+      }
+    }
+    all_.meet_members(kCall);
+  }
+
+  /// Elements of a round: the window holds them, and the inbox what crosses to their owners.
+  std::int64_t round_elements() const {
+    auto elements =
+        static_cast<std::int64_t>(all_.stage().window_bytes / size_of(reduction_.dtype));
+    if (all_.domains().count() > 1) {
+      const std::size_t room = all_.stage().inbox_bytes / partial_bytes(reduction_);
+      elements =
+          std::min(elements, static_cast<std::int64_t>(room - inbox_padding(all_.domains())));
+    }
+    return elements / kShareUnit * kShareUnit;
+  }
+
+  /// Writes this rank's elements from `first` into its window.
+  void write_window(std::int64_t first) {
+    first_ = first;
+    elements_ = std::min(round_elements(), count_ - first);
+    window_ = all_.next_window();
+    std::memcpy(window(all_.rank(), 0), data_ + bytes(first_), bytes(elements_));
+  }
+
+  std::byte* window(int member, std::int64_t element) {
+    return all_.stage_of(member, window_ + bytes(element));
+  }
+
+  void reduce_staged() {
+    for (;;) {
+      reduce_round();
+      const std::int64_t next = first_ + elements_;
+      if (next == count_) return;
+      write_window(next);
+      all_.meet_members(kCall);
+    }
+  }
+
+  void reduce_round() {
+    all_.begin_round();
+    const Domains& domains = all_.domains();
+    const std::vector<Share> shares = equal_shares(elements_, domains);
+    const auto mine = [&](const Share& share) {
+      return rank_of(share, all_.domain(), domains) == all_.rank();
+    };
+    for (const Share& share : shares) {
+      if (mine(share) && share.domain != all_.domain()) send_partial(share, shares);
+    }
+    for (const Share& share : shares) {
+      if (mine(share) && share.domain == all_.domain()) finish(share, shares);
+    }
+    for (const Share& share : shares) {
+      if (!mine(share) || share.domain == all_.domain()) continue;
+      const int owner = rank_of(share, share.domain, domains);
+      for (std::int64_t at = share.first; at < share.end; at += kCrossing) all_.hear(kCall, owner);
+    }
+    all_.meet_members(kCall);
+    for (const Share& share : shares) {
+      std::memcpy(data_ + bytes(first_ + share.first),
+                  window(rank_of(share, all_.domain(), domains), share.first),
+                  bytes(share.count()));
+    }
+  }
+
+  /// Elements [at, at + count) of the ranks of this domain.
+  std::vector<const void*> rows(std::int64_t at) {
+    std::vector<const void*> rows;
+    for (const int member : all_.members()) rows.push_back(window(member, at));
+    return rows;
+  }
+
+  /// Where the partial result of `domain` lies in the inbox of the share's owner.
+  std::size_t inbox(const Share& share, int domain, const std::vector<Share>& shares) const {
+    const Domains& domains = all_.domains();
+    const auto place = [](const Share& s) {
+      return (s.count() + kShareUnit - 1) / kShareUnit * kShareUnit;
+    };
+    const int owner = rank_of(share, share.domain, domains);
+    std::int64_t before = 0;
+    for (const Share& other : shares) {
+      if (other.first == share.first) break;
+      if (rank_of(other, other.domain, domains) == owner) {
+        before += (domains.count() - 1) * place(other);
+      }
+    }
+    before += (domain < share.domain ? domain : domain - 1) * place(share);
+    return all_.stage().inbox() + partial(before);
+  }
+
+  void send_partial(const Share& share, const std::vector<Share>& shares) {
+    const int owner = rank_of(share, share.domain, all_.domains());
+    const std::size_t to = inbox(share, all_.domain(), shares);
+    scratch_.resize(partial(kCrossing));
+    for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
+      const std::int64_t some = std::min(kCrossing, share.end - at);
+      reduce_ranks(reduction_, rows(at), some, scratch_.data());
+      all_.put(owner, to + partial(at - share.first), scratch_.data(), partial(some));
+      all_.tell(owner, partial(some));
+    }
+  }
+
+  /// Into this rank's window, and into that of the rank that handles the share in each other
+  /// domain.
+  void finish(const Share& share, const std::vector<Share>& shares) {
+    const Domains& domains = all_.domains();
+    if (domains.count() == 1) {
+      return reduce_all(reduction_, rows(share.first), share.count(),
+                        window(all_.rank(), share.first));
+    }
+    scratch_.resize(partial(kCrossing));
+    for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
+      const std::int64_t some = std::min(kCrossing, share.end - at);
+      std::vector<const void*> partials;
+      for (int d = 0; d < domains.count(); ++d) {
+        if (d == all_.domain()) {
+          reduce_ranks(reduction_, rows(at), some, scratch_.data());
+          partials.push_back(scratch_.data());
+          continue;
+        }
+        all_.hear(kCall, rank_of(share, d, domains));
+        partials.push_back(
+            all_.stage_of(all_.rank(), inbox(share, d, shares) + partial(at - share.first)));
+      }
+      std::byte* result = window(all_.rank(), at);
+      reduce_domains(reduction_, partials, some, result);
+      for (int d = 0; d < domains.count(); ++d) {
+        if (d == all_.domain()) continue;
+        const int peer = rank_of(share, d, domains);
+        all_.put(peer, window_ + bytes(at), result, bytes(some));
+        all_.tell(peer, bytes(some));
+      }
+    }
+  }
+
+  HostCollectives& all_;
+  std::byte* data_;
+  std::int64_t count_;
+  Reduction reduction_;
+  StepMessage head_{};
+  std::int64_t first_ = 0;     // of the tensor, in this round
+  std::int64_t elements_ = 0;  // of this round
+  std::size_t window_ = 0;     // of this round, in the stage
+  std::vector<std::byte> scratch_{};
+};
+
+}  // namespace
+
+Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
+  HostEngine::Call call(*engine_, kCall);
+  return engine_->enter(
+      kCall, options.stream,
+      [self = shared_from_this(), x, op = options.op] { AllReduce(*self, x, op).run(); }, &call);
+}
+
+}  // namespace ferry::host

@@ -1,0 +1,65 @@
+#include "host/collectives/engine.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace ferry::host {
+
+std::size_t eager_bytes(int ranks) {
+  constexpr std::size_t kMost = std::size_t{16} << 10;
+  constexpr std::size_t kTogether = std::size_t{1} << 20;  // of the mailboxes of a rank
+  const auto r = static_cast<std::size_t>(ranks);
+  // The counts of all_to_all always fit.
+  return std::max(std::min(kMost, kTogether / r / 2), 2 * r * sizeof(std::int64_t));
+}
+
+Stage Stage::of(const Domains& domains) {
+  // So that a round has a unit of elements, of at most 8 bytes, of every rank.
+  const std::size_t unit = kShareUnit * sizeof(std::int64_t);
+  Stage stage;
+  stage.window_bytes =
+      std::max(std::size_t{1} << 20, static_cast<std::size_t>(domains.ranks()) * unit);
+  if (domains.count() == 1) return stage;
+  // Partial results of 4 bytes of a window of 2-byte elements, and room to begin each at a unit.
+  stage.inbox_bytes = 2 * stage.window_bytes + inbox_padding(domains) * sizeof(std::int64_t);
+  return stage;
+}
+
+std::size_t inbox_padding(const Domains& domains) {
+  std::size_t most = 1;
+  for (int d = 0; d < domains.count(); ++d) most = std::max(most, domains.members(d).size());
+  return static_cast<std::size_t>(domains.count()) * most * 2 * kShareUnit;
+}
+
+std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
+                                                         const Domains& domains,
+                                                         std::unique_ptr<fabric::Fabric> fabric) {
+  config.experts = 1;
+  config.memory_bytes += Stage::of(domains).bytes() + engine::kRegionAlignment;
+  return std::make_shared<HostCollectives>(make_host_engine(
+      bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
+}
+
+HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
+    : engine_(std::move(engine)), stage_(Stage::of(domains())) {
+  const auto& memory = engine_->shared_memory();
+  const Region region = memory->arena.allocate(stage_.bytes()).value();
+  stage_memory_ = engine::lease(memory, region);
+  stage_address_ = region.address;
+}
+
+void HostCollectives::meet(const char* call, StepMessage head, std::span<const std::byte> body) {
+  channel().swap(call, head, body);
+  engine::check_same_call(channel(), call, head.call);
+}
+
+void HostCollectives::meet_members(const char* call) {
+  for (const int member : members()) {
+    if (member != rank()) tell(member);
+  }
+  for (const int member : members()) {
+    if (member != rank()) hear(call, member);
+  }
+}
+
+}  // namespace ferry::host

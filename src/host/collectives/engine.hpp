@@ -1,0 +1,118 @@
+// Collectives of the host engine: how the ranks of a domain share a stage of registered memory, and
+// what crosses between domains.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/collective_shares.hpp"
+#include "core/engine.hpp"
+#include "host/collectives/reduce.hpp"
+#include "host/throughput/engine.hpp"
+
+namespace ferry::host {
+
+/// Bytes of a message that brings its data along, with all ranks' together.
+std::size_t eager_bytes(int ranks);
+
+/// Elements of the inbox that all_reduce may leave unused between shares: an owner has at most the
+/// shares of its domain, once from every other one, each up to two units longer than an equal one.
+std::size_t inbox_padding(const Domains& domains);
+
+/// The stage of a rank, the same on all ranks: two windows, which the ranks of its domain read, and
+/// an inbox, into which the ranks of other domains write.
+struct Stage {
+  std::size_t window_bytes = 0;
+  std::size_t inbox_bytes = 0;  ///< 0 where there is one domain
+
+  static Stage of(const Domains& domains);
+  std::size_t bytes() const { return 2 * window_bytes + inbox_bytes; }
+  std::size_t window(std::uint64_t round) const { return round % 2 * window_bytes; }
+  std::size_t inbox() const { return 2 * window_bytes; }
+};
+
+class HostCollectives final : public CollectivesEngine,
+                              public std::enable_shared_from_this<HostCollectives> {
+ public:
+  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::bytes more; of nobody
+  /// else.
+  explicit HostCollectives(std::shared_ptr<HostEngine> engine);
+
+  Event all_reduce(const TensorView& x, const ReduceOptions& options) override;
+  Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                       const ReduceOptions& options) override;
+  Event all_gather(const ConstTensorView& x, const TensorView& out,
+                   const CollectiveOptions& options) override;
+  Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
+  Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
+                   const CollectiveOptions& options) override;
+  Engine& engine() override { return *engine_; }
+
+  // For the calls (all_reduce.cpp, …), inside work.
+
+  Channel& channel() { return engine_->channel(); }
+  const Domains& domains() const { return engine_->topology(); }
+  int rank() const { return engine_->rank(); }
+  int size() const { return engine_->size(); }
+  int domain() const { return domains().of(rank()); }
+  const std::vector<int>& members() const { return domains().members(domain()); }
+  bool is_member(int rank) const { return domains().together(rank, engine_->rank()); }
+  const Stage& stage() const { return stage_; }
+
+  /// Where a tensor lies, if in registered memory.
+  std::optional<fabric::Address> find(const void* data, std::size_t bytes) const {
+    return engine_->shared_memory()->arena.find(data, bytes);
+  }
+
+  /// Every rank's message, and in it whether it makes the same call. Each later step may rely on
+  /// what every rank did before.
+  void meet(const char* call, StepMessage head, std::span<const std::byte> body = {});
+  /// Not before all ranks of the domain are here.
+  void meet_members(const char* call);
+
+  /// The window of the next round, free to be written: that of the round before the last was read
+  /// before its readers came to the meeting of the last.
+  std::size_t next_window() const { return stage_.window(rounds_ + 1); }
+  /// A round begins: the ranks of the domain have met since they wrote their windows. Called for
+  /// each round by every rank of the group.
+  void begin_round() { ++rounds_; }
+  /// A place in the stage of this rank or of another one of the domain.
+  std::byte* stage_of(int member, std::size_t offset) {
+    return channel().pointer(member, place(offset));
+  }
+
+  /// Writes into the stage of a rank of another domain; `tell` must follow.
+  void put(int peer, std::size_t offset, const void* data, std::size_t bytes) {
+    channel().reach().write(peer, {stage_address_.segment, stage_address_.offset + offset}, data,
+                            bytes, channel().chunk_tag(peer));
+  }
+  /// `bytes` were put since the last time; 0: it may go on.
+  void tell(int peer, std::size_t bytes = 0) { channel().send_chunk(peer, bytes); }
+  void hear(const char* call, int peer) { channel().await_chunk(call, peer); }
+
+ private:
+  fabric::Address place(std::size_t offset) const {
+    return {stage_address_.segment, stage_address_.offset + offset};
+  }
+
+  std::shared_ptr<HostEngine> engine_;
+  Stage stage_;
+  std::shared_ptr<void> stage_memory_;
+  fabric::Address stage_address_{};
+  std::uint64_t rounds_ = 0;
+};
+
+/// Collective, as make_host_engine.
+std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
+                                                         const Domains& domains,
+                                                         std::unique_ptr<fabric::Fabric> fabric);
+
+/// A number as an index.
+inline std::size_t index(std::int64_t value) {
+  return static_cast<std::size_t>(value);
+}
+
+}  // namespace ferry::host

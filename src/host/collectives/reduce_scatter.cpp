@@ -1,0 +1,145 @@
+// reduce_scatter: each rank reduces its own block, from the windows of its domain and from what the
+// other domains have summed.
+#include <algorithm>
+#include <cstring>
+
+#include "host/collectives/engine.hpp"
+
+namespace ferry::host {
+namespace {
+
+constexpr const char* kCall = "reduce_scatter";
+
+class ReduceScatter {
+ public:
+  ReduceScatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out, ReduceOp op)
+      : all_(all),
+        data_(static_cast<const std::byte*>(x.data)),
+        out_(static_cast<std::byte*>(out.data)),
+        block_(out.shape.product()),
+        reduction_{op, x.dtype, all.size()} {
+    head_.call.kind = CallKind::reduce_scatter;
+    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
+    head_.call.columns = block_;
+    head_.call.order = static_cast<std::uint16_t>(op);
+  }
+
+  void run() {
+    write_window(0);
+    all_.meet(kCall, head_);
+    while (block_ > 0) {
+      reduce_round();
+      const std::int64_t next = first_ + elements_;
+      if (next == block_) return;
+      write_window(next);
+      all_.meet_members(kCall);
+    }
+  }
+
+ private:
+  std::size_t bytes(std::int64_t elements) const {
+    return index(elements) * size_of(reduction_.dtype);
+  }
+  std::size_t partial(std::int64_t elements) const {
+    return index(elements) * partial_bytes(reduction_);
+  }
+
+  /// Elements of each block in a round.
+  std::int64_t round_elements() const {
+    auto elements = all_.stage().window_bytes / size_of(reduction_.dtype) / index(all_.size());
+    if (all_.domains().count() > 1) {
+      elements = std::min(elements, all_.stage().inbox_bytes / partial_bytes(reduction_) /
+                                        index(all_.domains().count() - 1));
+    }
+    return static_cast<std::int64_t>(elements) / kShareUnit * kShareUnit;
+  }
+
+  /// Elements from `first` of every block, one block behind the other.
+  void write_window(std::int64_t first) {
+    first_ = first;
+    elements_ = std::min(round_elements(), block_ - first);
+    window_ = all_.next_window();
+    for (int r = 0; r < all_.size() && elements_ > 0; ++r) {
+      std::memcpy(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
+    }
+  }
+
+  std::byte* window(int member, int block) {
+    return all_.stage_of(member, window_ + bytes(block * elements_));
+  }
+
+  std::vector<const void*> rows(int block) {
+    std::vector<const void*> rows;
+    for (const int member : all_.members()) rows.push_back(window(member, block));
+    return rows;
+  }
+
+  std::size_t inbox(int domain, int own) const {
+    return all_.stage().inbox() + partial((domain < own ? domain : domain - 1) * elements_);
+  }
+
+  void reduce_round() {
+    all_.begin_round();
+    const Domains& domains = all_.domains();
+    std::vector<std::byte> own(domains.count() > 1 ? partial(elements_) : 0);
+    // For each rank of another domain one rank here sums.
+    for (int r = 0; r < all_.size(); ++r) {
+      if (all_.is_member(r) || domains.rail(r, all_.domain()) != all_.rank()) continue;
+      reduce_ranks(reduction_, rows(r), elements_, own.data());
+      all_.put(r, inbox(all_.domain(), domains.of(r)), own.data(), partial(elements_));
+      all_.tell(r, partial(elements_));
+    }
+    if (domains.count() == 1) {
+      reduce_all(reduction_, rows(all_.rank()), elements_, out_ + bytes(first_));
+      return;
+    }
+    std::vector<const void*> partials;
+    for (int d = 0; d < domains.count(); ++d) {
+      if (d == all_.domain()) {
+        reduce_ranks(reduction_, rows(all_.rank()), elements_, own.data());
+        partials.push_back(own.data());
+      } else {
+        all_.hear(kCall, domains.rail(all_.rank(), d));
+        partials.push_back(all_.stage_of(all_.rank(), inbox(d, all_.domain())));
+      }
+    }
+    reduce_domains(reduction_, partials, elements_, out_ + bytes(first_));
+    free_inboxes();
+  }
+
+  /// Who wrote here may do so again.
+  void free_inboxes() {
+    const Domains& domains = all_.domains();
+    for (int d = 0; d < domains.count(); ++d) {
+      if (d != all_.domain()) all_.tell(domains.rail(all_.rank(), d));
+    }
+    for (int r = 0; r < all_.size(); ++r) {
+      if (!all_.is_member(r) && domains.rail(r, all_.domain()) == all_.rank()) all_.hear(kCall, r);
+    }
+  }
+
+  HostCollectives& all_;
+  const std::byte* data_;
+  std::byte* out_;
+  std::int64_t block_;  // elements
+  Reduction reduction_;
+  StepMessage head_{};
+  std::int64_t first_ = 0;     // of each block, in this round
+  std::int64_t elements_ = 0;  // of each block in this round
+  std::size_t window_ = 0;     // of this round, in the stage
+};
+
+}  // namespace
+
+Event HostCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                                      const ReduceOptions& options) {
+  HostEngine::Call call(*engine_, kCall);
+  return engine_->enter(
+      kCall, options.stream,
+      [self = shared_from_this(), x, out, op = options.op] {
+        ReduceScatter(*self, x, out, op).run();
+      },
+      &call);
+}
+
+}  // namespace ferry::host
