@@ -24,12 +24,8 @@ from ferry.handles import register_group
 from ferry.results import ArrayT, Combined, Received
 from ferry.streams import Streams, chosen_gpu, current_handle
 from ferry.tensors import (
-    TORCH,
-    Like,
-    array,
     dtype_named,
-    is_torch_dtype,
-    like_of,
+    empty_array,
     optional_view,
     view,
 )
@@ -357,18 +353,7 @@ class Group:
         else NumPy.
         Raises `ExhaustedError` when the free registered memory does not hold it.
         """
-        of_torch = like is None and is_torch_dtype(dtype)
-        chosen = TORCH if of_torch else like_of("empty: like", like, self._gpu)
-        if chosen == TORCH and "torch" not in sys.modules:
-            refuse("empty: like", '"torch"', "torch to be imported first")
-        if not isinstance(shape, (tuple, list)):
-            refuse("empty: shape", describe(shape), "a tuple of extents")
-        extents = [integer("empty: shape", extent) for extent in shape]
-        if not 1 <= len(extents) <= 3:
-            refuse("empty: shape", f"{len(extents)} dimensions", "1 to 3")
-        if isinstance(dtype, type) and dtype.__module__.startswith("ml_dtypes"):
-            chosen = Like(chosen.framework, True)
-        return array(self._raw.empty(extents, dtype_named("empty: dtype", dtype)), chosen)
+        return empty_array(self._raw.empty, shape, dtype, like, self._gpu)
 
     def is_registered(self, pointer: Any) -> bool:
         """True when an array's first element, or an address, lies in registered memory."""

@@ -10,11 +10,12 @@ bf16 and fp8 do not exist in NumPy: they come as arrays of `ml_dtypes`, or as ui
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from ferry import _ferry
-from ferry.arguments import choice, refuse
+from ferry.arguments import choice, describe, integer, refuse
 from ferry.streams import CPU, Place
 
 Dtype = _ferry.Dtype
@@ -333,3 +334,25 @@ def is_torch_dtype(value: Any) -> bool:
     """True for a dtype object of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.dtype)
+
+
+def empty_array(
+    allocate: Callable[[list[int], _ferry.Dtype], _ferry.Tensor],
+    shape: Any,
+    dtype: Any,
+    like: Any,
+    gpu: int | None = None,
+) -> Any:
+    """Registered memory from `allocate` as an array; the arguments are those of `Group.empty`."""
+    of_torch = like is None and is_torch_dtype(dtype)
+    chosen = TORCH if of_torch else like_of("empty: like", like, gpu)
+    if chosen == TORCH and "torch" not in sys.modules:
+        refuse("empty: like", '"torch"', "torch to be imported first")
+    if not isinstance(shape, (tuple, list)):
+        refuse("empty: shape", describe(shape), "a tuple of extents")
+    extents = [integer("empty: shape", extent) for extent in shape]
+    if not 1 <= len(extents) <= 3:
+        refuse("empty: shape", f"{len(extents)} dimensions", "1 to 3")
+    if isinstance(dtype, type) and dtype.__module__.startswith("ml_dtypes"):
+        chosen = Like(chosen.framework, True)
+    return array(allocate(extents, dtype_named("empty: dtype", dtype)), chosen)

@@ -13,6 +13,7 @@ void bind_network(nanobind::module_& module);
 void bind_plan(nanobind::module_& module);
 void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
+void bind_collectives(nanobind::module_& module);
 void bind_network(nanobind::module_& module);
 
 }  // namespace ferry::python

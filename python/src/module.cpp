@@ -20,4 +20,5 @@ NB_MODULE(_ferry, m) {
   fp::bind_plan(m);
   fp::bind_group(m);
   fp::bind_latency(m);
+  fp::bind_collectives(m);
 }

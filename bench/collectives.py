@@ -1,0 +1,246 @@
+"""Ferry's collectives against PyTorch's Gloo and Open MPI, processes on one host.
+
+    python bench/collectives.py [--ranks 4] [--rounds 15] [--json FILE]
+
+Every rank is a process with one torch thread. With `mpirun` and mpi4py (Debian: openmpi-bin; the
+Python index: mpi4py) Open MPI takes part, otherwise it is left out. In each round the contenders
+come in turn; each makes one untimed call, then as many as take about ten milliseconds.
+
+wall: the slowest rank's time of a call; cpu: the CPU time of all ranks divided by the cores that
+they may use, which says more on a busy machine. Both are medians over the rounds. Results are
+compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 32 << 20)
+Calls = dict[str, Callable[[], object]]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, the same in the launcher and in every rank."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bytes", type=int, nargs="*", default=SIZES, help="of a tensor, f32")
+    parser.add_argument("--calls", nargs="*", default=["all_reduce", "all_to_all"])
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    return parser.parse_args()
+
+
+def has_mpi() -> bool:
+    """Whether Open MPI can take part."""
+    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Runs this file once for each rank; returns the first exit code that is not 0."""
+    env = dict(
+        os.environ,
+        FERRY_BENCH_RANKS=str(args.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        FERRY_PORT=str(free_port()),
+        FERRY_SECRET=secrets.token_hex(16),
+        OMP_NUM_THREADS="1",
+    )
+    program = [sys.executable, *sys.argv]
+    if has_mpi():
+        options = ["--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
+        return subprocess.run(
+            ["mpirun", "-n", str(args.ranks), *options, *program], env=env, check=False
+        ).returncode
+    ranks = [
+        subprocess.Popen(program, env=dict(env, RANK=str(rank), WORLD_SIZE=str(args.ranks)))
+        for rank in range(args.ranks)
+    ]
+    return next((code for code in [rank.wait() for rank in ranks] if code), 0)
+
+
+class Rank:
+    """The contenders on one rank."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+        import torch.distributed as dist
+
+        import ferry
+
+        torch.set_num_threads(1)
+        self.mpi: Any = None
+        if "OMPI_COMM_WORLD_RANK" in os.environ:
+            from mpi4py import MPI
+
+            self.mpi = MPI
+        self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+        self.size = args.ranks
+        store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group(
+            "gloo", init_method=store, rank=self.rank, world_size=self.size
+        )
+        self.ferry = ferry.Collectives(
+            ferry.tcp(
+                rank=self.rank,
+                size=self.size,
+                port=int(os.environ["FERRY_PORT"]),
+                secret=os.environ["FERRY_SECRET"],
+            ),
+            memory_bytes=4 * max(args.bytes) + (1 << 20),
+        )
+
+    def all_reduce(self, bytes_: int) -> Calls:
+        """In place, f32, of small integers, so that every sum is exact."""
+        import torch
+        import torch.distributed as dist
+
+        x = torch.zeros(bytes_ // 4)
+        registered = self.ferry.empty((bytes_ // 4,), torch.float32)
+        registered.zero_()
+        y = x.clone()
+        calls: Calls = {
+            "gloo": lambda: dist.all_reduce(x),
+            "ferry": lambda: self.ferry.all_reduce(x),
+            "ferry, registered": lambda: self.ferry.all_reduce(registered),
+        }
+        if self.mpi:
+            world, in_place, buffer = self.mpi.COMM_WORLD, self.mpi.IN_PLACE, y.numpy()
+            calls["mpi"] = lambda: world.Allreduce(in_place, buffer)
+        for name, call in calls.items():
+            for tensor in (x, registered, y):
+                tensor.copy_(torch.arange(len(tensor)) % 97 + self.rank)
+            call()
+            expected = torch.arange(len(x)) % 97 * self.size + self.size * (self.size - 1) // 2
+            used = {"ferry, registered": registered, "mpi": y}.get(name, x)
+            if not torch.equal(used, expected.float()):
+                raise SystemExit(f"{name} reduced to a wrong sum")
+            for tensor in (x, registered, y):
+                tensor.zero_()
+        return calls
+
+    def all_to_all(self, bytes_: int) -> Calls:
+        """Equal blocks, f32."""
+        import torch
+        import torch.distributed as dist
+
+        x = torch.arange(bytes_ // 4, dtype=torch.float32) + self.rank
+        outs = {name: torch.zeros_like(x) for name in ("gloo", "ferry", "mpi")}
+        calls: Calls = {
+            "gloo": lambda: dist.all_to_all_single(outs["gloo"], x),
+            "ferry": lambda: self.ferry.all_to_all(x, outs["ferry"]),
+        }
+        if self.mpi:
+            world, source, target = self.mpi.COMM_WORLD, x.numpy(), outs["mpi"].numpy()
+            calls["mpi"] = lambda: world.Alltoall(source, target)
+        for name, call in calls.items():
+            call()
+            if not torch.equal(outs[name], outs["gloo"]):
+                raise SystemExit(f"{name} brought other blocks than Gloo")
+        return calls
+
+
+def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict[str, float]]:
+    """Medians in microseconds for each contender."""
+    import torch
+    import torch.distributed as dist
+
+    cores = len(os.sched_getaffinity(0))
+    counts: dict[str, int] = {}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for at in range(-1, rounds):
+        for name, call in calls.items():
+            call()
+            rank.ferry.barrier()
+            repeats = counts.get(name, 3)
+            cpu, start = time.process_time(), time.perf_counter()
+            for _ in range(repeats):
+                call()
+            took = [time.perf_counter() - start, time.process_time() - cpu]
+            figures = torch.tensor(took, dtype=torch.float64) / repeats
+            rank.ferry.barrier()
+            every = torch.empty((rank.size, 2), dtype=torch.float64)
+            rank.ferry.all_gather(figures.view(torch.uint8), every.view(torch.uint8))
+            wall, used = every[:, 0].max().item(), every[:, 1].sum().item() / cores
+            if at < 0:
+                counts[name] = min(200, max(1, round(0.01 / wall)))
+            else:
+                samples[name].append((wall, used))
+        if rank.rank == 0:
+            print(f"\r  {words}: {at + 1}/{rounds}  ", end="", file=sys.stderr, flush=True)
+    dist.barrier()
+    return {
+        name: {
+            "wall_us": statistics.median(wall for wall, _ in taken) * 1e6,
+            "cpu_us": statistics.median(cpu for _, cpu in taken) * 1e6,
+        }
+        for name, taken in samples.items()
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """One row for each call and size; times of Gloo's."""
+    print("\ncall        bytes      contender              wall us     cpu us   gloo/cpu  mpi/cpu")
+    for result in results:
+        figures = result["figures"]
+        for name, figure in figures.items():
+            ratios = [
+                f"{figures[other]['cpu_us'] / figure['cpu_us']:9.2f}" if other in figures else ""
+                for other in ("gloo", "mpi")
+            ]
+            print(
+                f"{result['call']:11} {result['bytes']:9}  {name:20} {figure['wall_us']:10.1f} "
+                f"{figure['cpu_us']:10.1f} {ratios[0]} {ratios[1]}"
+            )
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """What every rank does."""
+    rank = Rank(args)
+    results = []
+    for call in args.calls:
+        for size in args.bytes:
+            calls = getattr(rank, call)(size)
+            figures = measure(rank, calls, args.rounds, f"{call} {size}")
+            results.append({"call": call, "bytes": size, "figures": figures})
+    if rank.rank == 0:
+        show(results)
+        if args.json:
+            facts = {
+                "machine": platform.processor() or platform.machine(),
+                "cores": len(os.sched_getaffinity(0)),
+                "ranks": args.ranks,
+                "rounds": args.rounds,
+                "results": results,
+            }
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    rank.ferry.destroy()
+
+
+if __name__ == "__main__":
+    parsed = arguments()
+    if "FERRY_BENCH_RANKS" in os.environ:
+        run_rank(parsed)
+    else:
+        sys.exit(launch(parsed))

@@ -1,0 +1,263 @@
+"""Collectives over dense tensors in CPU memory: gradients, parameters, batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ferry import _ferry
+from ferry.arguments import (
+    INT32_MAX,
+    UINT64_MAX,
+    choice,
+    describe,
+    instance,
+    integer,
+    refuse,
+    seconds,
+)
+from ferry.errors import Error
+from ferry.group import DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
+from ferry.streams import Streams
+from ferry.tensors import dtype_named, empty_array, view
+
+OPS = {
+    "sum": _ferry.ReduceOp.sum,
+    "mean": _ferry.ReduceOp.mean,
+    "product": _ferry.ReduceOp.product,
+    "min": _ferry.ReduceOp.min,
+    "max": _ferry.ReduceOp.max,
+}
+REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
+
+
+class Collectives:
+    """R ranks that reduce and gather dense tensors in CPU memory. All ranks make the same calls in
+    the same order. It may be made from the bootstrap of a `Group` or by itself, and has flags and
+    registered memory of its own: its calls on one stream overlap those of a group on another.
+
+    Arrays are contiguous, of any shape; NumPy, torch and what else speaks DLPack. Arrays of `empty`
+    are read and written in place by the ranks of the domain; others are copied once.
+
+    f32, bf16 and f16 are reduced in fp32, over the ranks of each domain in ascending order, then
+    over the domains, and rounded once: every rank has the same bits, whatever the fabric. i32, i64
+    and u8 wrap around.
+
+    Args:
+        bootstrap: how the ranks find each other: `threads`, `tcp`, `from_environment`, ...
+        deadline: seconds, of every wait. What is late raises `DeadlineExceededError`.
+        memory_bytes: registered for `empty`.
+        fabric, sim_seed, domain_size, network: as of a `Group`.
+
+    Use it as a context manager to leave at the end of the block. Calls return a `ferry.Event`:
+    without a stream it is complete; with one, the arrays are kept until it is.
+    """
+
+    def __init__(
+        self,
+        bootstrap: _ferry.Bootstrap,
+        *,
+        deadline: float = 60.0,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        fabric: str = "automatic",
+        sim_seed: int = 1,
+        domain_size: int = 0,
+        network: str = "automatic",
+    ) -> None:
+        self._raw = _ferry.Collectives(
+            instance("Collectives: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
+            seconds("Collectives: deadline", deadline),
+            integer("Collectives: memory_bytes", memory_bytes, 0, MOST_MEMORY_BYTES),
+            choice("Collectives: fabric", fabric, FABRICS),
+            integer("Collectives: sim_seed", sim_seed, 0, UINT64_MAX),
+            integer("Collectives: domain_size", domain_size, 0, INT32_MAX),
+            choice("Collectives: network", network, NETWORKS),
+        )
+        self._streams = Streams(None)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._raw.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._raw.size
+
+    @property
+    def domains(self) -> int:
+        """Number of domains: ranks that share memory are in one."""
+        return self._raw.domains
+
+    @property
+    def fabric_name(self) -> str:
+        """By which wire the ranks reach each other, as `Group.fabric_name`."""
+        return self._raw.fabric_name
+
+    @property
+    def destroyed(self) -> bool:
+        """True after `destroy`."""
+        return self._raw.destroyed
+
+    def all_reduce(
+        self, x: Any, *, op: str = "sum", dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """Collective. Overwrites x with its reduction over all ranks.
+
+        Args:
+            x: f32, bf16, f16, i32, i64 or u8, contiguous; the same number of elements everywhere.
+            op: "sum", "mean" (of floats), "product", "min" or "max".
+            dtype: of x, where its array cannot say it ("bf16" beside uint16).
+            stream: None: returns when it is done; a ferry.Stream.
+        """
+        return self._raw.all_reduce(
+            _view("all_reduce: x", x, dtype, True, REDUCED_DTYPES),
+            choice("all_reduce: op", op, OPS),
+            self._stream("all_reduce", stream, x),
+        )
+
+    def reduce_scatter(
+        self, x: Any, out: Any, *, op: str = "sum", dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """Collective. x: `size` equal blocks; `out` takes the reduction of block `rank`. The other
+        arguments are those of `all_reduce`."""
+        return self._raw.reduce_scatter(
+            _view("reduce_scatter: x", x, dtype, False, REDUCED_DTYPES),
+            _view("reduce_scatter: out", out, dtype, True),
+            choice("reduce_scatter: op", op, OPS),
+            self._stream("reduce_scatter", stream, x),
+        )
+
+    def all_gather(
+        self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """Collective. `out` takes x of all ranks, in ascending order; any dtype."""
+        return self._raw.all_gather(
+            _view("all_gather: x", x, dtype),
+            _view("all_gather: out", out, dtype, True),
+            self._stream("all_gather", stream, x),
+        )
+
+    def broadcast(
+        self, x: Any, root: int, *, dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """Collective. Overwrites x with that of rank `root`; any dtype."""
+        return self._raw.broadcast(
+            _view("broadcast: x", x, dtype, True),
+            integer("broadcast: root", root, 0, self.size - 1),
+            self._stream("broadcast", stream, x),
+        )
+
+    def all_to_all(
+        self,
+        x: Any,
+        out: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        dtype: Any = None,
+        stream: Any = None,
+    ) -> _ferry.Event:
+        """Collective. Block p of x goes to rank p; `out` takes what comes, in ascending order of
+        the sources; any dtype.
+
+        send_counts, recv_counts: elements for each rank and from each, both or none; None: equal
+        blocks. Raises `MismatchError` on all ranks where one expects another number than it is
+        sent.
+        """
+        if (send_counts is None) != (recv_counts is None):
+            refuse("all_to_all: recv_counts", "one of the two", "send_counts and recv_counts")
+        return self._raw.all_to_all(
+            _view("all_to_all: x", x, dtype),
+            _view("all_to_all: out", out, dtype, True),
+            self._counts("send_counts", send_counts),
+            self._counts("recv_counts", recv_counts),
+            self._stream("all_to_all", stream, x),
+        )
+
+    def barrier(self) -> None:
+        """Collective. Returns when every rank has called it."""
+        self._raw.barrier()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = "f32", like: Any = None) -> Any:
+        """A dense array in registered memory, as `Group.empty`. Not collective."""
+        return empty_array(self._raw.empty, shape, dtype, like)
+
+    def memory(self) -> _ferry.MemoryStats:
+        """Bytes that this rank holds, exact."""
+        return self._raw.memory()
+
+    def time(self) -> _ferry.TimeStats:
+        """Nanoseconds that this rank has spent inside collectives since creation."""
+        return self._raw.time()
+
+    def network(self) -> _ferry.NetworkStats:
+        """What this rank has sent to ranks of other domains since creation."""
+        return self._raw.network()
+
+    def destroy(self) -> None:
+        """Leaves. Not collective, never waits for peers; those that still exchange get
+        `PeerLeftError`. Later calls raise `DestroyedError`."""
+        self._raw.destroy()
+
+    def _stream(self, call: str, stream: Any, x: Any) -> _ferry.Stream | None:
+        return self._streams.place(call, stream, x).stream
+
+    def _counts(self, name: str, counts: Sequence[int] | None) -> list[int]:
+        if counts is None:
+            return []
+        if len(counts) != self.size:
+            refuse(f"all_to_all: {name}", f"{len(counts)} counts", f"{self.size}, one for each rank")
+        return [integer(f"all_to_all: {name}", count) for count in counts]
+
+    def __enter__(self) -> Collectives:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        try:
+            if "_raw" in self.__dict__ and not self.destroyed:
+                return (
+                    f"<ferry.Collectives: rank {self.rank} of {self.size}, "
+                    f"fabric {self.fabric_name}>"
+                )
+        except Error:  # in a forked child; or destroyed by another thread meanwhile
+            pass
+        return "<ferry.Collectives, not usable>"
+
+
+def _view(
+    name: str, value: Any, dtype: Any, writable: bool = False, expected: str = ""
+) -> _ferry.View:
+    tag = None if dtype is None else dtype_named(f"{name.partition(':')[0]}: dtype", dtype)
+    return view(name, _flat(name, value), tag, writable, expected)[0]
+
+
+def _flat(name: str, value: Any) -> Any:
+    """The same memory in one dimension; of other frameworks as it is, up to three."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and not value.is_contiguous():
+            refuse(name, f"a tensor with strides {tuple(value.stride())}", "a contiguous one")
+        return value.view(-1) if value.layout == torch.strided and value.dim() != 1 else value
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        if not value.flags.c_contiguous:
+            refuse(name, f"an array with strides of {value.strides} bytes", "a contiguous one")
+        return value.reshape(-1)
+    if isinstance(value, (int, float, list, tuple)):
+        refuse(name, describe(value), "an array")
+    return value
+
+
+__all__ = ["Collectives"]

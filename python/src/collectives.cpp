@@ -1,0 +1,114 @@
+#include "ferry/collectives.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "arguments.hpp"
+#include "bind.hpp"
+#include "bootstrap.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace ferry::python {
+namespace {
+
+using HeldCollectives = Held<Collectives>;
+using Counts = std::vector<std::int64_t>;
+
+void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline,
+          std::size_t memory_bytes, FabricKind fabric, std::uint64_t sim_seed, int domain_size,
+          FabricKind network) {
+  GroupConfig config;
+  config.deadline = to_nanoseconds(deadline, "Collectives: deadline");
+  config.memory_bytes = memory_bytes;
+  config.fabric = fabric;
+  config.sim_seed = sim_seed;
+  config.domain_size = domain_size;
+  config.network = network;
+  config.on_wait = python_on_wait();
+  std::shared_ptr<Bootstrap> meeting = bootstrap.get();
+  new (self) HeldCollectives(
+      without_gil([&] { return Collectives(std::move(meeting), std::move(config)); }));
+}
+
+HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op,
+                     PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x});
+  const ReduceOptions options{op, stream_or_null(stream)};
+  return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
+}
+
+HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
+                         PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x, &out});
+  const ReduceOptions options{op, stream_or_null(stream)};
+  return HeldEvent(
+      without_gil([&] { return all->reduce_scatter(x.read(), out.write(), options); }));
+}
+
+HeldEvent all_gather(const HeldCollectives& all, const View& x, const View& out,
+                     PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x, &out});
+  const CollectiveOptions options{stream_or_null(stream)};
+  return HeldEvent(without_gil([&] { return all->all_gather(x.read(), out.write(), options); }));
+}
+
+HeldEvent broadcast(const HeldCollectives& all, const View& x, int root, PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x});
+  const CollectiveOptions options{stream_or_null(stream)};
+  return HeldEvent(without_gil([&] { return all->broadcast(x.write(), root, options); }));
+}
+
+HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out, const Counts& to,
+                     const Counts& from, PythonStream* stream) {
+  const KeepUntilDone keep(stream, {&x, &out});
+  const CollectiveOptions options{stream_or_null(stream)};
+  return HeldEvent(without_gil([&] {
+    return to.empty() ? all->all_to_all(x.read(), out.write(), options)
+                      : all->all_to_all(x.read(), to, out.write(), from, options);
+  }));
+}
+
+HeldTensor empty(const HeldCollectives& all, const std::vector<std::int64_t>& shape, Dtype dtype) {
+  return HeldTensor(without_gil([&] { return all->empty(Extents(std::span(shape)), dtype); }));
+}
+
+}  // namespace
+
+void bind_collectives(nb::module_& m) {
+  nb::enum_<ReduceOp>(m, "ReduceOp")
+      .value("sum", ReduceOp::sum)
+      .value("mean", ReduceOp::mean)
+      .value("product", ReduceOp::product)
+      .value("min", ReduceOp::min)
+      .value("max", ReduceOp::max);
+  nb::class_<HeldCollectives>(m, "Collectives")
+      .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),
+           nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"))
+      .def_prop_ro("rank", [](const HeldCollectives& c) { return c->rank(); })
+      .def_prop_ro("size", [](const HeldCollectives& c) { return c->size(); })
+      .def_prop_ro("domains", [](const HeldCollectives& c) { return c->domains(); })
+      .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
+      .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
+      .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none())
+      .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
+           nb::arg("stream").none())
+      .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none())
+      .def("broadcast", &broadcast, nb::arg("x"), nb::arg("root"), nb::arg("stream").none())
+      .def("all_to_all", &all_to_all, nb::arg("x"), nb::arg("out"), nb::arg("to"), nb::arg("from_"),
+           nb::arg("stream").none())
+      .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
+      .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
+      .def(
+          "is_registered",
+          [](const HeldCollectives& c, std::uintptr_t address) {
+            return c->is_registered(reinterpret_cast<const void*>(address));
+          },
+          nb::arg("address"))
+      .def("memory", [](const HeldCollectives& c) { return c->memory(); })
+      .def("time", [](const HeldCollectives& c) { return c->time(); })
+      .def("network", [](const HeldCollectives& c) { return c->network(); })
+      .def("destroy", [](const HeldCollectives& c) { without_gil([&] { c->destroy(); }); });
+}
+
+}  // namespace ferry::python
