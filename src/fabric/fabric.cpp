@@ -1,5 +1,7 @@
 #include "fabric/fabric.hpp"
 
+#include <sched.h>
+
 #include <ferry/error.hpp>
 #include <string>
 #include <thread>
@@ -24,9 +26,19 @@ void Fabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std
 }
 
 std::chrono::nanoseconds Fabric::patience() const noexcept {
+  return std::chrono::microseconds(shares_cores() ? 50 : 20);
+}
+
+bool Fabric::progress() noexcept {
+  // A rank that shares this core may be the one that is awaited; to wake it from a sleep takes
+  // longer than to let it run.
+  if (shares_cores()) ::sched_yield();
+  return false;
+}
+
+bool Fabric::shares_cores() const noexcept {
   static const unsigned cores = std::thread::hardware_concurrency();
-  return static_cast<unsigned>(size()) > cores ? std::chrono::microseconds(1)
-                                               : std::chrono::microseconds(20);
+  return static_cast<unsigned>(size()) > cores;
 }
 
 }  // namespace ferry::fabric

@@ -97,12 +97,12 @@ class Fabric {
   /// it does. Then its peers are not to blame.
   virtual bool cut_off() const noexcept { return false; }
 
-  /// How long who waits should look before it sleeps: about as long as a message takes, where each
-  /// rank has a core; hardly at all where they share some.
+  /// How long a wait spins before it sleeps: about as long as a message takes. Where ranks share
+  /// cores, it lets others run meanwhile (`progress`).
   virtual std::chrono::nanoseconds patience() const noexcept;
-  /// Called by who waits, while it looks: does what else a thread of the fabric does, sparing both
-  /// ends the time until that thread runs. False: there is no such thread. Never blocks.
-  virtual bool progress() noexcept { return false; }
+  /// Called by a wait while it spins: does what else a thread of the fabric does, sparing both ends
+  /// the time until that thread runs. False: there is no such thread. Never blocks.
+  virtual bool progress() noexcept;
   /// Who called `progress` goes to sleep: from now on the fabric's own thread does it at once.
   virtual void hand_over() noexcept {}
   /// Who called `progress` or `put` has nothing more to do here for now: what is still to be sent
@@ -113,6 +113,10 @@ class Fabric {
   virtual NetworkStats network_use() const noexcept { return {}; }
   /// The NICs of this rank; none where there is no network of NICs.
   virtual std::vector<NicStats> nics() const { return {}; }
+
+ private:
+  /// More ranks than this machine has cores.
+  bool shares_cores() const noexcept;
 };
 
 }  // namespace ferry::fabric

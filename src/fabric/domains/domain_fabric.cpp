@@ -83,7 +83,9 @@ class DomainFabric final : public Fabric {
   std::chrono::nanoseconds patience() const noexcept override {
     return network_ ? network_->patience() : inside_->patience();
   }
-  bool progress() noexcept override { return network_ && network_->progress(); }
+  bool progress() noexcept override {
+    return network_ ? network_->progress() : inside_->progress();
+  }
   void hand_over() noexcept override {
     if (network_) network_->hand_over();
   }
