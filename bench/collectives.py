@@ -98,9 +98,7 @@ class Rank:
         self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
         self.size = args.ranks
         store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(
-            "gloo", init_method=store, rank=self.rank, world_size=self.size
-        )
+        dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=self.size)
         self.ferry = ferry.Collectives(
             ferry.tcp(
                 rank=self.rank,

@@ -210,7 +210,9 @@ class Collectives:
         if counts is None:
             return []
         if len(counts) != self.size:
-            refuse(f"all_to_all: {name}", f"{len(counts)} counts", f"{self.size}, one for each rank")
+            refuse(
+                f"all_to_all: {name}", f"{len(counts)} counts", f"{self.size}, one for each rank"
+            )
         return [integer(f"all_to_all: {name}", count) for count in counts]
 
     def __enter__(self) -> Collectives:

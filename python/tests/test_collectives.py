@@ -1,0 +1,150 @@
+"""Collectives from Python: arrays of every kind in and out, streams, and what is refused. The
+arithmetic is tested in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from rank_threads import DEADLINE
+
+import ferry
+
+RANKS = 3
+
+
+def on_ranks(body: Callable[[ferry.Collectives], Any], **config: Any) -> list[Any]:
+    """`body(collectives)` on ranks that are threads."""
+    bootstraps = ferry.threads(RANKS)
+
+    def one(rank: int) -> Any:
+        config.setdefault("memory_bytes", 1 << 20)
+        with ferry.Collectives(bootstraps[rank], deadline=DEADLINE, **config) as ranks:
+            result = body(ranks)
+            ranks.barrier()
+            return result
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+@pytest.mark.parametrize("domain_size", [0, 2])
+def test_arrays_of_every_kind_are_reduced_in_place(domain_size: int) -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        total = sum(range(1, RANKS + 1))
+        mine = ranks.rank + 1
+        arrays = [
+            np.full((2, 3, 2, 2), mine, np.float32),
+            np.full(5, mine, np.int64),
+            np.full((3, 1), mine, ml_dtypes.bfloat16),
+            torch.full((2, 3, 2, 2), mine, dtype=torch.bfloat16),
+            torch.tensor(mine, dtype=torch.float32),
+            ranks.empty((4, 8), "f16"),
+            ranks.empty((4, 8), torch.float32),
+        ]
+        for array in arrays:
+            array[...] = mine
+            assert ranks.all_reduce(array).ready()
+            assert (array == total).all()
+        tagged = np.full(4, 0x3F80, np.uint16)  # 1.0 as bf16
+        ranks.all_reduce(tagged, dtype="bf16")
+        assert tagged.view(ml_dtypes.bfloat16).tolist() == [RANKS] * 4
+
+    on_ranks(body, domain_size=domain_size)
+
+
+def test_blocks_go_where_they_belong() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        stream = ferry.Stream()
+        x = torch.arange(6.0) + 10 * ranks.rank
+        gathered = torch.empty(RANKS, 6)
+        ranks.all_gather(x, gathered, stream=stream).wait()
+        assert torch.equal(gathered, torch.arange(6.0) + 10 * torch.arange(3.0)[:, None])
+        part = torch.empty(2)
+        ranks.reduce_scatter(x, part, op="max", stream=stream)
+        stream.synchronize()
+        assert torch.equal(part, torch.arange(6.0)[2 * ranks.rank :][:2] + 20)
+        ranks.broadcast(x, 1)
+        assert torch.equal(x, torch.arange(6.0) + 10)
+        sent = torch.tensor([ranks.rank] * 3)
+        got = torch.empty(3, dtype=torch.int64)
+        ranks.all_to_all(sent, got)
+        assert got.tolist() == [0, 1, 2]
+        lengths = [1, 0, 2]
+        many = torch.empty(3 * lengths[ranks.rank], dtype=torch.int64)
+        counts = [lengths[ranks.rank]] * 3
+        ranks.all_to_all(sent, many, send_counts=lengths, recv_counts=counts)
+        assert many.tolist() == [r for r in range(3) for _ in range(lengths[ranks.rank])]
+
+    on_ranks(body)
+
+
+def test_a_gradient_that_the_call_would_drop_is_refused() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with pytest.raises(ferry.InvalidArgumentError, match="requires a gradient"):
+            ranks.all_reduce(x)
+        with torch.no_grad():
+            ranks.all_reduce(x)
+        assert x.tolist() == [RANKS] * 3
+
+    on_ranks(body)
+
+
+def test_what_cannot_be_is_refused_with_words() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        x, out = np.ones(6, np.float32), np.ones(6, np.float32)
+        wrong: list[tuple[str, Callable[[], Any]]] = [
+            ("all_reduce: x: got an array with strides", lambda: ranks.all_reduce(x[::2])),
+            (
+                "all_reduce: x: got a tensor with strides",
+                lambda: ranks.all_reduce(torch.ones(4, 4).T),
+            ),
+            ("all_reduce: x: got 3", lambda: ranks.all_reduce(3)),
+            ("all_reduce: op: got 'median'", lambda: ranks.all_reduce(x, op="median")),
+            ("all_reduce: x: got dtype", lambda: ranks.all_reduce(np.ones(3))),
+            ("broadcast: root: got 3", lambda: ranks.broadcast(x, 3)),
+            ("all_gather: out: got 6 elements", lambda: ranks.all_gather(x, out)),
+            ("reduce_scatter: x: got 6 elements", lambda: ranks.reduce_scatter(x, out)),
+            ("recv_counts: got one of the two", lambda: ranks.all_to_all(x, out, send_counts=[6])),
+            (
+                "all_to_all: send_counts: got 2 counts",
+                lambda: ranks.all_to_all(x, out, send_counts=[3, 3], recv_counts=[2, 2, 2]),
+            ),
+            ("all_to_all: stream: got 1", lambda: ranks.all_to_all(x, out, stream=1)),
+        ]
+        for words, call in wrong:
+            with pytest.raises(ferry.InvalidArgumentError) as caught:
+                call()
+            assert words in str(caught.value), caught.value
+
+    on_ranks(body)
+
+
+def test_calls_that_differ_are_named_and_the_next_one_works() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        with pytest.raises(ferry.MismatchError, match="the number of elements is"):
+            ranks.all_reduce(np.ones(3 + (ranks.rank == 1), np.float32))
+        x = np.ones(3, np.float32)
+        ranks.all_reduce(x)
+        assert x.tolist() == [RANKS] * 3
+
+    on_ranks(body)
+
+
+def test_it_ends_with_its_block() -> None:
+    def body(ranks: ferry.Collectives) -> ferry.Collectives:
+        assert repr(ranks) == f"<ferry.Collectives: rank {ranks.rank} of 3, fabric local>"
+        assert ranks.memory().arena_bytes >= 1 << 20
+        return ranks
+
+    for ranks in on_ranks(body):
+        assert ranks.destroyed
+        assert repr(ranks) == "<ferry.Collectives, not usable>"
+        with pytest.raises(ferry.DestroyedError):
+            ranks.all_reduce(np.ones(3, np.float32))
