@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "api/wires.hpp"
-#include "base/limits.hpp"
+#include "base/process_limits.hpp"
 #include "core/check.hpp"
 #include "core/check_collectives.hpp"
 #include "core/engine.hpp"

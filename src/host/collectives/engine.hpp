@@ -110,9 +110,4 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
                                                          const Domains& domains,
                                                          std::unique_ptr<fabric::Fabric> fabric);
 
-/// A number as an index.
-inline std::size_t index(std::int64_t value) {
-  return static_cast<std::size_t>(value);
-}
-
 }  // namespace ferry::host
