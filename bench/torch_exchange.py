@@ -76,8 +76,7 @@ class Exchange:
         import torch
 
         self.args, self.group, self.tokens, self.dtype = args, group, tokens, dtype
-        self.device = torch.device(args.device, torch.cuda.current_device()) if (
-            args.device == "cuda") else torch.device("cpu")  # fmt: skip
+        self.device = torch.device(args.device)  # of GPUs: the current one
         self.peers = "NCCL" if args.device == "cuda" else "Gloo"
         generator = torch.Generator().manual_seed(args.seed * 1000 + group.rank)
         x = torch.randint(-8, 8, (tokens, args.hidden), generator=generator, dtype=torch.float32)
@@ -92,10 +91,9 @@ class Exchange:
         self.recv = list(self.plan.recv_rows_per_rank())
         self.out = torch.empty_like(self.x)
         shape = (sum(self.recv), args.hidden)
-        self.ordinary, self.copy_from = (torch.ones(shape, device=self.device).to(dtype)
-                                         for _ in range(2))  # fmt: skip
-        self.copy_to, self.arrived = (torch.zeros(shape, device=self.device).to(dtype)
-                                      for _ in range(2))  # fmt: skip
+        ones = torch.ones(shape, device=self.device).to(dtype)
+        self.ordinary, self.copy_from = ones, ones.clone()
+        self.copy_to, self.arrived = ones.clone(), ones.clone()
         self.gathered = self.gather()
         self.with_ferry = dtype.itemsize > 1
         self.sms = {"num_sms": args.sms} if args.device == "cuda" else {}
@@ -146,24 +144,29 @@ class Exchange:
         if not torch.equal(self.combine(), sums):
             raise SystemExit(f"{self.peers} and Ferry combined to different sums")
 
+    def ferry_full(self):
+        """Plan included."""
+        return self.group.dispatch(self.x, self.group.plan(self.routes), **self.sms)
+
+    def ferry_combine(self, rows=None):
+        """Of an ordinary tensor unless others are given."""
+        given = self.ordinary if rows is None else rows
+        return self.group.combine(given, self.plan, out=self.out, **self.sms)
+
     def cases(self) -> list[Case]:
         """In the order in which they are measured."""
-        group, plan, x, routes, sms = self.group, self.plan, self.x, self.routes, self.sms
+        group, plan, x, sms = self.group, self.plan, self.x, self.sms
         row = x.shape[1] * x.element_size()
         rows = sum(self.recv) * row
         both = rows + (x.shape[0] * row if self.args.device == "cpu" else 0)
         cases = [Case("copy", rows, lambda: self.copy_to.copy_(self.copy_from))]
         if self.with_ferry:
-            registered, out = self.received.x, self.out
             cases += [
                 Case("ferry dispatch, cached", rows, lambda: group.dispatch(x, plan, **sms)),
-                Case("ferry dispatch, full", rows,
-                     lambda: group.dispatch(x, group.plan(routes), **sms)),
-                Case("ferry combine", both,
-                     lambda: group.combine(registered, plan, out=out, **sms)),
-                Case("ferry combine, ordinary input", both,
-                     lambda: group.combine(self.ordinary, plan, out=out, **sms)),
-            ]  # fmt: skip
+                Case("ferry dispatch, full", rows, self.ferry_full),
+                Case("ferry combine", both, lambda: self.ferry_combine(self.received.x)),
+                Case("ferry combine, ordinary input", both, self.ferry_combine),
+            ]
         cases.append(Case(f"{self.peers} all-to-all alone", rows, self.all_to_all))
         cases.append(Case(f"{self.peers} dispatch", rows, self.dispatch))
         if self.with_ferry:
@@ -231,18 +234,17 @@ def measure(exchange: Exchange, sample: Callable[[Case], float]) -> list[dict]:
     for i, case in enumerate(cases):
         samples = times[:, i].tolist()
         p50 = statistics.median(samples)
-        results.append(
-            {
-                "name": case.name,
-                "dtype": {4: "f32", 2: "bf16", 1: "e4m3"}[exchange.dtype.itemsize],
-                "tokens": exchange.tokens,
-                "sms": args.sms if args.device == "cuda" and "ferry" in case.name else 0,
-                "logical_bytes": int(total[i]),
-                "p50_us": p50,
-                "p95_us": job.percentile(samples, 0.95),
-                "logical_gbps": float(total[i]) / among / p50 * 1e-3,
-            }
-        )
+        line = {
+            "name": case.name,
+            "dtype": {4: "f32", 2: "bf16", 1: "e4m3"}[exchange.dtype.itemsize],
+            "tokens": exchange.tokens,
+            "sms": args.sms if args.device == "cuda" and "ferry" in case.name else 0,
+            "logical_bytes": int(total[i]),
+            "p50_us": p50,
+            "p95_us": job.percentile(samples, 0.95),
+            "logical_gbps": float(total[i]) / among / p50 * 1e-3,
+        }
+        results.append(line)
     return results
 
 
