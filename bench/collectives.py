@@ -18,9 +18,7 @@ import importlib.util
 import json
 import os
 import platform
-import secrets
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import job
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 32 << 20)
 Calls = dict[str, Callable[[], object]]
@@ -49,35 +49,14 @@ def has_mpi() -> bool:
     return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def launch(args: argparse.Namespace) -> int:
     """Runs this file once for each rank; returns the first exit code that is not 0."""
-    env = dict(
-        os.environ,
-        FERRY_BENCH_RANKS=str(args.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        FERRY_PORT=str(free_port()),
-        FERRY_SECRET=secrets.token_hex(16),
-        OMP_NUM_THREADS="1",
-    )
-    program = [sys.executable, *sys.argv]
-    if has_mpi():
-        options = ["--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
-        return subprocess.run(
-            ["mpirun", "-n", str(args.ranks), *options, *program], env=env, check=False
-        ).returncode
-    ranks = [
-        subprocess.Popen(program, env=dict(env, RANK=str(rank), WORLD_SIZE=str(args.ranks)))
-        for rank in range(args.ranks)
-    ]
-    return next((code for code in [rank.wait() for rank in ranks] if code), 0)
+    told = {"FERRY_BENCH_RANKS": str(args.ranks)}
+    if not has_mpi():
+        return job.launch(args.ranks, **told)
+    options = ["--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
+    command = ["mpirun", "-n", str(args.ranks), *options, sys.executable, *sys.argv]
+    return subprocess.run(command, env=job.environment(**told), check=False).returncode
 
 
 class Rank:

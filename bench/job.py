@@ -29,11 +29,10 @@ def gpu_count() -> int:
     return int(subprocess.run([sys.executable, "-c", count], capture_output=True).stdout or 0)
 
 
-def launch(ranks: int, **variables: str) -> int:
-    """Runs this program once for each rank; returns the first exit code that is not 0."""
-    env = dict(
+def environment(**variables: str) -> dict[str, str]:
+    """What all ranks of a job on this host have."""
+    return dict(
         os.environ,
-        WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
         FERRY_PORT=str(free_port()),
@@ -41,6 +40,11 @@ def launch(ranks: int, **variables: str) -> int:
         OMP_NUM_THREADS="1",
         **variables,
     )
+
+
+def launch(ranks: int, **variables: str) -> int:
+    """Runs this program once for each rank; returns the first exit code that is not 0."""
+    env = environment(WORLD_SIZE=str(ranks), **variables)
     command = [sys.executable, *sys.argv]
     processes = [
         subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

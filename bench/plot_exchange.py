@@ -1,4 +1,4 @@
-"""Draws what `ferry bench --backend cuda --json` and bench/nccl_exchange.py measured.
+"""Draws what `ferry bench --backend cuda --json` and bench/torch_exchange.py measured.
 
     python bench/plot_exchange.py ferry.json [nccl.json ...] --out exchange.png
 
