@@ -1,6 +1,6 @@
 """`ferry bench` of two builds in one run, in turn: times before and after, and their ratio.
 
-    python bench/compare.py BEFORE AFTER [--rounds 3] [--json FILE] [-- OPTION...]
+    python bench/compare.py BEFORE AFTER [--rounds 5] [--json FILE] [-- OPTION...]
 
 BEFORE and AFTER: the programs. OPTION: of `ferry bench`, for both. Every other round the other one
 is first. Of each line the least median of all rounds counts, which other work on the machine
@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the records there too")
     args = parser.parse_args(own)
     programs = (args.before.resolve(), args.after.resolve())
