@@ -286,6 +286,7 @@ class Group {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
 
  private:
+  friend struct Access;
   std::shared_ptr<Engine> engine_;
 };
 

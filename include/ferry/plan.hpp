@@ -48,6 +48,7 @@ class Plan {
   explicit operator bool() const { return state_ != nullptr; }
 
  private:
+  friend struct Access;
   std::shared_ptr<PlanState> state_{};
 };
 

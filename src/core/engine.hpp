@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/access.hpp"
 #include "ferry/collectives.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"

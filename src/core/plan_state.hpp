@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/access.hpp"
 #include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
 #include "ferry/group.hpp"
