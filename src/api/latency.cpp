@@ -26,7 +26,7 @@ LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
     throw Error(ErrorKind::destroyed, "LatencyExchange: the group is destroyed");
   }
   engine_ = in_words(group.rank(), "LatencyExchange",
-                     [&] { return group.engine()->make_latency(config); });
+                     [&] { return Access::engine(group)->make_latency(config); });
 }
 
 LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,

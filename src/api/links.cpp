@@ -9,7 +9,7 @@ Links measure_links(Group& group) {
   if (group.destroyed()) {
     throw Error(ErrorKind::destroyed, "measure_links: the group is destroyed");
   }
-  const auto engine = std::dynamic_pointer_cast<host::HostEngine>(group.engine());
+  const auto engine = std::dynamic_pointer_cast<host::HostEngine>(Access::engine(group));
   if (!engine) {
     throw Error(ErrorKind::unsupported,
                 "measure_links: got a group of backend cuda, expected backend host");

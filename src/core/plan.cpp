@@ -14,12 +14,12 @@ PlanState& checked(const Plan& plan, const char* caller) {
     throw Error(ErrorKind::invalid_argument,
                 std::string(caller) + ": plan is empty; expected one that Group::plan returned");
   }
-  const auto engine = plan.state()->engine.lock();
+  const auto engine = Access::state(plan)->engine.lock();
   if (!engine || engine->destroyed()) {
     throw Error(ErrorKind::destroyed,
                 std::string(caller) + ": the group that made this plan is destroyed");
   }
-  return *plan.state();
+  return *Access::state(plan);
 }
 
 PlanState& checked(const Plan& plan, const char* caller, const Engine& engine) {

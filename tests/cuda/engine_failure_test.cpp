@@ -171,7 +171,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
         need(cudaGraphDestroy(graph), "cudaGraphDestroy");
       }
       // A message of rank 1 that cannot be, between the two calls.
-      const auto engine = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine());
+      const auto engine = std::static_pointer_cast<cuda::CudaEngine>(Access::engine(seat.group));
       const std::uint64_t lie = std::uint64_t{1000000} << 32;
       const Received good = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {

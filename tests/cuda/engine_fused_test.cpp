@@ -196,7 +196,7 @@ TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
       seat.meet();
       read_later(own.raw, 20ms);
       Plan plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
-      const auto made = std::static_pointer_cast<cuda::CudaPlan>(plan.state())->made;
+      const auto made = std::static_pointer_cast<cuda::CudaPlan>(Access::state(plan))->made;
       need(made->marked() == nullptr, "an event lies between a plan and what follows");
       trip.stream = i % 2 == 0 ? &other.stream : &own.stream;
       if (i < 2) {

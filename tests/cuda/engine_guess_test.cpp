@@ -80,7 +80,7 @@ struct Counted {
   std::uint64_t made, too_low;
 };
 Counted counted(const Seat& seat) {
-  auto& guesses = std::static_pointer_cast<cuda::CudaEngine>(seat.group.engine())->guesses();
+  auto& guesses = std::static_pointer_cast<cuda::CudaEngine>(Access::engine(seat.group))->guesses();
   return {guesses.made.load(), guesses.too_low.load()};
 }
 

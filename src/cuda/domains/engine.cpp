@@ -112,7 +112,7 @@ void DomainEngine::fail(const char* call, const Error& error) {
 
 std::shared_ptr<DomainPlan> DomainEngine::plan_of(const Plan& plan, const char* call) {
   (void)checked(plan, call, *this);
-  return std::static_pointer_cast<DomainPlan>(plan.state());  // this engine made it
+  return std::static_pointer_cast<DomainPlan>(Access::state(plan));  // this engine made it
 }
 
 Error DomainEngine::outside(const Error& error) const {

@@ -149,7 +149,7 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
   if (call.blocking()) {
     poll([&] { return is_done(buffer_used_); }, kUntilItEnds, config_.on_wait);
   }
-  return Plan(state);
+  return Access::plan(state);
 }
 
 /// On the proxy's thread: the routes of the own tokens that cross, to where they cross, and of
@@ -247,7 +247,7 @@ void DomainEngine::upload(DomainCall& call, const DomainTokens& tokens, Crossing
 void DomainEngine::plan_inside(DomainCall& call, int topk, int sources, CrossingTables& to) {
   const ConstTensorView routes(to.ids, Dtype::i32, {to.count, topk}, device());
   to.inside = inside().plan(routes, {call.stream()});
-  auto& made = static_cast<CudaPlan&>(*to.inside.state());
+  auto& made = static_cast<CudaPlan&>(*Access::state(to.inside));
   if (!made.memory) {
     throw Error(ErrorKind::exhausted, std::string(call.name()) + ": no GPU memory for a plan of " +
                                           to_string(to.count) + " tokens");
@@ -271,7 +271,7 @@ CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<Dom
   auto& known = plan->of(how);
   if (known) {
     call.use(known->memory);
-    call.use(static_cast<CudaPlan&>(*known->inside.state()).memory);
+    call.use(static_cast<CudaPlan&>(*Access::state(known->inside)).memory);
     return *known;
   }
   struct Step {
@@ -307,9 +307,9 @@ CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<Dom
 /// A dispatch that crossed another way has brought the routes: the rows lie alike.
 void DomainEngine::share_routes(DomainCall& call, DomainPlan& state, Crossing how) {
   const auto& other = state.of(how == Crossing::direct ? Crossing::hierarchical : Crossing::direct);
-  auto& to = static_cast<CudaPlan&>(*state.of(how)->inside.state());
+  auto& to = static_cast<CudaPlan&>(*Access::state(state.of(how)->inside));
   if (to.routes_sent.load() || !other) return;
-  auto& from = static_cast<CudaPlan&>(*other->inside.state());
+  auto& from = static_cast<CudaPlan&>(*Access::state(other->inside));
   if (!from.routes_sent.load()) return;
   to.gpu_routes = from.gpu_routes;
   to.slot_rows = from.slot_rows;

@@ -95,7 +95,7 @@ LatencyCombined CudaLatency::make_combine(const ConstTensorView& rows,
                                           const LatencyReceived& received,
                                           const std::optional<ConstTensorView>& topk_weights,
                                           const LatencyCombineOptions& options) {
-  const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
+  const auto* state = dynamic_cast<const ReceiveRows*>(Access::state(received).get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",
            "what dispatch of this latency exchange returned");
@@ -124,7 +124,7 @@ LatencyCombined CudaLatency::make_combine(const ConstTensorView& rows,
                    : engine_->local_tensor(launch, shape, config_.dtype);
   LatencyCombined result;
   result.x = later->out;
-  result.state = later;
+  Access::state(result) = later;
   LatencyCombineParameters& parameters = round->combine;
   parameters.out = later->out.as<std::byte>();
   parameters.path = path_of(options.path, round->order);

@@ -254,7 +254,7 @@ LatencyReceived CudaLatency::make_dispatch(const ConstTensorView& x,
   state->round = round;
   state->stream = copy_of(options.stream);
   state->called = !options.hook;
-  result.state = state;
+  Access::state(result) = state;
   LatencyDispatchParameters& parameters = round->dispatch;
   parameters.failure = launch.record()->failure;
   LatencyDispatchParameters sending = parameters;

@@ -506,7 +506,7 @@ Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
     state = prepare_plan(engine, planning, topk_idx, parameters);
     Received received =
         run({engine, launch, x, state, options, [&] { enter_plan(planning, state, parameters); }});
-    received.plan = Plan(state);
+    received.plan = Access::plan(state);
     return received;
   } catch (const std::exception& thrown) {
     const bool expected = planning.number() != 0 && launch.number() == 0;  // by the peers

@@ -47,7 +47,7 @@ bool CudaPlan::counts_known() {
 
 std::shared_ptr<CudaPlan> plan_of(CudaEngine& engine, const Plan& plan, const char* call) {
   (void)checked(plan, call, engine);
-  return std::static_pointer_cast<CudaPlan>(plan.state());  // this engine made it
+  return std::static_pointer_cast<CudaPlan>(Access::state(plan));  // this engine made it
 }
 
 void tell_no_room(CudaEngine& engine, Launch& launch, const CallSignature& call,
@@ -195,7 +195,7 @@ Plan plan_routes(CudaEngine& engine, const ConstTensorView& topk_idx, const Plan
     const bool known = launch.record()->refused();
     if (!known || launch.blocking() || launch.capture().active) throw;
     try {
-      return Plan(plan_without_memory(engine, launch, topk_idx));
+      return Access::plan(plan_without_memory(engine, launch, topk_idx));
     } catch (const std::exception& thrown) {
       engine.give_up("plan", thrown);  // the others will wait in the dispatch
       throw;
@@ -203,7 +203,7 @@ Plan plan_routes(CudaEngine& engine, const ConstTensorView& topk_idx, const Plan
   }
   enter_plan(launch, state, parameters);
   if (launch.blocking()) engine.finish("plan", state->ready);
-  return Plan(state);
+  return Access::plan(state);
 }
 
 }  // namespace ferry::cuda

@@ -74,7 +74,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
                                      const std::optional<ConstTensorView>& topk_weights,
                                      const LatencyCombineOptions& options) {
   HostEngine::Call call(*engine_, kLatencyCombine, asks());
-  const auto* state = dynamic_cast<const ReceiveRows*>(received.state.get());
+  const auto* state = dynamic_cast<const ReceiveRows*>(Access::state(received).get());
   if (state == nullptr || state->engine.get() != this) {
     refuse(kLatencyCombine, "received", "a result of another exchange, or none",
            "what dispatch of this latency exchange returned");
@@ -97,7 +97,7 @@ LatencyCombined HostLatency::combine(const ConstTensorView& rows, const LatencyR
   later->call = combine_call(*exchange, topk_weights, options);
   LatencyCombined result;
   result.x = later->call.out;
-  result.state = later;
+  Access::state(result) = later;
   result.event = enter(
       kLatencyCombine, options.stream,
       [self = shared_from_this(), later, rows, hook = options.hook] {

@@ -82,7 +82,7 @@ LatencyReceived HostLatency::dispatch(const ConstTensorView& x, const ConstTenso
   state->engine = shared_from_this();
   state->exchange = exchange;
   LatencyReceived result = exchange->result;
-  result.state = state;
+  Access::state(result) = state;
   result.event = enter(
       kLatencyDispatch, options.stream,
       [self = shared_from_this(), exchange, x, hook = options.hook] {

@@ -252,7 +252,7 @@ Combined combine(HostEngine& engine, const ConstTensorView& rows, const Plan& pl
     refuse(kCombine, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");
   }
-  auto job = std::make_shared<CombineJob>(CombineCall{engine, plan.state(), rows, options});
+  auto job = std::make_shared<CombineJob>(CombineCall{engine, Access::state(plan), rows, options});
   if (state.ready.ready()) {
     state.ready.wait();  // throws what the plan's work threw
     job->check();

@@ -366,7 +366,7 @@ Received dispatch(HostEngine& engine, const ConstTensorView& x, const Plan& plan
   HostEngine::Call call(engine, kDispatch);
   PlanState& state = checked(plan, kDispatch, engine);
   check_dispatch(x, state.tokens, state.topk, options);
-  auto job = std::make_shared<DispatchJob>(DispatchCall{engine, plan.state(), x, options});
+  auto job = std::make_shared<DispatchJob>(DispatchCall{engine, Access::state(plan), x, options});
   job->learn_rows();
   if (!job->fits_out()) job->refuse_out();
   const bool room = job->allocate();
@@ -380,7 +380,7 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
   check_dispatch(x, topk_idx.shape[0], static_cast<int>(topk_idx.shape[1]), options);
   const Plan made = engine.enter_plan(topk_idx, options.stream, nullptr);
   // From here on the peers count the plan, and wait for this rank in the dispatch.
-  auto job = std::make_shared<DispatchJob>(DispatchCall{engine, made.state(), x, options});
+  auto job = std::make_shared<DispatchJob>(DispatchCall{engine, Access::state(made), x, options});
   bool counted = false, room = false;
   try {
     job->learn_rows();
@@ -388,7 +388,8 @@ Received plan_and_dispatch(HostEngine& engine, const ConstTensorView& x,
     room = job->fits_out() && job->allocate();
   } catch (const std::exception& thrown) {
     // A plan that failed without failing the group failed on all ranks.
-    if (counted || !made.state()->ready.ready()) engine.channel().fail(kDispatch, thrown.what());
+    if (counted || !Access::state(made)->ready.ready())
+      engine.channel().fail(kDispatch, thrown.what());
     throw;
   }
   if (!job->fits_out()) {

@@ -128,7 +128,7 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);
-  return Plan(state);
+  return Access::plan(state);
 }
 
 Received HostEngine::dispatch(const ConstTensorView& x, const Plan& plan,

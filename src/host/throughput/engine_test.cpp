@@ -163,7 +163,7 @@ TEST(HostEngine, AFailedPlanIsRefusedAndTheGroupGoesOn) {
     const std::vector<std::int64_t> wide(8, 1);
     const ConstTensorView other{wide.data(), Dtype::i64, {4, 2}};
     const Plan bad = group.plan(group.rank() == 0 ? batch.ids() : other, {.stream = &stream});
-    while (!bad.state() || !stream.record().ready()) std::this_thread::sleep_for(1ms);
+    while (!bad || !stream.record().ready()) std::this_thread::sleep_for(1ms);
     expect_error(ErrorKind::mismatch, {"topk"}, [&] { group.combine(batch.x(), bad); });
     expect_error(ErrorKind::mismatch, {"topk"}, [&] { bad.recv_rows(); });
     // Ranks in different calls: both are told, and the numbers of the plans stay together.
