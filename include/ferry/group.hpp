@@ -283,8 +283,6 @@ class Group {
   void destroy();
   bool destroyed() const;
 
-  const std::shared_ptr<Engine>& engine() const { return engine_; }
-
  private:
   friend struct Access;
   std::shared_ptr<Engine> engine_;

@@ -102,7 +102,9 @@ class LatencyReceived {
   /// Error(invalid_argument), unless it threw.
   void receive();
 
-  std::shared_ptr<LatencyState> state{};
+ private:
+  friend struct Access;
+  std::shared_ptr<LatencyState> state_{};
 };
 
 struct LatencyCombineOptions {
@@ -126,7 +128,9 @@ class LatencyCombined {
   Event event{};
   void receive();  ///< with `hook`, as above
 
-  std::shared_ptr<LatencyState> state{};
+ private:
+  friend struct Access;
+  std::shared_ptr<LatencyState> state_{};
 };
 
 /// Fixed buffers of latency mode inside a group. Making one is collective: ranks with different

@@ -43,12 +43,11 @@ class Plan {
   /// group's configuration says, or, where that says `automatic` too, as the cost model picks.
   Crossing crossing() const;
 
-  explicit Plan(std::shared_ptr<PlanState> state) : state_(std::move(state)) {}
-  const std::shared_ptr<PlanState>& state() const { return state_; }
   explicit operator bool() const { return state_ != nullptr; }
 
  private:
   friend struct Access;
+  explicit Plan(std::shared_ptr<PlanState> state) : state_(std::move(state)) {}
   std::shared_ptr<PlanState> state_{};
 };
 

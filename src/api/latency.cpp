@@ -86,13 +86,13 @@ std::size_t LatencyExchange::memory_hint(const LatencyConfig& config, std::int64
 }
 
 void LatencyReceived::receive() {
-  if (!state) refuse("latency dispatch", "received", "an empty result", "a dispatch's");
-  state->receive();
+  if (!state_) refuse("latency dispatch", "received", "an empty result", "a dispatch's");
+  state_->receive();
 }
 
 void LatencyCombined::receive() {
-  if (!state) refuse("latency combine", "combined", "an empty result", "a combine's");
-  state->receive();
+  if (!state_) refuse("latency combine", "combined", "an empty result", "a combine's");
+  state_->receive();
 }
 
 }  // namespace ferry
