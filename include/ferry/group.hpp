@@ -121,7 +121,7 @@ struct DispatchOptions {
   /// > 0: the output has this many rows whatever arrives, so nothing waits for the count; rows
   /// past the last one that arrived are undefined (expert-major: zero), their topk_idx −1. More
   /// arrivals than this are Error(exhausted).
-  std::int64_t worst_case_rows = 0;
+  std::int64_t max_recv_rows = 0;
   /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
   /// Of the dtype that arrives.
   std::optional<TensorView> out{};
@@ -132,7 +132,7 @@ struct DispatchOptions {
   /// CUDA: SMs that carry rows between GPUs, 1 … all; 0: a default. The rearrangement between
   /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
   /// groups that may run at once must find their SMs beside each other. The host engine has none.
-  int sms = 0;
+  int num_sms = 0;
 };
 
 /// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
@@ -172,7 +172,7 @@ struct CombineOptions {
   Crossing crossing = Crossing::automatic;
   /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
   /// memory, run beside on other SMs.
-  int sms = 0;
+  int num_sms = 0;
 };
 
 struct Combined {
@@ -244,7 +244,7 @@ class Group {
                     const DispatchOptions& options = {});
 
   /// Collective. rows: f32, bf16 or f16, [n, H] rank-major or [M, H] expert-major, dense, with
-  /// exactly the rows of that order and alignment (or of the dispatch's worst_case_rows). Rows in
+  /// exactly the rows of that order and alignment (or of the dispatch's max_recv_rows). Rows in
   /// memory of `empty()` or of a received tensor are read in place by the peers; others are copied
   /// once. Returns, for each own token, the sum over the ranks that it went to; 0 for a token that
   /// went nowhere.

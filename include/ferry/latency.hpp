@@ -60,7 +60,7 @@ struct LatencyDispatchOptions {
   /// until what the source sends was here, or the source was masked. Of a combine: for its
   /// announcement, and for its rows once all that are awaited had announced; on the host also what
   /// its sending half waited for weights that come with the call.
-  std::optional<TensorView> waits{};
+  std::optional<TensorView> wait_ns{};
   bool hook = false;         ///< true: only send; `receive()` of the result does the rest
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results
 };
@@ -112,7 +112,7 @@ struct LatencyCombineOptions {
   /// caller's own weighted sum: they are added in ascending rank, whatever the path.
   CombinePath path = CombinePath::per_slot;
   CombineFormat format = CombineFormat::as_is;
-  std::optional<TensorView> waits{};  ///< as in dispatch
+  std::optional<TensorView> wait_ns{};  ///< as in dispatch
   /// Only send. With `CombinePath::per_rank` and weights that come with the combine the sending
   /// waits for those of the other ranks.
   bool hook = false;

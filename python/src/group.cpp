@@ -54,18 +54,18 @@ HeldPlan plan(const HeldGroup& group, const View& topk_idx, PythonStream* stream
 HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* plan,
                       const View* topk_idx, const View* topk_weights, const View* scales,
                       WireFormat format, ScaleFormat scale_format, RowOrder order,
-                      std::int64_t alignment, std::int64_t worst_case_rows, const View* out,
-                      PythonStream* stream, int sms, Crossing crossing) {
+                      std::int64_t alignment, std::int64_t max_recv_rows, const View* out,
+                      PythonStream* stream, int num_sms, Crossing crossing) {
   DispatchOptions options;
   options.crossing = crossing;
   options.format = format;
   options.scale_format = scale_format;
-  options.sms = sms;
+  options.num_sms = num_sms;
   options.topk_weights = optional_read(topk_weights);
   options.scales = optional_read(scales);
   options.order = order;
   options.alignment = alignment;
-  options.worst_case_rows = worst_case_rows;
+  options.max_recv_rows = max_recv_rows;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream);
   const KeepUntilDone keep(stream, {&x, topk_idx, topk_weights, scales, out});
@@ -78,10 +78,10 @@ HeldReceived dispatch(const HeldGroup& group, const View& x, const HeldPlan* pla
 HeldCombined combine(const HeldGroup& group, const View& rows, const HeldPlan& plan, RowOrder order,
                      std::int64_t alignment, const View* topk_weights, bool apply_weights,
                      const View* bias0, const View* bias1, const View* out, PythonStream* stream,
-                     int sms, Crossing crossing) {
+                     int num_sms, Crossing crossing) {
   CombineOptions options;
   options.crossing = crossing;
-  options.sms = sms;
+  options.num_sms = num_sms;
   options.order = order;
   options.alignment = alignment;
   options.topk_weights = optional_read(topk_weights);
@@ -174,12 +174,12 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan").none(), nb::arg("topk_idx").none(),
            nb::arg("topk_weights").none(), nb::arg("scales").none(), nb::arg("format"),
            nb::arg("scale_format"), nb::arg("order"), nb::arg("alignment"),
-           nb::arg("worst_case_rows"), nb::arg("out").none(), nb::arg("stream").none(),
-           nb::arg("sms"), nb::arg("crossing"))
+           nb::arg("max_recv_rows"), nb::arg("out").none(), nb::arg("stream").none(),
+           nb::arg("num_sms"), nb::arg("crossing"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("plan"), nb::arg("order"),
            nb::arg("alignment"), nb::arg("topk_weights").none(), nb::arg("apply_weights"),
            nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),
-           nb::arg("stream").none(), nb::arg("sms"), nb::arg("crossing"))
+           nb::arg("stream").none(), nb::arg("num_sms"), nb::arg("crossing"))
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); });
 }

@@ -65,37 +65,37 @@ void make_exchange(HeldExchange* self, const HeldGroup& group, std::int64_t capa
 
 Received dispatch(const HeldExchange& exchange, const View& x, const View& topk_idx,
                   const View* topk_weights, WireFormat format, ScaleFormat scale_format,
-                  RowOrder order, const View* waits, bool hook, const nb::object& stream) {
+                  RowOrder order, const View* wait_ns, bool hook, const nb::object& stream) {
   LatencyDispatchOptions options;
   options.format = format;
   options.scale_format = scale_format;
   options.order = order;
   options.topk_weights = optional_read(topk_weights);
-  options.waits = optional_write(waits);
+  options.wait_ns = optional_write(wait_ns);
   options.hook = hook;
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx, topk_weights, waits});
+  const KeepUntilDone keep(stream_pointer(stream), {&x, &topk_idx, topk_weights, wait_ns});
   LatencyReceived result =
       without_gil([&] { return exchange->dispatch(x.read(), topk_idx.read(), options); });
-  return hold(std::move(result), hook, stream, {&x, &topk_idx, topk_weights, waits});
+  return hold(std::move(result), hook, stream, {&x, &topk_idx, topk_weights, wait_ns});
 }
 
 Combined combine(const HeldExchange& exchange, const View& rows, const Received& received,
                  const View* topk_weights, CombinePath path, CombineFormat format,
-                 const View* waits, bool hook, const View* out, const nb::object& stream) {
+                 const View* wait_ns, bool hook, const View* out, const nb::object& stream) {
   LatencyCombineOptions options;
   options.path = path;
   options.format = format;
-  options.waits = optional_write(waits);
+  options.wait_ns = optional_write(wait_ns);
   options.hook = hook;
   options.out = optional_write(out);
   options.stream = stream_or_null(stream_pointer(stream));
-  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, waits, out});
+  const KeepUntilDone keep(stream_pointer(stream), {&rows, topk_weights, wait_ns, out});
   LatencyCombined result = without_gil([&] {
     if (topk_weights == nullptr) return exchange->combine(rows.read(), received.get(), options);
     return exchange->combine(rows.read(), received.get(), topk_weights->read(), options);
   });
-  return hold(std::move(result), hook, stream, {&rows, topk_weights, waits, out});
+  return hold(std::move(result), hook, stream, {&rows, topk_weights, wait_ns, out});
 }
 
 void bind_formats(nb::module_& m) {
@@ -132,17 +132,17 @@ void bind_latency(nb::module_& m) {
       .def("__init__", &make_exchange, nb::arg("group"), nb::arg("capacity"), nb::arg("hidden"),
            nb::arg("topk"), nb::arg("dtype"), nb::arg("order"), nb::arg("masks"))
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("topk_idx"), nb::arg("topk_weights").none(),
-           nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("waits").none(),
+           nb::arg("format"), nb::arg("scale_format"), nb::arg("order"), nb::arg("wait_ns").none(),
            nb::arg("hook"), nb::arg("stream").none(),
            nb::sig("def dispatch(self, x: View, topk_idx: View, topk_weights: View | None, format: "
-                   "WireFormat, scale_format: ScaleFormat, order: RowOrder, waits: View | None, "
+                   "WireFormat, scale_format: ScaleFormat, order: RowOrder, wait_ns: View | None, "
                    "hook: bool, stream: Stream | None) -> LatencyReceived"))
       .def("combine", &combine, nb::arg("rows"), nb::arg("received"),
            nb::arg("topk_weights").none(), nb::arg("path"), nb::arg("format"),
-           nb::arg("waits").none(), nb::arg("hook"), nb::arg("out").none(),
+           nb::arg("wait_ns").none(), nb::arg("hook"), nb::arg("out").none(),
            nb::arg("stream").none(),
            nb::sig("def combine(self, rows: View, received: LatencyReceived, topk_weights: View | "
-                   "None, path: CombinePath, format: CombineFormat, waits: View | None, hook: "
+                   "None, path: CombinePath, format: CombineFormat, wait_ns: View | None, hook: "
                    "bool, out: View | None, stream: Stream | None) -> LatencyCombined"))
       .def(
           "masked",

@@ -26,8 +26,8 @@ def wrong_arguments(group: ferry.Group) -> None:
     refused("topk_idx: got a tensor on device cpu", group.plan, ids.cpu().numpy())
     refused("no DLPack", group.plan, [[1]])
     refused("x: got dtype complex64", group.dispatch, x.to(torch.complex64), plan)
-    refused("sms: got 100000; expected", group.dispatch, x, plan, num_sms=100000)
-    refused("sms: got -1; expected", group.dispatch, x, plan, num_sms=-1)
+    refused("num_sms: got 100000; expected", group.dispatch, x, plan, num_sms=100000)
+    refused("num_sms: got -1; expected", group.dispatch, x, plan, num_sms=-1)
     refused(
         "stream: got a ferry.Stream with a worker", group.dispatch, x, plan, stream=ferry.Stream()
     )

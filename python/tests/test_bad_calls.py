@@ -279,7 +279,7 @@ def test_expert_major_combine_before_any_dispatch() -> None:
 def test_more_rows_than_the_worst_case() -> None:
     def body(group: ferry.Group) -> None:
         env = Env(group)
-        with pytest.raises(ferry.ExhaustedError, match="worst_case_rows"):
+        with pytest.raises(ferry.ExhaustedError, match="max_recv_rows"):
             group.dispatch(env.x, env.plan, max_recv_rows=3)
         env.check_it_works()
 

@@ -162,7 +162,9 @@ def test_a_host_group_takes_no_gpu_words() -> None:
             with pytest.raises(ferry.InvalidArgumentError, match=r"stream: got .*host engine"):
                 group.dispatch(torch.ones(2, 16), plan, stream=stream)
         group.dispatch(torch.ones(2, 16), plan, num_sms=3)  # there are none to give
-        with pytest.raises(ferry.InvalidArgumentError, match="sms: got -1; expected at least 0"):
+        with pytest.raises(
+            ferry.InvalidArgumentError, match="num_sms: got -1; expected at least 0"
+        ):
             group.dispatch(torch.ones(2, 16), plan, num_sms=-1)
         group.record_stream(torch.ones(2))
         ferry.torch.record_stream(torch.ones(2))

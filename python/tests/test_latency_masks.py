@@ -137,7 +137,7 @@ def test_waits_are_added(masks: bool, hook: bool) -> None:
             if hook:
                 sums.receive()
         for wrong in (np.zeros(RANKS, np.int32), np.zeros(RANKS + 1, np.int64)):
-            with pytest.raises(ferry.InvalidArgumentError, match="waits"):
+            with pytest.raises(ferry.InvalidArgumentError, match="wait_ns"):
                 lat.dispatch(x, ROUTES, wait_ns=wrong)
         return np.stack([dispatched, combined])
 

@@ -62,7 +62,7 @@ enum class StepStatus : std::uint32_t {
   ok,
   guessed,    ///< ok, but `rows` is a guess: if more arrive, a second grant follows (CUDA)
   no_room,    ///< the arena has no free piece of `need_bytes`
-  too_many,   ///< more rows arrive than worst_case_rows; `rows` and `need_bytes` say how many
+  too_many,   ///< more rows arrive than max_recv_rows; `rows` and `need_bytes` say how many
   exhausted,  ///< memory could not be registered
   invalid,    ///< latency: the configuration cannot be; `handle_bytes` of words follow
 };

@@ -67,7 +67,7 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
 void check_combine(const ConstTensorView& rows, std::int64_t tokens, int topk,
                    const CombineOptions& options, const Device& where = {});
 /// After the counts are known: exactly the rows that the plan has in this layout, or the
-/// worst_case_rows of one of its dispatches (`dispatched`) in this layout.
+/// max_recv_rows of one of its dispatches (`dispatched`) in this layout.
 void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& dispatched,
                         std::int64_t rows, const RowLayout& layout);
 /// The same for the weights of received rows, shape [n, topk].
@@ -78,7 +78,7 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
                             const LatencyConfig& config, const LatencyDispatchOptions& options,
                             const Device& where = {});
 /// How long a receive waited for each rank is added there.
-void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+void check_waits(std::string_view call, const std::optional<TensorView>& wait_ns, int ranks,
                  const Device& where = {});
 
 /// Whether two tensors share memory.

@@ -133,11 +133,11 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
   check_crossing(kCall, options.crossing);
   check_format(kCall, x, options);
   check_order(kCall, options.order, options.alignment);
-  if (options.worst_case_rows < 0) {
-    refuse(kCall, "worst_case_rows", to_string(options.worst_case_rows), "0 (exact) or more");
+  if (options.max_recv_rows < 0) {
+    refuse(kCall, "max_recv_rows", to_string(options.max_recv_rows), "0 (exact) or more");
   }
-  if (options.worst_case_rows > kMaxRows) {
-    refuse(kCall, "worst_case_rows", to_string(options.worst_case_rows),
+  if (options.max_recv_rows > kMaxRows) {
+    refuse(kCall, "max_recv_rows", to_string(options.max_recv_rows),
            "at most " + to_string(kMaxRows));
   }
   if (options.topk_weights) {
@@ -167,9 +167,9 @@ void check_dispatch(const ConstTensorView& x, std::int64_t tokens, int topk,
              dtype_text(dtype) + " with " + to_string(x.columns()) + " columns, as x" +
                  (dtype == x.dtype ? "" : " and format"));
     }
-    if (options.out->rows() < options.worst_case_rows) {
+    if (options.out->rows() < options.max_recv_rows) {
       refuse(kCall, "out", to_string(options.out->rows()) + " rows",
-             "at least " + to_string(options.worst_case_rows));
+             "at least " + to_string(options.max_recv_rows));
     }
   }
 }
@@ -249,9 +249,9 @@ void check_combine_rows(const ExchangePlan& plan, const std::vector<RowLayout>& 
       continue;
     }
     same_alignment = true;
-    if (used.worst_case_rows == 0) continue;
-    if (rows == used.worst_case_rows) return;
-    worst += " or " + to_string(used.worst_case_rows) + " (worst_case_rows)";
+    if (used.max_recv_rows == 0) continue;
+    if (rows == used.max_recv_rows) return;
+    worst += " or " + to_string(used.max_recv_rows) + " (max_recv_rows)";
   }
   if (expert_major && !same_alignment && !others.empty()) {
     refuse(kCall, "alignment", to_string(layout.alignment),
@@ -270,7 +270,7 @@ void check_combine_weights(const ExchangePlan& plan, const std::vector<RowLayout
                            const Extents& shape, int topk) {
   if (shape[0] == plan.recv_rows()) return;
   for (const RowLayout& used : dispatched) {
-    if (used.worst_case_rows > 0 && shape[0] == used.worst_case_rows) return;
+    if (used.max_recv_rows > 0 && shape[0] == used.max_recv_rows) return;
   }
   refuse("combine", "topk_weights", "shape " + to_string(shape),
          to_string(Extents{plan.recv_rows(), topk}) +

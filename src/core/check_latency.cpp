@@ -47,9 +47,9 @@ void check_latency_dispatch(const ConstTensorView& x, const ConstTensorView& top
   }
 }
 
-void check_waits(std::string_view call, const std::optional<TensorView>& waits, int ranks,
+void check_waits(std::string_view call, const std::optional<TensorView>& wait_ns, int ranks,
                  const Device& where) {
-  if (waits) check_exact(call, "waits", *waits, Dtype::i64, {ranks}, where);
+  if (wait_ns) check_exact(call, "wait_ns", *wait_ns, Dtype::i64, {ranks}, where);
 }
 
 namespace {
@@ -94,7 +94,7 @@ void check_latency_combine(const ConstTensorView& rows,
            "per_rank: a place that several ranks write in turn could hold what a masked one wrote "
            "late");
   }
-  check_waits(kCombine, options.waits, dispatched.ranks, where);
+  check_waits(kCombine, options.wait_ns, dispatched.ranks, where);
   const Extents shape =
       dispatched.order == RowOrder::rank_major
           ? Extents{dispatched.ranks, config.capacity, config.hidden}

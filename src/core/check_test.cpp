@@ -143,9 +143,9 @@ TEST(Check, AnOutSmallerThanTheWorstCaseIsRefused) {
   std::vector<float> out(4 * 16);
   DispatchOptions options;
   options.out = TensorView(out.data(), Dtype::f32, {4, 16});
-  options.worst_case_rows = 4;
+  options.max_recv_rows = 4;
   check_dispatch(tensor(4), 4, 2, options);
-  options.worst_case_rows = 5;
+  options.max_recv_rows = 5;
   expect_refused({"out", "4 rows", "at least 5"},
                  [&] { check_dispatch(tensor(4), 4, 2, options); });
 }
@@ -208,7 +208,7 @@ TEST(Check, CombineTakesTheRowsOfAWorstCaseDispatch) {
   check_combine_rows(plan, {worst}, 12, expert);
   check_combine_rows(plan, {worst, worst_rank}, 20, rank);
   expect_refused({"rows", "40", "8"}, [&] { check_combine_rows(plan, {worst}, 40, rank); });
-  expect_refused({"rows", "39", "12 or 40 (worst_case_rows)"},
+  expect_refused({"rows", "39", "12 or 40 (max_recv_rows)"},
                  [&] { check_combine_rows(plan, {worst}, 39, expert); });
   check_combine_weights(plan, {worst}, {40, 1}, 1);
   check_combine_weights(plan, {worst}, {8, 1}, 1);

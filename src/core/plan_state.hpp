@@ -28,7 +28,7 @@ struct ReceivedRoutes {
 struct RowLayout {
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;
-  std::int64_t worst_case_rows = 0;  ///< 0: exact
+  std::int64_t max_recv_rows = 0;  ///< 0: exact
   friend bool operator==(const RowLayout&, const RowLayout&) = default;
 };
 

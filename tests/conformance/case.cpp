@@ -109,7 +109,7 @@ std::string to_string(const Case& c) {
         << " rows=" << pick(kRowsNames, c.rows) << " weights=" << pick(kWeightNames, c.weights)
         << " biases=" << c.biases << " size=" << pick(kSizeNames, c.size)
         << " small_memory=" << c.small_memory << " wire=" << pick(kWireNames, c.wire);
-    if (c.sms > 0) out << " sms=" << c.sms;
+    if (c.num_sms > 0) out << " num_sms=" << c.num_sms;
   } else {
     out << " wire=" << pick(kWireNames, c.wire) << " hook=" << pick(kHookNames, c.hook)
         << " two_alive=" << c.two_alive << " capacity=" << c.capacity
@@ -147,7 +147,7 @@ const std::vector<Axis>& axes(Mode mode) {
     all[kHiddenSize].choices = static_cast<int>(kDeviceHidden.size());
     all[kK].choices = static_cast<int>(kDeviceTopk.size());
     all[kExperts].choices = 5;
-    all.push_back({"sms", static_cast<int>(kDeviceSms.size())});
+    all.push_back({"num_sms", static_cast<int>(kDeviceSms.size())});
     return all;
   }();
   return mode == Mode::device ? device : mode == Mode::throughput ? throughput : latency;
@@ -175,7 +175,7 @@ Case make_case(Mode mode, const std::vector<int>& choice) {
     c.ranks = of(kDeviceRanks, kRank);
     c.hidden = of(kDeviceHidden, kHiddenSize);
     c.topk = of(kDeviceTopk, kK);
-    c.sms = of(kDeviceSms, kSms);
+    c.num_sms = of(kDeviceSms, kSms);
   } else {
     c.mode = mode;
     c.fabric = of(kFabrics, kFabric);

@@ -67,7 +67,7 @@ struct Case {
   int biases = 0;
   SizeKind size = SizeKind::exact;
   bool small_memory = false;  ///< the arena has to grow
-  int sms = 0;                ///< at most those of the GPU
+  int num_sms = 0;            ///< at most those of the GPU
 
   // Latency mode.
   HookKind hook = HookKind::none;

@@ -57,9 +57,9 @@ class Captured {
     options.topk_weights = ConstTensorView(weights_.get(), Dtype::f32, {c_.tokens, c_.topk}, where);
     options.order = c_.order;
     options.alignment = c_.alignment;
-    options.worst_case_rows = worst_;
+    options.max_recv_rows = worst_;
     options.stream = stream_.get();
-    options.sms = c_.sms;
+    options.num_sms = c_.num_sms;
     received_ = group_.dispatch({x_.get(), c_.dtype, {c_.tokens, c_.hidden}, where}, plan, options);
     CombineOptions back;
     back.order = c_.order;
@@ -67,7 +67,7 @@ class Captured {
     back.topk_weights = received_.topk_weights;
     back.apply_weights = c_.order == RowOrder::expert_major;
     back.stream = stream_.get();
-    back.sms = c_.sms;
+    back.num_sms = c_.num_sms;
     combined_ = group_.combine(received_.x, plan, back);
   }
 
@@ -135,7 +135,7 @@ bool run_graph(const CudaOptions& options) {
   for (const Layout& layout : layouts(options)) {
     ok &= passes(options, layout, "graph", [&](Rank& rank) {
       Case c = small_case(rank, mix(options.seed, 401));
-      c.sms = 2;
+      c.num_sms = 2;
       Group group(rank.bootstrap(), group_config(rank, c.experts(), std::size_t{64} << 20));
       Exchange(rank, group, c).run();  // once without a graph
       rank.meet();

@@ -126,7 +126,7 @@ Case vary(const Rank& rank, std::uint64_t seed, int i) {
   constexpr int kSms[] = {0, 1, 2, 5, 16};
   c.hidden = kHidden[random.below(4)];
   c.topk = kTopk[random.below(3)];
-  c.sms = kSms[random.below(5)];
+  c.num_sms = kSms[random.below(5)];
   c.routes = static_cast<RouteKind>(random.below(8));
   c.index = static_cast<IndexKind>(random.below(3));
   c.tokens = 1 + random.below(12);

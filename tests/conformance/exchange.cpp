@@ -45,12 +45,12 @@ const World& Exchange::world(std::uint64_t round) {
   return *worlds_[round];
 }
 
-Received Exchange::dispatch(std::uint64_t round, std::int64_t worst_case_rows) {
+Received Exchange::dispatch(std::uint64_t round, std::int64_t max_recv_rows) {
   const RankInput& own = world(round).inputs[index(rank_.rank())];
   DispatchOptions options;
   options.order = case_.order;
   options.alignment = case_.alignment;
-  options.worst_case_rows = worst_case_rows;
+  options.max_recv_rows = max_recv_rows;
   options.stream = stream_;
   options.topk_weights = put({own.weights.data(), Dtype::f32, {own.tokens, case_.topk}});
   return group_.dispatch(put({own.x.data(), case_.dtype, {own.tokens, case_.hidden}}), plan_,

@@ -18,9 +18,9 @@ class Exchange {
   /// (f32, bf16 or f16), order, alignment, tokens, experts, special values, seed.
   Exchange(Rank& rank, Group& group, const Case& c, Stream* stream = nullptr);
 
-  /// Dispatches the values of `round`, with weights. `worst_case_rows`: 0 or the size of the
+  /// Dispatches the values of `round`, with weights. `max_recv_rows`: 0 or the size of the
   /// output.
-  Received dispatch(std::uint64_t round, std::int64_t worst_case_rows = 0);
+  Received dispatch(std::uint64_t round, std::int64_t max_recv_rows = 0);
   void check(const Received& received, std::uint64_t round);
   Received dispatch_and_check(std::uint64_t round) {
     Received received = dispatch(round);

@@ -143,10 +143,10 @@ TEST_P(Refusals, WorstCaseTooSmall) {
       Exchange exchange(rank, group, c);
       // Rank 1 alone has too little room; everybody hears of it.
       const std::int64_t rows = rank.rank() == 1 ? exchange.expected_rows() - 1 : 500;
-      const std::string text = expect_error(rank, ErrorKind::exhausted, "worst_case_rows",
+      const std::string text = expect_error(rank, ErrorKind::exhausted, "max_recv_rows",
                                             [&] { (void)exchange.dispatch(0, rows); });
       expect_text(rank, text, "rank 1");
-      expect_text(rank, text, "worst_case_rows");
+      expect_text(rank, text, "max_recv_rows");
       const Received exact = exchange.dispatch(1, rank.rank() == 1 ? rows + 1 : 0);
       exchange.check(exact, 1);
       exchange.run(0);
@@ -173,7 +173,7 @@ TEST_P(Refusals, WorstCaseTooSmallOnAStream) {
     poison(neighbour);
     const Combined combined = exchange.combine(1);
     go = true;
-    expect_error(rank, ErrorKind::exhausted, "worst_case_rows", [&] { refused.event.wait(); });
+    expect_error(rank, ErrorKind::exhausted, "max_recv_rows", [&] { refused.event.wait(); });
     exchange.check(good, 1);
     exchange.check(combined, 1);
     rank.check(is_poison(neighbour.data(), neighbour.view().bytes()),

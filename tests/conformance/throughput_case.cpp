@@ -52,7 +52,7 @@ class ThroughputCase {
         c_(c),
         group_(session.group(c)),
         stream_(session.stream(c)),
-        sms_(std::min(c.sms, sms_of(rank_.where()))) {}
+        num_sms_(std::min(c.num_sms, sms_of(rank_.where()))) {}
 
   void run() {
     World world = make_world(c_);
@@ -168,14 +168,14 @@ class ThroughputCase {
     options.scale_format = scale_format();
     options.order = c_.order;
     options.alignment = c_.alignment;
-    if (c_.size != SizeKind::exact) options.worst_case_rows = output_rows();
+    if (c_.size != SizeKind::exact) options.max_recv_rows = output_rows();
     if (c_.own_output) {
       out_.emplace(output_rows() + static_cast<std::int64_t>(c_.seed % 3), c_.hidden,
                    quantizes() ? Dtype::e4m3 : c_.dtype, where());
       options.out = out_->view;
     }
     options.stream = stream_;
-    options.sms = sms_;
+    options.num_sms = num_sms_;
     return group_.dispatch(put({x_.data(), c_.dtype, {t, c_.hidden}}), plan_, options);
   }
 
@@ -278,7 +278,7 @@ class ThroughputCase {
     options.alignment = c_.alignment;
     options.apply_weights = input.apply_weights;
     options.stream = stream_;
-    options.sms = sms_;
+    options.num_sms = num_sms_;
     std::vector<float> weights;
     const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
     if (c_.weights != WeightKind::none) {
@@ -348,7 +348,7 @@ class ThroughputCase {
   const Case& c_;
   Group& group_;
   Stream* stream_;
-  int sms_;
+  int num_sms_;
   Plan plan_{};
   ExpectedDispatch expected_{};
   std::vector<std::int64_t> index64_{};

@@ -35,7 +35,7 @@ CombineParameters rank_parameters(KernelGroup& group, const CombineCase& c, Comb
   p.out_weights = reinterpret_cast<float*>(
       group.take(rank, at(tokens * c.shape.topk) * sizeof(float) + kGuard).data);
   p.failure = group.failure(rank);
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   return p;
 }
 
@@ -48,7 +48,7 @@ std::string CombineCase::text() const {
          std::to_string(shape.topk) + ", unused " + std::to_string(shape.unused_percent) + " %, " +
          std::string(name_of(dtype)) + " x " + std::to_string(columns) + ", biases " +
          std::to_string(bias[0]) + std::to_string(bias[1]) + ", weights " +
-         std::to_string(weights) + ", sms " + std::to_string(sms) + ", vectors " +
+         std::to_string(weights) + ", sms " + std::to_string(num_sms) + ", vectors " +
          std::to_string(tuning.vectors) + ", warps " + std::to_string(tuning.warps) + ", stages " +
          std::to_string(tuning.stages) + ", spread " + std::to_string(tuning.spread);
 }

@@ -14,7 +14,7 @@ struct CombineCase {
   std::int64_t columns = 8;
   bool bias[2] = {false, false};
   bool weights = false;
-  int sms = 1;
+  int num_sms = 1;
   SumTuning tuning;
 
   std::int64_t row_bytes() const { return columns * static_cast<std::int64_t>(size_of(dtype)); }

@@ -83,8 +83,8 @@ std::string describe(const DispatchCase& c) {
           (c.round_scale ? " pow2" : "") + (c.weights ? " weights" : "") +
           (c.wide ? " i64" : " i32") + (c.strided_ids ? " strided ids" : "") + " pattern " +
           std::to_string(static_cast<int>(c.pattern)) + " slack " + std::to_string(c.slack) +
-          " sms " + std::to_string(c.sms) + (c.early ? " early" : "") + (c.glued ? " glued" : "") +
-          " T";
+          " sms " + std::to_string(c.num_sms) + (c.early ? " early" : "") +
+          (c.glued ? " glued" : "") + " T";
   for (const std::int64_t t : c.tokens) text.append(" ").append(std::to_string(t));
   return text;
 }
@@ -241,7 +241,7 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
   p.side_offset = placed_.side[at(rank)].offset;
   p.capacity = capacity(rank);
   p.failure = group_.failure(rank);
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   return p;
 }
 
@@ -259,7 +259,7 @@ RoutesParameters DispatchRun::routes_parameters(int rank) const {
   p.tokens = reinterpret_cast<const std::int32_t*>(data + side.source_token);
   p.topk_idx = reinterpret_cast<std::int64_t*>(placed_.more_ids[at(rank)].data);
   p.source_token = reinterpret_cast<std::int32_t*>(placed_.more_tokens[at(rank)].data);
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   return p;
 }
 

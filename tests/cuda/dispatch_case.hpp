@@ -30,7 +30,7 @@ struct DispatchCase {
   std::int64_t slack = 0;  ///< rows of capacity past what arrives
   bool early = false;      ///< the first dispatch posts its head while the plan runs
   bool glued = false;      ///< and does not wait for the end of the plan's kernel
-  int sms = 2;
+  int num_sms = 2;
 };
 std::string describe(const DispatchCase& c);
 

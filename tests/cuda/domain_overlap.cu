@@ -75,7 +75,7 @@ struct Seat {
   Group group;
   cudaStream_t stream = nullptr, beside = nullptr;
   Tensor x, routes;
-  int sms = 0;
+  int num_sms = 0;
   Meeting* meeting = nullptr;
   Meeting* seen = pinned<Meeting>(1);
   std::vector<void*> owned;
@@ -84,7 +84,7 @@ struct Seat {
       : rank(bootstrap->rank()), group(bootstrap, config(rank, domain_size, network)) {
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     check(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
-    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, rank));
+    check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, rank));
     std::vector<std::int64_t> ids(kTokens * 2);
     for (std::int64_t i = 0; i < kTokens * 2; ++i) ids[static_cast<std::size_t>(i)] = i % 2;
     meeting = static_cast<Meeting*>(memory(nullptr, Dtype::u8, {sizeof(Meeting)}).data());
@@ -134,8 +134,8 @@ struct Seat {
   /// Beside the stream; `most` bounds its wait.
   Meeting meet(std::chrono::nanoseconds most) {
     check(cudaMemsetAsync(meeting, 0, sizeof(Meeting), beside));
-    full_house<<<2 * sms, 1024, 0, beside>>>(meeting,
-                                             static_cast<unsigned long long>(most.count()));
+    full_house<<<2 * num_sms, 1024, 0, beside>>>(meeting,
+                                                 static_cast<unsigned long long>(most.count()));
     check(cudaGetLastError());
     check(cudaMemcpyAsync(seen, meeting, sizeof(Meeting), cudaMemcpyDeviceToHost, beside));
     check(cudaStreamSynchronize(beside));

@@ -74,12 +74,12 @@ struct World : conformance::World {
 
 /// Options of one round trip.
 struct Trip {
-  std::int64_t worst_case_rows = 0;
+  std::int64_t max_recv_rows = 0;
   RowOrder order = RowOrder::rank_major;
   std::int64_t alignment = 1;
   bool registered = true;  ///< combine the received tensor itself, else a copy
   Stream* stream = nullptr;
-  int sms = 0;
+  int num_sms = 0;
 };
 
 /// This rank's inputs on its GPU.
@@ -136,7 +136,7 @@ inline void check_received(const World& world, int rank, const Trip& trip, const
                            const Copier& copier) {
   auto expected = conformance::expect_dispatch(world, rank, trip.order, trip.alignment);
   const std::int64_t rows = world.rows(rank);
-  need(got.topk_idx.rows() == (trip.worst_case_rows > 0 ? trip.worst_case_rows : rows),
+  need(got.topk_idx.rows() == (trip.max_recv_rows > 0 ? trip.max_recv_rows : rows),
        "received rows: " + std::to_string(got.topk_idx.rows()) + ", expected " +
            std::to_string(rows));
   const auto all = static_cast<std::size_t>(got.topk_idx.rows() * world.topk);
@@ -178,9 +178,9 @@ inline DispatchOptions dispatch_options(const OnGpu& mine, const Trip& trip) {
   options.topk_weights = mine.weights_view();
   options.order = trip.order;
   options.alignment = trip.alignment;
-  options.worst_case_rows = trip.worst_case_rows;
+  options.max_recv_rows = trip.max_recv_rows;
   options.stream = trip.stream;
-  options.sms = trip.sms;
+  options.num_sms = trip.num_sms;
   return options;
 }
 inline CombineOptions combine_options(const Received& received, const Trip& trip) {
@@ -190,7 +190,7 @@ inline CombineOptions combine_options(const Received& received, const Trip& trip
   back.topk_weights = received.topk_weights;
   back.apply_weights = trip.order == RowOrder::expert_major;
   back.stream = trip.stream;
-  back.sms = trip.sms;
+  back.num_sms = trip.num_sms;
   return back;
 }
 

@@ -28,9 +28,9 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
       const Plan plan = seat.group.plan(mine.routes_view());
       DispatchOptions options;
       options.stream = &own.stream;
-      options.worst_case_rows = 1;
+      options.max_recv_rows = 1;
       const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
-      options.worst_case_rows = 200;
+      options.max_recv_rows = 200;
       const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
       options.order = RowOrder::expert_major;
       const Received slots = seat.group.dispatch(mine.x_view(), plan, options);
@@ -55,12 +55,12 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
       const Plan plan = seat.group.plan(mine.routes_view());
       DispatchOptions options;
       options.stream = &own.stream;
-      options.worst_case_rows = 1;
+      options.max_recv_rows = 1;
       const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
         need(kind_of(carrier.event) == ErrorKind::exhausted, "too many rows were taken");
       }
-      options.worst_case_rows = 200;
+      options.max_recv_rows = 200;
       const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
       const ErrorKind kind = kind_of(rows.event);
       const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::exhausted;
@@ -83,7 +83,7 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
     const Received rows =
         seat.group.dispatch(mine.x_view(), seat.group.plan(mine.routes_view()), options);
     DispatchOptions tight;
-    tight.worst_case_rows = 1;
+    tight.max_recv_rows = 1;
     need_error(ErrorKind::exhausted, "too many rows were taken",
                [&] { (void)seat.group.dispatch(mine.x_view(), plan, tight); });
     CombineOptions back{.order = trip.order,
@@ -103,7 +103,7 @@ TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
       const Plan plan = seat.group.plan(mine.routes_view());
       need(plan.recv_rows() != 1, "one row is enough here");
       DispatchOptions tight;
-      tight.worst_case_rows = 1;
+      tight.max_recv_rows = 1;
       tight.stream = waits ? nullptr : &own.stream;
       need_error(ErrorKind::exhausted, "too many rows were taken", [&] {
         const Received refused = seat.group.dispatch(mine.x_view(), plan, tight);
@@ -114,7 +114,7 @@ TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
       const Error error =
           need_error(ErrorKind::invalid_argument, "rows of a refused dispatch were taken",
                      [&] { (void)seat.group.combine(one, plan); });
-      need(std::string(error.what()).find("worst_case_rows") == std::string::npos, error.what());
+      need(std::string(error.what()).find("max_recv_rows") == std::string::npos, error.what());
       round_trip(seat.group, world, mine, plan, {}, seat.copier);
     }
   });
@@ -126,24 +126,24 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
   each({}, kSeed + 7, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     Trip trip;
-    trip.worst_case_rows = 200;
+    trip.max_recv_rows = 200;
     DispatchOptions options;
     options.topk_weights = mine.weights_view();
-    options.worst_case_rows = trip.worst_case_rows;
+    options.max_recv_rows = trip.max_recv_rows;
     const Plan plan = seat.group.plan(mine.routes_view());
     const Received first = seat.group.dispatch(mine.x_view(), plan, options);
     for (const std::int64_t rows : {200, 300}) {
       DispatchOptions tight = options;
-      tight.worst_case_rows = rows;
+      tight.max_recv_rows = rows;
       tight.order = RowOrder::expert_major;
       tight.alignment = 1024;
       need_error(ErrorKind::exhausted, "too many expert-major rows were taken",
                  [&] { (void)seat.group.dispatch(mine.x_view(), plan, tight); });
       check_received(world, seat.rank(), trip, first, seat.copier);
-      for (const std::int64_t worst : {std::int64_t{0}, trip.worst_case_rows, rows, rows + 10}) {
+      for (const std::int64_t worst : {std::int64_t{0}, trip.max_recv_rows, rows, rows + 10}) {
         for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
           Trip again;
-          again.worst_case_rows = worst;
+          again.max_recv_rows = worst;
           again.order = order;
           round_trip(seat.group, world, mine, plan, again, seat.copier);
         }
@@ -160,7 +160,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
       const Plan plan = seat.group.plan(mine.routes_view());
       DispatchOptions options;
       options.stream = &own.stream;
-      options.worst_case_rows = 200;
+      options.max_recv_rows = 200;
       if (graphs) {  // the CPU cannot number the calls any more
         cudaGraph_t graph = nullptr;
         need(cudaStreamBeginCapture(own.raw, cudaStreamCaptureModeThreadLocal), "capture");
@@ -201,7 +201,7 @@ TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
-    options.worst_case_rows = 200;
+    options.max_recv_rows = 200;
     options.stream = &own.stream;
     if (seat.rank() == 1) {
       const Received received = seat.group.dispatch(mine.x_view(), plan, options);

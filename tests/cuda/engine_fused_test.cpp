@@ -50,7 +50,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
           const World world = seat.refill(mine, ++seed);
           Trip trip;
           trip.order = order;
-          trip.worst_case_rows = worst;
+          trip.max_recv_rows = worst;
           trip.stream = stream;
           const Both both = there_and_back(seat, mine, trip);
           both.received.event.wait(60s);
@@ -72,7 +72,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
     const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     Trip trip;
-    trip.worst_case_rows = 200;
+    trip.max_recv_rows = 200;
     trip.stream = &own.stream;
     seat.meet();
     Both both;
@@ -97,7 +97,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
       seat.meet();
       DispatchOptions options;
       options.topk_weights = mine.weights_view();
-      options.worst_case_rows = worst;
+      options.max_recv_rows = worst;
       options.stream = &own.stream;
       std::string said;
       try {
@@ -190,7 +190,7 @@ TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
     read_later(other.raw, 0ms);
     need(cudaStreamSynchronize(other.raw), "read_later");
     Trip trip;
-    trip.worst_case_rows = 200;
+    trip.max_recv_rows = 200;
     for (int i = 0; i < 4; ++i) {
       OwnStream own(seat.device);
       seat.meet();

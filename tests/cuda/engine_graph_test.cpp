@@ -75,7 +75,7 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
     }
     seat.meet();
     Trip trip;
-    trip.worst_case_rows = 200;
+    trip.max_recv_rows = 200;
     Exchanged got;
     const Graph graph(own.raw, [&] {
       got.plan = seat.group.plan(mine.routes_view(), {.stream = &own.stream});
@@ -100,7 +100,7 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
   each(shape, kSeed + 5, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
-    trip.worst_case_rows = 4000;
+    trip.max_recv_rows = 4000;
     trip.order = RowOrder::expert_major;
     seat.meet();
     Exchanged first, again;
@@ -126,7 +126,7 @@ TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
   each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
-    trip.worst_case_rows = 150;
+    trip.max_recv_rows = 150;
     {
       const Plan plan = seat.group.plan(mine.routes_view());
       round_trip(seat.group, world, mine, plan, {}, seat.copier);

@@ -69,9 +69,9 @@ void guessed_trip(Seat& seat, const World& world, const OnGpu& mine, OwnStream& 
   check_combined(world, seat.rank(), trip, combined, seat.copier);
   // Another dispatch with the plan, of known size, and one of a worst case.
   round_trip(seat.group, world, mine, plan, trip, seat.copier);
-  trip.worst_case_rows = world.rows(seat.rank()) + 5;
+  trip.max_recv_rows = world.rows(seat.rank()) + 5;
   round_trip(seat.group, world, mine, plan, trip, seat.copier);
-  trip.worst_case_rows = 0;
+  trip.max_recv_rows = 0;
   trip.order = RowOrder::expert_major;
   round_trip(seat.group, world, mine, plan, trip, seat.copier);
 }
@@ -217,7 +217,7 @@ TEST_P(EngineTest, APlanThatFailedFailsItsDispatchOnAllRanks) {
         need_error(wanted, "counts of a plan that failed", [&] { (void)plan.recv_rows(); });
       }
       DispatchOptions options{.stream = &own.stream};
-      if (i == 3 && seat.rank() == 0) options.worst_case_rows = 100;  // each rank's own choice
+      if (i == 3 && seat.rank() == 0) options.max_recv_rows = 100;  // each rank's own choice
       const auto error =
           error_of([&] { seat.group.dispatch(mine.x_view(), plan, options).event.wait(60s); });
       need(error.has_value(), "a plan that failed was used");

@@ -14,7 +14,7 @@ struct LatencyTrip {
   bool weights_with_dispatch = false;
   bool hooks = false;
   Stream* stream = nullptr;
-  std::optional<TensorView> waits{};
+  std::optional<TensorView> wait_ns{};
 };
 
 inline LatencyConfig latency_config(const Shape& shape, bool masks = false) {
@@ -99,7 +99,7 @@ inline LatencyReceived latency_dispatch(LatencyExchange& latency, const OnGpu& m
   if (trip.weights_with_dispatch) options.topk_weights = mine.weights_view();
   options.hook = trip.hooks;
   options.stream = trip.stream;
-  options.waits = trip.waits;
+  options.wait_ns = trip.wait_ns;
   LatencyReceived received = latency.dispatch(mine.x_view(), mine.routes_view(), options);
   if (trip.hooks) received.receive();
   return received;
@@ -110,7 +110,7 @@ inline LatencyCombined latency_combine(LatencyExchange& latency, const OnGpu& mi
   options.path = trip.path;
   options.hook = trip.hooks;
   options.stream = trip.stream;
-  options.waits = trip.waits;
+  options.wait_ns = trip.wait_ns;
   LatencyCombined combined =
       trip.weights_with_dispatch
           ? latency.combine(received.x, received, options)

@@ -225,16 +225,16 @@ TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
   each(shape, kSeed + 70, [&](Seat& seat, const World& world, const OnGpu& mine) {
     const Buffer memory(static_cast<std::size_t>(seat.size()) * 8);
     const std::vector<std::int64_t> before(static_cast<std::size_t>(seat.size()), 1000);
-    const TensorView waits(memory.data(), Dtype::i64, {seat.size()},
-                           {DeviceKind::cuda, seat.device});
+    const TensorView wait_ns(memory.data(), Dtype::i64, {seat.size()},
+                             {DeviceKind::cuda, seat.device});
     LatencyExchange latency(seat.group, latency_config(shape));
     for (const bool hooks : {false, true}) {
       seat.copier.put(memory.data(), before);
-      LatencyTrip trip{CombinePath::per_rank, true, hooks, nullptr, waits};
+      LatencyTrip trip{CombinePath::per_rank, true, hooks, nullptr, wait_ns};
       seat.meet();
       if (seat.rank() == 0) std::this_thread::sleep_for(100ms);
       latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
-      const Tensor told{waits, {}};
+      const Tensor told{wait_ns, {}};
       const auto ns = seat.copier.get<std::int64_t>(told, seat.size());
       for (const std::int64_t one : ns) need(one >= 1000, "waits are added to what was there");
       if (seat.rank() == 1) {

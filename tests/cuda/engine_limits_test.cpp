@@ -34,7 +34,7 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
     // know.
     struct Way {
       Stream* stream;
-      std::int64_t worst_case_rows;
+      std::int64_t max_recv_rows;
     };
     for (const Way way : {Way{nullptr, 0}, Way{&own.stream, 200}, Way{&own.stream, 0}}) {
       std::unique_ptr<Hog> hog;
@@ -49,7 +49,7 @@ TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
             need(way.stream != nullptr, "a plan without memory");
             DispatchOptions options;
             options.stream = way.stream;
-            options.worst_case_rows = way.worst_case_rows;
+            options.max_recv_rows = way.max_recv_rows;
             seat.group.dispatch(x, plan, options).event.wait(60s);
           },
           0);
@@ -104,7 +104,7 @@ TEST_P(EngineTest, ARankWithoutMemoryForItsPlanTakesPartInTheDispatch) {
         try {
           DispatchOptions options;
           options.stream = &own.stream;
-          options.worst_case_rows = worst;
+          options.max_recv_rows = worst;
           seat.group.dispatch(x, routes, options).event.wait(60s);
           need(false, "a dispatch without a plan");
         } catch (const Error& error) {

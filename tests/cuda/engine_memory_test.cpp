@@ -112,7 +112,7 @@ TEST_P(EngineTest, CapturedTensorsWaitForRecordedStreams) {
     seat.meet();
     Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
-    options.worst_case_rows = 150;
+    options.max_recv_rows = 150;
     options.stream = &own.stream;
     const std::size_t before = seat.group.memory().arena_used_bytes;
     Received received;
@@ -155,7 +155,7 @@ TEST(EngineMemoryTest, ACaptureThatWaitsForMemoryCanBeStopped) {
     OwnStream first(seat.device), second(seat.device);
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
-    options.worst_case_rows = 100;
+    options.max_recv_rows = 100;
     options.stream = &first.stream;
     Received received = seat.group.dispatch(mine.x_view(), plan, options);
     received.event.wait();

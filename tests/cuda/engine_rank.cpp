@@ -29,9 +29,9 @@ void exchange(Group& group, const Shape& shape, int device, const Copier& copier
       Trip trip;
       trip.order = order;
       trip.registered = registered;
-      trip.worst_case_rows = registered ? 0 : 100;
+      trip.max_recv_rows = registered ? 0 : 100;
       trip.alignment = order == RowOrder::expert_major ? 4 : 1;
-      trip.sms = 3;
+      trip.num_sms = 3;
       round_trip(group, world, mine, plan, trip, copier);
     }
   }

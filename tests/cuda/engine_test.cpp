@@ -40,10 +40,10 @@ TEST_P(EngineRanksTest, RoundTrips) {
         for (const int ordinary : {0, 1, 2}) {  // rows of no rank, of all, of every second
           Trip trip;
           trip.order = order;
-          trip.worst_case_rows = worst;
+          trip.max_recv_rows = worst;
           trip.registered = ordinary == 0 || (ordinary == 2 && seat.rank() % 2 == 0);
           trip.alignment = order == RowOrder::expert_major ? 4 : 1;
-          trip.sms = ordinary == 0 ? 0 : 3;
+          trip.num_sms = ordinary == 0 ? 0 : 3;
           round_trip(seat.group, world, mine, plan, trip, seat.copier);
         }
       }
@@ -60,10 +60,10 @@ TEST_P(EngineTest, TwoStreamsInOrder) {
       Stream& second = i % 3 == 0 ? a.stream : b.stream;
       const Plan plan = seat.group.plan(mine.routes_view(), {.stream = &first});
       Trip trip;
-      trip.worst_case_rows = 150;
+      trip.max_recv_rows = 150;
       trip.stream = &second;
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
-      trip.worst_case_rows = 0;
+      trip.max_recv_rows = 0;
       trip.stream = &first;
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
     }
@@ -83,7 +83,7 @@ TEST_P(EngineTest, FanOutFollowsTheRows) {
     round_trip(seat.group, world, mine, plan, trip, seat.copier);  // brings the routes
     trip.stream = &own.stream;
     round_trip(seat.group, world, mine, plan, trip, seat.copier);  // knows where slots go
-    trip.worst_case_rows = 5000;
+    trip.max_recv_rows = 5000;
     trip.alignment = 1;
     for (int i = 0; i < 3; ++i) {  // does not know, then does
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
@@ -100,7 +100,7 @@ TEST_P(EngineTest, GrowsWhenThereIsNoRoom) {
     const Plan plan = seat.group.plan(mine.routes_view());
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
     Trip worst;
-    worst.worst_case_rows = 2500;
+    worst.max_recv_rows = 2500;
     round_trip(seat.group, world, mine, plan, worst, seat.copier);
     round_trip(seat.group, world, mine, plan, {}, seat.copier);
   });
@@ -125,14 +125,14 @@ TEST_P(EngineTest, RefusesWhatCannotBe) {
       const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::peer_failed;
       need(error.kind() == wanted, error.what());
     }
-    // More rows than worst_case_rows.
+    // More rows than max_recv_rows.
     const Plan plan = seat.group.plan(mine.routes_view());
     DispatchOptions options;
-    options.worst_case_rows = 1;
+    options.max_recv_rows = 1;
     need_error(ErrorKind::exhausted, "too many rows were taken",
                [&] { (void)seat.group.dispatch(mine.x_view(), plan, options); });
     // Received rows fit, expert-major rows do not.
-    options.worst_case_rows = seat.size() == 1 ? 40 : 80;
+    options.max_recv_rows = seat.size() == 1 ? 40 : 80;
     options.order = RowOrder::expert_major;
     options.alignment = 64;
     need_error(ErrorKind::exhausted, "too many expert-major rows were taken",

@@ -13,7 +13,7 @@ std::string ExpertCase::text() const {
        std::to_string(scale_columns) + (quantize ? " (quantised)" : "") + ", alignment " +
        std::to_string(alignment) + ", spare " + std::to_string(spare) + ", out spare " +
        std::to_string(out_spare) + ", " + std::string(name_of(dtype)) + ", weighted " +
-       std::to_string(weighted) + ", sms " + std::to_string(sms) + ", for sums " +
+       std::to_string(weighted) + ", sms " + std::to_string(num_sms) + ", for sums " +
        std::to_string(sum_sms) + ", beside " + std::to_string(beside_sms) + ", copies " +
        std::to_string(copies) + ", ready " + std::to_string(ready) + ", pulls " +
        std::to_string(sum.pulls) + ", piece " + std::to_string(fan_out.piece_bytes) + ", group " +

@@ -18,7 +18,7 @@ struct ExpertCase {
   std::int64_t spare = 0;      ///< rows of capacity beyond what arrives
   std::int64_t out_spare = 0;  ///< rows of out beyond the last expert
   bool weighted = false;
-  int sms = 1;
+  int num_sms = 1;
   int sum_sms = 1;     ///< of sums beside a combine
   int beside_sms = 1;  ///< of a fan-out beside a dispatch
   /// Ranks whose rows are rank-major, a bit each: copied beside the combine, or there before it.

@@ -25,8 +25,8 @@ ExpertCase random_case(Random& random, int ranks) {
   }
   c.weighted = random.below(2) == 0;
   const int fair = fair_sms(ranks);
-  c.sms = std::min(pick(random, {1, 2, 5, 16}), std::max(1, fair / 2));
-  c.sum_sms = std::min(pick(random, {1, 2, 60}), std::max(1, fair - c.sms));
+  c.num_sms = std::min(pick(random, {1, 2, 5, 16}), std::max(1, fair / 2));
+  c.sum_sms = std::min(pick(random, {1, 2, 60}), std::max(1, fair - c.num_sms));
   c.copies = static_cast<std::uint32_t>(pick(random, {0, 0, 0x55, 0xff}));
   c.ready = static_cast<std::uint32_t>(pick(random, {0, 0, 0x1, 0xaa, 0xff}));
   c.sum.vectors = pick(random, {0, 1, 2, 4, 7, 8});
@@ -77,7 +77,7 @@ RankCase make_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, i
   s.columns = columns;
   s.capacity = local.capacity;
   s.out = out.data;
-  s.sms = c.sum_sms;
+  s.num_sms = c.sum_sms;
   CombineParameters& p = made.combine;
   p.group = s.group;
   p.plan = s.plan;
@@ -89,7 +89,7 @@ RankCase make_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x, i
   p.columns = columns;
   p.out = take<std::byte>(group, rank, x.tokens(rank) * c.row_bytes);
   p.failure = group.failure(rank);
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   p.after_sums = made.ready == nullptr;
   return made;
 }
@@ -156,7 +156,7 @@ ExpertCase small_case() {
   ExpertCase c;
   c.shape = {2, 16, 4, {900, 700}, 0};
   c.row_bytes = 2064;
-  c.sms = c.sum_sms = 2;
+  c.num_sms = c.sum_sms = 2;
   return c;
 }
 

@@ -68,7 +68,7 @@ void Following::make_rows(int r, bool routes) {
   d.failure = group_.failure(r);
   d.parts = kProgressParts;
   d.followed = true;
-  d.sms = c_.sms;
+  d.num_sms = c_.num_sms;
 
   FanOutParameters& f = mine.fan_out;
   f.group = d.group;
@@ -94,7 +94,7 @@ void Following::make_rows(int r, bool routes) {
   // In the arena, so that its poison is what an earlier call may have left.
   f.made = take<std::uint64_t>(group_, r, 1);
   f.awaits_routes = routes;
-  f.sms = c_.beside_sms;
+  f.num_sms = c_.beside_sms;
 }
 
 void Following::launch(int r) {

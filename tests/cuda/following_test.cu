@@ -35,8 +35,8 @@ ExpertCase random_case(Random& random, int ranks) {
   }
   // Ranks that share a GPU must all find room for their dispatch.
   const int fair = fair_sms(ranks);
-  c.sms = std::min(std::max(1, fair / 2), pick(random, {1, 2, 5, 16}));
-  c.beside_sms = std::min(std::max(1, fair - c.sms), pick(random, {1, 3, 16, 60}));
+  c.num_sms = std::min(std::max(1, fair / 2), pick(random, {1, 2, 5, 16}));
+  c.beside_sms = std::min(std::max(1, fair - c.num_sms), pick(random, {1, 3, 16, 60}));
   c.fan_out.piece_bytes = pick(random, {0, 16, 1040, 4096});
   c.fan_out.group_bytes = pick(random, {0, 1, 9000, 200000});
   return c;
@@ -70,7 +70,7 @@ ExpertCase small_case(int ranks) {
   ExpertCase c;
   c.shape = {ranks, 16, 4, std::vector<std::int64_t>(KernelGroup::index(ranks), 200), 0};
   c.row_bytes = 4112;
-  c.sms = 2;
+  c.num_sms = 2;
   c.beside_sms = 5;
   return c;
 }
@@ -111,7 +111,7 @@ void two_groups() {
   Random random(7);
   ExpertCase c = small_case(ranks);
   c.shape.tokens.assign(KernelGroup::index(ranks), 1500);
-  c.sms = 16;
+  c.num_sms = 16;
   c.beside_sms = 40;
   Following in_a(a, c, random, true), in_b(b, c, random, true);
   for (int call = 0; call < 20; ++call) {

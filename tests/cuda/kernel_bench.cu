@@ -228,13 +228,13 @@ void bench_dispatch(const Bench& b) {
       told.insert(shape.begin(), shape.end());
       clock.print("dispatch", told, clock.calls([&](int r) {
         DispatchParameters d = following.rank(r).dispatch;
-        d.sms = chosen.at("sms");
+        d.num_sms = chosen.at("sms");
         d.parts = beside > 0 ? chosen.at("parts") : 0;
         d.followed = beside > 0;
         FERRY_CUDA_CHECK(launch_dispatch(d, group.stream(r)));
         if (beside == 0) return;
         FanOutParameters f = following.rank(r).fan_out;
-        f.sms = beside;
+        f.num_sms = beside;
         f.may_be_made = true;
         const FanOutTuning tuning{.piece_bytes = chosen.at("piece"),
                                   .group_bytes = chosen.at("group")};
@@ -260,7 +260,7 @@ void bench_combine(const Bench& b) {
     c.shape = expert_case(b, chosen, 0).shape;
     c.columns = b.hidden;
     c.weights = chosen.at("weights") != 0;
-    c.sms = chosen.at("sms");
+    c.num_sms = chosen.at("sms");
     KernelGroup group(options_of(b, expert_case(b, chosen, 0)));
     Clock clock(group);
     Random random(1);
@@ -326,8 +326,8 @@ void bench_sums(const Bench& b) {
     std::vector<SumsRank> all;
     for (int r = 0; r < b.ranks; ++r) {
       all.push_back(sums_of(group, c, following.rank(r), r, chosen.at("weights") != 0));
-      all.back().combine.sms = chosen.at("sms");
-      all.back().sums.sms = chosen.at("sum-sms");
+      all.back().combine.num_sms = chosen.at("sms");
+      all.back().sums.num_sms = chosen.at("sum-sms");
     }
     group.settle();
     group.launch([&](int r) { following.launch(r); });  // places the slots that the sums read

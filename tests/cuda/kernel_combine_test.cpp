@@ -29,7 +29,7 @@ CombineCase random_case(Random& random, int ranks) {
   }
   for (bool& bias : c.bias) bias = random.below(3) == 0;
   c.weights = random.below(2) == 0;
-  c.sms = std::min(pick(random, {1, 2, 3, 5, 11}), fair_sms(ranks));
+  c.num_sms = std::min(pick(random, {1, 2, 3, 5, 11}), fair_sms(ranks));
   c.tuning.vectors = pick(random, {0, 1, 2, 4, 7, 8});
   c.tuning.warps = pick(random, {0, 1, 3, 16});
   c.tuning.stages = pick(random, {0, 0, 1, 2, 5});
@@ -102,7 +102,7 @@ void run_small(std::uint64_t seed, int ranks) {
       c.shape.topk = 4;
       c.dtype = dtype;
       c.columns = bytes / static_cast<std::int64_t>(size_of(dtype));
-      c.sms = 2;
+      c.num_sms = 2;
       c.tuning = {};
       for (std::int64_t& tokens : c.shape.tokens) tokens = 5 + tokens % 20;
       run_case(group, c, random);
@@ -115,7 +115,7 @@ CombineCase small_case(int ranks) {
   CombineCase c;
   c.shape = {ranks, 16, 4, std::vector<std::int64_t>(at(ranks), 20), 0};
   c.columns = 1032;
-  c.sms = 2;
+  c.num_sms = 2;
   return c;
 }
 

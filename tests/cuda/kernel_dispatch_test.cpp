@@ -48,7 +48,7 @@ DispatchCase random_case(int ranks, int topk, std::int64_t row_bytes, Random& ra
   }
   if (row_bytes <= 256 && random.below(3) == 0) c.tokens[0] += 9000;  // several rounds of a plan
   c.slack = random.below(2) == 0 ? 0 : random.below(40);
-  c.sms = 1 + static_cast<int>(random.below(12));
+  c.num_sms = 1 + static_cast<int>(random.below(12));
   c.early = random.below(2) == 0;
   c.glued = c.early && random.below(2) == 0;
   return c;
@@ -108,7 +108,7 @@ void run_small(std::uint64_t seed, int ranks) {
         c.experts = 8 * ranks + 3;
         c.scale_columns = scales;
         c.weights = scales > 0;
-        c.sms = 2;
+        c.num_sms = 2;
         for (std::int64_t& tokens : c.tokens) tokens = 5 + tokens % 20;
         run_case(group, c, own);
       }
@@ -155,7 +155,7 @@ void run_many_ranks(std::uint64_t seed) {
         const std::uint64_t own = seed * 1000033 + static_cast<std::uint64_t>(topk + row);
         Random random(own);
         DispatchCase c = random_case(ranks, topk, row, random);
-        c.sms = 1;
+        c.num_sms = 1;
         for (std::int64_t& tokens : c.tokens) tokens = std::min<std::int64_t>(tokens, 40);
         if (row == 16) c.tokens[1] = 3000;
         run_case(group, c, own);

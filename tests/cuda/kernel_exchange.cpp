@@ -195,10 +195,10 @@ std::int64_t first_difference(const std::byte* got, const std::byte* expected, D
 }
 
 int fair_sms(int ranks) {
-  int sms = 0;
-  FERRY_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  int num_sms = 0;
+  FERRY_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
   const int sharing = (ranks + gpu_count() - 1) / gpu_count();
-  return std::max(1, sms / sharing - 1);
+  return std::max(1, num_sms / sharing - 1);
 }
 
 }  // namespace ferry::cuda::test

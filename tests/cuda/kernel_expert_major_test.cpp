@@ -33,7 +33,7 @@ ExpertCase random_case(Random& random, int ranks) {
     c.shape.tokens.push_back(random.below(6) == 0 ? 0 : random.below(most) + 1);
   }
   c.weighted = random.below(2) == 0;
-  c.sms = pick(random, {1, 2, 5, 16, 132});
+  c.num_sms = pick(random, {1, 2, 5, 16, 132});
   c.sum.vectors = pick(random, {0, 1, 2, 4, 7, 8});
   c.sum.warps = pick(random, {0, 1, 3, 16});
   c.sum.stages = pick(random, {0, 1, 2, 5});
@@ -68,7 +68,7 @@ FanOutParameters fan_out_parameters(KernelGroup& group, const ExpertCase& c,
   p.expert_offsets = take<std::int64_t>(group, rank, local.experts + 1);
   const auto scratch = static_cast<std::int64_t>(fan_out_scratch_bytes(p.capacity, local.experts));
   p.scratch = reinterpret_cast<std::int32_t*>(take<std::byte>(group, rank, scratch));
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   return p;
 }
 
@@ -87,7 +87,7 @@ SumSlotsParameters sum_parameters(KernelGroup& group, const ExpertCase& c, const
   p.columns = c.row_bytes / static_cast<std::int64_t>(size_of(c.dtype));
   p.capacity = local.capacity;
   p.out = take<std::byte>(group, rank, local.capacity * c.row_bytes);
-  p.sms = c.sms;
+  p.num_sms = c.num_sms;
   return p;
 }
 
@@ -144,7 +144,7 @@ void run_small(std::uint64_t seed, int ranks) {
       c.scale_columns = scales;
       c.alignment = scales > 0 ? 8 : 1;
       c.weighted = scales > 0;
-      c.sms = 3;
+      c.num_sms = 3;
       c.sum = {};
       c.fan_out = {};
       for (std::int64_t& tokens : c.shape.tokens) tokens = 5 + tokens % 20;
@@ -162,7 +162,7 @@ void reports_violations(Random& random, std::int32_t claim) {
   ExpertCase c;
   c.shape = {2, 16, 4, {50, 50}, 0};
   c.row_bytes = 4112;
-  c.sms = 3;
+  c.num_sms = 3;
   const Exchange x = make_exchange(c.shape, random);
   ExpertRows local = make_expert_rows(group, c, x, 0);
   std::int32_t& last = local.ids.back();  // rank 1 sent it

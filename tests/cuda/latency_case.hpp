@@ -68,7 +68,7 @@ class LatencyRun {
   LatencyCombineParameters combine(int rank, int handle, CombinePath path) const;
   LatencyAlarm& alarm(int rank) { return *members_[index(rank)].alarm; }
   LatencyView& view(int rank) { return members_[index(rank)].view; }
-  std::uint64_t* waits(int rank) const { return members_[index(rank)].waits; }
+  std::uint64_t* wait_ns(int rank) const { return members_[index(rank)].wait_ns; }
   float* slot_weights(int rank, int handle) const {
     return members_[index(rank)].handles[handle].slot_weights;
   }
@@ -99,7 +99,7 @@ class LatencyRun {
   struct Member {
     LatencyView view{};
     LatencyAlarm* alarm = nullptr;
-    std::uint64_t* waits = nullptr;
+    std::uint64_t* wait_ns = nullptr;
     HandleMemory handles[2];
   };
   HandleMemory make_handle(int rank);

@@ -10,7 +10,7 @@ void launch_dispatch_all(KernelGroup& group, LatencyRun& run, int handle, Halves
   group.launch([&](int r) {
     LatencyDispatchParameters p = run.dispatch(r, handle);
     p.halves = halves;
-    p.waits = run.waits(r);
+    p.wait_ns = run.wait_ns(r);
     FERRY_CUDA_CHECK(launch_latency_dispatch(p, group.stream(r)));
   });
 }
@@ -20,7 +20,7 @@ void launch_combine_all(KernelGroup& group, LatencyRun& run, int handle, Combine
   group.launch([&](int r) {
     LatencyCombineParameters p = run.combine(r, handle, path);
     p.halves = halves;
-    if (timed) p.waits = run.waits(r);
+    if (timed) p.wait_ns = run.wait_ns(r);
     FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
   });
 }

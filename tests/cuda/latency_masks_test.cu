@@ -247,19 +247,20 @@ void test_waits(std::uint64_t seed) {
   run.upload(world, 0);
   run.upload_results(world, 0);
   const auto waited = [&](const std::function<void(int, std::uint64_t*)>& call) {
-    group.launch(
-        [&](int r) { FERRY_CUDA_CHECK(cudaMemsetAsync(run.waits(r), 0, 3 * 8, group.stream(r))); });
+    group.launch([&](int r) {
+      FERRY_CUDA_CHECK(cudaMemsetAsync(run.wait_ns(r), 0, 3 * 8, group.stream(r)));
+    });
     group.wait_well();
     group.launch([&](int r) {
       if (r == 1) hold<<<1, 1, 0, group.stream(r)>>>(3'000'000);
-      call(r, run.view(r).words->waits);
-      auto* sums = reinterpret_cast<std::int64_t*>(run.waits(r));
+      call(r, run.view(r).words->wait_ns);
+      auto* sums = reinterpret_cast<std::int64_t*>(run.wait_ns(r));
       FERRY_CUDA_CHECK(launch_latency_waits(run.view(r).words, sums, 3, group.stream(r)));
       FERRY_CUDA_CHECK(launch_latency_waits(run.view(r).words, sums, 3, group.stream(r)));
     });
     group.wait_well();
     for (const int r : {0, 2}) {
-      const auto ns = group.download<std::int64_t>(r, run.waits(r), 3);
+      const auto ns = group.download<std::int64_t>(r, run.wait_ns(r), 3);
       const std::string all = std::to_string(ns[0]) + " " + std::to_string(ns[1]) + " " +
                               std::to_string(ns[2]) + " on rank " + std::to_string(r);
       // Launches one after another cost some microseconds each.
@@ -267,15 +268,15 @@ void test_waits(std::uint64_t seed) {
       expect("waits for others", ns[2 - static_cast<std::size_t>(r)] < ns[1] - 500'000, all);
     }
   };
-  waited([&](int r, std::uint64_t* waits) {
+  waited([&](int r, std::uint64_t* wait_ns) {
     LatencyDispatchParameters p = run.dispatch(r, 0);
-    p.waits = waits;
+    p.wait_ns = wait_ns;
     FERRY_CUDA_CHECK(launch_latency_dispatch(p, group.stream(r)));
   });
   for (int r = 0; r < 3; ++r) run.check_dispatch(world, r, 0);
-  waited([&](int r, std::uint64_t* waits) {
+  waited([&](int r, std::uint64_t* wait_ns) {
     LatencyCombineParameters p = run.combine(r, 0, kPath);
-    p.waits = waits;
+    p.wait_ns = wait_ns;
     FERRY_CUDA_CHECK(launch_latency_combine(p, group.stream(r)));
   });
   for (int r = 0; r < 3; ++r) run.check_combine(world, r, 0, kPath);

@@ -93,7 +93,7 @@ LatencyRun::LatencyRun(KernelGroup& group, const LatencyCase& c)
         static_cast<std::size_t>(reinterpret_cast<std::byte*>(m.view.words) - segments.back());
     m.alarm = reinterpret_cast<LatencyAlarm*>(group.take_pinned(sizeof(LatencyAlarm)));
     m.view.alarm = m.alarm;
-    m.waits = reinterpret_cast<std::uint64_t*>(group.take(r, index(c.ranks) * 8, 0).data);
+    m.wait_ns = reinterpret_cast<std::uint64_t*>(group.take(r, index(c.ranks) * 8, 0).data);
     for (HandleMemory& handle : m.handles) handle = make_handle(r);
   }
   for (Member& m : members_) {

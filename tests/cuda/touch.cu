@@ -50,10 +50,10 @@ void read_later(cudaStream_t stream, std::chrono::milliseconds wait, const void*
 }
 
 void take_all_sms(cudaStream_t stream, const volatile std::uint32_t* end) {
-  int device = 0, sms = 0;
+  int device = 0, num_sms = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  wait_for_end<<<2 * sms, 1024, 0, stream>>>(end);
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  wait_for_end<<<2 * num_sms, 1024, 0, stream>>>(end);
 }
 
 std::string store(std::byte* to, std::uint64_t value, std::size_t words) {

@@ -161,7 +161,7 @@ def test_wrong_calls() -> None:
 def test_more_than_the_worst_case_is_an_error_on_all_ranks() -> None:
     def body(buffer: Any) -> None:
         job = make_job(buffer.group_size)
-        with pytest.raises(RuntimeError, match="worst_case_rows"):
+        with pytest.raises(RuntimeError, match="max_recv_rows"):
             dispatched(buffer, "cpu", job, job.x[buffer.rank], num_worst_tokens=3)
         dispatched(buffer, "cpu", job, job.x[buffer.rank])
 

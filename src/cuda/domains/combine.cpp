@@ -105,7 +105,7 @@ AddDomainsParameters DomainCombine::prepare(const DomainCall& call) {
   if (options_.bias0) add.bias0 = call.aligned(*options_.bias0, bias0_);
   if (options_.bias1) add.bias1 = call.aligned(*options_.bias1, bias1_);
   add.dtype = rows_.dtype;
-  add.sms = engine_.inside().local_sms();
+  add.num_sms = engine_.inside().local_sms();
   return add;
 }
 
@@ -124,7 +124,7 @@ Combined DomainCombine::run() {
     PackParameters pack;
     pack.from.rows = static_cast<const std::byte*>(made.x.data());
     pack.from.weights = has_weights() ? made.topk_weights.as<const float>() : nullptr;
-    pack.sms = engine_.inside().sms_for(kCombine, options_.sms);
+    pack.num_sms = engine_.inside().sms_for(kCombine, options_.num_sms);
     call.send(way, tables, head(how), pack);
   });
 
@@ -155,7 +155,7 @@ Combined combine(DomainEngine& engine, const ConstTensorView& rows, const Plan& 
   engine.check_usable(kCombine);
   auto state = engine.plan_of(plan, kCombine);
   check_combine(rows, state->tokens, state->topk, options, engine.device());
-  (void)engine.inside().sms_for(kCombine, options.sms);
+  (void)engine.inside().sms_for(kCombine, options.num_sms);
   if (options.order == RowOrder::expert_major && !state->routes_sent.load()) {
     refuse(kCombine, "plan", "a plan that no dispatch has used yet",
            "a dispatch first: it brings the routes that expert-major rows need");

@@ -24,7 +24,7 @@ void agree_on_rows(engine::Channel& channel) {
     channel.all_ranks_throw();
     throw Error(ErrorKind::exhausted,
                 "dispatch: grants: rank " + to_string(peer) + " would receive " +
-                    to_string(theirs.need_bytes) + " rows but gave worst_case_rows = " +
+                    to_string(theirs.need_bytes) + " rows but gave max_recv_rows = " +
                     to_string(theirs.rows) + "; nothing was sent",
                 {channel.rank(), peer, "dispatch: grants", channel.generation(), 0, 0});
   }
@@ -44,7 +44,7 @@ class DomainDispatch {
         expected_(options.order == RowOrder::expert_major
                       ? plan_->exchange.expert_offsets(options.alignment).back()
                       : plan_->exchange.recv_rows()),
-        given_(options.worst_case_rows > 0 ? options.worst_case_rows : expected_) {
+        given_(options.max_recv_rows > 0 ? options.max_recv_rows : expected_) {
     if (options.out && options.out->rows() < given_) {
       refuse(kDispatch, "out", to_string(options.out->rows()) + " rows",
              "at least " + to_string(given_));
@@ -104,7 +104,7 @@ CrossingSource DomainDispatch::source(const DomainCall& call) {
   quantize.round_scale = row_.round_scale;
   quantize.codes = codes_.data();
   quantize.scales = reinterpret_cast<float*>(code_scales_.data());
-  quantize.sms = engine_.inside().local_sms();
+  quantize.num_sms = engine_.inside().local_sms();
   check(launch_quantize_rows(quantize, call.native()), "launch_quantize_rows");
   source.rows = quantize.codes;
   source.scales = quantize.scales;
@@ -148,7 +148,7 @@ Received DomainDispatch::run() {
 
   PackParameters pack;
   pack.from = source(call);
-  pack.sms = engine_.inside().sms_for(kDispatch, options_.sms);
+  pack.num_sms = engine_.inside().sms_for(kDispatch, options_.num_sms);
   const Held rows = call.take(index(tables.count) * way.layout.row_bytes);
   const Held scales = call.take(index(tables.count) * way.layout.scale_bytes);
   const Held weights = call.take(index(tables.count) * way.layout.weight_bytes);
@@ -159,7 +159,7 @@ Received DomainDispatch::run() {
   gather.own = pack.from;
   gather.to = {rows.data(), reinterpret_cast<float*>(scales.data()),
                reinterpret_cast<float*>(weights.data())};
-  gather.sms = engine_.inside().local_sms();
+  gather.num_sms = engine_.inside().local_sms();
   UnpackParameters unpack;
   unpack.layout = way.layout;
   unpack.blocks = tables.in;
@@ -167,7 +167,7 @@ Received DomainDispatch::run() {
   unpack.to = {gather.to.rows + tables.own * static_cast<std::int64_t>(way.layout.row_bytes),
                gather.to.scales + tables.own * row_.scale_columns,
                gather.to.weights + tables.own * weight_columns};
-  unpack.sms = gather.sms;
+  unpack.num_sms = gather.num_sms;
 
   check(launch_gather(gather, call.native()), "launch_gather");
   call.send(way, tables, head(how), pack, agree_on_rows);
@@ -179,7 +179,7 @@ Received DomainDispatch::run() {
     });
   });
   plan_->crossed = how;
-  plan_->layouts.add({options_.order, options_.alignment, options_.worst_case_rows});
+  plan_->layouts.add({options_.order, options_.alignment, options_.max_recv_rows});
   plan_->routes_sent.store(true);
   received.plan = {};
   received.event = call.finish(std::move(received.event));
@@ -191,7 +191,7 @@ Received dispatch(DomainEngine& engine, const ConstTensorView& x, const Plan& pl
   engine.check_usable(kDispatch);
   auto state = engine.plan_of(plan, kDispatch);
   check_dispatch(x, state->tokens, state->topk, options, engine.device());
-  (void)engine.inside().sms_for(kDispatch, options.sms);
+  (void)engine.inside().sms_for(kDispatch, options.num_sms);
   return DomainDispatch(engine, x, std::move(state), options).run();
 }
 

@@ -17,13 +17,13 @@ struct ReceiveSums final : LatencyState {
   std::shared_ptr<CudaLatency> engine{};
   std::shared_ptr<LatencyRound> round{};
   Tensor out{};
-  std::optional<TensorView> waits{};
+  std::optional<TensorView> wait_ns{};
   std::optional<Stream> stream{};
   std::atomic<bool> called{false};
   void receive() override {
     Claim claim(called);
     if (!claim) refuse_second_receive(kLatencyCombine);
-    engine->receive_sums(*round, waits, stream ? &*stream : nullptr, claim);
+    engine->receive_sums(*round, wait_ns, stream ? &*stream : nullptr, claim);
     round.reset();  // the result may go back now
   }
 };
@@ -117,7 +117,7 @@ LatencyCombined CudaLatency::make_combine(const ConstTensorView& rows,
   later->round = round;
   later->stream = copy_of(options.stream);
   later->called = !options.hook;
-  later->waits = options.waits;
+  later->wait_ns = options.wait_ns;
   const Extents shape{round->combine.tokens, config_.hidden};
   later->out = options.out
                    ? Tensor{*options.out, std::shared_ptr<void>(options.out->data, [](void*) {})}
@@ -138,16 +138,16 @@ LatencyCombined CudaLatency::make_combine(const ConstTensorView& rows,
   sending.out = aligned_out(launch, sending);
   if (topk_weights) sending.weights = static_cast<const float*>(topk_weights->data);
   if (topk_weights && options.hook) sending.kept_weights = kept;
-  if (!options.hook) sending.waits = asked(options.waits);
+  if (!options.hook) sending.wait_ns = asked(options.wait_ns);
   claim.keep();
   run_combine(launch, sending, parameters.out);
-  if (!options.hook) add_waits(launch, options.waits);
+  if (!options.hook) add_waits(launch, options.wait_ns);
   if (!options.hook) later->round.reset();  // the result may go back now
   result.event = end(launch, kLatencyCombine);
   return result;
 }
 
-void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<TensorView>& waits,
+void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<TensorView>& wait_ns,
                                const Stream* stream, Claim& claim) {
   check_current(kLatencyCombine, round);
   in_group(kLatencyCombine, [&] {
@@ -155,11 +155,11 @@ void CudaLatency::receive_sums(const LatencyRound& round, const std::optional<Te
     LatencyCombineParameters receiving = round.combine;
     receiving.halves = Halves::receive;
     receiving.failure = launch.record()->failure;
-    receiving.waits = asked(waits);
+    receiving.wait_ns = asked(wait_ns);
     receiving.out = aligned_out(launch, receiving);
     claim.keep();
     run_combine(launch, receiving, round.combine.out);
-    add_waits(launch, waits);
+    add_waits(launch, wait_ns);
     end(launch, kLatencyCombine);
   });
 }

@@ -94,7 +94,7 @@ std::shared_ptr<LatencyRound> CudaLatency::begin(const LatencyDispatchOptions& o
   round->lease = std::make_shared<LatencyLease>(shared_from_this(), result);
   round->result = result;
   round->rejoins = rejoins_.load();
-  round->waits = options.waits;
+  round->wait_ns = options.wait_ns;
   round->weighted = options.topk_weights.has_value();
   round->order = options.order;
   const LatencyResultLayout& layout = memory_.results[result];
@@ -194,13 +194,13 @@ const std::byte* CudaLatency::aligned(Launch& launch, const ConstTensorView& ten
   return copy;
 }
 
-std::uint64_t* CudaLatency::asked(const std::optional<TensorView>& waits) const {
-  return waits ? view_.words->waits : nullptr;
+std::uint64_t* CudaLatency::asked(const std::optional<TensorView>& wait_ns) const {
+  return wait_ns ? view_.words->wait_ns : nullptr;
 }
 
-void CudaLatency::add_waits(Launch& launch, const std::optional<TensorView>& waits) const {
-  if (!waits) return;
-  launch.run(launch_latency_waits(view_.words, static_cast<std::int64_t*>(waits->data),
+void CudaLatency::add_waits(Launch& launch, const std::optional<TensorView>& wait_ns) const {
+  if (!wait_ns) return;
+  launch.run(launch_latency_waits(view_.words, static_cast<std::int64_t*>(wait_ns->data),
                                   view_.group.ranks, launch.stream()),
              "launch_latency_waits");
 }
@@ -230,7 +230,7 @@ void CudaLatency::check_dispatch(const ConstTensorView& x, const ConstTensorView
   const Device where = engine_->device();
   check_latency_dispatch(x, topk_idx, config_, options, where);
   check_routes(kLatencyDispatch, topk_idx, where);
-  check_waits(kLatencyDispatch, options.waits, ranks(), where);
+  check_waits(kLatencyDispatch, options.wait_ns, ranks(), where);
   check_stream(kLatencyDispatch, options.stream, where);
   check_evicted(kLatencyDispatch);
 }
@@ -260,7 +260,7 @@ LatencyReceived CudaLatency::make_dispatch(const ConstTensorView& x,
   LatencyDispatchParameters sending = parameters;
   sending.halves = options.hook ? Halves::send : Halves::both;
   sending.blocks = dispatch_blocks(parameters.tokens, sending.halves);
-  if (!options.hook) sending.waits = asked(options.waits);
+  if (!options.hook) sending.wait_ns = asked(options.wait_ns);
   sending.x = aligned(launch, x);
   if (round->weighted) sending.weights = static_cast<const float*>(options.topk_weights->data);
   sending.topk_idx = topk_idx.data;
@@ -269,7 +269,7 @@ LatencyReceived CudaLatency::make_dispatch(const ConstTensorView& x,
   sending.slot_stride = topk_idx.strides[1];
   enter_dispatch(launch);
   launch.run(launch_latency_dispatch(sending, launch.stream()), "launch_latency_dispatch");
-  if (!options.hook) add_waits(launch, options.waits);
+  if (!options.hook) add_waits(launch, options.wait_ns);
   result.event = end(launch, kLatencyDispatch);
   return result;
 }
@@ -281,12 +281,12 @@ void CudaLatency::receive_rows(const LatencyRound& round, const Stream* stream, 
     LatencyDispatchParameters receiving = round.dispatch;
     receiving.halves = Halves::receive;
     receiving.blocks = dispatch_blocks(receiving.tokens, receiving.halves);
-    receiving.waits = asked(round.waits);
+    receiving.wait_ns = asked(round.wait_ns);
     receiving.failure = launch.record()->failure;
     claim.keep();
     launch.enter_apart(signature(CallKind::latency_dispatch));
     launch.run(launch_latency_dispatch(receiving, launch.stream()), "launch_latency_dispatch");
-    add_waits(launch, round.waits);
+    add_waits(launch, round.wait_ns);
     end(launch, kLatencyDispatch);
   });
 }

@@ -123,13 +123,13 @@ void CudaLatency::drop(std::size_t result) {
 
 int CudaLatency::blocks(std::int64_t tokens) const {
   // All of a call must run at once; beside another rank's, whose next kernel may come early, too.
-  const int sms = engine_->local_sms();
+  const int num_sms = engine_->local_sms();
   // Where there is little to do, blocks that have nothing to do cost more than they save.
-  if (config_.capacity * ranks() <= kFewSlots) return std::max(1, sms / 4);
+  if (config_.capacity * ranks() <= kFewSlots) return std::max(1, num_sms / 4);
   // As long as each part of a row finds a warp of its own, more blocks only have more to begin.
   const std::int64_t parts = tokens * ranks() * view_.parts;
-  const bool fits = parts <= std::int64_t{sms} * (kLatencyThreads / 32);
-  return engine_->shares_gpu() || fits ? sms : kLatencyBlocksPerSm * sms;
+  const bool fits = parts <= std::int64_t{num_sms} * (kLatencyThreads / 32);
+  return engine_->shares_gpu() || fits ? num_sms : kLatencyBlocksPerSm * num_sms;
 }
 
 int CudaLatency::dispatch_blocks(std::int64_t tokens, Halves halves) const {

@@ -47,9 +47,9 @@ class LatencyLease {
 /// One dispatch and its combine.
 struct LatencyRound {
   std::shared_ptr<LatencyLease> lease{};
-  std::size_t result = 0;             ///< which of the two
-  std::uint64_t rejoins = 0;          ///< of the exchange, before this round
-  std::optional<TensorView> waits{};  ///< of the dispatch
+  std::size_t result = 0;               ///< which of the two
+  std::uint64_t rejoins = 0;            ///< of the exchange, before this round
+  std::optional<TensorView> wait_ns{};  ///< of the dispatch
   RowOrder order = RowOrder::expert_major;
   bool weighted = false;                 ///< weights came with it
   LatencyDispatchParameters dispatch{};  ///< without the input
@@ -108,7 +108,7 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
 
   /// The second halves. `stream` null: they block. `claim` is kept once they take place.
   void receive_rows(const LatencyRound& round, const Stream* stream, Claim& claim);
-  void receive_sums(const LatencyRound& round, const std::optional<TensorView>& waits,
+  void receive_sums(const LatencyRound& round, const std::optional<TensorView>& wait_ns,
                     const Stream* stream, Claim& claim);
   void drop(std::size_t result);
 
@@ -144,9 +144,9 @@ class CudaLatency final : public LatencyEngine, public std::enable_shared_from_t
                      const std::optional<ConstTensorView>& topk_weights,
                      const LatencyCombineOptions& options) const;
   /// Asks the kernel of a call to tell of its waits (null: not) …
-  std::uint64_t* asked(const std::optional<TensorView>& waits) const;
+  std::uint64_t* asked(const std::optional<TensorView>& wait_ns) const;
   /// … and adds them to the caller's tensor, behind it.
-  void add_waits(Launch& launch, const std::optional<TensorView>& waits) const;
+  void add_waits(Launch& launch, const std::optional<TensorView>& wait_ns) const;
   template <class T>
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(segment_.data + offset);

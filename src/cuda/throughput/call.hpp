@@ -44,7 +44,7 @@ struct CallRecord final : Use {
   const char* call = "";
   const char* routes_of = "plan";  ///< of a plan: the caller's call, which has topk_idx
   CallSignature signature{};
-  std::int64_t worst_case_rows = 0;
+  std::int64_t max_recv_rows = 0;
   std::shared_ptr<std::byte> slot{};         ///< pinned, a CallSlot
   Failure* failure = nullptr;                ///< reasons that are not fatal
   std::shared_ptr<const void> fails_in{};    ///< pinned, if `failure` is not in the slot

@@ -63,7 +63,7 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
   if (plan->captured) {
     throw Error(ErrorKind::unsupported,
                 "plan: it was captured into a CUDA graph, so the CPU does not know its counts; "
-                "give worst_case_rows");
+                "give max_recv_rows");
   }
   const OnDevice here(device_);
   constexpr std::uint32_t kLooksPerQuery = 64;  // which costs the driver's lock

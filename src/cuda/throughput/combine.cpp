@@ -25,7 +25,7 @@ struct CombineCall {
   const std::shared_ptr<CudaPlan> plan;
   const CombineOptions& options;
   const CombineHalves* halves = nullptr;  ///< or one call
-  const int sms = engine.sms_for(kCombine, options.sms);
+  const int num_sms = engine.sms_for(kCombine, options.num_sms);
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }
@@ -46,7 +46,7 @@ struct CombineBuffers {
   const std::byte* bias0 = nullptr;
   const std::byte* bias1 = nullptr;
   std::byte* out = nullptr;  ///< aligned
-  int sms = 1;
+  int num_sms = 1;
   Combined result{};
 };
 
@@ -61,8 +61,8 @@ std::int64_t checked_rows(const CombineCall& call) {
   const std::int64_t rows = call.rows.rows();
   const auto dispatched = plan.layouts.all();
   const auto of_worst_case = [&](const RowLayout& used) {
-    return used.worst_case_rows > 0 && used.order == options.order &&
-           used.alignment == options.alignment && used.worst_case_rows == rows;
+    return used.max_recv_rows > 0 && used.order == options.order &&
+           used.alignment == options.alignment && used.max_recv_rows == rows;
   };
   const bool like_weights = !call.has_weights() || options.topk_weights->shape[0] == rows;
   const bool worst_case = std::any_of(dispatched.begin(), dispatched.end(), of_worst_case);
@@ -70,7 +70,7 @@ std::int64_t checked_rows(const CombineCall& call) {
     if (plan.captured || call.launch.capture().active) {
       refuse(kCombine, worst_case ? "topk_weights" : "rows",
              std::to_string(worst_case ? options.topk_weights->shape[0] : rows) + " rows",
-             "the worst_case_rows of a dispatch of this plan, whose counts the CPU does not know "
+             "the max_recv_rows of a dispatch of this plan, whose counts the CPU does not know "
              "while its stream is captured");
     }
     plan.ready.wait(kUntilItEnds, call.engine.config().on_wait);
@@ -137,7 +137,7 @@ Tensor slot_rows(const CombineCall& call, std::int64_t brought) {
   parameters.expert_offsets = offsets.as<std::int64_t>();
   parameters.scratch = reinterpret_cast<std::int32_t*>(launch.temporary(
       engine.gpu().take_local(fan_out_scratch_bytes(brought, local), launch.user())));
-  parameters.sms = engine.local_sms();
+  parameters.num_sms = engine.local_sms();
   launch.run(launch_fan_out(parameters, launch.stream()), "launch_fan_out");
   return rows;
 }
@@ -163,8 +163,8 @@ void prepare_sums(const CombineCall& call, std::byte* out, CombineBuffers& to) {
   sum.out = out;
   constexpr int kEnough = 48;  // more only crowd out those who read the rows
   const int share = call.engine.local_sms(), least = std::clamp(share / 4, 1, kEnough);
-  sum.sms = std::clamp(share - call.sms, least, kEnough);
-  to.sms = std::min(call.sms, std::max(1, share - sum.sms));
+  sum.num_sms = std::clamp(share - call.num_sms, least, kEnough);
+  to.num_sms = std::min(call.num_sms, std::max(1, share - sum.num_sms));
 }
 
 /// False: there is no registered memory for them.
@@ -208,7 +208,7 @@ CombineBuffers reserve(const CombineCall& call, std::int64_t brought) {
   const std::int64_t tokens = call.plan->tokens;
   CombineBuffers buffers;
   buffers.brought = brought;
-  buffers.sms = call.sms;
+  buffers.num_sms = call.num_sms;
   Combined& result = buffers.result;
   try {
     if (call.options.out) {
@@ -263,7 +263,7 @@ void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool su
                                ? at(buffers.result.topk_weights.as<float>(), call.plan->topk)
                                : nullptr;
   parameters.failure = call.launch.record()->failure;
-  parameters.sms = buffers.sms;
+  parameters.num_sms = buffers.num_sms;
   parameters.after_sums = sums && !call.plan->scattered;  // else it begins when they have ended
   call.launch.enter(parameters.call);
   const cudaStream_t stream = call.launch.stream();
@@ -273,7 +273,7 @@ void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool su
 
 void pull(const CombineCall& call, const CombineBuffers& buffers) {
   const std::int64_t tokens = call.plan->tokens;
-  const bool sums = buffers.room && buffers.sum.sms > 0;
+  const bool sums = buffers.room && buffers.sum.num_sms > 0;
   if (call.halves == nullptr) {
     pull_tokens(call, buffers, sums, 0, tokens);
   } else {

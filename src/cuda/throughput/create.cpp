@@ -56,11 +56,11 @@ std::int64_t queues_of_process() {
   return given > 0 ? given : kDefault;
 }
 
-Place place_of(int device, int& sms) {
+Place place_of(int device, int& num_sms) {
   static const fabric::JobKey process = fabric::random_key(0);
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-  sms = properties.multiProcessorCount;
+  num_sms = properties.multiProcessorCount;
   return {properties.uuid, process, queues_of_process()};
 }
 
@@ -120,7 +120,7 @@ bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device
 std::vector<Place> meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
-    const Place mine = place_of(device, parts.sms);
+    const Place mine = place_of(device, parts.num_sms);
     check(load_throughput_kernels(), "load_throughput_kernels");
     check(load_latency_kernels(), "load_latency_kernels");
     const auto bytes = std::as_bytes(std::span(&mine, 1));

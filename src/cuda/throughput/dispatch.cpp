@@ -92,7 +92,7 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   parameters.side_offset = buffers.side.region.address.offset;
   parameters.capacity = rows.rank;
   if (rows.guessed) parameters.second = &call.launch.record()->pinned().second;
-  if (call.expert_major() && options.worst_case_rows > 0) {
+  if (call.expert_major() && options.max_recv_rows > 0) {
     parameters.out_capacity = rows.out;
     parameters.out_alignment = options.alignment;
   }
@@ -104,7 +104,7 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   parameters.early = unused && parameters.out_capacity == 0;
   parameters.glued = behind_plan && parameters.early;
   parameters.failure = call.launch.record()->failure;
-  parameters.sms = call.sms;
+  parameters.num_sms = call.num_sms;
   call.launch.enter(parameters.call);
   call.launch.run(launch_dispatch(parameters, call.launch.stream()), "launch_dispatch");
 }
@@ -133,7 +133,7 @@ std::exception_ptr learn_counts(const DispatchCall& call) {
   if (call.launch.capture().active) {
     throw Error(ErrorKind::unsupported,
                 "dispatch: its stream is being captured into a CUDA graph, where the CPU cannot "
-                "wait for the counts of the plan; give worst_case_rows, or a plan whose counts "
+                "wait for the counts of the plan; give max_recv_rows, or a plan whose counts "
                 "are known");
   }
   enter_plan(call);
@@ -148,7 +148,7 @@ std::exception_ptr learn_counts(const DispatchCall& call) {
 
 DispatchRows known_rows(const DispatchCall& call) {
   // Every row that arrives fills at least one expert-major row, so this bounds both.
-  const std::int64_t most = call.options.worst_case_rows;
+  const std::int64_t most = call.options.max_recv_rows;
   if (most > 0) return {most, most};
   if (const std::exception_ptr error = learn_counts(call)) {
     push(call, no_buffers(call, {}, StepStatus::ok));  // refused on every rank, as the plan was
@@ -166,7 +166,7 @@ DispatchRows known_rows(const DispatchCall& call) {
 /// rank's own choice.
 std::optional<DispatchRows> guessed_rows(const DispatchCall& call) {
   const CudaPlan& plan = *call.plan;
-  if (call.options.worst_case_rows > 0 || call.options.out) return {};
+  if (call.options.max_recv_rows > 0 || call.options.out) return {};
   if (!call.carries_routes || call.expert_major() || plan.scattered) return {};
   if (call.launch.capture().active || plan.captured || plan.told()) return {};
   const std::int64_t rows = call.engine.row_guess().rows(plan.tokens, call.engine.size());
@@ -345,7 +345,7 @@ void remember(const DispatchCall& call, const DispatchBuffers& buffers) {
   const std::int64_t alignment = call.options.alignment;
   const std::shared_ptr<CallRecord>& record = call.launch.record();
   const RowLayouts::Count dispatches =
-      plan.layouts.add({call.options.order, alignment, call.options.worst_case_rows});
+      plan.layouts.add({call.options.order, alignment, call.options.max_recv_rows});
   if (!call.lasting()) return;
   record->on_failure = [plan = std::weak_ptr(call.plan), dispatches, record = record.get()] {
     --*dispatches;
@@ -374,7 +374,7 @@ void launch_routes(const DispatchCall& call, const DispatchBuffers& buffers) {
   parameters.tokens = buffers.routes.source_token;
   parameters.topk_idx = buffers.routes.topk_idx.as<std::int64_t>();
   parameters.source_token = buffers.routes.tokens.as<std::int32_t>();
-  parameters.sms = call.sms;
+  parameters.num_sms = call.num_sms;
   call.launch.run(launch_routes(parameters, call.launch.stream()), "launch_routes");
 }
 
@@ -420,7 +420,7 @@ void use_plan(const DispatchCall& call) {
   // In a graph the GPU alone knows how the run of a call ended.
   if (!call.carries_routes && !plan->captured) record.needs.push_back(plan->gpu_routes.carrier);
   call.launch.outlives(plan->slot);
-  record.worst_case_rows = call.options.worst_case_rows;
+  record.max_recv_rows = call.options.max_recv_rows;
   record.plan = plan->made;
   record.plan_failure = {plan->slot, &plan->counts->failure};
 }
@@ -496,7 +496,7 @@ Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
   check_routes(kDispatch, topk_idx, engine.device());
   const auto topk = static_cast<int>(topk_idx.shape[1]);
   check_dispatch(x, topk_idx.shape[0], topk, options, engine.device());
-  (void)engine.sms_for(kDispatch, options.sms);
+  (void)engine.sms_for(kDispatch, options.num_sms);
   Launch planning(engine, "plan", options.stream);
   Launch launch(planning, kDispatch);  // has the turn until both calls are made
   PlanParameters parameters;

@@ -25,7 +25,7 @@ struct DispatchCall {
   const std::function<void()> enter_plan{};
   const DispatchHalves* halves = nullptr;  ///< or one call
   const WireRow row = wire_row(x, options);
-  const int sms = engine.sms_for(kDispatch, options.sms);
+  const int num_sms = engine.sms_for(kDispatch, options.num_sms);
   /// They were not sent, or sent in vain and the caller knows. A rank that knows better than
   /// others, or worse, is told so by the GPU, which refuses the call on all of them.
   const bool carries_routes = !plan->routes_sent.load();

@@ -18,8 +18,8 @@ bool has_bulk_copies() {
 /// takes these; with less than the least, one after the other is faster.
 constexpr int kLeastFollowerSms = 48, kMostFollowerSms = 80, kFollowersOfSm = 5;
 
-int follower_sms(int sms, int left) {
-  return std::min(left, std::clamp(kFollowersOfSm * sms, kLeastFollowerSms, kMostFollowerSms));
+int follower_sms(int num_sms, int left) {
+  return std::min(left, std::clamp(kFollowersOfSm * num_sms, kLeastFollowerSms, kMostFollowerSms));
 }
 
 /// Whether the fan-out copies the rows while they come. Ranks that share a GPU take turns.
@@ -27,7 +27,7 @@ bool runs_beside(const DispatchCall& call, std::int64_t rows) {
   constexpr std::size_t kLeast = std::size_t{32} << 20;
   const CudaEngine& engine = call.engine;
   return !call.plan->scattered && !engine.shares_gpu() && has_bulk_copies() &&
-         engine.local_sms() >= call.sms + kLeastFollowerSms &&
+         engine.local_sms() >= call.num_sms + kLeastFollowerSms &&
          static_cast<std::size_t>(rows) * call.row.bytes() >= kLeast;
 }
 
@@ -93,7 +93,7 @@ void launch_fan_out(const DispatchCall& call, const DispatchBuffers& buffers) {
   parameters.may_be_made = fan_out.may_be_made;
   parameters.awaits_routes = call.carries_routes;
   const int all = call.engine.local_sms();
-  parameters.sms = fan_out.beside ? follower_sms(call.sms, all - call.sms) : all;
+  parameters.num_sms = fan_out.beside ? follower_sms(call.num_sms, all - call.num_sms) : all;
   const cudaStream_t stream = call.launch.stream();
   if (fan_out.beside) {
     call.launch.run(launch_fan_out_beside(parameters, stream), "launch_fan_out_beside");

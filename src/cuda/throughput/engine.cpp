@@ -189,12 +189,12 @@ void CudaEngine::throw_untold(const char* call) {
 }
 
 int CudaEngine::sms_for(const char* call, int asked) const {
-  if (asked < 0 || asked > parts_.sms) {
-    refuse(call, "sms", to_string(asked),
-           "1 … " + to_string(parts_.sms) + ", the SMs of this GPU, or 0: a default");
+  if (asked < 0 || asked > parts_.num_sms) {
+    refuse(call, "num_sms", to_string(asked),
+           "1 … " + to_string(parts_.num_sms) + ", the SMs of this GPU, or 0: a default");
   }
   constexpr int kDefault = 16;
-  const int most = std::clamp(parts_.sms / parts_.sharing, 1, kMaxBlocks);
+  const int most = std::clamp(parts_.num_sms / parts_.sharing, 1, kMaxBlocks);
   return std::min(asked == 0 ? kDefault : asked, most);
 }
 

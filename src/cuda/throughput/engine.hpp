@@ -38,7 +38,7 @@ struct Parts {
   fabric::Segment control{};  ///< in GPU memory: flags, mailboxes, then the table of segments
   DeviceControlLayout layout{};
   int sharing = 1;             ///< ranks on this GPU
-  int sms = 1;                 ///< of this GPU
+  int num_sms = 1;             ///< of this GPU
   bool carries_ll128 = false;  ///< between all ranks (runtime/links.hpp)
 };
 
@@ -100,7 +100,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   bool shares_gpu() const { return parts_.sharing > 1; }
   bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
-  int local_sms() const { return std::max(1, parts_.sms / parts_.sharing); }
+  int local_sms() const { return std::max(1, parts_.num_sms / parts_.sharing); }
   enum class Pieces {
     any,    ///< makes room first if there is none
     spare,  ///< of what there is

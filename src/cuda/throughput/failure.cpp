@@ -17,16 +17,16 @@ namespace {
 
 /// What a rank that would receive too many rows exceeds.
 std::string row_limit(const CallRecord& record, const Failure& failure, bool own) {
-  if (failure.detail > kMaxRows && (!own || record.worst_case_rows == 0)) {
+  if (failure.detail > kMaxRows && (!own || record.max_recv_rows == 0)) {
     return "the limit of " + to_string(kMaxRows) +
            " rows per rank; use fewer tokens, a smaller topk or a smaller alignment";
   }
-  return own ? "its worst_case_rows = " + to_string(record.worst_case_rows)
-             : std::string("its worst_case_rows, or the rows of its out");
+  return own ? "its max_recv_rows = " + to_string(record.max_recv_rows)
+             : std::string("its max_recv_rows, or the rows of its out");
 }
 
 std::string size_of_what(Stage stage) {
-  return stage == Stage::counts ? "tokens and topk" : "rows, columns and worst_case_rows";
+  return stage == Stage::counts ? "tokens and topk" : "rows, columns and max_recv_rows";
 }
 
 /// Of a dispatch: the GPU has refused its plan, and says why.

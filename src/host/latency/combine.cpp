@@ -117,7 +117,7 @@ LatencyCombineCall HostLatency::combine_call(const Exchange& exchange,
                                              const LatencyCombineOptions& options) const {
   LatencyCombineCall call;
   call.format = options.format;
-  call.waits = options.waits;
+  call.wait_ns = options.wait_ns;
   const bool summed = exchange.options.order == RowOrder::rank_major;
   call.by_rank = summed || options.path == CombinePath::per_rank;
   call.weights_follow = call.by_rank && topk_weights.has_value();
@@ -158,12 +158,12 @@ void HostLatency::announce_combine(const Exchange& exchange, const LatencyCombin
 
 RankBytes HostLatency::await_announcements(const Exchange& exchange, const LatencyCombineCall& call,
                                            const RankBytes& pending,
-                                           const std::optional<TensorView>& waits) {
+                                           const std::optional<TensorView>& wait_ns) {
   const Generation g = exchange.generation;
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
   const RankBytes came = await_sources(
       {stage, memory_.flag_row(memory_.line_offset(memory_.layout.announced, g, 0)), g}, pending,
-      waits);
+      wait_ns);
   for (int source = 0; source < ranks(); ++source) {
     if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
   }
@@ -191,7 +191,7 @@ void HostLatency::send_results(const Exchange& exchange, const LatencyCombineCal
   if (!call.weights_follow) {
     send_sums(exchange, call, rows, to);
   } else if (!masks_.on()) {
-    send_sums(exchange, call, rows, await_announcements(exchange, call, to, call.waits));
+    send_sums(exchange, call, rows, await_announcements(exchange, call, to, call.wait_ns));
   } else {
     send_sums_as_weights_come(exchange, call, rows, to);
   }
@@ -202,7 +202,7 @@ void HostLatency::send_sums_as_weights_come(const Exchange& exchange,
                                             const ConstTensorView& rows, const RankBytes& to) {
   // Whoever's weights are here is served at once, as in `send_as_credits_come`.
   const Generation g = exchange.generation;
-  SourceClock clock(call.waits);
+  SourceClock clock(call.wait_ns);
   masks_.await(
       {"latency combine: weights",
        memory_.flag_row(memory_.line_offset(memory_.layout.announced, g, 0)), g},
@@ -234,11 +234,11 @@ void HostLatency::sum_rows(const Exchange& exchange, const LatencyCombineCall& c
   check_still_joined(kLatencyCombine, g);
   // Each source is charged in each wait from the wait's begin: not for those that announced later,
   // and not again for what the sending half has waited.
-  const RankBytes announced = await_announcements(exchange, call, served(exchange), call.waits);
+  const RankBytes announced = await_announcements(exchange, call, served(exchange), call.wait_ns);
   const RankBytes came =
       await_sources({"latency combine: rows",
                      memory_.flag_row(memory_.line_offset(memory_.layout.combined, g, 0)), g},
-                    announced, call.waits);
+                    announced, call.wait_ns);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
   SumRows sum;

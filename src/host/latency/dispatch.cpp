@@ -36,7 +36,7 @@ std::shared_ptr<Exchange> HostLatency::begin(const ConstTensorView& x,
                                              const ConstTensorView& topk_idx,
                                              const LatencyDispatchOptions& options) {
   check_latency_dispatch(x, topk_idx, memory_.config, options);
-  check_waits(kLatencyDispatch, options.waits, ranks());
+  check_waits(kLatencyDispatch, options.wait_ns, ranks());
   auto exchange = std::make_shared<Exchange>();
   exchange->routes = checked_routes(kLatencyDispatch, topk_idx, engine_->placement().experts);
   check_expert_capacity(exchange->routes);
@@ -163,10 +163,10 @@ void HostLatency::send_as_credits_come(Exchange& exchange, const ConstTensorView
 }
 
 RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pending,
-                                     const std::optional<TensorView>& waits) {
+                                     const std::optional<TensorView>& wait_ns) {
   RankBytes came(pending.size(), 0);
   if (!any(pending)) return came;
-  const SourceClock clock(waits);
+  const SourceClock clock(wait_ns);
   const auto note = [&](const RankBytes& newcomers) {
     for (std::size_t r = 0; r < newcomers.size(); ++r) {
       if (newcomers[r] == 0) continue;
@@ -179,7 +179,7 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
                  [&](int peer) { clock.charge(static_cast<std::size_t>(peer)); });
     return came;
   }
-  if (!waits) {
+  if (!wait_ns) {
     engine_->channel().await(wait.stage, {wait.row, wait.wanted}, [&](GroupWatch& watch) {
       return protocol::await_all(wait.row, wait.wanted, wait.depth, watch);
     });
@@ -211,7 +211,7 @@ void HostLatency::receive_rows(Exchange& exchange) {
   check_still_joined(kLatencyDispatch, g);
   exchange.came =
       await_sources({"latency dispatch: rows", memory_.flag_row(memory_.layout.arrived), g},
-                    unmasked(), exchange.options.waits);
+                    unmasked(), exchange.options.wait_ns);
   if (masks_.on()) leave_out_unsent(exchange);
   receive_result(memory_, exchange);
   exchange.lease->mark_received();

@@ -82,10 +82,10 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   RankBytes answered(const Exchange& exchange) const;
   /// Sends to whom gives credit, in the order in which they do.
   void send_as_credits_come(Exchange& exchange, const ConstTensorView& x);
-  /// Waits for what the ranks in `pending` send; returns those of whom it came. `waits`: the
+  /// Waits for what the ranks in `pending` send; returns those of whom it came. `wait_ns`: the
   /// caller's tensor; the time until a rank came, or was masked, is added there.
   RankBytes await_sources(const SourceWait& wait, const RankBytes& pending,
-                          const std::optional<TensorView>& waits = {});
+                          const std::optional<TensorView>& wait_ns = {});
   [[noreturn]] void throw_not_rejoined(const protocol::Status& status) const;
   void start_from(Generation agreed, const RankBytes& gone);
   void require_masks() const;
@@ -97,7 +97,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   /// What the ranks in `pending` announced must be what this rank did. Returns those that came.
   RankBytes await_announcements(const Exchange& exchange, const LatencyCombineCall& call,
                                 const RankBytes& pending,
-                                const std::optional<TensorView>& waits = {});
+                                const std::optional<TensorView>& wait_ns = {});
   void check_announcement(const Exchange& exchange, const LatencyCombineCall& call,
                           int source) const;
   void send_sums(const Exchange& exchange, const LatencyCombineCall& call,

@@ -71,10 +71,12 @@ class BufferLease {
 /// How long one wait takes for each source, added to the caller's tensor if there is one.
 class SourceClock {
  public:
-  explicit SourceClock(const std::optional<TensorView>& waits) : waits_(waits) {}
+  explicit SourceClock(const std::optional<TensorView>& wait_ns) : wait_ns_(wait_ns) {}
   /// `source` is waited for no longer.
   void charge(std::size_t source) const {
-    if (waits_) static_cast<std::int64_t*>(waits_->data)[source] += (Clock::now() - start_).count();
+    if (wait_ns_) {
+      static_cast<std::int64_t*>(wait_ns_->data)[source] += (Clock::now() - start_).count();
+    }
   }
   /// What this rank does for those that came is no wait for the others.
   template <class Work>
@@ -85,7 +87,7 @@ class SourceClock {
   }
 
  private:
-  std::optional<TensorView> waits_;
+  std::optional<TensorView> wait_ns_;
   Clock::time_point start_ = Clock::now();
 };
 
@@ -126,7 +128,7 @@ struct LatencyCombineCall {
   bool by_rank = false;          ///< one row for each rank crosses, not for each slot
   bool weights_follow = false;   ///< they are pushed ahead of the rows
   std::vector<float> weights{};  ///< own, [T, K]; empty: rank-major
-  std::optional<TensorView> waits{};
+  std::optional<TensorView> wait_ns{};
   Tensor out{};
 };
 

@@ -23,10 +23,10 @@ void slow_rank(bool masks) {
     Load load(group, latency);
     std::vector<std::int64_t> waits(kRanks, 0), sums(kRanks, 0);
     LatencyDispatchOptions dispatch;
-    dispatch.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    dispatch.wait_ns = TensorView(waits.data(), Dtype::i64, {kRanks});
     LatencyCombineOptions combine;
     combine.path = CombinePath::per_rank;
-    combine.waits = TensorView(sums.data(), Dtype::i64, {kRanks});
+    combine.wait_ns = TensorView(sums.data(), Dtype::i64, {kRanks});
     for (int round = 0; round < kRounds; ++round) {
       if (group.rank() == kSlow) std::this_thread::sleep_for(kPause);
       const LatencyReceived received = latency.dispatch(load.x(round), load.ids(), dispatch);
@@ -40,8 +40,8 @@ void slow_rank(bool masks) {
     EXPECT_GE(*std::min_element(sums.begin(), sums.end()), 0);
     EXPECT_GT(*std::max_element(sums.begin(), sums.end()), 0);
     waits.resize(1);
-    dispatch.waits = TensorView(waits.data(), Dtype::i64, {1});
-    expect_error(ErrorKind::invalid_argument, {"waits", "[4]"},
+    dispatch.wait_ns = TensorView(waits.data(), Dtype::i64, {1});
+    expect_error(ErrorKind::invalid_argument, {"wait_ns", "[4]"},
                  [&] { latency.dispatch(load.x(0), load.ids(), dispatch); });
   });
 }
@@ -68,7 +68,7 @@ void late_to_combine(bool masks, bool ahead, bool hook) {
     const LatencyReceived received = latency.dispatch(load.x(1), load.ids(), dispatch);
     LatencyCombineOptions options;
     options.path = CombinePath::per_rank;
-    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    options.wait_ns = TensorView(waits.data(), Dtype::i64, {kRanks});
     options.hook = hook;
     all.arrive_and_wait();
     const auto begin = std::chrono::steady_clock::now();
@@ -118,7 +118,7 @@ TEST(HostWaits, EndWhenTheSourceIsMasked) {
     load.round(1, {});
     std::vector<std::int64_t> waits(kRanks, 0);
     LatencyDispatchOptions options;
-    options.waits = TensorView(waits.data(), Dtype::i64, {kRanks});
+    options.wait_ns = TensorView(waits.data(), Dtype::i64, {kRanks});
     if (group.rank() != kAbsent) {
       const LatencyReceived received = latency.dispatch(load.x(2), load.ids(), options);
       load.expect_received(received, 2, {kAbsent});

@@ -35,7 +35,7 @@ class DispatchJob {
   void enter() {
     call_.plan->routes_sent.store(true);
     dispatches_ = call_.plan->layouts.add(
-        {call_.options.order, call_.options.alignment, call_.options.worst_case_rows});
+        {call_.options.order, call_.options.alignment, call_.options.max_recv_rows});
   }
 
   void run();
@@ -84,9 +84,9 @@ std::vector<std::size_t> DispatchJob::region_sizes() const {
 }
 
 void DispatchJob::learn_rows() {
-  if (call_.options.worst_case_rows > 0) {
+  if (call_.options.max_recv_rows > 0) {
     // Every row that arrives fills at least one expert-major row, so this bounds both.
-    rank_rows_ = out_rows_ = call_.options.worst_case_rows;
+    rank_rows_ = out_rows_ = call_.options.max_recv_rows;
     return;
   }
   call_.plan->ready.wait(call_.engine.config().deadline, call_.engine.config().on_wait);
@@ -168,9 +168,9 @@ StepMessage DispatchJob::head() const {
 void DispatchJob::agree() {
   StepMessage head = this->head();
   const std::int64_t needed = needed_rows();
-  if (call_.options.worst_case_rows > 0 && needed > call_.options.worst_case_rows) {
+  if (call_.options.max_recv_rows > 0 && needed > call_.options.max_recv_rows) {
     head.status = StepStatus::too_many;
-    head.rows = call_.options.worst_case_rows;
+    head.rows = call_.options.max_recv_rows;
     head.need_bytes = static_cast<std::uint64_t>(needed);
   } else {
     std::vector<std::size_t> sizes = region_sizes();

@@ -187,7 +187,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
         throw Error(ErrorKind::exhausted,
                     std::string(stage) + ": rank " + std::to_string(peer) + " would receive " +
                         std::to_string(theirs.need_bytes) +
-                        " rows but gave worst_case_rows (or out) = " + std::to_string(theirs.rows) +
+                        " rows but gave max_recv_rows (or out) = " + std::to_string(theirs.rows) +
                         "; nothing was sent",
                     {rank(), peer, stage, channel_.generation(), 0, 0});
       }
@@ -196,7 +196,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
     if (room) return;
     const bool grow = head.status == StepStatus::no_room;
     const AddedSegments added =
-        add_segments({stage, "rows, columns and worst_case_rows", grow ? head.need_bytes : 0,
+        add_segments({stage, "rows, columns and max_recv_rows", grow ? head.need_bytes : 0,
                       engine::grown_by(memory_->arena.total_bytes())});
     if (added.mine.bytes > 0) memory_->arena.add(added.mine);
   }

@@ -82,7 +82,7 @@ TEST(HostEngine, ExhaustedOnOneRankIsToldToAllAndLeavesTheGroupUsable) {
     const Batch batch(group.rank(), 2, 1 << 14, 0);
     const Plan plan = group.plan(batch.ids());
     DispatchOptions options;
-    options.worst_case_rows = group.rank() == 1 ? (std::int64_t{1} << 31) - 1 : 8;  // 128 TiB
+    options.max_recv_rows = group.rank() == 1 ? (std::int64_t{1} << 31) - 1 : 8;  // 128 TiB
     expect_error(ErrorKind::exhausted, {"rank 1", "could not register"},
                  [&] { group.dispatch(batch.x(), plan, options); });
     const Received got = group.dispatch(batch.x(), plan);
@@ -95,11 +95,11 @@ TEST(HostEngine, ARefusedDispatchLeavesNothingInItsPlan) {
     const Batch batch(group.rank(), 6, 16, 0);  // 12 rows come to rank 0
     const Plan plan = group.plan(batch.ids());
     DispatchOptions options;
-    options.worst_case_rows = group.rank() == 0 ? 7 : 20;
+    options.max_recv_rows = group.rank() == 0 ? 7 : 20;
     expect_error(ErrorKind::exhausted, {"rank 0", "12 rows"},
                  [&] { group.dispatch(batch.x(), plan, options); });
     const std::vector<float> rows(std::size_t{20} * 16);
-    const std::int64_t given = options.worst_case_rows;
+    const std::int64_t given = options.max_recv_rows;
     expect_error(ErrorKind::invalid_argument,
                  {"rows", group.rank() == 0 ? "expected 12, the plan's" : "expected 0, the plan's"},
                  [&] { group.combine({rows.data(), Dtype::f32, {given, 16}}, plan); });
@@ -116,7 +116,7 @@ TEST(HostEngine, WorstCaseRowsThatDidNotComeHaveNoPlace) {
     const Plan plan = group.plan(batch.ids());
     DispatchOptions options;
     options.order = RowOrder::expert_major;
-    options.worst_case_rows = 100;
+    options.max_recv_rows = 100;
     for (int i = 0; i < 3; ++i) {  // memory of earlier results is used again
       const Received got = group.dispatch(batch.x(), plan, options);
       const auto* places = got.slot_rows.as<std::int64_t>();
@@ -138,9 +138,9 @@ TEST(HostEngine, TheNextDispatchCarriesTheRoutesWhenTheFirstFailed) {
     const Batch batch(group.rank(), 6, 16, 0);
     const Plan plan = group.plan(batch.ids());
     DispatchOptions options{.stream = &stream};
-    options.worst_case_rows = group.rank() == 0 ? 1 : 100;  // 12 rows come to rank 0
+    options.max_recv_rows = group.rank() == 0 ? 1 : 100;  // 12 rows come to rank 0
     const Received first = group.dispatch(batch.x(), plan, options);
-    options.worst_case_rows = 12;
+    options.max_recv_rows = 12;
     const Received second = group.dispatch(batch.x(), plan, options);  // before it is known
     expect_error(ErrorKind::exhausted, {"rank 0", "12 rows"}, [&] { first.event.wait(20s); });
     second.event.wait(20s);
@@ -319,8 +319,8 @@ TEST(HostEngine, SizesBeyondReasonAreRefused) {
     expect_error(invalid, {"empty", "shape"},
                  [&] { group.empty({kHuge, kHuge, kHuge}, Dtype::u8); });
     DispatchOptions options;
-    options.worst_case_rows = std::int64_t{1} << 60;  // × 64 bytes is 0 in 64 bits
-    expect_error(invalid, {"worst_case_rows"}, [&] { group.dispatch(batch.x(), plan, options); });
+    options.max_recv_rows = std::int64_t{1} << 60;  // × 64 bytes is 0 in 64 bits
+    expect_error(invalid, {"max_recv_rows"}, [&] { group.dispatch(batch.x(), plan, options); });
     expect_error(invalid, {"capacity"}, [&] {
       LatencyExchange(group,
                       {.capacity = 1 << 20, .hidden = 1 << 24, .topk = 64, .dtype = Dtype::f32});

@@ -176,7 +176,7 @@ TEST(HostErrors, NothingIsSaidTwice) {
     const Batch batch(group.rank(), 2, 1 << 14, 0);
     const Plan plan = group.plan(batch.ids());
     DispatchOptions options;
-    options.worst_case_rows = group.rank() == 1 ? (std::int64_t{1} << 31) - 1 : 8;
+    options.max_recv_rows = group.rank() == 1 ? (std::int64_t{1} << 31) - 1 : 8;
     poor.run(group, [&] { group.dispatch(batch.x(), plan, options); });
     group.barrier();
     if (group.rank() == 1) {
@@ -186,7 +186,7 @@ TEST(HostErrors, NothingIsSaidTwice) {
     failed.run(group, [&] { group.barrier(); });
     later.run(group, [&] { group.plan(batch.ids()); });
   });
-  expect_words(poor.text(1), {"rank 1", "could not register", "worst_case_rows"});
+  expect_words(poor.text(1), {"rank 1", "could not register", "max_recv_rows"});
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_EQ(times(poor.text(rank), "grow"), 0u) << poor.text(rank);
     EXPECT_EQ(times(poor.text(rank), "dispatch: "), 1u) << poor.text(rank);
@@ -234,7 +234,7 @@ TEST(HostErrors, CombineRefusesRowsOfAnotherLayoutAndTheGroupGoesOn) {
     DispatchOptions options;
     options.order = RowOrder::expert_major;
     options.alignment = 6;
-    options.worst_case_rows = 24;
+    options.max_recv_rows = 24;
     const Received got = group.dispatch(batch.x(), plan, options);
     CombineOptions back;
     expect_error(ErrorKind::invalid_argument, {"rows", "24 rows as rank_major", "5"},

@@ -28,7 +28,7 @@ TEST(HostFused, ABadArgumentOfOneRankIsRefusedBeforeThePlan) {
   const std::vector<std::pair<std::string, std::function<void(DispatchOptions&)>>> changes{
       {"alignment", [](DispatchOptions& o) { o.alignment = 3; }},
       {"order", [](DispatchOptions& o) { o.order = static_cast<RowOrder>(5); }},
-      {"worst_case_rows", [](DispatchOptions& o) { o.worst_case_rows = -1; }},
+      {"max_recv_rows", [](DispatchOptions& o) { o.max_recv_rows = -1; }},
       {"scale_format", [](DispatchOptions& o) { o.scale_format = ScaleFormat::f32_pow2; }},
       {"topk_weights",
        [](DispatchOptions& o) { o.topk_weights = ConstTensorView(nullptr, Dtype::f32, {3, 1}); }},
@@ -36,7 +36,7 @@ TEST(HostFused, ABadArgumentOfOneRankIsRefusedBeforeThePlan) {
        [](DispatchOptions& o) {
          static float row[16];
          o.out = TensorView(row, Dtype::f32, {1, 16});
-         o.worst_case_rows = 24;
+         o.max_recv_rows = 24;
        }},
   };
   const auto start = Clock::now();

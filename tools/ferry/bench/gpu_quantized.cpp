@@ -23,11 +23,11 @@ int GpuExchange::value(int rank, std::int64_t token, std::int64_t column) const 
   return static_cast<int>((token * 131 + column * 7 + rank * 1009) % 31) - 15;
 }
 
-Received GpuExchange::dispatch_quantized(int sms) {
+Received GpuExchange::dispatch_quantized(int num_sms) {
   DispatchOptions options;
   options.format = WireFormat::e4m3;
   options.stream = &*stream_.stream;
-  options.sms = sms;
+  options.num_sms = num_sms;
   return group_.dispatch({unquantized_->data(), Dtype::bf16, {s_.tokens, s_.hidden}, device_},
                          plan_, options);
 }

@@ -95,45 +95,45 @@ Plan GpuExchange::plan() {
   return group_.plan(routes_view(), {&*stream_.stream});
 }
 
-DispatchOptions GpuExchange::dispatch_options(std::int64_t worst_case_rows, int sms) {
+DispatchOptions GpuExchange::dispatch_options(std::int64_t max_recv_rows, int num_sms) {
   DispatchOptions options;
   if (s_.scales() > 0) {
     options.scales = ConstTensorView(scales_.data(), Dtype::f32, {s_.tokens, s_.scales()}, device_);
   }
-  options.worst_case_rows = worst_case_rows;
+  options.max_recv_rows = max_recv_rows;
   options.stream = &*stream_.stream;
-  options.sms = sms;
+  options.num_sms = num_sms;
   return options;
 }
 
-Received GpuExchange::dispatch(const Plan& with, RowOrder order, int sms) {
-  DispatchOptions options = dispatch_options(0, sms);
+Received GpuExchange::dispatch(const Plan& with, RowOrder order, int num_sms) {
+  DispatchOptions options = dispatch_options(0, num_sms);
   options.order = order;
   if (order == RowOrder::expert_major) options.alignment = s_.alignment;
   return group_.dispatch(x_view(), with, options);
 }
 
-GpuMade GpuExchange::call(BenchCase which, int sms) {
+GpuMade GpuExchange::call(BenchCase which, int num_sms) {
   GpuMade made;
   CombineOptions back;
   back.stream = &*stream_.stream;
-  back.sms = sms;
+  back.num_sms = num_sms;
   switch (which) {
     case BenchCase::plan: made.plan = plan(); break;
     case BenchCase::dispatch_full_worst:
     case BenchCase::dispatch_full_exact: {
       const bool exact = which == BenchCase::dispatch_full_exact;
-      const DispatchOptions options = dispatch_options(exact ? 0 : worst_case_rows(), sms);
+      const DispatchOptions options = dispatch_options(exact ? 0 : max_recv_rows(), num_sms);
       made.received = group_.dispatch(x_view(), routes_view(), options);
       break;
     }
     case BenchCase::dispatch_cached:
-      made.received = dispatch(plan_, RowOrder::rank_major, sms);
+      made.received = dispatch(plan_, RowOrder::rank_major, num_sms);
       break;
     case BenchCase::dispatch_expert:
-      made.received = dispatch(plan_, RowOrder::expert_major, sms);
+      made.received = dispatch(plan_, RowOrder::expert_major, num_sms);
       break;
-    case BenchCase::dispatch_quantized: made.received = dispatch_quantized(sms); break;
+    case BenchCase::dispatch_quantized: made.received = dispatch_quantized(num_sms); break;
     case BenchCase::combine_registered:
       made.combined = group_.combine(registered_, plan_, back);
       break;

@@ -88,20 +88,20 @@ class GpuExchange {
   /// Every kind of call once, all bytes compared. Throws std::runtime_error.
   void check(bool combines);
   /// One call of that kind, on the stream.
-  GpuMade call(BenchCase which, int sms);
+  GpuMade call(BenchCase which, int num_sms);
   BenchRows rows() const;
-  std::int64_t worst_case_rows() const { return s_.ranks * s_.tokens; }
+  std::int64_t max_recv_rows() const { return s_.ranks * s_.tokens; }
 
  private:
   Plan plan();
   ConstTensorView x_view() const;
   ConstTensorView routes_view() const;
-  DispatchOptions dispatch_options(std::int64_t worst_case_rows, int sms);
-  Received dispatch(const Plan& with, RowOrder order, int sms);
+  DispatchOptions dispatch_options(std::int64_t max_recv_rows, int num_sms);
+  Received dispatch(const Plan& with, RowOrder order, int num_sms);
   void check_ranks(const Received& received);
   void check_experts(const Received& received);
   void make_unquantized();
-  Received dispatch_quantized(int sms);
+  Received dispatch_quantized(int num_sms);
   void check_quantized(const Received& received);
   void check_combined(const Combined& combined, bool every_slot);
   void make_combine_rows(const Received& by_rank, const Received& by_expert);

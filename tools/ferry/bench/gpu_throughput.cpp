@@ -57,7 +57,7 @@ class Aligner {
         "cudaMemcpyAsync");
     DispatchOptions options;
     options.stream = &*stream_.stream;
-    options.sms = 1;
+    options.num_sms = 1;
     return group_.dispatch({x_.data(), Dtype::bf16, {1, kAlignHidden}, device_}, plan_, options);
   }
 
@@ -79,7 +79,7 @@ double sample(Aligner& aligner, GpuExchange& exchange, Group& group, GpuStream& 
   group.barrier();
   const Received aligned = aligner.align();
   need(cudaEventRecord(begin.raw, stream.raw), "cudaEventRecord");
-  for (int i = 0; i < calls; ++i) made.push_back(exchange.call(line.which, line.sms));
+  for (int i = 0; i < calls; ++i) made.push_back(exchange.call(line.which, line.num_sms));
   need(cudaEventRecord(end.raw, stream.raw), "cudaEventRecord");
   for (const GpuMade& each : made) {
     each.received.event.wait(kWait);

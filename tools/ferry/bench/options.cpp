@@ -118,7 +118,7 @@ void add_gpu_options(CLI::App* app, BenchArguments& given, CLI::Option* json) {
   choice<Backend>(app, "--backend", s.backend, {{"host", Backend::host}, {"cuda", Backend::cuda}},
                   "What runs the exchanges");
   const char* group = "With --backend cuda";
-  numbers(app, "--sms", s.sms, 1024, "Numbers of SMs that move the rows")
+  numbers(app, "--sms", s.num_sms, 1024, "Numbers of SMs that move the rows")
       ->group(group)
       ->default_str("16");
   numbers(app, "--token-sweep", given.token_sweep, kMostTokens,

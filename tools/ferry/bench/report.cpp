@@ -111,8 +111,8 @@ std::string row_of(const BenchResult& r) {
   const BenchLine& line = r.line;
   std::string text =
       fmt::format("{:<27}{:>5}{:>10.1f}{:>10.1f}", traits(line.which).name,
-                  has_sms(line.which) && line.sms > 0 ? std::to_string(line.sms) : "-", r.times.p50,
-                  r.times.p95);
+                  has_sms(line.which) && line.num_sms > 0 ? std::to_string(line.num_sms) : "-",
+                  r.times.p50, r.times.p95);
   text += r.alone.p50 > 0 ? fmt::format("{:>10.1f}", r.alone.p50) : fmt::format("{:>10}", "-");
   return text + (r.row_bytes == 0
                      ? fmt::format("{:>14}{:>12}\n", "-", "-")
@@ -157,7 +157,7 @@ nlohmann::json to_json(const BenchResult& r) {
   nlohmann::json line = {{"name", traits(r.line.which).name},
                          {"dtype", dtype_of(r.line)},
                          {"tokens", r.line.tokens},
-                         {"sms", r.line.sms},
+                         {"sms", r.line.num_sms},
                          {"rows", r.rows},
                          {"row_bytes", r.row_bytes},
                          {"logical_bytes", r.logical_bytes},
@@ -225,15 +225,15 @@ std::vector<BenchLine> lines_of(const BenchSettings& s) {
   if (s.sweeps() && !s.token_sweep.empty()) sweep = s.token_sweep;
   const std::vector<Dtype> dtypes =
       s.sweeps() && !s.dtypes.empty() ? s.dtypes : std::vector{s.dtype};
-  const std::vector<int> all_sms = s.sweeps() ? s.sms : std::vector{0};
+  const std::vector<int> all_sms = s.sweeps() ? s.num_sms : std::vector{0};
   std::vector<BenchLine> lines;
   for (std::size_t t = 0; t < sweep.size(); ++t) {
     bool combined = false;
     for (const Dtype dtype : dtypes) {
-      for (const int sms : all_sms) {
+      for (const int num_sms : all_sms) {
         // A plan is the same for all dtypes and numbers of SMs, NCCL for all numbers of SMs.
-        const bool first = dtype == dtypes.front() && sms == all_sms.front();
-        const bool nccl = !s.nccl.library.empty() && sms == all_sms.back();
+        const bool first = dtype == dtypes.front() && num_sms == all_sms.front();
+        const bool nccl = !s.nccl.library.empty() && num_sms == all_sms.back();
         for (const BenchTraits& of : kBenchCases) {
           if (of.latency != latency || !(s.on_gpus() ? of.cuda : of.host)) continue;
           if (of.kind == BenchKind::combine && combined) continue;
@@ -241,7 +241,7 @@ std::vector<BenchLine> lines_of(const BenchSettings& s) {
           if (of.which == BenchCase::plan && !first) continue;
           if (of.which == BenchCase::nccl_all_to_all && !nccl) continue;
           lines.push_back(
-              {t, sweep[t], dtype, of.which == BenchCase::nccl_all_to_all ? 0 : sms, of.which});
+              {t, sweep[t], dtype, of.which == BenchCase::nccl_all_to_all ? 0 : num_sms, of.which});
         }
       }
       combined = combined || dtype == Dtype::bf16 || dtype == Dtype::e4m3;

@@ -70,7 +70,7 @@ BenchSettings sweep() {
   s.hidden = 256;
   s.token_sweep = {64, 128};
   s.dtypes = {Dtype::bf16, Dtype::e4m3};
-  s.sms = {4, 16};
+  s.num_sms = {4, 16};
   return s;
 }
 
@@ -84,7 +84,7 @@ TEST(GpuLines, MeasureEverythingOnceForEachConfiguration) {
   for (const BenchLine& line : lines) {
     EXPECT_FALSE(is_combine(line.which) && line.dtype == Dtype::e4m3);
     EXPECT_TRUE(seen.insert(std::string(traits(line.which).name) + std::to_string(line.tokens) +
-                            std::to_string(line.sms) + std::string(ferry::name_of(line.dtype)))
+                            std::to_string(line.num_sms) + std::string(ferry::name_of(line.dtype)))
                     .second);
   }
   // Configurations follow each other without a break: ranks prepare each once.
@@ -104,10 +104,10 @@ TEST(GpuLines, CombineIsMeasuredBesideE4m3Alone) {
 
 TEST(GpuLines, TakeAnyNumbersOfSms) {
   BenchSettings s = sweep();
-  s.sms = {1, 3, 7};
+  s.num_sms = {1, 3, 7};
   std::set<int> seen;
   for (const BenchLine& line : lines_of(s)) {
-    if (has_sms(line.which)) seen.insert(line.sms);
+    if (has_sms(line.which)) seen.insert(line.num_sms);
   }
   EXPECT_EQ(seen, (std::set<int>{1, 3, 7}));
 }
@@ -125,7 +125,7 @@ TEST(GpuLines, NcclIsThereOnceForEachConfigurationIfThereIsALibrary) {
   // Last of its configuration, and on no number of SMs.
   for (std::size_t i = 0; i < lines.size(); ++i) {
     if (!is_nccl(lines[i])) continue;
-    EXPECT_EQ(lines[i].sms, 0);
+    EXPECT_EQ(lines[i].num_sms, 0);
     EXPECT_TRUE(i + 1 == lines.size() || lines[i + 1].dtype != lines[i].dtype ||
                 lines[i + 1].tokens != lines[i].tokens);
   }

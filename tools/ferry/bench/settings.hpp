@@ -41,7 +41,7 @@ struct BenchSettings {
   // Throughput mode on GPUs; its runs have several configurations.
   std::vector<std::int64_t> token_sweep{};
   std::vector<Dtype> dtypes{};
-  std::vector<int> sms{16};
+  std::vector<int> num_sms{16};
   std::int64_t alignment = 128;  ///< of expert-major blocks
   std::uint64_t data_seed = 1;   ///< of rows; routes follow the seed
   Nccl nccl{};                   ///< measured beside Ferry if there is a library
@@ -172,7 +172,7 @@ struct BenchLine {
   std::size_t tokens_index = 0;
   std::int64_t tokens = 0;  ///< of each rank
   Dtype dtype = Dtype::bf16;
-  int sms = 0;  ///< 0: not the caller's to choose
+  int num_sms = 0;  ///< 0: not the caller's to choose
   BenchCase which = BenchCase::plan;
 };
 /// Of one run, in the order in which they are measured. Combine carries bf16 where dispatch carries

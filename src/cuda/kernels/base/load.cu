@@ -19,12 +19,12 @@ cudaError_t look_up(int device, KernelLimits& limits) {
   error =
       cudaDeviceGetAttribute(&limits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&limits.sms, cudaDevAttrMultiProcessorCount, device);
+  return cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device);
 }
 
 std::uint64_t pack(const KernelLimits& limits) {
   return std::uint64_t{1} << 63 | std::uint64_t{limits.bulk_copies} << 62 |
-         static_cast<std::uint64_t>(limits.sms) << 32 |
+         static_cast<std::uint64_t>(limits.num_sms) << 32 |
          static_cast<std::uint64_t>(limits.shared_bytes);
 }
 
@@ -46,7 +46,7 @@ cudaError_t kernel_limits(KernelLimits& limits) {
     return looked;
   }
   limits.bulk_copies = (word >> 62 & 1) != 0;
-  limits.sms = static_cast<int>(word >> 32 & 0xffff);
+  limits.num_sms = static_cast<int>(word >> 32 & 0xffff);
   limits.shared_bytes = static_cast<int>(word & 0xffffffff);
   return cudaSuccess;
 }

@@ -8,7 +8,7 @@ namespace ferry::cuda {
 struct KernelLimits {
   bool bulk_copies = false;  ///< the code that runs here has the paths of sm_90 and later
   int shared_bytes = 0;      ///< dynamic shared memory of one block, after load_throughput_kernels
-  int sms = 0;
+  int num_sms = 0;
 };
 cudaError_t kernel_limits(KernelLimits& limits);
 

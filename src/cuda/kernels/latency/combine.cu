@@ -55,7 +55,7 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   if (error != cudaSuccess) return error;
   const LatencyView& view = parameters.view;
   const bool encoded = parameters.format != CombineFormat::as_is;
-  const bool timed = parameters.waits != nullptr;
+  const bool timed = parameters.wait_ns != nullptr;
   const bool ll = is_ll_of(view, parameters.tokens, size_of(view.dtype));
   const Kernel kernel = encoded ? encoded_kernel(view.dtype, parameters.path, parameters.format)
                                 : plain_kernel(view.dtype, parameters.path, ll, timed);
@@ -69,7 +69,7 @@ cudaError_t launch_latency_combine(const LatencyCombineParameters& parameters,
   // Who holds an SM almost alone comes when the kernel before has ended, so that ranks that
   // share a GPU have room for each other.
   const bool alone = encoded ? is_alone(view.dtype, parameters.format) : timed;
-  if (alone) copy.blocks = std::min(copy.blocks, limits.sms);
+  if (alone) copy.blocks = std::min(copy.blocks, limits.num_sms);
   RankFinder ranks(view.placement);
   void* arguments[] = {&copy, &ranks};
   return launch(reinterpret_cast<const void*>(kernel),

@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_combine(const LatencyCombineParameters& p,
                                             const RankFinder& ranks, LatencyCall& call) {
   const LatencyView& v = p.view;
   touch_view(v);
-  if constexpr (kTimed) tell_of_waits(call, p.waits);
+  if constexpr (kTimed) tell_of_waits(call, p.wait_ns);
   await_kernel_before();
   if constexpr (!kAlone) let_next_kernel_come();
   const bool sends = p.halves != Halves::receive, receives = p.halves != Halves::send;

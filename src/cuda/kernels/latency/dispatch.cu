@@ -11,17 +11,17 @@ namespace {
 
 using namespace device;
 
-SendingBlocks sending_of(const LatencyDispatchParameters& p, int sms) {
+SendingBlocks sending_of(const LatencyDispatchParameters& p, int num_sms) {
   const LatencyView& v = p.view;
   const bool ll = is_ll_of(v, p.tokens, size_of(v.dtype));
   if (!v.ll128 || p.halves != Halves::both || ll) return {p.blocks, p.blocks, 0};
-  return sending_blocks(p.blocks, sms, kLatencyBlocksPerSm, v.group.ranks);
+  return sending_blocks(p.blocks, num_sms, kLatencyBlocksPerSm, v.group.ranks);
 }
 
-DispatchShape make_shape(const LatencyDispatchParameters& p, int sms) {
+DispatchShape make_shape(const LatencyDispatchParameters& p, int num_sms) {
   const LatencyView& v = p.view;
   const std::int64_t experts = v.placement.local_experts(0);
-  const SendingBlocks sending = sending_of(p, sms);
+  const SendingBlocks sending = sending_of(p, num_sms);
   const bool shares_warps = p.halves == Halves::both && sending.of_row == 0;
   const int send_warps = shares_warps ? kMostSendWarps : kLatencyWarps;
   DispatchShape shape{.send = SendShape(v, p.tokens, sending, send_warps)};
@@ -66,8 +66,8 @@ cudaError_t launch_latency_dispatch(const LatencyDispatchParameters& parameters,
   LatencyDispatchParameters copy = parameters;
   // It has an SM almost alone: it comes when the kernel before has ended, so that ranks that share
   // a GPU have room for each other.
-  if (ranked) copy.blocks = std::min(copy.blocks, limits.sms);
-  DispatchShape shape = make_shape(copy, limits.sms);
+  if (ranked) copy.blocks = std::min(copy.blocks, limits.num_sms);
+  DispatchShape shape = make_shape(copy, limits.num_sms);
   RankFinder ranks(parameters.view.placement);
   void* arguments[] = {&copy, &ranks, &shape};
   return launch(reinterpret_cast<const void*>(kernel),

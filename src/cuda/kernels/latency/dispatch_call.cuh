@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kLatencyThreads, kRanked ? 1 : kLatencyBlocksP
   __shared__ HeaderWords words;
   const LatencyView& v = p.view;
   touch_view(v);
-  tell_of_waits(call, p.waits);
+  tell_of_waits(call, p.wait_ns);
 #pragma unroll 1
   for (int s = static_cast<int>(threadIdx.x); s < v.group.ranks; s += kLatencyThreads) {
     words.missing[s] = false;

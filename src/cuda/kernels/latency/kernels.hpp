@@ -48,7 +48,7 @@ struct LatencyDispatchParameters {
   std::int32_t* counts = nullptr;        ///< [local experts]
   std::int32_t* source_token = nullptr;  ///< [local experts, R · capacity]
   std::int64_t* ranges = nullptr;        ///< [local experts, R]
-  std::uint64_t* waits = nullptr;        ///< [R]: the words' waits; null: nobody asks
+  std::uint64_t* wait_ns = nullptr;      ///< [R]: the words' waits; null: nobody asks
   Failure* failure = nullptr;            ///< pinned, of this call: a rank's routes were refused
   int blocks = 0;
   /// Rank-major: out [R, capacity, hidden], scales [R, C, capacity], counts [R], source_token and
@@ -81,8 +81,8 @@ struct LatencyCombineParameters {
   float* kept_weights = nullptr;
   int tokens = 0;
   int topk = 1;
-  std::byte* out = nullptr;        ///< [tokens, hidden]
-  std::uint64_t* waits = nullptr;  ///< as in dispatch
+  std::byte* out = nullptr;          ///< [tokens, hidden]
+  std::uint64_t* wait_ns = nullptr;  ///< as in dispatch
   int blocks = 0;
   CombineFormat format = CombineFormat::as_is;
   Failure* failure = nullptr;  ///< pinned, of this call: the result is stale

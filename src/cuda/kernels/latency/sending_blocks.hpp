@@ -38,13 +38,13 @@ struct SendingBlocks {
 /// A quarter of the SMs keeps the links full.
 inline constexpr int kPartThatSends = 4;
 
-/// For LL128 rows: `blocks` on `sms` SMs, at most `most` on each. The last `heads` blocks make
+/// For LL128 rows: `blocks` on `num_sms` SMs, at most `most` on each. The last `heads` blocks make
 /// headers, and are not among those that only send; where there is no room for that, none is.
-FERRY_FN constexpr SendingBlocks sending_blocks(int blocks, int sms, int most, int heads) {
-  SendingBlocks shared{blocks, blocks < sms ? blocks : sms, 0};
+FERRY_FN constexpr SendingBlocks sending_blocks(int blocks, int num_sms, int most, int heads) {
+  SendingBlocks shared{blocks, blocks < num_sms ? blocks : num_sms, 0};
   const int of_row = shared.row / kPartThatSends;
   const int last_row = blocks > shared.row ? blocks - shared.row : shared.row;
-  if (blocks <= most * sms && of_row + heads <= last_row) shared.of_row = of_row;
+  if (blocks <= most * num_sms && of_row + heads <= last_row) shared.of_row = of_row;
   return shared;
 }
 

@@ -23,11 +23,11 @@ void expect_dense(const std::vector<BlockShare>& shares, int count) {
 }
 
 TEST(LatencyBlocks, EachHasOnePlace) {
-  for (const int sms : {1, 3, 4, 16, 132}) {
+  for (const int num_sms : {1, 3, 4, 16, 132}) {
     for (const int heads : {1, 4, 32}) {
-      for (int blocks = 1; blocks <= 2 * sms + 3; ++blocks) {
-        SCOPED_TRACE(testing::Message() << blocks << " blocks, " << sms << " SMs, " << heads);
-        const SendingBlocks shared = sending_blocks(blocks, sms, 2, heads);
+      for (int blocks = 1; blocks <= 2 * num_sms + 3; ++blocks) {
+        SCOPED_TRACE(testing::Message() << blocks << " blocks, " << num_sms << " SMs, " << heads);
+        const SendingBlocks shared = sending_blocks(blocks, num_sms, 2, heads);
         std::vector<BlockShare> senders, receivers;
         for (int block = 0; block < blocks; ++block) {
           const bool sends = shared.sends_only(block);

@@ -35,10 +35,10 @@ struct LatencyWords {
   /// generation * 2, + 1: it is there.
   std::uint64_t suspected[kMaxDomain];
   std::uint64_t verdict[kMaxDomain];
-  std::uint64_t rounds;             ///< of rejoining
-  std::uint64_t waits[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
-  std::uint32_t last_mask;          ///< number of the last call in which a rank was masked; 0: none
-  std::uint32_t begun;              ///< number of the newest call
+  std::uint64_t rounds;               ///< of rejoining
+  std::uint64_t wait_ns[kMaxDomain];  ///< ns, of the running call, if asked for; 0 between calls
+  std::uint32_t last_mask;  ///< number of the last call in which a rank was masked; 0: none
+  std::uint32_t begun;      ///< number of the newest call
 };
 
 /// What one dispatch leaves for its combine; GPU memory of this rank, together with `slots` (i32

@@ -43,7 +43,7 @@ struct LatencyCall {
   bool again;               ///< this block alone receives again, without lost ranks
   std::uint32_t here[kLatencyWarps][(kMaxDomain + 31) / 32];  ///< of a combine: bits of the
                                                               ///< rows that a warp sums
-  std::uint64_t* waits;                ///< where to tell of waits; null: nobody asks
+  std::uint64_t* wait_ns;              ///< where to tell of waits; null: nobody asks
   std::uint64_t start[kLatencyWarps];  ///< of the receive on each warp, if somebody does
 };
 
@@ -122,24 +122,24 @@ enum class WaitStatus { here, missing, stop };
 
 // How long a receive has waited for each source, if somebody asks.
 
-/// Whole block, before the call begins. `waits` [R]; null: nobody asks.
-__device__ __forceinline__ void tell_of_waits(LatencyCall& call, std::uint64_t* waits) {
-  if (threadIdx.x == 0) call.waits = waits;
+/// Whole block, before the call begins. `wait_ns` [R]; null: nobody asks.
+__device__ __forceinline__ void tell_of_waits(LatencyCall& call, std::uint64_t* wait_ns) {
+  if (threadIdx.x == 0) call.wait_ns = wait_ns;
 }
 /// Whole warp, when it begins to receive.
 __device__ __forceinline__ void start_clock(LatencyCall& call) {
-  if (threadIdx.x % 32 == 0 && call.waits != nullptr) call.start[threadIdx.x / 32] = now_ns();
+  if (threadIdx.x % 32 == 0 && call.wait_ns != nullptr) call.start[threadIdx.x / 32] = now_ns();
   __syncwarp();
 }
 /// After a poll that did not find what it waits for; 0: nobody asks.
 __device__ __forceinline__ std::uint64_t poll_time(const LatencyCall& call) {
-  return call.waits != nullptr ? now_ns() : 0;
+  return call.wait_ns != nullptr ? now_ns() : 0;
 }
 /// `late`: of the last such poll; 0: there was none.
 __device__ __forceinline__ void note_wait(const LatencyCall& call, int source, std::uint64_t late) {
   if (late == 0) return;
   const std::uint64_t start = call.start[threadIdx.x / 32];
-  atomicMax(reinterpret_cast<unsigned long long*>(call.waits + source), late - min(start, late));
+  atomicMax(reinterpret_cast<unsigned long long*>(call.wait_ns + source), late - min(start, late));
 }
 
 /// What a check between two polls found, and the wait's spin deadline after it.

@@ -9,8 +9,8 @@ namespace {
 
 __global__ void latency_waits_kernel(LatencyWords* words, std::int64_t* out, int ranks) {
   for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) {
-    out[r] += static_cast<std::int64_t>(words->waits[r]);
-    words->waits[r] = 0;
+    out[r] += static_cast<std::int64_t>(words->wait_ns[r]);
+    words->wait_ns[r] = 0;
   }
 }
 

@@ -211,7 +211,7 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
     if (!is_aligned(bias)) return cudaErrorMisalignedAddress;
   }
   if (!is_aligned(parameters.out)) return cudaErrorMisalignedAddress;
-  if (parameters.sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
+  if (parameters.num_sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
   launch.lane_count = lanes_of(parameters.plan.topk, parameters.group.ranks);
   launch.entry_count = launch.lane_count + launch.bias_count;
   launch.group_bits = CombineSource::group_bits_for(parameters.plan.tokens);
@@ -219,8 +219,8 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    const SumTask task{launch.row_bytes, parameters.plan.tokens, parameters.sms, beside,
-                       combine_pulls(parameters.sms)};
+    const SumTask task{launch.row_bytes, parameters.plan.tokens, parameters.num_sms, beside,
+                       combine_pulls(parameters.num_sms)};
     error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
@@ -228,7 +228,7 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
   if (kernel == nullptr) return cudaErrorInvalidValue;
   void* arguments[] = {&launch};
   return ferry::cuda::launch(reinterpret_cast<const void*>(kernel),
-                             {static_cast<unsigned>(parameters.sms),
+                             {static_cast<unsigned>(parameters.num_sms),
                               static_cast<unsigned>((launch.shape.warps + beside) * 32),
                               static_cast<std::size_t>(launch.shape.shared_bytes)},
                              arguments, stream, limits.bulk_copies);

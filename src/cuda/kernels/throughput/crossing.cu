@@ -247,9 +247,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 /// Enough blocks for so many items of a warp, or of a block.
-unsigned grid(std::int64_t items, std::int64_t of_a_block, int sms) {
+unsigned grid(std::int64_t items, std::int64_t of_a_block, int num_sms) {
   const std::int64_t blocks = (items + of_a_block - 1) / of_a_block;
-  return static_cast<unsigned>(blocks < 1 ? 1 : blocks > 2 * sms ? 2 * sms : blocks);
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks > 2 * num_sms ? 2 * num_sms : blocks);
 }
 
 using AddDomains = void (*)(AddDomainsParameters);
@@ -274,21 +274,23 @@ QuantizeRows quantize_kernel_for(Dtype dtype) {
 }  // namespace
 
 cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream) {
-  const unsigned blocks = grid(parameters.end_chunk - parameters.first_chunk, 1, parameters.sms);
+  const unsigned blocks =
+      grid(parameters.end_chunk - parameters.first_chunk, 1, parameters.num_sms);
   pack_kernel<<<blocks, kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream) {
   if (parameters.count == 0) return cudaSuccess;
-  gather_kernel<<<grid(parameters.count, kWarps, parameters.sms), kThreads, 0, stream>>>(
+  gather_kernel<<<grid(parameters.count, kWarps, parameters.num_sms), kThreads, 0, stream>>>(
       parameters);
   return cudaGetLastError();
 }
 
 cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t stream) {
   if (parameters.blocks.count == 0) return cudaSuccess;
-  unpack_kernel<<<grid(parameters.sms, 1, parameters.sms), kThreads, 0, stream>>>(parameters);
+  unpack_kernel<<<grid(parameters.num_sms, 1, parameters.num_sms), kThreads, 0, stream>>>(
+      parameters);
   return cudaGetLastError();
 }
 
@@ -303,7 +305,7 @@ cudaError_t launch_add_domains(const AddDomainsParameters& parameters, cudaStrea
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const std::int64_t tokens = parameters.end - parameters.begin;
   if (tokens <= 0) return cudaSuccess;
-  kernel<<<grid(tokens, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
+  kernel<<<grid(tokens, kWarps, parameters.num_sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
@@ -311,7 +313,7 @@ cudaError_t launch_quantize_rows(const QuantizeRowsParameters& parameters, cudaS
   const QuantizeRows kernel = quantize_kernel_for(parameters.dtype);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   if (parameters.tokens == 0) return cudaSuccess;
-  kernel<<<grid(parameters.tokens, kWarps, parameters.sms), kThreads, 0, stream>>>(parameters);
+  kernel<<<grid(parameters.tokens, kWarps, parameters.num_sms), kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 

@@ -39,7 +39,7 @@ struct PackParameters {
   std::uint64_t first_command = 0;  ///< the call's `begin`; chunk c is command first + 1 + c
   std::int64_t first_chunk = 0;
   std::int64_t end_chunk = 0;
-  int sms = 1;
+  int num_sms = 1;
 };
 /// The piece that begins with chunk 0 makes the `begin`, too.
 cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream);
@@ -58,7 +58,7 @@ struct GatherParameters {
   const std::int32_t* from = nullptr;
   CrossingSource own{};
   CrossingRows to{};
-  int sms = 1;
+  int num_sms = 1;
 };
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream);
 
@@ -70,7 +70,7 @@ struct UnpackParameters {
   int piece = 0;
   int pieces = 1;
   CrossingRows to{};
-  int sms = 1;
+  int num_sms = 1;
 };
 cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t stream);
 
@@ -104,7 +104,7 @@ struct AddDomainsParameters {
   const std::byte* bias1 = nullptr;
   std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
   float* out_weights = nullptr;  ///< [T, K], or null
-  int sms = 1;
+  int num_sms = 1;
 };
 cudaError_t launch_add_domains(const AddDomainsParameters& parameters, cudaStream_t stream);
 
@@ -117,7 +117,7 @@ struct QuantizeRowsParameters {
   bool round_scale = false;
   std::byte* codes = nullptr;  ///< [T, columns]
   float* scales = nullptr;     ///< [T, ceil(columns / 128)]
-  int sms = 1;
+  int num_sms = 1;
 };
 cudaError_t launch_quantize_rows(const QuantizeRowsParameters& parameters, cudaStream_t stream);
 

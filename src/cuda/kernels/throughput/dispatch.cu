@@ -249,8 +249,8 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   if (error != cudaSuccess) return error;
   const bool aligned = parameters.row_bytes > 0 && parameters.row_bytes % 16 == 0 &&
                        reinterpret_cast<std::uintptr_t>(parameters.x) % 16 == 0;
-  if (!aligned || parameters.sms < 1 || parameters.group.ranks > kMaxDomain ||
-      parameters.sms > kMaxBlocks || parameters.parts > kProgressParts ||
+  if (!aligned || parameters.num_sms < 1 || parameters.group.ranks > kMaxDomain ||
+      parameters.num_sms > kMaxBlocks || parameters.parts > kProgressParts ||
       (parameters.early && parameters.out_capacity > 0) ||
       (parameters.glued && !parameters.early)) {
     return cudaErrorInvalidValue;
@@ -262,7 +262,7 @@ cudaError_t launch_dispatch(const DispatchParameters& parameters, cudaStream_t s
   void* arguments[] = {&copy, &shape};
   const auto threads = static_cast<unsigned>((shape.row_warps + shape.side_warps) * 32);
   return launch(dispatch_kernel_for(parameters.quantize, copy.parts > 0 || copy.followed),
-                {static_cast<unsigned>(parameters.sms), threads, shape.shared_bytes}, arguments,
+                {static_cast<unsigned>(parameters.num_sms), threads, shape.shared_bytes}, arguments,
                 stream, limits.bulk_copies);
 }
 

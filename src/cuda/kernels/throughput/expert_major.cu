@@ -141,7 +141,7 @@ cudaError_t prepare(const FanOutParameters& parameters, const FanOutTuning& tuni
                     FanOutLaunch& launch, int& blocks, int& shared_bytes) {
   constexpr std::int64_t kMostRows = 0x7fffffff;
   const std::int64_t experts = parameters.plan.placement.local_experts(parameters.group.rank);
-  if (parameters.sms < 1 || parameters.row_bytes <= 0 || parameters.row_bytes % 16 != 0 ||
+  if (parameters.num_sms < 1 || parameters.row_bytes <= 0 || parameters.row_bytes % 16 != 0 ||
       parameters.out_capacity > kMostRows || experts > kMostRows / kFanOutWarps ||
       parameters.alignment < 1) {
     return cudaErrorInvalidValue;
@@ -151,7 +151,7 @@ cudaError_t prepare(const FanOutParameters& parameters, const FanOutTuning& tuni
   launch.group_rows =
       static_cast<std::uint32_t>(std::clamp<std::int64_t>(wish / parameters.row_bytes, 1, 64));
   launch.experts = static_cast<int>(experts);
-  blocks = std::min(parameters.sms, most_blocks(experts));
+  blocks = std::min(parameters.num_sms, most_blocks(experts));
   launch.ticket = reinterpret_cast<unsigned long long*>(parameters.scratch);
   launch.counts = parameters.scratch + 2;
   launch.totals = launch.counts + static_cast<std::int64_t>(blocks) * kFanOutWarps * experts;

@@ -164,7 +164,7 @@ struct DispatchParameters {
   int parts = 0;
   bool followed = false;       ///< launch_fan_out_beside comes directly after it in the stream
   Failure* failure = nullptr;  ///< pinned, of this call: reasons that are not fatal
-  int sms = 0;                 ///< blocks, one for each SM
+  int num_sms = 0;             ///< blocks, one for each SM
 };
 
 /// Entry swap, push of every row to its final place, delivery. Ends when all rows are here.
@@ -180,7 +180,7 @@ struct RoutesParameters {
   const std::int32_t* tokens = nullptr;  ///< [brought]
   std::int64_t* topk_idx = nullptr;      ///< i64 [capacity, K]
   std::int32_t* source_token = nullptr;  ///< i32 [capacity]
-  int sms = 0;
+  int num_sms = 0;
 };
 cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream);
 
@@ -206,7 +206,7 @@ struct FanOutParameters {
   bool may_be_made = false;    ///< beside its dispatch: `made` is an earlier fan-out's; look there
   bool awaits_routes = false;  ///< beside its dispatch, which brings them
   bool after_dispatch = true;  ///< only if the call before it moved its rows
-  int sms = 0;
+  int num_sms = 0;
 };
 std::size_t fan_out_scratch_bytes(std::int64_t capacity, std::int64_t local_experts);
 cudaError_t launch_fan_out(const FanOutParameters& parameters, cudaStream_t stream);
@@ -231,7 +231,7 @@ struct SumSlotsParameters {
   std::int64_t columns = 0;         ///< H
   std::int64_t capacity = 0;
   std::byte* out = nullptr;  ///< [capacity, H]: the first recv rows are written
-  int sms = 0;
+  int num_sms = 0;
 };
 cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t stream);
 
@@ -258,7 +258,7 @@ struct CombineParameters {
   std::byte* out = nullptr;      ///< [T, H], 16-byte aligned
   float* out_weights = nullptr;  ///< f32 [T, K] when has_weights, aligned alike
   Failure* failure = nullptr;
-  int sms = 0;
+  int num_sms = 0;
 };
 
 /// Entry swap, the owner pulls the rows of each of its tokens in ascending rank order, sums in fp32

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_routes(const RoutesParameters& parameters, cudaStream_t stream) {
   RoutesParameters copy = parameters;
   void* arguments[] = {&copy};
-  const int blocks = parameters.sms > 0 ? parameters.sms : 1;
+  const int blocks = parameters.num_sms > 0 ? parameters.num_sms : 1;
   return cudaLaunchKernel(reinterpret_cast<const void*>(&routes_kernel),
                           dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
                           stream);

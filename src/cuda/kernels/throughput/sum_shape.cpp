@@ -40,7 +40,7 @@ constexpr int kFewWarps = 8;
 constexpr int kFewStages = 4;
 
 bool has_items(const SumTask& task, int vectors, int warps) {
-  return task.rows * pieces_of(task.row_bytes, vectors) >= kLeastItems * task.sms * warps;
+  return task.rows * pieces_of(task.row_bytes, vectors) >= kLeastItems * task.num_sms * warps;
 }
 
 int vectors_for_few(const SumTask& task, int vectors) {
@@ -61,9 +61,9 @@ int sharing_warps(int warps, int pulls) {
 
 }  // namespace
 
-int combine_pulls(int sms) {
-  if (sms < 24) return kMostPulls;
-  return sms <= 32 ? 24 : std::max(768 / sms, 12);
+int combine_pulls(int num_sms) {
+  if (num_sms < 24) return kMostPulls;
+  return num_sms <= 32 ? 24 : std::max(768 / num_sms, 12);
 }
 
 cudaError_t make_sum_shape(const SumTuning& tuning, const SumTask& task, SumShape& shape) {

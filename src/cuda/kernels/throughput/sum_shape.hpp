@@ -22,7 +22,7 @@ struct SumTuning {
 struct SumTask {
   std::int64_t row_bytes = 0;
   std::int64_t rows = 0;  ///< sums, at most
-  int sms = 1;
+  int num_sms = 1;
   int beside = 0;  ///< warps of a block that do something else
   int pulls = 0;   ///< as in SumTuning, unless that says
 };
@@ -65,7 +65,7 @@ inline constexpr int kMostPulls = 48;
 
 /// Of a combine with so many SMs: together they fill the wires long before each has kMostPulls in
 /// flight, and more only stand in line there (measured on 4 H200).
-int combine_pulls(int sms);
+int combine_pulls(int num_sms);
 
 cudaError_t make_sum_shape(const SumTuning& tuning, const SumTask& task, SumShape& shape);
 

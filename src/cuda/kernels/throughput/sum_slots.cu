@@ -128,19 +128,19 @@ cudaError_t launch_sum_slots(const SumSlotsParameters& parameters, cudaStream_t 
   KernelLimits limits;
   cudaError_t error = kernel_limits(limits);
   if (error == cudaSuccess) {
-    const SumTask task{launch.row_bytes, parameters.capacity, parameters.sms, 0, kMostPulls};
+    const SumTask task{launch.row_bytes, parameters.capacity, parameters.num_sms, 0, kMostPulls};
     error = make_sum_shape(tuning, task, launch.shape);
   }
   if (error != cudaSuccess) return error;
   const SumSlotsKernel kernel =
       kernel_for(parameters.dtype, launch.shape.vectors, parameters.weights != nullptr);
-  if (kernel == nullptr || parameters.sms < 1 || parameters.group.ranks > kMaxDomain) {
+  if (kernel == nullptr || parameters.num_sms < 1 || parameters.group.ranks > kMaxDomain) {
     return cudaErrorInvalidValue;
   }
   void* arguments[] = {&launch};
   return ferry::cuda::launch(
       reinterpret_cast<const void*>(kernel),
-      {static_cast<unsigned>(parameters.sms), static_cast<unsigned>(launch.shape.warps * 32),
+      {static_cast<unsigned>(parameters.num_sms), static_cast<unsigned>(launch.shape.warps * 32),
        static_cast<std::size_t>(launch.shape.shared_bytes)},
       arguments, stream, limits.bulk_copies);
 }
