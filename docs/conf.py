@@ -64,7 +64,8 @@ def api_of(header):
     """The part of api/cpp.md that documents one public header: its classes, then the rest."""
     first = header.read_text(encoding="utf-8").splitlines()[0]
     parts = [f"## `ferry/{header.name}`", first.removeprefix("//").strip(), ""]
-    for inner in ElementTree.parse(XML / f"{header.stem}_8hpp.xml").iter("innerclass"):
+    page = f"{header.stem.replace('_', '__')}_8hpp.xml"  # as Doxygen names it
+    for inner in ElementTree.parse(XML / page).iter("innerclass"):
         if inner.get("prot", "public") == "public" and inner.text.count("::") == 1:
             kind = "class" if inner.get("refid").startswith("class") else "struct"
             parts.append(directive(kind, inner.text, ":members:", ":undoc-members:"))

@@ -12,6 +12,7 @@
 #include "ferry/bootstrap.hpp"
 #include "ferry/error.hpp"
 #include "ferry/network.hpp"
+#include "ferry/old_name.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
@@ -122,6 +123,7 @@ struct DispatchOptions {
   /// past the last one that arrived are undefined (expert-major: zero), their topk_idx −1. More
   /// arrivals than this are Error(exhausted).
   std::int64_t max_recv_rows = 0;
+  OldName<std::int64_t> worst_case_rows{};  ///< deprecated: max_recv_rows
   /// The caller's own output [rows, H] instead of registered memory: costs one extra local copy.
   /// Of the dtype that arrives.
   std::optional<TensorView> out{};
@@ -133,6 +135,7 @@ struct DispatchOptions {
   /// rank-major and expert-major rows waits for nobody and uses every SM, briefly. Calls of two
   /// groups that may run at once must find their SMs beside each other. The host engine has none.
   int num_sms = 0;
+  OldName<int> sms{};  ///< deprecated: num_sms
 };
 
 /// What a dispatch brings. All tensors are on the group's device; `x` and `scales` are registered
@@ -173,6 +176,7 @@ struct CombineOptions {
   /// As in DispatchOptions. Sums of expert-major rows, and copies of rows that are not registered
   /// memory, run beside on other SMs.
   int num_sms = 0;
+  OldName<int> sms{};  ///< deprecated: num_sms
 };
 
 struct Combined {

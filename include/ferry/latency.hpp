@@ -61,6 +61,7 @@ struct LatencyDispatchOptions {
   /// announcement, and for its rows once all that are awaited had announced; on the host also what
   /// its sending half waited for weights that come with the call.
   std::optional<TensorView> wait_ns{};
+  OldName<std::optional<TensorView>> waits{};  ///< deprecated: wait_ns
   bool hook = false;         ///< true: only send; `receive()` of the result does the rest
   Stream* stream = nullptr;  ///< null: returns finished (or sent) results
 };
@@ -112,7 +113,8 @@ struct LatencyCombineOptions {
   /// caller's own weighted sum: they are added in ascending rank, whatever the path.
   CombinePath path = CombinePath::per_slot;
   CombineFormat format = CombineFormat::as_is;
-  std::optional<TensorView> wait_ns{};  ///< as in dispatch
+  std::optional<TensorView> wait_ns{};         ///< as in dispatch
+  OldName<std::optional<TensorView>> waits{};  ///< deprecated: wait_ns
   /// Only send. With `CombinePath::per_rank` and weights that come with the combine the sending
   /// waits for those of the other ranks.
   bool hook = false;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/domain_bootstrap.hpp"
+#include "api/old_options.hpp"
 #include "api/wires.hpp"
 #include "base/process_limits.hpp"
 #include "core/check.hpp"
@@ -121,17 +122,18 @@ Plan Group::plan(const ConstTensorView& topk_idx, const PlanOptions& options) {
 Received Group::dispatch(const ConstTensorView& x, const Plan& plan,
                          const DispatchOptions& options) {
   return call(engine_, "dispatch",
-              [&](Engine& engine) { return engine.dispatch(x, plan, options); });
+              [&](Engine& engine) { return engine.dispatch(x, plan, with_new_names(options)); });
 }
 Received Group::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                          const DispatchOptions& options) {
-  return call(engine_, "dispatch",
-              [&](Engine& engine) { return engine.plan_and_dispatch(x, topk_idx, options); });
+  return call(engine_, "dispatch", [&](Engine& engine) {
+    return engine.plan_and_dispatch(x, topk_idx, with_new_names(options));
+  });
 }
 Combined Group::combine(const ConstTensorView& rows, const Plan& plan,
                         const CombineOptions& options) {
   return call(engine_, "combine",
-              [&](Engine& engine) { return engine.combine(rows, plan, options); });
+              [&](Engine& engine) { return engine.combine(rows, plan, with_new_names(options)); });
 }
 Tensor Group::empty(const Extents& shape, Dtype dtype) {
   return call(engine_, "empty", [&](Engine& engine) { return engine.empty(shape, dtype); });

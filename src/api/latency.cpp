@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "api/old_options.hpp"
 #include "base/process_limits.hpp"
 #include "core/check.hpp"
 #include "core/engine.hpp"
@@ -31,20 +32,22 @@ LatencyExchange::LatencyExchange(Group& group, const LatencyConfig& config) {
 
 LatencyReceived LatencyExchange::dispatch(const ConstTensorView& x, const ConstTensorView& topk_idx,
                                           const LatencyDispatchOptions& options) {
-  return live(engine_, "latency dispatch").dispatch(x, topk_idx, options);
+  return live(engine_, "latency dispatch").dispatch(x, topk_idx, with_new_names(options));
 }
 
 LatencyCombined LatencyExchange::combine(const ConstTensorView& rows,
                                          const LatencyReceived& received,
                                          const ConstTensorView& topk_weights,
                                          const LatencyCombineOptions& options) {
-  return live(engine_, "latency combine").combine(rows, received, topk_weights, options);
+  return live(engine_, "latency combine")
+      .combine(rows, received, topk_weights, with_new_names(options));
 }
 
 LatencyCombined LatencyExchange::combine(const ConstTensorView& rows,
                                          const LatencyReceived& received,
                                          const LatencyCombineOptions& options) {
-  return live(engine_, "latency combine").combine(rows, received, std::nullopt, options);
+  return live(engine_, "latency combine")
+      .combine(rows, received, std::nullopt, with_new_names(options));
 }
 
 std::vector<bool> LatencyExchange::masked() const {
