@@ -1,21 +1,14 @@
 #include "cuda/runtime/links.hpp"
 
-#include <cstdlib>
 #include <cstring>
 #include <optional>
-#include <string_view>
 #include <vector>
+
+#include "cuda/runtime/ll128_switch.hpp"
 
 namespace ferry::cuda {
 
 namespace {
-
-bool is_switched_off() {
-  for (const char* name : {"FERRY_LATENCY_LL128", "FERRY_LATENCY_LINES"}) {  // its older name
-    if (const char* text = std::getenv(name)) return std::string_view(text) == "0";
-  }
-  return false;
-}
 
 /// Nothing of a GPU that cannot be asked.
 std::optional<cudaDeviceProp> properties_of(int device) {
@@ -44,7 +37,7 @@ bool is_nvlink(int from, int to) {
 bool carries_ll128(int device, std::span<const cudaUUID_t> gpus) {
   int count = 0;
   const auto own = properties_of(device);
-  if (is_switched_off() || !own || !keeps_ll128(*own)) return false;
+  if (ll128_is_switched_off() || !own || !keeps_ll128(*own)) return false;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   std::vector<cudaUUID_t> reached;
   for (int other = 0; other < count; ++other) {
