@@ -285,7 +285,7 @@ int run(const Options& o, const std::string& command) {
   if (o.json.empty()) return 0;
   const cli::Machine machine = cli::look_at_machine();
   const nlohmann::json out = {{"command", command},         {"machine", cli::to_json(machine)},
-                              {"ferry", FERRY_VERSION},     {"rounds", o.rounds},
+                              {"ferry", version()},         {"rounds", o.rounds},
                               {"tokens", o.tokens},         {"pinned", o.pin != 0},
                               {"figures", to_json(figures)}};
   std::ofstream file(o.json);

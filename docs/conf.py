@@ -14,7 +14,8 @@ ROOT = HERE.parent
 project = "Ferry"
 author = "The Ferry authors"
 copyright = author
-release = re.search(r"VERSION (\d+\.\d+\.\d+)", (ROOT / "CMakeLists.txt").read_text())[1]
+VERSION = (ROOT / "include/ferry/version.hpp").read_text()
+release = ".".join(re.findall(r"#define FERRY_VERSION_\w+ (\d+)", VERSION))
 
 extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_doxygen"]

@@ -11,3 +11,4 @@
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
+#include "ferry/version.hpp"

@@ -1,12 +1,13 @@
 // The extension module ferry._ferry. The package `ferry` wraps it; nothing else should use it.
 #include "bind.hpp"
+#include "ferry/version.hpp"
 #include "gil.hpp"
 
 NB_MODULE(_ferry, m) {
   namespace fp = ferry::python;
   m.doc() = "The C++ side of the package ferry: use the package, not this module.";
   nanobind::set_leak_warnings(false);  // objects that are alive at exit are no news to a user
-  m.attr("version") = FERRY_VERSION;
+  m.attr("version") = ferry::version().data();
   m.attr("has_cuda") = static_cast<bool>(FERRY_HAS_CUDA);
   fp::remember_main_thread();
   m.def("interpreter_ends", &fp::interpreter_ends,

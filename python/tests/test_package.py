@@ -206,7 +206,15 @@ def test_pip_brings_the_command_ferry() -> None:
     files = importlib.metadata.files("ferry") or []
     (command,) = [Path(str(file.locate())) for file in files if file.name == "ferry"]
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    assert ferry.__version__ in done.stdout
+    assert done.stdout == f"ferry {ferry.__version__}\n"
+    assert importlib.metadata.version("ferry") == ferry.__version__
+
+
+def test_the_version_is_that_of_the_header() -> None:
+    header = (ROOT / "include/ferry/version.hpp").read_text()
+    assert ".".join(re.findall(r"#define FERRY_VERSION_\w+ (\d+)", header)) == ferry.__version__
+    drop_in = tomllib.loads((ROOT / "python/deep_ep/pyproject.toml").read_text())
+    assert drop_in["project"]["version"].endswith(f"+ferry.{ferry.__version__}")
 
 
 def test_pages_give_settings_as_old_pips_know_them() -> None:

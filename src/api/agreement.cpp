@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/text.hpp"
+#include "ferry/version.hpp"
 
 namespace ferry {
 namespace {
@@ -20,7 +21,7 @@ constexpr std::size_t kMostValue = 80;
 /// Every field that must be the same, as text: it is compared and shown, never interpreted.
 std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
   const auto number = [](auto value) { return std::to_string(value); };
-  return {{"Ferry's version", FERRY_VERSION},
+  return {{"Ferry's version", std::string(version())},
           {"the number of ranks", number(ranks)},
           {"experts", number(config.experts)},
           {"deadline", exact_seconds(config.deadline)},

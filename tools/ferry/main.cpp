@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "command.hpp"
+#include "ferry/version.hpp"
 
 namespace {
 
@@ -66,7 +67,7 @@ std::string complaint(const CLI::App& app, const std::vector<std::string>& own) 
 int main(int argc, char** argv) try {
   const ferry::cli::CommandLine line = split(argc, argv);
   CLI::App app("Ferry carries Mixture-of-Experts tokens to their experts and back.", "ferry");
-  app.set_version_flag("--version", "ferry " FERRY_VERSION);
+  app.set_version_flag("--version", "ferry " + std::string(ferry::version()));
   app.require_subcommand(1);
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.footer(

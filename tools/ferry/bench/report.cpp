@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "doctor/machine.hpp"
+#include "ferry/version.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -299,7 +300,7 @@ nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& r
                        const std::vector<std::string>& command) {
   nlohmann::json list = nlohmann::json::array();
   for (const BenchResult& result : results) list.push_back(to_json(result));
-  return {{"version", FERRY_VERSION},
+  return {{"version", version()},
           {"program", "ferry"},
           {"command", command},
           {"time", utc_now()},

@@ -16,6 +16,7 @@
 #include "doctor/self_test.hpp"
 #include "doctor/waits.hpp"
 #include "ferry/group.hpp"
+#include "ferry/version.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -191,7 +192,7 @@ nlohmann::json to_json(const Diagnosis& d) {
                      {"passed", test.failure.empty()},
                      {"failure", test.failure}});
   }
-  return {{"version", FERRY_VERSION},
+  return {{"version", version()},
           {"usable", d.usable()},
           {"build",
            {{"engines", d.build.engines}, {"fabrics", d.build.fabrics}, {"gpus", d.build.gpus}}},
@@ -262,7 +263,7 @@ void print_machine(const Machine& m) {
 }
 
 void print(const Diagnosis& d) {
-  fmt::print("ferry {}\n\n", FERRY_VERSION);
+  fmt::print("ferry {}\n\n", version());
   fmt::print("This build\n");
   print_line("engines", fmt::format("{}{}", fmt::join(d.build.engines, ", "),
                                     d.build.gpus.empty()
