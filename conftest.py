@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-PATIENCE = 1 if os.environ.get("CI") == "true" else 5
+TIMEOUT_FACTOR = 1 if os.environ.get("CI") == "true" else 5
 
 
 @pytest.hookimpl(trylast=True)  # after the folders have given their tests limits
@@ -16,4 +16,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marker = item.get_closest_marker("timeout")
         seconds = float(marker.args[0]) if marker and marker.args else usual
-        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
+        item.add_marker(pytest.mark.timeout(TIMEOUT_FACTOR * seconds), append=False)

@@ -138,7 +138,7 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Call, Call, 
 
 def timed(args: argparse.Namespace, what: Call) -> tuple[float, float]:
     """Seconds of a call, and CPU seconds of this thread. With something before it: until it
-    returns, and with what two looks at the clocks take."""
+    returns, and with what two readings of the clocks take."""
     if what.before:
         return timed_alone(args, what.before, what.call)
     what.call()

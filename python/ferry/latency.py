@@ -74,7 +74,7 @@ class LatencyReceived(Result[ArrayT]):
 
     @property
     def raw(self) -> _ferry.LatencyReceived:
-        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each access."""
         return self._raw
 
     def receive(self) -> None:

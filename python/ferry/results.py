@@ -111,7 +111,7 @@ class Received(Result[ArrayT]):
 
     @property
     def raw(self) -> _ferry.Received:
-        """Ferry's own tensors by the same names, which speak DLPack and are made at each look."""
+        """Ferry's own tensors by the same names, which speak DLPack and are made at each access."""
         return self._raw
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 import ferry
 
 DEADLINE = 30.0  # seconds; a test that reaches it has failed
-PATIENCE = 150.0  # seconds, for a body that compiles
+LONGEST_BODY = 150.0  # seconds, for a body that compiles
 
 
 def free_port() -> int:
@@ -105,7 +105,7 @@ class RankProcesses:
         answers: list[tuple[bool, Any]] = []
         for _, pipe in self.children:
             try:
-                late = not pipe.poll(PATIENCE)
+                late = not pipe.poll(LONGEST_BODY)
                 answers.append((False, ("Late", "no answer")) if late else pipe.recv())
             except EOFError:
                 answers.append((False, ("Dead", "the process died")))

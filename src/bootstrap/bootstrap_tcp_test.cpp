@@ -79,7 +79,7 @@ int as_another_user(const Body& body) {
 TEST(TcpBootstrap, AnotherUserIsNotLetInAtAUnixSocket) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user";
   std::string problem;
-  const Endpoint place{at_unix_socket(1).address, 0};
+  const StoreAddress place{at_unix_socket(1).address, 0};
   const Address address = resolve(place, 0, problem).at(0);
   int error = 0;
   const Descriptor listener = listen_at(place, 0);
@@ -340,7 +340,7 @@ TEST(TcpBootstrap, RefusesAWrongSecret) {
   undisturbed_by([](const TcpOptions& base) {
     TcpOptions visitor = as_rank(base, 1);
     visitor.secret = "guessed-by-a-stranger";
-    refused(visitor, "rank 1: the store at " + Endpoint{base.address, base.port}.text() +
+    refused(visitor, "rank 1: the store at " + StoreAddress{base.address, base.port}.text() +
                          " refused this process: this process has another secret");
   });
 }

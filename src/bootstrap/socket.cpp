@@ -40,8 +40,8 @@ void tune(const Descriptor& socket) {
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
-bool is_unix(const Endpoint& endpoint) {
-  return endpoint.address.starts_with('@');
+bool is_unix(const StoreAddress& store) {
+  return store.address.starts_with('@');
 }
 
 Descriptor stream_socket(const Address& address) {
@@ -92,9 +92,9 @@ Descriptor listen_on(const Address& address, int& error) {
   return socket;
 }
 
-[[noreturn]] void raise_listen(const Endpoint& endpoint, int rank, int error) {
+[[noreturn]] void raise_listen(const StoreAddress& store, int rank, int error) {
   const std::string start =
-      "rank " + std::to_string(rank) + ": the store cannot listen at " + endpoint.text() + ": ";
+      "rank " + std::to_string(rank) + ": the store cannot listen at " + store.text() + ": ";
   const ErrorContext context{.rank = rank, .stage = "bootstrap: listen"};
   if (error == EADDRINUSE) {
     throw Error(ErrorKind::system,
@@ -127,14 +127,14 @@ void Descriptor::reset() {
   fd_ = -1;
 }
 
-std::string Endpoint::text() const {
+std::string StoreAddress::text() const {
   if (is_unix(*this)) return address;
   const bool v6 = address.find(':') != std::string::npos;
   return (v6 ? "[" + address + "]" : address) + ":" + std::to_string(port);
 }
 
-std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& problem) {
-  if (is_unix(endpoint)) return {unix_address(endpoint.address)};
+std::vector<Address> resolve(const StoreAddress& store, int rank, std::string& problem) {
+  if (is_unix(store)) return {unix_address(store.address)};
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
@@ -142,16 +142,16 @@ std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& pr
   addrinfo* list = nullptr;
   errno = 0;
   const int code =
-      ::getaddrinfo(endpoint.address.c_str(), std::to_string(endpoint.port).c_str(), &hints, &list);
+      ::getaddrinfo(store.address.c_str(), std::to_string(store.port).c_str(), &hints, &list);
   if (code != 0) {
     // Without a descriptor for its files the resolver may say that there is no such name.
     const bool short_of_files = too_many_files(errno);
     problem = code == EAI_SYSTEM || short_of_files ? error_text(errno) : ::gai_strerror(code);
     if (short_of_files) {
-      throw Error(ErrorKind::exhausted,
-                  "rank " + std::to_string(rank) + ": cannot look up \"" + endpoint.address +
-                      "\": " + problem,
-                  {.rank = rank, .stage = "bootstrap: connect"});
+      throw Error(
+          ErrorKind::exhausted,
+          "rank " + std::to_string(rank) + ": cannot look up \"" + store.address + "\": " + problem,
+          {.rank = rank, .stage = "bootstrap: connect"});
     }
     return {};
   }
@@ -166,26 +166,26 @@ std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& pr
   return out;
 }
 
-Descriptor listen_at(const Endpoint& endpoint, int rank) {
+Descriptor listen_at(const StoreAddress& store, int rank) {
   std::string problem;
-  const std::vector<Address> addresses = resolve(endpoint, rank, problem);
+  const std::vector<Address> addresses = resolve(store, rank, problem);
   if (addresses.empty()) {
     throw Error(ErrorKind::invalid_argument,
-                "rank " + std::to_string(rank) + ": address is \"" + endpoint.address +
+                "rank " + std::to_string(rank) + ": address is \"" + store.address +
                     "\", which does not resolve (" + problem +
                     "); expected rank 0's host name or number (MASTER_ADDR)",
                 {.rank = rank, .stage = "bootstrap: listen"});
   }
   int error = 0;
-  // A client's half-made connection can hold the port for a moment, so look a few times.
-  for (int look = 0; look < 20; ++look) {
+  // A client's half-made connection can hold the port for a moment, so try a few times.
+  for (int attempt = 0; attempt < 20; ++attempt) {
     for (const Address& address : addresses) {
       if (Descriptor socket = listen_on(address, error)) return socket;
     }
     if (error != EADDRINUSE) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  raise_listen(endpoint, rank, error);
+  raise_listen(store, rank, error);
 }
 
 Descriptor connect_to(const Address& address, int& error) {

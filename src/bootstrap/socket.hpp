@@ -33,7 +33,7 @@ class Descriptor {
 
 /// Where the store is, as the user wrote it: a host, or "@name", an abstract Unix socket, which
 /// only processes of this user (SO_PEERCRED) in this network namespace reach.
-struct Endpoint {
+struct StoreAddress {
   std::string address;
   std::uint16_t port = 0;
   std::string text() const;  ///< "127.0.0.1:29500", "[::1]:29500", "@name"
@@ -46,13 +46,13 @@ struct Address {
 /// What an errno says; where descriptors are short, with the limit and what to do.
 std::string error_text(int error);
 
-/// The endpoint's addresses, in the resolver's order. None: `problem` says why. Throws
+/// The store's addresses, in the resolver's order. None: `problem` says why. Throws
 /// Error(exhausted) naming `rank` when no file can be opened to look it up.
-std::vector<Address> resolve(const Endpoint& endpoint, int rank, std::string& problem);
+std::vector<Address> resolve(const StoreAddress& store, int rank, std::string& problem);
 
 /// Listens at exactly that address. Throws Error: invalid_argument if it is none of this machine,
 /// system (with what to do) if the port is taken or the system refuses.
-Descriptor listen_at(const Endpoint& endpoint, int rank);
+Descriptor listen_at(const StoreAddress& store, int rank);
 
 /// Starts to connect; `error` is errno if that failed at once, else 0.
 Descriptor connect_to(const Address& address, int& error);

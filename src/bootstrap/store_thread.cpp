@@ -161,7 +161,7 @@ void StoreThread::serve(std::chrono::milliseconds longest) {
   }
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(std::max(next - now, 0ns));
   if (::poll(polled.data(), polled.size(), int(wait.count())) < 0) {
-    // EINTR, or no memory for a moment: look again, but do not burn the processor.
+    // EINTR, or no memory for a moment: poll again, but do not burn the processor.
     if (errno != EINTR) std::this_thread::sleep_for(10ms);
     return;
   }

@@ -18,7 +18,7 @@ class StoreThread {
     StoreServer::Config server{};
     Descriptor listener;
     Descriptor own;       ///< rank 0's own connection
-    std::string place{};  ///< where it listens, as in Endpoint::text
+    std::string place{};  ///< where it listens, as in StoreAddress::text
     /// How long the end may take while answers are still on their way to slow ranks.
     std::chrono::nanoseconds linger = std::chrono::seconds(60);
   };

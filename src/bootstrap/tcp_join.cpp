@@ -56,7 +56,7 @@ void check(const TcpOptions& options) {
 TcpBootstrap::TcpBootstrap(const TcpOptions& options)
     : who_{.rank = options.rank,
            .size = options.size,
-           .store = Endpoint{options.address, options.port}.text()},
+           .store = StoreAddress{options.address, options.port}.text()},
       process_(::getpid()),
       notice_after_(wait_notice_after()),
       buffer_(kReadBytes) {

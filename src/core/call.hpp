@@ -75,10 +75,10 @@ struct StepMessage {
   std::uint64_t offset = 0;
   std::uint64_t side_offset = 0;  ///< of the side region: routes, weights
   std::uint32_t side_segment = 0;
-  std::uint32_t stage_segment = 0;  ///< combine: granted to peers outside the domain
-  std::uint64_t stage_offset = 0;
-  std::uint64_t stage_side_offset = 0;  ///< the same for weights
-  std::uint32_t stage_side_segment = 0;
+  std::uint32_t staging_segment = 0;  ///< combine: granted to peers outside the domain
+  std::uint64_t staging_offset = 0;
+  std::uint64_t staging_side_offset = 0;  ///< the same for weights
+  std::uint32_t staging_side_segment = 0;
   std::uint32_t handle_bytes = 0;  ///< of a segment's handle that follows
   std::int64_t rows = 0;           ///< capacity of the granted region, in rows
   std::uint64_t need_bytes = 0;

@@ -1,5 +1,5 @@
-// How rows lie in a stage on their way between domains: in blocks, one for each pair of ranks, and
-// each block in chunks, which cross as one piece. For host and device alike.
+// How rows lie in a staging buffer on their way between domains: in blocks, one for each pair of
+// ranks, and each block in chunks, which cross as one write. For host and device alike.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -38,21 +38,21 @@ struct CrossingLayout {
   }
 };
 
-/// Rows of a call are used in pieces, each as soon as it is there: so many, for what comes in at
+/// Rows of a call are used in portions, each as soon as it is there: so many, for what comes in at
 /// most `chunks` from one rank. Few, because a stream waits for each, and large.
-FERRY_FN constexpr int crossing_pieces(std::int64_t chunks) {
+FERRY_FN constexpr int crossing_portions(std::int64_t chunks) {
   constexpr std::int64_t kMost = 8, kLeastChunks = 4;
-  const std::int64_t pieces = chunks / kLeastChunks;
-  return static_cast<int>(pieces < 1 ? 1 : pieces > kMost ? kMost : pieces);
+  const std::int64_t portions = chunks / kLeastChunks;
+  return static_cast<int>(portions < 1 ? 1 : portions > kMost ? kMost : portions);
 }
-/// A piece is an equal share of the chunks of every block: so many of a block have come with it.
-FERRY_FN constexpr std::int64_t chunks_after(std::int64_t chunks, int piece, int pieces) {
-  return chunks * (piece + 1) / pieces;
+/// A portion is an equal share of the chunks of every block: so many of a block have come with it.
+FERRY_FN constexpr std::int64_t chunks_after(std::int64_t chunks, int portion, int portions) {
+  return chunks * (portion + 1) / portions;
 }
-/// And so many of its rows; with piece −1: none.
+/// And so many of its rows; with portion −1: none.
 FERRY_FN constexpr std::int64_t rows_after(const CrossingLayout& layout, std::int64_t rows,
-                                           int piece, int pieces) {
-  const std::int64_t end = chunks_after(layout.chunks(rows), piece, pieces) * layout.chunk_rows;
+                                           int portion, int portions) {
+  const std::int64_t end = chunks_after(layout.chunks(rows), portion, portions) * layout.chunk_rows;
   return end < rows ? end : rows;
 }
 

@@ -166,12 +166,12 @@ std::int64_t crossing_rows(const ExchangePlan& plan, const CrossingPlan& crossin
 }
 
 std::vector<std::int64_t> tokens_after(const CrossingLists& lists, const CrossingLayout& layout,
-                                       std::int64_t tokens, int pieces) {
+                                       std::int64_t tokens, int portions) {
   std::vector<std::int64_t> ends;
-  for (int piece = 0; piece < pieces; ++piece) {
+  for (int portion = 0; portion < portions; ++portion) {
     std::int64_t end = tokens, first = 0;
     for (const CrossingBlock& block : lists.out) {
-      const std::int64_t rows = rows_after(layout, block.rows, piece, pieces);
+      const std::int64_t rows = rows_after(layout, block.rows, portion, portions);
       if (rows < block.rows) {
         end = std::min(end, std::int64_t{lists.tokens[index(first + rows)]});
       }

@@ -2,9 +2,9 @@
 // for an engine that gives all of that, at once, to an exchange inside the domain. Pure.
 //
 // What a rank brings into its domain are *domain tokens*: its own, then those that crossed to it,
-// by ascending source, then token: as they lie in its stage. Hierarchical: a token once, for all
-// ranks of the domain; direct: once for each rank. To the exchange inside they are tokens like any
-// other; only where their rows go is known to the whole group.
+// by ascending source, then token: as they lie in its staging buffer. Hierarchical: a token once,
+// for all ranks of the domain; direct: once for each rank. To the exchange inside they are tokens
+// like any other; only where their rows go is known to the whole group.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -37,11 +37,11 @@ struct CrossingLists {
 };
 CrossingLists make_crossing_lists(const ExchangePlan& plan, const CrossingPlan& crossing,
                                   Crossing how);
-/// Rows cross back in the order of `lists.tokens`, in `pieces` (core/crossing_layout.hpp): when
-/// piece p is there, so is all of the own tokens before result[p]; behind the last piece, of all
-/// `tokens`.
+/// Rows cross back in the order of `lists.tokens`, in `portions` (core/crossing_layout.hpp): when
+/// portion p is there, so is all of the own tokens before result[p]; behind the last portion, of
+/// all `tokens`.
 std::vector<std::int64_t> tokens_after(const CrossingLists& lists, const CrossingLayout& layout,
-                                       std::int64_t tokens, int pieces);
+                                       std::int64_t tokens, int portions);
 
 /// Routes of the tokens that crossed from one rank, in its order.
 struct CrossedRoutes {

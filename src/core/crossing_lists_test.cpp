@@ -121,7 +121,7 @@ TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
   }
 }
 
-TEST(CrossingLists, OwnTokensComeFirstThenTheStageAsItLies) {
+TEST(CrossingLists, OwnTokensComeFirstThenTheStagingBufferAsItLies) {
   std::mt19937 random(kSeed + 2);
   for (int round = 0; round < 100; ++round) {
     const World world = any_world(random);
@@ -140,7 +140,7 @@ TEST(CrossingLists, OwnTokensComeFirstThenTheStageAsItLies) {
   }
 }
 
-TEST(CrossingLists, WithAPieceCameAllOfTheTokensBeforeItsEnd) {
+TEST(CrossingLists, WithAPortionCameAllOfTheTokensBeforeItsEnd) {
   std::mt19937 random(kSeed + 3);
   bool early = false;
   for (int round = 0; round < 100; ++round) {
@@ -152,22 +152,22 @@ TEST(CrossingLists, WithAPieceCameAllOfTheTokensBeforeItsEnd) {
       for (int r = 0; r < world.placement.ranks; ++r) {
         const CrossingLists& lists = all.lists[index(r)];
         const auto tokens = static_cast<std::int64_t>(world.routes[index(r)].size()) / world.topk;
-        const int pieces = 1 + static_cast<int>(random() % 4);
-        const auto ends = tokens_after(lists, layout, tokens, pieces);
-        ASSERT_EQ(ends.size(), index(pieces));
+        const int portions = 1 + static_cast<int>(random() % 4);
+        const auto ends = tokens_after(lists, layout, tokens, portions);
+        ASSERT_EQ(ends.size(), index(portions));
         EXPECT_EQ(ends.back(), tokens);
-        for (int piece = 0; piece < pieces; ++piece) {
+        for (int portion = 0; portion < portions; ++portion) {
           // The first token of which some row has not come.
           std::int64_t first = 0, missing = tokens;
           for (const CrossingBlock& block : lists.out) {
-            const std::int64_t chunks = layout.chunks(block.rows) * (piece + 1) / pieces;
+            const std::int64_t chunks = layout.chunks(block.rows) * (portion + 1) / portions;
             for (std::int64_t row = 0; row < block.rows; ++row) {
               if (row / layout.chunk_rows < chunks) continue;
               missing = std::min(missing, std::int64_t{lists.tokens[index(first + row)]});
             }
             first += block.rows;
           }
-          EXPECT_EQ(ends[index(piece)], missing);
+          EXPECT_EQ(ends[index(portion)], missing);
           early = early || (missing > 0 && missing < tokens);
         }
       }
@@ -237,19 +237,19 @@ TEST(CrossingLists, OtherRoutesThanWereCountedAreSeen) {
   }
 }
 
-TEST(CrossingLayout, PiecesShareTheChunks) {
-  EXPECT_EQ(crossing_pieces(0), 1);
-  EXPECT_EQ(crossing_pieces(7), 1);
-  EXPECT_EQ(crossing_pieces(8), 2);
-  EXPECT_EQ(crossing_pieces(1000), 8);
+TEST(CrossingLayout, PortionsShareTheChunks) {
+  EXPECT_EQ(crossing_portions(0), 1);
+  EXPECT_EQ(crossing_portions(7), 1);
+  EXPECT_EQ(crossing_portions(8), 2);
+  EXPECT_EQ(crossing_portions(1000), 8);
   const CrossingLayout layout = make_crossing_layout({16 * 1024, 0, 0});
   for (const std::int64_t rows : {0, 1, 16, 17, 100, 1000}) {
-    for (const int pieces : {1, 3, 8}) {
-      EXPECT_EQ(rows_after(layout, rows, -1, pieces), 0);
-      EXPECT_EQ(rows_after(layout, rows, pieces - 1, pieces), rows);
-      for (int piece = 0; piece < pieces; ++piece) {
-        const std::int64_t end = rows_after(layout, rows, piece, pieces);
-        EXPECT_GE(end, rows_after(layout, rows, piece - 1, pieces));
+    for (const int portions : {1, 3, 8}) {
+      EXPECT_EQ(rows_after(layout, rows, -1, portions), 0);
+      EXPECT_EQ(rows_after(layout, rows, portions - 1, portions), rows);
+      for (int portion = 0; portion < portions; ++portion) {
+        const std::int64_t end = rows_after(layout, rows, portion, portions);
+        EXPECT_GE(end, rows_after(layout, rows, portion - 1, portions));
         EXPECT_TRUE(end == rows || end % layout.chunk_rows == 0);
       }
     }

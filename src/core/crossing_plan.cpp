@@ -29,7 +29,7 @@ std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placemen
   return counts;
 }
 
-std::int64_t CrossingPlan::first_stage_row(int target, int source) const {
+std::int64_t CrossingPlan::first_staging_row(int target, int source) const {
   const int domain = domains.of(target);
   std::int64_t row = 0;
   for (int s = 0; s < source; ++s) {
@@ -153,7 +153,7 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
       }
     }
     const std::int64_t crossings =
-        std::max(crossing.first_sum(rank, domains.count()), crossing.stage_rows(rank));
+        std::max(crossing.first_sum(rank, domains.count()), crossing.staging_rows(rank));
     cost.direct = std::max(cost.direct, static_cast<double>(std::max(out, in)));
     cost.hierarchical = std::max(cost.hierarchical, static_cast<double>(crossings) +
                                                         static_cast<double>(spread) / kInsideSpeed);

@@ -16,9 +16,9 @@ std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placemen
                                           const Domains& domains, int rank);
 
 /// What crosses between domains, on one rank. A token of rank s that has experts in another domain
-/// crosses once, to the rank there that is on the rail of s, and lies in its stage: by ascending
-/// source rank, then token. Sums come back the same way, to the stage of s: by ascending domain,
-/// then token.
+/// crosses once, to the rank there that is on the rail of s, and lies in its staging buffer: by
+/// ascending source rank, then token. Sums come back the same way, to the staging buffer of s: by
+/// ascending domain, then token.
 struct CrossingPlan {
   Domains domains{std::vector<int>{}};
   int rank = 0;
@@ -26,16 +26,17 @@ struct CrossingPlan {
   std::vector<std::int32_t> tokens{};         ///< own tokens by other domain, then token
   std::vector<std::int64_t> offset{};         ///< [D + 1] into `tokens`
   std::vector<int> feeders{};                 ///< whose tokens cross to this rank, ascending
-  std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their rows in this rank's stage
+  std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their staging rows here
   Crossing chosen = Crossing::direct;         ///< by the group, or else by the cost model
 
   std::int64_t crossing(int source, int domain) const {
     return domain_tokens[static_cast<std::size_t>(source * domains.count() + domain)];
   }
   /// Rows that cross to rank `target`, of all sources or of those before `source`.
-  std::int64_t stage_rows(int target) const { return first_stage_row(target, domains.ranks()); }
-  std::int64_t first_stage_row(int target, int source) const;
-  /// In the stage of `source`, where the sums of `domain` begin; of `domain` = count: their number.
+  std::int64_t staging_rows(int target) const { return first_staging_row(target, domains.ranks()); }
+  std::int64_t first_staging_row(int target, int source) const;
+  /// In the staging buffer of `source`, where the sums of `domain` begin; of `domain` = count:
+  /// their number.
   std::int64_t first_sum(int source, int domain) const;
 };
 

@@ -33,7 +33,7 @@ TEST(CrossingPlan, CountsATokenOnceForEachOtherDomain) {
   }
 }
 
-TEST(CrossingPlan, RowsOfTheStageFollowEachOther) {
+TEST(CrossingPlan, RowsOfTheStagingBufferFollowEachOther) {
   std::mt19937 random(kSeed + 1);
   for (int round = 0; round < 200; ++round) {
     const World world = any_world(random);
@@ -44,11 +44,11 @@ TEST(CrossingPlan, RowsOfTheStageFollowEachOther) {
         const int source = mine.feeders[i];
         ASSERT_EQ(mine.feeder_row[i], row);
         // The source finds the same place.
-        ASSERT_EQ(world.crossings[index(source)].first_stage_row(r, source), row);
+        ASSERT_EQ(world.crossings[index(source)].first_staging_row(r, source), row);
         row += static_cast<std::int64_t>(world.crossing(source, world.domains.of(r)).size());
       }
       ASSERT_EQ(mine.feeder_row.back(), row);
-      for (const CrossingPlan& other : world.crossings) ASSERT_EQ(other.stage_rows(r), row);
+      for (const CrossingPlan& other : world.crossings) ASSERT_EQ(other.staging_rows(r), row);
     }
   }
 }

@@ -96,8 +96,9 @@ FERRY_FN constexpr SideLayout make_side_layout(std::int64_t rows, int topk, bool
   return layout;
 }
 
-/// What lies in the stage of a rank to which tokens cross: each row, and what is spread with it.
-struct StageShape {
+/// What lies in the staging buffer of a rank to which tokens cross: each row, and what is spread
+/// with it.
+struct StagingShape {
   std::int64_t rows = 0;
   std::size_t row_bytes = 0;
   std::int64_t scale_columns = 0;
@@ -107,7 +108,7 @@ struct StageShape {
   bool weights = false;
 };
 
-struct StageLayout {
+struct StagingLayout {
   std::size_t rows_at = 0;       ///< [rows, row_bytes]
   std::size_t scales = 0;        ///< f32 [rows, scale_columns]
   std::size_t source_token = 0;  ///< i32 [rows]
@@ -116,10 +117,10 @@ struct StageLayout {
   std::size_t bytes = 0;
 };
 
-FERRY_FN constexpr StageLayout make_stage_layout(const StageShape& shape) {
+FERRY_FN constexpr StagingLayout make_staging_layout(const StagingShape& shape) {
   const auto n = static_cast<std::size_t>(shape.rows);
   const auto k = static_cast<std::size_t>(shape.topk);
-  StageLayout layout{};
+  StagingLayout layout{};
   Carver carver{};
   layout.rows_at = carver.take(n * shape.row_bytes);
   layout.scales = carver.take(n * static_cast<std::size_t>(shape.scale_columns) * sizeof(float));

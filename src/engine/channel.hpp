@@ -33,7 +33,7 @@ using protocol::Generation;
 
 class GroupWatch;
 
-/// The flags that a wait looks at, so that a rank that is not awaited may leave or die in peace.
+/// The flags that a wait polls, so that a rank that is not awaited may leave or die in peace.
 struct Awaited {
   protocol::FlagRow row{};
   std::uint64_t wanted = 0;
@@ -125,11 +125,11 @@ class Channel {
 
   /// The error that the group failed with.
   std::optional<Error> dead() const;
-  /// Looks once whether a peer has failed, or has died or left while this rank needs it. Then the
+  /// Checks once whether a peer has failed, or has died or left while this rank needs it. Then the
   /// group is dead and the peers are told. `awaits(peer)`: whether the call that runs now does.
   /// `ended()`: calls that have ended here; a rank that left after more is not missed. Both are
   /// asked only when a rank has died or left.
-  std::optional<Error> look(const char* stage, const std::function<Generation()>& ended,
+  std::optional<Error> poll(const char* stage, const std::function<Generation()>& ended,
                             const std::function<bool(int)>& awaits);
   /// Of `ended`: every rank that left is missed.
   static constexpr Generation kUnknownEnd = ~Generation{0};
@@ -214,7 +214,7 @@ class GroupWatch {
   void hand_over();
   protocol::Status check();
   /// What `check` does now and then.
-  protocol::Status look(bool late);
+  protocol::Status poll(bool late);
 
   const std::optional<protocol::FailureBroadcast>& broadcast() const { return broadcast_; }
   std::chrono::nanoseconds waited() const { return Clock::now() - start_; }
@@ -229,7 +229,7 @@ class GroupWatch {
   Awaited awaited_;
   const char* stage_;
   Clock::time_point start_ = Clock::now();
-  Clock::time_point last_look_ = start_;
+  Clock::time_point last_poll_ = start_;
   WaitNotice long_wait_;
   std::optional<protocol::FailureBroadcast> broadcast_{};
 };

@@ -1,6 +1,6 @@
 // A failed exchange: the words of its error, which rank it names, the failure broadcast to the
-// peers. channel_watch.cpp detects the failure in a wait of this CPU; `look`, `late` and `beat` are
-// for an engine whose waits run on a GPU, where the CPU only looks after the peers.
+// peers. channel_watch.cpp detects the failure in a wait of this CPU; `poll`, `late` and `beat` are
+// for an engine whose waits run on a GPU, where the CPU only watches the peers.
 #include <atomic>
 #include <chrono>
 #include <set>
@@ -163,7 +163,7 @@ std::optional<Error> Channel::dead() const {
   return dead_;
 }
 
-std::optional<Error> Channel::look(const char* stage, const std::function<Generation()>& ended,
+std::optional<Error> Channel::poll(const char* stage, const std::function<Generation()>& ended,
                                    const std::function<bool(int)>& awaits) {
   if (auto error = dead()) return error;
   int lost = -1;

@@ -13,8 +13,8 @@ using protocol::FailureBroadcast;
 using protocol::Status;
 
 constexpr auto kSlice = std::chrono::milliseconds(40);
-/// A rank that waits looks at its watch every slice; one that has not for this long is stopped or
-/// busy elsewhere.
+/// A rank that waits checks its watch every time slice; one that has not for this long is stopped
+/// or busy elsewhere.
 constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
 constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
 /// For news from another domain, where it is seen who waits.
@@ -145,7 +145,7 @@ void GroupWatch::beat(std::uint64_t value) {
 }
 
 std::uint64_t GroupWatch::spin_ns() const {
-  return static_cast<std::uint64_t>(channel_.memory_->fabric->patience().count());
+  return static_cast<std::uint64_t>(channel_.memory_->fabric->spin_time().count());
 }
 
 bool GroupWatch::progress() {
@@ -188,9 +188,9 @@ Status GroupWatch::check() {
   const auto now = Clock::now();
   bool late = now - start_ >= channel_.config_.deadline;
   late = late && now - start_ >= channel_.config_.deadline + channel_.grace(awaited_);
-  if (!late && now - last_look_ < kSlice / 2) return status;
-  last_look_ = now;
-  return look(late);
+  if (!late && now - last_poll_ < kSlice / 2) return status;
+  last_poll_ = now;
+  return poll(late);
 }
 
 void Channel::look_up(int peer) {
@@ -198,7 +198,7 @@ void Channel::look_up(int peer) {
   if (!survives_) {
     // Everything of the peer is missing: it has not even taken what it is to answer.
     const Awaited awaited{{control_.data + layout_.delivered, kLineBytes, size_}, ~0ull, peer};
-    await(kStage, awaited, [](GroupWatch& watch) { return watch.look(false); });
+    await(kStage, awaited, [](GroupWatch& watch) { return watch.poll(false); });
     return;
   }
   if (left()) {
@@ -210,7 +210,7 @@ void Channel::look_up(int peer) {
   if (config_.on_wait) config_.on_wait();
 }
 
-Status GroupWatch::look(bool late) {
+Status GroupWatch::poll(bool late) {
   Status status;
   beat(now_ns());
   if (channel_.left()) {

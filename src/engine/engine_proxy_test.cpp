@@ -22,12 +22,12 @@ constexpr std::uint64_t kSlots = 4;
 constexpr std::size_t kChunk = 512;
 constexpr std::size_t kMessage = sizeof(StepMessage) + fabric::kMaxHandleBytes;
 
-/// One rank, a domain of its own: its control segment and a stage for others, over `sim`.
+/// One rank, a domain of its own: its control segment and a staging buffer for others, over `sim`.
 struct Seat {
   GroupConfig config;
   std::shared_ptr<Memory> memory;
   ControlLayout layout;
-  fabric::Segment control, stage;
+  fabric::Segment control, staging;
   std::unique_ptr<Channel> channel;
   std::vector<CommandSlot> slots = std::vector<CommandSlot>(kSlots);
   struct alignas(128) Line {
@@ -46,8 +46,8 @@ struct Seat {
         fabric::make_sim_fabric(bootstrap, {}, 20s)));
     layout = make_control_layout(bootstrap.size(), kMessage);
     control = memory->fabric->register_memory(layout.bytes);
-    stage = memory->fabric->register_memory(64 * kChunk);
-    for (const fabric::Segment& segment : {control, stage}) {
+    staging = memory->fabric->register_memory(64 * kChunk);
+    for (const fabric::Segment& segment : {control, staging}) {
       const auto handles = bootstrap.all_gather(segment.handle, 20s);
       for (int peer = 0; peer < bootstrap.size(); ++peer) {
         if (peer == bootstrap.rank()) continue;
@@ -70,13 +70,13 @@ struct Seat {
   int size() const { return channel->size(); }
 
   /// A call in which every rank sends `chunks` to every other.
-  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1, int pieces = 1,
+  std::shared_ptr<CrossingCall> call(std::uint64_t chunks, std::uint64_t plan = 1, int portions = 1,
                                      std::vector<int> together = {}) {
     auto made = std::make_shared<CrossingCall>();
     made->stage = "test: crossing";
     made->head.call.kind = CallKind::dispatch;
     made->head.call.plan = plan;
-    made->head.stage_segment = stage.id;
+    made->head.staging_segment = staging.id;
     made->first = commands;
     made->puts = chunks * static_cast<std::uint64_t>(size() - 1);
     made->from = out.data();
@@ -89,15 +89,15 @@ struct Seat {
           {peer, made->windows.size() * room, static_cast<std::uint64_t>(before) * room, room});
       made->sources.push_back({peer, static_cast<std::int64_t>(chunks)});
     }
-    made->pieces = pieces;
+    made->portions = portions;
     made->together = std::move(together);
-    made->number = arrivals += static_cast<std::uint64_t>(pieces);
+    made->number = arrivals += static_cast<std::uint64_t>(portions);
     commands += 1 + made->puts;
     proxy->submit(made);
     return made;
   }
-  /// What a kernel does, on this thread: fills the own stage and makes the commands, never more
-  /// than the ring holds. `most`: so many puts.
+  /// What a kernel does, on this thread: fills the own staging buffer and makes the commands, never
+  /// more than the ring holds. `most`: so many puts.
   void produce(const CrossingCall& call, std::uint64_t chunks, std::uint64_t most = ~0ull) {
     begin(call);
     put(call, chunks, 0, std::min(call.puts, most));
@@ -150,7 +150,7 @@ TEST(Proxy, CarriesMoreThanTheRingHolds) {
         const auto window = static_cast<std::uint64_t>(seat.rank() - (peer < seat.rank() ? 1 : 0));
         for (std::uint64_t i = 0; i < kChunks; ++i) {
           const std::byte* at =
-              seat.stage.data + (static_cast<std::uint64_t>(block) * kChunks + i) * kChunk;
+              seat.staging.data + (static_cast<std::uint64_t>(block) * kChunks + i) * kChunk;
           const auto sent = static_cast<std::byte>(call->number * 16 + (window * kChunks + i) % 16);
           for (const std::size_t byte : {std::size_t{0}, kChunk - 1}) EXPECT_EQ(at[byte], sent);
         }
@@ -162,36 +162,37 @@ TEST(Proxy, CarriesMoreThanTheRingHolds) {
   });
 }
 
-// Each rank makes chunks only when it has a piece of the other's, so no piece waits for a chunk
+// Each rank makes chunks only when it has a portion of the other's, so no portion waits for a chunk
 // that comes after it, on either side.
-TEST(Proxy, PiecesComeWhileLaterChunksAreNotMadeYet) {
+TEST(Proxy, PortionsComeWhileLaterChunksAreNotMadeYet) {
   constexpr std::uint64_t kChunks = 6, kEach = 2;
-  constexpr int kPieces = 3;
+  constexpr int kPortions = 3;
   with_seats(2, 20s, [&](Seat& seat) {
     for (int round = 0; round < 3; ++round) {
-      const auto call = seat.call(kChunks, 1, kPieces);
-      const auto await_piece = [&](std::uint64_t piece) {
-        ASSERT_TRUE(seat.await_arrival(call->number - kPieces + 1 + piece));
-        for (std::uint64_t i = piece * kEach; i < (piece + 1) * kEach; ++i) {
-          EXPECT_EQ(seat.stage.data[i * kChunk], static_cast<std::byte>(call->number * 16 + i));
+      const auto call = seat.call(kChunks, 1, kPortions);
+      const auto await_portion = [&](std::uint64_t portion) {
+        ASSERT_TRUE(seat.await_arrival(call->number - kPortions + 1 + portion));
+        for (std::uint64_t i = portion * kEach; i < (portion + 1) * kEach; ++i) {
+          EXPECT_EQ(seat.staging.data[i * kChunk], static_cast<std::byte>(call->number * 16 + i));
         }
       };
       seat.begin(*call);
       if (seat.rank() == 0) {
         seat.put(*call, kChunks, 0, 2);
-        await_piece(0);
-        await_piece(1);
+        await_portion(0);
+        await_portion(1);
         seat.put(*call, kChunks, 2, 6);
       } else {
-        await_piece(0);
+        await_portion(0);
         seat.put(*call, kChunks, 0, 5);
-        await_piece(1);
-        // All of rank 0's may be here; the last piece also says that the own stage is free.
+        await_portion(1);
+        // All of rank 0's may be here; the last portion also says that the own staging buffer is
+        // free.
         const protocol::Flag arrived{&seat.arrived.word};
         EXPECT_LT(arrived.load(protocol::order::acquire), call->number);
         seat.put(*call, kChunks, 5, 6);
       }
-      await_piece(2);
+      await_portion(2);
       EXPECT_TRUE(call->crossed.load());
     }
     EXPECT_TRUE(seat.failures.empty());
@@ -199,7 +200,7 @@ TEST(Proxy, PiecesComeWhileLaterChunksAreNotMadeYet) {
 }
 
 // Ranks 0 and 1 go on together; rank 2 holds back what rank 1 waits for.
-TEST(Proxy, WhoWillWaitForOthersGetsTheLastPieceWithThem) {
+TEST(Proxy, WhoWillWaitForOthersGetsTheLastPortionWithThem) {
   constexpr std::uint64_t kChunks = 4;
   std::atomic<bool> checked{false};
   with_seats(3, 20s, [&](Seat& seat) {
@@ -310,9 +311,9 @@ TEST(Proxy, StepsRunInTurnAndThrowToTheirCaller) {
     expect_error(ErrorKind::exhausted, {"no more"}, [&] {
       seat.proxy->run([] { throw Error(ErrorKind::exhausted, "no more"); }, {});
     });
-    int looked = 0;
-    seat.proxy->run([] { std::this_thread::sleep_for(100ms); }, [&] { ++looked; });
-    EXPECT_GT(looked, 0);
+    int polled = 0;
+    seat.proxy->run([] { std::this_thread::sleep_for(100ms); }, [&] { ++polled; });
+    EXPECT_GT(polled, 0);
     seat.proxy->stop();
     expect_error(ErrorKind::destroyed, {"destroyed"}, [&] { seat.proxy->run([] {}, {}); });
   });

@@ -41,7 +41,7 @@ void attach(Channel& channel, Memory& memory, const char* stage, int peer) {
   } catch (const Error&) {
     // Of a rank that was stopped meanwhile the others have given up, and their memory is gone.
     const auto failed =
-        channel.look(stage, [] { return Channel::kUnknownEnd; }, [](int) { return true; });
+        channel.poll(stage, [] { return Channel::kUnknownEnd; }, [](int) { return true; });
     if (failed) throw *failed;
     throw;
   }

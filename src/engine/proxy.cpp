@@ -17,12 +17,12 @@ using Clock = std::chrono::steady_clock;
 using protocol::Command;
 using protocol::Status;
 
-/// Kernels write without waking anybody, so the thread looks again and again: at `meanwhile`, too.
-template <class Look>
+/// Kernels write without waking anybody, so the thread polls again and again, `meanwhile`, too.
+template <class Poll>
 class RingWatch {
  public:
   RingWatch(Channel& channel, const std::atomic<bool>& stopping,
-            std::optional<Clock::time_point> end, const Look& meanwhile)
+            std::optional<Clock::time_point> end, const Poll& meanwhile)
       : channel_(channel), stopping_(stopping), end_(end), meanwhile_(meanwhile) {}
   std::uint64_t spin_ns() const { return 20'000; }
   std::uint64_t slice_ns() const { return 50'000; }
@@ -43,7 +43,7 @@ class RingWatch {
   Channel& channel_;
   const std::atomic<bool>& stopping_;
   std::optional<Clock::time_point> end_;
-  const Look& meanwhile_;
+  const Poll& meanwhile_;
 };
 
 }  // namespace
@@ -54,24 +54,24 @@ class Proxy::Arrivals {
   Arrivals(Proxy& proxy, CrossingCall& call)
       : proxy_(proxy), call_(call), taken_(call.sources.size()) {}
 
-  /// Without waiting: tells of every piece that is there, but for the last.
-  void look() {
+  /// Without waiting: tells of every portion that is there, but for the last.
+  void poll() {
     for (std::size_t s = 0; s < taken_.size(); ++s) {
       const CrossingFrom& from = call_.sources[s];
       while (taken_[s] < from.chunks && proxy_.channel_.take_chunk(from.peer)) ++taken_[s];
     }
-    while (piece_ + 1 < call_.pieces && is_here()) tell();
+    while (portion_ + 1 < call_.portions && is_here()) tell();
   }
   /// All puts are posted.
   void await_rest() {
-    while (piece_ < call_.pieces) {
+    while (portion_ < call_.portions) {
       for (std::size_t s = 0; s < taken_.size(); ++s) {
         while (taken_[s] < needed(s)) {
           proxy_.channel_.await_chunk(call_.stage, call_.sources[s].peer);
           ++taken_[s];
         }
       }
-      if (piece_ + 1 == call_.pieces) {
+      if (portion_ + 1 == call_.portions) {
         meet();
         call_.crossed.store(true, std::memory_order_release);
       }
@@ -81,7 +81,7 @@ class Proxy::Arrivals {
 
  private:
   std::int64_t needed(std::size_t s) const {
-    return chunks_after(call_.sources[s].chunks, piece_, call_.pieces);
+    return chunks_after(call_.sources[s].chunks, portion_, call_.portions);
   }
   bool is_here() const {
     for (std::size_t s = 0; s < taken_.size(); ++s) {
@@ -94,14 +94,14 @@ class Proxy::Arrivals {
     for (const int rank : call_.together) proxy_.channel_.await_delivered(call_.stage, rank);
   }
   void tell() {
-    ++piece_;
-    proxy_.arrive(call_.number - static_cast<std::uint64_t>(call_.pieces - piece_));
+    ++portion_;
+    proxy_.arrive(call_.number - static_cast<std::uint64_t>(call_.portions - portion_));
   }
 
   Proxy& proxy_;
   CrossingCall& call_;
   std::vector<std::int64_t> taken_;
-  int piece_ = 0;  // the next
+  int portion_ = 0;  // the next
 };
 
 Proxy::Proxy(Channel& channel, const protocol::CommandRing<>& ring, const ProxyWords& words,
@@ -194,7 +194,7 @@ void Proxy::submit(std::shared_ptr<CrossingCall> call) {
 }
 
 void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
-  constexpr auto kLook = 20ms;
+  constexpr auto kPollPeriod = 20ms;
   auto state = std::make_shared<Step>();
   state->work = std::move(step);
   std::unique_lock lock(mutex_);
@@ -218,7 +218,7 @@ void Proxy::run(std::function<void()> step, const OnWait& on_wait) {
     changed_.notify_all();
   });
   changed_.notify_all();
-  while (!changed_.wait_for(lock, kLook, [&] { return state->done; })) {
+  while (!changed_.wait_for(lock, kPollPeriod, [&] { return state->done; })) {
     if (!on_wait) continue;
     lock.unlock();
     try {
@@ -236,10 +236,10 @@ void Proxy::await_command(CrossingCall& call, std::uint64_t number, Command& com
                           Arrivals* meanwhile) {
   std::optional<Clock::time_point> end;
   if (bounded) end = Clock::now() + deadline_;
-  const auto look = [meanwhile] {
-    if (meanwhile != nullptr) meanwhile->look();
+  const auto poll = [meanwhile] {
+    if (meanwhile != nullptr) meanwhile->poll();
   };
-  RingWatch watch(channel_, stopping_, end, look);
+  RingWatch watch(channel_, stopping_, end, poll);
   const Status status = ring_.await(number, command, watch);
   if (status.ok()) return;
   if (status.code == Status::Code::kDeadline) {
@@ -259,7 +259,7 @@ void Proxy::put(CrossingCall& call, const Command& command) {
     throw std::runtime_error("a kernel made a command that cannot be");
   }
   const StepMessage theirs = channel_.head(window.peer);
-  const fabric::Address to{theirs.stage_segment, theirs.stage_offset + window.to + command.to};
+  const fabric::Address to{theirs.staging_segment, theirs.staging_offset + window.to + command.to};
   channel_.reach().write(window.peer, {to.segment, to.offset}, call.from + command.from,
                          command.bytes, channel_.chunk_tag(window.peer));
   channel_.send_chunk(window.peer, command.bytes);
@@ -281,7 +281,7 @@ void Proxy::carry(CrossingCall& call) {
   if (!call.refused) {
     for (const CrossingWindow& window : call.windows) {
       const StepMessage theirs = channel_.head(window.peer);
-      channel_.checked(call.stage, window.peer, {theirs.stage_segment, theirs.stage_offset},
+      channel_.checked(call.stage, window.peer, {theirs.staging_segment, theirs.staging_offset},
                        window.to + window.bytes);
     }
   }
@@ -290,7 +290,7 @@ void Proxy::carry(CrossingCall& call) {
     await_command(call, call.first + 1 + i, command, true, call.refused ? nullptr : &arrivals);
     if (call.refused) continue;
     put(call, command);
-    arrivals.look();
+    arrivals.poll();
   }
   if (!call.refused) {
     arrivals.await_rest();

@@ -1,6 +1,6 @@
 // A thread that does on the network what kernels ask for: it takes their commands from a ring in
 // pinned memory, posts them through the group's fabric, and tells the stream how much from the
-// other side is there, piece by piece, by a word that the stream waits for. No SM is held
+// other side is there, portion by portion, by a word that the stream waits for. No SM is held
 // meanwhile.
 //
 // All of a group's talk between its CPUs is on this thread, in the order of the calls; a caller
@@ -26,10 +26,10 @@
 namespace ferry::engine {
 
 /// What the streams and the proxy tell each other, in pinned memory; each alone on its line.
-/// Streams look at the lower half: numbers stay below 2^31, or one wait is let go too early only
+/// Streams compare the low 32 bits: numbers stay below 2^31, or one wait is let go too early only
 /// after 2^31 commands.
 struct ProxyWords {
-  std::uint64_t* arrived = nullptr;  ///< pieces of calls that are here
+  std::uint64_t* arrived = nullptr;  ///< portions of calls that are here
   std::uint64_t* taken = nullptr;    ///< commands taken from the ring
 };
 /// Added to a word that lets every wait go.
@@ -38,7 +38,7 @@ inline constexpr std::uint64_t kLetGo = std::uint64_t{1} << 30;
 /// A block of rows for one peer, and where it goes.
 struct CrossingWindow {
   int peer = 0;
-  std::uint64_t from = 0;   ///< where it begins in the own stage
+  std::uint64_t from = 0;   ///< where it begins in the own staging buffer
   std::uint64_t to = 0;     ///< and in what the peer grants
   std::uint64_t bytes = 0;  ///< its room, the same on both sides
 };
@@ -56,18 +56,18 @@ struct CrossingCall {
   StepMessage head{};       ///< stage_segment, stage_offset: where peers write
   std::uint64_t first = 0;  ///< number of its `begin`; its puts follow
   std::uint64_t puts = 0;
-  const std::byte* from = nullptr;  ///< the own stage
+  const std::byte* from = nullptr;  ///< the own staging buffer
   std::vector<CrossingWindow> windows{};
   std::vector<CrossingFrom> sources{};
-  int pieces = 1;  ///< that this stream waits for (core/crossing_layout.hpp)
-  /// Ranks of the domain for which this one will wait on a GPU once all is here: so the last piece
-  /// is told of when they have theirs, too.
+  int portions = 1;  ///< that this stream waits for (core/crossing_layout.hpp)
+  /// Ranks of the domain for which this one will wait on a GPU once all is here: so the last
+  /// portion is told of when they have theirs, too.
   std::vector<int> together{};
   /// After the swap of heads, on the proxy's thread: throws what every rank throws alike. Nothing
   /// crosses then, and the group goes on.
   std::function<void(Channel&)> agree{};
   std::uint64_t number =
-      0;  ///< of its last piece; `arrived` becomes that. All puts are posted then
+      0;  ///< of its last portion; `arrived` becomes that. All puts are posted then
 
   std::atomic<bool> ended{false};
   std::atomic<bool> crossed{false};  ///< all that was to come is there

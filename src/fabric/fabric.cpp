@@ -25,7 +25,7 @@ void Fabric::put_pieces(int peer, Address to, std::span<const Piece> pieces, std
   put(peer, to, whole.data(), whole.size(), tag);
 }
 
-std::chrono::nanoseconds Fabric::patience() const noexcept {
+std::chrono::nanoseconds Fabric::spin_time() const noexcept {
   return std::chrono::microseconds(shares_cores() ? 50 : 20);
 }
 

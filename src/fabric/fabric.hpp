@@ -99,7 +99,7 @@ class Fabric {
 
   /// How long a wait spins before it sleeps: about as long as a message takes. Where ranks share
   /// cores, it lets others run meanwhile (`progress`).
-  virtual std::chrono::nanoseconds patience() const noexcept;
+  virtual std::chrono::nanoseconds spin_time() const noexcept;
   /// Called by a wait while it spins: does what else a thread of the fabric does, sparing both ends
   /// the time until that thread runs. False: there is no such thread. Never blocks.
   virtual bool progress() noexcept;

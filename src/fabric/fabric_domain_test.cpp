@@ -1,4 +1,4 @@
-// Domains: pointers inside, puts across the line, one memory behind both.
+// Domains: pointers inside, puts between them, one memory behind both.
 #include "fabric/test_ranks.hpp"
 
 namespace ferry::fabric::test {

@@ -92,7 +92,7 @@ TEST(ShmFabric, ADeadPeerIsSeenBeforeItsParentWaitsForIt) {
     // Its memory stays: nothing faults.
     std::memset(fabric->pointer(1, 0), 1, 4096);
     fabric->publish(1, {0, 0}, 1, 0, 1);
-    // Both survivors look before one of them leaves.
+    // Both survivors poll before one of them leaves.
     me.board.notes[1].fetch_add(1);
     EXPECT_TRUE(eventually([&] { return me.board.notes[1] == 2; }));
   });
@@ -146,7 +146,7 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
       const auto fabric = me.make();
       me.board.notes[0].fetch_add(1);
       const auto died = [&] { return fabric->peer_state(2) == PeerState::dead; };
-      const OnWait look = [&] {
+      const OnWait poll = [&] {
         if (me.rank() != 2 && died()) throw Error(ErrorKind::peer_failed, "dead");
       };
       try {
@@ -154,12 +154,12 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
           const Segment a = fabric->register_memory(bytes);
           const Segment b = fabric->register_memory(bytes);
           for (const Segment& mine : {a, b}) {
-            const auto handles = me.bootstrap.all_gather(mine.handle, kDeadline, look);
+            const auto handles = me.bootstrap.all_gather(mine.handle, kDeadline, poll);
             for (int peer = 0; peer < 3; ++peer) {
               fabric->attach(peer, mine.id, bytes, handles[std::size_t(peer)]);
             }
           }
-          me.bootstrap.all_gather({}, kDeadline, look);
+          me.bootstrap.all_gather({}, kDeadline, poll);
           fabric->seal(a.id);
           fabric->seal(b.id);
         }

@@ -1,7 +1,7 @@
-// Chunks: rows come to a rank in pieces, and each piece may be used as soon as it is there.
+// Chunks: rows come to a rank in parts, each of which may be used as soon as it is there.
 //
-// A receiver grants memory for all pieces in a swap; the sender writes each piece there under the
-// tag of its number and raises the receiver's flag to that number. Numbers count the pieces between
+// A receiver grants memory for all chunks in a swap; the sender writes each chunk there under the
+// tag of its number and raises the receiver's flag to that number. Numbers count the chunks between
 // two ranks for ever, from 1 without gaps: both know how many an exchange has. The receiver grants
 // the same memory again only after it has used all of them: the next swap carries that order.
 //
@@ -21,26 +21,26 @@ namespace ferry::protocol {
 /// What chunks rely on, as parameters, so that the explorer can break it.
 struct ChunkTraits {
   using Await = AwaitTraits;
-  /// A network counts the piece's bytes before it shows the flag.
+  /// A network counts the chunk's bytes before it shows the flag.
   static constexpr bool kCounted = true;
-  /// Every piece has a tag of its own. Under one tag, early bytes of the next piece would stand in
+  /// Every chunk has a tag of its own. Under one tag, early bytes of the next chunk would stand in
   /// for late bytes of this one.
   FERRY_FN static constexpr std::uint64_t tagged(std::uint64_t number) { return number; }
 };
 
-/// The chunk flags of one rank: crossed[source] = number of the last piece that is there.
+/// The chunk flags of one rank: crossed[source] = number of the last chunk that is there.
 template <class Traits = ChunkTraits>
 class Chunks {
  public:
   FERRY_FN Chunks(const FlagLayout& layout, int self, std::byte* flags)
       : layout_(layout), self_(self), row_{flags, layout.stride, layout.ranks} {}
 
-  /// The tag under which piece `number` is written.
+  /// The tag under which chunk `number` is written.
   FERRY_FN static constexpr std::uint64_t tag(std::uint64_t number) {
     return make_tag(Channel::kChunk, Traits::tagged(number));
   }
 
-  /// Says that piece `number` for `receiver` is written: `bytes` of it.
+  /// Says that chunk `number` for `receiver` is written: `bytes` of it.
   template <class R>
     requires Reach<R>
   FERRY_FN void send(R& reach, int receiver, std::uint64_t number, std::uint64_t bytes) const {
@@ -48,12 +48,12 @@ class Chunks {
                   Signal{layout_.place(self_), number, tag(number), Traits::kCounted ? bytes : 0});
   }
 
-  /// Whether piece `number` of `source` is there, without waiting.
+  /// Whether chunk `number` of `source` is there, without waiting.
   FERRY_FN bool arrived(int source, std::uint64_t number) const {
     return Traits::Await::reached(row_[source].load(Traits::Await::kLoad), number);
   }
 
-  /// Waits for piece `number` of `source`.
+  /// Waits for chunk `number` of `source`.
   template <class W>
   FERRY_FN Status await(int source, std::uint64_t number, W& watch) const {
     return await_flag<typename Traits::Await>(row_[source], source, number, kAnyAhead, watch);

@@ -19,7 +19,7 @@ namespace ferry::protocol {
 /// What the ring relies on, as parameters, so that the explorer can break it.
 struct CommandRingTraits {
   static constexpr order kPost = order::release;
-  static constexpr order kLook = order::acquire;
+  static constexpr order kPoll = order::acquire;
   static constexpr order kTaken = order::release;
   static constexpr order kRoom = order::acquire;
   /// A slot may be filled again when its last command was taken.
@@ -63,7 +63,7 @@ class CommandRing {
   /// Consumer: command `number` if it is there. Not to be asked for again.
   FERRY_FN bool take(std::uint64_t number, Command& command) const {
     const CommandSlot& slot = slots_[number % size_];
-    if (!Traits::is(Flag{const_cast<std::uint64_t*>(&slot.number)}.load(Traits::kLook), number)) {
+    if (!Traits::is(Flag{const_cast<std::uint64_t*>(&slot.number)}.load(Traits::kPoll), number)) {
       return false;
     }
     command = read(&slot.command);
@@ -76,7 +76,7 @@ class CommandRing {
   FERRY_FN Status await(std::uint64_t number, Command& command, W& watch) const {
     const Flag word{&slots_[number % size_].number};
     const Status status = word.wait_until(
-        [number](std::uint64_t seen) { return Traits::is(seen, number); }, watch, Traits::kLook);
+        [number](std::uint64_t seen) { return Traits::is(seen, number); }, watch, Traits::kPoll);
     if (status.ok()) (void)take(number, command);
     return status;
   }

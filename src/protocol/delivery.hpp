@@ -24,8 +24,8 @@ struct DeliveryTraits {
   static constexpr Channel kChannel = Channel::kDelivery;
 };
 
-/// Of a second delivery in the same generation, whose bytes are counted apart: what is told ahead
-/// of rows.
+/// Of a second delivery in the same generation, whose bytes are counted apart: what is
+/// announced before rows.
 struct AnnounceTraits : DeliveryTraits {
   static constexpr Channel kChannel = Channel::kAnnounced;
 };

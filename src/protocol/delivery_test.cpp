@@ -48,7 +48,7 @@ TEST_P(DeliveryOnThreads, PushesIntoGrantsAndPullsFromLoans) {
                       group.address(rank, swaps.flags.flags));
     const Delivery<> delivery(delivered, rank, group.address(rank, delivered.flags));
     const Loan<> loan(done, rank, group.address(rank, done.flags));
-    DeadlineWatch watch = patient();
+    DeadlineWatch watch = long_wait();
     for (Generation g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
         const std::uint64_t offset = region.at(static_cast<std::uint64_t>(peer) * kRowBytes).offset;
@@ -92,7 +92,7 @@ TEST_P(CreditOnThreads, TwoBuffersInFlight) {
   group.run([&](int rank, auto& reach) {
     const Credit<> credit(layout, rank, group.address(rank, layout.arrived.flags),
                           group.address(rank, layout.released.flags));
-    DeadlineWatch watch = patient();
+    DeadlineWatch watch = long_wait();
     DropOrder<> order;
     for (Generation g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {

@@ -15,13 +15,13 @@
 namespace ferry::protocol {
 
 static_assert(std::endian::native == std::endian::little,
-              "the low half of a 64-bit flag is taken to be its first four bytes");
+              "the low 32 bits of a flag is taken to be its first four bytes");
 
 /// How many threads of this process sleep on some word.
 inline std::atomic<int> sleepers{0};
 
 /// Sleeps while the low 32 bits of `*word` equal those of `seen`, at most `nanoseconds`. Returns
-/// when woken, when the word differs, at the end of the time or after a signal; the caller looks
+/// when woken, when the word differs, at the end of the time or after a signal; the caller polls
 /// again in every case. `word` may lie in memory shared between processes.
 inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint64_t nanoseconds) {
   timespec slice{};
@@ -41,7 +41,7 @@ inline void futex_wake(const std::uint64_t* word) {
 
 /// The same for a word on which only this process sleeps: no system call if nobody does.
 inline void futex_wake_own(const std::uint64_t* word) {
-  // A write, so that the change of the word comes before the look.
+  // A write, so that the change of the word comes before the poll.
   if (sleepers.fetch_add(0) > 0) futex_wake(word);
 }
 

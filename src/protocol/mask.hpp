@@ -54,7 +54,7 @@ template <class Traits = AwaitTraits, class W>
 Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth, RankSet pending,
                   RankSet came, W& watch) {
   constexpr std::uint64_t kShortNs = 500'000;
-  for (bool first_look = true;; first_look = false) {
+  for (bool first_poll = true;; first_poll = false) {
     int missing = -1, others = 0;
     bool any = false;
     for (int peer = 0; peer < row.ranks; ++peer) {
@@ -78,7 +78,7 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
       any = true;
     }
     if (any || missing < 0) return {};
-    ShortSleep<W> sleep{{watch}, first_look, others > 0 ? kShortNs : ~0ull};
+    ShortSleep<W> sleep{{watch}, first_poll, others > 0 ? kShortNs : ~0ull};
     Status status = row[missing].wait_until(
         [wanted](std::uint64_t seen) { return Traits::reached(seen, wanted); }, sleep,
         Traits::kLoad);

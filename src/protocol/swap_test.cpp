@@ -32,7 +32,7 @@ TEST_P(SwapOnThreads, CarriesEveryMessageOfEveryGeneration) {
   group.run([&](int rank, auto& reach) {
     const Swap<> swap(layout, rank, group.address(rank, layout.slots),
                       group.address(rank, layout.flags.flags));
-    DeadlineWatch watch = patient();
+    DeadlineWatch watch = long_wait();
     std::vector<Message> messages(static_cast<std::size_t>(ranks));
     for (Generation g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
@@ -62,7 +62,7 @@ TEST_P(SwapOnThreads, BarrierKeepsRoundsApart) {
   const ThreadRanks group(ranks, flags.bytes() + 64);
   group.run([&](int rank, auto& reach) {
     const Barrier<> barrier(flags, rank, group.address(rank, flags.flags));
-    DeadlineWatch watch = patient();
+    DeadlineWatch watch = long_wait();
     for (Generation g = 1; g <= kGenerations; ++g) {
       if (g % 2 == 1) {
         write(reinterpret_cast<Generation*>(group.address(rank, cell)), g);

@@ -104,7 +104,7 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
                                      order o) const {
   return model::compare_exchange(word, expected, desired, o);
 }
-FERRY_FN void Flag::wake() const {}  // the explorer lets a waiter look whenever the word changed
+FERRY_FN void Flag::wake() const {}  // the explorer lets a waiter poll whenever the word changed
 FERRY_FN void Flag::wake_own() const {}
 
 template <class Reached, class W>

@@ -52,7 +52,7 @@ class ThreadRanks {
 };
 
 /// Never reached unless a test hangs.
-inline DeadlineWatch patient() {
+inline DeadlineWatch long_wait() {
   return DeadlineWatch(std::chrono::seconds(60));
 }
 

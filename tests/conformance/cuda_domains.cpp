@@ -43,8 +43,8 @@ struct Tokens {
   }
 };
 
-/// So many tokens that what crosses comes in many chunks and pieces, from one rank or from several:
-/// results are those of the reference, round after round with the same plan.
+/// So many tokens that what crosses comes in many chunks and portions, from one rank or from
+/// several: results are those of the reference, round after round with the same plan.
 bool run_long(const CudaOptions& options) {
   constexpr DomainShape kLong[]{{4, 2, false, Crossing::hierarchical},
                                 {4, 2, false, Crossing::direct},

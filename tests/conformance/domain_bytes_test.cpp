@@ -99,8 +99,8 @@ TEST(Domains, BytesThatCrossEqualTheFormula) {
   }
 }
 
-// Latency mode: one write for each token and rank beyond the line, which brings row, scales, route
-// and count, and one flag a rank. A rank that gets no token gets the count alone.
+// Latency mode: one write for each token and rank of another domain, which brings row, scales,
+// route and count, and one flag a rank. A rank that gets no token gets the count alone.
 TEST(Domains, LatencyModeCrossesInOneWriteForEachTokenAndRank) {
   constexpr std::int64_t kTokens = 5, kHidden = 264;  // e4m3: 3 scales, no multiple of 16 bytes
   constexpr int kTopk = 3, kSize = 2;

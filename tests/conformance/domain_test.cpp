@@ -1,4 +1,4 @@
-// Several domains: the same results as in one, and no pointer across the line.
+// Several domains: the same results as in one, and no pointer between them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

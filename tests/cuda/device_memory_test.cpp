@@ -238,10 +238,10 @@ TEST_F(DeviceMemoryAlone, HandlesAreChecked) {
     refused("segment", [&] { memory->attach(peer, 1, mine.bytes, handle); });
     refused("number", [&] { memory->attach(peer, 64, mine.bytes, handle); });
     refused("group", [&] { other->attach(peer, 0, mine.bytes, handle); });
-    auto lie = handle;  // says twice the size, and so does the caller: the memory is smaller
+    auto forged = handle;  // says twice the size, and so does the caller: the memory is smaller
     const std::uint64_t bytes = std::uint64_t{mine.bytes} * 2;
-    std::memcpy(lie.data() + 16, &bytes, sizeof bytes);
-    refused("lie", [&] { memory->attach(peer, 0, mine.bytes * 2, lie); });
+    std::memcpy(forged.data() + 16, &bytes, sizeof bytes);
+    refused("forged", [&] { memory->attach(peer, 0, mine.bytes * 2, forged); });
     memory->attach(peer, 0, mine.bytes, handle);
     refused("twice", [&] { memory->attach(peer, 0, mine.bytes, handle); });
     barrier(bootstrap);

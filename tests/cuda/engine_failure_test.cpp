@@ -172,15 +172,15 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
       }
       // A message of rank 1 that cannot be, between the two calls.
       const auto engine = std::static_pointer_cast<cuda::CudaEngine>(Access::engine(seat.group));
-      const std::uint64_t lie = std::uint64_t{1000000} << 32;
+      const std::uint64_t violation = std::uint64_t{1000000} << 32;
       const Received good = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
         const auto& view = engine->view();
         for (std::size_t slot = 0; slot < cuda::kMailboxDepth; ++slot) {
           const std::size_t message = slot * static_cast<std::size_t>(seat.size()) + 1;
           need(cudaMemcpyAsync(
-                   view.control + view.layout.mailbox + message * view.layout.message_bytes, &lie,
-                   sizeof lie, cudaMemcpyHostToDevice, own.raw),
+                   view.control + view.layout.mailbox + message * view.layout.message_bytes,
+                   &violation, sizeof violation, cudaMemcpyHostToDevice, own.raw),
                "cudaMemcpyAsync");
         }
         const Received bad = seat.group.dispatch(mine.x_view(), plan, options);

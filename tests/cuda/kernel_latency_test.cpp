@@ -75,7 +75,7 @@ void run_case(const LatencyCase& c, std::uint64_t seed) {
   LatencyRun run(group, c);
   for (std::uint64_t i = 0; i < 3; ++i) exchange_once(group, run, c, seed + i);
   exchange_hooked(group, run, c, seed + 7);
-  // Sent, and dropped without a look: the next ones are whole.
+  // Sent, and dropped unread: the next ones are whole.
   launch_dispatch_all(group, run, 0, Halves::send);
   exchange_hooked(group, run, c, seed + 11);
   exchange_once(group, run, c, seed + 13);

@@ -62,8 +62,8 @@ TEST(CommandRingModel, IsSound) {
 struct RelaxedPost : CommandRingTraits {
   static constexpr order kPost = order::relaxed;
 };
-struct RelaxedLook : CommandRingTraits {
-  static constexpr order kLook = order::relaxed;
+struct RelaxedPoll : CommandRingTraits {
+  static constexpr order kPoll = order::relaxed;
 };
 struct RelaxedTaken : CommandRingTraits {
   static constexpr order kTaken = order::relaxed;
@@ -81,7 +81,7 @@ struct AnyLap : CommandRingTraits {
 TEST(CommandRingModel, MutantsAreCaught) {
   const Case what{.generations = 5, .bounds = {2, 0}};
   expect_caught("command ring: relaxed post", commands<RelaxedPost>(what));
-  expect_caught("command ring: relaxed look", commands<RelaxedLook>(what));
+  expect_caught("command ring: relaxed poll", commands<RelaxedPoll>(what));
   expect_caught("command ring: relaxed taken", commands<RelaxedTaken>(what));
   expect_caught("command ring: relaxed room", commands<RelaxedRoom>(what));
   expect_caught("command ring: one command too many", commands<OneTooMany>(what));

@@ -51,7 +51,7 @@ Report credits(const Case& what, Use use, std::uint64_t seed = 0) {
           }
           return Status{};
         };
-        const auto look = [&](Generation g) {
+        const auto check = [&](Generation g) {
           for (int source = 0; source < what.ranks; ++source) {
             expect_payload(world.address(rank, slot(g, source)), payload(source, rank, g),
                            what.words);
@@ -67,18 +67,18 @@ Report credits(const Case& what, Use use, std::uint64_t seed = 0) {
           if (status = send(g); !status.ok()) return status;
           if (use == Use::kAtOnce) {
             if (status = mine.await_arrivals(g, watch); !status.ok()) return status;
-            look(g);
+            check(g);
             drop(g);
           } else if (use == Use::kPipelined && g > 1) {
             if (status = mine.await_arrivals(g - 1, watch); !status.ok()) return status;
-            look(g - 1);
+            check(g - 1);
             drop(g - 1);
           } else if (use == Use::kOutOfOrder && g % 2 == 0) {
             if (status = mine.await_arrivals(g - 1, watch); !status.ok()) return status;
             if (status = mine.await_arrivals(g, watch); !status.ok()) return status;
-            look(g);
+            check(g);
             drop(g);
-            look(g - 1);
+            check(g - 1);
             drop(g - 1);
           }
         }

@@ -73,7 +73,7 @@ class DeviceRank {
     return exchanges(agreed + 1, agreed + 2) ? Status{} : evicted();
   }
 
-  // The watch of every wait: its deadline may be over at any look, and a peer that goes on without
+  // The watch of every wait: its deadline may be over at any check, and a peer that goes on without
   // this rank is not waited for.
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 0; }
@@ -307,7 +307,7 @@ TEST(DeviceMaskModel, RandomSchedulesOfManyRanks) {
 struct RelaxedTag : DeviceTraits {
   static constexpr order kTell = order::relaxed;
 };
-struct RelaxedLook : DeviceTraits {
+struct RelaxedPoll : DeviceTraits {
   static constexpr order kListen = order::relaxed;
 };
 struct AnyTag : DeviceTraits {
@@ -332,7 +332,7 @@ struct OnePlace : DeviceTraits {
 TEST(DeviceMaskModel, MutantsAreCaught) {
   const Case late{2, 3, false, {2, 2}};
   expect_caught("device masks: relaxed tag", device<RelaxedTag>(late));
-  expect_caught("device masks: relaxed look at a tag", device<RelaxedLook>(late));
+  expect_caught("device masks: relaxed poll of a tag", device<RelaxedPoll>(late));
   expect_caught("device masks: any generation", device<AnyTag>(late));
   expect_caught("device masks: credit not awaited", device<NoCredit>(late, kTakesBack));
   expect_caught("device masks: credit before reading", device<GivesBackItself>(late, kTakesBack));

@@ -61,7 +61,7 @@ class Block {
     return {};
   }
 
-  // The watch of a wait for a word of the header. A look may find a suspicion, and the leading
+  // The watch of a wait for a word of the header. A check may find a suspicion, and the leading
   // deadline be over; once judged, both are old.
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 0; }
@@ -206,7 +206,7 @@ TEST(DeviceVerdictModel, RandomSchedulesOfManyBlocks) {
 struct JudgesAlone : VerdictTraits {
   static constexpr bool kAwaitsBlocks = false;
 };
-struct LooksForItself : VerdictTraits {
+struct PollsForItself : VerdictTraits {
   static constexpr bool kTrustsPassed = false;
 };
 struct HaltsOnceJudged : VerdictTraits {
@@ -221,7 +221,7 @@ struct RelaxedHearing : VerdictTraits {
 
 TEST(DeviceVerdictModel, MutantsAreCaught) {
   expect_caught("verdict: judges alone", verdict<JudgesAlone>(2, 1, kLate));
-  expect_caught("verdict: does not ask who has passed", verdict<LooksForItself>(2, 1, kLate));
+  expect_caught("verdict: does not ask who has passed", verdict<PollsForItself>(2, 1, kLate));
   expect_caught("verdict: halts once judged", verdict<HaltsOnceJudged>(2, 1, kLate));
   expect_caught("verdict: relaxed", verdict<RelaxedVerdict>(2, 1, kLate));
   expect_caught("verdict: heard relaxed", verdict<RelaxedHearing>(2, 1, kLate));

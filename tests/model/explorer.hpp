@@ -43,7 +43,7 @@ struct Clock {
   }
 };
 
-/// What is under way in a network. Delivery waits until somebody looks: an earlier delivery would
+/// What is under way in a network. Delivery waits until somebody reads: an earlier delivery would
 /// change nothing that a rank can observe, because races are found by order, not by time.
 class Wire {
  public:

@@ -244,7 +244,7 @@ Waited Explorer::wait(const std::uint64_t* address, Reached reached, const void*
       word.seen[actor] = static_cast<std::uint16_t>(word.stores.size() - 1);
       remember(5, word.stores.size());
       resumed = false;
-      if (tracing_) note("looked too late on " + where(address));
+      if (tracing_) note("read too late on " + where(address));
       continue;
     }
     const int item = static_cast<int>(pick) - found.count - (found.miss ? 1 : 0);

@@ -17,7 +17,7 @@ using protocol::order;
 using Kind = protocol::FailureBroadcast::Kind;
 
 /// Rank 0 has two threads (fibers 0 and `ranks`) that blame different ranks at once; everybody
-/// looks twice. One failure broadcast of rank 0 may exist in the world, and a failure broadcast
+/// polls twice. One failure broadcast of rank 0 may exist in the world, and a failure broadcast
 /// once seen never changes.
 template <class Traits = FailureBroadcastTraits>
 Report two_threads(const Case& what) {

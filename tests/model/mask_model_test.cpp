@@ -86,7 +86,7 @@ class MaskedRank {
     if (!plan_.holds) return exchange(true);
     status = exchange(false);
     if (!status.ok()) return status;
-    for (int source = 0; rank_ == 0 && source < ranks_; ++source) look_at_row(source, 1);
+    for (int source = 0; rank_ == 0 && source < ranks_; ++source) check_row(source, 1);
     credit_.release(reach_, generation_);
     return exchange(true);
   }
@@ -138,9 +138,9 @@ class MaskedRank {
   }
 
   /// As LatencyMasks::await.
-  template <class Came>
+  template <class OnArrival>
   Status await(const protocol::FlagLayout& flags, Generation wanted, std::uint64_t depth,
-               Ranks pending, Came came) {
+               Ranks pending, OnArrival came) {
     const auto any = [&] {
       return std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; });
     };
@@ -174,7 +174,7 @@ class MaskedRank {
   }
 
   /// Whether the row of `source` is here.
-  std::uint8_t look_at_row(int source, Generation g) {
+  std::uint8_t check_row(int source, Generation g) {
     const std::byte* row = mine(row_place(source, g));
     if (Traits::kReadsHeaders && protocol::read(reinterpret_cast<const std::uint64_t*>(row)) != g) {
       return 0;
@@ -203,7 +203,7 @@ class MaskedRank {
       }
     }
     Status status = await(at_.credit.arrived, g, 2, unmasked(),
-                          [&](int source) { came[at(source)] = look_at_row(source, g); });
+                          [&](int source) { came[at(source)] = check_row(source, g); });
     if (!status.ok()) return status;
     if (plan_.takes_back) {
       for (int peer = 0; peer < ranks_; ++peer) {

@@ -16,15 +16,15 @@ using protocol::RejoinTraits;
 template <class Base>
 class GoneWatch {
  public:
-  GoneWatch(World<Base>& world, const protocol::FlagLayout& ended, int rank, bool looks)
-      : row_{world.address(rank, ended.flags), ended.stride, ended.ranks}, looks_(looks) {}
+  GoneWatch(World<Base>& world, const protocol::FlagLayout& ended, int rank, bool polls)
+      : row_{world.address(rank, ended.flags), ended.stride, ended.ranks}, polls_(polls) {}
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 0; }
   void awaits(int peer) { peer_ = peer; }
   Status check() {
     Status status;
     const bool gone = row_[peer_].load(protocol::order::acquire) != 0;
-    if (!gone && looks_) return status;
+    if (!gone && polls_) return status;
     status.code = gone ? Status::Code::kPeerFailed : Status::Code::kDeadline;
     status.peer = peer_;
     return status;
@@ -33,14 +33,15 @@ class GoneWatch {
  private:
   protocol::FlagRow row_;
   int peer_ = 0;
-  bool looks_;  // the end of a slice is no deadline
+  bool polls_;  // the end of a slice is no deadline
 };
 
 /// `rejoins` times: every rank has used other generations, tries at most `attempts` times, and all
 /// that succeed in the last one must have agreed. `ends`: the last rank offers its generation to
-/// rank 0 alone and ends. `looks`: ranks look around while they wait, and no deadline is over.
+/// rank 0 alone and ends. `polls`: ranks poll for the end of others while they wait, and no
+/// deadline is over.
 template <class Traits = RejoinTraits>
-Report rejoin(const Case& what, int rejoins, int attempts, bool ends = false, bool looks = false) {
+Report rejoin(const Case& what, int rejoins, int attempts, bool ends = false, bool polls = false) {
   Explorer explorer;
   World<Sound> world(explorer, what, {Channel::kOffer, Channel::kAnswer});
   const RejoinLayout layout{world.take_flags("offers"), world.take_flags("answers")};
@@ -54,7 +55,7 @@ Report rejoin(const Case& what, int rejoins, int attempts, bool ends = false, bo
     }
     Rejoin<Traits> mine(layout, rank, world.address(rank, layout.offers.flags),
                         world.address(rank, layout.answers.flags));
-    GoneWatch<Sound> watch(world, ended, rank, looks);
+    GoneWatch<Sound> watch(world, ended, rank, polls);
     Status status;
     Generation agreed = 0;
     for (int round = 0; round < rejoins; ++round) {
@@ -75,7 +76,7 @@ Report rejoin(const Case& what, int rejoins, int attempts, bool ends = false, bo
     for (int rank = 0; rank < what.ranks; ++rank) {
       const Status& outcome = outcomes[static_cast<std::size_t>(rank)];
       if (!outcome.ok()) {
-        if (!ends && (looks || !explorer.slices_used())) explorer.fail("gave up without cause");
+        if (!ends && (polls || !explorer.slices_used())) explorer.fail("gave up without cause");
         continue;
       }
       if (agreed != 0 && outcome.expected != agreed)
@@ -92,7 +93,7 @@ TEST(RejoinModel, IsSound) {
   expect_sound("rejoin, 2 ranks, 2 deadlines, 3 attempts", rejoin({2, 0, false, {1, 2}}, 1, 3));
   expect_sound("rejoin, 3 ranks, one ends", rejoin({3, 0, false, {1, 1}}, 1, 1, true));
   for (const bool network : {false, true}) {
-    expect_sound("rejoin, 2 ranks, twice, who waits looks around",
+    expect_sound("rejoin, 2 ranks, twice, waiters poll for ends",
                  rejoin({2, 0, network, {1, 2}}, 2, 1, false, true));
   }
 }

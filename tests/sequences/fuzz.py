@@ -61,8 +61,8 @@ def run_one(sequence: Sequence, runner: Runner) -> Failure | None:
 
 def shrunk(sequence: Sequence, failure: Failure, deadline: float, seconds: float) -> Found:
     """`sequence` as it was if it does not fail a second time."""
-    for patience in (QUICK_DEADLINE, deadline):
-        with Runner(patience) as runner:
+    for timeout in (QUICK_DEADLINE, deadline):
+        with Runner(timeout) as runner:
             again = run_one(sequence, runner)
             if alike(failure, again):
                 shrinker = Shrinker(partial(run_one, runner=runner), failure, seconds)

@@ -295,8 +295,8 @@ def run_rank(
 
 
 class ThreadMeeting:
-    def __init__(self, size: int, patience: float) -> None:
-        self.barrier = threading.Barrier(size, timeout=patience)
+    def __init__(self, size: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=timeout)
 
     def sync(self) -> None:
         self.barrier.wait()

@@ -178,21 +178,21 @@ class LatencySums:
 
     def __init__(
         self,
-        lie: LatencyRows,
+        layout: LatencyRows,
         rows: list[Array],
         by_rank: list[bool],
         weights: list[Array],
         path: str,
         format: str,
     ) -> None:
-        self.lie, self.rows, self.by_rank = lie, rows, by_rank
+        self.layout, self.rows, self.by_rank = layout, rows, by_rank
         self.weights, self.path, self.format = weights, path, format
 
     def _slots(self, rank: int, owner: int) -> dict[tuple[int, int], Array]:
         """(token, slot) of an owner: the row of it on a rank."""
         found: dict[tuple[int, int], Array] = {}
-        for expert in range(self.lie.routing.local_experts(rank)):
-            for at, (source, token, slot) in enumerate(self.lie.of_expert(rank, expert)):
+        for expert in range(self.layout.routing.local_experts(rank)):
+            for at, (source, token, slot) in enumerate(self.layout.of_expert(rank, expert)):
                 if source == owner:
                     found[token, slot] = self.rows[rank][expert, at]
         return found
@@ -200,21 +200,21 @@ class LatencySums:
     def _of_rank(self, rank: int, owner: int) -> tuple[list[int], Array]:
         """Tokens of the owner and their rows, one for each, in the dtype."""
         if self.by_rank[rank]:
-            tokens = self.lie.of_source(rank, owner)
+            tokens = self.layout.of_source(rank, owner)
             return tokens, self.rows[rank][owner, : len(tokens)]
-        tokens = self.lie.of_source(rank, owner)
+        tokens = self.layout.of_source(rank, owner)
         slots = self._slots(rank, owner)
         hidden = self.rows[rank].shape[-1]
         total = np.zeros((len(tokens), hidden), np.float32)
         for at, token in enumerate(tokens):
-            for k in range(self.lie.routing.topk):
+            for k in range(self.layout.routing.topk):
                 if (token, k) in slots:
                     weight = self.weights[owner][token, k : k + 1]
                     total[at] = fma(weight, wide(slots[token, k]), total[at])
         return tokens, rounded(total, self.rows[rank].dtype)
 
     def of(self, owner: int, reach: set[int]) -> Sums:
-        tokens, hidden = len(self.lie.routing.routes[owner]), self.rows[owner].shape[-1]
+        tokens, hidden = len(self.layout.routing.routes[owner]), self.rows[owner].shape[-1]
         total = np.zeros((tokens, hidden), np.float32)
         error, size = np.zeros((2, tokens, hidden))
         if self.path == "per_slot":

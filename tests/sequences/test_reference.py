@@ -109,16 +109,16 @@ def test_the_error_of_logfmt() -> None:
 
 def test_latency_sums() -> None:
     r = routing()
-    lie = LatencyRows(r, [{0, 1}, {0, 1}])
-    assert lie.of_expert(0, 1) == [(0, 1, 0), (0, 1, 1), (1, 2, 0)]
-    assert lie.of_source(1, 1) == [0]
+    layout = LatencyRows(r, [{0, 1}, {0, 1}])
+    assert layout.of_expert(0, 1) == [(0, 1, 0), (0, 1, 1), (1, 2, 0)]
+    assert layout.of_source(1, 1) == [0]
     rows = [np.zeros((2, 6, 1), F32), np.zeros((1, 6, 1), F32)]
     rows[0][0, :2, 0] = [1, 2]  # expert 0: (0, 0, 0), (1, 2, 1)
     rows[0][1, :3, 0] = [4, 8, 16]
     rows[1][0, :2, 0] = [32, 64]  # expert 2: (0, 0, 1), (1, 0, 0)
     weights = [np.array([[1, 2], [3, 5]], F32), np.array([[1, 0], [0, 0], [1, 10]], F32)]
     for path in ("per_slot", "per_rank"):
-        sums = LatencySums(lie, rows, [False, False], weights, path, "as_is")
+        sums = LatencySums(layout, rows, [False, False], weights, path, "as_is")
         assert sums.of(0, {0, 1}).x.tolist() == [[65.0], [52.0]]
         assert sums.of(1, {0, 1}).x.tolist() == [[64.0], [0.0], [36.0]]
     assert sums.of(0, {0}).x.tolist() == [[1.0], [52.0]]  # without rank 1, which is masked

@@ -53,7 +53,7 @@ class LowLatency(Masks):
         raise NotImplementedError
 
     def _open_low_latency(self) -> None:
-        """Called at the end of the constructor, on all ranks: prepares this half's own state."""
+        """Called at the end of the constructor, on all ranks: prepares this class's own state."""
         self._latency_rounds: dict[tuple[Any, ...], Rounds] = {}
         self._latency_among: dict[tuple[Shape, tuple[int, ...]], Rounds] = {}
         shrinks = self.enable_shrink and self.low_latency_mode

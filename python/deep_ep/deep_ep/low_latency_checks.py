@@ -115,7 +115,7 @@ def check_mode(call: str, low_latency: bool, async_finish: bool, return_recv_hoo
 
 
 def same_routes(x: Any, rows: int, topk_idx: Any, topk_weights: Any, out: Any) -> bool:
-    """Whether the inputs of a combine need no look before the call: all that Ferry, which gets no
+    """Whether the inputs of a combine need no check before the call: all that Ferry, which gets no
     topk_idx, does not see. The rest it checks itself, before anything moves."""
     return (
         isinstance(x, Tensor)

@@ -27,7 +27,7 @@
 
 namespace ferry {
 
-/// bfloat16: the upper half of a binary32. `==` of all four types compares bits, not values.
+/// bfloat16: the high 16 bits of a binary32. `==` of all four types compares bits, not values.
 struct Bf16 {
   std::uint16_t bits;
   friend constexpr bool operator==(Bf16, Bf16) = default;

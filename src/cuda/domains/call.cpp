@@ -64,9 +64,9 @@ DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
       turn_(engine.turn_, std::defer_lock),
       blocking_(stream == nullptr),
       stream_(stream == nullptr ? &*engine.own_stream_ : stream) {
-  constexpr auto kLook = std::chrono::milliseconds(40);
+  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   engine_.check_usable(call);
-  while (!turn_.try_lock_for(kLook)) {
+  while (!turn_.try_lock_for(kPollPeriod)) {
     engine_.check_usable(call);
     if (engine_.config_.on_wait) engine_.config_.on_wait();
   }
@@ -88,7 +88,7 @@ DomainCall::DomainCall(DomainEngine& engine, const char* call, Stream* stream)
 }
 
 /// Later calls come after what was launched of a plan, or of a call that failed; and after all that
-/// the proxy still takes from the stage for it.
+/// the proxy still takes from the staging buffer for it.
 DomainCall::~DomainCall() {
   if (finished_ || !here_ || !turn_.owns_lock()) return;
   try {
@@ -149,8 +149,8 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
   auto call = std::make_shared<engine::CrossingCall>();
   call->stage = way.stage;
   call->head = head;
-  call->head.stage_segment = engine.stage_.segment(DomainStage::kIn);
-  call->from = engine.stage_.data(DomainStage::kOut);
+  call->head.staging_segment = engine.staging_.segment(StagingBuffers::kIn);
+  call->from = engine.staging_.data(StagingBuffers::kOut);
   call->agree = std::move(agree);
   std::uint64_t from = 0;
   for (const CrossingBlock& block : way.sent(tables)) {
@@ -164,38 +164,38 @@ void DomainCall::send(const CrossingWay& way, const CrossingTables& tables, cons
     call->sources.push_back({block.rank, way.layout.chunks(block.rows)});
     most = std::max(most, call->sources.back().chunks);
   }
-  call->pieces = crossing_pieces(most);
+  call->portions = crossing_portions(most);
   if (!way.back) call->together = engine.parts_.domains.members(engine.domain_of(engine.rank()));
   call->first = engine.commands_;
-  call->number = engine.pieces_ += static_cast<std::uint64_t>(call->pieces);
+  call->number = engine.portions_ += static_cast<std::uint64_t>(call->portions);
   engine.commands_ += 1 + call->puts;
   engine.proxy_->submit(call);
   crossing_ = call;
   pack.layout = way.layout;
   pack.blocks = way.back ? tables.in : tables.out;
   pack.index = way.back ? tables.returned : tables.sent;
-  pack.stage = engine.stage_.data(DomainStage::kOut);
+  pack.staging = engine.staging_.data(StagingBuffers::kOut);
   try {
     order(native_, engine.beside_);
-    pack_in_pieces(*call, pack);
+    pack_in_parts(*call, pack);
   } catch (const Error& error) {
     engine.fail(name_, error);  // the peers are in this call, or will be
     throw;
   }
 }
 
-void DomainCall::await_piece(int piece) {
-  const auto behind = static_cast<std::uint64_t>(crossing_->pieces - 1 - piece);
+void DomainCall::await_portion(int portion) {
+  const auto behind = static_cast<std::uint64_t>(crossing_->portions - 1 - portion);
   wait_for_word(engine_.beside_, engine_.words_.arrived, crossing_->number - behind);
 }
 
-void DomainCall::receive(const std::function<void(int piece, cudaStream_t stream)>& use) {
+void DomainCall::receive(const std::function<void(int portion, cudaStream_t stream)>& use) {
   received_ = true;
   try {
     order(native_, engine_.beside_);
-    for (int piece = use ? 0 : pieces() - 1; piece < pieces(); ++piece) {
-      await_piece(piece);
-      if (use) use(piece, engine_.beside_);
+    for (int portion = use ? 0 : portions() - 1; portion < portions(); ++portion) {
+      await_portion(portion);
+      if (use) use(portion, engine_.beside_);
     }
     order(engine_.beside_, native_);
   } catch (const Error& error) {
@@ -208,18 +208,18 @@ void DomainCall::receive(const std::function<void(int piece, cudaStream_t stream
   }
 }
 
-/// The ring never overflows: a piece is started when its last command has room.
-void DomainCall::pack_in_pieces(const engine::CrossingCall& call, PackParameters pack) {
+/// The ring never overflows: a part is started when its last command has room.
+void DomainCall::pack_in_parts(const engine::CrossingCall& call, PackParameters pack) {
   pack.ring = reinterpret_cast<protocol::CommandSlot*>(engine_.ring_memory_.get());
   pack.ring_size = kRingSlots;
   pack.first_command = call.first;
   const std::uint64_t* taken = engine_.words_.taken;
   const protocol::CommandRing<> ring(pack.ring, kRingSlots, engine_.words_.taken);
   const auto chunks = static_cast<std::int64_t>(call.puts);
-  constexpr auto kPiece = static_cast<std::int64_t>(kRingSlots / 2);
-  for (std::int64_t first = 0; first == 0 || first < chunks; first += kPiece) {
+  constexpr auto kMostCommands = static_cast<std::int64_t>(kRingSlots / 2);
+  for (std::int64_t first = 0; first == 0 || first < chunks; first += kMostCommands) {
     pack.first_chunk = first;
-    pack.end_chunk = std::min(chunks, first + kPiece);
+    pack.end_chunk = std::min(chunks, first + kMostCommands);
     const std::uint64_t needed =
         ring.needed(call.first + static_cast<std::uint64_t>(pack.end_chunk));
     const std::atomic_ref word(*engine_.words_.taken);

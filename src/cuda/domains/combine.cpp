@@ -76,7 +76,7 @@ Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables&
   within.bias1.reset();
   within.out.reset();
   try {
-    return combine_in_halves(engine_.inside(), rows_, tables.inside, within, {tables.own, send});
+    return combine_split(engine_.inside(), rows_, tables.inside, within, {tables.own, send});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }
@@ -134,10 +134,10 @@ Combined DomainCombine::run() {
   add.rows = static_cast<const std::byte*>(sums.x.data());
   add.weights = has_weights() ? sums.topk_weights.as<const float>() : nullptr;
   add.blocks = tables.out;
-  add.stage = engine_.stage_.data(DomainStage::kIn);
-  const auto ends = tokens_after(tables.lists, way.layout, plan_->tokens, call.pieces());
-  call.receive([&](int piece, cudaStream_t stream) {
-    add.end = ends[index(piece)];
+  add.staging = engine_.staging_.data(StagingBuffers::kIn);
+  const auto ends = tokens_after(tables.lists, way.layout, plan_->tokens, call.portions());
+  call.receive([&](int portion, cudaStream_t stream) {
+    add.end = ends[index(portion)];
     check(launch_add_domains(add, stream), "launch_add_domains");
     add.begin = add.end;
   });

@@ -131,7 +131,7 @@ Received DomainDispatch::exchange_inside(const DomainCall& call, const CrossingT
   }
   const ConstTensorView x(rows.rows, row_.dtype, {tables.count, row_.columns}, device());
   try {
-    return dispatch_in_halves(engine_.inside(), x, tables.inside, within, {tables.own, receive});
+    return dispatch_split(engine_.inside(), x, tables.inside, within, {tables.own, receive});
   } catch (const Error& error) {
     throw engine_.told(kStage, error);
   }
@@ -163,7 +163,7 @@ Received DomainDispatch::run() {
   UnpackParameters unpack;
   unpack.layout = way.layout;
   unpack.blocks = tables.in;
-  unpack.stage = engine_.stage_.data(DomainStage::kIn);
+  unpack.staging = engine_.staging_.data(StagingBuffers::kIn);
   unpack.to = {gather.to.rows + tables.own * static_cast<std::int64_t>(way.layout.row_bytes),
                gather.to.scales + tables.own * row_.scale_columns,
                gather.to.weights + tables.own * weight_columns};
@@ -172,9 +172,9 @@ Received DomainDispatch::run() {
   check(launch_gather(gather, call.native()), "launch_gather");
   call.send(way, tables, head(how), pack, agree_on_rows);
   Received received = exchange_inside(call, tables, gather.to, [&] {
-    unpack.pieces = call.pieces();
-    call.receive([&](int piece, cudaStream_t stream) {
-      unpack.piece = piece;
+    unpack.portions = call.portions();
+    call.receive([&](int portion, cudaStream_t stream) {
+      unpack.portion = portion;
       check(launch_unpack(unpack, stream), "launch_unpack");
     });
   });

@@ -33,7 +33,7 @@ DomainEngine::DomainEngine(const GroupConfig& config, DomainParts parts)
       parts_(std::move(parts)),
       placement_{config.experts, parts_.memory->fabric->size()},
       channel_(parts_.memory, proxy_config_, parts_.control, parts_.layout),
-      stage_(channel_, parts_.memory, parts_.inside->device().index) {
+      staging_(channel_, parts_.memory, parts_.inside->device().index) {
   inside().join_group(parts_.domains.members(domain_of(rank())));
   const OnDevice here(device().index);
   ring_memory_ = PinnedPool::make(kRingSlots * sizeof(protocol::CommandSlot), 1)->take();
@@ -162,7 +162,7 @@ Error DomainEngine::told(const char* stage, const Error& thrown) {
   if (!inside().channel().dead()) return error;
   // What other ranks said comes first: they may know who really failed.
   const int culprit = beyond ? beyond->peer : error.peer();
-  (void)channel_.look(
+  (void)channel_.poll(
       stage, [] { return engine::Channel::kUnknownEnd; },
       [culprit](int peer) { return peer == culprit; });
   if (!channel_.dead() && error.kind() == ErrorKind::deadline && culprit >= 0) {
@@ -204,11 +204,13 @@ void DomainEngine::make_room(const CrossingWay& way, const CrossingTables& table
   for (int r = 0; r < size(); ++r) needs.push_back(way.place(r, size()));
   std::size_t out = 0;
   for (const CrossingBlock& block : way.sent(tables)) out += way.layout.block_bytes(block.rows);
-  if (stage_.has(DomainStage::kIn, needs) && stage_.has_out(out)) return;
+  if (staging_.has(StagingBuffers::kIn, needs) && staging_.has_out(out)) return;
   proxy_->run(
       [this, needs, out, stage = way.stage] {
-        if (!stage_.has_out(out)) stage_.grow_out(out);
-        if (!stage_.has(DomainStage::kIn, needs)) stage_.grow(stage, DomainStage::kIn, needs);
+        if (!staging_.has_out(out)) staging_.grow_out(out);
+        if (!staging_.has(StagingBuffers::kIn, needs)) {
+          staging_.grow(stage, StagingBuffers::kIn, needs);
+        }
       },
       config_.on_wait);
 }
@@ -235,8 +237,8 @@ MemoryStats DomainEngine::memory() const {
   MemoryStats use = inside().memory();
   constexpr std::size_t kSpare = 4096;
   use.control_bytes += parts_.control.bytes + kSpare;
-  use.arena_bytes += stage_.bytes();
-  use.arena_used_bytes += stage_.bytes();
+  use.arena_bytes += staging_.bytes();
+  use.arena_used_bytes += staging_.bytes();
   use.latency_bytes += latency_bytes_.load(std::memory_order_relaxed);
   return use;
 }

@@ -1,9 +1,10 @@
 // The CUDA engine over several domains, throughput mode: an engine for the ranks of the own domain,
-// and around it what crosses to others. What crosses goes through a stage in pinned memory, posted
-// by a proxy (engine/proxy.hpp) while the stream waits for a word and no SM is held; what has come
-// joins the own tokens, and the engine inside carries all of them as if they were this rank's
-// (core/crossing_lists.hpp). Sums go back the same way. All that touches the stage is on a stream
-// beside the caller's, so that the network, the stage and the domain work at once.
+// and around it what crosses to others. What crosses goes through a staging buffer in pinned
+// memory, posted by a proxy (engine/proxy.hpp) while the stream waits for a word and no SM is held;
+// what has come joins the own tokens, and the engine inside carries all of them as if they were
+// this rank's (core/crossing_lists.hpp). Sums go back the same way. All that touches the staging
+// buffer is on a stream beside the caller's, so that the network, the staging buffer and the domain
+// work at once.
 //
 // The CPU makes the plans: it reads the routes, and waits for the counts of the other ranks. Calls
 // on streams do not wait for the network. Nothing can be captured into a graph.
@@ -21,7 +22,7 @@
 #include "core/crossing_lists.hpp"
 #include "core/domains.hpp"
 #include "core/engine.hpp"
-#include "cuda/domains/stage.hpp"
+#include "cuda/domains/staging.hpp"
 #include "cuda/kernels/throughput/crossing.hpp"
 #include "cuda/latency/proxy/proxy.hpp"
 #include "cuda/runtime/pinned.hpp"
@@ -39,21 +40,21 @@ inline constexpr std::uint64_t kRingSlots = 2048;
 /// How tokens of a plan cross, one way: made by the first call that needs it.
 struct CrossingTables {
   CrossingLists lists{};
-  std::int64_t count = 0;                    ///< of domain tokens
-  std::int64_t own = 0;                      ///< the first ones; the others lie as in the stage
-  Plan inside{};                             ///< of the domain tokens, by the engine inside
-  Held memory{};                             ///< the tables below
-  const std::int32_t* from = nullptr;        ///< [V], of which only the own are asked for
-  const std::int32_t* names = nullptr;       ///< [V]
-  const std::int32_t* sent = nullptr;        ///< [out rows]: own tokens that cross
+  std::int64_t count = 0;               ///< of domain tokens
+  std::int64_t own = 0;                 ///< the first ones; the others lie as in the staging buffer
+  Plan inside{};                        ///< of the domain tokens, by the engine inside
+  Held memory{};                        ///< the tables below
+  const std::int32_t* from = nullptr;   ///< [V], of which only the own are asked for
+  const std::int32_t* names = nullptr;  ///< [V]
+  const std::int32_t* sent = nullptr;   ///< [out rows]: own tokens that cross
   const std::int32_t* returned = nullptr;    ///< [in rows]: domain tokens whose sums cross back
   const std::int64_t* sum_offset = nullptr;  ///< [T + 1]
   const std::int32_t* sums = nullptr;        ///< parts
   const std::int32_t* ids = nullptr;         ///< [V, K]
   const std::int64_t* first = nullptr;       ///< [sources + 1]
   const std::int32_t* shift = nullptr;       ///< [sources, ranks of the domain]
-  StageBlocks out{};
-  StageBlocks in{};
+  StagingBlocks out{};
+  StagingBlocks in{};
 };
 
 struct DomainPlan final : PlanState {
@@ -79,7 +80,8 @@ struct CrossingWay {
   const std::vector<CrossingBlock>& received(const CrossingTables& tables) const {
     return back ? tables.lists.out : tables.lists.in;
   }
-  /// Where the block of `source` begins in the stage of `target`; of source = ranks: its end.
+  /// Where the block of `source` begins in the staging buffer of `target`; of source = ranks: its
+  /// end.
   std::size_t place(int target, int source) const;
 };
 
@@ -174,7 +176,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   DomainParts parts_;
   Placement placement_;
   engine::Channel channel_;
-  DomainStage stage_;
+  StagingBuffers staging_;
   std::shared_ptr<std::byte> ring_memory_;
   std::shared_ptr<std::byte> words_memory_;
   engine::ProxyWords words_{};
@@ -183,7 +185,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::uint64_t exchanges_ = 0;                    // guarded by turn_
   std::atomic<std::size_t> latency_bytes_{0};      // registered for what crosses
   std::optional<Stream> own_stream_{};  ///< of calls without one: that of the engine inside
-  cudaStream_t beside_ = nullptr;       ///< into the stage and out of it
+  cudaStream_t beside_ = nullptr;       ///< into the staging buffer and out of it
 
   PinnedBuffer buffer_{};
   GpuEvent buffer_used_{};  // until then
@@ -191,7 +193,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::timed_mutex turn_;  // of calls
   GpuEvent last_{};        // the end of the last call
   unsigned long long last_stream_ = 0;
-  std::uint64_t pieces_ = 0;    // that came, or will
+  std::uint64_t portions_ = 0;  // that came, or will
   std::uint64_t commands_ = 0;  // made so far
   std::uint64_t plans_ = 0;
   std::atomic<bool> leaving_{false};
@@ -253,17 +255,17 @@ class DomainCall {
   /// beside the call's stream, behind what is in it now. From here on the call takes place.
   void send(const CrossingWay& way, const CrossingTables& tables, const StepMessage& head,
             PackParameters pack, std::function<void(engine::Channel&)> agree = {});
-  /// Of what comes: in how many pieces.
-  int pieces() const { return crossing_->pieces; }
-  /// For each piece, when it has come: what `use` launches on the stream that it is given. Behind
+  /// Of what comes: in how many portions.
+  int portions() const { return crossing_->portions; }
+  /// For each portion, when it has come: what `use` launches on the stream that it is given. Behind
   /// what is in the call's stream now; what comes next in that comes behind all of this.
-  void receive(const std::function<void(int piece, cudaStream_t stream)>& use);
+  void receive(const std::function<void(int portion, cudaStream_t stream)>& use);
   /// The call's last kernel is launched: its event.
   Event finish(Event inside);
 
  private:
-  void pack_in_pieces(const engine::CrossingCall& call, PackParameters pack);
-  void await_piece(int piece);
+  void pack_in_parts(const engine::CrossingCall& call, PackParameters pack);
+  void await_portion(int portion);
   /// `behind` goes on when all that is in `before` now has ended.
   void order(cudaStream_t before, cudaStream_t behind);
 

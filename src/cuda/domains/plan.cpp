@@ -27,7 +27,7 @@ std::size_t route_bytes(std::int64_t rows, int topk) {
   return round_up(index(rows) * (1 + index(topk)) * sizeof(std::int32_t), kLineBytes);
 }
 
-/// Gathers tables into one piece of memory.
+/// Gathers tables into one place of memory.
 class Tables {
  public:
   template <class T>
@@ -168,8 +168,8 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
   };
   std::vector<std::size_t> needs;
   for (int r = 0; r < size(); ++r) needs.push_back(place(r, size()));
-  if (!stage_.has(DomainStage::kRoutes, needs)) {
-    stage_.grow(kStage, DomainStage::kRoutes, needs);
+  if (!staging_.has(StagingBuffers::kRoutes, needs)) {
+    staging_.grow(kStage, StagingBuffers::kRoutes, needs);
   }
   StepMessage head;
   head.call.kind = CallKind::dispatch;
@@ -177,7 +177,7 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
   head.call.routes = 1;
   head.call.plan = state.number;
   head.call.crossing = static_cast<std::uint16_t>(lists.how);
-  head.stage_segment = stage_.segment(DomainStage::kRoutes);
+  head.staging_segment = staging_.segment(StagingBuffers::kRoutes);
   channel_.swap(kStage, head);
   engine::check_same_call(channel_, kStage, head.call);
   std::vector<std::uint64_t> sent(index(size()));
@@ -185,7 +185,7 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
   for (const CrossingBlock& block : lists.out) {
     const StepMessage theirs = channel_.head(block.rank);
     const std::size_t at = place(block.rank, rank());
-    channel_.checked(kStage, block.rank, {theirs.stage_segment, theirs.stage_offset},
+    channel_.checked(kStage, block.rank, {theirs.staging_segment, theirs.staging_offset},
                      at + route_bytes(block.rows, topk));
     std::vector<std::int32_t> routes(
         lists.tokens.begin() + static_cast<std::ptrdiff_t>(row),
@@ -196,13 +196,13 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
       routes.insert(routes.end(), from, from + topk);
     }
     sent[index(block.rank)] = routes.size() * sizeof(std::int32_t);
-    channel_.reach().write(block.rank, {theirs.stage_segment, theirs.stage_offset + at},
+    channel_.reach().write(block.rank, {theirs.staging_segment, theirs.staging_offset + at},
                            routes.data(), sent[index(block.rank)], channel_.delivery_tag());
     row += index(block.rows);
   }
   for (int peer = 0; peer < size(); ++peer) channel_.deliver(peer, sent[index(peer)]);
   channel_.await_delivered(kStage);
-  const std::byte* from = stage_.data(DomainStage::kRoutes);
+  const std::byte* from = staging_.data(StagingBuffers::kRoutes);
   come.assign(from, from + (lists.in.empty() ? 0 : needs[index(rank())]));
   std::vector<CrossedRoutes> routes;
   for (const CrossingBlock& block : lists.in) {

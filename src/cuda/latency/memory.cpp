@@ -67,7 +67,7 @@ CrossingMemory make_crossing_memory(const DeviceLatencyLayout& wire, const Laten
   const auto slots = static_cast<std::size_t>(config.capacity * config.topk);
   Carver carver{};
   CrossingMemory memory;
-  // Where kernels look whether a peer is held up nobody writes: beyond the domain it never is.
+  // Where kernels poll whether a peer is held up nobody writes: beyond the domain it never is.
   memory.outbox = carver.take(std::max(wire.outbox_bytes, wire.words + sizeof(LatencyWords)));
   memory.inbox = carver.take(wire.bytes);
   memory.flags = carver.take(2 * kCrossingKinds * r * kLineBytes);

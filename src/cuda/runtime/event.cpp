@@ -15,9 +15,9 @@ void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
   constexpr auto kSpin = std::chrono::microseconds(100);
   // Who sleeps wakes up 50 µs late and more, and so late comes what is launched next.
   constexpr auto kYield = std::chrono::milliseconds(2);
-  constexpr auto kLook = std::chrono::milliseconds(40);
+  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   const auto start = Clock::now();
-  auto looked = start;
+  auto polled = start;
   auto pause = std::chrono::microseconds(2);
   while (!done()) {
     const auto now = Clock::now();
@@ -30,8 +30,8 @@ void poll(const std::function<bool()>& done, std::chrono::nanoseconds deadline,
       std::this_thread::yield();
       continue;
     }
-    if (on_wait && now - looked >= kLook) {
-      looked = now;
+    if (on_wait && now - polled >= kPollPeriod) {
+      polled = now;
       on_wait();
     }
     std::this_thread::sleep_for(pause);

@@ -75,15 +75,15 @@ std::vector<GpuEvent> StreamArena::follow(const engine::Region& region, const Us
 
 /// Without the lock: `on_wait` may drop tensors.
 bool StreamArena::await(const std::vector<GpuEvent>& events, const OnWait* on_wait) const {
-  constexpr auto kLook = std::chrono::milliseconds(40);
+  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   const auto start = std::chrono::steady_clock::now();
-  auto looked = start;
+  auto polled = start;
   for (const GpuEvent& event : events) {
     while (!is_done(event)) {
       const auto now = std::chrono::steady_clock::now();
       if (now - start > deadline_) return false;
-      if (on_wait != nullptr && *on_wait && now - looked > kLook) {
-        looked = now;
+      if (on_wait != nullptr && *on_wait && now - polled > kPollPeriod) {
+        polled = now;
         (*on_wait)();
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -18,7 +18,7 @@ struct Awaited {
 
 /// On a thread of the driver, where no CUDA call is allowed. Whoever stores the word lets go of all
 /// waits when the group fails or ends.
-void CUDART_CB look(void* pointer) {
+void CUDART_CB poll(void* pointer) {
   const std::unique_ptr<Awaited> awaited(static_cast<Awaited*>(pointer));
   const std::atomic_ref word(*awaited->word);
   while (word.load(std::memory_order_acquire) < awaited->value) {
@@ -36,7 +36,7 @@ void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t
   if (result == CUDA_SUCCESS) return;
   if (result != CUDA_ERROR_NOT_SUPPORTED) check_driver(result, "cuStreamWaitValue32");
   auto awaited = std::make_unique<Awaited>(Awaited{const_cast<std::uint64_t*>(word), value});
-  check(cudaLaunchHostFunc(stream, look, awaited.get()), "cudaLaunchHostFunc");
+  check(cudaLaunchHostFunc(stream, poll, awaited.get()), "cudaLaunchHostFunc");
   awaited.release();
 }
 

@@ -6,9 +6,9 @@
 
 namespace ferry::cuda {
 
-/// Work that comes behind this in the stream begins when the lower half of `*word`, which the CPU
+/// Work that comes behind this in the stream begins when the low 32 bits of `*word`, which the CPU
 /// stores and only ever raises, has reached `value`. By a memory operation of the driver; where it
-/// has none for this device, by a host function that looks. Throws Error(system).
+/// has none for this device, by a host function that polls. Throws Error(system).
 void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t value);
 
 }  // namespace ferry::cuda

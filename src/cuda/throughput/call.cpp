@@ -52,10 +52,10 @@ Launch::Launch(CudaEngine& engine, const char* call, const Stream* stream)
       turn_(engine.turn_, std::defer_lock),
       record_(std::make_shared<CallRecord>()),
       blocking_(stream == nullptr) {
-  constexpr auto kLook = std::chrono::milliseconds(40);
+  constexpr auto kPollPeriod = std::chrono::milliseconds(40);
   record_->call = call;
   engine_.check_usable(call);
-  while (!turn_.try_lock_for(kLook)) {
+  while (!turn_.try_lock_for(kPollPeriod)) {
     engine_.check_usable(call);
     if (engine_.config_.on_wait) engine_.config_.on_wait();
   }

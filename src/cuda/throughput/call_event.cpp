@@ -66,12 +66,12 @@ void CountsEvent::wait(std::chrono::nanoseconds deadline, const OnWait& on_wait)
                 "give max_recv_rows");
   }
   const OnDevice here(device_);
-  constexpr std::uint32_t kLooksPerQuery = 64;  // which costs the driver's lock
-  std::uint32_t looks = 0;
+  constexpr std::uint32_t kPollsPerQuery = 64;  // which costs the driver's lock
+  std::uint32_t polls = 0;
   poll(
       [&] {
         return plan->told() || words_.failed() ||
-               (++looks % kLooksPerQuery == 0 && plan->made->has_ended());
+               (++polls % kPollsPerQuery == 0 && plan->made->has_ended());
       },
       deadline, on_wait);
   if (plan->counts_known()) return;

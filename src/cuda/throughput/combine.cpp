@@ -24,7 +24,7 @@ struct CombineCall {
   const ConstTensorView rows;
   const std::shared_ptr<CudaPlan> plan;
   const CombineOptions& options;
-  const CombineHalves* halves = nullptr;  ///< or one call
+  const SplitCombine* split = nullptr;  ///< or one call
   const int num_sms = engine.sms_for(kCombine, options.num_sms);
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
@@ -274,12 +274,12 @@ void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool su
 void pull(const CombineCall& call, const CombineBuffers& buffers) {
   const std::int64_t tokens = call.plan->tokens;
   const bool sums = buffers.room && buffers.sum.num_sms > 0;
-  if (call.halves == nullptr) {
+  if (call.split == nullptr) {
     pull_tokens(call, buffers, sums, 0, tokens);
   } else {
-    pull_tokens(call, buffers, sums, call.halves->last, tokens);
-    if (buffers.room) call.halves->between(buffers.result);
-    pull_tokens(call, buffers, false, 0, call.halves->last);
+    pull_tokens(call, buffers, sums, call.split->last, tokens);
+    if (buffers.room) call.split->between(buffers.result);
+    pull_tokens(call, buffers, false, 0, call.split->last);
   }
   const TensorView out = buffers.result.x.view();
   if (buffers.room && buffers.out != out.data) {
@@ -326,11 +326,11 @@ Combined combine(CudaEngine& engine, const ConstTensorView& rows, const Plan& pl
   return run({engine, launch, rows, std::move(state), options});
 }
 
-Combined combine_in_halves(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
-                           const CombineOptions& options, const CombineHalves& halves) {
+Combined combine_split(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                       const CombineOptions& options, const SplitCombine& split) {
   engine.check_usable(kCombine);
   Launch launch(engine, kCombine, options.stream);
-  return run({engine, launch, rows, plan_of(engine, plan, kCombine), options, &halves});
+  return run({engine, launch, rows, plan_of(engine, plan, kCombine), options, &split});
 }
 
 }  // namespace ferry::cuda

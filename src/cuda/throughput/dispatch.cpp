@@ -111,10 +111,10 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
 
 void push(const DispatchCall& call, const DispatchBuffers& buffers) {
   const std::int64_t tokens = call.plan->tokens;
-  if (call.halves == nullptr) return push_tokens(call, buffers, 0, tokens);
-  push_tokens(call, buffers, 0, call.halves->first);
-  if (buffers.status == StepStatus::ok) call.halves->between();
-  push_tokens(call, buffers, call.halves->first, tokens);
+  if (call.split == nullptr) return push_tokens(call, buffers, 0, tokens);
+  push_tokens(call, buffers, 0, call.split->first);
+  if (buffers.status == StepStatus::ok) call.split->between();
+  push_tokens(call, buffers, call.split->first, tokens);
 }
 
 /// Of a call in which this rank only takes part.
@@ -483,11 +483,11 @@ Received dispatch(CudaEngine& engine, const ConstTensorView& x, const Plan& plan
   return run({engine, launch, x, std::move(state), options});
 }
 
-Received dispatch_in_halves(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
-                            const DispatchOptions& options, const DispatchHalves& halves) {
+Received dispatch_split(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
+                        const DispatchOptions& options, const SplitDispatch& split) {
   engine.check_usable(kDispatch);
   Launch launch(engine, kDispatch, options.stream);
-  return run({engine, launch, x, plan_of(engine, plan, kDispatch), options, {}, &halves});
+  return run({engine, launch, x, plan_of(engine, plan, kDispatch), options, {}, &split});
 }
 
 Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,

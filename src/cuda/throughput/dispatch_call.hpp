@@ -23,7 +23,7 @@ struct DispatchCall {
   /// Or none: enters the plan's call, which is prepared, directly before this one's or before its
   /// counts are waited for.
   const std::function<void()> enter_plan{};
-  const DispatchHalves* halves = nullptr;  ///< or one call
+  const SplitDispatch* split = nullptr;  ///< or one call
   const WireRow row = wire_row(x, options);
   const int num_sms = engine.sms_for(kDispatch, options.num_sms);
   /// They were not sent, or sent in vain and the caller knows. A rank that knows better than

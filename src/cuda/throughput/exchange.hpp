@@ -14,7 +14,7 @@ inline constexpr const char* kDispatch = "dispatch";
 
 /// A dispatch made as two calls, each with a part of the tokens, of rows that lie in the whole
 /// group's order; the same on all ranks but for the number.
-struct DispatchHalves {
+struct SplitDispatch {
   std::int64_t first = 0;  ///< so many tokens go in the first call
   /// Launches what brings the rows of the others, behind the first call in the stream, or so that
   /// the stream waits for it.
@@ -24,8 +24,8 @@ struct DispatchHalves {
 Received dispatch(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
                   const DispatchOptions& options);
 /// With a scattered plan. Arguments are checked, outputs are this engine's.
-Received dispatch_in_halves(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
-                            const DispatchOptions& options, const DispatchHalves& halves);
+Received dispatch_split(CudaEngine& engine, const ConstTensorView& x, const Plan& plan,
+                        const DispatchOptions& options, const SplitDispatch& split);
 Received plan_and_dispatch(CudaEngine& engine, const ConstTensorView& x,
                            const ConstTensorView& topk_idx, const DispatchOptions& options);
 
@@ -33,7 +33,7 @@ inline constexpr const char* kCombine = "combine";
 
 /// A combine made as two calls, each of a part of the tokens, of a plan whose rows lie in the whole
 /// group's order; the same on all ranks but for the number.
-struct CombineHalves {
+struct SplitCombine {
   std::int64_t last = 0;  ///< so many tokens, the plan's first ones, are summed by the second call
   /// Launches what uses the sums of the others, [V, H], behind the first call in the stream, or in
   /// another that waits for it.
@@ -43,7 +43,7 @@ struct CombineHalves {
 Combined combine(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
                  const CombineOptions& options);
 /// With a scattered plan. Arguments are checked, outputs are this engine's.
-Combined combine_in_halves(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
-                           const CombineOptions& options, const CombineHalves& halves);
+Combined combine_split(CudaEngine& engine, const ConstTensorView& rows, const Plan& plan,
+                       const CombineOptions& options, const SplitCombine& split);
 
 }  // namespace ferry::cuda

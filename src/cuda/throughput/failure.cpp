@@ -222,7 +222,7 @@ Error FatalFailure::error(CudaEngine& engine) {
   }
   channel.count(failure.written);
   // What the peers said comes first: they may know who really died.
-  if (auto told = channel.look(
+  if (auto told = channel.poll(
           stage, [] { return engine::Channel::kUnknownEnd; }, [](int) { return true; })) {
     error_ = *told;
     return *error_;

@@ -92,7 +92,7 @@ bool CudaEngine::awaits(int peer) {
   read(offsetof(PeerWords, done), at.done + source * kLineBytes, 8);
   wait_aux(1s);
   std::memcpy(&words, staged, sizeof(words));
-  // Each word of a message stands below its generation's low half.
+  // Each word of a message stands below the low 32 bits of its generation.
   const auto is_of_running = [&](std::uint64_t word) {
     return static_cast<std::uint32_t>(word >> 32) == static_cast<std::uint32_t>(running);
   };
@@ -201,11 +201,11 @@ void CudaEngine::look_after_peers() {
     const auto ended_here = [this]() -> std::uint64_t {
       try {
         return ended_calls();
-      } catch (const Error&) {  // the GPU is busy: ask again at the next look
+      } catch (const Error&) {  // the GPU is busy: ask again at the next poll
         return 0;
       }
     };
-    channel_.look("exchange", ended_here, [this](int peer) {
+    channel_.poll("exchange", ended_here, [this](int peer) {
       try {
         return awaits(peer);
       } catch (const Error&) {

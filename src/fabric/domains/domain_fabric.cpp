@@ -30,13 +30,13 @@ std::vector<std::byte> joined(const std::vector<std::byte>& inside,
   return both;
 }
 
-struct Halves {
+struct Handles {
   std::span<const std::byte> inside{};
   std::span<const std::byte> network{};
 };
 
 /// The handle comes from the peer.
-Halves halves(std::span<const std::byte> both, const Attachment& attachment) {
+Handles split(std::span<const std::byte> both, const Attachment& attachment) {
   std::uint32_t first = 0;
   if (both.size() >= sizeof first) std::memcpy(&first, both.data(), sizeof first);
   if (both.size() < sizeof first || first > both.size() - sizeof first) {
@@ -80,8 +80,8 @@ class DomainFabric final : public Fabric {
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override { return way(peer).peer_state(peer); }
   bool cut_off() const noexcept override { return network_ && network_->cut_off(); }
-  std::chrono::nanoseconds patience() const noexcept override {
-    return network_ ? network_->patience() : inside_->patience();
+  std::chrono::nanoseconds spin_time() const noexcept override {
+    return network_ ? network_->spin_time() : inside_->spin_time();
   }
   bool progress() noexcept override {
     return network_ ? network_->progress() : inside_->progress();
@@ -131,8 +131,8 @@ void DomainFabric::attach(int peer, SegmentId segment, std::size_t bytes,
                           std::span<const std::byte> handle) {
   check_peer(peer, size(), rank(), "attach");
   if (!network_) return inside_->attach(peer, segment, bytes, handle);
-  const Halves two =
-      halves(handle, {.self = rank(), .peer = peer, .segment = segment, .bytes = bytes});
+  const Handles two =
+      split(handle, {.self = rank(), .peer = peer, .segment = segment, .bytes = bytes});
   way(peer).attach(peer, segment, bytes, in_domain(peer) ? two.inside : two.network);
 }
 

@@ -22,20 +22,20 @@ constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 constexpr std::size_t kChunksInSlab = 4;
 constexpr std::size_t kMessagesInSlab = 64;
 constexpr std::size_t kReceives = 32;
-constexpr auto kLook = std::chrono::milliseconds(20);
+constexpr auto kPollPeriod = std::chrono::milliseconds(20);
 
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
 constexpr auto kPoll = std::chrono::microseconds(50);
-/// So long after anything moved the thread of a TCP endpoint looks every kPoll, which takes what
+/// So long after anything moved the thread of a TCP endpoint polls every kPoll, which takes what
 /// has come together: one that wakes up for every packet keeps a call from its core.
 constexpr auto kLively = std::chrono::milliseconds(1);
 /// The endpoint's thread leaves the network alone if somebody has helped within this time.
 constexpr std::chrono::nanoseconds kHelped = std::chrono::microseconds(200);
-/// Then it looks so often whether anybody still does: each look takes half as long as the exchange
-/// of a token. What cannot wait so long is handed over.
+/// Then it checks so often whether anybody still does: each check takes half as long as the
+/// exchange of a token. What cannot wait so long is handed over.
 constexpr std::chrono::nanoseconds kParked = std::chrono::milliseconds(1);
-/// So few bytes have left, or leave at the next look, when who sent them rests.
+/// So few bytes have left, or leave at the next poll, when who sent them rests.
 constexpr std::size_t kMuch = std::size_t{128} << 10;
 /// So many times in a row readable with nothing to do: it will always be (the provider's own
 /// signal). A large message that comes in small parts has far fewer.
@@ -67,8 +67,8 @@ void Endpoint::start(const std::vector<Link>& links, std::chrono::nanoseconds sp
     if (link.name.empty()) continue;
     Peer& peer = peer_of(rank);
     peer.linked = true;
-    peer.to_token = link.to;
-    peer.from_token = link.from;
+    peer.to_key = link.to;
+    peer.from_key = link.from;
     peer.address = fi_endpoint_.insert(link.name);
     peer.moved = now;  // never told anything: a first message goes at once and connects
     peer.heard = now.time_since_epoch().count();
@@ -104,7 +104,7 @@ Endpoint::~Endpoint() {
     {
       auto lock = locked();
       while (!all_said_goodbye(*leaves_) && Clock::now() - *leaves_ < setting_.deadline) {
-        room_.wait_for(lock, kLook);
+        room_.wait_for(lock, kPollPeriod);
       }
       stop_ = true;
     }

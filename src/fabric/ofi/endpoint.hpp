@@ -45,8 +45,8 @@ struct EndpointSetting {
 /// The endpoint of a peer that an endpoint talks to; without name: none.
 struct Link {
   std::vector<std::byte> name{};
-  Token to{};    ///< in what goes there
-  Token from{};  ///< in what comes from there
+  WayKey to{};    ///< in what goes there
+  WayKey from{};  ///< in what comes from there
 };
 
 /// Thread-safe.
@@ -131,10 +131,10 @@ class Endpoint {
   struct Peer {
     bool linked = false;  // set before the thread begins
     fi_addr_t address = FI_ADDR_UNSPEC;
-    Token to_token{};
-    Token from_token{};
+    WayKey to_key{};
+    WayKey from_key{};
     std::vector<Remote> segments{};
-    std::vector<Message> held{};  // go with the next message, or when the endpoint's thread looks
+    std::vector<Message> held{};  // go with the next message, or when the endpoint's thread polls
     std::uint32_t companion = kNoStream;  // whose piece says what the last of them says
     std::deque<Op*> backlog{};            // the provider had no room
     std::size_t chunks = 0;               // open, in the backlog or under way

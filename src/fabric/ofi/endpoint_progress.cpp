@@ -105,7 +105,7 @@ void Endpoint::piece(std::uint64_t data) {
   if (source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
   const std::uint32_t stream = stream_of(data);
-  const std::uint64_t expected = piece_data(peer.from_token, source, stream);
+  const std::uint64_t expected = piece_data(peer.from_key, source, stream);
   const bool wide = fi_endpoint_.info().domain_attr->cq_data_size >= sizeof data;
   if (data != (wide ? expected : expected & 0xffffffffull)) return;  // not of this job
   heard_from(peer);
@@ -119,7 +119,7 @@ void Endpoint::message(const Message& message, const std::byte* payload) {
   const int source = message.source;
   if (source < 0 || source >= setting_.size || !peer_of(source).linked) return;
   Peer& peer = peer_of(source);
-  if (message.token != peer.from_token) return;  // not of this job
+  if (message.way_key != peer.from_key) return;  // not of this job
   heard_from(peer);
   switch (message.kind) {
     case MessageKind::signal: arrivals_.signal(message, payload); break;

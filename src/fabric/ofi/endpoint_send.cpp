@@ -77,7 +77,7 @@ void Endpoint::send(int rank, const Message& message, Op* payload) {
 void Endpoint::send_soon(int rank, const Message& message, std::uint32_t companion) {
   const auto lock = locked();
   Peer& peer = peer_of(rank);
-  // A parked thread looks before long.
+  // A parked thread polls before long.
   if (!peer.gone() && parked_.load() && peer.held.size() < kMaxHeld) {
     peer.held.push_back(message);
     peer.companion = companion;
@@ -93,7 +93,7 @@ void Endpoint::send_message(int rank, const Message& message, Op* payload) {
   op->buffer = buffer;
   const auto add = [&](Message one) {
     one.source = setting_.rank;
-    one.token = peer.to_token;
+    one.way_key = peer.to_key;
     std::memcpy(op->buffer.data + op->bytes, &one, sizeof one);
     op->bytes += sizeof one;
   };
@@ -169,7 +169,7 @@ bool Endpoint::post(Op* op) {
   bool completes = true;
   if (op->kind == OpKind::write) {
     const Remote& there = peer.segments[op->to.segment];
-    const std::uint64_t all = piece_data(peer.to_token, setting_.rank, op->stream);
+    const std::uint64_t all = piece_data(peer.to_key, setting_.rank, op->stream);
     const bool wide = fi_endpoint_.info().domain_attr->cq_data_size >= sizeof all;
     code = fi_writedata(ep, op->buffer.data, op->bytes, op->buffer.desc,
                         wide ? all : all & 0xffffffffull, peer.address, there.base + op->to.offset,

@@ -12,7 +12,7 @@ namespace ferry::fabric::ofi {
 
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(50);
+constexpr auto kPollPeriod = std::chrono::milliseconds(50);
 
 }  // namespace
 
@@ -42,8 +42,9 @@ void EndpointSet::start(const JobKey& job, std::vector<std::vector<Partner>> par
     for (std::size_t way = 0; way < list.size(); ++way) {
       const int place = index_ * kMaxOfiEndpoints + static_cast<int>(way);
       const std::size_t mine = list[way].mine;
-      links[mine][static_cast<std::size_t>(peer)] = {
-          list[way].name, way_token(job, rank_, peer, place), way_token(job, peer, rank_, place)};
+      links[mine][static_cast<std::size_t>(peer)] = {list[way].name,
+                                                     make_way_key(job, rank_, peer, place),
+                                                     make_way_key(job, peer, rank_, place)};
       target_of(peer).endpoints.push_back(endpoints_[mine].get());
       target_of(peer).theirs.push_back(list[way].theirs);
     }
@@ -218,11 +219,11 @@ void EndpointSet::await_chunk(std::unique_lock<std::mutex>& lock, int rank, cons
   Target& target = target_of(rank);
   Endpoint* endpoint = target.endpoints[target.turn++ % target.endpoints.size()];
   // By the clock: room may come and go faster than that for as long as a call takes.
-  const bool look = look_up && Clock::now() - looked_up_ >= kLook;
-  if (look) looked_up_ = Clock::now();
+  const bool poll = look_up && Clock::now() - looked_up_ >= kPollPeriod;
+  if (poll) looked_up_ = Clock::now();
   lock.unlock();
-  endpoint->await_chunk(rank, kLook);
-  if (look) look_up(rank);
+  endpoint->await_chunk(rank, kPollPeriod);
+  if (poll) look_up(rank);
   lock.lock();
 }
 

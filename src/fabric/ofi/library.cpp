@@ -20,13 +20,13 @@ namespace {
 
 /// Where hardly any descriptor is left: that; whatever the words of a failure are, it is the cause.
 std::string files_left_text() {
-  constexpr rlim_t kFew = 8;  // an endpoint of TCP has more
+  constexpr rlim_t kSpare = 8;  // an endpoint of TCP has more
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
   const int next = eventfd(0, EFD_CLOEXEC);
   if (next < 0) return too_many_files(errno) ? "; " + fabric::error_text(errno) : std::string();
   close(next);
-  if (static_cast<rlim_t>(next) + kFew < limit.rlim_cur) return {};
+  if (static_cast<rlim_t>(next) + kSpare < limit.rlim_cur) return {};
   return "; " + fabric::error_text(EMFILE);
 }
 

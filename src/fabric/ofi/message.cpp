@@ -4,7 +4,7 @@
 
 namespace ferry::fabric::ofi {
 
-Token way_token(const JobKey& job, int source, int target, int endpoint) {
+WayKey make_way_key(const JobKey& job, int source, int target, int endpoint) {
   const auto way = static_cast<std::uint64_t>(static_cast<std::uint32_t>(source)) << 32 |
                    static_cast<std::uint32_t>(target);
   const auto place = static_cast<std::uint64_t>(endpoint) << 1;

@@ -14,8 +14,8 @@
 namespace ferry::fabric::ofi {
 
 /// 128 bits that only ranks of this job can make, others for each way from source to target.
-using Token = JobKey;
-Token way_token(const JobKey& job, int source, int target, int endpoint);
+using WayKey = JobKey;
+WayKey make_way_key(const JobKey& job, int source, int target, int endpoint);
 
 enum class MessageKind : std::uint32_t {
   signal = 1,    ///< a flag's new value, behind so many pieces of a stream; may carry bytes
@@ -31,7 +31,7 @@ struct Message {
   MessageKind kind{};
   std::int32_t source = -1;
   std::uint32_t payload = 0;
-  Token token{};
+  WayKey way_key{};
   // Of a signal: the flag and what goes before it.
   std::uint64_t sequence = 0;
   std::uint64_t value = 0;
@@ -67,10 +67,10 @@ inline std::optional<Message> message_in(std::span<const std::byte> bytes) {
   return message;
 }
 
-/// Which stream a write belongs to: the data that arrives with it. The lower half says it; the
-/// upper half, where the provider carries 8 bytes, is part of the way's token.
-constexpr std::uint64_t piece_data(const Token& token, int source, std::uint32_t stream) {
-  return (token[0] & ~0xffffffffull) | static_cast<std::uint64_t>(source) << kStreamBits | stream;
+/// Which stream a write belongs to: the data that arrives with it. The low 32 bits say it; the
+/// high 32, where the provider carries 8 bytes, are part of the way's key.
+constexpr std::uint64_t piece_data(const WayKey& way_key, int source, std::uint32_t stream) {
+  return (way_key[0] & ~0xffffffffull) | static_cast<std::uint64_t>(source) << kStreamBits | stream;
 }
 constexpr int source_of(std::uint64_t data) {
   return static_cast<int>((data & 0xffffffffull) >> kStreamBits);

@@ -23,8 +23,8 @@ using ofi::EndpointSet;
 
 /// How long a thread that waits for a peer polls before it sleeps; it does the endpoints' work
 /// meanwhile.
-constexpr std::chrono::nanoseconds kPatience = std::chrono::microseconds(100);
-constexpr std::chrono::nanoseconds kShortPatience = std::chrono::microseconds(1);
+constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(100);
+constexpr std::chrono::nanoseconds kShortSpinTime = std::chrono::microseconds(1);
 
 /// A segment's handle: what every fabric says, and how each endpoint of a peer writes there.
 struct OfiHandle {
@@ -39,7 +39,7 @@ class OfiFabric final : public Fabric {
   OfiFabric(int rank, int size, ofi::HandshakeResult result)
       : rank_(rank),
         size_(size),
-        patience_(result.cores ? kPatience : kShortPatience),
+        spin_time_(result.cores ? kSpinTime : kShortSpinTime),
         // In handles and for comparison only; the key itself stays in this process.
         job_{siphash(result.key, ~0ull, 2), siphash(result.key, ~0ull, 3)},
         segments_(rank, size),
@@ -79,7 +79,7 @@ class OfiFabric final : public Fabric {
                std::uint64_t tag) override;
   PeerState peer_state(int peer) noexcept override;
   bool cut_off() const noexcept override { return sets_[0]->cut_off(); }
-  std::chrono::nanoseconds patience() const noexcept override { return patience_; }
+  std::chrono::nanoseconds spin_time() const noexcept override { return spin_time_; }
   bool progress() noexcept override {
     for (const auto& set : sets_) set->help();
     return true;
@@ -110,7 +110,7 @@ class OfiFabric final : public Fabric {
 
   int rank_;
   int size_;
-  std::chrono::nanoseconds patience_;
+  std::chrono::nanoseconds spin_time_;
   std::function<void(int peer)> look_up_{};
   JobKey job_;
   SegmentTable segments_;  // peers' entries have no memory

@@ -38,7 +38,7 @@ void expect_the_others_talk(Fabric& fabric, const Segment& mine, int rank) {
 }
 
 /// Everybody has heard from everybody.
-void meet(Rank& me, Fabric& fabric, const Segment& mine) {
+void attach_peers(Rank& me, Fabric& fabric, const Segment& mine) {
   for (int peer = 0; peer < me.size(); ++peer) {
     fabric.publish(peer, {mine.id, 512 + 8 * std::uint64_t(me.rank())}, 1, 0, 1);
   }
@@ -52,7 +52,7 @@ TEST_F(OfiFabric, AKilledRankIsDead) {
   Processes ranks(kOfi, 3, [](Rank& me) {
     auto fabric = me.make();
     const Segment mine = me.connect(*fabric, 1 << 20);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 1) raise(SIGKILL);
     const auto start = Clock::now();
     EXPECT_TRUE(eventually([&] { return fabric->peer_state(1) == PeerState::dead; }, 5s));
@@ -72,7 +72,7 @@ TEST_F(OfiFabric, AStoppedRankIsNotHeardAndComesBack) {
     auto fabric = me.make();
     const Segment mine = me.connect(*fabric, 4096);
     me.board.notes[std::size_t(me.rank())] = getpid();
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 1) {
       raise(SIGSTOP);
     } else {
@@ -98,7 +98,7 @@ TEST_F(OfiFabric, ARankThatTakesNothingIsLostAtTheDeadline) {
   Processes ranks(kOfi, 3, [](Rank& me) {
     auto fabric = make_ofi_fabric(me.bootstrap, ofi_options(), kLate);
     const Segment mine = me.connect(*fabric, 1 << 20);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 1) raise(SIGSTOP);
     const auto start = Clock::now();
     const Bytes data(1 << 20, std::byte{1});
@@ -122,7 +122,7 @@ TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
   Processes ranks(kOfi, 2, [](Rank& me) {
     auto fabric = me.make();
     const Segment mine = me.connect(*fabric, 8 << 20);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 1) {
       raise(SIGSTOP);
       EXPECT_TRUE(await_flag(mine, 8, 2));
@@ -145,7 +145,7 @@ TEST_F(OfiFabric, AForkedChildThatEndsDoesNotTakeTheConnectionsAlong) {
   Processes ranks(kOfi, 2, [](Rank& me) {
     auto fabric = me.make();
     const Segment mine = me.connect(*fabric, 4096);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 0) {
       const pid_t child = fork();
       if (child == 0) {
@@ -187,17 +187,17 @@ class Stranger {
  private:
   void post(const std::function<ssize_t()>& call) {
     fi_cq_data_entry entry;
-    const auto look = [&] {
+    const auto poll = [&] {
       if (fi_cq_read(fi_endpoint_.cq(), &entry, 1) == -FI_EAVAIL) {
         fi_cq_err_entry error{};
         fi_cq_readerr(fi_endpoint_.cq(), &error, 0);
       }
     };
     EXPECT_TRUE(eventually([&] {
-      look();
+      poll();
       return call() != -FI_EAGAIN;
     }));
-    for (int i = 0; i < 200; ++i, std::this_thread::sleep_for(100us)) look();
+    for (int i = 0; i < 200; ++i, std::this_thread::sleep_for(100us)) poll();
   }
 
   const ofi::Library& library_;
@@ -225,7 +225,7 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
     const auto handshakes = me.bootstrap.gathered()[1];
     const Bytes victim = ofi::handshake_from(handshakes[0], me.rank(), 0).names[0];
     const Segment mine = me.connect(*fabric, 1 << 20);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     std::vector<int> open;
     if (me.rank() == 1) {
       open.push_back(connected(victim, {}));  // says nothing
@@ -277,9 +277,9 @@ TEST_F(OfiFabric, AnEndpointThatIsLinkedWithNobodyBelievesNobody) {
     const auto names = ofi::handshake_from(me.bootstrap.gathered()[1][0], me.rank(), 0).names;
     ASSERT_EQ(names.size(), 2u);
     const Segment mine = me.connect(*fabric, 4096);
-    meet(me, *fabric, mine);
+    attach_peers(me, *fabric, mine);
     if (me.rank() == 1) {
-      // There the token of rank 1 was never made: it is zeros.
+      // There the key of rank 1 was never made: it is zeros.
       for (const Bytes& name : names) {
         Stranger stranger(name);
         ofi::Message message{.kind = ofi::MessageKind::signal, .source = 1};
@@ -323,13 +323,13 @@ TEST_F(OfiFabric, OptionsThatCannotBe) {
   });
 }
 
-/// Its thread sleeps when nothing moves, but for signs of life: it once looked all the time.
+/// Its thread sleeps when nothing moves, but for signs of life: it once polled all the time.
 TEST_F(OfiFabric, AnIdleRankSleeps) {
   for (const char* provider : {"", "tcp;ofi_rxm"}) {
     Processes ranks(kOfi, 2, [provider](Rank& me) {
       auto fabric = make_ofi_fabric(me.bootstrap, {.provider = provider}, kDeadline);
       const Segment mine = me.connect(*fabric, 4096);
-      meet(me, *fabric, mine);
+      attach_peers(me, *fabric, mine);
       // On a busy machine connections take their time to settle: one quiet half second will do. A
       // thread that polls has none.
       long switches = 0;

@@ -31,7 +31,7 @@ class DomainCombine {
     std::vector<Lane> lanes{};         // in the own domain
     std::vector<const void*> rows{};   // a sum for each domain, ascending
     std::vector<bool> there{};         // [D]
-    std::vector<std::int64_t> next{};  // [D]: row of the stage that comes next
+    std::vector<std::int64_t> next{};  // [D]: row of the staging buffer that comes next
     std::vector<std::byte> inside{};   // the own domain's sum
   };
   void find_sums(std::int64_t token, TokenSums& sums);
@@ -93,11 +93,11 @@ void DomainCombine::push_chunk(std::size_t feeder, std::int64_t first, std::int6
   const std::size_t at =
       index(call_.plan->crossing.first_sum(owner, call_.engine.topology().of(call_.engine.rank())) +
             first);
-  channel_.reach().write(owner, {theirs.stage_segment, theirs.stage_offset + at * row_bytes},
+  channel_.reach().write(owner, {theirs.staging_segment, theirs.staging_offset + at * row_bytes},
                          sums.data(), sums.size(), tag);
   if (!call_.has_weights()) return;
   channel_.reach().write(
-      owner, {theirs.stage_side_segment, theirs.stage_side_offset + at * call_.weight_bytes()},
+      owner, {theirs.staging_side_segment, theirs.staging_side_offset + at * call_.weight_bytes()},
       weights.data(), weights.size() * sizeof(float), tag);
 }
 
@@ -160,7 +160,7 @@ void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
     sums.rows.push_back(memory_.stage + row * call_.rows.row_bytes());
     if (weights == nullptr) continue;
     const auto* theirs =
-        reinterpret_cast<const float*>(memory_.stage_weights + row * call_.weight_bytes());
+        reinterpret_cast<const float*>(memory_.staging_weights + row * call_.weight_bytes());
     for (std::size_t k = 0; k < index(call_.plan->topk); ++k) weights[k] += theirs[k];
   }
 }

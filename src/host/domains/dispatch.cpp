@@ -23,18 +23,18 @@ void send_chunk(const DispatchCall& call, DispatchPush& push, int domain, std::i
                 std::int64_t end) {
   const int rail = call.engine.topology().rail(call.engine.rank(), domain);
   const StepMessage theirs = call.channel().head(rail);
-  const StageShape shape = call.stage_shape(rail);
-  const StageLayout layout = make_stage_layout(shape);
+  const StagingShape shape = call.staging_shape(rail);
+  const StagingLayout layout = make_staging_layout(shape);
   const std::span<const std::int32_t> tokens(
       call.plan->crossing.tokens.data() + call.plan->crossing.offset[index(domain)] + first,
       index(end - first));
   const std::size_t row =
-      index(call.plan->crossing.first_stage_row(rail, call.engine.rank()) + first);
+      index(call.plan->crossing.first_staging_row(rail, call.engine.rank()) + first);
   std::uint64_t bytes = 0;
   const auto send = [&](std::size_t at, std::size_t width, const auto& values) {
     const std::size_t size = values.size() * sizeof(values[0]);
     call.channel().reach().write(rail,
-                                 {theirs.stage_segment, theirs.stage_offset + at + row * width},
+                                 {theirs.staging_segment, theirs.staging_offset + at + row * width},
                                  values.data(), size, call.channel().chunk_tag(rail));
     bytes += size;
   };
@@ -45,7 +45,8 @@ void send_chunk(const DispatchCall& call, DispatchPush& push, int domain, std::i
     rows.push_back({push.encode(tokens[i], to), shape.row_bytes});
   }
   call.channel().reach().write_pieces(
-      rail, {theirs.stage_segment, theirs.stage_offset + layout.rows_at + row * shape.row_bytes},
+      rail,
+      {theirs.staging_segment, theirs.staging_offset + layout.rows_at + row * shape.row_bytes},
       rows, call.channel().chunk_tag(rail));
   bytes += rows.size() * shape.row_bytes;
   const auto topk = index(call.plan->topk);
@@ -82,7 +83,7 @@ void push_hierarchical(const DispatchCall& call, DispatchPush& push, const std::
   const Domains& domains = call.engine.topology();
   const int own = domains.of(call.engine.rank());
   const std::vector<std::int64_t>& offset = call.plan->crossing.offset;
-  Forwarder forwarder(call.engine, *call.plan, call.stage_shape(call.engine.rank()), stage,
+  Forwarder forwarder(call.engine, *call.plan, call.staging_shape(call.engine.rank()), stage,
                       push.stream());
   const std::int64_t chunk = chunk_rows(call.row.bytes());
   bool more = true;

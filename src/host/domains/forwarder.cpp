@@ -12,13 +12,13 @@ constexpr const char* kStage = "dispatch: rows to be spread";
 
 }  // namespace
 
-Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StageShape& shape,
-                     const std::byte* stage, bool stream)
+Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StagingShape& shape,
+                     const std::byte* staging, bool stream)
     : engine_(engine),
       plan_(plan),
       shape_(shape),
-      layout_(make_stage_layout(shape)),
-      stage_(stage),
+      layout_(make_staging_layout(shape)),
+      staging_(staging),
       stream_(stream),
       next_(plan.crossing.feeders.size()),
       first_row_(index(engine.size())) {
@@ -98,7 +98,7 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
   const std::size_t at = index(plan_.crossing.feeder_row[feeder] + first) * topk;
   // A copy: what is looked at is what is used.
   std::vector<std::int32_t> ids(index(end - first) * topk);
-  std::memcpy(ids.data(), stage_ + layout_.topk_idx + at * sizeof(std::int32_t),
+  std::memcpy(ids.data(), staging_ + layout_.topk_idx + at * sizeof(std::int32_t),
               ids.size() * sizeof(std::int32_t));
   const int source = plan_.crossing.feeders[feeder];
   if (!append_rows(plan_.forwards[feeder], exchange(), engine_.topology(), source, ids)) {
@@ -115,13 +115,13 @@ void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_
     const Lane lane = forward.lanes[index(l)];
     const Target& target = targets_[index(engine_.topology().index(lane.rank))];
     const std::size_t to = index(first_row_[index(lane.rank)] + lane.row);
-    copy(target.rows + to * shape_.row_bytes, stage_ + layout_.rows_at + from * shape_.row_bytes,
+    copy(target.rows + to * shape_.row_bytes, staging_ + layout_.rows_at + from * shape_.row_bytes,
          shape_.row_bytes);
-    std::memcpy(target.scales + to * scale_bytes, stage_ + layout_.scales + from * scale_bytes,
+    std::memcpy(target.scales + to * scale_bytes, staging_ + layout_.scales + from * scale_bytes,
                 scale_bytes);
     if (shape_.tokens) {
       std::memcpy(target.source_token + to * sizeof(std::int32_t),
-                  stage_ + layout_.source_token + from * sizeof(std::int32_t),
+                  staging_ + layout_.source_token + from * sizeof(std::int32_t),
                   sizeof(std::int32_t));
     }
     if (shape_.tokens || shape_.weights) spread_slots(target, ids, to, from);
@@ -135,7 +135,7 @@ void Forwarder::spread_slots(const Target& target, const std::int32_t* ids, std:
   const auto first = static_cast<std::int32_t>(placement.first_expert(target.rank));
   const auto end = static_cast<std::int32_t>(placement.first_expert(target.rank + 1));
   const auto topk = index(plan_.topk);
-  const auto* from = reinterpret_cast<const float*>(stage_ + layout_.weights) + staged * topk;
+  const auto* from = reinterpret_cast<const float*>(staging_ + layout_.weights) + staged * topk;
   auto* routes = reinterpret_cast<std::int32_t*>(target.topk_idx) + to * topk;
   auto* weights = reinterpret_cast<float*>(target.weights) + to * topk;
   for (std::size_t k = 0; k < topk; ++k) {

@@ -10,13 +10,13 @@
 
 namespace ferry::host {
 
-/// Of one dispatch, whose grants were swapped. Rows go from the stage straight to their final
-/// places, with scales, weights and routes as their source would have written them.
+/// Of one dispatch, whose grants were swapped. Rows go from the staging buffer straight to their
+/// final places, with scales, weights and routes as their source would have written them.
 class Forwarder {
  public:
-  /// `stage`: this rank's, of `shape`. `stream`: copies go past the caches.
-  Forwarder(HostEngine& engine, PlanState& plan, const StageShape& shape, const std::byte* stage,
-            bool stream);
+  /// `staging`: this rank's buffer, of `shape`. `stream`: copies go past the caches.
+  Forwarder(HostEngine& engine, PlanState& plan, const StagingShape& shape,
+            const std::byte* staging, bool stream);
 
   /// Spreads the chunks that are here.
   void poll();
@@ -50,9 +50,9 @@ class Forwarder {
 
   HostEngine& engine_;
   PlanState& plan_;
-  StageShape shape_;
-  StageLayout layout_;
-  const std::byte* stage_;
+  StagingShape shape_;
+  StagingLayout layout_;
+  const std::byte* staging_;
   bool stream_;
   std::vector<Target> targets_;          // by index inside the domain
   std::vector<std::int64_t> next_;       // by feeder: rows that were spread

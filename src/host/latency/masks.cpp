@@ -10,15 +10,15 @@ using protocol::Status;
 
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(5);         // of a sleep
-constexpr auto kBetweenLooks = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
-constexpr auto kPause = std::chrono::milliseconds(100);  // between looks: this rank did not run
+constexpr auto kSlice = std::chrono::milliseconds(5);       // of a sleep
+constexpr auto kPollPeriod = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
+constexpr auto kPause = std::chrono::milliseconds(100);     // between polls: this rank did not run
 
 }  // namespace
 
-void CallTime::look(Clock::time_point now) {
-  if (now - looked_ > kPause) begun_ += now - looked_;
-  looked_ = now;
+void CallTime::poll(Clock::time_point now) {
+  if (now - polled_ > kPause) begun_ += now - polled_;
+  polled_ = now;
 }
 
 LatencyMasks::LatencyMasks(HostEngine& engine, FabricReach& reach,
@@ -176,7 +176,7 @@ MaskWatch::~MaskWatch() {
 }
 
 std::uint64_t MaskWatch::spin_ns() const {
-  return static_cast<std::uint64_t>(engine_.shared_memory()->fabric->patience().count());
+  return static_cast<std::uint64_t>(engine_.shared_memory()->fabric->spin_time().count());
 }
 
 bool MaskWatch::progress() {
@@ -204,10 +204,10 @@ int MaskWatch::gone() const {
 Status MaskWatch::check() {
   Status status;
   const auto now = Clock::now();
-  if (now - time_.looked() < std::min<std::chrono::nanoseconds>(kBetweenLooks, time_.left())) {
+  if (now - time_.polled() < std::min<std::chrono::nanoseconds>(kPollPeriod, time_.left())) {
     return status;
   }
-  time_.look(now);
+  time_.poll(now);
   masks_.heartbeat_.poll(now);
   engine_.channel().beat(true);
   // Before the deadline: a rank that was stopped finds its own over, and must hear first that the

@@ -33,25 +33,25 @@ class CallTime {
  public:
   explicit CallTime(std::chrono::nanoseconds deadline) : deadline_(deadline) {}
   void begin() {
-    begun_ = looked_ = Clock::now();
+    begun_ = polled_ = Clock::now();
     extensions_ = 0;
   }
-  /// Each look of a wait, at most some milliseconds after the one before.
-  void look(Clock::time_point now);
+  /// Each poll of a wait, at most some milliseconds after the one before.
+  void poll(Clock::time_point now);
   bool over() const { return left() <= left().zero(); }
-  std::chrono::nanoseconds left() const { return deadline_ - (looked_ - begun_); }
-  /// Grants one more deadline, from the last look on.
+  std::chrono::nanoseconds left() const { return deadline_ - (polled_ - begun_); }
+  /// Grants one more deadline, from the last poll on.
   void extend() {
-    begun_ = looked_;
+    begun_ = polled_;
     ++extensions_;
   }
   int extensions() const { return extensions_; }
   Clock::time_point begun() const { return begun_; }
-  Clock::time_point looked() const { return looked_; }
+  Clock::time_point polled() const { return polled_; }
 
  private:
   std::chrono::nanoseconds deadline_;
-  Clock::time_point begun_{}, looked_{};
+  Clock::time_point begun_{}, polled_{};
   int extensions_ = 0;
 };
 

@@ -22,7 +22,7 @@ class MaskedRanks {
   /// Runs `body` on each rank, with a group of `config`, an exchange with masks, and its load.
   void run(GroupConfig config, const std::function<void(Group&, LatencyExchange&, Load&)>& body) {
     config.experts = 8;
-    config.on_wait = [this] { look(); };
+    config.on_wait = [this] { poll(); };
     make(config);
     on_ranks(kRanks, [&](int r) {
       self() = &ranks_[static_cast<std::size_t>(r)];
@@ -131,7 +131,7 @@ class MaskedRanks {
     rank.idle = false;
   }
 
-  void look() {
+  void poll() {
     if (self() == nullptr) return;  // the group is being made
     Rank& rank = *self();
     const auto now = Clock::now();

@@ -38,7 +38,8 @@ class CombineJob {
   /// What all ranks must have in common.
   StepMessage head() const;
   [[noreturn]] void refuse_crossing();
-  /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s stage.
+  /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s staging
+  /// buffer.
   std::size_t staged_rows() const;
   std::int64_t staged_rows_of(int peer) const;
   void agree();
@@ -146,22 +147,22 @@ void CombineJob::agree() {
     taken = true;
     const Region& rows = (*regions)[0];
     const Region& weights = (*regions)[1];
-    const Region& stage = (*regions)[2];
-    const Region& stage_weights = (*regions)[3];
+    const Region& staging = (*regions)[2];
+    const Region& staging_weights = (*regions)[3];
     memory_.mine =
         registered ? static_cast<std::byte*>(const_cast<void*>(call_.rows.data)) : rows.data;
     memory_.mine_weights = weights.data;
-    memory_.stage = stage.data;
-    memory_.stage_weights = stage_weights.data;
+    memory_.stage = staging.data;
+    memory_.staging_weights = staging_weights.data;
     const fabric::Address at = registered ? *registered : rows.address;
     head.segment = at.segment;
     head.offset = at.offset;
     head.side_segment = weights.address.segment;
     head.side_offset = weights.address.offset;
-    head.stage_segment = stage.address.segment;
-    head.stage_offset = stage.address.offset;
-    head.stage_side_segment = stage_weights.address.segment;
-    head.stage_side_offset = stage_weights.address.offset;
+    head.staging_segment = staging.address.segment;
+    head.staging_offset = staging.address.offset;
+    head.staging_side_segment = staging_weights.address.segment;
+    head.staging_side_offset = staging_weights.address.offset;
     place_rows();  // before the message says that they are there
     return true;
   });
@@ -225,8 +226,8 @@ void CombineJob::check_places() const {
       check(theirs.side_segment, theirs.side_offset, rows, call_.weight_bytes());
     } else {
       const std::int64_t rows = staged_rows_of(peer);
-      check(theirs.stage_segment, theirs.stage_offset, rows, row_bytes);
-      check(theirs.stage_side_segment, theirs.stage_side_offset, rows, call_.weight_bytes());
+      check(theirs.staging_segment, theirs.staging_offset, rows, row_bytes);
+      check(theirs.staging_side_segment, theirs.staging_side_offset, rows, call_.weight_bytes());
     }
   }
 }

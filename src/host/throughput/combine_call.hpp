@@ -34,7 +34,7 @@ struct CombineMemory {
   std::byte* mine = nullptr;          ///< rank-major rows, in registered memory
   std::byte* mine_weights = nullptr;  ///< their weights, likewise
   std::byte* stage = nullptr;         ///< rows pushed from outside, then their weights
-  std::byte* stage_weights = nullptr;
+  std::byte* staging_weights = nullptr;
 };
 
 /// combine_direct.cpp: each row crosses to the owner of its token, who sums in ascending rank.

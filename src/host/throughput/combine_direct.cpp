@@ -55,7 +55,7 @@ void DirectCombine::find_rows() {
     } else {
       const auto staged = static_cast<std::size_t>(plan_.send_offset[d]);
       row_base_.push_back(memory_.stage + staged * row_bytes);
-      weight_base_.push_back(memory_.stage_weights + staged * call_.weight_bytes());
+      weight_base_.push_back(memory_.staging_weights + staged * call_.weight_bytes());
     }
   }
 }
@@ -84,7 +84,7 @@ std::int64_t DirectCombine::first_staged_at(int owner) const {
   return before;
 }
 
-/// One chunk for each owner beyond the line, from row `first` of what came from it; false: there
+/// One chunk for each owner in another domain, from row `first` of what came from it; false: there
 /// was none left.
 bool DirectCombine::push_rows(std::int64_t first) {
   bool any = false;
@@ -103,9 +103,9 @@ bool DirectCombine::push_rows(std::int64_t first) {
       channel_.reach().write(owner, {segment, offset + to * width}, data + from * width,
                              count * width, channel_.chunk_tag(owner));
     };
-    write(theirs.stage_segment, theirs.stage_offset, memory_.mine, call_.rows.row_bytes());
+    write(theirs.staging_segment, theirs.staging_offset, memory_.mine, call_.rows.row_bytes());
     if (call_.has_weights()) {
-      write(theirs.stage_side_segment, theirs.stage_side_offset, memory_.mine_weights,
+      write(theirs.staging_side_segment, theirs.staging_side_offset, memory_.mine_weights,
             call_.weight_bytes());
     }
     channel_.send_chunk(owner, count * (call_.rows.row_bytes() + call_.weight_bytes()));
@@ -113,7 +113,7 @@ bool DirectCombine::push_rows(std::int64_t first) {
   return any;
 }
 
-/// Looks what has come.
+/// Polls what has come.
 void DirectCombine::take_rows() {
   for (int peer = 0; peer < call_.engine.size(); ++peer) {
     std::int64_t& here = rows_here_[index(peer)];

@@ -71,7 +71,7 @@ class DispatchJob {
   Region rank_region_{};
   Region side_region_{};
   Region expert_region_{};
-  Region stage_{};  // hierarchical: rows that cross to this rank
+  Region staging_{};  // hierarchical: rows that cross to this rank
 };
 
 std::vector<std::size_t> DispatchJob::region_sizes() const {
@@ -117,8 +117,8 @@ bool DispatchJob::allocate() {
   // The dispatch before failed, so this one carries the routes, for which it has no room yet.
   const std::size_t side = region_sizes()[1];
   if (side > side_region_.bytes && !take(side_region_, side)) return false;
-  return !call_.hierarchical() || stage_.data != nullptr ||
-         take(stage_, make_stage_layout(call_.stage_shape(call_.engine.rank())).bytes);
+  return !call_.hierarchical() || staging_.data != nullptr ||
+         take(staging_, make_staging_layout(call_.staging_shape(call_.engine.rank())).bytes);
 }
 
 void DispatchJob::make_tensors() {
@@ -175,7 +175,7 @@ void DispatchJob::agree() {
   } else {
     std::vector<std::size_t> sizes = region_sizes();
     if (call_.hierarchical())
-      sizes.push_back(make_stage_layout(call_.stage_shape(call_.engine.rank())).bytes);
+      sizes.push_back(make_staging_layout(call_.staging_shape(call_.engine.rank())).bytes);
     head.need_bytes = Regions::total(sizes);
   }
   try {
@@ -185,8 +185,8 @@ void DispatchJob::agree() {
       head.offset = rank_region_.address.offset;
       head.side_segment = side_region_.address.segment;
       head.side_offset = side_region_.address.offset;
-      head.stage_segment = stage_.address.segment;
-      head.stage_offset = stage_.address.offset;
+      head.staging_segment = staging_.address.segment;
+      head.staging_offset = staging_.address.offset;
       head.rows = rank_rows_;
       return true;
     });
@@ -211,7 +211,7 @@ void DispatchJob::run() {
     push.direct();
     call_.channel().await_delivered("dispatch: rows");
   } else {
-    push_hierarchical(call_, push, stage_.data);
+    push_hierarchical(call_, push, staging_.data);
     const Domains& domains = call_.engine.topology();
     for (const int member : domains.members(domains.of(call_.engine.rank()))) {
       call_.channel().await_delivered("dispatch: rows", member);
@@ -257,8 +257,8 @@ void DispatchJob::check_grants() const {
     if (domain == domains.of(self)) continue;
     const int rail = domains.rail(self, domain);
     const StepMessage theirs = channel.head(rail);
-    channel.checked(kStage, rail, {theirs.stage_segment, theirs.stage_offset},
-                    make_stage_layout(call_.stage_shape(rail)).bytes);
+    channel.checked(kStage, rail, {theirs.staging_segment, theirs.staging_offset},
+                    make_staging_layout(call_.staging_shape(rail)).bytes);
   }
 }
 

@@ -34,8 +34,8 @@ struct DispatchCall {
     return make_side_layout(rows, plan->topk, carries_routes, has_weights());
   }
   /// Of what crosses to `rank`.
-  StageShape stage_shape(int rank) const {
-    return {plan->crossing.stage_rows(rank),
+  StagingShape staging_shape(int rank) const {
+    return {plan->crossing.staging_rows(rank),
             row.bytes(),
             row.scale_columns,
             plan->topk,

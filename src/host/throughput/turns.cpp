@@ -12,7 +12,7 @@
 namespace ferry::host {
 
 namespace {
-constexpr auto kLook = std::chrono::milliseconds(40);  // between two polls of the caller's wishes
+constexpr auto kPollPeriod = std::chrono::milliseconds(40);  // of the caller's wishes
 }
 
 void HostEngine::check_group(const char* call, Asks asks) const {
@@ -52,7 +52,7 @@ class HostEngine::Turn {
     std::uint64_t served = engine_.serving_;
     auto idle_since = Clock::now();
     while (engine_.serving_ != ticket) {
-      engine_.turn_changed_.wait_for(lock, kLook);
+      engine_.turn_changed_.wait_for(lock, kPollPeriod);
       if (engine_.serving_ == ticket) break;
       // A call that runs has deadlines of its own; what must not last is that none runs.
       if (engine_.running_ || engine_.serving_ != served) idle_since = Clock::now();
@@ -100,7 +100,7 @@ HostEngine::Call::Call(HostEngine& engine, const char* call, Asks asks) : engine
   std::unique_lock lock(engine_.turn_mutex_);
   // The thread inside waits for nothing without a deadline.
   while (engine_.calling_) {
-    engine_.turn_changed_.wait_for(lock, kLook);
+    engine_.turn_changed_.wait_for(lock, kPollPeriod);
     if (!engine_.calling_) break;
     lock.unlock();
     engine_.check_waiting(call, asks);

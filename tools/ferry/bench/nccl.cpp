@@ -37,7 +37,7 @@ struct Answer {
   char reason[512];
 };
 
-void look(const std::string& library, Answer& answer) {
+void search(const std::string& library, Answer& answer) {
   std::string reason;
   if (void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     using GetVersion = int (*)(int*);
@@ -82,7 +82,7 @@ Nccl find_nccl(const std::string& asked) {
   const SharedArray<Answer> answer(1);
   const pid_t child = fork();
   if (child == 0) {
-    look(library, answer[0]);
+    search(library, answer[0]);
     _exit(0);
   }
   if (child < 0) throw std::runtime_error(fmt::format("fork: {}", std::strerror(errno)));

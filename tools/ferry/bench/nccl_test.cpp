@@ -66,7 +66,7 @@ TEST_F(NcclSearch, ALibraryThatFailsIsNotUsed) {
   EXPECT_NE(refusal_of(FERRY_FAKE_NCCL).find("ncclGetVersion failed"), std::string::npos);
 }
 
-TEST_F(NcclSearch, ASignalDoesNotEndTheLook) {
+TEST_F(NcclSearch, ASignalDoesNotEndTheSearch) {
   setenv("FAKE_NCCL", "slow", 1);
   struct sigaction act{}, before{};
   act.sa_handler = [](int) {};  // no SA_RESTART: what waits is interrupted

@@ -80,7 +80,7 @@ struct Machine {
   bool libfabric = false;  ///< libfabric.so.1 can be loaded
 };
 
-/// Looks. Starts nothing, changes nothing, never throws for something that is absent.
+/// Reads. Starts nothing, changes nothing, never throws for something that is absent.
 Machine look_at_machine();
 
 nlohmann::json to_json(const Machine& machine);

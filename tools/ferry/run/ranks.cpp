@@ -21,7 +21,7 @@ namespace ferry::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kLook = std::chrono::milliseconds(50);
+constexpr auto kPollPeriod = std::chrono::milliseconds(50);
 constexpr auto kGrace = std::chrono::seconds(5);
 
 // The message of the exception that `work` throws; nothing when it does not.
@@ -50,7 +50,7 @@ std::vector<RankFailure> run_threads(const RankRun& run, const RankBody& body) {
     });
   }
   while (ended.load() < run.ranks) {
-    std::this_thread::sleep_for(kLook / 10);
+    std::this_thread::sleep_for(kPollPeriod / 10);
     if (run.tick) run.tick();
   }
   for (std::thread& thread : threads) thread.join();
@@ -144,7 +144,7 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
   bool failed = false;
   bool ended_by_us = false;
   Clock::time_point until = Clock::now() + std::chrono::duration_cast<Clock::duration>(run.limit);
-  Clock::time_point look = Clock::now();
+  Clock::time_point last_poll = Clock::now();
   std::optional<Clock::time_point> failed_at;
   while (!look_at(children, failed)) {
     const Clock::time_point now = Clock::now();
@@ -158,9 +158,9 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
         if (!child.end) kill(child.pid, SIGKILL);
       }
     }
-    std::this_thread::sleep_for(kLook / 10);
-    if (run.tick && now - look >= kLook) {
-      look = now;
+    std::this_thread::sleep_for(kPollPeriod / 10);
+    if (run.tick && now - last_poll >= kPollPeriod) {
+      last_poll = now;
       run.tick();
     }
   }

@@ -69,7 +69,7 @@ struct DeviceControlLayout {
   std::size_t done = 0;       ///< [R] lines: generation in which the reader has read my rows
   std::size_t progress =
       0;                    ///< [R] lines of kProgressParts words (kernels/throughput/progress.cuh)
-  std::size_t summed = 0;   ///< a line: how far this rank's sums of slots are; peers look
+  std::size_t summed = 0;   ///< a line: how far this rank's sums of slots are; peers poll
   std::size_t local = 0;    ///< LocalWords, touched by this rank alone
   std::size_t mailbox = 0;  ///< [kMailboxDepth, R, message_bytes]
   std::size_t second = 0;   ///< [kMailboxDepth, R, kSecondBytes]: second grants, posted like heads

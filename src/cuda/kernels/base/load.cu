@@ -39,11 +39,11 @@ cudaError_t kernel_limits(KernelLimits& limits) {
   if (error != cudaSuccess) return error;
   const std::uint64_t word = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   if (word == 0) {
-    const cudaError_t looked = look_up(device, limits);
-    if (looked == cudaSuccess && device < kDevices) {
+    const cudaError_t found = look_up(device, limits);
+    if (found == cudaSuccess && device < kDevices) {
       known[device].store(pack(limits), std::memory_order_relaxed);
     }
-    return looked;
+    return found;
   }
   limits.bulk_copies = (word >> 62 & 1) != 0;
   limits.num_sms = static_cast<int>(word >> 32 & 0xffff);

@@ -186,24 +186,24 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   }
 
   /// The receiving half of rows that carry their generation; as `receive`. A warp takes every other
-  /// 8 bytes of a slice, so that rows of several ranks fit into its registers with their tags.
+  /// 8 bytes of a stretch, so that rows of several ranks fit into its registers with their tags.
   __device__ bool receive_ll() {
-    const int slices = (static_cast<int>(row_bytes()) + kSliceBytes - 1) / kSliceBytes;
+    const int stretches = (static_cast<int>(row_bytes()) + kWarpBytes - 1) / kWarpBytes;
     const int warp = kLatencyWarps - 1 - static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
-    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * slices * 2;
+    for (int unit = warp * this->blocks() + this->block(); unit < p_.tokens * stretches * 2;
          unit += this->blocks() * kLatencyWarps) {
-      const int token = unit / (2 * slices), rest = unit - token * 2 * slices;
+      const int token = unit / (2 * stretches), rest = unit - token * 2 * stretches;
       std::uint32_t expected[kMaskWords];
       if (!this->template await_part<false>(token, 0, expected)) return false;
-      if (!sum_half_slice(token, rest / 2, rest % 2, expected[0])) return false;
+      if (!sum_pair(token, rest / 2, rest % 2, expected[0])) return false;
     }
     return true;
   }
 
   /// Whole warp: the sum of what the expected ranks (bits) say, in ascending order, rounded once.
-  __device__ bool sum_half_slice(int token, int slice, int half, std::uint32_t expected) {
-    const int byte = slice * kSliceBytes + static_cast<int>(threadIdx.x % 32) * 16;
+  __device__ bool sum_pair(int token, int stretch, int pair, std::uint32_t expected) {
+    const int byte = stretch * kWarpBytes + static_cast<int>(threadIdx.x % 32) * 16;
     float acc[4] = {};
     while (expected != 0) {
       std::uint32_t some = 0;  // of whom rows are loaded at once
@@ -213,7 +213,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
         expected &= expected - 1;
       }
       uint2 data[kLLRows];
-      if (!await_slices(token, byte, half, some, data)) return false;
+      if (!await_stretches(token, byte, pair, some, data)) return false;
 #pragma unroll
       for (int n = 0; n < kLLRows; ++n) {
         acc[0] = __fadd_rn(acc[0], Pair<T>::low(data[n].x));
@@ -223,7 +223,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
       }
     }
     if (byte >= static_cast<int>(row_bytes())) return true;
-    std::byte* to = p_.out + static_cast<std::size_t>(token) * row_bytes() + byte + half * 8;
+    std::byte* to = p_.out + static_cast<std::size_t>(token) * row_bytes() + byte + pair * 8;
     *reinterpret_cast<uint2*>(to) =
         uint2{Pair<T>::round(acc[0], acc[1]), Pair<T>::round(acc[2], acc[3])};
     return true;
@@ -232,13 +232,13 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
   /// Whole warp: this lane's share of the rows of `some` ranks (bits) in ascending order, then −0,
   /// which changes no sum. Of a rank that is masked on the way it may be anything: then all sums
   /// are made again. False: the group has failed.
-  __device__ bool await_slices(int token, int byte, int half, std::uint32_t some, uint2* data) {
+  __device__ bool await_stretches(int token, int byte, int pair, std::uint32_t some, uint2* data) {
     const LatencyView& v = p_.view;
     constexpr std::uint32_t kMinusZeros = 0x80008000;
 #pragma unroll
     for (int n = 0; n < kLLRows; ++n) data[n] = uint2{kMinusZeros, kMinusZeros};
     const std::byte* rows =
-        ll_sum(at_, own_memory(v), 0, token) + ll_offset(static_cast<std::size_t>(byte), half);
+        ll_sum(at_, own_memory(v), 0, token) + ll_offset(static_cast<std::size_t>(byte), pair);
     const auto step = static_cast<std::uint32_t>(kLLTokens * v.layout.ll_scale_at);
     SpinDeadline spin_deadline;
     std::uint32_t pending = some;
@@ -251,7 +251,7 @@ class Combiner : public CombineWaits<kPerSlot, kTimed, kPerSlot ? kPerSlotTag : 
         ranks &= ranks - 1;
         if ((pending & bit) == 0 || byte >= static_cast<int>(row_bytes())) continue;
         const auto peer = static_cast<std::uint32_t>(__ffs(static_cast<int>(bit)) - 1);
-        if (!load_half(rows + std::size_t{peer} * step, at_.tag(), data[n])) missing |= bit;
+        if (!load_pair(rows + std::size_t{peer} * step, at_.tag(), data[n])) missing |= bit;
       }
       missing = __reduce_or_sync(kAllLanes, missing);
       if constexpr (kTimed) {

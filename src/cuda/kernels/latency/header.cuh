@@ -28,7 +28,7 @@ __device__ __forceinline__ int header_warp() {
   return static_cast<int>(threadIdx.x / 32) - 1;
 }
 
-/// The routes of a warp's stretch of tokens: whole tokens in each chunk of 32 slots.
+/// The routes of a warp's stretch of tokens: whole tokens in each batch of 32 slots.
 class RouteStretch {
  public:
   /// Loads what it keeps.
@@ -39,10 +39,10 @@ class RouteStretch {
     token_ = lane / topk_;
     slot_ = lane - token_ * topk_;
     if (token_ >= each_) slot_ = topk_;  // none
-    const int chunks = (p.tokens + each_ - 1) / each_, share = (chunks + warps - 1) / warps;
-    used_ = (chunks + share - 1) / max(share, 1);
-    begin_ = min(counts ? warp * share : chunks, chunks);
-    end_ = min(counts ? begin_ + share : chunks, chunks);
+    const int batches = (p.tokens + each_ - 1) / each_, share = (batches + warps - 1) / warps;
+    used_ = (batches + share - 1) / max(share, 1);
+    begin_ = min(counts ? warp * share : batches, batches);
+    end_ = min(counts ? begin_ + share : batches, batches);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) kept_[i] = begin_ + i < end_ ? load(begin_ + i) : -1;
   }
@@ -57,20 +57,20 @@ class RouteStretch {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) next[i] = kept_[i];
 #pragma unroll 1
-    for (int chunk = begin_; chunk < end_; ++chunk) {
-      const int token = chunk * each_ + token_;
+    for (int batch = begin_; batch < end_; ++batch) {
+      const int token = batch * each_ + token_;
       visit(token, token < p_.tokens ? slot_ : topk_, next[0]);
 #pragma unroll
       for (int i = 0; i + 1 < kKept; ++i) next[i] = next[i + 1];
-      if (chunk + kKept < end_) next[kKept - 1] = load(chunk + kKept);
+      if (batch + kKept < end_) next[kKept - 1] = load(batch + kKept);
     }
   }
 
  private:
   static constexpr int kKept = 3;
 
-  __device__ int load(int chunk) const {
-    const int token = chunk * each_ + token_;
+  __device__ int load(int batch) const {
+    const int token = batch * each_ + token_;
     return slot_ < topk_ && token < p_.tokens ? route_id(p_, token, slot_) : -1;
   }
 
@@ -133,7 +133,7 @@ class HeaderMaker {
       if (slot < p_.view.topk && id == kBadRoute) {
         worst = min(worst, static_cast<std::uint32_t>(token * 64 + slot + 1));
       }
-      // Tokens of a chunk are told apart by their number in it.
+      // Tokens of a batch are told apart by their number in it.
       const int key = id >= 0 && slot < p_.view.topk ? (lane - slot) << 24 | id : -1 - lane;
       twice |= __popc(__match_any_sync(kAllLanes, key)) > 1;
       count_on(own_counts(dest), slot < p_.view.topk ? local(dest, id) : -1);

@@ -98,7 +98,7 @@ FERRY_FN constexpr std::size_t record_bytes(int topk) {
 struct DeviceLatencyLayout {
   std::size_t released = 0;  ///< [R] lines: the receiver has read all up to this generation
   std::size_t gone = 0;      ///< u32 [R], of Gone
-  std::size_t words = 0;     ///< LatencyWords, where peers may look; 0: they may not
+  std::size_t words = 0;     ///< LatencyWords, where peers may poll; 0: they may not
   std::size_t offers = 0;    ///< [R] lines: rejoin.cu
   std::size_t answers = 0;   ///< [R] lines
   std::size_t headers = 0;   ///< [2, R, header_bytes]

@@ -283,7 +283,7 @@ struct PieceReceiver : Receiver {
                                    static_cast<std::size_t>(row_bytes());
 #pragma unroll
       for (int i = 0; i < Format::kVectors; ++i) {
-        const int at_byte = byte + i * kSliceBytes;
+        const int at_byte = byte + i * kWarpBytes;
         if (at_byte < row_bytes()) *reinterpret_cast<uint4*>(out + at_byte) = piece.vectors[i];
       }
       if constexpr (Format::kQuantized) {

@@ -23,7 +23,7 @@ __device__ std::uint64_t generation_in(std::uint64_t word) {
   return word & ((std::uint64_t{1} << kRejoinShift) - 1);
 }
 
-/// Above the newest generation that was used. Between domains both halves of the buffers get one
+/// Above the newest generation that was used. Between domains both buffers get one
 /// that nobody used, so that nothing that was said before can mean them.
 __device__ std::uint64_t rejoin_step(const LatencyView& v) {
   return v.inbox != nullptr ? 2 : 1;

@@ -12,7 +12,7 @@
 namespace ferry::cuda::device {
 
 /// What a warp holds of a row at once.
-inline constexpr int kSliceBytes = 32 * 16;
+inline constexpr int kWarpBytes = 32 * 16;
 
 /// Whether rows of a source of so many tokens of type T cross as LL. All others cross as LL128 if
 /// LatencyView::ll128, else as Simple.

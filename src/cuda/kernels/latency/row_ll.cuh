@@ -11,11 +11,11 @@
 
 namespace ferry::cuda::device {
 
-/// Where the half of the vector at byte `at` of a row lies: the 32 halves that a warp stores at
-/// once lie together.
-__device__ __forceinline__ std::size_t ll_offset(std::size_t at, int half) {
-  constexpr std::size_t kStep = kSliceBytes;
-  return at / kStep * 2 * kStep + static_cast<std::size_t>(half) * kStep + at % kStep;
+/// Where a pair of words of the vector at byte `at` of a row lies: the 32 pairs that a warp stores
+/// at once lie together.
+__device__ __forceinline__ std::size_t ll_offset(std::size_t at, int pair) {
+  constexpr std::size_t kStep = kWarpBytes;
+  return at / kStep * 2 * kStep + static_cast<std::size_t>(pair) * kStep + at % kStep;
 }
 
 __device__ __forceinline__ void store_ll(std::byte* slot, std::size_t at, const uint4& vector,
@@ -24,8 +24,8 @@ __device__ __forceinline__ void store_ll(std::byte* slot, std::size_t at, const 
   store_pair(slot + ll_offset(at, 1), std::uint64_t{vector.w} << 32 | vector.z, tag);
 }
 
-/// Half a vector, at its ll_offset. False: not all of it is here.
-__device__ __forceinline__ bool load_half(const std::byte* at, std::uint32_t tag, uint2& data) {
+/// A pair of words, at its ll_offset. False: not all of it is here.
+__device__ __forceinline__ bool load_pair(const std::byte* at, std::uint32_t tag, uint2& data) {
   TaggedPair pair;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(pair.low), "=l"(pair.high)
@@ -37,8 +37,8 @@ __device__ __forceinline__ bool load_half(const std::byte* at, std::uint32_t tag
 __device__ __forceinline__ bool load_ll(const std::byte* slot, std::size_t at, std::uint32_t tag,
                                         uint4& vector) {
   uint2 low, high;
-  const bool first = load_half(slot + ll_offset(at, 0), tag, low);
-  const bool second = load_half(slot + ll_offset(at, 1), tag, high);
+  const bool first = load_pair(slot + ll_offset(at, 0), tag, low);
+  const bool second = load_pair(slot + ll_offset(at, 1), tag, high);
   vector = {low.x, low.y, high.x, high.y};
   return first && second;
 }
@@ -66,7 +66,7 @@ template <class T, bool kWithScales>
 struct LL {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
-  static constexpr int kVectors = 1, kBytes = kSliceBytes;
+  static constexpr int kVectors = 1, kBytes = kWarpBytes;
   static constexpr bool kPollsEarly = true;
 
   __device__ static bool serves(const LatencyView& v, int tokens) { return is_ll<T>(v, tokens); }

@@ -13,12 +13,12 @@
 
 namespace ferry::cuda::device {
 
-static_assert(kLineBytes == 128 && kSliceBytes % kLineBytes == 0, "8 lanes store a line");
+static_assert(kLineBytes == 128 && kWarpBytes % kLineBytes == 0, "8 lanes store a line");
 
 /// A lane's share of a piece of kPartChannels channels are so many vectors, 512 bytes apart; behind
 /// them comes the line of the displaced words.
 FERRY_FN constexpr int ll128_piece_bytes(int vectors) {
-  return vectors * kSliceBytes + static_cast<int>(kLineBytes);
+  return vectors * kWarpBytes + static_cast<int>(kLineBytes);
 }
 
 /// Lanes of a warp that have a line's end.
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool ends_line() {
 }
 /// Whether this lane's vector `i` lies in a line that begins within the first `bytes` of a piece.
 __device__ __forceinline__ bool has_line(int i, int bytes) {
-  return i * kSliceBytes + static_cast<int>(threadIdx.x % 32 / 8) * static_cast<int>(kLineBytes) <
+  return i * kWarpBytes + static_cast<int>(threadIdx.x % 32 / 8) * static_cast<int>(kLineBytes) <
          bytes;
 }
 
@@ -92,9 +92,9 @@ __device__ __forceinline__ void store_ll128(std::byte* piece, int bytes, const u
   __syncwarp();  // lanes of a line store together
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (has_line(i, bytes)) store_line(at + i * kSliceBytes, vectors[i]);
+    if (has_line(i, bytes)) store_line(at + i * kWarpBytes, vectors[i]);
   }
-  if (lane < 8) store_line(at + kVectors * kSliceBytes, behind);
+  if (lane < 8) store_line(at + kVectors * kWarpBytes, behind);
 }
 
 /// Whole warp: loads it. False in some lane: not all of it is here.
@@ -108,10 +108,10 @@ __device__ __forceinline__ bool load_ll128(const std::byte* piece, int bytes, st
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     vectors[i] = uint4{0, 0, 0, 0};  // what was there need not be kept between two polls
-    if (has_line(i, bytes)) vectors[i] = load_line(at + i * kSliceBytes);
+    if (has_line(i, bytes)) vectors[i] = load_line(at + i * kWarpBytes);
   }
   behind = uint4{0, 0, 0, 0};
-  if (lane < 8) behind = load_line(at + kVectors * kSliceBytes);
+  if (lane < 8) behind = load_line(at + kVectors * kWarpBytes);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (ends_line() && has_line(i, bytes)) here = here && vectors[i].w == tag;
@@ -125,7 +125,7 @@ template <class T, bool kWithScales>
 struct LL128 {
   static constexpr bool kQuantized = kWithScales;
   static constexpr int kChannelBytes = kQuantized ? 1 : static_cast<int>(sizeof(T));
-  static constexpr int kVectors = kWireVectors<T, kQuantized>, kBytes = kVectors * kSliceBytes;
+  static constexpr int kVectors = kWireVectors<T, kQuantized>, kBytes = kVectors * kWarpBytes;
   static constexpr bool kPollsEarly = kQuantized;  // else there are no registers for it
 
   __device__ static bool serves(const LatencyView& v, int tokens) { return !is_ll<T>(v, tokens); }

@@ -123,20 +123,20 @@ struct LatencyPlaces {
   const LatencyView& v;
   std::uint64_t generation;
 
-  FERRY_FN std::size_t half() const { return generation % 2; }
+  FERRY_FN std::size_t parity() const { return generation % 2; }
   FERRY_FN std::uint32_t tag() const { return static_cast<std::uint32_t>(generation); }
   /// Of rows of a combine: ranks that take different paths find each other's tags odd, not right.
   FERRY_FN std::uint32_t sum_tag(bool per_slot) const {
     return tag() ^ (per_slot ? kPerSlotTag : 0u);
   }
   FERRY_FN std::size_t line(int source) const {
-    return (half() * static_cast<std::size_t>(v.group.ranks) + static_cast<std::size_t>(source));
+    return (parity() * static_cast<std::size_t>(v.group.ranks) + static_cast<std::size_t>(source));
   }
   FERRY_FN std::size_t slot(int source, std::int64_t token) const {
     return line(source) * static_cast<std::size_t>(v.capacity) + static_cast<std::size_t>(token);
   }
   FERRY_FN std::size_t sum_slot(int row, std::int64_t token) const {
-    return (half() * v.layout.sum_slots + static_cast<std::size_t>(row)) *
+    return (parity() * v.layout.sum_slots + static_cast<std::size_t>(row)) *
                static_cast<std::size_t>(v.capacity) +
            static_cast<std::size_t>(token);
   }

@@ -12,7 +12,7 @@ namespace ferry::cuda::device {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 /// The next 32 entries of a warp's items, one a lane; several entries belong to one item, and an
-/// item may begin in one chunk and end in the next.
+/// item may begin in one batch and end in the next.
 template <class Source>
 struct EntryCursor {
   const Source& source;
@@ -47,7 +47,7 @@ struct EntryCursor {
 /// The first entries of a warp: loaded long before anybody knows where the rows are.
 template <class Source>
 struct SumStart {
-  EntryCursor<Source> cursor;  // at the first chunk
+  EntryCursor<Source> cursor;  // at the first batch
   typename Source::Raw first, second;
 
   __device__ SumStart(const Source& source, const SumWork& work) : cursor(source, work) {
@@ -60,7 +60,7 @@ struct SumStart {
 
 /// 32 entries with their places. `number` counts the pulls of this warp.
 template <class Source>
-struct Chunk {
+struct Batch {
   static constexpr int kBytesBits = 13;
   static_assert(kBytesBits + kDueBits <= 32);
   const std::byte* from = nullptr;
@@ -113,8 +113,8 @@ __device__ __forceinline__ void pull(const Source& source, const std::byte* from
   std::uint64_t* barrier = ring.barriers + stage;
   bool there = true;
   if constexpr (Source::kWaits) {
-    const std::uint32_t due = bytes >> Chunk<Source>::kBytesBits;
-    bytes &= (1u << Chunk<Source>::kBytesBits) - 1u;
+    const std::uint32_t due = bytes >> Batch<Source>::kBytesBits;
+    bytes &= (1u << Batch<Source>::kBytesBits) - 1u;
     if (due != 0) {
       there = source.await(due);
       fence_proxy_async();  // what it has seen, before TMA reads the row
@@ -135,13 +135,13 @@ __device__ __forceinline__ void meet() {
   if constexpr (Source::kWaits) __syncwarp();
 }
 
-/// Pulls of a new chunk that the ring has room for already.
+/// Pulls of a new batch that the ring has room for already.
 template <class Source>
-__device__ __forceinline__ void pull_first(const Source& source, const Chunk<Source>& chunk,
+__device__ __forceinline__ void pull_first(const Source& source, const Batch<Source>& batch,
                                            const Ring& ring, RingPosition& at) {
-  if (chunk.from != nullptr && chunk.number - at.used < static_cast<std::uint32_t>(ring.stages)) {
-    pull(source, chunk.from, chunk.bytes, ring,
-         static_cast<int>(chunk.number % static_cast<std::uint32_t>(ring.stages)), at);
+  if (batch.from != nullptr && batch.number - at.used < static_cast<std::uint32_t>(ring.stages)) {
+    pull(source, batch.from, batch.bytes, ring,
+         static_cast<int>(batch.number % static_cast<std::uint32_t>(ring.stages)), at);
   }
   meet<Source>();
 }
@@ -165,7 +165,7 @@ __device__ inline void drain(const Ring& ring, RingPosition at, std::uint32_t nu
 template <class T, int kVectors, bool kWeighted, class Source>
 __device__ __forceinline__ bool add_stage(const Source& source, float* acc, float weight,
                                           const Ring& ring, RingPosition& at,
-                                          const Chunk<Source>& now, const Chunk<Source>& next) {
+                                          const Batch<Source>& now, const Batch<Source>& next) {
   const bool came = await_stage(ring, at.stage, at.parity);
   if (__any_sync(0xffffffffu, at.failed || !came)) return false;
   const auto* vectors = reinterpret_cast<const uint4*>(
@@ -181,7 +181,7 @@ __device__ __forceinline__ bool add_stage(const Source& source, float* acc, floa
   const bool from_next = next.from != nullptr && next.number == turn;
   if (from_now || from_next) {
     fence_proxy_async_shared();  // those reads before the write by TMA
-    // By value: a choice between the chunks themselves would put them into local memory.
+    // By value: a choice between the batches themselves would put them into local memory.
     pull(source, from_now ? now.from : next.from, from_now ? now.bytes : next.bytes, ring, at.stage,
          at);
   }
@@ -213,7 +213,7 @@ __device__ bool sum_rows(const SumStart<Source>& start, const Ring& ring, Count&
   const SumWork& work = cursor.work;
   std::uint32_t numbers = 0;
   RingPosition at;
-  Chunk<Source> now, next;
+  Batch<Source> now, next;
   fence_proxy_async();  // the peers' flags, seen by ordinary loads, before what TMA reads of them
   now.fill(cursor, start.first, numbers);
   pull_first(source, now, ring, at);
@@ -251,7 +251,7 @@ __device__ bool sum_rows(const SumStart<Source>& start, const Ring& ring, Count&
     next.fill(cursor, raw, numbers);
     pull_first(source, next, ring, at);
     cursor.next();
-    raw = cursor.load();  // a whole chunk before it is needed
+    raw = cursor.load();  // a whole batch before it is needed
   }
   done.reached(work.rows);
   return true;

@@ -1,4 +1,4 @@
-// Rows into and out of the stage between domains; see crossing.hpp.
+// Rows into and out of the staging buffer between domains; see crossing.hpp.
 #include "cuda/kernels/throughput/crossing.hpp"
 
 #include "cuda/kernels/base/accumulate.cuh"
@@ -17,15 +17,15 @@ using protocol::CommandSlot;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
-/// A row of a stage: its block, and where that begins.
-struct StageRow {
+/// A row of a staging buffer: its block, and where that begins.
+struct StagingRow {
   std::int64_t row = 0;   ///< of the block
   std::int64_t rows = 0;  ///< of the block, in all
   std::size_t base = 0;
 };
 
-__device__ StageRow find_row(const CrossingLayout& layout, const StageBlocks& blocks,
-                             std::int64_t row) {
+__device__ StagingRow find_row(const CrossingLayout& layout, const StagingBlocks& blocks,
+                               std::int64_t row) {
   std::size_t base = 0;
   int block = 0;
 #pragma unroll 1
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const std::int64_t rows = p.blocks.first[block + 1] - p.blocks.first[block];
     const std::int64_t first = in_block * p.layout.chunk_rows;
     const std::int64_t count = p.layout.rows_of(rows, in_block);
-    std::byte* to = p.stage + base;
+    std::byte* to = p.staging + base;
     for (std::int64_t i = threadIdx.x / 32; i < count; i += kWarps) {
       const CrossingPlace place = crossing_place(p.layout, rows, first + i);
       copy_parts(p.layout, p.from, p.index[p.blocks.first[block] + first + i], to + place.row,
@@ -118,12 +118,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 __global__ void __launch_bounds__(kThreads, 1)
     unpack_kernel(const __grid_constant__ UnpackParameters p) {
   const std::int64_t stride = std::int64_t{gridDim.x} * kWarps;
-  const std::byte* block = p.stage;
+  const std::byte* block = p.staging;
 #pragma unroll 1
   for (int b = 0; b < p.blocks.count; ++b) {
     const std::int64_t first = p.blocks.first[b], rows = p.blocks.first[b + 1] - first;
-    const std::int64_t end = rows_after(p.layout, rows, p.piece, p.pieces);
-    for (std::int64_t i = rows_after(p.layout, rows, p.piece - 1, p.pieces) +
+    const std::int64_t end = rows_after(p.layout, rows, p.portion, p.portions);
+    for (std::int64_t i = rows_after(p.layout, rows, p.portion - 1, p.portions) +
                           std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
          i < end; i += stride) {
       const CrossingPlace place = crossing_place(p.layout, rows, i);
@@ -169,10 +169,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         weights = p.weights + part * topk;
         return p.rows + part * static_cast<std::int64_t>(p.layout.row_bytes);
       }
-      const StageRow at = find_row(p.layout, p.blocks, -1 - static_cast<std::int64_t>(part));
+      const StagingRow at = find_row(p.layout, p.blocks, -1 - static_cast<std::int64_t>(part));
       const CrossingPlace place = crossing_place(p.layout, at.rows, at.row);
-      weights = reinterpret_cast<const float*>(p.stage + at.base + place.weights);
-      return p.stage + at.base + place.row;
+      weights = reinterpret_cast<const float*>(p.staging + at.base + place.weights);
+      return p.staging + at.base + place.row;
     };
     const std::int64_t row = t * static_cast<std::int64_t>(p.layout.row_bytes);
     // Lane e knows where part e is; few tokens have more parts than a warp has lanes.

@@ -1,6 +1,6 @@
-// The kernels of an exchange between domains: rows into and out of a stage in pinned host memory,
-// in chunks that a proxy posts (engine/proxy.hpp). None of them waits for anybody. Nothing here
-// needs nvcc.
+// The kernels of an exchange between domains: rows into and out of a staging buffer in pinned host
+// memory, in chunks that a proxy posts (engine/proxy.hpp). None of them waits for anybody. Nothing
+// here needs nvcc.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,8 +12,8 @@
 
 namespace ferry::cuda {
 
-/// The blocks of a stage, one after another; the tables lie in GPU memory.
-struct StageBlocks {
+/// The blocks of a staging buffer, one after another; the tables lie in GPU memory.
+struct StagingBlocks {
   int count = 0;
   const std::int64_t* first = nullptr;  ///< [count + 1] rows before each block
 };
@@ -32,8 +32,8 @@ struct PackParameters {
   CrossingLayout layout{};
   CrossingSource from{};
   const std::int32_t* index = nullptr;  ///< [rows of all blocks] of `from`
-  StageBlocks blocks{};                 ///< block b is window b of the call
-  std::byte* stage = nullptr;
+  StagingBlocks blocks{};               ///< block b is window b of the call
+  std::byte* staging = nullptr;
   protocol::CommandSlot* ring = nullptr;
   std::uint64_t ring_size = 0;
   std::uint64_t first_command = 0;  ///< the call's `begin`; chunk c is command first + 1 + c
@@ -41,7 +41,7 @@ struct PackParameters {
   std::int64_t end_chunk = 0;
   int num_sms = 1;
 };
-/// The piece that begins with chunk 0 makes the `begin`, too.
+/// The portion that begins with chunk 0 makes the `begin`, too.
 cudaError_t launch_pack(const PackParameters& parameters, cudaStream_t stream);
 
 /// Where rows lie dense with what travels beside them, in GPU memory; 16-byte aligned.
@@ -62,13 +62,14 @@ struct GatherParameters {
 };
 cudaError_t launch_gather(const GatherParameters& parameters, cudaStream_t stream);
 
-/// Piece `piece` of what has come: of each block's rows, to the same numbers as in the stage.
+/// Portion `portion` of what has come: of each block's rows, to the same numbers as in the staging
+/// buffer.
 struct UnpackParameters {
   CrossingLayout layout{};
-  StageBlocks blocks{};
-  const std::byte* stage = nullptr;
-  int piece = 0;
-  int pieces = 1;
+  StagingBlocks blocks{};
+  const std::byte* staging = nullptr;
+  int portion = 0;
+  int portions = 1;
   CrossingRows to{};
   int num_sms = 1;
 };
@@ -94,11 +95,11 @@ struct AddDomainsParameters {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   const std::int64_t* offset = nullptr;  ///< [T + 1]
-  const std::int32_t* parts = nullptr;   ///< row v of `rows`, or −1 − i: row i of the stage
+  const std::int32_t* parts = nullptr;  ///< row v of `rows`, or −1 − i: row i of the staging buffer
   const std::byte* rows = nullptr;
   const float* weights = nullptr;  ///< [V, K]
-  StageBlocks blocks{};
-  const std::byte* stage = nullptr;
+  StagingBlocks blocks{};
+  const std::byte* staging = nullptr;
   Dtype dtype = Dtype::bf16;
   const std::byte* bias0 = nullptr;
   const std::byte* bias1 = nullptr;

@@ -141,10 +141,10 @@ __device__ inline void copy_row_by_loads(const FanOutParameters& p, std::int64_t
         static_cast<int>(min(p.row_bytes - offset, std::int64_t{kVectors * 512}) / 16);
     uint4 vectors[kVectors];
     load_piece(vectors, p.rows + row * p.row_bytes + offset, count);
-    for (int half = 0; half < 2; ++half) {
-      for (std::uint32_t left = half == 0 ? low : high; left != 0; left &= left - 1) {
+    for (int word = 0; word < 2; ++word) {
+      for (std::uint32_t left = word == 0 ? low : high; left != 0; left &= left - 1) {
         const std::int64_t slot =
-            __shfl_sync(0xffffffffu, half == 0 ? to.low : to.high, __ffs(left) - 1);
+            __shfl_sync(0xffffffffu, word == 0 ? to.low : to.high, __ffs(left) - 1);
         auto* out = reinterpret_cast<uint4*>(p.out + slot * p.row_bytes + offset);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

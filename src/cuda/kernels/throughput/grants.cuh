@@ -48,7 +48,7 @@ __device__ inline void fill_head(const DispatchParameters& p, bool holds_counts,
   }
 }
 
-/// The first peer that a thread looks at, and what can be known of it before the kernel before this
+/// The first peer that a thread polls, and what can be known of it before the kernel before this
 /// one has ended.
 struct FirstPeer {
   PeerSegment segment{};  ///< of the peer, the one whose number is this thread's of its sixteen
@@ -129,8 +129,8 @@ __device__ __forceinline__ bool find_target(const DispatchParameters& p, int pee
   return true;
 }
 
-/// Whole grid: waits for the heads; true when this rank may push to `targets`. Sixteen threads look
-/// at one peer, and one barrier tells the block that all is well; the order in which complaints
+/// Whole grid: waits for the heads; true when this rank may push to `targets`. Sixteen threads poll
+/// one peer, and one barrier tells the block that all is well; the order in which complaints
 /// count is sorted out only when there is one. Whether the plan holds counts every rank knows
 /// alike, and an early head cannot say it.
 __device__ __forceinline__ bool agree(const DispatchParameters& p, const PushShape& shape,
@@ -202,9 +202,9 @@ __device__ inline std::uint64_t post_early(const DispatchParameters& p, std::byt
 /// at `peer`, or has been refused: then it holds no counts. False: the group has failed.
 __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::uint64_t planning,
                                              int peer, PlannedRows& rows, bool& holds_counts) {
-  constexpr std::uint32_t kLooks = 16;  // between polls of what seldom happens
+  constexpr std::uint32_t kPolls = 16;  // between polls of what seldom happens
   const std::byte* at = placed_at(p.plan, peer);
-  for (std::uint32_t looks = 1;; ++looks) {
+  for (std::uint32_t polls = 1;; ++polls) {
     const TaggedPair pair = load_pair(at);
     TagCheck check;
     check.check_body(pair.low, planning);
@@ -213,7 +213,7 @@ __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::u
       rows = {static_cast<std::uint32_t>(pair.high), static_cast<std::uint32_t>(pair.low)};
       return holds_counts = true;
     }
-    if (looks % kLooks != 0) continue;
+    if (polls % kPolls != 0) continue;
     if (has_failed(p.group)) return false;
     const bool ended = load_acquire(&local_words(p.group)->generation) >= planning;
     if (ended && load_relaxed(state_of(p.plan)) != 1) return true;
@@ -224,14 +224,14 @@ __device__ __forceinline__ bool await_placed(const DispatchParameters& p, std::u
 /// and then what the plan says. False: the group has failed.
 __device__ __forceinline__ bool await_plan(const DispatchParameters& p, std::uint64_t generation,
                                            FirstPeer& first, bool& holds_counts) {
-  const bool looks = first_peer() < p.group.ranks;
+  const bool polls = first_peer() < p.group.ranks;
   bool there = true;
-  if (looks) {
+  if (polls) {
     there = first.has_head =
         await_head(p.group, first_peer(), generation, Stage::grants, first.head, true);
   }
   // Every warp: nobody reads what the plan made before it has said so.
-  const int peer = looks ? first_peer() : p.group.rank;
+  const int peer = polls ? first_peer() : p.group.rank;
   there = there && await_placed(p, generation - 1, peer, first.rows, holds_counts);
   return there;
 }

@@ -25,7 +25,7 @@ struct Entry {
 inline constexpr int kDueBits = 17;
 
 /// `rows` sums, cut in `pieces` pieces each; the items (row, piece) are dealt to warps
-/// round-robin. Rows and pieces fit in 31 bits, and so do strides of a few chunks past the end.
+/// round-robin. Rows and pieces fit in 31 bits, and so do strides of a few batches past the end.
 struct SumWork {
   std::byte* out = nullptr;    ///< [at least rows, row_bytes]
   std::int64_t row_bytes = 0;  ///< a multiple of 16

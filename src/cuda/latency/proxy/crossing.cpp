@@ -15,7 +15,7 @@ namespace {
 constexpr CrossingKind kKinds[kCrossingKinds]{CrossingKind::rows, CrossingKind::weights,
                                               CrossingKind::sums};
 
-/// In a flag of `generation`, on the line of its half.
+/// In a flag of `generation`, on the line of its parity.
 constexpr std::uint64_t rejoined_flag(Generation generation) {
   return generation << kCrossingShift | kRejoined;
 }
@@ -37,13 +37,13 @@ bool LatencyCrossing::poll() {
     active |= take_mask(peer);
     if (!peer.settled) active |= settle(peer);
     if (peer.settled) active |= take_dispatch(peer);
-    for (std::size_t half = 0; half < 2 && peer.settled; ++half) {
-      active |= take_weights(peer, half);
-      active |= take_sums(peer, half);
+    for (std::size_t parity = 0; parity < 2 && peer.settled; ++parity) {
+      active |= take_weights(peer, parity);
+      active |= take_sums(peer, parity);
     }
-    for (std::size_t half = 0; half < 2; ++half) {
-      active |= send_weights(peer, half);
-      active |= send_sums(peer, half);
+    for (std::size_t parity = 0; parity < 2; ++parity) {
+      active |= send_weights(peer, parity);
+      active |= send_sums(peer, parity);
     }
     // Sums of a peer for a dispatch would take the place of its word that it has rejoined.
     if (peer.settled) active |= send_dispatch(peer);
@@ -108,23 +108,24 @@ std::size_t LatencyCrossing::row_bytes(std::uint32_t format) const {
 
 // Places of the words between proxies.
 
-std::uint64_t* LatencyCrossing::flag(CrossingKind kind, std::size_t half, int source) const {
-  const std::size_t line = static_cast<std::size_t>(kind) * 2 + half;
+std::uint64_t* LatencyCrossing::flag(CrossingKind kind, std::size_t parity, int source) const {
+  const std::size_t line = static_cast<std::size_t>(kind) * 2 + parity;
   return LatencyPlaces::line_of(parts_.data, parts_.layout.flags,
                                 static_cast<int>(line) * v_.group.ranks + source);
 }
-std::uint64_t* LatencyCrossing::acknowledged(CrossingKind kind, std::size_t half, int rank) const {
-  const std::size_t line = static_cast<std::size_t>(kind) * 2 + half;
+std::uint64_t* LatencyCrossing::acknowledged(CrossingKind kind, std::size_t parity,
+                                             int rank) const {
+  const std::size_t line = static_cast<std::size_t>(kind) * 2 + parity;
   return LatencyPlaces::line_of(parts_.data, parts_.layout.acknowledged,
                                 static_cast<int>(line) * v_.group.ranks + rank);
 }
 std::uint64_t* LatencyCrossing::mask_line(int rank) const {
   return LatencyPlaces::line_of(parts_.data, parts_.layout.masks, rank);
 }
-float* LatencyCrossing::weights_of(std::size_t half, int source) const {
+float* LatencyCrossing::weights_of(std::size_t parity, int source) const {
   const auto slots = static_cast<std::size_t>(v_.capacity) * static_cast<std::size_t>(v_.topk);
   const std::size_t block =
-      half * static_cast<std::size_t>(v_.group.ranks) + static_cast<std::size_t>(source);
+      parity * static_cast<std::size_t>(v_.group.ranks) + static_cast<std::size_t>(source);
   return reinterpret_cast<float*>(parts_.data + parts_.layout.weights) + block * slots;
 }
 
@@ -150,7 +151,7 @@ void LatencyCrossing::acknowledge(const Peer& peer, CrossingKind kind, Generatio
                                    make_tag(protocol::Channel::kLoan, generation), 0});
 }
 
-/// Whether what the peer was sent into this half before has landed.
+/// Whether what the peer was sent into this buffer before has landed.
 bool LatencyCrossing::may_put(const Peer& peer, CrossingKind kind, const Way& way,
                               Generation generation) const {
   return load_word(acknowledged(kind, generation % 2, peer.rank)) >= way.flagged;
@@ -193,15 +194,15 @@ bool LatencyCrossing::follow_rejoin() {
 void LatencyCrossing::leave_behind(Peer& peer) {
   const Generation agreed = generation_in(rejoined_);
   for (const Generation g : {agreed - 1, agreed}) {
-    const std::size_t half = g % 2;
-    if (!peer.dead) cut_sums(peer, half);
+    const std::size_t parity = g % 2;
+    if (!peer.dead) cut_sums(peer, parity);
     for (const CrossingKind kind : kKinds) {
       if (!peer.dead) tell(peer, kind, g, kRejoined, 0);
     }
-    peer.out[half] = peer.in[half] = {g, {}};
+    peer.out[parity] = peer.in[parity] = {g, {}};
     for (auto* ways : {&peer.weights_out, &peer.weights_in, &peer.sums_out, &peer.sums_in}) {
-      (*ways)[half] = {};
-      (*ways)[half].flagged = g;
+      (*ways)[parity] = {};
+      (*ways)[parity].flagged = g;
     }
   }
   peer.dispatch = {};

@@ -81,7 +81,7 @@ class LatencyCrossing {
     Generation generation = 0;
     std::vector<Entry> entries{};
   };
-  /// One way of one kind of rows, in one half of the buffers.
+  /// One way of one kind of rows, in one of the two buffers.
   struct Way {
     Generation flagged = 0;        ///< the last that was told of, or taken
     Generation begun = 0;          ///< whose rows are being put
@@ -95,7 +95,7 @@ class LatencyCrossing {
     Generation came = 0;                                ///< dispatches that came
     Way dispatch{};                                     ///< of sent + 1
     std::uint32_t tokens = 0, format = 0, refused = 0;  ///< of it
-    std::array<Listing, 2> out{}, in{};                 ///< by half
+    std::array<Listing, 2> out{}, in{};                 ///< by parity
     std::array<Way, 2> weights_out{}, weights_in{}, sums_out{}, sums_in{};
     std::uint64_t released = 0;  ///< told
     std::uint64_t gone_word = 0, gone_seen = 0;
@@ -127,14 +127,14 @@ class LatencyCrossing {
   void fill_header(const Peer& peer, const LatencyPlaces& at, const LatencyRecord& first,
                    std::uint32_t format) const;
   // crossing_sums.cpp
-  bool send_weights(Peer& peer, std::size_t half);
-  bool find_weights(const Peer& peer, std::size_t half, std::vector<float>& weights) const;
-  bool take_weights(Peer& peer, std::size_t half);
-  bool send_sums(Peer& peer, std::size_t half);
-  bool begin_sums(Peer& peer, std::size_t half);
+  bool send_weights(Peer& peer, std::size_t parity);
+  bool find_weights(const Peer& peer, std::size_t parity, std::vector<float>& weights) const;
+  bool take_weights(Peer& peer, std::size_t parity);
+  bool send_sums(Peer& peer, std::size_t parity);
+  bool begin_sums(Peer& peer, std::size_t parity);
   bool put_sums(Peer& peer, const LatencyPlaces& at, Entry& entry, Way& way);
-  void cut_sums(Peer& peer, std::size_t half);
-  bool take_sums(Peer& peer, std::size_t half);
+  void cut_sums(Peer& peer, std::size_t parity);
+  bool take_sums(Peer& peer, std::size_t parity);
 
   std::size_t row_bytes(std::uint32_t format) const;
   /// The row's record, just before it.
@@ -145,10 +145,10 @@ class LatencyCrossing {
   protocol::Place there(const void* at) const {
     return {0, static_cast<std::uint64_t>(static_cast<const std::byte*>(at) - parts_.data)};
   }
-  std::uint64_t* flag(CrossingKind kind, std::size_t half, int source) const;
-  std::uint64_t* acknowledged(CrossingKind kind, std::size_t half, int rank) const;
+  std::uint64_t* flag(CrossingKind kind, std::size_t parity, int source) const;
+  std::uint64_t* acknowledged(CrossingKind kind, std::size_t parity, int rank) const;
   std::uint64_t* mask_line(int rank) const;
-  float* weights_of(std::size_t half, int source) const;
+  float* weights_of(std::size_t parity, int source) const;
   void tell(const Peer& peer, CrossingKind kind, Generation generation, std::uint32_t what,
             std::uint64_t bytes);
   void acknowledge(const Peer& peer, CrossingKind kind, Generation generation);

@@ -30,7 +30,7 @@ class Player {
   bool rejoining() const { return step_ == Step::rejoin; }
   Generation generation() const { return g_; }
 
-  void look() {
+  void poll() {
     if (step_ == Step::rejoin) return look_for_others();
     if (calls_ < plan_.calls && one_in(20)) return begin_rejoin();
     // Far ahead alone, it would only repeat itself.
@@ -94,7 +94,7 @@ class Player {
       if (calls_ < plan_.calls) begin_rejoin();
       return;
     }
-    if (kernel_.look()) {
+    if (kernel_.poll()) {
       g_ = base_ = kernel_.agreed();
       step_ = Step::dispatch;
     } else if (calls_ < plan_.calls || one_in(plan_.give_up ? 40 : 20000)) {
@@ -125,7 +125,7 @@ class Chaos {
       players_.push_back(std::make_unique<Player>(r, ranks, config, network_, plan_, random_));
     }
     network_.set_on_send([this] {
-      if (one_in(3)) any_player().look();
+      if (one_in(3)) any_player().poll();
       if (one_in(3)) deliver();
     });
   }
@@ -168,7 +168,7 @@ class Chaos {
   }
   void step() {
     switch (random_() % 4) {
-      case 0: any_player().look(); break;
+      case 0: any_player().poll(); break;
       case 1: any_player().rank().crossing().poll(); break;
       default: deliver();
     }

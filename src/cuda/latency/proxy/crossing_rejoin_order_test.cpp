@@ -16,8 +16,8 @@ class LatencyRejoinOrder : public LatencyPair {
   Generation rejoin(Generation used, const HeldNetwork::Held& held = {}) {
     bool back[2]{};
     for (FakeRejoin& kernel : kernels_) kernel.begin(used);
-    for (int look = 0; look < 8 && !(back[0] && back[1]); ++look) {
-      for (int r = 0; r < 2; ++r) back[r] = back[r] || kernels_[r].look();
+    for (int poll = 0; poll < 8 && !(back[0] && back[1]); ++poll) {
+      for (int r = 0; r < 2; ++r) back[r] = back[r] || kernels_[r].poll();
       settle(held);
     }
     EXPECT_TRUE(back[0] && back[1]);
@@ -123,19 +123,19 @@ TEST(LatencyRejoinRace, AMaskOfBeforeComesInTheMidstOfAPoll) {
   const auto mask = [](const HeldNetwork::Op& op) {
     return op.is_flag && op.tag >> 56 == static_cast<std::uint64_t>(Channel::kMask);
   };
-  for (int look = 0; look < 4; ++look) {
+  for (int poll = 0; poll < 4; ++poll) {
     for (const auto& rank : ranks) rank->crossing().poll();
     while (network.deliver(mask)) {
     }
     // The last one has all answers, and does not look at them.
-    for (std::size_t r = 0; r < (look < 1 ? 3u : 2u); ++r) (void)kernels[r].look();
+    for (std::size_t r = 0; r < (poll < 1 ? 3u : 2u); ++r) (void)kernels[r].poll();
   }
   ASSERT_EQ(network.under_way(mask), 1u);
   ranks[2]->set_gone(0, Gone::without_us);
   bool rejoined = false;
   network.set_on_send([&] {
     if (rejoined) return;
-    rejoined = kernels[2].look();
+    rejoined = kernels[2].poll();
     (void)network.deliver({});
   });
   ranks[2]->crossing().poll();
@@ -149,14 +149,14 @@ TEST_F(LatencyRejoinOrder, WhoComesBeforeThoseWhoTryAgainWaitsForThem) {
   kernels_[0].begin(5);
   settle();
   kernels_[1].begin(3);
-  for (int look = 0; look < 4; ++look) {
-    EXPECT_FALSE(kernels_[1].look());
+  for (int poll = 0; poll < 4; ++poll) {
+    EXPECT_FALSE(kernels_[1].poll());
     settle();
   }
   bool back[2]{};
   kernels_[0].begin(5);
-  for (int look = 0; look < 8; ++look) {
-    for (int r = 0; r < 2; ++r) back[r] = back[r] || kernels_[r].look();
+  for (int poll = 0; poll < 8; ++poll) {
+    for (int r = 0; r < 2; ++r) back[r] = back[r] || kernels_[r].poll();
     settle();
   }
   ASSERT_TRUE(back[0] && back[1]);

@@ -17,7 +17,7 @@ Attempt rejoin(FakeRejoin& kernel, Generation used, std::chrono::nanoseconds dea
   const auto end = Clock::now() + deadline;
   kernel.begin(used);
   while (Clock::now() < end) {
-    if (kernel.look()) return {true, -1};
+    if (kernel.poll()) return {true, -1};
     std::this_thread::yield();
   }
   return {false, kernel.missing()};

@@ -51,8 +51,8 @@ bool LatencyCrossing::begin_dispatch(Peer& peer) {
   if (ahead < 0) return false;
   // Weights that a combine pushed before this dispatch are all there now. The peer must have them
   // before it forgets what they are of, and later ones have the same place.
-  (void)send_weights(peer, at.half());
-  if (!may_put(peer, CrossingKind::weights, peer.weights_out[at.half()], g)) return false;
+  (void)send_weights(peer, at.parity());
+  if (!may_put(peer, CrossingKind::weights, peer.weights_out[at.parity()], g)) return false;
   // A later one here: this one had left the peer out.
   if (ahead == 0) {
     if (!is_word_of(second, g)) return false;
@@ -89,7 +89,7 @@ bool LatencyCrossing::list_own(Peer& peer, const LatencyPlaces& at) {
     }
     if (slots != 0) listing.entries.push_back({token, slots});
   }
-  peer.out[at.half()] = std::move(listing);
+  peer.out[at.parity()] = std::move(listing);
   return true;
 }
 
@@ -111,7 +111,7 @@ void LatencyCrossing::put_record(Peer& peer, const LatencyPlaces& at, const Entr
   record.generation = at.generation;
   record.tokens = peer.tokens;
   record.refused = peer.refused;
-  record.rows = static_cast<std::uint32_t>(peer.out[at.half()].entries.size());
+  record.rows = static_cast<std::uint32_t>(peer.out[at.parity()].entries.size());
   const protocol::Place to = there(record_of(at.row(inbox(), rank_, token)));
   if (entry == nullptr) {
     parts_.reach.write(peer.rank, to, &record, sizeof(record), rows_tag);
@@ -137,14 +137,14 @@ void LatencyCrossing::put_record(Peer& peer, const LatencyPlaces& at, const Entr
 bool LatencyCrossing::take_dispatch(Peer& peer) {
   const Generation g = peer.came + 1;
   const LatencyPlaces at{v_, g};
-  const std::uint64_t word = load_word(flag(CrossingKind::rows, at.half(), peer.rank));
+  const std::uint64_t word = load_word(flag(CrossingKind::rows, at.parity(), peer.rank));
   if (word >> kCrossingShift < g) return false;
   const auto format = static_cast<std::uint32_t>(word & kNothing);
   if (format == kRejoined) return false;  // which this rank's kernel has not, so far
   if (word >> kCrossingShift != g)
     throw_violation(peer, "sent a dispatch that this rank gave no credit for");
-  cut_sums(peer, at.half());
-  Listing& in = peer.in[at.half()];
+  cut_sums(peer, at.parity());
+  Listing& in = peer.in[at.parity()];
   in = {g, {}};
   peer.came = g;
   if (format == kNothing) return true;
@@ -192,8 +192,8 @@ void LatencyCrossing::fill_header(const Peer& peer, const LatencyPlaces& at,
   std::vector<std::uint32_t> numbers(experts);
   std::uint64_t* places = at.places(inbox(), peer.rank);
   std::uint64_t* weights = at.header_weights(inbox(), peer.rank);
-  auto entry = peer.in[at.half()].entries.begin();
-  const auto end = peer.in[at.half()].entries.end();
+  auto entry = peer.in[at.parity()].entries.begin();
+  const auto end = peer.in[at.parity()].entries.end();
   for (std::uint32_t token = 0; token < first.tokens; ++token) {
     const bool here = entry != end && entry->token == token;
     const auto* words = reinterpret_cast<const std::uint32_t*>(record_at(at, peer, token) + 1);

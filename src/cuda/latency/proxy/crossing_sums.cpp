@@ -47,10 +47,10 @@ void for_each_slot(std::uint32_t slots, const Visit& visit) {
 // Weights: from the owner of the tokens to the ranks of their experts.
 
 /// Those that were not sent before. False: not all are there.
-bool LatencyCrossing::find_weights(const Peer& peer, std::size_t half,
+bool LatencyCrossing::find_weights(const Peer& peer, std::size_t parity,
                                    std::vector<float>& weights) const {
-  const Listing& out = peer.out[half];
-  if (out.entries.empty() || peer.weights_out[half].flagged >= out.generation) return false;
+  const Listing& out = peer.out[parity];
+  if (out.entries.empty() || peer.weights_out[parity].flagged >= out.generation) return false;
   if (peer.sent < out.generation) return false;
   const LatencyPlaces at{v_, out.generation};
   const std::uint64_t* words = at.weights(outbox(), peer.rank);
@@ -73,28 +73,28 @@ bool LatencyCrossing::find_weights(const Peer& peer, std::size_t half,
   return true;
 }
 
-bool LatencyCrossing::send_weights(Peer& peer, std::size_t half) {
+bool LatencyCrossing::send_weights(Peer& peer, std::size_t parity) {
   std::vector<float> weights;
-  if (!find_weights(peer, half, weights)) return false;
-  const Generation g = peer.out[half].generation;
-  Way& way = peer.weights_out[half];
+  if (!find_weights(peer, parity, weights)) return false;
+  const Generation g = peer.out[parity].generation;
+  Way& way = peer.weights_out[parity];
   const std::size_t bytes = weights.size() * sizeof(float);
-  parts_.reach.write(peer.rank, there(weights_of(half, rank_)), weights.data(), bytes,
+  parts_.reach.write(peer.rank, there(weights_of(parity, rank_)), weights.data(), bytes,
                      tag(CrossingKind::weights, g));
   way.flagged = g;
   tell(peer, CrossingKind::weights, g, 0, bytes);
   return true;
 }
 
-bool LatencyCrossing::take_weights(Peer& peer, std::size_t half) {
-  const Generation g = load_word(flag(CrossingKind::weights, half, peer.rank)) >> kCrossingShift;
-  Way& way = peer.weights_in[half];
-  const Listing& in = peer.in[half];
+bool LatencyCrossing::take_weights(Peer& peer, std::size_t parity) {
+  const Generation g = load_word(flag(CrossingKind::weights, parity, peer.rank)) >> kCrossingShift;
+  Way& way = peer.weights_in[parity];
+  const Listing& in = peer.in[parity];
   if (g <= way.flagged || g > peer.came) return false;
   if (in.generation == g) {
     const LatencyPlaces at{v_, g};
     std::uint64_t* words = at.weights(inbox(), peer.rank);
-    const float* from = weights_of(half, peer.rank);
+    const float* from = weights_of(parity, peer.rank);
     for (const Entry& entry : in.entries) {
       for_each_slot(entry.slots, [&](int k) {
         store_word(words + entry.token * static_cast<std::size_t>(v_.topk) + k,
@@ -109,11 +109,11 @@ bool LatencyCrossing::take_weights(Peer& peer, std::size_t half) {
 
 // Sums: back to the owner.
 
-bool LatencyCrossing::send_sums(Peer& peer, std::size_t half) {
-  const Listing& in = peer.in[half];
-  Way& way = peer.sums_out[half];
+bool LatencyCrossing::send_sums(Peer& peer, std::size_t parity) {
+  const Listing& in = peer.in[parity];
+  Way& way = peer.sums_out[parity];
   if (in.entries.empty() || way.flagged >= in.generation) return false;
-  if (way.begun != in.generation && !begin_sums(peer, half)) return false;
+  if (way.begun != in.generation && !begin_sums(peer, parity)) return false;
   const LatencyPlaces at{v_, in.generation};
   bool active = false;
   std::erase_if(way.pending, [&](Entry& entry) {
@@ -127,9 +127,9 @@ bool LatencyCrossing::send_sums(Peer& peer, std::size_t half) {
 }
 
 /// Which way this combine goes, by the tag of the first row that is there. False: there is none.
-bool LatencyCrossing::begin_sums(Peer& peer, std::size_t half) {
-  const Listing& in = peer.in[half];
-  Way& way = peer.sums_out[half];
+bool LatencyCrossing::begin_sums(Peer& peer, std::size_t parity) {
+  const Listing& in = peer.in[parity];
+  Way& way = peer.sums_out[parity];
   const LatencyPlaces at{v_, in.generation};
   for (const Entry& entry : in.entries) {
     for (const bool slots : {false, true}) {
@@ -184,23 +184,23 @@ bool LatencyCrossing::put_sums(Peer& peer, const LatencyPlaces& at, Entry& entry
 
 /// Before the peer's next dispatch takes the place of this one. What was put is counted, so that
 /// its landing can be acknowledged.
-void LatencyCrossing::cut_sums(Peer& peer, std::size_t half) {
-  Way& way = peer.sums_out[half];
+void LatencyCrossing::cut_sums(Peer& peer, std::size_t parity) {
+  Way& way = peer.sums_out[parity];
   if (way.begun <= way.flagged) return;
   way.flagged = way.begun;
   tell(peer, CrossingKind::sums, way.begun, kCut, way.bytes);
 }
 
-bool LatencyCrossing::take_sums(Peer& peer, std::size_t half) {
-  const std::uint64_t word = load_word(flag(CrossingKind::sums, half, peer.rank));
+bool LatencyCrossing::take_sums(Peer& peer, std::size_t parity) {
+  const std::uint64_t word = load_word(flag(CrossingKind::sums, parity, peer.rank));
   const Generation g = word >> kCrossingShift;
   const auto kind = static_cast<std::uint32_t>(word & kCut);
-  Way& way = peer.sums_in[half];
+  Way& way = peer.sums_in[parity];
   if (g <= way.flagged || kind == kRejoined) return false;
   if (g > peer.sent || (kind != kCut && !is_kind(kind))) {
     throw_violation(peer, "sent sums of a dispatch that it did not get, or of no known format");
   }
-  const Listing& out = peer.out[half];
+  const Listing& out = peer.out[parity];
   if (out.generation == g && kind != kCut) {
     const LatencyPlaces at{v_, g};
     const auto set = [&](int row, std::uint32_t token) {

@@ -36,21 +36,21 @@ void LatencyProxy::stop() {
 }
 
 bool LatencyProxy::poll_all() {
-  constexpr auto kLook = 20ms;
+  constexpr auto kPollPeriod = 20ms;
   std::scoped_lock lock(mutex_);
   bool active = false;
   for (const auto& crossing : crossings_) active |= crossing->poll();
-  if (Clock::now() - looked_ < kLook) return active;
-  looked_ = Clock::now();
+  if (Clock::now() - polled_ < kPollPeriod) return active;
+  polled_ = Clock::now();
   for (const auto& crossing : crossings_) crossing->look_after_peers();
   return active;
 }
 
-/// Kernels write without waking anybody, so the thread looks again and again: at once as long as a
+/// Kernels write without waking anybody, so the thread polls again and again: at once as long as a
 /// message may be on its way, then less and less often.
 void LatencyProxy::rest(std::chrono::nanoseconds idle) const {
   constexpr auto kLongIdle = 10ms;
-  if (idle < std::min<std::chrono::nanoseconds>(fabric_.patience(), 20us)) {
+  if (idle < std::min<std::chrono::nanoseconds>(fabric_.spin_time(), 20us)) {
     fabric_.progress();
     return;
   }

@@ -34,7 +34,7 @@ class LatencyProxy {
   std::function<void(const std::exception&)> on_failure_;
   std::mutex mutex_;  // of what follows
   std::vector<std::unique_ptr<LatencyCrossing>> crossings_{};
-  std::chrono::steady_clock::time_point looked_{};
+  std::chrono::steady_clock::time_point polled_{};
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

@@ -34,7 +34,7 @@ void FakeRejoin::begin(Generation used) {
   publish(used);
 }
 
-bool FakeRejoin::look() {
+bool FakeRejoin::poll() {
   std::uint64_t latest = round_;
   Generation newest = 0;
   for (int peer = 0; peer < rank_.ranks(); ++peer) {

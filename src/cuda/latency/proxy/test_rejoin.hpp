@@ -1,4 +1,4 @@
-// What the kernel does by which a rank rejoins, without a GPU, a look at a time.
+// What the kernel does by which a rank rejoins, without a GPU, a poll at a time.
 #pragma once
 #include <array>
 #include <atomic>
@@ -21,9 +21,9 @@ class FakeRejoin {
   /// A new attempt. `used`: the newest generation that this rank used.
   void begin(Generation used);
   /// True: the rank has rejoined, and goes on after `agreed`.
-  bool look();
+  bool poll();
   Generation agreed() const { return agreed_; }
-  /// Whose word was missing in the last look.
+  /// Whose word was missing in the last poll.
   int missing() const { return missing_; }
 
  private:

@@ -1,6 +1,6 @@
-// The stage of a rank whose tokens cross between domains: host memory that the fabric knows and the
-// GPU reads and writes. It grows by agreement, never shrinks, and every rank knows how much each of
-// the others has.
+// The staging buffer of a rank whose tokens cross between domains: host memory that the fabric
+// knows and the GPU reads and writes. It grows by agreement, never shrinks, and every rank knows
+// how much each of the others has.
 #pragma once
 #include <memory>
 #include <vector>
@@ -14,12 +14,12 @@ namespace ferry::cuda {
 void pin_for_gpu(const fabric::Segment& segment, int device);
 void unpin(std::byte* data, int device) noexcept;
 
-class DomainStage {
+class StagingBuffers {
  public:
-  DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memory> memory, int device);
-  ~DomainStage();
-  DomainStage(const DomainStage&) = delete;
-  DomainStage& operator=(const DomainStage&) = delete;
+  StagingBuffers(engine::Channel& channel, std::shared_ptr<engine::Memory> memory, int device);
+  ~StagingBuffers();
+  StagingBuffers(const StagingBuffers&) = delete;
+  StagingBuffers& operator=(const StagingBuffers&) = delete;
 
   /// Which memory: what this rank sends, what others write for its GPU, and what they write for its
   /// CPU.

@@ -1,4 +1,4 @@
-#include "cuda/domains/stage.hpp"
+#include "cuda/domains/staging.hpp"
 
 #include <cuda_runtime_api.h>
 
@@ -40,27 +40,27 @@ void unpin(std::byte* data, int device) noexcept {
   }
 }
 
-DomainStage::DomainStage(engine::Channel& channel, std::shared_ptr<engine::Memory> memory,
-                         int device)
+StagingBuffers::StagingBuffers(engine::Channel& channel, std::shared_ptr<engine::Memory> memory,
+                               int device)
     : channel_(channel), wire_(std::move(memory)), device_(device) {
   for (auto& sizes : sizes_) sizes.assign(static_cast<std::size_t>(channel.size()), 0);
 }
 
-DomainStage::~DomainStage() {
+StagingBuffers::~StagingBuffers() {
   for (std::byte* data : pinned_) unpin(data, device_);
 }
 
-bool DomainStage::has(Area area, const std::vector<std::size_t>& needs) const {
+bool StagingBuffers::has(Area area, const std::vector<std::size_t>& needs) const {
   return std::equal(needs.begin(), needs.end(), sizes_[area].begin(),
                     [](std::size_t need, std::size_t size) { return need <= size; });
 }
 
-void DomainStage::pin(const fabric::Segment& segment) {
+void StagingBuffers::pin(const fabric::Segment& segment) {
   pin_for_gpu(segment, device_);
   pinned_.push_back(segment.data);
 }
 
-void DomainStage::grow(const char* call, Area area, const std::vector<std::size_t>& needs) {
+void StagingBuffers::grow(const char* call, Area area, const std::vector<std::size_t>& needs) {
   const auto self = static_cast<std::size_t>(channel_.rank());
   const std::size_t mine = needs[self] > sizes_[area][self] ? needs[self] : 0;
   auto added = engine::add_segments(
@@ -76,7 +76,7 @@ void DomainStage::grow(const char* call, Area area, const std::vector<std::size_
   }
 }
 
-void DomainStage::grow_out(std::size_t bytes) {
+void StagingBuffers::grow_out(std::size_t bytes) {
   fabric::Segment segment =
       wire_->fabric->register_memory(engine::segment_bytes(wanted(bytes, memory_[kOut].bytes)));
   wire_->fabric->seal(segment.id);  // no peer needs it
