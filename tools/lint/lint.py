@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check_headers
 import check_includes
 import structure
+import words
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -101,6 +102,10 @@ def shape() -> str:
     return "\n".join(structure.check(ROOT))
 
 
+def replaced_words() -> str:
+    return "\n".join(words.check(words.texts(ROOT, files())))
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "clang-format": cpp_format,
     "ruff check": lambda: run(BIN / "ruff", "check", "--quiet", "--output-format=concise", "."),
@@ -110,6 +115,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "headers compile alone": headers_alone,
     "shell syntax": shell_syntax,
     "text hygiene": text_hygiene,
+    "words": replaced_words,
 }
 
 
