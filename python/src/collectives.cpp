@@ -31,8 +31,7 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
       without_gil([&] { return Collectives(std::move(meeting), std::move(config)); }));
 }
 
-HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op,
-                     PythonStream* stream) {
+HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream) {
   const KeepUntilDone keep(stream, {&x});
   const ReduceOptions options{op, stream_or_null(stream)};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));

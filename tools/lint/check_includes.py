@@ -78,6 +78,7 @@ ROOMS = {
     "src/host/kernels": set(),
     "src/host/runtime": set(),
     "src/host/throughput": {"src/host/kernels"},
+    "src/host/collectives": {"src/host/kernels", "src/host/throughput"},
     "src/host/latency": {"src/host/kernels", "src/host/throughput"},
     "src/host/domains": {"src/host/kernels", "src/host/throughput"},
 }

@@ -106,12 +106,8 @@ class AllGather {
 
 }  // namespace
 
-Event HostCollectives::all_gather(const ConstTensorView& x, const TensorView& out,
-                                  const CollectiveOptions& options) {
-  HostEngine::Call call(*engine_, kCall);
-  return engine_->enter(
-      kCall, options.stream,
-      [self = shared_from_this(), x, out] { AllGather(*self, x, out).run(); }, &call);
+void run_all_gather(HostCollectives& all, const ConstTensorView& x, const TensorView& out) {
+  AllGather(all, x, out).run();
 }
 
 }  // namespace ferry::host

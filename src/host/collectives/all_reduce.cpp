@@ -251,11 +251,8 @@ class AllReduce {
 
 }  // namespace
 
-Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
-  HostEngine::Call call(*engine_, kCall);
-  return engine_->enter(
-      kCall, options.stream,
-      [self = shared_from_this(), x, op = options.op] { AllReduce(*self, x, op).run(); }, &call);
+void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op) {
+  AllReduce(all, x, op).run();
 }
 
 }  // namespace ferry::host

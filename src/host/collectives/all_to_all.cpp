@@ -143,15 +143,9 @@ class AllToAll {
 
 }  // namespace
 
-Event HostCollectives::all_to_all(const ConstTensorView& x, const TensorView& out,
-                                  BlockCounts counts, const CollectiveOptions& options) {
-  HostEngine::Call call(*engine_, kCall);
-  return engine_->enter(
-      kCall, options.stream,
-      [self = shared_from_this(), x, out, counts = std::move(counts)] {
-        AllToAll(*self, x, out, counts).run();
-      },
-      &call);
+void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
+                    BlockCounts counts) {
+  AllToAll(all, x, out, std::move(counts)).run();
 }
 
 }  // namespace ferry::host

@@ -129,11 +129,8 @@ class Broadcast {
 
 }  // namespace
 
-Event HostCollectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
-  HostEngine::Call call(*engine_, kCall);
-  return engine_->enter(
-      kCall, options.stream,
-      [self = shared_from_this(), x, root] { Broadcast(*self, x, root).run(); }, &call);
+void run_broadcast(HostCollectives& all, const TensorView& x, int root) {
+  Broadcast(all, x, root).run();
 }
 
 }  // namespace ferry::host

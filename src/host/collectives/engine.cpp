@@ -62,4 +62,42 @@ void HostCollectives::meet_members(const char* call) {
   }
 }
 
+Event HostCollectives::enter(const char* call, Stream* stream,
+                             std::function<void(HostCollectives&)> run) {
+  HostEngine::Call entered(*engine_, call);
+  return engine_->enter(
+      call, stream, [self = shared_from_this(), run = std::move(run)] { run(*self); }, &entered);
+}
+
+Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
+  return enter("all_reduce", options.stream,
+               [x, op = options.op](HostCollectives& all) { run_all_reduce(all, x, op); });
+}
+
+Event HostCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                                      const ReduceOptions& options) {
+  return enter("reduce_scatter", options.stream, [x, out, op = options.op](HostCollectives& all) {
+    run_reduce_scatter(all, x, out, op);
+  });
+}
+
+Event HostCollectives::all_gather(const ConstTensorView& x, const TensorView& out,
+                                  const CollectiveOptions& options) {
+  return enter("all_gather", options.stream,
+               [x, out](HostCollectives& all) { run_all_gather(all, x, out); });
+}
+
+Event HostCollectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
+  return enter("broadcast", options.stream,
+               [x, root](HostCollectives& all) { run_broadcast(all, x, root); });
+}
+
+Event HostCollectives::all_to_all(const ConstTensorView& x, const TensorView& out,
+                                  BlockCounts counts, const CollectiveOptions& options) {
+  return enter("all_to_all", options.stream,
+               [x, out, counts = std::move(counts)](HostCollectives& all) {
+                 run_all_to_all(all, x, out, counts);
+               });
+}
+
 }  // namespace ferry::host

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -51,7 +52,7 @@ class HostCollectives final : public CollectivesEngine,
                    const CollectiveOptions& options) override;
   Engine& engine() override { return *engine_; }
 
-  // For the calls (all_reduce.cpp, …), inside work.
+  // For the calls, inside work.
 
   Channel& channel() { return engine_->channel(); }
   const Domains& domains() const { return engine_->topology(); }
@@ -94,6 +95,8 @@ class HostCollectives final : public CollectivesEngine,
   void hear(const char* call, int peer) { channel().await_chunk(call, peer); }
 
  private:
+  /// Runs a call of this name in the order of calls.
+  Event enter(const char* call, Stream* stream, std::function<void(HostCollectives&)> run);
   fabric::Address place(std::size_t offset) const {
     return {stage_address_.segment, stage_address_.offset + offset};
   }
@@ -104,6 +107,15 @@ class HostCollectives final : public CollectivesEngine,
   fabric::Address stage_address_{};
   std::uint64_t rounds_ = 0;
 };
+
+/// The calls, each in the file of its name, inside the work of the engine.
+void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op);
+void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
+                        ReduceOp op);
+void run_all_gather(HostCollectives& all, const ConstTensorView& x, const TensorView& out);
+void run_broadcast(HostCollectives& all, const TensorView& x, int root);
+void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
+                    BlockCounts counts);
 
 /// Collective, as make_host_engine.
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,

@@ -131,15 +131,9 @@ class ReduceScatter {
 
 }  // namespace
 
-Event HostCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
-                                      const ReduceOptions& options) {
-  HostEngine::Call call(*engine_, kCall);
-  return engine_->enter(
-      kCall, options.stream,
-      [self = shared_from_this(), x, out, op = options.op] {
-        ReduceScatter(*self, x, out, op).run();
-      },
-      &call);
+void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
+                        ReduceOp op) {
+  ReduceScatter(all, x, out, op).run();
 }
 
 }  // namespace ferry::host
