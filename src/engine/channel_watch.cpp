@@ -225,9 +225,9 @@ Status GroupWatch::poll(bool late) {
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
   const auto broadcast = channel_.broadcasts_.scan([this, late](const FailureBroadcast& told) {
-    // Ranks that are not awaited may leave; one that passes such news on has itself failed of it.
-    // A rank that hears that it is late passes that on; whom to believe is the one who waited for
-    // it.
+    // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on, which
+    // has failed because of it. "I am late", from the late rank itself, is an echo: believe the
+    // rank that waited for it.
     if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
     if (told.kind != FailureBroadcast::Kind::kLeft) return true;
     if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;

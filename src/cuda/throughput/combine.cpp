@@ -39,8 +39,8 @@ struct CombineBuffers {
   std::int64_t brought = 0;   ///< rank-major rows that peers may read
   fabric::Address at{};       ///< of these
   fabric::Address side_at{};  ///< of their weights
-  /// Sums of expert-major rows, or copies of ordinary ones, made beside the combine; of 0 SMs:
-  /// none.
+  /// The kernel beside the combine: it sums expert-major rows, or copies ordinary ones. num_sms 0:
+  /// not needed.
   SumSlotsParameters sum{};
   Tensor slots{};  ///< in use until the call is launched
   const std::byte* bias0 = nullptr;
@@ -233,7 +233,8 @@ CombineBuffers reserve(const CombineCall& call, std::int64_t brought) {
   return buffers;
 }
 
-/// Tokens [begin, end). `sums`: of the slots, too, which are there else.
+/// Tokens [begin, end). `sums`: first launches the kernel that makes the sums of the slots; without
+/// it they are made already, or none are needed.
 void pull_tokens(const CombineCall& call, const CombineBuffers& buffers, bool sums,
                  std::int64_t begin, std::int64_t end) {
   const auto at = [&](auto* data, std::int64_t each) {

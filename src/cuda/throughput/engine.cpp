@@ -1,3 +1,5 @@
+// The CUDA engine of a group: its memory, the number of SMs of a call (sms_for), the end of its
+// calls.
 #include "cuda/throughput/engine.hpp"
 
 #include <algorithm>

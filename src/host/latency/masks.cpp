@@ -1,3 +1,5 @@
+// Masks of a latency exchange: how a wait learns that a peer died, left or is late (MaskWatch), and
+// what it does then.
 #include "host/latency/masks.hpp"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// To add an option: a field in settings.hpp (or options.hpp), a line in one of the add_…_options;
+// for one backend or mode only: the list in settle_options.
 #include "bench/options.hpp"
 
 #include <fmt/format.h>

@@ -104,10 +104,10 @@ __device__ bool forget_mask_of(const LatencyPlaces& at, int peer) {
   return atomicCAS_system(at.gone(at.v.sources[peer], peer), kMask, kNo) != kDead;
 }
 
-/// Whole block. Nothing that a rank wrote in a generation up to `agreed` is looked at any more; all
+/// Whole block. Nothing that a rank wrote in a generation up to `agreed` is read any more. All
 /// ranks have ended their calls before, so inside the domain nobody writes to another's buffers
-/// now; what is still on its way between domains the proxies see to, which `word` tells. `absent`
-/// [R].
+/// now. Between domains writes may still be under way: the proxies deal with them once `word`
+/// (round and generation) has told them of the rejoin. `absent`: one entry for each rank.
 __device__ void go_on_after(const LatencyView& v, std::uint64_t agreed, std::uint64_t word,
                             const bool* absent) {
   const LatencyPlaces at{v, agreed};
