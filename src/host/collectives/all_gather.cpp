@@ -1,7 +1,6 @@
 // all_gather: ranks read the windows of their domain; to each other domain a block crosses once, to
 // the rank on its rail, in whose inbox the ranks of that domain read it.
 #include <algorithm>
-#include <cstring>
 
 #include "host/collectives/engine.hpp"
 
@@ -26,7 +25,7 @@ class AllGather {
     if (block_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
       all_.meet(kCall, head_, {data_, block_});
       for (int r = 0; r < all_.size(); ++r) {
-        std::memcpy(out_ + index(r) * block_, all_.channel().body(r), block_);
+        copy_bytes(out_ + index(r) * block_, all_.channel().body(r), block_);
       }
       return;
     }
@@ -53,7 +52,7 @@ class AllGather {
     first_ = first;
     bytes_ = std::min(round_bytes(), block_ - first);
     window_ = all_.next_window();
-    std::memcpy(all_.stage_of(all_.rank(), window_), data_ + first_, bytes_);
+    copy_bytes(all_.stage_of(all_.rank(), window_), data_ + first_, bytes_);
   }
 
   std::size_t inbox(int rank) const { return all_.stage().inbox() + index(rank) * round_bytes(); }
@@ -67,7 +66,7 @@ class AllGather {
       const std::byte* from = all_.is_member(r)
                                   ? all_.stage_of(r, window_)
                                   : all_.stage_of(domains.rail(r, all_.domain()), inbox(r));
-      std::memcpy(out_ + index(r) * block_ + first_, from, bytes_);
+      copy_bytes(out_ + index(r) * block_ + first_, from, bytes_);
     }
     if (crosses) free_inboxes();
   }

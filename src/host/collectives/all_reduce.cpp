@@ -2,7 +2,6 @@
 // other's windows; what a domain has summed crosses to the owner, and the result comes back the
 // same way.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "host/collectives/engine.hpp"
@@ -102,7 +101,7 @@ class AllReduce {
         const std::int64_t some = std::min(kInPlace, share.end - at);
         for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = tensors[i] + bytes(at);
         reduce_all(reduction_, rows, some, sum.data());
-        for (std::byte* tensor : tensors) std::memcpy(tensor + bytes(at), sum.data(), bytes(some));
+        for (std::byte* tensor : tensors) copy_bytes(tensor + bytes(at), sum.data(), bytes(some));
       }
     }
     all_.meet_members(kCall);
@@ -125,7 +124,7 @@ class AllReduce {
     first_ = first;
     elements_ = std::min(round_elements(), count_ - first);
     window_ = all_.next_window();
-    std::memcpy(window(all_.rank(), 0), data_ + bytes(first_), bytes(elements_));
+    copy_bytes(window(all_.rank(), 0), data_ + bytes(first_), bytes(elements_));
   }
 
   std::byte* window(int member, std::int64_t element) {
@@ -162,9 +161,8 @@ class AllReduce {
     }
     all_.meet_members(kCall);
     for (const Share& share : shares) {
-      std::memcpy(data_ + bytes(first_ + share.first),
-                  window(rank_of(share, all_.domain(), domains), share.first),
-                  bytes(share.count()));
+      copy_bytes(data_ + bytes(first_ + share.first),
+                 window(rank_of(share, all_.domain(), domains), share.first), bytes(share.count()));
     }
   }
 

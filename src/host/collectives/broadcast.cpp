@@ -1,7 +1,6 @@
 // broadcast: the ranks of the root's domain read its window. Each of them sends a share of it to
 // every other domain, whose ranks read it there.
 #include <algorithm>
-#include <cstring>
 
 #include "host/collectives/engine.hpp"
 
@@ -24,7 +23,7 @@ class Broadcast {
     const bool mine = all_.rank() == root_;
     if (bytes_all_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
       all_.meet(kCall, head_, {data_, mine ? bytes_all_ : 0});
-      if (!mine) std::memcpy(data_, all_.channel().body(root_), bytes_all_);
+      if (!mine) copy_bytes(data_, all_.channel().body(root_), bytes_all_);
       return;
     }
     write_window(0);
@@ -44,7 +43,7 @@ class Broadcast {
     bytes_ = std::min(all_.stage().window_bytes, bytes_all_ - first);
     window_ = all_.next_window();
     if (all_.rank() == root_) {
-      std::memcpy(all_.stage_of(root_, window_), data_ + first_, bytes_);
+      copy_bytes(all_.stage_of(root_, window_), data_ + first_, bytes_);
     }
   }
 
@@ -71,7 +70,7 @@ class Broadcast {
       for (int d = 0; d < domains.count(); ++d) {
         if (d != all_.domain()) send(d, from);
       }
-      if (all_.rank() != root_) std::memcpy(data_ + first_, from, bytes_);
+      if (all_.rank() != root_) copy_bytes(data_ + first_, from, bytes_);
       for (int d = 0; d < domains.count(); ++d) {
         if (d != all_.domain()) hear_freed(d);
       }
@@ -86,10 +85,10 @@ class Broadcast {
     }
     all_.meet_members(kCall);
     for (const Share& share : parts) {
-      std::memcpy(data_ + first_ + index(share.first),
-                  all_.stage_of(rank_of(share, all_.domain(), domains),
-                                all_.stage().inbox() + index(share.first)),
-                  index(share.count()));
+      copy_bytes(data_ + first_ + index(share.first),
+                 all_.stage_of(rank_of(share, all_.domain(), domains),
+                               all_.stage().inbox() + index(share.first)),
+                 index(share.count()));
     }
     all_.meet_members(kCall);
     for (const Share& share : parts) {

@@ -327,6 +327,25 @@ TEST(Collectives, AllToAllOfUnequalBlocks) {
   }
 }
 
+// A rank without elements has no memory either, while the others need several rounds.
+TEST(Collectives, ARankMayBringNothing) {
+  for (const World& world : {World{.ranks = 3}, World{.ranks = 4, .domain_size = 2}}) {
+    with_collectives(world, [](Collectives& all) {
+      constexpr std::int64_t kLong = 600'000;
+      const auto ranks = static_cast<std::size_t>(all.size());
+      const bool sends = all.rank() == 1, receives = all.rank() == 0;
+      std::vector<std::int64_t> to(ranks, 0), from(ranks, 0);
+      if (sends) to[0] = kLong;
+      if (receives) from[1] = kLong;
+      std::vector<std::int32_t> x(sends ? kLong : 0, 7), out(receives ? kLong : 0);
+      const auto elements = [](const auto& v) { return static_cast<std::int64_t>(v.size()); };
+      all.all_to_all({x.data(), Dtype::i32, {elements(x)}}, to,
+                     {out.data(), Dtype::i32, {elements(out)}}, from);
+      EXPECT_EQ(out, std::vector<std::int32_t>(receives ? kLong : 0, 7));
+    });
+  }
+}
+
 // Registered on all ranks, on some, on none: the same bits.
 TEST(Collectives, InPlaceInRegisteredMemory) {
   for (const World& world : worlds()) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -107,6 +108,11 @@ class HostCollectives final : public CollectivesEngine,
   fabric::Address stage_address_{};
   std::uint64_t rounds_ = 0;
 };
+
+/// Tensors without elements may have no data.
+inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
 
 /// The calls, each in the file of its name, inside the work of the engine.
 void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op);

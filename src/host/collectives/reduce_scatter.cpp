@@ -1,7 +1,6 @@
 // reduce_scatter: each rank reduces its own block, from the windows of its domain and from what the
 // other domains have summed.
 #include <algorithm>
-#include <cstring>
 
 #include "host/collectives/engine.hpp"
 
@@ -60,7 +59,7 @@ class ReduceScatter {
     elements_ = std::min(round_elements(), block_ - first);
     window_ = all_.next_window();
     for (int r = 0; r < all_.size() && elements_ > 0; ++r) {
-      std::memcpy(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
+      copy_bytes(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
     }
   }
 
