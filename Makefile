@@ -50,7 +50,7 @@ help:
 	@echo 'Ferry: carries Mixture-of-Experts tokens to their experts and back.'
 	@echo
 	@echo '  make demo         train a small MoE language model over 4 ranks, tokens carried by Ferry'
-	@echo '  make test         every test of the project (under 30 minutes on 2 cores)'
+	@echo '  make test         every test of the project (about 30 minutes on 2 cores)'
 	@echo '  make package      build the Python package and the command `ferry` into .venv'
 	@echo '  make host         build the C++ library, the command line and their tests (build/host)'
 	@echo '  make lint         formats, include arrows, headers that compile alone'
