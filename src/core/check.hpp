@@ -48,9 +48,9 @@ void check_data(std::string_view call, std::string_view name, const ConstTensorV
 /// Memory of `where`, not null unless empty, aligned to its elements, `dims` dimensions, dense.
 void check_tensor(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                   int dims, const Device& where = {});
-/// The same, and exactly this shape and dtype.
 /// Whether they have bytes in common.
 bool overlap(const ConstTensorView& a, const ConstTensorView& b);
+/// The same as check_tensor, and exactly this shape and dtype.
 void check_exact(std::string_view call, std::string_view name, const ConstTensorView& tensor,
                  Dtype dtype, const Extents& shape, const Device& where = {});
 

@@ -15,11 +15,8 @@ class AllGather {
       : all_(all),
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
-        block_(x.bytes()) {
-    head_.call.kind = CallKind::all_gather;
-    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
-    head_.call.columns = x.shape.product();
-  }
+        block_(x.bytes()),
+        head_(head_of(CallKind::all_gather, x.dtype, x.shape.product())) {}
 
   void run() {
     if (block_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
@@ -97,7 +94,7 @@ class AllGather {
   const std::byte* data_;
   std::byte* out_;
   std::size_t block_;  // bytes
-  StepMessage head_{};
+  StepMessage head_;
   std::size_t first_ = 0;   // byte of each block, in this round
   std::size_t bytes_ = 0;   // of each block in this round
   std::size_t window_ = 0;  // of this round, in the stage

@@ -19,12 +19,8 @@ class AllReduce {
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{op, x.dtype, all.size()} {
-    head_.call.kind = CallKind::all_reduce;
-    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
-    head_.call.columns = count_;
-    head_.call.order = static_cast<std::uint16_t>(op);
-  }
+        reduction_{op, x.dtype, all.size()},
+        head_(head_of(CallKind::all_reduce, x.dtype, count_, op)) {}
 
   void run() {
     if (bytes(count_) + sizeof(StepMessage) <= eager_bytes(all_.size())) return reduce_eager();
@@ -39,12 +35,8 @@ class AllReduce {
   }
 
  private:
-  std::size_t bytes(std::int64_t elements) const {
-    return index(elements) * size_of(reduction_.dtype);
-  }
-  std::size_t partial(std::int64_t elements) const {
-    return index(elements) * partial_bytes(reduction_);
-  }
+  std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
+  std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
 
   // All data came with the messages.
   void reduce_eager() {
@@ -112,7 +104,7 @@ class AllReduce {
     auto elements =
         static_cast<std::int64_t>(all_.stage().window_bytes / size_of(reduction_.dtype));
     if (all_.domains().count() > 1) {
-      const std::size_t room = all_.stage().inbox_bytes / partial_bytes(reduction_);
+      const std::size_t room = all_.stage().inbox_bytes / partial(1);
       elements =
           std::min(elements, static_cast<std::int64_t>(room - inbox_padding(all_.domains())));
     }
@@ -240,7 +232,7 @@ class AllReduce {
   std::byte* data_;
   std::int64_t count_;
   Reduction reduction_;
-  StepMessage head_{};
+  StepMessage head_;
   std::int64_t first_ = 0;     // of the tensor, in this round
   std::int64_t elements_ = 0;  // of this round
   std::size_t window_ = 0;     // of this round, in the stage

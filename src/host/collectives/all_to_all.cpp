@@ -21,10 +21,8 @@ class AllToAll {
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
         element_(size_of(x.dtype)),
-        counts_(std::move(counts)) {
-    head_.call.kind = CallKind::all_to_all;
-    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
-  }
+        counts_(std::move(counts)),
+        head_(head_of(CallKind::all_to_all, x.dtype, 0)) {}  // each pair has counts of its own
 
   void run() {
     std::vector<std::int64_t> said(counts_.to);
@@ -135,7 +133,7 @@ class AllToAll {
   std::byte* out_;
   std::size_t element_;  // bytes
   BlockCounts counts_;
-  StepMessage head_{};
+  StepMessage head_;
   std::size_t longest_ = 0;        // bytes of the longest block of all
   std::vector<std::size_t> to_{};  // [R]: byte of the block for that rank
   std::vector<std::size_t> from_{};

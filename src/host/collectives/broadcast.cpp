@@ -12,10 +12,11 @@ constexpr const char* kCall = "broadcast";
 class Broadcast {
  public:
   Broadcast(HostCollectives& all, const TensorView& x, int root)
-      : all_(all), data_(static_cast<std::byte*>(x.data)), bytes_all_(x.bytes()), root_(root) {
-    head_.call.kind = CallKind::broadcast;
-    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
-    head_.call.columns = x.shape.product();
+      : all_(all),
+        data_(static_cast<std::byte*>(x.data)),
+        bytes_all_(x.bytes()),
+        root_(root),
+        head_(head_of(CallKind::broadcast, x.dtype, x.shape.product())) {
     head_.call.topk = static_cast<std::uint32_t>(root);
   }
 
@@ -120,7 +121,7 @@ class Broadcast {
   std::byte* data_;
   std::size_t bytes_all_;
   int root_;
-  StepMessage head_{};
+  StepMessage head_;
   std::size_t first_ = 0;   // byte of the tensor, in this round
   std::size_t bytes_ = 0;   // of this round
   std::size_t window_ = 0;  // of this round, in the stage

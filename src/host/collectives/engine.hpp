@@ -114,6 +114,17 @@ inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
+/// What all ranks must call alike.
+inline StepMessage head_of(CallKind kind, Dtype dtype, std::int64_t elements,
+                           ReduceOp op = ReduceOp::sum) {
+  StepMessage head;
+  head.call.kind = kind;
+  head.call.dtype = static_cast<std::uint32_t>(dtype);
+  head.call.columns = elements;
+  head.call.order = static_cast<std::uint16_t>(op);
+  return head;
+}
+
 /// The calls, each in the file of its name, inside the work of the engine.
 void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op);
 void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,

@@ -130,11 +130,6 @@ void reduce(const Reduction& reduction, std::span<const void* const> rows, std::
 
 }  // namespace
 
-Dtype partial_dtype(const Reduction& reduction) {
-  return reduction.dtype == Dtype::bf16 || reduction.dtype == Dtype::f16 ? Dtype::f32
-                                                                         : reduction.dtype;
-}
-
 void reduce_ranks(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
                   void* partial) {
   reduce(reduction, rows, count, partial, Phase::ranks);

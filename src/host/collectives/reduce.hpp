@@ -15,12 +15,18 @@ struct Reduction {
   ReduceOp op = ReduceOp::sum;
   Dtype dtype = Dtype::f32;  ///< of the elements and of the result
   int ranks = 1;             ///< by which a mean divides
-};
 
-Dtype partial_dtype(const Reduction& reduction);
-inline std::size_t partial_bytes(const Reduction& reduction) {
-  return size_of(partial_dtype(reduction));
-}
+  Dtype partial_dtype() const {
+    return dtype == Dtype::bf16 || dtype == Dtype::f16 ? Dtype::f32 : dtype;
+  }
+  /// Of so many elements, and of their partial results.
+  std::size_t bytes(std::int64_t elements) const {
+    return static_cast<std::size_t>(elements) * size_of(dtype);
+  }
+  std::size_t partial_bytes(std::int64_t elements) const {
+    return static_cast<std::size_t>(elements) * size_of(partial_dtype());
+  }
+};
 
 /// `count` elements of each row in ascending order of the rows: to a domain's partial results.
 void reduce_ranks(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,

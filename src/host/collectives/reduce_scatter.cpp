@@ -16,12 +16,8 @@ class ReduceScatter {
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
         block_(out.shape.product()),
-        reduction_{op, x.dtype, all.size()} {
-    head_.call.kind = CallKind::reduce_scatter;
-    head_.call.dtype = static_cast<std::uint32_t>(x.dtype);
-    head_.call.columns = block_;
-    head_.call.order = static_cast<std::uint16_t>(op);
-  }
+        reduction_{op, x.dtype, all.size()},
+        head_(head_of(CallKind::reduce_scatter, x.dtype, block_, op)) {}
 
   void run() {
     write_window(0);
@@ -36,19 +32,15 @@ class ReduceScatter {
   }
 
  private:
-  std::size_t bytes(std::int64_t elements) const {
-    return index(elements) * size_of(reduction_.dtype);
-  }
-  std::size_t partial(std::int64_t elements) const {
-    return index(elements) * partial_bytes(reduction_);
-  }
+  std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
+  std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
 
   /// Elements of each block in a round.
   std::int64_t round_elements() const {
     auto elements = all_.stage().window_bytes / size_of(reduction_.dtype) / index(all_.size());
     if (all_.domains().count() > 1) {
-      elements = std::min(elements, all_.stage().inbox_bytes / partial_bytes(reduction_) /
-                                        index(all_.domains().count() - 1));
+      elements = std::min(
+          elements, all_.stage().inbox_bytes / partial(1) / index(all_.domains().count() - 1));
     }
     return static_cast<std::int64_t>(elements) / kShareUnit * kShareUnit;
   }
@@ -122,7 +114,7 @@ class ReduceScatter {
   std::byte* out_;
   std::int64_t block_;  // elements
   Reduction reduction_;
-  StepMessage head_{};
+  StepMessage head_;
   std::int64_t first_ = 0;     // of each block, in this round
   std::int64_t elements_ = 0;  // of each block in this round
   std::size_t window_ = 0;     // of this round, in the stage
