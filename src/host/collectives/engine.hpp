@@ -14,6 +14,7 @@
 #include "core/engine.hpp"
 #include "host/collectives/reduce.hpp"
 #include "host/throughput/engine.hpp"
+#include "protocol/windows.hpp"
 
 namespace ferry::host {
 
@@ -32,7 +33,7 @@ struct Stage {
 
   static Stage of(const Domains& domains);
   std::size_t bytes() const { return 2 * window_bytes + inbox_bytes; }
-  std::size_t window(std::uint64_t round) const { return round % 2 * window_bytes; }
+  std::size_t window(std::uint64_t which) const { return which * window_bytes; }
   std::size_t inbox() const { return 2 * window_bytes; }
 };
 
@@ -75,12 +76,11 @@ class HostCollectives final : public CollectivesEngine,
   /// Not before all ranks of the domain are here.
   void meet_members(const char* call);
 
-  /// The window of the next round, free to be written: that of the round before the last was read
-  /// before its readers came to the meeting of the last.
-  std::size_t next_window() const { return stage_.window(rounds_ + 1); }
+  /// The window of the next round, free to be written (protocol/windows.hpp).
+  std::size_t next_window() const { return stage_.window(windows_.next()); }
   /// A round begins: the ranks of the domain have met since they wrote their windows. Called for
   /// each round by every rank of the group.
-  void begin_round() { ++rounds_; }
+  void begin_round() { windows_.begin(); }
   /// A place in the stage of this rank or of another one of the domain.
   std::byte* stage_of(int member, std::size_t offset) {
     return channel().pointer(member, place(offset));
@@ -106,7 +106,7 @@ class HostCollectives final : public CollectivesEngine,
   Stage stage_;
   std::shared_ptr<void> stage_memory_;
   fabric::Address stage_address_{};
-  std::uint64_t rounds_ = 0;
+  protocol::Windows<> windows_{};
 };
 
 /// Tensors without elements may have no data.
