@@ -31,9 +31,34 @@ constexpr std::string_view name_of(ReduceOp op) {
   return "unknown";
 }
 
+/// How the data of an all_reduce travel.
+enum class Algorithm : std::uint8_t {
+  automatic,     ///< whichever is expected to take the least time
+  one_shot,      ///< with the messages that all ranks give each other: up to 16 KiB
+  direct,        ///< every rank gives each element to the rank that reduces it
+  hierarchical,  ///< every domain sums its own, and gives that to the rank that reduces it
+  ring,
+  tree,
+};
+
+/// "automatic", "one_shot", "direct", "hierarchical", "ring", "tree".
+constexpr std::string_view name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::automatic: return "automatic";
+    case Algorithm::one_shot: return "one_shot";
+    case Algorithm::direct: return "direct";
+    case Algorithm::hierarchical: return "hierarchical";
+    case Algorithm::ring: return "ring";
+    case Algorithm::tree: return "tree";
+  }
+  return "unknown";
+}
+
 struct ReduceOptions {
   ReduceOp op = ReduceOp::sum;
   Stream* stream = nullptr;  ///< null: returns finished results
+  /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs.
+  Algorithm algorithm = Algorithm::automatic;
 };
 
 struct CollectiveOptions {
@@ -53,6 +78,13 @@ struct CollectiveOptions {
 /// order; mean divides by R; one rounding to nearest even. So every rank has the same bits,
 /// whatever the fabric. min and max are NaN where an element is. i32, i64 and u8 wrap around; their
 /// mean is refused.
+///
+/// So do all algorithms but two, which sum in fp32 in an order of their own and round once, too.
+/// Ranks in order, domain after domain, R of them: `ring` cuts the tensor into R equal parts of
+/// whole 128 elements (part c begins at element 128 ⌊c units / R⌋) and sums part c over ranks c +
+/// 1, c + 2, …, R − 1, 0, …, c. `tree` adds to the element of a rank what comes from below it: from
+/// ranks 2i + 1 and 2i + 2 of its domain, i its index there, then, the first rank of domain d, from
+/// the first ranks of domains 2d + 1 and 2d + 2.
 class Collectives {
  public:
   /// Collective. Of `config`, `experts` and `crossing` do not count; backend: host. `memory_bytes`:

@@ -30,6 +30,14 @@ OPS = {
     "min": _ferry.ReduceOp.min,
     "max": _ferry.ReduceOp.max,
 }
+ALGORITHMS = {
+    "automatic": _ferry.Algorithm.automatic,
+    "one_shot": _ferry.Algorithm.one_shot,
+    "direct": _ferry.Algorithm.direct,
+    "hierarchical": _ferry.Algorithm.hierarchical,
+    "ring": _ferry.Algorithm.ring,
+    "tree": _ferry.Algorithm.tree,
+}
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 
@@ -103,7 +111,13 @@ class Collectives:
         return self._raw.destroyed
 
     def all_reduce(
-        self, x: Any, *, op: str = "sum", dtype: Any = None, stream: Any = None
+        self,
+        x: Any,
+        *,
+        op: str = "sum",
+        dtype: Any = None,
+        stream: Any = None,
+        algorithm: str = "automatic",
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
 
@@ -112,11 +126,15 @@ class Collectives:
             op: "sum", "mean" (of floats), "product", "min" or "max".
             dtype: of x, where its array cannot say it ("bf16" beside uint16).
             stream: None: returns when it is done; a ferry.Stream.
+            algorithm: "one_shot" (up to 16 KiB), "direct", "hierarchical", "ring" or "tree", the
+                same on all ranks; "automatic": whichever is expected to take the least time. Ring
+                and tree sum in another order (ferry/collectives.hpp).
         """
         return self._raw.all_reduce(
             _view("all_reduce: x", x, dtype, True, REDUCED_DTYPES),
             choice("all_reduce: op", op, OPS),
             self._stream("all_reduce", stream, x),
+            choice("all_reduce: algorithm", algorithm, ALGORITHMS),
         )
 
     def reduce_scatter(

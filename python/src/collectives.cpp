@@ -31,9 +31,10 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
       without_gil([&] { return Collectives(std::move(meeting), std::move(config)); }));
 }
 
-HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream) {
+HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream,
+                     Algorithm algorithm) {
   const KeepUntilDone keep(stream, {&x});
-  const ReduceOptions options{op, stream_or_null(stream)};
+  const ReduceOptions options{op, stream_or_null(stream), algorithm};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
@@ -81,6 +82,13 @@ void bind_collectives(nb::module_& m) {
       .value("product", ReduceOp::product)
       .value("min", ReduceOp::min)
       .value("max", ReduceOp::max);
+  nb::enum_<Algorithm>(m, "Algorithm")
+      .value("automatic", Algorithm::automatic)
+      .value("one_shot", Algorithm::one_shot)
+      .value("direct", Algorithm::direct)
+      .value("hierarchical", Algorithm::hierarchical)
+      .value("ring", Algorithm::ring)
+      .value("tree", Algorithm::tree);
   nb::class_<HeldCollectives>(m, "Collectives")
       .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),
            nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"))
@@ -89,7 +97,8 @@ void bind_collectives(nb::module_& m) {
       .def_prop_ro("domains", [](const HeldCollectives& c) { return c->domains(); })
       .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
-      .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none())
+      .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
+           nb::arg("algorithm"))
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
            nb::arg("stream").none())
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none())

@@ -111,6 +111,16 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
                 to_string(mine.plan));
   }
+  const auto algorithm = [](std::uint32_t value) {
+    return std::string(name_of(static_cast<Algorithm>(static_cast<std::uint8_t>(value))));
+  };
+  if (theirs.crossing != mine.crossing && collective) {
+    return says("algorithm", algorithm(theirs.crossing), their_rank, algorithm(mine.crossing));
+  }
+  if (theirs.routes != mine.routes && collective) {
+    return says("the algorithm chosen", algorithm(theirs.routes), their_rank,
+                algorithm(mine.routes));
+  }
   if (theirs.crossing != mine.crossing) {
     const auto name = [](std::uint16_t crossing) {
       return std::string(name_of(static_cast<Crossing>(static_cast<std::uint8_t>(crossing))));

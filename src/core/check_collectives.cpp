@@ -69,6 +69,14 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
   if (integer && options.op == ReduceOp::mean) {
     refuse(call, "op", "mean of " + dtype_text(x.dtype), "f32, bf16 or f16, or another op");
   }
+  if (options.algorithm > Algorithm::tree) {
+    refuse(call, "algorithm", std::to_string(static_cast<int>(options.algorithm)),
+           "automatic, one_shot, direct, hierarchical, ring or tree");
+  }
+  if (options.algorithm != Algorithm::automatic && call != "all_reduce") {
+    refuse(call, "algorithm", std::string(name_of(options.algorithm)),
+           "automatic: it is of all_reduce alone");
+  }
 }
 
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,

@@ -22,4 +22,28 @@ std::vector<Share> equal_shares(std::int64_t count, const Domains& domains) {
   return made;
 }
 
+std::int64_t ring_bound(std::int64_t count, int ranks, std::int64_t share) {
+  const std::int64_t units = (count + kShareUnit - 1) / kShareUnit;
+  return std::min(count, units * share / ranks * kShareUnit);
+}
+
+std::vector<int> tree_children(int rank, const Domains& domains) {
+  const int domain = domains.of(rank), place = domains.index(rank);
+  const std::vector<int>& members = domains.members(domain);
+  std::vector<int> children;
+  for (const int child : {2 * place + 1, 2 * place + 2}) {
+    if (index(child) < members.size()) children.push_back(members[index(child)]);
+  }
+  for (const int child : {2 * domain + 1, 2 * domain + 2}) {
+    if (place == 0 && child < domains.count()) children.push_back(domains.members(child)[0]);
+  }
+  return children;
+}
+
+int tree_parent(int rank, const Domains& domains) {
+  const int domain = domains.of(rank), place = domains.index(rank);
+  if (place > 0) return domains.members(domain)[index((place - 1) / 2)];
+  return domain > 0 ? domains.members((domain - 1) / 2)[0] : -1;
+}
+
 }  // namespace ferry

@@ -31,4 +31,13 @@ inline constexpr std::int64_t kShareUnit = 128;
 /// are left out.
 std::vector<Share> equal_shares(std::int64_t count, const Domains& domains);
 
+/// Where share `share` of a ring of `ranks` begins: equal ones, in units.
+std::int64_t ring_bound(std::int64_t count, int ranks, std::int64_t share);
+
+/// The tree of an all_reduce. In each domain the rank of index i is above those of 2i + 1 and
+/// 2i + 2; the first rank of domain d is above those of domains 2d + 1 and 2d + 2, too.
+std::vector<int> tree_children(int rank, const Domains& domains);
+/// -1 of the root.
+int tree_parent(int rank, const Domains& domains);
+
 }  // namespace ferry

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "host/collectives/engine.hpp"
+#include "host/collectives/algorithms.hpp"
 
 namespace ferry::host {
 namespace {
@@ -15,15 +15,14 @@ constexpr std::int64_t kInPlace = 8 << 10;    // elements reduced before they ar
 
 class AllReduce {
  public:
-  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op)
+  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op, const StepMessage& head)
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
         reduction_{op, x.dtype, all.size()},
-        head_(head_of(CallKind::all_reduce, x.dtype, count_, op)) {}
+        head_(head) {}
 
   void run() {
-    if (bytes(count_) + sizeof(StepMessage) <= eager_bytes(all_.size())) return reduce_eager();
     const bool registered = announce_place();
     if (!registered) write_window(0);
     all_.meet(kCall, head_);
@@ -33,10 +32,6 @@ class AllReduce {
     if (some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     reduce_staged();
   }
-
- private:
-  std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
-  std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
 
   // All data came with the messages.
   void reduce_eager() {
@@ -54,6 +49,10 @@ class AllReduce {
     }
     reduce_domains(reduction_, sums, count_, data_);
   }
+
+ private:
+  std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
+  std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
 
   /// Whether the peers can read and write the tensor where it is; then the message says where.
   bool announce_place() {
@@ -239,10 +238,30 @@ class AllReduce {
   std::vector<std::byte> scratch_{};
 };
 
+/// Of a call that is automatic; the same on all ranks.
+Algorithm chosen(const HostCollectives& all, std::size_t bytes) {
+  if (bytes <= eager_bytes(all.size())) return Algorithm::one_shot;
+  return all.domains().count() == 1 ? Algorithm::direct : Algorithm::hierarchical;
+}
+
 }  // namespace
 
-void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op) {
-  AllReduce(all, x, op).run();
+void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options) {
+  const std::int64_t count = x.shape.product();
+  const std::size_t bytes = static_cast<std::size_t>(count) * size_of(x.dtype);
+  const bool automatic = options.algorithm == Algorithm::automatic;
+  const Algorithm algorithm = automatic ? chosen(all, bytes) : options.algorithm;
+  StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op);
+  head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
+  head.call.routes = static_cast<std::uint32_t>(algorithm);
+  AllReduce reduce(all, x, options.op, head);
+  if (algorithm == Algorithm::one_shot) return reduce.reduce_eager();
+  if (all.size() == 1 || algorithm == Algorithm::direct || algorithm == Algorithm::hierarchical) {
+    return reduce.run();
+  }
+  all.meet(kCall, head);
+  if (algorithm == Algorithm::ring) return reduce_along_ring(all, x, options.op);
+  reduce_by_tree(all, x, options.op);
 }
 
 }  // namespace ferry::host

@@ -1,7 +1,10 @@
 #include "host/collectives/engine.hpp"
 
 #include <algorithm>
+#include <string>
 #include <utility>
+
+#include "core/check.hpp"
 
 namespace ferry::host {
 
@@ -70,8 +73,13 @@ Event HostCollectives::enter(const char* call, Stream* stream,
 }
 
 Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
+  const std::size_t bytes = static_cast<std::size_t>(x.shape.product()) * size_of(x.dtype);
+  if (options.algorithm == Algorithm::one_shot && bytes > eager_bytes(size())) {
+    refuse("all_reduce", "algorithm", "one_shot for " + std::to_string(bytes) + " bytes",
+           "at most " + std::to_string(eager_bytes(size())) + " bytes, or another algorithm");
+  }
   return enter("all_reduce", options.stream,
-               [x, op = options.op](HostCollectives& all) { run_all_reduce(all, x, op); });
+               [x, options](HostCollectives& all) { run_all_reduce(all, x, options); });
 }
 
 Event HostCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,

@@ -126,7 +126,7 @@ inline StepMessage head_of(CallKind kind, Dtype dtype, std::int64_t elements,
 }
 
 /// The calls, each in the file of its name, inside the work of the engine.
-void run_all_reduce(HostCollectives& all, const TensorView& x, ReduceOp op);
+void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options);
 void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
                         ReduceOp op);
 void run_all_gather(HostCollectives& all, const ConstTensorView& x, const TensorView& out);

@@ -1,0 +1,212 @@
+// Every algorithm of all_reduce against its definition, bit for bit, and what a call that forces
+// one may not do.
+#include "core/collective_shares.hpp"
+#include "host/collectives/test_collectives.hpp"
+
+namespace ferry::host::test {
+namespace {
+
+std::vector<int> domain_after_domain(const Domains& domains) {
+  std::vector<int> order;
+  for (int d = 0; d < domains.count(); ++d) {
+    for (const int rank : domains.members(d)) order.push_back(rank);
+  }
+  return order;
+}
+
+/// The elements of a rank and below it, summed.
+template <class T, class Acc>
+Acc tree_sum(ReduceOp op, const std::vector<Bytes>& inputs, const Domains& domains, int domain,
+             std::size_t at, std::int64_t i) {
+  const std::vector<int>& members = domains.members(domain);
+  Acc sum = element<T, Acc>(inputs[static_cast<std::size_t>(members[at])], i);
+  if (op == ReduceOp::sum || op == ReduceOp::mean) sum = Acc{} + sum;
+  for (const std::size_t below : {2 * at + 1, 2 * at + 2}) {
+    if (below >= members.size()) continue;
+    sum = apply(op, sum, tree_sum<T, Acc>(op, inputs, domains, domain, below, i));
+  }
+  for (const int below : {2 * domain + 1, 2 * domain + 2}) {
+    if (at > 0 || below >= domains.count()) continue;
+    sum = apply(op, sum, tree_sum<T, Acc>(op, inputs, domains, below, 0, i));
+  }
+  return sum;
+}
+
+template <class T, class Acc>
+Acc ring_sum(ReduceOp op, const std::vector<Bytes>& inputs, const std::vector<int>& order,
+             std::int64_t count, std::int64_t i) {
+  const auto ranks = static_cast<std::int64_t>(order.size());
+  const std::int64_t units = (count + 127) / 128;
+  std::int64_t part = 0;
+  while (i >= units * (part + 1) / ranks * 128 && part + 1 < ranks) ++part;
+  std::optional<Acc> sum;
+  for (std::int64_t k = 1; k <= ranks; ++k) {
+    const int rank = order[static_cast<std::size_t>((part + k) % ranks)];
+    const Acc next = element<T, Acc>(inputs[static_cast<std::size_t>(rank)], i);
+    const bool adds = op == ReduceOp::sum || op == ReduceOp::mean;
+    sum = sum ? apply(op, *sum, next) : adds ? Acc{} + next : next;
+  }
+  return *sum;
+}
+
+/// By the definition in ferry/collectives.hpp.
+template <class T, class Acc>
+Bytes chained_as(Algorithm algorithm, ReduceOp op, const std::vector<Bytes>& inputs,
+                 const Domains& domains) {
+  const auto count = static_cast<std::int64_t>(inputs[0].size() / sizeof(T));
+  const std::vector<int> order = domain_after_domain(domains);
+  Bytes out(inputs[0].size());
+  for (std::int64_t i = 0; i < count; ++i) {
+    Acc sum = algorithm == Algorithm::ring ? ring_sum<T, Acc>(op, inputs, order, count, i)
+                                           : tree_sum<T, Acc>(op, inputs, domains, 0, 0, i);
+    T result;
+    if constexpr (std::is_integral_v<T>) {
+      result = static_cast<T>(sum);
+    } else {
+      if (op == ReduceOp::mean) sum /= static_cast<float>(domains.ranks());
+      result = from_float<T>(sum);
+    }
+    std::memcpy(out.data() + static_cast<std::size_t>(i) * sizeof(T), &result, sizeof(T));
+  }
+  return out;
+}
+
+Bytes expected(Algorithm algorithm, Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs,
+               const Domains& domains) {
+  if (algorithm != Algorithm::ring && algorithm != Algorithm::tree) {
+    return reduced(dtype, op, inputs, domains);
+  }
+  switch (dtype) {
+    case Dtype::bf16: return chained_as<Bf16, float>(algorithm, op, inputs, domains);
+    case Dtype::f16: return chained_as<Fp16, float>(algorithm, op, inputs, domains);
+    case Dtype::f32: return chained_as<float, float>(algorithm, op, inputs, domains);
+    default: return reduced(dtype, op, inputs, domains);  // integers: any order
+  }
+}
+
+struct Forced {
+  Algorithm algorithm = Algorithm::automatic;
+  Dtype dtype = Dtype::f32;
+  ReduceOp op = ReduceOp::sum;
+  std::int64_t count = 0;
+};
+
+std::vector<Forced> forced_calls() {
+  std::vector<Forced> all;
+  for (const Algorithm algorithm : {Algorithm::one_shot, Algorithm::direct, Algorithm::hierarchical,
+                                    Algorithm::ring, Algorithm::tree}) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16, Dtype::i32, Dtype::i64}) {
+      all.push_back({algorithm, dtype, ReduceOp::sum, 1000});
+      if (algorithm != Algorithm::one_shot) {
+        all.push_back({algorithm, dtype, ReduceOp::sum, 20'001});
+      }
+    }
+    for (const std::int64_t count : {0, 1}) {
+      all.push_back({algorithm, Dtype::f32, ReduceOp::sum, count});
+    }
+    for (const ReduceOp op : {ReduceOp::mean, ReduceOp::product, ReduceOp::max}) {
+      all.push_back({algorithm, Dtype::bf16, op, 1500});
+      all.push_back({algorithm, Dtype::f32, op, 1500});
+    }
+    if (algorithm == Algorithm::one_shot) continue;
+    // Several rounds and pieces, of the widest elements and of the narrowest.
+    all.push_back({algorithm, Dtype::i64, ReduceOp::sum, 300'001});
+    all.push_back({algorithm, Dtype::bf16, ReduceOp::sum, 500'001});
+  }
+  return all;
+}
+
+TEST(Algorithms, ReduceAsDefined) {
+  for (const World& world : worlds()) {
+    struct Known {
+      Forced call;
+      std::vector<Bytes> inputs;
+      Bytes expected;
+    };
+    std::vector<Known> all_known;
+    for (const Forced& call : forced_calls()) {
+      if (kThreadSanitizer && call.count > 100'000) continue;
+      Known known{call, inputs_of(call.dtype, call.count, world.ranks, 3), {}};
+      known.expected = expected(call.algorithm, call.dtype, call.op, known.inputs, world.domains());
+      all_known.push_back(std::move(known));
+    }
+    with_collectives(world, [&](Collectives& all) {
+      for (const auto& [call, inputs, right] : all_known) {
+        Bytes mine = inputs[static_cast<std::size_t>(all.rank())];
+        all.all_reduce({mine.data(), call.dtype, {call.count}},
+                       {.op = call.op, .algorithm = call.algorithm});
+        ASSERT_TRUE(same(call.dtype, mine, right))
+            << name_of(call.algorithm) << ", rank " << all.rank() << ": " << name_of(call.dtype)
+            << " " << name_of(call.op) << " of " << call.count;
+      }
+    });
+  }
+}
+
+// Each leaves the stage and the flags as the others need them.
+TEST(Algorithms, OneAfterAnother) {
+  for (const World& world : {World{.ranks = 2}, World{.ranks = 5, .domain_size = 2},
+                             World{.ranks = 3, .fabric = FabricKind::sim}}) {
+    with_collectives(world, [&](Collectives& all) {
+      std::mt19937 random(kSeed);  // the same on all ranks
+      for (int i = 0; i < (kThreadSanitizer ? 20 : 80); ++i) {
+        const auto algorithm = static_cast<Algorithm>(random() % 6);
+        const bool tiny = algorithm == Algorithm::one_shot || random() % 2 == 0;
+        const std::int64_t count = 1 + random() % (tiny ? 500 : 400'000);
+        std::vector<std::int32_t> x(static_cast<std::size_t>(count), i + all.rank());
+        all.all_reduce({x.data(), Dtype::i32, {count}}, {.algorithm = algorithm});
+        const int sum = all.size() * i + all.size() * (all.size() - 1) / 2;
+        ASSERT_EQ(x, std::vector<std::int32_t>(x.size(), sum))
+            << i << ": " << name_of(algorithm) << " of " << count;
+      }
+    });
+  }
+}
+
+// In the tree every rank but the root is below exactly one other.
+TEST(Algorithms, TheTreeHasAllRanks) {
+  for (const int ranks : {1, 2, 3, 8, 31}) {
+    for (const int size : {0, 1, 2, 5}) {
+      const Domains domains = Domains::blocks(ranks, size);
+      std::vector<int> seen{0};
+      for (std::size_t i = 0; i < seen.size(); ++i) {
+        for (const int child : tree_children(seen[i], domains)) {
+          EXPECT_EQ(tree_parent(child, domains), seen[i]);
+          seen.push_back(child);
+        }
+      }
+      EXPECT_EQ(tree_parent(0, domains), -1);
+      std::sort(seen.begin(), seen.end());
+      std::vector<int> every(static_cast<std::size_t>(ranks));
+      for (int r = 0; r < ranks; ++r) every[static_cast<std::size_t>(r)] = r;
+      EXPECT_EQ(seen, every) << ranks << " ranks in domains of " << size;
+    }
+  }
+}
+
+TEST(Algorithms, OthersAreRefusedAndNamed) {
+  with_collectives({.ranks = 3}, [](Collectives& all) {
+    std::vector<float> x(60'000, 1.0f), out(20'000);
+    const TensorView view(x.data(), Dtype::f32, {60'000});
+    expect_error(ErrorKind::invalid_argument,
+                 {"all_reduce: algorithm: got one_shot for 240000 bytes"},
+                 [&] { all.all_reduce(view, {.algorithm = Algorithm::one_shot}); });
+    expect_error(ErrorKind::invalid_argument, {"all_reduce: algorithm: got 9"},
+                 [&] { all.all_reduce(view, {.algorithm = static_cast<Algorithm>(9)}); });
+    expect_error(ErrorKind::invalid_argument, {"reduce_scatter: algorithm: got ring"}, [&] {
+      all.reduce_scatter(view, {out.data(), Dtype::f32, {20'000}}, {.algorithm = Algorithm::ring});
+    });
+    const bool other = all.rank() == 1;
+    const Algorithm mine = other ? Algorithm::ring : Algorithm::tree;
+    expect_error(ErrorKind::mismatch, {"algorithm is", "rank 1"},
+                 [&] { all.all_reduce(view, {.algorithm = mine}); });
+    const Algorithm automatic = other ? Algorithm::automatic : Algorithm::direct;
+    expect_error(ErrorKind::mismatch, {"algorithm is", "rank 1"},
+                 [&] { all.all_reduce(view, {.algorithm = automatic}); });
+    all.all_reduce(view);
+    EXPECT_EQ(x[59'999], 3.0f);
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test
