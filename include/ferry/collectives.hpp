@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ferry/group.hpp"
 #include "ferry/stream.hpp"
@@ -59,6 +60,10 @@ struct ReduceOptions {
   Stream* stream = nullptr;  ///< null: returns finished results
   /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs.
   Algorithm algorithm = Algorithm::automatic;
+  /// [domains], 0 … 65535, not all 0, of direct and hierarchical, the same on all ranks: the ranks
+  /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
+  /// on it.
+  std::vector<int> shares{};
 };
 
 struct CollectiveOptions {

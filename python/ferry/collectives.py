@@ -118,6 +118,7 @@ class Collectives:
         dtype: Any = None,
         stream: Any = None,
         algorithm: str = "automatic",
+        shares: Sequence[int] = (),
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
 
@@ -129,12 +130,15 @@ class Collectives:
             algorithm: "one_shot" (up to 16 KiB), "direct", "hierarchical", "ring" or "tree", the
                 same on all ranks; "automatic": whichever is expected to take the least time. Ring
                 and tree sum in another order (ferry/collectives.hpp).
+            shares: of direct and hierarchical, one for each domain, the same on all ranks: its
+                ranks reduce elements in proportion. Empty: as the links allow.
         """
         return self._raw.all_reduce(
             _view("all_reduce: x", x, dtype, True, REDUCED_DTYPES),
             choice("all_reduce: op", op, OPS),
             self._stream("all_reduce", stream, x),
             choice("all_reduce: algorithm", algorithm, ALGORITHMS),
+            [integer("all_reduce: shares", share, 0, 65535) for share in shares],
         )
 
     def reduce_scatter(

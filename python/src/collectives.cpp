@@ -32,9 +32,9 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
 }
 
 HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream,
-                     Algorithm algorithm) {
+                     Algorithm algorithm, const std::vector<int>& shares) {
   const KeepUntilDone keep(stream, {&x});
-  const ReduceOptions options{op, stream_or_null(stream), algorithm};
+  const ReduceOptions options{op, stream_or_null(stream), algorithm, shares};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
@@ -98,7 +98,7 @@ void bind_collectives(nb::module_& m) {
       .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
       .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
-           nb::arg("algorithm"))
+           nb::arg("algorithm"), nb::arg("shares"))
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
            nb::arg("stream").none())
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none())

@@ -107,6 +107,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,
                 yes_no(mine.weights));
   }
+  if (theirs.plan != mine.plan && collective) {
+    return says("shares (as a hash)", to_string(theirs.plan), their_rank, to_string(mine.plan));
+  }
   if (theirs.plan != mine.plan) {
     return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
                 to_string(mine.plan));

@@ -53,7 +53,8 @@ struct CallSignature {
   std::uint16_t crossing = 0;
   std::uint32_t routes = 0;  ///< of all_reduce: the Algorithm chosen
   std::uint32_t weights = 0;
-  std::uint64_t plan = 0;  ///< which plan of the group, by the order of making
+  /// Which plan of the group, by the order of making; of all_reduce: a hash of the shares.
+  std::uint64_t plan = 0;
   friend bool operator==(const CallSignature&, const CallSignature&) = default;
 };
 

@@ -73,6 +73,12 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
     refuse(call, "algorithm", std::to_string(static_cast<int>(options.algorithm)),
            "automatic, one_shot, direct, hierarchical, ring or tree");
   }
+  const auto wrong = [](int share) { return share < 0 || share > UINT16_MAX; };
+  const auto& shares = options.shares;
+  if (std::any_of(shares.begin(), shares.end(), wrong) ||
+      (!shares.empty() && std::count(shares.begin(), shares.end(), 0) == std::ssize(shares))) {
+    refuse(call, "shares", "one that cannot be", "0 … 65535 for each domain, and not all 0");
+  }
   if (options.algorithm != Algorithm::automatic && call != "all_reduce") {
     refuse(call, "algorithm", std::string(name_of(options.algorithm)),
            "automatic: it is of all_reduce alone");

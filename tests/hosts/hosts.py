@@ -258,6 +258,21 @@ class Hosts:
         """Every interface sends at most at this rate ("200mbit")."""
         self.queue("tbf", "rate", rate, "burst", "256kb", "latency", "200ms")
 
+    def shape_link(self, host: int, mbit: float) -> None:
+        """What a host sends, and what it gets, both at most at this rate, by bridges."""
+        for nic in range(self.nics):
+            for place, name in (
+                (self.names[host], f"eth{nic}"),
+                (self.switch, f"port{host}-{nic}"),
+            ):
+                words = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
+                subprocess.run(
+                    ["tc", "-n", place, "qdisc", "replace", "dev", name, "root", *words],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
+
     def drop(self, per_mille: int) -> None:
         """Every host loses so many of 1000 packets that reach it, at random."""
         rule = f"numgen random mod 1000 < {per_mille} counter drop"

@@ -1,6 +1,5 @@
 // Every algorithm of all_reduce against its definition, bit for bit, and what a call that forces
 // one may not do.
-#include "core/collective_shares.hpp"
 #include "host/collectives/test_collectives.hpp"
 
 namespace ferry::host::test {
@@ -163,23 +162,31 @@ TEST(Algorithms, OneAfterAnother) {
   }
 }
 
-// In the tree every rank but the root is below exactly one other.
-TEST(Algorithms, TheTreeHasAllRanks) {
-  for (const int ranks : {1, 2, 3, 8, 31}) {
-    for (const int size : {0, 1, 2, 5}) {
-      const Domains domains = Domains::blocks(ranks, size);
-      std::vector<int> seen{0};
-      for (std::size_t i = 0; i < seen.size(); ++i) {
-        for (const int child : tree_children(seen[i], domains)) {
-          EXPECT_EQ(tree_parent(child, domains), seen[i]);
-          seen.push_back(child);
+// Who reduces what changes no bits, even if some reduce nothing.
+TEST(Algorithms, BitsDoNotDependOnShares) {
+  struct Uneven {
+    World world;
+    std::vector<std::vector<int>> shares;
+  };
+  const Uneven all_uneven[] = {
+      {{.ranks = 4, .domain_size = 1},
+       {{1, 1, 1, 1}, {0, 1, 1, 1}, {0, 0, 0, 9}, {7, 1, 65535, 0}}},
+      {{.ranks = 5, .domain_size = 2}, {{1, 0, 0}, {0, 0, 1}, {3, 2, 9}}},
+      {{.ranks = 3, .fabric = FabricKind::sim}, {{5, 0, 1}, {0, 1, 0}}},
+      {{.ranks = 4, .fabric = FabricKind::shm, .domain_size = 2}, {{1, 0}, {1, 3}}}};
+  for (const auto& [world, shares] : all_uneven) {
+    for (const std::int64_t count : {1, 5000, 700'001}) {
+      if (kThreadSanitizer && count > 100'000) continue;
+      const auto inputs = inputs_of(Dtype::bf16, count, world.ranks, 9);
+      const Bytes right = reduced(Dtype::bf16, ReduceOp::sum, inputs, world.domains());
+      with_collectives(world, [&](Collectives& all) {
+        for (const std::vector<int>& uneven : shares) {
+          Bytes mine = inputs[static_cast<std::size_t>(all.rank())];
+          all.all_reduce({mine.data(), Dtype::bf16, {count}},
+                         {.algorithm = Algorithm::hierarchical, .shares = uneven});
+          ASSERT_TRUE(same(Dtype::bf16, mine, right)) << "rank " << all.rank() << ", " << count;
         }
-      }
-      EXPECT_EQ(tree_parent(0, domains), -1);
-      std::sort(seen.begin(), seen.end());
-      std::vector<int> every(static_cast<std::size_t>(ranks));
-      for (int r = 0; r < ranks; ++r) every[static_cast<std::size_t>(r)] = r;
-      EXPECT_EQ(seen, every) << ranks << " ranks in domains of " << size;
+      });
     }
   }
 }
@@ -196,10 +203,17 @@ TEST(Algorithms, OthersAreRefusedAndNamed) {
     expect_error(ErrorKind::invalid_argument, {"reduce_scatter: algorithm: got ring"}, [&] {
       all.reduce_scatter(view, {out.data(), Dtype::f32, {20'000}}, {.algorithm = Algorithm::ring});
     });
+    expect_error(ErrorKind::invalid_argument, {"all_reduce: shares: got 2 numbers"},
+                 [&] { all.all_reduce(view, {.shares = {1, 1}}); });
+    expect_error(ErrorKind::invalid_argument, {"all_reduce: shares: got one that cannot be"},
+                 [&] { all.all_reduce(view, {.shares = {0}}); });
     const bool other = all.rank() == 1;
     const Algorithm mine = other ? Algorithm::ring : Algorithm::tree;
     expect_error(ErrorKind::mismatch, {"algorithm is", "rank 1"},
                  [&] { all.all_reduce(view, {.algorithm = mine}); });
+    const std::vector<int> shares{other ? 2 : 1};
+    expect_error(ErrorKind::mismatch, {"shares (as a hash) is", "rank 1"},
+                 [&] { all.all_reduce(view, {.shares = shares}); });
     const Algorithm automatic = other ? Algorithm::automatic : Algorithm::direct;
     expect_error(ErrorKind::mismatch, {"algorithm is", "rank 1"},
                  [&] { all.all_reduce(view, {.algorithm = automatic}); });

@@ -2,6 +2,7 @@
 // other's windows; what a domain has summed crosses to the owner, and the result comes back the
 // same way.
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "host/collectives/algorithms.hpp"
@@ -15,12 +16,15 @@ constexpr std::int64_t kInPlace = 8 << 10;    // elements reduced before they ar
 
 class AllReduce {
  public:
-  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op, const StepMessage& head)
+  AllReduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options,
+            const StepMessage& head)
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{op, x.dtype, all.size()},
-        head_(head) {}
+        reduction_{options.op, x.dtype, all.size()},
+        head_(head),
+        cutter_(all.domains(), options.shares),
+        round_(round_elements()) {}
 
   void run() {
     const bool registered = announce_place();
@@ -86,7 +90,7 @@ class AllReduce {
     }
     std::vector<std::byte> sum(bytes(kInPlace));
     std::vector<const void*> rows(tensors.size());
-    for (const Share& share : equal_shares(count_, all_.domains())) {
+    for (const Share& share : cutter_.cut(count_)) {
       if (rank_of(share, 0, all_.domains()) != all_.rank()) continue;
       for (std::int64_t at = share.first; at < share.end; at += kInPlace) {
         const std::int64_t some = std::min(kInPlace, share.end - at);
@@ -98,55 +102,91 @@ class AllReduce {
     all_.meet_members(kCall);
   }
 
+  bool crosses() const { return all_.domains().count() > 1; }
+  std::size_t inbox_bytes() const { return all_.stage().inbox_bytes / Stage::kInboxes; }
+  /// Of a round. Several domains have two rounds in one window of the stage.
+  std::size_t window_bytes() const { return all_.stage().window_bytes / (crosses() ? 2 : 1); }
+
   /// Elements of a round: the window holds them, and the inbox what crosses to their owners.
   std::int64_t round_elements() const {
-    auto elements =
-        static_cast<std::int64_t>(all_.stage().window_bytes / size_of(reduction_.dtype));
-    if (all_.domains().count() > 1) {
-      const std::size_t room = all_.stage().inbox_bytes / partial(1);
-      elements =
-          std::min(elements, static_cast<std::int64_t>(room - inbox_padding(all_.domains())));
-    }
-    return elements / kShareUnit * kShareUnit;
+    const auto window = static_cast<std::int64_t>(window_bytes() / size_of(reduction_.dtype));
+    if (!crosses()) return window / kShareUnit * kShareUnit;
+    return cutter_.longest_round(window, static_cast<std::int64_t>(inbox_bytes() / partial(1)));
   }
 
-  /// Writes this rank's elements from `first` into its window.
-  void write_window(std::int64_t first) {
-    first_ = first;
-    elements_ = std::min(round_elements(), count_ - first);
-    window_ = all_.next_window();
+  /// From now on this is about a round.
+  void turn_to(std::int64_t round) {
+    first_ = round * round_;
+    elements_ = std::min(round_, count_ - first_);
+    window_ = windows_[index(round) % windows_.size()];
+    inbox_ = all_.stage().inbox() + index(round) % Stage::kInboxes * inbox_bytes();
+  }
+
+  /// Writes this rank's elements of a round into its window. Several domains: into the first half
+  /// of the next window, then into the second.
+  void write_window(std::int64_t round) {
+    const bool second = crosses() && round % 2 == 1;
+    windows_[index(round) % windows_.size()] =
+        second ? windows_[index(round - 1) % windows_.size()] + window_bytes() : all_.next_window();
+    turn_to(round);
     copy_bytes(window(all_.rank(), 0), data_ + bytes(first_), bytes(elements_));
+  }
+  /// The ranks of the domain have met since.
+  void begin_round(std::int64_t round) {
+    if (!crosses() || round % 2 == 0) all_.begin_round();
   }
 
   std::byte* window(int member, std::int64_t element) {
     return all_.stage_of(member, window_ + bytes(element));
   }
 
+  // While the ranks reduce a round, what they send for the next one is under way, and the results
+  // of the one before: both directions of a link are used at once. Every rank sends to a peer, and
+  // hears from it, partial results of round k + 1 before results of round k. A rank has the results
+  // of round k − 2 when it sends partial results of round k + 1: so the inbox of three rounds
+  // before has been used. The ranks of a domain have copied results of round k − 2 before they meet
+  // for round k + 1, so the window of four rounds before is free.
   void reduce_staged() {
-    for (;;) {
-      reduce_round();
-      const std::int64_t next = first_ + elements_;
-      if (next == count_) return;
-      write_window(next);
-      all_.meet_members(kCall);
+    const std::int64_t rounds = std::max((count_ + round_ - 1) / round_, std::int64_t{1});
+    const std::int64_t ahead = crosses() ? 1 : 0;
+    begin_round(0);
+    if (ahead > 0) send_partials(0);
+    for (std::int64_t k = 0; k < rounds + ahead; ++k) {
+      if (const std::int64_t next = k + ahead; next > 0 && next < rounds) {
+        write_window(next);
+        all_.meet_members(kCall);
+        begin_round(next);
+        if (ahead > 0) send_partials(next);
+      }
+      if (k < rounds) finish_shares(k);
+      if (k >= ahead) take_results(k - ahead);
     }
   }
 
-  void reduce_round() {
-    all_.begin_round();
+  bool handles(const Share& share) const {
+    return rank_of(share, all_.domain(), all_.domains()) == all_.rank();
+  }
+
+  void send_partials(std::int64_t round) {
+    turn_to(round);
+    for (const Share& share : cutter_.cut(elements_)) {
+      if (handles(share) && share.domain != all_.domain()) send_partial(share);
+    }
+  }
+
+  void finish_shares(std::int64_t round) {
+    turn_to(round);
+    for (const Share& share : cutter_.cut(elements_)) {
+      if (handles(share) && share.domain == all_.domain()) finish(share);
+    }
+  }
+
+  void take_results(std::int64_t round) {
+    turn_to(round);
     const Domains& domains = all_.domains();
-    const std::vector<Share> shares = equal_shares(elements_, domains);
-    const auto mine = [&](const Share& share) {
-      return rank_of(share, all_.domain(), domains) == all_.rank();
-    };
+    const std::vector<Share> shares = cutter_.cut(elements_);
     for (const Share& share : shares) {
-      if (mine(share) && share.domain != all_.domain()) send_partial(share, shares);
-    }
-    for (const Share& share : shares) {
-      if (mine(share) && share.domain == all_.domain()) finish(share, shares);
-    }
-    for (const Share& share : shares) {
-      if (!mine(share) || share.domain == all_.domain()) continue;
+      if (!handles(share) || share.domain == all_.domain()) continue;
       const int owner = rank_of(share, share.domain, domains);
       for (std::int64_t at = share.first; at < share.end; at += kCrossing) all_.hear(kCall, owner);
     }
@@ -165,26 +205,13 @@ class AllReduce {
   }
 
   /// Where the partial result of `domain` lies in the inbox of the share's owner.
-  std::size_t inbox(const Share& share, int domain, const std::vector<Share>& shares) const {
-    const Domains& domains = all_.domains();
-    const auto place = [](const Share& s) {
-      return (s.count() + kShareUnit - 1) / kShareUnit * kShareUnit;
-    };
-    const int owner = rank_of(share, share.domain, domains);
-    std::int64_t before = 0;
-    for (const Share& other : shares) {
-      if (other.first == share.first) break;
-      if (rank_of(other, other.domain, domains) == owner) {
-        before += (domains.count() - 1) * place(other);
-      }
-    }
-    before += (domain < share.domain ? domain : domain - 1) * place(share);
-    return all_.stage().inbox() + partial(before);
+  std::size_t inbox(const Share& share, int domain) const {
+    return inbox_ + partial(cutter_.inbox_place(share, domain, round_));
   }
 
-  void send_partial(const Share& share, const std::vector<Share>& shares) {
+  void send_partial(const Share& share) {
     const int owner = rank_of(share, share.domain, all_.domains());
-    const std::size_t to = inbox(share, all_.domain(), shares);
+    const std::size_t to = inbox(share, all_.domain());
     scratch_.resize(partial(kCrossing));
     for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
       const std::int64_t some = std::min(kCrossing, share.end - at);
@@ -196,7 +223,7 @@ class AllReduce {
 
   /// Into this rank's window, and into that of the rank that handles the share in each other
   /// domain.
-  void finish(const Share& share, const std::vector<Share>& shares) {
+  void finish(const Share& share) {
     const Domains& domains = all_.domains();
     if (domains.count() == 1) {
       return reduce_all(reduction_, rows(share.first), share.count(),
@@ -213,8 +240,7 @@ class AllReduce {
           continue;
         }
         all_.hear(kCall, rank_of(share, d, domains));
-        partials.push_back(
-            all_.stage_of(all_.rank(), inbox(share, d, shares) + partial(at - share.first)));
+        partials.push_back(all_.stage_of(all_.rank(), inbox(share, d) + partial(at - share.first)));
       }
       std::byte* result = window(all_.rank(), at);
       reduce_domains(reduction_, partials, some, result);
@@ -232,9 +258,12 @@ class AllReduce {
   std::int64_t count_;
   Reduction reduction_;
   StepMessage head_;
-  std::int64_t first_ = 0;     // of the tensor, in this round
-  std::int64_t elements_ = 0;  // of this round
-  std::size_t window_ = 0;     // of this round, in the stage
+  ShareCutter cutter_;
+  std::int64_t round_;                    // elements of a round, but the last
+  std::array<std::size_t, 4> windows_{};  // of rounds, in the stage
+  std::int64_t first_ = 0;                // of the tensor, in this round
+  std::int64_t elements_ = 0;             // of this round
+  std::size_t window_ = 0, inbox_ = 0;    // of this round, in the stage
   std::vector<std::byte> scratch_{};
 };
 
@@ -254,7 +283,8 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
   head.call.routes = static_cast<std::uint32_t>(algorithm);
-  AllReduce reduce(all, x, options.op, head);
+  head.call.plan = hash_of(options.shares);
+  AllReduce reduce(all, x, options, head);
   if (algorithm == Algorithm::one_shot) return reduce.reduce_eager();
   if (all.size() == 1 || algorithm == Algorithm::direct || algorithm == Algorithm::hierarchical) {
     return reduce.run();

@@ -23,15 +23,10 @@ Stage Stage::of(const Domains& domains) {
   stage.window_bytes =
       std::max(std::size_t{1} << 20, static_cast<std::size_t>(domains.ranks()) * unit);
   if (domains.count() == 1) return stage;
-  // Partial results of 4 bytes of a window of 2-byte elements, and room to begin each at a unit.
-  stage.inbox_bytes = 2 * stage.window_bytes + inbox_padding(domains) * sizeof(std::int64_t);
+  // Partial results of 4 bytes of a window of 2-byte elements, and what the shortest rounds need.
+  stage.inbox_bytes =
+      2 * stage.window_bytes + kInboxes * index(smallest_inbox(domains)) * sizeof(std::int64_t);
   return stage;
-}
-
-std::size_t inbox_padding(const Domains& domains) {
-  std::size_t most = 1;
-  for (int d = 0; d < domains.count(); ++d) most = std::max(most, domains.members(d).size());
-  return static_cast<std::size_t>(domains.count()) * most * 2 * kShareUnit;
 }
 
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
@@ -77,6 +72,10 @@ Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
   if (options.algorithm == Algorithm::one_shot && bytes > eager_bytes(size())) {
     refuse("all_reduce", "algorithm", "one_shot for " + std::to_string(bytes) + " bytes",
            "at most " + std::to_string(eager_bytes(size())) + " bytes, or another algorithm");
+  }
+  if (!options.shares.empty() && std::ssize(options.shares) != domains().count()) {
+    refuse("all_reduce", "shares", std::to_string(options.shares.size()) + " numbers",
+           std::to_string(domains().count()) + ", one for each domain");
   }
   return enter("all_reduce", options.stream,
                [x, options](HostCollectives& all) { run_all_reduce(all, x, options); });

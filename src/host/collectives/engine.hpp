@@ -21,13 +21,11 @@ namespace ferry::host {
 /// Bytes of a message that brings its data along, with all ranks' together.
 std::size_t eager_bytes(int ranks);
 
-/// Elements of the inbox that all_reduce may leave unused between shares: an owner has at most the
-/// shares of its domain, once from every other one, each up to two units longer than an equal one.
-std::size_t inbox_padding(const Domains& domains);
-
 /// The stage of a rank, the same on all ranks: two windows, which the ranks of its domain read, and
 /// an inbox, into which the ranks of other domains write.
 struct Stage {
+  /// all_reduce has so many rounds in its inbox at once.
+  static constexpr std::size_t kInboxes = 3;
   std::size_t window_bytes = 0;
   std::size_t inbox_bytes = 0;  ///< 0 where there is one domain
 
