@@ -1,0 +1,245 @@
+#include "core/collective_choice.hpp"
+
+#include <algorithm>
+#include <functional>
+
+#include "core/collective_shares.hpp"
+
+namespace ferry {
+namespace {
+
+constexpr double kWorthUnequal = 0.95;  // of the time with equal shares
+constexpr double kNear = 1.5;           // times the best: worth a try
+constexpr double kWorthProbing = 3;
+constexpr std::uint64_t kProbe = 64, kFirstProbe = 8;
+constexpr double kSoon = 0.7;  // times the expected
+constexpr double kFollow = 0.25;
+constexpr double kForget = 0.03;      // of another way's correction, in each call
+constexpr double kAsGoodAsNew = 1.1;  // times the least correction: its observations are forgotten
+
+/// The parts of domains that need at most `t` times the time in which a port carries the tensor.
+double part_within(double t, double port, int domains) {
+  return std::max(0.0, (t * port - 1) / (domains - 2));
+}
+
+/// [domains] parts of 1.
+std::vector<double> parts_of(const std::vector<int>& shares, int domains) {
+  std::vector<double> parts(index(domains), 1.0 / domains);
+  double all = 0;
+  for (const int share : shares) all += share;
+  for (std::size_t d = 0; d < shares.size(); ++d) parts[d] = shares[d] / all;
+  return parts;
+}
+
+double across_seconds(const std::vector<double>& parts, const ReduceVolume& volume,
+                      const LinkTable& links) {
+  const int n = links.domains();
+  double longest = 0;
+  for (int a = 0; a < n; ++a) {
+    const double s = parts[index(a)];
+    const double sends = volume.up_bytes * (1 - s) + volume.down_bytes * (n - 1) * s;
+    const double gets = volume.up_bytes * (n - 1) * s + volume.down_bytes * (1 - s);
+    longest = std::max(longest, std::max(sends, gets) / links.port(a).bytes_per_s);
+  }
+  const double latency = links.largest_latency();
+  const double rounds = volume.down_bytes / volume.round_bytes + 1;
+  return 2 * latency + std::max(longest, rounds * latency);
+}
+
+double ring_seconds(const ReduceVolume& volume, const LinkTable& links, const Domains& domains) {
+  const int ranks = domains.ranks();
+  const double passes = (volume.up_bytes + volume.down_bytes) * (ranks - 1) / ranks;
+  const double steps = 2.0 * (ranks - 1) * (volume.down_bytes / volume.round_bytes / 2 + 1);
+  return passes / links.slowest() + steps * links.largest_latency();
+}
+
+double tree_seconds(const ReduceVolume& volume, const LinkTable& links) {
+  const int n = links.domains();
+  double longest = 0;
+  int depth = 0;
+  for (int d = n - 1; d > 0; d = (d - 1) / 2) ++depth;
+  for (int d = 0; d < n; ++d) {
+    const int children = (2 * d + 1 < n) + (2 * d + 2 < n), above = d > 0;
+    const double sends = above * volume.up_bytes + children * volume.down_bytes;
+    const double gets = above * volume.down_bytes + children * volume.up_bytes;
+    longest = std::max(longest, std::max(sends, gets) / links.port(d).bytes_per_s);
+  }
+  const double piece = std::min(volume.round_bytes / 4, volume.down_bytes);
+  const double hop = links.largest_latency() + piece / links.slowest();
+  return longest + 2 * depth * hop;
+}
+
+/// Of those that were tried; 0: none.
+template <class Corrections>
+double least_correction(const Corrections& corrections) {
+  double least = 0;
+  for (const double one : corrections) {
+    if (one > 0 && (least == 0 || one < least)) least = one;
+  }
+  return least;
+}
+
+}  // namespace
+
+std::vector<int> best_shares(const LinkTable& links) {
+  const int n = links.domains();
+  if (n <= 2) return {};
+  std::vector<double> ports;
+  for (int d = 0; d < n; ++d) ports.push_back(links.port(d).bytes_per_s);
+  const auto all_within = [&](double t) {
+    double all = 0;
+    for (const double port : ports) all += part_within(t, port, n);
+    return all;
+  };
+  // In any case the slowest carries the tensor once; more time lets more parts be finished.
+  double low = 1 / *std::min_element(ports.begin(), ports.end()), high = low;
+  while (all_within(high) < 1) high *= 2;
+  for (int i = 0; i < 50 && all_within(low) < 1; ++i) {
+    const double middle = (low + high) / 2;
+    (all_within(middle) < 1 ? low : high) = middle;
+  }
+  if (all_within(low) >= 1) high = low;
+  const double all = all_within(high);
+  std::vector<int> shares;
+  for (const double port : ports) {
+    shares.push_back(static_cast<int>(part_within(high, port, n) / all * kShareScale + 0.5));
+  }
+  return shares;
+}
+
+double predicted_seconds(const ReduceWay& way, const ReduceVolume& volume, const LinkTable& links,
+                         const Domains& domains) {
+  if (links.domains() < 2) return 0;
+  switch (way.algorithm) {
+    case Algorithm::ring: return ring_seconds(volume, links, domains);
+    case Algorithm::tree: return tree_seconds(volume, links);
+    default: return across_seconds(parts_of(way.shares, links.domains()), volume, links);
+  }
+}
+
+Flow partials_flow(const std::vector<int>& shares, double up_bytes, int from, int to) {
+  const int n = static_cast<int>(shares.size());
+  const std::vector<double> parts = parts_of(shares, n);
+  return {from, to, up_bytes * (1 - parts[index(from)]), up_bytes * (n - 1) * parts[index(to)]};
+}
+
+CollectiveChoice::CollectiveChoice(const Domains& domains, const LinkCost& first)
+    : domains_(&domains),
+      across_(domains.count() == 1 || domains.count() == domains.ranks() ? Algorithm::direct
+                                                                         : Algorithm::hierarchical),
+      links_(domains.count(), first) {}
+
+int CollectiveChoice::size_class(const ReduceVolume& volume) {
+  int size = 0;
+  for (double bytes = volume.down_bytes; bytes > 4; bytes /= 4) ++size;
+  return size;
+}
+
+int CollectiveChoice::kind_of(const ReduceWay& way) const {
+  if (way.algorithm == Algorithm::ring) return ring;
+  if (way.algorithm == Algorithm::tree) return tree;
+  const auto& s = way.shares;
+  if (std::adjacent_find(s.begin(), s.end(), std::not_equal_to<>()) == s.end()) return equal_shares;
+  const std::vector<int> best = best_shares(links_);
+  for (std::size_t d = 0; d < s.size() && d < best.size(); ++d) {
+    if (s[d] < best[d] - kShareScale / 10 || s[d] > best[d] + kShareScale / 10) return kKinds;
+  }
+  return unequal_shares;
+}
+
+std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(
+    const ReduceVolume& volume) const {
+  std::vector<Candidate> all{{equal_shares, {{across_, {}}, 0}}};
+  if (links_.domains() > 1) {
+    const ReduceWay unequal{across_, best_shares(links_)};
+    const double equal_s = predicted_seconds(all[0].chosen.way, volume, links_, *domains_);
+    if (predicted_seconds(unequal, volume, links_, *domains_) < kWorthUnequal * equal_s) {
+      all.push_back({unequal_shares, {unequal, 0}});
+    }
+    all.push_back({ring, {{Algorithm::ring, {}}, 0}});
+    all.push_back({tree, {{Algorithm::tree, {}}, 0}});
+  }
+  const auto found = sizes_.find(size_class(volume));
+  // What is wrong with the model for all.
+  const double least = found == sizes_.end() ? 0 : least_correction(found->second.correction);
+  for (Candidate& one : all) {
+    double correction = found == sizes_.end() ? 0 : found->second.correction[one.kind];
+    if (correction == 0) correction = least > 0 ? least : 1;
+    one.chosen.predicted_s =
+        correction * predicted_seconds(one.chosen.way, volume, links_, *domains_);
+  }
+  std::stable_sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) {
+    return a.chosen.predicted_s < b.chosen.predicted_s;
+  });
+  return all;
+}
+
+CollectiveChoice::Chosen CollectiveChoice::best(const ReduceVolume& volume) const {
+  return candidates(volume).front().chosen;
+}
+
+CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume) {
+  const std::vector<Candidate> all = candidates(volume);
+  Size& size = sizes_[size_class(volume)];
+  const std::uint64_t call = size.calls++;
+  const double best = all.front().chosen.predicted_s;
+  if (call % kFirstProbe == kFirstProbe - 1) {
+    for (const Candidate& one : all) {
+      const bool near = one.chosen.predicted_s < kNear * best;
+      if (near && size.correction[one.kind] == 0) return one.chosen;
+    }
+  }
+  if (call % kProbe == kProbe - 1) {
+    std::vector<const Candidate*> others;
+    for (const Candidate& one : all) {
+      if (&one != &all.front() && one.chosen.predicted_s < kWorthProbing * best) {
+        others.push_back(&one);
+      }
+    }
+    if (!others.empty()) {
+      return others[index(size.last_probe++) % others.size()]->chosen;
+    }
+  }
+  return all.front().chosen;
+}
+
+void CollectiveChoice::observe(const ReduceWay& way, const ReduceVolume& volume, double seconds) {
+  const int kind = kind_of(way);
+  if (kind == kKinds || !(seconds > 0)) return;
+  if (links_.changes() != changes_) {
+    for (auto& [bytes, size] : sizes_) size = {.calls = size.calls, .last_probe = size.last_probe};
+    changes_ = links_.changes();
+  }
+  Size& size = sizes_[size_class(volume)];
+  double& mean = size.mean_s[index(kind)];
+  mean = mean == 0 ? seconds : mean + kFollow * (seconds - mean);
+  const double predicted = predicted_seconds(way, volume, links_, *domains_);
+  if (predicted <= 0) return;
+  auto& last = size.last[index(kind)];
+  std::rotate(last.begin(), last.begin() + 1, last.end());
+  last.back() = seconds / predicted;
+  // The middle one, so that a few calls that were slow by chance do not count.
+  auto sorted = last;
+  std::sort(sorted.begin(), sorted.end());
+  const auto tries = std::count_if(last.begin(), last.end(), [](double one) { return one > 0; });
+  const double usual = sorted[last.size() - 1 - static_cast<std::size_t>(tries / 2)];
+  double& correction = size.correction[index(kind)];
+  correction = tries < std::ssize(last) ? usual : correction + kFollow * (usual - correction);
+  // What was found out about other ways was perhaps found with other costs of links.
+  const double least = least_correction(size.correction);
+  for (std::size_t k = 0; k < kKinds; ++k) {
+    double& other = size.correction[k];
+    if (k == index(kind) || other == 0) continue;
+    const bool worse = other > kAsGoodAsNew * least;
+    other += kForget * (least - other);
+    if (worse && other <= kAsGoodAsNew * least) size.last[k] = {};
+  }
+}
+
+double CollectiveChoice::observed_s(const ReduceWay& way, const ReduceVolume& volume) const {
+  const int kind = kind_of(way);
+  const auto found = sizes_.find(size_class(volume));
+  return kind == kKinds || found == sizes_.end() ? 0 : found->second.mean_s[index(kind)];
+}
+
+}  // namespace ferry

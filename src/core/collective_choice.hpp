@@ -1,0 +1,92 @@
+// By which algorithm and with which shares an all_reduce takes the least time: predicted from the
+// costs of links, corrected by what calls took. Pure: ranks that are given the same decide alike.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "core/domains.hpp"
+#include "core/link_model.hpp"
+#include "ferry/collectives.hpp"
+
+namespace ferry {
+
+/// Of a tensor that is reduced.
+struct ReduceVolume {
+  double up_bytes = 0;    ///< of the partial results of all its elements
+  double down_bytes = 0;  ///< of its results
+  /// What is under way at once: a round or the pieces of a tree.
+  double round_bytes = 1 << 19;
+};
+
+/// A way of an all_reduce.
+struct ReduceWay {
+  Algorithm algorithm = Algorithm::direct;
+  std::vector<int> shares{};  ///< [domains]; empty: equal
+};
+
+/// Domain h sends and gets N (1 + (n − 2) s_h) bytes where it finishes a part s_h of N bytes:
+/// the parts, of kShareScale, that make the largest of their times smallest. Domains that would
+/// make it longer finish nothing.
+inline constexpr int kShareScale = 1000;
+std::vector<int> best_shares(const LinkTable& links);
+
+/// Seconds of an all_reduce across domains, without what happens inside them.
+double predicted_seconds(const ReduceWay& way, const ReduceVolume& volume, const LinkTable& links,
+                         const Domains& domains);
+
+/// The partial results of the first `up_bytes` of a tensor on their way: what ports carry
+/// meanwhile.
+Flow partials_flow(const std::vector<int>& shares, double up_bytes, int from, int to);
+
+/// Chooses. Calls of similar size have a correction for each way, by what they took: observed /
+/// predicted, the middle of the last five, a quarter of the way each time; forgotten when a link
+/// changes. Every 64th call takes another way, every 8th until each that is expected to take at
+/// most 1.5 times as long was tried.
+class CollectiveChoice {
+ public:
+  explicit CollectiveChoice(const Domains& domains, const LinkCost& first = {});
+
+  LinkTable& links() { return links_; }
+  const LinkTable& links() const { return links_; }
+
+  struct Chosen {
+    ReduceWay way;
+    double predicted_s = 0;  ///< corrected
+  };
+  /// What is expected to take the least time.
+  Chosen best(const ReduceVolume& volume) const;
+  /// The same, now and then another. Counts a call.
+  Chosen next(const ReduceVolume& volume);
+  /// A call took so long on its slowest rank. Of other shares than equal and best ones: ignored.
+  void observe(const ReduceWay& way, const ReduceVolume& volume, double seconds);
+  /// The mean of what calls of this way and about this size took; 0: none yet.
+  double observed_s(const ReduceWay& way, const ReduceVolume& volume) const;
+
+ private:
+  enum Kind { equal_shares, unequal_shares, ring, tree, kKinds };
+  struct Size {
+    std::array<double, kKinds> correction{};           // 0: not tried
+    std::array<std::array<double, 5>, kKinds> last{};  // observed / predicted
+    std::array<double, kKinds> mean_s{};
+    std::uint64_t calls = 0;
+    int last_probe = 0;
+  };
+  struct Candidate {
+    Kind kind;
+    Chosen chosen;
+  };
+  static int size_class(const ReduceVolume& volume);
+  int kind_of(const ReduceWay& way) const;
+  std::vector<Candidate> candidates(const ReduceVolume& volume) const;
+  Algorithm across() const { return across_; }
+
+  const Domains* domains_;
+  Algorithm across_;  // direct where every rank is a domain of its own
+  LinkTable links_;
+  std::map<int, Size> sizes_{};
+  int changes_ = 0;  // of links, when corrections were last forgotten
+};
+
+}  // namespace ferry
