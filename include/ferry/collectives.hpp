@@ -64,19 +64,24 @@ struct ReduceOptions {
   /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
   /// on it.
   std::vector<int> shares{};
+  /// CUDA: SMs that run the call, the same on all ranks, 1 … all; 0: a default, of which small
+  /// tensors use fewer.
+  int num_sms = 0;
 };
 
 struct CollectiveOptions {
   Stream* stream = nullptr;  ///< null: returns finished results
+  int num_sms = 0;           ///< as of ReduceOptions
 };
 
-/// R ranks that reduce and gather dense tensors in CPU memory. Made from the same bootstrap as a
+/// R ranks that reduce and gather dense tensors in CPU memory, or with backend cuda in the memory
+/// of their GPUs, which must reach each other's (one domain). Made from the same bootstrap as a
 /// Group, or without one; it has flags and registered memory of its own, so its calls on one stream
 /// overlap those of a group on another. All ranks make the same calls in the same order.
 ///
-/// Tensors are dense and in CPU memory. Those in memory of `empty()` are read and written in place
-/// by the peers of the domain; others are copied through registered memory once. On a stream, a
-/// tensor must be held until the event of its call is complete.
+/// Tensors are dense, in CPU memory or in that of this rank's GPU. Those in memory of `empty()` are
+/// read and written in place by the peers of the domain; others are copied through registered
+/// memory once. On a stream, a tensor must be held until the event of its call is complete.
 ///
 /// Arithmetic: f32, bf16 and f16 are reduced in fp32 from +0 (product from 1; min and max from the
 /// first): over the ranks of each domain in ascending order, then over the domains in ascending
@@ -92,8 +97,8 @@ struct CollectiveOptions {
 /// the first ranks of domains 2d + 1 and 2d + 2.
 class Collectives {
  public:
-  /// Collective. Of `config`, `experts` and `crossing` do not count; backend: host. `memory_bytes`:
-  /// for `empty()`; 3 to 12 MiB more are registered for copies.
+  /// Collective. Of `config`, `experts` and `crossing` do not count; backend: automatic is host.
+  /// `memory_bytes`: for `empty()`; 3 to 12 MiB more are registered for copies, 20 MiB on a GPU.
   Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Collectives();
   Collectives(Collectives&&) noexcept;

@@ -9,14 +9,30 @@
 #include "core/check.hpp"
 #include "core/check_collectives.hpp"
 #include "core/engine.hpp"
+#include "cuda/engine.hpp"
 #include "host/collectives/engine.hpp"
 
 namespace ferry {
 namespace {
 
+/// GPUs that reach each other's memory.
+std::shared_ptr<CollectivesEngine> make_cuda(Bootstrap& bootstrap, const GroupConfig& config,
+                                             const Inside& inside) {
+  if (inside.domains.count() > 1) {
+    throw Error(ErrorKind::unsupported,
+                "Collectives: backend: got cuda with ranks in " +
+                    std::to_string(inside.domains.count()) +
+                    " domains; expected GPUs that reach each other's memory: hierarchical "
+                    "collectives of GPUs are not supported yet; use backend host between domains",
+                {bootstrap.rank(), -1, "Collectives: domains", 0, 0, 0});
+  }
+  return cuda::make_cuda_collectives(bootstrap, config, make_wires(bootstrap, config, inside));
+}
+
 std::shared_ptr<CollectivesEngine> make_engine(Bootstrap& bootstrap, GroupConfig config) {
   config.experts = 1;
   const Inside inside = agree_on_wires(bootstrap, config);
+  if (config.backend == Backend::cuda) return make_cuda(bootstrap, config, inside);
   return host::make_host_collectives(bootstrap, config, inside.domains,
                                      make_wires(bootstrap, config, inside));
 }
@@ -40,11 +56,6 @@ auto call(const std::shared_ptr<CollectivesEngine>& engine, const char* name, Wo
 Collectives::Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   if (!bootstrap) refuse("Collectives", "bootstrap", "null", "a bootstrap");
   check_ranks(bootstrap->size());
-  if (config.backend == Backend::cuda) {
-    throw Error(ErrorKind::unsupported,
-                "Collectives: backend: got cuda, expected host: collectives are for tensors in CPU "
-                "memory");
-  }
   engine_ = in_words(bootstrap->rank(), "Collectives",
                      [&] { return make_engine(*bootstrap, std::move(config)); });
 }
@@ -78,9 +89,9 @@ std::string Collectives::fabric_name() const {
 
 Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
   return call(engine_, "all_reduce", [&](CollectivesEngine& engine) {
-    check_dense("all_reduce", "x", x);
+    check_dense("all_reduce", "x", x, engine.device());
     check_reduction("all_reduce", x, options);
-    check_stream("all_reduce", options.stream);
+    check_stream("all_reduce", options.stream, engine.device());
     return engine.all_reduce(x, options);
   });
 }
@@ -88,9 +99,9 @@ Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options)
 Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
                                   const ReduceOptions& options) {
   return call(engine_, "reduce_scatter", [&](CollectivesEngine& engine) {
-    check_blocks("reduce_scatter", "x", x, "out", out, size());
+    check_blocks("reduce_scatter", "x", x, "out", out, size(), engine.device());
     check_reduction("reduce_scatter", x, options);
-    check_stream("reduce_scatter", options.stream);
+    check_stream("reduce_scatter", options.stream, engine.device());
     return engine.reduce_scatter(x, out, options);
   });
 }
@@ -98,19 +109,19 @@ Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& ou
 Event Collectives::all_gather(const ConstTensorView& x, const TensorView& out,
                               const CollectiveOptions& options) {
   return call(engine_, "all_gather", [&](CollectivesEngine& engine) {
-    check_blocks("all_gather", "out", out, "x", x, size());
-    check_stream("all_gather", options.stream);
+    check_blocks("all_gather", "out", out, "x", x, size(), engine.device());
+    check_stream("all_gather", options.stream, engine.device());
     return engine.all_gather(x, out, options);
   });
 }
 
 Event Collectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
   return call(engine_, "broadcast", [&](CollectivesEngine& engine) {
-    check_dense("broadcast", "x", x);
+    check_dense("broadcast", "x", x, engine.device());
     if (root < 0 || root >= size()) {
       refuse("broadcast", "root", std::to_string(root), "0 … " + std::to_string(size() - 1));
     }
-    check_stream("broadcast", options.stream);
+    check_stream("broadcast", options.stream, engine.device());
     return engine.broadcast(x, root, options);
   });
 }
@@ -118,8 +129,8 @@ Event Collectives::broadcast(const TensorView& x, int root, const CollectiveOpti
 Event Collectives::all_to_all(const ConstTensorView& x, const TensorView& out,
                               const CollectiveOptions& options) {
   return call(engine_, "all_to_all", [&](CollectivesEngine& engine) {
-    check_stream("all_to_all", options.stream);
-    return engine.all_to_all(x, out, equal_counts(x, out, size()), options);
+    check_stream("all_to_all", options.stream, engine.device());
+    return engine.all_to_all(x, out, equal_counts(x, out, size(), engine.device()), options);
   });
 }
 
@@ -127,8 +138,9 @@ Event Collectives::all_to_all(const ConstTensorView& x, std::span<const std::int
                               const TensorView& out, std::span<const std::int64_t> from,
                               const CollectiveOptions& options) {
   return call(engine_, "all_to_all", [&](CollectivesEngine& engine) {
-    check_stream("all_to_all", options.stream);
-    return engine.all_to_all(x, out, checked_counts(x, to, out, from, size()), options);
+    check_stream("all_to_all", options.stream, engine.device());
+    return engine.all_to_all(x, out, checked_counts(x, to, out, from, size(), engine.device()),
+                             options);
   });
 }
 

@@ -90,7 +90,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (theirs.scale_columns != mine.scale_columns) {
     // A latency exchange's configuration crosses with its capacity here.
     const bool latency = mine.kind == CallKind::latency;
-    return says(latency ? "capacity" : "the number of scales a token",
+    return says(latency      ? "capacity"
+                : collective ? "the number of SMs"
+                             : "the number of scales a token",
                 to_string(theirs.scale_columns), their_rank, to_string(mine.scale_columns));
   }
   if (theirs.order != mine.order && collective) {
@@ -104,8 +106,8 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   }
   if (theirs.weights != mine.weights) {
     const bool latency = mine.kind == CallKind::latency;  // whether it has masks
-    return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,
-                yes_no(mine.weights));
+    return says(latency ? "masks" : (collective ? "counts" : "topk_weights"),
+                yes_no(theirs.weights), their_rank, yes_no(mine.weights));
   }
   if (theirs.plan != mine.plan && collective) {
     return says("shares (as a hash)", to_string(theirs.plan), their_rank, to_string(mine.plan));

@@ -44,15 +44,15 @@ std::string to_string(const CallWord& word);
 struct CallSignature {
   CallKind kind = CallKind::none;
   std::uint32_t dtype = 0;
-  std::int64_t columns = 0;  ///< of a collective: elements
-  std::int64_t scale_columns = 0;
-  std::uint32_t topk = 0;   ///< of a collective: root
-  std::uint16_t order = 0;  ///< of a collective: ReduceOp
+  std::int64_t columns = 0;        ///< of a collective: elements
+  std::int64_t scale_columns = 0;  ///< of a collective on GPUs: blocks that run it
+  std::uint32_t topk = 0;          ///< of a collective: root
+  std::uint16_t order = 0;         ///< of a collective: ReduceOp
   /// A Crossing, never automatic; 0 in calls that do not cross. Of all_reduce: the Algorithm asked
   /// for.
   std::uint16_t crossing = 0;
-  std::uint32_t routes = 0;  ///< of all_reduce: the Algorithm chosen
-  std::uint32_t weights = 0;
+  std::uint32_t routes = 0;   ///< of all_reduce: the Algorithm chosen
+  std::uint32_t weights = 0;  ///< of all_to_all on GPUs: whether counts were given
   /// Which plan of the group, by the order of making; of all_reduce: a hash of the shares.
   std::uint64_t plan = 0;
   friend bool operator==(const CallSignature&, const CallSignature&) = default;

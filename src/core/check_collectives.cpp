@@ -12,9 +12,10 @@ std::string elements(std::int64_t count) {
   return std::to_string(count) + (count == 1 ? " element" : " elements");
 }
 
-void check_pair(std::string_view call, const ConstTensorView& x, const ConstTensorView& out) {
-  check_dense(call, "x", x);
-  check_dense(call, "out", out);
+void check_pair(std::string_view call, const ConstTensorView& x, const ConstTensorView& out,
+                const Device& where) {
+  check_dense(call, "x", x, where);
+  check_dense(call, "out", out, where);
   if (out.dtype != x.dtype) {
     refuse(call, "out", "dtype " + dtype_text(out.dtype), "that of x, " + dtype_text(x.dtype));
   }
@@ -47,8 +48,9 @@ void check_sum(std::string_view name, const ConstTensorView& tensor,
 
 }  // namespace
 
-void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor) {
-  check_view(call, name, tensor);
+void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor,
+                 const Device& where) {
+  check_view(call, name, tensor, where);
   checked_bytes(call, name, tensor.shape, tensor.dtype);
   check_data(call, name, tensor);
   if (!tensor.is_dense()) {
@@ -86,9 +88,10 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
 }
 
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
-                  std::string_view block_name, const ConstTensorView& block, int ranks) {
+                  std::string_view block_name, const ConstTensorView& block, int ranks,
+                  const Device& where) {
   const bool gathers = whole_name == "out";
-  check_pair(call, gathers ? block : whole, gathers ? whole : block);
+  check_pair(call, gathers ? block : whole, gathers ? whole : block, where);
   const std::int64_t each = block.shape.product();
   if (whole.shape.product() / ranks != each || whole.shape.product() % ranks != 0) {
     refuse(
@@ -99,15 +102,16 @@ void check_blocks(std::string_view call, std::string_view whole_name, const Cons
 
 BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_t> to,
                            const ConstTensorView& out, std::span<const std::int64_t> from,
-                           int ranks) {
-  check_pair("all_to_all", x, out);
+                           int ranks, const Device& where) {
+  check_pair("all_to_all", x, out, where);
   check_sum("x", x, to, "to", ranks);
   check_sum("out", out, from, "from", ranks);
-  return {{to.begin(), to.end()}, {from.begin(), from.end()}};
+  return {{to.begin(), to.end()}, {from.begin(), from.end()}, false};
 }
 
-BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks) {
-  check_pair("all_to_all", x, out);
+BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks,
+                         const Device& where) {
+  check_pair("all_to_all", x, out, where);
   const std::int64_t all = x.shape.product();
   if (all % ranks != 0 || out.shape.product() != all) {
     refuse("all_to_all", all % ranks != 0 ? "x" : "out",
@@ -115,7 +119,7 @@ BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, i
            all % ranks != 0 ? "a multiple of " + std::to_string(ranks) : elements(all) + ", as x");
   }
   const std::vector<std::int64_t> each(static_cast<std::size_t>(ranks), all / ranks);
-  return {each, each};
+  return {each, each, true};
 }
 
 }  // namespace ferry

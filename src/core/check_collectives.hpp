@@ -8,17 +8,20 @@
 
 namespace ferry {
 
-/// Dense, in CPU memory, of a known dtype.
-void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor);
+/// Dense, in memory of `where`, of a known dtype.
+void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor,
+                 const Device& where = {});
 /// What can be reduced so.
 void check_reduction(std::string_view call, const ConstTensorView& x, const ReduceOptions& options);
 /// `whole` has `ranks` blocks of the elements of `block`, of its dtype; they share no memory.
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
-                  std::string_view block_name, const ConstTensorView& block, int ranks);
+                  std::string_view block_name, const ConstTensorView& block, int ranks,
+                  const Device& where = {});
 /// Of all_to_all: equal blocks where no counts were given.
 BlockCounts checked_counts(const ConstTensorView& x, std::span<const std::int64_t> to,
                            const ConstTensorView& out, std::span<const std::int64_t> from,
-                           int ranks);
-BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks);
+                           int ranks, const Device& where = {});
+BlockCounts equal_counts(const ConstTensorView& x, const ConstTensorView& out, int ranks,
+                         const Device& where = {});
 
 }  // namespace ferry

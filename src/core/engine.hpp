@@ -83,6 +83,7 @@ class Engine {
 struct BlockCounts {
   std::vector<std::int64_t> to{};
   std::vector<std::int64_t> from{};
+  bool equal = false;  ///< none were given
 };
 
 /// Arguments were checked as far as one rank can.
@@ -97,6 +98,8 @@ class CollectivesEngine {
   virtual Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) = 0;
   virtual Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                            const CollectiveOptions& options) = 0;
+  /// Where the tensors lie.
+  virtual Device device() const { return {}; }
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
 };

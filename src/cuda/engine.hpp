@@ -35,6 +35,10 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
                                                 const Domains& domains,
                                                 std::unique_ptr<fabric::Fabric> fabric,
                                                 const DomainWires& inside);
+/// Collective: collectives over tensors in GPU memory, among the ranks of one domain.
+std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, GroupConfig config,
+                                                         std::unique_ptr<fabric::Fabric> fabric);
+
 /// What MemoryStats is right after creation of a group in virtual domains.
 MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks);
 

@@ -13,12 +13,24 @@ std::string pci_bus_id(int /*device*/) {
   return {};
 }
 
+namespace {
+[[noreturn]] void refuse_backend(const Bootstrap& bootstrap, const char* made) {
+  throw Error(ErrorKind::unsupported,
+              std::string(made) +
+                  ": backend: got cuda; this build of Ferry has the host engine only; expected "
+                  "host or automatic, or a build with FERRY_CUDA=ON",
+              {bootstrap.rank(), -1, std::string(made) + ": backend", 0, 0, 0});
+}
+}  // namespace
+
 std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig&,
                                          std::unique_ptr<fabric::Fabric>) {
-  throw Error(ErrorKind::unsupported,
-              "Group: backend: got cuda; this build of Ferry has the host engine only; expected "
-              "host or automatic, or a build with FERRY_CUDA=ON",
-              {bootstrap.rank(), -1, "Group: backend", 0, 0, 0});
+  refuse_backend(bootstrap, "Group");
+}
+
+std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap, GroupConfig,
+                                                         std::unique_ptr<fabric::Fabric>) {
+  refuse_backend(bootstrap, "Collectives");
 }
 
 std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const GroupConfig& config,

@@ -53,6 +53,7 @@ ROOMS = {
     "src/cuda/kernels/base": set(),
     "src/cuda/kernels/throughput": {"src/cuda/kernels/base"},
     "src/cuda/kernels/latency": {"src/cuda/kernels/base"},
+    "src/cuda/kernels/collectives": {"src/cuda/kernels/base"},
     "src/cuda/runtime": set(),
     "src/cuda/throughput": {
         "src/cuda",
@@ -63,6 +64,13 @@ ROOMS = {
     "src/cuda/latency": {
         "src/cuda",
         "src/cuda/kernels/latency",
+        "src/cuda/runtime",
+        "src/cuda/throughput",
+    },
+    "src/cuda/collectives": {
+        "src/cuda",
+        "src/cuda/kernels/base",
+        "src/cuda/kernels/collectives",
         "src/cuda/runtime",
         "src/cuda/throughput",
     },

@@ -24,13 +24,13 @@ ControlLayout cpu_layout(int ranks) {
   return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
 }
 
-/// Flags and mailboxes, for the largest message: the counts of a plan.
-DeviceControlLayout gpu_layout(const GroupConfig& config, int ranks) {
+/// Flags and mailboxes, for the largest message: the counts of a plan, or `body_bytes`.
+DeviceControlLayout gpu_layout(const GroupConfig& config, int ranks, std::size_t body_bytes = 0) {
   const std::size_t counts =
       (static_cast<std::size_t>(ranks) +
        static_cast<std::size_t>(Placement{config.experts, ranks}.local_experts(0))) *
       sizeof(std::int32_t);
-  return make_device_control_layout(ranks, counts);
+  return make_device_control_layout(ranks, std::max(counts, body_bytes));
 }
 
 std::size_t table_bytes(int ranks) {
@@ -155,9 +155,10 @@ void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& pa
 }
 
 /// The control segment and the arena of the GPUs.
-void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, Parts& parts) {
+void make_gpu_memory(Bootstrap& bootstrap, const GroupConfig& config, std::size_t body_bytes,
+                     Parts& parts) {
   fabric::DeviceMemory& wire = parts.gpu->wire();
-  parts.layout = gpu_layout(config, wire.size());
+  parts.layout = gpu_layout(config, wire.size(), body_bytes);
   fabric::Segment arena;
   const auto cards = engine::together(bootstrap, config, "Group: GPU memory", [&] {
     parts.control = wire.register_memory(parts.layout.bytes + table_bytes(wire.size()));
@@ -211,7 +212,8 @@ std::shared_ptr<Engine> make_cuda_engine(Bootstrap& bootstrap, const GroupConfig
 }
 
 std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
-                                        std::unique_ptr<fabric::Fabric> fabric, int sharing) {
+                                        std::unique_ptr<fabric::Fabric> fabric, int sharing,
+                                        std::size_t body_bytes) {
   if (bootstrap.size() > kMaxDomain) {
     throw Error(ErrorKind::unsupported,
                 "Group: backend cuda: got " + std::to_string(bootstrap.size()) +
@@ -236,7 +238,7 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
   options.on_wait = config.on_wait;
   auto wire = fabric::make_device_memory(bootstrap, options);
   parts.gpu = std::make_shared<GpuMemory>(std::move(wire), config.deadline);
-  make_gpu_memory(bootstrap, config, parts);
+  make_gpu_memory(bootstrap, config, body_bytes, parts);
   std::shared_ptr<CudaEngine> made;
   engine::together(bootstrap, config, "Group: start", [&] {
     made = std::make_shared<CudaEngine>(config, std::move(parts));

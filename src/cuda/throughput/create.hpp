@@ -12,7 +12,9 @@ namespace ferry::cuda {
 int ranks_on_gpu(Bootstrap& bootstrap, const GroupConfig& config);
 
 /// Collective among the ranks of a domain. `sharing`: ranks on this GPU, in all domains.
+/// `body_bytes`: of a message, at least.
 std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig& config,
-                                        std::unique_ptr<fabric::Fabric> fabric, int sharing);
+                                        std::unique_ptr<fabric::Fabric> fabric, int sharing,
+                                        std::size_t body_bytes = 0);
 
 }  // namespace ferry::cuda

@@ -100,6 +100,17 @@ Error latency_refusal(const CallRecord& record, const Failure& failure, int self
                context);
 }
 
+/// Counts of all_to_all that do not fit together: every rank knows all.
+Error counts_refusal(const Failure& failure, int self) {
+  const auto target = static_cast<int>(failure.detail);
+  return Error(
+      ErrorKind::mismatch,
+      "all_to_all: rank " + to_string(failure.peer) + " sends " + to_string(failure.seen) +
+          " elements to rank " + to_string(target) + ", which expects " +
+          to_string(failure.expected),
+      {self, failure.peer == self ? target : failure.peer, "all_to_all", failure.written, 0, 0});
+}
+
 }  // namespace
 
 const char* stage_name(Stage stage) {
@@ -118,6 +129,11 @@ const char* stage_name(Stage stage) {
     case Stage::latency_rows: return "latency dispatch: rows";
     case Stage::latency_weights: return "latency combine: weights";
     case Stage::latency_sums: return "latency combine: rows";
+    case Stage::all_reduce: return "all_reduce";
+    case Stage::reduce_scatter: return "reduce_scatter";
+    case Stage::all_gather: return "all_gather";
+    case Stage::broadcast: return "broadcast";
+    case Stage::all_to_all: return "all_to_all";
     case Stage::none: break;
   }
   return "exchange";
@@ -175,6 +191,7 @@ Error refusal(const CudaEngine& engine, const CallRecord& record, const Failure&
                        "because the dispatch that carried them failed; expected a new plan, or a "
                        "dispatch that brings its routes",
                    context);
+    case Reason::bad_counts: return counts_refusal(failure, self);
     default: break;
   }
   return Error(ErrorKind::system, std::string(record.call) + ": the call failed", context);

@@ -100,6 +100,7 @@ bool CudaEngine::awaits(int peer) {
   if (!is_of_running(words.theirs)) return true;
   const auto kind = static_cast<CallKind>(static_cast<std::uint32_t>(words.own));
   if (kind == CallKind::combine) return words.done < running;
+  if (kind >= CallKind::all_reduce) return true;  // until it has ended
   if (kind != CallKind::dispatch) return false;
   const auto blocks = std::min<std::size_t>(static_cast<std::uint32_t>(words.blocks), kMaxBlocks);
   return std::any_of(words.delivered, words.delivered + blocks,

@@ -34,15 +34,17 @@ struct PeerSegment {
 /// group dead; the others are seen by every rank alike and the group goes on.
 enum class Reason : std::uint32_t {
   none,
-  deadline,   ///< `peer` did not raise its flag in time
-  aborted,    ///< the host raised `abort`: destroyed, or a peer is known to be dead
-  violation,  ///< of the protocol, by `peer`: a place outside its segments, impossible counts
-  mismatch,   ///< `peer` is in another call; `theirs` says which
-  no_room,    ///< `peer` has no region; `detail`: bytes that it needs
-  too_many,   ///< more rows arrive at `peer` than it granted; `detail`: how many
-  bad_route,  ///< `peer` was given an id that is no expert; `detail`: token * 64 + slot
-  bad_plan,   ///< the plan's own call failed
-  stale,      ///< a latency result whose buffers later dispatches used; `detail`: how many
+  deadline,    ///< `peer` did not raise its flag in time
+  aborted,     ///< the host raised `abort`: destroyed, or a peer is known to be dead
+  violation,   ///< of the protocol, by `peer`: a place outside its segments, impossible counts
+  mismatch,    ///< `peer` is in another call; `theirs` says which
+  no_room,     ///< `peer` has no region; `detail`: bytes that it needs
+  too_many,    ///< more rows arrive at `peer` than it granted; `detail`: how many
+  bad_route,   ///< `peer` was given an id that is no expert; `detail`: token * 64 + slot
+  bad_plan,    ///< the plan's own call failed
+  stale,       ///< a latency result whose buffers later dispatches used; `detail`: how many
+  bad_counts,  ///< of all_to_all: `peer` sends `seen` elements to rank `detail`, which expects
+               ///< `expected`
 };
 
 /// What a rank tells its peers at the entry of a call. It is the message of the call's swap; the
@@ -140,6 +142,11 @@ enum class Stage : std::uint32_t {
   latency_rows,
   latency_weights,
   latency_sums,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  broadcast,
+  all_to_all,
 };
 
 /// Lies in pinned host memory; `written` is stored last.

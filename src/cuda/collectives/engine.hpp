@@ -1,0 +1,56 @@
+// Collectives of the CUDA engine: one kernel a call, on an engine of their own for its flags, its
+// registered memory and its order of calls.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/engine.hpp"
+#include "cuda/kernels/collectives/collective.hpp"
+#include "cuda/runtime/pinned.hpp"
+#include "cuda/throughput/engine.hpp"
+#include "fabric/fabric.hpp"
+
+namespace ferry::cuda {
+
+/// Bytes of a message, which holds the counts of all_to_all.
+std::size_t collective_body_bytes(int ranks);
+
+class CudaCollectives final : public CollectivesEngine {
+ public:
+  /// `engine`: of nobody else. `memory`: of the layout for so many ranks, of the same number on
+  /// all. `most_blocks`: that run at once on every rank.
+  CudaCollectives(std::shared_ptr<CudaEngine> engine, const fabric::Segment& memory,
+                  int most_blocks);
+
+  Event all_reduce(const TensorView& x, const ReduceOptions& options) override;
+  Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
+                       const ReduceOptions& options) override;
+  Event all_gather(const ConstTensorView& x, const TensorView& out,
+                   const CollectiveOptions& options) override;
+  Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
+  Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
+                   const CollectiveOptions& options) override;
+  Device device() const override { return engine_->device(); }
+  Engine& engine() override { return *engine_; }
+
+ private:
+  CollectiveParameters parameters(CallKind kind, Dtype dtype, std::int64_t elements, int num_sms);
+  void place(CollectiveParameters& parameters, const void* data, std::int64_t bytes) const;
+  void split(CollectiveParameters& parameters, const BlockCounts& counts, std::byte* slot) const;
+  /// `largest`: bytes of a piece; 0 with counts, of which no rank knows the largest.
+  Event run(CollectiveParameters& parameters, std::int64_t largest, const Stream* stream,
+            std::shared_ptr<std::byte> slot = {});
+  bool is_small(std::int64_t bytes) const {
+    return bytes <= static_cast<std::int64_t>(layout_.one_shot_bytes);
+  }
+
+  std::shared_ptr<CudaEngine> engine_;
+  CollectiveLayout layout_;
+  std::uint32_t segment_;
+  int most_blocks_;
+  std::shared_ptr<PinnedPool> counts_;
+};
+
+}  // namespace ferry::cuda
