@@ -1,4 +1,4 @@
-"""Collectives over dense tensors in CPU memory: gradients, parameters, batches."""
+"""Collectives over dense tensors: gradients, parameters, batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ferry.arguments import (
     seconds,
 )
 from ferry.errors import Error
-from ferry.group import DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
-from ferry.streams import Streams
+from ferry.group import BACKENDS, DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
+from ferry.streams import CPU, Place, Streams, chosen_gpu
 from ferry.tensors import dtype_named, empty_array, view
 
 OPS = {
@@ -42,9 +42,10 @@ REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 
 class Collectives:
-    """R ranks that reduce and gather dense tensors in CPU memory. All ranks make the same calls in
-    the same order. It may be made from the bootstrap of a `Group` or by itself, and has flags and
-    registered memory of its own: its calls on one stream overlap those of a group on another.
+    """R ranks that reduce and gather dense tensors in CPU memory, or in that of their GPUs. All
+    ranks make the same calls in the same order. It may be made from the bootstrap of a `Group` or
+    by itself, and has flags and registered memory of its own: its calls on one stream overlap those
+    of a group on another.
 
     Arrays are contiguous, of any shape; NumPy, torch and what else speaks DLPack. Arrays of `empty`
     are read and written in place by the ranks of the domain; others are copied once.
@@ -58,9 +59,13 @@ class Collectives:
         deadline: seconds, of every wait. What is late raises `DeadlineExceededError`.
         memory_bytes: registered for `empty`.
         fabric, sim_seed, domain_size, network: as of a `Group`.
+        backend: "host" or "automatic": tensors in CPU memory. "cuda": on one GPU a rank, which
+            reach each other's memory.
+        device: cuda: as of a `Group`.
 
     Use it as a context manager to leave at the end of the block. Calls return a `ferry.Event`:
-    without a stream it is complete; with one, the arrays are kept until it is.
+    without a stream it is complete; with one, the arrays are kept until it is. On a GPU a call
+    without a stream runs on torch's current one, as torch's own work does.
     """
 
     def __init__(
@@ -73,7 +78,15 @@ class Collectives:
         sim_seed: int = 1,
         domain_size: int = 0,
         network: str = "automatic",
+        backend: str = "automatic",
+        device: Any = None,
     ) -> None:
+        chosen = choice("Collectives: backend", backend, BACKENDS)
+        if device is not None and chosen != _ferry.Backend.cuda:
+            refuse("Collectives: device", describe(device), 'None, or backend="cuda"')
+        gpu = None
+        if chosen == _ferry.Backend.cuda:
+            gpu = chosen_gpu(device) if _ferry.has_cuda else -1
         self._raw = _ferry.Collectives(
             instance("Collectives: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
             seconds("Collectives: deadline", deadline),
@@ -82,8 +95,13 @@ class Collectives:
             integer("Collectives: sim_seed", sim_seed, 0, UINT64_MAX),
             integer("Collectives: domain_size", domain_size, 0, INT32_MAX),
             choice("Collectives: network", network, NETWORKS),
+            chosen,
+            -1 if gpu is None else gpu,
         )
-        self._streams = Streams(None)
+        if gpu == -1:
+            gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
+        self._gpu = gpu
+        self._streams = Streams(gpu)
 
     @property
     def rank(self) -> int:
@@ -133,45 +151,53 @@ class Collectives:
             shares: of direct and hierarchical, one for each domain, the same on all ranks: its
                 ranks reduce elements in proportion. Empty: as the links allow.
         """
-        return self._raw.all_reduce(
-            _view("all_reduce: x", x, dtype, True, REDUCED_DTYPES),
+        place = self._streams.place("all_reduce", stream, x)
+        event = self._raw.all_reduce(
+            _view("all_reduce: x", x, dtype, place, True, REDUCED_DTYPES),
             choice("all_reduce: op", op, OPS),
-            self._stream("all_reduce", stream, x),
+            place.stream,
             choice("all_reduce: algorithm", algorithm, ALGORITHMS),
             [integer("all_reduce: shares", share, 0, 65535) for share in shares],
         )
+        return _finished(place, event)
 
     def reduce_scatter(
         self, x: Any, out: Any, *, op: str = "sum", dtype: Any = None, stream: Any = None
     ) -> _ferry.Event:
         """Collective. x: `size` equal blocks; `out` takes the reduction of block `rank`. The other
         arguments are those of `all_reduce`."""
-        return self._raw.reduce_scatter(
-            _view("reduce_scatter: x", x, dtype, False, REDUCED_DTYPES),
-            _view("reduce_scatter: out", out, dtype, True),
+        place = self._streams.place("reduce_scatter", stream, x)
+        event = self._raw.reduce_scatter(
+            _view("reduce_scatter: x", x, dtype, place, False, REDUCED_DTYPES),
+            _view("reduce_scatter: out", out, dtype, place, True),
             choice("reduce_scatter: op", op, OPS),
-            self._stream("reduce_scatter", stream, x),
+            place.stream,
         )
+        return _finished(place, event)
 
     def all_gather(
         self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None
     ) -> _ferry.Event:
         """Collective. `out` takes x of all ranks, in ascending order; any dtype."""
-        return self._raw.all_gather(
-            _view("all_gather: x", x, dtype),
-            _view("all_gather: out", out, dtype, True),
-            self._stream("all_gather", stream, x),
+        place = self._streams.place("all_gather", stream, x)
+        event = self._raw.all_gather(
+            _view("all_gather: x", x, dtype, place),
+            _view("all_gather: out", out, dtype, place, True),
+            place.stream,
         )
+        return _finished(place, event)
 
     def broadcast(
         self, x: Any, root: int, *, dtype: Any = None, stream: Any = None
     ) -> _ferry.Event:
         """Collective. Overwrites x with that of rank `root`; any dtype."""
-        return self._raw.broadcast(
-            _view("broadcast: x", x, dtype, True),
+        place = self._streams.place("broadcast", stream, x)
+        event = self._raw.broadcast(
+            _view("broadcast: x", x, dtype, place, True),
             integer("broadcast: root", root, 0, self.size - 1),
-            self._stream("broadcast", stream, x),
+            place.stream,
         )
+        return _finished(place, event)
 
     def all_to_all(
         self,
@@ -192,13 +218,15 @@ class Collectives:
         """
         if (send_counts is None) != (recv_counts is None):
             refuse("all_to_all: recv_counts", "one of the two", "send_counts and recv_counts")
-        return self._raw.all_to_all(
-            _view("all_to_all: x", x, dtype),
-            _view("all_to_all: out", out, dtype, True),
+        place = self._streams.place("all_to_all", stream, x)
+        event = self._raw.all_to_all(
+            _view("all_to_all: x", x, dtype, place),
+            _view("all_to_all: out", out, dtype, place, True),
             self._counts("send_counts", send_counts),
             self._counts("recv_counts", recv_counts),
-            self._stream("all_to_all", stream, x),
+            place.stream,
         )
+        return _finished(place, event)
 
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
@@ -206,7 +234,7 @@ class Collectives:
 
     def empty(self, shape: tuple[int, ...], dtype: Any = "f32", like: Any = None) -> Any:
         """A dense array in registered memory, as `Group.empty`. Not collective."""
-        return empty_array(self._raw.empty, shape, dtype, like)
+        return empty_array(self._raw.empty, shape, dtype, like, self._gpu)
 
     def memory(self) -> _ferry.MemoryStats:
         """Bytes that this rank holds, exact."""
@@ -224,9 +252,6 @@ class Collectives:
         """Leaves. Not collective, never waits for peers; those that still exchange get
         `PeerLeftError`. Later calls raise `DestroyedError`."""
         self._raw.destroy()
-
-    def _stream(self, call: str, stream: Any, x: Any) -> _ferry.Stream | None:
-        return self._streams.place(call, stream, x).stream
 
     def _counts(self, name: str, counts: Sequence[int] | None) -> list[int]:
         if counts is None:
@@ -261,10 +286,21 @@ class Collectives:
 
 
 def _view(
-    name: str, value: Any, dtype: Any, writable: bool = False, expected: str = ""
+    name: str,
+    value: Any,
+    dtype: Any,
+    place: Place = CPU,
+    writable: bool = False,
+    expected: str = "",
 ) -> _ferry.View:
     tag = None if dtype is None else dtype_named(f"{name.partition(':')[0]}: dtype", dtype)
-    return view(name, _flat(name, value), tag, writable, expected)[0]
+    return view(name, _flat(name, value), tag, writable, expected, place)[0]
+
+
+def _finished(place: Place, event: _ferry.Event) -> _ferry.Event:
+    if place.finish:
+        event.wait()
+    return event
 
 
 def _flat(name: str, value: Any) -> Any:

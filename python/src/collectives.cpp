@@ -17,7 +17,7 @@ using Counts = std::vector<std::int64_t>;
 
 void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline,
           std::size_t memory_bytes, FabricKind fabric, std::uint64_t sim_seed, int domain_size,
-          FabricKind network) {
+          FabricKind network, Backend backend, int device) {
   GroupConfig config;
   config.deadline = to_nanoseconds(deadline, "Collectives: deadline");
   config.memory_bytes = memory_bytes;
@@ -25,6 +25,8 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
   config.sim_seed = sim_seed;
   config.domain_size = domain_size;
   config.network = network;
+  config.backend = backend;
+  config.device = device;
   config.on_wait = python_on_wait();
   std::shared_ptr<Bootstrap> meeting = bootstrap.get();
   new (self) HeldCollectives(
@@ -91,7 +93,8 @@ void bind_collectives(nb::module_& m) {
       .value("tree", Algorithm::tree);
   nb::class_<HeldCollectives>(m, "Collectives")
       .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),
-           nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"))
+           nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"),
+           nb::arg("backend"), nb::arg("device"))
       .def_prop_ro("rank", [](const HeldCollectives& c) { return c->rank(); })
       .def_prop_ro("size", [](const HeldCollectives& c) { return c->size(); })
       .def_prop_ro("domains", [](const HeldCollectives& c) { return c->domains(); })
