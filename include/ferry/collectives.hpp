@@ -58,11 +58,12 @@ constexpr std::string_view name_of(Algorithm algorithm) {
 struct ReduceOptions {
   ReduceOp op = ReduceOp::sum;
   Stream* stream = nullptr;  ///< null: returns finished results
-  /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs.
+  /// Of all_reduce, the same on all ranks. Another than automatic is used whatever it costs. CUDA:
+  /// one_shot up to 256 KiB (less beyond 4 ranks), or direct.
   Algorithm algorithm = Algorithm::automatic;
   /// [domains], 0 … 65535, not all 0, of direct and hierarchical, the same on all ranks: the ranks
   /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
-  /// on it.
+  /// on it. CUDA: empty.
   std::vector<int> shares{};
   /// CUDA: SMs that run the call, the same on all ranks, 1 … all; 0: a default, of which small
   /// tensors use fewer.

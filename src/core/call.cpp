@@ -68,6 +68,42 @@ std::string dtype_name(std::uint32_t dtype) {
   return std::string(name_of(static_cast<Dtype>(static_cast<std::uint8_t>(dtype))));
 }
 
+std::string op_name(std::uint32_t op) {
+  return std::string(name_of(static_cast<ReduceOp>(static_cast<std::uint8_t>(op))));
+}
+
+std::string algorithm_name(std::uint32_t algorithm) {
+  return std::string(name_of(static_cast<Algorithm>(static_cast<std::uint8_t>(algorithm))));
+}
+
+/// Of calls of one kind, root, dtype and number of elements.
+std::string collective_difference(const CallSignature& theirs, int their_rank,
+                                  const CallSignature& mine) {
+  if (theirs.order != mine.order) {
+    return says("op", op_name(theirs.order), their_rank, op_name(mine.order));
+  }
+  if (theirs.weights != mine.weights) {
+    return says("counts", yes_no(theirs.weights), their_rank, yes_no(mine.weights));
+  }
+  if (theirs.plan != mine.plan) {
+    return says("shares (as a hash)", std::to_string(theirs.plan), their_rank,
+                std::to_string(mine.plan));
+  }
+  if (theirs.crossing != mine.crossing) {
+    return says("algorithm", algorithm_name(theirs.crossing), their_rank,
+                algorithm_name(mine.crossing));
+  }
+  if (theirs.routes != mine.routes) {
+    return says("the algorithm chosen", algorithm_name(theirs.routes), their_rank,
+                algorithm_name(mine.routes));
+  }
+  if (theirs.scale_columns != mine.scale_columns) {  // each algorithm has its own number
+    return says("the number of SMs", std::to_string(theirs.scale_columns), their_rank,
+                std::to_string(mine.scale_columns));
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine) {
@@ -87,44 +123,24 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
     return says(collective ? "the number of elements" : "hidden", to_string(theirs.columns),
                 their_rank, to_string(mine.columns));
   }
+  if (collective) return collective_difference(theirs, their_rank, mine);
   if (theirs.scale_columns != mine.scale_columns) {
     // A latency exchange's configuration crosses with its capacity here.
     const bool latency = mine.kind == CallKind::latency;
-    return says(latency      ? "capacity"
-                : collective ? "the number of SMs"
-                             : "the number of scales a token",
+    return says(latency ? "capacity" : "the number of scales a token",
                 to_string(theirs.scale_columns), their_rank, to_string(mine.scale_columns));
-  }
-  if (theirs.order != mine.order && collective) {
-    const auto op = [](std::uint16_t order) {
-      return std::string(name_of(static_cast<ReduceOp>(static_cast<std::uint8_t>(order))));
-    };
-    return says("op", op(theirs.order), their_rank, op(mine.order));
   }
   if (theirs.order != mine.order) {
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
   }
   if (theirs.weights != mine.weights) {
     const bool latency = mine.kind == CallKind::latency;  // whether it has masks
-    return says(latency ? "masks" : (collective ? "counts" : "topk_weights"),
-                yes_no(theirs.weights), their_rank, yes_no(mine.weights));
-  }
-  if (theirs.plan != mine.plan && collective) {
-    return says("shares (as a hash)", to_string(theirs.plan), their_rank, to_string(mine.plan));
+    return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,
+                yes_no(mine.weights));
   }
   if (theirs.plan != mine.plan) {
     return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
                 to_string(mine.plan));
-  }
-  const auto algorithm = [](std::uint32_t value) {
-    return std::string(name_of(static_cast<Algorithm>(static_cast<std::uint8_t>(value))));
-  };
-  if (theirs.crossing != mine.crossing && collective) {
-    return says("algorithm", algorithm(theirs.crossing), their_rank, algorithm(mine.crossing));
-  }
-  if (theirs.routes != mine.routes && collective) {
-    return says("the algorithm chosen", algorithm(theirs.routes), their_rank,
-                algorithm(mine.routes));
   }
   if (theirs.crossing != mine.crossing) {
     const auto name = [](std::uint16_t crossing) {

@@ -87,6 +87,28 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
   }
 }
 
+Algorithm gpu_algorithm(const ReduceOptions& options, std::int64_t bytes,
+                        std::int64_t one_shot_bytes) {
+  constexpr std::string_view kCall = "all_reduce";
+  if (!options.shares.empty()) {
+    refuse(kCall, "shares", std::to_string(options.shares.size()) + " numbers",
+           "none: GPUs of one domain have equal shares; backend host takes them");
+  }
+  const std::string most = std::to_string(one_shot_bytes) + " bytes";
+  switch (options.algorithm) {
+    case Algorithm::automatic:
+      return bytes <= one_shot_bytes ? Algorithm::one_shot : Algorithm::direct;
+    case Algorithm::direct: return Algorithm::direct;
+    case Algorithm::one_shot:
+      if (bytes <= one_shot_bytes) return Algorithm::one_shot;
+      refuse(kCall, "algorithm", "one_shot for " + std::to_string(bytes) + " bytes",
+             "at most " + most + ", or another algorithm");
+    default:
+      refuse(kCall, "algorithm", std::string(name_of(options.algorithm)) + " with backend cuda",
+             "automatic, direct, or one_shot up to " + most + "; backend host has all algorithms");
+  }
+}
+
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
                   std::string_view block_name, const ConstTensorView& block, int ranks,
                   const Device& where) {

@@ -1,5 +1,6 @@
 // Arguments of collectives, refused before anything moves.
 #pragma once
+#include <cstdint>
 #include <span>
 #include <string_view>
 
@@ -13,6 +14,10 @@ void check_dense(std::string_view call, std::string_view name, const ConstTensor
                  const Device& where = {});
 /// What can be reduced so.
 void check_reduction(std::string_view call, const ConstTensorView& x, const ReduceOptions& options);
+/// What GPUs of one domain run for an all_reduce: one_shot of up to `one_shot_bytes`, or direct.
+/// Refuses other algorithms, and shares.
+Algorithm gpu_algorithm(const ReduceOptions& options, std::int64_t bytes,
+                        std::int64_t one_shot_bytes);
 /// `whole` has `ranks` blocks of the elements of `block`, of its dtype; they share no memory.
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
                   std::string_view block_name, const ConstTensorView& block, int ranks,

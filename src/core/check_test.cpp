@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/call.hpp"
+#include "core/check_collectives.hpp"
 
 namespace ferry {
 namespace {
@@ -251,6 +252,44 @@ TEST(CallWord, SurvivesTheWire) {
                            "latency dispatch", "latency combine"}) {
     EXPECT_STREQ(name_of(call_named(name)), name);
   }
+}
+
+TEST(Check, GpusRunTwoAlgorithms) {
+  constexpr std::int64_t kMost = 1024;
+  const auto chosen = [](Algorithm algorithm, std::int64_t bytes) {
+    return gpu_algorithm({.algorithm = algorithm}, bytes, kMost);
+  };
+  EXPECT_EQ(chosen(Algorithm::automatic, kMost), Algorithm::one_shot);
+  EXPECT_EQ(chosen(Algorithm::automatic, kMost + 1), Algorithm::direct);
+  EXPECT_EQ(chosen(Algorithm::one_shot, kMost), Algorithm::one_shot);
+  EXPECT_EQ(chosen(Algorithm::direct, 4), Algorithm::direct);
+  expect_refused({"all_reduce: algorithm: got one_shot for 1025 bytes", "at most 1024 bytes"},
+                 [&] { chosen(Algorithm::one_shot, kMost + 1); });
+  for (const Algorithm algorithm : {Algorithm::hierarchical, Algorithm::ring, Algorithm::tree}) {
+    expect_refused(
+        {"all_reduce: algorithm: got " + std::string(name_of(algorithm)) + " with backend cuda",
+         "automatic, direct, or one_shot up to 1024 bytes"},
+        [&] { chosen(algorithm, 4); });
+  }
+  expect_refused({"all_reduce: shares: got 1 numbers", "backend host"},
+                 [&] { gpu_algorithm({.shares = {1}}, 4, kMost); });
+}
+
+// Where algorithms differ, numbers of SMs do, too: the message names the cause.
+TEST(Check, DifferencesOfCollectivesNameTheCause) {
+  CallSignature mine{.kind = CallKind::all_reduce, .columns = 8, .scale_columns = 1, .crossing = 2};
+  CallSignature theirs = mine;
+  EXPECT_EQ(difference(theirs, 3, mine), "");
+  theirs.scale_columns = 2;
+  EXPECT_EQ(difference(theirs, 3, mine), "the number of SMs is 2 on rank 3 but 1 here");
+  theirs.crossing = 1;
+  EXPECT_EQ(difference(theirs, 3, mine), "algorithm is one_shot on rank 3 but direct here");
+  theirs.order = 4;
+  EXPECT_EQ(difference(theirs, 3, mine), "op is max on rank 3 but sum here");
+  mine.kind = theirs.kind = CallKind::all_to_all;
+  theirs.order = 0;
+  theirs.weights = 1;
+  EXPECT_EQ(difference(theirs, 3, mine), "counts is given on rank 3 but not given here");
 }
 
 }  // namespace

@@ -298,6 +298,47 @@ TEST_P(CollectivesTest, ReduceAsTheHostDoes) {
   });
 }
 
+// Both algorithms give the bits of the host engine, whatever the size; others are refused.
+TEST_P(CollectivesTest, AlgorithmsAreForced) {
+  each([&](Pair& pair) {
+    for (const Algorithm algorithm : {Algorithm::one_shot, Algorithm::direct}) {
+      for (const std::int64_t count : {0, 1, 3, 1001, 16'384}) {
+        for (const At at : kAll) {
+          const Case c{Dtype::f32, ReduceOp::sum, count};
+          const Bytes mine = elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 30);
+          Bytes expected = mine;
+          pair.host.all_reduce({expected.data(), c.dtype, {count}});
+          std::byte* x = pair.memory(at, 0, c.dtype);
+          pair.copier.put(x, mine);
+          pair.gpu.all_reduce(pair.view(x, c.dtype, count), {.algorithm = algorithm});
+          need_same(
+              c.dtype, pair.get(x, mine.size()), expected,
+              words(pair, "all_reduce", c, at) + ", " + std::string(ferry::name_of(algorithm)));
+        }
+      }
+    }
+    std::byte* x = pair.memory(At::ordinary, 0, Dtype::f32);
+    const auto run = [&](std::int64_t count, const ReduceOptions& options) {
+      pair.gpu.all_reduce(pair.view(x, Dtype::f32, count), options);
+    };
+    for (const Algorithm algorithm : {Algorithm::hierarchical, Algorithm::ring, Algorithm::tree}) {
+      need_error(ErrorKind::invalid_argument, "an algorithm of the host engine was taken",
+                 [&] { run(8, {.algorithm = algorithm}); });
+    }
+    need_error(ErrorKind::invalid_argument, "a large one_shot was taken",
+               [&] { run(1'000'000, {.algorithm = Algorithm::one_shot}); });
+    need_error(ErrorKind::invalid_argument, "shares were taken", [&] { run(8, {.shares = {1}}); });
+    if (pair.size() > 1) {
+      // The kernels of different algorithms refuse each other.
+      const Error error = need_error(ErrorKind::mismatch, "other algorithms were taken", [&] {
+        run(60'000, {.algorithm = pair.rank() == 0 ? Algorithm::direct : Algorithm::one_shot});
+      });
+      need(std::string(error.what()).find("algorithm is") != std::string::npos, error.what());
+    }
+    run(8, {});  // they go on
+  });
+}
+
 TEST_P(CollectivesTest, MoveAsTheHostDoes) {
   each([&](Pair& pair) {
     for (const std::int64_t count : {0, 1, 100, 5001, 400'000, 3'000'001}) {

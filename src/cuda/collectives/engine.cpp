@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/check_collectives.hpp"
 #include "cuda/throughput/call.hpp"
 
 namespace ferry::cuda {
@@ -81,14 +82,12 @@ void CudaCollectives::place(CollectiveParameters& parameters, const void* data,
   if (found) parameters.place = {bytes, found->offset, found->segment};
 }
 
-Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, const Stream* stream,
-                           std::shared_ptr<std::byte> slot) {
-  constexpr std::int64_t kBytesOfBlock = 16 << 10;  // of a large call, at least
-  constexpr std::int64_t kBytesOfSmallBlock = 8 << 10;
-  const bool counted = p.counts != nullptr;
-  const bool small = !counted && is_small(largest);
-  if (!counted) {
-    const std::int64_t each = small ? kBytesOfSmallBlock : kBytesOfBlock;
+Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, bool one_shot,
+                           const Stream* stream, std::shared_ptr<std::byte> slot) {
+  constexpr std::int64_t kBytesOfBlock = 16 << 10;  // at least
+  constexpr std::int64_t kBytesOfOneShotBlock = 8 << 10;
+  if (p.counts == nullptr) {
+    const std::int64_t each = one_shot ? kBytesOfOneShotBlock : kBytesOfBlock;
     const std::int64_t useful = std::max<std::int64_t>(1, (largest + each - 1) / each);
     p.blocks = static_cast<int>(std::min<std::int64_t>(p.blocks, useful));
   }
@@ -100,7 +99,8 @@ Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, const 
   if (p.out != p.x) launch.use(p.out, {});
   p.failure = launch.record()->failure;
   launch.enter(p.call);
-  launch.run(small ? launch_one_shot(p, launch.stream()) : launch_large(p, launch.stream()), name);
+  launch.run(one_shot ? launch_one_shot(p, launch.stream()) : launch_large(p, launch.stream()),
+             name);
   const bool blocking = launch.blocking();
   Event event = launch.finish();
   if (!blocking) return event;
@@ -112,11 +112,16 @@ Event CudaCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
   CollectiveParameters p =
       parameters(CallKind::all_reduce, x.dtype, x.shape.product(), options.num_sms);
   const std::int64_t bytes = bytes_of(x);
+  const auto most = static_cast<std::int64_t>(layout_.one_shot_bytes);
+  const Algorithm algorithm = gpu_algorithm(options, bytes, most);
+  const bool one_shot = algorithm == Algorithm::one_shot;
   p.call.order = static_cast<std::uint16_t>(options.op);
+  p.call.crossing = static_cast<std::uint16_t>(options.algorithm);
+  p.call.routes = static_cast<std::uint32_t>(algorithm);
   p.op = options.op;
   p.reduces = p.spreads = true;
   p.x = p.out = static_cast<std::byte*>(x.data);
-  if (is_small(bytes)) {
+  if (one_shot) {
     p.to = {.bytes = bytes};
   } else {
     const std::int64_t ranks = engine_->size();
@@ -124,7 +129,7 @@ Event CudaCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
     p.to = {.stride = share, .bytes = share, .end = bytes};
     place(p, x.data, bytes);
   }
-  return run(p, bytes, options.stream);
+  return run(p, bytes, one_shot, options.stream);
 }
 
 Event CudaCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
@@ -139,7 +144,7 @@ Event CudaCollectives::reduce_scatter(const ConstTensorView& x, const TensorView
   p.out = static_cast<std::byte*>(out.data);
   p.to = {.stride = block, .bytes = block};
   if (block % 16 == 0) place(p, x.data, bytes_of(x));  // every block begins with a whole vector
-  return run(p, block, options.stream);
+  return run(p, block, is_small(block), options.stream);
 }
 
 Event CudaCollectives::all_gather(const ConstTensorView& x, const TensorView& out,
@@ -152,7 +157,7 @@ Event CudaCollectives::all_gather(const ConstTensorView& x, const TensorView& ou
   p.to = {.bytes = bytes};
   p.from = {.stride = bytes, .bytes = bytes};
   place(p, out.data, bytes_of(out));
-  return run(p, bytes, options.stream);
+  return run(p, bytes, is_small(bytes), options.stream);
 }
 
 Event CudaCollectives::broadcast(const TensorView& x, int root, const CollectiveOptions& options) {
@@ -165,7 +170,7 @@ Event CudaCollectives::broadcast(const TensorView& x, int root, const Collective
   p.to = {.bytes = sends ? bytes : 0};
   p.from = {.bytes = sends ? 0 : bytes, .only = root};
   place(p, x.data, bytes);
-  return run(p, bytes, options.stream);
+  return run(p, bytes, is_small(bytes), options.stream);
 }
 
 Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& out,
@@ -179,7 +184,7 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
   if (counts.equal) {
     const std::int64_t block = bytes_of(x) / engine_->size();
     p.to = p.from = {.stride = block, .bytes = block};
-    return run(p, block, options.stream);
+    return run(p, block, is_small(block), options.stream);
   }
   p.call.weights = 1;
   // A rank that receives nothing has no place that peers could miss.
@@ -187,7 +192,7 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
   const OnDevice here(engine_->device().index);
   std::shared_ptr<std::byte> slot = counts_->take();
   split(p, counts, slot.get());
-  return run(p, 0, options.stream, std::move(slot));
+  return run(p, 0, false, options.stream, std::move(slot));
 }
 
 void CudaCollectives::split(CollectiveParameters& p, const BlockCounts& counts,

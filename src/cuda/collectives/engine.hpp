@@ -40,8 +40,8 @@ class CudaCollectives final : public CollectivesEngine {
   void place(CollectiveParameters& parameters, const void* data, std::int64_t bytes) const;
   void split(CollectiveParameters& parameters, const BlockCounts& counts, std::byte* slot) const;
   /// `largest`: bytes of a piece; 0 with counts, of which no rank knows the largest.
-  Event run(CollectiveParameters& parameters, std::int64_t largest, const Stream* stream,
-            std::shared_ptr<std::byte> slot = {});
+  Event run(CollectiveParameters& parameters, std::int64_t largest, bool one_shot,
+            const Stream* stream, std::shared_ptr<std::byte> slot = {});
   bool is_small(std::int64_t bytes) const {
     return bytes <= static_cast<std::int64_t>(layout_.one_shot_bytes);
   }
