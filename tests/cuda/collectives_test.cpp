@@ -1,6 +1,6 @@
 // Collectives on GPUs, through the public API: the same bits as the host engine's on the same
 // ranks; in registered, ordinary and unaligned memory, on streams, in graphs; what ranks that
-// disagree or stay away make of it. Skips without a GPU.
+// disagree make of it. Skips without a GPU.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -439,43 +439,6 @@ TEST_P(CollectivesTest, RanksThatDisagreeLearnIt) {
     reduce(pair, {Dtype::f32, ReduceOp::sum, 1000}, At::ordinary);  // they go on
     reduce(pair, {Dtype::f32, ReduceOp::sum, 500'000}, At::registered);
   });
-}
-
-TEST(CollectivesFailures, ARankThatStaysAwayIsNamed) {
-  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
-  const RankBody rank = [&](Bootstrap& bootstrap) {
-    take_gpu(bootstrap);
-    GroupConfig config;
-    config.backend = Backend::cuda;
-    config.deadline = 4s;
-    for (const std::int64_t count : {100, 1'000'000}) {
-      const Buffer x(index(count) * 4);
-      Collectives all(borrowed(bootstrap), config);
-      bootstrap.all_gather({}, 60s);
-      if (all.rank() != 1) {
-        int device = 0;
-        need(cudaGetDevice(&device), "cudaGetDevice");
-        const TensorView view(x.data(), Dtype::f32, {count}, {DeviceKind::cuda, device});
-        need_error(ErrorKind::deadline, "rank 1 was not missed", [&] { all.all_reduce(view); }, 1);
-      }
-      bootstrap.all_gather({}, 60s);
-    }
-  };
-  for (const std::string& problem : run_on_crew(3, 1, rank, 60)) ADD_FAILURE() << problem;
-}
-
-TEST(CollectivesFailures, DomainsAreRefused) {
-  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
-  const RankBody rank = [&](Bootstrap& bootstrap) {
-    take_gpu(bootstrap);
-    GroupConfig config;
-    config.backend = Backend::cuda;
-    config.domain_size = 1;
-    const Error error = need_error(ErrorKind::unsupported, "domains were taken",
-                                   [&] { Collectives(borrowed(bootstrap), config); });
-    need(std::string(error.what()).find("hierarchical") != std::string::npos, error.what());
-  };
-  for (const std::string& problem : run_on_crew(2, 1, rank, 60)) ADD_FAILURE() << problem;
 }
 
 }  // namespace

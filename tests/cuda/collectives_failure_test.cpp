@@ -1,0 +1,108 @@
+// Collectives on GPUs with ranks that stay away or die, and where they cannot be. Skips without a
+// GPU.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+#include "crew.hpp"
+#include "engine_seat.hpp"
+
+namespace ferry::test {
+namespace {
+
+std::size_t bytes_of(std::int64_t floats) {
+  return static_cast<std::size_t>(floats) * 4;
+}
+
+TEST(CollectivesFailures, ARankThatStaysAwayIsNamed) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const RankBody rank = [&](Bootstrap& bootstrap) {
+    take_gpu(bootstrap);
+    GroupConfig config;
+    config.backend = Backend::cuda;
+    config.deadline = 4s;
+    for (const std::int64_t count : {100, 1'000'000}) {
+      const Buffer x(bytes_of(count));
+      Collectives all(borrowed(bootstrap), config);
+      bootstrap.all_gather({}, 60s);
+      if (all.rank() != 1) {
+        int device = 0;
+        need(cudaGetDevice(&device), "cudaGetDevice");
+        const TensorView view(x.data(), Dtype::f32, {count}, {DeviceKind::cuda, device});
+        need_error(ErrorKind::deadline, "rank 1 was not missed", [&] { all.all_reduce(view); }, 1);
+      }
+      bootstrap.all_gather({}, 60s);
+    }
+  };
+  for (const std::string& problem : run_on_crew(3, 1, rank, 60)) ADD_FAILURE() << problem;
+}
+
+/// A rank is killed while all make calls one after another, each of them of this size.
+struct Killed {
+  const char* name;
+  std::int64_t count;
+  bool registered;
+};
+class CollectivesKillTest : public ::testing::TestWithParam<Killed> {};
+INSTANTIATE_TEST_SUITE_P(Calls, CollectivesKillTest,
+                         ::testing::Values(Killed{"OneShot", 1000, false},
+                                           Killed{"Staged", 4'000'000, false},
+                                           Killed{"Direct", 4'000'000, true}),
+                         [](const auto& one) { return one.param.name; });
+
+TEST_P(CollectivesKillTest, SurvivorsNameTheDead) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  constexpr int kVictim = 1;
+  const std::int64_t count = GetParam().count;
+  const RankBody rank = [&](Bootstrap& bootstrap) {
+    const int device = take_gpu(bootstrap);
+    GroupConfig config;
+    config.backend = Backend::cuda;
+    config.deadline = 30s;  // a rank that is waited for until then is late, not dead
+    config.memory_bytes = bytes_of(count);
+    Collectives all(borrowed(bootstrap), config);
+    const Buffer ordinary(bytes_of(count));
+    const Tensor own = all.empty({count}, Dtype::f32);
+    void* data = GetParam().registered ? own.data() : ordinary.data();
+    const TensorView x(data, Dtype::f32, {count}, {DeviceKind::cuda, device});
+    all.all_reduce(x, {.op = ReduceOp::max});
+    bootstrap.all_gather({}, 60s);
+    if (all.rank() == kVictim) {
+      std::thread([] {
+        std::this_thread::sleep_for(50ms);
+        kill(getpid(), SIGKILL);
+      }).detach();
+    }
+    const auto calls = [&] {
+      for (;;) all.all_reduce(x, {.op = ReduceOp::max});
+    };
+    need_error(ErrorKind::peer_failed, "calls went on without rank 1", calls, kVictim);
+    need_error(ErrorKind::peer_failed, "a later call was made", calls, kVictim);
+    const Buffer after(1 << 20);  // the GPU is usable
+    need(cudaMemset(after.data(), 0, 1 << 20), "cudaMemset");
+    need(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  };
+  const auto problems = run_ranks(3, 1, rank, 90);
+  ASSERT_EQ(problems.size(), 1u) << (problems.empty() ? "" : problems.back());
+  EXPECT_NE(problems[0].find("rank 1: its process ended"), std::string::npos) << problems[0];
+}
+
+TEST(CollectivesFailures, DomainsAreRefused) {
+  if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
+  const RankBody rank = [&](Bootstrap& bootstrap) {
+    take_gpu(bootstrap);
+    GroupConfig config;
+    config.backend = Backend::cuda;
+    config.domain_size = 1;
+    const Error error = need_error(ErrorKind::unsupported, "domains were taken",
+                                   [&] { Collectives(borrowed(bootstrap), config); });
+    need(std::string(error.what()).find("hierarchical") != std::string::npos, error.what());
+  };
+  for (const std::string& problem : run_on_crew(2, 1, rank, 60)) ADD_FAILURE() << problem;
+}
+
+}  // namespace
+}  // namespace ferry::test
