@@ -137,6 +137,7 @@ class Collectives:
         stream: Any = None,
         algorithm: str = "automatic",
         shares: Sequence[int] = (),
+        num_sms: int = 0,
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
 
@@ -147,9 +148,12 @@ class Collectives:
             stream: None: returns when it is done; a ferry.Stream.
             algorithm: "one_shot" (up to 16 KiB), "direct", "hierarchical", "ring" or "tree", the
                 same on all ranks; "automatic": whichever is expected to take the least time. Ring
-                and tree sum in another order (ferry/collectives.hpp).
+                and tree sum in another order (ferry/collectives.hpp). GPUs have "one_shot" (up to
+                256 KiB, less beyond 4 ranks) and "direct".
             shares: of direct and hierarchical, one for each domain, the same on all ranks: its
-                ranks reduce elements in proportion. Empty: as the links allow.
+                ranks reduce elements in proportion. Empty: as the links allow. Not of GPUs.
+            num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to
+                all; 0: a default, of which small tensors use fewer.
         """
         place = self._streams.place("all_reduce", stream, x)
         event = self._raw.all_reduce(
@@ -158,11 +162,19 @@ class Collectives:
             place.stream,
             choice("all_reduce: algorithm", algorithm, ALGORITHMS),
             [integer("all_reduce: shares", share, 0, 65535) for share in shares],
+            integer("all_reduce: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 
     def reduce_scatter(
-        self, x: Any, out: Any, *, op: str = "sum", dtype: Any = None, stream: Any = None
+        self,
+        x: Any,
+        out: Any,
+        *,
+        op: str = "sum",
+        dtype: Any = None,
+        stream: Any = None,
+        num_sms: int = 0,
     ) -> _ferry.Event:
         """Collective. x: `size` equal blocks; `out` takes the reduction of block `rank`. The other
         arguments are those of `all_reduce`."""
@@ -172,11 +184,12 @@ class Collectives:
             _view("reduce_scatter: out", out, dtype, place, True),
             choice("reduce_scatter: op", op, OPS),
             place.stream,
+            integer("reduce_scatter: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 
     def all_gather(
-        self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None
+        self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None, num_sms: int = 0
     ) -> _ferry.Event:
         """Collective. `out` takes x of all ranks, in ascending order; any dtype."""
         place = self._streams.place("all_gather", stream, x)
@@ -184,11 +197,12 @@ class Collectives:
             _view("all_gather: x", x, dtype, place),
             _view("all_gather: out", out, dtype, place, True),
             place.stream,
+            integer("all_gather: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 
     def broadcast(
-        self, x: Any, root: int, *, dtype: Any = None, stream: Any = None
+        self, x: Any, root: int, *, dtype: Any = None, stream: Any = None, num_sms: int = 0
     ) -> _ferry.Event:
         """Collective. Overwrites x with that of rank `root`; any dtype."""
         place = self._streams.place("broadcast", stream, x)
@@ -196,6 +210,7 @@ class Collectives:
             _view("broadcast: x", x, dtype, place, True),
             integer("broadcast: root", root, 0, self.size - 1),
             place.stream,
+            integer("broadcast: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 
@@ -208,6 +223,7 @@ class Collectives:
         recv_counts: Sequence[int] | None = None,
         dtype: Any = None,
         stream: Any = None,
+        num_sms: int = 0,
     ) -> _ferry.Event:
         """Collective. Block p of x goes to rank p; `out` takes what comes, in ascending order of
         the sources; any dtype.
@@ -225,6 +241,7 @@ class Collectives:
             self._counts("send_counts", send_counts),
             self._counts("recv_counts", recv_counts),
             place.stream,
+            integer("all_to_all: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 

@@ -34,37 +34,38 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
 }
 
 HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream,
-                     Algorithm algorithm, const std::vector<int>& shares) {
+                     Algorithm algorithm, const std::vector<int>& shares, int num_sms) {
   const KeepUntilDone keep(stream, {&x});
-  const ReduceOptions options{op, stream_or_null(stream), algorithm, shares};
+  const ReduceOptions options{op, stream_or_null(stream), algorithm, shares, num_sms};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
 HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
-                         PythonStream* stream) {
+                         PythonStream* stream, int num_sms) {
   const KeepUntilDone keep(stream, {&x, &out});
-  const ReduceOptions options{op, stream_or_null(stream)};
+  const ReduceOptions options{.op = op, .stream = stream_or_null(stream), .num_sms = num_sms};
   return HeldEvent(
       without_gil([&] { return all->reduce_scatter(x.read(), out.write(), options); }));
 }
 
 HeldEvent all_gather(const HeldCollectives& all, const View& x, const View& out,
-                     PythonStream* stream) {
+                     PythonStream* stream, int num_sms) {
   const KeepUntilDone keep(stream, {&x, &out});
-  const CollectiveOptions options{stream_or_null(stream)};
+  const CollectiveOptions options{stream_or_null(stream), num_sms};
   return HeldEvent(without_gil([&] { return all->all_gather(x.read(), out.write(), options); }));
 }
 
-HeldEvent broadcast(const HeldCollectives& all, const View& x, int root, PythonStream* stream) {
+HeldEvent broadcast(const HeldCollectives& all, const View& x, int root, PythonStream* stream,
+                    int num_sms) {
   const KeepUntilDone keep(stream, {&x});
-  const CollectiveOptions options{stream_or_null(stream)};
+  const CollectiveOptions options{stream_or_null(stream), num_sms};
   return HeldEvent(without_gil([&] { return all->broadcast(x.write(), root, options); }));
 }
 
 HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out, const Counts& to,
-                     const Counts& from, PythonStream* stream) {
+                     const Counts& from, PythonStream* stream, int num_sms) {
   const KeepUntilDone keep(stream, {&x, &out});
-  const CollectiveOptions options{stream_or_null(stream)};
+  const CollectiveOptions options{stream_or_null(stream), num_sms};
   return HeldEvent(without_gil([&] {
     return to.empty() ? all->all_to_all(x.read(), out.write(), options)
                       : all->all_to_all(x.read(), to, out.write(), from, options);
@@ -101,13 +102,15 @@ void bind_collectives(nb::module_& m) {
       .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
       .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
-           nb::arg("algorithm"), nb::arg("shares"))
+           nb::arg("algorithm"), nb::arg("shares"), nb::arg("num_sms"))
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
-           nb::arg("stream").none())
-      .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none())
-      .def("broadcast", &broadcast, nb::arg("x"), nb::arg("root"), nb::arg("stream").none())
+           nb::arg("stream").none(), nb::arg("num_sms"))
+      .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none(),
+           nb::arg("num_sms"))
+      .def("broadcast", &broadcast, nb::arg("x"), nb::arg("root"), nb::arg("stream").none(),
+           nb::arg("num_sms"))
       .def("all_to_all", &all_to_all, nb::arg("x"), nb::arg("out"), nb::arg("to"), nb::arg("from_"),
-           nb::arg("stream").none())
+           nb::arg("stream").none(), nb::arg("num_sms"))
       .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def(

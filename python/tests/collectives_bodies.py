@@ -74,6 +74,32 @@ def everything(all_: ferry.Collectives, device: str) -> None:
             assert torch.equal(out.cpu(), blocks)
 
 
+def options(all_: ferry.Collectives, device: str) -> None:
+    """Numbers of SMs and algorithms change nothing but the time."""
+    for count in (24, 60_000):
+        brought = inputs(all_, count, torch.float32, count)
+        expected = summed(brought)
+        for keywords in ({"num_sms": 1}, {"algorithm": "direct"}, {"algorithm": "one_shot"}):
+            x = brought[all_.rank].to(device)
+            all_.all_reduce(x, **keywords)
+            assert torch.equal(x.cpu(), expected)
+        whole = torch.empty(all_.size * count, device=device)
+        all_.all_gather(brought[all_.rank].to(device), whole, num_sms=2)
+        assert torch.equal(whole.cpu(), torch.cat(brought))
+    x = torch.ones(24, device=device)
+    for name, keywords in {
+        "num_sms": {"num_sms": 100_000},
+        "algorithm": {"algorithm": "ring"},
+        "shares": {"shares": [1]},
+    }.items():
+        try:
+            all_.all_reduce(x, **keywords)
+        except ferry.InvalidArgumentError as error:
+            assert f"all_reduce: {name}: got" in str(error)
+        else:
+            raise AssertionError(f"{name} was taken")
+
+
 def on_streams(all_: ferry.Collectives, device: str) -> None:
     """A call runs on torch's current stream, or on the one that is given; without waiting."""
     x = torch.ones(300_000, device=device)
@@ -125,4 +151,4 @@ def refusals(all_: ferry.Collectives, device: str) -> None:
     everything(all_, device)
 
 
-ALL = (everything, on_streams, in_a_graph, refusals)
+ALL = (everything, options, on_streams, in_a_graph, refusals)
