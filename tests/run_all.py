@@ -118,13 +118,13 @@ def find_nvcc() -> str:
 
 
 def stage_cuda() -> Result:
-    """Compiles; what needs a GPU runs where there is one. The test machine_code compiles all
-    kernels for every architecture: for a build that cannot run, one is enough."""
+    """Compiles; what needs a GPU runs where there is one. The test machine_code makes the machine
+    code of all kernels for every architecture: a build that cannot run ends before that."""
     result = Result()
     options = [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     if not has_gpu:
-        options.append("-DCMAKE_CUDA_ARCHITECTURES=90-real")
+        options.append("-DCMAKE_CUDA_ARCHITECTURES=90-virtual")
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",
