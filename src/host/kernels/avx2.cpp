@@ -11,6 +11,7 @@
 
 namespace ferry::host {
 namespace {
+constexpr std::size_t kVectorBytes = 32;
 #include "host/kernels/kernels.inc"
 
 void copy_stream(void* to, const void* from, std::size_t bytes) {

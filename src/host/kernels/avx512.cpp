@@ -12,6 +12,7 @@
 
 namespace ferry::host {
 namespace {
+constexpr std::size_t kVectorBytes = 64;
 #include "host/kernels/kernels.inc"
 
 void copy_stream(void* to, const void* from, std::size_t bytes) {

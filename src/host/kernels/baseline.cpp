@@ -3,6 +3,7 @@
 
 namespace ferry::host {
 namespace {
+constexpr std::size_t kVectorBytes = 16;
 #include "host/kernels/kernels.inc"
 void copy_plain(void* to, const void* from, std::size_t bytes) {
   std::memcpy(to, from, bytes);

@@ -22,7 +22,10 @@ struct SumRows {
   std::int64_t next_count = 0;
   const void* bias0 = nullptr;
   const void* bias1 = nullptr;
+  /// Here and in the places below the sum may take the place of a row.
   void* out = nullptr;
+  void* const* copy_to = nullptr;  ///< [copies]: where else the sum is written
+  std::int64_t copies = 0;
   std::int64_t columns = 0;
   Dtype dtype = Dtype::f32;  ///< f32, bf16 or f16, of rows, biases and out
   /// Of `out`, where it differs: f32 from narrower rows, or narrower from rows of f32.
@@ -50,6 +53,9 @@ struct EncodeLogfmt {
   void* out = nullptr;
   CombineRowLayout in_flight{};
 };
+
+/// Above this many bytes an exchange does not stay in the caches, so stores go past them.
+inline constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
 
 struct Kernels {
   const char* name;  ///< "avx512", "avx2", "baseline"

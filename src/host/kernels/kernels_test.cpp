@@ -113,6 +113,50 @@ TEST(Kernels, SumsFp16) {
   same_sums<Fp16>(Dtype::f16);
 }
 
+// The sum takes the place of every row, as in an all_reduce in registered memory.
+template <class T>
+void sums_in_place(Dtype dtype) {
+  std::mt19937 random(kSeed + 4);
+  SCOPED_TRACE("seed " + std::to_string(kSeed + 4));
+  for (const std::int64_t columns : {1, 15, 64, 65, 127, 512, 1031}) {
+    const auto n = static_cast<std::size_t>(columns);
+    std::vector<std::vector<T>> rows;
+    for (int r = 0; r < 4; ++r) rows.push_back(values<T>(random, n));
+    const auto summed = [&](const Kernels& kernels, std::vector<std::vector<T>>& all,
+                            std::int64_t copies) {
+      std::vector<void*> places;
+      for (auto& row : all) places.push_back(row.data());
+      const std::vector<const void*> from(places.begin(), places.end());
+      std::vector<T> out(n);
+      kernels.sum_rows({.rows = from.data(),
+                        .count = 4,
+                        .out = copies == 0 ? out.data() : places[0],
+                        .copy_to = places.data() + 1,
+                        .copies = copies,
+                        .columns = columns,
+                        .dtype = dtype});
+      return out;
+    };
+    const std::vector<T> expected = summed(kBaselineKernels, rows, 0);
+    std::vector<const Kernels*> all = variants();
+    all.push_back(&kBaselineKernels);
+    for (const Kernels* variant : all) {
+      auto places = rows;
+      summed(*variant, places, 3);
+      for (const auto& place : places) {
+        ASSERT_EQ(std::memcmp(place.data(), expected.data(), n * sizeof(T)), 0)
+            << variant->name << ", " << name_of(dtype) << ", columns " << columns;
+      }
+    }
+  }
+}
+
+TEST(Kernels, SumsTakeThePlaceOfTheirRows) {
+  sums_in_place<float>(Dtype::f32);
+  sums_in_place<Bf16>(Dtype::bf16);
+  sums_in_place<Fp16>(Dtype::f16);
+}
+
 template <class T>
 void same_codes(Dtype dtype) {
   std::mt19937 random(kSeed + 1);
