@@ -45,6 +45,7 @@ class CombineJob {
   void agree();
   void check_places() const;
   void place_rows() const;
+  void copy_rows() const;
   void reduce_slots() const;
   void give_back() const;
 
@@ -151,6 +152,8 @@ void CombineJob::agree() {
     const Region& staging_weights = (*regions)[3];
     memory_.mine =
         registered ? static_cast<std::byte*>(const_cast<void*>(call_.rows.data)) : rows.data;
+    memory_.rows =
+        call_.expert_major() ? memory_.mine : static_cast<const std::byte*>(call_.rows.data);
     memory_.mine_weights = weights.data;
     memory_.stage = staging.data;
     memory_.staging_weights = staging_weights.data;
@@ -172,13 +175,34 @@ void CombineJob::place_rows() const {
   const auto received = static_cast<std::size_t>(call_.exchange().recv_rows());
   if (call_.expert_major()) {
     reduce_slots();
-  } else if (memory_.mine != call_.rows.data && received > 0) {
-    std::memcpy(memory_.mine, call_.rows.data, received * call_.rows.row_bytes());
+  } else if (memory_.mine != call_.rows.data) {
+    copy_rows();
   }
   if (call_.has_weights() && received > 0) {
     std::memcpy(memory_.mine_weights, call_.options.topk_weights->data,
                 received * call_.weight_bytes());
   }
+}
+
+/// Rows that peers read in registered memory. Of a direct combine these are those for the other
+/// ranks of the domain; of a hierarchical one any rank of the domain may read any row.
+void CombineJob::copy_rows() const {
+  const std::vector<std::int64_t>& from = call_.exchange().recv_offset;
+  const std::size_t row_bytes = call_.rows.row_bytes();
+  const bool stream = index(from.back()) * row_bytes > kStreamBytes;
+  const Kernels& run = kernels();
+  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+    const bool read = peer != call_.engine.rank() && call_.in_domain(peer);
+    const std::size_t at = index(from[index(peer)]) * row_bytes;
+    const std::size_t bytes = index(from[index(peer) + 1]) * row_bytes - at;
+    if (bytes == 0 || (!read && !call_.hierarchical())) continue;
+    if (stream) {
+      run.copy_stream(memory_.mine + at, memory_.rows + at, bytes);
+    } else {
+      std::memcpy(memory_.mine + at, memory_.rows + at, bytes);
+    }
+  }
+  if (stream) run.stream_fence();  // before the message says that they are there
 }
 
 void CombineJob::reduce_slots() const {

@@ -31,7 +31,8 @@ struct CombineCall {
 };
 
 struct CombineMemory {
-  std::byte* mine = nullptr;          ///< rank-major rows, in registered memory
+  std::byte* mine = nullptr;          ///< rank-major rows, in registered memory, for the peers
+  const std::byte* rows = nullptr;    ///< the same for this rank; there rows for all are
   std::byte* mine_weights = nullptr;  ///< their weights, likewise
   std::byte* stage = nullptr;         ///< rows pushed from outside, then their weights
   std::byte* staging_weights = nullptr;

@@ -47,7 +47,9 @@ void DirectCombine::find_rows() {
     const auto d = static_cast<std::size_t>(peer);
     const StepMessage theirs = channel_.head(peer);
     const auto first = static_cast<std::size_t>(plan_.peer_row[d]);
-    const std::byte* rows = channel_.pointer(peer, {theirs.segment, theirs.offset});
+    const bool own = peer == call_.engine.rank();
+    const std::byte* rows =
+        own ? memory_.rows : channel_.pointer(peer, {theirs.segment, theirs.offset});
     if (rows != nullptr) {
       const std::byte* weights = channel_.pointer(peer, {theirs.side_segment, theirs.side_offset});
       row_base_.push_back(rows + first * row_bytes);
@@ -103,7 +105,7 @@ bool DirectCombine::push_rows(std::int64_t first) {
       channel_.reach().write(owner, {segment, offset + to * width}, data + from * width,
                              count * width, channel_.chunk_tag(owner));
     };
-    write(theirs.staging_segment, theirs.staging_offset, memory_.mine, call_.rows.row_bytes());
+    write(theirs.staging_segment, theirs.staging_offset, memory_.rows, call_.rows.row_bytes());
     if (call_.has_weights()) {
       write(theirs.staging_side_segment, theirs.staging_side_offset, memory_.mine_weights,
             call_.weight_bytes());

@@ -7,13 +7,6 @@
 
 namespace ferry::host {
 
-namespace {
-
-/// Above this many bytes an exchange does not stay in the caches, so stores go past them.
-constexpr std::size_t kStreamBytes = std::size_t{4} << 20;
-
-}  // namespace
-
 void DispatchPush::write(int peer, fabric::Address to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
   if (std::byte* target = channel_.pointer(peer, to)) {

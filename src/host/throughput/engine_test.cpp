@@ -57,6 +57,22 @@ TEST(HostEngine, DispatchMakesItsPlan) {
   });
 }
 
+// Rows of ordinary memory, more than stay in the caches: this rank's own are read where they are.
+TEST(HostEngine, CombineOfManyOrdinaryRows) {
+  with_groups(3, small(), [](Group& group) {
+    constexpr std::int64_t kTokens = 700, kHidden = 2048;
+    Batch batch(group.rank(), kTokens, kHidden, 0);
+    for (std::size_t t = 0; t < kTokens; ++t) {
+      batch.routes[t] = static_cast<std::int64_t>(t % 3) * 3;  // of 8 experts a rank has 3 or 2
+    }
+    const Received got = group.dispatch(batch.x(), batch.ids());
+    const auto* first = got.x.as<float>();
+    const std::vector<float> rows(first, first + got.x.rows() * kHidden);
+    const ConstTensorView ordinary(rows.data(), Dtype::f32, {got.x.rows(), kHidden});
+    EXPECT_TRUE(same_rows(group.combine(ordinary, got.plan).x, batch, 1)) << group.rank();
+  });
+}
+
 TEST(HostEngine, GrowthAddsAtLeastHalf) {
   with_groups(2, small(), [](Group& group) {
     std::vector<Received> held;
