@@ -48,6 +48,23 @@ void Channel::swap(const char* stage, const StepMessage& head, std::span<const s
   const Generation g = generation() + 1;
   generation_.store(g, std::memory_order_relaxed);
   swap_.post_all(reach_, g, outgoing_.data(), 0, round_up(sizeof(head) + body.size(), kLineBytes));
+  await_swap(stage);
+}
+
+void Channel::swap(const char* stage, const StepMessage& head, const WriteBody& write) {
+  std::memcpy(outgoing_.data(), &head, sizeof(head));
+  const Generation g = generation() + 1;
+  generation_.store(g, std::memory_order_relaxed);
+  for (int i = 0; i < size_; ++i) {
+    const int peer = (rank_ + i) % size_;  // each starts elsewhere
+    const std::size_t bytes = sizeof(head) + write(peer, outgoing_.data() + sizeof(head));
+    swap_.post(reach_, peer, g, outgoing_.data(), round_up(bytes, kLineBytes));
+  }
+  await_swap(stage);
+}
+
+void Channel::await_swap(const char* stage) {
+  const Generation g = generation();
   const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, g};
   await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
 }

@@ -70,6 +70,10 @@ class Channel {
   /// Starts the next generation: gives every rank this message (head, then body) and waits for
   /// theirs. `stage` is named in errors: "dispatch: grants".
   void swap(const char* stage, const StepMessage& head, std::span<const std::byte> body = {});
+  /// The same with a body for each peer: `write(peer, body)` writes it and returns its bytes, at
+  /// most `max_body_bytes`.
+  using WriteBody = std::function<std::size_t(int peer, std::byte* body)>;
+  void swap(const char* stage, const StepMessage& head, const WriteBody& write);
   /// The messages of the last swap, valid until the next.
   StepMessage head(int source) const;
   const std::byte* body(int source) const;
@@ -154,6 +158,7 @@ class Channel {
 
  private:
   friend class GroupWatch;
+  void await_swap(const char* stage);
   /// Of a write that waits for room: throws what a wait would.
   void look_up(int peer);
   [[noreturn]] void raise(const char* stage, const protocol::Status& status,
