@@ -71,6 +71,8 @@ class Fabric {
 
   /// The peer's segment in this rank's address space; null outside the domain. Own rank: its data.
   virtual std::byte* pointer(int peer, SegmentId segment) const noexcept = 0;
+  /// Whether the ranks are threads of this process: then they reach each other's ordinary memory.
+  virtual bool one_address_space() const noexcept { return false; }
   /// Bytes of an attached segment, inside the domain or not; 0 if it is not attached.
   virtual std::size_t bytes(int peer, SegmentId segment) const noexcept = 0;
 

@@ -16,6 +16,7 @@ class LocalFabric final : public MappedFabric {
   ~LocalFabric() override { hub_->withdraw_all(rank()); }
 
   std::string_view name() const override { return "local"; }
+  bool one_address_space() const noexcept override { return true; }
 
   Segment register_memory(std::size_t bytes) override {
     auto memory = anonymous_memory(bytes, rank());

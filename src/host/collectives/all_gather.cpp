@@ -2,7 +2,7 @@
 // the rank on its rail, in whose inbox the ranks of that domain read it.
 #include <algorithm>
 
-#include "host/collectives/engine.hpp"
+#include "host/collectives/lent.hpp"
 
 namespace ferry::host {
 namespace {
@@ -26,8 +26,13 @@ class AllGather {
       }
       return;
     }
-    write_window(0);
+    const Lent lent(all_, head_, data_, block_);
+    if (!lends(head_)) write_window(0);
     all_.meet(kCall, head_);
+    const Lenders lenders(all_);
+    if (lenders.every) return gather_in_place();
+    if (lends(head_)) write_window(0);
+    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     for (;;) {
       gather_round();
       const std::size_t next = first_ + bytes_;
@@ -38,6 +43,16 @@ class AllGather {
   }
 
  private:
+  void gather_in_place() {
+    {
+      const Borrowed borrowed(all_, kCall, all_.members(), [this](int) { return block_; });
+      for (std::size_t r = 0; r < borrowed.tensors().size(); ++r) {
+        copy_bytes(out_ + r * block_, borrowed.tensors()[r], block_);
+      }
+    }
+    all_.meet_members(kCall);
+  }
+
   std::size_t round_bytes() const {
     if (all_.domains().count() == 1) return all_.stage().window_bytes;
     // At worst one rank takes in what all the others have.

@@ -3,16 +3,15 @@
 // same way.
 #include <algorithm>
 #include <array>
-#include <utility>
 
 #include "host/collectives/algorithms.hpp"
+#include "host/collectives/lent.hpp"
 
 namespace ferry::host {
 namespace {
 
 constexpr const char* kCall = "all_reduce";
 constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one write
-constexpr std::int64_t kInPlace = 8 << 10;    // elements reduced before they are spread
 
 class AllReduce {
  public:
@@ -27,13 +26,13 @@ class AllReduce {
         round_(round_elements()) {}
 
   void run() {
-    const bool registered = announce_place();
-    if (!registered) write_window(0);
+    const Lent lent(all_, head_, data_, bytes(count_));
+    if (!lends(head_)) write_window(0);
     all_.meet(kCall, head_);
-    const auto [some, every] = registered_ranks();
-    if (every && all_.domains().count() == 1) return reduce_in_place();
-    if (registered) write_window(0);
-    if (some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    const Lenders lenders(all_);
+    if (lenders.every) return reduce_in_place();
+    if (lends(head_)) write_window(0);
+    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     reduce_staged();
   }
 
@@ -41,62 +40,37 @@ class AllReduce {
   void reduce_eager() {
     all_.meet(kCall, head_, {data_, bytes(count_)});
     const Domains& domains = all_.domains();
+    void* const result[] = {data_};
     std::vector<std::vector<std::byte>> partials;
     std::vector<const void*> sums;
     for (int d = 0; d < domains.count(); ++d) {
       std::vector<const void*> rows;
       for (const int rank : domains.members(d)) rows.push_back(all_.channel().body(rank));
-      if (domains.count() == 1) return reduce_all(reduction_, rows, count_, data_);
+      if (domains.count() == 1) return reduce_all(reduction_, rows, count_, result);
       partials.emplace_back(partial(count_));
       reduce_ranks(reduction_, rows, count_, partials.back().data());
       sums.push_back(partials.back().data());
     }
-    reduce_domains(reduction_, sums, count_, data_);
+    reduce_domains(reduction_, sums, count_, result);
   }
 
  private:
   std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
   std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
 
-  /// Whether the peers can read and write the tensor where it is; then the message says where.
-  bool announce_place() {
-    const auto place = all_.find(data_, bytes(count_));
-    head_.rows = place ? 1 : 0;
-    if (place) {
-      head_.segment = place->segment;
-      head_.offset = place->offset;
-    }
-    return place.has_value();
-  }
-
-  std::pair<bool, bool> registered_ranks() {
-    std::pair<bool, bool> some_every{false, true};
-    for (int r = 0; r < all_.size(); ++r) {
-      const bool registered = all_.channel().head(r).rows != 0;
-      some_every.first |= registered;
-      some_every.second &= registered;
-    }
-    return some_every;
-  }
-
-  // One domain, everything in registered memory: the owner of a share reads it on all ranks and
-  // writes the result there. Nobody else touches it meanwhile.
+  // One domain, all tensors lent: the owner of a share reads it on all ranks and writes the result
+  // there. Nobody else touches it meanwhile.
   void reduce_in_place() {
-    std::vector<std::byte*> tensors;
-    for (const int member : all_.members()) {
-      const StepMessage theirs = all_.channel().head(member);
-      tensors.push_back(
-          all_.channel().checked(kCall, member, {theirs.segment, theirs.offset}, bytes(count_)));
-    }
-    std::vector<std::byte> sum(bytes(kInPlace));
-    std::vector<const void*> rows(tensors.size());
-    for (const Share& share : cutter_.cut(count_)) {
-      if (rank_of(share, 0, all_.domains()) != all_.rank()) continue;
-      for (std::int64_t at = share.first; at < share.end; at += kInPlace) {
-        const std::int64_t some = std::min(kInPlace, share.end - at);
-        for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = tensors[i] + bytes(at);
-        reduce_all(reduction_, rows, some, sum.data());
-        for (std::byte* tensor : tensors) copy_bytes(tensor + bytes(at), sum.data(), bytes(some));
+    {
+      const Borrowed borrowed(all_, kCall, all_.members(), [this](int) { return bytes(count_); });
+      for (const Share& share : cutter_.cut(count_)) {
+        if (!handles(share)) continue;
+        std::vector<void*> places;
+        for (std::byte* tensor : borrowed.tensors()) {
+          places.push_back(tensor + bytes(share.first));
+        }
+        const std::vector<const void*> rows(places.begin(), places.end());
+        reduce_all(reduction_, rows, share.count(), places);
       }
     }
     all_.meet_members(kCall);
@@ -129,13 +103,18 @@ class AllReduce {
     windows_[index(round) % windows_.size()] =
         second ? windows_[index(round - 1) % windows_.size()] + window_bytes() : all_.next_window();
     turn_to(round);
-    copy_bytes(window(all_.rank(), 0), data_ + bytes(first_), bytes(elements_));
+    for (const Share& share : cutter_.cut(elements_)) {
+      if (handles(share)) continue;  // nobody else reads it
+      copy_bytes(window(all_.rank(), share.first), own(share.first), bytes(share.count()));
+    }
   }
   /// The ranks of the domain have met since.
   void begin_round(std::int64_t round) {
     if (!crosses() || round % 2 == 0) all_.begin_round();
   }
 
+  /// Elements of this round, in the tensor and in a window.
+  std::byte* own(std::int64_t element) { return data_ + bytes(first_ + element); }
   std::byte* window(int member, std::int64_t element) {
     return all_.stage_of(member, window_ + bytes(element));
   }
@@ -192,15 +171,18 @@ class AllReduce {
     }
     all_.meet_members(kCall);
     for (const Share& share : shares) {
-      copy_bytes(data_ + bytes(first_ + share.first),
-                 window(rank_of(share, all_.domain(), domains), share.first), bytes(share.count()));
+      if (handles(share) && share.domain == all_.domain()) continue;  // finished there
+      copy_bytes(own(share.first), window(rank_of(share, all_.domain(), domains), share.first),
+                 bytes(share.count()));
     }
   }
 
-  /// Elements [at, at + count) of the ranks of this domain.
+  /// From element `at` of a share that this rank handles, of the ranks of its domain.
   std::vector<const void*> rows(std::int64_t at) {
     std::vector<const void*> rows;
-    for (const int member : all_.members()) rows.push_back(window(member, at));
+    for (const int member : all_.members()) {
+      rows.push_back(member == all_.rank() ? own(at) : window(member, at));
+    }
     return rows;
   }
 
@@ -221,13 +203,15 @@ class AllReduce {
     }
   }
 
-  /// Into this rank's window, and into that of the rank that handles the share in each other
-  /// domain.
+  /// Into the tensor, into this rank's window, and into that of the rank that handles the share in
+  /// each other domain.
   void finish(const Share& share) {
     const Domains& domains = all_.domains();
+    const auto results = [this](std::int64_t at) {
+      return std::array<void*, 2>{own(at), window(all_.rank(), at)};
+    };
     if (domains.count() == 1) {
-      return reduce_all(reduction_, rows(share.first), share.count(),
-                        window(all_.rank(), share.first));
+      return reduce_all(reduction_, rows(share.first), share.count(), results(share.first));
     }
     scratch_.resize(partial(kCrossing));
     for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
@@ -243,7 +227,7 @@ class AllReduce {
         partials.push_back(all_.stage_of(all_.rank(), inbox(share, d) + partial(at - share.first)));
       }
       std::byte* result = window(all_.rank(), at);
-      reduce_domains(reduction_, partials, some, result);
+      reduce_domains(reduction_, partials, some, results(at));
       for (int d = 0; d < domains.count(); ++d) {
         if (d == all_.domain()) continue;
         const int peer = rank_of(share, d, domains);

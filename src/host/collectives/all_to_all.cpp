@@ -1,17 +1,18 @@
-// all_to_all: ranks read their blocks in the windows of their domain; blocks for the ranks of other
-// domains are written into their inboxes.
+// all_to_all: short blocks come with the messages. Of the others, ranks read theirs in the windows
+// of their domain; blocks for the ranks of other domains are written into their inboxes.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <string>
 #include <utility>
 
-#include "host/collectives/engine.hpp"
+#include "host/collectives/lent.hpp"
 
 namespace ferry::host {
 namespace {
 
 constexpr const char* kCall = "all_to_all";
+constexpr std::size_t kMostBytes = std::size_t{1} << 60;  // of a block; no tensor is that long
 
 class AllToAll {
  public:
@@ -25,14 +26,25 @@ class AllToAll {
         head_(head_of(CallKind::all_to_all, x.dtype, 0)) {}  // each pair has counts of its own
 
   void run() {
-    std::vector<std::int64_t> said(counts_.to);
-    said.insert(said.end(), counts_.from.begin(), counts_.from.end());
-    all_.meet(kCall, head_, std::as_bytes(std::span(said)));
-    longest_ = check_counts();
     to_ = offsets(counts_.to);
     from_ = offsets(counts_.from);
-    const std::size_t slot = slot_bytes();
-    for (std::size_t first = 0; first < longest_; first += slot) exchange_round(first, slot);
+    const Lent lent(all_, head_, data_, to_.back() + index(counts_.to.back()) * element_);
+    if (!lends(head_)) write_window(0);
+    all_.meet(kCall, head_, [this](int peer, std::byte* body) { return write_body(peer, body); });
+    const std::size_t longest = check_counts();
+    take_short_blocks();
+    if (longest == 0) return;
+    const Lenders lenders(all_);
+    if (lenders.every) return read_in_place();
+    if (lends(head_)) write_window(0);
+    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    for (std::size_t first = 0; first < longest; first += slot_) {
+      if (first > 0) {
+        write_window(first);
+        all_.meet_members(kCall);
+      }
+      exchange_round(first);
+    }
   }
 
  private:
@@ -44,15 +56,59 @@ class AllToAll {
     return before;
   }
 
+  /// A message: all counts of this rank, and the peer's block if that is short.
+  std::size_t write_body(int peer, std::byte* body) const {
+    const std::size_t counts = counts_.to.size() * sizeof(std::int64_t);
+    std::memcpy(body, counts_.to.data(), counts);
+    std::memcpy(body + counts, counts_.from.data(), counts);
+    const std::size_t block = index(counts_.to[index(peer)]) * element_;
+    if (block > most_short_ || peer == all_.rank()) return 2 * counts;
+    copy_bytes(body + 2 * counts, data_ + to_[index(peer)], block);
+    return 2 * counts + block;
+  }
+
+  void take_short_blocks() {
+    const std::size_t counts = counts_.to.size() * sizeof(std::int64_t);
+    for (int r = 0; r < all_.size(); ++r) {
+      const std::size_t block = index(counts_.from[index(r)]) * element_;
+      if (block > most_short_) continue;
+      const std::byte* from =
+          r == all_.rank() ? data_ + to_[index(r)] : all_.channel().body(r) + 2 * counts;
+      copy_bytes(out_ + from_[index(r)], from, block);
+    }
+  }
+
+  void read_in_place() {
+    {
+      // Elements of a member's tensor before the block for rank `end`.
+      const auto bytes_before = [this](int member, int end) {
+        std::size_t bytes = 0;
+        for (int r = 0; r < end; ++r) bytes += index(count_of(member, r)) * element_;
+        return bytes;
+      };
+      const Borrowed borrowed(all_, kCall, all_.members(),
+                              [&](int member) { return bytes_before(member, all_.size()); });
+      for (int r = 0; r < all_.size(); ++r) {
+        const std::size_t block = index(counts_.from[index(r)]) * element_;
+        if (block <= most_short_) continue;
+        copy_bytes(out_ + from_[index(r)],
+                   borrowed.tensors()[index(r)] + bytes_before(r, all_.rank()), block);
+      }
+    }
+    all_.meet_members(kCall);
+  }
+
+  /// What a rank's message says: its elements for rank `at`, or from rank `at` − size.
+  std::int64_t count_of(int rank, int at) {
+    std::int64_t count = 0;
+    std::memcpy(&count, all_.channel().body(rank) + index(at) * sizeof(count), sizeof(count));
+    return count;
+  }
+
   /// Every rank knows all counts, so all throw where two ranks differ. Returns the bytes of the
-  /// longest block.
+  /// longest block of all, 0 if that is short.
   std::size_t check_counts() {
     const int ranks = all_.size();
-    const auto count_of = [&](int rank, int at) {
-      std::int64_t count = 0;
-      std::memcpy(&count, all_.channel().body(rank) + index(at) * sizeof(count), sizeof(count));
-      return count;
-    };
     std::int64_t longest = 0;
     for (int source = 0; source < ranks; ++source) {
       for (int target = 0; target < ranks; ++target) {
@@ -67,10 +123,21 @@ class AllToAll {
                       {all_.rank(), source == all_.rank() ? target : source, kCall,
                        all_.channel().generation(), 0, 0});
         }
+        if (sent < 0 || index(sent) > kMostBytes / element_) {
+          all_.channel().throw_violation(
+              kCall, source,
+              "sends " + std::to_string(sent) + " elements to rank " + std::to_string(target));
+        }
         longest = std::max(longest, sent);
       }
     }
-    return index(longest) * element_;
+    const std::size_t bytes = index(longest) * element_;
+    return bytes > most_short_ ? bytes : 0;
+  }
+
+  /// What a message holds besides the counts.
+  std::size_t short_block_bytes() const {
+    return all_.channel().max_body_bytes() - 2 * index(all_.size()) * sizeof(std::int64_t);
   }
 
   /// Bytes of a block in a round.
@@ -80,34 +147,32 @@ class AllToAll {
     return room / index(all_.size()) / kLineBytes * kLineBytes;
   }
 
-  static std::size_t part(std::int64_t count, std::size_t element, std::size_t first,
-                          std::size_t slot) {
-    const std::size_t bytes = index(count) * element;
-    return bytes > first ? std::min(slot, bytes - first) : 0;
+  /// Of a block of so many elements, from byte `first`, in a round.
+  std::size_t part(std::int64_t count, std::size_t first) const {
+    const std::size_t bytes = index(count) * element_;
+    return bytes > most_short_ && bytes > first ? std::min(slot_, bytes - first) : 0;
   }
 
-  void exchange_round(std::size_t first, std::size_t slot) {
-    const std::size_t window = all_.next_window();
-    const auto sent = [&](int peer) {
-      return part(counts_.to[index(peer)], element_, first, slot);
-    };
-    const auto got = [&](int peer) {
-      return part(counts_.from[index(peer)], element_, first, slot);
-    };
-    for (int r = 0; r < all_.size(); ++r) {
-      if (const std::size_t bytes = sent(r); all_.is_member(r) && bytes > 0) {
-        std::memcpy(all_.stage_of(all_.rank(), window + index(r) * slot),
-                    data_ + to_[index(r)] + first, bytes);
-      }
+  /// The blocks for the others of the domain.
+  void write_window(std::size_t first) {
+    window_ = all_.next_window();
+    for (const int member : all_.members()) {
+      if (member == all_.rank()) continue;
+      copy_bytes(all_.stage_of(all_.rank(), window_ + index(member) * slot_),
+                 data_ + to_[index(member)] + first, part(counts_.to[index(member)], first));
     }
-    all_.meet_members(kCall);
+  }
+
+  void exchange_round(std::size_t first) {
     all_.begin_round();
+    const auto sent = [&](int peer) { return part(counts_.to[index(peer)], first); };
+    const auto got = [&](int peer) { return part(counts_.from[index(peer)], first); };
     for (int i = 1; i < all_.size(); ++i) {
       const int peer = (all_.rank() + i) % all_.size();  // each starts elsewhere
       if (all_.is_member(peer)) continue;
       const std::size_t bytes = sent(peer);
       if (bytes > 0) {
-        all_.put(peer, all_.stage().inbox() + index(all_.rank()) * slot,
+        all_.put(peer, all_.stage().inbox() + index(all_.rank()) * slot_,
                  data_ + to_[index(peer)] + first, bytes);
       }
       all_.tell(peer, bytes);
@@ -116,11 +181,10 @@ class AllToAll {
       const bool inside = all_.is_member(r);
       if (!inside) all_.hear(kCall, r);
       const std::byte* from =
-          inside ? all_.stage_of(r, window + index(all_.rank()) * slot)
-                 : all_.stage_of(all_.rank(), all_.stage().inbox() + index(r) * slot);
-      if (const std::size_t bytes = got(r); bytes > 0) {
-        std::memcpy(out_ + from_[index(r)] + first, from, bytes);
-      }
+          r == all_.rank() ? data_ + to_[index(r)] + first
+          : inside         ? all_.stage_of(r, window_ + index(all_.rank()) * slot_)
+                           : all_.stage_of(all_.rank(), all_.stage().inbox() + index(r) * slot_);
+      copy_bytes(out_ + from_[index(r)] + first, from, got(r));
       if (!inside) all_.tell(r);  // who wrote here may do so again
     }
     for (int r = 0; r < all_.size(); ++r) {
@@ -134,9 +198,11 @@ class AllToAll {
   std::size_t element_;  // bytes
   BlockCounts counts_;
   StepMessage head_;
-  std::size_t longest_ = 0;        // bytes of the longest block of all
+  const std::size_t most_short_ = short_block_bytes();
+  const std::size_t slot_ = slot_bytes();
   std::vector<std::size_t> to_{};  // [R]: byte of the block for that rank
   std::vector<std::size_t> from_{};
+  std::size_t window_ = 0;  // of this round, in the stage
 };
 
 }  // namespace

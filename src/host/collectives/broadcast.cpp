@@ -2,7 +2,7 @@
 // every other domain, whose ranks read it there.
 #include <algorithm>
 
-#include "host/collectives/engine.hpp"
+#include "host/collectives/lent.hpp"
 
 namespace ferry::host {
 namespace {
@@ -27,8 +27,10 @@ class Broadcast {
       if (!mine) copy_bytes(data_, all_.channel().body(root_), bytes_all_);
       return;
     }
-    write_window(0);
+    const Lent lent(all_, head_, data_, bytes_all_);
+    if (!mine || !lends(head_)) write_window(0);
     all_.meet(kCall, head_);
+    if (lends(all_.channel().head(root_))) return read_in_place();
     for (;;) {
       spread_round();
       const std::size_t next = first_ + bytes_;
@@ -39,6 +41,14 @@ class Broadcast {
   }
 
  private:
+  void read_in_place() {
+    if (all_.rank() != root_) {
+      const Borrowed borrowed(all_, kCall, {&root_, 1}, [this](int) { return bytes_all_; });
+      copy_bytes(data_, borrowed.tensors()[0], bytes_all_);
+    }
+    all_.meet_members(kCall);
+  }
+
   void write_window(std::size_t first) {
     first_ = first;
     bytes_ = std::min(all_.stage().window_bytes, bytes_all_ - first);

@@ -20,8 +20,9 @@ Stage Stage::of(const Domains& domains) {
   // So that a round has a unit of elements, of at most 8 bytes, of every rank.
   const std::size_t unit = kShareUnit * sizeof(std::int64_t);
   Stage stage;
-  stage.window_bytes =
-      std::max(std::size_t{1} << 20, static_cast<std::size_t>(domains.ranks()) * unit);
+  // Inside a domain a window is read while it is in the caches; what crosses is better long.
+  const std::size_t room = std::size_t{domains.count() == 1 ? 512u : 1024u} << 10;
+  stage.window_bytes = std::max(room, static_cast<std::size_t>(domains.ranks()) * unit);
   if (domains.count() == 1) return stage;
   // Partial results of 4 bytes of a window of 2-byte elements, and what the shortest rounds need.
   stage.inbox_bytes =
@@ -33,7 +34,7 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
                                                          const Domains& domains,
                                                          std::unique_ptr<fabric::Fabric> fabric) {
   config.experts = 1;
-  config.memory_bytes += Stage::of(domains).bytes() + engine::kRegionAlignment;
+  config.memory_bytes += Stage::of(domains).all_bytes() + engine::kRegionAlignment;
   return std::make_shared<HostCollectives>(make_host_engine(
       bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
 }
@@ -41,13 +42,18 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
 HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
     : engine_(std::move(engine)), stage_(Stage::of(domains())) {
   const auto& memory = engine_->shared_memory();
-  const Region region = memory->arena.allocate(stage_.bytes()).value();
+  const Region region = memory->arena.allocate(stage_.all_bytes()).value();
   stage_memory_ = engine::lease(memory, region);
   stage_address_ = region.address;
 }
 
 void HostCollectives::meet(const char* call, StepMessage head, std::span<const std::byte> body) {
   channel().swap(call, head, body);
+  engine::check_same_call(channel(), call, head.call);
+}
+
+void HostCollectives::meet(const char* call, StepMessage head, const Channel::WriteBody& write) {
+  channel().swap(call, head, write);
   engine::check_same_call(channel(), call, head.call);
 }
 

@@ -33,13 +33,16 @@ struct Stage {
   std::size_t bytes() const { return 2 * window_bytes + inbox_bytes; }
   std::size_t window(std::uint64_t which) const { return which * window_bytes; }
   std::size_t inbox() const { return 2 * window_bytes; }
+  /// Behind them the word of lent.cpp.
+  std::size_t readers() const { return bytes(); }
+  std::size_t all_bytes() const { return bytes() + kLineBytes; }
 };
 
 class HostCollectives final : public CollectivesEngine,
                               public std::enable_shared_from_this<HostCollectives> {
  public:
-  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::bytes more; of nobody
-  /// else.
+  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::all_bytes more; of
+  /// nobody else.
   explicit HostCollectives(std::shared_ptr<HostEngine> engine);
 
   Event all_reduce(const TensorView& x, const ReduceOptions& options) override;
@@ -63,6 +66,10 @@ class HostCollectives final : public CollectivesEngine,
   bool is_member(int rank) const { return domains().together(rank, engine_->rank()); }
   const Stage& stage() const { return stage_; }
 
+  /// Whether the ranks are threads of one process, and one domain.
+  bool one_address_space() const {
+    return domains().count() == 1 && engine_->shared_memory()->fabric->one_address_space();
+  }
   /// Where a tensor lies, if in registered memory.
   std::optional<fabric::Address> find(const void* data, std::size_t bytes) const {
     return engine_->shared_memory()->arena.find(data, bytes);
@@ -71,6 +78,8 @@ class HostCollectives final : public CollectivesEngine,
   /// Every rank's message, and in it whether it makes the same call. Each later step may rely on
   /// what every rank did before.
   void meet(const char* call, StepMessage head, std::span<const std::byte> body = {});
+  /// The same with a body for each rank.
+  void meet(const char* call, StepMessage head, const Channel::WriteBody& write);
   /// Not before all ranks of the domain are here.
   void meet_members(const char* call);
 

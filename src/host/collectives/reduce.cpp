@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <type_traits>
 
 #include "core/number.hpp"
@@ -67,8 +68,9 @@ void reduce_tile(ReduceOp op, std::span<const void* const> rows, std::int64_t at
 
 template <class T, class Partial, class Out>
 void reduce_rows(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
-                 Out* out, bool finish) {
+                 std::span<void* const> outs, bool finish) {
   std::array<Partial, kTile> tile;
+  std::array<Out, kTile> result;
   for (std::int64_t at = 0; at < count; at += kTile) {
     const std::int64_t some = std::min(kTile, count - at);
     reduce_tile<T, Partial>(reduction.op, rows, at, some, tile.data());
@@ -76,10 +78,14 @@ void reduce_rows(const Reduction& reduction, std::span<const void* const> rows, 
       Partial value = tile[static_cast<std::size_t>(i)];
       if constexpr (std::is_same_v<Partial, float>) {
         if (finish && reduction.op == ReduceOp::mean) value /= static_cast<float>(reduction.ranks);
-        out[at + i] = from_float<Out>(value);
+        result[static_cast<std::size_t>(i)] = from_float<Out>(value);
       } else {
-        out[at + i] = value;
+        result[static_cast<std::size_t>(i)] = value;
       }
+    }
+    for (void* out : outs) {
+      std::memcpy(static_cast<Out*>(out) + at, result.data(),
+                  static_cast<std::size_t>(some) * sizeof(Out));
     }
   }
 }
@@ -88,43 +94,45 @@ enum class Phase { ranks, domains, all };
 
 template <class T>
 void reduce_floats(const Reduction& reduction, std::span<const void* const> rows,
-                   std::int64_t count, void* out, Phase phase) {
+                   std::int64_t count, std::span<void* const> outs, Phase phase) {
   if (phase == Phase::ranks) {
-    reduce_rows<T, float>(reduction, rows, count, static_cast<float*>(out), false);
+    reduce_rows<T, float, float>(reduction, rows, count, outs, false);
   } else if (phase == Phase::domains) {
-    reduce_rows<float, float>(reduction, rows, count, static_cast<T*>(out), true);
+    reduce_rows<float, float, T>(reduction, rows, count, outs, true);
   } else {
-    reduce_rows<T, float>(reduction, rows, count, static_cast<T*>(out), true);
+    reduce_rows<T, float, T>(reduction, rows, count, outs, true);
   }
 }
 
 template <class T>
 void reduce_integers(const Reduction& reduction, std::span<const void* const> rows,
-                     std::int64_t count, void* out) {
-  reduce_rows<T, T>(reduction, rows, count, static_cast<T*>(out), false);
+                     std::int64_t count, std::span<void* const> outs) {
+  reduce_rows<T, T, T>(reduction, rows, count, outs, false);
 }
 
 void reduce(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
-            void* out, Phase phase) {
+            std::span<void* const> outs, Phase phase) {
   const bool narrow = reduction.dtype == Dtype::bf16 || reduction.dtype == Dtype::f16;
   if (reduction.op == ReduceOp::sum && (narrow || reduction.dtype == Dtype::f32)) {
     const Dtype in = phase == Phase::domains ? Dtype::f32 : reduction.dtype;
     const Dtype to = phase == Phase::ranks ? Dtype::f32 : reduction.dtype;
     kernels().sum_rows({.rows = rows.data(),
                         .count = static_cast<std::int64_t>(rows.size()),
-                        .out = out,
+                        .out = outs.front(),
+                        .copy_to = outs.data() + 1,
+                        .copies = static_cast<std::int64_t>(outs.size()) - 1,
                         .columns = count,
                         .dtype = in,
                         .out_dtype = to});
     return;
   }
   switch (reduction.dtype) {
-    case Dtype::bf16: return reduce_floats<Bf16>(reduction, rows, count, out, phase);
-    case Dtype::f16: return reduce_floats<Fp16>(reduction, rows, count, out, phase);
-    case Dtype::i32: return reduce_integers<std::int32_t>(reduction, rows, count, out);
-    case Dtype::i64: return reduce_integers<std::int64_t>(reduction, rows, count, out);
-    case Dtype::u8: return reduce_integers<std::uint8_t>(reduction, rows, count, out);
-    default: return reduce_floats<float>(reduction, rows, count, out, phase);
+    case Dtype::bf16: return reduce_floats<Bf16>(reduction, rows, count, outs, phase);
+    case Dtype::f16: return reduce_floats<Fp16>(reduction, rows, count, outs, phase);
+    case Dtype::i32: return reduce_integers<std::int32_t>(reduction, rows, count, outs);
+    case Dtype::i64: return reduce_integers<std::int64_t>(reduction, rows, count, outs);
+    case Dtype::u8: return reduce_integers<std::uint8_t>(reduction, rows, count, outs);
+    default: return reduce_floats<float>(reduction, rows, count, outs, phase);
   }
 }
 
@@ -132,17 +140,17 @@ void reduce(const Reduction& reduction, std::span<const void* const> rows, std::
 
 void reduce_ranks(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
                   void* partial) {
-  reduce(reduction, rows, count, partial, Phase::ranks);
+  reduce(reduction, rows, count, {&partial, 1}, Phase::ranks);
 }
 
 void reduce_domains(const Reduction& reduction, std::span<const void* const> partials,
-                    std::int64_t count, void* out) {
-  reduce(reduction, partials, count, out, Phase::domains);
+                    std::int64_t count, std::span<void* const> outs) {
+  reduce(reduction, partials, count, outs, Phase::domains);
 }
 
 void reduce_all(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
-                void* out) {
-  reduce(reduction, rows, count, out, Phase::all);
+                std::span<void* const> outs) {
+  reduce(reduction, rows, count, outs, Phase::all);
 }
 
 }  // namespace ferry::host

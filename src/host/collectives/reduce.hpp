@@ -31,11 +31,11 @@ struct Reduction {
 /// `count` elements of each row in ascending order of the rows: to a domain's partial results.
 void reduce_ranks(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
                   void* partial);
-/// Of each domain in ascending order: to results.
+/// Of each domain in ascending order: to results, which every one of `outs` gets.
 void reduce_domains(const Reduction& reduction, std::span<const void* const> partials,
-                    std::int64_t count, void* out);
-/// Both at once where there is one domain; `out` may be one of the rows.
+                    std::int64_t count, std::span<void* const> outs);
+/// Both at once where there is one domain; an element of `outs` may be one of the rows.
 void reduce_all(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
-                void* out);
+                std::span<void* const> outs);
 
 }  // namespace ferry::host

@@ -2,7 +2,7 @@
 // other domains have summed.
 #include <algorithm>
 
-#include "host/collectives/engine.hpp"
+#include "host/collectives/lent.hpp"
 
 namespace ferry::host {
 namespace {
@@ -20,8 +20,13 @@ class ReduceScatter {
         head_(head_of(CallKind::reduce_scatter, x.dtype, block_, op)) {}
 
   void run() {
-    write_window(0);
+    const Lent lent(all_, head_, data_, bytes(block_ * all_.size()));
+    if (!lends(head_)) write_window(0);
     all_.meet(kCall, head_);
+    const Lenders lenders(all_);
+    if (lenders.every) return reduce_in_place();
+    if (lends(head_)) write_window(0);
+    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     while (block_ > 0) {
       reduce_round();
       const std::int64_t next = first_ + elements_;
@@ -34,6 +39,18 @@ class ReduceScatter {
  private:
   std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
   std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
+
+  void reduce_in_place() {
+    {
+      const Borrowed borrowed(all_, kCall, all_.members(),
+                              [this](int) { return bytes(block_ * all_.size()); });
+      std::vector<const void*> rows;
+      for (const std::byte* x : borrowed.tensors()) rows.push_back(x + bytes(block_ * all_.rank()));
+      void* const out[] = {out_};
+      reduce_all(reduction_, rows, block_, out);
+    }
+    all_.meet_members(kCall);
+  }
 
   /// Elements of each block in a round.
   std::int64_t round_elements() const {
@@ -51,6 +68,7 @@ class ReduceScatter {
     elements_ = std::min(round_elements(), block_ - first);
     window_ = all_.next_window();
     for (int r = 0; r < all_.size() && elements_ > 0; ++r) {
+      if (r == all_.rank()) continue;  // nobody else reads it
       copy_bytes(window(all_.rank(), r), data_ + bytes(r * block_ + first_), bytes(elements_));
     }
   }
@@ -61,7 +79,10 @@ class ReduceScatter {
 
   std::vector<const void*> rows(int block) {
     std::vector<const void*> rows;
-    for (const int member : all_.members()) rows.push_back(window(member, block));
+    for (const int member : all_.members()) {
+      const bool own = member == all_.rank() && block == all_.rank();
+      rows.push_back(own ? data_ + bytes(block * block_ + first_) : window(member, block));
+    }
     return rows;
   }
 
@@ -73,6 +94,7 @@ class ReduceScatter {
     all_.begin_round();
     const Domains& domains = all_.domains();
     std::vector<std::byte> own(domains.count() > 1 ? partial(elements_) : 0);
+    void* const out[] = {out_ + bytes(first_)};
     // For each rank of another domain one rank here sums.
     for (int r = 0; r < all_.size(); ++r) {
       if (all_.is_member(r) || domains.rail(r, all_.domain()) != all_.rank()) continue;
@@ -81,7 +103,7 @@ class ReduceScatter {
       all_.tell(r, partial(elements_));
     }
     if (domains.count() == 1) {
-      reduce_all(reduction_, rows(all_.rank()), elements_, out_ + bytes(first_));
+      reduce_all(reduction_, rows(all_.rank()), elements_, out);
       return;
     }
     std::vector<const void*> partials;
@@ -94,7 +116,7 @@ class ReduceScatter {
         partials.push_back(all_.stage_of(all_.rank(), inbox(d, all_.domain())));
       }
     }
-    reduce_domains(reduction_, partials, elements_, out_ + bytes(first_));
+    reduce_domains(reduction_, partials, elements_, out);
     free_inboxes();
   }
 

@@ -81,7 +81,8 @@ class Ring {
       const void* rows[] = {all_.stage_of(all_.rank(), summed(step)),
                             sums_.own(reduction_, element(p.first), p.count)};
       if (step + 1 == ranks() - 1) {
-        reduce_domains(reduction_, rows, p.count, element(p.first));
+        void* const out[] = {element(p.first)};
+        reduce_domains(reduction_, rows, p.count, out);
       } else {
         send(summed(step + 1), sums_.sum(reduction_, rows, p.count), partial(p.count));
       }

@@ -61,7 +61,8 @@ class Tree {
       all_.hear(kCall, below_[i]);
       rows.push_back(all_.stage_of(all_.rank(), up_place(static_cast<std::int64_t>(i), piece)));
     }
-    if (above_ < 0) return reduce_domains(reduction_, rows, some, element(piece));
+    void* const out[] = {element(piece)};
+    if (above_ < 0) return reduce_domains(reduction_, rows, some, out);
     const void* sum = below_.empty() ? rows[0] : sums_.sum(reduction_, rows, some);
     all_.put(above_, up_place(child_, piece), sum, partial(some));
     all_.tell(above_, partial(some));
