@@ -21,7 +21,7 @@ from ferry.arguments import (
 from ferry.errors import Error
 from ferry.group import BACKENDS, DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
 from ferry.streams import CPU, Place, Streams, chosen_gpu
-from ferry.tensors import dtype_named, empty_array, view
+from ferry.tensors import dtype_named, empty_array, plain_view, view
 
 OPS = {
     "sum": _ferry.ReduceOp.sum,
@@ -310,6 +310,10 @@ def _view(
     writable: bool = False,
     expected: str = "",
 ) -> _ferry.View:
+    if dtype is None and place.gpu is None:
+        plain = plain_view(name, value, writable)
+        if plain is not None:
+            return plain
     tag = None if dtype is None else dtype_named(f"{name.partition(':')[0]}: dtype", dtype)
     return view(name, _flat(name, value), tag, writable, expected, place)[0]
 

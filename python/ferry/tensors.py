@@ -115,6 +115,23 @@ def view(
     return made, NUMPY
 
 
+def plain_view(name: str, value: Any, writable: bool) -> _ferry.View | None:
+    """The elements of a torch tensor in CPU memory, if it is as plain as most are. It takes a
+    microsecond, DLPack eight. None: `view` has to look at it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor or not value.is_cpu:
+        return None
+    dtype = _torch_dtype(value.dtype)
+    if dtype is None or value.requires_grad or value.layout is not torch.strided:
+        return None
+    if not value.is_contiguous() or value.is_neg():
+        return None
+    if writable and not value.is_inference():
+        torch.autograd.graph.increment_version(value)  # as in `view`
+    return _ferry.View.of_elements(value, name, value.data_ptr(), value.numel(), dtype)
+
+
 def optional_view(name: str, value: Any, *rules: Any, **more: Any) -> _ferry.View | None:
     """The same for an argument that may be None."""
     return None if value is None else view(name, value, *rules, **more)[0]

@@ -201,6 +201,16 @@ void bind_tensor(nb::module_& m) {
           nb::arg("owner"), nb::arg("name"), nb::arg("address"), nb::arg("shape"),
           nb::arg("strides"), nb::arg("dtype"), nb::arg("device"), nb::arg("ordered"),
           "Memory of `owner` on a GPU. `ordered`: it goes back in the order of the call's stream.")
+      .def_static(
+          "of_elements",
+          [](nb::object owner, const std::string& name, std::uintptr_t address,
+             std::int64_t elements, Dtype dtype) {
+            return View(std::move(owner), name,
+                        ConstTensorView(reinterpret_cast<const void*>(address), dtype, {elements}),
+                        false);
+          },
+          nb::arg("owner"), nb::arg("name"), nb::arg("address"), nb::arg("elements"),
+          nb::arg("dtype"), "Memory of `owner` in CPU memory, one behind the other.")
       .def_prop_ro("dtype", &View::dtype)
       .def_prop_ro(
           "gpu",

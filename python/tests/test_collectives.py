@@ -96,6 +96,43 @@ def test_a_gradient_that_the_call_would_drop_is_refused() -> None:
     on_ranks(body)
 
 
+def test_tensors_of_torch_that_are_not_plain() -> None:
+    """Most are taken by their address; the others must come out the same."""
+
+    def body(ranks: ferry.Collectives) -> None:
+        mine = float(ranks.rank + 1)
+        whole = torch.zeros(2, 4, dtype=torch.bfloat16)
+        for x in (whole[1], whole[1:, :2], torch.tensor(0.0), torch.empty(0), torch.zeros(0, 3)):
+            x.fill_(mine)
+            ranks.all_reduce(x)
+            assert (x == 6.0).all()
+        assert (whole[0] == 0).all()
+        with torch.inference_mode():
+            x = torch.full((3,), mine)
+            ranks.all_reduce(x)
+        assert x.tolist() == [6.0] * 3
+        negative = torch.complex(torch.zeros(3), torch.full((3,), -mine)).conj().imag
+        assert negative.is_neg()
+        gathered = torch.empty(RANKS, 3)
+        ranks.all_gather(negative.contiguous(), gathered)
+        assert gathered[:, 0].tolist() == [1.0, 2.0, 3.0]
+        with pytest.raises(ferry.InvalidArgumentError, match="f32, bf16, f16, i32"):
+            ranks.all_reduce(torch.zeros(3, dtype=torch.float64))
+
+    on_ranks(body)
+
+
+def test_autograd_hears_that_a_saved_tensor_was_overwritten() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+        product = (x * weight).sum()
+        ranks.broadcast(x, 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+    on_ranks(body)
+
+
 def test_what_cannot_be_is_refused_with_words() -> None:
     def body(ranks: ferry.Collectives) -> None:
         x, out = np.ones(6, np.float32), np.ones(6, np.float32)
