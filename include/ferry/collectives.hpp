@@ -78,7 +78,8 @@ struct CollectiveOptions {
 /// R ranks that reduce and gather dense tensors in CPU memory, or with backend cuda in the memory
 /// of their GPUs, which must reach each other's (one domain). Made from the same bootstrap as a
 /// Group, or without one; it has flags and registered memory of its own, so its calls on one stream
-/// overlap those of a group on another. All ranks make the same calls in the same order.
+/// overlap those of a group on another. All ranks make the same calls in the same order, but for
+/// send and recv.
 ///
 /// Tensors are dense, in CPU memory or in that of this rank's GPU. Those in memory of `empty()` are
 /// read and written in place by the peers of the domain; others are copied through registered
@@ -99,7 +100,7 @@ struct CollectiveOptions {
 class Collectives {
  public:
   /// Collective. Of `config`, `experts` and `crossing` do not count; backend: automatic is host.
-  /// `memory_bytes`: for `empty()`; 3 to 12 MiB more are registered for copies, 20 MiB on a GPU.
+  /// `memory_bytes`: for `empty()`; 4 to 13 MiB more are registered for copies, 20 MiB on a GPU.
   Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Collectives();
   Collectives(Collectives&&) noexcept;
@@ -113,12 +114,12 @@ class Collectives {
   /// Collective. x: f32, bf16, f16, i32, i64 or u8, any shape, the same number of elements on all
   /// ranks. Overwrites it with the reduction over all ranks.
   Event all_reduce(const TensorView& x, const ReduceOptions& options = {});
-  /// Collective. x: R equal blocks; `out` (a block, dtype of x) takes the reduction of block
-  /// `rank()`.
+  /// Collective. x: R equal blocks; `out` (a block, dtype of x; it may be block `rank()` of x)
+  /// takes the reduction of block `rank()`.
   Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
                        const ReduceOptions& options = {});
   /// Collective. `out`: R times the elements of x, its dtype (any): the tensors of all ranks in
-  /// ascending order.
+  /// ascending order. x may be block `rank()` of it.
   Event all_gather(const ConstTensorView& x, const TensorView& out,
                    const CollectiveOptions& options = {});
   /// Collective. x of `root` on all ranks; any dtype.
@@ -134,6 +135,18 @@ class Collectives {
                    const CollectiveOptions& options = {});
   /// Collective. Returns when every rank has called it.
   void barrier();
+
+  /// Between two ranks: x goes to `peer`, which receives it into a tensor of as many bytes. Ends
+  /// when the peer has asked for it; then x may be changed. Transfers of two ranks match by tag, in
+  /// the order in which they were made. Where the sizes differ, both throw Error(mismatch), and all
+  /// goes on.
+  ///
+  /// On a stream, transfers that follow each other are under way together, so that two ranks may
+  /// each send before they receive; other work of the stream waits for them. They do not wait for
+  /// calls of all ranks on other streams, nor those for them.
+  Event send(const ConstTensorView& x, int peer, int tag = 0,
+             const CollectiveOptions& options = {});
+  Event recv(const TensorView& x, int peer, int tag = 0, const CollectiveOptions& options = {});
 
   /// A dense tensor in registered memory. Not collective, so it never grows that memory: throws
   /// Error(exhausted) when `memory_bytes` do not hold it.

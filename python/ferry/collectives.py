@@ -43,9 +43,9 @@ REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 class Collectives:
     """R ranks that reduce and gather dense tensors in CPU memory, or in that of their GPUs. All
-    ranks make the same calls in the same order. It may be made from the bootstrap of a `Group` or
-    by itself, and has flags and registered memory of its own: its calls on one stream overlap those
-    of a group on another.
+    ranks make the same calls in the same order, but for `send` and `recv`. It may be made from the
+    bootstrap of a `Group` or by itself, and has flags and registered memory of its own: its calls
+    on one stream overlap those of a group on another.
 
     Arrays are contiguous, of any shape; NumPy, torch and what else speaks DLPack. Arrays of `empty`
     are read and written in place by the ranks of the domain; others are copied once.
@@ -176,8 +176,8 @@ class Collectives:
         stream: Any = None,
         num_sms: int = 0,
     ) -> _ferry.Event:
-        """Collective. x: `size` equal blocks; `out` takes the reduction of block `rank`. The other
-        arguments are those of `all_reduce`."""
+        """Collective. x: `size` equal blocks; `out`, which may be block `rank` of x, takes
+        the reduction of that block. The other arguments are those of `all_reduce`."""
         place = self._streams.place("reduce_scatter", stream, x)
         event = self._raw.reduce_scatter(
             _view("reduce_scatter: x", x, dtype, place, False, REDUCED_DTYPES),
@@ -191,7 +191,8 @@ class Collectives:
     def all_gather(
         self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None, num_sms: int = 0
     ) -> _ferry.Event:
-        """Collective. `out` takes x of all ranks, in ascending order; any dtype."""
+        """Collective. `out` takes x of all ranks, in ascending order; any dtype. x may be block
+        `rank` of `out`."""
         place = self._streams.place("all_gather", stream, x)
         event = self._raw.all_gather(
             _view("all_gather: x", x, dtype, place),
@@ -245,6 +246,29 @@ class Collectives:
         )
         return _finished(place, event)
 
+    def send(
+        self, x: Any, peer: int, tag: int = 0, *, dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """Between two ranks: x, of any dtype and in CPU memory, goes to rank `peer`, which receives
+        it into an array of as many bytes. Ends when the peer has asked for it. Transfers of two
+        ranks match by tag, in the order in which they were made; where sizes differ, both raise
+        `MismatchError`.
+
+        On a stream, transfers that follow each other are under way together: two ranks may each
+        send before they receive. Other work of the stream waits for them.
+        """
+        place = self._streams.place("send", stream, x)
+        raw = _view("send: x", x, dtype, place)
+        return self._raw.send(raw, *self._peer("send", peer, tag), place.stream)
+
+    def recv(
+        self, x: Any, peer: int, tag: int = 0, *, dtype: Any = None, stream: Any = None
+    ) -> _ferry.Event:
+        """The other side of `send`: overwrites x with what rank `peer` sends."""
+        place = self._streams.place("recv", stream, x)
+        raw = _view("recv: x", x, dtype, place, True)
+        return self._raw.recv(raw, *self._peer("recv", peer, tag), place.stream)
+
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
         self._raw.barrier()
@@ -269,6 +293,12 @@ class Collectives:
         """Leaves. Not collective, never waits for peers; those that still exchange get
         `PeerLeftError`. Later calls raise `DestroyedError`."""
         self._raw.destroy()
+
+    def _peer(self, call: str, peer: int, tag: int) -> tuple[int, int]:
+        return (
+            integer(f"{call}: peer", peer, 0, self.size - 1),
+            integer(f"{call}: tag", tag, -INT32_MAX - 1, INT32_MAX),
+        )
 
     def _counts(self, name: str, counts: Sequence[int] | None) -> list[int]:
         if counts is None:

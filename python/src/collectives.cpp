@@ -72,6 +72,22 @@ HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out,
   }));
 }
 
+/// Of a transfer: not `KeepUntilDone`, whose point of the stream would come between transfers.
+HeldEvent kept(PythonStream* stream, const View& x, Event end) {
+  if (stream != nullptr) stream->keep({x}, end);
+  return HeldEvent(std::move(end));
+}
+
+HeldEvent send(const HeldCollectives& all, const View& x, int peer, int tag, PythonStream* stream) {
+  const CollectiveOptions options{stream_or_null(stream)};
+  return kept(stream, x, without_gil([&] { return all->send(x.read(), peer, tag, options); }));
+}
+
+HeldEvent recv(const HeldCollectives& all, const View& x, int peer, int tag, PythonStream* stream) {
+  const CollectiveOptions options{stream_or_null(stream)};
+  return kept(stream, x, without_gil([&] { return all->recv(x.write(), peer, tag, options); }));
+}
+
 HeldTensor empty(const HeldCollectives& all, const std::vector<std::int64_t>& shape, Dtype dtype) {
   return HeldTensor(without_gil([&] { return all->empty(Extents(std::span(shape)), dtype); }));
 }
@@ -111,6 +127,8 @@ void bind_collectives(nb::module_& m) {
            nb::arg("num_sms"))
       .def("all_to_all", &all_to_all, nb::arg("x"), nb::arg("out"), nb::arg("to"), nb::arg("from_"),
            nb::arg("stream").none(), nb::arg("num_sms"))
+      .def("send", &send, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
+      .def("recv", &recv, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def(

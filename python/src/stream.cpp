@@ -39,6 +39,11 @@ void PythonStream::keep(std::vector<View> views) {
   kept_.push_back({stream_->record(), std::move(views)});
 }
 
+void PythonStream::keep(std::vector<View> views, const Event& end) {
+  drop_finished();
+  kept_.push_back({end, std::move(views)});
+}
+
 Event PythonStream::record() {
   drop_finished();
   return stream_->record();

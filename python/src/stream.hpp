@@ -27,6 +27,8 @@ class PythonStream {
   Stream& stream();
   /// Keeps `views` until everything submitted so far has ended.
   void keep(std::vector<View> views);
+  /// Until `end`.
+  void keep(std::vector<View> views, const Event& end);
   Event record();
   void wait(const Event& event);
   /// Waits, interruptibly, until the queue is empty; throws the first exception since last time.

@@ -99,7 +99,7 @@ Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options)
 Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
                                   const ReduceOptions& options) {
   return call(engine_, "reduce_scatter", [&](CollectivesEngine& engine) {
-    check_blocks("reduce_scatter", "x", x, "out", out, size(), engine.device());
+    check_blocks("reduce_scatter", "x", x, "out", out, rank(), size(), engine.device());
     check_reduction("reduce_scatter", x, options);
     check_stream("reduce_scatter", options.stream, engine.device());
     return engine.reduce_scatter(x, out, options);
@@ -109,7 +109,7 @@ Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& ou
 Event Collectives::all_gather(const ConstTensorView& x, const TensorView& out,
                               const CollectiveOptions& options) {
   return call(engine_, "all_gather", [&](CollectivesEngine& engine) {
-    check_blocks("all_gather", "out", out, "x", x, size(), engine.device());
+    check_blocks("all_gather", "out", out, "x", x, rank(), size(), engine.device());
     check_stream("all_gather", options.stream, engine.device());
     return engine.all_gather(x, out, options);
   });
@@ -141,6 +141,25 @@ Event Collectives::all_to_all(const ConstTensorView& x, std::span<const std::int
     check_stream("all_to_all", options.stream, engine.device());
     return engine.all_to_all(x, out, checked_counts(x, to, out, from, size(), engine.device()),
                              options);
+  });
+}
+
+Event Collectives::send(const ConstTensorView& x, int peer, int tag,
+                        const CollectiveOptions& options) {
+  return call(engine_, "send", [&](CollectivesEngine& engine) {
+    check_dense("send", "x", x, engine.device());
+    check_peer("send", peer, rank(), size());
+    check_stream("send", options.stream, engine.device());
+    return engine.send(x, peer, tag, options);
+  });
+}
+
+Event Collectives::recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) {
+  return call(engine_, "recv", [&](CollectivesEngine& engine) {
+    check_dense("recv", "x", x, engine.device());
+    check_peer("recv", peer, rank(), size());
+    check_stream("recv", options.stream, engine.device());
+    return engine.recv(x, peer, tag, options);
   });
 }
 

@@ -21,10 +21,16 @@ class KeptError {
     try {
       throw;
     } catch (const Error& error) {
-      kept.own_ = Own{error.kind(), error.what(), error.context()};
+      kept = of(error);
     } catch (...) {
       kept.other_ = std::current_exception();
     }
+    return kept;
+  }
+
+  static KeptError of(const Error& error) {
+    KeptError kept;
+    kept.own_ = Own{error.kind(), error.what(), error.context()};
     return kept;
   }
 

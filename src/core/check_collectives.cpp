@@ -13,13 +13,14 @@ std::string elements(std::int64_t count) {
 }
 
 void check_pair(std::string_view call, const ConstTensorView& x, const ConstTensorView& out,
-                const Device& where) {
+                const Device& where, bool in_place = false) {
   check_dense(call, "x", x, where);
   check_dense(call, "out", out, where);
   if (out.dtype != x.dtype) {
     refuse(call, "out", "dtype " + dtype_text(out.dtype), "that of x, " + dtype_text(x.dtype));
   }
-  if (overlap(x, out)) refuse(call, "out", "memory that overlaps x", "memory of its own");
+  if (!in_place && overlap(x, out))
+    refuse(call, "out", "memory that overlaps x", "memory of its own");
 }
 
 void check_sum(std::string_view name, const ConstTensorView& tensor,
@@ -56,6 +57,13 @@ void check_dense(std::string_view call, std::string_view name, const ConstTensor
   if (!tensor.is_dense()) {
     refuse(call, name, "strides " + to_string(tensor.strides), "a dense tensor");
   }
+}
+
+void check_peer(std::string_view call, int peer, int rank, int ranks) {
+  if (peer >= 0 && peer < ranks && peer != rank) return;
+  refuse(call, "peer", std::to_string(peer),
+         "another rank than this one, " + std::to_string(rank) + ", of 0 … " +
+             std::to_string(ranks - 1));
 }
 
 void check_reduction(std::string_view call, const ConstTensorView& x,
@@ -110,10 +118,14 @@ Algorithm gpu_algorithm(const ReduceOptions& options, std::int64_t bytes,
 }
 
 void check_blocks(std::string_view call, std::string_view whole_name, const ConstTensorView& whole,
-                  std::string_view block_name, const ConstTensorView& block, int ranks,
+                  std::string_view block_name, const ConstTensorView& block, int rank, int ranks,
                   const Device& where) {
   const bool gathers = whole_name == "out";
-  check_pair(call, gathers ? block : whole, gathers ? whole : block, where);
+  const auto own =
+      static_cast<std::size_t>(rank) * (whole.bytes() / static_cast<std::size_t>(ranks));
+  check_pair(call, gathers ? block : whole, gathers ? whole : block, where,
+             where.kind == DeviceKind::cpu &&
+                 block.data == static_cast<const std::byte*>(whole.data) + own);
   const std::int64_t each = block.shape.product();
   if (whole.shape.product() / ranks != each || whole.shape.product() % ranks != 0) {
     refuse(

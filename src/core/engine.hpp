@@ -98,10 +98,26 @@ class CollectivesEngine {
   virtual Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) = 0;
   virtual Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                            const CollectiveOptions& options) = 0;
+  virtual Event send(const ConstTensorView& /*x*/, int /*peer*/, int /*tag*/,
+                     const CollectiveOptions& /*options*/) {
+    no_transfers("send");
+  }
+  virtual Event recv(const TensorView& /*x*/, int /*peer*/, int /*tag*/,
+                     const CollectiveOptions& /*options*/) {
+    no_transfers("recv");
+  }
   /// Where the tensors lie.
   virtual Device device() const { return {}; }
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
+
+ private:
+  [[noreturn]] static void no_transfers(const char* call) {
+    throw Error(ErrorKind::unsupported,
+                std::string(call) +
+                    ": tensors in GPU memory are not sent between two ranks yet; "
+                    "expected collectives with backend host");
+  }
 };
 
 }  // namespace ferry

@@ -33,8 +33,9 @@ struct ControlLayout {
   std::size_t done = 0;        ///< [R] lines: generation in which the reader has read my rows
   std::size_t crossed = 0;     ///< [R] lines: chunks of source's that crossed to here, ever
   std::size_t broadcasts = 0;  ///< [R] lines: failure broadcasts
-  std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, then
-                               ///< the call that it is in (core/call.hpp, CallWord)
+  std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, the call
+                               ///< that it is in (core/call.hpp, CallWord), when it last waited
+                               ///< for a transfer
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;

@@ -2,6 +2,7 @@
 #pragma once
 #include <chrono>
 #include <functional>
+#include <utility>
 
 #include "ferry/stream.hpp"
 
@@ -16,6 +17,13 @@ struct Event::State {
 struct Stream::Queue {
   virtual ~Queue() = default;
   virtual Event submit(std::function<void()> work) = 0;
+  /// `start` starts something that goes on beside the queue until `end` is complete. What is
+  /// submitted later waits for it, except for other calls of this kind: they go on side by side.
+  /// `start` does not throw.
+  virtual void start(std::function<void()> start, const Event& end) {
+    submit(std::move(start));
+    wait(end);
+  }
   virtual Event record() = 0;
   virtual void wait(const Event& event) = 0;
   virtual void synchronize() = 0;

@@ -144,6 +144,17 @@ class Channel {
   /// How many calls there were, for messages and failure broadcasts.
   void count(Generation generation) { generation_.store(generation, std::memory_order_relaxed); }
 
+  // For transfers between two ranks, beside the calls of all.
+
+  /// This rank waits for transfers now. To be said at least every 100 ms.
+  void beat_transfers();
+  /// Whether a peer of the domain does.
+  bool transfers(int peer) const;
+  /// The peer did not do `what` ("send 8 bytes (tag 0)") in time: the group is dead and the peers
+  /// are told.
+  Error late_transfer(const char* call, int peer, const std::string& what,
+                      std::chrono::nanoseconds waited);
+
   // For an exchange that goes on without some ranks.
 
   /// Whether a peer will never come again: its process has ended, or it destroyed its group.
@@ -173,6 +184,7 @@ class Channel {
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
   bool waits(int peer) const;
+  bool fresh(int peer, std::size_t word) const;
   std::optional<CallWord> call_of(int peer) const;
   /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
   std::string whereabouts(std::initializer_list<int> ranks) const;

@@ -222,6 +222,21 @@ Error Channel::late(const char* stage, int peer, std::uint64_t expected, std::ui
   }
 }
 
+Error Channel::late_transfer(const char* call, int peer, const std::string& what,
+                             std::chrono::nanoseconds waited) {
+  const FailureBroadcast spread =
+      broadcasts_.raise(reach_, FailureBroadcast::Kind::kLate, peer, generation());
+  const std::string text =
+      spread.culprit == peer
+          ? rank_text(peer) + " did not " + what + " within " + seconds(waited) +
+                ". Is it running, and does it make the call that belongs to this one?"
+          : told(spread, rank_);
+  const Error error(ErrorKind::deadline, rank_text(rank_) + ": " + call + ": " + text,
+                    {rank_, spread.culprit, call, generation(), 0, 0});
+  die(error);
+  return error;
+}
+
 void Channel::beat(bool waiting) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
   // relaxed: a time stamp for the peers' blame; nothing is read on the strength of it.

@@ -22,8 +22,9 @@ constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500)
 /// For news of this rank, which seems to be cut off from all by one of its NICs.
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
-/// Of the line in which a rank says how it is: when it last looked up from a wait, and its call.
-constexpr std::size_t kBeatWord = 0, kCallWord = 1;
+/// Of the line in which a rank says how it is: when it last looked up from a wait, its call, and
+/// when it last looked up from a transfer.
+constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2;
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -51,11 +52,24 @@ std::uint64_t* Channel::own_word(int peer, std::size_t index) const {
 }
 
 bool Channel::waits(int peer) const {
+  return fresh(peer, kBeatWord);
+}
+
+bool Channel::transfers(int peer) const {
+  return fresh(peer, kTransferWord);
+}
+
+void Channel::beat_transfers() {
+  // relaxed: a time stamp for the peers' blame; nothing is read on the strength of it.
+  std::atomic_ref(*own_word(rank_, kTransferWord)).store(now_ns(), std::memory_order_relaxed);
+}
+
+bool Channel::fresh(int peer, std::size_t index) const {
   // With a short deadline, a rank that was stopped in its wait must not look alive at the end of
   // it.
   const auto fresh = static_cast<std::uint64_t>(
       std::clamp(config_.deadline / 2, kLeastFreshBeat, kFreshBeat).count());
-  std::uint64_t* word = own_word(peer, kBeatWord);
+  std::uint64_t* word = own_word(peer, index);
   if (word == nullptr) return false;
   const std::uint64_t now = now_ns();
   // relaxed: a time stamp; nothing is read on the strength of it.

@@ -32,7 +32,9 @@ enum class Channel : std::uint8_t {
   kMask,
   kOffer,
   kAnswer,
-  kChunk
+  kChunk,
+  kPacket,
+  kPacketTaken
 };
 
 /// Names the bytes that one signal counts: unique for each (source, target, signal).

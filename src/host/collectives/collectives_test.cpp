@@ -291,6 +291,26 @@ TEST(Collectives, DifferentCallsAreNamed) {
   }
 }
 
+// The block of a rank may be where it belongs.
+TEST(Collectives, BlocksInPlace) {
+  for (const World& world : {World{.ranks = 3}, World{.ranks = 4, .domain_size = 2}}) {
+    with_collectives(world, [](Collectives& all) {
+      for (const std::int64_t block : {5, 700'000}) {
+        const auto b = static_cast<std::size_t>(block);
+        const auto first = static_cast<std::size_t>(all.rank()) * b;
+        std::vector<std::int32_t> x(b * static_cast<std::size_t>(all.size()), 1 + all.rank());
+        const TensorView whole(x.data(), Dtype::i32, {all.size() * block});
+        const TensorView mine(x.data() + first, Dtype::i32, {block});
+        all.all_gather(mine, whole);
+        for (std::size_t i = 0; i < x.size(); ++i) ASSERT_EQ(x[i], 1 + static_cast<int>(i / b));
+        all.reduce_scatter(whole, mine);
+        ASSERT_EQ(std::vector<std::int32_t>(x.data() + first, x.data() + first + b),
+                  std::vector<std::int32_t>(b, all.size() * (1 + all.rank())));
+      }
+    });
+  }
+}
+
 TEST(Collectives, RefusesWhatCannotBe) {
   with_collectives({.ranks = 2}, [](Collectives& all) {
     std::vector<float> x(16), out(16);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "host/collectives/point_to_point.hpp"
 
 namespace ferry::host {
 
@@ -34,7 +35,8 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
                                                          const Domains& domains,
                                                          std::unique_ptr<fabric::Fabric> fabric) {
   config.experts = 1;
-  config.memory_bytes += Stage::of(domains).all_bytes() + engine::kRegionAlignment;
+  config.memory_bytes += Stage::of(domains).all_bytes() + PacketLayout::of(domains.ranks()).bytes +
+                         2 * engine::kRegionAlignment;
   return std::make_shared<HostCollectives>(make_host_engine(
       bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
 }
@@ -45,6 +47,12 @@ HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
   const Region region = memory->arena.allocate(stage_.all_bytes()).value();
   stage_memory_ = engine::lease(memory, region);
   stage_address_ = region.address;
+  transfers_ = std::make_shared<PointToPoint>(
+      engine_, memory->arena.allocate(PacketLayout::of(size()).bytes).value());
+}
+
+HostCollectives::~HostCollectives() {
+  transfers_->stop();  // also where somebody still waits for one
 }
 
 void HostCollectives::meet(const char* call, StepMessage head, std::span<const std::byte> body) {
@@ -111,6 +119,30 @@ Event HostCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
                [x, out, counts = std::move(counts)](HostCollectives& all) {
                  run_all_to_all(all, x, out, counts);
                });
+}
+
+Event HostCollectives::send(const ConstTensorView& x, int peer, int tag,
+                            const CollectiveOptions& options) {
+  return transfer(true, const_cast<void*>(x.data), x.bytes(), peer, tag, options.stream);
+}
+
+Event HostCollectives::recv(const TensorView& x, int peer, int tag,
+                            const CollectiveOptions& options) {
+  return transfer(false, x.data, x.bytes(), peer, tag, options.stream);
+}
+
+Event HostCollectives::transfer(bool sends, void* data, std::size_t bytes, int peer, int tag,
+                                Stream* stream) {
+  const auto made = transfers_->make(sends, data, bytes, peer, tag);
+  engine_->channel().check_usable(made->call());
+  if (stream == nullptr) {
+    transfers_->begin(made, true);
+    made->wait(std::chrono::hours(24), {});
+    return {};
+  }
+  stream->queue()->start(
+      [self = shared_from_this(), made] { self->transfers_->begin(made, false); }, Event(made));
+  return Event(made);
 }
 
 }  // namespace ferry::host

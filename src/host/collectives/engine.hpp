@@ -38,12 +38,15 @@ struct Stage {
   std::size_t all_bytes() const { return bytes() + kLineBytes; }
 };
 
+class PointToPoint;
+
 class HostCollectives final : public CollectivesEngine,
                               public std::enable_shared_from_this<HostCollectives> {
  public:
-  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::all_bytes more; of
-  /// nobody else.
+  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::all_bytes and
+  /// PacketLayout::bytes more; of nobody else.
   explicit HostCollectives(std::shared_ptr<HostEngine> engine);
+  ~HostCollectives() override;
 
   Event all_reduce(const TensorView& x, const ReduceOptions& options) override;
   Event reduce_scatter(const ConstTensorView& x, const TensorView& out,
@@ -53,6 +56,9 @@ class HostCollectives final : public CollectivesEngine,
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
+  Event send(const ConstTensorView& x, int peer, int tag,
+             const CollectiveOptions& options) override;
+  Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
   Engine& engine() override { return *engine_; }
 
   // For the calls, inside work.
@@ -103,6 +109,7 @@ class HostCollectives final : public CollectivesEngine,
   void hear(const char* call, int peer) { channel().await_chunk(call, peer); }
 
  private:
+  Event transfer(bool sends, void* data, std::size_t bytes, int peer, int tag, Stream* stream);
   /// Runs a call of this name in the order of calls.
   Event enter(const char* call, Stream* stream, std::function<void(HostCollectives&)> run);
   fabric::Address place(std::size_t offset) const {
@@ -114,6 +121,7 @@ class HostCollectives final : public CollectivesEngine,
   std::shared_ptr<void> stage_memory_;
   fabric::Address stage_address_{};
   protocol::Windows<> windows_{};
+  std::shared_ptr<PointToPoint> transfers_;
 };
 
 /// Tensors without elements may have no data.

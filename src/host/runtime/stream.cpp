@@ -8,6 +8,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/kept_error.hpp"
 #include "base/process_limits.hpp"
@@ -64,7 +65,8 @@ class Worker final : public Stream::Queue {
  public:
   struct Item {
     std::function<void()> work;
-    std::shared_ptr<WorkEvent> event;
+    std::shared_ptr<WorkEvent> event;  // null: it ends with `end`
+    Event end{};
   };
   // Shared with the thread, so that dropping the last stream from its own worker is safe.
   struct Items {
@@ -94,31 +96,72 @@ class Worker final : public Stream::Queue {
     auto event = std::make_shared<WorkEvent>();
     {
       std::scoped_lock lock(queue->mutex);
-      queue->items.push_back({std::move(work), event});
+      queue->items.push_back({std::move(work), event, {}});
     }
     queue->changed.notify_all();
     return Event(event);
   }
 
   static void run(Items& queue) {
+    std::vector<Event> started;
     std::unique_lock lock(queue.mutex);
     while (true) {
       queue.changed.wait(lock, [&] { return queue.stopping || !queue.items.empty(); });
-      if (queue.items.empty()) return;  // stopping, and drained
-      Item item = std::move(queue.items.front());
-      queue.items.pop_front();
+      const bool drained = queue.items.empty();
+      Item item;
+      if (!drained) {
+        item = std::move(queue.items.front());
+        queue.items.pop_front();
+      }
       lock.unlock();
       KeptError error;
-      try {
-        if (item.work) item.work();
-      } catch (...) {
-        error = KeptError::current();
+      if (!item.end.state()) error = ended(std::exchange(started, {}));
+      if (drained) return;  // and stopping
+      const KeptError of_work = done(item.work);
+      if (item.event) {
+        item.event->complete(of_work);
+      } else {
+        started.push_back(std::move(item.end));
       }
-      item.work = nullptr;  // what the work held is dropped before the event says so
-      item.event->complete(error);
+      if (!error) error = of_work;
       lock.lock();
       if (error && !queue.first_error) queue.first_error = error;
     }
+  }
+
+  /// Runs it, and drops what it holds: before its event says that it has ended.
+  static KeptError done(std::function<void()>& work) {
+    KeptError error;
+    try {
+      if (work) work();
+    } catch (...) {
+      error = KeptError::current();
+    }
+    work = nullptr;
+    return error;
+  }
+
+  /// Waits for all of them; the first error.
+  static KeptError ended(const std::vector<Event>& started) {
+    KeptError first;
+    for (const Event& event : started) {
+      KeptError error = done_waiting(event);
+      if (!first) first = std::move(error);
+    }
+    return first;
+  }
+
+  static KeptError done_waiting(const Event& event) {
+    std::function<void()> wait = [&] { event.wait(); };
+    return done(wait);
+  }
+
+  void start(std::function<void()> start, const Event& end) override {
+    {
+      std::scoped_lock lock(queue->mutex);
+      queue->items.push_back({std::move(start), nullptr, end});
+    }
+    queue->changed.notify_all();
   }
 
   Event submit(std::function<void()> work) override { return push(std::move(work)); }
