@@ -24,6 +24,7 @@ from ferry.bootstrap import from_all_gather
 from ferry.torch_data_parallel import ignore_experts
 from ferry.torch_exchange import TorchPlan, TorchReceived, combine, dispatch, plan
 from ferry.torch_experts import ExpertParallel
+from ferry.torch_process_group import register as _register
 from ferry.torch_streams import record_stream
 
 
@@ -52,6 +53,8 @@ def from_process_group(pg: Any = None) -> Bootstrap:
 
     return from_all_gather(dist.get_rank(pg), dist.get_world_size(pg), all_gather)
 
+
+_register()
 
 __all__ = [
     "ExpertParallel",

@@ -1,0 +1,361 @@
+"""What the ranks of test_torch_process_group.py do on `init_process_group("ferry")`."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from rank_processes import DEADLINE
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import ferry
+import ferry.torch
+from ferry import torch_process_group
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def with_ferry(boot: Any, where: Any, body: Any, arguments: Any, config: Any) -> Any:
+    """A body while there is the default process group; `boot` only says which rank this is."""
+    meeting, *rest = arguments
+    dist.init_process_group(
+        "ferry",
+        init_method=f"file://{meeting}",
+        rank=boot.rank,
+        world_size=boot.size,
+        timeout=timedelta(seconds=config.get("deadline", DEADLINE)),
+    )
+    try:
+        result = body(*rest)
+        if config.get("ends", True):
+            dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+def world() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def values(rank: int, dtype: torch.dtype, count: int = 6) -> torch.Tensor:
+    """Small whole numbers, exact in every dtype."""
+    return (torch.arange(count) % 3 + rank % 2 + 1).to(dtype)
+
+
+def reductions() -> None:
+    rank, size = world()
+    by_op = {
+        dist.ReduceOp.SUM: lambda rows: rows.sum(0),
+        dist.ReduceOp.PRODUCT: lambda rows: rows.prod(0),
+        dist.ReduceOp.MIN: lambda rows: rows.amin(0),
+        dist.ReduceOp.MAX: lambda rows: rows.amax(0),
+        dist.ReduceOp.AVG: lambda rows: rows.mean(0),
+    }
+    for dtype in (*FLOATS, *INTEGERS):
+        # Beyond what every rank gathers whole, too.
+        for count in (4 * size, 1000 * size):
+            rows = torch.stack([values(r, dtype, count) for r in range(size)])
+            for op, reduce in by_op.items():
+                if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+                    continue
+                expected = reduce(rows.double()).to(dtype)
+                x = values(rank, dtype, count)
+                dist.all_reduce(x, op)
+                assert torch.equal(x, expected), (op, dtype)
+                block = torch.empty(count // size, dtype=dtype)
+                dist.reduce_scatter_tensor(block, values(rank, dtype, count), op)
+                assert torch.equal(block, expected.chunk(size)[rank]), (op, dtype)
+                y = values(rank, dtype, count)
+                dist.reduce(y, size - 1, op)
+                assert torch.equal(y, expected if rank == size - 1 else values(rank, dtype, count))
+    odd = torch.tensor([rank % 2 == 1, rank == 0, False, True])
+    dist.all_reduce(odd)
+    assert odd.tolist() == [True, True, False, True]
+    dist.all_reduce(odd, dist.ReduceOp.PRODUCT)
+    for op, expected in (("BAND", 0), ("BOR", 2**size - 1), ("BXOR", 2**size - 1)):
+        bits = torch.tensor([1 << rank])
+        dist.all_reduce(bits, getattr(dist.ReduceOp, op))
+        assert bits.item() == expected, op
+    z = torch.tensor([1 + 2j]) * (rank + 1)
+    dist.all_reduce(z)
+    assert z.item() == (1 + 2j) * size * (size + 1) / 2
+    strided = torch.full((4, 6), 1.0)[:, ::2]
+    dist.all_reduce(strided)
+    assert (strided == size).all()
+
+
+def refusals() -> None:
+    x = torch.ones(4)
+    with pytest.raises(ferry.InvalidArgumentError, match="PREMUL_SUM"):
+        dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
+    with pytest.raises(ferry.InvalidArgumentError, match=r"AVG of torch\.int64"):
+        dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(ferry.InvalidArgumentError, match="layout"):
+        dist.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(ferry.InvalidArgumentError, match="float8"):
+        dist.all_reduce(x.to(torch.float8_e4m3fn))
+    with pytest.raises(ferry.InvalidArgumentError, match="recv: src"):
+        dist.recv(x)
+    # The same as what other backends of torch raise.
+    with pytest.raises(dist.DistBackendError, match="the number of elements is") as caught:
+        dist.all_reduce(torch.ones(4 + dist.get_rank()))
+    assert isinstance(caught.value, ferry.MismatchError)
+
+
+def moves() -> None:
+    rank, size = world()
+    for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        mine = values(rank, torch.float32, 4).to(dtype).view(2, 2)
+        others = [values(r, torch.float32, 4).to(dtype).view(2, 2) for r in range(size)]
+
+        def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+            return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+        every = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(every, mine)
+        assert all(same(a, b) for a, b in zip(every, others))
+        whole = torch.empty(2 * size, 2, dtype=dtype)
+        dist.all_gather_into_tensor(whole, mine)
+        assert same(whole, torch.cat(others))
+        x = mine.clone()
+        dist.broadcast(x, 1)
+        assert same(x, others[1])
+        got = [torch.empty_like(mine) for _ in range(size)] if rank == 1 else None
+        dist.gather(mine, got, dst=1)
+        assert got is None or all(same(a, b) for a, b in zip(got, others))
+        out = torch.empty_like(mine)
+        dist.scatter(out, others if rank == 0 else None, src=0)
+        assert same(out, mine)
+    # Of several sizes, and of rows that are not contiguous.
+    counts = [[(s + t) % 3 for t in range(size)] for s in range(size)]
+    sent = torch.full((sum(counts[rank]), 3), rank)
+    came = torch.empty(sum(row[rank] for row in counts), 3, dtype=torch.int64)
+    dist.all_to_all_single(came, sent, [row[rank] for row in counts], counts[rank])
+    assert came[:, 0].tolist() == [s for s in range(size) for _ in range(counts[s][rank])]
+    outs = [torch.empty(r + 1) for r in range(size)]
+    dist.all_to_all(outs, [torch.full((rank + 1,), float(rank)) for _ in range(size)])
+    assert all((out == r).all() for r, out in enumerate(outs))
+    wide = torch.zeros(3, 8)[:, ::2]
+    dist.broadcast(wide if rank else wide.fill_(5), 0)
+    assert (wide == 5).all()
+    blocks = [torch.full((r + 1,), 1.0) for r in range(size)]
+    mine = torch.empty(rank + 1)
+    dist.reduce_scatter(mine, blocks)
+    assert (mine == size).all()
+
+
+def objects_and_groups() -> None:
+    rank, size = world()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * 100 * rank})
+    assert [one["rank"] for one in objects] == list(range(size))
+    things = [f"from {rank}"]
+    dist.broadcast_object_list(things, 2)
+    assert things == ["from 2"]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, list("abcdefgh"[:size]) if rank == 0 else None, 0)
+    assert mine == ["abcdefgh"[rank]]
+    ends = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        x = torch.ones(3)
+        dist.all_reduce(x, group=ends)
+        assert (x == 2).all()
+    pairs, _ = dist.new_subgroups(2)
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x, group=pairs)
+    assert x[0] == 2 * (rank // 2 * 2) + 1
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+    dist.all_reduce(x, group=mesh["b"].get_group())
+    dist.destroy_process_group(pairs)
+
+
+def asynchronous() -> None:
+    rank, size = world()
+    xs = [torch.full((1000 * i + 1,), float(rank)) for i in range(8)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    futures = [work.get_future() for work in works]
+    total = float(sum(range(size)))
+    chained = futures[3].then(lambda done: done.value()[0] * 2)
+    assert chained.wait()[0] == 2 * total
+    for work, future, x in zip(works, futures, xs):
+        work.wait()
+        assert future.wait()[0].data_ptr() == x.data_ptr()
+        assert (x == total).all() and work.is_completed()
+
+    # What follows a call may make another one, and wait for it.
+    def again(done: Any) -> torch.Tensor:
+        inner = dist.all_reduce(done.value()[0], async_op=True).get_future().wait()
+        return inner[0]
+
+    y = torch.ones(4)
+    assert dist.all_reduce(y, async_op=True).get_future().then(again).wait()[0] == size * size
+    with torch.inference_mode():
+        z = torch.ones(4, 4)[:, ::2]
+        work = dist.all_reduce(z, async_op=True)
+        work.wait()
+        assert (z == size).all()
+    with dist._coalescing_manager(async_ops=True) as together:
+        a, b = torch.ones(3), torch.ones(5)
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    together.wait()
+    assert (a == size).all() and (b == size).all()
+
+
+def transfers() -> None:
+    rank, size = world()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 1000, 300_000):
+        x, y = torch.full((count,), float(rank)), torch.empty(count)
+        send = dist.isend(x, after, tag=3)
+        recv = dist.irecv(y, before, tag=3)
+        recv.wait()
+        send.wait()
+        assert (y == before).all() and recv.is_completed()
+        z = torch.empty(2, count)[:, : count // 2 + 1]
+        ops = [
+            dist.P2POp(dist.isend, x[: count // 2 + 1].repeat(2), after),
+            dist.P2POp(dist.irecv, z, before),
+        ]
+        for work in dist.batch_isend_irecv(ops if rank % 2 else ops[::-1]):
+            work.wait()
+        assert (z == before).all()
+    if rank == 0:
+        dist.send(torch.arange(5), 1)
+        dist.send_object_list([{"a": 1}], 1)
+    if rank == 1:
+        got = torch.empty(5, dtype=torch.int64)
+        assert dist.recv(got, 0) == 0
+        assert got.tolist() == [0, 1, 2, 3, 4]
+        things: list[Any] = [None]
+        dist.recv_object_list(things, 0)
+        assert things == [{"a": 1}]
+    work = dist.irecv(torch.empty(2 if rank == 1 else 1), 0) if rank == 1 else None
+    if rank == 0:
+        with pytest.raises(ferry.MismatchError, match="rank 0 sends 4 bytes to rank 1"):
+            dist.send(torch.empty(1), 1)
+    if work is not None:
+        with pytest.raises(dist.DistBackendError, match="expects 8 bytes"):
+            work.wait()
+
+
+def data_parallel() -> None:
+    rank, size = world()
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    x = torch.randn(4 * size, 8, dtype=torch.float64)
+    for _ in range(3):
+        alone.zero_grad()
+        alone(x).pow(2).mean().backward()
+        ddp.zero_grad()
+        ddp(x.chunk(size)[rank]).pow(2).mean().backward()
+        for p, q in zip(alone.parameters(), model.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def fully_sharded(folder: str) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = world()
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    x = torch.randn(4 * size, 8)
+    for _ in range(2):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        model(x.chunk(size)[rank]).pow(2).mean().backward()
+        alone(x).pow(2).mean().backward()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(alone.parameters(), model.parameters()):
+        torch.testing.assert_close(q.full_tensor(), p)
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=str(Path(folder) / "saved"))
+    before = [p.full_tensor() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = get_model_state_dict(model)
+    checkpoint.load(state, checkpoint_id=str(Path(folder) / "saved"))
+    set_model_state_dict(model, state)
+    for p, q in zip(before, model.parameters()):
+        assert torch.equal(q.full_tensor(), p)
+
+
+def functional(compiled: bool) -> None:
+    rank, size = world()
+    group = dist.group.WORLD
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_reduce(x * 2, "sum", group)
+        z = funcol.all_gather_tensor(y + rank, 0, group)
+        return funcol.reduce_scatter_tensor(z, "sum", 0, group)
+
+    call = torch.compile(calls, backend="aot_eager", fullgraph=True) if compiled else calls
+    x = torch.full((4,), float(rank + 1))
+    total = size * (size + 1) / 2
+    for _ in range(2):
+        got = call(x)
+        assert torch.equal(got + 0, torch.full((4,), size * (2 * total + rank))), got
+    out = funcol.all_to_all_single(torch.arange(size) + 10 * rank, None, None, group)
+    assert (out + 0).tolist() == [10 * r + rank for r in range(size)]
+
+
+def other_devices() -> None:
+    calls: list[Any] = []
+
+    class Other:
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            calls.append(("allreduce", tensors[0].shape))
+
+        def _allgather_base(self, output: Any, mine: Any, opts: Any) -> Any:
+            calls.append(("_allgather_base", output.shape))
+
+        def shutdown(self) -> None:
+            calls.append("shutdown")
+
+    made: list[Any] = []
+    torch_process_group.delegates["meta"] = lambda *a: made.append(a) or Other()
+    x = torch.empty(3, device="meta")
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(torch.empty(12, device="meta"), x)
+    assert len(made) == 1 and made[0][1:3] == world()
+    assert calls == [("allreduce", (3,)), ("allreduce", (3,)), ("_allgather_base", (12,))]
+    del torch_process_group.delegates["meta"]
+
+
+def a_rank_that_leaves() -> None:
+    rank, _ = world()
+    dist.barrier()
+    if rank == 1:
+        return
+    with pytest.raises(ferry.PeerLeftError) as caught:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(3))
+    assert caught.value.peer == 1
+    assert isinstance(caught.value, dist.DistBackendError)
+    with contextlib.suppress(ferry.Error):
+        dist.barrier()
