@@ -149,7 +149,7 @@ def _speeds(runs: list[dict[str, Any]]) -> Table:
         "tokens a second": "{tokens_per_second:,.0f}",
         "time in exchanges": "{exchange_share:.0%}",
         "  of which waiting for other ranks": "{exchange_wait_share:.0%}",
-        "time in gloo's all-reduce (dense gradients)": "{all_reduce_share:.0%}",
+        "time in all-reduce (dense gradients)": "{all_reduce_share:.0%}",
         "seconds with start and evaluation": "{seconds:.0f}",
         "CPU seconds of all ranks": "{cpu_seconds:.0f}",
     }

@@ -138,8 +138,8 @@ def run_ranks(
     command = [arguments.ferry, "run", "-n", str(ranks), "--", sys.executable, str(_WORKER)]
     command += ["--out", str(out), "--steps", str(settings.steps)]
     command += ["--device", device, "--stop-after", str(steps)]
-    # One thread a rank, also in libraries that torch loads; gloo stays on this machine.
-    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    # One thread a rank, also in libraries that torch loads.
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
     started = time.perf_counter()
     with (out / "log.txt").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

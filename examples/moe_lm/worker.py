@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ferry
+import ferry.torch
 from data import batch_at, load_corpus, windows
 from model import MoeLanguageModel
 from settings import Settings
@@ -203,11 +204,11 @@ def main() -> None:
     where: dict[str, Any] = {}
     if arguments.device == "cuda":
         where = {"backend": "cuda", "device": use_gpu(rank)}
-    # Gloo sums the dense gradients, and only those. It meets through a file, so that the address
-    # of `ferry run` stays Ferry's.
-    meeting = (arguments.out / "gloo").resolve()
+    # For the sums of dense gradients. It meets through a file, so that the address of `ferry run`
+    # stays that of the group.
+    meeting = (arguments.out / "store").resolve()
     dist.init_process_group(
-        "gloo",
+        "ferry",
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
