@@ -53,7 +53,7 @@ Partial loaded(const void* row, std::int64_t i) {
 template <class T, class Partial>
 void reduce_tile(ReduceOp op, std::span<const void* const> rows, std::int64_t at,
                  std::int64_t count, Partial* tile) {
-  const bool adds = op == ReduceOp::sum || op == ReduceOp::mean;
+  const bool adds = op == ReduceOp::sum;
   for (std::int64_t i = 0; i < count; ++i) {
     // A sum of floats begins at +0, so that −0 alone gives +0, as everywhere in Ferry.
     tile[i] = loaded<T, Partial>(rows[0], at + i);
@@ -68,7 +68,7 @@ void reduce_tile(ReduceOp op, std::span<const void* const> rows, std::int64_t at
 
 template <class T, class Partial, class Out>
 void reduce_rows(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
-                 std::span<void* const> outs, bool finish) {
+                 std::span<void* const> outs) {
   std::array<Partial, kTile> tile;
   std::array<Out, kTile> result;
   for (std::int64_t at = 0; at < count; at += kTile) {
@@ -77,7 +77,6 @@ void reduce_rows(const Reduction& reduction, std::span<const void* const> rows, 
     for (std::int64_t i = 0; i < some; ++i) {
       Partial value = tile[static_cast<std::size_t>(i)];
       if constexpr (std::is_same_v<Partial, float>) {
-        if (finish && reduction.op == ReduceOp::mean) value /= static_cast<float>(reduction.ranks);
         result[static_cast<std::size_t>(i)] = from_float<Out>(value);
       } else {
         result[static_cast<std::size_t>(i)] = value;
@@ -96,34 +95,37 @@ template <class T>
 void reduce_floats(const Reduction& reduction, std::span<const void* const> rows,
                    std::int64_t count, std::span<void* const> outs, Phase phase) {
   if (phase == Phase::ranks) {
-    reduce_rows<T, float, float>(reduction, rows, count, outs, false);
+    reduce_rows<T, float, float>(reduction, rows, count, outs);
   } else if (phase == Phase::domains) {
-    reduce_rows<float, float, T>(reduction, rows, count, outs, true);
+    reduce_rows<float, float, T>(reduction, rows, count, outs);
   } else {
-    reduce_rows<T, float, T>(reduction, rows, count, outs, true);
+    reduce_rows<T, float, T>(reduction, rows, count, outs);
   }
 }
 
 template <class T>
 void reduce_integers(const Reduction& reduction, std::span<const void* const> rows,
                      std::int64_t count, std::span<void* const> outs) {
-  reduce_rows<T, T, T>(reduction, rows, count, outs, false);
+  reduce_rows<T, T, T>(reduction, rows, count, outs);
 }
 
 void reduce(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
             std::span<void* const> outs, Phase phase) {
   const bool narrow = reduction.dtype == Dtype::bf16 || reduction.dtype == Dtype::f16;
-  if (reduction.op == ReduceOp::sum && (narrow || reduction.dtype == Dtype::f32)) {
+  const bool mean = reduction.op == ReduceOp::mean;
+  if ((mean || reduction.op == ReduceOp::sum) && (narrow || reduction.dtype == Dtype::f32)) {
     const Dtype in = phase == Phase::domains ? Dtype::f32 : reduction.dtype;
     const Dtype to = phase == Phase::ranks ? Dtype::f32 : reduction.dtype;
-    kernels().sum_rows({.rows = rows.data(),
-                        .count = static_cast<std::int64_t>(rows.size()),
-                        .out = outs.front(),
-                        .copy_to = outs.data() + 1,
-                        .copies = static_cast<std::int64_t>(outs.size()) - 1,
-                        .columns = count,
-                        .dtype = in,
-                        .out_dtype = to});
+    kernels().sum_rows(
+        {.rows = rows.data(),
+         .count = static_cast<std::int64_t>(rows.size()),
+         .divisor = mean && phase != Phase::ranks ? static_cast<float>(reduction.ranks) : 1,
+         .out = outs.front(),
+         .copy_to = outs.data() + 1,
+         .copies = static_cast<std::int64_t>(outs.size()) - 1,
+         .columns = count,
+         .dtype = in,
+         .out_dtype = to});
     return;
   }
   switch (reduction.dtype) {

@@ -22,6 +22,7 @@ struct SumRows {
   std::int64_t next_count = 0;
   const void* bias0 = nullptr;
   const void* bias1 = nullptr;
+  float divisor = 1;  ///< of the sum, before it is rounded
   /// Here and in the places below the sum may take the place of a row.
   void* out = nullptr;
   void* const* copy_to = nullptr;  ///< [copies]: where else the sum is written
