@@ -13,9 +13,9 @@ from ferry.arguments import choice, describe, instance, integer, refuse, renamed
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
-from ferry.torch_data_parallel import ready, walked, watch
 from ferry.torch_exchange import combine, dispatch, planned
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
+from ferry.torch_wrapped_experts import ready, walked, watch
 
 
 class ExpertParallel(nn.Module):
@@ -75,7 +75,7 @@ class ExpertParallel(nn.Module):
         self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
         self.decode_experts = decode_experts
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
-        # Of torch_data_parallel: whose experts these are; whether their gradients are means; what
+        # Of torch_wrapped_experts: whose experts these are; whether their gradients are means; what
         # they are cut by (None: not known), whether that is right, and whether it is wrong.
         self._place = (group.rank, group.size, group.experts)
         self._means = False

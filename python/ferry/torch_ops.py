@@ -31,7 +31,7 @@ from ferry._ferry import Plan
 from ferry.arguments import refuse
 from ferry.group import Group
 from ferry.handles import find, register
-from ferry.torch_data_parallel import ready
+from ferry.torch_wrapped_experts import ready
 
 
 class _Keeper(bytearray):

@@ -74,6 +74,12 @@ def ignore_experts(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for layer in layers for parameter in layer.experts.parameters()}
 
 
+def places_inside(model: nn.Module) -> str:
+    """Whose experts are among the model's parameters, the same words for the same experts."""
+    own = _owners(_alive())
+    return repr(sorted({own[id(p)]._place for p in model.parameters() if id(p) in own}))
+
+
 def watch(layer: ExpertParallel) -> None:
     """From here on, whoever wraps the layer's experts is looked at."""
     with _lock:
