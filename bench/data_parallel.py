@@ -2,9 +2,9 @@
 
     python bench/data_parallel.py [--ranks 4] [--rounds 15] [--json FILE]
 
-Every rank is a process with one torch thread and a model of 8 linear layers, 8.4 million parameters.
-The contenders come in turn in each round: no exchange at all; torch's DDP over Gloo; the same with
-Ferry's communication hook; Ferry's DDP, whose gradients lie in registered memory.
+Every rank is a process with one torch thread and a model of 8 linear layers, 8.4 million
+parameters. The contenders come in turn in each round: no exchange at all; torch's DDP over Gloo;
+the same with Ferry's communication hook; Ferry's DDP, whose gradients lie in registered memory.
 
 wall: the slowest rank's time of a step; cpu: the CPU time of all ranks divided by the cores that
 they may use. Both are medians over the rounds. exchange: what a step takes beyond one without an

@@ -19,12 +19,14 @@ from ferry.torch_exchange import TorchPlan, TorchReceived, combine, dispatch, pl
 from ferry.torch_experts import ExpertParallel
 from ferry.torch_gradients import Gradients, gradient_hook
 from ferry.torch_process_group import register as _register
+from ferry.torch_sampler import BalancedSampler
 from ferry.torch_streams import record_stream
 from ferry.torch_wrapped_experts import ignore_experts
 
 _register()
 
 __all__ = [
+    "BalancedSampler",
     "DistributedDataParallel",
     "ExpertParallel",
     "Gradients",
