@@ -70,6 +70,20 @@ struct ReduceOptions {
   int num_sms = 0;
 };
 
+/// How an all_reduce of f32 would travel now if it were automatic, the same on all ranks.
+struct Choice {
+  Algorithm algorithm = Algorithm::automatic;
+  /// [domains]: the part of the tensor that the ranks of each domain reduce, equally among them;
+  /// of ring and tree it says nothing.
+  std::vector<double> shares{};
+  double predicted_seconds = 0;  ///< 0 in one domain and of one_shot, where nothing is chosen
+  double observed_seconds = 0;   ///< of late, by this way and of about this size; 0: none yet
+  /// [domains]: α and β of the links of each, as known now; a link has the mean of both α and the
+  /// smaller β. 0 in one domain.
+  std::vector<double> latency_seconds{};
+  std::vector<double> bytes_per_second{};
+};
+
 struct CollectiveOptions {
   Stream* stream = nullptr;  ///< null: returns finished results
   int num_sms = 0;           ///< as of ReduceOptions
@@ -114,6 +128,8 @@ class Collectives {
   /// Collective. x: f32, bf16, f16, i32, i64 or u8, any shape, the same number of elements on all
   /// ranks. Overwrites it with the reduction over all ranks.
   Event all_reduce(const TensorView& x, const ReduceOptions& options = {});
+  /// Not collective. What an automatic all_reduce of so many bytes would do.
+  Choice choice(std::size_t bytes) const;
   /// Collective. x: R equal blocks; `out` (a block, dtype of x; it may be block `rank()` of x)
   /// takes the reduction of block `rank()`.
   Event reduce_scatter(const ConstTensorView& x, const TensorView& out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,24 @@ ALGORITHMS = {
     "tree": _ferry.Algorithm.tree,
 }
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an all_reduce travels, as `Collectives.choice` tells."""
+
+    algorithm: str
+    """"one_shot", "direct", "hierarchical", "ring" or "tree"."""
+    shares: list[float]
+    """The part that the ranks of each domain reduce, equally among them; not of ring and tree."""
+    predicted_seconds: float
+    """0 in one domain and of one_shot, where nothing is chosen."""
+    observed_seconds: float
+    """Of late, by this way and of about this size; 0: none yet."""
+    latency_seconds: list[float]
+    """Of the links of each domain, as known now: a link has the mean of both."""
+    bytes_per_second: list[float]
+    """The same: a link has the smaller of both."""
 
 
 class Collectives:
@@ -165,6 +184,19 @@ class Collectives:
             integer("all_reduce: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
+
+    def choice(self, bytes: int) -> Choice:
+        """What an automatic all_reduce of so many bytes of f32 would do now; the same on all
+        ranks. Not collective."""
+        told = self._raw.choice(integer("choice: bytes", bytes, 0, UINT64_MAX))
+        return Choice(
+            told.algorithm.name,
+            told.shares,
+            told.predicted_seconds,
+            told.observed_seconds,
+            told.latency_seconds,
+            told.bytes_per_second,
+        )
 
     def reduce_scatter(
         self,
@@ -371,4 +403,4 @@ def _flat(name: str, value: Any) -> Any:
     return value
 
 
-__all__ = ["Collectives"]
+__all__ = ["Choice", "Collectives"]

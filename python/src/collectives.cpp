@@ -101,6 +101,13 @@ void bind_collectives(nb::module_& m) {
       .value("product", ReduceOp::product)
       .value("min", ReduceOp::min)
       .value("max", ReduceOp::max);
+  nb::class_<Choice>(m, "Choice")
+      .def_ro("algorithm", &Choice::algorithm)
+      .def_ro("shares", &Choice::shares)
+      .def_ro("predicted_seconds", &Choice::predicted_seconds)
+      .def_ro("observed_seconds", &Choice::observed_seconds)
+      .def_ro("latency_seconds", &Choice::latency_seconds)
+      .def_ro("bytes_per_second", &Choice::bytes_per_second);
   nb::enum_<Algorithm>(m, "Algorithm")
       .value("automatic", Algorithm::automatic)
       .value("one_shot", Algorithm::one_shot)
@@ -129,6 +136,9 @@ void bind_collectives(nb::module_& m) {
            nb::arg("stream").none(), nb::arg("num_sms"))
       .def("send", &send, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def("recv", &recv, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
+      .def(
+          "choice", [](const HeldCollectives& c, std::size_t bytes) { return c->choice(bytes); },
+          nb::arg("bytes"))
       .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def(

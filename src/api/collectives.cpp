@@ -96,6 +96,10 @@ Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options)
   });
 }
 
+Choice Collectives::choice(std::size_t bytes) const {
+  return live(engine_, "choice").choice(bytes);
+}
+
 Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
                                   const ReduceOptions& options) {
   return call(engine_, "reduce_scatter", [&](CollectivesEngine& engine) {

@@ -1,6 +1,7 @@
 // What a rank tells its peers about the call it is in, so that ranks that disagree find out before
 // anything moves.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -70,6 +71,17 @@ enum class StepStatus : std::uint32_t {
   invalid,    ///< latency: the configuration cannot be; `handle_bytes` of words follow
 };
 
+/// What a rank of a collective saw of the last all_reduce, so that all know in the next call.
+struct CallReport {
+  struct Flow {
+    float seconds = 0;        ///< until partial results of a domain were there
+    std::int16_t domain = 0;  ///< which
+    std::int16_t seen = 0;    ///< 0: no flow, 1: they were there before, 2: it waited for them
+  };
+  float seconds = 0;  ///< of the call, from when the ranks had met; 0: there was none
+  std::array<Flow, 2> flows{};
+};
+
 /// The fixed head of every message; the counts of a plan or a segment's handle follow it.
 struct StepMessage {
   CallSignature call{};
@@ -85,6 +97,7 @@ struct StepMessage {
   std::uint32_t handle_bytes = 0;  ///< of a segment's handle that follows
   std::int64_t rows = 0;           ///< capacity of the granted region, in rows
   std::uint64_t need_bytes = 0;
+  CallReport report{};  ///< of collectives
 };
 
 }  // namespace ferry

@@ -178,27 +178,26 @@ CollectiveChoice::Chosen CollectiveChoice::best(const ReduceVolume& volume) cons
   return candidates(volume).front().chosen;
 }
 
-CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume) {
+CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume) const {
   const std::vector<Candidate> all = candidates(volume);
-  Size& size = sizes_[size_class(volume)];
-  const std::uint64_t call = size.calls++;
+  const auto found = sizes_.find(size_class(volume));
+  if (found == sizes_.end()) return all.front().chosen;
+  const Size& size = found->second;
   const double best = all.front().chosen.predicted_s;
-  if (call % kFirstProbe == kFirstProbe - 1) {
+  if (size.calls % kFirstProbe == kFirstProbe - 1) {
     for (const Candidate& one : all) {
       const bool near = one.chosen.predicted_s < kNear * best;
       if (near && size.correction[one.kind] == 0) return one.chosen;
     }
   }
-  if (call % kProbe == kProbe - 1) {
+  if (size.calls % kProbe == kProbe - 1) {
     std::vector<const Candidate*> others;
     for (const Candidate& one : all) {
       if (&one != &all.front() && one.chosen.predicted_s < kWorthProbing * best) {
         others.push_back(&one);
       }
     }
-    if (!others.empty()) {
-      return others[index(size.last_probe++) % others.size()]->chosen;
-    }
+    if (!others.empty()) return others[size.calls / kProbe % others.size()]->chosen;
   }
   return all.front().chosen;
 }
@@ -207,7 +206,7 @@ void CollectiveChoice::observe(const ReduceWay& way, const ReduceVolume& volume,
   const int kind = kind_of(way);
   if (kind == kKinds || !(seconds > 0)) return;
   if (links_.changes() != changes_) {
-    for (auto& [bytes, size] : sizes_) size = {.calls = size.calls, .last_probe = size.last_probe};
+    for (auto& [bytes, size] : sizes_) size = {.calls = size.calls};
     changes_ = links_.changes();
   }
   Size& size = sizes_[size_class(volume)];

@@ -57,8 +57,10 @@ class CollectiveChoice {
   };
   /// What is expected to take the least time.
   Chosen best(const ReduceVolume& volume) const;
-  /// The same, now and then another. Counts a call.
-  Chosen next(const ReduceVolume& volume);
+  /// The same, now and then another.
+  Chosen next(const ReduceVolume& volume) const;
+  /// A call of about this size was made as `next` said.
+  void count(const ReduceVolume& volume) { ++sizes_[size_class(volume)].calls; }
   /// A call took so long on its slowest rank. Of other shares than equal and best ones: ignored.
   void observe(const ReduceWay& way, const ReduceVolume& volume, double seconds);
   /// The mean of what calls of this way and about this size took; 0: none yet.
@@ -71,7 +73,6 @@ class CollectiveChoice {
     std::array<std::array<double, 5>, kKinds> last{};  // observed / predicted
     std::array<double, kKinds> mean_s{};
     std::uint64_t calls = 0;
-    int last_probe = 0;
   };
   struct Candidate {
     Kind kind;

@@ -167,6 +167,7 @@ struct World {
         if (waits.front().from != told.back().from) told.push_back(waits.front());
       }
     }
+    choice.count(volume);
     choice.observe(way, volume, seconds(way) * noise());
     choice.links().observe(told);
     return seconds(way);
@@ -265,6 +266,7 @@ TEST(CollectiveChoice, TriesAnotherNowAndThen) {
   for (int i = 0; i < 640; ++i) {
     const ReduceWay best = choice.best(volume).way, next = choice.next(volume).way;
     if (next.algorithm != best.algorithm) ++others;
+    choice.count(volume);
     choice.observe(next, volume, next.algorithm == Algorithm::direct ? 1 : 2);
   }
   EXPECT_GE(others, 9);

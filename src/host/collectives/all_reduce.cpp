@@ -3,6 +3,7 @@
 // same way.
 #include <algorithm>
 #include <array>
+#include <chrono>
 
 #include "host/collectives/algorithms.hpp"
 #include "host/collectives/lent.hpp"
@@ -15,14 +16,14 @@ constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one writ
 
 class AllReduce {
  public:
-  AllReduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options,
+  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op, const std::vector<int>& shares,
             const StepMessage& head)
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{options.op, x.dtype, all.size()},
+        reduction_{op, x.dtype, all.size()},
         head_(head),
-        cutter_(all.domains(), options.shares),
+        cutter_(all.domains(), shares),
         round_(round_elements()) {}
 
   void run() {
@@ -53,6 +54,9 @@ class AllReduce {
     }
     reduce_domains(reduction_, sums, count_, result);
   }
+
+  /// Bytes of the partial results of a round.
+  double round_up_bytes() const { return static_cast<double>(partial(round_)); }
 
  private:
   std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
@@ -203,6 +207,21 @@ class AllReduce {
     }
   }
 
+  /// The domains are heard in turn, another first in each call: of that it is known when it came.
+  int heard_at(int i) const {
+    const int others = all_.domains().count() - 1;
+    const auto first = static_cast<int>(all_.turn() % static_cast<unsigned>(others));
+    return (all_.domain() + 1 + (first + i) % others) % all_.domains().count();
+  }
+  void hear_partial(const Share& share, int domain, std::int64_t at) {
+    const auto before = std::chrono::steady_clock::now();
+    all_.hear(kCall, rank_of(share, domain, all_.domains()));
+    // Of the first round, if it is a whole one: later ones wait for more than their links.
+    if (first_ == 0 && count_ > round_ && at + kCrossing >= share.end) {
+      all_.note_partials(domain, before);
+    }
+  }
+
   /// Into the tensor, into this rank's window, and into that of the rank that handles the share in
   /// each other domain.
   void finish(const Share& share) {
@@ -216,15 +235,14 @@ class AllReduce {
     scratch_.resize(partial(kCrossing));
     for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
       const std::int64_t some = std::min(kCrossing, share.end - at);
-      std::vector<const void*> partials;
-      for (int d = 0; d < domains.count(); ++d) {
-        if (d == all_.domain()) {
-          reduce_ranks(reduction_, rows(at), some, scratch_.data());
-          partials.push_back(scratch_.data());
-          continue;
-        }
-        all_.hear(kCall, rank_of(share, d, domains));
-        partials.push_back(all_.stage_of(all_.rank(), inbox(share, d) + partial(at - share.first)));
+      std::vector<const void*> partials(index(domains.count()));
+      reduce_ranks(reduction_, rows(at), some, scratch_.data());
+      partials[index(all_.domain())] = scratch_.data();
+      for (int i = 0; i + 1 < domains.count(); ++i) {
+        const int d = heard_at(i);
+        hear_partial(share, d, at);
+        const std::size_t place = inbox(share, d) + partial(at - share.first);
+        partials[index(d)] = all_.stage_of(all_.rank(), place);
       }
       std::byte* result = window(all_.rank(), at);
       reduce_domains(reduction_, partials, some, results(at));
@@ -251,31 +269,45 @@ class AllReduce {
   std::vector<std::byte> scratch_{};
 };
 
-/// Of a call that is automatic; the same on all ranks.
-Algorithm chosen(const HostCollectives& all, std::size_t bytes) {
-  if (bytes <= eager_bytes(all.size())) return Algorithm::one_shot;
-  return all.domains().count() == 1 ? Algorithm::direct : Algorithm::hierarchical;
+/// The same on all ranks.
+ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceOptions& options) {
+  if (options.algorithm != Algorithm::automatic) return {options.algorithm, options.shares};
+  if (volume.down_bytes <= static_cast<double>(eager_bytes(all.size()))) {
+    return {Algorithm::one_shot, {}};
+  }
+  if (all.domains().count() == 1) return {Algorithm::direct, {}};
+  ReduceWay way = all.next_way(volume);
+  if (!options.shares.empty()) way.shares = options.shares;
+  return way;
 }
 
 }  // namespace
 
 void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options) {
   const std::int64_t count = x.shape.product();
-  const std::size_t bytes = static_cast<std::size_t>(count) * size_of(x.dtype);
-  const bool automatic = options.algorithm == Algorithm::automatic;
-  const Algorithm algorithm = automatic ? chosen(all, bytes) : options.algorithm;
+  const Reduction reduction{options.op, x.dtype, all.size()};
+  const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
+                            static_cast<double>(reduction.bytes(count)),
+                            static_cast<double>(all.stage().window_bytes) / 2};
+  const ReduceWay way = way_of(all, volume, options);
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
-  head.call.routes = static_cast<std::uint32_t>(algorithm);
-  head.call.plan = hash_of(options.shares);
-  AllReduce reduce(all, x, options, head);
-  if (algorithm == Algorithm::one_shot) return reduce.reduce_eager();
-  if (all.size() == 1 || algorithm == Algorithm::direct || algorithm == Algorithm::hierarchical) {
-    return reduce.run();
+  head.call.routes = static_cast<std::uint32_t>(way.algorithm);
+  head.call.plan = hash_of(way.shares);
+  AllReduce reduce(all, x, options.op, way.shares, head);
+  const bool alone = all.size() == 1;
+  if (way.algorithm == Algorithm::one_shot) {
+    reduce.reduce_eager();
+  } else if (!alone && way.algorithm == Algorithm::ring) {
+    all.meet(kCall, head);
+    reduce_along_ring(all, x, options.op);
+  } else if (!alone && way.algorithm == Algorithm::tree) {
+    all.meet(kCall, head);
+    reduce_by_tree(all, x, options.op);
+  } else {
+    reduce.run();
   }
-  all.meet(kCall, head);
-  if (algorithm == Algorithm::ring) return reduce_along_ring(all, x, options.op);
-  reduce_by_tree(all, x, options.op);
+  all.end_reduce(way, volume, reduce.round_up_bytes(), options.algorithm == Algorithm::automatic);
 }
 
 }  // namespace ferry::host

@@ -9,6 +9,15 @@
 
 namespace ferry::host {
 
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Of a link that nothing is known about.
+constexpr double kFirstLatency = 50e-6, kFirstRate = 1e9;
+
+}  // namespace
+
 std::size_t eager_bytes(int ranks) {
   constexpr std::size_t kMost = std::size_t{16} << 10;
   constexpr std::size_t kTogether = std::size_t{1} << 20;  // of the mailboxes of a rank
@@ -42,7 +51,9 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
 }
 
 HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
-    : engine_(std::move(engine)), stage_(Stage::of(domains())) {
+    : engine_(std::move(engine)),
+      stage_(Stage::of(domains())),
+      choice_(domains(), {kFirstLatency, kFirstRate}) {
   const auto& memory = engine_->shared_memory();
   const Region region = memory->arena.allocate(stage_.all_bytes()).value();
   stage_memory_ = engine::lease(memory, region);
@@ -56,8 +67,11 @@ HostCollectives::~HostCollectives() {
 }
 
 void HostCollectives::meet(const char* call, StepMessage head, std::span<const std::byte> body) {
+  head.report = report_;
   channel().swap(call, head, body);
   engine::check_same_call(channel(), call, head.call);
+  take_reports();  // on all ranks or none: whoever differs from one has thrown everywhere
+  met_ = Clock::now();
 }
 
 void HostCollectives::meet(const char* call, StepMessage head, const Channel::WriteBody& write) {

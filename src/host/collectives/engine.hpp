@@ -1,15 +1,18 @@
 // Collectives of the host engine: how the ranks of a domain share a stage of registered memory, and
 // what crosses between domains.
 #pragma once
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "core/collective_choice.hpp"
 #include "core/collective_shares.hpp"
 #include "core/engine.hpp"
 #include "host/collectives/reduce.hpp"
@@ -59,6 +62,7 @@ class HostCollectives final : public CollectivesEngine,
   Event send(const ConstTensorView& x, int peer, int tag,
              const CollectiveOptions& options) override;
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
+  ferry::Choice choice(std::size_t bytes) const override;
   Engine& engine() override { return *engine_; }
 
   // For the calls, inside work.
@@ -80,6 +84,19 @@ class HostCollectives final : public CollectivesEngine,
   std::optional<fabric::Address> find(const void* data, std::size_t bytes) const {
     return engine_->shared_memory()->arena.find(data, bytes);
   }
+
+  /// The way of the next all_reduce across domains. Every rank decides alike, by what all ranks
+  /// reported in earlier calls.
+  ReduceWay next_way(const ReduceVolume& volume);
+  /// A call of this rank ends; its report goes out with the next message. `counted`: the way was
+  /// that of `next_way`.
+  void end_reduce(const ReduceWay& way, const ReduceVolume& volume, double round_up_bytes,
+                  bool counted);
+  /// Partial results of a domain were heard, as the first of a call (round 0) or not; `before`:
+  /// when this rank began to wait.
+  void note_partials(int domain, std::chrono::steady_clock::time_point before);
+  /// Changes from call to call: in which order ranks listen to domains.
+  std::uint64_t turn() { return channel().generation(); }
 
   /// Every rank's message, and in it whether it makes the same call. Each later step may rely on
   /// what every rank did before.
@@ -110,6 +127,8 @@ class HostCollectives final : public CollectivesEngine,
 
  private:
   Event transfer(bool sends, void* data, std::size_t bytes, int peer, int tag, Stream* stream);
+  /// What all ranks reported in the messages that they have just given each other.
+  void take_reports();
   /// Runs a call of this name in the order of calls.
   Event enter(const char* call, Stream* stream, std::function<void(HostCollectives&)> run);
   fabric::Address place(std::size_t offset) const {
@@ -122,6 +141,18 @@ class HostCollectives final : public CollectivesEngine,
   fabric::Address stage_address_{};
   protocol::Windows<> windows_{};
   std::shared_ptr<PointToPoint> transfers_;
+
+  // Of the last all_reduce, the same on all ranks but `report_`.
+  struct Reduced {
+    ReduceWay way;
+    ReduceVolume volume;
+    double round_up_bytes = 0;  // of the partial results that reports are about
+  };
+  std::optional<Reduced> last_{};
+  CallReport report_{};
+  std::chrono::steady_clock::time_point met_{};
+  mutable std::mutex choice_mutex_;
+  CollectiveChoice choice_;
 };
 
 /// Tensors without elements may have no data.
