@@ -351,6 +351,29 @@ TEST_P(CollectivesTest, MoveAsTheHostDoes) {
   });
 }
 
+// A block may be where it belongs in the whole.
+TEST_P(CollectivesTest, BlocksInPlace) {
+  each([&](Pair& pair) {
+    for (const std::int64_t block : {5, 1000, 300'001}) {
+      for (const At at : kAll) {
+        const std::int64_t whole = block * pair.size();
+        const Case c{Dtype::f32, ReduceOp::sum, whole};
+        const Bytes mine = elements(c.dtype, whole, static_cast<unsigned>(pair.rank()) + 90);
+        std::byte* x = pair.memory(at, 0, c.dtype);
+        const std::size_t own = index(pair.rank() * block) * 4, bytes = index(block) * 4;
+        Bytes part(bytes), expected(mine.size());
+        pair.host.reduce_scatter({mine.data(), c.dtype, {whole}}, {part.data(), c.dtype, {block}});
+        pair.copier.put(x, mine);
+        pair.gpu.reduce_scatter(pair.view(x, c.dtype, whole), pair.view(x + own, c.dtype, block));
+        need_same(c.dtype, pair.get(x + own, bytes), part, words(pair, "reduce_scatter", c, at));
+        pair.host.all_gather({part.data(), c.dtype, {block}}, {expected.data(), c.dtype, {whole}});
+        pair.gpu.all_gather(pair.view(x + own, c.dtype, block), pair.view(x, c.dtype, whole));
+        need_same(c.dtype, pair.get(x, mine.size()), expected, words(pair, "all_gather", c, at));
+      }
+    }
+  });
+}
+
 // Calls of all kinds one after another, on two streams, without waiting between.
 TEST_P(CollectivesTest, StreamsKeepTheOrderOfCalls) {
   each([&](Pair& pair) {
