@@ -88,6 +88,41 @@ class Rank:
             memory_bytes=4 * max(args.bytes) + (1 << 20),
         )
 
+    def meet(self) -> None:
+        """Returns when every rank is here."""
+        self.ferry.barrier()
+
+    def gather(self, figures: Any) -> Any:
+        """A row of each rank."""
+        import torch
+
+        every = torch.empty((self.size, len(figures)), dtype=figures.dtype)
+        self.ferry.all_gather(figures.view(torch.uint8), every.view(torch.uint8))
+        return every
+
+    def sample(self, call: Callable[[], object], repeats: int) -> tuple[float, float]:
+        """Seconds of a call, and of CPU time."""
+        cpu, start = time.process_time(), time.perf_counter()
+        for _ in range(repeats):
+            call()
+        wall, used = time.perf_counter() - start, time.process_time() - cpu
+        return wall / repeats, used / repeats
+
+    def check_sums(self, calls: Calls, used: dict[str, Any]) -> None:
+        """used: what each contender reduces. Afterwards they are 0."""
+        import torch
+
+        for name, call in calls.items():
+            x = used[name]
+            brought = torch.arange(len(x), device=x.device) % 97
+            x.copy_(brought + self.rank)
+            call()
+            expected = brought * self.size + self.size * (self.size - 1) // 2
+            if not torch.equal(x, expected.float()):
+                raise SystemExit(f"{name} reduced to a wrong sum")
+        for x in used.values():
+            x.zero_()
+
     def all_reduce(self, bytes_: int) -> Calls:
         """In place, f32, of small integers, so that every sum is exact."""
         import torch
@@ -105,16 +140,8 @@ class Rank:
         if self.mpi:
             world, in_place, buffer = self.mpi.COMM_WORLD, self.mpi.IN_PLACE, y.numpy()
             calls["mpi"] = lambda: world.Allreduce(in_place, buffer)
-        for name, call in calls.items():
-            for tensor in (x, registered, y):
-                tensor.copy_(torch.arange(len(tensor)) % 97 + self.rank)
-            call()
-            expected = torch.arange(len(x)) % 97 * self.size + self.size * (self.size - 1) // 2
-            used = {"ferry, registered": registered, "mpi": y}.get(name, x)
-            if not torch.equal(used, expected.float()):
-                raise SystemExit(f"{name} reduced to a wrong sum")
-            for tensor in (x, registered, y):
-                tensor.zero_()
+        used = {"ferry, registered": registered, "mpi": y}
+        self.check_sums(calls, {name: used.get(name, x) for name in calls})
         return calls
 
     def all_to_all(self, bytes_: int) -> Calls:
@@ -149,16 +176,11 @@ def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict
     for at in range(-1, rounds):
         for name, call in calls.items():
             call()
-            rank.ferry.barrier()
+            rank.meet()
             repeats = counts.get(name, 3)
-            cpu, start = time.process_time(), time.perf_counter()
-            for _ in range(repeats):
-                call()
-            took = [time.perf_counter() - start, time.process_time() - cpu]
-            figures = torch.tensor(took, dtype=torch.float64) / repeats
-            rank.ferry.barrier()
-            every = torch.empty((rank.size, 2), dtype=torch.float64)
-            rank.ferry.all_gather(figures.view(torch.uint8), every.view(torch.uint8))
+            figures = torch.tensor(rank.sample(call, repeats), dtype=torch.float64)
+            rank.meet()
+            every = rank.gather(figures)
             wall, used = every[:, 0].max().item(), every[:, 1].sum().item() / cores
             if at < 0:
                 counts[name] = min(200, max(1, round(0.01 / wall)))
@@ -176,25 +198,27 @@ def measure(rank: Rank, calls: Calls, rounds: int, words: str) -> dict[str, dict
     }
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    """One row for each call and size; times of Gloo's."""
-    print("\ncall        bytes      contender              wall us     cpu us   gloo/cpu  mpi/cpu")
+def show(results: list[dict[str, Any]], others: dict[str, str]) -> None:
+    """One row for each call and size; the figure of each of the others, times that of this."""
+    heads = " ".join(
+        f"{other + '/' + kind.removesuffix('_us'):>9}" for other, kind in others.items()
+    )
+    print(f"\ncall        bytes      contender              wall us     cpu us  {heads}")
     for result in results:
         figures = result["figures"]
         for name, figure in figures.items():
-            ratios = [
-                f"{figures[other]['cpu_us'] / figure['cpu_us']:9.2f}" if other in figures else ""
-                for other in ("gloo", "mpi")
-            ]
+            ratios = " ".join(
+                f"{figures[other][kind] / figure[kind]:9.2f}" if other in figures else " " * 9
+                for other, kind in others.items()
+            )
             print(
                 f"{result['call']:11} {result['bytes']:9}  {name:20} {figure['wall_us']:10.1f} "
-                f"{figure['cpu_us']:10.1f} {ratios[0]} {ratios[1]}"
+                f"{figure['cpu_us']:10.1f}  {ratios}"
             )
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """What every rank does."""
-    rank = Rank(args)
+def run_rank(args: argparse.Namespace, rank: Rank, others: dict[str, str], **facts: object) -> None:
+    """What every rank does. facts: for the file, too."""
     results = []
     for call in args.calls:
         for size in args.bytes:
@@ -202,9 +226,9 @@ def run_rank(args: argparse.Namespace) -> None:
             figures = measure(rank, calls, args.rounds, f"{call} {size}")
             results.append({"call": call, "bytes": size, "figures": figures})
     if rank.rank == 0:
-        show(results)
+        show(results, others)
         if args.json:
-            facts = {
+            facts = facts | {
                 "machine": platform.processor() or platform.machine(),
                 "cores": len(os.sched_getaffinity(0)),
                 "ranks": args.ranks,
@@ -218,6 +242,6 @@ def run_rank(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parsed = arguments()
     if "FERRY_BENCH_RANKS" in os.environ:
-        run_rank(parsed)
+        run_rank(parsed, Rank(parsed), {"gloo": "cpu_us", "mpi": "cpu_us"})
     else:
         sys.exit(launch(parsed))
