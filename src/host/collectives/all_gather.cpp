@@ -47,7 +47,7 @@ class AllGather {
     {
       const Borrowed borrowed(all_, kCall, all_.members(), [this](int) { return block_; });
       for (std::size_t r = 0; r < borrowed.tensors().size(); ++r) {
-        copy_bytes(out_ + r * block_, borrowed.tensors()[r], block_);
+        copy_result(index(all_.size()) * block_, out_ + r * block_, borrowed.tensors()[r], block_);
       }
     }
     all_.meet_members(kCall);
@@ -78,7 +78,7 @@ class AllGather {
       const std::byte* from = all_.is_member(r)
                                   ? all_.stage_of(r, window_)
                                   : all_.stage_of(domains.rail(r, all_.domain()), inbox(r));
-      copy_bytes(out_ + index(r) * block_ + first_, from, bytes_);
+      copy_result(index(all_.size()) * block_, out_ + index(r) * block_ + first_, from, bytes_);
     }
     if (crosses) free_inboxes();
   }

@@ -21,6 +21,7 @@ class AllToAll {
       : all_(all),
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
+        out_bytes_(out.bytes()),
         element_(size_of(x.dtype)),
         counts_(std::move(counts)),
         head_(head_of(CallKind::all_to_all, x.dtype, 0)) {}  // each pair has counts of its own
@@ -91,8 +92,8 @@ class AllToAll {
       for (int r = 0; r < all_.size(); ++r) {
         const std::size_t block = index(counts_.from[index(r)]) * element_;
         if (block <= most_short_) continue;
-        copy_bytes(out_ + from_[index(r)],
-                   borrowed.tensors()[index(r)] + bytes_before(r, all_.rank()), block);
+        copy_result(out_bytes_, out_ + from_[index(r)],
+                    borrowed.tensors()[index(r)] + bytes_before(r, all_.rank()), block);
       }
     }
     all_.meet_members(kCall);
@@ -184,7 +185,7 @@ class AllToAll {
           r == all_.rank() ? data_ + to_[index(r)] + first
           : inside         ? all_.stage_of(r, window_ + index(all_.rank()) * slot_)
                            : all_.stage_of(all_.rank(), all_.stage().inbox() + index(r) * slot_);
-      copy_bytes(out_ + from_[index(r)] + first, from, got(r));
+      copy_result(out_bytes_, out_ + from_[index(r)] + first, from, got(r));
       if (!inside) all_.tell(r);  // who wrote here may do so again
     }
     for (int r = 0; r < all_.size(); ++r) {
@@ -195,6 +196,7 @@ class AllToAll {
   HostCollectives& all_;
   const std::byte* data_;
   std::byte* out_;
+  std::size_t out_bytes_;
   std::size_t element_;  // bytes
   BlockCounts counts_;
   StepMessage head_;

@@ -6,6 +6,7 @@
 
 #include "core/check.hpp"
 #include "host/collectives/point_to_point.hpp"
+#include "host/kernels/kernels.hpp"
 
 namespace ferry::host {
 
@@ -86,6 +87,12 @@ void HostCollectives::meet_members(const char* call) {
   for (const int member : members()) {
     if (member != rank()) hear(call, member);
   }
+}
+
+void copy_result(std::size_t whole, void* to, const void* from, std::size_t bytes) {
+  if (whole <= kStreamBytes || bytes == 0 || to == from) return copy_bytes(to, from, bytes);
+  kernels().copy_stream(to, from, bytes);
+  kernels().stream_fence();  // before anything tells that it is there
 }
 
 Event HostCollectives::enter(const char* call, Stream* stream,

@@ -155,10 +155,14 @@ class HostCollectives final : public CollectivesEngine,
   CollectiveChoice choice_;
 };
 
-/// Tensors without elements may have no data.
+/// Tensors without elements may have no data; a block may lie where it belongs, where peers read
+/// it.
 inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
+
+/// Copies a part of a result of `whole` bytes, past the caches if it does not stay in them.
+void copy_result(std::size_t whole, void* to, const void* from, std::size_t bytes);
 
 /// What all ranks must call alike.
 inline StepMessage head_of(CallKind kind, Dtype dtype, std::int64_t elements,
