@@ -34,9 +34,9 @@ constexpr std::string_view name_of(ReduceOp op) {
 
 /// How the data of an all_reduce travel.
 enum class Algorithm : std::uint8_t {
-  automatic,     ///< whichever is expected to take the least time
+  automatic,     ///< of those with the same order, whichever is expected to take the least time
   one_shot,      ///< with the messages that all ranks give each other: up to 16 KiB
-  direct,        ///< every rank gives each element to the rank that reduces it
+  direct,        ///< hierarchical where there is one domain, or every rank is a domain
   hierarchical,  ///< every domain sums its own, and gives that to the rank that reduces it
   ring,
   tree,
@@ -65,6 +65,10 @@ struct ReduceOptions {
   /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
   /// on it. CUDA: empty.
   std::vector<int> shares{};
+  /// Of all_reduce, the same on all ranks: the order of the sum, and with it the last bits, may
+  /// depend on how fast links are: automatic may be ring or tree, too. Of integers it may in any
+  /// case.
+  bool any_order = false;
   /// CUDA: SMs that run the call, the same on all ranks, 1 … all; 0: a default, of which small
   /// tensors use fewer.
   int num_sms = 0;
@@ -129,7 +133,7 @@ class Collectives {
   /// ranks. Overwrites it with the reduction over all ranks.
   Event all_reduce(const TensorView& x, const ReduceOptions& options = {});
   /// Not collective. What an automatic all_reduce of so many bytes would do.
-  Choice choice(std::size_t bytes) const;
+  Choice choice(std::size_t bytes, bool any_order = false) const;
   /// Collective. x: R equal blocks; `out` (a block, dtype of x; it may be block `rank()` of x)
   /// takes the reduction of block `rank()`.
   Event reduce_scatter(const ConstTensorView& x, const TensorView& out,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ferry import _ferry
 from ferry._ferry import Event, MemoryStats, NetworkStats, NicStats, Plan, Stream, TimeStats
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
-from ferry.collectives import Collectives
+from ferry.collectives import Choice, Collectives
 from ferry.errors import (
     DeadlineExceededError,
     DestroyedError,
@@ -69,6 +69,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Bootstrap",
+    "Choice",
     "Collectives",
     "Combined",
     "DeadlineExceededError",

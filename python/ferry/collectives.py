@@ -156,6 +156,7 @@ class Collectives:
         stream: Any = None,
         algorithm: str = "automatic",
         shares: Sequence[int] = (),
+        any_order: bool = False,
         num_sms: int = 0,
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
@@ -171,6 +172,8 @@ class Collectives:
                 256 KiB, less beyond 4 ranks) and "direct".
             shares: of direct and hierarchical, one for each domain, the same on all ranks: its
                 ranks reduce elements in proportion. Empty: as the links allow. Not of GPUs.
+            any_order: "automatic" may be ring or tree, too, by what links are like, so that the
+                last bits of floats may differ from run to run.
             num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to
                 all; 0: a default, of which small tensors use fewer.
         """
@@ -181,14 +184,15 @@ class Collectives:
             place.stream,
             choice("all_reduce: algorithm", algorithm, ALGORITHMS),
             [integer("all_reduce: shares", share, 0, 65535) for share in shares],
+            any_order,
             integer("all_reduce: num_sms", num_sms, 0, INT32_MAX),
         )
         return _finished(place, event)
 
-    def choice(self, bytes: int) -> Choice:
+    def choice(self, bytes: int, *, any_order: bool = False) -> Choice:
         """What an automatic all_reduce of so many bytes of f32 would do now; the same on all
         ranks. Not collective."""
-        told = self._raw.choice(integer("choice: bytes", bytes, 0, UINT64_MAX))
+        told = self._raw.choice(integer("choice: bytes", bytes, 0, UINT64_MAX), any_order)
         return Choice(
             told.algorithm.name,
             told.shares,

@@ -34,9 +34,11 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
 }
 
 HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream,
-                     Algorithm algorithm, const std::vector<int>& shares, int num_sms) {
+                     Algorithm algorithm, const std::vector<int>& shares, bool any_order,
+                     int num_sms) {
   const KeepUntilDone keep(stream, {&x});
-  const ReduceOptions options{op, stream_or_null(stream), algorithm, shares, num_sms};
+  const ReduceOptions options{op,        stream_or_null(stream), algorithm, shares,
+                              any_order, num_sms};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
@@ -125,7 +127,7 @@ void bind_collectives(nb::module_& m) {
       .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
       .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
-           nb::arg("algorithm"), nb::arg("shares"), nb::arg("num_sms"))
+           nb::arg("algorithm"), nb::arg("shares"), nb::arg("any_order"), nb::arg("num_sms"))
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
            nb::arg("stream").none(), nb::arg("num_sms"))
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none(),
@@ -137,8 +139,11 @@ void bind_collectives(nb::module_& m) {
       .def("send", &send, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def("recv", &recv, nb::arg("x"), nb::arg("peer"), nb::arg("tag"), nb::arg("stream").none())
       .def(
-          "choice", [](const HeldCollectives& c, std::size_t bytes) { return c->choice(bytes); },
-          nb::arg("bytes"))
+          "choice",
+          [](const HeldCollectives& c, std::size_t bytes, bool any_order) {
+            return c->choice(bytes, any_order);
+          },
+          nb::arg("bytes"), nb::arg("any_order"))
       .def("barrier", [](const HeldCollectives& c) { without_gil([&] { c->barrier(); }); })
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
       .def(

@@ -96,8 +96,8 @@ Event Collectives::all_reduce(const TensorView& x, const ReduceOptions& options)
   });
 }
 
-Choice Collectives::choice(std::size_t bytes) const {
-  return live(engine_, "choice").choice(bytes);
+Choice Collectives::choice(std::size_t bytes, bool any_order) const {
+  return live(engine_, "choice").choice(bytes, any_order);
 }
 
 Event Collectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,

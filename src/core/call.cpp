@@ -133,6 +133,10 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   if (theirs.order != mine.order) {
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
   }
+  if (theirs.weights != mine.weights && collective) {
+    return says("any_order", theirs.weights ? "true" : "false", their_rank,
+                mine.weights ? "true" : "false");
+  }
   if (theirs.weights != mine.weights) {
     const bool latency = mine.kind == CallKind::latency;  // whether it has masks
     return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,

@@ -147,8 +147,8 @@ int CollectiveChoice::kind_of(const ReduceWay& way) const {
   return unequal_shares;
 }
 
-std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(
-    const ReduceVolume& volume) const {
+std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(const ReduceVolume& volume,
+                                                                      bool any_order) const {
   std::vector<Candidate> all{{equal_shares, {{across_, {}}, 0}}};
   if (links_.domains() > 1) {
     const ReduceWay unequal{across_, best_shares(links_)};
@@ -156,6 +156,8 @@ std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(
     if (predicted_seconds(unequal, volume, links_, *domains_) < kWorthUnequal * equal_s) {
       all.push_back({unequal_shares, {unequal, 0}});
     }
+  }
+  if (links_.domains() > 1 && any_order) {
     all.push_back({ring, {{Algorithm::ring, {}}, 0}});
     all.push_back({tree, {{Algorithm::tree, {}}, 0}});
   }
@@ -174,12 +176,12 @@ std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(
   return all;
 }
 
-CollectiveChoice::Chosen CollectiveChoice::best(const ReduceVolume& volume) const {
-  return candidates(volume).front().chosen;
+CollectiveChoice::Chosen CollectiveChoice::best(const ReduceVolume& volume, bool any_order) const {
+  return candidates(volume, any_order).front().chosen;
 }
 
-CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume) const {
-  const std::vector<Candidate> all = candidates(volume);
+CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume, bool any_order) const {
+  const std::vector<Candidate> all = candidates(volume, any_order);
   const auto found = sizes_.find(size_class(volume));
   if (found == sizes_.end()) return all.front().chosen;
   const Size& size = found->second;

@@ -55,10 +55,11 @@ class CollectiveChoice {
     ReduceWay way;
     double predicted_s = 0;  ///< corrected
   };
-  /// What is expected to take the least time.
-  Chosen best(const ReduceVolume& volume) const;
+  /// What is expected to take the least time. `any_order`: ring and tree may be chosen, too; they
+  /// sum in orders of their own.
+  Chosen best(const ReduceVolume& volume, bool any_order) const;
   /// The same, now and then another.
-  Chosen next(const ReduceVolume& volume) const;
+  Chosen next(const ReduceVolume& volume, bool any_order) const;
   /// A call of about this size was made as `next` said.
   void count(const ReduceVolume& volume) { ++sizes_[size_class(volume)].calls; }
   /// A call took so long on its slowest rank. Of other shares than equal and best ones: ignored.
@@ -80,8 +81,7 @@ class CollectiveChoice {
   };
   static int size_class(const ReduceVolume& volume);
   int kind_of(const ReduceWay& way) const;
-  std::vector<Candidate> candidates(const ReduceVolume& volume) const;
-  Algorithm across() const { return across_; }
+  std::vector<Candidate> candidates(const ReduceVolume& volume, bool any_order) const;
 
   const Domains* domains_;
   Algorithm across_;  // direct where every rank is a domain of its own

@@ -139,7 +139,7 @@ struct World {
   /// would take without noise.
   double call(CollectiveChoice& choice) {
     const ReduceVolume volume{bytes, bytes};
-    const ReduceWay way = choice.next(volume).way;
+    const ReduceWay way = choice.next(volume, true).way;
     const double up = std::min(bytes, 1e6);
     const std::vector<double> part = parts(way);
     std::vector<Flow> told;
@@ -210,7 +210,7 @@ std::string to_string(const World& world) {
 }
 
 std::string to_string(const World& world, const CollectiveChoice& choice) {
-  const auto best = choice.best({world.bytes, world.bytes});
+  const auto best = choice.best({world.bytes, world.bytes}, true);
   std::string text = to_string(world) + ", found";
   for (int d = 0; d < world.hosts(); ++d) {
     text += " " + std::to_string(choice.links().port(d).bytes_per_s / 1e6);
@@ -252,10 +252,22 @@ TEST(CollectiveChoice, FollowsALinkThatRecovers) {
   const Domains domains = Domains::blocks(4, 1);
   CollectiveChoice choice(domains, {2e-4, 1e8});
   world.regret(choice, 100);
-  EXPECT_EQ(choice.best({world.bytes, world.bytes}).way.shares[1], 0);
+  EXPECT_EQ(choice.best({world.bytes, world.bytes}, true).way.shares[1], 0);
   world.rates[1] = 1e8;
   world.regret(choice, 64);
   EXPECT_LE(world.regret(choice, 64), 0.10);
+}
+
+TEST(CollectiveChoice, KeepsTheOrderUnlessAnyWillDo) {
+  const Domains domains = Domains::blocks(4, 2);
+  CollectiveChoice choice(domains, {1e-4, 1e8});
+  const ReduceVolume volume{32 << 20, 32 << 20};
+  for (int i = 0; i < 200; ++i) {
+    const ReduceWay way = choice.next(volume, false).way;
+    ASSERT_EQ(way.algorithm, Algorithm::hierarchical);
+    choice.count(volume);
+    choice.observe(way, volume, 10);
+  }
 }
 
 TEST(CollectiveChoice, TriesAnotherNowAndThen) {
@@ -264,7 +276,7 @@ TEST(CollectiveChoice, TriesAnotherNowAndThen) {
   const ReduceVolume volume{32 << 20, 32 << 20};
   int others = 0;
   for (int i = 0; i < 640; ++i) {
-    const ReduceWay best = choice.best(volume).way, next = choice.next(volume).way;
+    const ReduceWay best = choice.best(volume, true).way, next = choice.next(volume, true).way;
     if (next.algorithm != best.algorithm) ++others;
     choice.count(volume);
     choice.observe(next, volume, next.algorithm == Algorithm::direct ? 1 : 2);

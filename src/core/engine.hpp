@@ -108,7 +108,7 @@ class CollectivesEngine {
   }
   /// Where the tensors lie.
   virtual Device device() const { return {}; }
-  virtual Choice choice(std::size_t bytes) const = 0;
+  virtual Choice choice(std::size_t bytes, bool any_order) const = 0;
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
 

@@ -261,10 +261,8 @@ class Hosts:
     def shape_link(self, host: int, mbit: float) -> None:
         """What a host sends, and what it gets, both at most at this rate, by bridges."""
         for nic in range(self.nics):
-            for place, name in (
-                (self.names[host], f"eth{nic}"),
-                (self.switch, f"port{host}-{nic}"),
-            ):
+            ends = ((self.names[host], f"eth{nic}"), (self.switch, f"port{host}-{nic}"))
+            for place, name in ends:
                 words = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
                 subprocess.run(
                     ["tc", "-n", place, "qdisc", "replace", "dev", name, "root", *words],

@@ -32,7 +32,7 @@ class CudaCollectives final : public CollectivesEngine {
   Event broadcast(const TensorView& x, int root, const CollectiveOptions& options) override;
   Event all_to_all(const ConstTensorView& x, const TensorView& out, BlockCounts counts,
                    const CollectiveOptions& options) override;
-  Choice choice(std::size_t bytes) const override {
+  Choice choice(std::size_t bytes, bool /*any_order*/) const override {
     return {.algorithm = is_small(static_cast<std::int64_t>(bytes)) ? Algorithm::one_shot
                                                                     : Algorithm::direct,
             .shares = {1.0},

@@ -191,6 +191,48 @@ TEST(Algorithms, BitsDoNotDependOnShares) {
   }
 }
 
+// All ranks decide alike, in many calls of which some try another way; sums of integers are exact
+// in any order.
+TEST(Algorithms, TheChoiceIsTheSameOnAllRanks) {
+  for (const World& world :
+       {World{.ranks = 4, .domain_size = 1}, World{.ranks = 5, .domain_size = 2},
+        World{.ranks = 3, .fabric = FabricKind::sim}}) {
+    with_collectives(world, [&](Collectives& all) {
+      for (int i = 0; i < (kThreadSanitizer ? 20 : 130); ++i) {
+        const std::int64_t count = i % 10 == 9 ? 400'000 : 20'000;
+        std::vector<std::int32_t> x(static_cast<std::size_t>(count), i + all.rank());
+        all.all_reduce({x.data(), Dtype::i32, {count}});
+        const int sum = all.size() * i + all.size() * (all.size() - 1) / 2;
+        ASSERT_EQ(x[0], sum) << i;
+        ASSERT_EQ(x.back(), sum) << i;
+      }
+      std::int32_t one = 1;
+      all.all_reduce({&one, Dtype::i32, {1}});  // brings the reports of the last call
+      for (const std::size_t bytes : {100, 80'000, 2'000'000}) {
+        const Choice mine = all.choice(bytes, true);
+        std::vector<double> told{static_cast<double>(mine.algorithm), mine.predicted_seconds,
+                                 mine.observed_seconds};
+        told.insert(told.end(), mine.shares.begin(), mine.shares.end());
+        told.insert(told.end(), mine.bytes_per_second.begin(), mine.bytes_per_second.end());
+        const auto count = static_cast<std::int64_t>(told.size() * sizeof(double));
+        std::vector<double> every(told.size() * static_cast<std::size_t>(all.size()));
+        all.barrier();
+        all.all_gather({told.data(), Dtype::u8, {count}},
+                       {every.data(), Dtype::u8, {count * all.size()}});
+        for (std::size_t at = 0; at < every.size(); ++at) {
+          ASSERT_EQ(every[at], told[at % told.size()]) << "rank " << at / told.size();
+        }
+        if (bytes == 100) {
+          EXPECT_EQ(mine.algorithm, Algorithm::one_shot);
+        } else {
+          EXPECT_GT(mine.predicted_seconds, 0);
+          EXPECT_GT(mine.bytes_per_second[0], 0);
+        }
+      }
+    });
+  }
+}
+
 TEST(Algorithms, OthersAreRefusedAndNamed) {
   with_collectives({.ranks = 3}, [](Collectives& all) {
     std::vector<float> x(60'000, 1.0f), out(20'000);

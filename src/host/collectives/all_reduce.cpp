@@ -269,14 +269,20 @@ class AllReduce {
   std::vector<std::byte> scratch_{};
 };
 
+bool order_matters(Dtype dtype, const ReduceOptions& options) {
+  const bool integer = dtype == Dtype::i32 || dtype == Dtype::i64 || dtype == Dtype::u8;
+  return !integer && !options.any_order;
+}
+
 /// The same on all ranks.
-ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceOptions& options) {
+ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceOptions& options,
+                 Dtype dtype) {
   if (options.algorithm != Algorithm::automatic) return {options.algorithm, options.shares};
   if (volume.down_bytes <= static_cast<double>(eager_bytes(all.size()))) {
     return {Algorithm::one_shot, {}};
   }
-  if (all.domains().count() == 1) return {Algorithm::direct, {}};
-  ReduceWay way = all.next_way(volume);
+  if (all.domains().count() == 1) return {Algorithm::direct, options.shares};
+  ReduceWay way = all.next_way(volume, !order_matters(dtype, options));
   if (!options.shares.empty()) way.shares = options.shares;
   return way;
 }
@@ -289,11 +295,12 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
                             static_cast<double>(reduction.bytes(count)),
                             static_cast<double>(all.stage().window_bytes) / 2};
-  const ReduceWay way = way_of(all, volume, options);
+  const ReduceWay way = way_of(all, volume, options, x.dtype);
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
   head.call.routes = static_cast<std::uint32_t>(way.algorithm);
   head.call.plan = hash_of(way.shares);
+  head.call.weights = options.any_order ? 1 : 0;
   AllReduce reduce(all, x, options.op, way.shares, head);
   const bool alone = all.size() == 1;
   if (way.algorithm == Algorithm::one_shot) {

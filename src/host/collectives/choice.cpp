@@ -17,9 +17,9 @@ double seconds_since(Clock::time_point start) {
 
 }  // namespace
 
-ReduceWay HostCollectives::next_way(const ReduceVolume& volume) {
+ReduceWay HostCollectives::next_way(const ReduceVolume& volume, bool any_order) {
   std::scoped_lock lock(choice_mutex_);
-  return choice_.next(volume).way;
+  return choice_.next(volume, any_order).way;
 }
 
 void HostCollectives::note_partials(int domain, Clock::time_point before) {
@@ -68,12 +68,12 @@ void HostCollectives::take_reports() {
   report_ = {};
 }
 
-Choice HostCollectives::choice(std::size_t bytes) const {
+Choice HostCollectives::choice(std::size_t bytes, bool any_order) const {
   const auto all = static_cast<double>(bytes);
   const ReduceVolume volume{all, all, static_cast<double>(stage_.window_bytes) / 2};
   Choice told;
   std::scoped_lock lock(choice_mutex_);
-  const CollectiveChoice::Chosen best = choice_.best(volume);
+  const CollectiveChoice::Chosen best = choice_.best(volume, any_order);
   told.algorithm = bytes <= eager_bytes(size()) ? Algorithm::one_shot : best.way.algorithm;
   told.predicted_seconds = told.algorithm == Algorithm::one_shot ? 0 : best.predicted_s;
   told.observed_seconds = choice_.observed_s(best.way, volume);

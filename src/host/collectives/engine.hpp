@@ -62,7 +62,7 @@ class HostCollectives final : public CollectivesEngine,
   Event send(const ConstTensorView& x, int peer, int tag,
              const CollectiveOptions& options) override;
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
-  ferry::Choice choice(std::size_t bytes) const override;
+  ferry::Choice choice(std::size_t bytes, bool any_order) const override;
   Engine& engine() override { return *engine_; }
 
   // For the calls, inside work.
@@ -87,7 +87,7 @@ class HostCollectives final : public CollectivesEngine,
 
   /// The way of the next all_reduce across domains. Every rank decides alike, by what all ranks
   /// reported in earlier calls.
-  ReduceWay next_way(const ReduceVolume& volume);
+  ReduceWay next_way(const ReduceVolume& volume, bool any_order);
   /// A call of this rank ends; its report goes out with the next message. `counted`: the way was
   /// that of `next_way`.
   void end_reduce(const ReduceWay& way, const ReduceVolume& volume, double round_up_bytes,
