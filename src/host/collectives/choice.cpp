@@ -9,6 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kLongReduction = 7e-3;
 constexpr auto kWaited = std::chrono::microseconds(10);
 
 double seconds_since(Clock::time_point start) {
@@ -16,6 +17,22 @@ double seconds_since(Clock::time_point start) {
 }
 
 }  // namespace
+
+void HostCollectives::measure_links() {
+  const auto elements = static_cast<std::int64_t>(stage_.window_bytes / 2 / sizeof(float));
+  std::vector<float> zeros(index(elements + kShareUnit));
+  const TensorView x(zeros.data(), Dtype::f32, {elements + kShareUnit});
+  const auto reduce_and_meet = [x](HostCollectives& all) {
+    run_all_reduce(all, x, {.algorithm = Algorithm::hierarchical});
+    all.meet("Collectives", head_of(CallKind::links, Dtype::f32, 0));  // brings the reports
+  };
+  // Three are enough to find that a link is not as expected; all ranks know how long one took.
+  for (int i = 0; i < 3; ++i) {
+    enter("Collectives", nullptr, reduce_and_meet);
+    const double took = choice(zeros.size() * sizeof(float), false).observed_seconds;
+    if (took > kLongReduction) return;
+  }
+}
 
 ReduceWay HostCollectives::next_way(const ReduceVolume& volume, bool any_order) {
   std::scoped_lock lock(choice_mutex_);

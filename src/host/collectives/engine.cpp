@@ -47,8 +47,10 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
   config.experts = 1;
   config.memory_bytes += Stage::of(domains).all_bytes() + PacketLayout::of(domains.ranks()).bytes +
                          2 * engine::kRegionAlignment;
-  return std::make_shared<HostCollectives>(make_host_engine(
+  auto made = std::make_shared<HostCollectives>(make_host_engine(
       bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
+  if (domains.count() > 1) made->measure_links();
+  return made;
 }
 
 HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)

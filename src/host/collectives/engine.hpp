@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "core/collective_choice.hpp"
+#include "core/choice/collective_choice.hpp"
 #include "core/collective_shares.hpp"
 #include "core/engine.hpp"
 #include "host/collectives/reduce.hpp"
@@ -64,6 +64,10 @@ class HostCollectives final : public CollectivesEngine,
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
   ferry::Choice choice(std::size_t bytes, bool any_order) const override;
   Engine& engine() override { return *engine_; }
+
+  /// Collective, once: what the links between domains cost, from at most three reductions of a
+  /// round and a bit, one where they take long.
+  void measure_links();
 
   // For the calls, inside work.
 

@@ -1,4 +1,4 @@
-#include "core/link_model.hpp"
+#include "core/choice/link_model.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "core/collective_choice.hpp"
+#include "core/choice/collective_choice.hpp"
 
 #include <algorithm>
 #include <functional>

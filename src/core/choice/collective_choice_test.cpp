@@ -1,6 +1,6 @@
 // The choice against links that are simulated: how much longer its calls take than the best of all
 // algorithms and shares.
-#include "core/collective_choice.hpp"
+#include "core/choice/collective_choice.hpp"
 
 #include <gtest/gtest.h>
 

@@ -6,8 +6,8 @@
 #include <map>
 #include <vector>
 
+#include "core/choice/link_model.hpp"
 #include "core/domains.hpp"
-#include "core/link_model.hpp"
 #include "ferry/collectives.hpp"
 
 namespace ferry {
