@@ -1,7 +1,9 @@
 """Ferry carries Mixture-of-Experts tokens to their experts and back.
 
 NumPy arrays, torch tensors and what else speaks DLPack, on CPUs and (backend="cuda") on GPUs, go in
-and come out without copies. `ferry.torch` adds autograd and torch.compile.
+and come out without copies, and so do arrays of JAX and TensorFlow in CPU memory. `ferry.torch`
+adds autograd and torch.compile; `ferry.jax` and `ferry.tensorflow` add collectives that return
+their results.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.results import Combined, Received
 
 if TYPE_CHECKING:
+    from ferry import jax as jax
+    from ferry import tensorflow as tensorflow
     from ferry import torch as torch
 
 __version__ = _ferry.version
@@ -54,11 +58,11 @@ _RENAMED_STATS: dict[str, type] = {
 
 
 def __getattr__(name: str) -> Any:
-    # `ferry.torch` imports torch, so it is imported when first asked for.
-    if name == "torch":
+    # `ferry.torch` imports torch, and so on, so it is imported when first asked for.
+    if name in ("jax", "tensorflow", "torch"):
         import importlib
 
-        return importlib.import_module("ferry.torch")
+        return importlib.import_module(f"ferry.{name}")
     if name in _RENAMED_STATS:
         new = _RENAMED_STATS[name]
         message = f"ferry.{name} is deprecated; use ferry.{new.__name__}"

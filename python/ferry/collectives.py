@@ -20,6 +20,7 @@ from ferry.arguments import (
     seconds,
 )
 from ferry.errors import Error
+from ferry.frameworks import as_numpy
 from ferry.group import BACKENDS, DEFAULT_MEMORY_BYTES, FABRICS, MOST_MEMORY_BYTES, NETWORKS
 from ferry.streams import CPU, Place, Streams, chosen_gpu
 from ferry.tensors import dtype_named, empty_array, plain_view, view
@@ -66,7 +67,8 @@ class Collectives:
     bootstrap of a `Group` or by itself, and has flags and registered memory of its own: its calls
     on one stream overlap those of a group on another.
 
-    Arrays are contiguous, of any shape; NumPy, torch and what else speaks DLPack. Arrays of `empty`
+    Arrays are contiguous, of any shape; NumPy, torch and what else speaks DLPack; for JAX and
+    TensorFlow, `ferry.jax` and `ferry.tensorflow` have calls that return results. Arrays of `empty`
     are read and written in place by the ranks of the domain; others are copied once.
 
     f32, bf16 and f16 are reduced in fp32, over the ranks of each domain in ascending order, then
@@ -381,7 +383,7 @@ def _view(
         if plain is not None:
             return plain
     tag = None if dtype is None else dtype_named(f"{name.partition(':')[0]}: dtype", dtype)
-    return view(name, _flat(name, value), tag, writable, expected, place)[0]
+    return view(name, _flat(name, value, writable, place), tag, writable, expected, place)[0]
 
 
 def _finished(place: Place, event: _ferry.Event) -> _ferry.Event:
@@ -390,7 +392,7 @@ def _finished(place: Place, event: _ferry.Event) -> _ferry.Event:
     return event
 
 
-def _flat(name: str, value: Any) -> Any:
+def _flat(name: str, value: Any, writable: bool, place: Place) -> Any:
     """The same memory in one dimension; of other frameworks as it is, up to three."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -404,7 +406,8 @@ def _flat(name: str, value: Any) -> Any:
         return value.reshape(-1)
     if isinstance(value, (int, float, list, tuple)):
         refuse(name, describe(value), "an array")
-    return value
+    immutable = as_numpy(name, value, writable) if place.gpu is None else None
+    return value if immutable is None else immutable[0].reshape(-1)
 
 
 __all__ = ["Choice", "Collectives"]

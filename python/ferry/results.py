@@ -10,7 +10,7 @@ from ferry.errors import UnsupportedError
 from ferry.tensors import Like, array
 
 ArrayT = TypeVar("ArrayT")
-"""A NumPy array, a torch tensor, a CuPy array: what goes in decides what comes out."""
+"""An array of NumPy, torch, CuPy, JAX or TensorFlow: what goes in decides what comes out."""
 
 
 def summary(name: str, raw: Any, fields: tuple[str, ...], out: Any = None) -> str:

@@ -1,4 +1,5 @@
-"""Tensors in and out without copies: NumPy, torch, and whatever else speaks DLPack, on CPU and GPU.
+"""Tensors in and out without copies: NumPy, torch, JAX, TensorFlow and what else speaks DLPack, on
+CPU and GPU.
 
 A caller's array is read (or, as `out`, written) where it lies. A result is Ferry's own memory as an
 array of the caller's framework; the memory goes back when the last array on it is dropped.
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ferry import _ferry
 from ferry.arguments import choice, describe, integer, refuse
+from ferry.frameworks import array_of, as_numpy
 from ferry.streams import CPU, Place
 
 Dtype = _ferry.Dtype
@@ -50,7 +52,7 @@ _ML_NAMES = {Dtype.bf16: "bfloat16", Dtype.e4m3: "float8_e4m3fn", Dtype.e5m2: "f
 class Like(NamedTuple):
     """What results look like: the framework of an input."""
 
-    framework: str  # "numpy", "torch", "cupy"; "dlpack": a ferry Tensor, which speaks DLPack
+    framework: str  # "numpy", "torch", "cupy", "jax", "tensorflow"; "dlpack": a ferry Tensor
     ml_dtypes: bool = False  # NumPy with the dtypes of ml_dtypes
 
 
@@ -107,6 +109,10 @@ def view(
         _check_place(name, "cpu", None, place)
         plain, dtype, like = _plain_numpy(name, value, dtype, expected)
         return _ferry.View(plain, name, dtype, writable, expected), like
+    immutable = as_numpy(name, value, writable) if place is None or place.gpu is None else None
+    if immutable is not None:
+        plain, dtype, _ = _plain_numpy(name, immutable[0], dtype, expected)
+        return _ferry.View(plain, name, dtype, False, expected), Like(immutable[1])
     if place is not None and place.gpu is not None:
         return _dlpack_view(name, value, dtype, writable, expected, place)
     made = _ferry.View(value, name, dtype, writable, expected)
@@ -299,6 +305,8 @@ def array(tensor: _ferry.Tensor | None, like: Like) -> Any:
         return _torch_array(tensor)
     if like.framework == "dlpack":
         return tensor
+    if like.framework in ("jax", "tensorflow"):
+        return array_of(tensor, like.framework)
     if like.framework == "cupy":
         return tensor.cupy()
     result = tensor.numpy()
