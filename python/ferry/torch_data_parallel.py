@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ferry.arguments import choice, flag, instance, optional, refuse
 from ferry.collectives import Collectives
 from ferry.torch_buckets import GradientBuckets, Named, memory_bytes
-from ferry.torch_gradients import FORMATS, MeanOfRanks, collectives_of
+from ferry.torch_gradients import ALGORITHMS, FORMATS, MeanOfRanks, collectives_of
 from ferry.torch_wrapped_experts import ignore_experts, places_inside
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -49,7 +49,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: buffers become those of rank 0 at each forward that a backward follows.
         find_unused_parameters: what no rank has a gradient of keeps none, at the price of a short
             exchange; without it, its gradient is zero.
-        format: of f32 between domains, as of `Gradients`.
+        format, algorithm: as of `Gradients`.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         format: str = "exact",
+        algorithm: str = "automatic",
     ) -> None:
         super().__init__()
         name = "DistributedDataParallel"
         instance(f"{name}: module", module, nn.Module, "a torch.nn.Module")
         optional(f"{name}: collectives", collectives, Collectives, "a ferry.Collectives")
-        chosen = choice(f"{name}: format", format, FORMATS)
+        choice(f"{name}: format", format, FORMATS)
+        choice(f"{name}: algorithm", algorithm, ALGORITHMS)
         finds_unused = flag(f"{name}: find_unused_parameters", find_unused_parameters)
         if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
             refuse(f"{name}: bucket_cap_mb", repr(bucket_cap_mb), "a number of MiB above 0")
@@ -84,7 +86,7 @@ class DistributedDataParallel(nn.Module):
         _agree(self.collectives, [*parameters.values(), *self._buffers_of_0], list(parameters))
         _check(trained, chain(parameters.items(), module.named_buffers()))
         self._broadcast([*parameters.values(), *self._buffers_of_0])
-        mean = MeanOfRanks(self.collectives, chosen)
+        mean = MeanOfRanks(name, self.collectives, format, algorithm)
         self._gradients = GradientBuckets(trained, mean, int(bucket_cap_mb * 2**20), finds_unused)
         self.module = module
 

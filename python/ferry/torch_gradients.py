@@ -15,7 +15,8 @@ from ferry.collectives import Collectives
 from ferry.torch_bootstrap import from_process_group
 
 # What crosses between domains; the sums are in fp32 in any case.
-FORMATS = {"exact": "exact", "bf16": "bf16", "e4m3": "e4m3", "auto": "automatic"}
+FORMATS = {"exact": "exact", "bf16": "bf16", "f16": "f16", "e4m3": "e4m3", "auto": "automatic"}
+ALGORITHMS = {name: name for name in ("automatic", "direct", "hierarchical", "ring", "tree")}
 _HAS_FORMATS = "format" in inspect.signature(Collectives.all_reduce).parameters
 
 
@@ -33,14 +34,20 @@ def collectives_of(process_group: Any, memory_bytes: int) -> Collectives:
 class MeanOfRanks:
     """Replaces tensors by their means over the ranks, one after the other, beside the caller."""
 
-    def __init__(self, collectives: Collectives, format: str) -> None:
+    def __init__(self, call: str, collectives: Collectives, format: str, algorithm: str) -> None:
+        chosen = choice(f"{call}: format", format, FORMATS)
+        self._options: dict[str, Any] = {
+            "algorithm": choice(f"{call}: algorithm", algorithm, ALGORITHMS)
+        }
+        if chosen not in ("exact", "automatic") and not _HAS_FORMATS:
+            refuse(f"{call}: format", repr(format), '"exact" or "auto", as this build has no codes')
+        self._format = {"format": chosen} if _HAS_FORMATS else {}
         self.collectives = collectives
         self._stream = ferry.Stream()
-        self._options = {} if format == "exact" or not _HAS_FORMATS else {"format": format}
 
     def start(self, x: Tensor) -> ferry.Event:
         """Collective. Holds x until the event is complete."""
-        options = self._options if x.dtype == torch.float32 else {}
+        options = self._options | (self._format if x.dtype == torch.float32 else {})
         return self.collectives.all_reduce(x, op="mean", stream=self._stream, **options)
 
     def start_used(self, marks: Tensor) -> ferry.Event:
@@ -54,9 +61,11 @@ class Gradients:
         ddp.register_comm_hook(ferry.torch.Gradients(), ferry.torch.gradient_hook)
 
     Args:
-        format: of gradients in f32 where they cross between domains: "exact"; "bf16" or "e4m3" with
-            a scale for each 128; "auto": chosen in each call by the time that it saves. Inside a
-            domain, and in other dtypes, gradients are not compressed.
+        format: of gradients in f32 where they cross between domains: "exact"; "bf16", "f16", or
+            "e4m3" with a scale for each 128; "auto": chosen in each call by the time that it saves.
+            Inside a domain, and in other dtypes, gradients are not compressed.
+        algorithm: "direct", "hierarchical", "ring" or "tree", as of `Collectives.all_reduce`;
+            "automatic": whichever is expected to take the least time.
         collectives: that carry them. None: made here, of the ranks of `process_group`.
         process_group: that of the DDP; None: the default one.
     """
@@ -65,15 +74,15 @@ class Gradients:
         self,
         format: str = "auto",
         *,
+        algorithm: str = "automatic",
         collectives: Collectives | None = None,
         process_group: Any = None,
     ) -> None:
-        chosen = choice("Gradients: format", format, FORMATS)
         optional("Gradients: collectives", collectives, Collectives, "a ferry.Collectives")
         if collectives is None:
             collectives = collectives_of(process_group, 0)
         self.collectives = collectives
-        self._mean = MeanOfRanks(collectives, chosen)
+        self._mean = MeanOfRanks("Gradients", collectives, format, algorithm)
         self._under_way: list[tuple[ferry.Event, torch.futures.Future[Tensor], Tensor]] = []
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:

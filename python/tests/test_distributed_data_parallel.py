@@ -318,6 +318,7 @@ def test_what_cannot_be_is_refused_with_words() -> None:
             ("got no parameter that requires", lambda: nn.Linear(8, 4).requires_grad_(False), {}),
             ("module: got 3", lambda: 3, {}),  # type: ignore[arg-type, return-value]
             ("format: got 'f64'", lambda: nn.Linear(8, 4), {"format": "f64"}),
+            ("algorithm: got 'star'", lambda: nn.Linear(8, 4), {"algorithm": "star"}),
             ("bucket_cap_mb: got 0", lambda: nn.Linear(8, 4), {"bucket_cap_mb": 0}),
         ]
         for words, make, options in wrong:
