@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Python package with the command line and installs it into .venv, with a count of the
-# steps, and python/deep_ep beside it. build/python keeps the objects; everything that was said is in
-# build/logs/package-build.log.
+# steps, and python/deep_ep and python/deepep beside it. build/python keeps the objects; everything
+# that was said is in build/logs/package-build.log.
 #
 #   tools/setup/package.sh           builds and installs
 #   tools/setup/package.sh --found   prints what a build depends on besides the sources: when it
@@ -73,6 +73,6 @@ if ! .venv/bin/python -m pip install --verbose --disable-pip-version-check --no-
   exit 1
 fi
 
-# The drop-in: a distribution of its own, pure Python.
+# The drop-in and the three calls: distributions of their own, pure Python.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-  --force-reinstall ./python/deep_ep
+  --force-reinstall ./python/deep_ep ./python/deepep
