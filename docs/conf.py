@@ -30,6 +30,7 @@ suppress_warnings = ["myst.xref_missing"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_mock_imports = ["jax", "tensorflow"]  # large, and only their names are needed
 
 # Doxygen reads the public headers and writes XML; breathe reads that.
 DOXYGEN = f"""
