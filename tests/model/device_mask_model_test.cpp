@@ -29,7 +29,7 @@ struct DeviceTraits {
   static constexpr int place(int source) { return source; }
 };
 
-struct DevicePlan {
+struct DeviceTrial {
   bool takes_back = false;  ///< masks, between a dispatch and its combine
   bool late_weights = false;
   bool two_alive = false;  ///< two dispatches, then their combines
@@ -55,12 +55,12 @@ class DeviceRank {
  public:
   static constexpr std::uint64_t kBytes = sizeof(std::uint64_t);
 
-  DeviceRank(World<Base>& world, const DevicePlaces& at, int rank, const DevicePlan& plan)
-      : world_(world), at_(at), rank_(rank), ranks_(world.what().ranks), plan_(plan) {}
+  DeviceRank(World<Base>& world, const DevicePlaces& at, int rank, const DeviceTrial& trial)
+      : world_(world), at_(at), rank_(rank), ranks_(world.what().ranks), trial_(trial) {}
 
   Status run() {
     const bool good = exchanges(1, world_.what().generations);
-    if (!plan_.rejoins) return good ? Status{} : evicted();
+    if (!trial_.rejoins) return good ? Status{} : evicted();
     protocol::Rejoin<> rejoin(at_.rejoin, rank_, world_.address(rank_, at_.rejoin.offers.flags),
                               world_.address(rank_, at_.rejoin.answers.flags));
     std::array<std::uint8_t, kMaxRanks> absent{};
@@ -83,11 +83,11 @@ class DeviceRank {
  private:
   /// False: a peer goes on without this rank, whose CPU makes no more calls.
   bool exchanges(Generation first, Generation last) {
-    const Generation step = plan_.two_alive ? 2 : 1;
+    const Generation step = trial_.two_alive ? 2 : 1;
     for (Generation g = first; g <= last; g += step) {
       for (Generation i = 0; i < step; ++i) {
         if (!dispatch(handles_[(g + i) % 2])) return false;
-        if (plan_.takes_back) take_back();
+        if (trial_.takes_back) take_back();
       }
       for (Generation i = 0; i < step; ++i) {
         if (!combine(handles_[(g + i) % 2])) return false;
@@ -227,13 +227,13 @@ class DeviceRank {
     std::array<bool, kMaxRanks> open{};
     for (int peer = 0; peer < ranks_; ++peer) {
       open[index(peer)] = !masked_before(peer) && handle.sent[index(peer)];
-      if (open[index(peer)] && plan_.late_weights) {
+      if (open[index(peer)] && trial_.late_weights) {
         word(peer, at_.weights[g % 2], rank_).store(g, order::relaxed);
       }
     }
     for (int source = 0; source < ranks_; ++source) {
       if (!open[index(source)] || !handle.sends[index(source)]) continue;
-      if (plan_.late_weights && !await_weight(source, g)) continue;
+      if (trial_.late_weights && !await_weight(source, g)) continue;
       const Payload sum = handle.lost[index(source)] ? Payload{} : payload(rank_ + 50, source, g);
       protocol::write_bytes(slot(source, at_.sums, g, Traits::place(rank_)), sum.data(), kBytes);
       word(source, at_.sum_tags[g % 2], rank_).store(g, Traits::kTell);
@@ -253,7 +253,7 @@ class DeviceRank {
   World<Base>& world_;
   const DevicePlaces& at_;
   int rank_, ranks_;
-  DevicePlan plan_;
+  DeviceTrial trial_;
   std::array<DeviceHandle, 2> handles_{};
   std::array<std::uint64_t, kMaxRanks> masked_{};  ///< the call in which the rank was; 0: it is not
   std::uint64_t call_ = 0;
@@ -262,7 +262,7 @@ class DeviceRank {
 };
 
 template <class Traits = DeviceTraits, class Base = Sound>
-Report device(const Case& what, const DevicePlan& plan = {}, std::uint64_t seed = 0) {
+Report device(const Case& what, const DeviceTrial& trial = {}, std::uint64_t seed = 0) {
   Explorer explorer;
   World<Base> world(explorer, what, {});
   DevicePlaces at;
@@ -276,11 +276,11 @@ Report device(const Case& what, const DevicePlan& plan = {}, std::uint64_t seed 
   const std::uint64_t bytes = 2 * 8 * static_cast<std::uint64_t>(what.ranks);
   at.rows = world.take(bytes, "rows");
   at.sums = world.take(bytes, "sums");
-  return world.run([&](int rank) { return DeviceRank<Traits, Base>(world, at, rank, plan).run(); },
+  return world.run([&](int rank) { return DeviceRank<Traits, Base>(world, at, rank, trial).run(); },
                    seed);
 }
 
-const DevicePlan kTakesBack{.takes_back = true}, kLateWeights{.late_weights = true},
+const DeviceTrial kTakesBack{.takes_back = true}, kLateWeights{.late_weights = true},
     kTwoAlive{.takes_back = true, .two_alive = true}, kRejoins{.rejoins = true};
 
 TEST(DeviceMaskModel, IsSound) {
@@ -298,8 +298,8 @@ TEST(DeviceMaskModel, IsSound) {
 TEST(DeviceMaskModel, RandomSchedulesOfManyRanks) {
   Case large{5, 4, false, {}};
   large.bounds = {.preemptions = 40, .slices = 4, .executions = 300};
-  for (const DevicePlan& plan : {DevicePlan{}, kTakesBack, kLateWeights, kTwoAlive, kRejoins}) {
-    const Report report = device(large, plan, 20261122);
+  for (const DeviceTrial& trial : {DeviceTrial{}, kTakesBack, kLateWeights, kTwoAlive, kRejoins}) {
+    const Report report = device(large, trial, 20261122);
     EXPECT_TRUE(report.passed) << report.failure << "\n" << report.schedule;
   }
 }

@@ -37,7 +37,7 @@ struct MaskTraits {
   static constexpr bool kKeepsAlive = true;
 };
 
-struct Plan {
+struct Trial {
   bool takes_back = false;  ///< masks are cleared between a dispatch and its combine
   bool rejoins = false;     ///< after the generations, then one more
   bool holds = false;       ///< rank 0 holds its first result across the rejoin
@@ -57,12 +57,12 @@ class MaskedRank {
  public:
   static constexpr std::uint64_t kBytes = sizeof(std::uint64_t), kRowBytes = 2 * kBytes;
 
-  MaskedRank(World<Base>& world, const Places& at, int rank, const Plan& plan)
+  MaskedRank(World<Base>& world, const Places& at, int rank, const Trial& trial)
       : world_(world),
         at_(at),
         rank_(rank),
         ranks_(world.what().ranks),
-        plan_(plan),
+        trial_(trial),
         reach_(world.reach(rank)),
         credit_(at.credit, rank, mine(at.credit.arrived.flags), mine(at.credit.released.flags)),
         told_(at.told, rank, mine(at.told.flags)),
@@ -71,19 +71,19 @@ class MaskedRank {
   Status run() {
     Status status;
     for (int i = 0; static_cast<Generation>(i) < world_.what().generations; ++i) {
-      status = exchange(!(plan_.holds && rank_ == 0 && i == 0));
+      status = exchange(!(trial_.holds && rank_ == 0 && i == 0));
       if (!status.ok()) break;
     }
-    if (!plan_.rejoins) return status;
+    if (!trial_.rejoins) return status;
     Ranks gone{};
     Generation agreed = 0;
     status = rejoin_.agree(reach_, used(), set(gone), *this, agreed);
     if (!status.ok()) return status;
     masked_ = {};
     base_ = generation_ = agreed;
-    const bool alive = plan_.holds && rank_ == 0 && Traits::kKeepsAlive;
+    const bool alive = trial_.holds && rank_ == 0 && Traits::kKeepsAlive;
     credit_.release(reach_, alive ? agreed - 1 : agreed);
-    if (!plan_.holds) return exchange(true);
+    if (!trial_.holds) return exchange(true);
     status = exchange(false);
     if (!status.ok()) return status;
     for (int source = 0; rank_ == 0 && source < ranks_; ++source) check_row(source, 1);
@@ -205,7 +205,7 @@ class MaskedRank {
     Status status = await(at_.credit.arrived, g, 2, unmasked(),
                           [&](int source) { came[at(source)] = check_row(source, g); });
     if (!status.ok()) return status;
-    if (plan_.takes_back) {
+    if (trial_.takes_back) {
       for (int peer = 0; peer < ranks_; ++peer) {
         if (masked_[at(peer)] != 0) tell(peer, false);
       }
@@ -238,7 +238,7 @@ class MaskedRank {
   World<Base>& world_;
   const Places& at_;
   int rank_, ranks_;
-  Plan plan_;
+  Trial trial_;
   typename World<Base>::Reach reach_;
   Credit<> credit_;
   ToldMasks told_;
@@ -249,7 +249,7 @@ class MaskedRank {
 };
 
 template <class Traits = MaskTraits, class Base = Sound>
-Report masked(const Case& what, const Plan& plan = {}, std::uint64_t seed = 0) {
+Report masked(const Case& what, const Trial& trial = {}, std::uint64_t seed = 0) {
   Explorer explorer;
   World<Base> world(explorer, what, {Channel::kArrival, Channel::kCredit, Channel::kDelivery});
   Places at;
@@ -261,11 +261,11 @@ Report masked(const Case& what, const Plan& plan = {}, std::uint64_t seed = 0) {
   const std::uint64_t bytes = 2 * 8 * static_cast<std::uint64_t>(what.ranks);
   at.rows = world.take(2 * bytes, "rows");
   at.sums = world.take(bytes, "sums");
-  return world.run([&](int rank) { return MaskedRank<Traits, Base>(world, at, rank, plan).run(); },
+  return world.run([&](int rank) { return MaskedRank<Traits, Base>(world, at, rank, trial).run(); },
                    seed);
 }
 
-const Plan kTakesBack{.takes_back = true}, kRejoins{.rejoins = true},
+const Trial kTakesBack{.takes_back = true}, kRejoins{.rejoins = true},
     kHolds{.rejoins = true, .holds = true};
 
 TEST(MaskModel, IsSound) {
@@ -282,8 +282,8 @@ TEST(MaskModel, IsSound) {
 TEST(MaskModel, RandomSchedulesOfManyRanks) {
   Case large{5, 4, false, {}};
   large.bounds = {.preemptions = 40, .slices = 4, .executions = 300};
-  for (const Plan& plan : {Plan{}, kTakesBack, kRejoins, kHolds}) {
-    const Report report = masked(large, plan, 20261121);
+  for (const Trial& trial : {Trial{}, kTakesBack, kRejoins, kHolds}) {
+    const Report report = masked(large, trial, 20261121);
     EXPECT_TRUE(report.passed) << report.failure << "\n" << report.schedule;
   }
 }
