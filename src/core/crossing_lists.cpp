@@ -134,8 +134,8 @@ void list_sums(const ExchangePlan& plan, const CrossingPlan& crossing, const Cro
   }
   for (std::size_t t = 0; t < parts.size(); ++t) {
     std::vector<std::int64_t> here;
-    for (std::int64_t l = plan.lane_offset[t]; l < plan.lane_offset[t + 1]; ++l) {
-      const int target = plan.lanes[index(l)].rank;
+    for (std::int64_t l = plan.destination_offset[t]; l < plan.destination_offset[t + 1]; ++l) {
+      const int target = plan.destinations[index(l)].rank;
       if (crossing.domains.together(target, plan.rank)) here.push_back(order(target));
     }
     for (std::size_t i = 0; i < parts[t].size(); ++i) parts[t][i].order = here[i];
@@ -194,9 +194,9 @@ CrossingLists make_crossing_lists(const ExchangePlan& plan, const CrossingPlan& 
   lists.how = how;
   std::vector<std::vector<std::int32_t>> to(index(plan.ranks()));
   for (std::int64_t token = 0; token < plan.own.tokens; ++token) {
-    for (std::int64_t l = plan.lane_offset[index(token)]; l < plan.lane_offset[index(token + 1)];
-         ++l) {
-      const int target = plan.lanes[index(l)].rank;
+    for (std::int64_t l = plan.destination_offset[index(token)];
+         l < plan.destination_offset[index(token + 1)]; ++l) {
+      const int target = plan.destinations[index(l)].rank;
       if (crossing.domains.together(target, plan.rank)) continue;
       auto& list = to[index(landing(crossing, how, plan.rank, target))];
       const auto name = static_cast<std::int32_t>(token);

@@ -56,7 +56,7 @@ Crossed cross(const World& world, Crossing how) {
   return all;
 }
 
-/// The lanes of a domain token, as an exchange inside its domain numbers them.
+/// The destinations of a domain token, as an exchange inside its domain numbers them.
 std::set<int> members_of(const DomainTokens& made, std::int64_t v, int topk,
                          const Placement& inside) {
   std::set<int> members;

@@ -59,9 +59,9 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
   crossing.tokens.resize(index(crossing.offset.back()));
   std::vector<std::int64_t> next(crossing.offset.begin(), crossing.offset.end() - 1);
   for (std::int64_t token = 0; token < plan.own.tokens; ++token) {
-    for (std::int64_t l = plan.lane_offset[index(token)]; l < plan.lane_offset[index(token + 1)];
-         ++l) {
-      const int domain = domains.of(plan.lanes[index(l)].rank);
+    for (std::int64_t l = plan.destination_offset[index(token)];
+         l < plan.destination_offset[index(token + 1)]; ++l) {
+      const int domain = domains.of(plan.destinations[index(l)].rank);
       std::int64_t& row = next[index(domain)];
       const bool there = row > crossing.offset[index(domain)] &&
                          crossing.tokens[index(row - 1)] == static_cast<std::int32_t>(token);
@@ -109,21 +109,24 @@ bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& doma
   std::vector<std::int32_t>& filled = forward.filled;
   filled.resize(index(plan.ranks()));
   for (std::size_t first = 0; first < ids.size(); first += topk) {
-    const std::size_t lanes = forward.lanes.size();
+    const std::size_t destinations = forward.destinations.size();
     for (const std::int32_t id : ids.subspan(first, topk)) {
       if (id < -1 || id >= plan.placement.experts) return false;
       const int target = id < 0 ? plan.rank : plan.placement.rank_of(id);
       if (id < 0 || domains.of(target) != here) continue;
-      const auto same = [target](const Lane& lane) { return lane.rank == target; };
-      const auto row = forward.lanes.begin() + static_cast<std::ptrdiff_t>(lanes);
-      if (std::any_of(row, forward.lanes.end(), same)) continue;
+      const auto same = [target](const Destination& destination) {
+        return destination.rank == target;
+      };
+      const auto row = forward.destinations.begin() + static_cast<std::ptrdiff_t>(destinations);
+      if (std::any_of(row, forward.destinations.end(), same)) continue;
       if (filled[index(target)] >= tokens_of(plan, source, target)) return false;
-      forward.lanes.push_back({target, filled[index(target)]++});
+      forward.destinations.push_back({target, filled[index(target)]++});
     }
-    if (forward.lanes.size() == lanes) return false;
-    std::sort(forward.lanes.begin() + static_cast<std::ptrdiff_t>(lanes), forward.lanes.end(),
-              [](const Lane& a, const Lane& b) { return a.rank < b.rank; });
-    forward.lane_offset.push_back(static_cast<std::int64_t>(forward.lanes.size()));
+    if (forward.destinations.size() == destinations) return false;
+    std::sort(forward.destinations.begin() + static_cast<std::ptrdiff_t>(destinations),
+              forward.destinations.end(),
+              [](const Destination& a, const Destination& b) { return a.rank < b.rank; });
+    forward.destination_offset.push_back(static_cast<std::int64_t>(forward.destinations.size()));
   }
   forward.topk_idx.insert(forward.topk_idx.end(), ids.begin(), ids.end());
   return true;

@@ -52,13 +52,13 @@ int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
 
 /// Where rows that crossed from one feeder go inside this rank's domain.
 struct Forward {
-  std::vector<std::int32_t> topk_idx{};         ///< [n, K], global ids as the source has them
-  std::vector<std::int64_t> lane_offset = {0};  ///< [n + 1] into lanes
-  std::vector<Lane> lanes{};                    ///< rank: in the group; row: ordinal among the
-                                                ///< rows that the source sends there
-  std::vector<std::int32_t> filled{};           ///< [R], or empty: lanes of each rank
+  std::vector<std::int32_t> topk_idx{};  ///< [n, K], global ids as the source has them
+  std::vector<std::int64_t> destination_offset = {0};  ///< [n + 1] into destinations
+  std::vector<Destination> destinations{};  ///< rank: in the group; row: ordinal among the
+                                            ///< rows that the source sends there
+  std::vector<std::int32_t> filled{};       ///< [R], or empty: destinations of each rank
 
-  std::int64_t rows() const { return static_cast<std::int64_t>(lane_offset.size()) - 1; }
+  std::int64_t rows() const { return static_cast<std::int64_t>(destination_offset.size()) - 1; }
 };
 
 /// Appends rows of `source` that crossed, in its order; ids [n, K]. False: they are not those that

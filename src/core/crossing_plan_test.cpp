@@ -77,13 +77,13 @@ TEST(CrossingPlan, ForwardedRowsComeToTheirFinalPlaces) {
         std::set<std::pair<int, int>> seen;
         for (std::size_t i = 0; i < tokens.size(); ++i) {
           int last = -1;
-          for (auto l = forward.lane_offset[i]; l < forward.lane_offset[i + 1]; ++l) {
-            const Lane lane = forward.lanes[index(l)];
-            ASSERT_GT(lane.rank, last);  // ascending
-            last = lane.rank;
-            ASSERT_EQ(world.domains.of(lane.rank), world.domains.of(r));
-            ASSERT_EQ(world.arriving(source, lane.rank)[index(lane.row)], tokens[i]);
-            seen.emplace(lane.rank, lane.row);
+          for (auto l = forward.destination_offset[i]; l < forward.destination_offset[i + 1]; ++l) {
+            const Destination destination = forward.destinations[index(l)];
+            ASSERT_GT(destination.rank, last);  // ascending
+            last = destination.rank;
+            ASSERT_EQ(world.domains.of(destination.rank), world.domains.of(r));
+            ASSERT_EQ(world.arriving(source, destination.rank)[index(destination.row)], tokens[i]);
+            seen.emplace(destination.rank, destination.row);
           }
         }
         std::size_t expected = 0;

@@ -33,14 +33,14 @@ std::vector<std::int64_t> exclusive_prefix(const std::vector<T>& counts) {
   return offsets;
 }
 
-/// Send lists and lanes, from the own routes.
+/// Send lists and destinations, from the own routes.
 void place_own_tokens(ExchangePlan& plan) {
   const RouteCounts& own = plan.own;
   plan.send_offset = exclusive_prefix(own.tokens_per_rank);
   plan.send_tokens.resize(static_cast<std::size_t>(plan.send_offset.back()));
-  plan.lanes.reserve(plan.send_tokens.size());
-  plan.lane_offset.assign(1, 0);
-  plan.lane_offset.reserve(static_cast<std::size_t>(own.tokens) + 1);
+  plan.destinations.reserve(plan.send_tokens.size());
+  plan.destination_offset.assign(1, 0);
+  plan.destination_offset.reserve(static_cast<std::size_t>(own.tokens) + 1);
   std::vector<std::int32_t> filled(own.tokens_per_rank.size(), 0);
   std::array<std::int32_t, kMaxTopk> ranks{};
   for (std::int64_t token = 0; token < own.tokens; ++token) {
@@ -51,9 +51,9 @@ void place_own_tokens(ExchangePlan& plan) {
       const std::int32_t row = filled[d]++;
       plan.send_tokens[static_cast<std::size_t>(plan.send_offset[d] + row)] =
           static_cast<std::int32_t>(token);
-      plan.lanes.push_back({static_cast<std::int32_t>(d), row});
+      plan.destinations.push_back({static_cast<std::int32_t>(d), row});
     }
-    plan.lane_offset.push_back(static_cast<std::int64_t>(plan.lanes.size()));
+    plan.destination_offset.push_back(static_cast<std::int64_t>(plan.destinations.size()));
   }
 }
 

@@ -22,8 +22,8 @@ struct RouteCounts {
 RouteCounts count_routes(std::vector<std::int32_t> topk_idx, std::int64_t tokens, int topk,
                          const Placement& placement);
 
-/// Lane j of a token is the j-th rank, ascending, that the token goes to.
-struct Lane {
+/// Destination j of a token is the j-th rank, ascending, that the token goes to.
+struct Destination {
   std::int32_t rank = 0;
   std::int32_t row = 0;  ///< ordinal among the rows that this rank sends there
 };
@@ -37,12 +37,12 @@ struct ExchangePlan {
   std::vector<std::int32_t> rank_tokens;   ///< [R, R]: row s, column d: tokens that s sends to d
   std::vector<std::int32_t> expert_slots;  ///< [R, local experts]: slots of s for my experts
 
-  std::vector<std::int32_t> send_tokens;  ///< own tokens by destination rank, then token
-  std::vector<std::int64_t> send_offset;  ///< [R + 1] into send_tokens
-  std::vector<std::int64_t> peer_row;     ///< [R]: at rank d, my rows begin at this row
-  std::vector<std::int64_t> recv_offset;  ///< [R + 1]: rows of source s at my rank
-  std::vector<std::int64_t> lane_offset;  ///< [T + 1] into lanes
-  std::vector<Lane> lanes;                ///< of own tokens, ascending rank
+  std::vector<std::int32_t> send_tokens;         ///< own tokens by destination rank, then token
+  std::vector<std::int64_t> send_offset;         ///< [R + 1] into send_tokens
+  std::vector<std::int64_t> peer_row;            ///< [R]: at rank d, my rows begin at this row
+  std::vector<std::int64_t> recv_offset;         ///< [R + 1]: rows of source s at my rank
+  std::vector<std::int64_t> destination_offset;  ///< [T + 1] into destinations
+  std::vector<Destination> destinations;         ///< of own tokens, ascending rank
 
   int ranks() const { return placement.ranks; }
   std::int64_t local_experts() const { return placement.local_experts(rank); }

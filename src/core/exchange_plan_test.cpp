@@ -92,18 +92,21 @@ TEST_F(ExchangePlanTest, EveryRowHasOnePlace) {
   });
 }
 
-TEST_F(ExchangePlanTest, LanesAreTheRanksOfATokenAscending) {
+TEST_F(ExchangePlanTest, DestinationsAreTheRanksOfATokenAscending) {
   for_many([](const World& world, const ExchangePlan& plan, int r) {
-    ASSERT_EQ(static_cast<std::int64_t>(plan.lane_offset.size()), world.tokens(r) + 1);
+    ASSERT_EQ(static_cast<std::int64_t>(plan.destination_offset.size()), world.tokens(r) + 1);
     for (std::int64_t t = 0; t < world.tokens(r); ++t) {
       std::vector<int> expected, got;
       for (int d = 0; d < plan.ranks(); ++d) {
         if (world.targets(r, t).contains(d)) expected.push_back(d);
       }
-      for (std::int64_t l = plan.lane_offset[index(t)]; l < plan.lane_offset[index(t) + 1]; ++l) {
-        const Lane lane = plan.lanes[index(l)];
-        got.push_back(lane.rank);
-        EXPECT_EQ(plan.send_tokens[index(plan.send_offset[index(lane.rank)] + lane.row)], t);
+      for (std::int64_t l = plan.destination_offset[index(t)];
+           l < plan.destination_offset[index(t) + 1]; ++l) {
+        const Destination destination = plan.destinations[index(l)];
+        got.push_back(destination.rank);
+        EXPECT_EQ(
+            plan.send_tokens[index(plan.send_offset[index(destination.rank)] + destination.row)],
+            t);
       }
       EXPECT_EQ(got, expected);
     }
@@ -190,7 +193,7 @@ TEST(ExchangePlanExampleTest, TwoRanksByHand) {
   EXPECT_EQ(zero.recv_offset, (std::vector<std::int64_t>{0, 1, 2}));
   EXPECT_EQ(zero.slots_per_expert(), (std::vector<std::int64_t>{2, 1}));
   EXPECT_EQ(zero.expert_offsets(4), (std::vector<std::int64_t>{0, 4, 8}));
-  EXPECT_EQ(zero.lane_offset, (std::vector<std::int64_t>{0, 2, 3, 3}));
+  EXPECT_EQ(zero.destination_offset, (std::vector<std::int64_t>{0, 2, 3, 3}));
   const ExchangePlan& one = world.plans[1];
   EXPECT_EQ(one.recv_rows(), 3);
   EXPECT_EQ(one.slots_per_expert(), (std::vector<std::int64_t>{4}));

@@ -144,8 +144,8 @@ void run_quantised(std::uint64_t seed, int repeat) {
   std::fflush(stdout);
 }
 
-/// Masks of several words, tokens with more than 32 lanes. Streams that share a hardware queue
-/// would wait for each other, so this needs enough GPUs.
+/// Masks of several words, tokens with more than 32 destinations. Streams that share a hardware
+/// queue would wait for each other, so this needs enough GPUs.
 void run_many_ranks(std::uint64_t seed) {
   for (const int ranks : {40, kMaxDomain}) {
     if (ranks > 30 * gpu_count()) continue;

@@ -11,9 +11,9 @@ namespace {
 
 /// Where every token goes: its row at each rank, in the order of sources and tokens.
 void place_tokens(Exchange& x) {
-  const int ranks = x.shape.ranks, topk = x.shape.topk, lanes = lanes_of(topk, ranks);
+  const int ranks = x.shape.ranks, topk = x.shape.topk, destinations = destinations_of(topk, ranks);
   x.arrivals.assign(at(ranks), {});
-  x.lanes.assign(at(ranks), {});
+  x.destinations.assign(at(ranks), {});
   x.rows_at.assign(at(ranks), {});
   for (int s = 0; s < ranks; ++s) {
     std::vector<std::int32_t> sent(at(ranks), 0);
@@ -27,11 +27,12 @@ void place_tokens(Exchange& x) {
       for (int d = 0; d < ranks; ++d) {
         x.rows_at[at(s)].push_back(goes[at(d)] ? x.received(d) : -1);
         if (!goes[at(d)]) continue;
-        x.lanes[at(s)].insert(x.lanes[at(s)].end(), {d, sent[at(d)]++});
+        x.destinations[at(s)].insert(x.destinations[at(s)].end(), {d, sent[at(d)]++});
         x.arrivals[at(d)].push_back({s, t});
         ++used;
       }
-      for (; used < lanes; ++used) x.lanes[at(s)].insert(x.lanes[at(s)].end(), {-1, 0});
+      for (; used < destinations; ++used)
+        x.destinations[at(s)].insert(x.destinations[at(s)].end(), {-1, 0});
     }
   }
 }
@@ -126,7 +127,7 @@ PlanView upload_plan(KernelGroup& group, const Exchange& x, int rank) {
     const Arrival& a = x.arrivals[at(rank)][i / at(plan.topk)];
     if (ids[i] >= 0) ++slots[at(a.source * local + ids[i])];
   }
-  put(plan.layout.lanes, x.lanes[at(rank)]);
+  put(plan.layout.destinations, x.destinations[at(rank)]);
   put(plan.layout.ids, x.ids[at(rank)]);
   put(plan.layout.rank_tokens, rank_tokens);
   put(plan.layout.expert_slots, slots);

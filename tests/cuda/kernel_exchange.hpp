@@ -30,10 +30,10 @@ struct ExchangeShape {
 struct Exchange {
   ExchangeShape shape;
   Placement placement{};
-  std::vector<std::vector<std::int32_t>> ids;      ///< [ranks][T, K], global, −1 = unused
-  std::vector<std::vector<Arrival>> arrivals;      ///< [ranks]: received rows in their order
-  std::vector<std::vector<std::int32_t>> lanes;    ///< [ranks][T, L, 2]: rank, row
-  std::vector<std::vector<std::int64_t>> rows_at;  ///< [ranks][T, R]: row at rank d, or −1
+  std::vector<std::vector<std::int32_t>> ids;           ///< [ranks][T, K], global, −1 = unused
+  std::vector<std::vector<Arrival>> arrivals;           ///< [ranks]: received rows in their order
+  std::vector<std::vector<std::int32_t>> destinations;  ///< [ranks][T, L, 2]: rank, row
+  std::vector<std::vector<std::int64_t>> rows_at;       ///< [ranks][T, R]: row at rank d, or −1
 
   std::int64_t tokens(int rank) const { return shape.tokens[static_cast<std::size_t>(rank)]; }
   std::int64_t received(int rank) const {

@@ -46,6 +46,9 @@ evicted
     k?[Ll]eft_?[Bb]ehind|[Rr]anks? (was|were) left behind  but OLD
 endpoint
     Lanes?|lanes?  in src/(fabric|bootstrap|protocol|engine)/|docs/(network|design/domains)
+destination
+    [Ll]anes?  in src/(core/(crossing|exchange_plan)|host/(domains|throughput)/)
+    (Device|Token)Lanes?|LaneWords|lane_(offset|count|at)|lanes_of\w*|push_lanes
 endpoint set, or rail
     [Bb]undles?_?
 handshake

@@ -19,6 +19,8 @@ import words
         ("docs/guide.md", "Waits end at the next look.", "poll"),
         ("src/fabric/ofi/a.hpp", "/// The lane of a peer.", "endpoint"),
         ("src/host/a.cpp", "  pulse_.beat();", "heartbeat"),
+        ("src/host/throughput/a.cpp", "  const Lane to = at(0);", "destination"),
+        ("src/cuda/kernels/throughput/a.cuh", "  TokenLanes to;", "destination"),
         ("tests/cuda/a.cu", "  const std::uint64_t lie = 1;", "protocol violation"),
         ("src/cuda/latency/a.cpp", "  return at.half();", "parity"),
         ("src/core/a.hpp", "// Rows from beyond the line.", "domain"),

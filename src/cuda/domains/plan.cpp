@@ -254,16 +254,16 @@ void DomainEngine::plan_inside(DomainCall& call, int topk, int sources, Crossing
   }
   made.scattered = true;
   made.token_names = to.names;
-  ShiftLanesParameters parameters;
-  parameters.lanes = made.view.data + made.view.layout.lanes;
+  ShiftDestinationsParameters parameters;
+  parameters.destinations = made.view.data + made.view.layout.destinations;
   parameters.count = to.count;
   parameters.ranks = inside().size();
-  parameters.lane_count = lanes_of(topk, inside().size());
+  parameters.destination_count = destinations_of(topk, inside().size());
   parameters.sources = sources;
   parameters.first = to.first;
   parameters.shift = to.shift;
   parameters.peer_row = reinterpret_cast<std::int64_t*>(made.view.data + made.view.layout.peer_row);
-  check(launch_shift_lanes(parameters, call.native()), "launch_shift_lanes");
+  check(launch_shift_destinations(parameters, call.native()), "launch_shift_destinations");
 }
 
 CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<DomainPlan>& plan,

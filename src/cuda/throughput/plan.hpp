@@ -26,8 +26,8 @@ class CudaPlan final : public PlanState {
   Held memory{};  ///< empty: there was none, and the plan only says so
   PlanView view{};
   bool captured = false;
-  /// Rows of one source do not lie together at their ranks: lanes say where they lie, and what
-  /// counts on the order of a source's rows is left out (domains/plan.cpp).
+  /// Rows of one source do not lie together at their ranks: destinations say where they lie, and
+  /// what counts on the order of a source's rows is left out (domains/plan.cpp).
   bool scattered = false;
   const std::int32_t* token_names = nullptr;  ///< [T], or null: what source_token says of a token
   std::size_t routes_state = 0;        ///< where in `memory` it says whether the routes have come

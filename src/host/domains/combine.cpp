@@ -2,7 +2,6 @@
 // the rank on the owner's rail; the owner adds the domains in ascending order.
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "core/check.hpp"
 #include "host/kernels/kernels.hpp"
@@ -23,16 +22,16 @@ class DomainCombine {
  private:
   void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
   void find_rows_of(int owner);
-  void sum_lanes(std::span<const Lane> lanes, void* out) const;
-  void add_weights(std::span<const Lane> lanes, float* to) const;
-  void add_inside(std::span<const Lane> lanes, float* to) const;
+  void sum_destinations(std::span<const Destination> destinations, void* out) const;
+  void add_weights(std::span<const Destination> destinations, float* to) const;
+  void add_inside(std::span<const Destination> destinations, float* to) const;
   /// Of one token at its owner, and what is kept from token to token.
   struct TokenSums {
-    std::vector<Lane> lanes{};         // in the own domain
-    std::vector<const void*> rows{};   // a sum for each domain, ascending
-    std::vector<bool> there{};         // [D]
-    std::vector<std::int64_t> next{};  // [D]: row of the staging buffer that comes next
-    std::vector<std::byte> inside{};   // the own domain's sum
+    std::vector<Destination> destinations{};  // in the own domain
+    std::vector<const void*> rows{};          // a sum for each domain, ascending
+    std::vector<bool> there{};                // [D]
+    std::vector<std::int64_t> next{};         // [D]: row of the staging buffer that comes next
+    std::vector<std::byte> inside{};          // the own domain's sum
   };
   void find_sums(std::int64_t token, TokenSums& sums);
 
@@ -81,12 +80,12 @@ void DomainCombine::push_chunk(std::size_t feeder, std::int64_t first, std::int6
   std::vector<std::byte> sums(index(end - first) * row_bytes);
   std::vector<float> weights(index(end - first) * call_.weight_bytes() / sizeof(float));
   for (std::int64_t row = first; row < end; ++row) {
-    const std::span<const Lane> lanes(
-        forward.lanes.data() + forward.lane_offset[index(row)],
-        index(forward.lane_offset[index(row + 1)] - forward.lane_offset[index(row)]));
-    sum_lanes(lanes, sums.data() + index(row - first) * row_bytes);
+    const std::span<const Destination> destinations(
+        forward.destinations.data() + forward.destination_offset[index(row)],
+        index(forward.destination_offset[index(row + 1)] - forward.destination_offset[index(row)]));
+    sum_destinations(destinations, sums.data() + index(row - first) * row_bytes);
     if (call_.has_weights())
-      add_weights(lanes, weights.data() + index(row - first) * index(call_.plan->topk));
+      add_weights(destinations, weights.data() + index(row - first) * index(call_.plan->topk));
   }
   const StepMessage theirs = channel_.head(owner);
   const std::uint64_t tag = channel_.delivery_tag();
@@ -102,24 +101,24 @@ void DomainCombine::push_chunk(std::size_t feeder, std::int64_t first, std::int6
 }
 
 /// fp32 in ascending rank order, rounded once.
-void DomainCombine::sum_lanes(std::span<const Lane> lanes, void* out) const {
+void DomainCombine::sum_destinations(std::span<const Destination> destinations, void* out) const {
   std::array<const void*, kMaxTopk> rows{};
   SumRows sum;
   sum.rows = rows.data();
   sum.columns = call_.rows.columns();
   sum.dtype = call_.rows.dtype;
-  for (const Lane& lane : lanes) {
+  for (const Destination& destination : destinations) {
     rows[index(sum.count++)] =
-        row_base_[index(lane.rank)] + index(lane.row) * call_.rows.row_bytes();
+        row_base_[index(destination.rank)] + index(destination.row) * call_.rows.row_bytes();
   }
   sum.out = out;
   kernels().sum_rows(sum);
 }
 
-void DomainCombine::add_weights(std::span<const Lane> lanes, float* to) const {
-  for (const Lane& lane : lanes) {
-    const auto* weights = reinterpret_cast<const float*>(weight_base_[index(lane.rank)] +
-                                                         index(lane.row) * call_.weight_bytes());
+void DomainCombine::add_weights(std::span<const Destination> destinations, float* to) const {
+  for (const Destination& destination : destinations) {
+    const auto* weights = reinterpret_cast<const float*>(
+        weight_base_[index(destination.rank)] + index(destination.row) * call_.weight_bytes());
     for (std::size_t k = 0; k < index(call_.plan->topk); ++k) to[k] += weights[k];
   }
 }
@@ -137,13 +136,14 @@ void DomainCombine::wait_for_sums() {
 void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
   const Domains& domains = call_.engine.topology();
   std::fill(sums.there.begin(), sums.there.end(), false);
-  sums.lanes.clear();
+  sums.destinations.clear();
   sums.rows.clear();
-  for (std::int64_t l = plan_.lane_offset[index(token)]; l < plan_.lane_offset[index(token + 1)];
-       ++l) {
-    const Lane lane = plan_.lanes[index(l)];
-    sums.there[index(domains.of(lane.rank))] = true;
-    if (domains.together(lane.rank, call_.engine.rank())) sums.lanes.push_back(lane);
+  for (std::int64_t l = plan_.destination_offset[index(token)];
+       l < plan_.destination_offset[index(token + 1)]; ++l) {
+    const Destination destination = plan_.destinations[index(l)];
+    sums.there[index(domains.of(destination.rank))] = true;
+    if (domains.together(destination.rank, call_.engine.rank()))
+      sums.destinations.push_back(destination);
   }
   float* weights =
       call_.has_weights() ? result_.topk_weights.as<float>() + token * call_.plan->topk : nullptr;
@@ -151,9 +151,9 @@ void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
   for (int domain = 0; domain < domains.count(); ++domain) {
     if (!sums.there[index(domain)]) continue;
     if (domain == domains.of(call_.engine.rank())) {
-      sum_lanes(sums.lanes, sums.inside.data());
+      sum_destinations(sums.destinations, sums.inside.data());
       sums.rows.push_back(sums.inside.data());
-      if (weights != nullptr) add_inside(sums.lanes, weights);
+      if (weights != nullptr) add_inside(sums.destinations, weights);
       continue;
     }
     const std::size_t row = index(sums.next[index(domain)]++);
@@ -190,9 +190,9 @@ void DomainCombine::sum_domains() {
 }
 
 /// The sum inside the own domain is a number of its own, as that of every other domain.
-void DomainCombine::add_inside(std::span<const Lane> lanes, float* to) const {
+void DomainCombine::add_inside(std::span<const Destination> destinations, float* to) const {
   std::array<float, kMaxTopk> sums{};
-  add_weights(lanes, sums.data());
+  add_weights(destinations, sums.data());
   for (std::size_t k = 0; k < index(call_.plan->topk); ++k) to[k] += sums[k];
 }
 

@@ -110,11 +110,11 @@ void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_
   const std::size_t from = index(staged);
   const std::size_t scale_bytes = index(shape_.scale_columns) * sizeof(float);
   const std::int32_t* ids = forward.topk_idx.data() + index(row) * index(plan_.topk);
-  for (std::int64_t l = forward.lane_offset[index(row)]; l < forward.lane_offset[index(row + 1)];
-       ++l) {
-    const Lane lane = forward.lanes[index(l)];
-    const Target& target = targets_[index(engine_.topology().index(lane.rank))];
-    const std::size_t to = index(first_row_[index(lane.rank)] + lane.row);
+  for (std::int64_t l = forward.destination_offset[index(row)];
+       l < forward.destination_offset[index(row + 1)]; ++l) {
+    const Destination destination = forward.destinations[index(l)];
+    const Target& target = targets_[index(engine_.topology().index(destination.rank))];
+    const std::size_t to = index(first_row_[index(destination.rank)] + destination.row);
     copy(target.rows + to * shape_.row_bytes, staging_ + layout_.rows_at + from * shape_.row_bytes,
          shape_.row_bytes);
     std::memcpy(target.scales + to * scale_bytes, staging_ + layout_.scales + from * scale_bytes,

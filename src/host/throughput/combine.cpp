@@ -102,7 +102,7 @@ void CombineJob::refuse_crossing() {
 
 std::size_t CombineJob::staged_rows() const {
   if (call_.hierarchical()) return static_cast<std::size_t>(call_.plan->crossing.offset.back());
-  return call_.outsiders ? call_.exchange().lanes.size() : 0;
+  return call_.outsiders ? call_.exchange().destinations.size() : 0;
 }
 
 std::int64_t CombineJob::staged_rows_of(int peer) const {

@@ -125,11 +125,11 @@ void DirectCombine::take_rows() {
 
 /// Waits for the first row that the next token lacks.
 void DirectCombine::await_rows() {
-  for (std::int64_t l = plan_.lane_offset[index(summed_)];; ++l) {
-    const Lane lane = plan_.lanes[index(l)];
-    std::int64_t& here = rows_here_[index(lane.rank)];
-    if (lane.row < here) continue;
-    channel_.await_chunk("combine: rows", lane.rank);
+  for (std::int64_t l = plan_.destination_offset[index(summed_)];; ++l) {
+    const Destination destination = plan_.destinations[index(l)];
+    std::int64_t& here = rows_here_[index(destination.rank)];
+    if (destination.row < here) continue;
+    channel_.await_chunk("combine: rows", destination.rank);
     here += rows_of_chunk();
     return;
   }
@@ -138,11 +138,14 @@ void DirectCombine::await_rows() {
 /// Sums the tokens that lack no row, up to the first that does: rows come in ascending order.
 void DirectCombine::sum_complete() {
   const std::int64_t first = summed_;
-  const auto is_here = [&](const Lane& lane) { return lane.row < rows_here_[index(lane.rank)]; };
-  const auto lane = [&](std::int64_t token) {
-    return plan_.lanes.begin() + plan_.lane_offset[index(token)];
+  const auto is_here = [&](const Destination& destination) {
+    return destination.row < rows_here_[index(destination.rank)];
   };
-  while (summed_ < call_.plan->tokens && std::all_of(lane(summed_), lane(summed_ + 1), is_here)) {
+  const auto destination = [&](std::int64_t token) {
+    return plan_.destinations.begin() + plan_.destination_offset[index(token)];
+  };
+  while (summed_ < call_.plan->tokens &&
+         std::all_of(destination(summed_), destination(summed_ + 1), is_here)) {
     ++summed_;
   }
   sum_tokens(first, summed_);
@@ -158,11 +161,12 @@ void DirectCombine::sum_tokens(std::int64_t first, std::int64_t end) {
   const auto find = [&](std::size_t token) {
     std::int64_t count = 0;
     if (token == static_cast<std::size_t>(end)) return count;
-    for (std::int64_t l = plan_.lane_offset[token]; l < plan_.lane_offset[token + 1]; ++l) {
-      const Lane lane = plan_.lanes[static_cast<std::size_t>(l)];
+    for (std::int64_t l = plan_.destination_offset[token]; l < plan_.destination_offset[token + 1];
+         ++l) {
+      const Destination destination = plan_.destinations[static_cast<std::size_t>(l)];
       rows[token % 2][static_cast<std::size_t>(count++)] =
-          row_base_[static_cast<std::size_t>(lane.rank)] +
-          static_cast<std::size_t>(lane.row) * row_bytes;
+          row_base_[static_cast<std::size_t>(destination.rank)] +
+          static_cast<std::size_t>(destination.row) * row_bytes;
     }
     return count;
   };
@@ -190,11 +194,12 @@ void DirectCombine::sum_weights() {
   auto* out = result_.topk_weights.as<float>();
   std::fill(out, out + static_cast<std::size_t>(call_.plan->tokens) * topk, 0.0f);
   for (std::size_t token = 0; token < static_cast<std::size_t>(call_.plan->tokens); ++token) {
-    for (std::int64_t l = plan_.lane_offset[token]; l < plan_.lane_offset[token + 1]; ++l) {
-      const Lane lane = plan_.lanes[static_cast<std::size_t>(l)];
-      const auto* weights =
-          reinterpret_cast<const float*>(weight_base_[static_cast<std::size_t>(lane.rank)] +
-                                         static_cast<std::size_t>(lane.row) * call_.weight_bytes());
+    for (std::int64_t l = plan_.destination_offset[token]; l < plan_.destination_offset[token + 1];
+         ++l) {
+      const Destination destination = plan_.destinations[static_cast<std::size_t>(l)];
+      const auto* weights = reinterpret_cast<const float*>(
+          weight_base_[static_cast<std::size_t>(destination.rank)] +
+          static_cast<std::size_t>(destination.row) * call_.weight_bytes());
       for (std::size_t k = 0; k < topk; ++k) out[token * topk + k] += weights[k];
     }
   }

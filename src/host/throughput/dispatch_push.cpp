@@ -19,7 +19,7 @@ void DispatchPush::write(int peer, fabric::Address to, const void* from, std::si
 
 DispatchPush::DispatchPush(const DispatchCall& call)
     : call_(call),
-      stream_(call.exchange().lanes.size() * call.row.bytes() > kStreamBytes),
+      stream_(call.exchange().destinations.size() * call.row.bytes() > kStreamBytes),
       made_scales_(call.row.quantized
                        ? static_cast<std::size_t>(call.plan->tokens * call.row.scale_columns)
                        : 0),
@@ -73,13 +73,13 @@ void DispatchPush::rows() {
   for (std::int64_t token = 0; token < call_.plan->tokens; ++token) {
     const std::byte* row = encode(token, codes.data());
     const auto t = static_cast<std::size_t>(token);
-    for (std::int64_t l = plan_.lane_offset[t]; l < plan_.lane_offset[t + 1]; ++l) {
-      const Lane lane = plan_.lanes[static_cast<std::size_t>(l)];
-      const auto d = static_cast<std::size_t>(lane.rank);
-      const std::uint64_t at = static_cast<std::uint64_t>(lane.row) * row_bytes;
+    for (std::int64_t l = plan_.destination_offset[t]; l < plan_.destination_offset[t + 1]; ++l) {
+      const Destination destination = plan_.destinations[static_cast<std::size_t>(l)];
+      const auto d = static_cast<std::size_t>(destination.rank);
+      const std::uint64_t at = static_cast<std::uint64_t>(destination.row) * row_bytes;
       if (base[d] == nullptr) {
         if (!call_.hierarchical())
-          write(lane.rank, {target[d].segment, target[d].offset + at}, row, row_bytes);
+          write(destination.rank, {target[d].segment, target[d].offset + at}, row, row_bytes);
       } else if (stream_) {
         run.copy_stream(base[d] + at, row, row_bytes);
       } else {

@@ -94,7 +94,7 @@ struct BesideWords {
 /// Words that kernels of one rank share. Calls of a group run one after another on the GPU.
 struct LocalWords {
   std::uint64_t generation;  ///< of the last call that has ended
-  std::uint64_t planning;    ///< of the last plan whose lanes are made
+  std::uint64_t planning;    ///< of the last plan whose destinations are made
   std::uint64_t failed;      ///< not 0: a call failed; later kernels do nothing
   std::uint64_t refused;     ///< of the last call that ended in peace without moving anything
   std::uint32_t arrived[4];  ///< blocks that have passed a point of the running call; 0 between

@@ -106,11 +106,16 @@ __device__ __forceinline__ bool combine(const CombineLaunch& launch, std::byte* 
   if (!begin_call(p.group, generation)) return false;
   if (blockIdx.x == 0) post_head(p, control, generation);
   // What the plan says is fetched, and the ring made, while the heads are on their way.
-  const CombineSource source{&p.group,          generation,
-                             &summed,           plan_part<DeviceLane>(p.plan, p.plan.layout.lanes),
-                             launch.lane_count, launch.entry_count,
-                             launch.group_bits, &bases,
-                             launch.biases,     launch.row_bytes};
+  const CombineSource source{&p.group,
+                             generation,
+                             &summed,
+                             plan_part<DeviceDestination>(p.plan, p.plan.layout.destinations),
+                             launch.destination_count,
+                             launch.entry_count,
+                             launch.group_bits,
+                             &bases,
+                             launch.biases,
+                             launch.row_bytes};
   const SumWork work = work_of_warp<kVectors>(launch);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const bool sums = warp < launch.shape.warps;
@@ -212,8 +217,8 @@ cudaError_t launch_combine(const CombineParameters& parameters, cudaStream_t str
   }
   if (!is_aligned(parameters.out)) return cudaErrorMisalignedAddress;
   if (parameters.num_sms < 1 || parameters.group.ranks > kMaxDomain) return cudaErrorInvalidValue;
-  launch.lane_count = lanes_of(parameters.plan.topk, parameters.group.ranks);
-  launch.entry_count = launch.lane_count + launch.bias_count;
+  launch.destination_count = destinations_of(parameters.plan.topk, parameters.group.ranks);
+  launch.entry_count = launch.destination_count + launch.bias_count;
   launch.group_bits = CombineSource::group_bits_for(parameters.plan.tokens);
   const int beside = warps_beside(parameters);
   KernelLimits limits;

@@ -1,4 +1,5 @@
-// Where a combine's rows and weights are: what the peers' heads say, checked, and the plan's lanes.
+// Where a combine's rows and weights are: what the peers' heads say, checked, and the plan's
+// destinations.
 #pragma once
 #include "cuda/kernels/base/entry.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
@@ -14,9 +15,9 @@ struct CombineLaunch {
   std::int64_t row_bytes = 0;
   const std::byte* biases[2] = {nullptr, nullptr};  // those that there are, in their order
   int bias_count = 0;
-  int lane_count = 1;   // of a token
-  int entry_count = 1;  // and with the biases
-  int group_bits = 0;   // rows are waited for by groups, named in few bits
+  int destination_count = 1;  // of a token
+  int entry_count = 1;        // and with the biases
+  int group_bits = 0;         // rows are waited for by groups, named in few bits
 };
 
 template <class T>
@@ -30,14 +31,14 @@ struct Bases {
   const float* weights[kMaxDomain];
 };
 
-/// Entry j of a token: its lanes, which are rows of ranks in ascending order, then the biases. Some
-/// ranks may still make their rows.
+/// Entry j of a token: its destinations, which are rows of ranks in ascending order, then the
+/// biases. Some ranks may still make their rows.
 struct CombineSource {
   const GroupView* group;
   std::uint64_t generation;
   const SummedRows* summed;
-  const DeviceLane* lanes;
-  int lane_count;
+  const DeviceDestination* destinations;
+  int destination_count;
   int entry_count;
   int group_bits;
   const Bases* bases;
@@ -60,20 +61,20 @@ struct CombineSource {
     return static_cast<unsigned>(rank) < static_cast<unsigned>(group->ranks);
   }
   __device__ Raw load(std::uint32_t token, int j) const {
-    if (j >= lane_count) return {-1, 0};
-    return __ldg(
-        reinterpret_cast<const int2*>(lanes + static_cast<std::int64_t>(token) * lane_count + j));
+    if (j >= destination_count) return {-1, 0};
+    return __ldg(reinterpret_cast<const int2*>(
+        destinations + static_cast<std::int64_t>(token) * destination_count + j));
   }
   __device__ Entry resolve(const Raw& raw, std::uint32_t token, int j) const {
-    if (j >= lane_count) {
-      return {biases[j - lane_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
+    if (j >= destination_count) {
+      return {biases[j - destination_count] + static_cast<std::int64_t>(token) * row_bytes, 0.0f};
     }
     if (!is_rank(raw.x)) return {nullptr, 0.0f};
     return {bases->rows[raw.x] + static_cast<std::int64_t>(raw.y) * row_bytes, 0.0f};
   }
   __device__ std::uint32_t due(const Raw& raw, int j) const {
     const auto row = static_cast<std::uint32_t>(raw.y);
-    if (j >= lane_count || !is_rank(raw.x)) return 0;
+    if (j >= destination_count || !is_rank(raw.x)) return 0;
     if (load_acquire_block(&summed->rows[raw.x]) > row) return 0;
     return (min(row >> group_bits, kGroups - 1) << kRankBits | static_cast<std::uint32_t>(raw.x)) +
            1;
@@ -179,19 +180,20 @@ __device__ __forceinline__ void add_weights(float4& acc, const float4& more) {
 template <class Weights>
 __device__ inline Weights sum_weight(const CombineSource& source, std::int64_t token, int slot,
                                      int topk) {
-  const DeviceLane* lanes = source.lanes + token * source.lane_count;
+  const DeviceDestination* destinations = source.destinations + token * source.destination_count;
   Weights acc{};
-  for (int base = 0; base < source.lane_count; base += 4) {
+  for (int base = 0; base < source.destination_count; base += 4) {
     Weights weights[4];
     bool there[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      DeviceLane lane{-1, 0};
-      if (base + i < source.lane_count) lane = lanes[base + i];
-      there[i] = source.is_rank(lane.rank);
+      DeviceDestination destination{-1, 0};
+      if (base + i < source.destination_count) destination = destinations[base + i];
+      there[i] = source.is_rank(destination.rank);
       if (there[i]) {
         weights[i] = __ldcg(reinterpret_cast<const Weights*>(
-            source.bases->weights[lane.rank] + static_cast<std::int64_t>(lane.row) * topk + slot));
+            source.bases->weights[destination.rank] +
+            static_cast<std::int64_t>(destination.row) * topk + slot));
       }
     }
 #pragma unroll

@@ -137,20 +137,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    shift_lanes_kernel(const __grid_constant__ ShiftLanesParameters p) {
+    shift_destinations_kernel(const __grid_constant__ ShiftDestinationsParameters p) {
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (thread < p.ranks) p.peer_row[thread] = 0;
-  auto* lanes = static_cast<DeviceLane*>(p.lanes);
-  for (std::int64_t i = thread; i < p.count * p.lane_count;
+  auto* destinations = static_cast<DeviceDestination*>(p.destinations);
+  for (std::int64_t i = thread; i < p.count * p.destination_count;
        i += std::int64_t{gridDim.x} * kThreads) {
-    const std::int64_t token = i / p.lane_count;
+    const std::int64_t token = i / p.destination_count;
     int source = 0;
 #pragma unroll 1
     while (source + 1 < p.sources && token >= p.first[source + 1]) ++source;
-    DeviceLane lane = lanes[i];
-    if (lane.rank < 0) continue;
-    lane.row += p.shift[source * p.ranks + lane.rank];
-    lanes[i] = lane;
+    DeviceDestination destination = destinations[i];
+    if (destination.rank < 0) continue;
+    destination.row += p.shift[source * p.ranks + destination.rank];
+    destinations[i] = destination;
   }
 }
 
@@ -294,9 +294,10 @@ cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t strea
   return cudaGetLastError();
 }
 
-cudaError_t launch_shift_lanes(const ShiftLanesParameters& parameters, cudaStream_t stream) {
+cudaError_t launch_shift_destinations(const ShiftDestinationsParameters& parameters,
+                                      cudaStream_t stream) {
   constexpr int kBlocks = 64;
-  shift_lanes_kernel<<<kBlocks, kThreads, 0, stream>>>(parameters);
+  shift_destinations_kernel<<<kBlocks, kThreads, 0, stream>>>(parameters);
   return cudaGetLastError();
 }
 
@@ -321,7 +322,7 @@ cudaError_t load_crossing_kernels() {
   const void* const kernels[] = {reinterpret_cast<const void*>(&pack_kernel),
                                  reinterpret_cast<const void*>(&gather_kernel),
                                  reinterpret_cast<const void*>(&unpack_kernel),
-                                 reinterpret_cast<const void*>(&shift_lanes_kernel),
+                                 reinterpret_cast<const void*>(&shift_destinations_kernel),
                                  reinterpret_cast<const void*>(add_kernel_for(Dtype::f32)),
                                  reinterpret_cast<const void*>(add_kernel_for(Dtype::bf16)),
                                  reinterpret_cast<const void*>(add_kernel_for(Dtype::f16)),

@@ -75,18 +75,20 @@ struct UnpackParameters {
 };
 cudaError_t launch_unpack(const UnpackParameters& parameters, cudaStream_t stream);
 
-/// DeviceLane [V, L] of a plan whose rows lie in the whole group's order (core/crossing_lists.hpp).
-struct ShiftLanesParameters {
-  void* lanes = nullptr;
-  std::int64_t count = 0;  ///< V
-  int lane_count = 1;      ///< L
-  int ranks = 1;           ///< of the domain
+/// DeviceDestination [V, L] of a plan whose rows lie in the whole group's order
+/// (core/crossing_lists.hpp).
+struct ShiftDestinationsParameters {
+  void* destinations = nullptr;
+  std::int64_t count = 0;     ///< V
+  int destination_count = 1;  ///< L
+  int ranks = 1;              ///< of the domain
   int sources = 0;
   const std::int64_t* first = nullptr;  ///< [sources + 1]
   const std::int32_t* shift = nullptr;  ///< [sources, ranks]
-  std::int64_t* peer_row = nullptr;     ///< [ranks]: becomes 0, for lanes say all
+  std::int64_t* peer_row = nullptr;     ///< [ranks]: becomes 0, for destinations say all
 };
-cudaError_t launch_shift_lanes(const ShiftLanesParameters& parameters, cudaStream_t stream);
+cudaError_t launch_shift_destinations(const ShiftDestinationsParameters& parameters,
+                                      cudaStream_t stream);
 
 /// The results of own tokens [begin, end): rows from here and rows that crossed back, fp32 from +0
 /// in the given order, then the biases; rounded once.

@@ -86,7 +86,8 @@ __device__ __forceinline__ bool begin_dispatch(const DispatchParameters& p, cons
 /// The same directly behind the plan's kernel, which may still run: the kernels before that one
 /// have ended, so what is pushed can be read.
 __device__ __forceinline__ bool begin_glued(const DispatchParameters& p, const PushShape& shape,
-                                            std::byte* shared, FirstPeer& first, LaneWords& lanes,
+                                            std::byte* shared, FirstPeer& first,
+                                            DestinationWords& destinations,
                                             std::uint64_t& generation, bool& holds_counts,
                                             bool& begun) {
 #if __CUDA_ARCH__ >= 900
@@ -96,8 +97,8 @@ __device__ __forceinline__ bool begin_glued(const DispatchParameters& p, const P
   const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
   if (row_warp) begin_rows(p, shape, shared);
   generation = load_acquire(&local_words(p.group)->planning) + 1;
-  // Behind that word the lanes can be read; they come while the heads do.
-  if (row_warp) lanes = first_lanes(p, shape);
+  // Behind that word the destinations can be read; they come while the heads do.
+  if (row_warp) destinations = ask_first_destinations(p, shape);
   const bool usable = !has_failed(p.group);  // else the plan did nothing, and this is not its word
   return __syncthreads_and(usable && await_plan(p, generation, first, holds_counts)) != 0;
 }
@@ -131,12 +132,12 @@ __device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape
   const bool row_warp = static_cast<int>(threadIdx.x / 32) < shape.row_warps;
   std::uint64_t generation = p.early && blockIdx.x == 0 ? post_early(p, first_to) : 0;
   bool holds_counts = false, begun = false, good = true;
-  LaneWords lanes{};
+  DestinationWords destinations{};
   if (p.glued) {
-    good = begin_glued(p, shape, shared, first, lanes, generation, holds_counts, begun);
+    good = begin_glued(p, shape, shared, first, destinations, generation, holds_counts, begun);
   } else {
     await_kernel_before();
-    if (row_warp) lanes = first_lanes(p, shape);
+    if (row_warp) destinations = ask_first_destinations(p, shape);
     good = begin_dispatch(p, shape, shared, generation != 0, first_to, first, generation,
                           holds_counts, begun);
   }
@@ -151,7 +152,7 @@ __device__ void run_dispatch(const DispatchParameters& p, const PushShape& shape
   }
   if (kTells) let_fan_out_come(p, generation);
   if (row_warp) {
-    good = push_rows<kQuantizes, kTells>(p, shape, targets, generation, shared, lanes);
+    good = push_rows<kQuantizes, kTells>(p, shape, targets, generation, shared, destinations);
   } else {
     push_side(p, shape, targets);
     if (kTells) tell_routes(p, shape, generation);

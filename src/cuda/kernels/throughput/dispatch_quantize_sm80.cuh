@@ -2,14 +2,15 @@
 #pragma once
 #include "cuda/kernels/base/quantize.cuh"
 #include "cuda/kernels/throughput/progress.cuh"
-#include "cuda/kernels/throughput/push_lanes.cuh"
+#include "cuda/kernels/throughput/push_destinations.cuh"
 
 namespace ferry::cuda::device {
 
 /// Whole warp: one step of a token's row to all ranks that it goes to.
 template <class T>
 __device__ __forceinline__ void quantize_step(const DispatchParameters& p,
-                                              const PushTarget* targets, const TokenLanes& lanes,
+                                              const PushTarget* targets,
+                                              const TokenDestinations& destinations,
                                               std::int64_t token, std::int64_t first) {
   using Part = LanePart<T>;
   const auto* row = p.x + token * p.row_bytes * static_cast<std::int64_t>(sizeof(T));
@@ -24,11 +25,11 @@ __device__ __forceinline__ void quantize_step(const DispatchParameters& p,
     }
   }
   part.quantize(p.round_scale);
-  const int begin = first_lane(p, lanes, token);
+  const int begin = first_destination(p, destinations, token);
 #pragma unroll 1
-  for (int i = 0; i < lanes.count; ++i) {
-    const DeviceLane to =
-        lane_at(lanes, begin + i < lanes.count ? begin + i : begin + i - lanes.count);
+  for (int i = 0; i < destinations.count; ++i) {
+    const DeviceDestination to = destination_at(
+        destinations, begin + i < destinations.count ? begin + i : begin + i - destinations.count);
     const PushTarget& target = targets[to.rank];
     std::byte* codes = target.rows + to.row * p.row_bytes;
 #pragma unroll
@@ -52,14 +53,14 @@ __device__ inline bool push_quantized_rows_by_stores(const DispatchParameters& p
   const std::int64_t stride = std::int64_t{gridDim.x} * shape.row_warps;
   std::int64_t token = std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
   PushProgress progress(p);
-  TokenLanes lanes = load_lanes(p, token);
+  TokenDestinations destinations = load_destinations(p, token);
   for (; token < p.plan.tokens; token += stride) {
     if (kTells && progress.due(token)) progress.pass(p, shape, generation, token);
-    const TokenLanes next = load_lanes(p, token + stride);
+    const TokenDestinations next = load_destinations(p, token + stride);
     for (std::int64_t first = 0; first < p.row_bytes; first += kStepChannels) {
-      quantize_step<T>(p, targets, lanes, token, first);
+      quantize_step<T>(p, targets, destinations, token, first);
     }
-    lanes = next;
+    destinations = next;
   }
   if (kTells) progress.pass_all(p, shape, generation);
   return true;

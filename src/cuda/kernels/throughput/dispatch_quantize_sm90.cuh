@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/kernels/base/bulk_copy_sm90.cuh"
 #include "cuda/kernels/base/quantize.cuh"
-#include "cuda/kernels/throughput/push_lanes.cuh"
+#include "cuda/kernels/throughput/push_destinations.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/kernels/throughput/dispatch_quantize_sm80.cuh"
 #include "cuda/kernels/throughput/progress.cuh"
-#include "cuda/kernels/throughput/push_lanes.cuh"
+#include "cuda/kernels/throughput/push_destinations.cuh"
 
 namespace ferry::cuda::device {
 
@@ -16,11 +16,11 @@ __device__ inline bool push_rows_by_stores(const DispatchParameters& p, const Pu
   const std::int64_t words = p.row_bytes / 16;
   std::int64_t token = std::int64_t{threadIdx.x / 32} * gridDim.x + blockIdx.x;
   PushProgress progress(p);
-  TokenLanes lanes = load_lanes(p, token);
+  TokenDestinations destinations = load_destinations(p, token);
   for (; token < p.plan.tokens; token += stride) {
     if (kTells && progress.due(token)) progress.pass(p, shape, generation, token);
-    const TokenLanes next = load_lanes(p, token + stride);
-    const int begin = first_lane(p, lanes, token);
+    const TokenDestinations next = load_destinations(p, token + stride);
+    const int begin = first_destination(p, destinations, token);
     const auto* row = reinterpret_cast<const uint4*>(p.x + token * p.row_bytes);
     for (std::int64_t base = 0; base < words; base += 32 * kUnroll) {
       uint4 part[kUnroll];
@@ -30,9 +30,10 @@ __device__ inline bool push_rows_by_stores(const DispatchParameters& p, const Pu
         if (at < words) part[u] = __ldg(row + at);
       }
 #pragma unroll 1
-      for (int i = 0; i < lanes.count; ++i) {
-        const DeviceLane to =
-            lane_at(lanes, begin + i < lanes.count ? begin + i : begin + i - lanes.count);
+      for (int i = 0; i < destinations.count; ++i) {
+        const DeviceDestination to = destination_at(
+            destinations,
+            begin + i < destinations.count ? begin + i : begin + i - destinations.count);
         auto* target = reinterpret_cast<uint4*>(targets[to.rank].rows + to.row * p.row_bytes);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
@@ -41,7 +42,7 @@ __device__ inline bool push_rows_by_stores(const DispatchParameters& p, const Pu
         }
       }
     }
-    lanes = next;
+    destinations = next;
   }
   if (kTells) progress.pass_all(p, shape, generation);
   return true;
@@ -49,7 +50,8 @@ __device__ inline bool push_rows_by_stores(const DispatchParameters& p, const Pu
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 // What dispatch_sm90.cuh does with bulk copies; nothing is brought ahead here.
-__device__ inline LaneWords first_lanes(const DispatchParameters&, const PushShape&) {
+__device__ inline DestinationWords ask_first_destinations(const DispatchParameters&,
+                                                          const PushShape&) {
   return {};
 }
 __device__ inline void begin_rows(const DispatchParameters&, const PushShape&, std::byte*) {}
@@ -58,7 +60,7 @@ __device__ inline void drop_rows(const DispatchParameters&, const PushShape&, st
 template <bool kQuantizes, bool kTells>
 __device__ inline bool push_rows(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation, std::byte*,
-                                 const LaneWords&) {
+                                 const DestinationWords&) {
   if constexpr (kQuantizes) {
     switch (p.x_dtype) {
       case Dtype::bf16:

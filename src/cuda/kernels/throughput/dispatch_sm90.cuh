@@ -4,7 +4,7 @@
 #include "cuda/kernels/base/bulk_copy_sm90.cuh"
 #include "cuda/kernels/throughput/dispatch_quantize_sm90.cuh"
 #include "cuda/kernels/throughput/progress.cuh"
-#include "cuda/kernels/throughput/push_lanes.cuh"
+#include "cuda/kernels/throughput/push_destinations.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
@@ -114,10 +114,10 @@ class TokenClaims {
   std::uint32_t answer_ = 0;  ///< the last one: they only grow
 };
 
-/// One row warp: asks for the lanes of its first token.
-__device__ __forceinline__ LaneWords first_lanes(const DispatchParameters& p,
-                                                 const PushShape& shape) {
-  return load_lane_words(p, fixed_token(p, shape, 0));
+/// One row warp: asks for the destinations of its first token.
+__device__ __forceinline__ DestinationWords ask_first_destinations(const DispatchParameters& p,
+                                                                   const PushShape& shape) {
+  return load_destination_words(p, fixed_token(p, shape, 0));
 }
 
 /// One row warp, before it is known where rows go: brings the first pieces.
@@ -156,14 +156,15 @@ __device__ inline void drop_rows(const DispatchParameters& p, const PushShape& s
 /// Whole warp: the piece in `stage` to all ranks of its token.
 template <class Rows>
 __device__ __forceinline__ void send_to_all(const DispatchParameters& p, const PushShape& shape,
-                                            const PushTarget* targets, const TokenLanes& lanes,
+                                            const PushTarget* targets,
+                                            const TokenDestinations& destinations,
                                             std::int64_t token, int piece, const std::byte* stage) {
-  const int begin = first_lane(p, lanes, token);
+  const int begin = first_destination(p, destinations, token);
   const std::uint32_t bytes = piece_bytes(shape, piece);
 #pragma unroll 1
-  for (int i = 0; i < lanes.count; ++i) {
-    const DeviceLane to =
-        lane_at(lanes, begin + i < lanes.count ? begin + i : begin + i - lanes.count);
+  for (int i = 0; i < destinations.count; ++i) {
+    const DeviceDestination to = destination_at(
+        destinations, begin + i < destinations.count ? begin + i : begin + i - destinations.count);
     Rows::send(p, shape, targets[to.rank], to.row, piece, bytes, stage);
   }
   if (threadIdx.x % 32 == 0) bulk_commit();
@@ -172,7 +173,7 @@ __device__ __forceinline__ void send_to_all(const DispatchParameters& p, const P
 template <class Rows, int kStages, bool kTells>
 __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
-                                 const RowRing& ring, LaneWords next) {
+                                 const RowRing& ring, DestinationWords next) {
   constexpr int kAhead = pieces_ahead(kStages);
   const bool leader = threadIdx.x % 32 == 0;
   TokenClaims claims(p, shape, kAhead + 1);
@@ -180,8 +181,8 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
   std::int64_t tokens[kAhead + 1];  // the one that goes, and those after it
 #pragma unroll
   for (int i = 0; i <= kAhead; ++i) tokens[i] = fixed_token(p, shape, i);
-  TokenLanes lanes = lanes_of_words(p, next);
-  next = load_lane_words(p, tokens[1]);
+  TokenDestinations destinations = destinations_of_words(p, next);
+  next = load_destination_words(p, tokens[1]);
   int going = 0, coming = kAhead % shape.pieces, coming_token = kAhead / shape.pieces;
   int stage = 0, good = 1;
   std::uint32_t parity = 0;
@@ -208,7 +209,7 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
     if (__shfl_sync(~0u, good, 0) == 0) break;
     std::byte* ready = ring.stages + stage * shape.stage_bytes;
     Rows::prepare(p, shape, piece_bytes(shape, going), ready, ring.barriers + stage, parity);
-    send_to_all<Rows>(p, shape, targets, lanes, tokens[0], going, ready);
+    send_to_all<Rows>(p, shape, targets, destinations, tokens[0], going, ready);
     if (kTells && progress.due(last)) {
       // All but this piece and the one before, so nobody stands still: the others have long gone.
       if (leader) {
@@ -224,8 +225,8 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
       for (int i = 0; i < kAhead; ++i) tokens[i] = tokens[i + 1];
       tokens[kAhead] = __shfl_sync(~0u, claims.take(), 0);
       if (leader) claims.ask();
-      lanes = lanes_of_words(p, next);
-      next = load_lane_words(p, tokens[1]);
+      destinations = destinations_of_words(p, next);
+      next = load_destination_words(p, tokens[1]);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
@@ -241,12 +242,12 @@ __device__ bool push_rows_staged(const DispatchParameters& p, const PushShape& s
   return good != 0;
 }
 
-/// One row warp, after begin_rows: pushes rows until no token is left. `first`: what first_lanes
-/// gave. `kTells`: as the parameters have it. False: the group has failed.
+/// One row warp, after begin_rows: pushes rows until no token is left. `first`: what
+/// ask_first_destinations gave. `kTells`: as the parameters have it. False: the group has failed.
 template <bool kQuantizes, bool kTells>
 __device__ inline bool push_rows(const DispatchParameters& p, const PushShape& shape,
                                  const PushTarget* targets, std::uint64_t generation,
-                                 std::byte* shared, const LaneWords& first) {
+                                 std::byte* shared, const DestinationWords& first) {
   const RowRing ring = row_ring(p, shape, shared);
   const auto push = [&]<class Rows, int kStages>() {
     return push_rows_staged<Rows, kStages, kTells>(p, shape, targets, generation, ring, first);

@@ -14,15 +14,16 @@
 
 namespace ferry::cuda {
 
-/// Lane j of a token is the j-th rank, ascending, that the token goes to; rank −1 ends the list.
-struct alignas(8) DeviceLane {
+/// Destination j of a token is the j-th rank, ascending, that the token goes to; rank −1 ends the
+/// list.
+struct alignas(8) DeviceDestination {
   std::int32_t rank;
   std::int32_t row;  ///< ordinal among the rows that this rank sends there
 };
 
 /// A plan in device memory (one region of the arena; `layout` says where).
 struct PlanLayout {
-  std::size_t lanes = 0;         ///< DeviceLane [T, L], L = min(K, R)
+  std::size_t destinations = 0;  ///< DeviceDestination [T, L], L = min(K, R)
   std::size_t ids = 0;           ///< i32 [T, K]: routes, global ids, −1 = unused
   std::size_t rank_tokens = 0;   ///< i32 [R, R]: row s, column d: tokens that s sends to d
   std::size_t expert_slots = 0;  ///< i32 [R, local experts]: slots of s for my experts
@@ -34,7 +35,7 @@ struct PlanLayout {
   std::size_t bytes = 0;
 };
 
-FERRY_FN constexpr int lanes_of(int topk, int ranks) {
+FERRY_FN constexpr int destinations_of(int topk, int ranks) {
   return topk < ranks ? topk : ranks;
 }
 
@@ -44,7 +45,7 @@ FERRY_FN constexpr PlanLayout make_plan_layout(std::int64_t tokens, int topk, in
   const auto r = static_cast<std::size_t>(ranks);
   PlanLayout layout{};
   Carver carver{};
-  layout.lanes = carver.take(t * static_cast<std::size_t>(lanes_of(topk, ranks)) * 8);
+  layout.destinations = carver.take(t * static_cast<std::size_t>(destinations_of(topk, ranks)) * 8);
   layout.ids = carver.take(t * static_cast<std::size_t>(topk) * 4);
   layout.rank_tokens = carver.take(r * r * 4);
   layout.expert_slots = carver.take(r * static_cast<std::size_t>(local_experts) * 4);
@@ -69,8 +70,8 @@ struct PlanView {
 /// all else that of the whole plan.
 constexpr PlanView some_tokens(PlanView plan, int ranks, std::int64_t begin, std::int64_t end) {
   const auto first = static_cast<std::size_t>(begin);
-  plan.layout.lanes +=
-      first * static_cast<std::size_t>(lanes_of(plan.topk, ranks)) * sizeof(DeviceLane);
+  plan.layout.destinations += first * static_cast<std::size_t>(destinations_of(plan.topk, ranks)) *
+                              sizeof(DeviceDestination);
   plan.layout.ids += first * static_cast<std::size_t>(plan.topk) * sizeof(std::int32_t);
   plan.tokens = end - begin;
   return plan;

@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kThreads)
       },
       CountBody{work.totals, work.slots_anywhere(), shape, p.group.ranks});
   if (last) {
-    // A dispatch that comes now looks at `planning` and then at the lanes. One thread is enough to
-    // let it come, and the first.
+    // A dispatch that comes now looks at `planning` and then at the destinations. One thread is
+    // enough to let it come, and the first.
     fence_device();
     store_relaxed(&local_words(p.group)->planning, generation);
     let_next_kernel_come();

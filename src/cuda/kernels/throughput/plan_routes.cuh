@@ -1,4 +1,4 @@
-// Counting and placing the tokens of one rank: from routes to lanes, by one block.
+// Counting and placing the tokens of one rank: from routes to destinations, by one block.
 #pragma once
 #include "cuda/kernels/base/wait.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
@@ -128,13 +128,14 @@ __device__ inline void scan_counts(const Workplace& work, int ranks) {
   }
 }
 
-/// Whole block: lanes of the `count` tokens of one round from `first` on; each thread has `per`.
+/// Whole block: destinations of the `count` tokens of one round from `first` on; each thread has
+/// `per`.
 template <int kWords>
 __device__ void place_round(const PlanParameters& p, const Workplace& work, std::int64_t first,
                             int count, int per) {
   using R = Round<kWords>;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int ranks = p.group.ranks, lanes = lanes_of(p.plan.topk, ranks);
+  const int ranks = p.group.ranks, destinations = destinations_of(p.plan.topk, ranks);
   const int mine = warp * per * 32 + lane;  // the first of this thread's tokens
   std::uint32_t mask[R::kPerThread][kWords];
 #pragma unroll
@@ -160,8 +161,8 @@ __device__ void place_round(const PlanParameters& p, const Workplace& work, std:
   __syncthreads();
   scan_counts(work, ranks);
   __syncthreads();
-  auto* out =
-      reinterpret_cast<DeviceLane*>(p.plan.data + p.plan.layout.lanes) + (first + mine) * lanes;
+  auto* out = reinterpret_cast<DeviceDestination*>(p.plan.data + p.plan.layout.destinations) +
+              (first + mine) * destinations;
   int used[R::kPerThread] = {};
 #pragma unroll 1  // ranks many rounds: small code starts faster
   for (int d = 0; d < ranks; ++d) {
@@ -170,7 +171,8 @@ __device__ void place_round(const PlanParameters& p, const Workplace& work, std:
     for (int j = 0; j < R::kPerThread; ++j) {
       const std::uint32_t all = __ballot_sync(~0u, bit_of(j, d));
       if (bit_of(j, d)) {
-        out[std::int64_t{j} * 32 * lanes + used[j]++] = {d, row + __popc(all & ((1u << lane) - 1))};
+        out[std::int64_t{j} * 32 * destinations + used[j]++] = {
+            d, row + __popc(all & ((1u << lane) - 1))};
       }
       row += __popc(all);
     }
@@ -179,7 +181,8 @@ __device__ void place_round(const PlanParameters& p, const Workplace& work, std:
   for (int j = 0; j < R::kPerThread; ++j) {
     if (j >= per || mine + j * 32 >= count) continue;
 #pragma unroll 1
-    for (int i = used[j]; i < lanes; ++i) out[std::int64_t{j} * 32 * lanes + i] = {-1, -1};
+    for (int i = used[j]; i < destinations; ++i)
+      out[std::int64_t{j} * 32 * destinations + i] = {-1, -1};
   }
 }
 

@@ -6,7 +6,7 @@
 // here. It may name fewer than there are. Word 0: the routes are here. The last part is told by the
 // end of the call.
 #pragma once
-#include "cuda/kernels/throughput/push_lanes.cuh"
+#include "cuda/kernels/throughput/push_destinations.cuh"
 
 namespace ferry::cuda::device {
 
@@ -87,18 +87,18 @@ __device__ inline std::int64_t rows_before(const DispatchParameters& p, int peer
   std::int64_t rows = 0;
   bool found = peer >= p.group.ranks;
   for (int batch = 0; batch < kMost; ++batch) {
-    LaneWords words[kBatch];
+    DestinationWords words[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const std::int64_t token = end - 1 - batch * kBatch - i;
-      words[i] = load_lane_words(p, token);
+      words[i] = load_destination_words(p, token);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const TokenLanes lanes = lanes_of_words(p, words[i]);
+      const TokenDestinations destinations = destinations_of_words(p, words[i]);
 #pragma unroll 1
-      for (int l = 0; l < lanes.count; ++l) {
-        const DeviceLane to = lane_at(lanes, l);
+      for (int l = 0; l < destinations.count; ++l) {
+        const DeviceDestination to = destination_at(destinations, l);
         if (!found && to.rank == peer) found = true, rows = std::int64_t{to.row} + 1;
       }
     }

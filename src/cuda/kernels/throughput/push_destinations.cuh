@@ -1,4 +1,4 @@
-// A token's lanes in the registers of a warp, and what the side warps push.
+// A token's destinations in the registers of a warp, and what the side warps push.
 #pragma once
 #include "cuda/kernels/base/wait.cuh"
 #include "cuda/kernels/throughput/kernels.hpp"
@@ -6,77 +6,82 @@
 
 namespace ferry::cuda::device {
 
-/// The lanes of one token: lane l of the warp holds entries l and l + 32.
-struct TokenLanes {
-  DeviceLane low;
-  DeviceLane high;
+/// The destinations of one token: lane l of the warp holds entries l and l + 32.
+struct TokenDestinations {
+  DeviceDestination low;
+  DeviceDestination high;
   int count;
 };
 
-/// Lanes on their way from memory: nothing waits for them before lanes_of_words.
-struct LaneWords {
+/// Destinations on their way from memory: nothing waits for them before destinations_of_words.
+struct DestinationWords {
   std::uint64_t low;
   std::uint64_t high;
 };
 
 /// Whole warp. A token past the end, or −1, has none.
-__device__ __forceinline__ LaneWords load_lane_words(const DispatchParameters& p,
-                                                     std::int64_t token) {
+__device__ __forceinline__ DestinationWords load_destination_words(const DispatchParameters& p,
+                                                                   std::int64_t token) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int most = lanes_of(p.plan.topk, p.group.ranks);
+  const int most = destinations_of(p.plan.topk, p.group.ranks);
   const bool there = token >= 0 && token < p.plan.tokens;
   const auto* from =
-      reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.lanes) + token * most;
-  LaneWords words{~0ull, ~0ull};
+      reinterpret_cast<const std::uint64_t*>(p.plan.data + p.plan.layout.destinations) +
+      token * most;
+  DestinationWords words{~0ull, ~0ull};
   if (there && lane < most) words.low = from[lane];
   if (there && lane + 32 < most) words.high = from[lane + 32];
   return words;
 }
 
 /// Whole warp.
-__device__ __forceinline__ TokenLanes lanes_of_words(const DispatchParameters& p,
-                                                     const LaneWords& words) {
+__device__ __forceinline__ TokenDestinations destinations_of_words(const DispatchParameters& p,
+                                                                   const DestinationWords& words) {
   const auto split = [](std::uint64_t word) {
-    return DeviceLane{static_cast<std::int32_t>(word), static_cast<std::int32_t>(word >> 32)};
+    return DeviceDestination{static_cast<std::int32_t>(word),
+                             static_cast<std::int32_t>(word >> 32)};
   };
-  TokenLanes lanes{split(words.low), split(words.high), 0};
-  lanes.count = __popc(__ballot_sync(~0u, lanes.low.rank >= 0));
-  if (lanes_of(p.plan.topk, p.group.ranks) > 32) {
-    lanes.count += __popc(__ballot_sync(~0u, lanes.high.rank >= 0));
+  TokenDestinations destinations{split(words.low), split(words.high), 0};
+  destinations.count = __popc(__ballot_sync(~0u, destinations.low.rank >= 0));
+  if (destinations_of(p.plan.topk, p.group.ranks) > 32) {
+    destinations.count += __popc(__ballot_sync(~0u, destinations.high.rank >= 0));
   }
-  return lanes;
+  return destinations;
 }
 
-__device__ __forceinline__ TokenLanes load_lanes(const DispatchParameters& p, std::int64_t token) {
-  return lanes_of_words(p, load_lane_words(p, token));
+__device__ __forceinline__ TokenDestinations load_destinations(const DispatchParameters& p,
+                                                               std::int64_t token) {
+  return destinations_of_words(p, load_destination_words(p, token));
 }
 
 /// Whole warp: entry `index`, which may differ from lane to lane.
-__device__ __forceinline__ DeviceLane lane_at(const TokenLanes& lanes, int index) {
-  DeviceLane found{__shfl_sync(~0u, lanes.low.rank, index & 31),
-                   __shfl_sync(~0u, lanes.low.row, index & 31)};
-  if (lanes.count > 32) {
-    const DeviceLane high{__shfl_sync(~0u, lanes.high.rank, index & 31),
-                          __shfl_sync(~0u, lanes.high.row, index & 31)};
+__device__ __forceinline__ DeviceDestination destination_at(const TokenDestinations& destinations,
+                                                            int index) {
+  DeviceDestination found{__shfl_sync(~0u, destinations.low.rank, index & 31),
+                          __shfl_sync(~0u, destinations.low.row, index & 31)};
+  if (destinations.count > 32) {
+    const DeviceDestination high{__shfl_sync(~0u, destinations.high.rank, index & 31),
+                                 __shfl_sync(~0u, destinations.high.row, index & 31)};
     if (index >= 32) found = high;
   }
   return found;
 }
 
 /// Whole warp: where to begin, so that ranks and tokens do not all rush to the same peer.
-__device__ __forceinline__ int first_lane(const DispatchParameters& p, const TokenLanes& lanes,
-                                          std::int64_t token) {
+__device__ __forceinline__ int first_destination(const DispatchParameters& p,
+                                                 const TokenDestinations& destinations,
+                                                 std::int64_t token) {
   const auto ranks = static_cast<std::uint32_t>(p.group.ranks);
   const auto from = static_cast<std::int32_t>(
       (static_cast<std::uint32_t>(token) + static_cast<std::uint32_t>(p.group.rank) + 1) % ranks);
-  const std::uint32_t later = __ballot_sync(~0u, lanes.low.rank >= from);
+  const std::uint32_t later = __ballot_sync(~0u, destinations.low.rank >= from);
   return later == 0 ? 0 : __ffs(static_cast<int>(later)) - 1;
 }
 
 /// Whole warp: source token, local ids and weights of one token to all its peers. `width` lanes
 /// share a row.
 __device__ inline void push_routes(const DispatchParameters& p, const PushShape& shape,
-                                   const PushTarget* targets, const TokenLanes& lanes,
+                                   const PushTarget* targets, const TokenDestinations& destinations,
                                    std::int64_t token) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int slot0 = lane & (shape.width - 1), side_by_side = 32 / shape.width;
@@ -90,9 +95,10 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
     const std::int32_t id = there ? ids[slot] : -1;
     const float weight = there && p.has_weights ? p.weights[token * topk + slot] : 0.0f;
 #pragma unroll 1
-    for (int i = lane / shape.width; i - lane / shape.width < lanes.count; i += side_by_side) {
-      const DeviceLane to = lane_at(lanes, i < lanes.count ? i : 0);
-      if (i >= lanes.count || !there) continue;
+    for (int i = lane / shape.width; i - lane / shape.width < destinations.count;
+         i += side_by_side) {
+      const DeviceDestination to = destination_at(destinations, i < destinations.count ? i : 0);
+      if (i >= destinations.count || !there) continue;
       const PushTarget& target = targets[to.rank];
       const std::int32_t local = id - target.first_expert;
       const bool is_local = id >= 0 && local >= 0 && local < target.local_experts;
@@ -109,15 +115,15 @@ __device__ inline void push_routes(const DispatchParameters& p, const PushShape&
 
 /// Whole warp: one token's scales, however they lie, to all its peers.
 __device__ inline void push_scales(const DispatchParameters& p, const PushTarget* targets,
-                                   const TokenLanes& lanes, std::int64_t token) {
+                                   const TokenDestinations& destinations, std::int64_t token) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   for (std::int64_t column = lane; column - lane < p.scale_columns; column += 32) {
     const bool there = column < p.scale_columns;
     const float scale =
         there ? p.scales[token * p.scale_token_stride + column * p.scale_column_stride] : 0.0f;
 #pragma unroll 1
-    for (int i = 0; i < lanes.count; ++i) {
-      const DeviceLane to = lane_at(lanes, i);
+    for (int i = 0; i < destinations.count; ++i) {
+      const DeviceDestination to = destination_at(destinations, i);
       if (there) targets[to.rank].scales[to.row * p.scale_columns + column] = scale;
     }
   }
@@ -168,12 +174,12 @@ __device__ inline void push_side(const DispatchParameters& p, const PushShape& s
   const std::int64_t warp = std::int64_t{threadIdx.x / 32} - shape.row_warps;
   const bool routes = p.carries_routes || p.has_weights;
   std::int64_t token = warp * gridDim.x + blockIdx.x;
-  TokenLanes lanes = load_lanes(p, token);
+  TokenDestinations destinations = load_destinations(p, token);
   for (; token < p.plan.tokens; token += stride) {
-    const TokenLanes next = load_lanes(p, token + stride);
-    if (routes) push_routes(p, shape, targets, lanes, token);
-    if (shape.side_scales) push_scales(p, targets, lanes, token);
-    lanes = next;
+    const TokenDestinations next = load_destinations(p, token + stride);
+    if (routes) push_routes(p, shape, targets, destinations, token);
+    if (shape.side_scales) push_scales(p, targets, destinations, token);
+    destinations = next;
   }
   if (routes) fill_tails(p, shape);
 }
