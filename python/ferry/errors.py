@@ -118,45 +118,13 @@ class SystemCallError(Error):
     kind = "system"
 
 
-_CLASSES: dict[str, type[Error]] = {
-    cls.kind: cls
-    for cls in (
-        InvalidArgumentError,
-        MismatchError,
-        DeadlineExceededError,
-        PeerFailedError,
-        PeerLeftError,
-        EvictedError,
-        RefusedError,
-        WaitInterruptedError,
-        DestroyedError,
-        ExhaustedError,
-        UnsupportedError,
-        SystemCallError,
-    )
-}
+_CLASSES = {cls.kind: cls for cls in Error.__subclasses__()}
 
 
-def make(
-    kind: str,
-    message: str,
-    rank: int,
-    peer: int,
-    stage: str,
-    generation: int,
-    expected: int,
-    seen: int,
-) -> Error:
-    """The exception for an error of the C++ side, which calls this."""
-    return _CLASSES.get(kind, Error)(
-        message,
-        rank=rank,
-        peer=peer,
-        stage=stage,
-        generation=generation,
-        expected=expected,
-        seen=seen,
-    )
+def make(kind: str, message: str, *where: Any) -> Error:
+    """The exception for an error of the C++ side, which calls this: `where` is what Error takes."""
+    names = ("rank", "peer", "stage", "generation", "expected", "seen")
+    return _CLASSES.get(kind, Error)(message, **dict(zip(names, where, strict=True)))
 
 
 #: Names of earlier releases, which go with the next one.

@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "core/layout.hpp"
-#include "engine/growth.hpp"
 #include "engine/test_groups.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"

@@ -46,6 +46,15 @@ SegmentId SegmentTable::next() const {
               {.rank = self_});
 }
 
+void SegmentTable::check_adopted(const Segment& segment, std::string_view fabric) const {
+  if (segment.id >= next() && segment.id < kMaxSegments && segment.memory) return;
+  throw Error(ErrorKind::unsupported,
+              "rank " + std::to_string(self_) + ": " + std::string(fabric) +
+                  " cannot share segment " + std::to_string(segment.id) +
+                  "; expected mapped memory as segment " + std::to_string(next()) + " or later",
+              {.rank = self_});
+}
+
 void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memory,
                        std::size_t bytes) {
   check_peer(rank, ranks_, self_, "add");

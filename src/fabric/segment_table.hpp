@@ -34,6 +34,9 @@ class SegmentTable {
   SegmentId count(int rank) const noexcept;
   /// The id of this rank's next segment. Throws Error(exhausted) when it has kMaxSegments.
   SegmentId next() const;
+  /// Throws Error(unsupported) unless a segment of another fabric may follow. Numbers may be left
+  /// out: of one that this fabric could not share. `fabric`: "the network".
+  void check_adopted(const Segment& segment, std::string_view fabric) const;
   /// One thread at a time. Throws Error(system) if the segment is there already or its number
   /// cannot be right.
   void add(int rank, SegmentId segment, std::shared_ptr<Memory> memory, std::size_t bytes);

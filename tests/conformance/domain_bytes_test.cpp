@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <set>
 
-#include "domain_cases.hpp"
 #include "exchange.hpp"
 #include "fleet_test.hpp"
 #include "random.hpp"

@@ -1,7 +1,6 @@
 // A rank under a limit of its shell (ulimit -v, -f, -n): whatever is too little, it ends in order,
 // and its error says which limit that was.
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>

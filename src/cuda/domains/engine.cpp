@@ -4,7 +4,6 @@
 #include <thread>
 #include <utility>
 
-#include "core/check.hpp"
 #include "cuda/runtime/event.hpp"
 #include "engine/growth.hpp"
 

@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "core/check.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/latency/engine.hpp"
 #include "engine/growth.hpp"

@@ -1,7 +1,5 @@
 // Combine of latency mode: what is checked, launched and handed out. Its number of blocks:
 // engine.cpp.
-#include <string>
-#include <utility>
 
 #include "base/claim.hpp"
 #include "core/check.hpp"

@@ -1,6 +1,5 @@
 // Dispatch of latency mode: what is checked, launched and handed out.
 #include <string>
-#include <utility>
 
 #include "base/claim.hpp"
 #include "core/check.hpp"

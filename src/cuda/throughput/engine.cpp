@@ -12,7 +12,6 @@
 #include "cuda/kernels/base/group_view.hpp"
 #include "cuda/runtime/event.hpp"
 #include "cuda/throughput/exchange.hpp"
-#include "engine/growth.hpp"
 #include "engine/regions.hpp"
 
 namespace ferry::cuda {

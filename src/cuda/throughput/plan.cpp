@@ -1,6 +1,5 @@
 // Plan: the count exchange on the GPU; the CPU learns the counts when they are there.
 #include "cuda/throughput/plan.hpp"
-#include <algorithm>
 #include <atomic>
 
 #include "core/check.hpp"

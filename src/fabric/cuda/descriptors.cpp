@@ -1,6 +1,5 @@
 #include "fabric/cuda/descriptors.hpp"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>

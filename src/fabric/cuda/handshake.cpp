@@ -63,25 +63,4 @@ void throw_attach(const DeviceAttachment& attachment, std::string_view reason) {
               {.rank = attachment.self, .peer = attachment.peer});
 }
 
-DeviceHandle checked_handle(std::span<const std::byte> bytes, const DeviceAttachment& expected) {
-  DeviceHandle handle;
-  if (bytes.size() != sizeof handle) {
-    throw_attach(expected, "its handle has " + std::to_string(bytes.size()) + " bytes, expected " +
-                               std::to_string(sizeof handle));
-  }
-  std::memcpy(&handle, bytes.data(), sizeof handle);
-  if (handle.magic != DeviceHandle::kMagic || handle.way != expected.way) {
-    throw_attach(expected, "its handle was not written by this fabric");
-  }
-  if (handle.job != expected.job) throw_attach(expected, "its handle belongs to another group");
-  if (handle.rank != expected.peer || handle.segment != expected.segment) {
-    throw_attach(expected, "its handle is for segment " + std::to_string(handle.segment) +
-                               " of rank " + std::to_string(handle.rank));
-  }
-  if (handle.bytes != expected.bytes || expected.bytes == 0) {
-    throw_attach(expected, "its handle is for " + std::to_string(handle.bytes) + " bytes");
-  }
-  return handle;
-}
-
 }  // namespace ferry::fabric

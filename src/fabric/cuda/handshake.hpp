@@ -63,23 +63,13 @@ struct DeviceHandle {
   std::uint32_t reserved = 0;
   std::array<std::byte, 64> exported{};                ///< ipc, vmm_fabric
   static constexpr std::uint32_t kMagic = 0x31484446;  // "FDH1"
+  static constexpr bool kMayBeEmpty = false;
 };
 static_assert(sizeof(DeviceHandle) <= kMaxHandleBytes);
 
 std::vector<std::byte> to_bytes(const DeviceHandle& handle);
 
-/// What the caller of attach says about the segment.
-struct DeviceAttachment {
-  DeviceWay way{};
-  int self = -1;
-  int peer = -1;
-  SegmentId segment = 0;
-  std::size_t bytes = 0;
-  JobKey job{};
-};
-
-/// Throws Error(system) naming the peer and what differs.
-DeviceHandle checked_handle(std::span<const std::byte> bytes, const DeviceAttachment& expected);
+using DeviceAttachment = AttachmentOf<DeviceHandle>;
 [[noreturn]] void throw_attach(const DeviceAttachment& attachment, std::string_view reason);
 
 }  // namespace ferry::fabric

@@ -8,7 +8,7 @@ std::vector<std::byte> ThreadHub::offer(int rank, SegmentId segment, std::size_t
                                         std::shared_ptr<Memory> memory) {
   const std::lock_guard lock(mutex_);
   offered_[static_cast<std::size_t>(rank)][segment] = std::move(memory);
-  return to_bytes({.wire = wire_, .rank = rank, .segment = segment, .bytes = bytes, .job = key_});
+  return to_bytes({.way = wire_, .rank = rank, .segment = segment, .bytes = bytes, .job = key_});
 }
 
 std::shared_ptr<Memory> ThreadHub::take(int self, int peer, SegmentId segment, std::size_t bytes,

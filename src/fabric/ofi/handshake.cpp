@@ -7,7 +7,6 @@
 #include "base/text.hpp"
 #include "fabric/ofi/fi_endpoint.hpp"
 #include "fabric/ofi/nics/address.hpp"
-#include "fabric/ofi/ofi.hpp"
 
 namespace ferry::fabric::ofi {
 namespace {

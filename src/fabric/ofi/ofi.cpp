@@ -132,21 +132,14 @@ Segment OfiFabric::register_memory(std::size_t bytes) {
 }
 
 Segment OfiFabric::adopt(const Segment& segment) {
-  // Numbers may be left out: of a segment that another fabric made and this one could not share.
-  if (segment.id < segments_.next() || segment.id >= kMaxSegments || !segment.memory) {
-    throw Error(ErrorKind::unsupported,
-                "rank " + std::to_string(rank_) + ": the network cannot share segment " +
-                    std::to_string(segment.id) + "; expected mapped memory as segment " +
-                    std::to_string(segments_.next()) + " or later",
-                {.rank = rank_});
-  }
+  segments_.check_adopted(segment, "the network");
   return exposed(segment);
 }
 
 Segment OfiFabric::exposed(Segment segment) {
   OfiHandle handle;
   handle.segment = {
-      .wire = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
+      .way = Wire::ofi, .rank = rank_, .segment = segment.id, .bytes = segment.bytes, .job = job_};
   try {
     std::span<std::uint64_t> keys(handle.keys);
     for (const auto& set : sets_) {

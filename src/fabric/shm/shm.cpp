@@ -87,7 +87,7 @@ Segment ShmFabric::register_memory(std::size_t bytes) {
   }
   if (size() == 1) seal(id);  // nobody will attach
   Segment segment{id, object.memory->data(), bytes,
-                  to_bytes(SegmentHandle{.wire = Wire::shm,
+                  to_bytes(SegmentHandle{.way = Wire::shm,
                                          .rank = rank(),
                                          .segment = id,
                                          .bytes = bytes,

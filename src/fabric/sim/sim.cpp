@@ -118,14 +118,7 @@ Segment SimFabric::register_memory(std::size_t bytes) {
 }
 
 Segment SimFabric::adopt(const Segment& segment) {
-  // Numbers may be left out: of a segment that another fabric made and this one could not share.
-  if (segment.id < segments_.next() || !segment.memory) {
-    throw Error(ErrorKind::unsupported,
-                "rank " + std::to_string(rank_) + ": the simulated network cannot share segment " +
-                    std::to_string(segment.id) + "; expected mapped memory as segment " +
-                    std::to_string(segments_.next()) + " or later",
-                {.rank = rank_});
-  }
+  segments_.check_adopted(segment, "the simulated network");
   Segment shared = segment;
   shared.handle = network_->hub.offer(rank_, segment.id, segment.bytes, segment.memory);
   segments_.add(rank_, segment.id, segment.memory, segment.bytes);

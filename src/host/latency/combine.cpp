@@ -2,8 +2,6 @@
 // the rows; these, as soon as they may go; and the sums at the owner of the tokens.
 #include <algorithm>
 #include <array>
-#include <string>
-#include <utility>
 
 #include "base/claim.hpp"
 #include "core/check.hpp"

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <string>
 
-#include "core/check.hpp"
 #include "core/number.hpp"
 #include "host/latency/memory.hpp"
 

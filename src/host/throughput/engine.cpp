@@ -1,7 +1,6 @@
 #include "host/throughput/engine.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <string>

@@ -1,10 +1,8 @@
 // Latency mode on GPUs: replays of graphs.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <array>
 #include <functional>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -253,15 +251,8 @@ class LatencyRank {
 
 void bench_gpu_latency(const BenchSettings& settings, const BenchBoard& board,
                        std::shared_ptr<Bootstrap> bootstrap) {
-  int gpus = 0;
-  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-  const int device = bootstrap->rank() % gpus;
-  need(cudaSetDevice(device), "cudaSetDevice");
-  GroupConfig config;
-  config.experts = settings.experts;
-  config.fabric = settings.fabric;
-  config.backend = Backend::cuda;
-  config.device = device;
+  GroupConfig config = choose_gpu(settings, bootstrap->rank());
+  const int device = config.device;
   config.memory_bytes = std::size_t{16} << 20;
   GpuStream stream(device);
   Group group(std::move(bootstrap), config);

@@ -1,5 +1,4 @@
 // NCCL's part of one configuration on one rank.
-#include <cstring>
 #include <stdexcept>
 
 #include "bench/gpu_rank.hpp"

@@ -27,6 +27,18 @@ float scale_of(int rank, std::int64_t token, std::int64_t column) {
   return static_cast<float>((token * 131 + column * 7 + rank * 1009) % 8191 + 1);
 }
 
+GroupConfig choose_gpu(const BenchSettings& settings, int rank) {
+  int gpus = 0;
+  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
+  GroupConfig config;
+  config.experts = settings.experts;
+  config.fabric = settings.fabric;
+  config.backend = Backend::cuda;
+  config.device = rank % gpus;
+  need(cudaSetDevice(config.device), "cudaSetDevice");
+  return config;
+}
+
 GpuBuffer::GpuBuffer(std::size_t bytes) {
   need(cudaMalloc(&data_, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
 }

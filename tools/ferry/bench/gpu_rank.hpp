@@ -18,6 +18,9 @@ void need(cudaError_t result, const char* call);
 /// Throws std::runtime_error, which names the row, unless it is right.
 void need_equal(bool equal, const char* what, std::int64_t row);
 
+/// Makes the GPU of `rank` the current one, all in turn. What its group is: memory_bytes is left.
+GroupConfig choose_gpu(const BenchSettings& settings, int rank);
+
 /// Memory of the current GPU.
 class GpuBuffer {
  public:

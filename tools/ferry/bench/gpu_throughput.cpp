@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "bench/gpu_rank.hpp"
@@ -122,15 +121,8 @@ std::size_t memory_for(const BenchSettings& s, const std::vector<BenchLine>& lin
 
 void bench_gpu_throughput(const BenchSettings& settings, const BenchBoard& board,
                           std::shared_ptr<Bootstrap> bootstrap) {
-  int gpus = 0;
-  need(cudaGetDeviceCount(&gpus), "cudaGetDeviceCount");
-  const int device = bootstrap->rank() % gpus;
-  need(cudaSetDevice(device), "cudaSetDevice");
-  GroupConfig config;
-  config.experts = settings.experts;
-  config.fabric = settings.fabric;
-  config.backend = Backend::cuda;
-  config.device = device;
+  GroupConfig config = choose_gpu(settings, bootstrap->rank());
+  const int device = config.device;
   config.memory_bytes = memory_for(settings, board.lines);
   GpuStream stream(device);
   std::optional<NcclRank> nccl;

@@ -101,7 +101,7 @@ std::vector<std::size_t> choose_nics(std::span<const Distance> distances, const 
   std::vector<std::size_t> near = nearest(distances);
   if (near.empty()) return near;
   if (count == 0) {
-    // Parts of a row of NICs: none in two of them while there are enough for all.
+    // Parts of a list of NICs: none in two of them while there are enough for all.
     const std::size_t first = share.index * near.size() / share.ranks;
     const std::size_t end = (share.index + 1) * near.size() / share.ranks;
     count = std::max<std::size_t>(1, end - first);
