@@ -14,6 +14,8 @@ namespace {
 constexpr std::size_t kVectorBytes = 32;
 #include "host/kernels/kernels.inc"
 
+#include "host/kernels/codec.inc"
+
 void copy_stream(void* to, const void* from, std::size_t bytes) {
   auto* target = static_cast<char*>(to);
   const auto* source = static_cast<const char*>(from);
@@ -30,8 +32,8 @@ void stream_fence() {
   _mm_sfence();
 }
 }  // namespace
-const Kernels kAvx2Kernels{"avx2",         &sum_rows,    &quantize,
-                           &encode_logfmt, &copy_stream, &stream_fence};
+const Kernels kAvx2Kernels{"avx2",        &sum_rows,     &quantize,    &encode_logfmt,
+                           &encode_codes, &decode_codes, &copy_stream, &stream_fence};
 }  // namespace ferry::host
 
 #if defined(__clang__)

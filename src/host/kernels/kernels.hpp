@@ -8,6 +8,7 @@
 #include "core/layout.hpp"
 #include "ferry/dtype.hpp"
 #include "ferry/latency.hpp"
+#include "host/kernels/codec.hpp"
 
 namespace ferry::host {
 
@@ -64,6 +65,9 @@ struct Kernels {
   void (*sum_rows)(const SumRows& sum);
   void (*quantize_row)(const QuantizeRow& quantize);
   void (*encode_logfmt)(const EncodeLogfmt& encode);
+  /// Stops at a value that the format cannot hold: then the codes are of no use.
+  CodeError (*encode_codes)(const EncodeValues& encode);
+  void (*decode_codes)(const DecodeValues& decode);
   /// Copies past the caches where the machine can; `stream_fence` must follow before a flag is
   /// published, because such stores are not ordered by a release store.
   void (*copy_stream)(void* to, const void* from, std::size_t bytes);
