@@ -64,6 +64,9 @@ constexpr std::string_view name_of(Algorithm algorithm) {
 ///   e4m3        1 byte, and an f32 scale, amax / 448, for each 128 elements
 ///   automatic   exact where the codes save less than a tenth of the time, bf16 in the first calls
 ///               and for some calls after one that fell back, else e4m3; decided alike on all ranks
+///
+/// A chunk (at most 32768 elements) that holds NaN or infinity crosses as f32, and one that f16
+/// cannot hold or whose error is over three times the mean as bf16: see CompressionStats.
 enum class ReduceFormat : std::uint8_t { exact, bf16, f16, e4m3, automatic };
 
 /// "exact", "bf16", "f16", "e4m3", "automatic".
@@ -95,6 +98,26 @@ struct ReduceOptions {
   /// CUDA: SMs that run the call, the same on all ranks, 1 … all; 0: a default, of which small
   /// tensors use fewer.
   int num_sms = 0;
+  /// Of sums and means of f32, not by ring or tree; others: exact or automatic, which is exact
+  /// then. CUDA: exact.
+  ReduceFormat format = ReduceFormat::exact;
+};
+
+/// What this rank has encoded since creation.
+struct CompressionStats {
+  std::uint64_t calls = 0;  ///< whose sums crossed in codes
+  /// Of them, with a chunk of this rank in a wider format than theirs.
+  std::uint64_t fallen_back = 0;
+  std::uint64_t chunks = 0;       ///< encoded
+  std::uint64_t nonfinite = 0;    ///< chunks with NaN or infinity: sent as f32
+  std::uint64_t overflows = 0;    ///< chunks with a value beyond the format: sent as bf16 or f32
+  std::uint64_t spikes = 0;       ///< chunks with an error over three times the mean: sent as bf16
+  std::uint64_t exact_bytes = 0;  ///< of the chunks as f32
+  std::uint64_t wire_bytes = 0;   ///< of the chunks as they crossed
+  /// Root of (sum of squared errors / sum of squares), of the elements that are not the largest of
+  /// their 128, in the format that was measured (in the first calls of `automatic`: e4m3).
+  double relative_error = 0;
+  friend bool operator==(const CompressionStats&, const CompressionStats&) = default;
 };
 
 /// How an all_reduce of f32 would travel now if it were automatic, the same on all ranks.
@@ -199,6 +222,7 @@ class Collectives {
   MemoryStats memory() const;
   TimeStats time() const;
   NetworkStats network() const;
+  CompressionStats compression() const;
 
   /// Leaves: never blocks on peers; those that still exchange get Error(peer_left).
   void destroy();

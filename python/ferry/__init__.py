@@ -13,7 +13,16 @@ import warnings as _warnings
 from typing import TYPE_CHECKING, Any
 
 from ferry import _ferry
-from ferry._ferry import Event, MemoryStats, NetworkStats, NicStats, Plan, Stream, TimeStats
+from ferry._ferry import (
+    CompressionStats,
+    Event,
+    MemoryStats,
+    NetworkStats,
+    NicStats,
+    Plan,
+    Stream,
+    TimeStats,
+)
 from ferry.bootstrap import Bootstrap, from_all_gather, from_environment, from_mpi, tcp, threads
 from ferry.collectives import Choice, Collectives
 from ferry.errors import (
@@ -76,6 +85,7 @@ __all__ = [
     "Choice",
     "Collectives",
     "Combined",
+    "CompressionStats",
     "DeadlineExceededError",
     "DestroyedError",
     "Error",

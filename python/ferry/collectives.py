@@ -40,6 +40,13 @@ ALGORITHMS = {
     "ring": _ferry.Algorithm.ring,
     "tree": _ferry.Algorithm.tree,
 }
+FORMATS = {
+    "exact": _ferry.ReduceFormat.exact,
+    "bf16": _ferry.ReduceFormat.bf16,
+    "f16": _ferry.ReduceFormat.f16,
+    "e4m3": _ferry.ReduceFormat.e4m3,
+    "automatic": _ferry.ReduceFormat.automatic,
+}
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 
@@ -160,6 +167,7 @@ class Collectives:
         shares: Sequence[int] = (),
         any_order: bool = False,
         num_sms: int = 0,
+        format: str = "exact",
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
 
@@ -178,6 +186,10 @@ class Collectives:
                 last bits of floats may differ from run to run.
             num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to
                 all; 0: a default, of which small tensors use fewer.
+            format: as what sums and means of f32 cross between domains: "exact", "bf16", "f16",
+                "e4m3" (with a scale for each 128 elements) or "automatic"; see `compression`.
+                Results of another than "exact" are rounded, to the same bits on all ranks. Not of
+                GPUs.
         """
         place = self._streams.place("all_reduce", stream, x)
         event = self._raw.all_reduce(
@@ -188,6 +200,7 @@ class Collectives:
             [integer("all_reduce: shares", share, 0, 65535) for share in shares],
             any_order,
             integer("all_reduce: num_sms", num_sms, 0, INT32_MAX),
+            choice("all_reduce: format", format, FORMATS),
         )
         return _finished(place, event)
 
@@ -213,6 +226,7 @@ class Collectives:
         dtype: Any = None,
         stream: Any = None,
         num_sms: int = 0,
+        format: str = "exact",
     ) -> _ferry.Event:
         """Collective. x: `size` equal blocks; `out`, which may be block `rank` of x, takes
         the reduction of that block. The other arguments are those of `all_reduce`."""
@@ -223,6 +237,7 @@ class Collectives:
             choice("reduce_scatter: op", op, OPS),
             place.stream,
             integer("reduce_scatter: num_sms", num_sms, 0, INT32_MAX),
+            choice("reduce_scatter: format", format, FORMATS),
         )
         return _finished(place, event)
 
@@ -326,6 +341,10 @@ class Collectives:
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""
         return self._raw.network()
+
+    def compression(self) -> _ferry.CompressionStats:
+        """What this rank has encoded since creation, what fell back and why, and the error."""
+        return self._raw.compression()
 
     def destroy(self) -> None:
         """Leaves. Not collective, never waits for peers; those that still exchange get

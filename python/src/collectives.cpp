@@ -35,17 +35,18 @@ void make(HeldCollectives* self, const HeldBootstrap& bootstrap, double deadline
 
 HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, PythonStream* stream,
                      Algorithm algorithm, const std::vector<int>& shares, bool any_order,
-                     int num_sms) {
+                     int num_sms, ReduceFormat format) {
   const KeepUntilDone keep(stream, {&x});
-  const ReduceOptions options{op,        stream_or_null(stream), algorithm, shares,
-                              any_order, num_sms};
+  const ReduceOptions options{op,    stream_or_null(stream), algorithm, shares, any_order, num_sms,
+                              format};
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
 HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
-                         PythonStream* stream, int num_sms) {
+                         PythonStream* stream, int num_sms, ReduceFormat format) {
   const KeepUntilDone keep(stream, {&x, &out});
-  const ReduceOptions options{.op = op, .stream = stream_or_null(stream), .num_sms = num_sms};
+  const ReduceOptions options{
+      .op = op, .stream = stream_or_null(stream), .num_sms = num_sms, .format = format};
   return HeldEvent(
       without_gil([&] { return all->reduce_scatter(x.read(), out.write(), options); }));
 }
@@ -94,6 +95,31 @@ HeldTensor empty(const HeldCollectives& all, const std::vector<std::int64_t>& sh
   return HeldTensor(without_gil([&] { return all->empty(Extents(std::span(shape)), dtype); }));
 }
 
+void bind_compression(nb::module_& m) {
+  nb::class_<CompressionStats>(m, "CompressionStats", "What a rank has encoded since creation.")
+      .def_ro("calls", &CompressionStats::calls, "Calls whose sums crossed in codes.")
+      .def_ro("fallen_back", &CompressionStats::fallen_back,
+              "Of them, with a chunk of this rank in a wider format than theirs.")
+      .def_ro("chunks", &CompressionStats::chunks, "Chunks that were encoded.")
+      .def_ro("nonfinite", &CompressionStats::nonfinite,
+              "Chunks with NaN or infinity: sent as f32.")
+      .def_ro("overflows", &CompressionStats::overflows,
+              "Chunks with a value beyond the format: sent as bf16 or f32.")
+      .def_ro("spikes", &CompressionStats::spikes,
+              "Chunks with an error over three times the mean: sent as bf16.")
+      .def_ro("exact_bytes", &CompressionStats::exact_bytes, "Of the chunks as f32.")
+      .def_ro("wire_bytes", &CompressionStats::wire_bytes, "Of the chunks as they crossed.")
+      .def_ro("relative_error", &CompressionStats::relative_error,
+              "Root of (sum of squared errors / sum of squares), in the format that was measured.")
+      .def("__repr__", [](const CompressionStats& s) {
+        return "CompressionStats(calls=" + std::to_string(s.calls) +
+               ", fallen_back=" + std::to_string(s.fallen_back) +
+               ", exact_bytes=" + std::to_string(s.exact_bytes) +
+               ", wire_bytes=" + std::to_string(s.wire_bytes) +
+               ", relative_error=" + std::to_string(s.relative_error) + ")";
+      });
+}
+
 }  // namespace
 
 void bind_collectives(nb::module_& m) {
@@ -117,6 +143,13 @@ void bind_collectives(nb::module_& m) {
       .value("hierarchical", Algorithm::hierarchical)
       .value("ring", Algorithm::ring)
       .value("tree", Algorithm::tree);
+  nb::enum_<ReduceFormat>(m, "ReduceFormat")
+      .value("exact", ReduceFormat::exact)
+      .value("bf16", ReduceFormat::bf16)
+      .value("f16", ReduceFormat::f16)
+      .value("e4m3", ReduceFormat::e4m3)
+      .value("automatic", ReduceFormat::automatic);
+  bind_compression(m);
   nb::class_<HeldCollectives>(m, "Collectives")
       .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),
            nb::arg("fabric"), nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"),
@@ -127,9 +160,10 @@ void bind_collectives(nb::module_& m) {
       .def_prop_ro("fabric_name", [](const HeldCollectives& c) { return c->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldCollectives& c) { return c->destroyed(); })
       .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
-           nb::arg("algorithm"), nb::arg("shares"), nb::arg("any_order"), nb::arg("num_sms"))
+           nb::arg("algorithm"), nb::arg("shares"), nb::arg("any_order"), nb::arg("num_sms"),
+           nb::arg("format"))
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
-           nb::arg("stream").none(), nb::arg("num_sms"))
+           nb::arg("stream").none(), nb::arg("num_sms"), nb::arg("format"))
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none(),
            nb::arg("num_sms"))
       .def("broadcast", &broadcast, nb::arg("x"), nb::arg("root"), nb::arg("stream").none(),
@@ -155,6 +189,7 @@ void bind_collectives(nb::module_& m) {
       .def("memory", [](const HeldCollectives& c) { return c->memory(); })
       .def("time", [](const HeldCollectives& c) { return c->time(); })
       .def("network", [](const HeldCollectives& c) { return c->network(); })
+      .def("compression", [](const HeldCollectives& c) { return c->compression(); })
       .def("destroy", [](const HeldCollectives& c) { without_gil([&] { c->destroy(); }); });
 }
 

@@ -84,6 +84,32 @@ def test_blocks_go_where_they_belong() -> None:
     on_ranks(body)
 
 
+@pytest.mark.parametrize("format", ["bf16", "f16", "e4m3", "automatic"])
+def test_sums_cross_between_domains_in_codes(format: str) -> None:
+    def body(ranks: ferry.Collectives) -> tuple[bytes, int]:
+        exact = np.random.default_rng(ranks.rank).standard_normal(60_000, np.float32)
+        coded, block = exact.copy(), np.empty(20_000, np.float32)
+        ranks.reduce_scatter(exact, block, op="mean", format=format)
+        ranks.all_reduce(coded, op="mean", format=format)
+        ranks.all_reduce(exact, op="mean")
+        error = np.linalg.norm(coded - exact) / np.linalg.norm(exact)
+        assert 0 < error < 0.05
+        assert np.linalg.norm(block - exact[ranks.rank * 20_000 :][:20_000]) < 0.05 * 141
+        coded[7] = np.nan
+        stats = ranks.compression()
+        assert stats.fallen_back == 0
+        ranks.all_reduce(coded, format=format)
+        assert np.isnan(coded[7])
+        assert not np.isnan(coded[8:]).any()
+        assert stats.calls == 2
+        assert stats.wire_bytes < 0.55 * stats.exact_bytes
+        return coded.tobytes(), ranks.compression().nonfinite
+
+    results = on_ranks(body, domain_size=2)
+    assert len({bits for bits, _ in results}) == 1
+    assert sum(chunks for _, chunks in results) >= 1
+
+
 def test_a_gradient_that_the_call_would_drop_is_refused() -> None:
     def body(ranks: ferry.Collectives) -> None:
         x = torch.ones(3, requires_grad=True)
@@ -144,6 +170,11 @@ def test_what_cannot_be_is_refused_with_words() -> None:
             ),
             ("all_reduce: x: got 3", lambda: ranks.all_reduce(3)),
             ("all_reduce: op: got 'median'", lambda: ranks.all_reduce(x, op="median")),
+            ("all_reduce: format: got 'int4'", lambda: ranks.all_reduce(x, format="int4")),
+            (
+                "format: got e4m3 for the max of f32",
+                lambda: ranks.all_reduce(x, op="max", format="e4m3"),
+            ),
             ("all_reduce: x: got dtype", lambda: ranks.all_reduce(np.ones(3))),
             ("broadcast: root: got 3", lambda: ranks.broadcast(x, 3)),
             ("all_gather: out: got 6 elements", lambda: ranks.all_gather(x, out)),

@@ -187,6 +187,9 @@ TimeStats Collectives::time() const {
 NetworkStats Collectives::network() const {
   return live(engine_, "network").engine().network();
 }
+CompressionStats Collectives::compression() const {
+  return live(engine_, "compression").compression();
+}
 void Collectives::destroy() {
   live(engine_, "destroy").engine().destroy();
 }

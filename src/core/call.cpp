@@ -76,11 +76,22 @@ std::string algorithm_name(std::uint32_t algorithm) {
   return std::string(name_of(static_cast<Algorithm>(static_cast<std::uint8_t>(algorithm))));
 }
 
+std::string format_name(std::uint32_t format) {
+  return std::string(name_of(static_cast<ReduceFormat>(static_cast<std::uint8_t>(format))));
+}
+
 /// Of calls of one kind, root, dtype and number of elements.
 std::string collective_difference(const CallSignature& theirs, int their_rank,
                                   const CallSignature& mine) {
+  if (theirs.order >> 8 != mine.order >> 8) {
+    return says("format", format_name(theirs.order >> 8), their_rank, format_name(mine.order >> 8));
+  }
   if (theirs.order != mine.order) {
     return says("op", op_name(theirs.order), their_rank, op_name(mine.order));
+  }
+  if (theirs.weights != mine.weights && mine.kind == CallKind::all_reduce) {
+    return says("any_order", theirs.weights ? "true" : "false", their_rank,
+                mine.weights ? "true" : "false");
   }
   if (theirs.weights != mine.weights) {
     return says("counts", yes_no(theirs.weights), their_rank, yes_no(mine.weights));
@@ -132,10 +143,6 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   }
   if (theirs.order != mine.order) {
     return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
-  }
-  if (theirs.weights != mine.weights && collective) {
-    return says("any_order", theirs.weights ? "true" : "false", their_rank,
-                mine.weights ? "true" : "false");
   }
   if (theirs.weights != mine.weights) {
     const bool latency = mine.kind == CallKind::latency;  // whether it has masks

@@ -48,12 +48,14 @@ struct CallSignature {
   std::int64_t columns = 0;        ///< of a collective: elements
   std::int64_t scale_columns = 0;  ///< of a collective on GPUs: blocks that run it
   std::uint32_t topk = 0;          ///< of a collective: root
-  std::uint16_t order = 0;         ///< of a collective: ReduceOp
+  /// Of a collective: ReduceOp, and 256 times the ReduceFormat.
+  std::uint16_t order = 0;
   /// A Crossing, never automatic; 0 in calls that do not cross. Of all_reduce: the Algorithm asked
   /// for.
   std::uint16_t crossing = 0;
-  std::uint32_t routes = 0;   ///< of all_reduce: the Algorithm chosen
-  std::uint32_t weights = 0;  ///< of all_to_all on GPUs: whether counts were given
+  std::uint32_t routes = 0;  ///< of all_reduce: the Algorithm chosen
+  /// Of all_to_all on GPUs: whether counts were given; of all_reduce: any_order.
+  std::uint32_t weights = 0;
   /// Which plan of the group, by the order of making; of all_reduce: a hash of the shares.
   std::uint64_t plan = 0;
   friend bool operator==(const CallSignature&, const CallSignature&) = default;

@@ -47,6 +47,27 @@ void check_sum(std::string_view name, const ConstTensorView& tensor,
   }
 }
 
+void check_format(std::string_view call, const ConstTensorView& x, const ReduceOptions& options) {
+  if (options.format > ReduceFormat::automatic) {
+    refuse(call, "format", std::to_string(static_cast<int>(options.format)),
+           "exact, bf16, f16, e4m3 or automatic");
+  }
+  const bool adds = options.op == ReduceOp::sum || options.op == ReduceOp::mean;
+  const bool codes =
+      options.format != ReduceFormat::exact && options.format != ReduceFormat::automatic;
+  if (codes && (options.algorithm == Algorithm::ring || options.algorithm == Algorithm::tree)) {
+    refuse(call, "format",
+           std::string(name_of(options.format)) + " by " + std::string(name_of(options.algorithm)),
+           "exact, or another algorithm: these would round at every hop");
+  }
+  if (codes && (x.dtype != Dtype::f32 || !adds)) {
+    refuse(call, "format",
+           std::string(name_of(options.format)) + " for the " + std::string(name_of(options.op)) +
+               " of " + dtype_text(x.dtype),
+           "exact or automatic, or a sum or mean of f32");
+  }
+}
+
 }  // namespace
 
 void check_dense(std::string_view call, std::string_view name, const ConstTensorView& tensor,
@@ -76,6 +97,7 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
     refuse(call, "op", std::to_string(static_cast<int>(options.op)),
            "sum, mean, product, min or max");
   }
+  check_format(call, x, options);
   if (integer && options.op == ReduceOp::mean) {
     refuse(call, "op", "mean of " + dtype_text(x.dtype), "f32, bf16 or f16, or another op");
   }

@@ -109,6 +109,7 @@ class CollectivesEngine {
   /// Where the tensors lie.
   virtual Device device() const { return {}; }
   virtual Choice choice(std::size_t bytes, bool any_order) const = 0;
+  virtual CompressionStats compression() const { return {}; }
   /// What it is built on: barrier, memory, ranks.
   virtual Engine& engine() = 0;
 

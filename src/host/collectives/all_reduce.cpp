@@ -17,11 +17,12 @@ constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one writ
 class AllReduce {
  public:
   AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op, const std::vector<int>& shares,
-            const StepMessage& head)
+            ReduceFormat format, const StepMessage& head)
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
         reduction_{op, x.dtype, all.size()},
+        format_(format),
         head_(head),
         cutter_(all.domains(), shares),
         round_(round_elements()) {}
@@ -29,7 +30,8 @@ class AllReduce {
   void run() {
     const Lent lent(all_, head_, data_, bytes(count_));
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_);
+    all_.meet(kCall, head_, std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
+    coded_.emplace(all_, kCall, format_, bytes(count_));
     const Lenders lenders(all_);
     if (lenders.every) return reduce_in_place();
     if (lends(head_)) write_window(0);
@@ -89,7 +91,14 @@ class AllReduce {
   std::int64_t round_elements() const {
     const auto window = static_cast<std::int64_t>(window_bytes() / size_of(reduction_.dtype));
     if (!crosses()) return window / kShareUnit * kShareUnit;
-    return cutter_.longest_round(window, static_cast<std::int64_t>(inbox_bytes() / partial(1)));
+    auto round =
+        cutter_.longest_round(window, static_cast<std::int64_t>(inbox_bytes() / partial(1)));
+    // Before the plan of `automatic` is known.
+    while (format_ != ReduceFormat::exact && round > kShareUnit &&
+           CodedPlaces(cutter_.cut(round), all_.domains()).bytes() > inbox_bytes() / 2) {
+      round -= (round / 8 + kShareUnit - 1) / kShareUnit * kShareUnit;
+    }
+    return round;
   }
 
   /// From now on this is about a round.
@@ -152,15 +161,17 @@ class AllReduce {
 
   void send_partials(std::int64_t round) {
     turn_to(round);
-    for (const Share& share : cutter_.cut(elements_)) {
-      if (handles(share) && share.domain != all_.domain()) send_partial(share);
+    const std::vector<Share> shares = cutter_.cut(elements_);
+    for (const Share& share : shares) {
+      if (handles(share) && share.domain != all_.domain()) send_partial(share, shares);
     }
   }
 
   void finish_shares(std::int64_t round) {
     turn_to(round);
-    for (const Share& share : cutter_.cut(elements_)) {
-      if (handles(share) && share.domain == all_.domain()) finish(share);
+    const std::vector<Share> shares = cutter_.cut(elements_);
+    for (const Share& share : shares) {
+      if (handles(share) && share.domain == all_.domain()) finish(share, shares);
     }
   }
 
@@ -169,9 +180,7 @@ class AllReduce {
     const Domains& domains = all_.domains();
     const std::vector<Share> shares = cutter_.cut(elements_);
     for (const Share& share : shares) {
-      if (!handles(share) || share.domain == all_.domain()) continue;
-      const int owner = rank_of(share, share.domain, domains);
-      for (std::int64_t at = share.first; at < share.end; at += kCrossing) all_.hear(kCall, owner);
+      if (handles(share) && share.domain != all_.domain()) hear_result(share, shares);
     }
     all_.meet_members(kCall);
     for (const Share& share : shares) {
@@ -195,13 +204,40 @@ class AllReduce {
     return inbox_ + partial(cutter_.inbox_place(share, domain, round_));
   }
 
-  void send_partial(const Share& share) {
+  /// Elements that cross as one write.
+  std::int64_t crossing() const { return coded_->codes() ? kCodedChunk : kCrossing; }
+
+  /// Codes lie in the inbox of their round: sums in its first half, results in its second.
+  std::size_t coded_sum(const Share& share, int domain, std::int64_t at,
+                        const std::vector<Share>& shares) {
+    return inbox_ + places(shares).sum(index(&share - shares.data()), domain) +
+           chunk_offset(at - share.first);
+  }
+  std::size_t coded_result(const Share& share, int domain, std::int64_t at,
+                           const std::vector<Share>& shares) {
+    return inbox_ + inbox_bytes() / 2 +
+           places(shares).result(index(&share - shares.data()), domain) +
+           chunk_offset(at - share.first);
+  }
+  /// Of the shares of this round.
+  const CodedPlaces& places(const std::vector<Share>& shares) {
+    if (!places_ || placed_ != elements_) places_.emplace(shares, all_.domains());
+    placed_ = elements_;
+    return *places_;
+  }
+
+  void send_partial(const Share& share, const std::vector<Share>& shares) {
     const int owner = rank_of(share, share.domain, all_.domains());
     const std::size_t to = inbox(share, all_.domain());
     scratch_.resize(partial(kCrossing));
-    for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
-      const std::int64_t some = std::min(kCrossing, share.end - at);
+    for (std::int64_t at = share.first; at < share.end; at += crossing()) {
+      const std::int64_t some = std::min(crossing(), share.end - at);
       reduce_ranks(reduction_, rows(at), some, scratch_.data());
+      if (coded_->codes()) {
+        coded_->encode(floats(scratch_.data()), some);
+        coded_->send(owner, coded_sum(share, all_.domain(), at, shares));
+        continue;
+      }
       all_.put(owner, to + partial(at - share.first), scratch_.data(), partial(some));
       all_.tell(owner, partial(some));
     }
@@ -224,7 +260,7 @@ class AllReduce {
 
   /// Into the tensor, into this rank's window, and into that of the rank that handles the share in
   /// each other domain.
-  void finish(const Share& share) {
+  void finish(const Share& share, const std::vector<Share>& shares) {
     const Domains& domains = all_.domains();
     const auto results = [this](std::int64_t at) {
       return std::array<void*, 2>{own(at), window(all_.rank(), at)};
@@ -233,19 +269,14 @@ class AllReduce {
       return reduce_all(reduction_, rows(share.first), share.count(), results(share.first));
     }
     scratch_.resize(partial(kCrossing));
-    for (std::int64_t at = share.first; at < share.end; at += kCrossing) {
-      const std::int64_t some = std::min(kCrossing, share.end - at);
-      std::vector<const void*> partials(index(domains.count()));
-      reduce_ranks(reduction_, rows(at), some, scratch_.data());
-      partials[index(all_.domain())] = scratch_.data();
-      for (int i = 0; i + 1 < domains.count(); ++i) {
-        const int d = heard_at(i);
-        hear_partial(share, d, at);
-        const std::size_t place = inbox(share, d) + partial(at - share.first);
-        partials[index(d)] = all_.stage_of(all_.rank(), place);
-      }
+    for (std::int64_t at = share.first; at < share.end; at += crossing()) {
+      const std::int64_t some = std::min(crossing(), share.end - at);
       std::byte* result = window(all_.rank(), at);
-      reduce_domains(reduction_, partials, some, results(at));
+      reduce_domains(reduction_, partials(share, at, some, shares), some, results(at));
+      if (coded_->codes()) {
+        send_coded(share, at, some, shares);
+        continue;
+      }
       for (int d = 0; d < domains.count(); ++d) {
         if (d == all_.domain()) continue;
         const int peer = rank_of(share, d, domains);
@@ -255,11 +286,65 @@ class AllReduce {
     }
   }
 
+  /// Elements [at, at + some) of a share that this rank owns, as each domain has summed them.
+  std::vector<const void*> partials(const Share& share, std::int64_t at, std::int64_t some,
+                                    const std::vector<Share>& shares) {
+    std::vector<const void*> partials(index(all_.domains().count()));
+    decoded_.resize(partials.size());
+    reduce_ranks(reduction_, rows(at), some, scratch_.data());
+    partials[index(all_.domain())] = scratch_.data();
+    for (int i = 0; i + 1 < all_.domains().count(); ++i) {
+      const int d = heard_at(i);
+      if (coded_->codes()) {
+        std::vector<float>& values = decoded_[index(d)];
+        values.resize(index(kCodedChunk));
+        coded_->receive(rank_of(share, d, all_.domains()), coded_sum(share, d, at, shares), some,
+                        values.data());
+        partials[index(d)] = values.data();
+        continue;
+      }
+      hear_partial(share, d, at);
+      const std::size_t place = inbox(share, d) + partial(at - share.first);
+      partials[index(d)] = all_.stage_of(all_.rank(), place);
+    }
+    return partials;
+  }
+
+  /// Encodes the result once for all domains; this one gets what the others decode.
+  void send_coded(const Share& share, std::int64_t at, std::int64_t some,
+                  const std::vector<Share>& shares) {
+    float* result = floats(window(all_.rank(), at));
+    coded_->encode(result, some);
+    for (int d = 0; d < all_.domains().count(); ++d) {
+      if (d == all_.domain()) continue;
+      coded_->send(rank_of(share, d, all_.domains()), coded_result(share, d, at, shares));
+    }
+    coded_->decode(some, result);
+    copy_bytes(own(at), result, bytes(some));
+  }
+
+  /// Until a share that another domain owns lies in this rank's window.
+  void hear_result(const Share& share, const std::vector<Share>& shares) {
+    const int owner = rank_of(share, share.domain, all_.domains());
+    for (std::int64_t at = share.first; at < share.end; at += crossing()) {
+      if (!coded_->codes()) {
+        all_.hear(kCall, owner);
+        continue;
+      }
+      coded_->receive(owner, coded_result(share, all_.domain(), at, shares),
+                      std::min(crossing(), share.end - at), floats(window(all_.rank(), at)));
+    }
+  }
+
+  static float* floats(std::byte* bytes) { return static_cast<float*>(static_cast<void*>(bytes)); }
+
   HostCollectives& all_;
   std::byte* data_;
   std::int64_t count_;
   Reduction reduction_;
+  ReduceFormat format_;
   StepMessage head_;
+  std::optional<CodedSums> coded_{};
   ShareCutter cutter_;
   std::int64_t round_;                    // elements of a round, but the last
   std::array<std::size_t, 4> windows_{};  // of rounds, in the stage
@@ -267,6 +352,9 @@ class AllReduce {
   std::int64_t elements_ = 0;             // of this round
   std::size_t window_ = 0, inbox_ = 0;    // of this round, in the stage
   std::vector<std::byte> scratch_{};
+  std::optional<CodedPlaces> places_{};
+  std::int64_t placed_ = 0;                    // elements of their round
+  std::vector<std::vector<float>> decoded_{};  // sums of the domains
 };
 
 bool order_matters(Dtype dtype, const ReduceOptions& options) {
@@ -282,6 +370,8 @@ ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceO
     return {Algorithm::one_shot, {}};
   }
   if (all.domains().count() == 1) return {Algorithm::direct, options.shares};
+  // The model of links knows bytes of f32; ring and tree would round at every hop.
+  if (options.format != ReduceFormat::exact) return {Algorithm::hierarchical, options.shares};
   ReduceWay way = all.next_way(volume, !order_matters(dtype, options));
   if (!options.shares.empty()) way.shares = options.shares;
   return way;
@@ -289,19 +379,21 @@ ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceO
 
 }  // namespace
 
-void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options) {
+void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& asked) {
+  ReduceOptions options = asked;
+  options.format = usable_format(asked, x.dtype);
   const std::int64_t count = x.shape.product();
   const Reduction reduction{options.op, x.dtype, all.size()};
   const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
                             static_cast<double>(reduction.bytes(count)),
                             static_cast<double>(all.stage().window_bytes) / 2};
   const ReduceWay way = way_of(all, volume, options, x.dtype);
-  StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op);
+  StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
   head.call.routes = static_cast<std::uint32_t>(way.algorithm);
   head.call.plan = hash_of(way.shares);
   head.call.weights = options.any_order ? 1 : 0;
-  AllReduce reduce(all, x, options.op, way.shares, head);
+  AllReduce reduce(all, x, options.op, way.shares, options.format, head);
   const bool alone = all.size() == 1;
   if (way.algorithm == Algorithm::one_shot) {
     reduce.reduce_eager();
@@ -314,6 +406,7 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   } else {
     reduce.run();
   }
+  if (options.format != ReduceFormat::exact) return;
   all.end_reduce(way, volume, reduce.round_up_bytes(), options.algorithm == Algorithm::automatic);
 }
 

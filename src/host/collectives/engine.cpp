@@ -104,6 +104,11 @@ Event HostCollectives::enter(const char* call, Stream* stream,
       call, stream, [self = shared_from_this(), run = std::move(run)] { run(*self); }, &entered);
 }
 
+ReduceFormat usable_format(const ReduceOptions& options, Dtype dtype) {
+  const bool adds = options.op == ReduceOp::sum || options.op == ReduceOp::mean;
+  return adds && dtype == Dtype::f32 ? options.format : ReduceFormat::exact;
+}
+
 Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
   const std::size_t bytes = static_cast<std::size_t>(x.shape.product()) * size_of(x.dtype);
   if (options.algorithm == Algorithm::one_shot && bytes > eager_bytes(size())) {
@@ -120,9 +125,9 @@ Event HostCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
 
 Event HostCollectives::reduce_scatter(const ConstTensorView& x, const TensorView& out,
                                       const ReduceOptions& options) {
-  return enter("reduce_scatter", options.stream, [x, out, op = options.op](HostCollectives& all) {
-    run_reduce_scatter(all, x, out, op);
-  });
+  return enter("reduce_scatter", options.stream,
+               [x, out, op = options.op, format = usable_format(options, x.dtype)](
+                   HostCollectives& all) { run_reduce_scatter(all, x, out, op, format); });
 }
 
 Event HostCollectives::all_gather(const ConstTensorView& x, const TensorView& out,

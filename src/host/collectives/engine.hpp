@@ -15,6 +15,7 @@
 #include "core/choice/collective_choice.hpp"
 #include "core/collective_shares.hpp"
 #include "core/engine.hpp"
+#include "host/collectives/coded_sums.hpp"
 #include "host/collectives/reduce.hpp"
 #include "host/throughput/engine.hpp"
 #include "protocol/windows.hpp"
@@ -64,6 +65,7 @@ class HostCollectives final : public CollectivesEngine,
   Event recv(const TensorView& x, int peer, int tag, const CollectiveOptions& options) override;
   ferry::Choice choice(std::size_t bytes, bool any_order) const override;
   Engine& engine() override { return *engine_; }
+  CompressionStats compression() const override { return compression_.stats(); }
 
   /// Collective, once: what the links between domains cost, from at most three reductions of a
   /// round and a bit, one where they take long.
@@ -79,6 +81,7 @@ class HostCollectives final : public CollectivesEngine,
   const std::vector<int>& members() const { return domains().members(domain()); }
   bool is_member(int rank) const { return domains().together(rank, engine_->rank()); }
   const Stage& stage() const { return stage_; }
+  Compression& compression_state() { return compression_; }
 
   /// Whether the ranks are threads of one process, and one domain.
   bool one_address_space() const {
@@ -144,6 +147,7 @@ class HostCollectives final : public CollectivesEngine,
   std::shared_ptr<void> stage_memory_;
   fabric::Address stage_address_{};
   protocol::Windows<> windows_{};
+  Compression compression_;
   std::shared_ptr<PointToPoint> transfers_;
 
   // Of the last all_reduce, the same on all ranks but `report_`.
@@ -170,19 +174,23 @@ void copy_result(std::size_t whole, void* to, const void* from, std::size_t byte
 
 /// What all ranks must call alike.
 inline StepMessage head_of(CallKind kind, Dtype dtype, std::int64_t elements,
-                           ReduceOp op = ReduceOp::sum) {
+                           ReduceOp op = ReduceOp::sum, ReduceFormat format = ReduceFormat::exact) {
   StepMessage head;
   head.call.kind = kind;
   head.call.dtype = static_cast<std::uint32_t>(dtype);
   head.call.columns = elements;
-  head.call.order = static_cast<std::uint16_t>(op);
+  head.call.order =
+      static_cast<std::uint16_t>(static_cast<unsigned>(op) | static_cast<unsigned>(format) << 8);
   return head;
 }
+
+/// Of a call: `automatic` is for any, and only sums of f32 are encoded.
+ReduceFormat usable_format(const ReduceOptions& options, Dtype dtype);
 
 /// The calls, each in the file of its name, inside the work of the engine.
 void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptions& options);
 void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
-                        ReduceOp op);
+                        ReduceOp op, ReduceFormat format);
 void run_all_gather(HostCollectives& all, const ConstTensorView& x, const TensorView& out);
 void run_broadcast(HostCollectives& all, const TensorView& x, int root);
 void run_all_to_all(HostCollectives& all, const ConstTensorView& x, const TensorView& out,

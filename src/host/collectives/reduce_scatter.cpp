@@ -11,18 +11,21 @@ constexpr const char* kCall = "reduce_scatter";
 
 class ReduceScatter {
  public:
-  ReduceScatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out, ReduceOp op)
+  ReduceScatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out, ReduceOp op,
+                ReduceFormat format)
       : all_(all),
         data_(static_cast<const std::byte*>(x.data)),
         out_(static_cast<std::byte*>(out.data)),
         block_(out.shape.product()),
         reduction_{op, x.dtype, all.size()},
-        head_(head_of(CallKind::reduce_scatter, x.dtype, block_, op)) {}
+        format_(format),
+        head_(head_of(CallKind::reduce_scatter, x.dtype, block_, op, format)) {}
 
   void run() {
     const Lent lent(all_, head_, data_, bytes(block_ * all_.size()));
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_);
+    all_.meet(kCall, head_, std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
+    coded_.emplace(all_, kCall, format_, bytes(block_ * all_.size()));
     const Lenders lenders(all_);
     if (lenders.every) return reduce_in_place();
     if (lends(head_)) write_window(0);
@@ -87,7 +90,9 @@ class ReduceScatter {
   }
 
   std::size_t inbox(int domain, int own) const {
-    return all_.stage().inbox() + partial((domain < own ? domain : domain - 1) * elements_);
+    const int before = domain < own ? domain : domain - 1;
+    return all_.stage().inbox() +
+           (coded_->codes() ? index(before) * coded_room(elements_) : partial(before * elements_));
   }
 
   void reduce_round() {
@@ -99,6 +104,10 @@ class ReduceScatter {
     for (int r = 0; r < all_.size(); ++r) {
       if (all_.is_member(r) || domains.rail(r, all_.domain()) != all_.rank()) continue;
       reduce_ranks(reduction_, rows(r), elements_, own.data());
+      if (coded_->codes()) {
+        send_coded(r, own);
+        continue;
+      }
       all_.put(r, inbox(all_.domain(), domains.of(r)), own.data(), partial(elements_));
       all_.tell(r, partial(elements_));
     }
@@ -107,10 +116,14 @@ class ReduceScatter {
       return;
     }
     std::vector<const void*> partials;
+    std::vector<std::vector<float>> decoded(coded_->codes() ? index(domains.count()) : 0);
     for (int d = 0; d < domains.count(); ++d) {
       if (d == all_.domain()) {
         reduce_ranks(reduction_, rows(all_.rank()), elements_, own.data());
         partials.push_back(own.data());
+      } else if (coded_->codes()) {
+        decoded[index(d)] = receive_coded(d);
+        partials.push_back(decoded[index(d)].data());
       } else {
         all_.hear(kCall, domains.rail(all_.rank(), d));
         partials.push_back(all_.stage_of(all_.rank(), inbox(d, all_.domain())));
@@ -118,6 +131,25 @@ class ReduceScatter {
     }
     reduce_domains(reduction_, partials, elements_, out);
     free_inboxes();
+  }
+
+  void send_coded(int peer, const std::vector<std::byte>& sum) {
+    const auto* values = static_cast<const float*>(static_cast<const void*>(sum.data()));
+    const std::size_t to = inbox(all_.domain(), all_.domains().of(peer));
+    for (std::int64_t at = 0; at < elements_; at += kCodedChunk) {
+      coded_->encode(values + at, std::min(kCodedChunk, elements_ - at));
+      coded_->send(peer, to + chunk_offset(at));
+    }
+  }
+
+  std::vector<float> receive_coded(int domain) {
+    std::vector<float> values(index(elements_));
+    const std::size_t from = inbox(domain, all_.domain());
+    for (std::int64_t at = 0; at < elements_; at += kCodedChunk) {
+      coded_->receive(all_.domains().rail(all_.rank(), domain), from + chunk_offset(at),
+                      std::min(kCodedChunk, elements_ - at), values.data() + at);
+    }
+    return values;
   }
 
   /// Who wrote here may do so again.
@@ -136,7 +168,9 @@ class ReduceScatter {
   std::byte* out_;
   std::int64_t block_;  // elements
   Reduction reduction_;
+  ReduceFormat format_;
   StepMessage head_;
+  std::optional<CodedSums> coded_{};
   std::int64_t first_ = 0;     // of each block, in this round
   std::int64_t elements_ = 0;  // of each block in this round
   std::size_t window_ = 0;     // of this round, in the stage
@@ -145,8 +179,8 @@ class ReduceScatter {
 }  // namespace
 
 void run_reduce_scatter(HostCollectives& all, const ConstTensorView& x, const TensorView& out,
-                        ReduceOp op) {
-  ReduceScatter(all, x, out, op).run();
+                        ReduceOp op, ReduceFormat format) {
+  ReduceScatter(all, x, out, op, format).run();
 }
 
 }  // namespace ferry::host
