@@ -3,15 +3,18 @@
     speed.py crossings [--shapes HOSTSxRANKS ...] [--topk N ...] [--limit HOSTS]
     speed.py nics [--nics N ...]
     speed.py raw NETWORK_SPEED
+    speed.py reduce [--shapes HOSTSxRANKS ...] [--mib N ...] [--formats FORMAT ...]
     all: [--mbit N ...] [--rounds N] [--tokens N] [--hidden N] [--json FILE]
 
 crossings: direct and hierarchical, and what the cost model of docs/design/domains_network.md says
 of both. Each host is a domain. Each token has --topk experts, of all hosts or of --limit of them.
 nics: what a second NIC gives. Two hosts with one rank each; every token goes to the other rank.
+reduce: all_reduce of --mib MiB of f32, of ordinary and of registered memory, in each of --formats,
+against Gloo's of f32, in turn. Each host is a domain.
 raw: Ferry over libfabric against libfabric alone; the program is that of bench/network_speed.cpp.
 A rate of 0: as fast as the interfaces are.
 
-Times of the first two are medians of the slowest rank. "Link alone": what the busiest host sends,
+Times of all but raw are medians of the slowest rank. "Link alone": what the busiest host sends,
 at the rate of its interfaces.
 """
 
@@ -113,9 +116,51 @@ def measure(given: argparse.Namespace, hosts: int) -> None:
                 print(json.dumps(said), flush=True)
 
 
-def run(given: argparse.Namespace, hosts: int, each: int, mbit: int, nics: int) -> list[Result]:
-    """Ranks on hosts whose interfaces send at `mbit` each: a result for each line of a rank."""
-    variables = {"FERRY_OFI_NICS": ",".join(f"eth{i}" for i in range(nics))} if nics > 1 else {}
+def measure_reduce(given: argparse.Namespace) -> None:
+    """A rank: prints a line of JSON for each size and contender."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    bytes_ = max(given.mib) << 20
+    with ferry.Collectives(ferry.from_environment(), memory_bytes=bytes_ + (1 << 20)) as ranks:
+        for mib in given.mib:
+            ordinary = torch.randn((mib << 20) // 4) * 1e-3
+            registered = ranks.empty((len(ordinary),), torch.float32)
+            registered.copy_(ordinary)
+            calls: dict[str, Any] = {"gloo": lambda x=ordinary: dist.all_reduce(x)}
+            for name, x in (("ordinary", ordinary), ("registered", registered)):
+                for kind in given.formats:
+                    options = {} if kind == "exact" else {"format": kind}
+                    calls[f"{kind}, {name}"] = lambda x=x, options=options: ranks.all_reduce(
+                        x, op="mean", **options
+                    )
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            sent = dict.fromkeys(calls, 0)
+            for _ in range(given.rounds + 1):
+                for name, call in calls.items():
+                    ranks.barrier()
+                    before, start = ranks.network().put_bytes, time.perf_counter()
+                    call()
+                    ranks.barrier()
+                    times[name].append(time.perf_counter() - start)
+                    sent[name] = ranks.network().put_bytes - before
+                ordinary.clamp_(-1, 1)
+            for name in calls:
+                said = {
+                    "mib": mib,
+                    "contender": name,
+                    "ms": statistics.median(times[name][1:]) * 1e3,
+                    "bytes": sent[name],
+                }
+                print(json.dumps(said), flush=True)
+
+
+def run_ranks(
+    hosts: int, each: int, mbit: int, nics: int = 1, **variables: str
+) -> list[list[Result]]:
+    """This program's ranks on hosts whose interfaces send at `mbit` each: what each rank said."""
     command = [sys.executable, __file__, *sys.argv[1:], "--hosts", str(hosts)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -124,7 +169,13 @@ def run(given: argparse.Namespace, hosts: int, each: int, mbit: int, nics: int) 
         logs = Path(folder)
         machines.shape(f"{mbit}mbit")
         until_end(machines.start_ranks(each, command, logs), logs)
-        said = [lines_of(logs, rank) for rank in range(hosts * each)]
+        return [lines_of(logs, rank) for rank in range(hosts * each)]
+
+
+def run(given: argparse.Namespace, hosts: int, each: int, mbit: int, nics: int) -> list[Result]:
+    """Ranks on hosts whose interfaces send at `mbit` each: a result for each line of a rank."""
+    variables = {"FERRY_OFI_NICS": ",".join(f"eth{i}" for i in range(nics))} if nics > 1 else {}
+    said = run_ranks(hosts, each, mbit, nics, **variables)
     results = []
     for lines in zip(*said, strict=True):
         sent = [line["bytes"] for line in lines]
@@ -168,6 +219,35 @@ def nics(given: argparse.Namespace, mbit: int) -> list[Result]:
     return found
 
 
+def reduce(given: argparse.Namespace, mbit: int) -> list[Result]:
+    found: list[Result] = []
+    for shape in given.shapes:
+        hosts, each = map(int, shape.split("x"))
+        print(f"{hosts} hosts x {each} ranks, {mbit} Mbit/s a host")
+        print("  MiB   contender                 ms     of gloo   link alone, ms")
+        gloo = 0.0
+        for lines in zip(*run_ranks(hosts, each, mbit), strict=True):
+            one = {"hosts": hosts, "ranks": each, "mbit": mbit} | lines[0]
+            one["ms"] = max(line["ms"] for line in lines)
+            sent = [line["bytes"] for line in lines]
+            one["host_bytes"] = max(
+                sum(sent[first : first + each]) for first in range(0, len(sent), each)
+            )
+            if one["contender"] == "gloo":
+                gloo = one["ms"]
+                # A ring of all ranks crosses each link once.
+                one["host_bytes"] = 2 * (len(sent) - 1) * (one["mib"] << 20) // len(sent)
+            one["link_ms"] = one["host_bytes"] * 8 / mbit / 1e3
+            one["of_gloo"] = gloo / one["ms"]
+            print(
+                f"{one['mib']:5}   {one['contender']:20} {one['ms']:8.1f} {one['of_gloo']:10.2f} "
+                f"{one['link_ms']:14.1f}",
+                flush=True,
+            )
+            found.append(one)
+    return found
+
+
 def raw(given: argparse.Namespace, mbit: int) -> list[Result]:
     """The program's JSON, with the rate. Against the best raw write: dispatch and combine in shares
     of its rate, few tokens in times of its latency."""
@@ -194,6 +274,7 @@ def main() -> None:
     for name, mbit, rounds, tokens in (
         ("crossings", [200], 3, 128),
         ("nics", [1000], 5, 2048),
+        ("reduce", [1000], 5, 0),
         ("raw", [0, 10000, 5000, 1000], 15, 0),
     ):
         kind = kinds.add_parser(name)
@@ -207,13 +288,18 @@ def main() -> None:
     kinds.choices["crossings"].add_argument("--shapes", nargs="+", default=["2x4"], help="of each")
     kinds.choices["crossings"].add_argument("--topk", type=int, nargs="+", default=[1, 2, 4, 8])
     kinds.choices["crossings"].add_argument("--limit", type=int, default=0, help="hosts of a token")
+    kinds.choices["reduce"].add_argument("--shapes", nargs="+", default=["2x4", "4x2"])
+    kinds.choices["reduce"].add_argument("--mib", type=int, nargs="+", default=[32])
+    kinds.choices["reduce"].add_argument(
+        "--formats", nargs="+", default=["exact", "bf16", "f16", "e4m3", "automatic"]
+    )
     kinds.choices["nics"].add_argument("--nics", type=int, nargs="+", default=[1, 2])
     kinds.choices["raw"].add_argument("program", type=Path, metavar="NETWORK_SPEED")
     given = parser.parse_args()
     if given.hosts:
-        measure(given, given.hosts)
+        measure_reduce(given) if given.what == "reduce" else measure(given, given.hosts)
         return
-    measured = {"crossings": crossings, "nics": nics, "raw": raw}[given.what]
+    measured = {"crossings": crossings, "nics": nics, "raw": raw, "reduce": reduce}[given.what]
     runs = [one for mbit in given.mbit for one in measured(given, mbit)]
     if given.json:
         result = {
