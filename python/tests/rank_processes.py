@@ -64,17 +64,20 @@ def serve(pipe: Connection, device: str, rank: int, one: Any) -> None:
 
 
 class RankProcesses:
-    """`size` processes on a device. `one` runs a body there, as `exchange` does."""
+    """`size` processes on a device. `one` runs a body there, as `exchange` does. `imported`: what
+    the process imports whose forks the ranks are; of the first of these objects in a program."""
 
-    def __init__(self, size: int, device: str, one: Any = exchange) -> None:
-        self.size, self.device, self.one = size, device, one
+    def __init__(
+        self, size: int, device: str, one: Any = exchange, imported: tuple[str, ...] = ()
+    ) -> None:
+        self.size, self.device, self.one, self.imported = size, device, one, imported
         self.children: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
         # One process imports what takes long, once, and the ranks are its forks; nothing of Ferry
         # or of CUDA is made there.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(["torch", *self.imported])
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             child = context.Process(
