@@ -67,12 +67,12 @@ def array_of(tensor: _ferry.Tensor, framework: str) -> Any:
     """Ferry's memory as an array; shares it where the framework lets it: fp8 of TensorFlow is a
     copy, and i64 of JAX without `jax_enable_x64` an int32 copy."""
     if framework == "jax":
-        import jax
+        import jax  # type: ignore[import-not-found, unused-ignore]
 
         made = jax.dlpack.from_dlpack(tensor)
         code = _CODES.get(tensor.dtype)
         return made if code is None else made.view(getattr(jax.numpy, code))
-    import tensorflow as tf
+    import tensorflow as tf  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     if tensor.dtype in _CODES:
         import ml_dtypes
@@ -90,11 +90,11 @@ def array_from_numpy(values: np.ndarray[Any, Any], framework: str) -> Any:
         module: Any = sys.modules[framework]
         return module.numpy.array(values) if framework == "jax" else module.constant(values)
     if framework == "jax":
-        import jax
+        import jax  # type: ignore[import-not-found, unused-ignore]
 
         made = jax.dlpack.from_dlpack(values)
         return made.view(jax.numpy.bfloat16) if bf16 else made
-    import tensorflow as tf
+    import tensorflow as tf  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     made = tf.experimental.dlpack.from_dlpack(values.__dlpack__())
     return tf.bitcast(made, tf.bfloat16) if bf16 else made

@@ -7,7 +7,7 @@ bring arrays of JAX as they are; i64 results are int32 there unless `jax_enable_
 
 from __future__ import annotations
 
-import jax as _jax  # noqa: F401  what it lacks is said here
+import jax as _jax  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
 
 from ferry.returned import Returning
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import tensorflow as tf
+import tensorflow as tf  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from ferry.arguments import instance, refuse
 from ferry.collectives import Collectives
