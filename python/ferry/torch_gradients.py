@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ferry.torch_bootstrap import from_process_group
 # What crosses between domains; the sums are in fp32 in any case.
 FORMATS = {"exact": "exact", "bf16": "bf16", "f16": "f16", "e4m3": "e4m3", "auto": "automatic"}
 ALGORITHMS = {name: name for name in ("automatic", "direct", "hierarchical", "ring", "tree")}
-_HAS_FORMATS = "format" in inspect.signature(Collectives.all_reduce).parameters
 
 
 def collectives_of(process_group: Any, memory_bytes: int) -> Collectives:
@@ -39,9 +37,7 @@ class MeanOfRanks:
         self._options: dict[str, Any] = {
             "algorithm": choice(f"{call}: algorithm", algorithm, ALGORITHMS)
         }
-        if chosen not in ("exact", "automatic") and not _HAS_FORMATS:
-            refuse(f"{call}: format", repr(format), '"exact" or "auto", as this build has no codes')
-        self._format = {"format": chosen} if _HAS_FORMATS else {}
+        self._format = {"format": chosen}
         self.collectives = collectives
         self._stream = ferry.Stream()
 

@@ -32,16 +32,17 @@ _MOST_SECONDS = 1e8
 _KEPT_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7) else 256
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if not dist.is_nccl_available():
         refuse("ferry process group: tensor", "one on a GPU, without NCCL", "a torch with NCCL")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    prefixed = dist.distributed_c10d.PrefixStore("nccl", store)
+    return dist.ProcessGroupNCCL(prefixed, rank, size, options)
 
 
 # Makes the process group for tensors of that kind of device, from (store, rank, size, timeout).
-delegates: dict[str, Callable[[dist.Store, int, int, timedelta], Any]] = {"cuda": _nccl}
+delegates: dict[str, Callable[[Any, int, int, timedelta], Any]] = {"cuda": _nccl}
 
 
 def _tensor_in(args: Any) -> torch.Tensor | None:
@@ -73,8 +74,8 @@ def _by_device(*names: str) -> Callable[[Any], Any]:
 class FerryProcessGroup(dist.ProcessGroup):
     """Ranks of a torch process group."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
         self._rank, self._size, self._store, self._limit = rank, size, store, timeout
         self._timeout = min(timeout.total_seconds(), _MOST_SECONDS)
         rounds = itertools.count()
@@ -208,7 +209,8 @@ class FerryProcessGroup(dist.ProcessGroup):
 
     @_by_device("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> FerryWork:
-        return self.allreduce(tensors, opts)
+        work: FerryWork = self.allreduce(tensors, opts)
+        return work
 
     @_by_device("reduce")
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerryWork:
@@ -454,7 +456,8 @@ class _Bytes:
 
 def _unpack(got: torch.Tensor, outs: list[torch.Tensor]) -> None:
     """One behind the other."""
-    for out, part in zip(outs, got.split([out.nbytes for out in outs]), strict=True):
+    parts = torch.split(got, [out.nbytes for out in outs])
+    for out, part in zip(outs, parts, strict=True):
         if part.numel() > 0:
             # A copy begins where any dtype may.
             out.detach().copy_(part.clone().view(out.dtype).view(out.shape))

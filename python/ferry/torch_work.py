@@ -23,7 +23,7 @@ def for_torch(error: Error) -> Error:
     kind = type(error)
     if kind not in _both:
         _both[kind] = type(kind.__name__, (kind, dist.DistBackendError), {"__module__": "ferry"})
-    same = _both[kind](str(error))
+    same: Error = _both[kind](str(error))
     same.__dict__.update(error.__dict__)
     return same.with_traceback(error.__traceback__)
 
@@ -86,7 +86,7 @@ class FerryWork(dist._Work):  # type: ignore[misc,name-defined]
         if error is None:
             self._future.set_result(self._result)
         else:
-            self._future.set_exception(error)  # type: ignore[arg-type]
+            self._future.set_exception(error)
 
 
 class WorkerWork(FerryWork):

@@ -120,9 +120,7 @@ void bind_compression(nb::module_& m) {
       });
 }
 
-}  // namespace
-
-void bind_collectives(nb::module_& m) {
+void bind_options(nb::module_& m) {
   nb::enum_<ReduceOp>(m, "ReduceOp")
       .value("sum", ReduceOp::sum)
       .value("mean", ReduceOp::mean)
@@ -149,6 +147,12 @@ void bind_collectives(nb::module_& m) {
       .value("f16", ReduceFormat::f16)
       .value("e4m3", ReduceFormat::e4m3)
       .value("automatic", ReduceFormat::automatic);
+}
+
+}  // namespace
+
+void bind_collectives(nb::module_& m) {
+  bind_options(m);
   bind_compression(m);
   nb::class_<HeldCollectives>(m, "Collectives")
       .def("__init__", &make, nb::arg("bootstrap"), nb::arg("deadline"), nb::arg("memory_bytes"),

@@ -9,9 +9,9 @@
 namespace ferry::host {
 namespace {
 
-constexpr auto kLook = std::chrono::milliseconds(20);   // between two looks after the peers
-constexpr auto kSleep = std::chrono::milliseconds(40);  // at most
-constexpr auto kNap = std::chrono::microseconds(500);   // where a network may raise flags
+constexpr auto kPollPeriod = std::chrono::milliseconds(20);  // between two polls of the peers
+constexpr auto kSleep = std::chrono::milliseconds(40);       // at most
+constexpr auto kNap = std::chrono::microseconds(500);        // where a network may raise flags
 
 std::string bytes_text(std::uint64_t bytes) {
   return std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
@@ -180,7 +180,7 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
     const std::uint64_t seen = ring_.bell();
     const bool moved = step();
     const auto now = Clock::now();
-    if (now - last_look_ >= kLook) look_after_peers();
+    if (now - last_look_ >= kPollPeriod) look_after_peers();
     if (over() || (awaited != nullptr && now - start >= kSleep)) break;
     if (moved) {
       spin_until = now + engine_->shared_memory()->fabric->spin_time();
@@ -200,7 +200,8 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
 }
 
 std::chrono::nanoseconds PointToPoint::nap() const {
-  return engine_->domains() > 1 ? std::chrono::nanoseconds(kNap) : std::chrono::nanoseconds(kLook);
+  return engine_->domains() > 1 ? std::chrono::nanoseconds(kNap)
+                                : std::chrono::nanoseconds(kPollPeriod);
 }
 
 bool PointToPoint::step() {
