@@ -146,8 +146,7 @@ void check_blocks(std::string_view call, std::string_view whole_name, const Cons
   const auto own =
       static_cast<std::size_t>(rank) * (whole.bytes() / static_cast<std::size_t>(ranks));
   check_pair(call, gathers ? block : whole, gathers ? whole : block, where,
-             where.kind == DeviceKind::cpu &&
-                 block.data == static_cast<const std::byte*>(whole.data) + own);
+             block.data == static_cast<const std::byte*>(whole.data) + own);
   const std::int64_t each = block.shape.product();
   if (whole.shape.product() / ranks != each || whole.shape.product() % ranks != 0) {
     refuse(

@@ -93,11 +93,11 @@ class CodedSums {
 
   /// Encodes a chunk (at most kCodedChunk values); it stays in this object until the next.
   void encode(const float* values, std::int64_t count);
-  /// Puts that chunk at an offset of the peer's stage, and tells it.
+  /// Puts that chunk at an offset of the peer's staging memory, and tells it.
   void send(int peer, std::size_t offset);
   /// The values of that chunk as every other rank gets them.
   void decode(std::int64_t count, float* values) const;
-  /// Waits for a chunk of `peer`, at an offset of this rank's stage.
+  /// Waits for a chunk of `peer`, at an offset of the own staging memory.
   void receive(int peer, std::size_t offset, std::int64_t count, float* values);
 
  private:
