@@ -68,6 +68,9 @@ TcpOptions tcp_options_from_environment();
 
 /// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.
 using AllGather = std::function<std::vector<std::vector<std::byte>>(std::span<const std::byte>)>;
-std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather);
+/// `own_address`: of this host on the network of the job, where its fabric listens for ranks of
+/// other hosts if FERRY_HOST names none; empty: loopback.
+std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather,
+                                            std::string own_address = {});
 
 }  // namespace ferry

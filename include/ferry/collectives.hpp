@@ -204,8 +204,9 @@ class Collectives {
 
   /// Between two ranks: x goes to `peer`, which receives it into a tensor of as many bytes. Ends
   /// when the peer has asked for it; then x may be changed. Transfers of two ranks match by tag, in
-  /// the order in which they were made. Where the sizes differ, both throw Error(mismatch), and all
-  /// goes on.
+  /// the order in which they begin: those of one stream, and those without, in the order of the
+  /// calls; on several streams give them tags of their own. Where the sizes differ, both throw
+  /// Error(mismatch), and all goes on.
   ///
   /// On a stream, transfers that follow each other are under way together, so that two ranks may
   /// each send before they receive; other work of the stream waits for them. They do not wait for

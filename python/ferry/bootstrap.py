@@ -70,13 +70,21 @@ def from_environment(
     )
 
 
-def from_all_gather(rank: int, size: int, fn: Callable[[bytes], list[bytes]]) -> Bootstrap:
+def from_all_gather(
+    rank: int, size: int, fn: Callable[[bytes], list[bytes]], own_address: str = ""
+) -> Bootstrap:
     """The caller's own all-gather: `fn(mine)` is collective and returns the bytes of all ranks in
-    rank order. Its deadline and its interruption are its own business."""
+    rank order. Its deadline and its interruption are its own business.
+
+    own_address: of this host on the network of the job, where ranks of other hosts reach it if
+        FERRY_HOST names none. Empty: loopback, so all ranks must be on one host.
+    """
     if not callable(fn):
         refuse("from_all_gather: fn", f"an object of type {type(fn).__name__}", "a function")
     size = integer("from_all_gather: size", size, 1, INT32_MAX)
-    return _ferry.from_all_gather(integer("from_all_gather: rank", rank, 0, size - 1), size, fn)
+    rank = integer("from_all_gather: rank", rank, 0, size - 1)
+    address = text("from_all_gather: own_address", own_address)
+    return _ferry.from_all_gather(rank, size, fn, address)
 
 
 def from_mpi(comm: Any) -> Bootstrap:

@@ -304,7 +304,8 @@ class Collectives:
     ) -> _ferry.Event:
         """Between two ranks: x, of any dtype and in CPU memory, goes to rank `peer`, which receives
         it into an array of as many bytes. Ends when the peer has asked for it. Transfers of two
-        ranks match by tag, in the order in which they were made; where sizes differ, both raise
+        ranks match by tag, in the order in which they begin: on one stream, or without, that of
+        the calls; on several streams give them tags of their own. Where sizes differ, both raise
         `MismatchError`.
 
         On a stream, transfers that follow each other are under way together: two ranks may each

@@ -25,6 +25,7 @@ from ferry._ferry import Stream
 from ferry.arguments import refuse
 from ferry.bootstrap import from_all_gather
 from ferry.collectives import Collectives
+from ferry.torch_bootstrap import own_address
 from ferry.torch_work import AllWork, FerryWork, TransferWork, WorkerWork, guarded
 
 _MOST_SECONDS = 1e8
@@ -85,9 +86,8 @@ class FerryProcessGroup(dist.ProcessGroup):
             store.set(f"{key}/{rank}", mine)
             return [store.get(f"{key}/{r}") for r in range(size)]
 
-        self._ranks = Collectives(
-            from_all_gather(rank, size, all_gather), deadline=self._timeout, memory_bytes=1 << 20
-        )
+        boot = from_all_gather(rank, size, all_gather, own_address(store))
+        self._ranks = Collectives(boot, deadline=self._timeout, memory_bytes=1 << 20)
         self._transfers = Stream()
         self._worker = ThreadPoolExecutor(1, "ferry-process-group", self._is_worker)
         self._on_worker = threading.local()

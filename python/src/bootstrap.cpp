@@ -68,12 +68,14 @@ HeldBootstrap tcp(int rank, int size, const std::string& address, std::uint16_t 
   return connect(std::move(options), deadline);
 }
 
-HeldBootstrap from_all_gather(int rank, int size, nb::object fn) {
+HeldBootstrap from_all_gather(int rank, int size, nb::object fn, const std::string& own_address) {
   PythonCallable callable(std::move(fn));
   return HeldBootstrap(custom_bootstrap(
-      rank, size, [callable = std::move(callable), size](std::span<const std::byte> mine) {
+      rank, size,
+      [callable = std::move(callable), size](std::span<const std::byte> mine) {
         return call_all_gather(callable, size, mine);
-      }));
+      },
+      own_address));
 }
 
 nb::list threads(int ranks) {
@@ -124,8 +126,9 @@ void bind_bootstrap(nb::module_& m) {
       },
       nb::arg("rank"), nb::arg("size"), nb::arg("deadline"));
   m.def("from_all_gather", &from_all_gather, nb::arg("rank"), nb::arg("size"), nb::arg("fn"),
+        nb::arg("own_address"),
         nb::sig("def from_all_gather(rank: int, size: int, fn: "
-                "collections.abc.Callable[[bytes], list[bytes]]) -> Bootstrap"));
+                "collections.abc.Callable[[bytes], list[bytes]], own_address: str) -> Bootstrap"));
 }
 
 }  // namespace ferry::python

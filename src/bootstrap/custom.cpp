@@ -11,11 +11,15 @@ namespace {
 
 class CustomBootstrap final : public Bootstrap {
  public:
-  CustomBootstrap(int rank, int size, AllGather all_gather)
-      : rank_(rank), size_(size), function_(std::move(all_gather)) {}
+  CustomBootstrap(int rank, int size, AllGather all_gather, std::string own_address)
+      : rank_(rank),
+        size_(size),
+        function_(std::move(all_gather)),
+        own_address_(std::move(own_address)) {}
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  std::string own_address() const override { return own_address_; }
 
   // The deadline is the function's own business: a foreign collective cannot be cut short.
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
@@ -62,12 +66,14 @@ class CustomBootstrap final : public Bootstrap {
   const int rank_;
   const int size_;
   const AllGather function_;
+  const std::string own_address_;
   std::uint64_t calls_ = 0;
 };
 
 }  // namespace
 
-std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather) {
+std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_gather,
+                                            std::string own_address) {
   if (size < 1) {
     throw Error(ErrorKind::invalid_argument,
                 "custom_bootstrap: size is " + std::to_string(size) + ", expected at least 1",
@@ -85,7 +91,8 @@ std::shared_ptr<Bootstrap> custom_bootstrap(int rank, int size, AllGather all_ga
                 "of every rank",
                 {.rank = rank});
   }
-  return std::make_shared<CustomBootstrap>(rank, size, std::move(all_gather));
+  return std::make_shared<CustomBootstrap>(rank, size, std::move(all_gather),
+                                           std::move(own_address));
 }
 
 }  // namespace ferry

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / "tests")]
+sys.path.append(str(HERE.parents[1] / "tests"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,7 +83,9 @@ class AllReduce {
   }
 
   bool crosses() const { return all_.domains().count() > 1; }
-  std::size_t inbox_bytes() const { return all_.stage().inbox_bytes / Stage::kInboxes; }
+  std::size_t inbox_bytes() const {
+    return all_.stage().inbox_bytes / Stage::kInboxes / kLineBytes * kLineBytes;
+  }
   /// Of a round. Several domains have two rounds in one window of the stage.
   std::size_t window_bytes() const { return all_.stage().window_bytes / (crosses() ? 2 : 1); }
 

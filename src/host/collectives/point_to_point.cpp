@@ -255,6 +255,7 @@ bool PointToPoint::post_next(int rank, Peer& peer) {
   ring_.write(rank, {PacketKind::data, send->tag, send->message, send->bytes, carried},
               send->data + send->moved);
   send->moved += carried;
+  peer.data_moved = Clock::now();
   if (send->moved == send->bytes) {
     peer.accepted.pop_front();
     complete(send);
@@ -309,6 +310,7 @@ void PointToPoint::match(Peer& peer, const Held& receive, const PacketHead& head
     protocol::read_bytes(receive->data, data, head.bytes);
     answer.done = receive;
   } else {
+    receive->accepted = true;
     peer.receiving.emplace(head.message, receive);
   }
   peer.answers.push_back(std::move(answer));
@@ -328,6 +330,7 @@ void PointToPoint::take_answer(int rank, Peer& peer, const PacketHead& head) {
   } else if (fits(send->bytes)) {
     complete(send);
   } else {
+    send->accepted = true;
     peer.accepted.push_back(send);
   }
 }
@@ -342,6 +345,7 @@ void PointToPoint::take_data(int rank, Peer& peer, const PacketRing::Packet& pac
   Transfer& receive = *found->second;
   protocol::read_bytes(receive.data + receive.moved, packet.data, packet.head.carried);
   receive.moved += packet.head.carried;
+  peer.data_moved = Clock::now();
   if (receive.moved < receive.bytes) return;
   const Held done = std::move(found->second);
   peer.receiving.erase(found);

@@ -40,6 +40,7 @@ struct Transfer final : Event::State {
   bool begun = false;
   Clock::time_point start{};
   Clock::time_point deadline{};
+  bool accepted = false;  // its data are to come, after those of others
   bool extended = false;  // the deadline was
   KeptError error{};
   std::atomic<bool> done{false};
@@ -49,7 +50,7 @@ struct Transfer final : Event::State {
   const char* call() const { return sends ? "send" : "recv"; }
 };
 
-/// Matches sends with receives by (peer, tag) in the order in which they were begun, and moves
+/// Matches sends with receives by (peer, tag) in the order in which they begin, and moves
 /// all of them together: whoever waits for one moves every one, and while nobody waits a thread
 /// does. A message that fits a packet goes at once; of a longer one the data follow when a receive
 /// has accepted it, so packets never wait for a receive, and none of them holds up others.
@@ -102,6 +103,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::deque<Held> wanted{};  // receives without a message
     std::deque<Unexpected> unexpected{};
     std::map<std::uint64_t, Held> receiving{};
+    Clock::time_point data_moved{};  // last, either way
     std::optional<Clock::time_point> left_since{};
   };
 

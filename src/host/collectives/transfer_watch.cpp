@@ -44,7 +44,11 @@ bool PointToPoint::is_gone(int rank) {
 }
 
 std::optional<Error> PointToPoint::late() {
+  const auto deadline = engine_->config().deadline;
   for (const Held& transfer : open_) {
+    // Data that move, of this transfer or of those before it, begin the wait anew.
+    const Peer& peer = peers_[index(transfer->peer)];
+    if (transfer->accepted && last_look_ < peer.data_moved + deadline) continue;
     if (last_look_ < transfer->deadline || extended(*transfer)) continue;
     const std::string what = std::string(transfer->sends ? "receive" : "send") + " " +
                              std::to_string(transfer->bytes) + " bytes (tag " +
