@@ -8,6 +8,7 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from reference import make_job
 from throughput_calls import dispatched
 
 import deep_ep
+
+HERE = Path(__file__).parent
+HELPERS = [str(HERE), str(HERE.parents[1] / "tests")]
 
 BEGIN = """
     import os, signal, sys
@@ -49,7 +53,7 @@ def run(size: int, *ends: str) -> list[subprocess.CompletedProcess[str]]:
     """Ranks as processes, each with its end."""
     port, children = free_port(), []
     for rank, end in zip(range(size), ends):
-        begin = BEGIN.format(path=sys.path[:2], rank=rank, size=size, port=port)
+        begin = BEGIN.format(path=HELPERS, rank=rank, size=size, port=port)
         code = textwrap.dedent(begin) + textwrap.dedent(end)
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         children.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
