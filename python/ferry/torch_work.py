@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,18 @@ def for_torch(error: Error) -> Error:
     """The same error, also of the class that torch's backends raise."""
     kind = type(error)
     if kind not in _both:
-        _both[kind] = type(kind.__name__, (kind, dist.DistBackendError), {"__module__": "ferry"})
-    same: Error = _both[kind](str(error))
+        members = {
+            "__module__": "ferry",
+            "__reduce__": lambda same: (for_torch, (_copy(kind, same),)),
+        }
+        _both[kind] = type(kind.__name__, (kind, dist.DistBackendError), members)
+    return _copy(_both[kind], error).with_traceback(error.__traceback__)
+
+
+def _copy(kind: type[Error], error: Error) -> Error:
+    same = kind(str(error))
     same.__dict__.update(error.__dict__)
-    return same.with_traceback(error.__traceback__)
+    return same
 
 
 def guarded(run: Callable[[], None]) -> None:
@@ -36,6 +44,21 @@ def guarded(run: Callable[[], None]) -> None:
             run()
     except Error as error:
         raise for_torch(error) from None
+
+
+class _Failed:
+    """What a future has instead of tensors. In Python, `wait` raises the error. torch's DDP waits
+    in C++, and looks for tensors by pickling: what that raises is what it shows."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def reraise(self) -> NoReturn:
+        """As the future's unwrapping function."""
+        raise self._error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
 
 
 class FerryWork(dist._Work):  # type: ignore[misc,name-defined]
@@ -86,7 +109,8 @@ class FerryWork(dist._Work):  # type: ignore[misc,name-defined]
         if error is None:
             self._future.set_result(self._result)
         else:
-            self._future.set_exception(error)
+            self._future._set_unwrap_func(_Failed.reraise)
+            self._future.set_result(_Failed(error))
 
 
 class WorkerWork(FerryWork):

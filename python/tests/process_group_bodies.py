@@ -359,3 +359,15 @@ def a_rank_that_leaves() -> None:
     assert isinstance(caught.value, dist.DistBackendError)
     with contextlib.suppress(ferry.Error):
         dist.barrier()
+
+
+def a_rank_that_leaves_a_backward() -> None:
+    """torch's DDP waits in C++, which shows an error by its words."""
+    rank, _ = world()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 1:
+        return
+    with pytest.raises(RuntimeError, match=r"PeerLeftError: .*rank 1"):
+        loss.backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from rank_processes import RankProcesses
 
 import ferry.torch
+from ferry import torch_work
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,3 +72,24 @@ def test_functional_collectives(run: Run, compiled: bool) -> None:
 
 def test_a_rank_that_leaves_is_named(run: Run) -> None:
     run(bodies.a_rank_that_leaves, ends=False)
+
+
+def test_a_rank_that_leaves_a_backward_is_named(run: Run) -> None:
+    run(bodies.a_rank_that_leaves_a_backward, ends=False)
+
+
+@pytest.mark.parametrize("kind", ferry.errors.Error.__subclasses__())
+def test_errors_are_pickled(kind: type[ferry.Error]) -> None:
+    error = torch_work.for_torch(kind("rank 1 is gone", rank=0, peer=1, stage="plan"))
+    same = pickle.loads(pickle.dumps(error))
+    assert type(same) is type(error) and isinstance(same, kind)
+    assert str(same) == "rank 1 is gone" and same.__dict__ == error.__dict__
+
+
+def test_a_future_raises_what_its_call_raised() -> None:
+    call: Future[None] = Future()
+    future = torch_work.WorkerWork(call, [], 1.0).get_future()
+    call.set_exception(torch_work.for_torch(ferry.PeerLeftError("rank 1 left", peer=1)))
+    with pytest.raises(ferry.PeerLeftError, match="rank 1 left") as caught:
+        future.wait()
+    assert caught.value.peer == 1 and isinstance(caught.value, dist.DistBackendError)
