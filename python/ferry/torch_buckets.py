@@ -66,6 +66,7 @@ class GradientBuckets:
         self._lay()
         self._seen_order = False
         self.synchronises = True
+        self.stopped = False
         self.busy_seconds = 0.0
         self.steps = 0
         self._hooks = [
@@ -218,8 +219,15 @@ class GradientBuckets:
 
     def stop(self) -> None:
         """Leaves the gradients alone from here on."""
+        self.stopped = True
         for hook in self._hooks:
             hook.remove()
+
+
+def is_reduced(parameter: Tensor) -> bool:
+    """Whether some buckets have this parameter's gradient."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, _Arrival) and hook.in_use for hook in hooks.values())
 
 
 class _Arrival:
@@ -228,6 +236,11 @@ class _Arrival:
     def __init__(self, buckets: GradientBuckets, index: int) -> None:
         self._buckets = weakref.ref(buckets)
         self._index = index
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the buckets are still there."""
+        return self._buckets() is not None
 
     def __call__(self, parameter: Tensor) -> None:
         buckets = self._buckets()

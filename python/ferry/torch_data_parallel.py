@@ -13,13 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ferry.arguments import choice, flag, instance, optional, refuse
+from ferry.arguments import choice, describe, flag, instance, optional, refuse
 from ferry.collectives import Collectives
-from ferry.torch_buckets import GradientBuckets, Named, memory_bytes
+from ferry.errors import DestroyedError
+from ferry.torch_buckets import GradientBuckets, Named, is_reduced, memory_bytes
 from ferry.torch_gradients import ALGORITHMS, FORMATS, MeanOfRanks, collectives_of
 from ferry.torch_wrapped_experts import ignore_experts, places_inside
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_OF_TORCH = {
+    "device_ids": None,
+    "output_device": None,
+    "dim": 0,
+    "gradient_as_bucket_view": True,
+    "static_graph": False,
+    "check_reduction": False,
+    "mixed_precision": None,
+    "device_mesh": None,
+}
 _PACKED_BYTES = 32 << 20  # of a broadcast of several tensors
 
 
@@ -38,7 +49,8 @@ class DistributedDataParallel(nn.Module):
     no parameter. `state_dict` has torch's names, "module." and the parameter's.
 
     Parameters of experts that differ between ranks (`ExpertParallel`) are left out, as
-    `ignore_experts` leaves them out of torch's class.
+    `ignore_experts` leaves them out of torch's class. What is added, replaced or frozen after
+    wrapping is not averaged: `destroy`, and wrap again.
 
     Args:
         module: parameters in f32, bf16 or f16 that require gradients now are averaged.
@@ -50,6 +62,7 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: what no rank has a gradient of keeps none, at the price of a short
             exchange; without it, its gradient is zero.
         format, algorithm: as of `Gradients`.
+        of_torch: options of torch's class, accepted where they ask for what is done anyway.
     """
 
     def __init__(
@@ -63,10 +76,14 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: bool = False,
         format: str = "exact",
         algorithm: str = "automatic",
+        **of_torch: Any,
     ) -> None:
         super().__init__()
         name = "DistributedDataParallel"
         instance(f"{name}: module", module, nn.Module, "a torch.nn.Module")
+        _check_options(of_torch)
+        if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
+            refuse(f"{name}: module", "a DistributedDataParallel", "the model in it, its `module`")
         optional(f"{name}: collectives", collectives, Collectives, "a ferry.Collectives")
         choice(f"{name}: format", format, FORMATS)
         choice(f"{name}: algorithm", algorithm, ALGORITHMS)
@@ -92,6 +109,11 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """That of the module."""
+        if self._gradients.stopped:
+            raise DestroyedError(
+                "DistributedDataParallel: forward: got a call after destroy(); expected one before "
+                "it, or of `module`, which goes on without the other ranks"
+            )
         recorded = torch.is_grad_enabled()
         if recorded and self._gradients.synchronises and self._broadcasts:
             self._broadcast(self._buffers_of_0)
@@ -148,6 +170,22 @@ class DistributedDataParallel(nn.Module):
             packed, size = [], 0
 
 
+def _check_options(of_torch: dict[str, Any]) -> None:
+    """Refuses what torch's class can and this one cannot."""
+    for option, value in of_torch.items():
+        if option not in _OF_TORCH:
+            raise TypeError(f"DistributedDataParallel() has no argument {option!r}")
+        if option == "gradient_as_bucket_view":  # they are views in any case
+            flag(f"DistributedDataParallel: {option}", value)
+        elif value is not None and value != _OF_TORCH[option]:
+            refuse(
+                f"DistributedDataParallel: {option}",
+                describe(value),
+                f"{_OF_TORCH[option]}: others are torch's; use torch's class with "
+                "ferry.torch.gradient_hook",
+            )
+
+
 def _check(trained: Named, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Refuses what is not averaged here."""
     name = "DistributedDataParallel: module"
@@ -158,6 +196,9 @@ def _check(trained: Named, tensors: Iterable[tuple[str, Tensor]]) -> None:
             got = f"{parameter!r} on {tensor.device}"
             refuse(name, got, "CPU memory; for GPUs, torch.nn.parallel.DistributedDataParallel")
     for parameter, tensor in trained:
+        if is_reduced(tensor):
+            got = f"{parameter!r} of a model that is wrapped already"
+            refuse(name, got, "one that is not, or destroy() of its wrapper before")
         if tensor.dtype not in _DTYPES:
             got = f"{parameter!r} of dtype {tensor.dtype}"
             refuse(name, got, f"dtype {', '.join(_DTYPES.values())}")

@@ -320,6 +320,8 @@ def test_what_cannot_be_is_refused_with_words() -> None:
             ("format: got 'f64'", lambda: nn.Linear(8, 4), {"format": "f64"}),
             ("algorithm: got 'star'", lambda: nn.Linear(8, 4), {"algorithm": "star"}),
             ("bucket_cap_mb: got 0", lambda: nn.Linear(8, 4), {"bucket_cap_mb": 0}),
+            ("device_ids: got [0]", lambda: nn.Linear(8, 4), {"device_ids": [0]}),
+            ("static_graph: got True", lambda: nn.Linear(8, 4), {"static_graph": True}),
         ]
         for words, make, options in wrong:
             with pytest.raises(ferry.InvalidArgumentError) as caught:
@@ -328,5 +330,27 @@ def test_what_cannot_be_is_refused_with_words() -> None:
         sparse = ft.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), ranks)
         with pytest.raises(ferry.InvalidArgumentError, match=r"'weight' of layout torch\.sparse"):
             sparse(torch.tensor([1])).sum().backward()
+
+    on_ranks(body)
+
+
+def test_a_model_is_wrapped_once_at_a_time() -> None:
+    def body(ranks: ferry.Collectives) -> None:
+        model = model_of(0)
+        options: Any = {"device_ids": None, "gradient_as_bucket_view": True}
+        ddp = ft.DistributedDataParallel(model, ranks, **options)
+        for wrapped in (ddp, model, nn.Sequential(model)):
+            with pytest.raises(ferry.InvalidArgumentError, match="module: got .*wrapped|its `mod"):
+                ft.DistributedDataParallel(wrapped, ranks)
+        with pytest.raises(TypeError, match="'buckets'"):
+            ft.DistributedDataParallel(model_of(0), ranks, buckets=3)
+        ddp.destroy()
+        with pytest.raises(ferry.DestroyedError, match="forward"):
+            ddp(batch_of(0))
+        again = ft.DistributedDataParallel(model, ranks)
+        expected = [own_gradients(model, batch_of(rank)) for rank in range(RANKS)]
+        again.zero_grad()
+        again(batch_of(ranks.rank)).pow(2).sum().backward()
+        assert_means(model, expected)
 
     on_ranks(body)
