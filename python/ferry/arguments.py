@@ -17,6 +17,7 @@ T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
+_SAME_WORDS = {"auto": "automatic", "automatic": "auto"}
 _BOUNDS = {INT64_MAX: "2^63 - 1", UINT64_MAX: "2^64 - 1", INT32_MAX: "2^31 - 1", 2**46: "64 TiB"}
 
 
@@ -98,9 +99,11 @@ def text(name: str, value: Any) -> str:
 
 
 def choice(name: str, value: Any, table: Mapping[str, T]) -> T:
-    """One of the words of `table`."""
-    if isinstance(value, str) and value in table:
-        return table[value]
+    """One of the words of `table`. "auto" and "automatic" are the same."""
+    if isinstance(value, str):
+        for word in (value, _SAME_WORDS.get(value, value)):
+            if word in table:
+                return table[word]
     words = ", ".join(f'"{word}"' for word in table)
     refuse(name, describe(value), f"one of {words}")
 

@@ -14,6 +14,7 @@ import torch
 from rank_threads import DEADLINE
 
 import ferry
+from ferry.arguments import choice
 
 RANKS = 3
 
@@ -155,6 +156,20 @@ def test_autograd_hears_that_a_saved_tensor_was_overwritten() -> None:
         ranks.broadcast(x, 0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+    on_ranks(body)
+
+
+def test_auto_and_automatic_are_one_word() -> None:
+    assert choice("x", "auto", {"automatic": 1}) == choice("x", "automatic", {"auto": 1}) == 1
+    assert choice("x", "auto", {"auto": 1, "automatic": 2}) == 1
+    with pytest.raises(ferry.InvalidArgumentError, match="got 'auto'; expected one of \"a\""):
+        choice("x", "auto", {"a": 1})
+
+    def body(ranks: ferry.Collectives) -> None:
+        x = np.ones(6, np.float32)
+        ranks.all_reduce(x, algorithm="auto", format="auto")
+        assert (x == ranks.size).all()
 
     on_ranks(body)
 

@@ -340,7 +340,7 @@ def test_a_model_is_wrapped_once_at_a_time() -> None:
         options: Any = {"device_ids": None, "gradient_as_bucket_view": True}
         ddp = ft.DistributedDataParallel(model, ranks, **options)
         for wrapped in (ddp, model, nn.Sequential(model)):
-            with pytest.raises(ferry.InvalidArgumentError, match="module: got .*wrapped|its `mod"):
+            with pytest.raises(ferry.InvalidArgumentError, match=r"module: got .*wrapped|its `mod"):
                 ft.DistributedDataParallel(wrapped, ranks)
         with pytest.raises(TypeError, match="'buckets'"):
             ft.DistributedDataParallel(model_of(0), ranks, buckets=3)
