@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ferry.arguments import choice, describe, flag, instance, optional, refuse
+from ferry.arguments import describe, flag, instance, optional, refuse
 from ferry.collectives import Collectives
 from ferry.errors import DestroyedError
 from ferry.torch_buckets import GradientBuckets, Named, is_reduced, memory_bytes
-from ferry.torch_gradients import ALGORITHMS, FORMATS, MeanOfRanks, collectives_of
+from ferry.torch_gradients import MeanOfRanks, check_way, collectives_of
 from ferry.torch_wrapped_experts import ignore_experts, places_inside
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -85,8 +85,7 @@ class DistributedDataParallel(nn.Module):
         if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
             refuse(f"{name}: module", "a DistributedDataParallel", "the model in it, its `module`")
         optional(f"{name}: collectives", collectives, Collectives, "a ferry.Collectives")
-        choice(f"{name}: format", format, FORMATS)
-        choice(f"{name}: algorithm", algorithm, ALGORITHMS)
+        way = check_way(name, format, algorithm)
         finds_unused = flag(f"{name}: find_unused_parameters", find_unused_parameters)
         if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
             refuse(f"{name}: bucket_cap_mb", repr(bucket_cap_mb), "a number of MiB above 0")
@@ -103,7 +102,7 @@ class DistributedDataParallel(nn.Module):
         _agree(self.collectives, [*parameters.values(), *self._buffers_of_0], list(parameters))
         _check(trained, chain(parameters.items(), module.named_buffers()))
         self._broadcast([*parameters.values(), *self._buffers_of_0])
-        mean = MeanOfRanks(name, self.collectives, format, algorithm)
+        mean = MeanOfRanks(self.collectives, way)
         self._gradients = GradientBuckets(trained, mean, int(bucket_cap_mb * 2**20), finds_unused)
         self.module = module
 

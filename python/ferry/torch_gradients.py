@@ -29,15 +29,26 @@ def collectives_of(process_group: Any, memory_bytes: int) -> Collectives:
     return Collectives(from_process_group(process_group), memory_bytes=memory_bytes)
 
 
+def check_way(call: str, format: str, algorithm: str) -> tuple[str, str]:
+    """The two in the words of `Collectives`; refuses a pair that it would refuse in each call."""
+    chosen = choice(f"{call}: format", format, FORMATS)
+    way = choice(f"{call}: algorithm", algorithm, ALGORITHMS)
+    if way in ("ring", "tree") and chosen not in ("exact", "automatic"):
+        refuse(
+            f"{call}: format",
+            f'"{chosen}" with algorithm "{way}", which would round at every hop',
+            '"exact" or "auto", or another algorithm',
+        )
+    return chosen, way
+
+
 class MeanOfRanks:
     """Replaces tensors by their means over the ranks, one after the other, beside the caller."""
 
-    def __init__(self, call: str, collectives: Collectives, format: str, algorithm: str) -> None:
-        chosen = choice(f"{call}: format", format, FORMATS)
-        self._options: dict[str, Any] = {
-            "algorithm": choice(f"{call}: algorithm", algorithm, ALGORITHMS)
-        }
-        self._format = {"format": chosen}
+    def __init__(self, collectives: Collectives, way: tuple[str, str]) -> None:
+        format, algorithm = way
+        self._options: dict[str, Any] = {"algorithm": algorithm}
+        self._format = {"format": format}
         self.collectives = collectives
         self._stream = ferry.Stream()
 
@@ -61,7 +72,8 @@ class Gradients:
             "e4m3" with a scale for each 128; "auto": chosen in each call by the time that it saves.
             Inside a domain, and in other dtypes, gradients are not compressed.
         algorithm: "direct", "hierarchical", "ring" or "tree", as of `Collectives.all_reduce`;
-            "automatic": whichever is expected to take the least time.
+            "automatic": whichever is expected to take the least time. By ring and tree gradients
+            are exact.
         collectives: that carry them. None: made here, of the ranks of `process_group`.
         process_group: that of the DDP; None: the default one.
     """
@@ -74,11 +86,12 @@ class Gradients:
         collectives: Collectives | None = None,
         process_group: Any = None,
     ) -> None:
+        way = check_way("Gradients", format, algorithm)
         optional("Gradients: collectives", collectives, Collectives, "a ferry.Collectives")
         if collectives is None:
             collectives = collectives_of(process_group, 0)
         self.collectives = collectives
-        self._mean = MeanOfRanks("Gradients", collectives, format, algorithm)
+        self._mean = MeanOfRanks(collectives, way)
         self._under_way: list[tuple[ferry.Event, torch.futures.Future[Tensor], Tensor]] = []
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -79,6 +79,8 @@ def hook_after_a_failure(group: ferry.Group) -> None:
     assert not state._under_way
     with pytest.raises(ferry.InvalidArgumentError, match="Gradients: format: got 'e5m2'"):
         ft.Gradients(format="e5m2")
+    with pytest.raises(ferry.InvalidArgumentError, match='"bf16" with algorithm "tree"'):
+        ft.Gradients(format="bf16", algorithm="tree")
 
 
 def collectives_of_its_own(group: ferry.Group) -> None:

@@ -319,6 +319,11 @@ def test_what_cannot_be_is_refused_with_words() -> None:
             ("module: got 3", lambda: 3, {}),  # type: ignore[arg-type, return-value]
             ("format: got 'f64'", lambda: nn.Linear(8, 4), {"format": "f64"}),
             ("algorithm: got 'star'", lambda: nn.Linear(8, 4), {"algorithm": "star"}),
+            (
+                'format: got "e4m3" with algorithm "ring"',
+                lambda: nn.Linear(8, 4),
+                {"format": "e4m3", "algorithm": "ring"},
+            ),
             ("bucket_cap_mb: got 0", lambda: nn.Linear(8, 4), {"bucket_cap_mb": 0}),
             ("device_ids: got [0]", lambda: nn.Linear(8, 4), {"device_ids": [0]}),
             ("static_graph: got True", lambda: nn.Linear(8, 4), {"static_graph": True}),

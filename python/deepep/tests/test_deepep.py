@@ -26,7 +26,7 @@ import ferry.torch
 def restored() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
-    deepep.set_config()
+    deepep.set_config(compression=False, topology="Auto")
     torch.set_num_threads(threads)
 
 
@@ -34,12 +34,15 @@ def test_settings() -> None:
     assert deepep.get_config() == deepep.Config("exact", "automatic")
     made = deepep.set_config(compression=True, topology="Hierarchical")
     assert made == deepep.get_config() == deepep.Config("auto", "hierarchical")
-    assert deepep.set_config(compression="E4M3") == deepep.Config("e4m3", "automatic")
+    # What is not given stays.
+    assert deepep.set_config(compression="E4M3") == deepep.Config("e4m3", "hierarchical")
+    assert deepep.set_config(topology="automatic") == deepep.Config("e4m3", "automatic")
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"compression": "int4"}, "compression: got 'int4'"),
+        ({"compression": "fp8"}, "compression: got 'fp8'; expected True, False or one of .*e4m3"),
         ({"compression": 1.5}, "compression: got 1.5"),
         ({"topology": "star"}, "topology: got 'star'"),
-        ({"topology": None}, "topology: got None"),
+        ({"topology": 3}, "topology: got 3"),
+        ({"topology": "Ring"}, 'topology: got "Ring" with compression'),
     ]
     for options, words in wrong:
         with pytest.raises(ferry.InvalidArgumentError, match=words):
@@ -49,7 +52,7 @@ def test_settings() -> None:
 
 @pytest.mark.parametrize("topology", ["Auto", "Hierarchical", "Ring", "Tree"])
 def test_a_model_is_trained_as_it_is_set(topology: str) -> None:
-    deepep.set_config(compression=True, topology=topology)
+    deepep.set_config(compression=topology not in ("Ring", "Tree"), topology=topology)
     bootstraps = ferry.threads(2)
 
     def one(rank: int) -> list[torch.Tensor]:
