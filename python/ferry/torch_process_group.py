@@ -164,17 +164,19 @@ class FerryProcessGroup(dist.ProcessGroup):
     def _is_worker(self) -> None:
         self._on_worker.yes = True
 
-    def _enter(self, opts: Any, result: list[torch.Tensor], run: Callable[[], None]) -> FerryWork:
+    def _enter(
+        self, call: str, opts: Any, result: list[torch.Tensor], run: Callable[[], None]
+    ) -> FerryWork:
         with self._lock:
             idle = self._last is None or self._last.done()
             if not getattr(opts, "asyncOp", True) and idle:
-                guarded(run)
+                guarded(run, call, result)
                 return self._keep(FerryWork(result, self._timeout))
             if getattr(self._on_worker, "yes", False):
                 # A call from what follows another one, which the thread waits for.
-                guarded(run)
+                guarded(run, call, result)
                 return self._keep(FerryWork(result, self._timeout))
-            self._last = self._worker.submit(guarded, run)
+            self._last = self._worker.submit(guarded, run, call, result)
             return self._keep(WorkerWork(self._last, result, self._timeout))
 
     def _keep(self, work: FerryWork) -> FerryWork:
@@ -205,7 +207,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             for tensor in tensors:
                 torch_reductions.all_reduce(self._ranks, tensor.detach(), op)
 
-        return self._enter(opts, tensors, run)
+        return self._enter("all_reduce", opts, tensors, run)
 
     @_by_device("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> FerryWork:
@@ -220,7 +222,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                 mine = mine if self._rank == opts.rootRank else mine.clone()
                 torch_reductions.all_reduce(self._ranks, mine, opts.reduceOp)
 
-        return self._enter(opts, tensors, run)
+        return self._enter("reduce", opts, tensors, run)
 
     @_by_device("reduce_scatter_single", "_reduce_scatter_base")
     def reduce_scatter_single(
@@ -231,7 +233,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                 self._ranks, output.detach(), whole.detach(), opts.reduceOp
             )
 
-        return self._enter(opts, [output], run)
+        return self._enter("reduce_scatter", opts, [output], run)
 
     @_by_device("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
@@ -243,7 +245,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                     self._ranks, output.detach(), whole.detach(), opts.reduceOp
                 )
 
-        return self._enter(opts, outputs, run)
+        return self._enter("reduce_scatter", opts, outputs, run)
 
     @_by_device("reduce_scatter")
     def reduce_scatter(
@@ -264,7 +266,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                     if r == self._rank:
                         output.detach().copy_(block.view(output.shape))
 
-        return self._enter(opts, outputs, run)
+        return self._enter("reduce_scatter", opts, outputs, run)
 
     # Calls that only move.
     @_by_device("broadcast")
@@ -274,7 +276,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                 with _Bytes(tensor) as raw:
                     self._ranks.broadcast(raw, opts.rootRank)
 
-        return self._enter(opts, tensors, run)
+        return self._enter("broadcast", opts, tensors, run)
 
     @_by_device("allgather")
     def allgather(
@@ -284,7 +286,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             for outs, mine in zip(outputs, inputs, strict=True):
                 self._gather_all(outs, mine)
 
-        return self._enter(opts, [out for outs in outputs for out in outs], run)
+        return self._enter("all_gather", opts, [out for outs in outputs for out in outs], run)
 
     def _gather_all(self, outs: list[torch.Tensor], mine: torch.Tensor) -> None:
         raw = _bytes_of(mine)
@@ -310,7 +312,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             for i, mine in enumerate(inputs):
                 self._gather_all([of_rank[i] for of_rank in outputs], mine)
 
-        return self._enter(opts, [out for outs in outputs for out in outs], run)
+        return self._enter("all_gather", opts, [out for outs in outputs for out in outs], run)
 
     @_by_device("all_gather_single", "_allgather_base")
     def all_gather_single(
@@ -320,7 +322,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             with _Bytes(output) as raw:
                 self._ranks.all_gather(_bytes_of(mine), raw)
 
-        return self._enter(opts, [output], run)
+        return self._enter("all_gather", opts, [output], run)
 
     @_by_device("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(
@@ -331,7 +333,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                 with _Bytes(output) as raw:
                     self._ranks.all_gather(_bytes_of(mine), raw)
 
-        return self._enter(opts, outputs, run)
+        return self._enter("all_gather", opts, outputs, run)
 
     @_by_device("all_to_all_single", "alltoall_base")
     def all_to_all_single(
@@ -351,7 +353,7 @@ class FerryProcessGroup(dist.ProcessGroup):
                     recv_counts=_byte_counts(output, recv_counts, self._size),
                 )
 
-        return self._enter(opts, [output], run)
+        return self._enter("all_to_all", opts, [output], run)
 
     @_by_device("alltoall")
     def alltoall(
@@ -360,7 +362,7 @@ class FerryProcessGroup(dist.ProcessGroup):
         def run() -> None:
             self._exchange([_bytes_of(tensor) for tensor in inputs], outputs)
 
-        return self._enter(opts, outputs, run)
+        return self._enter("all_to_all", opts, outputs, run)
 
     @_by_device("gather")
     def gather(
@@ -373,7 +375,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             root = self._rank == opts.rootRank
             self._exchange(sent, outputs[0] if root else [nothing] * self._size)
 
-        return self._enter(opts, outputs[0] if outputs else inputs, run)
+        return self._enter("gather", opts, outputs[0] if outputs else inputs, run)
 
     @_by_device("scatter")
     def scatter(
@@ -387,7 +389,7 @@ class FerryProcessGroup(dist.ProcessGroup):
             got[opts.rootRank] = outputs[0]
             self._exchange(sent, got)
 
-        return self._enter(opts, outputs, run)
+        return self._enter("scatter", opts, outputs, run)
 
     def _exchange(self, sent: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
         """`sent[r]`, bytes, go to rank r; `outs[r]` takes what rank r sends."""
@@ -401,7 +403,7 @@ class FerryProcessGroup(dist.ProcessGroup):
         _unpack(got, outs)
 
     def barrier(self, opts: Any = None) -> FerryWork:
-        return self._enter(opts, [], self._ranks.barrier)
+        return self._enter("barrier", opts, [], self._ranks.barrier)
 
     # Between two ranks.
     @_by_device("send")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -18,8 +18,9 @@ from ferry.errors import DeadlineExceededError, Error
 _both: dict[type, type] = {}
 
 
-def for_torch(error: Error) -> Error:
-    """The same error, also of the class that torch's backends raise."""
+def for_torch(error: Error, call: str = "", tensors: Sequence[torch.Tensor] = ()) -> Error:
+    """The same error, also of the class that torch's backends raise. `call`: that of torch, of such
+    tensors, which the message names where Ferry carried it by another or as bytes."""
     kind = type(error)
     if kind not in _both:
         members = {
@@ -27,23 +28,32 @@ def for_torch(error: Error) -> Error:
             "__reduce__": lambda same: (for_torch, (_copy(kind, same),)),
         }
         _both[kind] = type(kind.__name__, (kind, dist.DistBackendError), members)
-    return _copy(_both[kind], error).with_traceback(error.__traceback__)
+    words = _carried(call, tensors, error.stage.partition(":")[0]) if call else ""
+    return _copy(_both[kind], error, words).with_traceback(error.__traceback__)
 
 
-def _copy(kind: type[Error], error: Error) -> Error:
-    same = kind(str(error))
+def _carried(call: str, tensors: Sequence[torch.Tensor], by: str) -> str:
+    reduces = by in ("all_reduce", "reduce_scatter")
+    if not by or (by == call and (reduces or not tensors)):
+        return ""
+    dtype = f" of {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else ""
+    return f" (torch's {call}{dtype} is carried as {by}{'' if reduces else ' of bytes'})"
+
+
+def _copy(kind: type[Error], error: Error, words: str = "") -> Error:
+    same = kind(f"{error}{words}")
     same.__dict__.update(error.__dict__)
     return same
 
 
-def guarded(run: Callable[[], None]) -> None:
+def guarded(run: Callable[[], None], call: str = "", tensors: Sequence[torch.Tensor] = ()) -> None:
     """Runs it; what it raises is an error of torch's, too."""
     try:
         # A thread of its own has no mode of the caller's, whose tensors may be inference tensors.
         with torch.inference_mode():
             run()
     except Error as error:
-        raise for_torch(error) from None
+        raise for_torch(error, call, tensors) from None
 
 
 class _Failed:

@@ -110,6 +110,15 @@ def refusals() -> None:
     with pytest.raises(dist.DistBackendError, match="the number of elements is") as caught:
         dist.all_reduce(torch.ones(4 + dist.get_rank()))
     assert isinstance(caught.value, ferry.MismatchError)
+    assert "torch's" not in str(caught.value)
+    # What travels by another call, or as bytes, is named as the program knows it.
+    doubles = r"torch's all_reduce of float64 is carried as all_gather of bytes"
+    with pytest.raises(ferry.MismatchError, match=doubles):
+        dist.all_reduce(torch.ones(4 + dist.get_rank(), dtype=torch.float64))
+    with pytest.raises(ferry.MismatchError, match=r"torch's reduce of float32 is .* all_reduce\)$"):
+        dist.reduce(torch.ones(4 + dist.get_rank()), 0)
+    with pytest.raises(ferry.MismatchError, match=r"torch's broadcast of float32 is .*bytes"):
+        dist.broadcast(torch.ones(4 + dist.get_rank()), 0)
 
 
 def moves() -> None:
