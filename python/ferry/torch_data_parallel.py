@@ -17,10 +17,9 @@ from ferry.arguments import describe, flag, instance, optional, refuse
 from ferry.collectives import Collectives
 from ferry.errors import DestroyedError
 from ferry.torch_buckets import GradientBuckets, Named, is_reduced, memory_bytes
-from ferry.torch_gradients import MeanOfRanks, check_way, collectives_of
+from ferry.torch_gradients import DTYPES, MeanOfRanks, check_way, collectives_of
 from ferry.torch_wrapped_experts import ignore_experts, places_inside
 
-_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _OF_TORCH = {
     "device_ids": None,
     "output_device": None,
@@ -198,9 +197,9 @@ def _check(trained: Named, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if is_reduced(tensor):
             got = f"{parameter!r} of a model that is wrapped already"
             refuse(name, got, "one that is not, or destroy() of its wrapper before")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             got = f"{parameter!r} of dtype {tensor.dtype}"
-            refuse(name, got, f"dtype {', '.join(_DTYPES.values())}")
+            refuse(name, got, f"dtype {', '.join(DTYPES.values())}")
 
 
 def _differ(collectives: Collectives, words: str) -> bool:

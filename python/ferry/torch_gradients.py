@@ -9,12 +9,13 @@ import torch.distributed
 from torch import Tensor
 
 import ferry
-from ferry.arguments import choice, optional, refuse
+from ferry.arguments import choice, instance, optional, refuse
 from ferry.collectives import Collectives
 from ferry.torch_bootstrap import from_process_group
 
 # What crosses between domains; the sums are in fp32 in any case.
 FORMATS = {"exact": "exact", "bf16": "bf16", "f16": "f16", "e4m3": "e4m3", "auto": "automatic"}
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 ALGORITHMS = {name: name for name in ("automatic", "direct", "hierarchical", "ring", "tree")}
 
 
@@ -100,6 +101,9 @@ class Gradients:
         x: Tensor = bucket.buffer()
         if x.device.type != "cpu":
             refuse("gradient_hook: bucket", f"gradients on {x.device}", "gradients in CPU memory")
+        if x.dtype not in DTYPES:
+            got = f"gradients of dtype {x.dtype}"
+            refuse("gradient_hook: bucket", got, f"dtype {', '.join(DTYPES.values())}")
         if bucket.index() == 0:  # what is left is of a backward that failed
             self._under_way.clear()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -116,6 +120,7 @@ def gradient_hook(state: Gradients, bucket: Any) -> torch.futures.Future[Tensor]
     """For `DistributedDataParallel.register_comm_hook` of torch: gradients become their means over
     the ranks of `state`, reduced in fp32 and rounded once, with the same bits on every rank. All
     buckets but the last one are reduced beside the backward."""
+    instance("gradient_hook: state", state, Gradients, "a ferry.torch.Gradients")
     return state.start(bucket)
 
 

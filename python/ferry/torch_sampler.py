@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ferry.arguments import flag, integer, refuse
+from ferry.arguments import describe, flag, integer, refuse
 
 
 class BalancedSampler:
@@ -28,7 +28,7 @@ class BalancedSampler:
     sample. Samples after the last whole batch are left out.
 
     Args:
-        samples: in the data set.
+        samples: how many the data set has, `len(data)`.
         batch: samples of all ranks together.
         model: a `ferry.torch.DistributedDataParallel`.
         every: batches between two measurements.
@@ -45,6 +45,11 @@ class BalancedSampler:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
+        if hasattr(samples, "__len__") and not hasattr(samples, "__index__"):
+            refuse("BalancedSampler: samples", describe(samples), f"their number, {len(samples)}")
+        if not all(hasattr(model, name) for name in ("collectives", "steps", "busy_seconds")):
+            got = type(model).__name__
+            refuse("BalancedSampler: model", got, "a ferry.torch.DistributedDataParallel")
         self._ranks = model.collectives
         self._model = model
         size = self._ranks.size

@@ -77,6 +77,16 @@ def hook_after_a_failure(group: ferry.Group) -> None:
     state.start(Bucket())
     ddp(batch(group.rank, 0)).sum().backward()
     assert not state._under_way
+
+    class Doubles(Bucket):
+        def buffer(self) -> Tensor:
+            return super().buffer().double()
+
+    with pytest.raises(ferry.InvalidArgumentError, match=r"dtype torch\.float64; .* f32, bf16"):
+        ft.gradient_hook(state, Doubles())
+    nothing: Any = None
+    with pytest.raises(ferry.InvalidArgumentError, match="state: got None"):
+        ft.gradient_hook(nothing, Bucket())
     with pytest.raises(ferry.InvalidArgumentError, match="Gradients: format: got 'e5m2'"):
         ft.Gradients(format="e5m2")
     with pytest.raises(ferry.InvalidArgumentError, match='"bf16" with algorithm "tree"'):

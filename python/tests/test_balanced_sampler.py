@@ -112,3 +112,8 @@ def test_what_cannot_be_is_refused() -> None:
         for arguments, words in (((4, 8), "batch: got 8"), ((4, 0), "batch: got 0")):
             with pytest.raises(ferry.InvalidArgumentError, match=words):
                 ft.BalancedSampler(*arguments, model)
+        data: Any = [1, 2, 3]
+        with pytest.raises(ferry.InvalidArgumentError, match=r"samples: got .* their number, 3"):
+            ft.BalancedSampler(data, 2, model)
+        with pytest.raises(ferry.InvalidArgumentError, match="model: got Linear; expected a ferry"):
+            ft.BalancedSampler(4, 2, nn.Linear(2, 2))
