@@ -217,6 +217,7 @@ class FerryProcessGroup(dist.ProcessGroup):
     @_by_device("reduce")
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> FerryWork:
         def run() -> None:
+            torch_reductions.agree(self._ranks, "reduce", f"dst={opts.rootRank}")
             for tensor in tensors:
                 mine = tensor.detach()
                 mine = mine if self._rank == opts.rootRank else mine.clone()

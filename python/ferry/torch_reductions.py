@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ferry.arguments import refuse
 from ferry.collectives import Collectives
+from ferry.errors import MismatchError
 
 _OPS = {"SUM": "sum", "AVG": "mean", "PRODUCT": "product", "MIN": "min", "MAX": "max"}
 _NATIVE = (
@@ -35,6 +36,7 @@ _BY_TORCH: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 _MOVED = (torch.float64, torch.int8, torch.int16)
 _SMALL = 8 << 10  # bytes that every rank gathers and reduces
+_SAID = 128  # bytes in which a rank says what it calls
 
 
 def all_reduce(ranks: Collectives, tensor: torch.Tensor, op: Any) -> None:
@@ -46,6 +48,7 @@ def all_reduce(ranks: Collectives, tensor: torch.Tensor, op: Any) -> None:
     if known is not None:
         ranks.all_reduce(known[0], op=known[1])
     else:
+        agree(ranks, "all_reduce", f"{name} of {dense.numel()} elements of {tensor.dtype}")
         dense = _all_moved(ranks, dense.view(-1), name).view(real.shape)
     if dense.data_ptr() != real.data_ptr():
         real.copy_(dense)
@@ -60,9 +63,28 @@ def reduce_scatter(ranks: Collectives, out: torch.Tensor, whole: torch.Tensor, o
     if known is not None:
         ranks.reduce_scatter(known[0], dense.view(known[0].dtype), op=known[1])
     else:
+        agree(ranks, "reduce_scatter", f"{name} of {blocks.numel()} elements of {whole.dtype}")
         dense = _block_moved(ranks, blocks.view(-1), name).view(real.shape)
     if dense.data_ptr() != real.data_ptr():
         real.copy_(dense)
+
+
+def agree(ranks: Collectives, call: str, what: str) -> None:
+    """Collective. Raises MismatchError on all ranks unless all say the same: of what Ferry itself
+    does not see in the calls that carry it."""
+    said = torch.zeros((ranks.size, _SAID), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(what.encode()[:_SAID].ljust(_SAID)), dtype=torch.uint8)
+    ranks.all_gather(mine, said.view(-1))
+    for rank, theirs in enumerate(said):
+        if not torch.equal(theirs, mine):
+            text = bytes(theirs.tolist()).decode(errors="replace").strip()
+            raise MismatchError(
+                f"rank {ranks.rank}: {call}: rank {rank} calls it with {text}, this rank with "
+                f"{what}; all ranks must make the same call",
+                rank=ranks.rank,
+                peer=rank,
+                stage=call,
+            )
 
 
 def _name(op: Any) -> str:

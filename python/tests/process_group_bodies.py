@@ -112,13 +112,31 @@ def refusals() -> None:
     assert isinstance(caught.value, ferry.MismatchError)
     assert "torch's" not in str(caught.value)
     # What travels by another call, or as bytes, is named as the program knows it.
-    doubles = r"torch's all_reduce of float64 is carried as all_gather of bytes"
+    doubles = r"all_reduce: rank \d calls it with SUM of \d elements of torch\.float64"
     with pytest.raises(ferry.MismatchError, match=doubles):
         dist.all_reduce(torch.ones(4 + dist.get_rank(), dtype=torch.float64))
     with pytest.raises(ferry.MismatchError, match=r"torch's reduce of float32 is .* all_reduce\)$"):
         dist.reduce(torch.ones(4 + dist.get_rank()), 0)
     with pytest.raises(ferry.MismatchError, match=r"torch's broadcast of float32 is .*bytes"):
         dist.broadcast(torch.ones(4 + dist.get_rank()), 0)
+
+
+def disagreements() -> None:
+    """Of what Ferry does not see in the calls that carry it; the group goes on."""
+    rank, size = world()
+    odd = rank == size - 1
+    most = dist.ReduceOp.MAX
+    for dtype, count in ((torch.int16, 6), (torch.float64, 6), (torch.float64, 60_000)):
+        x = values(rank, dtype, count)
+        with pytest.raises(ferry.MismatchError, match=f"(MAX|SUM) of {count} elements"):
+            dist.all_reduce(x, op=most if odd else dist.ReduceOp.SUM)
+    x = torch.ones(1 if odd else 4, dtype=torch.float64 if odd else torch.int16)
+    with pytest.raises(ferry.MismatchError, match=r"torch\.(float64|int16)"):
+        dist.all_reduce(x)
+    with pytest.raises(ferry.MismatchError, match="dst="):
+        dist.reduce(torch.ones(4), dst=int(odd))
+    dist.all_reduce(x := torch.ones(2, dtype=torch.float64))
+    assert x.tolist() == [size] * 2
 
 
 def moves() -> None:

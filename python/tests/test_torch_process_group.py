@@ -47,6 +47,7 @@ def test_the_import_registers_it() -> None:
     [
         bodies.reductions,
         bodies.refusals,
+        bodies.disagreements,
         bodies.moves,
         bodies.objects_and_groups,
         bodies.asynchronous,

@@ -124,7 +124,7 @@ TEST(Algorithms, ReduceAsDefined) {
     };
     std::vector<Known> all_known;
     for (const Forced& call : forced_calls()) {
-      if (kThreadSanitizer && call.count > 100'000) continue;
+      if (kSanitizer && call.count > 100'000) continue;
       Known known{call, inputs_of(call.dtype, call.count, world.ranks, 3), {}};
       known.expected = expected(call.algorithm, call.dtype, call.op, known.inputs, world.domains());
       all_known.push_back(std::move(known));
@@ -148,7 +148,7 @@ TEST(Algorithms, OneAfterAnother) {
                              World{.ranks = 3, .fabric = FabricKind::sim}}) {
     with_collectives(world, [&](Collectives& all) {
       std::mt19937 random(kSeed);  // the same on all ranks
-      for (int i = 0; i < (kThreadSanitizer ? 20 : 80); ++i) {
+      for (int i = 0; i < (kSanitizer ? 20 : 80); ++i) {
         const auto algorithm = static_cast<Algorithm>(random() % 6);
         const bool tiny = algorithm == Algorithm::one_shot || random() % 2 == 0;
         const std::int64_t count = 1 + random() % (tiny ? 500 : 400'000);
@@ -176,7 +176,7 @@ TEST(Algorithms, BitsDoNotDependOnShares) {
       {{.ranks = 4, .fabric = FabricKind::shm, .domain_size = 2}, {{1, 0}, {1, 3}}}};
   for (const auto& [world, shares] : all_uneven) {
     for (const std::int64_t count : {1, 5000, 700'001}) {
-      if (kThreadSanitizer && count > 100'000) continue;
+      if (kSanitizer && count > 100'000) continue;
       const auto inputs = inputs_of(Dtype::bf16, count, world.ranks, 9);
       const Bytes right = reduced(Dtype::bf16, ReduceOp::sum, inputs, world.domains());
       with_collectives(world, [&](Collectives& all) {
@@ -198,7 +198,7 @@ TEST(Algorithms, TheChoiceIsTheSameOnAllRanks) {
        {World{.ranks = 4, .domain_size = 1}, World{.ranks = 5, .domain_size = 2},
         World{.ranks = 3, .fabric = FabricKind::sim}}) {
     with_collectives(world, [&](Collectives& all) {
-      for (int i = 0; i < (kThreadSanitizer ? 20 : 130); ++i) {
+      for (int i = 0; i < (kSanitizer ? 20 : 130); ++i) {
         const std::int64_t count = i % 10 == 9 ? 400'000 : 20'000;
         std::vector<std::int32_t> x(static_cast<std::size_t>(count), i + all.rank());
         all.all_reduce({x.data(), Dtype::i32, {count}});

@@ -42,14 +42,14 @@ struct World {
   }
 };
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitizer = true;
 #else
-constexpr bool kThreadSanitizer = false;
+constexpr bool kSanitizer = false;
 #endif
 
 std::vector<World> worlds() {
-  if (kThreadSanitizer) return {{2, 1}, {3, 2}};
+  if (kSanitizer) return {{2, 1}, {3, 2}};
   return {{1, 0},
           {2, 1},
           {3, 1},

@@ -207,7 +207,7 @@ TEST(Collectives, AnyCallsInARow) {
     with_collectives(world, [&](Collectives& all) {
       std::mt19937 random(kSeed);  // the same on all ranks
       Stream stream;
-      for (int i = 0; i < (kThreadSanitizer ? 30 : 150); ++i) {
+      for (int i = 0; i < (kSanitizer ? 30 : 150); ++i) {
         const unsigned call = random() % 4;
         const std::int64_t count = random() % 2 ? random() % 500 : random() % 600'000;
         Stream* on = random() % 2 ? &stream : nullptr;

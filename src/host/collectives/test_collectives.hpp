@@ -48,16 +48,16 @@ inline std::string to_string(const World& world) {
          std::string(name_of(world.network));
 }
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;  // which makes these tests twenty times as long
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitizer = true;  // which makes these tests twenty times as long
 #else
-constexpr bool kThreadSanitizer = false;
+constexpr bool kSanitizer = false;
 #endif
 
 /// One domain, equal and unequal ones, one for each rank.
 inline std::vector<World> worlds() {
   std::vector<World> all;
-  if (kThreadSanitizer) {
+  if (kSanitizer) {
     return {{.ranks = 2}, {.ranks = 3, .domain_size = 2}, {.ranks = 3, .fabric = FabricKind::sim}};
   }
   for (const int ranks : {1, 2, 3, 4, 8}) all.push_back({.ranks = ranks});
