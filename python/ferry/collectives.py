@@ -11,9 +11,11 @@ from typing import Any
 from ferry import _ferry
 from ferry.arguments import (
     INT32_MAX,
+    INT64_MAX,
     UINT64_MAX,
     choice,
     describe,
+    flag,
     instance,
     integer,
     refuse,
@@ -197,8 +199,8 @@ class Collectives:
             choice("all_reduce: op", op, OPS),
             place.stream,
             choice("all_reduce: algorithm", algorithm, ALGORITHMS),
-            [integer("all_reduce: shares", share, 0, 65535) for share in shares],
-            any_order,
+            _integers("all_reduce: shares", shares, 65535),
+            flag("all_reduce: any_order", any_order),
             integer("all_reduce: num_sms", num_sms, 0, INT32_MAX),
             choice("all_reduce: format", format, FORMATS),
         )
@@ -207,7 +209,9 @@ class Collectives:
     def choice(self, bytes: int, *, any_order: bool = False) -> Choice:
         """What an automatic all_reduce of so many bytes of f32 would do now; the same on all
         ranks. Not collective."""
-        told = self._raw.choice(integer("choice: bytes", bytes, 0, UINT64_MAX), any_order)
+        told = self._raw.choice(
+            integer("choice: bytes", bytes, 0, UINT64_MAX), flag("choice: any_order", any_order)
+        )
         return Choice(
             told.algorithm.name,
             told.shares,
@@ -361,11 +365,10 @@ class Collectives:
     def _counts(self, name: str, counts: Sequence[int] | None) -> list[int]:
         if counts is None:
             return []
-        if len(counts) != self.size:
-            refuse(
-                f"all_to_all: {name}", f"{len(counts)} counts", f"{self.size}, one for each rank"
-            )
-        return [integer(f"all_to_all: {name}", count) for count in counts]
+        given = _integers(f"all_to_all: {name}", counts, INT64_MAX)
+        if len(given) != self.size:
+            refuse(f"all_to_all: {name}", f"{len(given)} counts", f"{self.size}, one for each rank")
+        return given
 
     def __enter__(self) -> Collectives:
         return self
@@ -404,6 +407,14 @@ def _view(
             return plain
     tag = None if dtype is None else dtype_named(f"{name.partition(':')[0]}: dtype", dtype)
     return view(name, _flat(name, value, writable, place), tag, writable, expected, place)[0]
+
+
+def _integers(name: str, values: Any, high: int) -> list[int]:
+    try:
+        items = list(values)
+    except TypeError:
+        refuse(name, describe(values), "a sequence of integers")
+    return [integer(name, item, 0, high) for item in items]
 
 
 def _finished(place: Place, event: _ferry.Event) -> _ferry.Event:

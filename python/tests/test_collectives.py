@@ -177,6 +177,10 @@ def test_auto_and_automatic_are_one_word() -> None:
 def test_what_cannot_be_is_refused_with_words() -> None:
     def body(ranks: ferry.Collectives) -> None:
         x, out = np.ones(6, np.float32), np.ones(6, np.float32)
+
+        def counted(counts: Any) -> Callable[[], Any]:
+            return lambda: ranks.all_to_all(x, out, send_counts=counts, recv_counts=[2, 2, 2])
+
         wrong: list[tuple[str, Callable[[], Any]]] = [
             ("all_reduce: x: got an array with strides", lambda: ranks.all_reduce(x[::2])),
             (
@@ -199,6 +203,10 @@ def test_what_cannot_be_is_refused_with_words() -> None:
                 "all_to_all: send_counts: got 2 counts",
                 lambda: ranks.all_to_all(x, out, send_counts=[3, 3], recv_counts=[2, 2, 2]),
             ),
+            ("all_to_all: send_counts: got 6 (int); expected a sequence", counted(6)),
+            ("shares: got 5 (int); expected a sequence", lambda: ranks.all_reduce(x, shares=5)),
+            ("any_order: got 'yes'", lambda: ranks.all_reduce(x, any_order="yes")),
+            ("choice: any_order: got 1 (int)", lambda: ranks.choice(6, any_order=1)),
             ("all_to_all: stream: got 1", lambda: ranks.all_to_all(x, out, stream=1)),
         ]
         for words, call in wrong:
