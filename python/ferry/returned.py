@@ -52,7 +52,7 @@ class Returning:
         return self._made(ranks, source.shape, source, lambda out: ranks.broadcast(out, root), True)
 
     def all_gather(self, ranks: Collectives, x: Any) -> Any:
-        """Collective. [ranks, *shape of x]: x of all ranks."""
+        """Collective. x of all ranks, in a new first dimension."""
         source = self._source("all_gather", ranks, x)
         shape = (ranks.size, *source.shape)
         return self._made(ranks, shape, source, partial(ranks.all_gather, source))
