@@ -1,6 +1,4 @@
-// The ways of an all_reduce beside that of all_reduce.cpp, and what they have in common. Each runs
-// after the ranks have met in the call, so that all earlier calls have ended everywhere and the
-// whole stage is free.
+// The ways of an all_reduce beside that of all_reduce.cpp, and what they have in common.
 #pragma once
 #include <vector>
 
@@ -31,6 +29,12 @@ class PartialSums {
   std::vector<std::byte> own_{}, sum_{};
 };
 
+/// Meets the ranks itself, with the data in the messages.
+void reduce_in_one_shot(HostCollectives& all, const TensorView& x, const Reduction& reduction,
+                        const StepMessage& head);
+
+/// These run after the ranks have met in the call, so that all earlier calls have ended everywhere
+/// and the whole stage is free.
 void reduce_along_ring(HostCollectives& all, const TensorView& x, ReduceOp op);
 void reduce_by_tree(HostCollectives& all, const TensorView& x, ReduceOp op);
 

@@ -16,12 +16,12 @@ constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one writ
 
 class AllReduce {
  public:
-  AllReduce(HostCollectives& all, const TensorView& x, ReduceOp op, const std::vector<int>& shares,
-            ReduceFormat format, const StepMessage& head)
+  AllReduce(HostCollectives& all, const TensorView& x, const Reduction& reduction,
+            const std::vector<int>& shares, ReduceFormat format, const StepMessage& head)
       : all_(all),
         data_(static_cast<std::byte*>(x.data)),
         count_(x.shape.product()),
-        reduction_{op, x.dtype, all.size()},
+        reduction_(reduction),
         format_(format),
         head_(head),
         cutter_(all.domains(), shares),
@@ -37,24 +37,6 @@ class AllReduce {
     if (lends(head_)) write_window(0);
     if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     reduce_staged();
-  }
-
-  // All data came with the messages.
-  void reduce_eager() {
-    all_.meet(kCall, head_, {data_, bytes(count_)});
-    const Domains& domains = all_.domains();
-    void* const result[] = {data_};
-    std::vector<std::vector<std::byte>> partials;
-    std::vector<const void*> sums;
-    for (int d = 0; d < domains.count(); ++d) {
-      std::vector<const void*> rows;
-      for (const int rank : domains.members(d)) rows.push_back(all_.channel().body(rank));
-      if (domains.count() == 1) return reduce_all(reduction_, rows, count_, result);
-      partials.emplace_back(partial(count_));
-      reduce_ranks(reduction_, rows, count_, partials.back().data());
-      sums.push_back(partials.back().data());
-    }
-    reduce_domains(reduction_, sums, count_, result);
   }
 
   /// Bytes of the partial results of a round.
@@ -359,14 +341,9 @@ class AllReduce {
   std::vector<std::vector<float>> decoded_{};  // sums of the domains
 };
 
-bool order_matters(Dtype dtype, const ReduceOptions& options) {
-  const bool integer = dtype == Dtype::i32 || dtype == Dtype::i64 || dtype == Dtype::u8;
-  return !integer && !options.any_order;
-}
-
 /// The same on all ranks.
 ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceOptions& options,
-                 Dtype dtype) {
+                 const Reduction& reduction) {
   if (options.algorithm != Algorithm::automatic) return {options.algorithm, options.shares};
   if (volume.down_bytes <= static_cast<double>(eager_bytes(all.size()))) {
     return {Algorithm::one_shot, {}};
@@ -374,7 +351,8 @@ ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceO
   if (all.domains().count() == 1) return {Algorithm::direct, options.shares};
   // The model of links knows bytes of f32; ring and tree would round at every hop.
   if (options.format != ReduceFormat::exact) return {Algorithm::hierarchical, options.shares};
-  ReduceWay way = all.next_way(volume, !order_matters(dtype, options));
+  const bool rounds = reduction.partial_dtype() == Dtype::f32;  // so the order of the sum matters
+  ReduceWay way = all.next_way(volume, !rounds || options.any_order);
   if (!options.shares.empty()) way.shares = options.shares;
   return way;
 }
@@ -389,16 +367,16 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
                             static_cast<double>(reduction.bytes(count)),
                             static_cast<double>(all.stage().window_bytes) / 2};
-  const ReduceWay way = way_of(all, volume, options, x.dtype);
+  const ReduceWay way = way_of(all, volume, options, reduction);
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
   head.call.routes = static_cast<std::uint32_t>(way.algorithm);
   head.call.plan = hash_of(way.shares);
   head.call.weights = options.any_order ? 1 : 0;
-  AllReduce reduce(all, x, options.op, way.shares, options.format, head);
+  double round_up_bytes = 0;  // of the way that reports when partial results came
   const bool alone = all.size() == 1;
   if (way.algorithm == Algorithm::one_shot) {
-    reduce.reduce_eager();
+    reduce_in_one_shot(all, x, reduction, head);
   } else if (!alone && way.algorithm == Algorithm::ring) {
     all.meet(kCall, head);
     reduce_along_ring(all, x, options.op);
@@ -406,10 +384,12 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
     all.meet(kCall, head);
     reduce_by_tree(all, x, options.op);
   } else {
+    AllReduce reduce(all, x, reduction, way.shares, options.format, head);
     reduce.run();
+    round_up_bytes = reduce.round_up_bytes();
   }
   if (options.format != ReduceFormat::exact) return;
-  all.end_reduce(way, volume, reduce.round_up_bytes(), options.algorithm == Algorithm::automatic);
+  all.end_reduce(way, volume, round_up_bytes, options.algorithm == Algorithm::automatic);
 }
 
 }  // namespace ferry::host
