@@ -152,7 +152,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parsed = arguments()
-    if "FERRY_BENCH_RANKS" in os.environ:
+    if job.is_rank():
         run_rank(parsed)
     else:
-        sys.exit(job.launch(parsed.ranks, FERRY_BENCH_RANKS=str(parsed.ranks)))
+        sys.exit(job.launch(parsed.ranks))

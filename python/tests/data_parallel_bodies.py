@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch_meeting import process_group
 
 import ferry
 import ferry.torch as ft
@@ -31,17 +31,8 @@ CONFIG = {"memory_bytes": 1 << 22}
 def with_process_group(boot: Any, where: Any, body: Any, arguments: Any, config: Any) -> Any:
     """`exchange` while there is a process group of torch, whose ranks meet at a file."""
     meeting, *rest = arguments
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=boot.rank,
-        world_size=boot.size,
-        timeout=timedelta(seconds=DEADLINE),
-    )
-    try:
+    with process_group("gloo", meeting, boot, DEADLINE):
         return exchange(boot, where, body, rest, CONFIG | config)
-    finally:
-        dist.destroy_process_group()
 
 
 class Model(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rank_processes import DEADLINE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch_meeting import process_group
 
 import ferry
 import ferry.torch
@@ -25,22 +25,13 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def with_ferry(boot: Any, where: Any, body: Any, arguments: Any, config: Any) -> Any:
-    """A body while there is the default process group; `boot` only says which rank this is."""
+    """A body while there is the default process group."""
     meeting, *rest = arguments
-    dist.init_process_group(
-        "ferry",
-        init_method=f"file://{meeting}",
-        rank=boot.rank,
-        world_size=boot.size,
-        timeout=timedelta(seconds=config.get("deadline", DEADLINE)),
-    )
-    try:
+    with process_group("ferry", meeting, boot, config.get("deadline", DEADLINE)):
         result = body(*rest)
         if config.get("ends", True):
             dist.barrier()
         return result
-    finally:
-        dist.destroy_process_group()
 
 
 def world() -> tuple[int, int]:

@@ -17,9 +17,10 @@ import traceback
 import types
 import unittest
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from torch_meeting import process_group
 
 RANKS = 4
 _AT_ONCE = 20  # tests of one process group
@@ -59,20 +60,8 @@ def with_group(boot: Any, where: Any, body: Any, arguments: Any, config: Any) ->
     for folder in ("barrier", "test_dir", "init_dir"):
         Path(os.environ["TEMP_DIR"], folder).mkdir(parents=True, exist_ok=True)
     module()
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "ferry",
-        init_method=f"file://{meeting}",
-        rank=boot.rank,
-        world_size=boot.size,
-        timeout=timedelta(seconds=LATE),
-    )
-    try:
+    with process_group("ferry", meeting, boot, LATE):
         return body(*rest)
-    finally:
-        if dist.is_initialized():  # some destroy it themselves
-            dist.destroy_process_group()
 
 
 def run_in_turn(wanted: list[str]) -> list[tuple[str, str]]:
