@@ -7,8 +7,6 @@
 
 namespace ferry::cuda::device {
 
-inline constexpr int kCollectiveThreads = 512;
-
 /// In shared memory: what a block knows of the ranks.
 struct CollectivePeers {
   std::byte* inbox[kMaxDomain];   ///< segments of that layout
@@ -22,13 +20,16 @@ struct CollectivePeers {
 __device__ __forceinline__ int thread() {
   return static_cast<int>(threadIdx.x);
 }
+__device__ __forceinline__ int threads() {
+  return static_cast<int>(blockDim.x);
+}
 /// Vectors of the whole grid, and of a block alone.
 __device__ __forceinline__ Walk grid_walk() {
-  return {static_cast<std::int64_t>(blockIdx.x) * kCollectiveThreads + thread(),
-          static_cast<std::int64_t>(gridDim.x) * kCollectiveThreads};
+  return {static_cast<std::int64_t>(blockIdx.x) * threads() + thread(),
+          static_cast<std::int64_t>(gridDim.x) * threads()};
 }
 __device__ __forceinline__ Walk block_walk() {
-  return {thread(), kCollectiveThreads};
+  return {thread(), threads()};
 }
 /// The i-th rank from this one on, so that ranks do not all begin with the same peer.
 __device__ __forceinline__ int peer_after(const GroupView& group, int i) {
@@ -112,7 +113,7 @@ __device__ inline bool check_counts(const CollectiveParameters& p, std::uint64_t
   if (thread() == 0) worst = pairs;
   __syncthreads();
   bool there = true;
-  for (int pair = thread(); pair < pairs && there; pair += kCollectiveThreads) {
+  for (int pair = thread(); pair < pairs && there; pair += threads()) {
     const int source = pair / ranks, target = pair % ranks;
     std::int64_t sent = 0, awaited = 0;
     there = await_count(p, generation, source, target, sent) &&

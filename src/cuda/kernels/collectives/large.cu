@@ -13,6 +13,8 @@ namespace {
 
 using namespace device;
 
+constexpr int kThreads = 256;  // with more, vectors on their way do not fit into the registers
+
 /// Whole block: where the peers' tensors lie, from their heads. `direct`: all are in registered
 /// memory. False: the group has failed.
 __device__ bool find_tensors(const CollectiveParameters& p, CollectivePeers& peers,
@@ -22,7 +24,7 @@ __device__ bool find_tensors(const CollectiveParameters& p, CollectivePeers& pee
   direct = __syncthreads_and(registered) != 0;
   if (!direct) return true;
   bool there = true;
-  for (int rank = thread(); rank < ranks; rank += kCollectiveThreads) {
+  for (int rank = thread(); rank < ranks; rank += threads()) {
     peers.tensor[rank] = checked_place(p.group, rank, peers.segment[rank], peers.offset[rank],
                                        static_cast<std::uint64_t>(peers.bytes[rank]));
     std::int64_t at = p.from.offset(p.group.rank);
@@ -81,7 +83,7 @@ __device__ void reduce_direct(const CollectiveParameters& p, const CollectivePee
   const std::int64_t at = p.to.offset(p.group.rank), bytes = p.to.size(p.group.rank, ranks);
   bool aligned = p.spreads || is_aligned(p.out);  // the peers' tensors are
   aligned = aligned && at % kVectorBytes == 0;
-  reduce_vectors<T, 4>(
+  reduce_vectors<T, 6>(
       p.op, ranks, grid_walk(), bytes, aligned,
       [&](auto whole, int rank, std::int64_t v) {
         return load_as<decltype(whole)::value>(peers.tensor[rank] + at, bytes, v);
@@ -121,7 +123,7 @@ __device__ void copy_direct(const CollectiveParameters& p, const CollectivePeers
 
 /// T void: copies.
 template <class T>
-__global__ void __launch_bounds__(kCollectiveThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     large_kernel(const __grid_constant__ CollectiveParameters p) {
   __shared__ CollectivePeers peers;
   std::uint64_t generation;
@@ -167,8 +169,7 @@ cudaError_t launch_large(const CollectiveParameters& parameters, cudaStream_t st
   CollectiveParameters copy = parameters;
   void* arguments[] = {&copy};
   return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(parameters.blocks), kCollectiveThreads, 0}, arguments,
-                stream, false);
+                {static_cast<unsigned>(parameters.blocks), kThreads, 0}, arguments, stream, false);
 }
 
 cudaError_t load_large_kernels() {

@@ -16,6 +16,7 @@ namespace {
 
 using namespace device;
 
+constexpr int kThreads = 512;
 constexpr int kSources = 4;  // whose words are polled at once
 
 /// A vector takes two places; the 32 places that a warp stores at once lie together.
@@ -170,7 +171,7 @@ __device__ bool collect(const CollectiveParameters& p, const std::byte* inbox,
 
 /// T void: copies.
 template <class T>
-__global__ void __launch_bounds__(kCollectiveThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     one_shot_kernel(const __grid_constant__ CollectiveParameters p) {
   __shared__ CollectivePeers peers;
   std::byte* control = first_control(p.group);
@@ -213,8 +214,7 @@ cudaError_t launch_one_shot(const CollectiveParameters& parameters, cudaStream_t
   CollectiveParameters copy = parameters;
   void* arguments[] = {&copy};
   return launch(reinterpret_cast<const void*>(kernel),
-                {static_cast<unsigned>(parameters.blocks), kCollectiveThreads, 0}, arguments,
-                stream, false);
+                {static_cast<unsigned>(parameters.blocks), kThreads, 0}, arguments, stream, false);
 }
 
 cudaError_t load_one_shot_kernels() {

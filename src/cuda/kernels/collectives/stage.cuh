@@ -117,7 +117,7 @@ __device__ void reduce_round(const CollectiveParameters& p, const CollectivePeer
   const std::int64_t bytes = stage.part(round, whole);
   const std::byte* own = p.x + p.to.offset(self) + at;
   std::byte* out = p.out + (p.spreads ? p.to.offset(self) : 0) + at;
-  reduce_vectors<T, 2>(
+  reduce_vectors<T, 4>(
       p.op, ranks, block_walk(), bytes, is_aligned(own) && is_aligned(out),
       [&](auto whole, int rank, std::int64_t v) {
         return rank == self ? load_as<decltype(whole)::value>(own, bytes, v)

@@ -117,7 +117,7 @@ __device__ __forceinline__ void copy_vectors(const Walk& walk, const std::byte* 
   const bool aligned = is_aligned(from) && is_aligned(to);
   whole_then_rest(walk, bytes, aligned, [&](auto whole, std::int64_t begin, std::int64_t end) {
     constexpr bool kWhole = decltype(whole)::value;
-    constexpr int kTogether = kWhole ? 4 : 1;
+    constexpr int kTogether = kWhole ? 8 : 1;
 #pragma unroll 1
     for (std::int64_t v = begin; v < end; v += kTogether * walk.step) {
       uint4 vectors[kTogether];
