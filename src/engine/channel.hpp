@@ -247,6 +247,7 @@ class GroupWatch {
   const char* stage_;
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_poll_ = start_;
+  std::uint64_t deaths_ = 0;  // told by the kernel when this last polled
   WaitNotice long_wait_;
   std::optional<protocol::FailureBroadcast> broadcast_{};
 };

@@ -1,6 +1,8 @@
 // Who joins whom: identities and the choice of a fabric.
 #include "fabric/identity.hpp"
 
+#include <filesystem>
+
 #include "base/test_files.hpp"
 #include "fabric/shm/object.hpp"
 #include "fabric/test_ranks.hpp"
@@ -158,6 +160,56 @@ TEST(ProcessWatch, SeesThroughReusedNumbers) {
   waitpid(child, nullptr, 0);
   EXPECT_EQ(watch.state(), PeerState::dead);
   EXPECT_EQ(ProcessWatch(name).state(), PeerState::dead);
+}
+
+/// Sleeps on a word that nobody changes, far longer than the test may take.
+TEST(DeathWatch, EndSleepsOfOtherWords) {
+  const pid_t child = fork();
+  if (child == 0) {
+    for (;;) pause();
+  }
+  ProcessName name = this_process();
+  name.pid = child;
+  name.start_time = start_time_of(child).value_or(0);
+  ProcessWatch watch(name);
+  const std::uint64_t before = DeathWatch::count();
+  std::atomic<bool> woken{false};
+  std::thread sleeper([&] {
+    const std::uint64_t word = 0;
+    protocol::futex_wait(&word, 0, 120'000'000'000);
+    woken = true;
+  });
+  EXPECT_TRUE(eventually([&] { return protocol::sleepers > 0; }));
+  kill(child, SIGKILL);
+  EXPECT_TRUE(eventually([&] { return woken.load(); }));
+  EXPECT_EQ(DeathWatch::count(), before + 1);
+  EXPECT_EQ(watch.state(), PeerState::dead);
+  sleeper.join();
+  waitpid(child, nullptr, 0);
+}
+
+TEST(DeathWatch, AThreadOnlyWhileProcessesAreWatched) {
+  const auto threads = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+  };
+  const auto alone = threads();
+  ProcessName parent = this_process();
+  parent.pid = getppid();
+  parent.start_time = start_time_of(parent.pid).value_or(0);
+  {
+    ProcessWatch watch(parent);
+    ProcessWatch another(parent);
+    EXPECT_EQ(threads(), alone + 1);
+    const pid_t child = fork();
+    if (child == 0) {  // the parent's thread and its descriptors stay as they are
+      {
+        ProcessWatch moved(std::move(watch));
+      }
+      _exit(0);
+    }
+    waitpid(child, nullptr, 0);
+  }
+  EXPECT_TRUE(eventually([&] { return threads() == alone; }));
 }
 
 }  // namespace

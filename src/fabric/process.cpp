@@ -96,14 +96,21 @@ ProcessWatch::ProcessWatch(const ProcessName& process) : process_(process) {
   // does the descriptor.
   const auto start_time = start_time_of(process.pid);
   if (start_time && *start_time != process.start_time) fixed_ = PeerState::dead;
+  if (pidfd_ < 0 || fixed_ == PeerState::dead) return;
+  death_watch_ = DeathWatch::shared();
+  if (death_watch_) death_watch_->add(pidfd_);
 }
 
 ProcessWatch::~ProcessWatch() {
+  if (death_watch_) death_watch_->remove(pidfd_);
   if (pidfd_ >= 0) close(pidfd_);
 }
 
 ProcessWatch::ProcessWatch(ProcessWatch&& other) noexcept
-    : process_(other.process_), pidfd_(other.pidfd_), fixed_(other.fixed_.load()) {
+    : process_(other.process_),
+      pidfd_(other.pidfd_),
+      death_watch_(std::move(other.death_watch_)),
+      fixed_(other.fixed_.load()) {
   other.pidfd_ = -1;
 }
 

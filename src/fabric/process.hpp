@@ -2,8 +2,10 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 
+#include "fabric/death_watch.hpp"
 #include "fabric/fabric.hpp"
 
 namespace ferry::fabric {
@@ -43,6 +45,7 @@ class ProcessWatch {
 
   ProcessName process_;
   int pidfd_ = -1;
+  std::shared_ptr<DeathWatch> death_watch_{};
   std::atomic<PeerState> fixed_ = PeerState::alive;  // dead or unknown: no need to look
 };
 

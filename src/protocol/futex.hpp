@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <climits>
@@ -20,6 +21,9 @@ static_assert(std::endian::native == std::endian::little,
 /// How many threads of this process sleep on some word.
 inline std::atomic<int> sleepers{0};
 
+/// On which words: for wake_sleepers. A thread that finds no place among them is not woken so.
+inline std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
+
 /// Sleeps while the low 32 bits of `*word` equal those of `seen`, at most `nanoseconds`. Returns
 /// when woken, when the word differs, at the end of the time or after a signal; the caller polls
 /// again in every case. `word` may lie in memory shared between processes.
@@ -29,8 +33,17 @@ inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint6
   slice.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000u);
   // Before the kernel looks at the word: who changes it then sees that somebody sleeps.
   sleepers.fetch_add(1);
+  std::atomic<const std::uint64_t*>* place = nullptr;
+  for (auto& each : sleeping) {
+    const std::uint64_t* none = nullptr;
+    // relaxed: an address alone.
+    if (!each.compare_exchange_strong(none, word, std::memory_order_relaxed)) continue;
+    place = &each;
+    break;
+  }
   // Without FUTEX_PRIVATE_FLAG: the waker may be another process.
   syscall(SYS_futex, word, FUTEX_WAIT, static_cast<std::uint32_t>(seen), &slice, nullptr, 0);
+  if (place != nullptr) place->store(nullptr, std::memory_order_relaxed);
   sleepers.fetch_sub(1);
 }
 
@@ -43,6 +56,14 @@ inline void futex_wake(const std::uint64_t* word) {
 inline void futex_wake_own(const std::uint64_t* word) {
   // A write, so that the change of the word comes before the poll.
   if (sleepers.fetch_add(0) > 0) futex_wake(word);
+}
+
+/// Wakes the threads of this process that sleep in futex_wait, on whatever word: each polls again.
+/// A word whose memory has gone meanwhile is an error of the system call, and nothing happens.
+inline void wake_sleepers() {
+  for (const auto& each : sleeping) {
+    if (const std::uint64_t* word = each.load(std::memory_order_relaxed)) futex_wake(word);
+  }
 }
 
 }  // namespace ferry::protocol

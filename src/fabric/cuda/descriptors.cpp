@@ -99,10 +99,6 @@ struct Parcel {
 
 }  // namespace
 
-UniqueDescriptor::~UniqueDescriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
 UniqueDescriptor take_descriptor(const ProcessName& owner, int number) {
   if (owner.pid_namespace != this_process().pid_namespace) {
     throw std::runtime_error("its process counts pids in another namespace (another container)");

@@ -4,29 +4,13 @@
 #include <map>
 #include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "fabric/process.hpp"
 #include "fabric/segment_handle.hpp"
+#include "fabric/unique_descriptor.hpp"
 
 namespace ferry::fabric {
-
-/// Owns one descriptor.
-class UniqueDescriptor {
- public:
-  explicit UniqueDescriptor(int fd = -1) : fd_(fd) {}
-  ~UniqueDescriptor();
-  UniqueDescriptor(UniqueDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  UniqueDescriptor& operator=(UniqueDescriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int get() const noexcept { return fd_; }
-
- private:
-  int fd_;
-};
 
 /// Takes a copy of a descriptor out of another process. The kernel asks for the right to trace it:
 /// not given under Yama's ptrace_scope 1 or in a container without CAP_SYS_PTRACE. Throws

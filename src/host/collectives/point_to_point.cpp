@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/process_limits.hpp"
+#include "fabric/death_watch.hpp"
 
 namespace ferry::host {
 namespace {
@@ -180,7 +181,9 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
     const std::uint64_t seen = ring_.bell();
     const bool moved = step();
     const auto now = Clock::now();
-    if (now - last_look_ >= kPollPeriod) look_after_peers();
+    if (now - last_look_ >= kPollPeriod || fabric::DeathWatch::count() != deaths_) {
+      look_after_peers();
+    }
     if (over() || (awaited != nullptr && now - start >= kSleep)) break;
     if (moved) {
       spin_until = now + engine_->shared_memory()->fabric->spin_time();

@@ -145,7 +145,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   int waiting_ = 0;         // threads in wait
   bool stopped_ = false;
   Clock::time_point last_look_{};
-  std::thread thread_;  // started by the first transfer that nobody waits for
+  std::uint64_t deaths_ = 0;  // told by the kernel before the last poll
+  std::thread thread_;        // started by the first transfer that nobody waits for
 };
 
 }  // namespace ferry::host

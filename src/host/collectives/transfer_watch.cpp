@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "fabric/death_watch.hpp"
 #include "host/collectives/point_to_point.hpp"
 
 namespace ferry::host {
@@ -16,6 +17,7 @@ constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500)
 
 void PointToPoint::look_after_peers() {
   last_look_ = Clock::now();
+  deaths_ = fabric::DeathWatch::count();
   if (open_.empty()) return;
   engine::Channel& channel = engine_->channel();
   channel.beat_transfers();

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "fabric/death_watch.hpp"
+
 namespace ferry::host {
 
 using protocol::Status;
@@ -190,6 +192,7 @@ void MaskWatch::hand_over() {
 }
 
 std::uint64_t MaskWatch::slice_ns() const {
+  if (fabric::DeathWatch::count() != deaths_) return 1;
   return static_cast<std::uint64_t>(
       std::clamp<std::chrono::nanoseconds>(time_.left(), std::chrono::nanoseconds(1), kSlice)
           .count());
@@ -206,9 +209,12 @@ int MaskWatch::gone() const {
 Status MaskWatch::check() {
   Status status;
   const auto now = Clock::now();
-  if (now - time_.polled() < std::min<std::chrono::nanoseconds>(kPollPeriod, time_.left())) {
+  const std::uint64_t deaths = fabric::DeathWatch::count();
+  if (deaths == deaths_ &&
+      now - time_.polled() < std::min<std::chrono::nanoseconds>(kPollPeriod, time_.left())) {
     return status;
   }
+  deaths_ = deaths;
   time_.poll(now);
   masks_.heartbeat_.poll(now);
   engine_.channel().beat(true);

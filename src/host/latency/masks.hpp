@@ -168,6 +168,7 @@ class MaskWatch {
   protocol::RankSet pending_{};
   std::function<bool(int)> arrived_{};
   int only_ = -1;
+  std::uint64_t deaths_ = 0;  // told by the kernel when this last looked
 };
 
 }  // namespace ferry::host

@@ -1,0 +1,44 @@
+// Deaths of processes as the kernel tells them, so that a wait need not look for them.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "fabric/unique_descriptor.hpp"
+
+namespace ferry::fabric {
+
+/// A thread that sleeps until a watched process ends, then wakes all threads of this process that
+/// sleep on a flag: their watches look after their peers. One for the process, while somebody
+/// watches.
+class DeathWatch {
+ public:
+  /// Null where the thread or its descriptors cannot be had: then deaths are seen when a wait
+  /// looks.
+  static std::shared_ptr<DeathWatch> shared() noexcept;
+  /// How many watched processes have ended: grows, never falls. A watch that remembers it knows
+  /// whether there is reason to look.
+  static std::uint64_t count() noexcept { return count_.load(std::memory_order_acquire); }
+
+  ~DeathWatch();
+  DeathWatch(const DeathWatch&) = delete;
+  DeathWatch& operator=(const DeathWatch&) = delete;
+
+  /// A descriptor from pidfd_open, until `remove`.
+  void add(int pidfd) noexcept;
+  void remove(int pidfd) noexcept;
+
+ private:
+  DeathWatch();
+  void run() noexcept;
+  bool in_forked_child() const noexcept;
+
+  static inline std::atomic<std::uint64_t> count_{0};
+  const std::int64_t owner_pid_;
+  const UniqueDescriptor epoll_, stop_;  // stop_: eventfd
+  std::thread thread_{};
+};
+
+}  // namespace ferry::fabric
