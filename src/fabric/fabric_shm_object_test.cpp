@@ -5,9 +5,12 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 
+#include <algorithm>
+
 #include "fabric/shm/object.hpp"
 #include "fabric/test_names.hpp"
 #include "fabric/test_ranks.hpp"
+#include "fabric/unique_descriptor.hpp"
 
 namespace ferry::fabric::test {
 namespace {
@@ -91,6 +94,27 @@ TEST(ShmObject, TwoThatFillDevShmTogetherGetNoSignal) {
       EXPECT_EQ(status, 0);
     }
   });
+}
+
+/// Pages of which this process has page table entries: bit 63 of proc_pid_pagemap(5).
+std::size_t mapped_pages(const Memory& memory) {
+  const UniqueDescriptor map(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  std::vector<std::uint64_t> entries(memory.mapped() / 4096);
+  const auto first = reinterpret_cast<std::uintptr_t>(memory.data()) / 4096;
+  EXPECT_EQ(pread(map.get(), entries.data(), entries.size() * 8, static_cast<off_t>(first * 8)),
+            static_cast<ssize_t>(entries.size() * 8));
+  return static_cast<std::size_t>(
+      std::count_if(entries.begin(), entries.end(), [](auto entry) { return entry >> 63 != 0; }));
+}
+
+TEST(ShmObject, PagesOfAPeerAreTouchedAtOnceOnlyOnDemand) {
+  constexpr std::size_t kPages = 256;
+  const std::string name = object_name({1, 3}, this_process(), 0, 0);
+  const SharedObject object = create_object(name, kPages * 4096, 0);
+  const Attachment attachment{Wire::shm, 1, 0, 0, kPages * 4096, {}};
+  EXPECT_EQ(mapped_pages(*open_object(name, attachment, object.inode, false)), 0u);
+  EXPECT_EQ(mapped_pages(*open_object(name, attachment, object.inode, true)), kPages);
+  shm_unlink(name.c_str());
 }
 
 TEST(ShmObject, AnObjectThatIsNotThePeersIsRefused) {

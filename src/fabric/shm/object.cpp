@@ -15,6 +15,7 @@
 #include "base/open_files.hpp"
 #include "base/process_limits.hpp"
 #include "fabric/process.hpp"
+#include "fabric/unique_descriptor.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -27,23 +28,6 @@ constexpr int kPopulateWrite = 23;  // Linux 5.14; older kernels refuse it
 
 /// Memory is reserved in pieces: a signal during the call undoes the whole piece.
 constexpr std::size_t kReserveStep = std::size_t{16} << 20;
-/// A peer's larger segments are mapped without filling in all page tables at once.
-constexpr std::size_t kPopulatePeers = std::size_t{1} << 30;
-
-/// A descriptor that lives for one function.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 /// Unlinks unless told that all went well.
 class NameGuard {
@@ -140,7 +124,7 @@ SharedObject create_object(const std::string& name, std::size_t bytes, int rank)
   if (const std::string limit = file_limit_text(size); !limit.empty()) {
     throw_limited(rank, size, limit);
   }
-  const Descriptor fd(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (fd.get() < 0) throw_failed(rank, size, "shm_open", errno);
   NameGuard guard(name);
   // A umask may have taken the owner's bits.
@@ -162,8 +146,8 @@ SharedObject create_object(const std::string& name, std::size_t bytes, int rank)
 }
 
 std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& attachment,
-                                    std::uint64_t inode) {
-  const Descriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+                                    std::uint64_t inode, bool populate) {
+  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
   if (fd.get() < 0) {
     throw_attach(attachment, "shm_open " + name + ": " + error_text(errno) +
                                  (errno == ENOENT ? " (sealed, or the rank died or left)" : ""));
@@ -186,7 +170,7 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
     throw_attach(attachment, "mmap " + name + ": " + std::strerror(error) +
                                  (error == ENOMEM ? memory_limit_text(size) : std::string()));
   }
-  if (size <= kPopulatePeers) madvise(memory->data(), size, kPopulateWrite);  // only speed
+  if (populate) madvise(memory->data(), size, kPopulateWrite);  // only speed
   return memory;
 }
 

@@ -21,8 +21,9 @@ struct SharedObject {
 SharedObject create_object(const std::string& name, std::size_t bytes, int rank);
 
 /// Maps a peer's object after checking that it is a regular file of this user, closed to others,
-/// large enough, and the one in the handle. Throws Error(system) naming the peer.
+/// large enough, and the one in the handle. `populate`: fills in its page tables now instead of at
+/// the first touch of each page. Throws Error(system) naming the peer.
 std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& attachment,
-                                    std::uint64_t inode);
+                                    std::uint64_t inode, bool populate = false);
 
 }  // namespace ferry::fabric

@@ -21,6 +21,10 @@ namespace {
 /// the last one they saw a dead rank may have come.
 constexpr SegmentId kMaxNamed = 64;
 
+/// Segments of all peers that are larger than this together are mapped without filling in their
+/// page tables: with n ranks that would be n² segments, seconds of the creation of a group.
+constexpr std::size_t kPopulatePeers = std::size_t{512} << 20;
+
 class ShmFabric final : public MappedFabric {
  public:
   ShmFabric(int rank, const JobKey& key, const std::vector<Identity>& ranks)
@@ -104,8 +108,9 @@ void ShmFabric::attach(int peer, SegmentId segment, std::size_t bytes,
   if (peer == rank()) return;
   const Attachment attachment{Wire::shm, rank(), peer, segment, bytes, job_};
   const SegmentHandle checked = checked_handle(handle, attachment);
-  segments().add(peer, segment, open_object(object_of(peer, segment), attachment, checked.inode),
-                 bytes);
+  const bool populate = bytes <= kPopulatePeers / static_cast<std::size_t>(size() - 1);
+  segments().add(peer, segment,
+                 open_object(object_of(peer, segment), attachment, checked.inode, populate), bytes);
 }
 
 void ShmFabric::seal(SegmentId segment) {
