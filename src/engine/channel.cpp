@@ -129,9 +129,9 @@ void Channel::give_back(int owner) {
 }
 
 void Channel::await_given_back(const char* stage, int reader) {
-  const protocol::FlagRow row{control_.data + layout_.done, kLineBytes, size_};
-  await(stage, {row, generation(), reader}, [&](GroupWatch& watch) {
-    return protocol::await_flag(row[reader], reader, generation(), protocol::kAnyAhead, watch);
+  const protocol::FlagArray flags{control_.data + layout_.done, kLineBytes, size_};
+  await(stage, {flags, generation(), reader}, [&](GroupWatch& watch) {
+    return protocol::await_flag(flags[reader], reader, generation(), protocol::kAnyAhead, watch);
   });
 }
 

@@ -35,7 +35,7 @@ class GroupWatch;
 
 /// The flags that a wait polls, so that a rank that is not awaited may leave or die in peace.
 struct Awaited {
-  protocol::FlagRow row{};
+  protocol::FlagArray flags{};
   std::uint64_t wanted = 0;
   int only = -1;  ///< one source, or -1 for all
   bool missing(int peer) const;

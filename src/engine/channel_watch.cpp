@@ -36,7 +36,7 @@ std::uint64_t now_ns() {
 bool Awaited::missing(int peer) const {
   if (only >= 0 && peer != only) return false;
   // relaxed: only decides whom to look after; the wait itself acquires.
-  return row[peer].load(protocol::order::relaxed) < wanted;
+  return flags[peer].load(protocol::order::relaxed) < wanted;
 }
 
 void Channel::enter_call(const CallWord& call, bool survives) {

@@ -22,7 +22,7 @@ template <class Traits = BarrierTraits>
 class Barrier {
  public:
   FERRY_FN Barrier(const FlagLayout& layout, int self, std::byte* flags)
-      : layout_(layout), self_(self), row_{flags, layout.stride, layout.ranks} {}
+      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
 
   /// Tells every rank, the own included, that this one is here.
   template <class R>
@@ -39,13 +39,13 @@ class Barrier {
   /// another.
   template <class W>
   FERRY_FN Status await(Generation generation, W& watch) const {
-    return await_all<typename Traits::Await>(row_, Traits::value(generation), kAnyAhead, watch);
+    return await_all<typename Traits::Await>(flags_, Traits::value(generation), kAnyAhead, watch);
   }
 
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 }  // namespace ferry::protocol

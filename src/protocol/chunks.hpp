@@ -33,7 +33,7 @@ template <class Traits = ChunkTraits>
 class Chunks {
  public:
   FERRY_FN Chunks(const FlagLayout& layout, int self, std::byte* flags)
-      : layout_(layout), self_(self), row_{flags, layout.stride, layout.ranks} {}
+      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
 
   /// The tag under which chunk `number` is written.
   FERRY_FN static constexpr std::uint64_t tag(std::uint64_t number) {
@@ -50,19 +50,19 @@ class Chunks {
 
   /// Whether chunk `number` of `source` is there, without waiting.
   FERRY_FN bool arrived(int source, std::uint64_t number) const {
-    return Traits::Await::reached(row_[source].load(Traits::Await::kLoad), number);
+    return Traits::Await::reached(flags_[source].load(Traits::Await::kLoad), number);
   }
 
   /// Waits for chunk `number` of `source`.
   template <class W>
   FERRY_FN Status await(int source, std::uint64_t number, W& watch) const {
-    return await_flag<typename Traits::Await>(row_[source], source, number, kAnyAhead, watch);
+    return await_flag<typename Traits::Await>(flags_[source], source, number, kAnyAhead, watch);
   }
 
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 }  // namespace ferry::protocol

@@ -11,7 +11,7 @@
 
 namespace ferry::protocol {
 
-/// Where the two rows of flags lie, at the same place in every rank's memory.
+/// Where the two arrays of flags lie, at the same place in every rank's memory.
 struct CreditLayout {
   FlagLayout arrived;   ///< arrived[source], written by the sender at the receiver
   FlagLayout released;  ///< released[receiver], written by the receiver at the sender
@@ -86,8 +86,8 @@ class Credit {
  private:
   CreditLayout layout_;
   int self_;
-  FlagRow arrived_;
-  FlagRow released_;
+  FlagArray arrived_;
+  FlagArray released_;
 };
 
 /// What the order of drops relies on.

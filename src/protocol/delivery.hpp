@@ -35,7 +35,7 @@ template <class Traits = DeliveryTraits>
 class Delivery {
  public:
   FERRY_FN Delivery(const FlagLayout& layout, int self, std::byte* flags)
-      : layout_(layout), self_(self), row_{flags, layout.stride, layout.ranks} {}
+      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
 
   /// The tag under which all rows of a generation are written.
   FERRY_FN static constexpr std::uint64_t tag(Generation generation) {
@@ -54,19 +54,19 @@ class Delivery {
   /// Waits for the rows of one source.
   template <class W>
   FERRY_FN Status await_from(int source, Generation generation, W& watch) const {
-    return await_flag<typename Traits::Await>(row_[source], source, generation, kAnyAhead, watch);
+    return await_flag<typename Traits::Await>(flags_[source], source, generation, kAnyAhead, watch);
   }
 
   /// Waits for the rows of every source, lowest rank first.
   template <class W>
   FERRY_FN Status await(Generation generation, W& watch) const {
-    return await_all<typename Traits::Await>(row_, generation, kAnyAhead, watch);
+    return await_all<typename Traits::Await>(flags_, generation, kAnyAhead, watch);
   }
 
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 /// What a loan relies on, as parameters, so that the explorer can break it.
@@ -81,7 +81,7 @@ template <class Traits = LoanTraits>
 class Loan {
  public:
   FERRY_FN Loan(const FlagLayout& layout, int self, std::byte* flags)
-      : layout_(layout), self_(self), row_{flags, layout.stride, layout.ranks} {}
+      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
 
   /// A reader says that it reads `owner`'s memory of `generation` no more. Its reads stay before
   /// this (release), the owner's writes after its wait (acquire).
@@ -95,13 +95,13 @@ class Loan {
   /// The owner waits until every reader gave back `generation`.
   template <class W>
   FERRY_FN Status await(Generation generation, W& watch) const {
-    return await_all<typename Traits::Await>(row_, generation - Traits::kSlack, kAnyAhead, watch);
+    return await_all<typename Traits::Await>(flags_, generation - Traits::kSlack, kAnyAhead, watch);
   }
 
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 }  // namespace ferry::protocol

@@ -59,15 +59,18 @@ struct FailureBroadcastTraits {
   }
 };
 
-/// The failure broadcasts of one rank: a row broadcast[reporter] at each rank, and one word of its
-/// own, in memory of this rank alone, that decides which of its failure broadcasts was first.
+/// The failure broadcasts of one rank: an array broadcast[reporter] at each rank, and one word of
+/// its own, in memory of this rank alone, that decides which of its failure broadcasts was first.
 template <class Traits = FailureBroadcastTraits>
 class FailureBroadcasts {
  public:
-  /// `broadcasts`: this rank's row; `mine`: this rank's own word. Both zeroed, never cleared.
+  /// `broadcasts`: this rank's array; `mine`: this rank's own word. Both zeroed, never cleared.
   FERRY_FN FailureBroadcasts(const FlagLayout& layout, int self, std::byte* broadcasts,
                              std::uint64_t* mine)
-      : layout_(layout), self_(self), row_{broadcasts, layout.stride, layout.ranks}, mine_{mine} {}
+      : layout_(layout),
+        self_(self),
+        flags_{broadcasts, layout.stride, layout.ranks},
+        mine_{mine} {}
 
   /// Tells every rank, the own included. Any thread of the rank may call it, any number of times:
   /// all calls spread the first failure broadcast. Returns the failure broadcast that was spread.
@@ -96,9 +99,9 @@ class FailureBroadcasts {
   template <class Counts>
   FERRY_FN std::optional<FailureBroadcast> scan(Counts counts) const {
     FailureBroadcast best;
-    for (int reporter = 0; reporter < Traits::scanned(row_.ranks); ++reporter) {
+    for (int reporter = 0; reporter < Traits::scanned(flags_.ranks); ++reporter) {
       // relaxed: the word is the whole message; nothing else is read on the strength of it.
-      const std::uint64_t word = row_[reporter].load(order::relaxed);
+      const std::uint64_t word = flags_[reporter].load(order::relaxed);
       if (word == 0) continue;
       const FailureBroadcast broadcast = unpack_broadcast(word, reporter);
       if (Traits::stronger(broadcast, best) && counts(broadcast)) best = broadcast;
@@ -110,7 +113,7 @@ class FailureBroadcasts {
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
   Flag mine_;
 };
 

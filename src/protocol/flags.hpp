@@ -1,4 +1,4 @@
-// A row of flags, one for each rank, and the wait for all of them.
+// An array of flags, one for each rank, and the wait for all of them.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace ferry::protocol {
 /// Flags of different ranks lie on lines of their own.
 inline constexpr std::uint64_t kFlagStride = 64;
 
-/// Where a row of flags lies, at the same place in every rank's memory: flag[r] of rank p is
+/// Where an array of flags lies, at the same place in every rank's memory: flag[r] of rank p is
 /// written by rank r alone.
 struct FlagLayout {
   int ranks = 0;
@@ -27,8 +27,8 @@ struct FlagLayout {
   }
 };
 
-/// The own row, as memory.
-struct FlagRow {
+/// The own array, as memory.
+struct FlagArray {
   std::byte* base = nullptr;
   std::uint64_t stride = kFlagStride;
   int ranks = 0;
@@ -70,12 +70,13 @@ FERRY_FN Status await_flag(Flag flag, int peer, std::uint64_t wanted, std::uint6
   return status;
 }
 
-/// Waits for every flag of the row. On failure `peer` is the lowest rank whose flag is missing,
+/// Waits for every flag of the array. On failure `peer` is the lowest rank whose flag is missing,
 /// unless the watch named another.
 template <class Traits = AwaitTraits, class W>
-FERRY_FN Status await_all(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth, W& watch) {
-  for (int peer = 0; peer < Traits::awaited(row.ranks); ++peer) {
-    const Status status = await_flag<Traits>(row[peer], peer, wanted, depth, watch);
+FERRY_FN Status await_all(const FlagArray& flags, std::uint64_t wanted, std::uint64_t depth,
+                          W& watch) {
+  for (int peer = 0; peer < Traits::awaited(flags.ranks); ++peer) {
+    const Status status = await_flag<Traits>(flags[peer], peer, wanted, depth, watch);
     if (!status.ok()) return status;
   }
   Status done;

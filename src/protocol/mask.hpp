@@ -51,17 +51,17 @@ struct ShortSleep : PassedOn<W> {
 /// holds up nobody but the one who waits for it. Overtaken if a flag is `depth` or more ahead. On
 /// failure the status names the lowest rank that is missing, unless the watch named another.
 template <class Traits = AwaitTraits, class W>
-Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth, RankSet pending,
-                  RankSet came, W& watch) {
+Status await_some(const FlagArray& flags, std::uint64_t wanted, std::uint64_t depth,
+                  RankSet pending, RankSet came, W& watch) {
   constexpr std::uint64_t kShortNs = 500'000;
   for (bool first_poll = true;; first_poll = false) {
     int missing = -1, others = 0;
     bool any = false;
-    for (int peer = 0; peer < row.ranks; ++peer) {
+    for (int peer = 0; peer < flags.ranks; ++peer) {
       const auto p = static_cast<std::size_t>(peer);
       if (pending[p] == 0) continue;
       // Acquire: as in every wait, what the writer did before is visible after.
-      const std::uint64_t seen = row[peer].load(Traits::kLoad);
+      const std::uint64_t seen = flags[peer].load(Traits::kLoad);
       if (!Traits::reached(seen, wanted)) {
         if (missing < 0) {
           missing = peer;
@@ -79,7 +79,7 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
     }
     if (any || missing < 0) return {};
     ShortSleep<W> sleep{{watch}, first_poll, others > 0 ? kShortNs : ~0ull};
-    Status status = row[missing].wait_until(
+    Status status = flags[missing].wait_until(
         [wanted](std::uint64_t seen) { return Traits::reached(seen, wanted); }, sleep,
         Traits::kLoad);
     if (status.ok() || sleep.over) continue;
@@ -88,9 +88,9 @@ Status await_some(const FlagRow& row, std::uint64_t wanted, std::uint64_t depth,
       // What has come by now counts: a rank may tell before it goes, and one that was itself
       // stopped past its deadline finds what others sent meanwhile.
       bool any_came = false;
-      for (int peer = 0; peer < row.ranks; ++peer) {
+      for (int peer = 0; peer < flags.ranks; ++peer) {
         any_came = any_came || (pending[static_cast<std::size_t>(peer)] != 0 &&
-                                Traits::reached(row[peer].load(Traits::kLoad), wanted));
+                                Traits::reached(flags[peer].load(Traits::kLoad), wanted));
       }
       if (any_came) continue;
     }
@@ -115,7 +115,7 @@ FERRY_FN constexpr std::uint64_t next_mask(std::uint64_t last, Generation now, b
 class ToldMasks {
  public:
   FERRY_FN ToldMasks(const FlagLayout& layout, int self, std::byte* told)
-      : layout_(layout), self_(self), row_{told, layout.stride, layout.ranks} {}
+      : layout_(layout), self_(self), flags_{told, layout.stride, layout.ranks} {}
 
   template <class R>
     requires Reach<R>
@@ -127,9 +127,9 @@ class ToldMasks {
   /// `counts` lets pass; -1: none.
   template <class Counts>
   FERRY_FN int find(Generation base, Counts counts) const {
-    for (int peer = 0; peer < row_.ranks; ++peer) {
+    for (int peer = 0; peer < flags_.ranks; ++peer) {
       // relaxed: the word is the whole message; nothing else is read on the strength of it.
-      const std::uint64_t word = row_[peer].load(order::relaxed);
+      const std::uint64_t word = flags_[peer].load(order::relaxed);
       if ((word & 1) != 0 && (word >> 1) > base && counts(peer)) return peer;
     }
     return -1;
@@ -138,7 +138,7 @@ class ToldMasks {
  private:
   FlagLayout layout_;
   int self_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 }  // namespace ferry::protocol

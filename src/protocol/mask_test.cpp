@@ -24,11 +24,11 @@ struct TellsBeforeTheEnd {
 };
 
 void expect_rank_1_comes(Status::Code code, int peer) {
-  alignas(kFlagStride) std::array<std::byte, 2 * kFlagStride> flags{};
-  const FlagRow row{flags.data(), kFlagStride, 2};
+  alignas(kFlagStride) std::array<std::byte, 2 * kFlagStride> words{};
+  const FlagArray flags{words.data(), kFlagStride, 2};
   std::array<std::uint8_t, 2> pending{1, 1}, came{};
-  TellsBeforeTheEnd watch{row[1], code, peer};
-  EXPECT_TRUE(await_some(row, 1, kAnyAhead, pending, came, watch).ok());
+  TellsBeforeTheEnd watch{flags[1], code, peer};
+  EXPECT_TRUE(await_some(flags, 1, kAnyAhead, pending, came, watch).ok());
   EXPECT_EQ(came, (std::array<std::uint8_t, 2>{0, 1}));
   EXPECT_EQ(pending, (std::array<std::uint8_t, 2>{1, 0}));
 }

@@ -93,8 +93,8 @@ class Packets {
   FlagLayout posted_;
   FlagLayout taken_;
   int self_;
-  FlagRow own_posted_;
-  FlagRow own_taken_;
+  FlagArray own_posted_;
+  FlagArray own_taken_;
 };
 
 }  // namespace ferry::protocol

@@ -72,7 +72,7 @@ class PreAnnouncedSignals {
   std::uint64_t sequence_ = 0;  // of the last signal
   std::uint64_t value_ = 0;     // of it
   std::uint64_t step_ = 0;      // to it
-  std::uint64_t regular_ = 0;   // equal steps in a row
+  std::uint64_t regular_ = 0;   // successive equal steps
   PreAnnouncement told_{};
 };
 

@@ -138,10 +138,10 @@ class Rejoin {
   }
 
   template <class R>
-  void publish(R& reach, const FlagLayout& row, Channel channel, std::uint64_t word) const {
-    for (int i = 0; i < row.ranks; ++i) {
-      reach.publish((self_ + i) % row.ranks,
-                    Signal{row.place(self_), word, make_tag(channel, word), 0});
+  void publish(R& reach, const FlagLayout& flags, Channel channel, std::uint64_t word) const {
+    for (int i = 0; i < flags.ranks; ++i) {
+      reach.publish((self_ + i) % flags.ranks,
+                    Signal{flags.place(self_), word, make_tag(channel, word), 0});
     }
   }
 
@@ -187,10 +187,11 @@ class Rejoin {
 
   /// Waits for one rank's word of this round or a later one; a rank that is gone goes to `absent`.
   template <class W>
-  Status hear(const FlagRow& row, int peer, RankSet absent, W& watch) const {
+  Status hear(const FlagArray& flags, int peer, RankSet absent, W& watch) const {
     if (absent[static_cast<std::size_t>(peer)] != 0) return {};
     watch.awaits(peer);
-    Status status = await_flag<typename Traits::Await>(row[peer], peer, word(0), kAnyAhead, watch);
+    Status status =
+        await_flag<typename Traits::Await>(flags[peer], peer, word(0), kAnyAhead, watch);
     if (status.code == Status::Code::kPeerFailed && status.peer == peer) {
       absent[static_cast<std::size_t>(peer)] = 1;
       return {};
@@ -200,8 +201,8 @@ class Rejoin {
 
   RejoinLayout layout_;
   int self_;
-  FlagRow offers_;
-  FlagRow answers_;
+  FlagArray offers_;
+  FlagArray answers_;
   std::uint64_t round_ = 0;
   std::uint64_t succeeded_ = 0;  ///< the last round in which it did; 0: none yet
 };

@@ -47,9 +47,9 @@ class Swap {
       : layout_(layout),
         self_(self),
         slots_(slots),
-        row_{flags, layout.flags.stride, layout.flags.ranks} {}
+        flags_{flags, layout.flags.stride, layout.flags.ranks} {}
 
-  FERRY_FN int ranks() const { return row_.ranks; }
+  FERRY_FN int ranks() const { return flags_.ranks; }
 
   /// Gives `peer` (or the own rank) this rank's message of `generation`: `bytes` of it, at most
   /// `message_bytes`.
@@ -95,7 +95,7 @@ class Swap {
   /// has overwritten our slot: overtaken.
   template <class W>
   FERRY_FN Status await(Generation generation, W& watch) const {
-    return await_all<typename Traits::Await>(row_, generation, Traits::kSlots, watch);
+    return await_all<typename Traits::Await>(flags_, generation, Traits::kSlots, watch);
   }
 
   /// The message that `source` gave this rank. Valid from a successful `await(generation)` until
@@ -114,7 +114,7 @@ class Swap {
   SwapLayout layout_;
   int self_;
   std::byte* slots_;
-  FlagRow row_;
+  FlagArray flags_;
 };
 
 }  // namespace ferry::protocol

@@ -106,7 +106,7 @@ class MaskedRank {
   static std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
   std::byte* mine(Place place) { return world_.address(rank_, place); }
   protocol::RankSet set(Ranks& ranks) { return {ranks.data(), at(ranks_)}; }
-  protocol::FlagRow row(const protocol::FlagLayout& layout) {
+  protocol::FlagArray flag_array(const protocol::FlagLayout& layout) {
     return {mine(layout.flags), layout.stride, layout.ranks};
   }
   std::uint64_t slot(int source, Generation g) const { return g % 2 * at(ranks_) + at(source); }
@@ -147,7 +147,7 @@ class MaskedRank {
     while (any()) {
       Ranks newcomers{};
       const Status status = protocol::await_some<typename Traits::Await>(
-          row(flags), wanted, depth, set(pending), set(newcomers), *this);
+          flag_array(flags), wanted, depth, set(pending), set(newcomers), *this);
       if (status.code == Status::Code::kOvertaken) return status;
       if (status.code == Status::Code::kDeadline) {
         for (int peer = 0; peer < ranks_; ++peer) {

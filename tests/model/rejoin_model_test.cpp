@@ -17,13 +17,13 @@ template <class Base>
 class GoneWatch {
  public:
   GoneWatch(World<Base>& world, const protocol::FlagLayout& ended, int rank, bool polls)
-      : row_{world.address(rank, ended.flags), ended.stride, ended.ranks}, polls_(polls) {}
+      : flags_{world.address(rank, ended.flags), ended.stride, ended.ranks}, polls_(polls) {}
   std::uint64_t spin_ns() const { return 0; }
   std::uint64_t slice_ns() const { return 0; }
   void awaits(int peer) { peer_ = peer; }
   Status check() {
     Status status;
-    const bool gone = row_[peer_].load(protocol::order::acquire) != 0;
+    const bool gone = flags_[peer_].load(protocol::order::acquire) != 0;
     if (!gone && polls_) return status;
     status.code = gone ? Status::Code::kPeerFailed : Status::Code::kDeadline;
     status.peer = peer_;
@@ -31,7 +31,7 @@ class GoneWatch {
   }
 
  private:
-  protocol::FlagRow row_;
+  protocol::FlagArray flags_;
   int peer_ = 0;
   bool polls_;  // the end of a slice is no deadline
 };

@@ -52,7 +52,7 @@ CudaCollectives::CudaCollectives(std::shared_ptr<CudaEngine> engine, const fabri
     : engine_(std::move(engine)),
       layout_(make_collective_layout(engine_->size())),
       segment_(memory.id),
-      most_blocks_(std::clamp(most_blocks, 1, static_cast<int>(layout_.round_bytes / kStageUnit))) {
+      most_blocks_(std::clamp(most_blocks, 1, static_cast<int>(layout_.round_bytes / kInboxUnit))) {
   const auto ranks = static_cast<std::size_t>(engine_->size());
   constexpr std::size_t kCalls = 16;  // on their way; more come when they are needed
   counts_ = PinnedPool::make(3 * 2 * ranks * sizeof(std::int64_t), kCalls);

@@ -42,8 +42,8 @@ class SegmentExchange {
 
  private:
   engine::Channel& channel_;
-  protocol::FlagRow offered_;
-  protocol::FlagRow taken_;
+  protocol::FlagArray offered_;
+  protocol::FlagArray taken_;
   protocol::Swap<> swap_;
   protocol::Delivery<> delivery_;
   std::vector<std::byte> outgoing_;

@@ -34,7 +34,7 @@ void reduce_in_one_shot(HostCollectives& all, const TensorView& x, const Reducti
                         const StepMessage& head);
 
 /// These run after the ranks have met in the call, so that all earlier calls have ended everywhere
-/// and the whole stage is free.
+/// and the whole staging buffer is free.
 void reduce_along_ring(HostCollectives& all, const TensorView& x, ReduceOp op);
 void reduce_by_tree(HostCollectives& all, const TensorView& x, ReduceOp op);
 

@@ -142,7 +142,7 @@ TEST(Algorithms, ReduceAsDefined) {
   }
 }
 
-// Each leaves the stage and the flags as the others need them.
+// Each leaves the staging buffers and the flags as the others need them.
 TEST(Algorithms, OneAfterAnother) {
   for (const World& world : {World{.ranks = 2}, World{.ranks = 5, .domain_size = 2},
                              World{.ranks = 3, .fabric = FabricKind::sim}}) {

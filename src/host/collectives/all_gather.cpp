@@ -54,20 +54,20 @@ class AllGather {
   }
 
   std::size_t round_bytes() const {
-    if (all_.domains().count() == 1) return all_.stage().window_bytes;
+    if (all_.domains().count() == 1) return all_.staging().window_bytes;
     // At worst one rank takes in what all the others have.
-    const std::size_t room = all_.stage().inbox_bytes / index(all_.size());
-    return std::min(all_.stage().window_bytes, room) / kLineBytes * kLineBytes;
+    const std::size_t room = all_.staging().inbox_bytes / index(all_.size());
+    return std::min(all_.staging().window_bytes, room) / kLineBytes * kLineBytes;
   }
 
   void write_window(std::size_t first) {
     first_ = first;
     bytes_ = std::min(round_bytes(), block_ - first);
     window_ = all_.next_window();
-    copy_bytes(all_.stage_of(all_.rank(), window_), data_ + first_, bytes_);
+    copy_bytes(all_.staged(all_.rank(), window_), data_ + first_, bytes_);
   }
 
-  std::size_t inbox(int rank) const { return all_.stage().inbox() + index(rank) * round_bytes(); }
+  std::size_t inbox(int rank) const { return all_.staging().inbox() + index(rank) * round_bytes(); }
 
   void gather_round() {
     all_.begin_round();
@@ -76,8 +76,8 @@ class AllGather {
     if (crosses) cross();
     for (int r = 0; r < all_.size(); ++r) {
       const std::byte* from = all_.is_member(r)
-                                  ? all_.stage_of(r, window_)
-                                  : all_.stage_of(domains.rail(r, all_.domain()), inbox(r));
+                                  ? all_.staged(r, window_)
+                                  : all_.staged(domains.rail(r, all_.domain()), inbox(r));
       copy_result(index(all_.size()) * block_, out_ + index(r) * block_ + first_, from, bytes_);
     }
     if (crosses) free_inboxes();
@@ -112,7 +112,7 @@ class AllGather {
   StepMessage head_;
   std::size_t first_ = 0;   // byte of each block, in this round
   std::size_t bytes_ = 0;   // of each block in this round
-  std::size_t window_ = 0;  // of this round, in the stage
+  std::size_t window_ = 0;  // of this round, in the staging buffer
 };
 
 }  // namespace

@@ -66,10 +66,10 @@ class AllReduce {
 
   bool crosses() const { return all_.domains().count() > 1; }
   std::size_t inbox_bytes() const {
-    return all_.stage().inbox_bytes / Stage::kInboxes / kLineBytes * kLineBytes;
+    return all_.staging().inbox_bytes / CollectiveStaging::kInboxes / kLineBytes * kLineBytes;
   }
-  /// Of a round. Several domains have two rounds in one window of the stage.
-  std::size_t window_bytes() const { return all_.stage().window_bytes / (crosses() ? 2 : 1); }
+  /// Of a round. Several domains have two rounds in one window of the staging buffer.
+  std::size_t window_bytes() const { return all_.staging().window_bytes / (crosses() ? 2 : 1); }
 
   /// Elements of a round: the window holds them, and the inbox what crosses to their owners.
   std::int64_t round_elements() const {
@@ -77,7 +77,7 @@ class AllReduce {
     if (!crosses()) return window / kShareUnit * kShareUnit;
     auto round =
         cutter_.longest_round(window, static_cast<std::int64_t>(inbox_bytes() / partial(1)));
-    // Before the plan of `automatic` is known.
+    // Before the formats of `automatic` are known.
     while (format_ != ReduceFormat::exact && round > kShareUnit &&
            CodedPlaces(cutter_.cut(round), all_.domains()).bytes() > inbox_bytes() / 2) {
       round -= (round / 8 + kShareUnit - 1) / kShareUnit * kShareUnit;
@@ -90,7 +90,7 @@ class AllReduce {
     first_ = round * round_;
     elements_ = std::min(round_, count_ - first_);
     window_ = windows_[index(round) % windows_.size()];
-    inbox_ = all_.stage().inbox() + index(round) % Stage::kInboxes * inbox_bytes();
+    inbox_ = all_.staging().inbox() + index(round) % CollectiveStaging::kInboxes * inbox_bytes();
   }
 
   /// Writes this rank's elements of a round into its window. Several domains: into the first half
@@ -113,7 +113,7 @@ class AllReduce {
   /// Elements of this round, in the tensor and in a window.
   std::byte* own(std::int64_t element) { return data_ + bytes(first_ + element); }
   std::byte* window(int member, std::int64_t element) {
-    return all_.stage_of(member, window_ + bytes(element));
+    return all_.staged(member, window_ + bytes(element));
   }
 
   // While the ranks reduce a round, what they send for the next one is under way, and the results
@@ -289,7 +289,7 @@ class AllReduce {
       }
       hear_partial(share, d, at);
       const std::size_t place = inbox(share, d) + partial(at - share.first);
-      partials[index(d)] = all_.stage_of(all_.rank(), place);
+      partials[index(d)] = all_.staged(all_.rank(), place);
     }
     return partials;
   }
@@ -331,10 +331,10 @@ class AllReduce {
   std::optional<CodedSums> coded_{};
   ShareCutter cutter_;
   std::int64_t round_;                    // elements of a round, but the last
-  std::array<std::size_t, 4> windows_{};  // of rounds, in the stage
+  std::array<std::size_t, 4> windows_{};  // of rounds, in the staging buffer
   std::int64_t first_ = 0;                // of the tensor, in this round
   std::int64_t elements_ = 0;             // of this round
-  std::size_t window_ = 0, inbox_ = 0;    // of this round, in the stage
+  std::size_t window_ = 0, inbox_ = 0;    // of this round, in the staging buffer
   std::vector<std::byte> scratch_{};
   std::optional<CodedPlaces> places_{};
   std::int64_t placed_ = 0;                    // elements of their round
@@ -366,7 +366,7 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   const Reduction reduction{options.op, x.dtype, all.size()};
   const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
                             static_cast<double>(reduction.bytes(count)),
-                            static_cast<double>(all.stage().window_bytes) / 2};
+                            static_cast<double>(all.staging().window_bytes) / 2};
   const ReduceWay way = way_of(all, volume, options, reduction);
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);

@@ -143,8 +143,8 @@ class AllToAll {
 
   /// Bytes of a block in a round.
   std::size_t slot_bytes() const {
-    std::size_t room = all_.stage().window_bytes;
-    if (all_.domains().count() > 1) room = std::min(room, all_.stage().inbox_bytes);
+    std::size_t room = all_.staging().window_bytes;
+    if (all_.domains().count() > 1) room = std::min(room, all_.staging().inbox_bytes);
     return room / index(all_.size()) / kLineBytes * kLineBytes;
   }
 
@@ -159,7 +159,7 @@ class AllToAll {
     window_ = all_.next_window();
     for (const int member : all_.members()) {
       if (member == all_.rank()) continue;
-      copy_bytes(all_.stage_of(all_.rank(), window_ + index(member) * slot_),
+      copy_bytes(all_.staged(all_.rank(), window_ + index(member) * slot_),
                  data_ + to_[index(member)] + first, part(counts_.to[index(member)], first));
     }
   }
@@ -173,7 +173,7 @@ class AllToAll {
       if (all_.is_member(peer)) continue;
       const std::size_t bytes = sent(peer);
       if (bytes > 0) {
-        all_.put(peer, all_.stage().inbox() + index(all_.rank()) * slot_,
+        all_.put(peer, all_.staging().inbox() + index(all_.rank()) * slot_,
                  data_ + to_[index(peer)] + first, bytes);
       }
       all_.tell(peer, bytes);
@@ -183,8 +183,8 @@ class AllToAll {
       if (!inside) all_.hear(kCall, r);
       const std::byte* from =
           r == all_.rank() ? data_ + to_[index(r)] + first
-          : inside         ? all_.stage_of(r, window_ + index(all_.rank()) * slot_)
-                           : all_.stage_of(all_.rank(), all_.stage().inbox() + index(r) * slot_);
+          : inside         ? all_.staged(r, window_ + index(all_.rank()) * slot_)
+                           : all_.staged(all_.rank(), all_.staging().inbox() + index(r) * slot_);
       copy_result(out_bytes_, out_ + from_[index(r)] + first, from, got(r));
       if (!inside) all_.tell(r);  // who wrote here may do so again
     }
@@ -204,7 +204,7 @@ class AllToAll {
   const std::size_t slot_ = slot_bytes();
   std::vector<std::size_t> to_{};  // [R]: byte of the block for that rank
   std::vector<std::size_t> from_{};
-  std::size_t window_ = 0;  // of this round, in the stage
+  std::size_t window_ = 0;  // of this round, in the staging buffer
 };
 
 }  // namespace

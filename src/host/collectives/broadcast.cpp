@@ -51,10 +51,10 @@ class Broadcast {
 
   void write_window(std::size_t first) {
     first_ = first;
-    bytes_ = std::min(all_.stage().window_bytes, bytes_all_ - first);
+    bytes_ = std::min(all_.staging().window_bytes, bytes_all_ - first);
     window_ = all_.next_window();
     if (all_.rank() == root_) {
-      copy_bytes(all_.stage_of(root_, window_), data_ + first_, bytes_);
+      copy_bytes(all_.staged(root_, window_), data_ + first_, bytes_);
     }
   }
 
@@ -77,7 +77,7 @@ class Broadcast {
     const Domains& domains = all_.domains();
     const bool at_root = all_.is_member(root_);
     if (at_root) {
-      const std::byte* from = all_.stage_of(root_, window_);
+      const std::byte* from = all_.staged(root_, window_);
       for (int d = 0; d < domains.count(); ++d) {
         if (d != all_.domain()) send(d, from);
       }
@@ -97,8 +97,8 @@ class Broadcast {
     all_.meet_members(kCall);
     for (const Share& share : parts) {
       copy_bytes(data_ + first_ + index(share.first),
-                 all_.stage_of(rank_of(share, all_.domain(), domains),
-                               all_.stage().inbox() + index(share.first)),
+                 all_.staged(rank_of(share, all_.domain(), domains),
+                             all_.staging().inbox() + index(share.first)),
                  index(share.count()));
     }
     all_.meet_members(kCall);
@@ -112,7 +112,7 @@ class Broadcast {
     for (const Share& share : shares()) {
       if (rank_of(share, share.domain, domains) != all_.rank()) continue;
       const int to = rank_of(share, domain, domains);
-      all_.put(to, all_.stage().inbox() + index(share.first), from + share.first,
+      all_.put(to, all_.staging().inbox() + index(share.first), from + share.first,
                index(share.count()));
       all_.tell(to, index(share.count()));
     }
@@ -134,7 +134,7 @@ class Broadcast {
   StepMessage head_;
   std::size_t first_ = 0;   // byte of the tensor, in this round
   std::size_t bytes_ = 0;   // of this round
-  std::size_t window_ = 0;  // of this round, in the stage
+  std::size_t window_ = 0;  // of this round, in the staging buffer
 };
 
 }  // namespace

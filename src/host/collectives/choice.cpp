@@ -19,7 +19,7 @@ double seconds_since(Clock::time_point start) {
 }  // namespace
 
 void HostCollectives::measure_links() {
-  const auto elements = static_cast<std::int64_t>(stage_.window_bytes / 2 / sizeof(float));
+  const auto elements = static_cast<std::int64_t>(staging_.window_bytes / 2 / sizeof(float));
   std::vector<float> zeros(index(elements + kShareUnit));
   const TensorView x(zeros.data(), Dtype::f32, {elements + kShareUnit});
   const auto reduce_and_meet = [x](HostCollectives& all) {
@@ -87,7 +87,7 @@ void HostCollectives::take_reports() {
 
 Choice HostCollectives::choice(std::size_t bytes, bool any_order) const {
   const auto all = static_cast<double>(bytes);
-  const ReduceVolume volume{all, all, static_cast<double>(stage_.window_bytes) / 2};
+  const ReduceVolume volume{all, all, static_cast<double>(staging_.window_bytes) / 2};
   Choice told;
   std::scoped_lock lock(choice_mutex_);
   const CollectiveChoice::Chosen best = choice_.best(volume, any_order);

@@ -79,10 +79,10 @@ CodedSums::CodedSums(HostCollectives& all, const char* call, ReduceFormat asked,
     sum.signal += theirs.signal;
     sum.fallbacks += theirs.fallbacks > 0 ? 1 : 0;
   }
-  kept.policy.learn(kept.last_plan, sum);
-  kept.last_plan = {};
+  kept.policy.learn(kept.last_formats, sum);
+  kept.last_formats = {};
   kept.last_tally = {};
-  plan_ = kept.policy.plan(asked, bytes);
+  formats_ = kept.policy.formats(asked, bytes);
   chunk_.resize(coded_room(kCodedChunk));
 }
 
@@ -90,19 +90,19 @@ CodedSums::~CodedSums() {
   if (!codes()) return;
   Compression& kept = all_.compression_state();
   kept.count(stats_, tally_);
-  kept.last_plan = plan_;
+  kept.last_formats = formats_;
   kept.last_tally = tally_;
 }
 
 void CodedSums::encode(const float* values, std::int64_t count) {
   const auto elements = static_cast<std::size_t>(count);
   std::byte* codes = chunk_.data() + sizeof(ChunkHead);
-  ReduceFormat format = plan_.measured;
+  ReduceFormat format = formats_.measured;
   bool fell_back = false;
   for (bool encoded = false; !encoded && format != ReduceFormat::exact;) {
     const CodeError told = kernels().encode_codes({values, elements, format, codes});
-    const FallBack why = judge(plan_, format, told);
-    if (format == plan_.measured && !told.nonfinite && !told.overflow) {
+    const FallBack why = judge(formats_, format, told);
+    if (format == formats_.measured && !told.nonfinite && !told.overflow) {
       tally_.error += told.error;
       tally_.signal += told.signal;
     }
@@ -110,7 +110,7 @@ void CodedSums::encode(const float* values, std::int64_t count) {
     stats_.overflows += why == FallBack::overflow;
     stats_.spikes += why == FallBack::spike;
     fell_back |= why != FallBack::none;
-    const ReduceFormat next = format_after(plan_, format, why);
+    const ReduceFormat next = format_after(formats_, format, why);
     encoded = next == format;
     format = next;
   }
@@ -137,7 +137,7 @@ void CodedSums::decode(std::int64_t count, float* values) const {
 
 void CodedSums::receive(int peer, std::size_t offset, std::int64_t count, float* values) {
   all_.hear(call_, peer);
-  const std::byte* chunk = all_.stage_of(all_.rank(), offset);
+  const std::byte* chunk = all_.staged(all_.rank(), offset);
   ChunkHead head;
   std::memcpy(&head, chunk, sizeof(head));
   if (head.format >= static_cast<std::uint32_t>(ReduceFormat::automatic)) {

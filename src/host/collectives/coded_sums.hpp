@@ -67,8 +67,8 @@ class CodedPlaces {
 class Compression {
  public:
   CompressionPolicy policy{};
-  CodePlan last_plan{};    ///< of the last coded call
-  CodeTally last_tally{};  ///< of this rank in it
+  CodeFormats last_formats{};  ///< of the last coded call
+  CodeTally last_tally{};      ///< of this rank in it
 
   CompressionStats stats() const;
   void count(const CompressionStats& call, const CodeTally& tally);
@@ -82,14 +82,15 @@ class Compression {
 /// Of one call on one rank. Its message carries `last_tally`.
 class CodedSums {
  public:
-  /// After the messages of the call came: learns from them and plans. `call`: for errors.
+  /// After the messages of the call came: learns from them and picks the formats. `call`: for
+  /// errors.
   CodedSums(HostCollectives& all, const char* call, ReduceFormat asked, std::uint64_t bytes);
   ~CodedSums();
   CodedSums(const CodedSums&) = delete;
   CodedSums& operator=(const CodedSums&) = delete;
 
   /// False: the call crosses as f32, without chunk heads.
-  bool codes() const { return plan_.codes(); }
+  bool codes() const { return formats_.codes(); }
 
   /// Encodes a chunk (at most kCodedChunk values); it stays in this object until the next.
   void encode(const float* values, std::int64_t count);
@@ -106,7 +107,7 @@ class CodedSums {
 
   HostCollectives& all_;
   const char* call_;
-  CodePlan plan_{};
+  CodeFormats formats_{};
   std::vector<std::byte> chunk_{};  // head and codes
   std::size_t bytes_ = 0;           // of them
   CodeTally tally_{};

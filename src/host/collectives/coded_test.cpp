@@ -20,11 +20,12 @@ constexpr ReduceFormat kCoded[] = {ReduceFormat::bf16, ReduceFormat::f16, Reduce
 
 /// Elements of a round of all_reduce: half a window, and what the inboxes hold.
 std::int64_t round_of(const Domains& domains) {
-  const Stage stage = Stage::of(domains);
+  const CollectiveStaging staging = CollectiveStaging::of(domains);
   const ShareCutter cutter(domains);
-  const auto inbox = static_cast<std::int64_t>(stage.inbox_bytes / Stage::kInboxes / 4);
+  const auto inbox =
+      static_cast<std::int64_t>(staging.inbox_bytes / CollectiveStaging::kInboxes / 4);
   std::int64_t round =
-      cutter.longest_round(static_cast<std::int64_t>(stage.window_bytes / 2 / 4), inbox);
+      cutter.longest_round(static_cast<std::int64_t>(staging.window_bytes / 2 / 4), inbox);
   while (CodedPlaces(cutter.cut(round), domains).bytes() > index(inbox) * 4 / 2) {
     round -= (round / 8 + kShareUnit - 1) / kShareUnit * kShareUnit;
   }

@@ -16,42 +16,42 @@ double predicted_gain(std::uint64_t bytes, ReduceFormat format) {
   return 1 - (coded + kFixed) / (exact + kFixed);
 }
 
-FallBack judge(const CodePlan& plan, ReduceFormat format, const CodeError& told) {
+FallBack judge(const CodeFormats& formats, ReduceFormat format, const CodeError& told) {
   if (told.nonfinite) return FallBack::nonfinite;
   if (told.overflow) return FallBack::overflow;
-  const bool spikes = format == plan.measured && told.error > plan.bound * told.signal;
+  const bool spikes = format == formats.measured && told.error > formats.bound * told.signal;
   return spikes && format != ReduceFormat::bf16 ? FallBack::spike : FallBack::none;
 }
 
-ReduceFormat format_after(const CodePlan& plan, ReduceFormat format, FallBack why) {
+ReduceFormat format_after(const CodeFormats& formats, ReduceFormat format, FallBack why) {
   switch (why) {
-    case FallBack::none: return format == plan.measured ? plan.sent : format;
+    case FallBack::none: return format == formats.measured ? formats.sent : format;
     case FallBack::nonfinite: return ReduceFormat::exact;
     default: return format == ReduceFormat::bf16 ? ReduceFormat::exact : ReduceFormat::bf16;
   }
 }
 
-CodePlan CompressionPolicy::plan(ReduceFormat asked, std::uint64_t bytes) const {
-  CodePlan plan{asked, asked, 0};
+CodeFormats CompressionPolicy::formats(ReduceFormat asked, std::uint64_t bytes) const {
+  CodeFormats formats{asked, asked, 0};
   if (asked == ReduceFormat::automatic) {
     const bool trusted = warm_ == kWarmUp && held_ == 0;
-    plan.sent = trusted ? ReduceFormat::e4m3 : ReduceFormat::bf16;
-    plan.measured = ReduceFormat::e4m3;
-    if (predicted_gain(bytes, plan.sent) < kLeastGain) return {};
+    formats.sent = trusted ? ReduceFormat::e4m3 : ReduceFormat::bf16;
+    formats.measured = ReduceFormat::e4m3;
+    if (predicted_gain(bytes, formats.sent) < kLeastGain) return {};
   }
-  plan.bound = kSpike * mean(plan.measured);
-  return plan;
+  formats.bound = kSpike * mean(formats.measured);
+  return formats;
 }
 
-void CompressionPolicy::learn(const CodePlan& plan, const CodeTally& all_ranks) {
-  if (!plan.codes()) return;
+void CompressionPolicy::learn(const CodeFormats& formats, const CodeTally& all_ranks) {
+  if (!formats.codes()) return;
   if (all_ranks.sensible() && all_ranks.signal > 0) {
     // A spike counts for little, a lasting change within some calls.
-    double& mean = means_[static_cast<std::size_t>(plan.measured)];
+    double& mean = means_[static_cast<std::size_t>(formats.measured)];
     mean += (std::min(all_ranks.error / all_ranks.signal, 4 * mean) - mean) / 8;
     mean = std::max(mean, 1e-12);
   }
-  if (plan.measured != ReduceFormat::e4m3) return;
+  if (formats.measured != ReduceFormat::e4m3) return;
   warm_ = std::min(warm_ + 1, kWarmUp);
   if (all_ranks.fallbacks > 0) {
     held_ = kHold;

@@ -27,8 +27,8 @@ static_assert(std::is_trivially_copyable_v<CodeTally>);
 /// does not depend on the size.
 double predicted_gain(std::uint64_t bytes, ReduceFormat format);
 
-/// How the chunks of a call are encoded.
-struct CodePlan {
+/// In which formats the chunks of a call are encoded.
+struct CodeFormats {
   ReduceFormat measured = ReduceFormat::exact;  ///< whose error is taken; exact: no codes at all
   ReduceFormat sent = ReduceFormat::exact;      ///< in which a chunk crosses, unless it falls back
   double bound = 0;                             ///< a chunk falls back where error > bound * signal
@@ -36,13 +36,13 @@ struct CodePlan {
   bool codes() const { return measured != ReduceFormat::exact; }
 };
 
-/// Why a chunk crosses in another format than the plan's.
+/// Why a chunk crosses in another format than the call's.
 enum class FallBack : std::uint8_t { none, nonfinite, overflow, spike };
 
 /// Of a chunk that was encoded in `format` with this result.
-FallBack judge(const CodePlan& plan, ReduceFormat format, const CodeError& told);
+FallBack judge(const CodeFormats& formats, ReduceFormat format, const CodeError& told);
 /// The format in which such a chunk crosses; not `format` again unless it may.
-ReduceFormat format_after(const CodePlan& plan, ReduceFormat format, FallBack why);
+ReduceFormat format_after(const CodeFormats& formats, ReduceFormat format, FallBack why);
 
 /// The same on all ranks, because all learn the same. The error of a format is a mean square,
 /// Σe² / Σg²; its running mean begins at ulp² / 24, that of numbers which are spread evenly over
@@ -54,9 +54,9 @@ class CompressionPolicy {
   static constexpr std::uint64_t kWarmUp = 4;  ///< calls of `automatic` in bf16, e4m3 measured
   static constexpr std::uint64_t kHold = 16;   ///< calls without fall back before e4m3 comes back
 
-  CodePlan plan(ReduceFormat asked, std::uint64_t bytes) const;
-  /// What all ranks lost in the last call of a plan that `codes`.
-  void learn(const CodePlan& plan, const CodeTally& all_ranks);
+  CodeFormats formats(ReduceFormat asked, std::uint64_t bytes) const;
+  /// What all ranks lost in the last call, which `codes`.
+  void learn(const CodeFormats& formats, const CodeTally& all_ranks);
   /// Σe² / Σg² that is usual for a format.
   double mean(ReduceFormat format) const { return means_[static_cast<std::size_t>(format)]; }
 

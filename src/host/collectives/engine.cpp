@@ -27,26 +27,26 @@ std::size_t eager_bytes(int ranks) {
   return std::max(std::min(kMost, kTogether / r / 2), 2 * r * sizeof(std::int64_t));
 }
 
-Stage Stage::of(const Domains& domains) {
+CollectiveStaging CollectiveStaging::of(const Domains& domains) {
   // So that a round has a unit of elements, of at most 8 bytes, of every rank.
   const std::size_t unit = kShareUnit * sizeof(std::int64_t);
-  Stage stage;
+  CollectiveStaging staging;
   // Inside a domain a window is read while it is in the caches; what crosses is better long.
   const std::size_t room = std::size_t{domains.count() == 1 ? 512u : 1024u} << 10;
-  stage.window_bytes = std::max(room, static_cast<std::size_t>(domains.ranks()) * unit);
-  if (domains.count() == 1) return stage;
+  staging.window_bytes = std::max(room, static_cast<std::size_t>(domains.ranks()) * unit);
+  if (domains.count() == 1) return staging;
   // Partial results of 4 bytes of a window of 2-byte elements, and what the shortest rounds need.
-  stage.inbox_bytes =
-      2 * stage.window_bytes + kInboxes * index(smallest_inbox(domains)) * sizeof(std::int64_t);
-  return stage;
+  staging.inbox_bytes =
+      2 * staging.window_bytes + kInboxes * index(smallest_inbox(domains)) * sizeof(std::int64_t);
+  return staging;
 }
 
 std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, GroupConfig config,
                                                          const Domains& domains,
                                                          std::unique_ptr<fabric::Fabric> fabric) {
   config.experts = 1;
-  config.memory_bytes += Stage::of(domains).all_bytes() + PacketLayout::of(domains.ranks()).bytes +
-                         2 * engine::kRegionAlignment;
+  config.memory_bytes += CollectiveStaging::of(domains).all_bytes() +
+                         PacketLayout::of(domains.ranks()).bytes + 2 * engine::kRegionAlignment;
   auto made = std::make_shared<HostCollectives>(make_host_engine(
       bootstrap, config, domains, std::move(fabric), eager_bytes(domains.ranks())));
   if (domains.count() > 1) made->measure_links();
@@ -55,12 +55,12 @@ std::shared_ptr<CollectivesEngine> make_host_collectives(Bootstrap& bootstrap, G
 
 HostCollectives::HostCollectives(std::shared_ptr<HostEngine> engine)
     : engine_(std::move(engine)),
-      stage_(Stage::of(domains())),
+      staging_(CollectiveStaging::of(domains())),
       choice_(domains(), {kFirstLatency, kFirstRate}) {
   const auto& memory = engine_->shared_memory();
-  const Region region = memory->arena.allocate(stage_.all_bytes()).value();
-  stage_memory_ = engine::lease(memory, region);
-  stage_address_ = region.address;
+  const Region region = memory->arena.allocate(staging_.all_bytes()).value();
+  staging_memory_ = engine::lease(memory, region);
+  staging_address_ = region.address;
   transfers_ = std::make_shared<PointToPoint>(
       engine_, memory->arena.allocate(PacketLayout::of(size()).bytes).value());
 }

@@ -1,4 +1,4 @@
-// Collectives of the host engine: how the ranks of a domain share a stage of registered memory, and
+// Collectives of the host engine: how the ranks of a domain share a staging buffer, and
 // what crosses between domains.
 #pragma once
 #include <chrono>
@@ -25,15 +25,15 @@ namespace ferry::host {
 /// Bytes of a message that brings its data along, with all ranks' together.
 std::size_t eager_bytes(int ranks);
 
-/// The stage of a rank, the same on all ranks: two windows, which the ranks of its domain read, and
-/// an inbox, into which the ranks of other domains write.
-struct Stage {
+/// The staging buffer of a rank, the same on all ranks: two windows, which the ranks of its domain
+/// read, and an inbox, into which the ranks of other domains write.
+struct CollectiveStaging {
   /// all_reduce has so many rounds in its inbox at once.
   static constexpr std::size_t kInboxes = 3;
   std::size_t window_bytes = 0;
   std::size_t inbox_bytes = 0;  ///< 0 where there is one domain
 
-  static Stage of(const Domains& domains);
+  static CollectiveStaging of(const Domains& domains);
   std::size_t bytes() const { return 2 * window_bytes + inbox_bytes; }
   std::size_t window(std::uint64_t which) const { return which * window_bytes; }
   std::size_t inbox() const { return 2 * window_bytes; }
@@ -47,8 +47,8 @@ class PointToPoint;
 class HostCollectives final : public CollectivesEngine,
                               public std::enable_shared_from_this<HostCollectives> {
  public:
-  /// `engine`: made with `eager_bytes` in a message and an arena of Stage::all_bytes and
-  /// PacketLayout::bytes more; of nobody else.
+  /// `engine`: made with `eager_bytes` in a message and an arena of CollectiveStaging::all_bytes
+  /// and PacketLayout::bytes more; of nobody else.
   explicit HostCollectives(std::shared_ptr<HostEngine> engine);
   ~HostCollectives() override;
 
@@ -80,7 +80,7 @@ class HostCollectives final : public CollectivesEngine,
   int domain() const { return domains().of(rank()); }
   const std::vector<int>& members() const { return domains().members(domain()); }
   bool is_member(int rank) const { return domains().together(rank, engine_->rank()); }
-  const Stage& stage() const { return stage_; }
+  const CollectiveStaging& staging() const { return staging_; }
   Compression& compression_state() { return compression_; }
 
   /// Whether the ranks are threads of one process, and one domain.
@@ -114,19 +114,19 @@ class HostCollectives final : public CollectivesEngine,
   void meet_members(const char* call);
 
   /// The window of the next round, free to be written (protocol/windows.hpp).
-  std::size_t next_window() const { return stage_.window(windows_.next()); }
+  std::size_t next_window() const { return staging_.window(windows_.next()); }
   /// A round begins: the ranks of the domain have met since they wrote their windows. Called for
   /// each round by every rank of the group.
   void begin_round() { windows_.begin(); }
-  /// A place in the stage of this rank or of another one of the domain.
-  std::byte* stage_of(int member, std::size_t offset) {
+  /// A place in the staging buffer of this rank or of another one of the domain.
+  std::byte* staged(int member, std::size_t offset) {
     return channel().pointer(member, place(offset));
   }
 
-  /// Writes into the stage of a rank of another domain; `tell` must follow.
+  /// Writes into the staging buffer of a rank of another domain; `tell` must follow.
   void put(int peer, std::size_t offset, const void* data, std::size_t bytes) {
-    channel().reach().write(peer, {stage_address_.segment, stage_address_.offset + offset}, data,
-                            bytes, channel().chunk_tag(peer));
+    channel().reach().write(peer, {staging_address_.segment, staging_address_.offset + offset},
+                            data, bytes, channel().chunk_tag(peer));
   }
   /// `bytes` were put since the last time; 0: it may go on.
   void tell(int peer, std::size_t bytes = 0) { channel().send_chunk(peer, bytes); }
@@ -139,13 +139,13 @@ class HostCollectives final : public CollectivesEngine,
   /// Runs a call of this name in the order of calls.
   Event enter(const char* call, Stream* stream, std::function<void(HostCollectives&)> run);
   fabric::Address place(std::size_t offset) const {
-    return {stage_address_.segment, stage_address_.offset + offset};
+    return {staging_address_.segment, staging_address_.offset + offset};
   }
 
   std::shared_ptr<HostEngine> engine_;
-  Stage stage_;
-  std::shared_ptr<void> stage_memory_;
-  fabric::Address stage_address_{};
+  CollectiveStaging staging_;
+  std::shared_ptr<void> staging_memory_;
+  fabric::Address staging_address_{};
   protocol::Windows<> windows_{};
   Compression compression_;
   std::shared_ptr<PointToPoint> transfers_;

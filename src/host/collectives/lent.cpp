@@ -16,7 +16,7 @@ constexpr std::uint64_t kOpen = std::uint64_t{1} << 63;
 
 std::atomic_ref<std::uint64_t> readers(HostCollectives& all, int member) {
   return std::atomic_ref(
-      *reinterpret_cast<std::uint64_t*>(all.stage_of(member, all.stage().readers())));
+      *reinterpret_cast<std::uint64_t*>(all.staged(member, all.staging().readers())));
 }
 
 }  // namespace

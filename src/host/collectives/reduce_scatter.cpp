@@ -57,10 +57,10 @@ class ReduceScatter {
 
   /// Elements of each block in a round.
   std::int64_t round_elements() const {
-    auto elements = all_.stage().window_bytes / size_of(reduction_.dtype) / index(all_.size());
+    auto elements = all_.staging().window_bytes / size_of(reduction_.dtype) / index(all_.size());
     if (all_.domains().count() > 1) {
       elements = std::min(
-          elements, all_.stage().inbox_bytes / partial(1) / index(all_.domains().count() - 1));
+          elements, all_.staging().inbox_bytes / partial(1) / index(all_.domains().count() - 1));
     }
     return static_cast<std::int64_t>(elements) / kShareUnit * kShareUnit;
   }
@@ -77,7 +77,7 @@ class ReduceScatter {
   }
 
   std::byte* window(int member, int block) {
-    return all_.stage_of(member, window_ + bytes(block * elements_));
+    return all_.staged(member, window_ + bytes(block * elements_));
   }
 
   std::vector<const void*> rows(int block) {
@@ -91,7 +91,7 @@ class ReduceScatter {
 
   std::size_t inbox(int domain, int own) const {
     const int before = domain < own ? domain : domain - 1;
-    return all_.stage().inbox() +
+    return all_.staging().inbox() +
            (coded_->codes() ? index(before) * coded_room(elements_) : partial(before * elements_));
   }
 
@@ -126,7 +126,7 @@ class ReduceScatter {
         partials.push_back(decoded[index(d)].data());
       } else {
         all_.hear(kCall, domains.rail(all_.rank(), d));
-        partials.push_back(all_.stage_of(all_.rank(), inbox(d, all_.domain())));
+        partials.push_back(all_.staged(all_.rank(), inbox(d, all_.domain())));
       }
     }
     reduce_domains(reduction_, partials, elements_, out);
@@ -173,7 +173,7 @@ class ReduceScatter {
   std::optional<CodedSums> coded_{};
   std::int64_t first_ = 0;     // of each block, in this round
   std::int64_t elements_ = 0;  // of each block in this round
-  std::size_t window_ = 0;     // of this round, in the stage
+  std::size_t window_ = 0;     // of this round, in the staging buffer
 };
 
 }  // namespace

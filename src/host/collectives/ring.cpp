@@ -48,7 +48,7 @@ class Ring {
 
   int ranks() const { return all_.size(); }
   std::size_t partial(std::int64_t elements) const { return reduction_.partial_bytes(elements); }
-  std::size_t half_bytes() const { return all_.stage().bytes() / 2 / kLineBytes * kLineBytes; }
+  std::size_t half_bytes() const { return all_.staging().bytes() / 2 / kLineBytes * kLineBytes; }
   int neighbour(int by) const { return order_[index((place_ + by + ranks()) % ranks())]; }
   int share_before(int steps) const { return (place_ - steps + 2 * ranks()) % ranks(); }
 
@@ -78,7 +78,7 @@ class Ring {
     for (int step = 0; step < ranks() - 1; ++step) {
       p = part(share_before(step + 2), at);
       all_.hear(kCall, neighbour(-1));
-      const void* rows[] = {all_.stage_of(all_.rank(), summed(step)),
+      const void* rows[] = {all_.staged(all_.rank(), summed(step)),
                             sums_.own(reduction_, element(p.first), p.count)};
       if (step + 1 == ranks() - 1) {
         void* const out[] = {element(p.first)};
@@ -95,7 +95,7 @@ class Ring {
     for (int step = 0; step < ranks() - 1; ++step) {
       p = part(share_before(step + 1), at);
       all_.hear(kCall, neighbour(-1));
-      copy_bytes(element(p.first), all_.stage_of(all_.rank(), finished(step)),
+      copy_bytes(element(p.first), all_.staged(all_.rank(), finished(step)),
                  reduction_.bytes(p.count));
       if (step + 1 < ranks() - 1) {
         send(finished(step + 1), element(p.first), reduction_.bytes(p.count));

@@ -25,7 +25,7 @@ class Tree {
         above_(tree_parent(all.rank(), all.domains())),
         below_(tree_children(all.rank(), all.domains())) {
     const std::size_t element = kMostChildren * partial(1) + reduction_.bytes(1);
-    const auto most = static_cast<std::int64_t>(all.stage().bytes() / kUnderWay / element);
+    const auto most = static_cast<std::int64_t>(all.staging().bytes() / kUnderWay / element);
     piece_ = most / kPieceUnit * kPieceUnit;
     if (above_ < 0) return;
     const std::vector<int> siblings = tree_children(above_, all.domains());
@@ -59,7 +59,7 @@ class Tree {
     std::vector<const void*> rows{sums_.own(reduction_, element(piece), some)};
     for (std::size_t i = 0; i < below_.size(); ++i) {
       all_.hear(kCall, below_[i]);
-      rows.push_back(all_.stage_of(all_.rank(), up_place(static_cast<std::int64_t>(i), piece)));
+      rows.push_back(all_.staged(all_.rank(), up_place(static_cast<std::int64_t>(i), piece)));
     }
     void* const out[] = {element(piece)};
     if (above_ < 0) return reduce_domains(reduction_, rows, some, out);
@@ -72,7 +72,7 @@ class Tree {
     const std::size_t bytes = reduction_.bytes(count(piece));
     if (above_ >= 0) {
       all_.hear(kCall, above_);
-      copy_bytes(element(piece), all_.stage_of(all_.rank(), down_place(piece)), bytes);
+      copy_bytes(element(piece), all_.staged(all_.rank(), down_place(piece)), bytes);
     }
     for (const int rank : below_) {
       all_.put(rank, down_place(piece), element(piece), bytes);

@@ -160,7 +160,7 @@ RankBytes HostLatency::await_announcements(const Exchange& exchange, const Laten
   const Generation g = exchange.generation;
   const char* stage = call.weights_follow ? "latency combine: weights" : "latency combine: rows";
   const RankBytes came = await_sources(
-      {stage, memory_.flag_row(memory_.line_offset(memory_.layout.announced, g, 0)), g}, pending,
+      {stage, memory_.flag_array(memory_.line_offset(memory_.layout.announced, g, 0)), g}, pending,
       wait_ns);
   for (int source = 0; source < ranks(); ++source) {
     if (came[static_cast<std::size_t>(source)] != 0) check_announcement(exchange, call, source);
@@ -203,7 +203,7 @@ void HostLatency::send_sums_as_weights_come(const Exchange& exchange,
   SourceClock clock(call.wait_ns);
   masks_.await(
       {"latency combine: weights",
-       memory_.flag_row(memory_.line_offset(memory_.layout.announced, g, 0)), g},
+       memory_.flag_array(memory_.line_offset(memory_.layout.announced, g, 0)), g},
       to, g,
       [&](const RankBytes& given) {
         for (std::size_t source = 0; source < given.size(); ++source) {
@@ -235,7 +235,7 @@ void HostLatency::sum_rows(const Exchange& exchange, const LatencyCombineCall& c
   const RankBytes announced = await_announcements(exchange, call, served(exchange), call.wait_ns);
   const RankBytes came =
       await_sources({"latency combine: rows",
-                     memory_.flag_row(memory_.line_offset(memory_.layout.combined, g, 0)), g},
+                     memory_.flag_array(memory_.line_offset(memory_.layout.combined, g, 0)), g},
                     announced, call.wait_ns);
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};

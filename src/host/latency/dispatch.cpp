@@ -119,7 +119,7 @@ void HostLatency::settle_unreceived() {
     const RankBytes& sent = sent_[memory_.buffer(generation)];
     for (std::size_t r = 0; r < awaited.size(); ++r) awaited[r] &= sent[r];
     await_sources({"latency dispatch: rows of a dropped result",
-                   memory_.flag_row(memory_.layout.arrived), generation},
+                   memory_.flag_array(memory_.layout.arrived), generation},
                   awaited);
     // Not `drop`: a later generation may be alive in this buffer by now.
     std::scoped_lock lock(mutex_);
@@ -129,8 +129,9 @@ void HostLatency::settle_unreceived() {
 
 void HostLatency::await_credits(Generation generation) {
   if (generation <= 2) return;
-  const protocol::FlagRow row{memory_.segment.data + memory_.layout.released, kLineBytes, ranks()};
-  engine_->channel().await("latency dispatch: credit", {row, generation - 2},
+  const protocol::FlagArray flags{memory_.segment.data + memory_.layout.released, kLineBytes,
+                                  ranks()};
+  engine_->channel().await("latency dispatch: credit", {flags, generation - 2},
                            [&](GroupWatch& watch) {
                              protocol::Status status;
                              for (int peer = 0; peer < ranks() && status.ok(); ++peer) {
@@ -154,7 +155,7 @@ void HostLatency::send_as_credits_come(Exchange& exchange, const ConstTensorView
   const RankBytes pending = std::move(exchange.sent);
   exchange.sent.assign(pending.size(), 0);
   // A peer that throws away results unread gives credit far ahead.
-  masks_.await({"latency dispatch: credit", memory_.flag_row(memory_.layout.released), g - 2,
+  masks_.await({"latency dispatch: credit", memory_.flag_array(memory_.layout.released), g - 2,
                 protocol::kAnyAhead},
                pending, g, [&](const RankBytes& given) {
                  send_rows(memory_, credit_, exchange, x, given);
@@ -180,17 +181,17 @@ RankBytes HostLatency::await_sources(const SourceWait& wait, const RankBytes& pe
     return came;
   }
   if (!wait_ns) {
-    engine_->channel().await(wait.stage, {wait.row, wait.wanted}, [&](GroupWatch& watch) {
-      return protocol::await_all(wait.row, wait.wanted, wait.depth, watch);
+    engine_->channel().await(wait.stage, {wait.flags, wait.wanted}, [&](GroupWatch& watch) {
+      return protocol::await_all(wait.flags, wait.wanted, wait.depth, watch);
     });
     return pending;
   }
   RankBytes left = pending;
-  engine_->channel().await(wait.stage, {wait.row, wait.wanted}, [&](GroupWatch& watch) {
+  engine_->channel().await(wait.stage, {wait.flags, wait.wanted}, [&](GroupWatch& watch) {
     protocol::Status status;
     while (any(left) && status.ok()) {
       RankBytes newcomers(left.size(), 0);
-      status = protocol::await_some(wait.row, wait.wanted, wait.depth, left, newcomers, watch);
+      status = protocol::await_some(wait.flags, wait.wanted, wait.depth, left, newcomers, watch);
       note(newcomers);
     }
     return status;
@@ -210,7 +211,7 @@ void HostLatency::receive_rows(Exchange& exchange) {
   const Generation g = exchange.generation;
   check_still_joined(kLatencyDispatch, g);
   exchange.came =
-      await_sources({"latency dispatch: rows", memory_.flag_row(memory_.layout.arrived), g},
+      await_sources({"latency dispatch: rows", memory_.flag_array(memory_.layout.arrived), g},
                     unmasked(), exchange.options.wait_ns);
   if (masks_.on()) leave_out_unsent(exchange);
   receive_result(memory_, exchange);

@@ -12,11 +12,11 @@ constexpr int kLongBegun = 4, kTold = 16;
 
 }  // namespace
 
-LatencyHeartbeat::LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* row,
+LatencyHeartbeat::LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* mine,
                                    std::vector<std::byte*> near, std::chrono::nanoseconds deadline)
     : layout_(layout),
       rank_(rank),
-      row_{row, layout.stride, layout.ranks},
+      flags_{mine, layout.stride, layout.ranks},
       near_(std::move(near)),
       deadline_(deadline) {
   for (int peer = 0; peer < layout.ranks; ++peer) {
@@ -28,7 +28,7 @@ LatencyHeartbeat::LatencyHeartbeat(const protocol::FlagLayout& layout, int rank,
 std::uint64_t LatencyHeartbeat::word(int peer) const {
   std::byte* near = near_[static_cast<std::size_t>(peer)];
   // relaxed: a sign of life; nothing is read on the strength of it.
-  if (near == nullptr) return row_[peer].load(protocol::order::relaxed);
+  if (near == nullptr) return flags_[peer].load(protocol::order::relaxed);
   return protocol::Flag{reinterpret_cast<std::uint64_t*>(near)}.load(protocol::order::relaxed);
 }
 
@@ -46,8 +46,8 @@ void LatencyHeartbeat::poll(Clock::time_point now) {
 void LatencyHeartbeat::beat(FabricReach& reach, const std::function<bool(int)>& left_out) {
   const auto now = Clock::now();
   // relaxed: as in `word`.
-  row_[rank_].store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
-                    protocol::order::relaxed);
+  flags_[rank_].store(static_cast<std::uint64_t>(now.time_since_epoch().count()),
+                      protocol::order::relaxed);
   if (far_.empty() || now - told_ < deadline_ / kTold) return;
   told_ = now;
   ++count_;

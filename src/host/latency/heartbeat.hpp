@@ -18,10 +18,10 @@ class LatencyHeartbeat {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `layout`: each rank's row of words. `row`: the own one; its own word says when this rank was
-  /// last in a call, the others are counted up by the ranks outside the domain. `near`: [R], each
-  /// rank's own word; null outside the domain.
-  LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* row,
+  /// `layout`: each rank's array of words. `mine`: the own one; its own word says when this rank
+  /// was last in a call, the others are counted up by the ranks outside the domain. `near`: [R],
+  /// each rank's own word; null outside the domain.
+  LatencyHeartbeat(const protocol::FlagLayout& layout, int rank, std::byte* mine,
                    std::vector<std::byte*> near, std::chrono::nanoseconds deadline);
 
   /// Whether the words of a peer can be read here.
@@ -41,7 +41,7 @@ class LatencyHeartbeat {
 
   protocol::FlagLayout layout_;
   int rank_;
-  protocol::FlagRow row_;
+  protocol::FlagArray flags_;
   std::vector<std::byte*> near_;
   std::vector<int> far_{};  // ranks outside the domain
   std::chrono::nanoseconds deadline_;

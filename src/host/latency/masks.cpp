@@ -117,7 +117,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
   while (std::any_of(pending.begin(), pending.end(), [](auto p) { return p != 0; })) {
     RankBytes newcomers(pending.size(), 0);
     const Status status =
-        protocol::await_some(wait.row, wait.wanted, wait.depth, pending, newcomers, watch);
+        protocol::await_some(wait.flags, wait.wanted, wait.depth, pending, newcomers, watch);
     switch (status.code) {
       case Status::Code::kOk: came(newcomers); break;
       case Status::Code::kPeerFailed: give_up(status.peer); break;

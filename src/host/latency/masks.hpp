@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 /// The flags that a wait is for.
 struct SourceWait {
   const char* stage = "";
-  protocol::FlagRow row{};
+  protocol::FlagArray flags{};
   Generation wanted = 0;
   std::uint64_t depth = 2;  ///< how far ahead a flag may not be: the generations in flight
 };
@@ -57,7 +57,7 @@ class CallTime {
 
 class LatencyMasks {
  public:
-  /// `told`: this rank's row of words in which peers say that they mask it.
+  /// `told`: this rank's array of words in which peers say that they mask it.
   LatencyMasks(HostEngine& engine, FabricReach& reach, const protocol::FlagLayout& layout,
                std::byte* told, LatencyHeartbeat heartbeat, bool on);
 

@@ -103,7 +103,7 @@ struct LatencyMemory {
       default: return plain_bytes();
     }
   }
-  protocol::FlagRow flag_row(std::size_t offset) const {
+  protocol::FlagArray flag_array(std::size_t offset) const {
     return {segment.data + offset, kLineBytes, ranks()};
   }
 

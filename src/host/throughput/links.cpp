@@ -242,10 +242,11 @@ class Probe {
   }
 
   void hear(int peer) {
-    const protocol::FlagRow row{segments_.mine.data + layout_.flags, kLineBytes, engine_.size()};
+    const protocol::FlagArray flags{segments_.mine.data + layout_.flags, kLineBytes,
+                                    engine_.size()};
     const std::uint64_t wanted = ++heard_[static_cast<std::size_t>(peer)];
-    engine_.channel().await(kStage, {row, wanted, peer}, [&](GroupWatch& watch) {
-      return protocol::await_flag(row[peer], peer, wanted, protocol::kAnyAhead, watch);
+    engine_.channel().await(kStage, {flags, wanted, peer}, [&](GroupWatch& watch) {
+      return protocol::await_flag(flags[peer], peer, wanted, protocol::kAnyAhead, watch);
     });
   }
 

@@ -2,7 +2,7 @@
 //
 // Small tensors ride in the inboxes of all ranks, each 4 bytes beside its generation (one_shot.cu).
 // Large ones are read and written in place where every rank's lies in registered memory, else they
-// pass through a stage in rounds (large.cu).
+// pass through inboxes in rounds (inbox.cuh).
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -35,10 +35,10 @@ struct Pieces {
   }
 };
 
-/// Rounds of the stage whose data lies in an inbox at the same time.
-inline constexpr int kStageDepth = 4;
+/// Rounds whose data lie in an inbox at the same time.
+inline constexpr int kInboxDepth = 4;
 /// What a block moves in a round is a multiple of this.
-inline constexpr std::size_t kStageUnit = 512;
+inline constexpr std::size_t kInboxUnit = 512;
 
 /// One rank's segment of collectives, the same layout and number on all ranks; peers write it.
 struct CollectiveLayout {
@@ -49,7 +49,7 @@ struct CollectiveLayout {
   /// pieces the receiver has read.
   std::size_t come = 0;
   std::size_t back = 0;
-  std::size_t pieces = 0;   ///< [kStageDepth, R, round_bytes]
+  std::size_t pieces = 0;   ///< [kInboxDepth, R, round_bytes]
   std::size_t results = 0;  ///< the same
   std::size_t round_bytes = 0;
   std::size_t bytes = 0;
@@ -59,18 +59,18 @@ FERRY_FN constexpr CollectiveLayout make_collective_layout(int ranks) {
   const auto r = static_cast<std::size_t>(ranks);
   constexpr std::size_t kMost = std::size_t{256} << 10, kLeast = std::size_t{16} << 10;
   constexpr std::size_t kTogether = std::size_t{1} << 20;  // of all ranks' pieces
-  constexpr std::size_t kStage = std::size_t{8} << 20;     // of an inbox
+  constexpr std::size_t kInbox = std::size_t{8} << 20;     // of an inbox
   CollectiveLayout layout{};
   const std::size_t share = kTogether / r / 1024 * 1024;
   layout.one_shot_bytes = share > kMost ? kMost : (share < kLeast ? kLeast : share);
   layout.one_shot_slot = 2 * layout.one_shot_bytes;
-  layout.round_bytes = kStage / static_cast<std::size_t>(kStageDepth) / r / 1024 * 1024;
+  layout.round_bytes = kInbox / static_cast<std::size_t>(kInboxDepth) / r / 1024 * 1024;
   Carver carver{};
   layout.come = carver.take(r * kMaxBlocks * sizeof(std::uint64_t));
   layout.back = carver.take(r * kMaxBlocks * sizeof(std::uint64_t));
   layout.one_shot = carver.take(2 * r * layout.one_shot_slot);
-  layout.pieces = carver.take(kStageDepth * r * layout.round_bytes);
-  layout.results = carver.take(kStageDepth * r * layout.round_bytes);
+  layout.pieces = carver.take(kInboxDepth * r * layout.round_bytes);
+  layout.results = carver.take(kInboxDepth * r * layout.round_bytes);
   layout.bytes = round_up(carver.end, 4096);
   return layout;
 }

@@ -1,12 +1,12 @@
 // Collectives of large tensors. When the tensors that peers touch lie in registered memory on all
 // ranks, a reduction pulls this rank's share of all of them, adds in ascending order of the ranks
 // and stores the result to all; a copy stores every piece where it belongs. Both end when all ranks
-// have said that they are done. Else everything passes through the stage (stage.cuh).
+// have said that they are done. Else everything passes through the inboxes (inbox.cuh).
 #include "cuda/kernels/base/launch.hpp"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/collectives/call.cuh"
 #include "cuda/kernels/collectives/collective.hpp"
-#include "cuda/kernels/collectives/stage.cuh"
+#include "cuda/kernels/collectives/inbox.cuh"
 
 namespace ferry::cuda {
 namespace {
@@ -161,7 +161,7 @@ Kernel kernel_for(bool reduces, Dtype dtype) {
 
 cudaError_t launch_large(const CollectiveParameters& parameters, cudaStream_t stream) {
   const Kernel kernel = kernel_for(parameters.reduces, parameters.dtype);
-  const std::size_t most = parameters.layout.round_bytes / kStageUnit;
+  const std::size_t most = parameters.layout.round_bytes / kInboxUnit;
   if (kernel == nullptr || parameters.blocks < 1 || parameters.blocks > kMaxBlocks ||
       static_cast<std::size_t>(parameters.blocks) > most) {
     return cudaErrorInvalidValue;

@@ -1,8 +1,8 @@
-// Rounds through the stage, for tensors that peers cannot touch: in each round a block stores a
+// Rounds through the inboxes, for tensors that peers cannot touch: in each round a block stores a
 // part of every peer's piece into that peer's inbox and raises a flag there; who reads it raises
 // one back. Block b of a rank talks to blocks b of the others alone.
 //
-// A round is written over by the one kStageDepth later. Of copies and reductions to one rank each
+// A round is written over by the one kInboxDepth later. Of copies and reductions to one rank each
 // reader says what it has read (`back`). Where results are spread, they say it: a rank begins round
 // k + 2 when it has taken the results of round k - 2, whose owner had then reduced it; and a result
 // of round k follows the pieces of round k, which their rank sends after it has taken the results
@@ -13,12 +13,12 @@
 namespace ferry::cuda::device {
 
 /// One block's part of the rounds.
-class StageRounds {
+class InboxRounds {
  public:
-  __device__ StageRounds(const CollectiveParameters& p, const CollectivePeers& peers,
+  __device__ InboxRounds(const CollectiveParameters& p, const CollectivePeers& peers,
                          std::uint64_t generation)
       : p_(p), peers_(peers), generation_(generation) {
-    chunk_ = static_cast<std::int64_t>(p.layout.round_bytes / gridDim.x / kStageUnit * kStageUnit);
+    chunk_ = static_cast<std::int64_t>(p.layout.round_bytes / gridDim.x / kInboxUnit * kInboxUnit);
   }
 
   /// Rounds of a piece of so many bytes.
@@ -82,7 +82,7 @@ class StageRounds {
  private:
   __device__ std::byte* slot(int owner, std::size_t inboxes, int source, std::int64_t round) const {
     const std::size_t index =
-        static_cast<std::size_t>(round % kStageDepth) * static_cast<std::size_t>(p_.group.ranks) +
+        static_cast<std::size_t>(round % kInboxDepth) * static_cast<std::size_t>(p_.group.ranks) +
         static_cast<std::size_t>(source);
     return peers_.inbox[owner] + inboxes + index * p_.layout.round_bytes +
            static_cast<std::size_t>(blockIdx.x) * static_cast<std::size_t>(chunk_);
@@ -111,44 +111,44 @@ struct Everybody {
 /// they go out.
 template <class T>
 __device__ void reduce_round(const CollectiveParameters& p, const CollectivePeers& peers,
-                             const StageRounds& stage, std::int64_t round) {
+                             const InboxRounds& inbox, std::int64_t round) {
   const int ranks = p.group.ranks, self = p.group.rank;
-  const std::int64_t whole = p.to.size(self, ranks), at = stage.begin(round);
-  const std::int64_t bytes = stage.part(round, whole);
+  const std::int64_t whole = p.to.size(self, ranks), at = inbox.begin(round);
+  const std::int64_t bytes = inbox.part(round, whole);
   const std::byte* own = p.x + p.to.offset(self) + at;
   std::byte* out = p.out + (p.spreads ? p.to.offset(self) : 0) + at;
   reduce_vectors<T, 4>(
       p.op, ranks, block_walk(), bytes, is_aligned(own) && is_aligned(out),
       [&](auto whole, int rank, std::int64_t v) {
         return rank == self ? load_as<decltype(whole)::value>(own, bytes, v)
-                            : load_vector(stage.piece(self, rank, round) + v * kVectorBytes);
+                            : load_vector(inbox.piece(self, rank, round) + v * kVectorBytes);
       },
       [&](auto whole, std::int64_t v, const uint4& vector) {
         store_as<decltype(whole)::value>(out, bytes, v, vector);
         if (!p.spreads) return;
 #pragma unroll 1
         for (int i = 1; i < ranks; ++i) {
-          store_vector(stage.result(peer_after(p.group, i), self, round) + v * kVectorBytes,
+          store_vector(inbox.result(peer_after(p.group, i), self, round) + v * kVectorBytes,
                        vector);
         }
       });
-  stage.tell(p.layout.back, round, Everybody{});
+  inbox.tell(p.layout.back, round, Everybody{});
 }
 
 /// Whole block: takes the other ranks' results of this round. False: the group has failed.
-__device__ inline bool take_results(const CollectiveParameters& p, const StageRounds& stage,
+__device__ inline bool take_results(const CollectiveParameters& p, const InboxRounds& inbox,
                                     std::int64_t round) {
   const int ranks = p.group.ranks;
-  const auto bytes_of = [&](int rank) { return stage.part(round, p.to.size(rank, ranks)); };
-  if (!stage.await(p.layout.back, round, [&](int rank) { return bytes_of(rank) > 0; })) {
+  const auto bytes_of = [&](int rank) { return inbox.part(round, p.to.size(rank, ranks)); };
+  if (!inbox.await(p.layout.back, round, [&](int rank) { return bytes_of(rank) > 0; })) {
     return false;
   }
 #pragma unroll 1
   for (int i = 1; i < ranks; ++i) {
     const int source = peer_after(p.group, i);
     const std::int64_t bytes = bytes_of(source);
-    const std::byte* from = stage.result(p.group.rank, source, round);
-    std::byte* to = p.out + p.to.offset(source) + stage.begin(round);
+    const std::byte* from = inbox.result(p.group.rank, source, round);
+    std::byte* to = p.out + p.to.offset(source) + inbox.begin(round);
     copy_vectors(block_walk(), from, to, bytes);
   }
   // The slot may be written again after a message that this block sends later: its reads come
@@ -161,69 +161,69 @@ __device__ inline bool take_results(const CollectiveParameters& p, const StageRo
 template <class T>
 __device__ bool reduce_staged(const CollectiveParameters& p, const CollectivePeers& peers,
                               std::uint64_t generation) {
-  const StageRounds stage(p, peers, generation);
+  const InboxRounds inbox(p, peers, generation);
   const int ranks = p.group.ranks, self = p.group.rank;
   std::int64_t rounds = 0;
   for (int rank = 0; rank < ranks; ++rank) {
-    rounds = max(rounds, stage.rounds(p.to.size(rank, ranks)));
+    rounds = max(rounds, inbox.rounds(p.to.size(rank, ranks)));
   }
-  const auto mine = [&](std::int64_t round) { return stage.part(round, p.to.size(self, ranks)); };
-  for (std::int64_t round = 0; round < min(rounds, std::int64_t{2}); ++round) stage.push(round);
+  const auto mine = [&](std::int64_t round) { return inbox.part(round, p.to.size(self, ranks)); };
+  for (std::int64_t round = 0; round < min(rounds, std::int64_t{2}); ++round) inbox.push(round);
   for (std::int64_t round = 0; round < rounds; ++round) {
     if (round + 2 < rounds) {
       // Where results are spread, those of round - 2 were taken.
-      if (!p.spreads && round >= 2 && !stage.await(p.layout.back, round - 2, Everybody{})) {
+      if (!p.spreads && round >= 2 && !inbox.await(p.layout.back, round - 2, Everybody{})) {
         return false;
       }
-      stage.push(round + 2);
+      inbox.push(round + 2);
     }
-    if (!stage.await(p.layout.come, round, [&](int) { return mine(round) > 0; })) return false;
-    reduce_round<T>(p, peers, stage, round);
-    if (p.spreads && round > 0 && !take_results(p, stage, round - 1)) return false;
+    if (!inbox.await(p.layout.come, round, [&](int) { return mine(round) > 0; })) return false;
+    reduce_round<T>(p, peers, inbox, round);
+    if (p.spreads && round > 0 && !take_results(p, inbox, round - 1)) return false;
   }
-  return !p.spreads || rounds == 0 || take_results(p, stage, rounds - 1);
+  return !p.spreads || rounds == 0 || take_results(p, inbox, rounds - 1);
 }
 
 /// Whole block: takes this round's parts of what the peers sent. False: the group has failed.
-__device__ inline bool take_pieces(const CollectiveParameters& p, const StageRounds& stage,
+__device__ inline bool take_pieces(const CollectiveParameters& p, const InboxRounds& inbox,
                                    std::int64_t round) {
   const int ranks = p.group.ranks;
-  const auto bytes_of = [&](int rank) { return stage.part(round, p.from.size(rank, ranks)); };
-  if (!stage.await(p.layout.come, round, [&](int rank) { return bytes_of(rank) > 0; })) {
+  const auto bytes_of = [&](int rank) { return inbox.part(round, p.from.size(rank, ranks)); };
+  if (!inbox.await(p.layout.come, round, [&](int rank) { return bytes_of(rank) > 0; })) {
     return false;
   }
 #pragma unroll 1
   for (int i = 1; i < ranks; ++i) {
     const int source = peer_after(p.group, i);
     const std::int64_t bytes = bytes_of(source);
-    const std::byte* from = stage.piece(p.group.rank, source, round);
-    std::byte* to = p.out + p.from.offset(source) + stage.begin(round);
+    const std::byte* from = inbox.piece(p.group.rank, source, round);
+    std::byte* to = p.out + p.from.offset(source) + inbox.begin(round);
     copy_vectors(block_walk(), from, to, bytes);
   }
-  stage.tell(p.layout.back, round, [&](int rank) { return bytes_of(rank) > 0; });
+  inbox.tell(p.layout.back, round, [&](int rank) { return bytes_of(rank) > 0; });
   return true;
 }
 
 /// Whole block. False: the group has failed.
 __device__ inline bool copy_staged(const CollectiveParameters& p, const CollectivePeers& peers,
                                    std::uint64_t generation) {
-  const StageRounds stage(p, peers, generation);
+  const InboxRounds inbox(p, peers, generation);
   const int ranks = p.group.ranks;
   std::int64_t rounds = 0;
   for (int i = 1; i < ranks; ++i) {
     const int peer = peer_after(p.group, i);
-    rounds = max(rounds, stage.rounds(max(p.to.size(peer, ranks), p.from.size(peer, ranks))));
+    rounds = max(rounds, inbox.rounds(max(p.to.size(peer, ranks), p.from.size(peer, ranks))));
   }
-  for (std::int64_t round = 0; round < min(rounds, std::int64_t{2}); ++round) stage.push(round);
+  for (std::int64_t round = 0; round < min(rounds, std::int64_t{2}); ++round) inbox.push(round);
   for (std::int64_t round = 0; round < rounds; ++round) {
     if (round + 2 < rounds) {
       const auto sends = [&](int peer) {
-        return stage.part(round - 2, p.to.size(peer, ranks)) > 0;
+        return inbox.part(round - 2, p.to.size(peer, ranks)) > 0;
       };
-      if (round >= 2 && !stage.await(p.layout.back, round - 2, sends)) return false;
-      stage.push(round + 2);
+      if (round >= 2 && !inbox.await(p.layout.back, round - 2, sends)) return false;
+      inbox.push(round + 2);
     }
-    if (!take_pieces(p, stage, round)) return false;
+    if (!take_pieces(p, inbox, round)) return false;
   }
   return true;
 }
