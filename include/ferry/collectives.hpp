@@ -89,7 +89,7 @@ struct ReduceOptions {
   Algorithm algorithm = Algorithm::automatic;
   /// [domains], 0 … 65535, not all 0, of direct and hierarchical, the same on all ranks: the ranks
   /// of each domain reduce elements in proportion. Empty: as the links allow. Results do not depend
-  /// on it. CUDA: empty.
+  /// on it. CUDA, one_shot, ring and tree: empty.
   std::vector<int> shares{};
   /// Of all_reduce, the same on all ranks: the order of the sum, and with it the last bits, may
   /// depend on how fast links are: automatic may be ring or tree, too. Of integers it may in any

@@ -205,6 +205,10 @@ def test_what_cannot_be_is_refused_with_words() -> None:
             ),
             ("all_to_all: send_counts: got 6 (int); expected a sequence", counted(6)),
             ("shares: got 5 (int); expected a sequence", lambda: ranks.all_reduce(x, shares=5)),
+            (
+                "all_reduce: shares: got some with algorithm ring; expected none",
+                lambda: ranks.all_reduce(x, algorithm="ring", shares=[1]),
+            ),
             ("any_order: got 'yes'", lambda: ranks.all_reduce(x, any_order="yes")),
             ("choice: any_order: got 1 (int)", lambda: ranks.choice(6, any_order=1)),
             ("all_to_all: stream: got 1", lambda: ranks.all_to_all(x, out, stream=1)),

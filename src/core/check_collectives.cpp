@@ -115,6 +115,19 @@ void check_reduction(std::string_view call, const ConstTensorView& x,
     refuse(call, "algorithm", std::string(name_of(options.algorithm)),
            "automatic: it is of all_reduce alone");
   }
+  if (shares.empty()) return;
+  if (call != "all_reduce") refuse(call, "shares", "some", "none: they are of all_reduce alone");
+  switch (options.algorithm) {
+    case Algorithm::one_shot:
+    case Algorithm::ring:
+    case Algorithm::tree: {
+      const std::string name(name_of(options.algorithm));
+      refuse(call, "shares", "some with algorithm " + name,
+             "none, as " + name +
+                 " does not divide the elements by domains; or direct, hierarchical or automatic");
+    }
+    default: return;
+  }
 }
 
 Algorithm gpu_algorithm(const ReduceOptions& options, std::int64_t bytes,

@@ -249,6 +249,15 @@ TEST(Algorithms, OthersAreRefusedAndNamed) {
                  [&] { all.all_reduce(view, {.shares = {1, 1}}); });
     expect_error(ErrorKind::invalid_argument, {"all_reduce: shares: got one that cannot be"},
                  [&] { all.all_reduce(view, {.shares = {0}}); });
+    for (const Algorithm algorithm : {Algorithm::one_shot, Algorithm::ring, Algorithm::tree}) {
+      expect_error(ErrorKind::invalid_argument,
+                   {"shares: got some with algorithm " + std::string(name_of(algorithm)),
+                    "direct, hierarchical or automatic"},
+                   [&] { all.all_reduce(view, {.algorithm = algorithm, .shares = {1}}); });
+    }
+    expect_error(ErrorKind::invalid_argument, {"reduce_scatter: shares: got some"}, [&] {
+      all.reduce_scatter(view, {out.data(), Dtype::f32, {20'000}}, {.shares = {1}});
+    });
     const bool other = all.rank() == 1;
     const Algorithm mine = other ? Algorithm::ring : Algorithm::tree;
     expect_error(ErrorKind::mismatch, {"algorithm is", "rank 1"},
