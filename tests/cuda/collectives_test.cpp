@@ -6,19 +6,17 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <limits>
-#include <random>
 
-#include "core/number.hpp"
 #include "engine_graph.hpp"
 #include "engine_seat.hpp"
+#include "host/collectives/test_collectives.hpp"
 
 namespace ferry::test {
 namespace {
 
-using Bytes = std::vector<std::byte>;
+using host::test::Bytes;
+using host::test::random_elements;
 
-constexpr unsigned kSeed = 20261124;
 constexpr std::size_t kBytes = std::size_t{40} << 20;  // of a tensor, at most
 
 std::size_t index(std::int64_t value) {
@@ -96,56 +94,9 @@ void on_pairs(int ranks, bool threads, const std::function<void(Pair&)>& body) {
   }
 }
 
-/// Any bits for integers; for floats also −0, NaN and infinities now and then.
-Bytes elements(Dtype dtype, std::int64_t count, unsigned seed) {
-  std::mt19937 random(kSeed + seed);
-  std::normal_distribution<float> normal(0.0f, 3.0f);
-  Bytes bytes(index(count) * size_of(dtype));
-  for (std::int64_t i = 0; i < count; ++i) {
-    std::byte* at = bytes.data() + index(i) * size_of(dtype);
-    if (!(dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16)) {
-      const std::uint64_t bits = (std::uint64_t{random()} << 32) | random();
-      std::memcpy(at, &bits, size_of(dtype));
-      continue;
-    }
-    float value = normal(random);
-    const unsigned rare = random() % 200;
-    if (rare == 0) value = -0.0f;
-    if (rare == 1) value = std::numeric_limits<float>::quiet_NaN();
-    if (rare == 2) value = std::numeric_limits<float>::infinity();
-    if (dtype == Dtype::f32) std::memcpy(at, &value, 4);
-    const auto narrow = [&](auto rounded) { std::memcpy(at, &rounded, 2); };
-    if (dtype == Dtype::bf16) narrow(from_float<Bf16>(value));
-    if (dtype == Dtype::f16) narrow(from_float<Fp16>(value));
-  }
-  return bytes;
-}
-
-template <class T>
-float float_at(const Bytes& bytes, std::size_t i) {
-  T value;
-  std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
-  return to_float(value);
-}
-
-/// The first element that differs; −1: none. NaNs are equal.
-template <class T>
-std::int64_t float_difference(const Bytes& a, const Bytes& b) {
-  for (std::size_t i = 0; i < a.size() / sizeof(T); ++i) {
-    if (std::memcmp(a.data() + i * sizeof(T), b.data() + i * sizeof(T), sizeof(T)) == 0) continue;
-    if (std::isnan(float_at<T>(a, i)) && std::isnan(float_at<T>(b, i))) continue;
-    return static_cast<std::int64_t>(i);
-  }
-  return -1;
-}
-
 void need_same(Dtype dtype, const Bytes& got, const Bytes& expected, const std::string& what) {
   need(got.size() == expected.size(), what + ": sizes");
-  if (got == expected) return;
-  std::int64_t at = 0;
-  if (dtype == Dtype::f32) at = float_difference<float>(got, expected);
-  if (dtype == Dtype::bf16) at = float_difference<Bf16>(got, expected);
-  if (dtype == Dtype::f16) at = float_difference<Fp16>(got, expected);
+  const std::int64_t at = host::test::first_difference(dtype, got, expected);
   need(at < 0, what + ": other bits than the host engine's at element " + std::to_string(at));
 }
 
@@ -181,14 +132,14 @@ std::vector<Case> cases(bool few) {
     for (const std::int64_t count : {0, 1, 3, 20'001}) all.push_back({dtype, ReduceOp::sum, count});
     all.push_back({dtype, ReduceOp::sum, std::int64_t{1'100'000} / std::int64_t(size_of(dtype))});
   }
-  // Many rounds through the stage.
+  // Many rounds through the inboxes.
   all.push_back({Dtype::f32, ReduceOp::sum, few ? 1'000'003 : 8'000'003});
   if (!few) all.push_back({Dtype::bf16, ReduceOp::mean, 9'000'001});
   return all;
 }
 
 void reduce(Pair& pair, const Case& c, At at) {
-  const Bytes mine = elements(c.dtype, c.count, static_cast<unsigned>(pair.rank()));
+  const Bytes mine = random_elements(c.dtype, c.count, static_cast<unsigned>(pair.rank()));
   Bytes expected = mine;
   pair.host.all_reduce({expected.data(), c.dtype, {c.count}}, {.op = c.op});
   std::byte* x = pair.memory(at, 0, c.dtype);
@@ -211,7 +162,7 @@ void reduce(Pair& pair, const Case& c, At at) {
 void guarded(Pair& pair, std::int64_t count) {
   const Case c{Dtype::bf16, ReduceOp::sum, count};
   constexpr std::size_t kGuard = 64;
-  Bytes mine = elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 9);
+  Bytes mine = random_elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 9);
   Bytes around(mine.size() + 2 * kGuard, std::byte{0xa5});
   std::copy(mine.begin(), mine.end(), around.begin() + kGuard);
   for (const At at : {At::ordinary, At::registered}) {
@@ -228,7 +179,7 @@ void guarded(Pair& pair, std::int64_t count) {
 void move(Pair& pair, std::int64_t count, At at) {
   const Case c{Dtype::e4m3, ReduceOp::sum, count};
   const int ranks = pair.size();
-  const Bytes mine = elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 50);
+  const Bytes mine = random_elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 50);
   std::byte *x = pair.memory(at, 0, Dtype::u8), *out = pair.memory(at, 1, Dtype::u8);
   pair.copier.put(x, mine);
   Bytes expected(index(count * ranks));
@@ -261,7 +212,7 @@ void split(Pair& pair, std::int64_t scale, At at) {
     taken += from.emplace_back(count(r, pair.rank()));
   }
   const Case c{Dtype::i32, ReduceOp::sum, scale};
-  const Bytes mine = elements(c.dtype, sent, static_cast<unsigned>(pair.rank()) + 70);
+  const Bytes mine = random_elements(c.dtype, sent, static_cast<unsigned>(pair.rank()) + 70);
   Bytes expected(index(taken) * 4);
   pair.host.all_to_all({mine.data(), c.dtype, {sent}}, to, {expected.data(), c.dtype, {taken}},
                        from);
@@ -305,7 +256,8 @@ TEST_P(CollectivesTest, AlgorithmsAreForced) {
       for (const std::int64_t count : {0, 1, 3, 1001, 16'384}) {
         for (const At at : kAll) {
           const Case c{Dtype::f32, ReduceOp::sum, count};
-          const Bytes mine = elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 30);
+          const Bytes mine =
+              random_elements(c.dtype, count, static_cast<unsigned>(pair.rank()) + 30);
           Bytes expected = mine;
           pair.host.all_reduce({expected.data(), c.dtype, {count}});
           std::byte* x = pair.memory(at, 0, c.dtype);
@@ -358,7 +310,7 @@ TEST_P(CollectivesTest, BlocksInPlace) {
       for (const At at : kAll) {
         const std::int64_t whole = block * pair.size();
         const Case c{Dtype::f32, ReduceOp::sum, whole};
-        const Bytes mine = elements(c.dtype, whole, static_cast<unsigned>(pair.rank()) + 90);
+        const Bytes mine = random_elements(c.dtype, whole, static_cast<unsigned>(pair.rank()) + 90);
         std::byte* x = pair.memory(at, 0, c.dtype);
         const std::size_t own = index(pair.rank() * block) * 4, bytes = index(block) * 4;
         Bytes part(bytes), expected(mine.size());
@@ -415,7 +367,8 @@ TEST_P(CollectivesTest, GraphsReplay) {
       pair.gpu.all_reduce(pair.view(x, Dtype::f32, small), {.stream = &own.stream});
     });
     for (int i = 0; i < (few() ? 2 : 5); ++i) {
-      const Bytes mine = elements(Dtype::f32, large, static_cast<unsigned>(100 * i + pair.rank()));
+      const Bytes mine =
+          random_elements(Dtype::f32, large, static_cast<unsigned>(100 * i + pair.rank()));
       Bytes once = mine;
       pair.host.all_reduce({once.data(), Dtype::f32, {large}});
       Bytes twice = once;

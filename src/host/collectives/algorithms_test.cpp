@@ -173,7 +173,7 @@ TEST(Algorithms, BitsDoNotDependOnShares) {
        {{1, 1, 1, 1}, {0, 1, 1, 1}, {0, 0, 0, 9}, {7, 1, 65535, 0}}},
       {{.ranks = 5, .domain_size = 2}, {{1, 0, 0}, {0, 0, 1}, {3, 2, 9}}},
       {{.ranks = 3, .fabric = FabricKind::sim}, {{5, 0, 1}, {0, 1, 0}}},
-      {{.ranks = 4, .fabric = FabricKind::shm, .domain_size = 2}, {{1, 0}, {1, 3}}}};
+      {{.ranks = 4, .domain_size = 2, .fabric = FabricKind::shm}, {{1, 0}, {1, 3}}}};
   for (const auto& [world, shares] : all_uneven) {
     for (const std::int64_t count : {1, 5000, 700'001}) {
       if (kSanitizer && count > 100'000) continue;

@@ -6,13 +6,11 @@
 #include <random>
 
 #include "core/collective_shares.hpp"
-#include "engine/test_groups.hpp"
 #include "host/collectives/engine.hpp"
+#include "host/collectives/test_collectives.hpp"
 #include "host/kernels/test_codec.hpp"
 
 namespace ferry::host::test {
-
-using namespace engine::test;
 namespace {
 
 using Floats = std::vector<float>;
@@ -32,23 +30,6 @@ std::int64_t round_of(const Domains& domains) {
   return round;
 }
 
-struct World {
-  int ranks = 1;
-  int domain_size = 0;
-  FabricKind fabric = FabricKind::local;
-  FabricKind network = FabricKind::automatic;
-
-  Domains domains() const {
-    return Domains::blocks(ranks, fabric == FabricKind::sim ? 1 : domain_size);
-  }
-};
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitizer = true;
-#else
-constexpr bool kSanitizer = false;
-#endif
-
 std::vector<World> worlds() {
   if (kSanitizer) return {{2, 1}, {3, 2}};
   return {{1, 0},
@@ -61,22 +42,6 @@ std::vector<World> worlds() {
           {4, 2, FabricKind::shm},
           {3, 0, FabricKind::sim},
           {5, 2, FabricKind::local, FabricKind::sim}};
-}
-
-void with_collectives(const World& world, const std::function<void(Collectives&)>& body) {
-  SCOPED_TRACE(std::to_string(world.ranks) + " ranks, domains of " +
-               std::to_string(world.domain_size) + ", " + std::string(name_of(world.fabric)));
-  const auto bootstraps = thread_bootstrap(world.ranks);
-  GroupConfig config;
-  config.memory_bytes = 8 << 20;
-  config.deadline = 20s;
-  config.domain_size = world.domain_size;
-  config.fabric = world.fabric;
-  config.network = world.network;
-  on_ranks(world.ranks, [&](int r) {
-    Collectives all(bootstraps[static_cast<std::size_t>(r)], config);
-    body(all);
-  });
 }
 
 /// Like gradients: of another size in each part.

@@ -10,22 +10,13 @@
 #include <random>
 #include <tuple>
 
-#include "engine/test_groups.hpp"
 #include "engine/test_network.hpp"
 #include "fabric/local/local.hpp"
 #include "host/collectives/engine.hpp"
+#include "host/collectives/test_collectives.hpp"
 
 namespace ferry::host::test {
-
-using namespace engine::test;
 namespace {
-
-struct World {
-  int ranks = 1;
-  FabricKind fabric = FabricKind::local;
-  int domain_size = 0;
-  FabricKind network = FabricKind::automatic;
-};
 
 std::vector<World> worlds() {
   std::vector<World> all{{.ranks = 2},
@@ -36,24 +27,6 @@ std::vector<World> worlds() {
                          {.ranks = 4, .domain_size = 2, .network = FabricKind::sim}};
   if (has_network()) all.push_back({.ranks = 3, .domain_size = 2, .network = FabricKind::ofi});
   return all;
-}
-
-void with_collectives(const World& world, const std::function<void(Collectives&)>& body,
-                      std::chrono::nanoseconds deadline = 60s) {
-  SCOPED_TRACE(std::to_string(world.ranks) + " ranks, " + std::string(name_of(world.fabric)) +
-               ", domains of " + std::to_string(world.domain_size) + ", network " +
-               std::string(name_of(world.network)));
-  GroupConfig config;
-  config.memory_bytes = 1 << 20;
-  config.deadline = deadline;
-  config.fabric = world.fabric;
-  config.domain_size = world.domain_size;
-  config.network = world.network;
-  const auto bootstraps = thread_bootstrap(world.ranks);
-  on_ranks(world.ranks, [&](int r) {
-    Collectives all(bootstraps[static_cast<std::size_t>(r)], config);
-    body(all);
-  });
 }
 
 using Values = std::vector<std::int32_t>;

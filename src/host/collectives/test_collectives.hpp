@@ -1,6 +1,7 @@
 // What tests of collectives share: worlds of ranks, random elements, and the definition of a
 // reduction.
 #pragma once
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -23,14 +24,14 @@ using Bytes = std::vector<std::byte>;
 
 struct World {
   int ranks = 1;
-  FabricKind fabric = FabricKind::local;
   int domain_size = 0;
+  FabricKind fabric = FabricKind::local;
   FabricKind network = FabricKind::automatic;
 
-  GroupConfig config() const {
+  GroupConfig config(std::chrono::nanoseconds deadline = 60s) const {
     GroupConfig config;
-    config.memory_bytes = 1 << 20;
-    config.deadline = 20s;
+    config.memory_bytes = 8 << 20;
+    config.deadline = deadline;
     config.fabric = fabric;
     config.domain_size = domain_size;
     config.network = network;
@@ -66,17 +67,18 @@ inline std::vector<World> worlds() {
     all.push_back({.ranks = ranks, .domain_size = size});
   }
   all.push_back({.ranks = 4, .fabric = FabricKind::shm});
-  all.push_back({.ranks = 4, .fabric = FabricKind::shm, .domain_size = 2});
+  all.push_back({.ranks = 4, .domain_size = 2, .fabric = FabricKind::shm});
   all.push_back({.ranks = 3, .fabric = FabricKind::sim});
   all.push_back({.ranks = 5, .domain_size = 2, .network = FabricKind::sim});
   return all;
 }
 
-inline void with_collectives(const World& world, const std::function<void(Collectives&)>& body) {
+inline void with_collectives(const World& world, const std::function<void(Collectives&)>& body,
+                             std::chrono::nanoseconds deadline = 60s) {
   SCOPED_TRACE(to_string(world));
   const auto bootstraps = thread_bootstrap(world.ranks);
   on_ranks(world.ranks, [&](int r) {
-    Collectives all(bootstraps[static_cast<std::size_t>(r)], world.config());
+    Collectives all(bootstraps[static_cast<std::size_t>(r)], world.config(deadline));
     body(all);
   });
 }
@@ -167,25 +169,29 @@ inline Bytes reduced(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs,
   }
 }
 
-/// NaNs compare equal.
 template <class T>
-bool same_floats(const Bytes& a, const Bytes& b) {
+std::int64_t first_difference(const Bytes& a, const Bytes& b) {
   for (std::size_t i = 0; i < a.size() / sizeof(T); ++i) {
+    if (std::memcmp(a.data() + i * sizeof(T), b.data() + i * sizeof(T), sizeof(T)) == 0) continue;
     const auto at = static_cast<std::int64_t>(i);
-    const float x = element<T, float>(a, at), y = element<T, float>(b, at);
-    if (std::isnan(x) && std::isnan(y)) continue;
-    if (std::memcmp(a.data() + i * sizeof(T), b.data() + i * sizeof(T), sizeof(T)) != 0) {
-      return false;
+    if constexpr (!std::is_integral_v<T>) {
+      if (std::isnan(element<T, float>(a, at)) && std::isnan(element<T, float>(b, at))) continue;
     }
+    return at;
   }
-  return a.size() == b.size();
+  return -1;
+}
+
+/// The first element that differs, of as many; −1: none. NaNs are equal.
+inline std::int64_t first_difference(Dtype dtype, const Bytes& a, const Bytes& b) {
+  if (dtype == Dtype::f32) return first_difference<float>(a, b);
+  if (dtype == Dtype::bf16) return first_difference<Bf16>(a, b);
+  if (dtype == Dtype::f16) return first_difference<Fp16>(a, b);
+  return first_difference<std::uint8_t>(a, b);
 }
 
 inline bool same(Dtype dtype, const Bytes& a, const Bytes& b) {
-  if (dtype == Dtype::f32) return same_floats<float>(a, b);
-  if (dtype == Dtype::bf16) return same_floats<Bf16>(a, b);
-  if (dtype == Dtype::f16) return same_floats<Fp16>(a, b);
-  return a == b;
+  return a.size() == b.size() && first_difference(dtype, a, b) < 0;
 }
 
 inline std::vector<Bytes> inputs_of(Dtype dtype, std::int64_t count, int ranks, unsigned seed) {
