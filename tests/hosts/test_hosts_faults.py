@@ -13,19 +13,15 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from job import until_end, wait_for, why_not
+from job import until_end, wait_for
+
+pytestmark = pytest.mark.usefixtures("network")
 
 HERE = Path(__file__).parent
 EVERYTHING = os.environ.get("FERRY_HOSTS") == "all"
 DEADLINE = 2.0
 LATE = 2.0  # seconds, of a machine that is busy
 HOSTS, VICTIM = 3, 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def network() -> None:
-    if why := why_not():
-        pytest.skip(why)
 
 
 @dataclass

@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from job import until_end, why_not
+from job import until_end
 
-
-@pytest.fixture(scope="module", autouse=True)
-def network() -> None:
-    if why := why_not():
-        pytest.skip(why)
+pytestmark = pytest.mark.usefixtures("network")
 
 
 PROGRAM = """

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from job import until_end, wait_for, why_not
+from job import until_end, wait_for
+
+pytestmark = pytest.mark.usefixtures("network")
 
 DEADLINE = 2.0
 LATE = 2.0  # seconds, of a machine that is busy
 CHUNK = 256 << 10  # docs/network.md
 HOSTS, VICTIM = 3, 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def network() -> None:
-    if why := why_not():
-        pytest.skip(why)
 
 
 def test_both_interfaces_carry_until_one_goes_down(tmp_path: Path) -> None:

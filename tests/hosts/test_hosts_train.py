@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 from hosts import Hosts
-from job import wait_for_job, why_not
+from job import wait_for_job
+
+pytestmark = pytest.mark.usefixtures("network")
 
 WORKER = Path(__file__).resolve().parents[2] / "examples" / "moe_lm" / "worker.py"
 IMPORTS = ("torch", "torch._dynamo", "ferry.torch")  # the optimizer takes the second one
@@ -28,12 +30,6 @@ STEP_TOLERANCE = 1e-4  # of the demo, examples/moe_lm/report.py
 everything = pytest.mark.skipif(
     os.environ.get("FERRY_HOSTS") != "all", reason="minutes: FERRY_HOSTS=all runs it"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def network() -> None:
-    if why := why_not():
-        pytest.skip(why)
 
 
 @dataclass

@@ -16,21 +16,11 @@ constexpr std::size_t kVectorBytes = 32;
 
 #include "host/kernels/codec.inc"
 
-void copy_stream(void* to, const void* from, std::size_t bytes) {
-  auto* target = static_cast<char*>(to);
-  const auto* source = static_cast<const char*>(from);
-  const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(target)) % 32;
-  std::size_t at = head < bytes ? head : bytes;
-  std::memcpy(target, source, at);
-  for (; at + 32 <= bytes; at += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at)));
-  }
-  std::memcpy(target + at, source + at, bytes - at);
+void stream_vector(char* to, const char* from) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
-void stream_fence() {
-  _mm_sfence();
-}
+#include "host/kernels/stream.inc"
 }  // namespace
 const Kernels kAvx2Kernels{"avx2",        &sum_rows,     &quantize,    &encode_logfmt,
                            &encode_codes, &decode_codes, &copy_stream, &stream_fence};

@@ -17,21 +17,11 @@ constexpr std::size_t kVectorBytes = 64;
 
 #include "host/kernels/codec.inc"
 
-void copy_stream(void* to, const void* from, std::size_t bytes) {
-  auto* target = static_cast<char*>(to);
-  const auto* source = static_cast<const char*>(from);
-  const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(target)) % 64;
-  std::size_t at = head < bytes ? head : bytes;
-  std::memcpy(target, source, at);
-  for (; at + 64 <= bytes; at += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at),
-                        _mm512_loadu_si512(reinterpret_cast<const __m512i*>(source + at)));
-  }
-  std::memcpy(target + at, source + at, bytes - at);
+void stream_vector(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to),
+                      _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from)));
 }
-void stream_fence() {
-  _mm_sfence();
-}
+#include "host/kernels/stream.inc"
 }  // namespace
 const Kernels kAvx512Kernels{"avx512",      &sum_rows,     &quantize,    &encode_logfmt,
                              &encode_codes, &decode_codes, &copy_stream, &stream_fence};
