@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <utility>
 
 #include "host/collectives/algorithms.hpp"
 #include "host/collectives/lent.hpp"
@@ -88,7 +89,11 @@ class AllReduce {
   /// From now on this is about a round.
   void turn_to(std::int64_t round) {
     first_ = round * round_;
-    elements_ = std::min(round_, count_ - first_);
+    const std::int64_t elements = std::min(round_, count_ - first_);
+    if (elements != std::exchange(elements_, elements)) {
+      shares_ = cutter_.cut(elements);
+      places_.reset();
+    }
     window_ = windows_[index(round) % windows_.size()];
     inbox_ = all_.staging().inbox() + index(round) % CollectiveStaging::kInboxes * inbox_bytes();
   }
@@ -100,7 +105,7 @@ class AllReduce {
     windows_[index(round) % windows_.size()] =
         second ? windows_[index(round - 1) % windows_.size()] + window_bytes() : all_.next_window();
     turn_to(round);
-    for (const Share& share : cutter_.cut(elements_)) {
+    for (const Share& share : shares_) {
       if (handles(share)) continue;  // nobody else reads it
       copy_bytes(window(all_.rank(), share.first), own(share.first), bytes(share.count()));
     }
@@ -145,29 +150,26 @@ class AllReduce {
 
   void send_partials(std::int64_t round) {
     turn_to(round);
-    const std::vector<Share> shares = cutter_.cut(elements_);
-    for (const Share& share : shares) {
-      if (handles(share) && share.domain != all_.domain()) send_partial(share, shares);
+    for (const Share& share : shares_) {
+      if (handles(share) && share.domain != all_.domain()) send_partial(share);
     }
   }
 
   void finish_shares(std::int64_t round) {
     turn_to(round);
-    const std::vector<Share> shares = cutter_.cut(elements_);
-    for (const Share& share : shares) {
-      if (handles(share) && share.domain == all_.domain()) finish(share, shares);
+    for (const Share& share : shares_) {
+      if (handles(share) && share.domain == all_.domain()) finish(share);
     }
   }
 
   void take_results(std::int64_t round) {
     turn_to(round);
     const Domains& domains = all_.domains();
-    const std::vector<Share> shares = cutter_.cut(elements_);
-    for (const Share& share : shares) {
-      if (handles(share) && share.domain != all_.domain()) hear_result(share, shares);
+    for (const Share& share : shares_) {
+      if (handles(share) && share.domain != all_.domain()) hear_result(share);
     }
     all_.meet_members(kCall);
-    for (const Share& share : shares) {
+    for (const Share& share : shares_) {
       if (handles(share) && share.domain == all_.domain()) continue;  // finished there
       copy_bytes(own(share.first), window(rank_of(share, all_.domain(), domains), share.first),
                  bytes(share.count()));
@@ -192,25 +194,21 @@ class AllReduce {
   std::int64_t crossing() const { return coded_->codes() ? kCodedChunk : kCrossing; }
 
   /// Codes lie in the inbox of their round: sums in its first half, results in its second.
-  std::size_t coded_sum(const Share& share, int domain, std::int64_t at,
-                        const std::vector<Share>& shares) {
-    return inbox_ + places(shares).sum(index(&share - shares.data()), domain) +
+  std::size_t coded_sum(const Share& share, int domain, std::int64_t at) {
+    return inbox_ + places().sum(index(&share - shares_.data()), domain) +
            chunk_offset(at - share.first);
   }
-  std::size_t coded_result(const Share& share, int domain, std::int64_t at,
-                           const std::vector<Share>& shares) {
-    return inbox_ + inbox_bytes() / 2 +
-           places(shares).result(index(&share - shares.data()), domain) +
+  std::size_t coded_result(const Share& share, int domain, std::int64_t at) {
+    return inbox_ + inbox_bytes() / 2 + places().result(index(&share - shares_.data()), domain) +
            chunk_offset(at - share.first);
   }
   /// Of the shares of this round.
-  const CodedPlaces& places(const std::vector<Share>& shares) {
-    if (!places_ || placed_ != elements_) places_.emplace(shares, all_.domains());
-    placed_ = elements_;
+  const CodedPlaces& places() {
+    if (!places_) places_.emplace(shares_, all_.domains());
     return *places_;
   }
 
-  void send_partial(const Share& share, const std::vector<Share>& shares) {
+  void send_partial(const Share& share) {
     const int owner = rank_of(share, share.domain, all_.domains());
     const std::size_t to = inbox(share, all_.domain());
     scratch_.resize(partial(kCrossing));
@@ -219,7 +217,7 @@ class AllReduce {
       reduce_ranks(reduction_, rows(at), some, scratch_.data());
       if (coded_->codes()) {
         coded_->encode(floats(scratch_.data()), some);
-        coded_->send(owner, coded_sum(share, all_.domain(), at, shares));
+        coded_->send(owner, coded_sum(share, all_.domain(), at));
         continue;
       }
       all_.put(owner, to + partial(at - share.first), scratch_.data(), partial(some));
@@ -244,7 +242,7 @@ class AllReduce {
 
   /// Into the tensor, into this rank's window, and into that of the rank that handles the share in
   /// each other domain.
-  void finish(const Share& share, const std::vector<Share>& shares) {
+  void finish(const Share& share) {
     const Domains& domains = all_.domains();
     const auto results = [this](std::int64_t at) {
       return std::array<void*, 2>{own(at), window(all_.rank(), at)};
@@ -256,9 +254,9 @@ class AllReduce {
     for (std::int64_t at = share.first; at < share.end; at += crossing()) {
       const std::int64_t some = std::min(crossing(), share.end - at);
       std::byte* result = window(all_.rank(), at);
-      reduce_domains(reduction_, partials(share, at, some, shares), some, results(at));
+      reduce_domains(reduction_, partials(share, at, some), some, results(at));
       if (coded_->codes()) {
-        send_coded(share, at, some, shares);
+        send_coded(share, at, some);
         continue;
       }
       for (int d = 0; d < domains.count(); ++d) {
@@ -271,8 +269,7 @@ class AllReduce {
   }
 
   /// Elements [at, at + some) of a share that this rank owns, as each domain has summed them.
-  std::vector<const void*> partials(const Share& share, std::int64_t at, std::int64_t some,
-                                    const std::vector<Share>& shares) {
+  std::vector<const void*> partials(const Share& share, std::int64_t at, std::int64_t some) {
     std::vector<const void*> partials(index(all_.domains().count()));
     decoded_.resize(partials.size());
     reduce_ranks(reduction_, rows(at), some, scratch_.data());
@@ -282,7 +279,7 @@ class AllReduce {
       if (coded_->codes()) {
         std::vector<float>& values = decoded_[index(d)];
         values.resize(index(kCodedChunk));
-        coded_->receive(rank_of(share, d, all_.domains()), coded_sum(share, d, at, shares), some,
+        coded_->receive(rank_of(share, d, all_.domains()), coded_sum(share, d, at), some,
                         values.data());
         partials[index(d)] = values.data();
         continue;
@@ -295,29 +292,26 @@ class AllReduce {
   }
 
   /// Encodes the result once for all domains; this one gets what the others decode.
-  void send_coded(const Share& share, std::int64_t at, std::int64_t some,
-                  const std::vector<Share>& shares) {
+  void send_coded(const Share& share, std::int64_t at, std::int64_t some) {
     float* result = floats(window(all_.rank(), at));
     coded_->encode(result, some);
     for (int d = 0; d < all_.domains().count(); ++d) {
       if (d == all_.domain()) continue;
-      coded_->send(rank_of(share, d, all_.domains()), coded_result(share, d, at, shares));
+      coded_->send(rank_of(share, d, all_.domains()), coded_result(share, d, at));
     }
     coded_->decode(some, result);
     copy_bytes(own(at), result, bytes(some));
   }
 
   /// Until a share that another domain owns lies in this rank's window.
-  void hear_result(const Share& share, const std::vector<Share>& shares) {
+  void hear_result(const Share& share) {
     const int owner = rank_of(share, share.domain, all_.domains());
-    for (std::int64_t at = share.first; at < share.end; at += crossing()) {
-      if (!coded_->codes()) {
-        all_.hear(kCall, owner);
-        continue;
-      }
-      coded_->receive(owner, coded_result(share, all_.domain(), at, shares),
-                      std::min(crossing(), share.end - at), floats(window(all_.rank(), at)));
+    if (coded_->codes()) {
+      coded_->receive_all(owner, coded_result(share, all_.domain(), share.first), share.count(),
+                          floats(window(all_.rank(), share.first)));
+      return;
     }
+    for (std::int64_t at = share.first; at < share.end; at += kCrossing) all_.hear(kCall, owner);
   }
 
   static float* floats(std::byte* bytes) { return static_cast<float*>(static_cast<void*>(bytes)); }
@@ -336,8 +330,8 @@ class AllReduce {
   std::int64_t elements_ = 0;             // of this round
   std::size_t window_ = 0, inbox_ = 0;    // of this round, in the staging buffer
   std::vector<std::byte> scratch_{};
-  std::optional<CodedPlaces> places_{};
-  std::int64_t placed_ = 0;                    // elements of their round
+  std::vector<Share> shares_{};                // of this round
+  std::optional<CodedPlaces> places_{};        // of their codes
   std::vector<std::vector<float>> decoded_{};  // sums of the domains
 };
 

@@ -147,6 +147,19 @@ void CodedSums::receive(int peer, std::size_t offset, std::int64_t count, float*
   decode_chunk(chunk, static_cast<ReduceFormat>(head.format), count, values);
 }
 
+void CodedSums::send_all(int peer, std::size_t offset, const float* values, std::int64_t count) {
+  for (std::int64_t at = 0; at < count; at += kCodedChunk) {
+    encode(values + at, std::min(kCodedChunk, count - at));
+    send(peer, offset + chunk_offset(at));
+  }
+}
+
+void CodedSums::receive_all(int peer, std::size_t offset, std::int64_t count, float* values) {
+  for (std::int64_t at = 0; at < count; at += kCodedChunk) {
+    receive(peer, offset + chunk_offset(at), std::min(kCodedChunk, count - at), values + at);
+  }
+}
+
 void CodedSums::decode_chunk(const std::byte* chunk, ReduceFormat format, std::int64_t count,
                              float* values) const {
   const std::byte* codes = chunk + sizeof(ChunkHead);

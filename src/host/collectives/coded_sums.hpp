@@ -100,6 +100,9 @@ class CodedSums {
   void decode(std::int64_t count, float* values) const;
   /// Waits for a chunk of `peer`, at an offset of the own staging memory.
   void receive(int peer, std::size_t offset, std::int64_t count, float* values);
+  /// Chunk by chunk, which lie one behind the other from `offset` on.
+  void send_all(int peer, std::size_t offset, const float* values, std::int64_t count);
+  void receive_all(int peer, std::size_t offset, std::int64_t count, float* values);
 
  private:
   void decode_chunk(const std::byte* chunk, ReduceFormat format, std::int64_t count,

@@ -30,20 +30,6 @@ std::int64_t round_of(const Domains& domains) {
   return round;
 }
 
-std::vector<World> worlds() {
-  if (kSanitizer) return {{2, 1}, {3, 2}};
-  return {{1, 0},
-          {2, 1},
-          {3, 1},
-          {3, 2},
-          {4, 2},
-          {8, 3},
-          {8, 0},
-          {4, 2, FabricKind::shm},
-          {3, 0, FabricKind::sim},
-          {5, 2, FabricKind::local, FabricKind::sim}};
-}
-
 /// Like gradients: of another size in each part.
 std::vector<Floats> inputs_of(std::int64_t count, int ranks, unsigned seed) {
   std::mt19937 random(kSeed + seed);

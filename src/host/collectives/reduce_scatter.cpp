@@ -104,11 +104,13 @@ class ReduceScatter {
     for (int r = 0; r < all_.size(); ++r) {
       if (all_.is_member(r) || domains.rail(r, all_.domain()) != all_.rank()) continue;
       reduce_ranks(reduction_, rows(r), elements_, own.data());
+      const std::size_t to = inbox(all_.domain(), domains.of(r));
       if (coded_->codes()) {
-        send_coded(r, own);
+        const auto* sum = static_cast<const float*>(static_cast<const void*>(own.data()));
+        coded_->send_all(r, to, sum, elements_);
         continue;
       }
-      all_.put(r, inbox(all_.domain(), domains.of(r)), own.data(), partial(elements_));
+      all_.put(r, to, own.data(), partial(elements_));
       all_.tell(r, partial(elements_));
     }
     if (domains.count() == 1) {
@@ -118,38 +120,21 @@ class ReduceScatter {
     std::vector<const void*> partials;
     std::vector<std::vector<float>> decoded(coded_->codes() ? index(domains.count()) : 0);
     for (int d = 0; d < domains.count(); ++d) {
+      const int rail = domains.rail(all_.rank(), d);
       if (d == all_.domain()) {
         reduce_ranks(reduction_, rows(all_.rank()), elements_, own.data());
         partials.push_back(own.data());
       } else if (coded_->codes()) {
-        decoded[index(d)] = receive_coded(d);
+        decoded[index(d)].resize(index(elements_));
+        coded_->receive_all(rail, inbox(d, all_.domain()), elements_, decoded[index(d)].data());
         partials.push_back(decoded[index(d)].data());
       } else {
-        all_.hear(kCall, domains.rail(all_.rank(), d));
+        all_.hear(kCall, rail);
         partials.push_back(all_.staged(all_.rank(), inbox(d, all_.domain())));
       }
     }
     reduce_domains(reduction_, partials, elements_, out);
     free_inboxes();
-  }
-
-  void send_coded(int peer, const std::vector<std::byte>& sum) {
-    const auto* values = static_cast<const float*>(static_cast<const void*>(sum.data()));
-    const std::size_t to = inbox(all_.domain(), all_.domains().of(peer));
-    for (std::int64_t at = 0; at < elements_; at += kCodedChunk) {
-      coded_->encode(values + at, std::min(kCodedChunk, elements_ - at));
-      coded_->send(peer, to + chunk_offset(at));
-    }
-  }
-
-  std::vector<float> receive_coded(int domain) {
-    std::vector<float> values(index(elements_));
-    const std::size_t from = inbox(domain, all_.domain());
-    for (std::int64_t at = 0; at < elements_; at += kCodedChunk) {
-      coded_->receive(all_.domains().rail(all_.rank(), domain), from + chunk_offset(at),
-                      std::min(kCodedChunk, elements_ - at), values.data() + at);
-    }
-    return values;
   }
 
   /// Who wrote here may do so again.
