@@ -74,7 +74,8 @@ domain, instead of the line between two
 staging, staging buffer
     Stage(Layout|Shape|Blocks|Row)|DomainStage|first_stage_row
     (in|into|of|through) (its|a|this rank's) stage  in src/(core|host|engine|cuda/domains)/
-    StageRounds|kStage(Depth|Unit)?|stages?_?  in src/(host|cuda/kernels)/collectives/  but p[.]|failure|[Ss]tage stage
+    StageRounds|kStage(Depth|Unit)
+    stages?_?  in src/host/collectives/
 FlagArray, array of flags
     FlagRow|flag_row|rows? of flags
 formats, instead of the plan of codes
