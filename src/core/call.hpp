@@ -75,13 +75,7 @@ enum class StepStatus : std::uint32_t {
 
 /// What a rank of a collective saw of the last all_reduce, so that all know in the next call.
 struct CallReport {
-  struct Flow {
-    float seconds = 0;        ///< until partial results of a domain were there
-    std::int16_t domain = 0;  ///< which
-    std::int16_t seen = 0;    ///< 0: no flow, 1: they were there before, 2: it waited for them
-  };
   float seconds = 0;  ///< of the call, from when the ranks had met; 0: there was none
-  std::array<Flow, 2> flows{};
 };
 
 /// The fixed head of every message; the counts of a plan or a segment's handle follow it.

@@ -1,6 +1,7 @@
 #include "core/choice/collective_choice.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 
 #include "core/collective_shares.hpp"
@@ -12,7 +13,10 @@ constexpr double kWorthUnequal = 0.95;  // of the time with equal shares
 constexpr double kNear = 1.5;           // times the best: worth a try
 constexpr double kWorthProbing = 3;
 constexpr std::uint64_t kProbe = 64, kFirstProbe = 8;
-constexpr double kSoon = 0.7;  // times the expected
+constexpr double kLikely = 0.8;  // of the time with equal shares: more than measurements err
+constexpr double kFarOff = 1.5;  // times the expected, or a part of it
+constexpr int kOdd = 3, kUsual = 4;
+constexpr double kFirstGap = 16 << 20, kLongestGap = 1 << 30, kPeriod = 256 << 20;
 constexpr double kFollow = 0.25;
 constexpr double kForget = 0.03;      // of another way's correction, in each call
 constexpr double kAsGoodAsNew = 1.1;  // times the least correction: its observations are forgotten
@@ -117,22 +121,17 @@ double predicted_seconds(const ReduceWay& way, const ReduceVolume& volume, const
   }
 }
 
-Flow partials_flow(const std::vector<int>& shares, double up_bytes, int from, int to) {
-  const int n = static_cast<int>(shares.size());
-  const std::vector<double> parts = parts_of(shares, n);
-  return {from, to, up_bytes * (1 - parts[index(from)]), up_bytes * (n - 1) * parts[index(to)]};
-}
-
 CollectiveChoice::CollectiveChoice(const Domains& domains, const LinkCost& first)
     : domains_(&domains),
       across_(domains.count() == 1 || domains.count() == domains.ranks() ? Algorithm::direct
                                                                          : Algorithm::hierarchical),
-      links_(domains.count(), first) {}
+      links_(domains.count(), first),
+      gap_bytes_(kFirstGap) {}
 
 int CollectiveChoice::size_class(const ReduceVolume& volume) {
   int size = 0;
   for (double bytes = volume.down_bytes; bytes > 4; bytes /= 4) ++size;
-  return size;
+  return volume.coded ? -1 - size : size;
 }
 
 int CollectiveChoice::kind_of(const ReduceWay& way) const {
@@ -150,12 +149,13 @@ int CollectiveChoice::kind_of(const ReduceWay& way) const {
 std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(const ReduceVolume& volume,
                                                                       bool any_order) const {
   std::vector<Candidate> all{{equal_shares, {{across_, {}}, 0}}};
+  double doubt = 1;  // of unequal shares, before they were tried
   if (links_.domains() > 1) {
     const ReduceWay unequal{across_, best_shares(links_)};
-    const double equal_s = predicted_seconds(all[0].chosen.way, volume, links_, *domains_);
-    if (predicted_seconds(unequal, volume, links_, *domains_) < kWorthUnequal * equal_s) {
-      all.push_back({unequal_shares, {unequal, 0}});
-    }
+    const double gain = predicted_seconds(unequal, volume, links_, *domains_) /
+                        predicted_seconds(all[0].chosen.way, volume, links_, *domains_);
+    if (gain < kWorthUnequal) all.push_back({unequal_shares, {unequal, 0}});
+    if (gain > kLikely) doubt = 1 / kLikely;
   }
   if (links_.domains() > 1 && any_order) {
     all.push_back({ring, {{Algorithm::ring, {}}, 0}});
@@ -166,7 +166,8 @@ std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(const Redu
   const double least = found == sizes_.end() ? 0 : least_correction(found->second.correction);
   for (Candidate& one : all) {
     double correction = found == sizes_.end() ? 0 : found->second.correction[one.kind];
-    if (correction == 0) correction = least > 0 ? least : 1;
+    const double unknown = one.kind == unequal_shares ? doubt : 1;
+    if (correction == 0) correction = unknown * (least > 0 ? least : 1);
     one.chosen.predicted_s =
         correction * predicted_seconds(one.chosen.way, volume, links_, *domains_);
   }
@@ -205,17 +206,20 @@ CollectiveChoice::Chosen CollectiveChoice::next(const ReduceVolume& volume, bool
 }
 
 void CollectiveChoice::observe(const ReduceWay& way, const ReduceVolume& volume, double seconds) {
-  const int kind = kind_of(way);
-  if (kind == kKinds || !(seconds > 0)) return;
-  if (links_.changes() != changes_) {
-    for (auto& [bytes, size] : sizes_) size = {.calls = size.calls};
-    changes_ = links_.changes();
-  }
+  if (!(seconds > 0)) return;
+  carried_bytes_ += volume.down_bytes;
+  ++carried_calls_;
   Size& size = sizes_[size_class(volume)];
+  size.last_s = seconds;
+  const int kind = kind_of(way);
+  if (kind == kKinds) return;
   double& mean = size.mean_s[index(kind)];
   mean = mean == 0 ? seconds : mean + kFollow * (seconds - mean);
   const double predicted = predicted_seconds(way, volume, links_, *domains_);
   if (predicted <= 0) return;
+  if (const double known = size.correction[index(kind)]; known > 0) {
+    watch(seconds / (known * predicted));
+  }
   auto& last = size.last[index(kind)];
   std::rotate(last.begin(), last.begin() + 1, last.end());
   last.back() = seconds / predicted;
@@ -237,10 +241,38 @@ void CollectiveChoice::observe(const ReduceWay& way, const ReduceVolume& volume,
   }
 }
 
+void CollectiveChoice::watch(double times) {
+  const int side = times > kFarOff ? 1 : times < 1 / kFarOff ? -1 : 0;
+  if (side == 0) {
+    if (++usual_ > kUsual) odd_ = 0;
+    return;
+  }
+  usual_ = 0;
+  odd_ = odd_ * side > 0 ? odd_ + side : side;
+}
+
+bool CollectiveChoice::measure_due() const {
+  if (links_.domains() < 2) return false;
+  const bool odd = std::abs(odd_) >= kOdd && carried_bytes_ >= gap_bytes_;
+  return odd || (carried_calls_ >= static_cast<int>(kProbe) && carried_bytes_ >= kPeriod);
+}
+
+void CollectiveChoice::measured(const std::vector<LinkProbe>& probes) {
+  const bool changed = links_.measured(probes);
+  for (auto& [bytes, size] : sizes_) {
+    if (changed) size = {.last_s = size.last_s, .calls = size.calls};
+  }
+  // Calls that are slow for other reasons than links do not measure them again and again.
+  if (odd_ != 0) gap_bytes_ = changed ? kFirstGap : std::min(2 * gap_bytes_, kLongestGap);
+  carried_bytes_ = carried_calls_ = odd_ = usual_ = 0;
+}
+
 double CollectiveChoice::observed_s(const ReduceWay& way, const ReduceVolume& volume) const {
-  const int kind = kind_of(way);
   const auto found = sizes_.find(size_class(volume));
-  return kind == kKinds || found == sizes_.end() ? 0 : found->second.mean_s[index(kind)];
+  if (found == sizes_.end()) return 0;
+  const int kind = kind_of(way);
+  const double mean = kind == kKinds ? 0 : found->second.mean_s[index(kind)];
+  return mean > 0 ? mean : found->second.last_s;
 }
 
 }  // namespace ferry

@@ -18,6 +18,8 @@ struct ReduceVolume {
   double down_bytes = 0;  ///< of its results
   /// What is under way at once: a round or the pieces of a tree.
   double round_bytes = 1 << 19;
+  /// The bytes are of codes. Encoding takes time, too, so such calls have corrections of their own.
+  bool coded = false;
 };
 
 /// A way of an all_reduce.
@@ -36,19 +38,19 @@ std::vector<int> best_shares(const LinkTable& links);
 double predicted_seconds(const ReduceWay& way, const ReduceVolume& volume, const LinkTable& links,
                          const Domains& domains);
 
-/// The partial results of the first `up_bytes` of a tensor on their way: what ports carry
-/// meanwhile.
-Flow partials_flow(const std::vector<int>& shares, double up_bytes, int from, int to);
-
 /// Chooses. Calls of similar size have a correction for each way, by what they took: observed /
 /// predicted, the middle of the last five, a quarter of the way each time; forgotten when a link
 /// changes. Every 64th call takes another way, every 8th until each that is expected to take at
-/// most 1.5 times as long was tried.
+/// most 1.5 times as long was tried. Unequal shares that promise less than a fifth are a matter of
+/// chance in what was measured, so equal ones are kept until such a try was faster.
+///
+/// Links are to be measured again when calls take 1.5 times as long as expected, or less than
+/// 1 / 1.5 of it, three times with at most four others before each; and after 64 calls. Calls
+/// between two measurements carry many times the bytes of one.
 class CollectiveChoice {
  public:
   explicit CollectiveChoice(const Domains& domains, const LinkCost& first = {});
 
-  LinkTable& links() { return links_; }
   const LinkTable& links() const { return links_; }
 
   struct Chosen {
@@ -64,8 +66,12 @@ class CollectiveChoice {
   void count(const ReduceVolume& volume) { ++sizes_[size_class(volume)].calls; }
   /// A call took so long on its slowest rank. Of other shares than equal and best ones: ignored.
   void observe(const ReduceWay& way, const ReduceVolume& volume, double seconds);
-  /// The mean of what calls of this way and about this size took; 0: none yet.
+  /// The mean of what calls of this way and about this size took; where there was none, the last
+  /// of about this size; 0: none yet.
   double observed_s(const ReduceWay& way, const ReduceVolume& volume) const;
+
+  bool measure_due() const;
+  void measured(const std::vector<LinkProbe>& probes);
 
  private:
   enum Kind { equal_shares, unequal_shares, ring, tree, kKinds };
@@ -73,6 +79,7 @@ class CollectiveChoice {
     std::array<double, kKinds> correction{};           // 0: not tried
     std::array<std::array<double, 5>, kKinds> last{};  // observed / predicted
     std::array<double, kKinds> mean_s{};
+    double last_s = 0;  // of any way
     std::uint64_t calls = 0;
   };
   struct Candidate {
@@ -82,12 +89,19 @@ class CollectiveChoice {
   static int size_class(const ReduceVolume& volume);
   int kind_of(const ReduceWay& way) const;
   std::vector<Candidate> candidates(const ReduceVolume& volume, bool any_order) const;
+  /// A call took so many times what was expected.
+  void watch(double times);
 
   const Domains* domains_;
   Algorithm across_;  // direct where every rank is a domain of its own
   LinkTable links_;
   std::map<int, Size> sizes_{};
-  int changes_ = 0;  // of links, when corrections were last forgotten
+  // Since the links were measured:
+  double carried_bytes_ = 0;
+  int carried_calls_ = 0;
+  int odd_ = 0;       // calls that were far off: above if positive, else below
+  int usual_ = 0;     // others since
+  double gap_bytes_;  // carried before links may be measured again
 };
 
 }  // namespace ferry

@@ -3,7 +3,6 @@
 // same way.
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <utility>
 
 #include "host/collectives/algorithms.hpp"
@@ -39,9 +38,6 @@ class AllReduce {
     if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
     reduce_staged();
   }
-
-  /// Bytes of the partial results of a round.
-  double round_up_bytes() const { return static_cast<double>(partial(round_)); }
 
  private:
   std::size_t bytes(std::int64_t elements) const { return reduction_.bytes(elements); }
@@ -225,21 +221,6 @@ class AllReduce {
     }
   }
 
-  /// The domains are heard in turn, another first in each call: of that it is known when it came.
-  int heard_at(int i) const {
-    const int others = all_.domains().count() - 1;
-    const auto first = static_cast<int>(all_.turn() % static_cast<unsigned>(others));
-    return (all_.domain() + 1 + (first + i) % others) % all_.domains().count();
-  }
-  void hear_partial(const Share& share, int domain, std::int64_t at) {
-    const auto before = std::chrono::steady_clock::now();
-    all_.hear(kCall, rank_of(share, domain, all_.domains()));
-    // Of the first round, if it is a whole one: later ones wait for more than their links.
-    if (first_ == 0 && count_ > round_ && at + kCrossing >= share.end) {
-      all_.note_partials(domain, before);
-    }
-  }
-
   /// Into the tensor, into this rank's window, and into that of the rank that handles the share in
   /// each other domain.
   void finish(const Share& share) {
@@ -274,8 +255,8 @@ class AllReduce {
     decoded_.resize(partials.size());
     reduce_ranks(reduction_, rows(at), some, scratch_.data());
     partials[index(all_.domain())] = scratch_.data();
-    for (int i = 0; i + 1 < all_.domains().count(); ++i) {
-      const int d = heard_at(i);
+    for (int d = 0; d < all_.domains().count(); ++d) {
+      if (d == all_.domain()) continue;
       if (coded_->codes()) {
         std::vector<float>& values = decoded_[index(d)];
         values.resize(index(kCodedChunk));
@@ -284,7 +265,7 @@ class AllReduce {
         partials[index(d)] = values.data();
         continue;
       }
-      hear_partial(share, d, at);
+      all_.hear(kCall, rank_of(share, d, all_.domains()));
       const std::size_t place = inbox(share, d) + partial(at - share.first);
       partials[index(d)] = all_.staged(all_.rank(), place);
     }
@@ -335,18 +316,30 @@ class AllReduce {
   std::vector<std::vector<float>> decoded_{};  // sums of the domains
 };
 
+/// What crosses between domains, as far as is known before the call.
+ReduceVolume volume_of(HostCollectives& all, const Reduction& reduction, std::int64_t count,
+                       ReduceFormat format) {
+  ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
+                      static_cast<double>(reduction.bytes(count)),
+                      static_cast<double>(all.staging().window_bytes) / 2};
+  if (format == ReduceFormat::exact) return volume;
+  const CodeFormats formats =
+      all.compression_state().policy.formats(format, reduction.bytes(count));
+  if (!formats.codes()) return volume;
+  const auto bytes = static_cast<double>(code_bytes(formats.sent, static_cast<std::size_t>(count)));
+  return {bytes, bytes, volume.round_bytes * bytes / volume.down_bytes, true};
+}
+
 /// The same on all ranks.
 ReduceWay way_of(HostCollectives& all, const ReduceVolume& volume, const ReduceOptions& options,
-                 const Reduction& reduction) {
+                 const Reduction& reduction, bool small) {
   if (options.algorithm != Algorithm::automatic) return {options.algorithm, options.shares};
-  if (volume.down_bytes <= static_cast<double>(eager_bytes(all.size()))) {
-    return {Algorithm::one_shot, {}};
-  }
+  if (small) return {Algorithm::one_shot, {}};
   if (all.domains().count() == 1) return {Algorithm::direct, options.shares};
-  // The model of links knows bytes of f32; ring and tree would round at every hop.
-  if (options.format != ReduceFormat::exact) return {Algorithm::hierarchical, options.shares};
   const bool rounds = reduction.partial_dtype() == Dtype::f32;  // so the order of the sum matters
-  ReduceWay way = all.next_way(volume, !rounds || options.any_order);
+  const bool any_order = !rounds || options.any_order;
+  // Ring and tree would round codes at every hop.
+  ReduceWay way = all.next_way(volume, any_order && options.format == ReduceFormat::exact);
   if (!options.shares.empty()) way.shares = options.shares;
   return way;
 }
@@ -358,16 +351,16 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   options.format = usable_format(asked, x.dtype);
   const std::int64_t count = x.shape.product();
   const Reduction reduction{options.op, x.dtype, all.size()};
-  const ReduceVolume volume{static_cast<double>(reduction.partial_bytes(count)),
-                            static_cast<double>(reduction.bytes(count)),
-                            static_cast<double>(all.staging().window_bytes) / 2};
-  const ReduceWay way = way_of(all, volume, options, reduction);
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
+  head.call.weights = options.any_order ? 1 : 0;
+  const bool small = reduction.bytes(count) <= eager_bytes(all.size());
+  if (!small && all.links_due()) all.measure_links(kCall, head);
+  const ReduceVolume volume =
+      volume_of(all, reduction, count, small ? ReduceFormat::exact : options.format);
+  const ReduceWay way = way_of(all, volume, options, reduction, small);
   head.call.routes = static_cast<std::uint32_t>(way.algorithm);
   head.call.plan = hash_of(way.shares);
-  head.call.weights = options.any_order ? 1 : 0;
-  double round_up_bytes = 0;  // of the way that reports when partial results came
   const bool alone = all.size() == 1;
   if (way.algorithm == Algorithm::one_shot) {
     reduce_in_one_shot(all, x, reduction, head);
@@ -378,12 +371,9 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
     all.meet(kCall, head);
     reduce_by_tree(all, x, options.op);
   } else {
-    AllReduce reduce(all, x, reduction, way.shares, options.format, head);
-    reduce.run();
-    round_up_bytes = reduce.round_up_bytes();
+    AllReduce(all, x, reduction, way.shares, options.format, head).run();
   }
-  if (options.format != ReduceFormat::exact) return;
-  all.end_reduce(way, volume, round_up_bytes, options.algorithm == Algorithm::automatic);
+  all.end_reduce(way, volume, options.algorithm == Algorithm::automatic);
 }
 
 }  // namespace ferry::host

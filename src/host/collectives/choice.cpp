@@ -1,6 +1,8 @@
 // How the collectives of the host engine choose: what ranks see of a call goes out with the
 // messages of the next, so that all know the same and decide alike.
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "host/collectives/engine.hpp"
 
@@ -9,29 +11,107 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kLongReduction = 7e-3;
-constexpr auto kWaited = std::chrono::microseconds(10);
+constexpr int kPhases = 3;          // of a measurement
+constexpr double kLongPhase = 0.1;  // seconds: the last one
+constexpr int kRoundTrips = 3;
+constexpr std::size_t kPiece = 64 << 10;
+static_assert(kProbeDrain % kPiece == 0 && kProbeBytes % kPiece == 0);
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+/// What the first rank of a domain tells of what it got in a phase.
+struct Told {
+  double latency_s = 0;
+  double bytes_per_s = 0;
+  double took_s = 0;
+};
+
 }  // namespace
 
-void HostCollectives::measure_links() {
-  const auto elements = static_cast<std::int64_t>(staging_.window_bytes / 2 / sizeof(float));
-  std::vector<float> zeros(index(elements + kShareUnit));
-  const TensorView x(zeros.data(), Dtype::f32, {elements + kShareUnit});
-  const auto reduce_and_meet = [x](HostCollectives& all) {
-    run_all_reduce(all, x, {.algorithm = Algorithm::hierarchical});
-    all.meet("Collectives", head_of(CallKind::links, Dtype::f32, 0));  // brings the reports
-  };
-  // Three are enough to find that a link is not as expected; all ranks know how long one took.
-  for (int i = 0; i < 3; ++i) {
-    enter("Collectives", nullptr, reduce_and_meet);
-    const double took = choice(zeros.size() * sizeof(float), false).observed_seconds;
-    if (took > kLongReduction) return;
+/// In each phase the first rank of a domain sends to that of another one, and gets from a third, so
+/// that every port carries one flow each way.
+void HostCollectives::measure_links(const char* call, const StepMessage& head) {
+  const int n = domains().count();
+  std::vector<LinkProbe> probes;
+  meet(call, head);  // earlier calls have ended everywhere, so inboxes are free
+  for (int phase = 0; phase < kPhases; ++phase) {
+    const int distance = 1 + phase % (n - 1);
+    Told mine;
+    if (rank() == members().front()) {
+      const int to = domains().members((domain() + distance) % n).front();
+      const int from = domains().members((domain() + n - distance) % n).front();
+      const auto start = Clock::now();
+      mine.latency_s = ping(call, to, from);
+      mine.bytes_per_s = probe(call, to, from, phase, mine.latency_s);
+      mine.took_s = seconds_since(start);
+    }
+    meet(call, head, std::as_bytes(std::span(&mine, 1)));
+    double longest = 0;
+    for (int d = 0; d < n; ++d) {
+      Told told;
+      std::memcpy(&told, channel().body(domains().members(d).front()), sizeof(told));
+      probes.push_back({(d + n - distance) % n, d, told.latency_s, told.bytes_per_s});
+      longest = std::max(longest, told.took_s);
+    }
+    if (longest > kLongPhase) break;
   }
+  std::scoped_lock lock(choice_mutex_);
+  choice_.measured(probes);
+}
+
+void HostCollectives::measure_links() {
+  constexpr const char* kCall = "Collectives";
+  enter(kCall, nullptr, [](HostCollectives& all) {
+    all.measure_links(kCall, head_of(CallKind::links, Dtype::f32, 0));
+  });
+}
+
+/// Half the shortest round trip to `to`, which this rank makes possible for `from`, too.
+double HostCollectives::ping(const char* call, int to, int from) {
+  double shortest = 0;
+  for (int i = 0; i < kRoundTrips; ++i) {
+    const auto start = Clock::now();
+    tell(to);
+    hear(call, from);
+    tell(from);
+    hear(call, to);
+    const double took = seconds_since(start);
+    shortest = i == 0 ? took : std::min(shortest, took);
+  }
+  return shortest / 2;
+}
+
+/// Bytes a second that came from `from`.
+double HostCollectives::probe(const char* call, int to, int from, int phase, double latency_s) {
+  constexpr std::size_t kDrain = kProbeDrain / kPiece, kAll = kDrain + kProbeBytes / kPiece;
+  const std::vector<std::byte> zeros(kPiece);
+  const auto start = Clock::now();
+  double drained_s = 0;
+  std::size_t came = 0;
+  const auto note = [&] {
+    if (++came == kDrain) drained_s = seconds_since(start);
+  };
+  for (std::size_t i = 0; i < kAll; ++i) {
+    // Nobody reads them; senders of different phases may overlap.
+    put(to, staging_.inbox() + static_cast<std::size_t>(phase) * kPiece, zeros.data(), kPiece);
+    tell(to, kPiece);
+    engine_->shared_memory()->fabric->progress();
+    while (came < kAll && channel().take_chunk(from)) note();
+  }
+  while (came < kAll) {
+    hear(call, from);
+    note();
+  }
+  // What the first piece took to come is no matter of rates.
+  const double all_s = seconds_since(start);
+  return probed_rate(drained_s, std::max(drained_s, all_s - 2 * latency_s));
+}
+
+bool HostCollectives::links_due() const {
+  std::scoped_lock lock(choice_mutex_);
+  return choice_.measure_due();
 }
 
 ReduceWay HostCollectives::next_way(const ReduceVolume& volume, bool any_order) {
@@ -39,22 +119,9 @@ ReduceWay HostCollectives::next_way(const ReduceVolume& volume, bool any_order) 
   return choice_.next(volume, any_order).way;
 }
 
-void HostCollectives::note_partials(int domain, Clock::time_point before) {
-  const auto seconds = static_cast<float>(seconds_since(met_));
-  const bool waited = Clock::now() - before > kWaited;
-  const CallReport::Flow flow{seconds, static_cast<std::int16_t>(domain),
-                              static_cast<std::int16_t>(waited ? 2 : 1)};
-  if (report_.flows[0].seen == 0) {
-    report_.flows[0] = flow;
-  } else if (waited) {
-    report_.flows[1] = flow;
-  }
-}
-
-void HostCollectives::end_reduce(const ReduceWay& way, const ReduceVolume& volume,
-                                 double round_up_bytes, bool counted) {
+void HostCollectives::end_reduce(const ReduceWay& way, const ReduceVolume& volume, bool counted) {
   report_.seconds = static_cast<float>(seconds_since(met_));
-  last_ = {way, volume, round_up_bytes};
+  last_ = {way, volume};
   std::scoped_lock lock(choice_mutex_);
   if (counted) choice_.count(volume);
 }
@@ -62,25 +129,11 @@ void HostCollectives::end_reduce(const ReduceWay& way, const ReduceVolume& volum
 void HostCollectives::take_reports() {
   if (!last_) return;
   double seconds = 0;
-  std::vector<Flow> flows;
-  const std::vector<int> equal(index(domains().count()), 1);
-  const std::vector<int>& shares = last_->way.shares.empty() ? equal : last_->way.shares;
   for (int r = 0; r < size(); ++r) {
-    const CallReport report = channel().head(r).report;
-    seconds = std::max(seconds, static_cast<double>(report.seconds));
-    for (const CallReport::Flow& seen : report.flows) {
-      const bool sane = seen.domain >= 0 && seen.domain < domains().count() &&
-                        seen.domain != domains().of(r) && seen.seconds > 0;
-      if (seen.seen == 0 || !sane) continue;
-      Flow flow = partials_flow(shares, last_->round_up_bytes, seen.domain, domains().of(r));
-      flow.seconds = seen.seconds;
-      flow.waited = seen.seen == 2;
-      flows.push_back(flow);
-    }
+    seconds = std::max(seconds, static_cast<double>(channel().head(r).report.seconds));
   }
   std::scoped_lock lock(choice_mutex_);
   choice_.observe(last_->way, last_->volume, seconds);
-  choice_.links().observe(flows);
   last_.reset();
   report_ = {};
 }

@@ -67,9 +67,13 @@ class HostCollectives final : public CollectivesEngine,
   Engine& engine() override { return *engine_; }
   CompressionStats compression() const override { return compression_.stats(); }
 
-  /// Collective, once: what the links between domains cost, from at most three reductions of a
-  /// round and a bit, one where they take long.
+  /// Collective: what the links between domains cost. `call`, `head`: in which it happens. Where
+  /// there are several domains.
+  void measure_links(const char* call, const StepMessage& head);
+  /// As a call of its own.
   void measure_links();
+  /// Whether the next all_reduce begins with that: on all ranks or none.
+  bool links_due() const;
 
   // For the calls, inside work.
 
@@ -97,13 +101,7 @@ class HostCollectives final : public CollectivesEngine,
   ReduceWay next_way(const ReduceVolume& volume, bool any_order);
   /// A call of this rank ends; its report goes out with the next message. `counted`: the way was
   /// that of `next_way`.
-  void end_reduce(const ReduceWay& way, const ReduceVolume& volume, double round_up_bytes,
-                  bool counted);
-  /// Partial results of a domain were heard, as the first of a call (round 0) or not; `before`:
-  /// when this rank began to wait.
-  void note_partials(int domain, std::chrono::steady_clock::time_point before);
-  /// Changes from call to call: in which order ranks listen to domains.
-  std::uint64_t turn() { return channel().generation(); }
+  void end_reduce(const ReduceWay& way, const ReduceVolume& volume, bool counted);
 
   /// Every rank's message, and in it whether it makes the same call. Each later step may rely on
   /// what every rank did before.
@@ -134,6 +132,8 @@ class HostCollectives final : public CollectivesEngine,
 
  private:
   Event transfer(bool sends, void* data, std::size_t bytes, int peer, int tag, Stream* stream);
+  double ping(const char* call, int to, int from);
+  double probe(const char* call, int to, int from, int phase, double latency_s);
   /// What all ranks reported in the messages that they have just given each other.
   void take_reports();
   /// Runs a call of this name in the order of calls.
@@ -154,7 +154,6 @@ class HostCollectives final : public CollectivesEngine,
   struct Reduced {
     ReduceWay way;
     ReduceVolume volume;
-    double round_up_bytes = 0;  // of the partial results that reports are about
   };
   std::optional<Reduced> last_{};
   CallReport report_{};
