@@ -71,7 +71,14 @@ def measure(given: argparse.Namespace) -> None:
         print(json.dumps(told), flush=True)
 
 
-CHOICE = ("algorithm", "shares", "predicted_seconds", "observed_seconds")
+CHOICE = (
+    "algorithm",
+    "shares",
+    "predicted_seconds",
+    "observed_seconds",
+    "latency_seconds",
+    "bytes_per_second",
+)
 
 
 def run(given: argparse.Namespace, slow: int) -> Result:

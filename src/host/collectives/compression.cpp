@@ -47,9 +47,10 @@ void CompressionPolicy::learn(const CodeFormats& formats, const CodeTally& all_r
   if (!formats.codes()) return;
   if (all_ranks.sensible() && all_ranks.signal > 0) {
     // A spike counts for little, a lasting change within some calls.
-    double& mean = means_[static_cast<std::size_t>(formats.measured)];
+    const auto format = static_cast<std::size_t>(formats.measured);
+    double& mean = means_[format];
     mean += (std::min(all_ranks.error / all_ranks.signal, 4 * mean) - mean) / 8;
-    mean = std::max(mean, 1e-12);
+    mean = std::max(mean, kUsual[format]);
   }
   if (formats.measured != ReduceFormat::e4m3) return;
   warm_ = std::min(warm_ + 1, kWarmUp);

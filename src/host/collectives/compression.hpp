@@ -46,7 +46,8 @@ ReduceFormat format_after(const CodeFormats& formats, ReduceFormat format, FallB
 
 /// The same on all ranks, because all learn the same. The error of a format is a mean square,
 /// Σe² / Σg²; its running mean begins at ulp² / 24, that of numbers which are spread evenly over
-/// their binades.
+/// their binades, and is not less: values that the format holds exactly, zeros or what was rounded
+/// to it before, must not make the rounding of others a spike.
 class CompressionPolicy {
  public:
   static constexpr double kSpike = 3;          ///< times the mean
@@ -61,9 +62,10 @@ class CompressionPolicy {
   double mean(ReduceFormat format) const { return means_[static_cast<std::size_t>(format)]; }
 
  private:
-  static constexpr double usual(double ulp) { return ulp * ulp / 24; }
+  /// By format: ulp² / 24.
+  static constexpr std::array<double, 5> kUsual{0, 0x1p-14 / 24, 0x1p-20 / 24, 0x1p-6 / 24, 0};
 
-  std::array<double, 5> means_{0, usual(0x1p-7), usual(0x1p-10), usual(0x1p-3), 0};
+  std::array<double, 5> means_ = kUsual;
   std::uint64_t warm_ = 0;  // calls in which e4m3 was measured, up to kWarmUp
   std::uint64_t held_ = 0;  // calls for which `automatic` is bf16 still
 };

@@ -87,6 +87,18 @@ TEST(Compression, TheMeanFollowsALastingChangeNotASpike) {
   EXPECT_NEAR(policy.mean(ReduceFormat::e4m3), 0.01, 0.001);
 }
 
+// Such as sums of what a call has rounded, or gradients of a layer that is not used.
+TEST(Compression, ValuesThatTheFormatHoldsDoNotMakeOthersASpike) {
+  CompressionPolicy policy;
+  for (const auto format : {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3}) {
+    const double usual = policy.mean(format);
+    for (int i = 0; i < 60; ++i) policy.learn(policy.plan(format, kLarge), {0, 1.0, 0});
+    EXPECT_EQ(policy.mean(format), usual);
+    const CodePlan plan = policy.plan(format, kLarge);
+    EXPECT_EQ(judge(plan, format, {1.1 * usual, 1.0}), FallBack::none);
+  }
+}
+
 // What a message says may be anything.
 TEST(Compression, NonsenseTeachesNothing) {
   CompressionPolicy policy;
