@@ -167,6 +167,11 @@ class Channel {
 
   std::uint64_t wait_ns() const { return wait_ns_.load(std::memory_order_relaxed); }
 
+  /// How long after the deadline others may still say who is to blame: those that are missing wait
+  /// themselves, or nobody here sees which of them do. None where one of them has said that it
+  /// left.
+  std::chrono::nanoseconds grace(const Awaited& awaited) const;
+
  private:
   friend class GroupWatch;
   void await_swap(const char* stage);
@@ -178,9 +183,6 @@ class Channel {
   void die(const Error& error);
   int blame(const Awaited& awaited, int fallback) const;
   int silent(const Awaited& awaited) const;
-  /// How long after the deadline others may still say who is to blame: those that are missing wait
-  /// themselves, or nobody here sees which of them do.
-  std::chrono::nanoseconds grace(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
   bool waits(int peer) const;

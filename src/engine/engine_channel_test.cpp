@@ -8,6 +8,7 @@
 #include "engine/test_groups.hpp"
 #include "fabric/domains/domain_fabric.hpp"
 #include "fabric/local/local.hpp"
+#include "fabric/sim/sim.hpp"
 
 namespace ferry::engine::test {
 namespace {
@@ -23,10 +24,15 @@ struct Seat {
   fabric::Segment control;
   std::unique_ptr<Channel> channel;
 
-  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline, int domain_size) {
+  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline, int domain_size)
+      : Seat(bootstrap, deadline,
+             fabric::make_domain_fabric(Domains::blocks(bootstrap.size(), domain_size),
+                                        fabric::make_local_fabric(bootstrap, 20s))) {}
+
+  Seat(Bootstrap& bootstrap, std::chrono::nanoseconds deadline,
+       std::unique_ptr<fabric::Fabric> fabric) {
     config.deadline = deadline;
-    memory = std::make_shared<Memory>(fabric::make_domain_fabric(
-        Domains::blocks(bootstrap.size(), domain_size), fabric::make_local_fabric(bootstrap, 20s)));
+    memory = std::make_shared<Memory>(std::move(fabric));
     layout = make_control_layout(bootstrap.size(), kMessage);
     control = memory->fabric->register_memory(layout.bytes);
     const auto handles = bootstrap.all_gather(control.handle, 20s);
@@ -257,6 +263,58 @@ TEST(Channel, AcrossDomainsARankThatLeftTooEarlyIsNamedAtTheDeadline) {
                      [&] { channel.await_delivered("rows", 1); });
       },
       400ms, 1);
+}
+
+// Whoever waits for it need not hear from others that it is the one.
+TEST(Channel, AcrossDomainsTheDeadlineOfARankThatLeftIsNotExtended) {
+  const auto bootstraps = thread_bootstrap(3);
+  std::latch asked(3), left(3), over(3);
+  on_ranks(3, [&](int r) {
+    Seat seat(*bootstraps[index(r)], 20s, 1);
+    Channel& channel = *seat.channel;
+    channel.swap("together", {});
+    const protocol::FlagRow row{seat.control.data + seat.layout.delivered, kLineBytes, 3};
+    if (r == 0) {
+      EXPECT_GT(channel.grace({row, 1, 1}).count(), 0);
+    }
+    asked.arrive_and_wait();
+    if (r == 1) channel.leave();
+    left.arrive_and_wait();
+    if (r == 0) {
+      EXPECT_EQ(channel.grace({row, 1, 1}).count(), 0);
+      EXPECT_GT(channel.grace({row, 1, 2}).count(), 0);  // is not awaited from the one that left
+    }
+    over.arrive_and_wait();
+  });
+}
+
+// It leaves in the middle of a call, and its connections end before the deadline.
+TEST(Channel, AcrossDomainsARankThatLeftAndEndedHasLeft) {
+  const auto bootstraps = thread_bootstrap(2);
+  std::latch heard(2), ended(2), over(2);
+  on_ranks(2, [&](int r) {
+    constexpr int kChunks = 10, kOperations = 1000;
+    Bootstrap& bootstrap = *bootstraps[index(r)];
+    const fabric::SimOptions options{
+        .seed = kSeed, .reorder = false, .fail_rank = 1, .fail_after_ops = kOperations};
+    Seat seat(bootstrap, 20s, fabric::make_sim_fabric(bootstrap, options, 20s));
+    Channel& channel = *seat.channel;
+    channel.swap("together", {});
+    if (r == 1) {
+      channel.leave();
+      for (int i = 0; i < kChunks; ++i) channel.send_chunk(0, 0);
+      heard.arrive_and_wait();
+      for (int i = 0; i < kOperations; ++i) channel.send_chunk(0, 0);
+      ended.arrive_and_wait();
+    } else {
+      for (int i = 0; i < kChunks; ++i) channel.await_chunk("chunks", 1);  // came behind the news
+      heard.arrive_and_wait();
+      ended.arrive_and_wait();
+      expect_error(ErrorKind::peer_left, {"rank 1", "destroyed"},
+                   [&] { channel.await_delivered("rows", 1); });
+    }
+    over.arrive_and_wait();
+  });
 }
 
 }  // namespace
