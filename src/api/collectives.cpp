@@ -16,8 +16,9 @@ namespace ferry {
 namespace {
 
 /// GPUs that reach each other's memory.
-std::shared_ptr<CollectivesEngine> make_cuda(Bootstrap& bootstrap, const GroupConfig& config,
-                                             const Inside& inside) {
+std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap,
+                                                         const GroupConfig& config,
+                                                         const Inside& inside) {
   if (inside.domains.count() > 1) {
     throw Error(ErrorKind::unsupported,
                 "Collectives: backend: got cuda with ranks in " +
@@ -29,10 +30,10 @@ std::shared_ptr<CollectivesEngine> make_cuda(Bootstrap& bootstrap, const GroupCo
   return cuda::make_cuda_collectives(bootstrap, config, make_wires(bootstrap, config, inside));
 }
 
-std::shared_ptr<CollectivesEngine> make_engine(Bootstrap& bootstrap, GroupConfig config) {
+std::shared_ptr<CollectivesEngine> make_collectives(Bootstrap& bootstrap, GroupConfig config) {
   config.experts = 1;
   const Inside inside = agree_on_wires(bootstrap, config);
-  if (config.backend == Backend::cuda) return make_cuda(bootstrap, config, inside);
+  if (config.backend == Backend::cuda) return make_cuda_collectives(bootstrap, config, inside);
   return host::make_host_collectives(bootstrap, config, inside.domains,
                                      make_wires(bootstrap, config, inside));
 }
@@ -57,7 +58,7 @@ Collectives::Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig confi
   if (!bootstrap) refuse("Collectives", "bootstrap", "null", "a bootstrap");
   check_ranks(bootstrap->size());
   engine_ = in_words(bootstrap->rank(), "Collectives",
-                     [&] { return make_engine(*bootstrap, std::move(config)); });
+                     [&] { return make_collectives(*bootstrap, std::move(config)); });
 }
 
 Collectives::~Collectives() {

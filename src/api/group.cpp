@@ -23,8 +23,8 @@ namespace ferry {
 namespace {
 
 /// Each domain has an engine of its own, within one for all.
-std::shared_ptr<Engine> make_cuda(Bootstrap& bootstrap, const GroupConfig& config,
-                                  const Inside& inside) {
+std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig& config,
+                                        const Inside& inside) {
   auto fabric = make_wires(bootstrap, config, inside);
   if (inside.domains.count() == 1 || inside.kind == FabricKind::sim) {  // which it refuses itself
     return cuda::make_cuda_engine(bootstrap, config, std::move(fabric));
@@ -42,9 +42,9 @@ std::shared_ptr<Engine> make_cuda(Bootstrap& bootstrap, const GroupConfig& confi
                                        {part, make_inside, finish});
 }
 
-std::shared_ptr<Engine> make_engine(Bootstrap& bootstrap, GroupConfig config) {
+std::shared_ptr<Engine> make_group_engine(Bootstrap& bootstrap, GroupConfig config) {
   const Inside inside = agree_on_wires(bootstrap, config);
-  if (config.backend == Backend::cuda) return make_cuda(bootstrap, config, inside);
+  if (config.backend == Backend::cuda) return make_cuda_group(bootstrap, config, inside);
   return host::make_host_engine(bootstrap, config, inside.domains,
                                 make_wires(bootstrap, config, inside));
 }
@@ -69,7 +69,7 @@ Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   if (!bootstrap) refuse("Group", "bootstrap", "null", "a bootstrap");
   check_ranks(bootstrap->size());
   engine_ = in_words(bootstrap->rank(), "Group",
-                     [&] { return make_engine(*bootstrap, std::move(config)); });
+                     [&] { return make_group_engine(*bootstrap, std::move(config)); });
 }
 
 Group::~Group() {

@@ -24,7 +24,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::size_t kReadBytes = 64 << 10;
+constexpr std::size_t kStoreReadBytes = 64 << 10;
 constexpr int kAcceptedAtOnce = 64;
 constexpr auto kAcceptPause = 100ms;
 constexpr auto kLingerAfterFailure = 1s;
@@ -70,7 +70,7 @@ StoreThread::StoreThread(Config config)
       listener_(std::move(config.listener)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       linger_(config.linger),
-      buffer_(kReadBytes) {
+      buffer_(kStoreReadBytes) {
   if (!wake_) {
     throw start_error(error_text(errno),
                       too_many_files(errno) ? ErrorKind::exhausted : ErrorKind::system);

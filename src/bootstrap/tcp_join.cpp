@@ -20,7 +20,7 @@ namespace {
 constexpr auto kFirstBackoff = 5ms;
 constexpr auto kLongestBackoff = 200ms;
 constexpr auto kLongestAttempt = 5s;  // then the name's next address has its turn
-constexpr std::size_t kReadBytes = 64 << 10;
+constexpr std::size_t kJoinReadBytes = 64 << 10;
 
 /// Where this thread has joined before. What turns it away there now may be the store of that job,
 /// which a program that starts anew still holds; the next one takes its place.
@@ -59,7 +59,7 @@ TcpBootstrap::TcpBootstrap(const TcpOptions& options)
            .store = StoreAddress{options.address, options.port}.text()},
       process_(::getpid()),
       notice_after_(wait_notice_after()),
-      buffer_(kReadBytes) {
+      buffer_(kJoinReadBytes) {
   check(options);
   const Clock::time_point due = due_after(options.deadline);
   notice_.emplace(notice_after_, Clock::now(), due);

@@ -7,10 +7,6 @@
 namespace ferry {
 namespace {
 
-std::int64_t tokens_of(const ExchangePlan& plan, int source, int target) {
-  return plan.rank_tokens[index(std::int64_t{source} * plan.ranks() + target)];
-}
-
 /// The rank of another domain to which a row for `target` crosses.
 int landing(const CrossingPlan& crossing, Crossing how, int source, int target) {
   return how == Crossing::direct ? target
@@ -75,7 +71,7 @@ class Builder {
       const int member = domains_.members(here_)[m];
       const bool comes =
           source_ == plan_.rank || how_ == Crossing::hierarchical || member == plan_.rank;
-      if (filled_[m] != (comes ? tokens_of(plan_, source_, member) : 0)) return false;
+      if (filled_[m] != (comes ? plan_.tokens_of(source_, member) : 0)) return false;
       brought_[m] += filled_[m];
     }
     made_.first.push_back(made_.count());
@@ -160,7 +156,7 @@ std::int64_t crossing_rows(const ExchangePlan& plan, const CrossingPlan& crossin
                            int source, int target) {
   const Domains& domains = crossing.domains;
   if (domains.together(source, target)) return 0;
-  if (how == Crossing::direct) return tokens_of(plan, source, target);
+  if (how == Crossing::direct) return plan.tokens_of(source, target);
   const int domain = domains.of(target);
   return domains.rail(source, domain) == target ? crossing.crossing(source, domain) : 0;
 }

@@ -4,14 +4,6 @@
 #include <utility>
 
 namespace ferry {
-namespace {
-
-std::int64_t tokens_of(const ExchangePlan& plan, int source, int target) {
-  return plan.rank_tokens[index(std::int64_t{source} * plan.ranks() + target)];
-}
-
-}  // namespace
-
 std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placement& placement,
                                           const Domains& domains, int rank) {
   std::vector<std::int32_t> counts(index(domains.count()), 0);
@@ -92,8 +84,8 @@ int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
           domain_tokens[index(std::int64_t{source} * domains.count() + domain)];
       std::int64_t most = 0, sum = 0;  // of the tokens for one rank there, and for all
       for (const int member : domains.members(domain)) {
-        most = std::max(most, tokens_of(plan, source, member));
-        sum += tokens_of(plan, source, member);
+        most = std::max(most, plan.tokens_of(source, member));
+        sum += plan.tokens_of(source, member);
       }
       const bool own = domains.of(source) == domain;
       if (own ? count != 0 : count < most || count > sum) return source;
@@ -119,7 +111,7 @@ bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& doma
       };
       const auto row = forward.destinations.begin() + static_cast<std::ptrdiff_t>(destinations);
       if (std::any_of(row, forward.destinations.end(), same)) continue;
-      if (filled[index(target)] >= tokens_of(plan, source, target)) return false;
+      if (filled[index(target)] >= plan.tokens_of(source, target)) return false;
       forward.destinations.push_back({target, filled[index(target)]++});
     }
     if (forward.destinations.size() == destinations) return false;
@@ -137,7 +129,7 @@ bool complete(const Forward& forward, const ExchangePlan& plan, const Domains& d
   const std::vector<int>& members = domains.members(domains.of(plan.rank));
   return std::all_of(members.begin(), members.end(), [&](int member) {
     const std::int64_t rows = forward.filled.empty() ? 0 : forward.filled[index(member)];
-    return rows == tokens_of(plan, source, member);
+    return rows == plan.tokens_of(source, member);
   });
 }
 
@@ -148,11 +140,11 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
     std::int64_t out = 0, in = 0, spread = 0;
     for (int peer = 0; peer < plan.ranks(); ++peer) {
       if (domains.together(rank, peer)) continue;
-      out += tokens_of(plan, rank, peer);
-      in += tokens_of(plan, peer, rank);
+      out += plan.tokens_of(rank, peer);
+      in += plan.tokens_of(peer, rank);
       if (domains.rail(peer, domains.of(rank)) != rank) continue;
       for (const int member : domains.members(domains.of(rank))) {
-        spread += tokens_of(plan, peer, member);
+        spread += plan.tokens_of(peer, member);
       }
     }
     const std::int64_t crossings =

@@ -4,10 +4,10 @@
 #include <array>
 #include <utility>
 
+#include "core/check.hpp"
+
 namespace ferry {
 namespace {
-
-constexpr int kMaxTopk = 64;
 
 /// The ranks that a route names, ascending and without repeats. Returns how many.
 int destinations(const std::int32_t* route, int topk, const Placement& placement,

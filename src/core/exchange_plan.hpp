@@ -51,6 +51,11 @@ struct ExchangePlan {
     const auto d = static_cast<std::size_t>(peer);
     return send_offset[d + 1] - send_offset[d];
   }
+  /// Tokens that rank s sends to rank d.
+  std::int64_t tokens_of(int source, int target) const {
+    return rank_tokens[static_cast<std::size_t>(source) * static_cast<std::size_t>(ranks()) +
+                       static_cast<std::size_t>(target)];
+  }
   /// Rows that rank d receives in all.
   std::int64_t recv_rows_of(int peer) const;
   /// At rank d, where the rows of source s begin.

@@ -11,18 +11,18 @@
 namespace ferry::protocol {
 namespace {
 
-constexpr Generation kGenerations = 1000;
-constexpr std::uint64_t kWords = 24;
-constexpr std::uint64_t kRowBytes = kWords * sizeof(std::uint64_t);
+constexpr Generation kDeliveries = 1000;
+constexpr std::uint64_t kRowWords = 24;
+constexpr std::uint64_t kRowBytes = kRowWords * sizeof(std::uint64_t);
 
 std::vector<std::uint64_t> row_of(int source, int target, Generation g) {
-  std::vector<std::uint64_t> row(kWords);
-  for (std::uint64_t i = 0; i < kWords; ++i) row[i] = word_of(source, target, g, i);
+  std::vector<std::uint64_t> row(kRowWords);
+  for (std::uint64_t i = 0; i < kRowWords; ++i) row[i] = word_of(source, target, g, i);
   return row;
 }
 
 std::vector<std::uint64_t> read_row(const std::byte* at) {
-  std::vector<std::uint64_t> row(kWords);
+  std::vector<std::uint64_t> row(kRowWords);
   read_bytes(row.data(), at, kRowBytes);
   return row;
 }
@@ -49,7 +49,7 @@ TEST_P(DeliveryOnThreads, PushesIntoGrantsAndPullsFromLoans) {
     const Delivery<> delivery(delivered, rank, group.address(rank, delivered.flags));
     const Loan<> loan(done, rank, group.address(rank, done.flags));
     DeadlineWatch watch = long_wait();
-    for (Generation g = 1; g <= kGenerations; ++g) {
+    for (Generation g = 1; g <= kDeliveries; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
         const std::uint64_t offset = region.at(static_cast<std::uint64_t>(peer) * kRowBytes).offset;
         swap.post(reach, peer, g, &offset);
@@ -94,7 +94,7 @@ TEST_P(CreditOnThreads, TwoBuffersInFlight) {
                           group.address(rank, layout.released.flags));
     DeadlineWatch watch = long_wait();
     DropOrder<> order;
-    for (Generation g = 1; g <= kGenerations; ++g) {
+    for (Generation g = 1; g <= kDeliveries; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
         ASSERT_TRUE(credit.await_credit(peer, g, watch).ok());
         reach.write(peer, slot(g, rank), row_of(rank, peer, g).data(), kRowBytes, Credit<>::tag(g));

@@ -10,9 +10,9 @@
 namespace ferry::protocol {
 namespace {
 
-constexpr Generation kGenerations = 1500;
-constexpr std::uint64_t kWords = 5;
-using Message = std::array<std::uint64_t, kWords>;
+constexpr Generation kSwaps = 1500;
+constexpr std::uint64_t kMessageWords = 5;
+using Message = std::array<std::uint64_t, kMessageWords>;
 
 SwapLayout layout_for(int ranks) {
   SwapLayout layout;
@@ -34,9 +34,9 @@ TEST_P(SwapOnThreads, CarriesEveryMessageOfEveryGeneration) {
                       group.address(rank, layout.flags.flags));
     DeadlineWatch watch = long_wait();
     std::vector<Message> messages(static_cast<std::size_t>(ranks));
-    for (Generation g = 1; g <= kGenerations; ++g) {
+    for (Generation g = 1; g <= kSwaps; ++g) {
       for (int peer = 0; peer < ranks; ++peer) {
-        for (std::uint64_t i = 0; i < kWords; ++i) {
+        for (std::uint64_t i = 0; i < kMessageWords; ++i) {
           messages[static_cast<std::size_t>(peer)][i] = word_of(rank, peer, g, i);
         }
       }
@@ -47,7 +47,7 @@ TEST_P(SwapOnThreads, CarriesEveryMessageOfEveryGeneration) {
       for (int source = 0; source < ranks; ++source) {
         Message got;
         read_bytes(&got, swap.message(source, g), sizeof(got));
-        for (std::uint64_t i = 0; i < kWords; ++i) {
+        for (std::uint64_t i = 0; i < kMessageWords; ++i) {
           ASSERT_EQ(got[i], word_of(source, rank, g, i)) << "generation " << g;
         }
       }
@@ -63,7 +63,7 @@ TEST_P(SwapOnThreads, BarrierKeepsRoundsApart) {
   group.run([&](int rank, auto& reach) {
     const Barrier<> barrier(flags, rank, group.address(rank, flags.flags));
     DeadlineWatch watch = long_wait();
-    for (Generation g = 1; g <= kGenerations; ++g) {
+    for (Generation g = 1; g <= kSwaps; ++g) {
       if (g % 2 == 1) {
         write(reinterpret_cast<Generation*>(group.address(rank, cell)), g);
       } else {

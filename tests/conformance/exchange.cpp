@@ -9,7 +9,7 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr auto kWait = std::chrono::seconds(60);
+constexpr auto kExchangeWait = std::chrono::seconds(60);
 
 }  // namespace
 
@@ -58,7 +58,7 @@ Received Exchange::dispatch(std::uint64_t round, std::int64_t max_recv_rows) {
 }
 
 void Exchange::check(const Received& received, std::uint64_t round) {
-  received.event.wait(kWait);
+  received.event.wait(kExchangeWait);
   const Received got{to_cpu(received.x),
                      {},
                      to_cpu(received.topk_idx),
@@ -123,7 +123,7 @@ Combined Exchange::combine(std::uint64_t round) {
 }
 
 void Exchange::check(const Combined& combined, std::uint64_t round) {
-  combined.event.wait(kWait);
+  combined.event.wait(kExchangeWait);
   const Combined got{to_cpu(combined.x), to_cpu(combined.topk_weights), {}};
   CombineInput input{case_.order, case_.alignment, case_.dtype, case_.hidden};
   input.row = [&](int rank, std::int64_t row, std::byte* out) { fill(round, rank, row, out); };

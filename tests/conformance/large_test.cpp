@@ -18,8 +18,8 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr std::int64_t kHidden = 1 << 20;  // f32: 4 MiB a row
-constexpr std::size_t kRowBytes = 4 * kHidden;
+constexpr std::int64_t kLargeHidden = 1 << 20;  // f32: 4 MiB a row
+constexpr std::size_t kRowBytes = 4 * kLargeHidden;
 constexpr std::int64_t kTokens = 560;  // a rank: 2.2 GiB
 /// Distinct rows of a rank. The pattern's length divides neither 2 nor 4 GiB.
 constexpr std::int64_t kPattern = 15;
@@ -38,8 +38,8 @@ std::size_t available_bytes() {
 class PatternRows {
  public:
   explicit PatternRows(int rank)
-      : rows_(
-            make_rows(static_cast<std::uint64_t>(rank) + 1, Dtype::f32, false, kPattern, kHidden)) {
+      : rows_(make_rows(static_cast<std::uint64_t>(rank) + 1, Dtype::f32, false, kPattern,
+                        kLargeHidden)) {
     const int file = memfd_create("ferry pattern", MFD_CLOEXEC);
     bool ok = file >= 0 && ftruncate(file, static_cast<off_t>(rows_.size())) == 0;
     ok = ok && pwrite(file, rows_.data(), rows_.size(), 0) == static_cast<ssize_t>(rows_.size());
@@ -83,7 +83,7 @@ TEST(Large, RowsPastFourGibibytes) {
         const std::vector<std::int64_t> routes(kTokens, 0);
         const Plan plan = group.plan({routes.data(), Dtype::i64, {kTokens, 1}});
         const Received received =
-            group.dispatch({mine.data(), Dtype::f32, {kTokens, kHidden}}, plan);
+            group.dispatch({mine.data(), Dtype::f32, {kTokens, kLargeHidden}}, plan);
         rank.equal(received.x.rows(), rank.rank() == 0 ? 2 * kTokens : 0, "rows");
         for (std::int64_t r = 0; r < received.x.rows(); ++r) {
           const std::byte* expected = r < kTokens ? mine.row(r) : theirs.row(r - kTokens);

@@ -11,7 +11,7 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr auto kWait = std::chrono::seconds(60);
+constexpr auto kLatencyWait = std::chrono::seconds(60);
 
 bool is_poisoned(const void* data, std::size_t bytes, Device where) {
   Bytes copy(bytes + 1);
@@ -75,7 +75,7 @@ class Generation {
     LatencyCombined got = gives_none ? exchange_.combine(rows, received_, options)
                                      : exchange_.combine(rows, received_, weights(), options);
     if (options.hook) {
-      got.event.wait(kWait);
+      got.event.wait(kLatencyWait);
       if (c_.own_output) {
         group_.barrier();
         rank_.check(is_poisoned(out.get(), out_bytes, where()), "out was written before receive()");
@@ -113,8 +113,8 @@ class Generation {
   }
   /// A call and its hook: on a stream, both.
   void finish(const Event& event) {
-    event.wait(kWait);
-    if (session_.stream(c_) != nullptr) session_.stream(c_)->record().wait(kWait);
+    event.wait(kLatencyWait);
+    if (session_.stream(c_) != nullptr) session_.stream(c_)->record().wait(kLatencyWait);
   }
   const RankInput& own() const { return world_.inputs[static_cast<std::size_t>(rank_.rank())]; }
   bool quantized() const { return c_.wire != WireKind::as_is; }
@@ -127,7 +127,7 @@ class Generation {
 
   /// Everything was sent, and nothing of the output may have changed.
   void check_untouched() {
-    received_.event.wait(kWait);
+    received_.event.wait(kLatencyWait);
     const auto before = session_.poisoned().find(received_.x.data());
     if (before != session_.poisoned().end()) {
       rank_.check(

@@ -13,7 +13,7 @@ namespace {
 class Latency : public OnFabric {};
 FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Latency);
 
-constexpr std::int64_t kHidden = 32;
+constexpr std::int64_t kLatencyHidden = 32;
 constexpr int kTopk = 2;
 constexpr std::int64_t kCapacity = 6;
 
@@ -22,17 +22,17 @@ struct Small {
   explicit Small(Rank& r, std::int64_t experts)
       : rank(r),
         group(r.bootstrap(), group_config(r, experts)),
-        exchange(group, {kCapacity, kHidden, kTopk, Dtype::f32}) {}
+        exchange(group, {kCapacity, kLatencyHidden, kTopk, Dtype::f32}) {}
 
   LatencyReceived dispatch(std::int64_t tokens, const std::vector<std::int64_t>& ids,
                            bool hook = false) {
-    x.assign(static_cast<std::size_t>(tokens * kHidden), 0.0f);
+    x.assign(static_cast<std::size_t>(tokens * kLatencyHidden), 0.0f);
     for (std::size_t i = 0; i < x.size(); ++i) {
-      x[i] = static_cast<float>(rank.rank() * 1000 + static_cast<int>(i) / kHidden);
+      x[i] = static_cast<float>(rank.rank() * 1000 + static_cast<int>(i) / kLatencyHidden);
     }
     routes = ids;
     LatencyDispatchOptions options{.hook = hook};
-    return exchange.dispatch({x.data(), Dtype::f32, {tokens, kHidden}},
+    return exchange.dispatch({x.data(), Dtype::f32, {tokens, kLatencyHidden}},
                              {routes.data(), Dtype::i64, {tokens, kTopk}}, options);
   }
   LatencyCombined combine(const LatencyReceived& received, bool hook = false) {
@@ -58,7 +58,7 @@ struct Small {
   /// Both slots are used, each with weight ½: the sum is the token itself.
   void check(const LatencyCombined& combined) {
     same_values(rank, "combined", Dtype::f32, combined.x.data(), x.data(), combined.x.rows(),
-                kHidden);
+                kLatencyHidden);
   }
 
   Rank& rank;
@@ -133,7 +133,7 @@ TEST_P(Latency, RowsWaitForASlowReceiver) {
           for (std::size_t i = 0; i < ids.size(); ++i) {
             if (ids[i] != rank.rank() * 2 + e) continue;
             const auto row = static_cast<std::size_t>(e * rank.size() * kCapacity) + place++;
-            rank.equal(received.x.as<float>()[row * kHidden],
+            rank.equal(received.x.as<float>()[row * kLatencyHidden],
                        static_cast<float>(source * 1000 + static_cast<int>(i) / kTopk),
                        "a row that waited");
           }
@@ -197,7 +197,7 @@ TEST_P(Latency, CapacityFilledAndOneOver) {
       if (rank.rank() == 0) {
         rank.equal(received.counts.as<std::int32_t>()[0],
                    static_cast<std::int32_t>(kCapacity * rank.size()), "rows of expert 0");
-        const float* last = received.x.as<float>() + (kCapacity * rank.size() - 1) * kHidden;
+        const float* last = received.x.as<float>() + (kCapacity * rank.size() - 1) * kLatencyHidden;
         rank.equal(*last, static_cast<float>(2000 + kCapacity - 1), "the last row of expert 0");
       }
       small.check(small.combine(received));
@@ -233,7 +233,7 @@ TEST_P(Latency, CallsInTheWrongOrderAreRefused) {
     small.check(combined);
     LatencyReceived plain = small.dispatch(4, small.some_routes(4, 10));
     expect_error(rank, invalid, "receive without a hook", [&] { plain.receive(); });
-    LatencyExchange other(small.group, {kCapacity, kHidden, kTopk, Dtype::f32});
+    LatencyExchange other(small.group, {kCapacity, kLatencyHidden, kTopk, Dtype::f32});
     expect_error(rank, invalid, "a result of another exchange", [&] {
       (void)other.combine(plain.x, plain, {small.weights.data(), Dtype::f32, {4, kTopk}});
     });
@@ -270,11 +270,12 @@ TEST_P(Latency, ResultsOutliveExchangeAndGroup) {
     auto small = std::make_unique<Small>(rank, 4);
     std::optional<LatencyReceived> received = small->dispatch(4, small->some_routes(4, 11));
     const std::int32_t count = received->counts.as<std::int32_t>()[0];
-    std::vector<float> copy(received->x.as<float>(), received->x.as<float>() + count * kHidden);
+    std::vector<float> copy(received->x.as<float>(),
+                            received->x.as<float>() + count * kLatencyHidden);
     small->group.barrier();
     small.reset();
     same_bytes(rank, "x after the group", received->x.data(), copy.data(),
-               static_cast<std::size_t>(count), kHidden * sizeof(float));
+               static_cast<std::size_t>(count), kLatencyHidden * sizeof(float));
     received.reset();
   });
 }
@@ -282,13 +283,13 @@ TEST_P(Latency, ResultsOutliveExchangeAndGroup) {
 TEST_P(Latency, DifferentWireFormatsAreNamed) {
   run(2, [](Rank& rank) {
     Small small(rank, 4);
-    const std::vector<float> x(kHidden, 1.0f);
+    const std::vector<float> x(kLatencyHidden, 1.0f);
     const std::vector<std::int64_t> ids{0, 3};
     LatencyDispatchOptions options;
     options.format = rank.rank() == 0 ? WireFormat::as_is : WireFormat::e4m3;
     // One rank may hear first of the failure of the other.
     try {
-      (void)small.exchange.dispatch({x.data(), Dtype::f32, {1, kHidden}},
+      (void)small.exchange.dispatch({x.data(), Dtype::f32, {1, kLatencyHidden}},
                                     {ids.data(), Dtype::i64, {1, kTopk}}, options);
       rank.fail("different formats were accepted");
     } catch (const Error& error) {

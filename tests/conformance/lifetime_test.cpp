@@ -11,13 +11,13 @@ namespace {
 class Lifetime : public OnFabric {};
 FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Lifetime);
 
-std::uint64_t seed(std::uint64_t which) {
+std::uint64_t lifetime_seed(std::uint64_t which) {
   return mix(base_seed(), 81, which) >> 1;
 }
 
 TEST_P(Lifetime, TwoLivePlansInterleaved) {
   run(4, [](Rank& rank) {
-    Case a = small_case(rank, seed(1)), b = small_case(rank, seed(2));
+    Case a = small_case(rank, lifetime_seed(1)), b = small_case(rank, lifetime_seed(2));
     b.topk = 8;
     b.hidden = 128;
     b.dtype = Dtype::f32;
@@ -47,12 +47,12 @@ TEST_P(Lifetime, TwoLivePlansInterleaved) {
 
 TEST_P(Lifetime, ManyPlansUsedInAnyOrder) {
   run(3, [](Rank& rank) {
-    const Case base = small_case(rank, seed(3));
+    const Case base = small_case(rank, lifetime_seed(3));
     Group group(rank.bootstrap(), group_config(rank, base.experts()));
     std::vector<std::unique_ptr<Exchange>> all;
-    Random random(seed(4));  // the same on all ranks
+    Random random(lifetime_seed(4));  // the same on all ranks
     for (std::uint64_t i = 0; i < 40; ++i) {
-      Case c = small_case(rank, seed(100 + i));
+      Case c = small_case(rank, lifetime_seed(100 + i));
       c.topk = 1 + static_cast<int>(random.below(6));
       c.order = random.one_in(2) ? RowOrder::expert_major : RowOrder::rank_major;
       all.push_back(std::make_unique<Exchange>(rank, group, c));
@@ -67,14 +67,14 @@ TEST_P(Lifetime, ManyPlansUsedInAnyOrder) {
 
 TEST_P(Lifetime, GrowthWithLiveTensors) {
   run(3, [](Rank& rank) {
-    Case c = small_case(rank, seed(5));
+    Case c = small_case(rank, lifetime_seed(5));
     Group group(rank.bootstrap(), group_config(rank, c.experts(), 4096));
     rank.equal(group.memory().arena_bytes, std::size_t{4096}, "arena at creation");
     std::vector<std::unique_ptr<Exchange>> all;
     std::vector<Received> alive;
     std::size_t last = 0, grown = 0;
     for (std::uint64_t i = 0; i < 6; ++i) {
-      c.seed = seed(200 + i);
+      c.seed = lifetime_seed(200 + i);
       c.hidden = 64 << (2 * i);  // up to 64 Ki channels: 128 KiB a row
       c.tokens = 20;
       c.order = i % 2 == 0 ? RowOrder::rank_major : RowOrder::expert_major;
@@ -97,12 +97,12 @@ TEST_P(Lifetime, GrowthWithLiveTensors) {
 TEST_P(Lifetime, GrowthOfOneRankAlone) {
   // All rows go to one rank: it alone runs out of room, and all have to follow.
   run(4, [](Rank& rank) {
-    Case c = small_case(rank, seed(6));
+    Case c = small_case(rank, lifetime_seed(6));
     c.routes = RouteKind::one_rank;
     c.hidden = 4096;
     Group group(rank.bootstrap(), group_config(rank, c.experts(), 4096));
     for (std::uint64_t i = 0; i < 3; ++i) {
-      c.seed = seed(300 + i);
+      c.seed = lifetime_seed(300 + i);
       Exchange(rank, group, c).run();
     }
     group.barrier();
@@ -111,7 +111,7 @@ TEST_P(Lifetime, GrowthOfOneRankAlone) {
 
 TEST_P(Lifetime, TensorsOutliveTheGroup) {
   run(3, [](Rank& rank) {
-    const Case c = small_case(rank, seed(7));
+    const Case c = small_case(rank, lifetime_seed(7));
     auto group = std::make_unique<Group>(rank.bootstrap(), group_config(rank, c.experts()));
     Exchange exchange(rank, *group, c);
     const Received received = exchange.dispatch_and_check(0);
@@ -135,8 +135,8 @@ TEST_P(Lifetime, TensorsOutliveTheGroup) {
 
 TEST_P(Lifetime, TwoGroupsAtOnce) {
   run(3, [](Rank& rank) {
-    const Case a = small_case(rank, seed(20));
-    Case b = small_case(rank, seed(21));
+    const Case a = small_case(rank, lifetime_seed(20));
+    Case b = small_case(rank, lifetime_seed(21));
     b.expert_kind = ExpertKind::many;
     b.order = RowOrder::expert_major;
     Group first(rank.bootstrap(), group_config(rank, a.experts()));
@@ -174,7 +174,7 @@ TEST_P(Lifetime, TwoGroupsAtOnce) {
 
 TEST_P(Lifetime, TensorsDroppedOnAnotherThread) {
   run(2, [](Rank& rank) {
-    const Case c = small_case(rank, seed(22));
+    const Case c = small_case(rank, lifetime_seed(22));
     Group group(rank.bootstrap(), group_config(rank, c.experts(), 1 << 16));
     Exchange exchange(rank, group, c);
     {
@@ -215,7 +215,7 @@ TEST_P(Lifetime, HintsEqualWhatIsAllocated) {
 
 TEST_P(Lifetime, EmptyTensorsAndTime) {
   run(2, [](Rank& rank) {
-    const Case c = small_case(rank, seed(8));
+    const Case c = small_case(rank, lifetime_seed(8));
     Group group(rank.bootstrap(), group_config(rank, c.experts(), 8192));
     const Tensor tensor = group.empty({2, 64}, Dtype::f32);
     rank.check(group.is_registered(tensor.data()), "empty() is not registered");
@@ -244,7 +244,7 @@ TEST_P(Lifetime, AutomaticFabric) {
                                  : rank.fabric() == FabricKind::shm   ? "shm"
                                                                       : "sim";
     rank.check(group.fabric_name() == expected, "fabric is " + group.fabric_name());
-    Case c = small_case(rank, seed(9));
+    Case c = small_case(rank, lifetime_seed(9));
     c.expert_kind = ExpertKind::even;
     Exchange(rank, group, c).run();
     group.barrier();

@@ -13,7 +13,7 @@ namespace {
 class Refusals : public OnFabric {};
 FERRY_ON_EVERY_FABRIC_AND_DOMAINS(Refusals);
 
-std::uint64_t seed(std::uint64_t which) {
+std::uint64_t refusal_seed(std::uint64_t which) {
   return mix(base_seed(), 101, which) >> 1;
 }
 
@@ -39,7 +39,7 @@ TEST_P(Refusals, DifferentConfigurations) {
     }
     // The bootstrap still serves.
     Group group(rank.bootstrap(), group_config(rank, small_case(rank, 1).experts()));
-    Exchange(rank, group, small_case(rank, seed(1))).run();
+    Exchange(rank, group, small_case(rank, refusal_seed(1))).run();
     group.barrier();
   });
 }
@@ -48,7 +48,7 @@ TEST_P(Refusals, DifferentConfigurations) {
 void different_calls(Rank& rank, const char* field,
                      const std::function<void(Group&, Exchange&, bool)>& call) {
   rank.begin(field);
-  const Case c = small_case(rank, seed(2));
+  const Case c = small_case(rank, refusal_seed(2));
   Group group(rank.bootstrap(), group_config(rank, c.experts()));
   Exchange exchange(rank, group, c);
   const Received before = exchange.dispatch_and_check(0);
@@ -58,7 +58,7 @@ void different_calls(Rank& rank, const char* field,
   expect_text(rank, text, rank.rank() == 1 ? "rank 0" : "rank 1");
   exchange.check(before, 0);
   exchange.run(1);
-  Exchange(rank, group, small_case(rank, seed(3))).run();  // a new plan
+  Exchange(rank, group, small_case(rank, refusal_seed(3))).run();  // a new plan
   group.barrier();
 }
 
@@ -125,7 +125,8 @@ TEST_P(Refusals, DifferentPlans) {
   run(2, [](Rank& rank) {
     different_calls(rank, "plan", [&](Group& g, Exchange& e, bool odd) {
       // Two plans on every rank, used in another order on rank 1.
-      const Exchange a(rank, g, small_case(rank, seed(4))), b(rank, g, small_case(rank, seed(5)));
+      const Exchange a(rank, g, small_case(rank, refusal_seed(4))),
+          b(rank, g, small_case(rank, refusal_seed(5)));
       (void)e;
       const Bytes zeros(1 << 16);
       (void)g.dispatch({zeros.data(), Dtype::bf16, {9, 64}}, (odd ? a : b).plan());
@@ -135,7 +136,7 @@ TEST_P(Refusals, DifferentPlans) {
 
 TEST_P(Refusals, WorstCaseTooSmall) {
   run(3, [](Rank& rank) {
-    Case c = small_case(rank, seed(6));
+    Case c = small_case(rank, refusal_seed(6));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
       c.order = order;
@@ -158,7 +159,7 @@ TEST_P(Refusals, WorstCaseTooSmall) {
 
 TEST_P(Refusals, WorstCaseTooSmallOnAStream) {
   run(3, [](Rank& rank) {
-    Case c = small_case(rank, seed(7));
+    Case c = small_case(rank, refusal_seed(7));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     Stream stream;
     std::atomic<bool> go{false};
@@ -186,7 +187,7 @@ TEST_P(Refusals, WorstCaseTooSmallOnAStream) {
 TEST_P(Refusals, OutputTooSmall) {
   // Refused before anything moves, on every rank alike.
   run(2, [](Rank& rank) {
-    const Case c = small_case(rank, seed(8));
+    const Case c = small_case(rank, refusal_seed(8));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     Exchange exchange(rank, group, c);
     Bytes x(1 << 16);

@@ -13,7 +13,7 @@ namespace {
 class Streams : public OnFabric {};
 FERRY_ON_EVERY_FABRIC(Streams);
 
-std::uint64_t seed(std::uint64_t which) {
+std::uint64_t stream_seed(std::uint64_t which) {
   return mix(base_seed(), 91, which) >> 1;
 }
 
@@ -23,7 +23,7 @@ void pause(std::int64_t ms) {
 
 TEST_P(Streams, CallsReturnBeforePeersCome) {
   run(3, [](Rank& rank) {
-    Case c = small_case(rank, seed(1));
+    Case c = small_case(rank, stream_seed(1));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     const auto everybody = [&] {  // not an exchange of the group
       rank.bootstrap()->all_gather({}, std::chrono::seconds(10));
@@ -57,7 +57,7 @@ TEST_P(Streams, CallsReturnBeforePeersCome) {
 
 TEST_P(Streams, ExactSizeBlocksForTheCountOnly) {
   run(3, [](Rank& rank) {
-    const Case c = small_case(rank, seed(2));
+    const Case c = small_case(rank, stream_seed(2));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     const auto everybody = [&] { rank.bootstrap()->all_gather({}, std::chrono::seconds(10)); };
     Stream stream;
@@ -91,9 +91,9 @@ TEST_P(Streams, CallsOfTwoStreamsRunInTheOrderOfTheCalls) {
     std::vector<std::unique_ptr<Exchange>> all;
     std::vector<Received> received;
     std::vector<Combined> combined;
-    Random delays(mix(seed(3), static_cast<std::uint64_t>(rank.rank())));  // each its own
+    Random delays(mix(stream_seed(3), static_cast<std::uint64_t>(rank.rank())));  // each its own
     for (std::uint64_t i = 0; i < 12; ++i) {
-      Case c = small_case(rank, seed(100 + i));
+      Case c = small_case(rank, stream_seed(100 + i));
       c.order = i % 3 == 0 ? RowOrder::expert_major : RowOrder::rank_major;
       Stream& stream = streams[i % 2];
       const std::int64_t ms = delays.below(4);
@@ -148,7 +148,7 @@ TEST_P(Streams, EventsOrderTwoStreams) {
 
 TEST_P(Streams, GrowthOnAStream) {
   run(3, [](Rank& rank) {
-    Case c = small_case(rank, seed(5));
+    Case c = small_case(rank, stream_seed(5));
     c.hidden = 2048;
     Group group(rank.bootstrap(), group_config(rank, c.experts(), 4096));
     Stream stream;
@@ -156,7 +156,7 @@ TEST_P(Streams, GrowthOnAStream) {
     std::vector<Received> received;
     std::vector<Combined> combined;
     for (std::uint64_t i = 0; i < 4; ++i) {
-      c.seed = seed(200 + i);
+      c.seed = stream_seed(200 + i);
       c.order = i % 2 == 0 ? RowOrder::rank_major : RowOrder::expert_major;
       all.push_back(std::make_unique<Exchange>(rank, group, c, &stream));
       received.push_back(all.back()->dispatch(0, i < 2 ? 150 : 0));
@@ -172,14 +172,14 @@ TEST_P(Streams, GrowthOnAStream) {
 
 TEST_P(Streams, LatencyOnAStream) {
   run(2, [](Rank& rank) {
-    Case c = small_case(rank, seed(6));
+    Case c = small_case(rank, stream_seed(6));
     Group group(rank.bootstrap(), group_config(rank, c.experts()));
     LatencyExchange exchange(group, {16, c.hidden, c.topk, c.dtype});
     Stream stream;
     c.mode = Mode::latency;
     c.capacity = 16;
     for (std::uint64_t i = 0; i < 20; ++i) {
-      c.seed = seed(300 + i);
+      c.seed = stream_seed(300 + i);
       const World world = make_world(c);
       const RankInput& own = world.inputs[static_cast<std::size_t>(rank.rank())];
       LatencyDispatchOptions options{.stream = &stream};

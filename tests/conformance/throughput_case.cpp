@@ -11,7 +11,7 @@ namespace ferry::conformance {
 namespace {
 
 constexpr std::size_t kGuard = 256;
-constexpr auto kWait = std::chrono::seconds(60);
+constexpr auto kThroughputWait = std::chrono::seconds(60);
 
 /// Poisoned memory for an output, with a guard behind it.
 struct OwnOutput {
@@ -180,7 +180,7 @@ class ThroughputCase {
   }
 
   void check(const Received& received, const World& world) {
-    received.event.wait(kWait);
+    received.event.wait(kThroughputWait);
     const Received got = on_cpu(received);
     const auto n = static_cast<std::int64_t>(expected_.arrivals.size());
     const std::int64_t rows = output_rows();
@@ -310,7 +310,7 @@ class ThroughputCase {
     const Combined combined =
         group_.combine({data, c_.combine_dtype, {rows, c_.hidden}, where()}, plan_, options);
     if (pipelined) check(received, world);
-    combined.event.wait(kWait);
+    combined.event.wait(kThroughputWait);
     const Combined got{to_cpu(combined.x), to_cpu(combined.topk_weights), {}};
     if (c_.own_output) rank_.check(combined.x.data() == out.view.data, "combine: x is not `out`");
     out.check_guard(rank_, "combine: out");

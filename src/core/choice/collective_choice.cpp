@@ -18,7 +18,7 @@ constexpr double kFarOff = 1.5;  // times the expected, or a part of it
 constexpr int kOdd = 3, kUsual = 4;
 constexpr double kFirstGap = 16 << 20, kLongestGap = 1 << 30, kPeriod = 256 << 20;
 constexpr double kFollow = 0.25;
-constexpr double kForget = 0.03;      // of another way's correction, in each call
+constexpr double kForgetCorrection = 0.03;  // of another way's correction, in each call
 constexpr double kAsGoodAsNew = 1.1;  // times the least correction: its observations are forgotten
 
 /// The parts of domains that need at most `t` times the time in which a port carries the tensor.
@@ -236,7 +236,7 @@ void CollectiveChoice::observe(const ReduceWay& way, const ReduceVolume& volume,
     double& other = size.correction[k];
     if (k == index(kind) || other == 0) continue;
     const bool worse = other > kAsGoodAsNew * least;
-    other += kForget * (least - other);
+    other += kForgetCorrection * (least - other);
     if (worse && other <= kAsGoodAsNew * least) size.last[k] = {};
   }
 }

@@ -22,7 +22,7 @@ constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 constexpr std::size_t kChunksInSlab = 4;
 constexpr std::size_t kMessagesInSlab = 64;
 constexpr std::size_t kReceives = 32;
-constexpr auto kPollPeriod = std::chrono::milliseconds(20);
+constexpr auto kRoomPollPeriod = std::chrono::milliseconds(20);
 
 constexpr int kSleepMs = 50;
 constexpr int kSleepWithBacklogMs = 1;  // its room need not wake the thread
@@ -104,7 +104,7 @@ Endpoint::~Endpoint() {
     {
       auto lock = locked();
       while (!all_said_goodbye(*leaves_) && Clock::now() - *leaves_ < setting_.deadline) {
-        room_.wait_for(lock, kPollPeriod);
+        room_.wait_for(lock, kRoomPollPeriod);
       }
       stop_ = true;
     }

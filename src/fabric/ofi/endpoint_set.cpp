@@ -12,7 +12,7 @@ namespace ferry::fabric::ofi {
 
 namespace {
 
-constexpr auto kPollPeriod = std::chrono::milliseconds(50);
+constexpr auto kPeerPollPeriod = std::chrono::milliseconds(50);
 
 }  // namespace
 
@@ -219,10 +219,10 @@ void EndpointSet::await_chunk(std::unique_lock<std::mutex>& lock, int rank, cons
   Target& target = target_of(rank);
   Endpoint* endpoint = target.endpoints[target.turn++ % target.endpoints.size()];
   // By the clock: room may come and go faster than that for as long as a call takes.
-  const bool poll = look_up && Clock::now() - looked_up_ >= kPollPeriod;
+  const bool poll = look_up && Clock::now() - looked_up_ >= kPeerPollPeriod;
   if (poll) looked_up_ = Clock::now();
   lock.unlock();
-  endpoint->await_chunk(rank, kPollPeriod);
+  endpoint->await_chunk(rank, kPeerPollPeriod);
   if (poll) look_up(rank);
   lock.lock();
 }

@@ -19,7 +19,7 @@
 namespace ferry {
 namespace {
 
-constexpr std::size_t kMostShown = 40;
+constexpr std::size_t kMostOfValueShown = 40;
 
 std::string_view variable(const char* name) {
   const char* value = std::getenv(name);
@@ -37,7 +37,7 @@ int number_from(const char* name, int otherwise) {
     return number;
   }
   throw Error(ErrorKind::invalid_argument, "environment variable " + std::string(name) + " is \"" +
-                                               printable(value, kMostShown) +
+                                               printable(value, kMostOfValueShown) +
                                                "\", expected an integer from 1 to " +
                                                std::to_string(kMaxOfiEndpoints));
 }

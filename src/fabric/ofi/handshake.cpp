@@ -15,7 +15,7 @@ constexpr std::uint64_t kOfferMagic = 0x324946424f524546;  // "FEROBFI2"
 constexpr std::uint64_t kMagic = 0x334946424f524546;       // "FEROBFI3"
 constexpr std::uint32_t kMostNics = 256;                   // of a machine
 constexpr std::size_t kMaxText = 1000;
-constexpr std::size_t kMostShown = 80;
+constexpr std::size_t kMostOfHandshakeShown = 80;
 
 void append(std::vector<std::byte>& bytes, const void* data, std::size_t count) {
   const auto* first = static_cast<const std::byte*>(data);
@@ -90,14 +90,16 @@ std::string rank_text(std::size_t rank) {
   return "rank " + std::to_string(rank);
 }
 
-[[noreturn]] void refuse(ErrorKind kind, const std::string& what, int rank, std::size_t peer) {
+[[noreturn]] void refuse_handshake(ErrorKind kind, const std::string& what, int rank,
+                                   std::size_t peer) {
   throw Error(kind, what, {.rank = rank, .peer = static_cast<int>(peer)});
 }
 
 void check_problem(const std::string& problem, int rank, std::size_t peer) {
   if (problem.empty()) return;
-  refuse(ErrorKind::peer_failed,
-         rank_text(peer) + " cannot use the network: " + printable(problem, kMaxText), rank, peer);
+  refuse_handshake(ErrorKind::peer_failed,
+                   rank_text(peer) + " cannot use the network: " + printable(problem, kMaxText),
+                   rank, peer);
 }
 
 /// Each rank must reach each other one.
@@ -109,19 +111,21 @@ void check_addresses(const std::vector<Handshake>& handshakes, int rank) {
       const std::size_t bytes = name.size();
       if (bytes > 0 && bytes == first.names.front().size()) continue;
       if (bytes > 0 && bytes != other.names.front().size()) {
-        refuse(ErrorKind::mismatch,
-               rank_text(r) + " has NICs whose addresses are of two kinds (endpoints' names of " +
-                   std::to_string(other.names.front().size()) + " and " + std::to_string(bytes) +
-                   " bytes); name NICs of one kind there, IPv4 or IPv6 (FERRY_OFI_NICS)",
-               rank, r);
+        refuse_handshake(
+            ErrorKind::mismatch,
+            rank_text(r) + " has NICs whose addresses are of two kinds (endpoints' names of " +
+                std::to_string(other.names.front().size()) + " and " + std::to_string(bytes) +
+                " bytes); name NICs of one kind there, IPv4 or IPv6 (FERRY_OFI_NICS)",
+            rank, r);
       }
-      refuse(ErrorKind::mismatch,
-             rank_text(r) + " listens at " + printable(other.address, kMostShown) +
-                 " (an endpoint's name of " + std::to_string(bytes) + " bytes), rank 0 at " +
-                 printable(first.address, kMostShown) + " (" +
-                 std::to_string(first.names.front().size()) +
-                 "); give all ranks a FERRY_HOST of one kind, IPv4 or IPv6",
-             rank, r);
+      refuse_handshake(ErrorKind::mismatch,
+                       rank_text(r) + " listens at " +
+                           printable(other.address, kMostOfHandshakeShown) +
+                           " (an endpoint's name of " + std::to_string(bytes) +
+                           " bytes), rank 0 at " + printable(first.address, kMostOfHandshakeShown) +
+                           " (" + std::to_string(first.names.front().size()) +
+                           "); give all ranks a FERRY_HOST of one kind, IPv4 or IPv6",
+                       rank, r);
     }
   }
   const auto apart =
@@ -130,13 +134,14 @@ void check_addresses(const std::vector<Handshake>& handshakes, int rank) {
   if (apart == handshakes.end()) return;
   for (std::size_t r = 0; r < handshakes.size(); ++r) {
     if (!is_loopback(handshakes[r].address)) continue;
-    refuse(ErrorKind::invalid_argument,
-           "ranks 0 and " + std::to_string(apart - handshakes.begin()) +
-               " run on different hosts, but " + rank_text(r) + " listens at " +
-               handshakes[r].address +
-               ", where only its own host reaches it; set FERRY_HOST there to an address or "
-               "interface of its network",
-           rank, r);
+    refuse_handshake(
+        ErrorKind::invalid_argument,
+        "ranks 0 and " + std::to_string(apart - handshakes.begin()) +
+            " run on different hosts, but " + rank_text(r) + " listens at " +
+            handshakes[r].address +
+            ", where only its own host reaches it; set FERRY_HOST there to an address or "
+            "interface of its network",
+        rank, r);
   }
 }
 
@@ -216,20 +221,22 @@ void check_handshakes(const std::vector<Handshake>& handshakes, int rank) {
     const Handshake& other = handshakes[r];
     check_problem(other.problem, rank, r);
     if (other.provider != first.provider) {
-      refuse(ErrorKind::mismatch,
-             rank_text(r) + " uses libfabric's provider " + printable(other.provider, kMostShown) +
-                 ", rank 0 " + printable(first.provider, kMostShown) +
-                 "; name one that all have (FERRY_OFI_PROVIDER)",
-             rank, r);
+      refuse_handshake(ErrorKind::mismatch,
+                       rank_text(r) + " uses libfabric's provider " +
+                           printable(other.provider, kMostOfHandshakeShown) + ", rank 0 " +
+                           printable(first.provider, kMostOfHandshakeShown) +
+                           "; name one that all have (FERRY_OFI_PROVIDER)",
+                       rank, r);
     }
     if (other.names.size() / other.networks.size() != first.names.size() / first.networks.size()) {
       const auto endpoints = [](const Handshake& handshake) {
         return std::to_string(handshake.names.size() / handshake.networks.size());
       };
-      refuse(ErrorKind::mismatch,
-             rank_text(r) + " has " + endpoints(other) + " endpoints on each NIC, rank 0 " +
-                 endpoints(first) + "; give all ranks the same number (FERRY_OFI_ENDPOINTS)",
-             rank, r);
+      refuse_handshake(ErrorKind::mismatch,
+                       rank_text(r) + " has " + endpoints(other) +
+                           " endpoints on each NIC, rank 0 " + endpoints(first) +
+                           "; give all ranks the same number (FERRY_OFI_ENDPOINTS)",
+                       rank, r);
     }
   }
   check_addresses(handshakes, rank);

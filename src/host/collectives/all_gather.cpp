@@ -7,7 +7,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "all_gather";
+constexpr const char* kAllGather = "all_gather";
 
 class AllGather {
  public:
@@ -20,7 +20,7 @@ class AllGather {
 
   void run() {
     if (block_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
-      all_.meet(kCall, head_, {data_, block_});
+      all_.meet(kAllGather, head_, {data_, block_});
       for (int r = 0; r < all_.size(); ++r) {
         copy_bytes(out_ + index(r) * block_, all_.channel().body(r), block_);
       }
@@ -28,29 +28,29 @@ class AllGather {
     }
     const Lent lent(all_, head_, data_, block_);
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_);
+    all_.meet(kAllGather, head_);
     const Lenders lenders(all_);
     if (lenders.every) return gather_in_place();
     if (lends(head_)) write_window(0);
-    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    if (lenders.some) all_.meet_members(kAllGather);  // some ranks wrote their windows only now
     for (;;) {
       gather_round();
       const std::size_t next = first_ + bytes_;
       if (next == block_) return;
       write_window(next);
-      all_.meet_members(kCall);
+      all_.meet_members(kAllGather);
     }
   }
 
  private:
   void gather_in_place() {
     {
-      const Borrowed borrowed(all_, kCall, all_.members(), [this](int) { return block_; });
+      const Borrowed borrowed(all_, kAllGather, all_.members(), [this](int) { return block_; });
       for (std::size_t r = 0; r < borrowed.tensors().size(); ++r) {
         copy_result(index(all_.size()) * block_, out_ + r * block_, borrowed.tensors()[r], block_);
       }
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kAllGather);
   }
 
   std::size_t round_bytes() const {
@@ -91,17 +91,17 @@ class AllGather {
       all_.put(to, inbox(all_.rank()), data_ + first_, bytes_);
       all_.tell(to, bytes_);
     }
-    for (const int source : domains.feeders(all_.rank())) all_.hear(kCall, source);
-    all_.meet_members(kCall);
+    for (const int source : domains.feeders(all_.rank())) all_.hear(kAllGather, source);
+    all_.meet_members(kAllGather);
   }
 
   /// Who wrote here may do so again.
   void free_inboxes() {
     const Domains& domains = all_.domains();
-    all_.meet_members(kCall);
+    all_.meet_members(kAllGather);
     for (const int source : domains.feeders(all_.rank())) all_.tell(source);
     for (int d = 0; d < domains.count(); ++d) {
-      if (d != all_.domain()) all_.hear(kCall, domains.rail(all_.rank(), d));
+      if (d != all_.domain()) all_.hear(kAllGather, domains.rail(all_.rank(), d));
     }
   }
 

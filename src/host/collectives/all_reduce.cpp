@@ -11,7 +11,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "all_reduce";
+constexpr const char* kAllReduce = "all_reduce";
 constexpr std::int64_t kCrossing = 64 << 10;  // elements that cross as one write
 
 class AllReduce {
@@ -30,12 +30,12 @@ class AllReduce {
   void run() {
     const Lent lent(all_, head_, data_, bytes(count_));
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_, std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
-    coded_.emplace(all_, kCall, format_, bytes(count_));
+    all_.meet(kAllReduce, head_, std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
+    coded_.emplace(all_, kAllReduce, format_, bytes(count_));
     const Lenders lenders(all_);
     if (lenders.every) return reduce_in_place();
     if (lends(head_)) write_window(0);
-    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    if (lenders.some) all_.meet_members(kAllReduce);  // some ranks wrote their windows only now
     reduce_staged();
   }
 
@@ -47,7 +47,8 @@ class AllReduce {
   // there. Nobody else touches it meanwhile.
   void reduce_in_place() {
     {
-      const Borrowed borrowed(all_, kCall, all_.members(), [this](int) { return bytes(count_); });
+      const Borrowed borrowed(all_, kAllReduce, all_.members(),
+                              [this](int) { return bytes(count_); });
       for (const Share& share : cutter_.cut(count_)) {
         if (!handles(share)) continue;
         std::vector<void*> places;
@@ -58,7 +59,7 @@ class AllReduce {
         reduce_all(reduction_, rows, share.count(), places);
       }
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kAllReduce);
   }
 
   bool crosses() const { return all_.domains().count() > 1; }
@@ -131,7 +132,7 @@ class AllReduce {
     for (std::int64_t k = 0; k < rounds + ahead; ++k) {
       if (const std::int64_t next = k + ahead; next > 0 && next < rounds) {
         write_window(next);
-        all_.meet_members(kCall);
+        all_.meet_members(kAllReduce);
         begin_round(next);
         if (ahead > 0) send_partials(next);
       }
@@ -164,7 +165,7 @@ class AllReduce {
     for (const Share& share : shares_) {
       if (handles(share) && share.domain != all_.domain()) hear_result(share);
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kAllReduce);
     for (const Share& share : shares_) {
       if (handles(share) && share.domain == all_.domain()) continue;  // finished there
       copy_bytes(own(share.first), window(rank_of(share, all_.domain(), domains), share.first),
@@ -265,7 +266,7 @@ class AllReduce {
         partials[index(d)] = values.data();
         continue;
       }
-      all_.hear(kCall, rank_of(share, d, all_.domains()));
+      all_.hear(kAllReduce, rank_of(share, d, all_.domains()));
       const std::size_t place = inbox(share, d) + partial(at - share.first);
       partials[index(d)] = all_.staged(all_.rank(), place);
     }
@@ -292,7 +293,8 @@ class AllReduce {
                           floats(window(all_.rank(), share.first)));
       return;
     }
-    for (std::int64_t at = share.first; at < share.end; at += kCrossing) all_.hear(kCall, owner);
+    for (std::int64_t at = share.first; at < share.end; at += kCrossing)
+      all_.hear(kAllReduce, owner);
   }
 
   static float* floats(std::byte* bytes) { return static_cast<float*>(static_cast<void*>(bytes)); }
@@ -355,7 +357,7 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
   head.call.weights = options.any_order ? 1 : 0;
   const bool small = reduction.bytes(count) <= eager_bytes(all.size());
-  if (!small && all.links_due()) all.measure_links(kCall, head);
+  if (!small && all.links_due()) all.measure_links(kAllReduce, head);
   const ReduceVolume volume =
       volume_of(all, reduction, count, small ? ReduceFormat::exact : options.format);
   const ReduceWay way = way_of(all, volume, options, reduction, small);
@@ -365,10 +367,10 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   if (way.algorithm == Algorithm::one_shot) {
     reduce_in_one_shot(all, x, reduction, head);
   } else if (!alone && way.algorithm == Algorithm::ring) {
-    all.meet(kCall, head);
+    all.meet(kAllReduce, head);
     reduce_along_ring(all, x, options.op);
   } else if (!alone && way.algorithm == Algorithm::tree) {
-    all.meet(kCall, head);
+    all.meet(kAllReduce, head);
     reduce_by_tree(all, x, options.op);
   } else {
     AllReduce(all, x, reduction, way.shares, options.format, head).run();

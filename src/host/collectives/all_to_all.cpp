@@ -11,8 +11,8 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "all_to_all";
-constexpr std::size_t kMostBytes = std::size_t{1} << 60;  // of a block; no tensor is that long
+constexpr const char* kAllToAll = "all_to_all";
+constexpr std::size_t kMostBlockBytes = std::size_t{1} << 60;  // of a block; no tensor is that long
 
 class AllToAll {
  public:
@@ -31,18 +31,19 @@ class AllToAll {
     from_ = offsets(counts_.from);
     const Lent lent(all_, head_, data_, to_.back() + index(counts_.to.back()) * element_);
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_, [this](int peer, std::byte* body) { return write_body(peer, body); });
+    all_.meet(kAllToAll, head_,
+              [this](int peer, std::byte* body) { return write_body(peer, body); });
     const std::size_t longest = check_counts();
     take_short_blocks();
     if (longest == 0) return;
     const Lenders lenders(all_);
     if (lenders.every) return read_in_place();
     if (lends(head_)) write_window(0);
-    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    if (lenders.some) all_.meet_members(kAllToAll);  // some ranks wrote their windows only now
     for (std::size_t first = 0; first < longest; first += slot_) {
       if (first > 0) {
         write_window(first);
-        all_.meet_members(kCall);
+        all_.meet_members(kAllToAll);
       }
       exchange_round(first);
     }
@@ -87,7 +88,7 @@ class AllToAll {
         for (int r = 0; r < end; ++r) bytes += index(count_of(member, r)) * element_;
         return bytes;
       };
-      const Borrowed borrowed(all_, kCall, all_.members(),
+      const Borrowed borrowed(all_, kAllToAll, all_.members(),
                               [&](int member) { return bytes_before(member, all_.size()); });
       for (int r = 0; r < all_.size(); ++r) {
         const std::size_t block = index(counts_.from[index(r)]) * element_;
@@ -96,7 +97,7 @@ class AllToAll {
                     borrowed.tensors()[index(r)] + bytes_before(r, all_.rank()), block);
       }
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kAllToAll);
   }
 
   /// What a rank's message says: its elements for rank `at`, or from rank `at` − size.
@@ -121,12 +122,12 @@ class AllToAll {
                       "all_to_all: rank " + std::to_string(source) + " sends " +
                           std::to_string(sent) + " elements to rank " + std::to_string(target) +
                           ", which expects " + std::to_string(awaited),
-                      {all_.rank(), source == all_.rank() ? target : source, kCall,
+                      {all_.rank(), source == all_.rank() ? target : source, kAllToAll,
                        all_.channel().generation(), 0, 0});
         }
-        if (sent < 0 || index(sent) > kMostBytes / element_) {
+        if (sent < 0 || index(sent) > kMostBlockBytes / element_) {
           all_.channel().throw_violation(
-              kCall, source,
+              kAllToAll, source,
               "sends " + std::to_string(sent) + " elements to rank " + std::to_string(target));
         }
         longest = std::max(longest, sent);
@@ -180,7 +181,7 @@ class AllToAll {
     }
     for (int r = 0; r < all_.size(); ++r) {
       const bool inside = all_.is_member(r);
-      if (!inside) all_.hear(kCall, r);
+      if (!inside) all_.hear(kAllToAll, r);
       const std::byte* from =
           r == all_.rank() ? data_ + to_[index(r)] + first
           : inside         ? all_.staged(r, window_ + index(all_.rank()) * slot_)
@@ -189,7 +190,7 @@ class AllToAll {
       if (!inside) all_.tell(r);  // who wrote here may do so again
     }
     for (int r = 0; r < all_.size(); ++r) {
-      if (!all_.is_member(r)) all_.hear(kCall, r);
+      if (!all_.is_member(r)) all_.hear(kAllToAll, r);
     }
   }
 

@@ -7,7 +7,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "broadcast";
+constexpr const char* kBroadcast = "broadcast";
 
 class Broadcast {
  public:
@@ -23,30 +23,30 @@ class Broadcast {
   void run() {
     const bool mine = all_.rank() == root_;
     if (bytes_all_ + sizeof(StepMessage) <= eager_bytes(all_.size())) {
-      all_.meet(kCall, head_, {data_, mine ? bytes_all_ : 0});
+      all_.meet(kBroadcast, head_, {data_, mine ? bytes_all_ : 0});
       if (!mine) copy_bytes(data_, all_.channel().body(root_), bytes_all_);
       return;
     }
     const Lent lent(all_, head_, data_, bytes_all_);
     if (!mine || !lends(head_)) write_window(0);
-    all_.meet(kCall, head_);
+    all_.meet(kBroadcast, head_);
     if (lends(all_.channel().head(root_))) return read_in_place();
     for (;;) {
       spread_round();
       const std::size_t next = first_ + bytes_;
       if (next == bytes_all_) return;
       write_window(next);
-      all_.meet_members(kCall);
+      all_.meet_members(kBroadcast);
     }
   }
 
  private:
   void read_in_place() {
     if (all_.rank() != root_) {
-      const Borrowed borrowed(all_, kCall, {&root_, 1}, [this](int) { return bytes_all_; });
+      const Borrowed borrowed(all_, kBroadcast, {&root_, 1}, [this](int) { return bytes_all_; });
       copy_bytes(data_, borrowed.tensors()[0], bytes_all_);
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kBroadcast);
   }
 
   void write_window(std::size_t first) {
@@ -92,16 +92,16 @@ class Broadcast {
     };
     const std::vector<Share> parts = shares();
     for (const Share& share : parts) {
-      if (mine(share)) all_.hear(kCall, rank_of(share, share.domain, domains));
+      if (mine(share)) all_.hear(kBroadcast, rank_of(share, share.domain, domains));
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kBroadcast);
     for (const Share& share : parts) {
       copy_bytes(data_ + first_ + index(share.first),
                  all_.staged(rank_of(share, all_.domain(), domains),
                              all_.staging().inbox() + index(share.first)),
                  index(share.count()));
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kBroadcast);
     for (const Share& share : parts) {
       if (mine(share)) all_.tell(rank_of(share, share.domain, domains));
     }
@@ -122,7 +122,7 @@ class Broadcast {
     const Domains& domains = all_.domains();
     for (const Share& share : shares()) {
       if (rank_of(share, share.domain, domains) == all_.rank()) {
-        all_.hear(kCall, rank_of(share, domain, domains));
+        all_.hear(kBroadcast, rank_of(share, domain, domains));
       }
     }
   }

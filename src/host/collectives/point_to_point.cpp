@@ -10,9 +10,9 @@
 namespace ferry::host {
 namespace {
 
-constexpr auto kPollPeriod = std::chrono::milliseconds(20);  // between two polls of the peers
-constexpr auto kSleep = std::chrono::milliseconds(40);       // at most
-constexpr auto kNap = std::chrono::microseconds(500);        // where a network may raise flags
+constexpr auto kPeerPollPeriod = std::chrono::milliseconds(20);  // between two polls of the peers
+constexpr auto kSleep = std::chrono::milliseconds(40);           // at most
+constexpr auto kNap = std::chrono::microseconds(500);            // where a network may raise flags
 
 std::string bytes_text(std::uint64_t bytes) {
   return std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
@@ -181,7 +181,7 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
     const std::uint64_t seen = ring_.bell();
     const bool moved = step();
     const auto now = Clock::now();
-    if (now - last_look_ >= kPollPeriod || fabric::DeathWatch::count() != deaths_) {
+    if (now - last_look_ >= kPeerPollPeriod || fabric::DeathWatch::count() != deaths_) {
       look_after_peers();
     }
     if (over() || (awaited != nullptr && now - start >= kSleep)) break;
@@ -204,7 +204,7 @@ void PointToPoint::move_until(Lock& lock, const Transfer* awaited) {
 
 std::chrono::nanoseconds PointToPoint::nap() const {
   return engine_->domains() > 1 ? std::chrono::nanoseconds(kNap)
-                                : std::chrono::nanoseconds(kPollPeriod);
+                                : std::chrono::nanoseconds(kPeerPollPeriod);
 }
 
 bool PointToPoint::step() {

@@ -11,7 +11,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr std::int64_t kTile = 512;  // elements at a time: partial results stay in L1
+constexpr std::int64_t kReduceTile = 512;  // elements at a time: partial results stay in L1
 
 /// Of min and max: an element that is NaN wins.
 template <class T>
@@ -69,10 +69,10 @@ void reduce_tile(ReduceOp op, std::span<const void* const> rows, std::int64_t at
 template <class T, class Partial, class Out>
 void reduce_rows(const Reduction& reduction, std::span<const void* const> rows, std::int64_t count,
                  std::span<void* const> outs) {
-  std::array<Partial, kTile> tile;
-  std::array<Out, kTile> result;
-  for (std::int64_t at = 0; at < count; at += kTile) {
-    const std::int64_t some = std::min(kTile, count - at);
+  std::array<Partial, kReduceTile> tile;
+  std::array<Out, kReduceTile> result;
+  for (std::int64_t at = 0; at < count; at += kReduceTile) {
+    const std::int64_t some = std::min(kReduceTile, count - at);
     reduce_tile<T, Partial>(reduction.op, rows, at, some, tile.data());
     for (std::int64_t i = 0; i < some; ++i) {
       Partial value = tile[static_cast<std::size_t>(i)];

@@ -7,7 +7,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "reduce_scatter";
+constexpr const char* kReduceScatter = "reduce_scatter";
 
 class ReduceScatter {
  public:
@@ -24,18 +24,19 @@ class ReduceScatter {
   void run() {
     const Lent lent(all_, head_, data_, bytes(block_ * all_.size()));
     if (!lends(head_)) write_window(0);
-    all_.meet(kCall, head_, std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
-    coded_.emplace(all_, kCall, format_, bytes(block_ * all_.size()));
+    all_.meet(kReduceScatter, head_,
+              std::as_bytes(std::span(&all_.compression_state().last_tally, 1)));
+    coded_.emplace(all_, kReduceScatter, format_, bytes(block_ * all_.size()));
     const Lenders lenders(all_);
     if (lenders.every) return reduce_in_place();
     if (lends(head_)) write_window(0);
-    if (lenders.some) all_.meet_members(kCall);  // some ranks wrote their windows only now
+    if (lenders.some) all_.meet_members(kReduceScatter);  // some ranks wrote their windows only now
     while (block_ > 0) {
       reduce_round();
       const std::int64_t next = first_ + elements_;
       if (next == block_) return;
       write_window(next);
-      all_.meet_members(kCall);
+      all_.meet_members(kReduceScatter);
     }
   }
 
@@ -45,14 +46,14 @@ class ReduceScatter {
 
   void reduce_in_place() {
     {
-      const Borrowed borrowed(all_, kCall, all_.members(),
+      const Borrowed borrowed(all_, kReduceScatter, all_.members(),
                               [this](int) { return bytes(block_ * all_.size()); });
       std::vector<const void*> rows;
       for (const std::byte* x : borrowed.tensors()) rows.push_back(x + bytes(block_ * all_.rank()));
       void* const out[] = {out_};
       reduce_all(reduction_, rows, block_, out);
     }
-    all_.meet_members(kCall);
+    all_.meet_members(kReduceScatter);
   }
 
   /// Elements of each block in a round.
@@ -129,7 +130,7 @@ class ReduceScatter {
         coded_->receive_all(rail, inbox(d, all_.domain()), elements_, decoded[index(d)].data());
         partials.push_back(decoded[index(d)].data());
       } else {
-        all_.hear(kCall, rail);
+        all_.hear(kReduceScatter, rail);
         partials.push_back(all_.staged(all_.rank(), inbox(d, all_.domain())));
       }
     }
@@ -144,7 +145,8 @@ class ReduceScatter {
       if (d != all_.domain()) all_.tell(domains.rail(all_.rank(), d));
     }
     for (int r = 0; r < all_.size(); ++r) {
-      if (!all_.is_member(r) && domains.rail(r, all_.domain()) == all_.rank()) all_.hear(kCall, r);
+      if (!all_.is_member(r) && domains.rail(r, all_.domain()) == all_.rank())
+        all_.hear(kReduceScatter, r);
     }
   }
 

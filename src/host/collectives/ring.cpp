@@ -8,7 +8,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "all_reduce";
+constexpr const char* kRingCall = "all_reduce";
 constexpr std::int64_t kStepUnit = 16;  // elements: a cache line of the narrowest partial results
 
 /// Rounds of one step of every share each. Where a step lands depends on the round's parity and the
@@ -77,7 +77,7 @@ class Ring {
     send(summed(0), sums_.own(reduction_, element(p.first), p.count), partial(p.count));
     for (int step = 0; step < ranks() - 1; ++step) {
       p = part(share_before(step + 2), at);
-      all_.hear(kCall, neighbour(-1));
+      all_.hear(kRingCall, neighbour(-1));
       const void* rows[] = {all_.staged(all_.rank(), summed(step)),
                             sums_.own(reduction_, element(p.first), p.count)};
       if (step + 1 == ranks() - 1) {
@@ -94,7 +94,7 @@ class Ring {
     send(finished(0), element(p.first), reduction_.bytes(p.count));
     for (int step = 0; step < ranks() - 1; ++step) {
       p = part(share_before(step + 1), at);
-      all_.hear(kCall, neighbour(-1));
+      all_.hear(kRingCall, neighbour(-1));
       copy_bytes(element(p.first), all_.staged(all_.rank(), finished(step)),
                  reduction_.bytes(p.count));
       if (step + 1 < ranks() - 1) {

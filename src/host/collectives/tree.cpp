@@ -7,7 +7,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kCall = "all_reduce";
+constexpr const char* kTreeCall = "all_reduce";
 constexpr int kMostChildren = 4;         // two in the domain, and of its root two domains
 constexpr std::int64_t kUnderWay = 4;    // pieces that have gone up and not come down
 constexpr std::int64_t kPieceUnit = 16;  // elements
@@ -58,7 +58,7 @@ class Tree {
     const std::int64_t some = count(piece);
     std::vector<const void*> rows{sums_.own(reduction_, element(piece), some)};
     for (std::size_t i = 0; i < below_.size(); ++i) {
-      all_.hear(kCall, below_[i]);
+      all_.hear(kTreeCall, below_[i]);
       rows.push_back(all_.staged(all_.rank(), up_place(static_cast<std::int64_t>(i), piece)));
     }
     void* const out[] = {element(piece)};
@@ -71,7 +71,7 @@ class Tree {
   void come_down(std::int64_t piece) {
     const std::size_t bytes = reduction_.bytes(count(piece));
     if (above_ >= 0) {
-      all_.hear(kCall, above_);
+      all_.hear(kTreeCall, above_);
       copy_bytes(element(piece), all_.staged(all_.rank(), down_place(piece)), bytes);
     }
     for (const int rank : below_) {

@@ -8,7 +8,7 @@
 namespace ferry::host {
 namespace {
 
-constexpr const char* kStage = "dispatch: rows to be spread";
+constexpr const char* kRowsToSpread = "dispatch: rows to be spread";
 
 }  // namespace
 
@@ -64,12 +64,12 @@ void Forwarder::finish() {
   for (std::size_t feeder = 0; feeder < next_.size(); ++feeder) {
     const int source = plan_.crossing.feeders[feeder];
     while (next_[feeder] < rows_of(feeder)) {
-      channel().await_chunk(kStage, source);
+      channel().await_chunk(kRowsToSpread, source);
       spread(feeder);
       poll();  // others may have come meanwhile
     }
     if (!complete(plan_.forwards[feeder], exchange(), engine_.topology(), source)) {
-      channel().throw_violation(kStage, source, "sent routes that are not those it counted");
+      channel().throw_violation(kRowsToSpread, source, "sent routes that are not those it counted");
     }
   }
   if (stream_) kernels().stream_fence();  // before any flag is published
@@ -102,7 +102,7 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
               ids.size() * sizeof(std::int32_t));
   const int source = plan_.crossing.feeders[feeder];
   if (!append_rows(plan_.forwards[feeder], exchange(), engine_.topology(), source, ids)) {
-    channel().throw_violation(kStage, source, "sent routes that are not those it counted");
+    channel().throw_violation(kRowsToSpread, source, "sent routes that are not those it counted");
   }
 }
 

@@ -14,9 +14,10 @@ using protocol::Status;
 
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(5);       // of a sleep
-constexpr auto kPollPeriod = std::chrono::milliseconds(1);  // at peers and at the caller's wishes
-constexpr auto kPause = std::chrono::milliseconds(100);     // between polls: this rank did not run
+constexpr auto kSlice = std::chrono::milliseconds(5);  // of a sleep
+constexpr auto kMaskPollPeriod =
+    std::chrono::milliseconds(1);                        // at peers and at the caller's wishes
+constexpr auto kPause = std::chrono::milliseconds(100);  // between polls: this rank did not run
 
 }  // namespace
 
@@ -211,7 +212,7 @@ Status MaskWatch::check() {
   const auto now = Clock::now();
   const std::uint64_t deaths = fabric::DeathWatch::count();
   if (deaths == deaths_ &&
-      now - time_.polled() < std::min<std::chrono::nanoseconds>(kPollPeriod, time_.left())) {
+      now - time_.polled() < std::min<std::chrono::nanoseconds>(kMaskPollPeriod, time_.left())) {
     return status;
   }
   deaths_ = deaths;

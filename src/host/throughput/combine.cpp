@@ -14,7 +14,7 @@ namespace ferry::host {
 namespace {
 
 constexpr const char* kCombine = "combine";
-constexpr const char* kStage = "combine: rows";
+constexpr const char* kCombineRows = "combine: rows";
 
 class CombineJob {
  public:
@@ -93,8 +93,8 @@ void CombineJob::run() {
 /// The same is known of the plan on all ranks, but not all need to have asked for this crossing:
 /// they hear of each other before they throw.
 void CombineJob::refuse_crossing() {
-  call_.channel().swap(kStage, head());
-  engine::check_same_call(call_.channel(), kStage, head().call);
+  call_.channel().swap(kCombineRows, head());
+  engine::check_same_call(call_.channel(), kCombineRows, head().call);
   call_.engine.all_ranks_throw();
   refuse(kCombine, "crossing", "hierarchical with a plan that no hierarchical dispatch has used",
          "such a dispatch first: it brings what the sums inside a domain need");
@@ -141,7 +141,7 @@ void CombineJob::agree() {
                                        staged * call_.weight_bytes()};
   head.need_bytes = Regions::total(sizes);
   bool taken = false;
-  call_.engine.agree(kStage, head, [&] {
+  call_.engine.agree(kCombineRows, head, [&] {
     if (taken) return true;
     const auto regions = regions_.take(sizes);
     if (!regions) return false;
@@ -241,7 +241,7 @@ void CombineJob::check_places() const {
     const StepMessage theirs = call_.channel().head(peer);
     const auto check = [&](std::uint32_t segment, std::uint64_t offset, std::int64_t rows,
                            std::size_t bytes) {
-      call_.channel().checked(kStage, peer, {segment, offset},
+      call_.channel().checked(kCombineRows, peer, {segment, offset},
                               static_cast<std::uint64_t>(rows) * bytes);
     };
     if (call_.in_domain(peer)) {  // read in place

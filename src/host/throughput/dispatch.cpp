@@ -16,7 +16,7 @@ namespace ferry::host {
 namespace {
 
 constexpr const char* kDispatch = "dispatch";
-constexpr const char* kStage = "dispatch: grants";
+constexpr const char* kDispatchGrants = "dispatch: grants";
 
 /// From the caller's thread, which may learn the count and take memory, to the stream's, which runs
 /// it.
@@ -179,7 +179,7 @@ void DispatchJob::agree() {
     head.need_bytes = Regions::total(sizes);
   }
   try {
-    call_.engine.agree(kStage, head, [&] {
+    call_.engine.agree(kDispatchGrants, head, [&] {
       if (!allocate()) return false;
       head.segment = rank_region_.address.segment;
       head.offset = rank_region_.address.offset;
@@ -233,7 +233,7 @@ void DispatchJob::run_in_vain() {
   head.status = StepStatus::too_many;
   head.rows = call_.options.out->rows();
   head.need_bytes = static_cast<std::uint64_t>(out_rows_);
-  call_.engine.agree(kStage, head, {});
+  call_.engine.agree(kDispatchGrants, head, {});
 }
 
 void DispatchJob::check_grants() const {
@@ -244,20 +244,20 @@ void DispatchJob::check_grants() const {
     const StepMessage theirs = channel.head(peer);
     const std::int64_t least = call_.exchange().recv_rows_of(peer);
     if (theirs.rows < least || theirs.rows > kMaxRows) {
-      channel.throw_violation(kStage, peer,
+      channel.throw_violation(kDispatchGrants, peer,
                               "granted room for " + std::to_string(theirs.rows) +
                                   " rows, expected at least " + std::to_string(least));
     }
-    channel.checked(kStage, peer, {theirs.segment, theirs.offset},
+    channel.checked(kDispatchGrants, peer, {theirs.segment, theirs.offset},
                     call_.receive_layout(theirs.rows).bytes);
-    channel.checked(kStage, peer, {theirs.side_segment, theirs.side_offset},
+    channel.checked(kDispatchGrants, peer, {theirs.side_segment, theirs.side_offset},
                     call_.side_layout(theirs.rows).bytes);
   }
   for (int domain = 0; call_.hierarchical() && domain < domains.count(); ++domain) {
     if (domain == domains.of(self)) continue;
     const int rail = domains.rail(self, domain);
     const StepMessage theirs = channel.head(rail);
-    channel.checked(kStage, rail, {theirs.staging_segment, theirs.staging_offset},
+    channel.checked(kDispatchGrants, rail, {theirs.staging_segment, theirs.staging_offset},
                     make_staging_layout(call_.staging_shape(rail)).bytes);
   }
 }

@@ -12,11 +12,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kStage = "measure_links";
+constexpr const char* kMeasureLinks = "measure_links";
 constexpr std::size_t kLanding = std::size_t{1} << 20;  // rows of a rate land there, over and over
 constexpr std::size_t kPiece = std::size_t{256} << 10;
-constexpr std::size_t kLeastBytes = std::size_t{1} << 20;  // that a shaped link does not let burst
-constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+constexpr std::size_t kLeastRateBytes = std::size_t{1}
+                                        << 20;  // that a shaped link does not let burst
+constexpr std::size_t kMostRateBytes = std::size_t{64} << 20;
 // What disturbs a pair is often over when its turn comes again.
 constexpr int kPasses = 3;
 constexpr double kLatencySeconds = 0.01;
@@ -52,7 +53,7 @@ LinkLayout make_link_layout(int ranks) {
   return layout;
 }
 
-double seconds_since(Clock::time_point start) {
+double seconds_from(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
@@ -61,7 +62,7 @@ class Probe {
   explicit Probe(HostEngine& engine)
       : engine_(engine),
         layout_(make_link_layout(engine.size())),
-        segments_(engine.add_segments({kStage, "the number of ranks", layout_.bytes, 0})),
+        segments_(engine.add_segments({kMeasureLinks, "the number of ranks", layout_.bytes, 0})),
         reach_(*engine.shared_memory()->fabric, engine.next_exchange(), segments_.ids),
         sent_(static_cast<std::size_t>(engine.size())),
         heard_(sent_.size()),
@@ -103,8 +104,8 @@ class Probe {
   void meet() {
     StepMessage head;
     head.call.kind = CallKind::links;
-    engine_.channel().swap(kStage, head);
-    engine::check_same_call(engine_.channel(), kStage, head.call);
+    engine_.channel().swap(kMeasureLinks, head);
+    engine::check_same_call(engine_.channel(), kMeasureLinks, head.call);
   }
 
   void lead(int peer) {
@@ -149,7 +150,7 @@ class Probe {
       const auto start = Clock::now();
       call(peer);
       hear(peer);
-      all.push_back(seconds_since(start));
+      all.push_back(seconds_from(start));
     }
     std::sort(all.begin(), all.end());
     return all;
@@ -174,10 +175,10 @@ class Probe {
     double rate = try_rate(peer, kPiece, latency_ns), best = 0;
     for (int left = kRateTries; left > 0;) {
       const auto fit = static_cast<std::size_t>(std::min(rate * kRateSeconds, 1e12));
-      const std::size_t bytes = std::clamp(fit / kPiece * kPiece, kLeastBytes, kMostBytes);
+      const std::size_t bytes = std::clamp(fit / kPiece * kPiece, kLeastRateBytes, kMostRateBytes);
       rate = try_rate(peer, bytes, latency_ns);
       best = std::max(best, rate);
-      left = seconds_since(start) < kAllRateSeconds ? left - 1 : 0;
+      left = seconds_from(start) < kAllRateSeconds ? left - 1 : 0;
       announce(peer, left > 0 ? 1 : 0);
     }
     return best;
@@ -193,7 +194,7 @@ class Probe {
     call(peer, tag, bytes);
     hear(peer);
     // The answer took its time, too.
-    const double took = seconds_since(start) - static_cast<double>(latency_ns) * 1e-9;
+    const double took = seconds_from(start) - static_cast<double>(latency_ns) * 1e-9;
     return static_cast<double>(bytes) / std::max(took, 1e-9);
   }
 
@@ -245,7 +246,7 @@ class Probe {
     const protocol::FlagArray flags{segments_.mine.data + layout_.flags, kLineBytes,
                                     engine_.size()};
     const std::uint64_t wanted = ++heard_[static_cast<std::size_t>(peer)];
-    engine_.channel().await(kStage, {flags, wanted, peer}, [&](GroupWatch& watch) {
+    engine_.channel().await(kMeasureLinks, {flags, wanted, peer}, [&](GroupWatch& watch) {
       return protocol::await_flag(flags[peer], peer, wanted, protocol::kAnyAhead, watch);
     });
   }
@@ -268,7 +269,7 @@ class Probe {
 
 Links measure_links(HostEngine& engine) {
   Links links;
-  engine.enter(kStage, nullptr, [&] {
+  engine.enter(kMeasureLinks, nullptr, [&] {
     Probe probe(engine);
     probe.run();
     links = probe.links();

@@ -12,8 +12,9 @@
 namespace ferry::host {
 
 namespace {
-constexpr auto kPollPeriod = std::chrono::milliseconds(40);  // of the caller's wishes
-}
+using Clock = std::chrono::steady_clock;
+constexpr auto kTurnPollPeriod = std::chrono::milliseconds(40);  // of the caller's wishes
+}  // namespace
 
 void HostEngine::check_group(const char* call, Asks asks) const {
   if (asks == Asks::no_failure) {
@@ -47,12 +48,11 @@ void HostEngine::pass_turn() {
 class HostEngine::Turn {
  public:
   Turn(HostEngine& engine, std::uint64_t ticket, const char* call, Asks asks) : engine_(engine) {
-    using Clock = std::chrono::steady_clock;
     std::unique_lock lock(engine_.turn_mutex_);
     std::uint64_t served = engine_.serving_;
     auto idle_since = Clock::now();
     while (engine_.serving_ != ticket) {
-      engine_.turn_changed_.wait_for(lock, kPollPeriod);
+      engine_.turn_changed_.wait_for(lock, kTurnPollPeriod);
       if (engine_.serving_ == ticket) break;
       // A call that runs has deadlines of its own; what must not last is that none runs.
       if (engine_.running_ || engine_.serving_ != served) idle_since = Clock::now();
@@ -100,7 +100,7 @@ HostEngine::Call::Call(HostEngine& engine, const char* call, Asks asks) : engine
   std::unique_lock lock(engine_.turn_mutex_);
   // The thread inside waits for nothing without a deadline.
   while (engine_.calling_) {
-    engine_.turn_changed_.wait_for(lock, kPollPeriod);
+    engine_.turn_changed_.wait_for(lock, kTurnPollPeriod);
     if (!engine_.calling_) break;
     lock.unlock();
     engine_.check_waiting(call, asks);

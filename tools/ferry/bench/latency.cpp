@@ -10,9 +10,9 @@
 namespace ferry::cli {
 namespace {
 
-constexpr std::size_t kSlack = std::size_t{16} << 20;
+constexpr std::size_t kLatencySlack = std::size_t{16} << 20;
 
-struct Exchange {
+struct LatencyBench {
   const BenchSettings& settings;
   Group& group;
   LatencyExchange latency;
@@ -22,7 +22,7 @@ struct Exchange {
   std::vector<float> weights{};
   Tensor rows{};  // what the experts made: with e4m3 only, else they work in place
 
-  Exchange(const BenchSettings& s, Group& g)
+  LatencyBench(const BenchSettings& s, Group& g)
       : settings(s),
         group(g),
         latency(g, latency_config(s)),
@@ -54,7 +54,7 @@ struct Exchange {
 };
 
 // Checks every row, and fills `rows` as experts would that change nothing.
-void check_dispatch(const Exchange& e, const LatencyReceived& received) {
+void check_dispatch(const LatencyBench& e, const LatencyReceived& received) {
   const LatencyArrival arrival{received.x.as<std::byte>(),
                                e.rows ? received.scales.as<float>() : nullptr,
                                received.ranges.as<std::int64_t>(),
@@ -70,7 +70,7 @@ void check_dispatch(const Exchange& e, const LatencyReceived& received) {
 /// One sample of everything; ranks begin each part together.
 class Sample {
  public:
-  Sample(Exchange& e, const BenchBoard& board, int iteration)
+  Sample(LatencyBench& e, const BenchBoard& board, int iteration)
       : e_(e), board_(board), iteration_(iteration) {}
 
   void take() {
@@ -121,7 +121,7 @@ class Sample {
     if (iteration_ >= 0) board_.sample(board_.line_of(which), e_.group.rank(), iteration_) = us;
   }
 
-  Exchange& e_;
+  LatencyBench& e_;
   const BenchBoard& board_;
   int iteration_;
 };
@@ -143,9 +143,10 @@ void bench_latency(const BenchSettings& settings, const BenchBoard& board,
   const auto most_rows = static_cast<std::size_t>((settings.experts / settings.ranks + 1) *
                                                   settings.ranks * settings.latency_tokens);
   config.memory_bytes =
-      kSlack + (settings.dtype == Dtype::e4m3 ? most_rows * settings.combine_row_bytes() : 0);
+      kLatencySlack +
+      (settings.dtype == Dtype::e4m3 ? most_rows * settings.combine_row_bytes() : 0);
   Group group(std::move(bootstrap), config);
-  Exchange exchange(settings, group);
+  LatencyBench exchange(settings, group);
   board.rows(0, group.rank()) =
       count_rows(settings, exchange.routes, settings.latency_tokens, group.rank());
   for (const CombinePath path : {CombinePath::per_slot, CombinePath::per_rank}) {

@@ -17,12 +17,13 @@
 #include "run/shared_array.hpp"
 
 namespace ferry::cli {
-namespace {
-
 // Types and numbers of NCCL's stable binary interface, the same in all of its versions 2.
 struct UniqueId {
   char internal[128];
 };
+
+namespace {
+
 constexpr int kUint8 = 1;
 constexpr auto kMeet = std::chrono::seconds(60);
 

@@ -13,7 +13,7 @@
 namespace ferry::cli {
 namespace {
 
-constexpr int kMostRanks = 64;
+constexpr int kMostBenchRanks = 64;
 constexpr int kMostTopk = 64;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 20;
 constexpr std::int64_t kMostHidden = std::int64_t{1} << 24;
@@ -62,7 +62,7 @@ CLI::Option* numbers(CLI::App* app, const char* name, std::vector<T>& values, st
 }
 
 void add_shape_options(CLI::App* app, BenchSettings& s) {
-  number(app, "-n,--ranks", s.ranks, 1, kMostRanks, "How many ranks, 1 ... 64");
+  number(app, "-n,--ranks", s.ranks, 1, kMostBenchRanks, "How many ranks, 1 ... 64");
   number(app, "--tokens", s.tokens, 1, kMostTokens, "Tokens of each rank, throughput mode");
   number(app, "--latency-tokens", s.latency_tokens, 1, kMostTokens,
          "Tokens of each rank, latency mode");
@@ -98,7 +98,7 @@ void add_fabric_options(CLI::App* app, BenchArguments& given) {
   app->add_option("--domain-size", s.domain_size,
                   "Every N consecutive ranks are a domain of their own, joined by --network")
       ->type_name("N")
-      ->check(whole_number(1, kMostRanks));
+      ->check(whole_number(1, kMostBenchRanks));
   choice<FabricKind>(
       app, "--network", s.network,
       {{"automatic", FabricKind::automatic}, {"sim", FabricKind::sim}, {"ofi", FabricKind::ofi}},

@@ -153,7 +153,7 @@ std::string gpu_notes(const BenchSettings& s) {
                     s.nccl.version);
 }
 
-nlohmann::json to_json(const BenchResult& r) {
+nlohmann::json result_json(const BenchResult& r) {
   nlohmann::json line = {{"name", traits(r.line.which).name},
                          {"dtype", dtype_of(r.line)},
                          {"tokens", r.line.tokens},
@@ -298,7 +298,7 @@ std::string table(const BenchSettings& s, const std::vector<BenchResult>& result
 nlohmann::json to_json(const BenchSettings& s, const std::vector<BenchResult>& results,
                        const std::vector<std::string>& command) {
   nlohmann::json list = nlohmann::json::array();
-  for (const BenchResult& result : results) list.push_back(to_json(result));
+  for (const BenchResult& result : results) list.push_back(result_json(result));
   return {{"version", version()},
           {"program", "ferry"},
           {"command", command},

@@ -12,23 +12,23 @@
 namespace ferry::cli {
 namespace {
 
-constexpr std::size_t kSlack = std::size_t{16} << 20;
+constexpr std::size_t kThroughputSlack = std::size_t{16} << 20;
 
 // Room for the rows of a dispatch, those of a combine, and a copy of them, when all tokens of all
 // ranks come here. Pages that nobody touches cost nothing.
 std::size_t memory_for(const BenchSettings& s) {
   const auto most_rows = static_cast<std::size_t>(s.ranks) * static_cast<std::size_t>(s.tokens);
-  return most_rows * (2 * s.dispatch_row_bytes() + 2 * s.combine_row_bytes()) + kSlack;
+  return most_rows * (2 * s.dispatch_row_bytes() + 2 * s.combine_row_bytes()) + kThroughputSlack;
 }
 
-struct Exchange {
+struct ThroughputBench {
   const BenchSettings& settings;
   Group& group;
   std::vector<std::int64_t> routes{};
   std::vector<std::byte> tokens{};
   std::vector<float> scales{};
 
-  Exchange(const BenchSettings& s, Group& g)
+  ThroughputBench(const BenchSettings& s, Group& g)
       : settings(s),
         group(g),
         routes(make_routes(s, s.tokens, g.rank())),
@@ -88,7 +88,7 @@ void fill_rows(const BenchSettings& s, const Plan& plan, const Received& receive
 }
 
 // Every token comes back as often as it has destinations.
-void check_combine(const Exchange& e, const Combined& combined) {
+void check_combine(const ThroughputBench& e, const Combined& combined) {
   const BenchSettings& s = e.settings;
   std::vector<RowPattern> times;
   for (int n = 0; n <= std::min(s.ranks, s.topk); ++n) {
@@ -118,7 +118,7 @@ void measure(const BenchSettings& settings, const BenchBoard& board, BenchCase w
   }
 }
 
-void measure_all(const Exchange& e, const BenchBoard& board, const Plan& plan,
+void measure_all(const ThroughputBench& e, const BenchBoard& board, const Plan& plan,
                  const Tensor& registered, const ConstTensorView& ordinary) {
   const BenchSettings& s = e.settings;
   measure(s, board, BenchCase::plan, e.group, [&] { return e.plan(); });
@@ -142,7 +142,7 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
   config.memory_bytes = memory_for(settings);
   Group group(std::move(bootstrap), config);
 
-  const Exchange exchange(settings, group);
+  const ThroughputBench exchange(settings, group);
   board.rows(0, group.rank()) =
       count_rows(settings, exchange.routes, settings.tokens, group.rank());
   const Plan plan = exchange.plan();

@@ -178,7 +178,7 @@ Diagnosis diagnose(bool self_test) {
   return d;
 }
 
-nlohmann::json to_json(const Diagnosis& d) {
+nlohmann::json diagnosis_json(const Diagnosis& d) {
   nlohmann::json findings = nlohmann::json::array();
   for (const Finding& finding : d.findings) {
     findings.push_back(
@@ -349,8 +349,8 @@ void add_doctor(CLI::App& app, int& exit_code) {
     }
     const Diagnosis diagnosis = diagnose(!given->no_self_test);
     if (given->json) {
-      fmt::print("{}\n",
-                 to_json(diagnosis).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+      fmt::print("{}\n", diagnosis_json(diagnosis).dump(2, ' ', false,
+                                                        nlohmann::json::error_handler_t::replace));
     } else {
       print(diagnosis);
     }

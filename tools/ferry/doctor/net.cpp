@@ -176,7 +176,7 @@ std::string rate_text(double bytes_per_s) {
   return fmt::format("{:.1f} KB/s", bytes_per_s / 1e3);
 }
 
-std::string time_text(double ns) {
+std::string link_time_text(double ns) {
   if (ns >= 1e6) return fmt::format("{:.2f} ms", ns / 1e6);
   return fmt::format("{:.1f} us", ns / 1e3);
 }
@@ -215,8 +215,8 @@ std::string describe(const OddLink& odd) {
     case Kind::late: break;
   }
   return fmt::format("a flag between {} and {} takes {}, where {} is usual.", who(odd.from),
-                     odd.to.empty() ? "all others" : who(odd.to), time_text(odd.value),
-                     time_text(odd.usual));
+                     odd.to.empty() ? "all others" : who(odd.to), link_time_text(odd.value),
+                     link_time_text(odd.usual));
 }
 
 std::string table(const Links& links, const std::string& title,
@@ -247,7 +247,7 @@ std::string usual_text(const Links& links, bool inside) {
   std::sort(latencies.begin(), latencies.end());
   std::sort(rates.begin(), rates.end());
   return fmt::format("{} usually {} and {}.\n", inside ? "Inside a host" : "Between hosts",
-                     time_text(latencies[latencies.size() / 2]),
+                     link_time_text(latencies[latencies.size() / 2]),
                      rate_text(rates[rates.size() / 2]));
 }
 

@@ -38,7 +38,7 @@ bool is_long(double waited, double usual) {
   return waited >= kLong * usual && waited >= usual + kLeastNs;
 }
 
-std::string time_text(double ns) {
+std::string wait_time_text(double ns) {
   if (ns >= 1e9) return fmt::format("{:.2f} s", ns / 1e9);
   if (ns >= 1e6) return fmt::format("{:.2f} ms", ns / 1e6);
   if (ns >= 1e3) return fmt::format("{:.1f} us", ns / 1e3);
@@ -64,7 +64,7 @@ void judge(const WaitMatrix& waits, SlowPart& part) {
 }
 
 std::string describe(const SlowPart& part) {
-  const std::string waited = time_text(part.waited_ns), usual = time_text(part.usual_ns);
+  const std::string waited = wait_time_text(part.waited_ns), usual = wait_time_text(part.usual_ns);
   if (!part.by_itself) {
     const std::string what =
         part.kind == SlowPart::Kind::sender
@@ -75,7 +75,7 @@ std::string describe(const SlowPart& part) {
     return fmt::format(
         "{}, where {} is usual, but these ranks had no CPU for {}: more is ready to run on their "
         "machine than it has cores. Nobody is slow by that.",
-        what, usual, time_text(part.no_cpu_ns));
+        what, usual, wait_time_text(part.no_cpu_ns));
   }
   switch (part.kind) {
     case SlowPart::Kind::sender:
@@ -155,8 +155,8 @@ std::string describe_waits(const WaitMatrix& waits) {
   const std::vector<double> all = pick(waits, [](auto, auto) { return true; });
   if (all.empty()) return "Nothing odd: one rank waits for nobody.";
   return fmt::format("Nothing odd: ranks waited {} for each other, at most {}.",
-                     time_text(median(all, Middle::lower)),
-                     time_text(*std::max_element(all.begin(), all.end())));
+                     wait_time_text(median(all, Middle::lower)),
+                     wait_time_text(*std::max_element(all.begin(), all.end())));
 }
 
 }  // namespace ferry::cli

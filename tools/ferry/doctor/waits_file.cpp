@@ -16,7 +16,7 @@
 namespace ferry::cli {
 namespace {
 
-constexpr std::size_t kMostRanks = 4096;
+constexpr std::size_t kMostFileRanks = 4096;
 constexpr std::size_t kMostShown = 400;
 constexpr double kLongest = 9.3e18;  // what 64 bits hold
 constexpr std::string_view kNpyMagic = "\x93NUMPY";
@@ -94,7 +94,7 @@ WaitMatrix parse_npy(const std::string& name, const std::string& content) {
     refuse(name, "a .npy file of another kind (" + header.substr(0, 80) + ")");
   }
   const std::size_t rows = sizes.size() == 2 ? sizes[0] : 1, columns = sizes.back();
-  if (rows > kMostRanks || columns > kMostRanks ||
+  if (rows > kMostFileRanks || columns > kMostFileRanks ||
       rows * columns * 8 != content.size() - start - length) {
     refuse(name, "a .npy file whose size does not fit its shape");
   }
@@ -138,7 +138,7 @@ WaitMatrix read_waits(const std::vector<std::string>& files) {
     waits.insert(waits.end(), part.begin(), part.end());
   }
   const std::string name = files.size() == 1 ? files.front() : files.front() + " and the others";
-  if (waits.empty() || waits.size() > kMostRanks) {
+  if (waits.empty() || waits.size() > kMostFileRanks) {
     refuse(name, fmt::format("{} rows", waits.size()));
   }
   for (const auto& row : waits) {

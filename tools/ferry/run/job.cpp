@@ -21,9 +21,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kKillAfter{2000};    // between SIGTERM and SIGKILL
-constexpr milliseconds kLeftoverTime{500};  // for what a rank left behind to end by itself
-constexpr milliseconds kPollPeriod{20};     // between two polls of what was left behind
+constexpr milliseconds kKillAfter{2000};         // between SIGTERM and SIGKILL
+constexpr milliseconds kLeftoverTime{500};       // for what a rank left behind to end by itself
+constexpr milliseconds kLeftoverPollPeriod{20};  // between two polls of what was left behind
 constexpr int kBrokenPipeCode = 128 + SIGPIPE;
 
 // A terminal would stop a process of the background that reads from it.
@@ -316,11 +316,11 @@ void Job::finish() {
       ending = ending == Ending::not_yet ? Ending::asked : Ending::forced;
       stop_requested_ = false;
     }
-    wait_a_while(kPollPeriod);
+    wait_a_while(kLeftoverPollPeriod);
   }
   // The pipes now end, unless a process that made itself independent holds one.
   until = Clock::now() + kLeftoverTime;
-  while (any_stream_open() && Clock::now() < until) wait_a_while(kPollPeriod);
+  while (any_stream_open() && Clock::now() < until) wait_a_while(kLeftoverPollPeriod);
   for (Rank& rank : ranks_) {
     for (Stream* stream : {&rank.out, &rank.err}) {
       stream->lines.finish([stream](std::string_view line, LineEnd end) {

@@ -21,7 +21,7 @@ namespace ferry::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kPollPeriod = std::chrono::milliseconds(50);
+constexpr auto kRankPollPeriod = std::chrono::milliseconds(50);
 constexpr auto kGrace = std::chrono::seconds(5);
 
 // The message of the exception that `work` throws; nothing when it does not.
@@ -50,7 +50,7 @@ std::vector<RankFailure> run_threads(const RankRun& run, const RankBody& body) {
     });
   }
   while (ended.load() < run.ranks) {
-    std::this_thread::sleep_for(kPollPeriod / 10);
+    std::this_thread::sleep_for(kRankPollPeriod / 10);
     if (run.tick) run.tick();
   }
   for (std::thread& thread : threads) thread.join();
@@ -158,8 +158,8 @@ std::vector<RankFailure> run_processes(const RankRun& run, const RankBody& body)
         if (!child.end) kill(child.pid, SIGKILL);
       }
     }
-    std::this_thread::sleep_for(kPollPeriod / 10);
-    if (run.tick && now - last_poll >= kPollPeriod) {
+    std::this_thread::sleep_for(kRankPollPeriod / 10);
+    if (run.tick && now - last_poll >= kRankPollPeriod) {
       last_poll = now;
       run.tick();
     }

@@ -13,7 +13,7 @@
 namespace ferry::cli {
 namespace {
 
-constexpr int kMostRanks = 1024;
+constexpr int kMostRunRanks = 1024;
 constexpr double kLongestGrace = 86400.0;
 constexpr int kCannotStartCode = 127;
 
@@ -103,7 +103,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
   run_app->add_option("-n,--ranks", given->job.ranks, "How many ranks")
       ->required()
       ->type_name("N")
-      ->check(whole_number(1, kMostRanks).description("1 ... 1024"));
+      ->check(whole_number(1, kMostRunRanks).description("1 ... 1024"));
   run_app
       ->add_option("--hosts", given->job.hosts,
                    "Addresses of all hosts, each of which runs this command; -n is then for each")
@@ -124,7 +124,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
                    "This rank writes straight to this command's output, unprefixed: for "
                    "programs that draw on a terminal")
       ->type_name("RANK")
-      ->check(whole_number(0, kMostRanks - 1));
+      ->check(whole_number(0, kMostRunRanks - 1));
   run_app->add_option("--port", given->job.port, "MASTER_PORT; a free one if not given")
       ->type_name("PORT")
       ->check(whole_number(1, 65535).description("1 ... 65535"));

@@ -8,8 +8,6 @@
 namespace ferry::cuda::test {
 namespace {
 
-constexpr std::uint32_t kPerSlot = kPerSlotTag >> kFormatShift;
-
 TEST(LatencyCrossing, CarriesAllThatKernelsWrite) {
   for (const int domain_size : {1, 2}) {
     FakeConfig config = small();

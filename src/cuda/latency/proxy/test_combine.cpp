@@ -4,12 +4,6 @@
 #include "cuda/latency/proxy/test_rank.hpp"
 
 namespace ferry::cuda::test {
-namespace {
-
-constexpr std::uint32_t kPerSlot = kPerSlotTag >> kFormatShift;
-
-}  // namespace
-
 bool FakeRank::pushes_weights(Generation g, std::uint32_t kind) const {
   return (batch(0, g).format & kWithWeights) == 0 && (kind & kPerSlot) == 0;
 }

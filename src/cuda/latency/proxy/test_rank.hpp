@@ -21,6 +21,7 @@ namespace ferry::cuda::test {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+constexpr std::uint32_t kPerSlot = kPerSlotTag >> kFormatShift;
 
 struct FakeConfig {
   LatencyConfig exchange{};

@@ -16,9 +16,9 @@
 namespace ferry::fabric::ofi {
 namespace {
 
-constexpr std::size_t kMostShown = 80;
+constexpr std::size_t kMostOfHostShown = 80;
 
-[[noreturn]] void refuse(int rank, const std::string& what) {
+[[noreturn]] void refuse_host(int rank, const std::string& what) {
   throw Error(ErrorKind::invalid_argument, "rank " + std::to_string(rank) + ": " + what,
               {.rank = rank});
 }
@@ -128,21 +128,23 @@ std::string listening_address(const std::string& host, int rank) {
   std::string address = interface_address(host);
   if (address.empty()) address = of_name(host, problem);
   if (address.empty()) {
-    refuse(rank, "the network's host is \"" + printable(host, kMostShown) +
-                     "\", which is no interface of this machine and does not resolve (" + problem +
-                     "); expected an address, name or interface of this machine (FERRY_HOST)");
+    refuse_host(rank, "the network's host is \"" + printable(host, kMostOfHostShown) +
+                          "\", which is no interface of this machine and does not resolve (" +
+                          problem +
+                          "); expected an address, name or interface of this machine (FERRY_HOST)");
   }
   if (address == "0.0.0.0" || address == "::") {
-    refuse(rank,
-           "the network's host is " + address +
-               ", all interfaces; expected one address of this machine, at which its peers reach "
-               "it (FERRY_HOST)");
+    refuse_host(
+        rank,
+        "the network's host is " + address +
+            ", all interfaces; expected one address of this machine, at which its peers reach "
+            "it (FERRY_HOST)");
   }
   if (!is_own_address(address)) {
-    refuse(rank,
-           "the network's host is " + address +
-               ", which is none of this machine's addresses; expected one of them, at which its "
-               "peers reach it (FERRY_HOST)");
+    refuse_host(
+        rank, "the network's host is " + address +
+                  ", which is none of this machine's addresses; expected one of them, at which its "
+                  "peers reach it (FERRY_HOST)");
   }
   return address;
 }

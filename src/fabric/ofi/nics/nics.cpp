@@ -21,7 +21,7 @@ namespace {
 /// RDMA first. "net" is TCP without a layer above it (libfabric 1.16 and 1.17), which later
 /// versions call "tcp".
 constexpr std::array kPreference{"cxi", "efa", "verbs;ofi_rxm", "net", "tcp", "tcp;ofi_rxm"};
-constexpr std::size_t kMostShown = 80;
+constexpr std::size_t kMostOfNicShown = 80;
 
 /// What the options say, in numbers.
 struct Wanted {
@@ -149,7 +149,7 @@ class Search {
     for (const std::string& name : wanted_.names) {
       const std::vector<Nic> found = of_name(name);
       if (found.empty()) {
-        problem = "no NIC " + printable(name, kMostShown);
+        problem = "no NIC " + printable(name, kMostOfNicShown);
         return {};
       }
       for (const Nic& nic : found) {
@@ -211,11 +211,11 @@ std::vector<Nic> find_nics(const Library& library, int rank, const OfiOptions& o
     std::string problem;
     std::vector<Nic> nics = search.run(provider, problem);
     if (!nics.empty()) return nics;
-    tried += (tried.empty() ? "" : "; ") + printable(provider, kMostShown) + ": " + problem;
+    tried += (tried.empty() ? "" : "; ") + printable(provider, kMostOfNicShown) + ": " + problem;
   }
   const std::string where = wanted.names.empty()
                                 ? "at " + wanted.address
-                                : "with the NICs " + printable(options.nics, kMostShown);
+                                : "with the NICs " + printable(options.nics, kMostOfNicShown);
   throw Error(ErrorKind::unsupported,
               "rank " + std::to_string(rank) +
                   ": no provider of libfabric offers reliable datagrams with remote writes " +

@@ -9,7 +9,7 @@
 namespace ferry::fabric::test {
 namespace {
 
-constexpr Setting kOfi{"ofi", "ofi", false};
+constexpr Setting kOfiThreads{"ofi", "ofi", false};
 constexpr std::array<const char*, 3> kNics{"127.0.0.1", "127.0.0.1,127.0.0.2",
                                            "127.0.0.1,127.0.0.2,127.0.0.3"};
 
@@ -77,7 +77,7 @@ std::uint64_t sum_of(const std::vector<NicStats>& nics) {
 }
 
 TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
-  run_ranks(kOfi, 2, [](Rank& me) {
+  run_ranks(kOfiThreads, 2, [](Rank& me) {
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(2), kDeadline);
     const Segment mine = me.connect(*fabric, 4096 + 4 * 2 * kRoom);
     exchange(me, *fabric, mine, 1, 3000, 0);
@@ -101,7 +101,7 @@ TEST_F(OfiNics, LargeTransfersGoOverAllAndSmallOnesOverOne) {
 }
 
 TEST_F(OfiNics, RanksMayHaveDifferentNumbersAndSeveralEndpoints) {
-  run_ranks(kOfi, 3, [](Rank& me) {
+  run_ranks(kOfiThreads, 3, [](Rank& me) {
     const int own = 1 + (me.rank() + 1) % 3;  // 2, 3, 1
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(own, 2), kDeadline);
     EXPECT_EQ(fabric->nics().size(), std::size_t(own));
@@ -118,7 +118,7 @@ TEST_F(OfiNics, RanksMayHaveDifferentNumbersAndSeveralEndpoints) {
 }
 
 TEST_F(OfiNics, ScatteredRowsOfSeveralThreadsArriveBehindTheirFlags) {
-  run_ranks(kOfi, 2, [](Rank& me) {
+  run_ranks(kOfiThreads, 2, [](Rank& me) {
     constexpr std::size_t kRows = 300, kRow = 5000, kThreads = 3;
     const auto fabric = make_ofi_fabric(me.bootstrap, with_nics(3), kDeadline);
     const Segment mine = me.connect(*fabric, 4096 + kThreads * kRows * kRow);
@@ -152,7 +152,7 @@ TEST_F(OfiNics, ScatteredRowsOfSeveralThreadsArriveBehindTheirFlags) {
 }
 
 TEST_F(OfiNics, OptionsThatCannotBe) {
-  run_ranks(kOfi, 1, [](Rank& me) {
+  run_ranks(kOfiThreads, 1, [](Rank& me) {
     const auto refused = [&](ErrorKind kind, const OfiOptions& options, const char* words) {
       expect_error(kind, {words}, [&] { make_ofi_fabric(me.bootstrap, options, kDeadline); });
     };

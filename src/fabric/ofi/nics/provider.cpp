@@ -16,9 +16,9 @@ namespace ferry::fabric::ofi {
 namespace {
 
 constexpr std::uint32_t kApi = FI_VERSION(1, 15);
-constexpr std::size_t kMostShown = 80;
+constexpr std::size_t kMostOfProviderShown = 80;
 
-[[noreturn]] void refuse(int rank, const std::string& what) {
+[[noreturn]] void refuse_option(int rank, const std::string& what) {
   throw Error(ErrorKind::invalid_argument, "rank " + std::to_string(rank) + ": " + what,
               {.rank = rank});
 }
@@ -39,8 +39,8 @@ std::uint32_t traffic_class(const std::string& name, int rank) {
     if (name == text) return value;
     if (*text != '\0') known += (known.empty() ? "" : ", ") + std::string(text);
   }
-  refuse(rank, "the network's traffic class is \"" + printable(name, kMostShown) +
-                   "\", expected one of " + known + ", or nothing");
+  refuse_option(rank, "the network's traffic class is \"" + printable(name, kMostOfProviderShown) +
+                          "\", expected one of " + known + ", or nothing");
 }
 
 bool is_tcp(std::string_view provider) {
@@ -51,17 +51,17 @@ bool is_tcp(std::string_view provider) {
 void check_counts(int rank, const OfiOptions& options) {
   const auto check = [&](const char* what, int number) {
     if (number >= 0 && number <= kMaxOfiEndpoints) return;
-    refuse(rank, std::string("the network's ") + what + " are " + std::to_string(number) +
-                     ", expected 1 to " + std::to_string(kMaxOfiEndpoints));
+    refuse_option(rank, std::string("the network's ") + what + " are " + std::to_string(number) +
+                            ", expected 1 to " + std::to_string(kMaxOfiEndpoints));
   };
   check("endpoints", options.endpoints);
   check("NICs of a rank", options.nics_per_rank);
   const int endpoints = std::max(options.endpoints, 1);
   if (options.nics_per_rank * endpoints <= kMaxOfiEndpoints) return;
-  refuse(rank, "the network has " + std::to_string(options.nics_per_rank) +
-                   " NICs of a rank with " + std::to_string(endpoints) +
-                   " endpoints on each, expected " + std::to_string(kMaxOfiEndpoints) +
-                   " endpoints at most (FERRY_OFI_NICS_PER_RANK, FERRY_OFI_ENDPOINTS)");
+  refuse_option(rank, "the network has " + std::to_string(options.nics_per_rank) +
+                          " NICs of a rank with " + std::to_string(endpoints) +
+                          " endpoints on each, expected " + std::to_string(kMaxOfiEndpoints) +
+                          " endpoints at most (FERRY_OFI_NICS_PER_RANK, FERRY_OFI_ENDPOINTS)");
 }
 
 Info ask(const Library& library, const std::string& provider, const std::string& address,
