@@ -119,12 +119,14 @@ def find_nvcc() -> str:
 
 def stage_cuda() -> Result:
     """Compiles; what needs a GPU runs where there is one. The test machine_code makes the machine
-    code of all kernels for every architecture: a build that cannot run ends before that."""
+    code of all kernels for every architecture: a build that cannot run ends before that, and is not
+    optimised."""
     result = Result()
     options = [f"-DCMAKE_CUDA_COMPILER={find_nvcc()}"]
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     if not has_gpu:
         options.append("-DCMAKE_CUDA_ARCHITECTURES=90-virtual")
+        options.append("-DCMAKE_CUDA_FLAGS_RELWITHDEBINFO=-O1 -DNDEBUG -Xcicc -O0")
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",

@@ -14,7 +14,7 @@ namespace ferry::conformance {
 namespace {
 
 /// Domains of one, of two, uneven ones.
-constexpr DomainShape kShapes[]{
+constexpr DomainShape kLatencyShapes[]{
     {2, 1, true}, {2, 1, false}, {4, 2, false}, {3, 2, false}, {4, 1, false}};
 
 /// An exchange whose tokens come back as they went: two experts, each with weight ½.
@@ -227,7 +227,8 @@ bool run_rejoin(const CudaOptions& options, int ranks, int domain_size) {
 
 bool run_domain_latency(const CudaOptions& options) {
   const std::int64_t start = now_ns();
-  const DomainRun all = run_domain_cells(options, {"latency", Mode::latency, kShapes, 160, 241});
+  const DomainRun all =
+      run_domain_cells(options, {"latency", Mode::latency, kLatencyShapes, 160, 241});
   bool ok = all.ok;
   if (options.gpus > 0) ok = run_graphs(options) && ok;
   ok = run_late(options, false) && ok;

@@ -16,7 +16,7 @@ namespace ferry::conformance {
 namespace {
 
 /// Domains of one, of two, uneven ones.
-constexpr DomainShape kShapes[]{
+constexpr DomainShape kDomainShapes[]{
     {2, 1, true, Crossing::hierarchical},  {2, 1, false, Crossing::direct},
     {4, 2, false, Crossing::hierarchical}, {4, 2, false, Crossing::direct},
     {3, 2, false, Crossing::hierarchical}, {3, 2, false, Crossing::direct},
@@ -150,7 +150,8 @@ bool run_killed(const CudaOptions& options) {
 
 bool run_domains(const CudaOptions& options) {
   const std::int64_t start = now_ns();
-  const DomainRun all = run_domain_cells(options, {"domains", Mode::device, kShapes, 400, 231});
+  const DomainRun all =
+      run_domain_cells(options, {"domains", Mode::device, kDomainShapes, 400, 231});
   bool ok = all.ok;
   ok = run_long(options) && ok;
   ok = run_late(options) && ok;

@@ -12,13 +12,13 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr int kSample = 300;
+constexpr int kLatencySample = 300;
 
 using Batches = std::map<std::pair<int, bool>, std::vector<Case>>;
 
-Batches batches_of(const CudaOptions& options) {
+Batches latency_batches(const CudaOptions& options) {
   const auto choices = options.cases == Cases::sample
-                           ? random_choices(Mode::latency, kSample, mix(options.seed, 212))
+                           ? random_choices(Mode::latency, kLatencySample, mix(options.seed, 212))
                            : pairwise_cover(Mode::latency, options.seed);
   Batches batches;
   std::uint64_t number = 0;
@@ -42,7 +42,7 @@ bool run_latency_cases(const CudaOptions& options) {
   const std::int64_t start = now_ns();
   std::int64_t done = 0;
   bool ok = true;
-  for (auto& [key, cases] : batches_of(options)) {
+  for (auto& [key, cases] : latency_batches(options)) {
     std::vector<Case> batch = cases;
     std::stable_sort(batch.begin(), batch.end(), shares_before);
     const Layout layout{key.first, key.second};

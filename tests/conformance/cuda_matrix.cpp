@@ -13,7 +13,7 @@
 namespace ferry::conformance {
 namespace {
 
-constexpr int kSample = 300;
+constexpr int kMatrixSample = 300;
 constexpr std::size_t kChunk = 64;  // cases that are ordered so that they share groups
 
 struct Numbered {
@@ -42,7 +42,7 @@ std::vector<Numbered> choose_cases(const CudaOptions& options) {
   }
   const auto choices = options.cases == Cases::cover
                            ? pairwise_cover(Mode::device, options.seed)
-                           : random_choices(Mode::device, kSample, mix(options.seed, 202));
+                           : random_choices(Mode::device, kMatrixSample, mix(options.seed, 202));
   std::uint64_t number = 0;
   for (const auto& choice : choices) {
     Case c = make_case(Mode::device, choice);
@@ -66,7 +66,7 @@ void run_batch(Rank& rank, const std::vector<Numbered>& batch, double seconds, S
   }
 }
 
-std::map<std::pair<int, bool>, std::vector<Numbered>> batches_of(const CudaOptions& options) {
+std::map<std::pair<int, bool>, std::vector<Numbered>> matrix_batches(const CudaOptions& options) {
   std::map<std::pair<int, bool>, std::vector<Numbered>> batches;
   for (const Numbered& each : choose_cases(options)) {
     const int ranks = each.c.ranks;
@@ -86,7 +86,7 @@ std::map<std::pair<int, bool>, std::vector<Numbered>> batches_of(const CudaOptio
 
 bool run_matrix(const CudaOptions& options) {
   const std::int64_t start = now_ns();
-  const auto batches = batches_of(options);
+  const auto batches = matrix_batches(options);
   const double each =
       options.seconds / static_cast<double>(std::max<std::size_t>(batches.size(), 1));
   std::int64_t done = 0;

@@ -13,15 +13,15 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261122;
+constexpr std::uint64_t kFailureSeed = 20261122;
 
 /// The kind of error that the event throws; `deadline` when it does not.
-ErrorKind kind_of(const Event& event) {
+ErrorKind event_kind(const Event& event) {
   return test::kind_of([&] { event.wait(60s); }).value_or(ErrorKind::deadline);
 }
 
 TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
-  each({}, kSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kFailureSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     for (int i = 0; i < 3; ++i) {
@@ -37,7 +37,7 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
       CombineOptions back{.order = RowOrder::expert_major, .stream = &own.stream};
       const Combined combined = seat.group.combine(slots.x, plan, back);
       for (const Event& event : {carrier.event, rows.event, slots.event, combined.event}) {
-        need(kind_of(event) == ErrorKind::exhausted, "a call without its routes went on");
+        need(event_kind(event) == ErrorKind::exhausted, "a call without its routes went on");
       }
       Trip trip{.order = i % 2 == 0 ? RowOrder::expert_major : RowOrder::rank_major};
       round_trip(seat.group, world, mine, plan, trip, seat.copier);
@@ -48,7 +48,7 @@ TEST_P(EngineTest, UsersOfRoutesThatDidNotComeAreRefused) {
 /// Only rank 0 asks how the dispatch ended that was to bring the routes, so it alone would bring
 /// them in the next one.
 TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
-  each({}, kSeed + 8, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kFailureSeed + 8, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     for (int i = 0; i < 2; ++i) {
       seat.meet();
@@ -58,11 +58,11 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
       options.max_recv_rows = 1;
       const Received carrier = seat.group.dispatch(mine.x_view(), plan, options);
       if (seat.rank() == 0) {
-        need(kind_of(carrier.event) == ErrorKind::exhausted, "too many rows were taken");
+        need(event_kind(carrier.event) == ErrorKind::exhausted, "too many rows were taken");
       }
       options.max_recv_rows = 200;
       const Received rows = seat.group.dispatch(mine.x_view(), plan, options);
-      const ErrorKind kind = kind_of(rows.event);
+      const ErrorKind kind = event_kind(rows.event);
       const auto wanted = seat.rank() == 0 ? ErrorKind::invalid_argument : ErrorKind::exhausted;
       need(kind == wanted, "the dispatch between ended otherwise");
       // Now all know, though nobody else has asked the first one.
@@ -72,7 +72,7 @@ TEST_P(EngineTest, RanksThatKnowDifferentlyOfRoutesAreAllRefused) {
 }
 
 TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
-  each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kFailureSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     Trip trip{.order = RowOrder::expert_major, .alignment = 4};
     DispatchOptions options{.topk_weights = mine.weights_view()};
@@ -96,7 +96,7 @@ TEST_P(EngineTest, ARefusedCallBeforeItLeavesAnExpertMajorCombineAlone) {
 
 TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
   const Shape shape;
-  each(shape, kSeed + 9, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kFailureSeed + 9, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     for (const bool waits : {true, false}) {
@@ -123,7 +123,7 @@ TEST_P(EngineTest, ARefusedDispatchLeavesNothingInItsPlan) {
 /// Refused calls between others that use the same plan: of as many rows as the carrier of the
 /// routes had, and of more.
 TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
-  each({}, kSeed + 7, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kFailureSeed + 7, [&](Seat& seat, const World& world, const OnGpu& mine) {
     seat.meet();
     Trip trip;
     trip.max_recv_rows = 200;
@@ -154,7 +154,7 @@ TEST_P(EngineTest, ARefusedCachedDispatchLeavesTheRoutesAlone) {
 
 TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
   for (const bool graphs : {false, true}) {
-    each({}, kSeed + 2, [&](Seat& seat, const World&, const OnGpu& mine) {
+    each({}, kFailureSeed + 2, [&](Seat& seat, const World&, const OnGpu& mine) {
       OwnStream own(seat.device);
       seat.meet();
       const Plan plan = seat.group.plan(mine.routes_view());
@@ -186,7 +186,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
         const Received bad = seat.group.dispatch(mine.x_view(), plan, options);
         while (cudaStreamQuery(own.raw) == cudaErrorNotReady) std::this_thread::sleep_for(10us);
         good.event.wait(60s);
-        need(kind_of(bad.event) == ErrorKind::mismatch, "the later call did not fail");
+        need(event_kind(bad.event) == ErrorKind::mismatch, "the later call did not fail");
       } else {
         good.event.wait(60s);
       }
@@ -196,7 +196,7 @@ TEST_P(EngineTest, AFailureLeavesTheEventsOfEarlierCallsAlone) {
 }
 
 TEST_P(EngineTest, ARankThatLeavesInTheMidstOfACallIsMissed) {
-  each({}, kSeed + 5, [&](Seat& seat, const World&, const OnGpu& mine) {
+  each({}, kFailureSeed + 5, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
@@ -225,7 +225,7 @@ TEST(EngineEndTest, ARankThatIsNotAwaitedMayEndItsProcess) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
   const RankBody body = seated(config_for(shape), [&](Seat& seat) {
-    const World world(2, shape, kSeed + 3);
+    const World world(2, shape, kFailureSeed + 3);
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     const Plan plan = seat.group.plan(mine.routes_view());
@@ -247,7 +247,7 @@ TEST(EngineEndTest, TensorsOutliveTheGroup) {
   const auto problems = run_on_crew(2, 2, [&](Bootstrap& bootstrap) {
     const int device = take_gpu(bootstrap);
     const Copier copier;
-    const World world(2, shape, kSeed + 4);
+    const World world(2, shape, kFailureSeed + 4);
     const OnGpu mine(world.inputs[static_cast<std::size_t>(bootstrap.rank())], shape, device,
                      copier);
     bootstrap.all_gather({}, 60s);

@@ -14,7 +14,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261126;
+constexpr std::uint64_t kFusedSeed = 20261126;
 
 struct Both {
   Received received;
@@ -40,7 +40,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     OwnStream own(seat.device);
-    std::uint64_t seed = kSeed;
+    std::uint64_t seed = kFusedSeed;
     const World any(seat.size(), shape, seed);
     const OnGpu mine = seat.on_gpu(any);
     const std::size_t before = seat.group.memory().arena_used_bytes;
@@ -68,7 +68,7 @@ TEST_P(EngineTest, DispatchMakesItsPlan) {
 TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const World first(seat.size(), shape, kSeed + 50);
+    const World first(seat.size(), shape, kFusedSeed + 50);
     const OnGpu mine = seat.on_gpu(first);
     OwnStream own(seat.device);
     Trip trip;
@@ -78,7 +78,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
     Both both;
     const Graph graph(own.raw, [&] { both = there_and_back(seat, mine, trip); });
     for (std::uint64_t i = 0; i < 5; ++i) {
-      const World world = seat.refill(mine, kSeed + 51 + i);
+      const World world = seat.refill(mine, kFusedSeed + 51 + i);
       graph.run();
       check(world, seat, trip, both);
     }
@@ -88,7 +88,7 @@ TEST_P(EngineTest, GraphOfADispatchThatMakesItsPlan) {
 
 TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
   const Shape shape;
-  each(shape, kSeed + 80, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kFusedSeed + 80, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     for (const std::int64_t worst : {200, 0}) {
       Sent bad = world.sent(seat.rank());
@@ -122,7 +122,7 @@ TEST_P(EngineTest, ADispatchSaysWhyItsPlanFailed) {
 /// Rank 0 learns it when its peers have counted the plan and are in the dispatch.
 TEST_P(EngineTest, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
   const Shape shape;
-  each(shape, kSeed + 100, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kFusedSeed + 100, [&](Seat& seat, const World& world, const OnGpu& mine) {
     const Buffer out(static_cast<std::size_t>(shape.hidden) * sizeof(float));
     OwnStream own(seat.device);
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
@@ -162,7 +162,7 @@ TEST_P(EngineTest, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
     if (stop) throw std::runtime_error("stop");
   };
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 110);
+    const World world(seat.size(), shape, kFusedSeed + 110);
     const OnGpu mine = seat.on_gpu(world);
     DispatchOptions options;
     options.order = RowOrder::expert_major;  // exact, so its rows must be known
@@ -185,7 +185,7 @@ TEST_P(EngineTest, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
 }
 
 TEST_P(EngineTest, APlansEndIsMarkedForWhoNeedsIt) {
-  each({}, kSeed + 90, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kFusedSeed + 90, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream other(seat.device);
     read_later(other.raw, 0ms);
     need(cudaStreamSynchronize(other.raw), "read_later");

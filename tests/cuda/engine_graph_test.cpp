@@ -10,7 +10,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261123;
+constexpr std::uint64_t kGraphSeed = 20261123;
 
 /// What one captured exchange leaves.
 struct Exchanged {
@@ -39,7 +39,7 @@ void await_used(const Group& group, std::size_t bytes) {
 TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    World world(seat.size(), shape, kSeed);
+    World world(seat.size(), shape, kGraphSeed);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     seat.meet();
@@ -66,7 +66,7 @@ TEST_P(EngineTest, ACachedDispatchOfExactSizeIsCaptured) {
 }
 
 TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
-  each({}, kSeed + 4, [&](Seat& seat, const World& first, const OnGpu& mine) {
+  each({}, kGraphSeed + 4, [&](Seat& seat, const World& first, const OnGpu& mine) {
     OwnStream own(seat.device);
     seat.meet();
     {  // once without a graph
@@ -82,7 +82,7 @@ TEST_P(EngineTest, GraphReplaysWithOtherRoutes) {
       exchange(seat, mine, own.stream, trip, got);
     });
     for (std::uint64_t i = 0; i < 5; ++i) {
-      const World world = seat.refill(mine, kSeed + 10 + i);
+      const World world = seat.refill(mine, kGraphSeed + 10 + i);
       graph.run();
       check_received(world, seat.rank(), trip, got.received, seat.copier);
       check_combined(world, seat.rank(), trip, got.combined, seat.copier);
@@ -97,7 +97,7 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
   Shape shape;
   shape.tokens = 1300;
   shape.hidden = 4096;
-  each(shape, kSeed + 5, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kGraphSeed + 5, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
     trip.max_recv_rows = 4000;
@@ -123,7 +123,7 @@ TEST_P(EngineTest, FanOutsInAGraphFollowTheRows) {
 }
 
 TEST_P(EngineTest, TensorsOutliveTheirGraphAndGraphsTheirTensors) {
-  each({}, kSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each({}, kGraphSeed + 1, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     Trip trip;
     trip.max_recv_rows = 150;

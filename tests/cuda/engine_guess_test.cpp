@@ -14,11 +14,11 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261125;
+constexpr std::uint64_t kGuessSeed = 20261125;
 
 /// All tokens go to one expert (-1: to none).
 World world_to(int ranks, const Shape& shape, std::int64_t expert) {
-  World world(ranks, shape, kSeed);
+  World world(ranks, shape, kGuessSeed);
   for (Sent& sent : world.inputs) {
     for (std::size_t i = 0; i < sent.topk_idx.size(); ++i) {
       sent.topk_idx[i] = i % static_cast<std::size_t>(shape.topk) == 0 ? expert : -1;
@@ -29,7 +29,7 @@ World world_to(int ranks, const Shape& shape, std::int64_t expert) {
 
 /// The first `tokens` tokens of each rank go to all ranks, the others to none.
 World world_of_few(int ranks, const Shape& shape, std::int64_t tokens) {
-  World world(ranks, shape, kSeed);
+  World world(ranks, shape, kGuessSeed);
   const auto topk = static_cast<std::size_t>(shape.topk);
   for (Sent& sent : world.inputs) {
     for (std::size_t i = 0; i < sent.topk_idx.size(); ++i) {
@@ -95,11 +95,11 @@ TEST_P(EngineTest, GuessedRowsAreNarrowed) {
   each(shape, [&](Seat& seat) {
     OwnStream own(seat.device);
     warm_up(seat, own);
-    const World first(seat.size(), shape, kSeed + 1);
+    const World first(seat.size(), shape, kGuessSeed + 1);
     const OnGpu mine = seat.on_gpu(first);
     const std::size_t before = seat.group.memory().arena_used_bytes;
     for (std::uint64_t i = 0; i < 6; ++i) {
-      const World world(seat.size(), shape, kSeed + 1 + i);
+      const World world(seat.size(), shape, kGuessSeed + 1 + i);
       guessed_trip(seat, world, mine, own, i % 2 == 1);
     }
     const Counted now = counted(seat);
@@ -203,7 +203,7 @@ TEST_P(EngineTest, APlanThatFailedFailsItsDispatchOnAllRanks) {
   each(shape, [&](Seat& seat) {
     OwnStream own(seat.device);
     warm_up(seat, own);
-    const World world(seat.size(), shape, kSeed + 20);
+    const World world(seat.size(), shape, kGuessSeed + 20);
     const OnGpu mine = seat.on_gpu(world);
     for (int i = 0; i < 4; ++i) {
       Sent bad = world.sent(seat.rank());
@@ -235,7 +235,7 @@ TEST(EngineGuessTest, WaitingForTheStreamIsNotThePeersDelay) {
   on_ranks(2, false, config, [&](Seat& seat) {
     OwnStream own(seat.device);
     warm_up(seat, own);
-    const World world(seat.size(), shape, kSeed + 30);
+    const World world(seat.size(), shape, kGuessSeed + 30);
     const OnGpu mine = seat.on_gpu(world);
     seat.meet();
     read_later(own.raw, 3000ms);

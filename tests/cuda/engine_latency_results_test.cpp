@@ -11,7 +11,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261127;
+constexpr std::uint64_t kLatencyResultsSeed = 20261127;
 
 void check_ranked_rows(const World& world, int rank, const LatencyReceived& got,
                        const Copier& copier) {
@@ -45,7 +45,7 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     for (const RowOrder order : {RowOrder::rank_major, RowOrder::expert_major}) {
-      World world(seat.size(), shape, kSeed);
+      World world(seat.size(), shape, kLatencyResultsSeed);
       const OnGpu mine = seat.on_gpu(world);
       OwnStream own(seat.device);
       LatencyConfig config = latency_config(shape);
@@ -68,7 +68,7 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
         if (back.hook) combined.receive();
       });
       for (std::uint64_t i = 0; i < 4; ++i) {
-        world = seat.refill(mine, kSeed + 1 + i);
+        world = seat.refill(mine, kLatencyResultsSeed + 1 + i);
         graph.run();
         check_ranked_rows(world, seat.rank(), received, seat.copier);
         check_latency_sums(world, seat.rank(), {RowOrder::rank_major}, combined.x, seat.copier);
@@ -81,30 +81,31 @@ TEST_P(EngineTest, LatencyRankMajorRowsAreReplayed) {
 /// Ranks whose rows cross in different formats hear it, each from the other, before the deadline.
 TEST_P(EngineTest, LatencyFormatsOfSomeRanksAreAMismatch) {
   const Shape shape;
-  each_within(3s, shape, kSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
-    LatencyExchange latency(seat.group, latency_config(shape));
-    seat.meet();
-    const LatencyReceived received = latency_dispatch(latency, mine, {});
-    LatencyCombineOptions options;
-    options.format = seat.rank() == 1 ? CombineFormat::e4m3 : CombineFormat::logfmt10;
-    const auto error = error_of(
-        [&] { (void)latency.combine(received.x, received, mine.weights_view(), options); });
-    const std::string what = error ? error->what() : "it went on";
-    seat.meet();  // who waits for nobody would leave while others still find out
-    // A rank without tokens waits for nobody's rows.
-    const bool waits = world.inputs[static_cast<std::size_t>(seat.rank())].tokens > 0;
-    const bool mismatch = error && error->kind() == ErrorKind::mismatch;
-    need(mismatch || (error && error->kind() == ErrorKind::peer_failed) || (!waits && !error),
-         what);
-    if (waits && seat.size() == 2) need(mismatch, what);
-  });
+  each_within(
+      3s, shape, kLatencyResultsSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
+        LatencyExchange latency(seat.group, latency_config(shape));
+        seat.meet();
+        const LatencyReceived received = latency_dispatch(latency, mine, {});
+        LatencyCombineOptions options;
+        options.format = seat.rank() == 1 ? CombineFormat::e4m3 : CombineFormat::logfmt10;
+        const auto error = error_of(
+            [&] { (void)latency.combine(received.x, received, mine.weights_view(), options); });
+        const std::string what = error ? error->what() : "it went on";
+        seat.meet();  // who waits for nobody would leave while others still find out
+        // A rank without tokens waits for nobody's rows.
+        const bool waits = world.inputs[static_cast<std::size_t>(seat.rank())].tokens > 0;
+        const bool mismatch = error && error->kind() == ErrorKind::mismatch;
+        need(mismatch || (error && error->kind() == ErrorKind::peer_failed) || (!waits && !error),
+             what);
+        if (waits && seat.size() == 2) need(mismatch, what);
+      });
 }
 
 /// A result that was kept while a graph made several dispatches may be read, but its sums would lie
 /// where those of the graph do.
 TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
   const Shape shape;
-  each(shape, kSeed + 30, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kLatencyResultsSeed + 30, [&](Seat& seat, const World& world, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -139,7 +140,8 @@ TEST_P(EngineTest, LatencyResultsKeptTooLongAreRefused) {
 TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 50), later(seat.size(), shape, kSeed + 51);
+    const World world(seat.size(), shape, kLatencyResultsSeed + 50),
+        later(seat.size(), shape, kLatencyResultsSeed + 51);
     const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
     for (const bool masks : {false, true}) {
       const OnGpu mine = seat.on_gpu(world);
@@ -167,23 +169,24 @@ TEST_P(EngineTest, LatencyResultsOutliveThoseDroppedUnreceived) {
 TEST_P(EngineTest, LatencyLateWeightsMaskTheirRankAlone) {
   if (GetParam().ranks < 3) GTEST_SKIP() << "needs two ranks that are not late";
   const Shape shape;
-  each_within(2s, shape, kSeed + 40, [&](Seat& seat, const World& world, const OnGpu& mine) {
-    LatencyExchange latency(seat.group, latency_config(shape, true));
-    seat.meet();
-    const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
-    latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
-    const LatencyReceived received = latency_dispatch(latency, mine, trip);
-    seat.meet();
-    if (seat.rank() != 1) {
-      const LatencyCombined combined = latency_combine(latency, mine, received, trip);
-      check_latency_sums(world, seat.rank(), trip.path, combined.x, seat.copier, {1});
-      need_masked(latency, {1}, "late weights");
-    }
-    seat.meet();
-    latency.rejoin();
-    latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
-    seat.meet();
-  });
+  each_within(2s, shape, kLatencyResultsSeed + 40,
+              [&](Seat& seat, const World& world, const OnGpu& mine) {
+                LatencyExchange latency(seat.group, latency_config(shape, true));
+                seat.meet();
+                const LatencyTrip trip{CombinePath::per_rank, false, false, nullptr, {}};
+                latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
+                const LatencyReceived received = latency_dispatch(latency, mine, trip);
+                seat.meet();
+                if (seat.rank() != 1) {
+                  const LatencyCombined combined = latency_combine(latency, mine, received, trip);
+                  check_latency_sums(world, seat.rank(), trip.path, combined.x, seat.copier, {1});
+                  need_masked(latency, {1}, "late weights");
+                }
+                seat.meet();
+                latency.rejoin();
+                latency_trip(latency, world, seat.rank(), mine, trip, seat.copier);
+                seat.meet();
+              });
 }
 
 }  // namespace

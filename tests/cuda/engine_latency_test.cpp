@@ -12,16 +12,16 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261125;
+constexpr std::uint64_t kLatencySeed = 20261125;
 
 TEST_P(EngineTest, LatencyExchangesByEitherPath) {
   const Shape shape;
-  each(shape, kSeed, [&](Seat& seat, const World&, const OnGpu& mine) {
+  each(shape, kLatencySeed, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     for (unsigned choice = 0; choice < 16; ++choice) {
-      const World world = seat.refill(mine, kSeed + choice);
+      const World world = seat.refill(mine, kLatencySeed + choice);
       LatencyTrip trip;
       trip.path = choice % 2 == 0 ? CombinePath::per_rank : CombinePath::per_slot;
       trip.weights_with_dispatch = choice / 2 % 2 == 0;
@@ -36,7 +36,7 @@ TEST_P(EngineTest, LatencyExchangesByEitherPath) {
 TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
   for (const auto& [tokens, hidden] : {std::pair{8, 1040}, {40, 1040}, {40, 7168}}) {
     const Shape shape{.tokens = tokens, .hidden = hidden, .dtype = Dtype::bf16};
-    each(shape, kSeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
+    each(shape, kLatencySeed, [&](Seat& seat, const World& world, const OnGpu& mine) {
       LatencyExchange latency(seat.group, latency_config(shape));
       seat.meet();
       for (const CombinePath path : {CombinePath::per_rank, CombinePath::per_slot}) {
@@ -48,7 +48,7 @@ TEST_P(EngineTest, LatencyRowsOf16BitsCarryTheirGeneration) {
 
 TEST_P(EngineTest, LatencyWeightsComeOnce) {
   const Shape shape;
-  each(shape, kSeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kLatencySeed + 20, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip with{.weights_with_dispatch = true};
@@ -74,7 +74,7 @@ TEST_P(EngineTest, LatencyWeightsComeOnce) {
 /// Ranks that differ in having weights find out, and nobody gets wrong rows.
 TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
   const Shape shape;
-  each(shape, kSeed + 21, [&](Seat& seat, const World&, const OnGpu& mine) {
+  each(shape, kLatencySeed + 21, [&](Seat& seat, const World&, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
     LatencyTrip trip{.weights_with_dispatch = seat.rank() == 1};
@@ -88,7 +88,7 @@ TEST_P(EngineTest, LatencyWeightsOfSomeRanksAreAMismatch) {
 TEST_P(EngineTest, LatencyExchangesAreReplayed) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    World world(seat.size(), shape, kSeed + 30);
+    World world(seat.size(), shape, kLatencySeed + 30);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
@@ -103,7 +103,7 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
       two.combined = latency_combine(latency, mine, two.received, by_slot);
     });
     for (std::uint64_t i = 0; i < 6; ++i) {
-      world = World(seat.size(), shape, kSeed + 31 + i);
+      world = World(seat.size(), shape, kLatencySeed + 31 + i);
       for (std::size_t r = 0; r < world.inputs.size(); ++r) {  // fewer tokens: the rest go nowhere
         Sent& sent = world.inputs[r];
         const auto used = static_cast<std::size_t>(shape.topk) * ((i * 11 + r * 5) % 37);
@@ -123,7 +123,7 @@ TEST_P(EngineTest, LatencyExchangesAreReplayed) {
 
 TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
   const Shape shape;
-  each(shape, kSeed + 50, [&](Seat& seat, const World&, const OnGpu& mine) {
+  each(shape, kLatencySeed + 50, [&](Seat& seat, const World&, const OnGpu& mine) {
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -133,7 +133,7 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
       sums = latency_combine(latency, mine, latency_dispatch(latency, mine, trip), trip);
     });
     for (std::uint64_t i = 0; i < 8; ++i) {
-      const World world = seat.refill(mine, kSeed + 51 + i);
+      const World world = seat.refill(mine, kLatencySeed + 51 + i);
       graph.run();
       check_latency_sums(world, seat.rank(), trip.path, sums.x, seat.copier);
       LatencyTrip eager = trip;
@@ -151,8 +151,8 @@ TEST_P(EngineTest, LatencyReplaysAndEagerExchangesTakeTurns) {
 /// buffer to eager dispatches.
 TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
   const Shape shape;
-  each(shape, kSeed + 60, [&](Seat& seat, const World& world, const OnGpu& mine) {
-    const World other(seat.size(), shape, kSeed + 61);
+  each(shape, kLatencySeed + 60, [&](Seat& seat, const World& world, const OnGpu& mine) {
+    const World other(seat.size(), shape, kLatencySeed + 61);
     OwnStream own(seat.device);
     LatencyExchange latency(seat.group, latency_config(shape));
     seat.meet();
@@ -188,7 +188,7 @@ TEST_P(EngineTest, LatencyResultsOfGraphsStayApart) {
 /// The caller's own output may lie anywhere but in the rows.
 TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
   const Shape shape;
-  each(shape, kSeed + 62, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kLatencySeed + 62, [&](Seat& seat, const World& world, const OnGpu& mine) {
     LatencyExchange latency(seat.group, latency_config(shape));
     const Extents extents{world.sent(seat.rank()).tokens, shape.hidden};
     const auto bytes = static_cast<std::size_t>(extents[0] * extents[1]) * sizeof(float);
@@ -222,7 +222,7 @@ TEST_P(EngineTest, LatencySumsGoWhereTheCallerSays) {
 /// What a call waits for a late rank stands in the caller's tensor.
 TEST_P(EngineTest, LatencyWaitsNameTheLateRank) {
   const Shape shape;
-  each(shape, kSeed + 70, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kLatencySeed + 70, [&](Seat& seat, const World& world, const OnGpu& mine) {
     const Buffer memory(static_cast<std::size_t>(seat.size()) * 8);
     const std::vector<std::int64_t> before(static_cast<std::size_t>(seat.size()), 1000);
     const TensorView wait_ns(memory.data(), Dtype::i64, {seat.size()},

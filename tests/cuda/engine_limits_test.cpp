@@ -11,13 +11,13 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261127;
+constexpr std::uint64_t kLimitsSeed = 20261127;
 using Clock = std::chrono::steady_clock;
 
 TEST_P(EngineTest, APlanWithoutMemoryIsRefusedOnAllRanks) {
   Shape shape;
   shape.topk = 8;
-  each(shape, kSeed + 3, [&](Seat& seat, const World& world, const OnGpu& mine) {
+  each(shape, kLimitsSeed + 3, [&](Seat& seat, const World& world, const OnGpu& mine) {
     ConstTensorView routes = mine.routes_view();
     ConstTensorView x = mine.x_view();
     std::unique_ptr<Buffer> many;
@@ -79,7 +79,7 @@ TEST_P(EngineTest, ARankWithoutMemoryForItsPlanTakesPartInTheDispatch) {
   Shape shape;
   shape.topk = 8;
   each(shape, [&](Seat& seat) {
-    const World world(seat.size(), shape, kSeed + 5);
+    const World world(seat.size(), shape, kLimitsSeed + 5);
     const Sent& sent = world.inputs[static_cast<std::size_t>(seat.rank())];
     const OnGpu mine(sent, shape, seat.device, seat.copier);
     ConstTensorView routes = mine.routes_view();
@@ -132,7 +132,7 @@ TEST_P(EngineTest, MoreRowsThanNumbersAreRefusedOnAllRanks) {
   shape.topk = 8;
   shape.experts = kExperts * GetParam().ranks;
   each(shape, [&](Seat& seat) {
-    World world(seat.size(), shape, kSeed + 4);
+    World world(seat.size(), shape, kLimitsSeed + 4);
     for (Sent& sent : world.inputs) std::fill(sent.topk_idx.begin(), sent.topk_idx.end(), -1);
     Sent& first = world.inputs[0];
     for (std::size_t i = 0; i < first.topk_idx.size(); ++i) {

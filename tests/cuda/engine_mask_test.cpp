@@ -16,7 +16,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261126;
+constexpr std::uint64_t kMaskSeed = 20261126;
 constexpr LatencyTrip kTrip{CombinePath::per_rank, true, false, nullptr, {}};
 
 std::uint64_t count_of(const LatencyExchange& latency) {
@@ -52,7 +52,7 @@ TEST_P(EngineTest, ALateRankIsMaskedAndRejoins) {
   GroupConfig config = config_for(shape);
   config.deadline = 3s;
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    Masked at(seat, shape, kSeed);
+    Masked at(seat, shape, kMaskSeed);
     std::set<int> others;
     for (int r = 0; r < seat.size(); ++r) {
       if (r != 1) others.insert(r);
@@ -95,7 +95,7 @@ TEST_P(EngineTest, ARejoinWaitsForRanksThatAreHeldUp) {
   GroupConfig config = config_for(shape);
   config.deadline = 3s;
   on_ranks(GetParam().ranks, GetParam().threads, config, [&](Seat& seat) {
-    Masked at(seat, shape, kSeed + 3);
+    Masked at(seat, shape, kMaskSeed + 3);
     seat.meet();
     at.trip();
     const LatencyReceived received = latency_dispatch(at.latency, at.mine, kTrip);
@@ -118,7 +118,7 @@ TEST_P(EngineTest, ARejoinWaitsForRanksThatAreHeldUp) {
 TEST_P(EngineTest, MasksAreSetAndCleared) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
-    Masked at(seat, shape, kSeed + 1);
+    Masked at(seat, shape, kMaskSeed + 1);
     const auto refused = [&](const std::function<void()>& call) {
       return kind_of(call) == ErrorKind::invalid_argument;
     };
@@ -168,7 +168,7 @@ TEST(EngineEndTest, AKilledRankIsMaskedAtOnce) {
   if (gpu_count() == 0) GTEST_SKIP() << "NO GPU";
   const Shape shape;
   const RankBody body = seated(config_for(shape), [&](Seat& seat) {
-    Masked at(seat, shape, kSeed + 2);
+    Masked at(seat, shape, kMaskSeed + 2);
     OwnStream own(seat.device);
     LatencyTrip captured = kTrip;
     captured.stream = &own.stream;

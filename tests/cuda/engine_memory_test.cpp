@@ -15,7 +15,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr std::uint64_t kSeed = 20261124;
+constexpr std::uint64_t kMemorySeed = 20261124;
 using Clock = std::chrono::steady_clock;
 
 /// A pinned word.
@@ -64,7 +64,7 @@ void tensors_outlive(std::chrono::milliseconds deadline, std::chrono::millisecon
     need(cudaSetDevice(0), "cudaSetDevice");
     const Copier copier;
     Reader reader(copier);
-    const World world(1, shape, kSeed);
+    const World world(1, shape, kMemorySeed);
     const OnGpu mine(world.inputs[0], shape, 0, copier);
     OwnStream own(0);
     Received received;
@@ -106,7 +106,7 @@ TEST_P(EngineTest, CapturedTensorsWaitForRecordedStreams) {
   const Shape shape;
   each(shape, [&](Seat& seat) {
     Reader reader(seat.copier);
-    const World world(seat.size(), shape, kSeed + 1);
+    const World world(seat.size(), shape, kMemorySeed + 1);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream own(seat.device), other(seat.device);
     seat.meet();
@@ -150,7 +150,7 @@ TEST(EngineMemoryTest, ACaptureThatWaitsForMemoryCanBeStopped) {
   };
   on_ranks(1, false, config, [&](Seat& seat) {
     Reader reader(seat.copier);
-    const World world(1, shape, kSeed + 2);
+    const World world(1, shape, kMemorySeed + 2);
     const OnGpu mine = seat.on_gpu(world);
     OwnStream first(seat.device), second(seat.device);
     const Plan plan = seat.group.plan(mine.routes_view());

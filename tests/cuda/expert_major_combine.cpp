@@ -9,7 +9,7 @@ namespace ferry::cuda::test {
 namespace {
 
 /// Slow sums: a combine that did not wait would read what was there before.
-ExpertCase random_case(Random& random, int ranks) {
+ExpertCase random_combine(Random& random, int ranks) {
   ExpertCase c;
   c.shape.ranks = ranks;
   c.shape.topk = pick(random, {1, 2, 4, 8});
@@ -129,7 +129,7 @@ void check_rank(KernelGroup& group, const ExpertCase& c, const Exchange& x,
 }
 
 /// Twice with the same memory: what one call says of its sums must not serve the next.
-void run_case(KernelGroup& group, const ExpertCase& c, Random& random) {
+void run_combine(KernelGroup& group, const ExpertCase& c, Random& random) {
   const Exchange x = make_exchange(c.shape, random);
   const std::vector<RankCase> all = make_ranks(group, c, x, random);
   for (int call = 0; call < 2; ++call) {
@@ -206,7 +206,7 @@ void refused_in_peace(Random& random) {
       stop("wrong refusal beside sums: " + describe(*group.failure(r)));
     }
   }
-  run_case(group, c, random);
+  run_combine(group, c, random);
 }
 
 }  // namespace
@@ -215,7 +215,8 @@ void test_combine_beside_sums(std::uint64_t seed, std::int64_t repeat) {
   for (const int ranks : {1, 2, 3, 4, 8}) {
     Random random(seed * 1000003 + static_cast<std::uint64_t>(ranks));
     KernelGroup group({.ranks = ranks, .arena_bytes = std::size_t{256} << 20});
-    for (std::int64_t i = 0; i < repeat; ++i) run_case(group, random_case(random, ranks), random);
+    for (std::int64_t i = 0; i < repeat; ++i)
+      run_combine(group, random_combine(random, ranks), random);
     std::printf("%d ranks: combine beside sums: all bytes as expected\n", ranks);
     std::fflush(stdout);
   }

@@ -11,7 +11,7 @@
 namespace ferry::cuda {
 namespace {
 
-constexpr const char* kStage = "combine: crossing";
+constexpr const char* kCombineCrossing = "combine: crossing";
 
 }  // namespace
 
@@ -78,7 +78,7 @@ Combined DomainCombine::sum_inside(const DomainCall& call, const CrossingTables&
   try {
     return combine_split(engine_.inside(), rows_, tables.inside, within, {tables.own, send});
   } catch (const Error& error) {
-    throw engine_.told(kStage, error);
+    throw engine_.told(kCombineCrossing, error);
   }
 }
 
@@ -116,7 +116,7 @@ Combined DomainCombine::run() {
   const CrossingTables& tables = engine_.tables(call, plan_, how);
   engine_.share_routes(call, *plan_, how);
   const std::int64_t weight_columns = has_weights() ? plan_->topk : 0;
-  const CrossingWay way{kStage, plan_.get(), how, true,
+  const CrossingWay way{kCombineCrossing, plan_.get(), how, true,
                         make_crossing_layout({rows_.row_bytes(), 0, weight_columns})};
   engine_.make_room(way, tables);
   AddDomainsParameters add = prepare(call);

@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 
 /// The largest message holds the counts of a plan, or the handle of a segment.
-ControlLayout cpu_layout(const GroupConfig& config, int ranks, int domains) {
+ControlLayout crossing_layout(const GroupConfig& config, int ranks, int domains) {
   const std::size_t counts =
       (static_cast<std::size_t>(ranks) + static_cast<std::size_t>(config.experts) +
        static_cast<std::size_t>(domains)) *
@@ -42,7 +42,7 @@ MemoryStats cuda_domain_memory_hint(const GroupConfig& config, int ranks) {
   const Domains domains = Domains::blocks(ranks, config.domain_size);
   MemoryStats use = cuda_memory_hint(config_inside(config, domains, 0),
                                      static_cast<int>(domains.members(0).size()));
-  use.control_bytes += cpu_layout(config, ranks, domains.count()).bytes + kPage;
+  use.control_bytes += crossing_layout(config, ranks, domains.count()).bytes + kPage;
   return use;
 }
 
@@ -54,7 +54,7 @@ std::shared_ptr<Engine> make_cuda_domain_engine(Bootstrap& bootstrap, const Grou
   DomainParts parts;
   parts.domains = domains;
   parts.memory = std::make_shared<engine::Memory>(std::move(fabric));
-  parts.layout = cpu_layout(config, domains.ranks(), domains.count());
+  parts.layout = crossing_layout(config, domains.ranks(), domains.count());
   fabric::Fabric& wire = *parts.memory->fabric;
   fabric::Segment spare;  // as many segments as cards; of the least size
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {

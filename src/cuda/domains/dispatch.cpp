@@ -14,7 +14,7 @@ using std::to_string;
 
 namespace {
 
-constexpr const char* kStage = "dispatch: crossing";
+constexpr const char* kDispatchCrossing = "dispatch: crossing";
 
 /// After the swap of heads: some rank has not given as many rows as arrive.
 void agree_on_rows(engine::Channel& channel) {
@@ -133,7 +133,7 @@ Received DomainDispatch::exchange_inside(const DomainCall& call, const CrossingT
   try {
     return dispatch_split(engine_.inside(), x, tables.inside, within, {tables.own, receive});
   } catch (const Error& error) {
-    throw engine_.told(kStage, error);
+    throw engine_.told(kDispatchCrossing, error);
   }
 }
 
@@ -142,7 +142,7 @@ Received DomainDispatch::run() {
   const Crossing how = engine_.crossing_of(*plan_, options_.crossing);
   const CrossingTables& tables = engine_.tables(call, plan_, how);
   const std::int64_t weight_columns = options_.topk_weights ? plan_->topk : 0;
-  const CrossingWay way{kStage, plan_.get(), how, false,
+  const CrossingWay way{kDispatchCrossing, plan_.get(), how, false,
                         make_crossing_layout({row_.bytes(), row_.scale_columns, weight_columns})};
   engine_.make_room(way, tables);
 

@@ -14,7 +14,9 @@ using std::to_string;
 
 namespace {
 
-constexpr const char* kMake = "LatencyExchange";
+constexpr const char* kMakeCrossing = "LatencyExchange";
+
+}  // namespace
 
 /// Registered memory that the GPU uses, for as long as anybody may.
 struct PinnedSegment {
@@ -23,8 +25,6 @@ struct PinnedSegment {
   int device;
   ~PinnedSegment() { unpin(data, device); }
 };
-
-}  // namespace
 
 /// What becomes of one exchange, before it is one.
 struct DomainEngine::LatencyStep {
@@ -45,12 +45,13 @@ Error DomainEngine::told_of_latency(const char* call, const Error& error) {
 void DomainEngine::share_latency_memory(LatencyStep& step) {
   StepMessage head;
   head.call = latency_signature(step.config, !step.invalid);
-  channel_.swap(kMake, head);
-  engine::check_same_call(channel_, kMake, head.call);
+  channel_.swap(kMakeCrossing, head);
+  engine::check_same_call(channel_, kMakeCrossing, head.call);
   if (step.invalid) throw *step.invalid;
   const std::size_t bytes = step.memory.crossing.bytes;
-  step.segments = engine::add_segments(
-      channel_, *parts_.memory, {kMake, "capacity, hidden, topk and the ranks", bytes, bytes});
+  step.segments =
+      engine::add_segments(channel_, *parts_.memory,
+                           {kMakeCrossing, "capacity, hidden, topk and the ranks", bytes, bytes});
   latency_bytes_.fetch_add(step.segments.mine.bytes, std::memory_order_relaxed);
 }
 
@@ -59,15 +60,15 @@ void DomainEngine::agree_on_latency(const std::optional<Error>& failed) {
   StepMessage head;
   head.call.kind = CallKind::latency;
   head.status = failed ? StepStatus::exhausted : StepStatus::ok;
-  channel_.swap(kMake, head);
-  engine::check_same_call(channel_, kMake, head.call);
+  channel_.swap(kMakeCrossing, head);
+  engine::check_same_call(channel_, kMakeCrossing, head.call);
   if (failed) throw *failed;
   for (int peer = 0; peer < size(); ++peer) {
     if (channel_.head(peer).status == StepStatus::ok) continue;
     throw Error(ErrorKind::exhausted,
-                std::string(kMake) + ": rank " + to_string(peer) +
+                std::string(kMakeCrossing) + ": rank " + to_string(peer) +
                     " could not make its part of the exchange; nothing was made",
-                {rank(), peer, kMake, channel_.generation(), 0, 0});
+                {rank(), peer, kMakeCrossing, channel_.generation(), 0, 0});
   }
 }
 
@@ -78,28 +79,29 @@ std::unique_ptr<LatencyCrossing> DomainEngine::make_crossing(const LatencyStep& 
     if (domain_of(peer) != domain_of(rank())) beyond.push_back(peer);
   }
   const std::uint64_t space = ++exchanges_;  // tags that the group's calls do not use
-  return std::make_unique<LatencyCrossing>(CrossingParts{
-      .view = view,
-      .beyond = std::move(beyond),
-      .layout = step.memory.crossing,
-      .data = step.segments.mine.data,
-      .memory = step.pinned,
-      .reach = engine::FabricReach(*parts_.memory->fabric, space, step.segments.ids),
-      .is_gone = [this](int peer) { return channel_.gone(peer); },
-      .violation = [this](
-                       int peer,
-                       const std::string& what) { channel_.throw_violation(kMake, peer, what); }});
+  return std::make_unique<LatencyCrossing>(
+      CrossingParts{.view = view,
+                    .beyond = std::move(beyond),
+                    .layout = step.memory.crossing,
+                    .data = step.segments.mine.data,
+                    .memory = step.pinned,
+                    .reach = engine::FabricReach(*parts_.memory->fabric, space, step.segments.ids),
+                    .is_gone = [this](int peer) { return channel_.gone(peer); },
+                    .violation =
+                        [this](int peer, const std::string& what) {
+                          channel_.throw_violation(kMakeCrossing, peer, what);
+                        }});
 }
 
 std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& config) {
-  DomainCall call(*this, kMake, nullptr);
+  DomainCall call(*this, kMakeCrossing, nullptr);
   auto step = std::make_shared<LatencyStep>();
   step->config = config;
   try {
     if (size() > kMaxDomain) {
-      throw Error(ErrorKind::unsupported, std::string(kMake) + ": got " + to_string(size()) +
-                                              " ranks; the CUDA engine serves at most " +
-                                              to_string(kMaxDomain));
+      throw Error(ErrorKind::unsupported,
+                  std::string(kMakeCrossing) + ": got " + to_string(size()) +
+                      " ranks; the CUDA engine serves at most " + to_string(kMaxDomain));
     }
     step->memory = make_latency_memory(config, config_.experts, size(), domains());
   } catch (const Error& error) {
@@ -137,15 +139,15 @@ std::shared_ptr<LatencyEngine> DomainEngine::make_latency(const LatencyConfig& c
     made = make_cuda_latency(parts_.inside, config, group);
   } catch (const Error& error) {
     if (!failed) failed = error;
-    if (inside().channel().dead()) throw told(kMake, error);
+    if (inside().channel().dead()) throw told(kMakeCrossing, error);
   }
   proxy_->run([this, failed] { agree_on_latency(failed); }, config_.on_wait);
   if (!latency_proxy_) {
     latency_proxy_ =
         std::make_unique<LatencyProxy>(*parts_.memory->fabric, [this](const std::exception& error) {
           if (channel_.left()) return;
-          if (!channel_.dead()) channel_.fail(kMake, error.what(), ErrorKind::system);
-          inside().give_up(kMake, error);
+          if (!channel_.dead()) channel_.fail(kMakeCrossing, error.what(), ErrorKind::system);
+          inside().give_up(kMakeCrossing, error);
         });
   }
   latency_proxy_->add(make_crossing(*step, made->view()));

@@ -19,7 +19,7 @@ using std::to_string;
 
 namespace {
 
-constexpr const char* kMake = "LatencyExchange";
+constexpr const char* kMakeOnGpu = "LatencyExchange";
 constexpr std::int64_t kFewSlots = 8;  // tokens of all ranks
 /// Two blocks on an SM are in each other's way up to here where rows cross as LL128, unless links
 /// are far from full, as between two ranks (docs/experiments/cuda_latency.md).
@@ -151,13 +151,13 @@ std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engin
   } catch (const Error& error) {
     invalid = error;
   }
-  Launch launch(*engine, kMake, nullptr);
+  Launch launch(*engine, kMakeOnGpu, nullptr);
   LatencyOpenParameters open;
   open.group = engine->view();
   open.call = latency_signature(config, !invalid);
   open.failure = launch.record()->failure;
   fabric::Segment segment{};
-  if (!invalid) segment = engine->add_segment(kMake, memory.bytes);
+  if (!invalid) segment = engine->add_segment(kMakeOnGpu, memory.bytes);
   if (!invalid && segment.bytes == 0) {
     open.status = StepStatus::no_room;
     open.need_bytes = static_cast<std::int64_t>(memory.bytes);
@@ -171,7 +171,7 @@ std::shared_ptr<CudaLatency> make_cuda_latency(std::shared_ptr<CudaEngine> engin
   launch.run(launch_latency_open(open, launch.stream()), "launch_latency_open");
   const Event event = launch.finish();
   try {
-    engine->finish(kMake, event);
+    engine->finish(kMakeOnGpu, event);
   } catch (const Error&) {
     if (invalid) throw *invalid;
     throw;

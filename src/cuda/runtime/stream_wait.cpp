@@ -11,15 +11,15 @@
 namespace ferry::cuda {
 namespace {
 
-struct Awaited {
+struct AwaitedWord {
   std::uint64_t* word;
   std::uint64_t value;
 };
 
 /// On a thread of the driver, where no CUDA call is allowed. Whoever stores the word lets go of all
 /// waits when the group fails or ends.
-void CUDART_CB poll(void* pointer) {
-  const std::unique_ptr<Awaited> awaited(static_cast<Awaited*>(pointer));
+void CUDART_CB poll_word(void* pointer) {
+  const std::unique_ptr<AwaitedWord> awaited(static_cast<AwaitedWord*>(pointer));
   const std::atomic_ref word(*awaited->word);
   while (word.load(std::memory_order_acquire) < awaited->value) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -35,8 +35,9 @@ void wait_for_word(cudaStream_t stream, const std::uint64_t* word, std::uint64_t
                                  static_cast<cuuint32_t>(value), CU_STREAM_WAIT_VALUE_GEQ);
   if (result == CUDA_SUCCESS) return;
   if (result != CUDA_ERROR_NOT_SUPPORTED) check_driver(result, "cuStreamWaitValue32");
-  auto awaited = std::make_unique<Awaited>(Awaited{const_cast<std::uint64_t*>(word), value});
-  check(cudaLaunchHostFunc(stream, poll, awaited.get()), "cudaLaunchHostFunc");
+  auto awaited =
+      std::make_unique<AwaitedWord>(AwaitedWord{const_cast<std::uint64_t*>(word), value});
+  check(cudaLaunchHostFunc(stream, poll_word, awaited.get()), "cudaLaunchHostFunc");
   awaited.release();
 }
 

@@ -18,11 +18,7 @@
 namespace ferry::cuda {
 namespace {
 
-constexpr std::size_t kPage = 4096;
-
-ControlLayout cpu_layout(int ranks) {
-  return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
-}
+constexpr std::size_t kSparePage = 4096;
 
 /// Flags and mailboxes, for the largest message: the counts of a plan, or `body_bytes`.
 DeviceControlLayout gpu_layout(const GroupConfig& config, int ranks, std::size_t body_bytes = 0) {
@@ -38,11 +34,11 @@ std::size_t table_bytes(int ranks) {
 }
 
 std::size_t arena_bytes(const GroupConfig& config) {
-  return std::max(config.memory_bytes, kPage);
+  return std::max(config.memory_bytes, kSparePage);
 }
 
 /// Where a rank runs, as it tells the others: plain bytes.
-struct Place {
+struct GpuPlace {
   decltype(cudaDeviceProp::uuid) gpu;  ///< ranks with the same one share its SMs
   fabric::JobKey process;              ///< drawn by each process
   std::int64_t queues;                 ///< of a GPU, for the streams of one process
@@ -56,7 +52,7 @@ std::int64_t queues_of_process() {
   return given > 0 ? given : kDefault;
 }
 
-Place place_of(int device, int& num_sms) {
+GpuPlace place_of(int device, int& num_sms) {
   static const fabric::JobKey process = fabric::random_key(0);
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
@@ -64,13 +60,13 @@ Place place_of(int device, int& num_sms) {
   return {properties.uuid, process, queues_of_process()};
 }
 
-bool same_gpu(const Place& a, const Place& b) {
+bool same_gpu(const GpuPlace& a, const GpuPlace& b) {
   return std::memcmp(&a.gpu, &b.gpu, sizeof a.gpu) == 0;
 }
 
 /// Kernels of ranks that share a GPU wait for each other. Processes take turns on it; of threads,
 /// a kernel that comes behind a waiting one in a queue would never run.
-void check_threads(const std::vector<Place>& places) {
+void check_threads(const std::vector<GpuPlace>& places) {
   constexpr std::int64_t kQueues = 8;  // its own stream, the copies beside it, the caller's
   constexpr std::int64_t kMostQueues = 32;
   for (std::size_t a = 0; a < places.size(); ++a) {
@@ -104,10 +100,10 @@ int chosen_device(const GroupConfig& config) {
 
 /// Whether LL128 rows come through between all ranks. Collective.
 bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device,
-                     const std::vector<Place>& places) {
+                     const std::vector<GpuPlace>& places) {
   const auto told = engine::together(bootstrap, config, "Group: links", [&] {
     std::vector<cudaUUID_t> gpus;
-    for (const Place& place : places) gpus.push_back(place.gpu);
+    for (const GpuPlace& place : places) gpus.push_back(place.gpu);
     return std::vector<std::byte>{std::byte{carries_ll128(device, gpus)}};
   });
   return std::all_of(told.begin(), told.end(), [](const std::vector<std::byte>& one) {
@@ -117,23 +113,24 @@ bool all_carry_ll128(Bootstrap& bootstrap, const GroupConfig& config, int device
 
 /// Takes part in the first step of all ranks, which may fail on one: device, kernels, its place.
 /// Returns those of all.
-std::vector<Place> meet(Bootstrap& bootstrap, const GroupConfig& config, int device, Parts& parts) {
+std::vector<GpuPlace> meet(Bootstrap& bootstrap, const GroupConfig& config, int device,
+                           Parts& parts) {
   const auto told = engine::together(bootstrap, config, "Group: GPU", [&] {
     const OnDevice here(device);
-    const Place mine = place_of(device, parts.num_sms);
+    const GpuPlace mine = place_of(device, parts.num_sms);
     check(load_throughput_kernels(), "load_throughput_kernels");
     check(load_latency_kernels(), "load_latency_kernels");
     const auto bytes = std::as_bytes(std::span(&mine, 1));
     return std::vector<std::byte>(bytes.begin(), bytes.end());
   });
-  std::vector<Place> places(told.size());
+  std::vector<GpuPlace> places(told.size());
   for (std::size_t r = 0; r < told.size(); ++r) {
-    std::memcpy(&places[r], told[r].data(), std::min(told[r].size(), sizeof(Place)));
+    std::memcpy(&places[r], told[r].data(), std::min(told[r].size(), sizeof(GpuPlace)));
   }
   check_threads(places);
-  const Place& mine = places[static_cast<std::size_t>(bootstrap.rank())];
+  const GpuPlace& mine = places[static_cast<std::size_t>(bootstrap.rank())];
   parts.sharing = static_cast<int>(std::count_if(
-      places.begin(), places.end(), [&](const Place& other) { return same_gpu(other, mine); }));
+      places.begin(), places.end(), [&](const GpuPlace& other) { return same_gpu(other, mine); }));
   return places;
 }
 
@@ -143,7 +140,7 @@ void make_cpu_control(Bootstrap& bootstrap, const GroupConfig& config, Parts& pa
   fabric::Segment spare;  // as many segments as cards; of the least size
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
     parts.cpu_control = wire.register_memory(cpu_layout(wire.size()).bytes);
-    spare = wire.register_memory(kPage);
+    spare = wire.register_memory(kSparePage);
     return engine::bytes_of({engine::card_of(parts.cpu_control), engine::card_of(spare)});
   });
   engine::together(bootstrap, config, "Group: attach", [&] {
@@ -182,7 +179,7 @@ bool available() {
 
 MemoryStats cuda_memory_hint(const GroupConfig& config, int ranks) {
   const std::size_t control = gpu_layout(config, ranks).bytes + table_bytes(ranks);
-  return {cpu_layout(ranks).bytes + kPage + engine::segment_bytes(control),
+  return {cpu_layout(ranks).bytes + kSparePage + engine::segment_bytes(control),
           engine::segment_bytes(arena_bytes(config)), 0, 0};
 }
 
@@ -228,7 +225,7 @@ std::shared_ptr<CudaEngine> make_engine(Bootstrap& bootstrap, const GroupConfig&
     return std::vector<std::byte>();
   });
   const OnDevice here(device);
-  const std::vector<Place> places = meet(bootstrap, config, device, parts);
+  const std::vector<GpuPlace> places = meet(bootstrap, config, device, parts);
   parts.sharing = std::max(parts.sharing, sharing);
   parts.carries_ll128 = all_carry_ll128(bootstrap, config, device, places);
   make_cpu_control(bootstrap, config, parts);

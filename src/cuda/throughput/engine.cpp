@@ -19,11 +19,11 @@ namespace ferry::cuda {
 using namespace std::chrono_literals;
 using std::to_string;
 
-namespace {
-
 ControlLayout cpu_layout(int ranks) {
   return make_control_layout(ranks, sizeof(StepMessage) + fabric::kMaxHandleBytes);
 }
+
+namespace {
 
 std::size_t count_words(const Placement& placement, int rank) {
   const auto ranks = static_cast<std::size_t>(placement.ranks);

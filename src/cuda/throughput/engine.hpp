@@ -52,6 +52,9 @@ struct PeerWords {
   std::uint64_t done;
 };
 
+/// Flags and mailboxes of the ranks' CPUs.
+ControlLayout cpu_layout(int ranks);
+
 class CudaEngine final : public Engine, public std::enable_shared_from_this<CudaEngine> {
  public:
   CudaEngine(const GroupConfig& config, Parts parts);

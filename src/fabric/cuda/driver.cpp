@@ -51,7 +51,7 @@ Driver loaded() {
   return d;
 }
 
-std::string text_of(CUresult result, const char* call) {
+std::string result_text(CUresult result, const char* call) {
   const char* name = nullptr;
   const char* text = nullptr;
   driver().cuGetErrorName(result, &name);
@@ -68,6 +68,6 @@ const Driver& driver() {
 }
 
 CallRefused::CallRefused(CUresult result, const char* call)
-    : std::runtime_error(text_of(result, call)), result_(result) {}
+    : std::runtime_error(result_text(result, call)), result_(result) {}
 
 }  // namespace ferry::fabric

@@ -14,17 +14,17 @@ namespace ferry::cli {
 namespace {
 
 /// Copied before each half, so that everything has come and the GPU is behind the CPU.
-constexpr std::size_t kHoldBytes = std::size_t{96} << 20;
+constexpr std::size_t kLatencyHoldBytes = std::size_t{96} << 20;
 
-struct Clock {
-  Clock() {
+struct GpuClock {
+  GpuClock() {
     for (cudaEvent_t& event : events) need(cudaEventCreate(&event), "cudaEventCreate");
   }
-  ~Clock() {
+  ~GpuClock() {
     for (cudaEvent_t event : events) cudaEventDestroy(event);
   }
-  Clock(const Clock&) = delete;
-  Clock& operator=(const Clock&) = delete;
+  GpuClock(const GpuClock&) = delete;
+  GpuClock& operator=(const GpuClock&) = delete;
   /// Microseconds between two that were recorded.
   double between(std::size_t first, std::size_t second) const {
     float ms = 0;
@@ -72,14 +72,14 @@ class LatencyRank {
         weights_(routes_.size() * sizeof(float)),
         rows_(places() * pattern_.row_bytes()),
         out_(tokens() * pattern_.row_bytes()),
-        hold_(2 * kHoldBytes) {
+        hold_(2 * kLatencyHoldBytes) {
     std::vector<std::byte> x(tokens() * pattern_.row_bytes());
     pattern_.fill(x.data(), group.rank(), s.latency_tokens);
     stream.upload(x_.data(), x.data(), x.size());
     stream.upload(ids_.data(), routes_.data(), routes_.size() * sizeof(std::int64_t));
     const std::vector<float> ones(routes_.size(), 1.0f);
     stream.upload(weights_.data(), ones.data(), ones.size() * sizeof(float));
-    need(cudaMemset(hold_.data(), 0, 2 * kHoldBytes), "cudaMemset");
+    need(cudaMemset(hold_.data(), 0, 2 * kLatencyHoldBytes), "cudaMemset");
   }
 
   BenchRows rows() const { return count_rows(s_, routes_, s_.latency_tokens, group_.rank()); }
@@ -194,9 +194,9 @@ class LatencyRank {
   }
   void hold() {
     auto* from = static_cast<std::byte*>(hold_.data());
-    need(
-        cudaMemcpyAsync(from + kHoldBytes, from, kHoldBytes, cudaMemcpyDeviceToDevice, stream_.raw),
-        "cudaMemcpyAsync");
+    need(cudaMemcpyAsync(from + kLatencyHoldBytes, from, kLatencyHoldBytes,
+                         cudaMemcpyDeviceToDevice, stream_.raw),
+         "cudaMemcpyAsync");
   }
   void measure_halves(const BenchBoard& board) {
     const Replay halves(stream_.raw, [&] {
@@ -244,7 +244,7 @@ class LatencyRank {
   RowPattern pattern_;
   std::vector<std::int64_t> routes_;
   GpuBuffer x_, ids_, weights_, rows_, out_, hold_;
-  Clock clock_{};
+  GpuClock clock_{};
 };
 
 }  // namespace

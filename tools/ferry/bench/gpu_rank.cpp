@@ -9,7 +9,7 @@
 namespace ferry::cli {
 namespace {
 
-constexpr auto kWait = std::chrono::minutes(2);
+constexpr auto kRankWait = std::chrono::minutes(2);
 
 }  // namespace
 
@@ -171,20 +171,20 @@ GpuMade GpuExchange::call(BenchCase which, int num_sms) {
 
 void GpuExchange::check(bool combines) {
   Received by_rank = call(BenchCase::dispatch_cached, 0).received;
-  by_rank.event.wait(kWait);
+  by_rank.event.wait(kRankWait);
   check_ranks(by_rank);
   Received by_expert = call(BenchCase::dispatch_expert, 0).received;
-  by_expert.event.wait(kWait);
+  by_expert.event.wait(kRankWait);
   check_experts(by_expert);
   for (const BenchCase full : {BenchCase::dispatch_full_worst, BenchCase::dispatch_full_exact}) {
     const GpuMade made = call(full, 0);
-    made.received.event.wait(kWait);
+    made.received.event.wait(kRankWait);
     check_ranks(made.received);
   }
   if (nccl_) nccl_->check();
   if (unquantized_) {
     const Received quantized = call(BenchCase::dispatch_quantized, 0).received;
-    quantized.event.wait(kWait);
+    quantized.event.wait(kRankWait);
     check_quantized(quantized);
   }
   if (!combines) return;
@@ -194,7 +194,7 @@ void GpuExchange::check(bool combines) {
   for (const BenchCase which :
        {BenchCase::combine_registered, BenchCase::combine_ordinary, BenchCase::combine_expert}) {
     const GpuMade made = call(which, 0);
-    made.combined.event.wait(kWait);
+    made.combined.event.wait(kRankWait);
     check_combined(made.combined, which == BenchCase::combine_expert);
   }
 }

@@ -11,9 +11,9 @@
 namespace ferry::cli {
 namespace {
 
-constexpr auto kWait = std::chrono::minutes(2);
+constexpr auto kThroughputWait = std::chrono::minutes(2);
 /// Copied before every sample: long enough that the CPU is ahead of the GPU when it begins.
-constexpr std::size_t kHoldBytes = std::size_t{768} << 20;
+constexpr std::size_t kThroughputHoldBytes = std::size_t{768} << 20;
 constexpr std::int64_t kAlignHidden = 128;
 
 struct GpuEvent {
@@ -35,7 +35,7 @@ class Aligner {
         ranks_(std::min(s.ranks, 64)),
         ids_(sizeof(std::int64_t) * 64),
         x_(kAlignHidden * size_of(Dtype::bf16)),
-        hold_(2 * kHoldBytes) {
+        hold_(2 * kThroughputHoldBytes) {
     std::vector<std::int64_t> ids;
     for (int r = 0; r < ranks_; ++r) {
       std::int64_t expert = 0;
@@ -45,15 +45,15 @@ class Aligner {
       ids.push_back(expert < s.experts ? expert : -1);
     }
     stream.upload(ids_.data(), ids.data(), ids.size() * sizeof(std::int64_t));
-    need(cudaMemset(hold_.data(), 0, 2 * kHoldBytes), "cudaMemset");
+    need(cudaMemset(hold_.data(), 0, 2 * kThroughputHoldBytes), "cudaMemset");
     plan_ = group.plan({ids_.data(), Dtype::i64, {1, ranks_}, device_}, {&*stream.stream});
     (void)plan_.recv_rows();
   }
   Received align() {
     auto* from = static_cast<std::byte*>(hold_.data());
-    need(
-        cudaMemcpyAsync(from + kHoldBytes, from, kHoldBytes, cudaMemcpyDeviceToDevice, stream_.raw),
-        "cudaMemcpyAsync");
+    need(cudaMemcpyAsync(from + kThroughputHoldBytes, from, kThroughputHoldBytes,
+                         cudaMemcpyDeviceToDevice, stream_.raw),
+         "cudaMemcpyAsync");
     DispatchOptions options;
     options.stream = &*stream_.stream;
     options.num_sms = 1;
@@ -81,8 +81,8 @@ double sample(Aligner& aligner, GpuExchange& exchange, Group& group, GpuStream& 
   for (int i = 0; i < calls; ++i) made.push_back(exchange.call(line.which, line.num_sms));
   need(cudaEventRecord(end.raw, stream.raw), "cudaEventRecord");
   for (const GpuMade& each : made) {
-    each.received.event.wait(kWait);
-    each.combined.event.wait(kWait);
+    each.received.event.wait(kThroughputWait);
+    each.combined.event.wait(kThroughputWait);
   }
   need(cudaEventSynchronize(end.raw), "cudaEventSynchronize");
   float ms = 0;

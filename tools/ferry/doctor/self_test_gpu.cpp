@@ -12,7 +12,7 @@
 namespace ferry::cli {
 namespace {
 
-void need(cudaError_t result, const char* call) {
+void need_cuda(cudaError_t result, const char* call) {
   if (result == cudaSuccess) return;
   throw std::runtime_error(std::string(call) + ": " + cudaGetErrorName(result));
 }
@@ -31,17 +31,17 @@ int gpu_count() {
 }
 
 std::shared_ptr<void> on_gpu(const void* values, std::size_t bytes, int gpu) {
-  need(cudaSetDevice(gpu), "cudaSetDevice");
+  need_cuda(cudaSetDevice(gpu), "cudaSetDevice");
   void* data = nullptr;
-  need(cudaMalloc(&data, bytes), "cudaMalloc");
+  need_cuda(cudaMalloc(&data, bytes), "cudaMalloc");
   std::shared_ptr<void> owner(data, [](void* old) { cudaFree(old); });
-  need(cudaMemcpy(data, values, bytes, cudaMemcpyDefault), "cudaMemcpy");
+  need_cuda(cudaMemcpy(data, values, bytes, cudaMemcpyDefault), "cudaMemcpy");
   return owner;
 }
 
 void from_gpu(void* to, const void* from, std::size_t bytes, int gpu) {
-  need(cudaSetDevice(gpu), "cudaSetDevice");
-  need(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+  need_cuda(cudaSetDevice(gpu), "cudaSetDevice");
+  need_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
 }
 
 }  // namespace ferry::cli
