@@ -102,18 +102,10 @@ function(ferry_limit_test name seconds)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${seconds})
 endfunction()
 
-# ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
-#   [LONG] [NO_GTEST] [COST 100])
-# A GoogleTest program registered with CTest. Does nothing when tests are off. LONG: it runs so long
-# that it is optimised as the library is. COST: about its seconds; the longest starts first.
-function(ferry_add_test name)
-  if(NOT FERRY_TESTS)
-    return()
-  endif()
-  cmake_parse_arguments(ARG "LONG;NO_GTEST" "TIMEOUT;COST" "SOURCES;DEPENDS;LABELS;ARGS" ${ARGN})
-  if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 120)
-  endif()
+# A program of GoogleTest, or with NO_GTEST a plain one. LONG: it runs so long that it is optimised as
+# the library is.
+function(ferry_add_test_program name)
+  cmake_parse_arguments(ARG "LONG;NO_GTEST" "" "SOURCES;DEPENDS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   target_link_libraries(${name} PRIVATE ferry_options ${ARG_DEPENDS})
   if(NOT ARG_NO_GTEST)
@@ -126,10 +118,49 @@ function(ferry_add_test name)
       ferry_use_pch(${name} ferry_test_pch)
     endif()
   endif()
+endfunction()
+
+# ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
+#   [LONG] [NO_GTEST] [COST 100])
+# A program registered with CTest. Does nothing when tests are off. COST: about its seconds; the
+# longest starts first.
+function(ferry_add_test name)
+  if(NOT FERRY_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "TIMEOUT;COST" "LABELS;ARGS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  ferry_add_test_program(${name} ${ARG_UNPARSED_ARGUMENTS})
   add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${name}> ${ARG_ARGS})
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
   if(ARG_COST)
     set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
   endif()
   ferry_limit_test(${name} ${ARG_TIMEOUT})
+endfunction()
+
+# ferry_add_tests(host_tests PREFIX host_ FILES latency/masks_test.cpp ... DEPENDS ferry_api
+#   [SOURCES helpers.cpp] [LABELS host] [TIMEOUT 60])
+# One program of many files, which compiles and links sooner than many programs. CTest runs each file
+# by itself, as host_latency_masks_test: the tests of a file are in a process of their own.
+function(ferry_add_tests program)
+  if(NOT FERRY_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "PREFIX;TIMEOUT" "FILES;SOURCES;DEPENDS;LABELS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  ferry_add_test_program(${program} DEPENDS ${ARG_DEPENDS}
+    SOURCES ${PROJECT_SOURCE_DIR}/cmake/test_main.cpp ${ARG_FILES} ${ARG_SOURCES})
+  foreach(file IN LISTS ARG_FILES)
+    string(REGEX REPLACE "[.]cpp$" "" name ${file})
+    string(REPLACE "/" "_" name ${ARG_PREFIX}${name})
+    add_test(NAME ${name}
+      COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${program}> ${file})
+    set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
+    ferry_limit_test(${name} ${ARG_TIMEOUT})
+  endforeach()
 endfunction()

@@ -10,7 +10,7 @@
 namespace ferry {
 namespace {
 
-constexpr unsigned kSeed = 20;
+constexpr unsigned kSharesSeed = 20;
 
 struct Shape {
   int ranks, domain_size;
@@ -27,7 +27,7 @@ std::vector<Shape> shapes() {
                          {8, 2, {3, 0, 65535, 1}},
                          {5, 2, {1, 2, 3}},
                          {9, 4, {5, 0, 1}}};
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kSharesSeed);
   for (int i = 0; i < 20; ++i) {
     const int size = 1 + static_cast<int>(random() % 4),
               domains = 2 + static_cast<int>(random() % 6);
@@ -80,7 +80,7 @@ TEST(ShareCutter, SharesCoverTheTensorInProportion) {
 // What crosses to an owner lies apart and in its inbox, in rounds of any length up to the longest,
 // and rounds of different lengths put the same source's part in the same place.
 TEST(ShareCutter, InboxesHoldAnyRound) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kSharesSeed);
   for (const Shape& shape : shapes()) {
     SCOPED_TRACE(to_string(shape));
     const Domains domains = Domains::blocks(shape.ranks, shape.domain_size);

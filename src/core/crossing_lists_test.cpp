@@ -13,7 +13,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr unsigned kSeed = 20261121;
+constexpr unsigned kListsSeed = 20261121;
 
 /// What all ranks make of it.
 struct Crossed {
@@ -76,7 +76,7 @@ Placement inside_of(const World& world, int domain) {
 }
 
 TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kListsSeed);
   for (int round = 0; round < 300; ++round) {
     const World world = any_world(random);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
@@ -122,7 +122,7 @@ TEST(CrossingLists, RowsLandInTheOrderOfTheWholeGroup) {
 }
 
 TEST(CrossingLists, OwnTokensComeFirstThenTheStagingBufferAsItLies) {
-  std::mt19937 random(kSeed + 2);
+  std::mt19937 random(kListsSeed + 2);
   for (int round = 0; round < 100; ++round) {
     const World world = any_world(random);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
@@ -141,7 +141,7 @@ TEST(CrossingLists, OwnTokensComeFirstThenTheStagingBufferAsItLies) {
 }
 
 TEST(CrossingLists, WithAPortionCameAllOfTheTokensBeforeItsEnd) {
-  std::mt19937 random(kSeed + 3);
+  std::mt19937 random(kListsSeed + 3);
   bool early = false;
   for (int round = 0; round < 100; ++round) {
     const World world = any_world(random);
@@ -177,7 +177,7 @@ TEST(CrossingLists, WithAPortionCameAllOfTheTokensBeforeItsEnd) {
 }
 
 TEST(CrossingLists, SumsComeTogetherInOrder) {
-  std::mt19937 random(kSeed + 1);
+  std::mt19937 random(kListsSeed + 1);
   for (int round = 0; round < 300; ++round) {
     const World world = any_world(random);
     for (const Crossing how : {Crossing::direct, Crossing::hierarchical}) {
@@ -258,7 +258,7 @@ TEST(CrossingLayout, PortionsShareTheChunks) {
 
 TEST(CrossingLayout, ChunksOfAllBlocksLeaveInTurn) {
   const CrossingLayout layout = make_crossing_layout({16 * 1024, 0, 0});
-  std::mt19937 random(kSeed + 4);
+  std::mt19937 random(kListsSeed + 4);
   for (int round = 0; round < 50; ++round) {
     std::vector<std::int64_t> first{0};
     const int blocks = 1 + static_cast<int>(random() % 5);

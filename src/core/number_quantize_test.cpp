@@ -16,9 +16,9 @@ namespace {
 using oracle::bits_from_float;
 using oracle::Model;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kMax = std::numeric_limits<float>::max();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kF32Infinity = std::numeric_limits<float>::infinity();
+constexpr float kF32Max = std::numeric_limits<float>::max();
+constexpr float kF32Nan = std::numeric_limits<float>::quiet_NaN();
 
 template <class Q>
 struct Target;
@@ -37,7 +37,7 @@ float oracle_amax(const std::vector<float>& block) {
   float amax = 1e-4f;
   for (float x : block) {
     if (std::isnan(x)) continue;
-    amax = std::max(amax, std::isinf(x) ? kMax : std::fabs(x));
+    amax = std::max(amax, std::isinf(x) ? kF32Max : std::fabs(x));
   }
   return amax;
 }
@@ -107,7 +107,7 @@ TYPED_TEST(NumberQuantize, RandomBlocksFollowTheDefinition) {
 TYPED_TEST(NumberQuantize, RoundedScaleIsExactAroundEveryPower) {
   for (int power = -20; power < 128; ++power) {
     const float centre = std::ldexp(1.75f, power);
-    for (float amax : {std::nextafter(centre, 0.0f), centre, std::nextafter(centre, kInfinity),
+    for (float amax : {std::nextafter(centre, 0.0f), centre, std::nextafter(centre, kF32Infinity),
                        std::ldexp(1.0f, power)}) {
       if (!(amax >= kMinAmax) || std::isinf(amax)) continue;
       const BlockScale block = block_scale<TypeParam>(amax, true);
@@ -122,11 +122,11 @@ TYPED_TEST(NumberQuantize, RoundedScaleIsExactAroundEveryPower) {
 TYPED_TEST(NumberQuantize, SpecialValues) {
   const Model model = Target<TypeParam>::model();
   const auto largest = static_cast<std::uint8_t>(model.largest_code());
-  const float values[] = {kNan, 1.0f, -kInfinity, kInfinity, kMax, -0.0f, -kNan};
+  const float values[] = {kF32Nan, 1.0f, -kF32Infinity, kF32Infinity, kF32Max, -0.0f, -kF32Nan};
   TypeParam codes[7];
   float back[7];
   const float scale = quantize_block(values, 7, codes);
-  EXPECT_EQ(scale, kMax / Target<TypeParam>::kLargestValue);
+  EXPECT_EQ(scale, kF32Max / Target<TypeParam>::kLargestValue);
   EXPECT_EQ(codes[0].bits, 0x7f);
   EXPECT_EQ(codes[1].bits, 0);
   EXPECT_EQ(codes[2].bits, 0x80 | largest);
@@ -136,13 +136,13 @@ TYPED_TEST(NumberQuantize, SpecialValues) {
   EXPECT_EQ(codes[6].bits, 0x7f);
   dequantize_block(codes, 7, scale, back);
   EXPECT_TRUE(std::isnan(back[0]));
-  EXPECT_EQ(back[2], -kMax);
-  EXPECT_EQ(back[3], kMax);
+  EXPECT_EQ(back[2], -kF32Max);
+  EXPECT_EQ(back[3], kF32Max);
 
-  const float beside_nan[] = {kNan, 2.0f, -1.0f};
+  const float beside_nan[] = {kF32Nan, 2.0f, -1.0f};
   EXPECT_EQ(quantize_block(beside_nan, 3, codes), 2.0f / Target<TypeParam>::kLargestValue);
   EXPECT_EQ(codes[1].bits, largest);
-  const float only_nan[] = {kNan, -kNan};
+  const float only_nan[] = {kF32Nan, -kF32Nan};
   EXPECT_EQ(quantize_block(only_nan, 2, codes), 1e-4f / Target<TypeParam>::kLargestValue);
   const float zeros[] = {0.0f, -0.0f, 1e-42f};
   EXPECT_EQ(quantize_block(zeros, 3, codes), 1e-4f / Target<TypeParam>::kLargestValue);
@@ -233,8 +233,8 @@ TEST(NumberUe8m0, EveryCodeIsItsPower) {
     ASSERT_EQ(ue8m0_from_scale(scale), code);
   }
   EXPECT_TRUE(std::isnan(scale_from_ue8m0(255)));
-  EXPECT_EQ(ue8m0_from_scale(kNan), 255);
-  EXPECT_EQ(ue8m0_from_scale(kInfinity), 255);
+  EXPECT_EQ(ue8m0_from_scale(kF32Nan), 255);
+  EXPECT_EQ(ue8m0_from_scale(kF32Infinity), 255);
 }
 
 TEST(NumberUe8m0, PacksFourAWordLowestByteFirst) {

@@ -11,7 +11,7 @@
 namespace ferry::fabric::test {
 namespace {
 
-constexpr Setting kShm{"shm", "shm", true};
+constexpr Setting kShmProcesses{"shm", "shm", true};
 
 std::set<pid_t> pids_of(const Processes& processes, int ranks) {
   std::set<pid_t> pids;
@@ -25,7 +25,7 @@ void die() {
 }
 
 TEST(ShmFabric, NamesAreForTheOwnerAndGoWithTheSeal) {
-  run_ranks(kShm, 2, [](Rank& me) {
+  run_ranks(kShmProcesses, 2, [](Rank& me) {
     umask(0777);  // takes even the owner's rights from new files
     const auto fabric = me.make();
     const Segment mine = fabric->register_memory(5000);
@@ -45,7 +45,7 @@ TEST(ShmFabric, NamesAreForTheOwnerAndGoWithTheSeal) {
 }
 
 TEST(ShmFabric, NothingIsLeftByARankThatSealsNothing) {
-  run_ranks(kShm, 2, [](Rank& me) {
+  run_ranks(kShmProcesses, 2, [](Rank& me) {
     auto fabric = me.make();
     for (int i = 0; i < 3; ++i) fabric->register_memory(4096);
     EXPECT_EQ(names_of({getpid()}).size(), 3u);
@@ -56,7 +56,7 @@ TEST(ShmFabric, NothingIsLeftByARankThatSealsNothing) {
 }
 
 TEST(ShmFabric, OneRankNeedsNoName) {
-  run_ranks(kShm, 1, [](Rank& me) {
+  run_ranks(kShmProcesses, 1, [](Rank& me) {
     const auto fabric = me.make();
     fabric->register_memory(4096);
     EXPECT_TRUE(names_of({getpid()}).empty());
@@ -64,7 +64,7 @@ TEST(ShmFabric, OneRankNeedsNoName) {
 }
 
 TEST(ShmFabric, TooManyOpenNamesAreRefused) {
-  run_ranks(kShm, 2, [](Rank& me) {
+  run_ranks(kShmProcesses, 2, [](Rank& me) {
     const auto fabric = me.make();
     for (int i = 0; i < 64; ++i) fabric->register_memory(1);
     expect_error(ErrorKind::exhausted, {"64 segments", "attach"},
@@ -76,7 +76,7 @@ TEST(ShmFabric, TooManyOpenNamesAreRefused) {
 }
 
 TEST(ShmFabric, ADeadPeerIsSeenBeforeItsParentWaitsForIt) {
-  Processes ranks(kShm, 3, [](Rank& me) {
+  Processes ranks(kShmProcesses, 3, [](Rank& me) {
     const auto fabric = me.make();
     me.connect(*fabric, 4096);
     me.barrier();
@@ -100,7 +100,7 @@ TEST(ShmFabric, ADeadPeerIsSeenBeforeItsParentWaitsForIt) {
 }
 
 TEST(ShmFabric, ADeadPeerIsSeenAfterItWasReaped) {
-  Processes ranks(kShm, 2, [](Rank& me) {
+  Processes ranks(kShmProcesses, 2, [](Rank& me) {
     const auto fabric = me.make();
     me.barrier();
     if (me.rank() == 1) die();
@@ -114,7 +114,7 @@ TEST(ShmFabric, ADeadPeerIsSeenAfterItWasReaped) {
 }
 
 TEST(ShmFabric, AStoppedPeerIsAlive) {
-  Processes ranks(kShm, 2, [](Rank& me) {
+  Processes ranks(kShmProcesses, 2, [](Rank& me) {
     const auto fabric = me.make();
     me.barrier();
     me.board.notes[0].fetch_add(1);
@@ -142,7 +142,7 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
   for (int round = 0; round < 24; ++round) {
     SCOPED_TRACE("round " + std::to_string(round) + " seed " + std::to_string(kSeed));
     const bool forgets = round % 2 == 0;
-    Processes ranks(kShm, 3, [forgets](Rank& me) {
+    Processes ranks(kShmProcesses, 3, [forgets](Rank& me) {
       const auto fabric = me.make();
       me.board.notes[0].fetch_add(1);
       const auto died = [&] { return fabric->peer_state(2) == PeerState::dead; };
@@ -187,7 +187,7 @@ TEST(ShmFabric, KilledAtAnyMomentNothingIsLeft) {
 }
 
 TEST(ShmFabric, WhatAWhollyKilledJobLeftGoesWithTheNextJob) {
-  Processes job(kShm, 2, [](Rank& me) {
+  Processes job(kShmProcesses, 2, [](Rank& me) {
     const auto fabric = me.make();
     fabric->register_memory(4096);
     me.barrier();
@@ -196,7 +196,7 @@ TEST(ShmFabric, WhatAWhollyKilledJobLeftGoesWithTheNextJob) {
   const auto pids = pids_of(job, 2);
   job.expect_success({0, 1});
   EXPECT_EQ(names_of(pids).size(), 2u);
-  Processes other(kShm, 2, [](Rank& me) {
+  Processes other(kShmProcesses, 2, [](Rank& me) {
     const auto fabric = me.make();
     fabric->register_memory(4096);
     me.board.notes[0].fetch_add(1);
@@ -212,7 +212,7 @@ TEST(ShmFabric, WhatAWhollyKilledJobLeftGoesWithTheNextJob) {
 }
 
 TEST(ShmFabric, AForkedChildRemovesNothing) {
-  run_ranks(kShm, 2, [](Rank& me) {
+  run_ranks(kShmProcesses, 2, [](Rank& me) {
     auto fabric = me.make();
     fabric->register_memory(4096);
     const pid_t pid = fork();

@@ -38,17 +38,17 @@ std::string exchange(int rank, std::shared_ptr<Bootstrap> bootstrap, int host) {
   config.ofi.host = outer_address();
   try {
     Group group(std::move(bootstrap), config);
-    constexpr std::int64_t kTokens = 150, kHidden = 32;
+    constexpr std::int64_t kRows = 150, kColumns = 32;
     std::vector<std::int64_t> ids;
-    for (std::int64_t i = 0; i < kTokens * 4; ++i) ids.push_back((i / 4 + i % 4 * 2) % 10);
-    std::vector<float> x(kTokens * kHidden);
+    for (std::int64_t i = 0; i < kRows * 4; ++i) ids.push_back((i / 4 + i % 4 * 2) % 10);
+    std::vector<float> x(kRows * kColumns);
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 97) + rank;
-    const Plan plan = group.plan({ids.data(), Dtype::i64, {kTokens, 4}});
+    const Plan plan = group.plan({ids.data(), Dtype::i64, {kRows, 4}});
     for (int round = 0; round < 3; ++round) {
-      const Received got = group.dispatch({x.data(), Dtype::f32, {kTokens, kHidden}}, plan);
+      const Received got = group.dispatch({x.data(), Dtype::f32, {kRows, kColumns}}, plan);
       const Combined back = group.combine(got.x, plan);
       for (std::size_t i = 0; i < x.size(); ++i) {
-        const std::int64_t token = static_cast<std::int64_t>(i) / kHidden;
+        const std::int64_t token = static_cast<std::int64_t>(i) / kColumns;
         std::vector<bool> to(5);  // two experts a rank
         for (int k = 0; k < 4; ++k) to[static_cast<std::size_t>(ids[token * 4 + k] / 2)] = true;
         const auto ranks = static_cast<float>(std::count(to.begin(), to.end(), true));

@@ -20,7 +20,7 @@ namespace ferry::host::test {
 using namespace engine::test;
 namespace {
 
-std::vector<const Kernels*> variants() {
+std::vector<const Kernels*> all_kernels() {
   std::vector<const Kernels*> all{&kernels()};
 #if defined(__x86_64__)
   if (std::string(kernels().name) == "avx512") all.push_back(&kAvx2Kernels);
@@ -88,7 +88,7 @@ void same_sums(Dtype dtype) {
                       .columns = columns,
                       .dtype = dtype};
           kBaselineKernels.sum_rows(sum);
-          for (const Kernels* variant : variants()) {
+          for (const Kernels* variant : all_kernels()) {
             got.assign(n + 1, from_bits<T>(0x5a5a5a5a));
             sum.out = got.data();
             variant->sum_rows(sum);
@@ -148,7 +148,7 @@ void sums_in_place(Dtype dtype) {
       return out;
     };
     const std::vector<T> expected = summed(kBaselineKernels, rows, 0);
-    std::vector<const Kernels*> all = variants();
+    std::vector<const Kernels*> all = all_kernels();
     all.push_back(&kBaselineKernels);
     for (const Kernels* variant : all) {
       auto places = rows;
@@ -185,7 +185,7 @@ void same_codes(Dtype dtype) {
         std::vector<float> expected_scales(scales + 1, -7), got_scales;
         kBaselineKernels.quantize_row({row.data(), dtype, static_cast<std::int64_t>(columns),
                                        round_scale, expected.data(), expected_scales.data()});
-        for (const Kernels* variant : variants()) {
+        for (const Kernels* variant : all_kernels()) {
           got.assign(columns + 1, 0x5a);
           got_scales.assign(scales + 1, -7);
           variant->quantize_row({row.data(), dtype, static_cast<std::int64_t>(columns), round_scale,
@@ -235,7 +235,7 @@ void same_in_flight(Dtype dtype) {
                     sizeof(range));
         logfmt_decode_block(expected.data() + i, high, count, range, back.data() + i);
       }
-      for (const Kernels* variant : variants()) {
+      for (const Kernels* variant : all_kernels()) {
         got.assign(got.size(), 0x5a);
         variant->encode_logfmt(
             {row.data(), dtype, static_cast<std::int64_t>(columns), got.data(), layout});
@@ -252,7 +252,7 @@ void same_in_flight(Dtype dtype) {
       for (std::size_t r = 0; r < 3; ++r) acc = std::fma(weights[r], decoded[r][i], acc);
       expected[i] = from_float<T>(acc);
     }
-    for (const Kernels* variant : variants()) {
+    for (const Kernels* variant : all_kernels()) {
       variant->sum_rows({.rows = pointers.data(),
                          .weights = weights.data(),
                          .count = 3,
@@ -284,7 +284,7 @@ TEST(Kernels, CopiesAnySizeToAnyPlace) {
   std::mt19937 random(kSeed + 2);
   std::vector<std::uint8_t> from(1000), to(1200);
   for (auto& byte : from) byte = static_cast<std::uint8_t>(random());
-  for (const Kernels* variant : variants()) {
+  for (const Kernels* variant : all_kernels()) {
     for (std::size_t bytes : {0u, 1u, 15u, 16u, 31u, 32u, 63u, 64u, 65u, 127u, 128u, 200u, 777u}) {
       for (std::size_t at = 1; at < 130; at += 7) {
         std::fill(to.begin(), to.end(), 0xee);

@@ -110,9 +110,9 @@ TEST(HostWaits, LeaveOutWhatIsDoneMeanwhile) {
 
 TEST(HostWaits, EndWhenTheSourceIsMasked) {
   constexpr int kAbsent = 3;
-  constexpr std::chrono::nanoseconds kDeadline = 400ms;
+  constexpr std::chrono::nanoseconds kShort = 400ms;
   std::barrier all(kRanks);
-  with_groups(kRanks, with_deadline(kDeadline), [&](Group& group) {
+  with_groups(kRanks, with_deadline(kShort), [&](Group& group) {
     LatencyExchange latency(group, masked_config());
     Load load(group, latency);
     load.round(1, {});
@@ -122,7 +122,7 @@ TEST(HostWaits, EndWhenTheSourceIsMasked) {
     if (group.rank() != kAbsent) {
       const LatencyReceived received = latency.dispatch(load.x(2), load.ids(), options);
       load.expect_received(received, 2, {kAbsent});
-      EXPECT_GT(waits[kAbsent], kDeadline.count() / 2);
+      EXPECT_GT(waits[kAbsent], kShort.count() / 2);
       EXPECT_EQ(std::max_element(waits.begin(), waits.end()) - waits.begin(), kAbsent);
     }
     all.arrive_and_wait();

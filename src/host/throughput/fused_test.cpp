@@ -11,7 +11,7 @@ namespace ferry::host::test {
 using namespace engine::test;
 namespace {
 
-GroupConfig small() {
+GroupConfig small_config() {
   GroupConfig config;
   config.memory_bytes = 4096;
   config.deadline = 20s;
@@ -40,7 +40,7 @@ TEST(HostFused, ABadArgumentOfOneRankIsRefusedBeforeThePlan) {
        }},
   };
   const auto start = Clock::now();
-  with_groups(3, small(), [&](Group& group) {
+  with_groups(3, small_config(), [&](Group& group) {
     const Batch batch(group.rank(), 5, 16, 7), other(group.rank(), 4, 16, 7);
     for (const auto& [argument, change] : changes) {
       DispatchOptions options;
@@ -62,7 +62,7 @@ TEST(HostFused, ABadArgumentOfOneRankIsRefusedBeforeThePlan) {
 
 TEST(HostFused, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
   const auto start = Clock::now();
-  with_groups(3, small(), [](Group& group) {
+  with_groups(3, small_config(), [](Group& group) {
     const Batch batch(group.rank(), 5, 16, 7);  // 15 rows to rank 2
     std::vector<float> out(5 * 16);
     Stream stream;
@@ -84,7 +84,7 @@ TEST(HostFused, AnOutThatIsTooSmallIsRefusedOnAllRanks) {
 /// Rank 0 waits for the counts, which a stream brings, when it is told to stop (Ctrl-C).
 TEST(HostFused, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
   static thread_local bool stop = false;
-  GroupConfig config = small();
+  GroupConfig config = small_config();
   config.on_wait = [] {
     if (stop) throw std::runtime_error("stop");
   };
@@ -112,7 +112,7 @@ TEST(HostFused, ARankThatStopsBetweenPlanAndDispatchIsNotWaitedFor) {
 
 /// Every rank's own choice: the scales of a row say what its source did.
 TEST(HostFused, RanksMayRoundTheirScalesDifferently) {
-  with_groups(3, small(), [](Group& group) {
+  with_groups(3, small_config(), [](Group& group) {
     const Batch batch(group.rank(), 5, 128, 0);  // all to rank 0
     DispatchOptions options{.format = WireFormat::e4m3};
     if (group.rank() == 1) options.scale_format = ScaleFormat::f32_pow2;
