@@ -81,6 +81,7 @@ macro(ferry_find_gtest)
     set(BUILD_GMOCK OFF)
     set(INSTALL_GTEST OFF)
     add_subdirectory(/usr/src/googletest ${PROJECT_BINARY_DIR}/googletest EXCLUDE_FROM_ALL)
+    target_compile_options(gtest PRIVATE -O0)  # compiles longer than it runs
   elseif(NOT TARGET GTest::gtest)
     find_package(GTest REQUIRED)
   endif()
