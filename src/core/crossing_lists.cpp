@@ -21,6 +21,7 @@ class Builder {
         domains_(crossing.domains),
         how_(how),
         here_(domains_.of(plan.rank)),
+        first_(plan, domains_.members(here_)),
         brought_(domains_.members(here_).size()),
         filled_(brought_.size()) {
     std::int64_t experts = 0;
@@ -34,9 +35,9 @@ class Builder {
   void begin(int source) {
     source_ = source;
     std::fill(filled_.begin(), filled_.end(), 0);
+    const std::vector<std::int64_t>& first = first_.of(source);
     for (std::size_t m = 0; m < brought_.size(); ++m) {
-      const std::int64_t place = plan_.first_row(domains_.members(here_)[m], source);
-      made_.shift.push_back(static_cast<std::int32_t>(place - brought_[m]));
+      made_.shift.push_back(static_cast<std::int32_t>(first[m] - brought_[m]));
     }
     made_.sources.push_back(source);
   }
@@ -103,6 +104,7 @@ class Builder {
   const Domains& domains_;
   Crossing how_;
   int here_;
+  FirstRows first_;
   std::vector<std::int64_t> brought_;  // to each member, by the sources so far
   std::vector<std::int64_t> filled_;   // by this one
   std::vector<std::int32_t> first_expert_{};

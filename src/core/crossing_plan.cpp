@@ -1,9 +1,73 @@
 #include "core/crossing_plan.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace ferry {
+namespace {
+
+/// Which rank of a domain is on a rail, looked up: there are many to be found.
+class Rails {
+ public:
+  explicit Rails(const Domains& domains) : domains_(domains) {
+    std::size_t most = 0;
+    for (int d = 0; d < domains.count(); ++d) most = std::max(most, domains.members(d).size());
+    for (std::size_t rail = 0; rail < most; ++rail) {
+      for (int d = 0; d < domains.count(); ++d) {
+        const std::vector<int>& members = domains.members(d);
+        ranks_.push_back(members[rail % members.size()]);
+      }
+    }
+  }
+  /// [D]: the rank in each domain that is on the rail of `rank`.
+  std::span<const int> of(int rank) const {
+    return std::span(ranks_).subspan(index(domains_.index(rank)) * index(domains_.count()),
+                                     index(domains_.count()));
+  }
+
+ private:
+  const Domains& domains_;
+  std::vector<int> ranks_{};  // [rails, D]
+};
+
+/// Ranks in a row that are in one domain.
+struct Run {
+  int domain = 0;
+  std::size_t first = 0;
+  std::size_t end = 0;
+};
+
+std::vector<Run> runs_of(const Domains& domains) {
+  std::vector<Run> runs;
+  for (int rank = 0; rank < domains.ranks(); ++rank) {
+    if (runs.empty() || runs.back().domain != domains.of(rank)) {
+      runs.push_back({domains.of(rank), index(rank), index(rank)});
+    }
+    ++runs.back().end;
+  }
+  return runs;
+}
+
+/// Where rows that cross lie in the staging buffers.
+void place_staging_rows(CrossingPlan& crossing, const Rails& rails) {
+  const Domains& domains = crossing.domains;
+  crossing.staging_rows.assign(index(domains.ranks()), 0);
+  for (int source = 0; source < domains.ranks(); ++source) {
+    const auto on_rail = rails.of(source);
+    if (source == crossing.rank) {
+      for (const int target : on_rail) {
+        crossing.rail_row.push_back(crossing.staging_rows[index(target)]);
+      }
+    }
+    for (int domain = 0; domain < domains.count(); ++domain) {  // 0 for its own
+      crossing.staging_rows[index(on_rail[index(domain)])] += crossing.crossing(source, domain);
+    }
+  }
+}
+
+}  // namespace
+
 std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placement& placement,
                                           const Domains& domains, int rank) {
   std::vector<std::int32_t> counts(index(domains.count()), 0);
@@ -21,17 +85,6 @@ std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placemen
   return counts;
 }
 
-std::int64_t CrossingPlan::first_staging_row(int target, int source) const {
-  const int domain = domains.of(target);
-  std::int64_t row = 0;
-  for (int s = 0; s < source; ++s) {
-    if (!domains.together(s, target) && domains.rail(s, domain) == target) {
-      row += crossing(s, domain);
-    }
-  }
-  return row;
-}
-
 std::int64_t CrossingPlan::first_sum(int source, int domain) const {
   std::int64_t row = 0;
   for (int d = 0; d < domain; ++d) row += crossing(source, d);
@@ -46,7 +99,7 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
   crossing.domain_tokens = std::move(domain_tokens);
   crossing.offset.push_back(0);
   for (int domain = 0; domain < domains.count(); ++domain) {
-    crossing.offset.push_back(crossing.first_sum(plan.rank, domain + 1));
+    crossing.offset.push_back(crossing.offset.back() + crossing.crossing(plan.rank, domain));
   }
   crossing.tokens.resize(index(crossing.offset.back()));
   std::vector<std::int64_t> next(crossing.offset.begin(), crossing.offset.end() - 1);
@@ -63,10 +116,14 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
   }
   crossing.feeders = domains.feeders(plan.rank);
   crossing.feeder_row.push_back(0);
+  FirstRows first(plan, domains.members(domains.of(plan.rank)));
   for (const int source : crossing.feeders) {
+    const std::vector<std::int64_t>& rows = first.of(source);
+    crossing.feeder_first.insert(crossing.feeder_first.end(), rows.begin(), rows.end());
     crossing.feeder_row.push_back(crossing.feeder_row.back() +
                                   crossing.crossing(source, domains.of(plan.rank)));
   }
+  place_staging_rows(crossing, Rails(domains));
   if (domains.count() == 1) return crossing;
   crossing.chosen = wanted;
   if (wanted == Crossing::automatic) {
@@ -78,17 +135,28 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
 
 int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
                         std::span<const std::int32_t> domain_tokens) {
+  const std::vector<Run> runs = runs_of(domains);
+  const auto count = index(domains.count());
+  std::vector<std::int64_t> sum(count);   // of the tokens for the ranks of each domain
+  std::vector<std::int32_t> most(count);  // for one of them
   for (int source = 0; source < plan.ranks(); ++source) {
-    for (int domain = 0; domain < domains.count(); ++domain) {
-      const std::int64_t count =
-          domain_tokens[index(std::int64_t{source} * domains.count() + domain)];
-      std::int64_t most = 0, sum = 0;  // of the tokens for one rank there, and for all
-      for (const int member : domains.members(domain)) {
-        most = std::max(most, plan.tokens_of(source, member));
-        sum += plan.tokens_of(source, member);
+    std::fill(sum.begin(), sum.end(), 0);
+    std::fill(most.begin(), most.end(), 0);
+    const auto row = plan.tokens_of(source);
+    for (const Run& run : runs) {
+      std::int64_t all = 0;
+      std::int32_t largest = most[index(run.domain)];
+      for (std::size_t target = run.first; target < run.end; ++target) {
+        all += row[target];
+        largest = std::max(largest, row[target]);
       }
-      const bool own = domains.of(source) == domain;
-      if (own ? count != 0 : count < most || count > sum) return source;
+      sum[index(run.domain)] += all;
+      most[index(run.domain)] = largest;
+    }
+    const auto crossed = domain_tokens.subspan(index(source) * count, count);
+    for (std::size_t d = 0; d < count; ++d) {
+      const bool own = index(domains.of(source)) == d;
+      if (own ? crossed[d] != 0 : crossed[d] < most[d] || crossed[d] > sum[d]) return source;
     }
   }
   return -1;
@@ -135,23 +203,38 @@ bool complete(const Forward& forward, const ExchangePlan& plan, const Domains& d
 
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing) {
   const Domains& domains = crossing.domains;
+  const auto ranks = index(plan.ranks());
+  const Rails rails(domains);
+  const std::vector<Run> runs = runs_of(domains);
+  // Of each rank, across domains: rows of a direct dispatch, and what a hierarchical one spreads.
+  std::vector<std::int64_t> out(ranks), inside(ranks), spread(ranks);
+  for (int source = 0; source < plan.ranks(); ++source) {
+    const int own = domains.of(source);
+    const auto on_rail = rails.of(source);
+    const auto row = plan.tokens_of(source);
+    for (const Run& run : runs) {
+      if (run.domain == own) {
+        for (std::size_t target = run.first; target < run.end; ++target) {
+          inside[target] += row[target];
+        }
+        continue;
+      }
+      const std::int64_t rows =
+          std::accumulate(row.data() + run.first, row.data() + run.end, std::int64_t{0});
+      out[index(source)] += rows;
+      spread[index(on_rail[index(run.domain)])] += rows;
+    }
+  }
   CrossingCost cost;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    std::int64_t out = 0, in = 0, spread = 0;
-    for (int peer = 0; peer < plan.ranks(); ++peer) {
-      if (domains.together(rank, peer)) continue;
-      out += plan.tokens_of(rank, peer);
-      in += plan.tokens_of(peer, rank);
-      if (domains.rail(peer, domains.of(rank)) != rank) continue;
-      for (const int member : domains.members(domains.of(rank))) {
-        spread += plan.tokens_of(peer, member);
-      }
-    }
+    const std::size_t r = index(rank);
+    const std::int64_t in = plan.peer_recv_rows[r] - inside[r];
     const std::int64_t crossings =
-        std::max(crossing.first_sum(rank, domains.count()), crossing.staging_rows(rank));
-    cost.direct = std::max(cost.direct, static_cast<double>(std::max(out, in)));
-    cost.hierarchical = std::max(cost.hierarchical, static_cast<double>(crossings) +
-                                                        static_cast<double>(spread) / kInsideSpeed);
+        std::max(crossing.first_sum(rank, domains.count()), crossing.staging_rows[r]);
+    cost.direct = std::max(cost.direct, static_cast<double>(std::max(out[r], in)));
+    cost.hierarchical =
+        std::max(cost.hierarchical,
+                 static_cast<double>(crossings) + static_cast<double>(spread[r]) / kInsideSpeed);
   }
   return cost;
 }

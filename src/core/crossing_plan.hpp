@@ -27,14 +27,21 @@ struct CrossingPlan {
   std::vector<std::int64_t> offset{};         ///< [D + 1] into `tokens`
   std::vector<int> feeders{};                 ///< whose tokens cross to this rank, ascending
   std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their staging rows here
-  Crossing chosen = Crossing::direct;         ///< by the group, or else by the cost model
+  /// [feeders, ranks of the domain]: at each rank, where the rows of a feeder begin.
+  std::vector<std::int64_t> feeder_first{};
+  std::vector<std::int64_t> staging_rows{};  ///< [R]: rows that cross to each rank
+  /// [D]: on the own rail in each other domain, where the own staging rows begin.
+  std::vector<std::int64_t> rail_row{};
+  Crossing chosen = Crossing::direct;  ///< by the group, or else by the cost model
 
   std::int64_t crossing(int source, int domain) const {
     return domain_tokens[static_cast<std::size_t>(source * domains.count() + domain)];
   }
-  /// Rows that cross to rank `target`, of all sources or of those before `source`.
-  std::int64_t staging_rows(int target) const { return first_staging_row(target, domains.ranks()); }
-  std::int64_t first_staging_row(int target, int source) const;
+  /// At each rank of the domain, where the rows of the i-th feeder begin.
+  std::span<const std::int64_t> first_rows(std::size_t feeder) const {
+    const std::size_t members = domains.members(domains.of(rank)).size();
+    return std::span(feeder_first).subspan(feeder * members, members);
+  }
   /// In the staging buffer of `source`, where the sums of `domain` begin; of `domain` = count:
   /// their number.
   std::int64_t first_sum(int source, int domain) const;

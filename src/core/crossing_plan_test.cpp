@@ -44,11 +44,16 @@ TEST(CrossingPlan, RowsOfTheStagingBufferFollowEachOther) {
         const int source = mine.feeders[i];
         ASSERT_EQ(mine.feeder_row[i], row);
         // The source finds the same place.
-        ASSERT_EQ(world.crossings[index(source)].first_staging_row(r, source), row);
+        ASSERT_EQ(world.crossings[index(source)].rail_row[index(world.domains.of(r))], row);
+        const auto& members = world.domains.members(world.domains.of(r));
+        for (std::size_t m = 0; m < members.size(); ++m) {
+          ASSERT_EQ(mine.first_rows(i)[m], world.plans[index(source)].peer_row[index(members[m])]);
+        }
         row += static_cast<std::int64_t>(world.crossing(source, world.domains.of(r)).size());
       }
       ASSERT_EQ(mine.feeder_row.back(), row);
-      for (const CrossingPlan& other : world.crossings) ASSERT_EQ(other.staging_rows(r), row);
+      for (const CrossingPlan& other : world.crossings)
+        ASSERT_EQ(other.staging_rows[index(r)], row);
     }
   }
 }

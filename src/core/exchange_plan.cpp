@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
@@ -81,47 +82,74 @@ RouteCounts count_routes(std::vector<std::int32_t> topk_idx, std::int64_t tokens
   return counts;
 }
 
-ExchangePlan make_plan(RouteCounts own, std::span<const std::int32_t> counts,
-                       const Placement& placement, int rank) {
+GroupCounts::GroupCounts(const Placement& placement, int rank)
+    : first_(static_cast<std::size_t>(placement.ranks + placement.first_expert(rank))),
+      local_(static_cast<std::size_t>(placement.local_experts(rank))),
+      ranks_(static_cast<std::size_t>(placement.ranks)) {
+  rank_tokens_.reserve(ranks_ * ranks_);
+  expert_slots_.reserve(ranks_ * local_);
+}
+
+void GroupCounts::add(std::span<const std::int32_t> counts) {
+  const auto append = [&](std::vector<std::int32_t>& to, std::size_t first, std::size_t count) {
+    const auto from = counts.subspan(first, count);
+    to.insert(to.end(), from.begin(), from.end());
+  };
+  append(rank_tokens_, 0, ranks_);
+  append(expert_slots_, first_, local_);
+}
+
+ExchangePlan make_plan(RouteCounts own, GroupCounts counts, const Placement& placement, int rank) {
   ExchangePlan plan;
   plan.placement = placement;
   plan.rank = rank;
   plan.own = std::move(own);
-  const auto ranks = static_cast<std::size_t>(placement.ranks);
-  const auto experts = static_cast<std::size_t>(placement.experts);
-  const auto first = static_cast<std::size_t>(placement.first_expert(rank));
-  const auto local = static_cast<std::size_t>(placement.local_experts(rank));
-  plan.rank_tokens.reserve(ranks * ranks);
-  plan.expert_slots.reserve(ranks * local);
-  for (std::size_t s = 0; s < ranks; ++s) {
-    const auto row = counts.subspan(s * (ranks + experts), ranks + experts);
-    plan.rank_tokens.insert(plan.rank_tokens.end(), row.begin(),
-                            row.begin() + static_cast<std::ptrdiff_t>(ranks));
-    const auto slots = row.subspan(ranks + first, local);
-    plan.expert_slots.insert(plan.expert_slots.end(), slots.begin(), slots.end());
-  }
-  plan.recv_offset.assign(1, 0);
-  for (int s = 0; s < placement.ranks; ++s) {
-    plan.recv_offset.push_back(
-        plan.recv_offset.back() +
-        plan.rank_tokens[static_cast<std::size_t>(s) * ranks + static_cast<std::size_t>(rank)]);
-  }
-  for (int d = 0; d < placement.ranks; ++d) plan.peer_row.push_back(plan.first_row(d, rank));
+  plan.rank_tokens = std::move(counts.rank_tokens_);
+  plan.expert_slots = std::move(counts.expert_slots_);
+  sum_rank_tokens(plan);
   place_own_tokens(plan);
   return plan;
 }
 
-std::int64_t ExchangePlan::first_row(int peer, int source) const {
-  const auto ranks = static_cast<std::size_t>(placement.ranks);
-  std::int64_t row = 0;
-  for (std::size_t s = 0; s < static_cast<std::size_t>(source); ++s) {
-    row += rank_tokens[s * ranks + static_cast<std::size_t>(peer)];
-  }
-  return row;
+ExchangePlan make_plan(RouteCounts own, std::span<const std::int32_t> counts,
+                       const Placement& placement, int rank) {
+  GroupCounts all(placement, rank);
+  const auto each = static_cast<std::size_t>(placement.ranks + placement.experts);
+  for (std::size_t at = 0; at < counts.size(); at += each) all.add(counts.subspan(at, each));
+  return make_plan(std::move(own), std::move(all), placement, rank);
 }
 
-std::int64_t ExchangePlan::recv_rows_of(int peer) const {
-  return first_row(peer, ranks());
+void sum_rank_tokens(ExchangePlan& plan) {
+  const auto ranks = static_cast<std::size_t>(plan.ranks());
+  const auto self = static_cast<std::size_t>(plan.rank);
+  std::vector<std::int64_t>& received = plan.peer_recv_rows;
+  received.assign(ranks, 0);
+  plan.recv_offset.assign(1, 0);
+  plan.peer_sent_before.clear();
+  plan.peer_sent_rows.clear();
+  for (int source = 0; source < plan.ranks(); ++source) {
+    if (source == plan.rank) plan.peer_row = received;
+    const std::int32_t* row = plan.tokens_of(source).data();
+    for (std::size_t d = 0; d < ranks; ++d) received[d] += row[d];
+    const std::int64_t before = std::accumulate(row, row + self, std::int64_t{0});
+    plan.peer_sent_before.push_back(before);
+    plan.peer_sent_rows.push_back(std::accumulate(row + self, row + ranks, before));
+    plan.recv_offset.push_back(plan.recv_offset.back() + row[self]);
+  }
+}
+
+const std::vector<std::int64_t>& FirstRows::of(int source) {
+  if (source < source_) {
+    std::fill(rows_.begin(), rows_.end(), 0);
+    source_ = 0;
+  }
+  for (; source_ < source; ++source_) {
+    const auto row = plan_.tokens_of(source_);
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      rows_[i] += row[static_cast<std::size_t>(ranks_[i])];
+    }
+  }
+  return rows_;
 }
 
 std::vector<std::int64_t> ExchangePlan::slots_per_expert() const {

@@ -40,6 +40,9 @@ struct ExchangePlan {
   std::vector<std::int32_t> send_tokens;         ///< own tokens by destination rank, then token
   std::vector<std::int64_t> send_offset;         ///< [R + 1] into send_tokens
   std::vector<std::int64_t> peer_row;            ///< [R]: at rank d, my rows begin at this row
+  std::vector<std::int64_t> peer_recv_rows;      ///< [R]: rows that rank d receives in all
+  std::vector<std::int64_t> peer_sent_before;    ///< [R]: rows of rank s to ranks before mine
+  std::vector<std::int64_t> peer_sent_rows;      ///< [R]: rows that rank s sends in all
   std::vector<std::int64_t> recv_offset;         ///< [R + 1]: rows of source s at my rank
   std::vector<std::int64_t> destination_offset;  ///< [T + 1] into destinations
   std::vector<Destination> destinations;         ///< of own tokens, ascending rank
@@ -51,24 +54,60 @@ struct ExchangePlan {
     const auto d = static_cast<std::size_t>(peer);
     return send_offset[d + 1] - send_offset[d];
   }
-  /// Tokens that rank s sends to rank d.
-  std::int64_t tokens_of(int source, int target) const {
-    return rank_tokens[static_cast<std::size_t>(source) * static_cast<std::size_t>(ranks()) +
-                       static_cast<std::size_t>(target)];
+  /// [R]: tokens that `source` sends to each rank.
+  std::span<const std::int32_t> tokens_of(int source) const {
+    const auto r = static_cast<std::size_t>(ranks());
+    return std::span(rank_tokens).subspan(static_cast<std::size_t>(source) * r, r);
   }
-  /// Rows that rank d receives in all.
-  std::int64_t recv_rows_of(int peer) const;
-  /// At rank d, where the rows of source s begin.
-  std::int64_t first_row(int peer, int source) const;
+  std::int64_t tokens_of(int source, int target) const {
+    return tokens_of(source)[static_cast<std::size_t>(target)];
+  }
   std::vector<std::int64_t> slots_per_expert() const;
   /// First row of every local expert's block, and the end: [local experts + 1].
   std::vector<std::int64_t> expert_offsets(std::int64_t alignment) const;
 };
 
-/// `counts` holds, for every source rank in order, its tokens_per_rank [R] and then its
-/// slots_per_expert [E].
+/// What all ranks counted, as far as one of them needs it.
+class GroupCounts {
+ public:
+  GroupCounts(const Placement& placement, int rank);
+  /// Of the next source in rank order: its tokens_per_rank [R], then its slots_per_expert [E].
+  void add(std::span<const std::int32_t> counts);
+
+ private:
+  friend ExchangePlan make_plan(RouteCounts own, GroupCounts counts, const Placement& placement,
+                                int rank);
+  std::size_t first_;  // of the rank's experts, in what a source counted
+  std::size_t local_;
+  std::size_t ranks_;
+  std::vector<std::int32_t> rank_tokens_{};
+  std::vector<std::int32_t> expert_slots_{};
+};
+
+ExchangePlan make_plan(RouteCounts own, GroupCounts counts, const Placement& placement, int rank);
+/// `counts`: of every source rank in order.
 ExchangePlan make_plan(RouteCounts own, std::span<const std::int32_t> counts,
                        const Placement& placement, int rank);
+
+/// What a plan has of `rank_tokens`: recv_offset and all peer_…. One pass by rows, each of which is
+/// in one piece: a walk down a column of a large group misses the caches at every step.
+void sum_rank_tokens(ExchangePlan& plan);
+
+/// At some ranks, where the rows of one source after another begin.
+class FirstRows {
+ public:
+  FirstRows(const ExchangePlan& plan, std::span<const int> ranks)
+      : plan_(plan), ranks_(ranks), rows_(ranks.size()) {}
+  /// For each of the ranks. Takes one step for each source since the last one; of an earlier one it
+  /// begins again.
+  const std::vector<std::int64_t>& of(int source);
+
+ private:
+  const ExchangePlan& plan_;
+  std::span<const int> ranks_;
+  std::vector<std::int64_t> rows_;
+  int source_ = 0;
+};
 
 /// The routes of received rows, as the sender writes them: global ids to local ids of `peer`,
 /// −1 for experts elsewhere. out: [send_rows(peer), K].

@@ -80,14 +80,37 @@ TEST_F(ExchangePlanTest, EveryRowHasOnePlace) {
   for_many([](const World& world, const ExchangePlan& plan, int r) {
     for (int d = 0; d < plan.ranks(); ++d) {
       const auto arrivals = world.arrivals(d);
-      EXPECT_EQ(plan.recv_rows_of(d), static_cast<std::int64_t>(arrivals.size()));
+      EXPECT_EQ(plan.peer_recv_rows[index(d)], static_cast<std::int64_t>(arrivals.size()));
       for (std::int64_t i = 0; i < plan.send_rows(d); ++i) {
         const std::int64_t token = plan.send_tokens[index(plan.send_offset[index(d)] + i)];
         const auto row = index(plan.peer_row[index(d)] + i);
         ASSERT_LT(row, arrivals.size());
         EXPECT_EQ(arrivals[row], std::pair(r, token));
       }
-      EXPECT_EQ(plan.first_row(d, r), plan.peer_row[index(d)]);
+    }
+    for (int s = 0; s < plan.ranks(); ++s) {
+      std::int64_t all = 0, before = 0;
+      for (std::int64_t t = 0; t < world.tokens(s); ++t) {
+        for (const int target : world.targets(s, t)) {
+          ++all;
+          before += target < r ? 1 : 0;
+        }
+      }
+      EXPECT_EQ(plan.peer_sent_rows[index(s)], all);
+      EXPECT_EQ(plan.peer_sent_before[index(s)], before);
+    }
+  });
+}
+
+TEST_F(ExchangePlanTest, FirstRowsOfAnySourceAfterAnother) {
+  for_many([](const World& world, const ExchangePlan& plan, int r) {
+    const std::vector<int> ranks{r, plan.ranks() - 1};
+    FirstRows first(plan, ranks);
+    for (const int source : {r, 0, plan.ranks() - 1, r / 2}) {
+      for (std::size_t i = 0; i < ranks.size(); ++i) {
+        const auto& at = world.plans[index(source)].peer_row;
+        EXPECT_EQ(first.of(source)[i], at[index(ranks[i])]);
+      }
     }
   });
 }

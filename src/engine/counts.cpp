@@ -1,5 +1,6 @@
 #include "engine/counts.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <span>
 #include <string>
@@ -14,28 +15,24 @@ namespace {
 
 constexpr const char* kStage = "plan: counts";
 
-void check_counts(Channel& channel, const Placement& placement,
-                  std::span<const std::int32_t> counts) {
-  const auto ranks = static_cast<std::size_t>(channel.size());
-  const std::size_t each = ranks + static_cast<std::size_t>(placement.experts);
-  for (int source = 0; source < channel.size(); ++source) {
-    const auto row = counts.subspan(static_cast<std::size_t>(source) * each, each);
-    for (int target = 0; target < channel.size(); ++target) {
-      const std::int64_t tokens = row[static_cast<std::size_t>(target)];
-      std::int64_t slots = 0;
-      bool possible = tokens >= 0;
-      for (std::int64_t e = placement.first_expert(target); e < placement.first_expert(target + 1);
-           ++e) {
-        const std::int32_t count = row[ranks + static_cast<std::size_t>(e)];
-        possible = possible && count >= 0;
-        slots += count;
-      }
-      if (!possible || slots < tokens || slots > tokens * kMaxTopk) {
-        channel.throw_violation(kStage, source,
-                                "said that it sends " + std::to_string(tokens) + " tokens in " +
-                                    std::to_string(slots) + " slots to rank " +
-                                    std::to_string(target));
-      }
+/// `first_expert`: [R + 1] of each rank. A source's row is looked through once, in order.
+void check_counts(Channel& channel, int source, std::span<const std::int32_t> row,
+                  std::span<const std::size_t> first_expert) {
+  const std::size_t ranks = first_expert.size() - 1;
+  const std::int32_t* experts = row.data() + ranks;
+  for (std::size_t target = 0; target < ranks; ++target) {
+    const std::int64_t tokens = row[target];
+    std::int64_t slots = 0;
+    std::int32_t least = row[target];
+    for (std::size_t e = first_expert[target]; e < first_expert[target + 1]; ++e) {
+      least = std::min(least, experts[e]);
+      slots += experts[e];
+    }
+    if (least < 0 || slots < tokens || slots > tokens * kMaxTopk) {
+      channel.throw_violation(kStage, source,
+                              "said that it sends " + std::to_string(tokens) + " tokens in " +
+                                  std::to_string(slots) + " slots to rank " +
+                                  std::to_string(target));
     }
   }
 }
@@ -55,19 +52,23 @@ void take_counts(Channel& channel, const GroupConfig& config, const Placement& p
                  const Domains& domains, RouteCounts own, PlanState& state) {
   const std::size_t each = own.tokens_per_rank.size() + own.slots_per_expert.size();
   const auto crossings = static_cast<std::size_t>(domains.count());
-  std::vector<std::int32_t> all, domain_tokens;
-  for (int source = 0; source < channel.size(); ++source) {
-    const auto append = [&](std::vector<std::int32_t>& to, std::size_t first, std::size_t count) {
-      to.resize(to.size() + count);
-      std::memcpy(to.data() + to.size() - count,
-                  channel.body(source) + first * sizeof(std::int32_t),
-                  count * sizeof(std::int32_t));
-    };
-    append(all, 0, each);
-    append(domain_tokens, each, crossings);
+  std::vector<std::size_t> first_expert;
+  for (int rank = 0; rank <= channel.size(); ++rank) {
+    first_expert.push_back(static_cast<std::size_t>(placement.first_expert(rank)));
   }
-  check_counts(channel, placement, all);
-  state.exchange = make_plan(std::move(own), all, placement, channel.rank());
+  GroupCounts all(placement, channel.rank());
+  std::vector<std::int32_t> row(each + crossings), domain_tokens;
+  domain_tokens.reserve(static_cast<std::size_t>(channel.size()) * crossings);
+  for (int source = 0; source < channel.size(); ++source) {
+    // A copy: what is looked at is what is used.
+    std::memcpy(row.data(), channel.body(source), row.size() * sizeof(std::int32_t));
+    const auto counts = std::span<const std::int32_t>(row).first(each);
+    check_counts(channel, source, counts, first_expert);
+    all.add(counts);
+    domain_tokens.insert(domain_tokens.end(), row.begin() + static_cast<std::ptrdiff_t>(each),
+                         row.end());
+  }
+  state.exchange = make_plan(std::move(own), std::move(all), placement, channel.rank());
   const int culprit = impossible_crossing(state.exchange, domains, domain_tokens);
   if (culprit >= 0) {
     channel.throw_violation(kStage, culprit,

@@ -20,21 +20,16 @@ CudaPlan::~CudaPlan() {
 
 void CudaPlan::fill_exchange() {
   const auto ranks = static_cast<std::size_t>(view.placement.ranks);
-  const auto self = static_cast<std::size_t>(exchange.rank);
   exchange.placement = view.placement;
   exchange.own.topk = topk;
   exchange.own.tokens = tokens;
   exchange.rank_tokens.assign(count_words, count_words + ranks * ranks);
   const std::size_t slots = ranks * static_cast<std::size_t>(exchange.local_experts());
   exchange.expert_slots.assign(count_words + ranks * ranks, count_words + ranks * ranks + slots);
-  exchange.recv_offset.assign(1, 0);
+  sum_rank_tokens(exchange);
   exchange.send_offset.assign(1, 0);
-  for (std::size_t other = 0; other < ranks; ++other) {
-    exchange.recv_offset.push_back(exchange.recv_offset.back() +
-                                   exchange.rank_tokens[other * ranks + self]);
-    exchange.send_offset.push_back(exchange.send_offset.back() +
-                                   exchange.rank_tokens[self * ranks + other]);
-    exchange.peer_row.push_back(exchange.first_row(static_cast<int>(other), exchange.rank));
+  for (const std::int32_t sent : exchange.tokens_of(exchange.rank)) {
+    exchange.send_offset.push_back(exchange.send_offset.back() + sent);
   }
 }
 

@@ -21,7 +21,8 @@ class DomainCombine {
 
  private:
   void push_chunk(std::size_t feeder, std::int64_t first, std::int64_t end);
-  void find_rows_of(int owner);
+  template <class FirstRow>
+  void find_rows(FirstRow&& first_row);
   void sum_destinations(std::span<const Destination> destinations, void* out) const;
   void add_weights(std::span<const Destination> destinations, float* to) const;
   void add_inside(std::span<const Destination> destinations, float* to) const;
@@ -47,7 +48,8 @@ class DomainCombine {
 void DomainCombine::push_sums() {
   for (std::size_t feeder = 0; feeder < call_.plan->crossing.feeders.size(); ++feeder) {
     const int owner = call_.plan->crossing.feeders[feeder];
-    find_rows_of(owner);
+    const auto rows_at = call_.plan->crossing.first_rows(feeder);
+    find_rows([&](int member) { return rows_at[index(call_.engine.topology().index(member))]; });
     const std::int64_t rows = call_.plan->forwards[feeder].rows();
     const std::int64_t chunk = chunk_rows(call_.rows.row_bytes());
     for (std::int64_t first = 0; first < rows; first += chunk) {
@@ -57,14 +59,15 @@ void DomainCombine::push_sums() {
   }
 }
 
-/// Where the rows of `owner`'s tokens lie in this domain.
-void DomainCombine::find_rows_of(int owner) {
+/// Where one source's rows lie in this domain, that begin at first_row(member).
+template <class FirstRow>
+void DomainCombine::find_rows(FirstRow&& first_row) {
   row_base_.assign(index(call_.engine.size()), nullptr);
   weight_base_.assign(index(call_.engine.size()), nullptr);
   const Domains& domains = call_.engine.topology();
   for (const int member : domains.members(domains.of(call_.engine.rank()))) {
     const StepMessage theirs = channel_.head(member);
-    const std::size_t first = index(plan_.first_row(member, owner));
+    const std::size_t first = index(first_row(member));
     row_base_[index(member)] =
         channel_.pointer(member, {theirs.segment, theirs.offset}) + first * call_.rows.row_bytes();
     weight_base_[index(member)] =
@@ -167,7 +170,7 @@ void DomainCombine::find_sums(std::int64_t token, TokenSums& sums) {
 
 void DomainCombine::sum_domains() {
   const std::size_t row_bytes = call_.rows.row_bytes();
-  find_rows_of(call_.engine.rank());
+  find_rows([this](int member) { return plan_.peer_row[index(member)]; });
   TokenSums sums;
   sums.next.assign(call_.plan->crossing.offset.begin(), call_.plan->crossing.offset.end() - 1);
   sums.inside.resize(row_bytes);

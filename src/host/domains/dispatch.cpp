@@ -28,8 +28,7 @@ void send_chunk(const DispatchCall& call, DispatchPush& push, int domain, std::i
   const std::span<const std::int32_t> tokens(
       call.plan->crossing.tokens.data() + call.plan->crossing.offset[index(domain)] + first,
       index(end - first));
-  const std::size_t row =
-      index(call.plan->crossing.first_staging_row(rail, call.engine.rank()) + first);
+  const std::size_t row = index(call.plan->crossing.rail_row[index(domain)] + first);
   std::uint64_t bytes = 0;
   const auto send = [&](std::size_t at, std::size_t width, const auto& values) {
     const std::size_t size = values.size() * sizeof(values[0]);

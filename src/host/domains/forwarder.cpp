@@ -20,8 +20,7 @@ Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StagingShape& sh
       layout_(make_staging_layout(shape)),
       staging_(staging),
       stream_(stream),
-      next_(plan.crossing.feeders.size()),
-      first_row_(index(engine.size())) {
+      next_(plan.crossing.feeders.size()) {
   const Domains& domains = engine_.topology();
   for (const int member : domains.members(domains.of(engine_.rank()))) {
     targets_.push_back(target_of(member));
@@ -79,17 +78,8 @@ void Forwarder::finish() {
 void Forwarder::spread(std::size_t feeder) {
   const std::int64_t first = next_[feeder];
   const std::int64_t end = std::min(rows_of(feeder), first + chunk_rows(shape_.row_bytes));
-  const int source = plan_.crossing.feeders[feeder];
   if (shape_.routes) learn(feeder, first, end);
-  if (first_row_of_ != source) {
-    for (const Target& target : targets_) {
-      first_row_[index(target.rank)] = exchange().first_row(target.rank, source);
-    }
-    first_row_of_ = source;
-  }
-  for (std::int64_t row = first; row < end; ++row) {
-    spread_row(plan_.forwards[feeder], row, plan_.crossing.feeder_row[feeder] + row);
-  }
+  for (std::int64_t row = first; row < end; ++row) spread_row(feeder, row);
   next_[feeder] = end;
 }
 
@@ -106,15 +96,18 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
   }
 }
 
-void Forwarder::spread_row(const Forward& forward, std::int64_t row, std::int64_t staged) {
-  const std::size_t from = index(staged);
+void Forwarder::spread_row(std::size_t feeder, std::int64_t row) {
+  const Forward& forward = plan_.forwards[feeder];
+  const auto first = plan_.crossing.first_rows(feeder);
+  const std::size_t from = index(plan_.crossing.feeder_row[feeder] + row);
   const std::size_t scale_bytes = index(shape_.scale_columns) * sizeof(float);
   const std::int32_t* ids = forward.topk_idx.data() + index(row) * index(plan_.topk);
   for (std::int64_t l = forward.destination_offset[index(row)];
        l < forward.destination_offset[index(row + 1)]; ++l) {
     const Destination destination = forward.destinations[index(l)];
-    const Target& target = targets_[index(engine_.topology().index(destination.rank))];
-    const std::size_t to = index(first_row_[index(destination.rank)] + destination.row);
+    const std::size_t member = index(engine_.topology().index(destination.rank));
+    const Target& target = targets_[member];
+    const std::size_t to = index(first[member] + destination.row);
     copy(target.rows + to * shape_.row_bytes, staging_ + layout_.rows_at + from * shape_.row_bytes,
          shape_.row_bytes);
     std::memcpy(target.scales + to * scale_bytes, staging_ + layout_.scales + from * scale_bytes,

@@ -43,7 +43,7 @@ class Forwarder {
   Target target_of(int rank);
   void spread(std::size_t feeder);
   void learn(std::size_t feeder, std::int64_t first, std::int64_t end);
-  void spread_row(const Forward& forward, std::int64_t row, std::int64_t staged);
+  void spread_row(std::size_t feeder, std::int64_t row);
   void spread_slots(const Target& target, const std::int32_t* ids, std::size_t to,
                     std::size_t staged);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);
@@ -54,10 +54,8 @@ class Forwarder {
   StagingLayout layout_;
   const std::byte* staging_;
   bool stream_;
-  std::vector<Target> targets_;          // by index inside the domain
-  std::vector<std::int64_t> next_;       // by feeder: rows that were spread
-  std::vector<std::int64_t> first_row_;  // [R]: of one feeder, at each rank of the domain
-  int first_row_of_ = -1;                // which
+  std::vector<Target> targets_;     // by index inside the domain
+  std::vector<std::int64_t> next_;  // by feeder: rows that were spread
 };
 
 }  // namespace ferry::host

@@ -112,13 +112,7 @@ std::int64_t CombineJob::staged_rows_of(int peer) const {
                       call_.engine.rank();
     return mine ? crossing.first_sum(peer, crossing.domains.count()) : 0;
   }
-  std::int64_t rows = 0;
-  for (int d = 0; d < call_.engine.size(); ++d) {
-    rows +=
-        call_.exchange()
-            .rank_tokens[static_cast<std::size_t>(std::int64_t{peer} * call_.engine.size() + d)];
-  }
-  return rows;
+  return call_.exchange().peer_sent_rows[index(peer)];
 }
 
 StepMessage CombineJob::head() const {
@@ -245,7 +239,7 @@ void CombineJob::check_places() const {
                               static_cast<std::uint64_t>(rows) * bytes);
     };
     if (call_.in_domain(peer)) {  // read in place
-      const std::int64_t rows = call_.exchange().recv_rows_of(peer);
+      const std::int64_t rows = call_.exchange().peer_recv_rows[index(peer)];
       check(theirs.segment, theirs.offset, rows, row_bytes);
       check(theirs.side_segment, theirs.side_offset, rows, call_.weight_bytes());
     } else {

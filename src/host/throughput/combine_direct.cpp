@@ -23,7 +23,6 @@ class DirectCombine {
 
  private:
   std::int64_t rows_of_chunk() const { return chunk_rows(call_.rows.row_bytes()); }
-  std::int64_t first_staged_at(int owner) const;
   bool push_rows(std::int64_t first);
   void take_rows();
   void await_rows();
@@ -77,15 +76,6 @@ void DirectCombine::exchange_rows() {
   }
 }
 
-/// At the owner rows lie by the rank that they come from.
-std::int64_t DirectCombine::first_staged_at(int owner) const {
-  std::int64_t before = 0;
-  for (int d = 0; d < call_.engine.rank(); ++d) {
-    before += plan_.rank_tokens[index(std::int64_t{owner} * call_.engine.size() + d)];
-  }
-  return before;
-}
-
 /// One chunk for each owner in another domain, from row `first` of what came from it; false: there
 /// was none left.
 bool DirectCombine::push_rows(std::int64_t first) {
@@ -98,7 +88,8 @@ bool DirectCombine::push_rows(std::int64_t first) {
     any = true;
     const std::size_t count = index(std::min(rows_of_chunk(), rows - first));
     const std::size_t from = index(mine + first);
-    const std::size_t to = index(first_staged_at(owner) + first);
+    // At the owner rows lie by the rank that they come from.
+    const std::size_t to = index(plan_.peer_sent_before[index(owner)] + first);
     const StepMessage theirs = channel_.head(owner);
     const auto write = [&](std::uint32_t segment, std::uint64_t offset, const std::byte* data,
                            std::size_t width) {

@@ -242,7 +242,7 @@ void DispatchJob::check_grants() const {
   const int self = call_.engine.rank();
   for (int peer = 0; peer < call_.engine.size(); ++peer) {
     const StepMessage theirs = channel.head(peer);
-    const std::int64_t least = call_.exchange().recv_rows_of(peer);
+    const std::int64_t least = call_.exchange().peer_recv_rows[index(peer)];
     if (theirs.rows < least || theirs.rows > kMaxRows) {
       channel.throw_violation(kDispatchGrants, peer,
                               "granted room for " + std::to_string(theirs.rows) +

@@ -35,7 +35,7 @@ struct DispatchCall {
   }
   /// Of what crosses to `rank`.
   StagingShape staging_shape(int rank) const {
-    return {plan->crossing.staging_rows(rank),
+    return {plan->crossing.staging_rows[index(rank)],
             row.bytes(),
             row.scale_columns,
             plan->topk,
