@@ -9,6 +9,7 @@
 
 #include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
+#include "core/pair_counts.hpp"
 
 namespace ferry {
 namespace {
@@ -64,6 +65,44 @@ void run(int ranks, int domain_ranks, std::int64_t tokens) {
               ranks, count_ms, plan_ms, check_ms, cross_ms);
 }
 
+/// The same by what ranks tell each other (core/pair_counts.hpp).
+void run_pairs(int ranks, int domain_ranks, std::int64_t tokens) {
+  using Step = PairCounts::Step;
+  const Placement placement{std::max(ranks, 256), ranks};
+  const Domains domains = Domains::blocks(ranks, domain_ranks);
+  std::mt19937 random(20261124);
+  const int self = ranks / 2;
+  const std::size_t most = PairCounts::message_bytes(placement, domains);
+  std::vector<std::byte> messages(static_cast<std::size_t>(ranks) * most), out(most);
+  std::vector<std::int32_t> own_routes;
+  for (int rank = 0; rank < ranks; ++rank) {
+    auto routes = some_routes(random, tokens, static_cast<int>(placement.experts));
+    if (rank == self) own_routes = routes;
+    const PairCounts other(count_routes(std::move(routes), tokens, kTopk, placement), placement,
+                           domains, rank);
+    (void)other.write(Step::counts, self, messages.data() + index(rank) * most);
+  }
+  PairPlaces places;
+  places.recv_rows = places.staging_rows = std::int64_t{1} << 30;
+  double least = 1e9;
+  for (int i = 0; i < kTries; ++i) {
+    RouteCounts own = count_routes(own_routes, tokens, kTopk, placement);
+    const auto start = std::chrono::steady_clock::now();
+    PairCounts mine(std::move(own), placement, domains, self);
+    for (int peer = 0; peer < ranks; ++peer) (void)mine.write(Step::counts, peer, out.data());
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (!mine.read(Step::counts, rank, messages.data() + index(rank) * most)) std::abort();
+    }
+    for (int peer = 0; peer < ranks; ++peer) (void)mine.write(Step::places, peer, out.data());
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (!mine.read(Step::places, rank, reinterpret_cast<const std::byte*>(&places))) std::abort();
+    }
+    for (int peer = 0; peer < ranks; ++peer) (void)mine.write(Step::rails, peer, out.data());
+    least = std::min(least, milliseconds_since(start));
+  }
+  std::printf("%6d ranks: pairs %.2f ms, messages of at most %zu bytes\n", ranks, least, most);
+}
+
 }  // namespace
 }  // namespace ferry
 
@@ -72,7 +111,11 @@ int main(int argc, char** argv) {
   const std::int64_t tokens = argc > 3 ? std::atoll(argv[3]) : 4096;
   if (argc > 1) {
     ferry::run(std::atoi(argv[1]), domain_ranks, tokens);
+    ferry::run_pairs(std::atoi(argv[1]), domain_ranks, tokens);
   } else {
-    for (const int ranks : {256, 1024, 2048}) ferry::run(ranks, domain_ranks, tokens);
+    for (const int ranks : {256, 1024, 2048}) {
+      ferry::run(ranks, domain_ranks, tokens);
+      ferry::run_pairs(ranks, domain_ranks, tokens);
+    }
   }
 }

@@ -32,7 +32,8 @@ class Plan {
   std::vector<std::int64_t> send_rows_per_rank() const;
   /// i32 [ranks, ranks], where the group's tensors lie: rows that rank s (row) sends to rank d.
   /// Only to be read. Of a plan on a CUDA stream nothing blocks: the numbers come in the stream's
-  /// order.
+  /// order. Throws Error(unsupported) in groups on CPUs of more than 256 ranks, whose ranks know
+  /// only what concerns them.
   Tensor rank_rows() const;
   /// Route slots that name each expert of this rank, [local experts].
   std::vector<std::int64_t> slots_per_expert() const;

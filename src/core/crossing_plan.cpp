@@ -91,15 +91,21 @@ std::int64_t CrossingPlan::first_sum(int source, int domain) const {
   return row;
 }
 
-CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
-                                std::vector<std::int32_t> domain_tokens, Crossing wanted) {
+int CrossingPlan::feeder(int source) const {
+  const auto found = std::lower_bound(feeders.begin(), feeders.end(), source);
+  return found == feeders.end() || *found != source ? -1
+                                                    : static_cast<int>(found - feeders.begin());
+}
+
+CrossingPlan begin_crossing_plan(const ExchangePlan& plan, const Domains& domains,
+                                 std::span<const std::int32_t> crossings) {
   CrossingPlan crossing;
   crossing.domains = domains;
   crossing.rank = plan.rank;
-  crossing.domain_tokens = std::move(domain_tokens);
+  crossing.feeders = domains.feeders(plan.rank);
   crossing.offset.push_back(0);
-  for (int domain = 0; domain < domains.count(); ++domain) {
-    crossing.offset.push_back(crossing.offset.back() + crossing.crossing(plan.rank, domain));
+  for (const std::int32_t rows : crossings) {
+    crossing.offset.push_back(crossing.offset.back() + rows);
   }
   crossing.tokens.resize(index(crossing.offset.back()));
   std::vector<std::int64_t> next(crossing.offset.begin(), crossing.offset.end() - 1);
@@ -114,23 +120,40 @@ CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains
       crossing.tokens[index(row++)] = static_cast<std::int32_t>(token);
     }
   }
-  crossing.feeders = domains.feeders(plan.rank);
+  return crossing;
+}
+
+CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
+                                std::vector<std::int32_t> domain_tokens, Crossing wanted) {
+  const auto count = index(domains.count());
+  CrossingPlan crossing = begin_crossing_plan(
+      plan, domains, std::span(domain_tokens).subspan(index(plan.rank) * count, count));
+  crossing.domain_tokens = std::move(domain_tokens);
   crossing.feeder_row.push_back(0);
-  FirstRows first(plan, domains.members(domains.of(plan.rank)));
+  const int here = domains.of(plan.rank);
+  FirstRows first(plan, domains.members(here));
   for (const int source : crossing.feeders) {
     const std::vector<std::int64_t>& rows = first.of(source);
     crossing.feeder_first.insert(crossing.feeder_first.end(), rows.begin(), rows.end());
-    crossing.feeder_row.push_back(crossing.feeder_row.back() +
-                                  crossing.crossing(source, domains.of(plan.rank)));
+    for (const int member : domains.members(here)) {
+      crossing.feeder_tokens.push_back(plan.tokens_of(source)[index(member)]);
+    }
+    crossing.feeder_row.push_back(crossing.feeder_row.back() + crossing.crossing(source, here));
+    crossing.feeder_sum_row.push_back(crossing.first_sum(source, here));
+    crossing.feeder_sums.push_back(crossing.first_sum(source, domains.count()));
   }
   place_staging_rows(crossing, Rails(domains));
   if (domains.count() == 1) return crossing;
-  crossing.chosen = wanted;
-  if (wanted == Crossing::automatic) {
-    const CrossingCost cost = crossing_cost(plan, crossing);
-    crossing.chosen = cost.hierarchical < cost.direct ? Crossing::hierarchical : Crossing::direct;
-  }
+  const bool choose = wanted == Crossing::automatic;
+  crossing.chosen =
+      chosen_crossing(domains, choose ? crossing_cost(plan, crossing) : CrossingCost{}, wanted);
   return crossing;
+}
+
+Crossing chosen_crossing(const Domains& domains, const CrossingCost& cost, Crossing wanted) {
+  if (domains.count() == 1) return Crossing::direct;
+  if (wanted != Crossing::automatic) return wanted;
+  return cost.hierarchical < cost.direct ? Crossing::hierarchical : Crossing::direct;
 }
 
 int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
@@ -162,12 +185,14 @@ int impossible_crossing(const ExchangePlan& plan, const Domains& domains,
   return -1;
 }
 
-bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& domains, int source,
-                 std::span<const std::int32_t> ids) {
+bool append_rows(Forward& forward, const ExchangePlan& plan, const CrossingPlan& crossing,
+                 std::size_t feeder, std::span<const std::int32_t> ids) {
+  const Domains& domains = crossing.domains;
   const int here = domains.of(plan.rank);
   const auto topk = index(plan.own.topk);
+  const auto tokens = crossing.tokens_inside(feeder);
   std::vector<std::int32_t>& filled = forward.filled;
-  filled.resize(index(plan.ranks()));
+  filled.resize(tokens.size());
   for (std::size_t first = 0; first < ids.size(); first += topk) {
     const std::size_t destinations = forward.destinations.size();
     for (const std::int32_t id : ids.subspan(first, topk)) {
@@ -179,8 +204,9 @@ bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& doma
       };
       const auto row = forward.destinations.begin() + static_cast<std::ptrdiff_t>(destinations);
       if (std::any_of(row, forward.destinations.end(), same)) continue;
-      if (filled[index(target)] >= plan.tokens_of(source, target)) return false;
-      forward.destinations.push_back({target, filled[index(target)]++});
+      const std::size_t member = index(domains.index(target));
+      if (filled[member] >= tokens[member]) return false;
+      forward.destinations.push_back({target, filled[member]++});
     }
     if (forward.destinations.size() == destinations) return false;
     std::sort(forward.destinations.begin() + static_cast<std::ptrdiff_t>(destinations),
@@ -192,13 +218,19 @@ bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& doma
   return true;
 }
 
-bool complete(const Forward& forward, const ExchangePlan& plan, const Domains& domains,
-              int source) {
-  const std::vector<int>& members = domains.members(domains.of(plan.rank));
-  return std::all_of(members.begin(), members.end(), [&](int member) {
-    const std::int64_t rows = forward.filled.empty() ? 0 : forward.filled[index(member)];
-    return rows == plan.tokens_of(source, member);
-  });
+bool complete(const Forward& forward, const CrossingPlan& crossing, std::size_t feeder) {
+  const auto tokens = crossing.tokens_inside(feeder);
+  if (forward.filled.empty()) {
+    return std::all_of(tokens.begin(), tokens.end(), [](std::int32_t rows) { return rows == 0; });
+  }
+  return std::equal(tokens.begin(), tokens.end(), forward.filled.begin());
+}
+
+CrossingCost cost_of_rank(std::int64_t out, std::int64_t in, std::int64_t crossings_out,
+                          std::int64_t crossings_in, std::int64_t spread) {
+  return {static_cast<double>(std::max(out, in)),
+          static_cast<double>(std::max(crossings_out, crossings_in)) +
+              static_cast<double>(spread) / kInsideSpeed};
 }
 
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing) {
@@ -228,13 +260,11 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
   CrossingCost cost;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::size_t r = index(rank);
-    const std::int64_t in = plan.peer_recv_rows[r] - inside[r];
-    const std::int64_t crossings =
-        std::max(crossing.first_sum(rank, domains.count()), crossing.staging_rows[r]);
-    cost.direct = std::max(cost.direct, static_cast<double>(std::max(out[r], in)));
-    cost.hierarchical =
-        std::max(cost.hierarchical,
-                 static_cast<double>(crossings) + static_cast<double>(spread[r]) / kInsideSpeed);
+    const CrossingCost own = cost_of_rank(out[r], plan.peer_recv_rows[r] - inside[r],
+                                          crossing.first_sum(rank, domains.count()),
+                                          crossing.staging_rows[r], spread[r]);
+    cost.direct = std::max(cost.direct, own.direct);
+    cost.hierarchical = std::max(cost.hierarchical, own.hierarchical);
   }
   return cost;
 }

@@ -22,13 +22,18 @@ std::vector<std::int32_t> count_crossings(const RouteCounts& own, const Placemen
 struct CrossingPlan {
   Domains domains{std::vector<int>{}};
   int rank = 0;
-  std::vector<std::int32_t> domain_tokens{};  ///< [R, D]: tokens of s that cross to domain d
+  std::vector<std::int32_t> domain_tokens{};  ///< [R, D]: tokens of s that cross to domain d;
+                                              ///< empty where ExchangePlan::rank_tokens is
   std::vector<std::int32_t> tokens{};         ///< own tokens by other domain, then token
   std::vector<std::int64_t> offset{};         ///< [D + 1] into `tokens`
   std::vector<int> feeders{};                 ///< whose tokens cross to this rank, ascending
   std::vector<std::int64_t> feeder_row{};     ///< [feeders + 1]: their staging rows here
-  /// [feeders, ranks of the domain]: at each rank, where the rows of a feeder begin.
+  /// [feeders, ranks of the domain]: rows of a feeder for each rank, and where they begin there.
+  std::vector<std::int32_t> feeder_tokens{};
   std::vector<std::int64_t> feeder_first{};
+  /// [feeders]: in their staging buffers, where the sums of this domain begin; all sums.
+  std::vector<std::int64_t> feeder_sum_row{};
+  std::vector<std::int64_t> feeder_sums{};
   std::vector<std::int64_t> staging_rows{};  ///< [R]: rows that cross to each rank
   /// [D]: on the own rail in each other domain, where the own staging rows begin.
   std::vector<std::int64_t> rail_row{};
@@ -37,16 +42,24 @@ struct CrossingPlan {
   std::int64_t crossing(int source, int domain) const {
     return domain_tokens[static_cast<std::size_t>(source * domains.count() + domain)];
   }
-  /// At each rank of the domain, where the rows of the i-th feeder begin.
-  std::span<const std::int64_t> first_rows(std::size_t feeder) const {
-    const std::size_t members = domains.members(domains.of(rank)).size();
-    return std::span(feeder_first).subspan(feeder * members, members);
+  /// Which feeder a rank is; −1: none.
+  int feeder(int source) const;
+  /// Of the i-th feeder, for each rank of the domain: its rows, and where they begin there.
+  std::span<const std::int32_t> tokens_inside(std::size_t feeder) const {
+    return std::span(feeder_tokens).subspan(feeder * members(), members());
   }
+  std::span<const std::int64_t> first_rows(std::size_t feeder) const {
+    return std::span(feeder_first).subspan(feeder * members(), members());
+  }
+  std::size_t members() const { return domains.members(domains.of(rank)).size(); }
   /// In the staging buffer of `source`, where the sums of `domain` begin; of `domain` = count:
   /// their number.
   std::int64_t first_sum(int source, int domain) const;
 };
 
+/// What a plan knows without the other ranks. `crossings`: [D], as count_crossings has them.
+CrossingPlan begin_crossing_plan(const ExchangePlan& plan, const Domains& domains,
+                                 std::span<const std::int32_t> crossings);
 /// `domain_tokens`: what every rank counted, in rank order. `wanted`: the group's choice.
 CrossingPlan make_crossing_plan(const ExchangePlan& plan, const Domains& domains,
                                 std::vector<std::int32_t> domain_tokens,
@@ -63,18 +76,18 @@ struct Forward {
   std::vector<std::int64_t> destination_offset = {0};  ///< [n + 1] into destinations
   std::vector<Destination> destinations{};  ///< rank: in the group; row: ordinal among the
                                             ///< rows that the source sends there
-  std::vector<std::int32_t> filled{};       ///< [R], or empty: destinations of each rank
+  std::vector<std::int32_t> filled{};  ///< [ranks of the domain], or empty: destinations of each
 
   std::int64_t rows() const { return static_cast<std::int64_t>(destination_offset.size()) - 1; }
 };
 
-/// Appends rows of `source` that crossed, in its order; ids [n, K]. False: they are not those that
+/// Appends rows of a feeder that crossed, in its order; ids [n, K]. False: they are not those that
 /// it counted, and nothing may be written on their strength.
-bool append_rows(Forward& forward, const ExchangePlan& plan, const Domains& domains, int source,
-                 std::span<const std::int32_t> ids);
+bool append_rows(Forward& forward, const ExchangePlan& plan, const CrossingPlan& crossing,
+                 std::size_t feeder, std::span<const std::int32_t> ids);
 
-/// Whether all rows of `source` were appended that it counted for the ranks of this domain.
-bool complete(const Forward& forward, const ExchangePlan& plan, const Domains& domains, int source);
+/// Whether all rows of a feeder were appended that it counted for the ranks of this domain.
+bool complete(const Forward& forward, const CrossingPlan& crossing, std::size_t feeder);
 
 /// The cost model: the time of the busiest rank, in rows over the network. A row that is spread
 /// inside a domain costs 1 / kInsideSpeed of one that crosses.
@@ -84,5 +97,9 @@ struct CrossingCost {
 };
 inline constexpr double kInsideSpeed = 8;
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing);
+/// Of one rank: rows that go out and come in directly; its crossings out and in; rows it spreads.
+CrossingCost cost_of_rank(std::int64_t out, std::int64_t in, std::int64_t crossings_out,
+                          std::int64_t crossings_in, std::int64_t spread);
+Crossing chosen_crossing(const Domains& domains, const CrossingCost& cost, Crossing wanted);
 
 }  // namespace ferry

@@ -63,7 +63,10 @@ TEST(CrossingPlan, ForwardedRowsComeToTheirFinalPlaces) {
   for (int round = 0; round < 200; ++round) {
     const World world = any_world(random);
     for (int r = 0; r < world.placement.ranks; ++r) {
-      for (const int source : world.crossings[index(r)].feeders) {
+      const CrossingPlan& mine = world.crossings[index(r)];
+      for (std::size_t feeder = 0; feeder < mine.feeders.size(); ++feeder) {
+        const int source = mine.feeders[feeder];
+        ASSERT_EQ(mine.feeder(source), static_cast<int>(feeder));
         const auto tokens = world.crossing(source, world.domains.of(r));
         Forward forward;
         for (std::size_t i = 0; i < tokens.size();) {  // in pieces of any size
@@ -73,11 +76,11 @@ TEST(CrossingPlan, ForwardedRowsComeToTheirFinalPlaces) {
             const auto first = world.routes[index(source)].begin() + tokens[j] * world.topk;
             ids.insert(ids.end(), first, first + world.topk);
           }
-          EXPECT_FALSE(complete(forward, world.plans[index(r)], world.domains, source));
-          ASSERT_TRUE(append_rows(forward, world.plans[index(r)], world.domains, source, ids));
+          EXPECT_FALSE(complete(forward, mine, feeder));
+          ASSERT_TRUE(append_rows(forward, world.plans[index(r)], mine, feeder, ids));
           i += n;
         }
-        ASSERT_TRUE(complete(forward, world.plans[index(r)], world.domains, source));
+        ASSERT_TRUE(complete(forward, mine, feeder));
         ASSERT_EQ(forward.rows(), static_cast<std::int64_t>(tokens.size()));
         std::set<std::pair<int, int>> seen;
         for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -116,7 +119,7 @@ TEST(CrossingPlan, RefusesRoutesThatWereNotCounted) {
   const World world = small_world();
   const auto fits = [&](const std::vector<std::int32_t>& ids) {
     Forward forward;
-    return append_rows(forward, world.plans[2], world.domains, 0, ids);
+    return append_rows(forward, world.plans[2], world.crossings[2], 0, ids);
   };
   EXPECT_TRUE(fits({2, 3, 3, -1}));
   EXPECT_FALSE(fits({2, 3, 2, -1}));  // rank 2 gets one row
@@ -125,8 +128,9 @@ TEST(CrossingPlan, RefusesRoutesThatWereNotCounted) {
   EXPECT_FALSE(fits({2, 3, 0, 1}));          // not in this domain
   EXPECT_FALSE(fits({2, 3, 3, -1, 3, -1}));  // one row too many
   Forward forward;
-  ASSERT_TRUE(append_rows(forward, world.plans[2], world.domains, 0, std::vector{3, -1, 3, -1}));
-  EXPECT_FALSE(complete(forward, world.plans[2], world.domains, 0));  // nothing for rank 2
+  ASSERT_TRUE(
+      append_rows(forward, world.plans[2], world.crossings[2], 0, std::vector{3, -1, 3, -1}));
+  EXPECT_FALSE(complete(forward, world.crossings[2], 0));  // nothing for rank 2
 }
 
 TEST(CrossingPlan, SeesCountsThatCannotBe) {

@@ -34,7 +34,8 @@ std::vector<std::int64_t> exclusive_prefix(const std::vector<T>& counts) {
   return offsets;
 }
 
-/// Send lists and destinations, from the own routes.
+}  // namespace
+
 void place_own_tokens(ExchangePlan& plan) {
   const RouteCounts& own = plan.own;
   plan.send_offset = exclusive_prefix(own.tokens_per_rank);
@@ -57,8 +58,6 @@ void place_own_tokens(ExchangePlan& plan) {
     plan.destination_offset.push_back(static_cast<std::int64_t>(plan.destinations.size()));
   }
 }
-
-}  // namespace
 
 RouteCounts count_routes(std::vector<std::int32_t> topk_idx, std::int64_t tokens, int topk,
                          const Placement& placement) {

@@ -34,7 +34,9 @@ struct ExchangePlan {
   int rank = 0;
   RouteCounts own{};
 
-  std::vector<std::int32_t> rank_tokens;   ///< [R, R]: row s, column d: tokens that s sends to d
+  /// [R, R]: row s, column d: tokens that s sends to d; empty in groups of more than kMatrixRanks
+  /// (core/pair_counts.hpp).
+  std::vector<std::int32_t> rank_tokens;
   std::vector<std::int32_t> expert_slots;  ///< [R, local experts]: slots of s for my experts
 
   std::vector<std::int32_t> send_tokens;         ///< own tokens by destination rank, then token
@@ -89,6 +91,8 @@ ExchangePlan make_plan(RouteCounts own, GroupCounts counts, const Placement& pla
 ExchangePlan make_plan(RouteCounts own, std::span<const std::int32_t> counts,
                        const Placement& placement, int rank);
 
+/// What a plan has of its own routes: send_… and destinations.
+void place_own_tokens(ExchangePlan& plan);
 /// What a plan has of `rank_tokens`: recv_offset and all peer_…. One pass by rows, each of which is
 /// in one piece: a walk down a column of a large group misses the caches at every step.
 void sum_rank_tokens(ExchangePlan& plan);

@@ -4,6 +4,7 @@
 
 #include "core/check.hpp"
 #include "core/engine.hpp"
+#include "core/pair_counts.hpp"
 #include "core/plan_state.hpp"
 #include "ferry/error.hpp"
 
@@ -69,6 +70,13 @@ Tensor Plan::rank_rows() const {
   if (state.rank_rows.data == nullptr) {
     const std::vector<std::int32_t>& rows = counted(*this, "Plan::rank_rows").rank_tokens;
     const std::int64_t ranks = state.exchange.ranks();
+    if (rows.empty()) {
+      throw Error(ErrorKind::unsupported,
+                  "Plan::rank_rows: the group has " + std::to_string(ranks) +
+                      " ranks, and what each sends to each is known in groups of at most " +
+                      std::to_string(kMatrixRanks) +
+                      "; use send_rows_per_rank and recv_rows_per_rank");
+    }
     // A tensor has no other way to say that its memory is only to be read.
     auto* data = const_cast<std::int32_t*>(rows.data());
     return {TensorView(data, Dtype::i32, {ranks, ranks}), state_};

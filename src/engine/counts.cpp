@@ -9,6 +9,8 @@
 #include "core/check.hpp"
 #include "core/crossing_plan.hpp"
 #include "core/exchange_plan.hpp"
+#include "core/pair_counts.hpp"
+#include "engine/growth.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -35,6 +37,21 @@ void check_counts(Channel& channel, int source, std::span<const std::int32_t> ro
                                   std::to_string(target));
     }
   }
+}
+
+void swap_pair_counts(Channel& channel, const GroupConfig& config, const StepMessage& head,
+                      PairCounts counts, PlanState& state) {
+  for (const PairCounts::Step step : PairCounts::kSteps) {
+    channel.swap(kStage, head,
+                 [&](int peer, std::byte* body) { return counts.write(step, peer, body); });
+    check_same_call(channel, kStage, head.call);
+    for (int source = 0; source < channel.size(); ++source) {
+      if (counts.read(step, source, channel.body(source))) continue;
+      channel.throw_violation(kStage, source, "sent counts that contradict each other");
+    }
+  }
+  state.exchange = counts.take_plan();
+  state.crossing = counts.take_crossing(config.crossing);
 }
 
 }  // namespace
@@ -76,6 +93,29 @@ void take_counts(Channel& channel, const GroupConfig& config, const Placement& p
   }
   state.crossing =
       make_crossing_plan(state.exchange, domains, std::move(domain_tokens), config.crossing);
+}
+
+void swap_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
+                 const Domains& domains, RouteCounts own, PlanState& state) {
+  StepMessage head;
+  head.call.kind = CallKind::plan;
+  head.call.topk = static_cast<std::uint32_t>(own.topk);
+  if (placement.ranks > kMatrixRanks) {
+    PairCounts counts(std::move(own), placement, domains, channel.rank());
+    swap_pair_counts(channel, config, head, std::move(counts), state);
+    return;
+  }
+  const auto counts = counts_message(own, placement, domains, channel.rank());
+  channel.swap(kStage, head, std::as_bytes(std::span(counts)));
+  check_same_call(channel, kStage, head.call);
+  take_counts(channel, config, placement, domains, std::move(own), state);
+}
+
+std::size_t counts_bytes(const Placement& placement, const Domains& domains) {
+  if (placement.ranks > kMatrixRanks) return PairCounts::message_bytes(placement, domains);
+  // Of every rank, every expert and every domain, of which there are at most as many as ranks: what
+  // is asked before the domains are known is the same.
+  return index(2 * placement.ranks + placement.experts) * sizeof(std::int32_t);
 }
 
 }  // namespace ferry::engine

@@ -1,5 +1,6 @@
 // What all ranks tell each other of a plan: how many tokens and slots each sends where.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -17,5 +18,12 @@ std::vector<std::int32_t> counts_message(const RouteCounts& own, const Placement
 /// fails the group, if those of a rank contradict each other.
 void take_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
                  const Domains& domains, RouteCounts own, PlanState& state);
+
+/// All of it: swaps in one step, or, in groups of more than kMatrixRanks, in those of
+/// core/pair_counts.hpp.
+void swap_counts(Channel& channel, const GroupConfig& config, const Placement& placement,
+                 const Domains& domains, RouteCounts own, PlanState& state);
+/// Of the largest message of `swap_counts`.
+std::size_t counts_bytes(const Placement& placement, const Domains& domains);
 
 }  // namespace ferry::engine

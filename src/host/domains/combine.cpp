@@ -92,9 +92,7 @@ void DomainCombine::push_chunk(std::size_t feeder, std::int64_t first, std::int6
   }
   const StepMessage theirs = channel_.head(owner);
   const std::uint64_t tag = channel_.delivery_tag();
-  const std::size_t at =
-      index(call_.plan->crossing.first_sum(owner, call_.engine.topology().of(call_.engine.rank())) +
-            first);
+  const std::size_t at = index(call_.plan->crossing.feeder_sum_row[feeder] + first);
   channel_.reach().write(owner, {theirs.staging_segment, theirs.staging_offset + at * row_bytes},
                          sums.data(), sums.size(), tag);
   if (!call_.has_weights()) return;

@@ -67,7 +67,7 @@ void Forwarder::finish() {
       spread(feeder);
       poll();  // others may have come meanwhile
     }
-    if (!complete(plan_.forwards[feeder], exchange(), engine_.topology(), source)) {
+    if (!complete(plan_.forwards[feeder], plan_.crossing, feeder)) {
       channel().throw_violation(kRowsToSpread, source, "sent routes that are not those it counted");
     }
   }
@@ -91,7 +91,7 @@ void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) 
   std::memcpy(ids.data(), staging_ + layout_.topk_idx + at * sizeof(std::int32_t),
               ids.size() * sizeof(std::int32_t));
   const int source = plan_.crossing.feeders[feeder];
-  if (!append_rows(plan_.forwards[feeder], exchange(), engine_.topology(), source, ids)) {
+  if (!append_rows(plan_.forwards[feeder], exchange(), plan_.crossing, feeder, ids)) {
     channel().throw_violation(kRowsToSpread, source, "sent routes that are not those it counted");
   }
 }

@@ -108,9 +108,8 @@ std::size_t CombineJob::staged_rows() const {
 std::int64_t CombineJob::staged_rows_of(int peer) const {
   const CrossingPlan& crossing = call_.plan->crossing;
   if (call_.hierarchical()) {
-    const bool mine = crossing.domains.rail(peer, crossing.domains.of(call_.engine.rank())) ==
-                      call_.engine.rank();
-    return mine ? crossing.first_sum(peer, crossing.domains.count()) : 0;
+    const int feeder = crossing.feeder(peer);
+    return feeder < 0 ? 0 : crossing.feeder_sums[index(feeder)];
   }
   return call_.exchange().peer_sent_rows[index(peer)];
 }

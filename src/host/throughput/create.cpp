@@ -12,8 +12,10 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-std::size_t control_bytes(const GroupConfig& config, int ranks, std::size_t body_bytes) {
-  return make_control_layout(ranks, message_bytes(config.experts, ranks, body_bytes)).bytes;
+std::size_t control_bytes(const GroupConfig& config, const Domains& domains,
+                          std::size_t body_bytes) {
+  return make_control_layout(domains.ranks(), message_bytes(config.experts, domains, body_bytes))
+      .bytes;
 }
 
 std::size_t arena_bytes(const GroupConfig& config) {
@@ -23,7 +25,8 @@ std::size_t arena_bytes(const GroupConfig& config) {
 }  // namespace
 
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks) {
-  return {control_bytes(config, ranks, 0), arena_bytes(config), 0, 0};
+  return {control_bytes(config, Domains::blocks(ranks, config.domain_size), 0), arena_bytes(config),
+          0, 0};
 }
 
 std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupConfig& config,
@@ -34,7 +37,7 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
   fabric::Fabric& wire = *memory->fabric;
   fabric::Segment control, arena;
   const auto cards = engine::together(bootstrap, config, "Group: memory", [&] {
-    control = wire.register_memory(control_bytes(config, wire.size(), body_bytes));
+    control = wire.register_memory(control_bytes(config, domains, body_bytes));
     arena = wire.register_memory(arena_bytes(config));
     return engine::bytes_of({engine::card_of(control), engine::card_of(arena)});
   });

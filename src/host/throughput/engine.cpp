@@ -31,11 +31,8 @@ Tensor heap_tensor(const Extents& shape, Dtype dtype) {
   }
 }
 
-std::size_t message_bytes(std::int64_t experts, int ranks, std::size_t body_bytes) {
-  // Of every rank, every expert and every domain, of which there are at most as many as ranks.
-  const std::size_t counts =
-      (2 * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(experts)) *
-      sizeof(std::int32_t);
+std::size_t message_bytes(std::int64_t experts, const Domains& domains, std::size_t body_bytes) {
+  const std::size_t counts = engine::counts_bytes({experts, domains.ranks()}, domains);
   return sizeof(StepMessage) + std::max({counts, fabric::kMaxHandleBytes, body_bytes});
 }
 
@@ -46,10 +43,9 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       domains_(domains),
       memory_(std::move(memory)),
       placement_{config.experts, memory_->fabric->size()},
-      channel_(
-          memory_, config_, control,
-          make_control_layout(memory_->fabric->size(),
-                              message_bytes(config.experts, memory_->fabric->size(), body_bytes))),
+      channel_(memory_, config_, control,
+               make_control_layout(memory_->fabric->size(),
+                                   message_bytes(config.experts, domains, body_bytes))),
       control_bytes_(control.bytes) {}
 
 HostEngine::~HostEngine() {
@@ -117,13 +113,7 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
       "plan", stream,
       [this, state, ids = std::move(routes)]() mutable {
         RouteCounts own = count_routes(std::move(ids), state->tokens, state->topk, placement_);
-        const auto counts = engine::counts_message(own, placement_, domains_, rank());
-        StepMessage head;
-        head.call.kind = CallKind::plan;
-        head.call.topk = static_cast<std::uint32_t>(state->topk);
-        channel_.swap("plan: counts", head, std::as_bytes(std::span(counts)));
-        engine::check_same_call(channel_, "plan: counts", head.call);
-        engine::take_counts(channel_, config_, placement_, domains_, std::move(own), *state);
+        engine::swap_counts(channel_, config_, placement_, domains_, std::move(own), *state);
         state->number = ++plans_;  // only now: a plan that failed, failed on all ranks
       },
       inside);

@@ -53,7 +53,7 @@ MemoryStats host_memory_hint(const GroupConfig& config, int ranks);
 
 /// Largest message of a group: the counts of a plan, a segment's handle, or `body_bytes`, after the
 /// head.
-std::size_t message_bytes(std::int64_t experts, int ranks, std::size_t body_bytes = 0);
+std::size_t message_bytes(std::int64_t experts, const Domains& domains, std::size_t body_bytes = 0);
 
 /// A dense tensor in ordinary memory, not initialised.
 Tensor heap_tensor(const Extents& shape, Dtype dtype);

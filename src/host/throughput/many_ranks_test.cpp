@@ -1,0 +1,50 @@
+// Groups of more ranks than know all counts (core/pair_counts.hpp): what they exchange, and how
+// much control memory they take.
+#include "core/layout.hpp"
+#include "core/pair_counts.hpp"
+#include "engine/test_groups.hpp"
+#include "host/throughput/engine.hpp"
+
+namespace ferry::host::test {
+
+using namespace engine::test;
+namespace {
+
+TEST(ManyRanks, ExchangeOverDomains) {
+  constexpr int kRanks = kMatrixRanks + 4, kHidden = 4, kTokens = 3;
+  GroupConfig config;
+  config.memory_bytes = 64 << 10;
+  config.deadline = 100s;
+  config.experts = kRanks;
+  config.domain_size = 52;
+  with_groups(kRanks, config, [&](Group& group) {
+    Batch batch(group.rank(), kTokens, kHidden, 0);
+    for (std::size_t t = 0; t < kTokens; ++t) {
+      batch.routes[t] = (group.rank() * 7 + static_cast<int>(t) * 101) % kRanks;
+    }
+    const Plan plan = group.plan(batch.ids());
+    EXPECT_EQ(plan.recv_rows(), kTokens) << group.rank();  // 7 and kRanks have no common divisor
+    for (const Crossing crossing : {Crossing::direct, Crossing::hierarchical}) {
+      const Received got = group.dispatch(batch.x(), plan, {.crossing = crossing});
+      const Combined back = group.combine(got.x, plan, {.crossing = crossing});
+      EXPECT_TRUE(same_rows(back.x, batch)) << group.rank() << name_of(crossing);
+    }
+    expect_error(ErrorKind::unsupported, {"260 ranks", "at most 256"},
+                 [&] { (void)plan.rank_rows(); });
+  });
+}
+
+TEST(ManyRanks, ControlMemoryGrowsWithRanksAlone) {
+  GroupConfig config;
+  for (const int domain : {8, 72}) {
+    config.domain_size = domain;
+    config.experts = 2048;
+    EXPECT_LE(host_memory_hint(config, 2048).control_bytes, 4'000'000u) << domain;
+  }
+  config.experts = 256;
+  config.domain_size = 8;
+  EXPECT_LE(host_memory_hint(config, 512).control_bytes, 1'000'000u);
+}
+
+}  // namespace
+}  // namespace ferry::host::test
