@@ -1,0 +1,61 @@
+// How long a dispatch or combine takes: a closed form of what each rank copies, sends over NVLink
+// and sends over its NIC, and which of them it waits for. Pure.
+#pragma once
+#include <limits>
+
+namespace ferry {
+
+/// What a cluster can do, in bytes a second of one rank. What is not known is not waited for.
+struct ExchangeRates {
+  static constexpr double kUnknown = std::numeric_limits<double>::infinity();
+  double latency_s = 0;  ///< of a call without rows
+  double message_s = 0;  ///< of each message over a NIC: what a proxy or the NIC takes to post it
+  double copy = kUnknown;
+  double nvlink_out = kUnknown;
+  double nvlink_in = kUnknown;
+  double nic_out = kUnknown;
+  double nic_in = kUnknown;
+  double staging = kUnknown;  ///< over PCIe, where rows pass through CPU memory
+  /// Hosts under one leaf switch (0: all of them), and by how much its links to the spine carry
+  /// less than those to its hosts.
+  int leaf_hosts = 0;
+  double oversubscription = 1;
+};
+
+/// Where the ranks are, and how rows go.
+struct ExchangeShape {
+  int ranks = 1;
+  int host_ranks = 8;  ///< that share NVLink
+  double tokens = 0;   ///< of a rank
+  int topk = 8;
+  double row_bytes = 0;
+  int most_hosts = 0;         ///< that a token's routes name; 0: any
+  bool each_slot = false;     ///< a copy for each slot, not one for each rank or host
+  bool hierarchical = false;  ///< one copy for each host, spread there
+};
+
+/// What one rank moves, on average of uniform routes, in bytes out; as much comes in.
+struct ExchangeBytes {
+  double copy = 0;
+  double nvlink = 0;
+  double nic = 0;
+  double spine = 0;  ///< of `nic`: to hosts under other leaf switches
+  double hosts = 0;  ///< that a token goes to
+  double ranks = 0;  ///< that a token goes to; each_slot: its copies
+  double peers = 0;  ///< ranks of other hosts that get a message
+};
+ExchangeBytes uniform_bytes(const ExchangeShape& shape, const ExchangeRates& rates = {});
+
+/// Seconds of each phase. They run at once, so that a call takes latency, messages and the longest
+/// of the others.
+struct ExchangeTime {
+  double latency = 0, messages = 0;
+  double copy = 0, nvlink_out = 0, nvlink_in = 0, nic_out = 0, nic_in = 0, staging = 0, spine = 0;
+
+  double seconds() const;
+  /// The longest: "SM copies", "NVLink in", "NIC out", "messages", …
+  const char* bottleneck() const;
+};
+ExchangeTime exchange_time(const ExchangeBytes& bytes, const ExchangeRates& rates);
+
+}  // namespace ferry
