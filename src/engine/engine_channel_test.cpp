@@ -273,16 +273,16 @@ TEST(Channel, AcrossDomainsTheDeadlineOfARankThatLeftIsNotExtended) {
     Seat seat(*bootstraps[index(r)], 20s, 1);
     Channel& channel = *seat.channel;
     channel.swap("together", {});
-    const protocol::FlagRow row{seat.control.data + seat.layout.delivered, kLineBytes, 3};
+    const protocol::FlagArray flags{seat.control.data + seat.layout.delivered, kLineBytes, 3};
     if (r == 0) {
-      EXPECT_GT(channel.grace({row, 1, 1}).count(), 0);
+      EXPECT_GT(channel.grace({flags, 1, 1}).count(), 0);
     }
     asked.arrive_and_wait();
     if (r == 1) channel.leave();
     left.arrive_and_wait();
     if (r == 0) {
-      EXPECT_EQ(channel.grace({row, 1, 1}).count(), 0);
-      EXPECT_GT(channel.grace({row, 1, 2}).count(), 0);  // is not awaited from the one that left
+      EXPECT_EQ(channel.grace({flags, 1, 1}).count(), 0);
+      EXPECT_GT(channel.grace({flags, 1, 2}).count(), 0);  // is not awaited from the one that left
     }
     over.arrive_and_wait();
   });

@@ -92,10 +92,10 @@ TEST(Compression, ValuesThatTheFormatHoldsDoNotMakeOthersASpike) {
   CompressionPolicy policy;
   for (const auto format : {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3}) {
     const double usual = policy.mean(format);
-    for (int i = 0; i < 60; ++i) policy.learn(policy.plan(format, kLarge), {0, 1.0, 0});
+    for (int i = 0; i < 60; ++i) policy.learn(policy.formats(format, kLarge), {0, 1.0, 0});
     EXPECT_EQ(policy.mean(format), usual);
-    const CodePlan plan = policy.plan(format, kLarge);
-    EXPECT_EQ(judge(plan, format, {1.1 * usual, 1.0}), FallBack::none);
+    const CodeFormats formats = policy.formats(format, kLarge);
+    EXPECT_EQ(judge(formats, format, {1.1 * usual, 1.0}), FallBack::none);
   }
 }
 
