@@ -30,6 +30,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export CXX
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell command -v ccache)
 export CCACHE_DIR ?= $(CURDIR)/build/ccache
+# The files that join others lie in the folder of their build: paths relative to it are the same.
+export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 
