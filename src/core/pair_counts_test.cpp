@@ -11,7 +11,7 @@
 namespace ferry::test {
 namespace {
 
-constexpr unsigned kSeed = 20261124;
+constexpr unsigned kPairSeed = 20261124;
 
 std::vector<PairCounts> all_of(const World& world) {
   std::vector<PairCounts> all;
@@ -40,9 +40,9 @@ void take_step(const World& world, std::vector<PairCounts>& all, PairCounts::Ste
 }
 
 TEST(PairCounts, MakeThePlansThatAllCountsMake) {
-  std::mt19937 random(kSeed);
+  std::mt19937 random(kPairSeed);
   for (int round = 0; round < 200; ++round) {
-    SCOPED_TRACE("kSeed, round " + std::to_string(round));
+    SCOPED_TRACE("kPairSeed, round " + std::to_string(round));
     const World world = any_world(random);
     std::vector<PairCounts> all = all_of(world);
     for (const PairCounts::Step step : PairCounts::kSteps) take_step(world, all, step);
@@ -79,7 +79,7 @@ TEST(PairCounts, MakeThePlansThatAllCountsMake) {
 }
 
 /// Two domains of two ranks, one expert each: rank 0 sends token 0 to ranks 2 and 3, token 1 to 3.
-World small_world() {
+World pair_world() {
   World world;
   world.placement = {4, 4};
   world.domains = Domains::blocks(4, 2);
@@ -92,7 +92,7 @@ World small_world() {
 /// Whether rank 2 takes the message of rank 0, with one field replaced.
 template <class Value>
 bool takes(PairCounts::Step step, std::size_t at, Value value) {
-  const World world = small_world();
+  const World world = pair_world();
   std::vector<PairCounts> all = all_of(world);
   for (const PairCounts::Step before : PairCounts::kSteps) {
     if (before == step) break;

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kMeasureLinks = "measure_links";
 constexpr std::size_t kLanding = std::size_t{1} << 20;  // rows of a rate land there, over and over
-constexpr std::size_t kPiece = std::size_t{256} << 10;
+constexpr std::size_t kLinkPiece = std::size_t{256} << 10;
 constexpr std::size_t kLeastRateBytes = std::size_t{1}
                                         << 20;  // that a shaped link does not let burst
 constexpr std::size_t kMostRateBytes = std::size_t{64} << 20;
@@ -67,7 +67,7 @@ class Probe {
         sent_(static_cast<std::size_t>(engine.size())),
         heard_(sent_.size()),
         row_(sent_.size()),
-        piece_(kPiece) {
+        piece_(kLinkPiece) {
     engine.add_latency_memory(segments_.mine);
   }
 
@@ -172,10 +172,11 @@ class Probe {
   /// how much to send.
   double send(int peer, std::uint64_t latency_ns) {
     const auto start = Clock::now();
-    double rate = try_rate(peer, kPiece, latency_ns), best = 0;
+    double rate = try_rate(peer, kLinkPiece, latency_ns), best = 0;
     for (int left = kRateTries; left > 0;) {
       const auto fit = static_cast<std::size_t>(std::min(rate * kRateSeconds, 1e12));
-      const std::size_t bytes = std::clamp(fit / kPiece * kPiece, kLeastRateBytes, kMostRateBytes);
+      const std::size_t bytes =
+          std::clamp(fit / kLinkPiece * kLinkPiece, kLeastRateBytes, kMostRateBytes);
       rate = try_rate(peer, bytes, latency_ns);
       best = std::max(best, rate);
       left = seconds_from(start) < kAllRateSeconds ? left - 1 : 0;
@@ -187,9 +188,9 @@ class Probe {
   double try_rate(int peer, std::size_t bytes, std::uint64_t latency_ns) {
     const auto start = Clock::now();
     const std::uint64_t tag = ++tag_;
-    for (std::size_t at = 0; at < bytes; at += kPiece) {
+    for (std::size_t at = 0; at < bytes; at += kLinkPiece) {
       const protocol::Place to{segments_.mine.id, layout_.landing + at % kLanding};
-      reach_.write(peer, to, piece_.data(), kPiece, tag);
+      reach_.write(peer, to, piece_.data(), kLinkPiece, tag);
     }
     call(peer, tag, bytes);
     hear(peer);
