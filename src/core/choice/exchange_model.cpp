@@ -1,4 +1,4 @@
-#include "core/choice/exchange_model.hpp"
+#include "ferry/exchange_model.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // The closed form against its definition, and against what others measured: two figures of a series
 // fit two rates, the others are predicted. docs/planning.md has the table; it must be this one.
-#include "core/choice/exchange_model.hpp"
+#include "ferry/exchange_model.hpp"
 
 #include <gtest/gtest.h>
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "command.hpp"
-#include "core/choice/exchange_model.hpp"
+#include "ferry/exchange_model.hpp"
 
 namespace ferry::cli {
 namespace {
