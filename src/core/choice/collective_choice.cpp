@@ -150,7 +150,7 @@ std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(const Redu
                                                                       bool any_order) const {
   std::vector<Candidate> all{{equal_shares, {{across_, {}}, 0}}};
   double doubt = 1;  // of unequal shares, before they were tried
-  if (links_.domains() > 1) {
+  if (links_.domains() > 1 && !volume.coded) {
     const ReduceWay unequal{across_, best_shares(links_)};
     const double gain = predicted_seconds(unequal, volume, links_, *domains_) /
                         predicted_seconds(all[0].chosen.way, volume, links_, *domains_);

@@ -19,6 +19,8 @@ struct ReduceVolume {
   /// What is under way at once: a round or the pieces of a tree.
   double round_bytes = 1 << 19;
   /// The bytes are of codes. Encoding takes time, too, so such calls have corrections of their own.
+  /// Their shares are equal: an owner does not encode its own domain's sum, so other shares would
+  /// give other bits, from measured times.
   bool coded = false;
 };
 

@@ -278,6 +278,21 @@ TEST(CollectiveChoice, KnowsASlowHostInItsFirstCall) {
   }
 }
 
+// Which domain owns an element decides what of it is rounded: bits must not follow measured times.
+TEST(CollectiveChoice, KeepsEqualSharesOfCodes) {
+  World world{.rates = {2.5e7, 1e8, 1e8, 1e8}};
+  const Domains domains = Domains::blocks(4, 1);
+  CollectiveChoice choice(domains);
+  world.measure(choice);
+  ReduceVolume volume{world.bytes, world.bytes};
+  ASSERT_FALSE(choice.next(volume, false).way.shares.empty());
+  volume.coded = true;
+  for (int call = 0; call < 200; ++call) {
+    ASSERT_TRUE(choice.next(volume, false).way.shares.empty()) << "call " << call;
+    choice.count(volume);
+  }
+}
+
 // A busy machine makes calls slow; measuring finds nothing, so it becomes rare.
 TEST(CollectiveChoice, MeasuresRarelyWhereItFindsNothing) {
   World world{.rates = {1e8, 1e8, 1e8, 1e8}};
