@@ -3,7 +3,6 @@
 #include <ferry/error.hpp>
 
 #include <poll.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,6 +17,7 @@
 
 #include "base/open_files.hpp"
 #include "base/process_limits.hpp"
+#include "base/signals_blocked.hpp"
 
 namespace ferry::bootstrap {
 namespace {
@@ -28,22 +28,6 @@ constexpr std::size_t kStoreReadBytes = 64 << 10;
 constexpr int kAcceptedAtOnce = 64;
 constexpr auto kAcceptPause = 100ms;
 constexpr auto kLingerAfterFailure = 1s;
-
-// Signals belong to the program's own threads (Python's handlers run in its main thread).
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 Error start_error(const std::string& what, ErrorKind kind = ErrorKind::system) {
   return Error(kind, "rank 0: the store cannot start: " + what,

@@ -104,17 +104,6 @@ TEST(CrossingPlan, ForwardedRowsComeToTheirFinalPlaces) {
   }
 }
 
-/// Two domains of two ranks, one expert each: rank 0 sends token 0 to ranks 2 and 3, token 1 to 3.
-World small_world() {
-  World world;
-  world.placement = {4, 4};
-  world.domains = Domains::blocks(4, 2);
-  world.topk = 2;
-  world.routes = {{2, 3, 3, -1}, {}, {}, {}};
-  world.make_plans();
-  return world;
-}
-
 TEST(CrossingPlan, RefusesRoutesThatWereNotCounted) {
   const World world = small_world();
   const auto fits = [&](const std::vector<std::int32_t>& ids) {

@@ -78,21 +78,10 @@ TEST(PairCounts, MakeThePlansThatAllCountsMake) {
   }
 }
 
-/// Two domains of two ranks, one expert each: rank 0 sends token 0 to ranks 2 and 3, token 1 to 3.
-World pair_world() {
-  World world;
-  world.placement = {4, 4};
-  world.domains = Domains::blocks(4, 2);
-  world.topk = 2;
-  world.routes = {{2, 3, 3, -1}, {}, {}, {}};
-  world.make_plans();
-  return world;
-}
-
 /// Whether rank 2 takes the message of rank 0, with one field replaced.
 template <class Value>
 bool takes(PairCounts::Step step, std::size_t at, Value value) {
-  const World world = pair_world();
+  const World world = small_world();
   std::vector<PairCounts> all = all_of(world);
   for (const PairCounts::Step before : PairCounts::kSteps) {
     if (before == step) break;

@@ -82,6 +82,17 @@ struct World {
   }
 };
 
+/// Two domains of two ranks, one expert each: rank 0 sends token 0 to ranks 2 and 3, token 1 to 3.
+inline World small_world() {
+  World world;
+  world.placement = {4, 4};
+  world.domains = Domains::blocks(4, 2);
+  world.topk = 2;
+  world.routes = {{2, 3, 3, -1}, {}, {}, {}};
+  world.make_plans();
+  return world;
+}
+
 /// Random ranks, domains and routes, some ranks without tokens.
 inline World any_world(std::mt19937& random) {
   const auto below = [&random](unsigned count) { return static_cast<int>(random() % count); };

@@ -6,11 +6,11 @@
 
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <mutex>
 #include <new>
 #include <system_error>
 
+#include "base/signals_blocked.hpp"
 #include "protocol/futex.hpp"
 
 namespace ferry::fabric {
@@ -55,18 +55,8 @@ DeathWatch::DeathWatch()
   if (epoll_.get() < 0 || stop_.get() < 0 || !watch(epoll_.get(), stop_.get(), EPOLLIN, kStop)) {
     throw std::system_error(errno, std::system_category());
   }
-  // Signals are for the program's threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  const SignalsBlocked blocked;
+  thread_ = std::thread([this] { run(); });
 }
 
 DeathWatch::~DeathWatch() {

@@ -1,7 +1,6 @@
 #include "fabric/cuda/descriptors.hpp"
 
 #include <poll.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -17,6 +16,7 @@
 #include <stdexcept>
 
 #include "base/open_files.hpp"
+#include "base/signals_blocked.hpp"
 
 namespace ferry::fabric {
 namespace {
@@ -124,18 +124,8 @@ DescriptorServer::DescriptorServer(const JobKey& name)
   const auto* address = reinterpret_cast<const sockaddr*>(&at.address);
   if (bind(listener_.get(), address, at.bytes) != 0) fail("bind", errno);
   if (listen(listener_.get(), SOMAXCONN) != 0) fail("listen", errno);
-  // Signals are for the caller's threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { serve(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  const SignalsBlocked blocked;
+  thread_ = std::thread([this] { serve(); });
 }
 
 DescriptorServer::~DescriptorServer() {
