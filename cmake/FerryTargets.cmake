@@ -121,25 +121,32 @@ function(ferry_add_test_program name)
   endif()
 endfunction()
 
+# Registers a command with CTest: the path of a test program, and its arguments. TIMEOUT: 120 unless
+# given. COST: about its seconds; the longest starts first.
+function(ferry_register_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT;COST" "LABELS;COMMAND" ${ARGN})
+  add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} ${ARG_COMMAND})
+  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
+  if(ARG_COST)
+    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  ferry_limit_test(${name} ${ARG_TIMEOUT})
+endfunction()
+
 # ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
 #   [LONG] [NO_GTEST] [COST 100])
-# A program registered with CTest. Does nothing when tests are off. COST: about its seconds; the
-# longest starts first.
+# A program registered with CTest. Does nothing when tests are off.
 function(ferry_add_test name)
   if(NOT FERRY_TESTS)
     return()
   endif()
   cmake_parse_arguments(ARG "" "TIMEOUT;COST" "LABELS;ARGS" ${ARGN})
-  if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 120)
-  endif()
   ferry_add_test_program(${name} ${ARG_UNPARSED_ARGUMENTS})
-  add_test(NAME ${name} COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${name}> ${ARG_ARGS})
-  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
-  if(ARG_COST)
-    set_tests_properties(${name} PROPERTIES COST ${ARG_COST})
-  endif()
-  ferry_limit_test(${name} ${ARG_TIMEOUT})
+  ferry_register_test(${name} COMMAND $<TARGET_FILE:${name}> ${ARG_ARGS}
+    LABELS "${ARG_LABELS}" TIMEOUT "${ARG_TIMEOUT}" COST "${ARG_COST}")
 endfunction()
 
 # ferry_add_tests(host_tests PREFIX host_ FILES latency/masks_test.cpp ... DEPENDS ferry_api
@@ -151,17 +158,12 @@ function(ferry_add_tests program)
     return()
   endif()
   cmake_parse_arguments(ARG "" "PREFIX;TIMEOUT" "FILES;SOURCES;DEPENDS;LABELS" ${ARGN})
-  if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 120)
-  endif()
   ferry_add_test_program(${program} DEPENDS ${ARG_DEPENDS}
     SOURCES ${PROJECT_SOURCE_DIR}/cmake/test_main.cpp ${ARG_FILES} ${ARG_SOURCES})
   foreach(file IN LISTS ARG_FILES)
     string(REGEX REPLACE "[.]cpp$" "" name ${file})
     string(REPLACE "/" "_" name ${ARG_PREFIX}${name})
-    add_test(NAME ${name}
-      COMMAND ${CMAKE_CROSSCOMPILING_EMULATOR} $<TARGET_FILE:${program}> ${file})
-    set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}")
-    ferry_limit_test(${name} ${ARG_TIMEOUT})
+    ferry_register_test(${name} COMMAND $<TARGET_FILE:${program}> ${file}
+      LABELS "${ARG_LABELS}" TIMEOUT "${ARG_TIMEOUT}")
   endforeach()
 endfunction()
