@@ -7,9 +7,11 @@ Every rank is a process, on GPUs one for each. Of each number of tokens and dtyp
 - copy: one copy of as many bytes as a rank receives, between two warm buffers of its own,
 - Ferry: dispatch with a cached plan, full dispatch (plan included), combine from registered rows,
   combine from an ordinary tensor,
-- PyTorch: `all_to_all_single` alone, of rows gathered before; `index_select` + `all_to_all_single`
-  (dispatch); `all_to_all_single` + `index_add_` back (combine). It sends one row for each (token,
-  destination rank), too, from indices and counts made beforehand: compare with cached lines.
+- PyTorch: `all_to_all_single` alone, of rows gathered before; on GPUs, where PyTorch has it,
+  `symm_mem.all_to_all_vdev` alone, of such rows in symmetric memory (NVSHMEM), which swaps counts
+  on the GPU; `index_select` + `all_to_all_single` (dispatch); `all_to_all_single` + `index_add_`
+  back (combine). It sends one row for each (token, destination rank), too, from indices and counts
+  made beforehand: compare with cached lines.
 
 A sample is the slowest rank's time; figures are medians. On CPUs ranks are aligned by a barrier,
 behind an untimed call of the same kind; GB/s are of all ranks together, and a combine also counts
@@ -51,6 +53,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chain", type=int, default=4, help="calls of a sample on GPUs")
     parser.add_argument("--sms", type=int, default=16, help="of Ferry's calls on GPUs")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--symmetric",
+        action=argparse.BooleanOptionalAction,
+        help="symmetric memory beside NCCL; by default where PyTorch has it",
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
     for name, value in (GPUS if args.device == "cuda" else HOST).items():
@@ -58,6 +65,47 @@ def arguments() -> argparse.Namespace:
             setattr(args, name, value)
     args.tokens = [int(word) for word in str(args.tokens).split(",")]
     return args
+
+
+class SymmetricMemory:
+    """PyTorch's all-to-all of rows in order, in symmetric memory; made by all ranks together."""
+
+    @staticmethod
+    def available() -> bool:
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+
+            return symmetric.is_nvshmem_available()
+        except (ImportError, AttributeError):
+            return False
+
+    def __init__(self, rows: int, gathered, send: list[int]) -> None:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        symmetric.set_backend("NVSHMEM")
+        self.group = dist.group.WORLD.group_name
+        device, shape = gathered.device, (rows, gathered.view(torch.uint8).shape[1])
+        self.gathered, self.arrived = (
+            symmetric.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self.send = symmetric.empty(len(send), dtype=torch.int64, device=device)
+        self.came = symmetric.empty((2, len(send)), dtype=torch.int64, device=device)
+        for tensor in (self.gathered, self.arrived, self.send, self.came):
+            symmetric.rendezvous(tensor, group=self.group)
+        self.gathered[: len(gathered)].copy_(gathered.view(torch.uint8))
+        self.send.copy_(torch.tensor(send))
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def all_to_all(self):
+        import torch
+
+        torch.ops.symm_mem.all_to_all_vdev(
+            self.gathered, self.arrived, self.send, self.came, self.group
+        )
+        return self.arrived
 
 
 @dataclass
@@ -95,6 +143,9 @@ class Exchange:
         self.ordinary, self.copy_from = ones, ones.clone()
         self.copy_to, self.arrived = ones.clone(), ones.clone()
         self.gathered = self.gather()
+        self.symmetric = None
+        if args.symmetric:
+            self.symmetric = SymmetricMemory(tokens * group.size, self.gathered, self.send)
         self.with_ferry = dtype.itemsize > 1
         self.sms = {"num_sms": args.sms} if args.device == "cuda" else {}
         self.dispatch()
@@ -135,9 +186,13 @@ class Exchange:
         return self.out.index_add_(0, self.send_index, back)
 
     def check(self) -> None:
-        """Both must bring the same rows, and the same sums (small integers: exact)."""
+        """All must bring the same rows, and the same sums (small integers: exact)."""
         import torch
 
+        if self.symmetric:
+            came = self.symmetric.all_to_all()[: len(self.arrived)].view(self.dtype)
+            if not torch.equal(self.arrived, came):
+                raise SystemExit(f"{self.peers} and symmetric memory received different rows")
         if not torch.equal(self.arrived, self.received.x):
             raise SystemExit(f"{self.peers} and Ferry received different rows")
         sums = self.group.combine(self.received.x, self.plan, **self.sms).x
@@ -168,6 +223,8 @@ class Exchange:
                 Case("ferry combine, ordinary input", both, self.ferry_combine),
             ]
         cases.append(Case(f"{self.peers} all-to-all alone", rows, self.all_to_all))
+        if self.symmetric:
+            cases.append(Case("symmetric memory alone", rows, self.symmetric.all_to_all))
         cases.append(Case(f"{self.peers} dispatch", rows, self.dispatch))
         if self.with_ferry:
             cases.append(Case(f"{self.peers} combine", both, self.combine))
@@ -283,6 +340,8 @@ def run_rank(args: argparse.Namespace) -> None:
         dtypes = [torch.bfloat16, torch.float8_e4m3fn]
         on_gpu = {"backend": "cuda", "device": device}
         dist.init_process_group("nccl", device_id=device)
+        if args.symmetric is None:
+            args.symmetric = SymmetricMemory.available()
         sample = GpuSampler(args.chain)
     else:
         torch.set_num_threads(1)

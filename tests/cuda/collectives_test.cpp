@@ -132,7 +132,7 @@ std::vector<Case> cases(bool few) {
     for (const std::int64_t count : {0, 1, 3, 20'001}) all.push_back({dtype, ReduceOp::sum, count});
     all.push_back({dtype, ReduceOp::sum, std::int64_t{1'100'000} / std::int64_t(size_of(dtype))});
   }
-  // Many rounds through the inboxes.
+  // Many rounds through the inboxes; from 16 MiB on wherever the tensors lie.
   all.push_back({Dtype::f32, ReduceOp::sum, few ? 1'000'003 : 8'000'003});
   if (!few) all.push_back({Dtype::bf16, ReduceOp::mean, 9'000'001});
   return all;

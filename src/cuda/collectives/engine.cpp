@@ -11,6 +11,9 @@ namespace ferry::cuda {
 namespace {
 
 constexpr std::int64_t kShareBytes = 128;  // shares of all_reduce begin at a multiple
+/// An all_reduce of so much pushes its pieces, from wherever they lie: faster on 4 H200.
+constexpr std::int64_t kPushBytes = 16 << 20;
+constexpr int kPushingSms = 64;  // by default
 
 Stage stage_of(CallKind kind) {
   switch (kind) {
@@ -59,7 +62,7 @@ CudaCollectives::CudaCollectives(std::shared_ptr<CudaEngine> engine, const fabri
 }
 
 CollectiveParameters CudaCollectives::parameters(CallKind kind, Dtype dtype, std::int64_t elements,
-                                                 int num_sms) {
+                                                 int num_sms, int default_sms) {
   CollectiveParameters p;
   p.group = engine_->view();
   p.call.kind = kind;
@@ -70,7 +73,7 @@ CollectiveParameters CudaCollectives::parameters(CallKind kind, Dtype dtype, std
   p.segment = segment_;
   p.element_bytes = static_cast<std::int64_t>(size_of(dtype));
   p.dtype = dtype;
-  p.blocks = std::min(engine_->sms_for(name_of(kind), num_sms), most_blocks_);
+  p.blocks = std::min(engine_->sms_for(name_of(kind), num_sms, default_sms), most_blocks_);
   return p;
 }
 
@@ -82,6 +85,17 @@ void CudaCollectives::place(CollectiveParameters& parameters, const void* data,
   if (found) parameters.place = {bytes, found->offset, found->segment};
 }
 
+/// What a block moves of a piece in a round: as much as its inboxes hold, but two rounds of a short
+/// piece, so that one is on its way while the other is summed. The same on all ranks.
+std::int64_t CudaCollectives::chunk_of(const CollectiveParameters& p, std::int64_t piece) const {
+  constexpr std::int64_t kUnit = kInboxUnit, kLeast = 8 << 10, kRounds = 2;
+  const std::int64_t most =
+      static_cast<std::int64_t>(layout_.round_bytes) / p.blocks / kUnit * kUnit;
+  if (p.counts != nullptr) return most;
+  const std::int64_t each = (piece + kRounds * p.blocks - 1) / (kRounds * p.blocks);
+  return std::min(most, std::max(kLeast, rounded_up(each, kUnit)));
+}
+
 Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, bool one_shot,
                            const Stream* stream, std::shared_ptr<std::byte> slot) {
   constexpr std::int64_t kBytesOfBlock = 16 << 10;  // at least
@@ -91,6 +105,7 @@ Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, bool o
     const std::int64_t useful = std::max<std::int64_t>(1, (largest + each - 1) / each);
     p.blocks = static_cast<int>(std::min<std::int64_t>(p.blocks, useful));
   }
+  p.chunk = chunk_of(p, p.spreads ? p.to.bytes : largest);
   p.call.scale_columns = p.blocks;  // every block talks to that of the same number elsewhere
   const char* name = name_of(p.call.kind);
   Launch launch(*engine_, name, stream);
@@ -109,9 +124,10 @@ Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, bool o
 }
 
 Event CudaCollectives::all_reduce(const TensorView& x, const ReduceOptions& options) {
-  CollectiveParameters p =
-      parameters(CallKind::all_reduce, x.dtype, x.shape.product(), options.num_sms);
   const std::int64_t bytes = bytes_of(x);
+  const bool pushes = bytes >= kPushBytes;
+  CollectiveParameters p = parameters(CallKind::all_reduce, x.dtype, x.shape.product(),
+                                      options.num_sms, pushes ? kPushingSms : kDefaultSms);
   const auto most = static_cast<std::int64_t>(layout_.one_shot_bytes);
   const Algorithm algorithm = gpu_algorithm(options, bytes, most);
   const bool one_shot = algorithm == Algorithm::one_shot;
@@ -127,6 +143,7 @@ Event CudaCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
     const std::int64_t ranks = engine_->size();
     const std::int64_t share = rounded_up((bytes + ranks - 1) / ranks, kShareBytes);
     p.to = {.stride = share, .bytes = share, .end = bytes};
+    p.pushes = pushes;
     place(p, x.data, bytes);
   }
   return run(p, bytes, one_shot, options.stream);

@@ -43,7 +43,11 @@ class CudaCollectives final : public CollectivesEngine {
   Engine& engine() override { return *engine_; }
 
  private:
-  CollectiveParameters parameters(CallKind kind, Dtype dtype, std::int64_t elements, int num_sms);
+  static constexpr int kDefaultSms = 32;  ///< of a call
+
+  CollectiveParameters parameters(CallKind kind, Dtype dtype, std::int64_t elements, int num_sms,
+                                  int default_sms = kDefaultSms);
+  std::int64_t chunk_of(const CollectiveParameters& parameters, std::int64_t piece) const;
   void place(CollectiveParameters& parameters, const void* data, std::int64_t bytes) const;
   void split(CollectiveParameters& parameters, const BlockCounts& counts, std::byte* slot) const;
   /// `largest`: bytes of a piece; 0 with counts, of which no rank knows the largest.

@@ -104,7 +104,7 @@ void push_tokens(const DispatchCall& call, const DispatchBuffers& buffers, std::
   parameters.early = unused && parameters.out_capacity == 0;
   parameters.glued = behind_plan && parameters.early;
   parameters.failure = call.launch.record()->failure;
-  parameters.num_sms = call.num_sms;
+  parameters.num_sms = pushing_sms(call, buffers.fan_out);
   call.launch.enter(parameters.call);
   call.launch.run(launch_dispatch(parameters, call.launch.stream()), "launch_dispatch");
 }

@@ -74,6 +74,8 @@ struct DispatchBuffers {
 // dispatch_fan_out.cpp
 /// Memory for so many rank-major rows, or what an earlier dispatch has made.
 FanOut take_fan_out(const DispatchCall& call, std::int64_t rows);
+/// SMs of the dispatch itself.
+int pushing_sms(const DispatchCall& call, const FanOut& fan_out);
 void launch_fan_out(const DispatchCall& call, const DispatchBuffers& buffers);
 
 }  // namespace ferry::cuda

@@ -13,13 +13,16 @@ bool has_bulk_copies() {
   return kernel_limits(limits) == cudaSuccess && limits.bulk_copies;
 }
 
-/// SMs for a fan-out beside its dispatch: what keeps pace with the rows that four GPUs push to a
-/// fifth of it, and no more, for its stores hold back those that arrive. Where fewer are left it
-/// takes these; with less than the least, one after the other is faster.
-constexpr int kLeastFollowerSms = 48, kMostFollowerSms = 80, kFollowersOfSm = 5;
+/// SMs that push rows, of those of a call, when its fan-out is beside it: they nearly fill the
+/// links of an H200. More of them are slower together with a fan-out (docs/experiments).
+constexpr int kMostPushers = 10;
+/// SMs for a fan-out beside its dispatch: what keeps pace with the rows that four GPUs push. Where
+/// fewer are left it takes these; with less than the least, one after the other is faster.
+constexpr int kLeastFollowerSms = 48, kMostFollowerSms = 80, kFollowersOfPusher = 8;
 
-int follower_sms(int num_sms, int left) {
-  return std::min(left, std::clamp(kFollowersOfSm * num_sms, kLeastFollowerSms, kMostFollowerSms));
+int follower_sms(const DispatchCall& call, int pushers) {
+  const int wanted = std::clamp(kFollowersOfPusher * pushers, kLeastFollowerSms, kMostFollowerSms);
+  return std::min(call.engine.local_sms() - pushers, wanted + call.num_sms - pushers);
 }
 
 /// Whether the fan-out copies the rows while they come. Ranks that share a GPU take turns.
@@ -50,6 +53,10 @@ bool take_known_slots(const DispatchCall& call, std::int64_t rows, FanOut& fan_o
 }
 
 }  // namespace
+
+int pushing_sms(const DispatchCall& call, const FanOut& fan_out) {
+  return fan_out.beside ? std::min(call.num_sms, kMostPushers) : call.num_sms;
+}
 
 FanOut take_fan_out(const DispatchCall& call, std::int64_t rows) {
   CudaEngine& engine = call.engine;
@@ -92,8 +99,8 @@ void launch_fan_out(const DispatchCall& call, const DispatchBuffers& buffers) {
   parameters.made = fan_out.made;
   parameters.may_be_made = fan_out.may_be_made;
   parameters.awaits_routes = call.carries_routes;
-  const int all = call.engine.local_sms();
-  parameters.num_sms = fan_out.beside ? follower_sms(call.num_sms, all - call.num_sms) : all;
+  parameters.num_sms =
+      fan_out.beside ? follower_sms(call, pushing_sms(call, fan_out)) : call.engine.local_sms();
   const cudaStream_t stream = call.launch.stream();
   if (fan_out.beside) {
     call.launch.run(launch_fan_out_beside(parameters, stream), "launch_fan_out_beside");

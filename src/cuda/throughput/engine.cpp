@@ -189,14 +189,13 @@ void CudaEngine::throw_untold(const char* call) {
               error.context());
 }
 
-int CudaEngine::sms_for(const char* call, int asked) const {
+int CudaEngine::sms_for(const char* call, int asked, int by_default) const {
   if (asked < 0 || asked > parts_.num_sms) {
     refuse(call, "num_sms", to_string(asked),
            "1 … " + to_string(parts_.num_sms) + ", the SMs of this GPU, or 0: a default");
   }
-  constexpr int kDefault = 16;
   const int most = std::clamp(parts_.num_sms / parts_.sharing, 1, kMaxBlocks);
-  return std::min(asked == 0 ? kDefault : asked, most);
+  return std::min(asked == 0 ? by_default : asked, most);
 }
 
 std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,

@@ -99,7 +99,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   std::shared_ptr<std::byte> pinned_words() { return counts_->take(); }
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
-  int sms_for(const char* call, int asked) const;
+  int sms_for(const char* call, int asked, int by_default = 16) const;
   bool shares_gpu() const { return parts_.sharing > 1; }
   bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.

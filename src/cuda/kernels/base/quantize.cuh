@@ -15,20 +15,29 @@ inline constexpr int kLaneChannels = kBlockChannels / kBlockLanes;
 /// Channels that a warp holds at a time: four blocks.
 inline constexpr int kStepChannels = 32 * kLaneChannels;
 
-/// The largest magnitude of elements of T, packed as they are; NaN is left out. 0: none yet.
+/// The largest magnitude of elements of T, packed as they are, under any signs; NaN is left out.
+/// 0: none yet.
 template <class T>
 struct Peak {
   __device__ __forceinline__ static std::uint32_t add(std::uint32_t peak, std::uint32_t word) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+    if constexpr (kDtypeOf<T> == Dtype::bf16) {
+      asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(peak) : "r"(word));
+    } else {
+      asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(peak) : "r"(word));
+    }
+#else
     const std::uint32_t magnitudes = word & 0x7fff7fffu;
     if constexpr (kDtypeOf<T> == Dtype::bf16) {
       asm("max.bf16x2 %0, %0, %1;" : "+r"(peak) : "r"(magnitudes));
     } else {
       asm("max.f16x2 %0, %0, %1;" : "+r"(peak) : "r"(magnitudes));
     }
+#endif
     return peak;
   }
   __device__ __forceinline__ static float value(std::uint32_t peak) {
-    return fmaxf(Pair<T>::low(peak), Pair<T>::high(peak));
+    return fmaxf(fabsf(Pair<T>::low(peak)), fabsf(Pair<T>::high(peak)));
   }
 };
 template <>
@@ -75,32 +84,47 @@ struct LanePart {
 
   /// Whole warp.
   __device__ __forceinline__ void quantize(bool round_scale) {
-    std::uint32_t peak = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      peak = Peak<T>::add(peak, vectors[v].x);
-      peak = Peak<T>::add(peak, vectors[v].y);
-      peak = Peak<T>::add(peak, vectors[v].z);
-      peak = Peak<T>::add(peak, vectors[v].w);
-    }
+    std::uint32_t most = peak();
 #pragma unroll
     for (int apart = 1; apart < kBlockLanes; apart *= 2) {
-      peak = Peak<T>::add(peak, __shfl_xor_sync(~0u, peak, apart));
+      most = Peak<T>::add(most, __shfl_xor_sync(~0u, most, apart));
     }
-    constexpr float kLargestFloat = 0x1.fffffep127f;  // infinity counts as this
-    const float amax = fmaxf(fminf(Peak<T>::value(peak), kLargestFloat), kMinAmax);
-    const BlockScale block = block_scale<E4m3>(amax, round_scale);
+    const BlockScale block = scale_of(Peak<T>::value(most), round_scale);
     scale = block.scale;
+    encode(block.inv);
+  }
+
+  /// Of this lane's channels.
+  __device__ __forceinline__ std::uint32_t peak() const {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      most = Peak<T>::add(most, vectors[v].x);
+      most = Peak<T>::add(most, vectors[v].y);
+      most = Peak<T>::add(most, vectors[v].z);
+      most = Peak<T>::add(most, vectors[v].w);
+    }
+    return most;
+  }
+
+  /// `peak`: of the whole block.
+  __device__ __forceinline__ static BlockScale scale_of(float peak, bool round_scale) {
+    constexpr float kLargestFloat = 0x1.fffffep127f;  // infinity counts as this
+    return block_scale<E4m3>(fmaxf(fminf(peak, kLargestFloat), kMinAmax), round_scale);
+  }
+
+  /// `inv`: of the block's scale.
+  __device__ __forceinline__ void encode(float inv) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const std::uint32_t words[4] = {vectors[v].x, vectors[v].y, vectors[v].z, vectors[v].w};
 #pragma unroll
       for (int w = 0; w < kCodeWords; ++w) {
         if constexpr (sizeof(T) == 4) {
-          codes[v][w] = four(block.inv, __uint_as_float(words[0]), __uint_as_float(words[1]),
+          codes[v][w] = four(inv, __uint_as_float(words[0]), __uint_as_float(words[1]),
                              __uint_as_float(words[2]), __uint_as_float(words[3]));
         } else {
-          codes[v][w] = four(block.inv, Pair<T>::low(words[2 * w]), Pair<T>::high(words[2 * w]),
+          codes[v][w] = four(inv, Pair<T>::low(words[2 * w]), Pair<T>::high(words[2 * w]),
                              Pair<T>::low(words[2 * w + 1]), Pair<T>::high(words[2 * w + 1]));
         }
       }

@@ -11,6 +11,7 @@ namespace ferry::cuda::device {
 struct CollectivePeers {
   std::byte* inbox[kMaxDomain];   ///< segments of that layout
   std::byte* tensor[kMaxDomain];  ///< what peers touch; when all are in registered memory
+  std::byte* result[kMaxDomain];  ///< where this rank's results of a round go
   std::int64_t at[kMaxDomain];    ///< where this rank's piece goes there
   std::uint32_t segment[kMaxDomain];
   std::uint64_t offset[kMaxDomain];

@@ -2,7 +2,8 @@
 //
 // Small tensors ride in the inboxes of all ranks, each 4 bytes beside its generation (one_shot.cu).
 // Large ones are read and written in place where every rank's lies in registered memory, else they
-// pass through inboxes in rounds (inbox.cuh).
+// pass through inboxes in rounds (inbox.cuh). Sums of very large ones go through the inboxes in any
+// case: links carry stores faster than loads and stores at once.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -59,7 +60,7 @@ FERRY_FN constexpr CollectiveLayout make_collective_layout(int ranks) {
   const auto r = static_cast<std::size_t>(ranks);
   constexpr std::size_t kMost = std::size_t{256} << 10, kLeast = std::size_t{16} << 10;
   constexpr std::size_t kTogether = std::size_t{1} << 20;  // of all ranks' pieces
-  constexpr std::size_t kInbox = std::size_t{8} << 20;     // of an inbox
+  constexpr std::size_t kInbox = std::size_t{64} << 20;    // of an inbox
   CollectiveLayout layout{};
   const std::size_t share = kTogether / r / 1024 * 1024;
   layout.one_shot_bytes = share > kMost ? kMost : (share < kLeast ? kLeast : share);
@@ -100,10 +101,12 @@ struct CollectiveParameters {
 
   bool reduces = false;  ///< else it copies
   bool spreads = false;  ///< every rank takes the results of all pieces: all_reduce
+  bool pushes = false;   ///< with spreads: pieces go through inboxes, wherever the tensors lie
   ReduceOp op = ReduceOp::sum;
   Dtype dtype = Dtype::u8;
   CollectivePlace place{};  ///< what peers read (of a reduction: x) or write (else: out)
   int blocks = 1;           ///< the same on all ranks; all run at once
+  std::int64_t chunk = 0;   ///< bytes of a piece that a block moves in a round; alike
 };
 
 /// Every piece has at most layout.one_shot_bytes. A reduction that spreads: `to` is all of x for

@@ -1,12 +1,14 @@
-// Rounds through the inboxes, for tensors that peers cannot touch: in each round a block stores a
-// part of every peer's piece into that peer's inbox and raises a flag there; who reads it raises
-// one back. Block b of a rank talks to blocks b of the others alone.
+// Rounds through the inboxes: in each round a block stores a part of every peer's piece into that
+// peer's inbox and raises a flag there; who reads it raises one back. Block b of a rank talks to
+// blocks b of the others alone. Results that are spread go into the peers' tensors where peers can
+// touch these, else through the inboxes, too.
 //
-// A round is written over by the one kInboxDepth later. Of copies and reductions to one rank each
-// reader says what it has read (`back`). Where results are spread, they say it: a rank begins round
-// k + 2 when it has taken the results of round k - 2, whose owner had then reduced it; and a result
-// of round k follows the pieces of round k, which their rank sends after it has taken the results
-// of round k - 4. The swap of heads comes between two calls.
+// A round is written over by the one kInboxDepth later. Each reader says what it has read (`back`).
+// Where results come through the inboxes, they say it: a rank begins round k + 2 when it has taken
+// the results of round k - 2, whose owner had then reduced it; and a result of round k follows the
+// pieces of round k, which their rank sends after it has taken the results of round k - 4. The swap
+// of heads comes between two calls. A result is stored into a tensor when the pieces of its round
+// have come from all ranks: nobody reads what it replaces any more.
 #pragma once
 #include "cuda/kernels/collectives/call.cuh"
 
@@ -17,9 +19,7 @@ class InboxRounds {
  public:
   __device__ InboxRounds(const CollectiveParameters& p, const CollectivePeers& peers,
                          std::uint64_t generation)
-      : p_(p), peers_(peers), generation_(generation) {
-    chunk_ = static_cast<std::int64_t>(p.layout.round_bytes / gridDim.x / kInboxUnit * kInboxUnit);
-  }
+      : p_(p), peers_(peers), generation_(generation), chunk_(p.chunk) {}
 
   /// Rounds of a piece of so many bytes.
   __device__ std::int64_t rounds(std::int64_t bytes) const {
@@ -108,15 +108,20 @@ struct Everybody {
 };
 
 /// Whole block: its part of this rank's piece of this round is reduced; where results are spread
-/// they go out.
+/// they go out. `direct`: into the peers' tensors.
 template <class T>
-__device__ void reduce_round(const CollectiveParameters& p, const CollectivePeers& peers,
-                             const InboxRounds& inbox, std::int64_t round) {
+__device__ void reduce_round(const CollectiveParameters& p, CollectivePeers& peers,
+                             const InboxRounds& inbox, std::int64_t round, bool direct) {
   const int ranks = p.group.ranks, self = p.group.rank;
   const std::int64_t whole = p.to.size(self, ranks), at = inbox.begin(round);
   const std::int64_t bytes = inbox.part(round, whole);
   const std::byte* own = p.x + p.to.offset(self) + at;
   std::byte* out = p.out + (p.spreads ? p.to.offset(self) : 0) + at;
+  for (int rank = thread(); rank < ranks && p.spreads; rank += threads()) {
+    peers.result[rank] =
+        direct ? peers.tensor[rank] + p.to.offset(self) + at : inbox.result(rank, self, round);
+  }
+  __syncthreads();
   reduce_vectors<T, 4>(
       p.op, ranks, block_walk(), bytes, is_aligned(own) && is_aligned(out),
       [&](auto whole, int rank, std::int64_t v) {
@@ -124,12 +129,12 @@ __device__ void reduce_round(const CollectiveParameters& p, const CollectivePeer
                             : load_vector(inbox.piece(self, rank, round) + v * kVectorBytes);
       },
       [&](auto whole, std::int64_t v, const uint4& vector) {
-        store_as<decltype(whole)::value>(out, bytes, v, vector);
+        constexpr bool kWhole = decltype(whole)::value;
+        store_as<kWhole>(out, bytes, v, vector);
         if (!p.spreads) return;
 #pragma unroll 1
         for (int i = 1; i < ranks; ++i) {
-          store_vector(inbox.result(peer_after(p.group, i), self, round) + v * kVectorBytes,
-                       vector);
+          store_as<kWhole>(peers.result[peer_after(p.group, i)], bytes, v, vector);
         }
       });
   inbox.tell(p.layout.back, round, Everybody{});
@@ -157,12 +162,13 @@ __device__ inline bool take_results(const CollectiveParameters& p, const InboxRo
   return true;
 }
 
-/// Whole block. False: the group has failed.
+/// Whole block. `direct`: results go into the peers' tensors. False: the group has failed.
 template <class T>
-__device__ bool reduce_staged(const CollectiveParameters& p, const CollectivePeers& peers,
-                              std::uint64_t generation) {
+__device__ bool reduce_staged(const CollectiveParameters& p, CollectivePeers& peers,
+                              std::uint64_t generation, bool direct) {
   const InboxRounds inbox(p, peers, generation);
   const int ranks = p.group.ranks, self = p.group.rank;
+  const bool takes = p.spreads && !direct;
   std::int64_t rounds = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     rounds = max(rounds, inbox.rounds(p.to.size(rank, ranks)));
@@ -171,17 +177,17 @@ __device__ bool reduce_staged(const CollectiveParameters& p, const CollectivePee
   for (std::int64_t round = 0; round < min(rounds, std::int64_t{2}); ++round) inbox.push(round);
   for (std::int64_t round = 0; round < rounds; ++round) {
     if (round + 2 < rounds) {
-      // Where results are spread, those of round - 2 were taken.
-      if (!p.spreads && round >= 2 && !inbox.await(p.layout.back, round - 2, Everybody{})) {
+      // Where results come through the inboxes, those of round - 2 were taken.
+      if (!takes && round >= 2 && !inbox.await(p.layout.back, round - 2, Everybody{})) {
         return false;
       }
       inbox.push(round + 2);
     }
     if (!inbox.await(p.layout.come, round, [&](int) { return mine(round) > 0; })) return false;
-    reduce_round<T>(p, peers, inbox, round);
-    if (p.spreads && round > 0 && !take_results(p, inbox, round - 1)) return false;
+    reduce_round<T>(p, peers, inbox, round, direct);
+    if (takes && round > 0 && !take_results(p, inbox, round - 1)) return false;
   }
-  return !p.spreads || rounds == 0 || take_results(p, inbox, rounds - 1);
+  return !takes || rounds == 0 || take_results(p, inbox, rounds - 1);
 }
 
 /// Whole block: takes this round's parts of what the peers sent. False: the group has failed.

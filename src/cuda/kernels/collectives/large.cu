@@ -1,7 +1,8 @@
 // Collectives of large tensors. When the tensors that peers touch lie in registered memory on all
 // ranks, a reduction pulls this rank's share of all of them, adds in ascending order of the ranks
 // and stores the result to all; a copy stores every piece where it belongs. Both end when all ranks
-// have said that they are done. Else everything passes through the inboxes (inbox.cuh).
+// have said that they are done. Else, and where the call pushes, pieces pass through the inboxes
+// (inbox.cuh).
 #include "cuda/kernels/base/launch.hpp"
 #include "cuda/kernels/base/load.hpp"
 #include "cuda/kernels/collectives/call.cuh"
@@ -134,8 +135,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     copy_own(p);
     if (!direct && !copy_staged(p, peers, generation)) return;
   } else {
-    if (direct) reduce_direct<T>(p, peers);
-    if (!direct && !reduce_staged<T>(p, peers, generation)) return;
+    if (direct && !p.pushes)
+      reduce_direct<T>(p, peers);
+    else if (!reduce_staged<T>(p, peers, generation, direct))
+      return;
   }
   if (direct)
     end_direct(p, generation);
@@ -161,9 +164,10 @@ Kernel kernel_for(bool reduces, Dtype dtype) {
 
 cudaError_t launch_large(const CollectiveParameters& parameters, cudaStream_t stream) {
   const Kernel kernel = kernel_for(parameters.reduces, parameters.dtype);
-  const std::size_t most = parameters.layout.round_bytes / kInboxUnit;
+  const auto most = static_cast<std::int64_t>(parameters.layout.round_bytes);
   if (kernel == nullptr || parameters.blocks < 1 || parameters.blocks > kMaxBlocks ||
-      static_cast<std::size_t>(parameters.blocks) > most) {
+      parameters.chunk < 1 || parameters.chunk % static_cast<std::int64_t>(kInboxUnit) != 0 ||
+      parameters.blocks * parameters.chunk > most) {
     return cudaErrorInvalidValue;
   }
   CollectiveParameters copy = parameters;
