@@ -50,120 +50,81 @@ std::string to_string(const CallWord& word) {
 
 namespace {
 
-std::string says(const char* what, const std::string& theirs, int their_rank,
-                 const std::string& mine) {
-  return std::string(what) + " is " + theirs + " on rank " + std::to_string(their_rank) + " but " +
-         mine + " here";
+/// Collects what differs first.
+class FirstDifference {
+ public:
+  explicit FirstDifference(int their_rank) : rank_(std::to_string(their_rank)) {}
+
+  template <class T, class Text>
+  FirstDifference& of(const char* what, T theirs, T mine, Text text) {
+    if (!words_.empty() || theirs == mine) return *this;
+    words_ = std::string(what) + " is " + std::string(text(theirs)) + " on rank " + rank_ +
+             " but " + std::string(text(mine)) + " here";
+    return *this;
+  }
+  std::string words() const { return words_; }
+
+ private:
+  std::string rank_;
+  std::string words_;
+};
+
+constexpr auto kNumber = [](auto value) { return std::to_string(value); };
+constexpr auto kGiven = [](auto value) { return value != 0 ? "given" : "not given"; };
+constexpr auto kTruth = [](auto value) { return value != 0 ? "true" : "false"; };
+constexpr auto kOrder = [](auto value) { return value == 0 ? "rank_major" : "expert_major"; };
+template <class Enum>
+constexpr auto kName =
+    [](auto value) { return name_of(static_cast<Enum>(static_cast<std::uint8_t>(value))); };
+
+void compare(FirstDifference& first, const ExchangeTerms& theirs, const ExchangeTerms& mine) {
+  first.of("topk", theirs.topk, mine.topk, kNumber)
+      .of("the number of scales a token", theirs.scale_columns, mine.scale_columns, kNumber)
+      .of("order", theirs.order, mine.order, kOrder)
+      .of("topk_weights", theirs.has_weights, mine.has_weights, kGiven)
+      .of("the plan (by the order of making)", theirs.plan_number, mine.plan_number, kNumber)
+      .of("crossing", theirs.crossing, mine.crossing, kName<Crossing>)
+      .of("first dispatch of the plan", theirs.carries_routes, mine.carries_routes, kTruth);
 }
 
-const char* yes_no(std::uint32_t value) {
-  return value != 0 ? "given" : "not given";
+void compare(FirstDifference& first, const LatencyTerms& theirs, const LatencyTerms& mine) {
+  first.of("topk", theirs.topk, mine.topk, kNumber)
+      .of("capacity", theirs.capacity, mine.capacity, kNumber)
+      .of("order", theirs.order, mine.order, kOrder)
+      .of("masks", theirs.has_masks, mine.has_masks, kGiven);
 }
 
-const char* order_name(std::uint32_t order) {
-  return order == 0 ? "rank_major" : "expert_major";
-}
-
-std::string dtype_name(std::uint32_t dtype) {
-  return std::string(name_of(static_cast<Dtype>(static_cast<std::uint8_t>(dtype))));
-}
-
-std::string op_name(std::uint32_t op) {
-  return std::string(name_of(static_cast<ReduceOp>(static_cast<std::uint8_t>(op))));
-}
-
-std::string algorithm_name(std::uint32_t algorithm) {
-  return std::string(name_of(static_cast<Algorithm>(static_cast<std::uint8_t>(algorithm))));
-}
-
-std::string format_name(std::uint32_t format) {
-  return std::string(name_of(static_cast<ReduceFormat>(static_cast<std::uint8_t>(format))));
-}
-
-/// Of calls of one kind, root, dtype and number of elements.
-std::string collective_difference(const CallSignature& theirs, int their_rank,
-                                  const CallSignature& mine) {
-  if (theirs.order >> 8 != mine.order >> 8) {
-    return says("format", format_name(theirs.order >> 8), their_rank, format_name(mine.order >> 8));
-  }
-  if (theirs.order != mine.order) {
-    return says("op", op_name(theirs.order), their_rank, op_name(mine.order));
-  }
-  if (theirs.weights != mine.weights && mine.kind == CallKind::all_reduce) {
-    return says("any_order", theirs.weights ? "true" : "false", their_rank,
-                mine.weights ? "true" : "false");
-  }
-  if (theirs.weights != mine.weights) {
-    return says("counts", yes_no(theirs.weights), their_rank, yes_no(mine.weights));
-  }
-  if (theirs.plan != mine.plan) {
-    return says("shares (as a hash)", std::to_string(theirs.plan), their_rank,
-                std::to_string(mine.plan));
-  }
-  if (theirs.crossing != mine.crossing) {
-    return says("algorithm", algorithm_name(theirs.crossing), their_rank,
-                algorithm_name(mine.crossing));
-  }
-  if (theirs.routes != mine.routes) {
-    return says("the algorithm chosen", algorithm_name(theirs.routes), their_rank,
-                algorithm_name(mine.routes));
-  }
-  if (theirs.scale_columns != mine.scale_columns) {  // each algorithm has its own number
-    return says("the number of SMs", std::to_string(theirs.scale_columns), their_rank,
-                std::to_string(mine.scale_columns));
-  }
-  return {};
+void compare(FirstDifference& first, const CollectiveTerms& theirs, const CollectiveTerms& mine) {
+  first.of("root", theirs.root, mine.root, kNumber)
+      .of("format", theirs.format, mine.format, kName<ReduceFormat>)
+      .of("op", theirs.op, mine.op, kName<ReduceOp>)
+      .of("any_order", theirs.any_order, mine.any_order, kTruth)
+      .of("counts", theirs.has_counts, mine.has_counts, kGiven)
+      .of("shares (as a hash)", theirs.shares_hash, mine.shares_hash, kNumber)
+      .of("algorithm", theirs.algorithm, mine.algorithm, kName<Algorithm>)
+      .of("the algorithm chosen", theirs.chosen, mine.chosen, kName<Algorithm>)
+      // Each algorithm has its own number.
+      .of("the number of SMs", theirs.blocks, mine.blocks, kNumber);
 }
 
 }  // namespace
 
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine) {
-  using std::to_string;
-  if (theirs.kind != mine.kind) {
-    return says("the call", name_of(theirs.kind), their_rank, name_of(mine.kind));
-  }
+  FirstDifference first(their_rank);
+  first.of("the call", theirs.kind, mine.kind, [](CallKind kind) { return name_of(kind); });
+  if (theirs.kind != mine.kind) return first.words();
   const bool collective = mine.kind >= CallKind::all_reduce;
-  if (theirs.topk != mine.topk) {
-    return says(collective ? "root" : "topk", to_string(theirs.topk), their_rank,
-                to_string(mine.topk));
+  first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)
+      .of(collective ? "the number of elements" : "hidden", theirs.elements, mine.elements,
+          kNumber);
+  if (collective) {
+    compare(first, theirs.collective, mine.collective);
+  } else if (mine.kind == CallKind::latency) {
+    compare(first, theirs.latency, mine.latency);
+  } else {
+    compare(first, theirs.exchange, mine.exchange);
   }
-  if (theirs.dtype != mine.dtype) {
-    return says("dtype", dtype_name(theirs.dtype), their_rank, dtype_name(mine.dtype));
-  }
-  if (theirs.columns != mine.columns) {
-    return says(collective ? "the number of elements" : "hidden", to_string(theirs.columns),
-                their_rank, to_string(mine.columns));
-  }
-  if (collective) return collective_difference(theirs, their_rank, mine);
-  if (theirs.scale_columns != mine.scale_columns) {
-    // A latency exchange's configuration crosses with its capacity here.
-    const bool latency = mine.kind == CallKind::latency;
-    return says(latency ? "capacity" : "the number of scales a token",
-                to_string(theirs.scale_columns), their_rank, to_string(mine.scale_columns));
-  }
-  if (theirs.order != mine.order) {
-    return says("order", order_name(theirs.order), their_rank, order_name(mine.order));
-  }
-  if (theirs.weights != mine.weights) {
-    const bool latency = mine.kind == CallKind::latency;  // whether it has masks
-    return says(latency ? "masks" : "topk_weights", yes_no(theirs.weights), their_rank,
-                yes_no(mine.weights));
-  }
-  if (theirs.plan != mine.plan) {
-    return says("the plan (by the order of making)", to_string(theirs.plan), their_rank,
-                to_string(mine.plan));
-  }
-  if (theirs.crossing != mine.crossing) {
-    const auto name = [](std::uint16_t crossing) {
-      return std::string(name_of(static_cast<Crossing>(static_cast<std::uint8_t>(crossing))));
-    };
-    return says("crossing", name(theirs.crossing), their_rank, name(mine.crossing));
-  }
-  if (theirs.routes != mine.routes) {
-    return says("first dispatch of the plan", theirs.routes ? "true" : "false", their_rank,
-                mine.routes ? "true" : "false");
-  }
-  return {};
+  return first.words();
 }
 
 }  // namespace ferry

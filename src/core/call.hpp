@@ -41,25 +41,55 @@ CallWord unpack_call(std::uint64_t word);
 /// "latency dispatch of exchange 2", "no call of this group".
 std::string to_string(const CallWord& word);
 
-/// Everything about a call that must be the same on all ranks. Trivially copyable: it crosses.
+/// What a call says beside its kind, dtype and elements: of plan, dispatch and combine. These three
+/// are trivial types, members of a union.
+struct ExchangeTerms {
+  std::int64_t scale_columns;
+  std::uint32_t topk;
+  std::uint16_t order;           ///< a RowOrder
+  std::uint16_t crossing;        ///< a Crossing, never automatic; 0 in calls that do not cross
+  std::uint32_t carries_routes;  ///< whether it is the first dispatch of its plan
+  std::uint32_t has_weights;
+  std::uint64_t plan_number;  ///< which plan of the group, by the order of making
+};
+
+/// Of the making of a latency exchange.
+struct LatencyTerms {
+  std::int64_t capacity;
+  std::uint32_t topk;
+  std::uint32_t order;  ///< a RowOrder
+  std::uint32_t reserved;
+  std::uint32_t has_masks;
+  std::uint64_t reserved_too;
+};
+
+/// Of a collective; zeros where it has no such thing.
+struct CollectiveTerms {
+  std::int64_t blocks;  ///< that run it, on GPUs
+  std::uint32_t root;
+  std::uint8_t op;            ///< a ReduceOp
+  std::uint8_t format;        ///< a ReduceFormat
+  std::uint16_t algorithm;    ///< the Algorithm asked for
+  std::uint32_t chosen;       ///< the Algorithm chosen
+  std::uint16_t any_order;    ///< of all_reduce
+  std::uint16_t has_counts;   ///< of all_to_all on GPUs
+  std::uint64_t shares_hash;  ///< of all_reduce
+};
+
+/// Everything about a call that must be the same on all ranks. Trivially copyable, without padding:
+/// it crosses, and kernels compare its words.
 struct CallSignature {
   CallKind kind = CallKind::none;
   std::uint32_t dtype = 0;
-  std::int64_t columns = 0;        ///< of a collective: elements
-  std::int64_t scale_columns = 0;  ///< of a collective on GPUs: blocks that run it
-  std::uint32_t topk = 0;          ///< of a collective: root
-  /// Of a collective: ReduceOp, and 256 times the ReduceFormat.
-  std::uint16_t order = 0;
-  /// A Crossing, never automatic; 0 in calls that do not cross. Of all_reduce: the Algorithm asked
-  /// for.
-  std::uint16_t crossing = 0;
-  std::uint32_t routes = 0;  ///< of all_reduce: the Algorithm chosen
-  /// Of all_to_all on GPUs: whether counts were given; of all_reduce: any_order.
-  std::uint32_t weights = 0;
-  /// Which plan of the group, by the order of making; of all_reduce: a hash of the shares.
-  std::uint64_t plan = 0;
-  friend bool operator==(const CallSignature&, const CallSignature&) = default;
+  std::int64_t elements = 0;  ///< of a token, or of a collective's tensor
+  union {                     ///< by `kind`; all of one size
+    ExchangeTerms exchange{};
+    LatencyTerms latency;
+    CollectiveTerms collective;
+  };
 };
+static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
+              sizeof(CollectiveTerms) == 32 && sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

@@ -277,19 +277,39 @@ TEST(Check, GpusRunTwoAlgorithms) {
 
 // Where algorithms differ, numbers of SMs do, too: the message names the cause.
 TEST(Check, DifferencesOfCollectivesNameTheCause) {
-  CallSignature mine{.kind = CallKind::all_reduce, .columns = 8, .scale_columns = 1, .crossing = 2};
+  CallSignature mine;
+  mine.kind = CallKind::all_reduce;
+  mine.collective.blocks = 1;
+  mine.collective.algorithm = 2;
   CallSignature theirs = mine;
   EXPECT_EQ(difference(theirs, 3, mine), "");
-  theirs.scale_columns = 2;
+  theirs.collective.blocks = 2;
   EXPECT_EQ(difference(theirs, 3, mine), "the number of SMs is 2 on rank 3 but 1 here");
-  theirs.crossing = 1;
+  theirs.collective.algorithm = 1;
   EXPECT_EQ(difference(theirs, 3, mine), "algorithm is one_shot on rank 3 but direct here");
-  theirs.order = 4;
+  theirs.collective.op = 4;
   EXPECT_EQ(difference(theirs, 3, mine), "op is max on rank 3 but sum here");
   mine.kind = theirs.kind = CallKind::all_to_all;
-  theirs.order = 0;
-  theirs.weights = 1;
+  theirs.collective.op = 0;
+  theirs.collective.has_counts = 1;
   EXPECT_EQ(difference(theirs, 3, mine), "counts is given on rank 3 but not given here");
+}
+
+// The words of a call have a meaning by its kind: the same bytes, other words.
+TEST(Check, DifferencesSpeakOfTheKindOfTheCall) {
+  CallSignature mine, theirs;
+  theirs.exchange.scale_columns = 8;
+  const auto said = [&](CallKind kind) {
+    mine.kind = theirs.kind = kind;
+    return difference(theirs, 1, mine);
+  };
+  EXPECT_EQ(said(CallKind::dispatch), "the number of scales a token is 8 on rank 1 but 0 here");
+  EXPECT_EQ(said(CallKind::latency), "capacity is 8 on rank 1 but 0 here");
+  EXPECT_EQ(said(CallKind::broadcast), "the number of SMs is 8 on rank 1 but 0 here");
+  theirs.exchange = {};
+  theirs.exchange.plan_number = 2;
+  EXPECT_EQ(said(CallKind::combine), "the plan (by the order of making) is 2 on rank 1 but 0 here");
+  EXPECT_EQ(said(CallKind::all_reduce), "shares (as a hash) is 2 on rank 1 but 0 here");
 }
 
 }  // namespace

@@ -16,13 +16,13 @@ inline CallSignature dispatch_signature(const WireRow& row, int topk,
   CallSignature call;
   call.kind = CallKind::dispatch;
   call.dtype = static_cast<std::uint32_t>(row.dtype);
-  call.columns = row.columns;
-  call.scale_columns = row.scale_columns;
-  call.topk = static_cast<std::uint32_t>(topk);
-  call.order = static_cast<std::uint16_t>(options.order);
-  call.routes = carries_routes ? 1 : 0;
-  call.weights = options.topk_weights ? 1 : 0;
-  call.plan = plan;
+  call.elements = row.columns;
+  call.exchange.scale_columns = row.scale_columns;
+  call.exchange.topk = static_cast<std::uint32_t>(topk);
+  call.exchange.order = static_cast<std::uint16_t>(options.order);
+  call.exchange.carries_routes = carries_routes ? 1 : 0;
+  call.exchange.has_weights = options.topk_weights ? 1 : 0;
+  call.exchange.plan_number = plan;
   return call;
 }
 
@@ -32,11 +32,11 @@ inline CallSignature combine_signature(const ConstTensorView& rows, int topk,
   CallSignature call;
   call.kind = CallKind::combine;
   call.dtype = static_cast<std::uint32_t>(rows.dtype);
-  call.columns = rows.columns();
-  call.topk = static_cast<std::uint32_t>(topk);
-  call.order = static_cast<std::uint16_t>(options.order);
-  call.weights = options.topk_weights ? 1 : 0;
-  call.plan = plan;
+  call.elements = rows.columns();
+  call.exchange.topk = static_cast<std::uint32_t>(topk);
+  call.exchange.order = static_cast<std::uint16_t>(options.order);
+  call.exchange.has_weights = options.topk_weights ? 1 : 0;
+  call.exchange.plan_number = plan;
   return call;
 }
 

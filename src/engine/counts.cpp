@@ -99,7 +99,7 @@ void swap_counts(Channel& channel, const GroupConfig& config, const Placement& p
                  const Domains& domains, RouteCounts own, PlanState& state) {
   StepMessage head;
   head.call.kind = CallKind::plan;
-  head.call.topk = static_cast<std::uint32_t>(own.topk);
+  head.call.exchange.topk = static_cast<std::uint32_t>(own.topk);
   if (placement.ranks > kMatrixRanks) {
     PairCounts counts(std::move(own), placement, domains, channel.rank());
     swap_pair_counts(channel, config, head, std::move(counts), state);

@@ -74,7 +74,7 @@ struct Seat {
     auto made = std::make_shared<CrossingCall>();
     made->stage = "test: crossing";
     made->head.call.kind = CallKind::dispatch;
-    made->head.call.plan = plan;
+    made->head.call.exchange.plan_number = plan;
     made->head.staging_segment = staging.id;
     made->first = commands;
     made->puts = chunks * static_cast<std::uint64_t>(size() - 1);

@@ -12,8 +12,8 @@ CombineParameters rank_parameters(KernelGroup& group, const CombineCase& c, Comb
   p.plan = upload_plan(group, x, rank);
   p.call.kind = CallKind::combine;
   p.call.dtype = static_cast<std::uint32_t>(c.dtype);
-  p.call.columns = c.columns;
-  p.call.topk = static_cast<std::uint32_t>(c.shape.topk);
+  p.call.elements = c.columns;
+  p.call.exchange.topk = static_cast<std::uint32_t>(c.shape.topk);
   p.rows = x.received(rank);
   setup.rows.push_back(random_elements(random, c.dtype, p.rows * c.columns));
   setup.weights.push_back(random_floats(random, p.rows * c.shape.topk));

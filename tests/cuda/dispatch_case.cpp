@@ -205,7 +205,7 @@ PlanParameters DispatchRun::plan_parameters(int rank) const {
   p.plan.topk = c.topk;
   p.plan.placement = world_.placement;
   p.call.kind = CallKind::plan;
-  p.call.topk = static_cast<std::uint32_t>(c.topk);
+  p.call.exchange.topk = static_cast<std::uint32_t>(c.topk);
   p.counts = placed_.counts[at(rank)];
   p.count_words = placed_.count_words[at(rank)];
   p.scratch = reinterpret_cast<std::int32_t*>(placed_.scratch[at(rank)].data);
@@ -218,8 +218,8 @@ DispatchParameters DispatchRun::dispatch_parameters(int rank, bool routes) const
   p.group = group_.view(rank);
   p.plan = plan_parameters(rank).plan;
   p.call.kind = CallKind::dispatch;
-  p.call.columns = c.row_bytes;
-  p.call.routes = routes;
+  p.call.elements = c.row_bytes;
+  p.call.exchange.carries_routes = routes;
   p.x = placed_.x[at(rank)].data;
   p.row_bytes = c.row_bytes;
   p.quantize = c.quantize;

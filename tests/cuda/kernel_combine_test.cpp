@@ -130,7 +130,7 @@ void refuses_in_peace(Random& random) {
   for (const Reason reason : {Reason::mismatch, Reason::too_many, Reason::no_room}) {
     CombineSetup setup = make_combine(group, c, random);
     CombineParameters& odd = setup.parameters[1];
-    if (reason == Reason::mismatch) odd.call.columns += 8;
+    if (reason == Reason::mismatch) odd.call.elements += 8;
     if (reason == Reason::too_many) odd.rows -= 1;
     if (reason == Reason::no_room) odd.status = StepStatus::no_room;
     group.launch(

@@ -325,7 +325,7 @@ void test_failures() {
   }
   for (const bool early : {false, true}) {
     test_refusal("mismatch", early, Reason::mismatch, 2, -1, [](int r, DispatchParameters& p) {
-      if (r == 2) p.call.columns = 999;
+      if (r == 2) p.call.elements = 999;
     });
     test_refusal("no room", early, Reason::no_room, 1, 12345, [](int r, DispatchParameters& p) {
       if (r == 1) p.status = StepStatus::no_room, p.need_bytes = 12345;

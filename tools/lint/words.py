@@ -80,6 +80,8 @@ FlagArray, array of flags
     FlagRow|flag_row|rows? of flags
 formats, instead of the plan of codes
     CodePlan|last_plan
+a field of ExchangeTerms, LatencyTerms or CollectiveTerms
+    (?<=[.>]call\.)(columns|scale_columns|topk|order|crossing|routes|weights|plan)  in (src|tests)/
 num_sms
     sms_?(?!")  in (include|src|python/(ferry|src))/  but OLD|_sms
 max_recv_rows

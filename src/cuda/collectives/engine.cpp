@@ -67,7 +67,7 @@ CollectiveParameters CudaCollectives::parameters(CallKind kind, Dtype dtype, std
   p.group = engine_->view();
   p.call.kind = kind;
   p.call.dtype = static_cast<std::uint32_t>(dtype);
-  p.call.columns = elements;
+  p.call.elements = elements;
   p.stage = stage_of(kind);
   p.layout = layout_;
   p.segment = segment_;
@@ -106,7 +106,7 @@ Event CudaCollectives::run(CollectiveParameters& p, std::int64_t largest, bool o
     p.blocks = static_cast<int>(std::min<std::int64_t>(p.blocks, useful));
   }
   p.chunk = chunk_of(p, p.spreads ? p.to.bytes : largest);
-  p.call.scale_columns = p.blocks;  // every block talks to that of the same number elsewhere
+  p.call.collective.blocks = p.blocks;  // every block talks to that of the same number elsewhere
   const char* name = name_of(p.call.kind);
   Launch launch(*engine_, name, stream);
   if (slot) launch.keep(std::move(slot));
@@ -131,9 +131,9 @@ Event CudaCollectives::all_reduce(const TensorView& x, const ReduceOptions& opti
   const auto most = static_cast<std::int64_t>(layout_.one_shot_bytes);
   const Algorithm algorithm = gpu_algorithm(options, bytes, most);
   const bool one_shot = algorithm == Algorithm::one_shot;
-  p.call.order = static_cast<std::uint16_t>(options.op);
-  p.call.crossing = static_cast<std::uint16_t>(options.algorithm);
-  p.call.routes = static_cast<std::uint32_t>(algorithm);
+  p.call.collective.op = static_cast<std::uint8_t>(options.op);
+  p.call.collective.algorithm = static_cast<std::uint16_t>(options.algorithm);
+  p.call.collective.chosen = static_cast<std::uint32_t>(algorithm);
   p.op = options.op;
   p.reduces = p.spreads = true;
   p.x = p.out = static_cast<std::byte*>(x.data);
@@ -154,7 +154,7 @@ Event CudaCollectives::reduce_scatter(const ConstTensorView& x, const TensorView
   CollectiveParameters p =
       parameters(CallKind::reduce_scatter, x.dtype, x.shape.product(), options.num_sms);
   const std::int64_t block = bytes_of(out);
-  p.call.order = static_cast<std::uint16_t>(options.op);
+  p.call.collective.op = static_cast<std::uint8_t>(options.op);
   p.op = options.op;
   p.reduces = true;
   p.x = static_cast<const std::byte*>(x.data);
@@ -182,7 +182,7 @@ Event CudaCollectives::broadcast(const TensorView& x, int root, const Collective
       parameters(CallKind::broadcast, x.dtype, x.shape.product(), options.num_sms);
   const std::int64_t bytes = bytes_of(x);
   const bool sends = root == engine_->rank();
-  p.call.topk = static_cast<std::uint32_t>(root);
+  p.call.collective.root = static_cast<std::uint32_t>(root);
   p.x = p.out = static_cast<std::byte*>(x.data);
   p.to = {.bytes = sends ? bytes : 0};
   p.from = {.bytes = sends ? 0 : bytes, .only = root};
@@ -203,7 +203,7 @@ Event CudaCollectives::all_to_all(const ConstTensorView& x, const TensorView& ou
     p.to = p.from = {.stride = block, .bytes = block};
     return run(p, block, is_small(block), options.stream);
   }
-  p.call.weights = 1;
+  p.call.collective.has_counts = 1;
   // A rank that receives nothing has no place that peers could miss.
   if (bytes_of(out) == 0) p.place = {0, 0, 0};
   const OnDevice here(engine_->device().index);

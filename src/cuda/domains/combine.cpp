@@ -63,7 +63,7 @@ void DomainCombine::check_rows() const {
 StepMessage DomainCombine::head(Crossing how) const {
   StepMessage head;
   head.call = combine_signature(rows_, plan_->topk, options_, plan_->number);
-  head.call.crossing = static_cast<std::uint16_t>(how);
+  head.call.exchange.crossing = static_cast<std::uint16_t>(how);
   return head;
 }
 

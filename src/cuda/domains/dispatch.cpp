@@ -75,7 +75,7 @@ StepMessage DomainDispatch::head(Crossing how) const {
   StepMessage head;
   head.call =
       dispatch_signature(row_, plan_->topk, options_, !plan_->routes_sent.load(), plan_->number);
-  head.call.crossing = static_cast<std::uint16_t>(how);
+  head.call.exchange.crossing = static_cast<std::uint16_t>(how);
   if (expected_ > given_) {
     head.status = StepStatus::too_many;
     head.rows = given_;

@@ -96,7 +96,7 @@ void DomainEngine::swap_counts(DomainPlan& state, RouteCounts own,
   std::vector<std::byte> body(counts.size() * sizeof(std::int32_t));
   StepMessage head;
   head.call.kind = CallKind::plan;
-  head.call.topk = static_cast<std::uint32_t>(state.topk);
+  head.call.exchange.topk = static_cast<std::uint32_t>(state.topk);
   if (invalid) {
     const std::string words = printable(invalid->what(), std::min(kMostWords, body.size()));
     head.status = StepStatus::invalid;
@@ -173,10 +173,10 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
   }
   StepMessage head;
   head.call.kind = CallKind::dispatch;
-  head.call.topk = static_cast<std::uint32_t>(topk);
-  head.call.routes = 1;
-  head.call.plan = state.number;
-  head.call.crossing = static_cast<std::uint16_t>(lists.how);
+  head.call.exchange.topk = static_cast<std::uint32_t>(topk);
+  head.call.exchange.carries_routes = 1;
+  head.call.exchange.plan_number = state.number;
+  head.call.exchange.crossing = static_cast<std::uint16_t>(lists.how);
   head.staging_segment = staging_.segment(StagingBuffers::kRoutes);
   channel_.swap(kStage, head);
   engine::check_same_call(channel_, kStage, head.call);

@@ -41,7 +41,7 @@ CallSignature CudaLatency::signature(CallKind kind) const {
   CallSignature call;
   call.kind = kind;
   call.dtype = static_cast<std::uint32_t>(config_.dtype);
-  call.columns = config_.hidden;
+  call.elements = config_.hidden;
   return call;
 }
 

@@ -91,11 +91,11 @@ CallSignature latency_signature(const LatencyConfig& config, bool valid) {
   CallSignature call;
   call.kind = CallKind::latency;
   call.dtype = static_cast<std::uint32_t>(config.dtype);
-  call.columns = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
-  call.scale_columns = config.capacity;
-  call.topk = static_cast<std::uint32_t>(config.topk);
-  call.weights = config.masks ? 1 : 0;
-  call.order = static_cast<std::uint32_t>(config.order);
+  call.elements = valid ? config.hidden : -1;  // peers are told that this rank's cannot be
+  call.latency.capacity = config.capacity;
+  call.latency.topk = static_cast<std::uint32_t>(config.topk);
+  call.latency.has_masks = config.masks ? 1 : 0;
+  call.latency.order = static_cast<std::uint32_t>(config.order);
   return call;
 }
 

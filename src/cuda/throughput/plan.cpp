@@ -129,7 +129,7 @@ std::shared_ptr<CudaPlan> prepare_plan(CudaEngine& engine, Launch& launch,
   auto state = new_plan(engine, launch, topk_idx);
   GpuMemory& gpu = engine.gpu();
   parameters.call.kind = CallKind::plan;
-  parameters.call.topk = static_cast<std::uint32_t>(state->topk);
+  parameters.call.exchange.topk = static_cast<std::uint32_t>(state->topk);
   const std::size_t bytes = state->routes_state + sizeof(std::uint64_t);
   const std::size_t scratch = plan_scratch_bytes(engine.config().experts);
   try {

@@ -354,15 +354,15 @@ void run_all_reduce(HostCollectives& all, const TensorView& x, const ReduceOptio
   const std::int64_t count = x.shape.product();
   const Reduction reduction{options.op, x.dtype, all.size()};
   StepMessage head = head_of(CallKind::all_reduce, x.dtype, count, options.op, asked.format);
-  head.call.crossing = static_cast<std::uint16_t>(options.algorithm);
-  head.call.weights = options.any_order ? 1 : 0;
+  head.call.collective.algorithm = static_cast<std::uint16_t>(options.algorithm);
+  head.call.collective.any_order = options.any_order ? 1 : 0;
   const bool small = reduction.bytes(count) <= eager_bytes(all.size());
   if (!small && all.links_due()) all.measure_links(kAllReduce, head);
   const ReduceVolume volume =
       volume_of(all, reduction, count, small ? ReduceFormat::exact : options.format);
   const ReduceWay way = way_of(all, volume, options, reduction, small);
-  head.call.routes = static_cast<std::uint32_t>(way.algorithm);
-  head.call.plan = hash_of(way.shares);
+  head.call.collective.chosen = static_cast<std::uint32_t>(way.algorithm);
+  head.call.collective.shares_hash = hash_of(way.shares);
   const bool alone = all.size() == 1;
   if (way.algorithm == Algorithm::one_shot) {
     reduce_in_one_shot(all, x, reduction, head);

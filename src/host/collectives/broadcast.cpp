@@ -17,7 +17,7 @@ class Broadcast {
         bytes_all_(x.bytes()),
         root_(root),
         head_(head_of(CallKind::broadcast, x.dtype, x.shape.product())) {
-    head_.call.topk = static_cast<std::uint32_t>(root);
+    head_.call.collective.root = static_cast<std::uint32_t>(root);
   }
 
   void run() {

@@ -177,9 +177,9 @@ inline StepMessage head_of(CallKind kind, Dtype dtype, std::int64_t elements,
   StepMessage head;
   head.call.kind = kind;
   head.call.dtype = static_cast<std::uint32_t>(dtype);
-  head.call.columns = elements;
-  head.call.order =
-      static_cast<std::uint16_t>(static_cast<unsigned>(op) | static_cast<unsigned>(format) << 8);
+  head.call.elements = elements;
+  head.call.collective.op = static_cast<std::uint8_t>(op);
+  head.call.collective.format = static_cast<std::uint8_t>(format);
   return head;
 }
 

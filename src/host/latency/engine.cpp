@@ -267,11 +267,11 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     StepMessage head;
     head.call.kind = CallKind::latency;
     head.call.dtype = static_cast<std::uint32_t>(config.dtype);
-    head.call.columns = config.hidden;
-    head.call.scale_columns = config.capacity;
-    head.call.topk = static_cast<std::uint32_t>(config.topk);
-    head.call.weights = config.masks ? 1 : 0;
-    head.call.order = static_cast<std::uint32_t>(config.order);
+    head.call.elements = config.hidden;
+    head.call.latency.capacity = config.capacity;
+    head.call.latency.topk = static_cast<std::uint32_t>(config.topk);
+    head.call.latency.has_masks = config.masks ? 1 : 0;
+    head.call.latency.order = static_cast<std::uint32_t>(config.order);
     engine->agree_on_validity("LatencyExchange: configuration", head, invalid);
     constexpr const char* kStage = "LatencyExchange: buffers";
     segments =

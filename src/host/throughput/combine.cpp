@@ -117,7 +117,7 @@ std::int64_t CombineJob::staged_rows_of(int peer) const {
 StepMessage CombineJob::head() const {
   StepMessage head;
   head.call = combine_signature(call_.rows, call_.plan->topk, call_.options, call_.plan->number);
-  head.call.crossing = static_cast<std::uint16_t>(call_.crossing);
+  head.call.exchange.crossing = static_cast<std::uint16_t>(call_.crossing);
   return head;
 }
 

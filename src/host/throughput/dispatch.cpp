@@ -161,7 +161,7 @@ StepMessage DispatchJob::head() const {
   StepMessage head;
   head.call = dispatch_signature(call_.row, call_.plan->topk, call_.options, call_.carries_routes,
                                  call_.plan->number);
-  head.call.crossing = static_cast<std::uint16_t>(call_.crossing);
+  head.call.exchange.crossing = static_cast<std::uint16_t>(call_.crossing);
   return head;
 }
 

@@ -156,8 +156,10 @@ __device__ __forceinline__ bool await_head(const GroupView& group, int peer,
 inline constexpr std::uint32_t kNoComplaint = 6;
 /// Who brings the routes of a plan: ranks may know differently whether an earlier dispatch has
 /// brought them. Those that are wrong find that their plan holds none, and that is what counts.
-inline constexpr int kRoutesWord = static_cast<int>(offsetof(CallSignature, routes) / 8);
-static_assert(offsetof(CallSignature, routes) % 8 == 0 && sizeof(CallSignature::routes) == 4);
+inline constexpr int kRoutesWord =
+    static_cast<int>(offsetof(CallSignature, exchange.carries_routes) / 8);
+static_assert(offsetof(CallSignature, exchange.carries_routes) % 8 == 0 &&
+              sizeof(ExchangeTerms::carries_routes) == 4);
 
 /// Sixteen lanes, each with its word: what this lane finds wrong with the head, as a number: the
 /// lower, the earlier it is reported. `needed`: rows that arrive there.
