@@ -49,6 +49,9 @@ FORMATS = {
     "e4m3": _ferry.ReduceFormat.e4m3,
     "automatic": _ferry.ReduceFormat.automatic,
 }
+# Defaults, known by identity: calls that give nothing else are one call of C++.
+_NO_SHARES: Sequence[int] = ()
+_NO_SMS = 0
 REDUCED_DTYPES = "f32, bf16, f16, i32, i64 or u8"
 
 
@@ -132,6 +135,7 @@ class Collectives:
             gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
         self._gpu = gpu
         self._streams = Streams(gpu)
+        self._done = _ferry.Event()
 
     @property
     def rank(self) -> int:
@@ -166,9 +170,9 @@ class Collectives:
         dtype: Any = None,
         stream: Any = None,
         algorithm: str = "automatic",
-        shares: Sequence[int] = (),
+        shares: Sequence[int] = _NO_SHARES,
         any_order: bool = False,
-        num_sms: int = 0,
+        num_sms: int = _NO_SMS,
         format: str = "exact",
     ) -> _ferry.Event:
         """Collective. Overwrites x with its reduction over all ranks.
@@ -194,6 +198,18 @@ class Collectives:
                 Results of another than "exact" are rounded, to the same bits on all ranks. Not of
                 GPUs.
         """
+        if (
+            stream is None
+            and dtype is None
+            and algorithm == "automatic"
+            and shares is _NO_SHARES
+            and any_order is False
+            and num_sms is _NO_SMS
+            and format == "exact"
+            and self._gpu is None
+            and self._raw.all_reduce_plain(x, choice("all_reduce: op", op, OPS))
+        ):
+            return self._done
         place = self._streams.place("all_reduce", stream, x)
         event = self._raw.all_reduce(
             _view("all_reduce: x", x, dtype, place, True, REDUCED_DTYPES),
@@ -230,7 +246,7 @@ class Collectives:
         op: str = "sum",
         dtype: Any = None,
         stream: Any = None,
-        num_sms: int = 0,
+        num_sms: int = _NO_SMS,
         format: str = "exact",
     ) -> _ferry.Event:
         """Collective. x: `size` equal blocks; `out`, which may be block `rank` of x, takes
@@ -247,7 +263,7 @@ class Collectives:
         return _finished(place, event)
 
     def all_gather(
-        self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None, num_sms: int = 0
+        self, x: Any, out: Any, *, dtype: Any = None, stream: Any = None, num_sms: int = _NO_SMS
     ) -> _ferry.Event:
         """Collective. `out` takes x of all ranks, in ascending order; any dtype. x may be block
         `rank` of `out`."""
@@ -261,7 +277,7 @@ class Collectives:
         return _finished(place, event)
 
     def broadcast(
-        self, x: Any, root: int, *, dtype: Any = None, stream: Any = None, num_sms: int = 0
+        self, x: Any, root: int, *, dtype: Any = None, stream: Any = None, num_sms: int = _NO_SMS
     ) -> _ferry.Event:
         """Collective. Overwrites x with that of rank `root`; any dtype."""
         place = self._streams.place("broadcast", stream, x)
@@ -282,7 +298,7 @@ class Collectives:
         recv_counts: Sequence[int] | None = None,
         dtype: Any = None,
         stream: Any = None,
-        num_sms: int = 0,
+        num_sms: int = _NO_SMS,
     ) -> _ferry.Event:
         """Collective. Block p of x goes to rank p; `out` takes what comes, in ascending order of
         the sources; any dtype.
@@ -293,6 +309,15 @@ class Collectives:
         """
         if (send_counts is None) != (recv_counts is None):
             refuse("all_to_all: recv_counts", "one of the two", "send_counts and recv_counts")
+        if (
+            stream is None
+            and dtype is None
+            and send_counts is None
+            and num_sms is _NO_SMS
+            and self._gpu is None
+            and self._raw.all_to_all_plain(x, out)
+        ):
+            return self._done
         place = self._streams.place("all_to_all", stream, x)
         event = self._raw.all_to_all(
             _view("all_to_all: x", x, dtype, place),

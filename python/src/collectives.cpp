@@ -8,6 +8,7 @@
 #include "bootstrap.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
+#include "torch_view.hpp"
 
 namespace ferry::python {
 namespace {
@@ -42,6 +43,14 @@ HeldEvent all_reduce(const HeldCollectives& all, const View& x, ReduceOp op, Pyt
   return HeldEvent(without_gil([&] { return all->all_reduce(x.write(), options); }));
 }
 
+/// The whole call, with all other arguments by default. False: nothing was done, as x is no plain
+/// tensor.
+bool all_reduce_plain(const HeldCollectives& all, nb::handle x, ReduceOp op) {
+  const std::optional<TensorView> view = plain_torch(x, true);
+  if (view) without_gil([&] { all->all_reduce(*view, {.op = op}); });
+  return view.has_value();
+}
+
 HeldEvent reduce_scatter(const HeldCollectives& all, const View& x, const View& out, ReduceOp op,
                          PythonStream* stream, int num_sms, ReduceFormat format) {
   const KeepUntilDone keep(stream, {&x, &out});
@@ -73,6 +82,12 @@ HeldEvent all_to_all(const HeldCollectives& all, const View& x, const View& out,
     return to.empty() ? all->all_to_all(x.read(), out.write(), options)
                       : all->all_to_all(x.read(), to, out.write(), from, options);
   }));
+}
+
+bool all_to_all_plain(const HeldCollectives& all, nb::handle x, nb::handle out) {
+  const std::optional<TensorView> from = plain_torch(x, false), to = plain_torch(out, true);
+  if (from && to) without_gil([&] { all->all_to_all(*from, *to, {}); });
+  return from && to;
 }
 
 /// Of a transfer: not `KeepUntilDone`, whose point of the stream would come between transfers.
@@ -166,6 +181,10 @@ void bind_collectives(nb::module_& m) {
       .def("all_reduce", &all_reduce, nb::arg("x"), nb::arg("op"), nb::arg("stream").none(),
            nb::arg("algorithm"), nb::arg("shares"), nb::arg("any_order"), nb::arg("num_sms"),
            nb::arg("format"))
+      .def("all_reduce_plain", &all_reduce_plain, nb::arg("x").none(), nb::arg("op"),
+           "all_reduce with defaults, of a torch tensor; False: not done, as it is no plain one.")
+      .def("all_to_all_plain", &all_to_all_plain, nb::arg("x").none(), nb::arg("out").none(),
+           "The same of an all_to_all of equal blocks.")
       .def("reduce_scatter", &reduce_scatter, nb::arg("x"), nb::arg("out"), nb::arg("op"),
            nb::arg("stream").none(), nb::arg("num_sms"), nb::arg("format"))
       .def("all_gather", &all_gather, nb::arg("x"), nb::arg("out"), nb::arg("stream").none(),

@@ -30,21 +30,6 @@ std::string class_name(nb::handle object) {
   return nb::cast<std::string>(nb::str(nb::type_name(object.type())));
 }
 
-/// What DLPack says about the elements, as a Ferry dtype. DLPack 1.1 numbers the fp8 formats.
-std::optional<Dtype> natural_dtype(nb::dlpack::dtype type) {
-  if (type.lanes != 1) return std::nullopt;
-  for (Dtype dtype : {Dtype::f32, Dtype::f16}) {
-    if (type == make_type(Code::Float, size_of(dtype))) return dtype;
-  }
-  if (type == make_type(Code::Bfloat, 2)) return Dtype::bf16;
-  if (type == make_type(Code::Int, 4)) return Dtype::i32;
-  if (type == make_type(Code::Int, 8)) return Dtype::i64;
-  if (type == make_type(Code::UInt, 1)) return Dtype::u8;
-  if (type == make_type(Code::Float8_E4M3FN, 1)) return Dtype::e4m3;
-  if (type == make_type(Code::Float8_E5M2, 1)) return Dtype::e5m2;
-  return std::nullopt;
-}
-
 std::string describe(nb::dlpack::dtype type) {
   const char* kind = "type code ";
   switch (static_cast<Code>(type.code)) {
@@ -143,6 +128,20 @@ nb::dlpack::dtype crossing_type(Dtype dtype, bool has_bf16) {
 }
 
 }  // namespace
+
+std::optional<Dtype> natural_dtype(nb::dlpack::dtype type) {
+  if (type.lanes != 1) return std::nullopt;
+  for (Dtype dtype : {Dtype::f32, Dtype::f16}) {
+    if (type == make_type(Code::Float, size_of(dtype))) return dtype;
+  }
+  if (type == make_type(Code::Bfloat, 2)) return Dtype::bf16;
+  if (type == make_type(Code::Int, 4)) return Dtype::i32;
+  if (type == make_type(Code::Int, 8)) return Dtype::i64;
+  if (type == make_type(Code::UInt, 1)) return Dtype::u8;
+  if (type == make_type(Code::Float8_E4M3FN, 1)) return Dtype::e4m3;
+  if (type == make_type(Code::Float8_E5M2, 1)) return Dtype::e5m2;
+  return std::nullopt;
+}
 
 View::View(nb::handle array, const std::string& name, std::optional<Dtype> dtype, bool writable,
            const std::string& expected)

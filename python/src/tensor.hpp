@@ -11,6 +11,9 @@
 
 namespace ferry::python {
 
+/// What DLPack says about the elements, as a Ferry dtype. DLPack 1.1 numbers the fp8 formats.
+std::optional<Dtype> natural_dtype(nb::dlpack::dtype type);
+
 /// A caller's array: what Ferry sees of it, and the reference that keeps its memory alive. Copies
 /// share the reference and may be made and dropped only while holding the GIL.
 class View {

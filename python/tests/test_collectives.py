@@ -243,3 +243,46 @@ def test_it_ends_with_its_block() -> None:
         assert repr(ranks) == "<ferry.Collectives, not usable>"
         with pytest.raises(ferry.DestroyedError):
             ranks.all_reduce(np.ones(3, np.float32))
+
+
+def test_plain_tensors_take_the_short_way() -> None:
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no DLPack exchange table")
+
+    def body(ranks: ferry.Collectives) -> None:
+        short = ranks._raw.all_reduce_plain
+        total = ferry.collectives.OPS["sum"]
+        plain = [
+            torch.ones(2, 3),
+            torch.ones(3, dtype=torch.bfloat16),
+            torch.ones(6, dtype=torch.int64)[2:4],
+            torch.tensor(1.0),
+            torch.ones(4, 1)[:, :1],
+        ]
+        for x in plain:
+            before = x._version
+            assert short(x, total)
+            assert (x == RANKS).all() and x._version > before
+        odd = [
+            np.ones(3, np.float32),
+            torch.ones(3, requires_grad=True),
+            torch.ones(4, 4)[:, :2],
+            torch.ones(3, dtype=torch.complex64).conj().imag,
+            torch.ones(3).to_sparse(),
+            torch.nn.Parameter(torch.ones(3), requires_grad=False),
+            torch.ones(3, device="meta"),
+            torch.ones(3, dtype=torch.bool),
+            None,
+            3,
+        ]
+        for x in odd:
+            assert not short(x, total)
+        out = torch.empty(RANKS)
+        assert ranks._raw.all_to_all_plain(torch.full((RANKS,), float(ranks.rank)), out)
+        assert out.tolist() == [0, 1, 2]
+        assert not ranks._raw.all_to_all_plain(np.ones(RANKS), out)
+        with torch.inference_mode():
+            x = torch.ones(3)
+            assert short(x, total) and (x == RANKS).all()
+
+    on_ranks(body)

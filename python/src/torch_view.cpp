@@ -1,0 +1,108 @@
+#include "torch_view.hpp"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "tensor.hpp"
+
+namespace ferry::python {
+namespace {
+
+/// DLPackExchangeAPI of DLPack 1.3, as far as it is used here.
+struct ExchangeTable {
+  std::uint32_t major, minor;
+  ExchangeTable* older;
+  void* unused[3];
+  int (*view)(PyObject* tensor, nb::dlpack::dltensor* out);
+};
+
+/// What is asked of torch in each call. Made once and never dropped: the interpreter's end comes
+/// before that of this library.
+struct Torch {
+  PyTypeObject* tensor;
+  const ExchangeTable* table;
+  PyObject *strided, *increment_version;
+  PyObject *layout, *requires_grad, *is_neg, *is_inference;  // names
+};
+
+const Torch* find(PyTypeObject* type) {
+  static const Torch* found = nullptr;
+  static bool absent = false;
+  if (found != nullptr || absent || std::strcmp(type->tp_name, "Tensor") != 0) return found;
+  const nb::dict modules = nb::module_::import_("sys").attr("modules");
+  if (!modules.contains("torch")) return nullptr;
+  const nb::object torch = modules["torch"];
+  if (nb::getattr(torch, "Tensor", nb::none()).ptr() != reinterpret_cast<PyObject*>(type)) {
+    return nullptr;
+  }
+  absent = true;
+  const nb::object capsule =
+      nb::getattr(torch.attr("Tensor"), "__dlpack_c_exchange_api__", nb::none());
+  if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  const auto* table =
+      static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (table->major != 1) return nullptr;
+  nb::object increment = torch.attr("autograd").attr("graph").attr("increment_version");
+  const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  found = new Torch{type,
+                    table,
+                    nb::object(torch.attr("strided")).release().ptr(),
+                    increment.release().ptr(),
+                    name("layout"),
+                    name("requires_grad"),
+                    name("is_neg"),
+                    name("is_inference")};
+  return found;
+}
+
+nb::object checked(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+bool is(nb::handle value, PyObject* name, PyObject* expected) {
+  return checked(PyObject_GetAttr(value.ptr(), name)).ptr() == expected;
+}
+
+bool answers_yes(nb::handle value, PyObject* name) {
+  return checked(PyObject_CallMethodNoArgs(value.ptr(), name)).ptr() == Py_True;
+}
+
+bool is_dense(const nb::dlpack::dltensor& tensor) {
+  std::int64_t step = 1;
+  for (int d = tensor.ndim - 1; d >= 0 && tensor.strides != nullptr; --d) {
+    if (tensor.shape[d] != 1 && tensor.strides[d] != step) return false;
+    step *= tensor.shape[d];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::optional<TensorView> plain_torch(nb::handle value, bool writable) {
+  const Torch* torch = find(Py_TYPE(value.ptr()));
+  if (torch == nullptr || Py_TYPE(value.ptr()) != torch->tensor) return std::nullopt;
+  if (!is(value, torch->layout, torch->strided)) return std::nullopt;
+  nb::dlpack::dltensor tensor{};
+  if (torch->table->view(value.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  const std::optional<Dtype> dtype = natural_dtype(tensor.dtype);
+  if (!dtype || tensor.device.device_type != nb::device::cpu::value || !is_dense(tensor)) {
+    return std::nullopt;
+  }
+  if (!is(value, torch->requires_grad, Py_False) || answers_yes(value, torch->is_neg)) {
+    return std::nullopt;
+  }
+  if (writable && !answers_yes(value, torch->is_inference)) {
+    checked(PyObject_CallOneArg(torch->increment_version, value.ptr()));
+  }
+  std::int64_t elements = 1;
+  for (int d = 0; d < tensor.ndim; ++d) elements *= tensor.shape[d];
+  return TensorView(static_cast<std::byte*>(tensor.data) + tensor.byte_offset, *dtype, {elements});
+}
+
+}  // namespace ferry::python
