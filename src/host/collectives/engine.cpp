@@ -92,7 +92,7 @@ void HostCollectives::meet_members(const char* call) {
 }
 
 void copy_result(std::size_t whole, void* to, const void* from, std::size_t bytes) {
-  if (whole <= kStreamBytes || bytes == 0 || to == from) return copy_bytes(to, from, bytes);
+  if (whole < kStreamBytes || bytes == 0 || to == from) return copy_bytes(to, from, bytes);
   kernels().copy_stream(to, from, bytes);
   kernels().stream_fence();  // before anything tells that it is there
 }
