@@ -120,6 +120,13 @@ struct CompressionStats {
   friend bool operator==(const CompressionStats&, const CompressionStats&) = default;
 };
 
+/// Two domains between which less goes than the network interfaces of both allow.
+struct SlowPair {
+  int a = 0;  ///< < b
+  int b = 0;
+  double bytes_per_second = 0;  ///< β
+};
+
 /// How an all_reduce of f32 would travel now if it were automatic, the same on all ranks.
 struct Choice {
   Algorithm algorithm = Algorithm::automatic;
@@ -129,9 +136,10 @@ struct Choice {
   double predicted_seconds = 0;  ///< 0 in one domain and of one_shot, where nothing is chosen
   double observed_seconds = 0;   ///< of late, by this way and of about this size; 0: none yet
   /// [domains]: α and β of the links of each, as known now; a link has the mean of both α and the
-  /// smaller β. 0 in one domain.
+  /// smaller β, but for `slow_pairs`. 0 in one domain.
   std::vector<double> latency_seconds{};
   std::vector<double> bytes_per_second{};
+  std::vector<SlowPair> slow_pairs{};  ///< in ascending order
 };
 
 struct CollectiveOptions {

@@ -70,7 +70,10 @@ class Choice:
     latency_seconds: list[float]
     """Of the links of each domain, as known now: a link has the mean of both."""
     bytes_per_second: list[float]
-    """The same: a link has the smaller of both."""
+    """The same: a link has the smaller of both, but for `slow_pairs`."""
+    slow_pairs: list[tuple[int, int, float]]
+    """Two domains and the bytes a second between them, where that is less than the network
+    interfaces of both allow."""
 
 
 class Collectives:
@@ -236,6 +239,7 @@ class Collectives:
             told.observed_seconds,
             told.latency_seconds,
             told.bytes_per_second,
+            told.slow_pairs,
         )
 
     def reduce_scatter(

@@ -148,7 +148,14 @@ void bind_options(nb::module_& m) {
       .def_ro("predicted_seconds", &Choice::predicted_seconds)
       .def_ro("observed_seconds", &Choice::observed_seconds)
       .def_ro("latency_seconds", &Choice::latency_seconds)
-      .def_ro("bytes_per_second", &Choice::bytes_per_second);
+      .def_ro("bytes_per_second", &Choice::bytes_per_second)
+      .def_prop_ro("slow_pairs", [](const Choice& choice) {
+        nb::list pairs;
+        for (const SlowPair& p : choice.slow_pairs) {
+          pairs.append(nb::make_tuple(p.a, p.b, p.bytes_per_second));
+        }
+        return pairs;
+      });
   nb::enum_<Algorithm>(m, "Algorithm")
       .value("automatic", Algorithm::automatic)
       .value("one_shot", Algorithm::one_shot)

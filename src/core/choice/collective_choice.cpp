@@ -1,8 +1,12 @@
 #include "core/choice/collective_choice.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <limits>
+#include <numeric>
+#include <utility>
 
 #include "core/collective_shares.hpp"
 
@@ -18,12 +22,73 @@ constexpr double kFarOff = 1.5;  // times the expected, or a part of it
 constexpr int kOdd = 3, kUsual = 4;
 constexpr double kFirstGap = 16 << 20, kLongestGap = 1 << 30, kPeriod = 256 << 20;
 constexpr double kFollow = 0.25;
+constexpr double kBetter = 0.999;  // of a time, so that sums of rounding errors decide nothing
 constexpr double kForgetCorrection = 0.03;  // of another way's correction, in each call
 constexpr double kAsGoodAsNew = 1.1;  // times the least correction: its observations are forgotten
 
 /// The parts of domains that need at most `t` times the time in which a port carries the tensor.
 double part_within(double t, double port, int domains) {
   return std::max(0.0, (t * port - 1) / (domains - 2));
+}
+
+/// What domains can finish within the time `t`, none more than its port allows, and those of a slow
+/// pair together as much as crosses between them: all grow alike until something holds them.
+std::vector<double> parts_within(double t, const LinkTable& links, const std::vector<char>& idle) {
+  constexpr double kFull = 1e-12;
+  const int n = links.domains();
+  std::vector<double> parts(index(n), 0);
+  if (links.slow_pairs().empty()) {
+    for (int d = 0; d < n; ++d) parts[index(d)] = part_within(t, links.port(d).bytes_per_s, n);
+    return parts;
+  }
+  std::vector<char> held = idle;
+  const auto room = [&](int d) {
+    return part_within(t, links.port(d).bytes_per_s, n) - parts[index(d)];
+  };
+  const auto room_between = [&](const SlowPair& pair) {
+    return t * pair.bytes_per_second - parts[index(pair.a)] - parts[index(pair.b)];
+  };
+  for (;;) {
+    for (int d = 0; d < n; ++d) held[index(d)] |= room(d) <= kFull;
+    for (const SlowPair& pair : links.slow_pairs()) {
+      if (room_between(pair) <= kFull) held[index(pair.a)] = held[index(pair.b)] = 1;
+    }
+    double step = std::numeric_limits<double>::infinity();
+    for (int d = 0; d < n; ++d) {
+      if (!held[index(d)]) step = std::min(step, room(d));
+    }
+    for (const SlowPair& pair : links.slow_pairs()) {
+      const int grow = !held[index(pair.a)] + !held[index(pair.b)];
+      if (grow > 0) step = std::min(step, room_between(pair) / grow);
+    }
+    if (!std::isfinite(step)) return parts;
+    for (int d = 0; d < n; ++d) {
+      if (!held[index(d)]) parts[index(d)] += step;
+    }
+  }
+}
+
+struct Parts {
+  double time = 0;  // of a tensor of one byte
+  std::vector<double> parts;
+};
+
+/// The least time within which domains that are not `idle` can finish everything.
+Parts least_parts(const LinkTable& links, const std::vector<char>& idle) {
+  const auto suffices = [&](double t) {
+    const std::vector<double> parts = parts_within(t, links, idle);
+    return std::accumulate(parts.begin(), parts.end(), 0.0) >= 1;
+  };
+  // In any case the slowest carries the tensor once; more time lets more parts be finished.
+  double least = links.port(0).bytes_per_s;
+  for (int d = 1; d < links.domains(); ++d) least = std::min(least, links.port(d).bytes_per_s);
+  double low = 1 / least, high = low;
+  while (!suffices(high)) high *= 2;
+  for (int i = 0; i < 50 && high > low; ++i) {
+    const double middle = (low + high) / 2;
+    (suffices(middle) ? high : low) = middle;
+  }
+  return {high, parts_within(high, links, idle)};
 }
 
 /// [domains] parts of 1.
@@ -45,6 +110,12 @@ double across_seconds(const std::vector<double>& parts, const ReduceVolume& volu
     const double gets = volume.up_bytes * (n - 1) * s + volume.down_bytes * (1 - s);
     longest = std::max(longest, std::max(sends, gets) / links.port(a).bytes_per_s);
   }
+  for (const SlowPair& pair : links.slow_pairs()) {
+    const double a = parts[index(pair.a)], b = parts[index(pair.b)];
+    const double most = std::max(volume.up_bytes * a + volume.down_bytes * b,
+                                 volume.up_bytes * b + volume.down_bytes * a);
+    longest = std::max(longest, most / pair.bytes_per_second);
+  }
   const double latency = links.largest_latency();
   const double rounds = volume.down_bytes / volume.round_bytes + 1;
   return 2 * latency + std::max(longest, rounds * latency);
@@ -54,12 +125,17 @@ double ring_seconds(const ReduceVolume& volume, const LinkTable& links, const Do
   const int ranks = domains.ranks();
   const double passes = (volume.up_bytes + volume.down_bytes) * (ranks - 1) / ranks;
   const double steps = 2.0 * (ranks - 1) * (volume.down_bytes / volume.round_bytes / 2 + 1);
-  return passes / links.slowest() + steps * links.largest_latency();
+  double slowest = links.port(0).bytes_per_s;
+  for (int r = 0; r < ranks; ++r) {
+    const int here = domains.of(r), next = domains.of((r + 1) % ranks);
+    if (here != next) slowest = std::min(slowest, links.link(here, next).bytes_per_s);
+  }
+  return passes / slowest + steps * links.largest_latency();
 }
 
 double tree_seconds(const ReduceVolume& volume, const LinkTable& links) {
   const int n = links.domains();
-  double longest = 0;
+  double longest = 0, slowest = links.port(0).bytes_per_s;
   int depth = 0;
   for (int d = n - 1; d > 0; d = (d - 1) / 2) ++depth;
   for (int d = 0; d < n; ++d) {
@@ -67,9 +143,13 @@ double tree_seconds(const ReduceVolume& volume, const LinkTable& links) {
     const double sends = above * volume.up_bytes + children * volume.down_bytes;
     const double gets = above * volume.down_bytes + children * volume.up_bytes;
     longest = std::max(longest, std::max(sends, gets) / links.port(d).bytes_per_s);
+    if (d == 0) continue;
+    const double up = links.link(d, (d - 1) / 2).bytes_per_s;
+    longest = std::max(longest, std::max(volume.up_bytes, volume.down_bytes) / up);
+    slowest = std::min(slowest, up);
   }
   const double piece = std::min(volume.round_bytes / 4, volume.down_bytes);
-  const double hop = links.largest_latency() + piece / links.slowest();
+  const double hop = links.largest_latency() + piece / slowest;
   return longest + 2 * depth * hop;
 }
 
@@ -88,25 +168,30 @@ double least_correction(const Corrections& corrections) {
 std::vector<int> best_shares(const LinkTable& links) {
   const int n = links.domains();
   if (n <= 2) return {};
-  std::vector<double> ports;
-  for (int d = 0; d < n; ++d) ports.push_back(links.port(d).bytes_per_s);
-  const auto all_within = [&](double t) {
-    double all = 0;
-    for (const double port : ports) all += part_within(t, port, n);
-    return all;
-  };
-  // In any case the slowest carries the tensor once; more time lets more parts be finished.
-  double low = 1 / *std::min_element(ports.begin(), ports.end()), high = low;
-  while (all_within(high) < 1) high *= 2;
-  for (int i = 0; i < 50 && all_within(low) < 1; ++i) {
-    const double middle = (low + high) / 2;
-    (all_within(middle) < 1 ? low : high) = middle;
+  std::vector<char> idle(index(n), 0);
+  Parts best = least_parts(links, idle);
+  // Of a slow pair it may be best that one of both, or both, finish nothing.
+  for (bool better = !links.slow_pairs().empty(); better;) {
+    better = false;
+    std::vector<char> chosen = idle;
+    for (const SlowPair& pair : links.slow_pairs()) {
+      for (const int end : {pair.a, pair.b}) {
+        std::vector<char> tried = idle;
+        tried[index(end)] = 1;
+        if (std::count(tried.begin(), tried.end(), 1) == n) continue;
+        Parts parts = least_parts(links, tried);
+        if (parts.time > best.time * kBetter) continue;
+        best = std::move(parts);
+        chosen = std::move(tried);
+        better = true;
+      }
+    }
+    idle = std::move(chosen);
   }
-  if (all_within(low) >= 1) high = low;
-  const double all = all_within(high);
+  const double all = std::accumulate(best.parts.begin(), best.parts.end(), 0.0);
   std::vector<int> shares;
-  for (const double port : ports) {
-    shares.push_back(static_cast<int>(part_within(high, port, n) / all * kShareScale + 0.5));
+  for (const double part : best.parts) {
+    shares.push_back(static_cast<int>(part / all * kShareScale + 0.5));
   }
   return shares;
 }
@@ -126,6 +211,7 @@ CollectiveChoice::CollectiveChoice(const Domains& domains, const LinkCost& first
       across_(domains.count() == 1 || domains.count() == domains.ranks() ? Algorithm::direct
                                                                          : Algorithm::hierarchical),
       links_(domains.count(), first),
+      unequal_(best_shares(links_)),
       gap_bytes_(kFirstGap) {}
 
 int CollectiveChoice::size_class(const ReduceVolume& volume) {
@@ -139,7 +225,7 @@ int CollectiveChoice::kind_of(const ReduceWay& way) const {
   if (way.algorithm == Algorithm::tree) return tree;
   const auto& s = way.shares;
   if (std::adjacent_find(s.begin(), s.end(), std::not_equal_to<>()) == s.end()) return equal_shares;
-  const std::vector<int> best = best_shares(links_);
+  const std::vector<int>& best = unequal_;
   for (std::size_t d = 0; d < s.size() && d < best.size(); ++d) {
     if (s[d] < best[d] - kShareScale / 10 || s[d] > best[d] + kShareScale / 10) return kKinds;
   }
@@ -151,7 +237,7 @@ std::vector<CollectiveChoice::Candidate> CollectiveChoice::candidates(const Redu
   std::vector<Candidate> all{{equal_shares, {{across_, {}}, 0}}};
   double doubt = 1;  // of unequal shares, before they were tried
   if (links_.domains() > 1 && !volume.coded) {
-    const ReduceWay unequal{across_, best_shares(links_)};
+    const ReduceWay unequal{across_, unequal_};
     const double gain = predicted_seconds(unequal, volume, links_, *domains_) /
                         predicted_seconds(all[0].chosen.way, volume, links_, *domains_);
     if (gain < kWorthUnequal) all.push_back({unequal_shares, {unequal, 0}});
@@ -259,6 +345,7 @@ bool CollectiveChoice::measure_due() const {
 
 void CollectiveChoice::measured(const std::vector<LinkProbe>& probes) {
   const bool changed = links_.measured(probes);
+  if (changed) unequal_ = best_shares(links_);
   for (auto& [bytes, size] : sizes_) {
     if (changed) size = {.last_s = size.last_s, .calls = size.calls};
   }

@@ -30,9 +30,9 @@ struct ReduceWay {
   std::vector<int> shares{};  ///< [domains]; empty: equal
 };
 
-/// Domain h sends and gets N (1 + (n − 2) s_h) bytes where it finishes a part s_h of N bytes:
-/// the parts, of kShareScale, that make the largest of their times smallest. Domains that would
-/// make it longer finish nothing.
+/// Domain h sends and gets N (1 + (n − 2) s_h) bytes where it finishes a part s_h of N bytes, and
+/// a pair carries N (s_a + s_b) each way: the parts, of kShareScale, that make the largest of their
+/// times smallest (with slow pairs: nearly). Domains that would make it longer finish nothing.
 inline constexpr int kShareScale = 1000;
 std::vector<int> best_shares(const LinkTable& links);
 
@@ -73,6 +73,8 @@ class CollectiveChoice {
   double observed_s(const ReduceWay& way, const ReduceVolume& volume) const;
 
   bool measure_due() const;
+  /// What these probes say of a pair is to be measured once more, with the same phases.
+  bool doubtful(const std::vector<LinkProbe>& probes) const { return links_.doubtful(probes); }
   void measured(const std::vector<LinkProbe>& probes);
 
  private:
@@ -97,6 +99,7 @@ class CollectiveChoice {
   const Domains* domains_;
   Algorithm across_;  // direct where every rank is a domain of its own
   LinkTable links_;
+  std::vector<int> unequal_;  // best_shares of them
   std::map<int, Size> sizes_{};
   // Since the links were measured:
   double carried_bytes_ = 0;

@@ -50,6 +50,50 @@ TEST(LinkTable, BytesThatWereSeenLateCountForTheirPart) {
   EXPECT_NEAR(probed_rate(whole / 1e8, whole / 1e8), 1e8, 1);
 }
 
+/// Of four domains with 100 MB/s, but `rate` from 0 to 1; one flow may have been held up.
+std::vector<LinkProbe> probes_of_a_pair(double rate, bool both_ways = true) {
+  std::vector<LinkProbe> probes;
+  for (int distance = 1; distance < 4; ++distance) {
+    for (int from = 0; from < 4; ++from) {
+      const int to = (from + distance) % 4;
+      const bool slow = (from == 0 && to == 1) || (both_ways && from == 1 && to == 0);
+      probes.push_back({from, to, 1e-4, slow ? rate : 100e6});
+    }
+  }
+  return probes;
+}
+
+TEST(LinkTable, KnowsASlowPairFromASlowHost) {
+  LinkTable links(4, {1e-4, 1e9});
+  EXPECT_TRUE(links.measured(probes_of_a_pair(10e6)));
+  for (int d = 0; d < 4; ++d) EXPECT_EQ(links.port(d).bytes_per_s, 100e6);
+  ASSERT_EQ(links.slow_pairs().size(), 1u);
+  EXPECT_EQ(links.link(0, 1).bytes_per_s, 10e6);
+  EXPECT_EQ(links.link(1, 0).bytes_per_s, 10e6);
+  EXPECT_EQ(links.link(1, 2).bytes_per_s, 100e6);
+  EXPECT_FALSE(links.measured(probes_of_a_pair(11e6)));  // within 15 %
+  EXPECT_EQ(links.link(0, 1).bytes_per_s, 10e6);
+  std::vector<LinkProbe> others = probes_of_a_pair(100e6);
+  std::erase_if(others, [](const LinkProbe& p) { return p.from + p.to == 1; });
+  EXPECT_FALSE(links.measured(others));  // what was not probed stays
+  EXPECT_EQ(links.link(0, 1).bytes_per_s, 10e6);
+  EXPECT_TRUE(links.measured(probes_of_a_pair(100e6)));
+  EXPECT_TRUE(links.slow_pairs().empty());
+}
+
+TEST(LinkTable, DoubtsWhatASingleFlowSaid) {
+  LinkTable links(4, {1e-4, 100e6});
+  EXPECT_FALSE(links.doubtful(probes_of_a_pair(80e6)));
+  std::vector<LinkProbe> probes = probes_of_a_pair(10e6, false);
+  EXPECT_TRUE(links.doubtful(probes));
+  for (const LinkProbe& probe : probes_of_a_pair(100e6)) probes.push_back(probe);
+  EXPECT_FALSE(links.doubtful(probes));
+  EXPECT_FALSE(links.measured(probes));
+  EXPECT_TRUE(links.slow_pairs().empty());
+  links.measured(probes_of_a_pair(10e6));
+  EXPECT_FALSE(links.doubtful(probes_of_a_pair(10e6)));  // it is known
+}
+
 TEST(BestShares, ASlowHostOwnsNothing) {
   EXPECT_EQ(best_shares(table_of({1e8, 1e8})), std::vector<int>{});  // nothing depends on it
   EXPECT_EQ(best_shares(table_of({1e8, 1e8, 1e8, 1e8})), (std::vector<int>(4, 250)));
@@ -61,6 +105,22 @@ TEST(BestShares, ASlowHostOwnsNothing) {
   EXPECT_LT(little[1], 250);
 }
 
+TEST(BestShares, ASlowPairCarriesLittle) {
+  LinkTable links = table_of({1e8, 1e8, 1e8, 1e8});
+  links.set_slow_pair(1, 0, 1e7);
+  const std::vector<int> shares = best_shares(links);
+  for (const int d : {0, 1}) EXPECT_NEAR(shares[index(d)], 91, 1);
+  for (const int d : {2, 3}) EXPECT_NEAR(shares[index(d)], 409, 1);
+  // A domain that is far from all others finishes nothing.
+  for (const int d : {2, 3}) links.set_slow_pair(0, d, 1e7);
+  const std::vector<int> far = best_shares(links);
+  const Domains domains = Domains::blocks(4, 1);
+  const ReduceVolume volume{1e8, 1e8};
+  EXPECT_LT(far[0], 20);
+  EXPECT_LT(predicted_seconds({Algorithm::direct, far}, volume, links, domains),
+            0.8 * predicted_seconds({Algorithm::direct, {}}, volume, links, domains));
+}
+
 TEST(BestShares, AreTheBestOfAll) {
   std::mt19937 random(kSeed);
   const Domains domains = Domains::blocks(4, 1);
@@ -68,7 +128,13 @@ TEST(BestShares, AreTheBestOfAll) {
   for (int i = 0; i < 50; ++i) {
     std::vector<double> rates;
     for (int d = 0; d < 4; ++d) rates.push_back(1e7 * static_cast<double>(1 + random() % 10));
-    const LinkTable links = table_of(rates, 1e-6);
+    LinkTable links = table_of(rates, 1e-6);
+    double near = 1.01;  // with slow pairs shares are nearly the best
+    if (i % 2 == 1) {
+      const int a = static_cast<int>(random() % 4), b = static_cast<int>(random() % 3);
+      links.set_slow_pair(a, b < a ? b : b + 1, links.link(a, b < a ? b : b + 1).bytes_per_s / 5);
+      near = 1.03;
+    }
     const auto seconds = [&](const std::vector<int>& shares) {
       return predicted_seconds({Algorithm::direct, shares}, volume, links, domains);
     };
@@ -80,13 +146,14 @@ TEST(BestShares, AreTheBestOfAll) {
         }
       }
     }
-    EXPECT_LE(seconds(best_shares(links)), best * 1.01);
+    EXPECT_LE(seconds(best_shares(links)), best * near) << "seed " << kSeed << ", case " << i;
   }
 }
 
 /// Hosts of one rank each with a network interface each, and how long a call really takes.
 struct World {
   std::vector<double> rates{};
+  std::vector<SlowPair> slow{};
   double latency = 1e-4;
   double bytes = 32 << 20;
   double tree_overhead = 1.2, ring_overhead = 1.1;  // that no model knows
@@ -96,6 +163,15 @@ struct World {
   int measurements = 0;
 
   int hosts() const { return static_cast<int>(rates.size()); }
+  double rate(int a, int b) const {
+    double rate = std::min(rates[index(a)], rates[index(b)]);
+    for (const SlowPair& pair : slow) {
+      if (std::min(a, b) == pair.a && std::max(a, b) == pair.b) {
+        rate = std::min(rate, pair.bytes_per_second);
+      }
+    }
+    return rate;
+  }
   /// Nobody is faster than all others, which measurements of pairs would not show.
   void level() {
     const auto fastest = std::max_element(rates.begin(), rates.end());
@@ -115,7 +191,8 @@ struct World {
     const int n = hosts();
     double longest = 0;
     if (way.algorithm == Algorithm::ring) {
-      const double slowest = *std::min_element(rates.begin(), rates.end());
+      double slowest = rates[0];
+      for (int h = 0; h < n; ++h) slowest = std::min(slowest, rate(h, (h + 1) % n));
       return ring_overhead * (2.0 * (n - 1) / n * bytes / slowest + 2 * (n - 1) * latency);
     }
     const std::vector<double> part = parts(way);
@@ -123,6 +200,11 @@ struct World {
       double carries = 1 + (n - 2) * part[index(h)];
       if (way.algorithm == Algorithm::tree) carries = (h > 0) + (2 * h + 1 < n) + (2 * h + 2 < n);
       longest = std::max(longest, carries * bytes / rates[index(h)]);
+    }
+    for (const SlowPair& pair : slow) {
+      double carries = part[index(pair.a)] + part[index(pair.b)];
+      if (way.algorithm == Algorithm::tree) carries = pair.a == (pair.b - 1) / 2;
+      longest = std::max(longest, carries * bytes / pair.bytes_per_second);
     }
     if (way.algorithm == Algorithm::tree) return tree_overhead * longest + 4 * latency;
     return longest + 2 * latency + bytes / 1e6 * latency / 4;
@@ -166,12 +248,13 @@ struct World {
   double measure(CollectiveChoice& choice) {
     std::vector<LinkProbe> probes;
     double took = 0;
-    for (int phase = 0; phase < 3; ++phase) {
+    for (int phase = 0; phase < 6; ++phase) {
+      if (phase == 3 && !choice.doubtful(probes)) break;
       double longest = 0;
       for (int to = 0; to < hosts(); ++to) {
         const int from = (to + hosts() - 1 - phase % (hosts() - 1)) % hosts();
-        const double rate = std::min(rates[index(from)], rates[index(to)]);
-        const auto arrives = [&](double first) { return std::max(0.0, first - burst) / rate; };
+        const double rate_here = rate(from, to);
+        const auto arrives = [&](double first) { return std::max(0.0, first - burst) / rate_here; };
         const double drained = arrives(kProbeDrain);
         const double all =
             drained + (arrives(kProbeDrain + kProbeBytes) - drained) * noise(probe_noise);
@@ -203,7 +286,10 @@ std::vector<World> simulated() {
                          {.rates = {5e7, 1e8, 2e8, 1e8, 1e8}},
                          {.rates = {1e8, 1e8, 1e8, 1e8}, .bytes = 1 << 20},
                          {.rates = {1e8, 1e8, 1e8, 25e6}, .tree_overhead = 0.8},
-                         {.rates = {1e8, 1e8, 1e8, 1e8}, .ring_overhead = 0.7}};
+                         {.rates = {1e8, 1e8, 1e8, 1e8}, .ring_overhead = 0.7},
+                         {.rates = {1e8, 1e8, 1e8, 1e8}, .slow = {{0, 1, 1e7}}},
+                         {.rates = {1e8, 1e8, 1e8, 1e8}, .slow = {{1, 3, 25e6}, {2, 3, 1e7}}},
+                         {.rates = {1e8, 5e7, 1e8, 1e8}, .slow = {{0, 2, 1e7}}}};
   std::mt19937 random(kSeed);
   for (int i = 0; i < 12; ++i) {
     World world{.rates = {}, .random = std::mt19937(random())};
@@ -341,6 +427,25 @@ TEST(CollectiveChoice, FollowsALinkThatBecomesFourTimesSlower) {
           << to_string(changed, choice) << ", slower " << slow;
     }
   }
+}
+
+TEST(CollectiveChoice, FollowsAPairThatBecomesSlowAndRecovers) {
+  World world{.rates = {1e8, 1e8, 1e8, 1e8}};
+  const Domains domains = Domains::blocks(4, 1);
+  CollectiveChoice choice(domains);
+  world.measure(choice);
+  world.regret(choice, 100);
+  for (const auto& [a, b] : {std::pair(0, 1), std::pair(1, 3)}) {
+    world.slow = {{a, b, 1e7}};
+    world.regret(choice, 48);
+    EXPECT_LE(world.regret(choice, 64), 0.10) << to_string(world, choice);
+    ASSERT_EQ(choice.links().slow_pairs().size(), 1u);
+    EXPECT_EQ(choice.links().slow_pairs()[0].b, b);
+  }
+  world.slow = {};
+  world.regret(choice, 64);
+  EXPECT_LE(world.regret(choice, 64), 0.10) << to_string(world, choice);
+  EXPECT_TRUE(choice.links().slow_pairs().empty());
 }
 
 TEST(CollectiveChoice, FollowsALinkThatRecovers) {

@@ -2,15 +2,38 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <utility>
 
 namespace ferry {
 namespace {
 
 constexpr double kSameRate = 1.15, kSameLatency = 2;
+constexpr double kSlowPair = 1.5;  // times slower than both interfaces
 constexpr double kShortest = 1e-9;
 
 bool differ(double one, double other, double times) {
   return one > other * times || other > one * times;
+}
+
+bool sane(const LinkProbe& probe) {
+  return std::isfinite(probe.bytes_per_s) && std::isfinite(probe.latency_s) &&
+         probe.bytes_per_s > 0 && probe.latency_s > 0;
+}
+
+/// Of every pair that was probed: the slower direction of the best flow in each.
+std::map<std::pair<int, int>, double> pairs_in(const std::vector<LinkProbe>& probes) {
+  std::map<std::pair<int, int>, double> ways, pairs;
+  for (const LinkProbe& probe : probes) {
+    if (!sane(probe)) continue;
+    double& best = ways[{probe.from, probe.to}];
+    best = std::max(best, probe.bytes_per_s);
+  }
+  for (const auto& [way, rate] : ways) {
+    const auto [at, first] = pairs.try_emplace(std::minmax(way.first, way.second), rate);
+    if (!first) at->second = std::min(at->second, rate);
+  }
+  return pairs;
 }
 
 }  // namespace
@@ -22,9 +45,27 @@ double probed_rate(double drained_s, double all_s) {
 
 LinkTable::LinkTable(int domains, const LinkCost& first) : ports_(index(domains), first) {}
 
+void LinkTable::set_slow_pair(int a, int b, double bytes_per_second) {
+  const SlowPair pair{std::min(a, b), std::max(a, b), bytes_per_second};
+  const auto at = std::lower_bound(slow_.begin(), slow_.end(), pair,
+                                   [](const SlowPair& one, const SlowPair& other) {
+                                     return std::pair(one.a, one.b) < std::pair(other.a, other.b);
+                                   });
+  if (at != slow_.end() && at->a == pair.a && at->b == pair.b) {
+    *at = pair;
+  } else {
+    slow_.insert(at, pair);
+  }
+}
+
 LinkCost LinkTable::link(int a, int b) const {
-  return {(port(a).latency_s + port(b).latency_s) / 2,
-          std::min(port(a).bytes_per_s, port(b).bytes_per_s)};
+  LinkCost cost{(port(a).latency_s + port(b).latency_s) / 2,
+                std::min(port(a).bytes_per_s, port(b).bytes_per_s)};
+  for (const SlowPair& pair : slow_) {
+    if (pair.a != std::min(a, b) || pair.b != std::max(a, b)) continue;
+    cost.bytes_per_s = std::min(cost.bytes_per_s, pair.bytes_per_second);
+  }
+  return cost;
 }
 
 double LinkTable::largest_latency() const {
@@ -33,20 +74,48 @@ double LinkTable::largest_latency() const {
   return largest;
 }
 
-double LinkTable::slowest() const {
-  double least = port(0).bytes_per_s;
-  for (const LinkCost& port : ports_) least = std::min(least, port.bytes_per_s);
-  return least;
+bool LinkTable::measured(const std::vector<LinkProbe>& probes) {
+  const bool ports = measure_ports(probes);
+  return measure_pairs(probes) || ports;
 }
 
-bool LinkTable::measured(const std::vector<LinkProbe>& probes) {
+bool LinkTable::doubtful(const std::vector<LinkProbe>& probes) const {
+  LinkTable after = *this;
+  after.measured(probes);
+  return std::any_of(after.slow_.begin(), after.slow_.end(), [&](const SlowPair& pair) {
+    return differ(link(pair.a, pair.b).bytes_per_s, pair.bytes_per_second, kSameRate);
+  });
+}
+
+/// What was not probed stays as it is.
+bool LinkTable::measure_pairs(const std::vector<LinkProbe>& probes) {
+  if (domains() < 3) return false;  // a pair is its ports
+  const std::vector<SlowPair> before = std::exchange(slow_, {});
+  const auto probed = pairs_in(probes);
+  for (const SlowPair& pair : before) {
+    if (!probed.contains({pair.a, pair.b})) slow_.push_back(pair);
+  }
+  bool changed = false;
+  for (const auto& [ends, rate] : probed) {
+    const auto old = std::find_if(before.begin(), before.end(), [&](const SlowPair& pair) {
+      return std::pair(pair.a, pair.b) == ends;
+    });
+    const bool was = old != before.end();
+    const auto [a, b] = ends;
+    const bool is = rate * kSlowPair < std::min(port(a).bytes_per_s, port(b).bytes_per_s);
+    const bool stays = was && is && !differ(rate, old->bytes_per_second, kSameRate);
+    if (is) set_slow_pair(a, b, stays ? old->bytes_per_second : rate);
+    changed |= was != is || (is && !stays);
+  }
+  return changed;
+}
+
+bool LinkTable::measure_ports(const std::vector<LinkProbe>& probes) {
   bool changed = false;
   for (int d = 0; d < domains(); ++d) {
     double rate = 0, latency = 0;
     for (const LinkProbe& probe : probes) {
-      const bool sane = std::isfinite(probe.bytes_per_s) && std::isfinite(probe.latency_s) &&
-                        probe.bytes_per_s > 0 && probe.latency_s > 0;
-      if (!sane || (probe.from != d && probe.to != d)) continue;
+      if (!sane(probe) || (probe.from != d && probe.to != d)) continue;
       latency = rate > 0 ? std::min(latency, probe.latency_s) : probe.latency_s;
       rate = std::max(rate, probe.bytes_per_s);
     }

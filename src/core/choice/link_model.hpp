@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/domains.hpp"
+#include "ferry/collectives.hpp"
 
 namespace ferry {
 
@@ -34,7 +35,8 @@ struct LinkProbe {
 };
 
 /// The cost of the links between domains. Those of a domain share its network interface, so each
-/// domain has a cost, and a link α of both and β of the slower.
+/// domain has a cost, and a link α of both and β of the slower; but slow pairs have a β of their
+/// own.
 class LinkTable {
  public:
   explicit LinkTable(int domains = 1, const LinkCost& first = {});
@@ -42,17 +44,26 @@ class LinkTable {
   int domains() const { return static_cast<int>(ports_.size()); }
   const LinkCost& port(int domain) const { return ports_[index(domain)]; }
   void set_port(int domain, const LinkCost& cost) { ports_[index(domain)] = cost; }
+  /// In ascending order.
+  const std::vector<SlowPair>& slow_pairs() const { return slow_; }
+  void set_slow_pair(int a, int b, double bytes_per_second);
   LinkCost link(int a, int b) const;
   double largest_latency() const;
-  double slowest() const;
 
   /// A domain has β of its fastest flow: others were held up by their peers, or by a busy machine.
   /// So one that is faster than all others counts as the second fastest. A β that is within 15 % of
-  /// what it was, and an α within a half and twice, stay. Returns whether a β changed.
+  /// what it was, and an α within a half and twice, stay. A pair is slow where the best flow of one
+  /// direction had less than a 1.5th of what both domains have. Returns whether a β changed.
   bool measured(const std::vector<LinkProbe>& probes);
+  /// Whether that would make a pair slow that is not yet: a single flow is held up by chance, too.
+  bool doubtful(const std::vector<LinkProbe>& probes) const;
 
  private:
+  bool measure_ports(const std::vector<LinkProbe>& probes);
+  bool measure_pairs(const std::vector<LinkProbe>& probes);
+
   std::vector<LinkCost> ports_;
+  std::vector<SlowPair> slow_{};
 };
 
 }  // namespace ferry

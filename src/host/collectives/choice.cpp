@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "host/collectives/engine.hpp"
 
@@ -11,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kPhases = 3;          // of a measurement
+constexpr int kPhases = 3;          // of a measurement, at most; twice where a pair looks slow
 constexpr double kLongPhase = 0.1;  // seconds: the last one
 constexpr int kRoundTrips = 3;
 constexpr std::size_t kPiece = 64 << 10;
@@ -36,8 +37,11 @@ void HostCollectives::measure_links(const char* call, const StepMessage& head) {
   const int n = domains().count();
   std::vector<LinkProbe> probes;
   meet(call, head);  // earlier calls have ended everywhere, so inboxes are free
-  for (int phase = 0; phase < kPhases; ++phase) {
-    const int distance = 1 + phase % (n - 1);
+  int phases = kPhases;
+  const int before = std::exchange(phases_, phases_ + kPhases);  // more domains: others each time
+  for (int phase = 0; phase < 2 * phases; ++phase) {
+    if (phase == phases && !doubtful(probes)) break;
+    const int distance = 1 + (before + phase % phases) % (n - 1);
     Told mine;
     if (rank() == members().front()) {
       const int to = domains().members((domain() + distance) % n).front();
@@ -55,7 +59,7 @@ void HostCollectives::measure_links(const char* call, const StepMessage& head) {
       probes.push_back({(d + n - distance) % n, d, told.latency_s, told.bytes_per_s});
       longest = std::max(longest, told.took_s);
     }
-    if (longest > kLongPhase) break;
+    if (longest > kLongPhase) phases = std::min(phases, phase + 1);
   }
   std::scoped_lock lock(choice_mutex_);
   choice_.measured(probes);
@@ -109,6 +113,11 @@ double HostCollectives::probe(const char* call, int to, int from, int phase, dou
   return probed_rate(drained_s, std::max(drained_s, all_s - 2 * latency_s));
 }
 
+bool HostCollectives::doubtful(const std::vector<LinkProbe>& probes) const {
+  std::scoped_lock lock(choice_mutex_);
+  return choice_.doubtful(probes);
+}
+
 bool HostCollectives::links_due() const {
   std::scoped_lock lock(choice_mutex_);
   return choice_.measure_due();
@@ -156,6 +165,7 @@ Choice HostCollectives::choice(std::size_t bytes, bool any_order) const {
     told.latency_seconds.push_back(n > 1 ? port.latency_s : 0);
     told.bytes_per_second.push_back(n > 1 ? port.bytes_per_s : 0);
   }
+  told.slow_pairs = choice_.links().slow_pairs();
   return told;
 }
 

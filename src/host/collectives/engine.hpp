@@ -132,6 +132,7 @@ class HostCollectives final : public CollectivesEngine,
 
  private:
   Event transfer(bool sends, void* data, std::size_t bytes, int peer, int tag, Stream* stream);
+  bool doubtful(const std::vector<LinkProbe>& probes) const;
   double ping(const char* call, int to, int from);
   double probe(const char* call, int to, int from, int phase, double latency_s);
   /// What all ranks reported in the messages that they have just given each other.
@@ -160,6 +161,7 @@ class HostCollectives final : public CollectivesEngine,
   std::chrono::steady_clock::time_point met_{};
   mutable std::mutex choice_mutex_;
   CollectiveChoice choice_;
+  int phases_ = 0;  // of all measurements before
 };
 
 /// Tensors without elements may have no data; a block may lie where it belongs, where peers read
