@@ -1,9 +1,10 @@
 """all_reduce between hosts (network namespaces) with unequal links, as root. No test.
 
-    all_reduce_speed.py [--hosts 4] [--ranks 1] [--mbit 1000] [--slow HOST ...] [--json FILE]
+    all_reduce_speed.py [--hosts 4] [--ranks 1] [--mbit 1000] [--slow HOST ...] [--pair A B]
+                        [--json FILE]
 
 Every host is a domain. What a host sends and what it gets are limited to --mbit each, of host
---slow to a quarter; -1: of none. In each round the contenders come in turn: every algorithm with
+--slow to a quarter; -1: of none; what the hosts of --pair send each other to a tenth. In each round the contenders come in turn: every algorithm with
 equal shares, and the choice. Times are medians of the slowest rank, and so is the comparison: the
 choice against the best of the others.
 """
@@ -37,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="of a host")
     parser.add_argument("--mbit", type=float, default=1000, help="of a link, each way")
     parser.add_argument("--slow", type=int, nargs="+", default=[0, 1, 2, 3], help="host, -1: none")
+    parser.add_argument("--pair", type=int, nargs=2, help="two hosts")
     parser.add_argument("--bytes", type=int, default=32 << 20, help="of a tensor, f32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=8, help="calls of the choice before")
@@ -78,6 +80,7 @@ CHOICE = (
     "observed_seconds",
     "latency_seconds",
     "bytes_per_second",
+    "slow_pairs",
 )
 
 
@@ -89,6 +92,8 @@ def run(given: argparse.Namespace, slow: int) -> Result:
     ):
         for host in range(given.hosts):
             machines.shape_link(host, given.mbit / (4 if host == slow else 1))
+        if given.pair:
+            machines.shape_pair(*given.pair, given.mbit / 10, given.mbit)
         logs = Path(folder)
         until_end(machines.start_ranks(given.ranks, command, logs), logs)
         said = [lines_of(logs, rank)[0] for rank in range(given.hosts * given.ranks)]

@@ -271,6 +271,20 @@ class Hosts:
                     text=True,
                 )
 
+    def shape_pair(self, one: int, other: int, mbit: float, rest_mbit: float) -> None:
+        """What two hosts send each other at `mbit`, all that they send at `rest_mbit`."""
+        for host, peer in ((one, other), (other, one)):
+            to = self.address(peer)
+            for words in (
+                "qdisc replace dev eth0 root handle 1: htb default 10",
+                f"class add dev eth0 parent 1: classid 1:1 htb rate {rest_mbit}mbit burst 256kb",
+                f"class add dev eth0 parent 1:1 classid 1:10 htb rate {rest_mbit}mbit burst 256kb",
+                f"class add dev eth0 parent 1:1 classid 1:20 htb rate {mbit}mbit burst 256kb",
+                f"filter add dev eth0 protocol ip parent 1: u32 match ip dst {to} flowid 1:20",
+            ):
+                command = ["tc", "-n", self.names[host], *words.split()]
+                subprocess.run(command, check=True, capture_output=True, text=True)
+
     def drop(self, per_mille: int) -> None:
         """Every host loses so many of 1000 packets that reach it, at random."""
         rule = f"numgen random mod 1000 < {per_mille} counter drop"
