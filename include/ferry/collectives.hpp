@@ -62,20 +62,22 @@ constexpr std::string_view name_of(Algorithm algorithm) {
 ///
 ///   bf16, f16   2 bytes an element
 ///   e4m3        1 byte, and an f32 scale, amax / 448, for each 128 elements
+///   e5m2        the same with amax / 57344: twice the error, but 2^17 times the range in a block
 ///   automatic   exact where the codes save less than a tenth of the time, bf16 in the first calls
 ///               and for some calls after one that fell back, else e4m3; decided alike on all ranks
 ///
 /// A chunk (at most 32768 elements) that holds NaN or infinity crosses as f32, and one that f16
 /// cannot hold or whose error is over three times the mean as bf16: see CompressionStats.
-enum class ReduceFormat : std::uint8_t { exact, bf16, f16, e4m3, automatic };
+enum class ReduceFormat : std::uint8_t { exact, bf16, f16, e4m3, e5m2, automatic };
 
-/// "exact", "bf16", "f16", "e4m3", "automatic".
+/// "exact", "bf16", "f16", "e4m3", "e5m2", "automatic".
 constexpr std::string_view name_of(ReduceFormat format) {
   switch (format) {
     case ReduceFormat::exact: return "exact";
     case ReduceFormat::bf16: return "bf16";
     case ReduceFormat::f16: return "f16";
     case ReduceFormat::e4m3: return "e4m3";
+    case ReduceFormat::e5m2: return "e5m2";
     case ReduceFormat::automatic: return "automatic";
   }
   return "unknown";

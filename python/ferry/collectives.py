@@ -47,6 +47,7 @@ FORMATS = {
     "bf16": _ferry.ReduceFormat.bf16,
     "f16": _ferry.ReduceFormat.f16,
     "e4m3": _ferry.ReduceFormat.e4m3,
+    "e5m2": _ferry.ReduceFormat.e5m2,
     "automatic": _ferry.ReduceFormat.automatic,
 }
 # Defaults, known by identity: calls that give nothing else are one call of C++.
@@ -197,7 +198,8 @@ class Collectives:
             num_sms: on GPUs: how many multiprocessors run the call, the same on all ranks, 1 to
                 all; 0: a default, of which small tensors use fewer.
             format: as what sums and means of f32 cross between domains: "exact", "bf16", "f16",
-                "e4m3" (with a scale for each 128 elements) or "automatic"; see `compression`.
+                "e4m3" or "e5m2" (with a scale for each 128 elements) or "automatic"; see
+                `compression`.
                 Results of another than "exact" are rounded, to the same bits on all ranks. Not of
                 GPUs.
         """

@@ -14,7 +14,7 @@ from ferry.collectives import Collectives
 from ferry.torch_bootstrap import from_process_group
 
 # What crosses between domains; the sums are in fp32 in any case.
-FORMATS = {"exact": "exact", "bf16": "bf16", "f16": "f16", "e4m3": "e4m3", "auto": "automatic"}
+FORMATS = {name: name for name in ("exact", "bf16", "f16", "e4m3", "e5m2")} | {"auto": "automatic"}
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 ALGORITHMS = {name: name for name in ("automatic", "direct", "hierarchical", "ring", "tree")}
 
@@ -70,8 +70,8 @@ class Gradients:
 
     Args:
         format: of gradients in f32 where they cross between domains: "exact"; "bf16", "f16", or
-            "e4m3" with a scale for each 128; "auto": chosen in each call by the time that it saves.
-            Inside a domain, and in other dtypes, gradients are not compressed.
+            "e4m3" and "e5m2" with a scale for each 128; "auto": chosen in each call by the time that
+            it saves. Inside a domain, and in other dtypes, gradients are not compressed.
         algorithm: "direct", "hierarchical", "ring" or "tree", as of `Collectives.all_reduce`;
             "automatic": whichever is expected to take the least time. By ring and tree gradients
             are exact.

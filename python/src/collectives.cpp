@@ -168,6 +168,7 @@ void bind_options(nb::module_& m) {
       .value("bf16", ReduceFormat::bf16)
       .value("f16", ReduceFormat::f16)
       .value("e4m3", ReduceFormat::e4m3)
+      .value("e5m2", ReduceFormat::e5m2)
       .value("automatic", ReduceFormat::automatic);
 }
 

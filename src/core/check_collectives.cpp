@@ -50,7 +50,7 @@ void check_sum(std::string_view name, const ConstTensorView& tensor,
 void check_format(std::string_view call, const ConstTensorView& x, const ReduceOptions& options) {
   if (options.format > ReduceFormat::automatic) {
     refuse(call, "format", std::to_string(static_cast<int>(options.format)),
-           "exact, bf16, f16, e4m3 or automatic");
+           "exact, bf16, f16, e4m3, e5m2 or automatic");
   }
   const bool adds = options.op == ReduceOp::sum || options.op == ReduceOp::mean;
   const bool codes =

@@ -4,9 +4,9 @@
                         [--json FILE]
 
 Every host is a domain. What a host sends and what it gets are limited to --mbit each, of host
---slow to a quarter; -1: of none; what the hosts of --pair send each other to a tenth. In each round the contenders come in turn: every algorithm with
-equal shares, and the choice. Times are medians of the slowest rank, and so is the comparison: the
-choice against the best of the others.
+--slow to a quarter; -1: of none; what the hosts of --pair send each other to a tenth. In each
+round the contenders come in turn: every algorithm with equal shares, and the choice. Times are
+medians of the slowest rank, and so is the comparison: the choice against the best of the others.
 """
 
 from __future__ import annotations

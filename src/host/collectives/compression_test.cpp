@@ -14,7 +14,8 @@ constexpr CodeTally kUsual{0.00066, 1.0, 0};
 TEST(Compression, AFormatThatIsAskedForIsTaken) {
   const CompressionPolicy policy;
   EXPECT_FALSE(policy.formats(ReduceFormat::exact, kLarge).codes());
-  for (const auto format : {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3}) {
+  for (const auto format :
+       {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3, ReduceFormat::e5m2}) {
     const CodeFormats formats = policy.formats(format, 1);
     EXPECT_EQ(formats.measured, format);
     EXPECT_EQ(formats.sent, format);
@@ -90,7 +91,8 @@ TEST(Compression, TheMeanFollowsALastingChangeNotASpike) {
 // Such as sums of what a call has rounded, or gradients of a layer that is not used.
 TEST(Compression, ValuesThatTheFormatHoldsDoNotMakeOthersASpike) {
   CompressionPolicy policy;
-  for (const auto format : {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3}) {
+  for (const auto format :
+       {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3, ReduceFormat::e5m2}) {
     const double usual = policy.mean(format);
     for (int i = 0; i < 60; ++i) policy.learn(policy.formats(format, kLarge), {0, 1.0, 0});
     EXPECT_EQ(policy.mean(format), usual);

@@ -4,10 +4,11 @@
 //
 //   amax    largest |x|, at least 2^-100
 //   e4m3    scale = amax / 448; q = from_float<E4m3>(x * (448 / amax)); value = to_float(q) * scale
+//   e5m2    the same with 57344
 //   bf16, f16   q = from_float<T>(x); value = to_float(q)
 //
 // Unlike quantize_block (core/number/quantize.hpp), whose amax is at least 1e-4: gradients are
-// smaller than that. Codes lie one behind the other; the scales of e4m3 follow them, at a multiple
+// smaller than that. Codes lie one behind the other; the scales of fp8 follow them, at a multiple
 // of 4 bytes.
 #pragma once
 #include <cstddef>
@@ -19,7 +20,7 @@
 namespace ferry::host {
 
 /// What the codes of some elements lost: Σe² and Σg², of the elements whose magnitude is not the
-/// largest of its block. Those are always exact in e4m3, and one that is far larger than the others
+/// largest of its block. Those are always exact in fp8, and one that is far larger than the others
 /// would hide that it has cleared them.
 struct CodeError {
   double error = 0;
@@ -28,7 +29,7 @@ struct CodeError {
   bool overflow = false;   ///< a finite value became infinity
 };
 
-/// Where the scales of e4m3 begin, from the codes.
+/// Where the scales of fp8 begin, from the codes.
 constexpr std::size_t scales_offset(std::size_t count) {
   return (count + 3) / 4 * 4;
 }
@@ -38,7 +39,8 @@ constexpr std::size_t code_bytes(ReduceFormat format, std::size_t count) {
   switch (format) {
     case ReduceFormat::bf16:
     case ReduceFormat::f16: return 2 * count;
-    case ReduceFormat::e4m3: return scales_offset(count) + scale_count(count) * sizeof(float);
+    case ReduceFormat::e4m3:
+    case ReduceFormat::e5m2: return scales_offset(count) + scale_count(count) * sizeof(float);
     default: return sizeof(float) * count;
   }
 }
@@ -46,7 +48,7 @@ constexpr std::size_t code_bytes(ReduceFormat format, std::size_t count) {
 struct EncodeValues {
   const float* values = nullptr;
   std::size_t count = 0;
-  ReduceFormat format = ReduceFormat::bf16;  ///< bf16, f16 or e4m3
+  ReduceFormat format = ReduceFormat::bf16;  ///< bf16, f16, e4m3 or e5m2
   void* codes = nullptr;                     ///< [code_bytes], at a multiple of 4 bytes
 };
 

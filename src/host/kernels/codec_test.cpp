@@ -20,7 +20,8 @@ namespace ferry::host::test {
 namespace {
 
 constexpr unsigned kSeed = 20261124;
-constexpr ReduceFormat kCoded[] = {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3};
+constexpr ReduceFormat kCoded[] = {ReduceFormat::bf16, ReduceFormat::f16, ReduceFormat::e4m3,
+                                   ReduceFormat::e5m2};
 
 std::vector<const Kernels*> variants() {
   std::vector<const Kernels*> all{&kernels(), &kBaselineKernels};
@@ -81,6 +82,16 @@ TEST(Codec, SmallValuesKeepTheirPrecision) {
       {values.data(), values.size(), ReduceFormat::e4m3, std::vector<std::uint32_t>(512).data()});
   EXPECT_GT(told.signal, 0.0);
   EXPECT_LT(std::sqrt(told.error / told.signal), 0.04);
+}
+
+// Of values that are spread over many binades e4m3 loses the small ones, e5m2 only their digits.
+TEST(Codec, E5m2KeepsARangeThatE4m3DoesNot) {
+  std::vector<float> values(128);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = i == 0 ? 1.0f : 0x1.3p-20f;
+  CodeError told;
+  EXPECT_EQ(back_and_forth(kernels(), ReduceFormat::e4m3, values, told)[1], 0.0f);
+  const float back = back_and_forth(kernels(), ReduceFormat::e5m2, values, told)[1];
+  EXPECT_NEAR(back, values[1], 0.125f * values[1]);
 }
 
 TEST(Codec, SeesWhatAFormatCannotHold) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "core/number.hpp"
@@ -24,7 +25,8 @@ Known by_definition(const std::vector<float>& values) {
     float largest = 0;
     for (std::size_t i = at; i < end; ++i) largest = std::max(largest, std::fabs(values[i]));
     const float amax = std::max(largest, 0x1p-100f);
-    const float scale = amax / 448.0f, inv = 448.0f / amax;
+    constexpr float kTop = std::is_same_v<T, E5m2> ? 57344.0f : 448.0f;
+    const float scale = amax / kTop, inv = kTop / amax;
     for (std::size_t i = at; i < end; ++i) {
       float back;
       if constexpr (sizeof(T) == 1) {
@@ -44,6 +46,7 @@ Known by_definition(const std::vector<float>& values) {
 inline Known known_of(ReduceFormat format, const std::vector<float>& values) {
   if (format == ReduceFormat::bf16) return by_definition<Bf16>(values);
   if (format == ReduceFormat::f16) return by_definition<Fp16>(values);
+  if (format == ReduceFormat::e5m2) return by_definition<E5m2>(values);
   return by_definition<E4m3>(values);
 }
 
