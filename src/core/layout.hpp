@@ -104,8 +104,9 @@ struct StagingShape {
   std::size_t row_bytes = 0;
   std::int64_t scale_columns = 0;
   int topk = 1;
-  bool tokens = false;  ///< the plan's first dispatch
-  bool routes = false;  ///< its first hierarchical one
+  std::size_t route_bytes = 4;  ///< of a row (PackedRoutes)
+  bool tokens = false;          ///< the plan's first dispatch
+  bool routes = false;          ///< its first hierarchical one
   bool weights = false;
 };
 
@@ -113,7 +114,7 @@ struct StagingLayout {
   std::size_t rows_at = 0;       ///< [rows, row_bytes]
   std::size_t scales = 0;        ///< f32 [rows, scale_columns]
   std::size_t source_token = 0;  ///< i32 [rows]
-  std::size_t topk_idx = 0;      ///< i32 [rows, K], global ids
+  std::size_t topk_idx = 0;      ///< [rows, route_bytes], global ids, packed
   std::size_t weights = 0;       ///< f32 [rows, K]
   std::size_t bytes = 0;
 };
@@ -126,7 +127,7 @@ FERRY_FN constexpr StagingLayout make_staging_layout(const StagingShape& shape) 
   layout.rows_at = carver.take(n * shape.row_bytes);
   layout.scales = carver.take(n * static_cast<std::size_t>(shape.scale_columns) * sizeof(float));
   layout.source_token = carver.take(shape.tokens ? n * sizeof(std::int32_t) : 0);
-  layout.topk_idx = carver.take(shape.routes ? n * k * sizeof(std::int32_t) : 0);
+  layout.topk_idx = carver.take(shape.routes ? n * shape.route_bytes : 0);
   layout.weights = carver.take(shape.weights ? n * k * sizeof(float) : 0);
   layout.bytes = carver.end;
   return layout;

@@ -155,7 +155,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   void swap_counts(DomainPlan& state, RouteCounts own, const std::optional<Error>& invalid);
   CrossingTables& tables(DomainCall& call, const std::shared_ptr<DomainPlan>& state, Crossing how);
   std::vector<CrossedRoutes> swap_routes(DomainPlan& state, const CrossingLists& lists,
-                                         std::vector<std::byte>& come);
+                                         std::vector<std::int32_t>& come);
   void upload(DomainCall& call, const DomainTokens& tokens, CrossingTables& to);
   void plan_inside(DomainCall& call, int topk, int sources, CrossingTables& to);
   /// Through pinned memory: a copy of other memory blocks inside the driver.

@@ -9,6 +9,7 @@
 
 #include "base/text.hpp"
 #include "core/check.hpp"
+#include "core/packed_routes.hpp"
 #include "cuda/domains/engine.hpp"
 #include "cuda/runtime/event.hpp"
 #include "engine/counts.hpp"
@@ -22,9 +23,9 @@ namespace {
 
 constexpr std::size_t kMostWords = 300;
 
-/// Bytes of the routes of so many rows: tokens, then ids.
-std::size_t route_bytes(std::int64_t rows, int topk) {
-  return round_up(index(rows) * (1 + index(topk)) * sizeof(std::int32_t), kLineBytes);
+/// Bytes of the routes of so many rows: tokens, then packed ids.
+std::size_t route_bytes(std::int64_t rows, const PackedRoutes& form) {
+  return round_up(index(rows) * (sizeof(std::int32_t) + form.row_bytes()), kLineBytes);
 }
 
 /// Gathers tables into one place of memory.
@@ -155,14 +156,15 @@ Plan DomainEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& opti
 /// On the proxy's thread: the routes of the own tokens that cross, to where they cross, and of
 /// those that cross to here into `come`.
 std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const CrossingLists& lists,
-                                                     std::vector<std::byte>& come) {
+                                                     std::vector<std::int32_t>& come) {
   constexpr const char* kStage = "dispatch: routes";
   const int topk = state.topk;
+  const PackedRoutes form(placement_.experts, topk);
   const auto place = [&](int target, int source) {  // of a source's routes at a rank
     std::size_t bytes = 0;
     for (int s = 0; s < source; ++s) {
       bytes +=
-          route_bytes(crossing_rows(state.exchange, state.crossing, lists.how, s, target), topk);
+          route_bytes(crossing_rows(state.exchange, state.crossing, lists.how, s, target), form);
     }
     return bytes;
   };
@@ -186,30 +188,32 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
     const StepMessage theirs = channel_.head(block.rank);
     const std::size_t at = place(block.rank, rank());
     channel_.checked(kStage, block.rank, {theirs.staging_segment, theirs.staging_offset},
-                     at + route_bytes(block.rows, topk));
-    std::vector<std::int32_t> routes(
-        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row),
-        lists.tokens.begin() + static_cast<std::ptrdiff_t>(row + index(block.rows)));
-    for (std::int64_t i = 0; i < block.rows; ++i) {
-      const auto from = state.exchange.own.topk_idx.begin() +
-                        static_cast<std::ptrdiff_t>(lists.tokens[row + index(i)]) * topk;
-      routes.insert(routes.end(), from, from + topk);
+                     at + route_bytes(block.rows, form));
+    const std::size_t tokens_bytes = index(block.rows) * sizeof(std::int32_t);
+    std::vector<std::byte> routes(tokens_bytes + index(block.rows) * form.row_bytes());
+    if (block.rows > 0) std::memcpy(routes.data(), lists.tokens.data() + row, tokens_bytes);
+    for (std::size_t i = 0; i < index(block.rows); ++i) {
+      const auto* ids =
+          state.exchange.own.topk_idx.data() + index(lists.tokens[row + i]) * index(topk);
+      form.pack(ids, 1, routes.data() + tokens_bytes + i * form.row_bytes());
     }
-    sent[index(block.rank)] = routes.size() * sizeof(std::int32_t);
+    sent[index(block.rank)] = routes.size();
     channel_.reach().write(block.rank, {theirs.staging_segment, theirs.staging_offset + at},
-                           routes.data(), sent[index(block.rank)], channel_.delivery_tag());
+                           routes.data(), routes.size(), channel_.delivery_tag());
     row += index(block.rows);
   }
   for (int peer = 0; peer < size(); ++peer) channel_.deliver(peer, sent[index(peer)]);
   channel_.await_delivered(kStage);
-  const std::byte* from = staging_.data(StagingBuffers::kRoutes);
-  come.assign(from, from + (lists.in.empty() ? 0 : needs[index(rank())]));
+  come.resize(index(lists.in_rows()) * (1 + index(topk)));
   std::vector<CrossedRoutes> routes;
+  std::int32_t* to = come.data();
   for (const CrossingBlock& block : lists.in) {
-    const auto* words =
-        reinterpret_cast<const std::int32_t*>(come.data() + place(rank(), block.rank));
+    const std::byte* from = staging_.data(StagingBuffers::kRoutes) + place(rank(), block.rank);
     const auto n = index(block.rows);
-    routes.push_back({{words, n}, {words + n, n * index(topk)}});
+    if (n > 0) std::memcpy(to, from, n * sizeof(std::int32_t));
+    form.unpack(from + n * sizeof(std::int32_t), n, to + n);
+    routes.push_back({{to, n}, {to + n, n * index(topk)}});
+    to += n * (1 + index(topk));
   }
   return routes;
 }
@@ -282,7 +286,7 @@ CrossingTables& DomainEngine::tables(DomainCall& call, const std::shared_ptr<Dom
   proxy_->run(
       [this, step, plan, how] {
         step->lists = make_crossing_lists(plan->exchange, plan->crossing, how);
-        std::vector<std::byte> come;
+        std::vector<std::int32_t> come;
         const auto routes = swap_routes(*plan, step->lists, come);
         step->tokens = make_domain_tokens(plan->exchange, plan->crossing, step->lists, routes);
         if (step->tokens.offender >= 0) {

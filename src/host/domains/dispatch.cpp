@@ -62,10 +62,12 @@ void send_chunk(const DispatchCall& call, DispatchPush& push, int domain, std::i
   if (shape.tokens) send(layout.source_token, sizeof(std::int32_t), tokens);
   if (shape.routes) {
     const std::int32_t* ids = call.exchange().own.topk_idx.data();
-    send(layout.topk_idx, topk * sizeof(std::int32_t),
-         gathered<std::int32_t>(tokens, topk, [&](std::size_t token, std::size_t k) {
-           return ids[token * topk + k];
-         }));
+    std::vector<std::byte> packed(tokens.size() * shape.route_bytes);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      call.packed_routes().pack(ids + index(tokens[i]) * topk, 1,
+                                packed.data() + i * shape.route_bytes);
+    }
+    send(layout.topk_idx, shape.route_bytes, packed);
   }
   if (shape.weights) {
     const auto* own = static_cast<const float*>(call.options.topk_weights->data);

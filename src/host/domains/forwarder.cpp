@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/packed_routes.hpp"
 #include "host/kernels/kernels.hpp"
 
 namespace ferry::host {
@@ -85,11 +86,11 @@ void Forwarder::spread(std::size_t feeder) {
 
 void Forwarder::learn(std::size_t feeder, std::int64_t first, std::int64_t end) {
   const auto topk = index(plan_.topk);
-  const std::size_t at = index(plan_.crossing.feeder_row[feeder] + first) * topk;
+  const std::size_t at = index(plan_.crossing.feeder_row[feeder] + first) * shape_.route_bytes;
   // A copy: what is looked at is what is used.
   std::vector<std::int32_t> ids(index(end - first) * topk);
-  std::memcpy(ids.data(), staging_ + layout_.topk_idx + at * sizeof(std::int32_t),
-              ids.size() * sizeof(std::int32_t));
+  PackedRoutes(engine_.placement().experts, plan_.topk)
+      .unpack(staging_ + layout_.topk_idx + at, index(end - first), ids.data());
   const int source = plan_.crossing.feeders[feeder];
   if (!append_rows(plan_.forwards[feeder], exchange(), plan_.crossing, feeder, ids)) {
     channel().throw_violation(kRowsToSpread, source, "sent routes that are not those it counted");

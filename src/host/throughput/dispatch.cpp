@@ -57,6 +57,7 @@ class DispatchJob {
   void agree();
   void check_grants() const;
   void finish_routes();
+  void take_routes(const std::byte* came);
   void check_routes() const;
   void fan_out();
 
@@ -269,9 +270,8 @@ void DispatchJob::finish_routes() {
   if (call_.carries_routes) {
     const auto* tokens =
         reinterpret_cast<const std::int32_t*>(side_region_.data + side.source_token);
-    const auto* routes = reinterpret_cast<const std::int32_t*>(side_region_.data + side.topk_idx);
     call_.plan->routes.source_token.assign(tokens, tokens + rows);
-    call_.plan->routes.topk_idx.assign(routes, routes + slots);
+    take_routes(side_region_.data + side.topk_idx);
     check_routes();
     call_.plan->routes_known.store(true, std::memory_order_release);
   }
@@ -286,6 +286,25 @@ void DispatchJob::finish_routes() {
     auto* weights = result_.topk_weights.as<float>();
     if (slots > 0) std::memcpy(weights, side_region_.data + side.weights, slots * sizeof(float));
     std::fill(weights + slots, weights + all, 0.0f);
+  }
+}
+
+/// Those of a source in another domain lie packed where its rows begin.
+void DispatchJob::take_routes(const std::byte* came) {
+  const auto topk = static_cast<std::size_t>(call_.plan->topk);
+  const auto& first = call_.exchange().recv_offset;
+  std::vector<std::int32_t>& ids = call_.plan->routes.topk_idx;
+  ids.resize(static_cast<std::size_t>(first.back()) * topk);
+  for (std::size_t s = 0; s + 1 < first.size(); ++s) {
+    const auto at = static_cast<std::size_t>(first[s]) * topk;
+    const auto rows = static_cast<std::size_t>(first[s + 1] - first[s]);
+    const std::byte* from = came + at * sizeof(std::int32_t);
+    if (rows == 0) continue;
+    if (const auto form = call_.packed_routes(static_cast<int>(s), call_.engine.rank())) {
+      form->unpack(from, rows, ids.data() + at);
+    } else {
+      std::memcpy(ids.data() + at, from, rows * topk * sizeof(std::int32_t));
+    }
   }
 }
 

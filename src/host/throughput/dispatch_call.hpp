@@ -3,9 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/layout.hpp"
+#include "core/packed_routes.hpp"
 #include "core/wire_row.hpp"
 #include "host/throughput/engine.hpp"
 
@@ -33,12 +35,20 @@ struct DispatchCall {
   SideLayout side_layout(std::int64_t rows) const {
     return make_side_layout(rows, plan->topk, carries_routes, has_weights());
   }
+  /// Global ids, as they cross to be spread.
+  PackedRoutes packed_routes() const { return {engine.placement().experts, plan->topk}; }
+  /// Ids of the experts of `target`, as they come from `source`: packed where they cross.
+  std::optional<PackedRoutes> packed_routes(int source, int target) const {
+    if (hierarchical() || engine.topology().together(source, target)) return std::nullopt;
+    return PackedRoutes(engine.placement().local_experts(target), plan->topk);
+  }
   /// Of what crosses to `rank`.
   StagingShape staging_shape(int rank) const {
     return {plan->crossing.staging_rows[index(rank)],
             row.bytes(),
             row.scale_columns,
             plan->topk,
+            packed_routes().row_bytes(),
             carries_routes,
             carries_forwards,
             has_weights()};

@@ -110,7 +110,14 @@ void DispatchPush::side(int peer) {
   if (call_.carries_routes) {
     write(peer, {theirs.side_segment, theirs.side_offset + side.source_token + first * 4}, tokens,
           rows * sizeof(std::int32_t));
-    send(theirs.side_segment, theirs.side_offset + side.topk_idx + first * topk * 4, routes);
+    const std::uint64_t place = theirs.side_offset + side.topk_idx + first * topk * 4;
+    if (const auto form = call_.packed_routes(channel_.rank(), peer)) {
+      std::vector<std::byte> packed(rows * form->row_bytes());
+      form->pack(routes.data(), rows, packed.data());
+      send(theirs.side_segment, place, packed);
+    } else {
+      send(theirs.side_segment, place, routes);
+    }
   }
   if (call_.has_weights()) {
     std::vector<float> weights(rows * topk);
