@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -342,26 +343,64 @@ def functional(compiled: bool) -> None:
 
 
 def other_devices() -> None:
-    calls: list[Any] = []
+    """Every call goes to the group of the device, by a name that torch's groups, NCCL's too, have."""
+    backend: Any = torch._C._distributed_c10d.Backend  # type: ignore[attr-defined]
+    calls: list[str] = []
+
+    class Work:
+        def wait(self, *args: Any) -> bool:
+            return True
 
     class Other:
-        def allreduce(self, tensors: Any, opts: Any) -> Any:
-            calls.append(("allreduce", tensors[0].shape))
+        def __getattr__(self, name: str) -> Any:
+            getattr(backend, name)  # raises AttributeError where NCCL's group has no such call
 
-        def _allgather_base(self, output: Any, mine: Any, opts: Any) -> Any:
-            calls.append(("_allgather_base", output.shape))
+            def call(*args: Any, **kwargs: Any) -> Work:
+                calls.append(name)
+                return Work()
 
-        def shutdown(self) -> None:
-            calls.append("shutdown")
+            return call
 
     made: list[Any] = []
     torch_process_group.delegates["meta"] = lambda *a: made.append(a) or Other()
-    x = torch.empty(3, device="meta")
-    dist.all_reduce(x)
-    dist.all_reduce(x)
-    dist.all_gather_into_tensor(torch.empty(12, device="meta"), x)
+    rank, size = world()
+    x = torch.empty(size, 2, device="meta")
+    rows = list(torch.empty(size, size, 2, device="meta").unbind())
+    root = rows if rank == 0 else None
+    whole = torch.empty(size * size, 2, device="meta")
+    every: list[tuple[str, Callable[[], object]]] = [
+        ("allreduce", lambda: dist.all_reduce(x)),
+        ("broadcast", lambda: dist.broadcast(x, 0)),
+        ("reduce", lambda: dist.reduce(x, 0)),
+        ("allgather", lambda: dist.all_gather(rows, x)),
+        ("all_gather_single", lambda: dist.all_gather_into_tensor(whole, x)),
+        ("reduce_scatter", lambda: dist.reduce_scatter(x, rows)),
+        ("reduce_scatter_single", lambda: dist.reduce_scatter_tensor(x, whole)),
+        ("all_to_all_single", lambda: dist.all_to_all_single(torch.empty_like(x), x)),
+        ("alltoall", lambda: dist.all_to_all(rows, [torch.empty_like(x) for _ in rows])),
+        ("gather", lambda: dist.gather(x, root, dst=0)),
+        ("scatter", lambda: dist.scatter(x, root, src=0)),
+        ("send", lambda: dist.send(x, (rank + 1) % size)),
+        ("recv", lambda: dist.recv(x, (rank - 1) % size)),
+    ]
+    older = {
+        "all_gather_single": "_allgather_base",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "all_to_all_single": "alltoall_base",
+    }
+    for name, call in every:
+        calls.clear()
+        call()
+        assert calls in ([name], [older.get(name)]), (name, calls)
+    calls.clear()
+    with dist._coalescing_manager(device=x.device):
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+    assert calls in (
+        ["allreduce_coalesced"],
+        ["_start_coalescing", "allreduce_coalesced", "_end_coalescing"],
+    ), calls
     assert len(made) == 1 and made[0][1:3] == world()
-    assert calls == [("allreduce", (3,)), ("allreduce", (3,)), ("_allgather_base", (12,))]
     del torch_process_group.delegates["meta"]
 
 
