@@ -343,7 +343,7 @@ def functional(compiled: bool) -> None:
 
 
 def other_devices() -> None:
-    """Every call goes to the group of the device, by a name that torch's groups, NCCL's too, have."""
+    """Every call goes to the group of the device, by a name that torch's backends have."""
     backend: Any = torch._C._distributed_c10d.Backend  # type: ignore[attr-defined]
     calls: list[str] = []
 
