@@ -238,8 +238,42 @@ class Throughput:
         return tensor_of(combined.raw.x), weights, event
 
     # The original takes these for ranks of several hosts; here a rank's host makes no difference.
-    internode_dispatch = dispatch
     internode_combine = combine
+
+    def internode_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        num_worst_tokens: int = 0,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Any, EventOverlap]:
+        """`dispatch`, with its arguments in the order that the original has them here."""
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
+        )
 
     @staticmethod
     def _unpack_bias(bias: Any) -> tuple[Any, Any]:

@@ -240,7 +240,7 @@ def internode_names(buffer: Any, device: str) -> None:
     config = deep_ep.Config(8)
     per_rank, per_host, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, job.experts)
     layout = (per_rank, per_host, in_ranks, per_expert)
-    got = buffer.internode_dispatch(x, None, *layout, idx, weights, 2, 0, config)
+    got = buffer.internode_dispatch(x, None, *layout, idx, weights, 2, config)
     check_rows(got[0], job.x, job, rank, device, "")
     assert all(count % 2 == 0 for count in got[3])
     when = {"previous_event": buffer.capture(), "async_finish": True}
