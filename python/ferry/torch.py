@@ -19,6 +19,13 @@ from ferry.torch_exchange import TorchPlan, TorchReceived, combine, dispatch, pl
 from ferry.torch_experts import ExpertParallel
 from ferry.torch_gradients import Gradients, gradient_hook
 from ferry.torch_process_group import register as _register
+from ferry.torch_rows import (
+    expert_rows,
+    probs_of_routes,
+    routes_of_map,
+    row_weights,
+    slot_weights,
+)
 from ferry.torch_sampler import BalancedSampler
 from ferry.torch_streams import record_stream
 from ferry.torch_wrapped_experts import ignore_experts
@@ -34,9 +41,14 @@ __all__ = [
     "TorchReceived",
     "combine",
     "dispatch",
+    "expert_rows",
     "from_process_group",
     "gradient_hook",
     "ignore_experts",
     "plan",
+    "probs_of_routes",
     "record_stream",
+    "routes_of_map",
+    "row_weights",
+    "slot_weights",
 ]

@@ -14,6 +14,7 @@ from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
 from ferry.torch_exchange import combine, dispatch, planned
+from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
 from ferry.torch_wrapped_experts import ready, walked, watch
 
@@ -108,7 +109,7 @@ class ExpertParallel(nn.Module):
         assert weights is not None
         assert slots is not None
         made = self.experts(rows, offsets)
-        factors = _of_rows(weights, ids, slots, made.shape[0])
+        factors = row_weights(weights, ids, slots, made.shape[0])
         weighted = (made.float() * factors[:, None]).to(x.dtype)
         return combine(self.group, plan, weighted, **self.layout)
 
@@ -205,13 +206,6 @@ class ExpertParallel(nn.Module):
         offsets = torch.arange(0, local * each + 1, each, device=rows.device)
         made: Tensor = self.experts(rows.reshape(-1, hidden), offsets)
         return made.view(local, each, -1)
-
-
-def _of_rows(weights: Tensor, topk_idx: Tensor, slot_rows: Tensor, rows: int) -> Tensor:
-    """The weight of each expert-major row, 0 for padding: f32 [rows]. Of a worst case, slots that
-    did not arrive are known by their id alone."""
-    places = torch.where(topk_idx < 0, rows, slot_rows).flatten()
-    return weights.new_zeros(rows + 1).scatter(0, places, weights.flatten())[:-1]
 
 
 def _decode(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, module: int) -> Tensor:
