@@ -19,6 +19,7 @@ from ferry.torch_exchange import TorchPlan, TorchReceived, combine, dispatch, pl
 from ferry.torch_experts import ExpertParallel
 from ferry.torch_gradients import Gradients, gradient_hook
 from ferry.torch_process_group import register as _register
+from ferry.torch_replicas import copy_experts, reduce_experts
 from ferry.torch_rows import (
     expert_rows,
     probs_of_routes,
@@ -40,6 +41,7 @@ __all__ = [
     "TorchPlan",
     "TorchReceived",
     "combine",
+    "copy_experts",
     "dispatch",
     "expert_rows",
     "from_process_group",
@@ -48,6 +50,7 @@ __all__ = [
     "plan",
     "probs_of_routes",
     "record_stream",
+    "reduce_experts",
     "routes_of_map",
     "row_weights",
     "slot_weights",

@@ -1,6 +1,6 @@
-"""The interface of DeepEP 1.2.1, carried by Ferry.
+"""The interfaces of DeepEP, carried by Ferry: `Buffer` of 1.2.1, `ElasticBuffer` of V2.
 
-`Buffer` is the way in; docs/deep_ep.md of Ferry says what is the same and what differs.
+docs/deep_ep.md of Ferry says what is the same and what differs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,32 @@ except ImportError as _error:
     ) from _error
 
 from deep_ep import utils
+from deep_ep._C import (
+    get_num_allocation_alignment,
+    get_num_rdma_alignment,
+    get_num_tma_alignment,
+)
 from deep_ep.buffer import Buffer
+from deep_ep.buffers.elastic import ElasticBuffer
 from deep_ep.config import Config, topk_idx_t
+from deep_ep.ep_handle import EPHandle
 from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 
 __version__ = "1.2.1"
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_num_allocation_alignment",
+    "get_num_rdma_alignment",
+    "get_num_tma_alignment",
+    "get_physical_domain_size",
+    "topk_idx_t",
+    "utils",
+]

@@ -27,7 +27,7 @@ _CARRIED = {  # by Ferry as they are
 def check_rows(call: str, name: str, x: Any) -> None:
     """Rows that can travel: dense, of whole 16 bytes."""
     if not isinstance(x, Tensor) or x.dim() != 2:
-        refuse(call, name, _words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
+        refuse(call, name, words(x), "a torch.Tensor of two dimensions, [rows, hidden]")
     if not x.is_contiguous():
         refuse(call, name, f"strides {x.stride()}", "a contiguous tensor")
     row_bytes = x.shape[1] * x.element_size()
@@ -43,7 +43,7 @@ def carried_rows(x: Tensor) -> Tensor:
 def check_routes(call: str, topk_idx: Any) -> None:
     """Routes of tokens."""
     if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2:
-        refuse(call, "topk_idx", _words(topk_idx), "a torch.Tensor of two dimensions, [T, K]")
+        refuse(call, "topk_idx", words(topk_idx), "a torch.Tensor of two dimensions, [T, K]")
     good = topk_idx.dtype in (torch.int64, torch.int32)
     require(good, call, "topk_idx", topk_idx.dtype, "torch.int64 or torch.int32")
 
@@ -60,12 +60,12 @@ def check_layout(
             "those of get_dispatch_layout, or a handle",
         )
     if not isinstance(per_rank, Tensor) or per_rank.shape != (num_ranks,):
-        refuse(call, "num_tokens_per_rank", _words(per_rank), f"shape {(num_ranks,)}")
+        refuse(call, "num_tokens_per_rank", words(per_rank), f"shape {(num_ranks,)}")
     wanted = (x.shape[0], num_ranks)
     if not isinstance(in_rank, Tensor) or in_rank.shape != wanted or in_rank.dtype != torch.bool:
-        refuse(call, "is_token_in_rank", _words(in_rank), f"torch.bool of shape {wanted}")
+        refuse(call, "is_token_in_rank", words(in_rank), f"torch.bool of shape {wanted}")
     if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or per_expert.numel() == 0:
-        refuse(call, "num_tokens_per_expert", _words(per_expert), "one dimension, [experts]")
+        refuse(call, "num_tokens_per_expert", words(per_expert), "one dimension, [experts]")
 
 
 def check_sent(call: str, in_rank: Tensor, topk_idx: Tensor, num_experts: int) -> None:
@@ -90,7 +90,7 @@ def check_weights(call: str, topk_weights: Any, rows: int, slots: int | None) ->
         good = good and topk_weights.shape[1] == slots
     if not good:
         wanted = f"torch.float32 of shape ({rows}, {'K' if slots is None else slots})"
-        refuse(call, "topk_weights", _words(topk_weights), wanted)
+        refuse(call, "topk_weights", words(topk_weights), wanted)
 
 
 def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:
@@ -99,7 +99,7 @@ def carried_scales(call: str, x: Tensor, scales: Any) -> Tensor:
     good = isinstance(scales, Tensor) and scales.dim() == 2 and scales.shape[0] == x.shape[0]
     good = good and scales.dtype in (torch.float32, torch.int32)
     wanted = f"torch.float32 or torch.int32 of shape ({x.shape[0]}, any)"
-    require(good, call, "x[1], the scales", _words(scales), wanted)
+    require(good, call, "x[1], the scales", words(scales), wanted)
     carried: Tensor = scales
     return carried if carried.dtype == torch.float32 else carried.view(torch.float32)
 
@@ -110,14 +110,15 @@ def biases(call: str, x: Tensor, bias: Any) -> tuple[Tensor | None, Tensor | Non
         return None, None
     both = bias if isinstance(bias, tuple) else (bias, None)
     good = len(both) == 2 and all(one is None or isinstance(one, Tensor) for one in both)
-    require(good, call, "bias", _words(bias), "a tensor or a tuple of two")
+    require(good, call, "bias", words(bias), "a tensor or a tuple of two")
     for one in both:
         good = one is None or (one.dtype == x.dtype and one.is_contiguous())
-        require(good, call, "bias", _words(one), f"a contiguous tensor of {x.dtype}")
+        require(good, call, "bias", words(one), f"a contiguous tensor of {x.dtype}")
     return both
 
 
-def _words(value: object) -> str:
+def words(value: object) -> str:
+    """What it is, for messages."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return f"an object of type {type(value).__name__}"

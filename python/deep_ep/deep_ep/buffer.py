@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
-import ferry
-import ferry.torch
+from deep_ep.buffers.base import BufferBase
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.environment import qp_depth
-from deep_ep.errors import refuse_destroyed, require, require_integer
+from deep_ep.errors import require, require_integer
 from deep_ep.event import EventHandle, EventOverlap
-from deep_ep.groups import Groups
 from deep_ep.low_latency import LowLatency
-from deep_ep.runtime import Runtime
 from deep_ep.throughput import Throughput
 
 _MOST_BYTES = 1 << 62  # that ranks tell each other
 
 
-class Buffer(Throughput, LowLatency):
+class Buffer(BufferBase, Throughput, LowLatency):
     """R ranks that exchange tokens, in throughput mode and in low-latency mode.
 
     Making one is collective. All ranks make the same calls in the same order. Tensors lie on the
@@ -57,54 +53,27 @@ class Buffer(Throughput, LowLatency):
         enable_shrink: bool = False,
         comm: Any = None,
     ) -> None:
-        self.runtime: Any = None
+        super().__init__(explicitly_destroy)
         num_nvl_bytes = _size("num_nvl_bytes", num_nvl_bytes)
         num_rdma_bytes = _size("num_rdma_bytes", num_rdma_bytes)
-        if group is not None:
-            bootstrap = ferry.torch.from_process_group(group)
-        elif comm is not None:
-            bootstrap = ferry.from_mpi(comm)
-        else:
-            raise ValueError(
-                "Buffer: got neither group nor comm; expected a process group of "
-                "torch.distributed, or comm=, a communicator of mpi4py"
-            )
-        self.group = group if group is not None else comm
-        self.rank: int = bootstrap.rank
-        self.group_size: int = bootstrap.size
+        self._meet(
+            group,
+            comm,
+            memory_bytes=num_nvl_bytes,
+            nvl_bytes=num_nvl_bytes,
+            rdma_bytes=num_rdma_bytes,
+        )
+        self.rank: int = self._groups.everyone.rank
+        self.group_size: int = self._groups.everyone.size
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth = qp_depth()
-        self._groups = Groups(bootstrap, num_nvl_bytes)
-        self.runtime = Runtime(self.rank, self.group_size, num_nvl_bytes, num_rdma_bytes)
         self._open_low_latency()
 
-    def destroy(self) -> None:
-        """Leave. Needs explicitly_destroy. It waits for no peer: every rank may come to it when it
-        is done with its own calls, and results stay valid until they are dropped."""
-        assert self.explicitly_destroy, (
-            "destroy: this Buffer was made without explicitly_destroy=True; expected it, or to "
-            "drop the last reference instead"
-        )
-        if self.runtime is None:
-            return
-        runtime, self.runtime = self.runtime, None
+    def _close(self) -> None:
         self._close_low_latency()
-        self._groups.destroy()
-        runtime.destroy()
-
-    def __del__(self) -> None:
-        # Groups are left with their last user: callers that make a larger Buffer and drop this one
-        # still have handles, which keep the group that they belong to.
-        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
-            print(
-                f"deep_ep: rank {self.rank}: a Buffer made with explicitly_destroy=True was "
-                "dropped without destroy()",
-                file=sys.stderr,
-            )
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -178,16 +147,6 @@ class Buffer(Throughput, LowLatency):
         good = wanted is not None and wanted <= most
         require(good, "get_local_buffer_tensor", "size", size, f"at most {most} elements")
         return tensor[:wanted].view(size)
-
-    def _require_living(self) -> None:
-        if self.runtime is None:
-            refuse_destroyed()
-
-    def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
-        """The group of Ferry with that many experts whose tensors lie there. Collective when it is
-        new; the same object after."""
-        self._require_living()
-        return self._groups.of(num_experts, device)
 
 
 def _size(name: str, value: Any) -> int:

@@ -9,9 +9,9 @@ import torch
 DEADLINE_S = 100.0
 
 
-def deadline() -> float:
+def deadline(default: float = DEADLINE_S) -> float:
     """FERRY_DEADLINE: seconds that any wait for a peer may take."""
-    return _number("FERRY_DEADLINE", DEADLINE_S)
+    return _number("FERRY_DEADLINE", default)
 
 
 def qp_depth() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -42,16 +43,40 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._release = False
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event, which must be there."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Let the current stream wait for the event, which must be there; what the hook of a call
+        returned, if there is one: it runs once, behind the first wait.
+
+        release_handle: drop the event, and with it what it keeps.
+        """
         assert self.event is not None, (
-            "EventOverlap: there is no event; expected one of a call with async_finish=True, or of "
-            "Buffer.capture()"
+            "EventOverlap: there is no event; expected one of a call with async_finish=True or "
+            "async_with_compute_stream=True, or of Buffer.capture()"
         )
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
+        if release_handle:
+            self.event = None
+        return result
 
-    def __call__(self) -> EventOverlap:
+    def wait(self) -> Any:
+        """`current_stream_wait()`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Call it behind the next wait, which returns what it returns."""
+        assert self.hook_after_wait is None, (
+            "EventOverlap: there is a hook already; expected one for each wait"
+        )
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For a `with` block, which then waits with this release_handle."""
+        self._release = release_handle
         return self
 
     def __enter__(self) -> EventOverlap:
@@ -63,5 +88,6 @@ class EventOverlap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        release, self._release = self._release, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release)

@@ -27,11 +27,14 @@ class Groups:
     """Made collectively.
 
     bootstrap: how the ranks find each other, used here and not after. memory_bytes: what the first
-    group on GPUs registers for tensors; the most that any rank says.
+    group on GPUs registers for tensors; the most that any rank says. seconds: that any wait may
+    take, unless FERRY_DEADLINE says it.
     """
 
-    def __init__(self, bootstrap: ferry.Bootstrap, memory_bytes: int) -> None:
-        self._deadline = deadline()
+    def __init__(
+        self, bootstrap: ferry.Bootstrap, memory_bytes: int, seconds: float | None = None
+    ) -> None:
+        self._deadline = deadline() if seconds is None else deadline(seconds)
         self._base = ferry.Group(
             bootstrap,
             experts=bootstrap.size,
@@ -71,6 +74,22 @@ class Groups:
             bootstrap = ferry.from_all_gather(ranks.index(self._base.rank), len(ranks), gather)
             found = self._made[key] = self._make(bootstrap, num_experts, device)
         return found
+
+    def collectives(self, device: torch.device, memory_bytes: int) -> ferry.Collectives:
+        """Collective: calls on dense tensors that lie there, with so much registered memory."""
+        on_gpu = device.type == "cuda"
+        return ferry.Collectives(
+            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+            deadline=self._deadline,
+            memory_bytes=max(_LEAST_BYTES, memory_bytes),
+            backend="cuda" if on_gpu else "host",
+            device=device if on_gpu else None,
+        )
+
+    def memory_bytes(self) -> int:
+        """That all groups hold on this rank."""
+        held = (group.memory() for group in (self._base, *self._made.values()))
+        return sum(one.control_bytes + one.arena_bytes + one.latency_bytes for one in held)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
         """Collective: the bytes of all ranks, in rank order."""

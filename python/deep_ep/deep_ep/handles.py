@@ -51,6 +51,11 @@ class Exchange:
         self.captured = captured
         self._sums = rows if sums is None else sums
 
+    @property
+    def domains(self) -> int:
+        """Of its group."""
+        return self.group.domains
+
     def cut(self, rows: Tensor) -> Tensor:
         """The rows that a combine brings back."""
         return rows if self._sums == self.rows else rows[: self._sums]

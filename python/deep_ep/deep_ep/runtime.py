@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import ferry
 from deep_ep.config import RANKS_OF_A_HOST, domains_of
 from deep_ep.errors import refuse_destroyed, require, require_integer
 
@@ -17,9 +18,9 @@ class Runtime:
     anything may be written into them at any time.
     """
 
-    def __init__(self, rank: int, num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
+    def __init__(self, everyone: ferry.Group, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self._rank, self._num_ranks = everyone.rank, everyone.size
+        self._domains = everyone.domains
         self._bytes = {False: num_nvl_bytes, True: num_rdma_bytes}
         self._buffers: dict[bool, torch.Tensor] = {}
         self._comm_stream: Any = None
@@ -32,6 +33,16 @@ class Runtime:
     def get_num_rdma_ranks(self) -> int:
         """Hosts of 8 ranks."""
         return domains_of(self._num_ranks)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Groups of ranks that share memory, and the ranks of one."""
+        return self._domains, self._num_ranks // self._domains
+
+    def get_logical_domain_size(self, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+        """The same where tokens cross between them once; else all ranks are one."""
+        if not allow_hybrid_mode or self._num_ranks % self._domains != 0:
+            return 1, self._num_ranks
+        return self.get_physical_domain_size()
 
     def get_rdma_rank(self) -> int:
         """The host of this rank."""

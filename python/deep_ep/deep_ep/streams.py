@@ -22,7 +22,8 @@ class Turn:
     `previous_event` it stands on the communication stream, which first waits for that event alone,
     or else for the current stream.
 
-    runtime: None of a Buffer that was destroyed, which is refused.
+    runtime: None of a Buffer that was destroyed, which is refused. also: a further event that the
+    call waits for.
     """
 
     def __init__(
@@ -30,13 +31,14 @@ class Turn:
         call: str,
         runtime: Runtime | None,
         device: torch.device,
-        previous_event: EventOverlap | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        also: EventOverlap | EventHandle | None = None,
     ) -> None:
         if runtime is None:
             refuse_destroyed()
-        previous = getattr(previous_event, "event", None)
+        previous = event_of(previous_event)
         if allocate_on_comm_stream:
             require(
                 previous is not None and async_finish,
@@ -48,9 +50,12 @@ class Turn:
         self._async_finish = async_finish
         self.stream: Any = None
         """The torch.cuda.Stream for Ferry's `stream=`; None: the current one, or none at all."""
-        if not async_finish and previous is None:
-            return
         if device.type != "cuda":
+            return
+        further = event_of(also)
+        if not async_finish and previous is None:
+            if further is not None:
+                further.current_stream_wait()
             return
         self._current = torch.cuda.current_stream(device)
         self.stream = runtime.get_comm_stream()
@@ -58,6 +63,8 @@ class Turn:
             self.stream.wait_stream(self._current)
         else:
             previous.stream_wait(self.stream)
+        if further is not None:
+            further.stream_wait(self.stream)
 
     def context(self, *read: torch.Tensor) -> AbstractContextManager[Any]:
         """Around torch's own work of the call, which reads these tensors of the caller's."""
@@ -81,6 +88,14 @@ class Turn:
             if not self._async_finish:
                 self._current.wait_stream(self.stream)
         return EventOverlap(EventHandle(self.stream) if self._async_finish else None)
+
+
+def event_of(given: Any) -> EventHandle | None:
+    """Of what callers pass as an event: an EventHandle, or an EventOverlap with one."""
+    if given is None or isinstance(given, EventHandle):
+        return given
+    found: EventHandle | None = getattr(given, "event", None)
+    return found
 
 
 def hook_of(

@@ -66,6 +66,8 @@ def what_callers_read(buffer: Any, device: str) -> None:
     assert runtime.get_local_device_id() == (torch.cuda.current_device() if on_gpu else -1)
     assert runtime.get_local_ipc_handle() == runtime.get_local_nvshmem_unique_id() == b""
     runtime.sync([], [], None)
+    assert buffer.main_context is buffer.context is runtime
+    buffer.print_memory_usage()
     if device == "cuda":
         stream = buffer.get_comm_stream()
         assert isinstance(stream, torch.cuda.Stream) and stream != torch.cuda.current_stream()

@@ -11,9 +11,10 @@ import deep_ep
 
 
 def exchange(boot: Any, where: dict[str, Any], body: Any, arguments: Any, options: Any) -> Any:
-    """One body on this rank, with a Buffer of this device."""
+    """One body on this rank, with a buffer of this device. kind: the name of its class."""
     comm = ThreadComm(boot)
-    buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, **options)
+    kind = getattr(deep_ep, options.pop("kind", "Buffer"))
+    buffer = kind(comm, explicitly_destroy=True, **options)
     try:
         result = body(buffer, "cuda" if where["backend"] == "cuda" else "cpu", *arguments)
         comm.allgather(None)

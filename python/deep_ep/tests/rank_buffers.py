@@ -36,11 +36,13 @@ def run_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
     return run_threads(size, lambda rank: body(comms[rank]))
 
 
-def run_buffers(size: int, body: Callable[[Any], T], **options: Any) -> list[T]:
-    """The same of `body(buffer)`; the ranks meet before a Buffer goes."""
+def run_buffers(
+    size: int, body: Callable[[Any], T], kind: Any = deep_ep.Buffer, **options: Any
+) -> list[T]:
+    """The same of `body(buffer)`, with a buffer of this kind; the ranks meet before it goes."""
 
     def one(comm: ThreadComm) -> T:
-        buffer = deep_ep.Buffer(None, comm=comm, **options)
+        buffer = kind(comm, **options)
         try:
             result = body(buffer)
         except BaseException:  # whose traceback would keep the buffer, and the others waiting

@@ -27,7 +27,7 @@ def test_a_wheel_is_pure_python_and_serves(tmp_path: Path) -> None:
         ]
     # The index has another project of the name ferry: nobody shall be given that one.
     assert asked == ["Requires-Dist: torch>=2.4"]
-    modules = {p.relative_to(SOURCE).as_posix() for p in SOURCE.glob("deep_ep*/*.py")}
+    modules = {p.relative_to(SOURCE).as_posix() for p in SOURCE.glob("deep_ep*/**/*.py")}
     assert modules == {n for n in names if n.endswith(".py")}
     # A wheel of pure Python can be imported as it lies.
     code = f"""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import buffer_bodies
+import elastic_bodies
 import handle_bodies
 import low_latency_calls
 import mask_bodies
@@ -30,6 +31,15 @@ def pool() -> Iterator[Any]:
     """`pool(device, size)`: processes that stay from test to test."""
     with kept(BufferProcesses) as get:
         yield get
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["ElasticBuffer"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", elastic_bodies.ALL, ids=lambda body: body.__name__)
+def test_later_buffers_on_gpus(pool: Any, body: Any, size: int, kind: str) -> None:
+    pool("cuda", size).run(body, kind=kind)
 
 
 @pytest.mark.gpu

@@ -39,12 +39,6 @@ def test_the_names_that_callers_import() -> None:
     assert deep_ep_cpp.Buffer is not Buffer
 
 
-@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer"])
-def test_names_that_are_not_served_are_not_there(name: str) -> None:
-    with pytest.raises(ImportError):
-        exec(f"from deep_ep import {name}")
-
-
 @pytest.mark.parametrize(("bits", "dtype"), [("32", "int32"), ("64", "int64"), ("16", None)])
 def test_the_dtype_of_routes_is_chosen_by_a_variable(
     bits: str, dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -196,8 +190,9 @@ def test_the_hint_of_low_latency_mode_follows_the_formula() -> None:
 def test_calls_between_hosts_have_the_arguments_of_the_others() -> None:
     for name in ("dispatch", "combine"):
         call, between = getattr(Buffer, name), getattr(Buffer, f"internode_{name}")
-        assert inspect.signature(call) == inspect.signature(between)
-        assert len(inspect.signature(between).parameters) > 7
+        mine, others = (inspect.signature(one).parameters for one in (call, between))
+        assert set(mine) == set(others) and len(mine) > 7
+        assert all(mine[one].default == others[one].default for one in mine)
 
 
 def test_two_biases_are_unpacked() -> None:

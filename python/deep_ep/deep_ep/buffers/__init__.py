@@ -1,0 +1,1 @@
+"""The buffers of DeepEP's releases, each in the module that callers import it from."""

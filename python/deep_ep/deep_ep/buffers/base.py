@@ -1,0 +1,126 @@
+"""What the buffers of all releases share: how their ranks meet, and how one leaves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import ferry
+import ferry.torch
+from deep_ep.errors import refuse_destroyed
+from deep_ep.event import EventHandle
+from deep_ep.groups import Groups
+from deep_ep.runtime import Runtime
+
+
+class BufferBase:
+    """A rank's side of some ranks that exchange tensors.
+
+    explicitly_destroy: `destroy` will be called; else the last reference to go does it.
+    """
+
+    group: Any
+    _groups: Groups
+
+    def __init__(self, explicitly_destroy: bool = False) -> None:
+        self.explicitly_destroy = explicitly_destroy
+        self.runtime: Any = None
+
+    @property
+    def main_context(self) -> Any:
+        """Who this rank is among the others; None once destroyed."""
+        return self.runtime
+
+    @property
+    def context(self) -> Any:
+        """The same."""
+        return self.runtime
+
+    def print_memory_usage(self) -> None:
+        """Prints the bytes that Ferry holds for this buffer on this rank."""
+        self._require_living()
+        bytes_held = self._groups.memory_bytes()
+        print(f"deep_ep: rank {self._groups.everyone.rank}: {bytes_held} bytes", flush=True)
+
+    def destroy(self) -> None:
+        """Leave. Needs explicitly_destroy. It waits for no peer: every rank may come to it when it
+        is done with its own calls, and results stay valid until they are dropped."""
+        assert self.explicitly_destroy, (
+            f"destroy: this {type(self).__name__} was made without explicitly_destroy=True; "
+            "expected it, or to drop the last reference instead"
+        )
+        if self.runtime is None:
+            return
+        runtime, self.runtime = self.runtime, None
+        self._close()
+        self._groups.destroy()
+        runtime.destroy()
+
+    def _meet(
+        self,
+        group: Any,
+        comm: Any = None,
+        *,
+        memory_bytes: int = 0,
+        nvl_bytes: int = 0,
+        rdma_bytes: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """Collective: the constructor's share. group, comm: as of `bootstrap_of`, used here and not
+        after. The bytes: as of `Groups` and of a `Runtime`."""
+        bootstrap = bootstrap_of(type(self).__name__, group, comm)
+        self.group = group if group is not None else comm
+        self._groups = Groups(bootstrap, memory_bytes, deadline)
+        self.runtime = Runtime(self._groups.everyone, nvl_bytes, rdma_bytes)
+
+    def _close(self) -> None:
+        """Drops what holds the groups' memory, before they are left."""
+
+    def _require_living(self) -> None:
+        if self.runtime is None:
+            refuse_destroyed()
+
+    def _group_for(self, num_experts: int, device: torch.device) -> ferry.Group:
+        """The group of Ferry with that many experts whose tensors lie there. Collective when it is
+        new; the same object after."""
+        self._require_living()
+        return self._groups.of(num_experts, device)
+
+    def __del__(self) -> None:
+        # Groups are left with their last user: callers that make a larger buffer and drop this one
+        # still have handles, which keep the group that they belong to.
+        if getattr(self, "runtime", None) is not None and self.explicitly_destroy:
+            print(
+                f"deep_ep: rank {self._groups.everyone.rank}: a {type(self).__name__} made with "
+                "explicitly_destroy=True was dropped without destroy()",
+                file=sys.stderr,
+            )
+
+
+class Communicating(BufferBase):
+    """The calls that the buffers of V2 and V2.5 have in common, beside their exchanges."""
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """The point that the current stream has reached."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The torch.cuda.Stream that asynchronous exchanges run on."""
+        self._require_living()
+        return self.runtime.get_comm_stream()
+
+
+def bootstrap_of(call: str, group: Any, comm: Any = None) -> ferry.Bootstrap:
+    """How the ranks meet. group: a process group of torch.distributed, or what has Get_rank,
+    Get_size and allgather as mpi4py has them, which comm is, too."""
+    if group is None and comm is None:
+        raise ValueError(
+            f"{call}: got neither group nor comm; expected a process group of torch.distributed, "
+            "or a communicator of mpi4py"
+        )
+    if group is None or hasattr(group, "Get_rank"):
+        return ferry.from_mpi(comm if group is None else group)
+    return ferry.torch.from_process_group(group)

@@ -1,0 +1,8 @@
+"""Helpers of DeepEP that callers import; each release's are in the modules of this folder."""
+
+from __future__ import annotations
+
+from deep_ep.utils.envs import check_nvlink_connections
+from deep_ep.utils.event import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap", "check_nvlink_connections"]

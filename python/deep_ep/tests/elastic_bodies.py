@@ -1,0 +1,214 @@
+"""Bodies of tests of V2's and V2.5's exchanges: `body(buffer, device)` on every rank, which checks
+its own results."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from elastic_calls import (
+    ENDS,
+    MOST,
+    alike,
+    check_handle,
+    check_received,
+    combined,
+    dispatched,
+    ended,
+    expected,
+    made_of,
+    wait,
+)
+from reference import make_job
+from throughput_calls import inputs, on, same
+
+import deep_ep
+
+KINDS = ("bf16", "f32", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
+LAYOUTS = ((False, 1), (False, 4), (True, 1), (True, 8))
+
+
+def every_dispatch(buffer: Any, device: str) -> None:
+    """What is sent, in which layout, exact or not, and how it ends; then the same way again."""
+    rank = buffer.rank_idx
+    ways = itertools.cycle(ENDS)
+    for kind, (expand, step), exact in itertools.product(KINDS, LAYOUTS, (True, False)):
+        words = (kind, expand, step, exact, way := next(ways))
+        job = make_job(buffer.num_ranks, seed=len(kind) + step)
+        sent = inputs(job, kind)
+        x = on(device, sent[rank])
+        layout = {"do_expand": expand, "use_tma_aligned_col_major_sf": kind == "fp8"}
+        how = layout | {"expert_alignment": step, "do_cpu_sync": exact}
+        got = dispatched(buffer, device, job, x, way, do_zero_padding=expand, **how)
+        wait(got[4], way)
+        want = expected(job, rank, expand, step)
+        check_received(got, sent, job, rank, want, device, words)
+        check_handle(got[3], job, rank, want, step, exact)
+        rows = len(want.rows) if exact else got[3].num_recv_tokens
+        if expand and not exact:
+            rows = got[3].num_expanded_tokens
+        parts = got[0] if isinstance(got[0], tuple) else (got[0],)
+        assert {len(part) for part in parts} == {rows}, words
+        if kind == "fp8":
+            assert parts[1].stride() == (1, -(-rows // 4) * 4)
+        again = dispatched(buffer, device, job, x, way, handle=got[3], **layout)
+        wait(again[4], way)
+        assert again[3] is got[3] and again[2] is None
+        check_received(again, sent, job, rank, want, device, words)
+
+
+def every_combine(buffer: Any, device: str) -> None:
+    """Which rows and weights come back, with which biases, and how it ends."""
+    rank, once = buffer.rank_idx, not buffer.allow_multiple_reduction
+    ways = itertools.cycle(ENDS)
+    random = torch.Generator().manual_seed(6)
+    job = make_job(buffer.num_ranks, seed=8)
+    for dtype, (expand, step), exact, weighted, biased in itertools.product(
+        (torch.bfloat16, torch.float32), LAYOUTS, (True, False), (False, True), (0, 1, 2)
+    ):
+        words = (dtype, expand, step, exact, weighted, biased, way := next(ways))
+        x = [one.to(dtype) for one in job.x]
+        how = {"do_expand": expand, "expert_alignment": step, "do_cpu_sync": exact}
+        got = dispatched(buffer, device, job, x[rank].to(device), **how)
+        want = expected(job, rank, expand, step)
+        rows = got[0].clone()
+        kept = len(want.rows)
+        rows[:kept] = made_of(want, rank, rows[:kept])
+        own = [torch.randn(x[rank].shape, generator=random).to(dtype) for _ in range(biased)]
+        here = [bias.to(device) for bias in own]
+        bias = (None, here[0] if here else None, tuple(here))[biased]
+        y, back, event = buffer.combine(
+            rows,
+            got[3],
+            topk_weights=got[2] if weighted else None,
+            bias=bias,
+            **ended(buffer, way),
+        )
+        wait(event, way)
+        same(y, combined(job, rank, x, step, expand, own, once and expand), device, words)
+        assert (back is None) == (not weighted), words
+        if back is not None:
+            ids, sent = job.topk_idx[rank], job.topk_weights[rank]
+            same(back, torch.where(ids >= 0, sent, 0.0), device, words)
+
+
+def several_in_flight(buffer: Any, device: str) -> None:
+    """Layers one after the other, answered in the order of a backward; weights of a cached
+    dispatch are new ones."""
+    rank = buffer.rank_idx
+    jobs = [make_job(buffer.num_ranks, seed=seed) for seed in (31, 32, 33)]
+    layers = [
+        dispatched(buffer, device, job, job.x[rank].to(device), do_expand=True, expert_alignment=2)
+        for job in jobs
+    ]
+    for job, got in reversed(list(zip(jobs, layers))):
+        want = expected(job, rank, True, 2)
+        weights = job.topk_weights[rank].to(device) * 2
+        grads = (job.x[rank] * 2).to(device)
+        again = buffer.dispatch(grads, topk_weights=weights, handle=got[3], do_expand=True)
+        same(again[0], want.of([one * 2 for one in job.x]), device)
+        same(again[2], want.weights() * 2, device)
+        y = buffer.combine(made_of(want, rank, got[0]), got[3])[0]
+        once = not buffer.allow_multiple_reduction
+        same(y, combined(job, rank, job.x, 2, True, (), once), device)
+
+
+def counted(buffer: Any, device: str) -> None:
+    """Statistics are added to; a handle keeps its routes, whatever becomes of the caller's."""
+    rank = buffer.rank_idx
+    job = make_job(buffer.num_ranks, seed=14)
+    want = expected(job, rank, False, 1)
+    stats = torch.full((len(want.counts),), 5, dtype=torch.int32, device=device)
+    for times, (expand, step) in enumerate(LAYOUTS, 1):
+        ids = job.topk_idx[rank].clone().to(device)
+        how = {"topk_idx": ids, "do_expand": expand, "expert_alignment": step}
+        how["cumulative_local_expert_recv_stats"] = stats
+        x = job.x[rank].to(device)
+        got = dispatched(buffer, device, job, x, **how)
+        assert stats.tolist() == [5 + times * count for count in want.counts]
+        ids.fill_(-1)
+        check_handle(got[3], job, rank, expected(job, rank, expand, step), step, True)
+    buffer.barrier()
+
+
+def lopsided(buffer: Any, device: str) -> None:
+    """All tokens to one expert; nobody has a token; a rank receives nothing."""
+    rank, ranks = buffer.rank_idx, buffer.num_ranks
+    for case, (expand, step), exact in itertools.product(
+        ("one expert", "no token", "no route"), LAYOUTS, (True, False)
+    ):
+        job = make_job(ranks, seed=9)
+        for r in range(ranks):
+            if case == "no token":
+                job.x[r], job.topk_idx[r] = job.x[r][:0], job.topk_idx[r][:0]
+                job.topk_weights[r] = job.topk_weights[r][:0]
+                continue
+            job.topk_idx[r][:] = -1
+            if case == "one expert":
+                job.topk_idx[r][:, 1] = job.experts - 1
+        words = (case, expand, step, exact)
+        how = {"do_expand": expand, "expert_alignment": step, "do_cpu_sync": exact}
+        got = dispatched(buffer, device, job, job.x[rank].to(device), **how)
+        want = expected(job, rank, expand, step)
+        check_received(got, job.x, job, rank, want, device, words)
+        check_handle(got[3], job, rank, want, step, exact)
+        rows, kept = got[0].clone(), len(want.rows)
+        rows[:kept] = made_of(want, rank, rows[:kept])
+        y, back, _ = buffer.combine(rows, got[3], topk_weights=got[2])
+        once = expand and not buffer.allow_multiple_reduction
+        same(y, combined(job, rank, job.x, step, expand, (), once), device, words)
+        ids = job.topk_idx[rank]
+        same(back, torch.where(ids >= 0, job.topk_weights[rank], 0.0), device, words)
+
+
+def handles_put_together(buffer: Any, device: str) -> None:
+    """A handle made of the fields of one serves as that one; what is none is refused."""
+    rank = buffer.rank_idx
+    job = make_job(buffer.num_ranks, seed=15)
+    got = dispatched(buffer, device, job, job.x[rank].to(device), do_expand=True)
+    names = list(deep_ep.EPHandle.__init__.__annotations__)[:-1]
+    again = deep_ep.EPHandle(**{name: getattr(got[3], name) for name in names})
+    y = [buffer.combine(got[0], handle)[0] for handle in (got[3], again)]
+    assert alike(y[0], y[1])
+    x = job.x[rank].to(device)
+    assert alike(buffer.dispatch(x, handle=again, do_expand=True)[0], got[0])
+
+
+def sizes(buffer: Any, device: str) -> None:
+    """What callers ask before a call, and the defaults of a call that says nothing."""
+    ranks, rank = buffer.num_ranks, buffer.rank_idx
+    assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, ranks)
+    assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == (1, ranks)
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (1, ranks)
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, rank)
+    assert buffer.num_bytes % (2 << 20) == 0
+    sms = buffer.get_theoretical_num_sms(16, 3)
+    least = 4 if buffer.prefer_overlap_with_compute else 24
+    assert sms >= least and sms % 2 == 0
+    if ranks > 1:
+        more = buffer.get_theoretical_num_sms(16, 3, nvlink_gbs=900, sm_write_gbs=25)
+        assert more > sms
+        assert buffer.get_theoretical_num_sms(16, 3, sm_read_gbs=10) > sms
+    most = buffer.num_allocated_qps
+    wanted = 4 * 16 + 1 if buffer.allow_hybrid_mode else 4
+    assert buffer.get_theoretical_num_qps(4) == min(wanted, most)
+    job = make_job(ranks, seed=16)
+    x = job.x[rank].to(device)
+    got = dispatched(buffer, device, job, x, num_sms=6, num_qps=most)
+    assert got[3].num_sms == 6
+    assert buffer.combine(got[0], got[3], num_sms=4, num_qps=1)[0].shape == x.shape
+    if buffer.num_max_tokens_per_rank == MOST:
+        assert dispatched(buffer, device, job, x, num_max_tokens_per_rank=None)[3] is not None
+
+
+ALL = [
+    every_dispatch,
+    every_combine,
+    several_in_flight,
+    counted,
+    lopsided,
+    handles_put_together,
+    sizes,
+]
+"""For every device, and for every buffer that exchanges tokens as V2 does."""

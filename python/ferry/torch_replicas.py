@@ -1,0 +1,95 @@
+"""Copies of experts on other ranks, as a table of the caller's names them: their weights out, their
+gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ferry.arguments import instance, integer, refuse
+from ferry.collectives import Collectives
+
+Table = Sequence[Sequence[int]]
+"""[R][C], the same on all ranks: which expert slot c of rank r is a copy of; -1: of none. Experts
+are numbered over the ranks, L on each."""
+
+
+def copy_experts(ranks: Collectives, experts: Tensor, replicas: Tensor, table: Table) -> None:
+    """Collective. The slots of `replicas` become the experts that the table names; others keep what
+    they hold.
+
+    experts: [L, ...] of this rank, dense, L the same on all ranks. replicas: [C, ...], dense, as
+    many bytes an expert, whatever the dtypes.
+    """
+    source, slots = _bytes("experts", experts), _bytes("replicas", replicas)
+    if source.shape[1] != slots.shape[1]:
+        got = f"{slots.shape[1]} bytes an expert"
+        refuse("copy_experts: replicas", got, f"{source.shape[1]}, as of experts")
+    routes = _Routes("copy_experts", ranks, len(source), len(slots), table)
+    came = routes.swap(source[routes.out], slots.new_empty(len(routes.back), slots.shape[1]), 1)
+    slots[routes.back] = came
+
+
+def reduce_experts(ranks: Collectives, replicas: Tensor, experts: Tensor, table: Table) -> None:
+    """Collective. The other way round: what the slots hold is added to the experts that they are
+    copies of, in ascending rank, then slot.
+
+    experts: f32 [L, n] of this rank, added to. replicas: f32 [C, n].
+    """
+    for name, tensor in (("experts", experts), ("replicas", replicas)):
+        if tensor.dtype != torch.float32 or tensor.dim() != 2 or not tensor.is_contiguous():
+            got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            refuse(f"reduce_experts: {name}", got, "f32 of two dimensions, dense")
+    width = experts.shape[1]
+    if replicas.shape[1] != width:
+        refuse(
+            "reduce_experts: replicas", f"{replicas.shape[1]} columns", f"{width}, as of experts"
+        )
+    routes = _Routes("reduce_experts", ranks, len(experts), len(replicas), table)
+    came = routes.swap(replicas[routes.back], experts.new_empty(len(routes.out), width), -1)
+    for row, expert in enumerate(routes.out):  # one after the other: the order is the promise
+        experts[expert] += came[row]
+
+
+class _Routes:
+    """Which rows go to which rank, and where those that come belong.
+
+    out: experts of this rank, once for each slot that copies one, in ascending rank and slot. back:
+    slots of this rank, in ascending owner and slot.
+    """
+
+    def __init__(
+        self, call: str, ranks: Collectives, experts: int, slots: int, table: Table
+    ) -> None:
+        self._ranks = instance(f"{call}: ranks", ranks, Collectives, "a ferry.Collectives")
+        size, rank = ranks.size, ranks.rank
+        if len(table) != size or any(len(row) != slots for row in table):
+            shape = f"{len(table)} rows of {sorted({len(row) for row in table})}"
+            refuse(f"{call}: table", shape, f"{size} rows of {slots}, the slots of a rank")
+        for row in table:
+            for one in row:
+                integer(f"{call}: table", one, -1, size * experts - 1)
+        named = [(r, c, e) for r, row in enumerate(table) for c, e in enumerate(row) if e >= 0]
+        self.out = [e % experts for r, c, e in named if e // experts == rank]
+        self._sent = [sum(e // experts == rank for s, _, e in named if s == r) for r in range(size)]
+        mine = sorted((e // experts, c) for r, c, e in named if r == rank)
+        self.back = [c for _, c in mine]
+        self._came = [sum(owner == r for owner, _ in mine) for r in range(size)]
+
+    def swap(self, rows: Tensor, out: Tensor, way: int) -> Tensor:
+        """Rows of `out` to the slots (way 1), or of `back` to the experts (-1)."""
+        width = out.shape[1]
+        counts = [[n * width for n in these] for these in (self._sent, self._came)][::way]
+        flat = rows.contiguous().view(-1), out.view(-1)
+        self._ranks.all_to_all(*flat, send_counts=counts[0], recv_counts=counts[1])
+        return out
+
+
+def _bytes(name: str, tensor: Tensor) -> Tensor:
+    """u8 [n, bytes of one]."""
+    instance(f"copy_experts: {name}", tensor, Tensor, "a torch.Tensor")
+    if tensor.dim() == 0 or not tensor.is_contiguous():
+        refuse(f"copy_experts: {name}", f"strides {tensor.stride()}", "a dense tensor, [n, ...]")
+    return tensor.view(len(tensor), -1).view(torch.uint8)

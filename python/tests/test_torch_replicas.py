@@ -1,0 +1,82 @@
+"""Copies of experts on other ranks, beside loops over the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_threads import run_threads
+
+import ferry
+import ferry.torch
+
+EXPERTS, SLOTS, WIDTH = 3, 4, 8
+
+
+def table_of(ranks: int, seed: int) -> list[list[int]]:
+    """Any experts, own ones and the same one twice among them; some slots without."""
+    random = torch.Generator().manual_seed(seed)
+    named = torch.randint(-1, ranks * EXPERTS, (ranks, SLOTS), generator=random)
+    found: list[list[int]] = named.tolist()
+    return found
+
+
+def weights_of(rank: int) -> torch.Tensor:
+    return torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(70 + rank))
+
+
+def slots_of(rank: int) -> torch.Tensor:
+    return torch.randn(SLOTS, WIDTH, generator=torch.Generator().manual_seed(90 + rank))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_weights_out_and_gradients_back(size: int) -> None:
+    bootstraps = ferry.threads(size)
+
+    def one(rank: int) -> None:
+        with ferry.Collectives(bootstraps[rank], deadline=20) as ranks:
+            for seed in range(4):
+                table = table_of(size, seed) if seed else [[-1] * SLOTS] * size
+                replicas = torch.full((SLOTS, 2, WIDTH // 2), 7.0)
+                ferry.torch.copy_experts(ranks, weights_of(rank), replicas, table)
+                for slot, expert in enumerate(table[rank]):
+                    owner, local = divmod(expert, EXPERTS)
+                    wanted = torch.full((WIDTH,), 7.0) if expert < 0 else weights_of(owner)[local]
+                    assert torch.equal(replicas[slot].flatten(), wanted)
+                grads = weights_of(rank)
+                ferry.torch.reduce_experts(ranks, slots_of(rank), grads, table)
+                expected = weights_of(rank)
+                for other, row in enumerate(table):
+                    for slot, expert in enumerate(row):
+                        if expert >= 0 and expert // EXPERTS == rank:
+                            expected[expert % EXPERTS] += slots_of(other)[slot]
+                assert torch.equal(grads, expected)
+            half = torch.arange(EXPERTS * 4).view(EXPERTS, 4).bfloat16()
+            packed = torch.zeros(SLOTS, 8, dtype=torch.uint8)
+            ferry.torch.copy_experts(ranks, half, packed, [[EXPERTS - 1] * SLOTS] * size)
+            assert packed.view(torch.bfloat16).tolist() == [[8, 9, 10, 11]] * SLOTS
+            ranks.barrier()
+
+    run_threads(size, one)
+
+
+def test_what_is_refused() -> None:
+    (bootstrap,) = ferry.threads(1)
+    with ferry.Collectives(bootstrap) as ranks:
+        x, y = torch.zeros(2, 4), torch.zeros(3, 4)
+        copy, reduce, wrong = (
+            ferry.torch.copy_experts,
+            ferry.torch.reduce_experts,
+            ferry.InvalidArgumentError,
+        )
+        with pytest.raises(wrong, match=r"table: got 1 rows of \[2\]; expected 1 rows of 3"):
+            copy(ranks, x, y, [[0, 1]])
+        with pytest.raises(wrong, match=r"table: got 2"):
+            copy(ranks, x, y, [[0, 1, 2]])
+        with pytest.raises(wrong, match="replicas: got 8 bytes an expert; expected 16"):
+            copy(ranks, x, y[:, :2].contiguous(), [[0, 1, -1]])
+        with pytest.raises(wrong, match="experts: got strides"):
+            copy(ranks, torch.zeros(4, 2).t(), y, [[0, 1, -1]])
+        with pytest.raises(wrong, match=r"experts: got torch\.bfloat16"):
+            reduce(ranks, y, x.bfloat16(), [[0, 1, -1]])
+        with pytest.raises(wrong, match="replicas: got 2 columns; expected 4"):
+            reduce(ranks, y[:, :2].contiguous(), x, [[0, 1, -1]])
