@@ -1,4 +1,5 @@
-"""The interfaces of DeepEP, carried by Ferry: `Buffer` of 1.2.1, `ElasticBuffer` of V2.
+"""The interfaces of DeepEP, carried by Ferry: `Buffer` of 1.2.1, `ElasticBuffer` of V2,
+`EPBuffer` and others of V2.5.
 
 docs/deep_ep.md of Ferry says what is the same and what differs.
 """
@@ -20,7 +21,10 @@ from deep_ep._C import (
     get_num_tma_alignment,
 )
 from deep_ep.buffer import Buffer
+from deep_ep.buffers.allocator import BufferAllocator
+from deep_ep.buffers.base import BufferBase
 from deep_ep.buffers.elastic import ElasticBuffer
+from deep_ep.buffers.ep import EPBuffer
 from deep_ep.config import Config, topk_idx_t
 from deep_ep.ep_handle import EPHandle
 from deep_ep.event import EventHandle, EventOverlap
@@ -30,7 +34,10 @@ __version__ = "1.2.1"
 
 __all__ = [
     "Buffer",
+    "BufferAllocator",
+    "BufferBase",
     "Config",
+    "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",

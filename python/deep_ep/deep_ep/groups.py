@@ -48,6 +48,7 @@ class Groups:
         self._to_everyone = self._base.plan(everyone)
         said = self.all_gather(struct.pack("=q", memory_bytes))
         self._memory_bytes = max(struct.unpack("=q", one)[0] for one in said)
+        self._collectives: dict[torch.device, ferry.Collectives] = {}
         self._made: dict[tuple[int, torch.device, tuple[int, ...]], ferry.Group] = {}
 
     @property
@@ -75,20 +76,25 @@ class Groups:
             found = self._made[key] = self._make(bootstrap, num_experts, device)
         return found
 
-    def collectives(self, device: torch.device, memory_bytes: int) -> ferry.Collectives:
-        """Collective: calls on dense tensors that lie there, with so much registered memory."""
-        on_gpu = device.type == "cuda"
-        return ferry.Collectives(
-            ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
-            deadline=self._deadline,
-            memory_bytes=max(_LEAST_BYTES, memory_bytes),
-            backend="cuda" if on_gpu else "host",
-            device=device if on_gpu else None,
-        )
+    def collectives(self, device: torch.device, memory_bytes: int = 0) -> ferry.Collectives:
+        """Calls on dense tensors that lie there, with so much registered memory at least where they
+        are new; collective then."""
+        found = self._collectives.get(device)
+        if found is None:
+            on_gpu = device.type == "cuda"
+            found = self._collectives[device] = ferry.Collectives(
+                ferry.from_all_gather(self._base.rank, self._base.size, self.all_gather),
+                deadline=self._deadline,
+                memory_bytes=max(_LEAST_BYTES, memory_bytes),
+                backend="cuda" if on_gpu else "host",
+                device=device if on_gpu else None,
+            )
+        return found
 
     def memory_bytes(self) -> int:
         """That all groups hold on this rank."""
-        held = (group.memory() for group in (self._base, *self._made.values()))
+        made = (self._base, *self._made.values(), *self._collectives.values())
+        held = (one.memory() for one in made)
         return sum(one.control_bytes + one.arena_bytes + one.latency_bytes for one in held)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
@@ -106,8 +112,8 @@ class Groups:
 
     def destroy(self) -> None:
         """Leave all groups; waits for no peer."""
-        for group in self._made.values():
-            group.destroy()
+        for made in (*self._made.values(), *self._collectives.values()):
+            made.destroy()
         self._base.destroy()
 
     def _make(

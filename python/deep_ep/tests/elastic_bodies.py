@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from elastic_calls import (
     ENDS,
+    LAYOUTS,
     MOST,
     alike,
     check_handle,
@@ -26,13 +27,18 @@ from throughput_calls import inputs, on, same
 import deep_ep
 
 KINDS = ("bf16", "f32", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
-LAYOUTS = ((False, 1), (False, 4), (True, 1), (True, 8))
+
+
+def ends_of(buffer: Any) -> tuple[str, ...]:
+    """V2.5 has no epilogue that waits for an event of its own."""
+    elastic = isinstance(buffer, deep_ep.ElasticBuffer)
+    return ENDS if elastic else tuple(one for one in ENDS if "epilogue" not in one)
 
 
 def every_dispatch(buffer: Any, device: str) -> None:
     """What is sent, in which layout, exact or not, and how it ends; then the same way again."""
     rank = buffer.rank_idx
-    ways = itertools.cycle(ENDS)
+    ways = itertools.cycle(ends_of(buffer))
     for kind, (expand, step), exact in itertools.product(KINDS, LAYOUTS, (True, False)):
         words = (kind, expand, step, exact, way := next(ways))
         job = make_job(buffer.num_ranks, seed=len(kind) + step)
@@ -61,7 +67,7 @@ def every_dispatch(buffer: Any, device: str) -> None:
 def every_combine(buffer: Any, device: str) -> None:
     """Which rows and weights come back, with which biases, and how it ends."""
     rank, once = buffer.rank_idx, not buffer.allow_multiple_reduction
-    ways = itertools.cycle(ENDS)
+    ways = itertools.cycle(ends_of(buffer))
     random = torch.Generator().manual_seed(6)
     job = make_job(buffer.num_ranks, seed=8)
     for dtype, (expand, step), exact, weighted, biased in itertools.product(
@@ -122,12 +128,14 @@ def counted(buffer: Any, device: str) -> None:
     stats = torch.full((len(want.counts),), 5, dtype=torch.int32, device=device)
     for times, (expand, step) in enumerate(LAYOUTS, 1):
         ids = job.topk_idx[rank].clone().to(device)
+        kept = isinstance(buffer, deep_ep.ElasticBuffer)  # V2.5 copies nothing
         how = {"topk_idx": ids, "do_expand": expand, "expert_alignment": step}
         how["cumulative_local_expert_recv_stats"] = stats
         x = job.x[rank].to(device)
         got = dispatched(buffer, device, job, x, **how)
         assert stats.tolist() == [5 + times * count for count in want.counts]
-        ids.fill_(-1)
+        if kept:
+            ids.fill_(-1)
         check_handle(got[3], job, rank, expected(job, rank, expand, step), step, True)
     buffer.barrier()
 
@@ -202,7 +210,122 @@ def sizes(buffer: Any, device: str) -> None:
         assert dispatched(buffer, device, job, x, num_max_tokens_per_rank=None)[3] is not None
 
 
-ALL = [
+def deferred_dispatches(buffer: Any, device: str) -> None:
+    """The event alone comes back; its first wait returns what the call returns otherwise."""
+    rank = buffer.rank_idx
+    job = make_job(buffer.num_ranks, seed=21)
+    x = job.x[rank].to(device)
+    for (expand, step), exact, after in itertools.product(LAYOUTS, (True, False), (False, True)):
+        how: dict[str, Any] = {"do_expand": expand, "expert_alignment": step}
+        plain = dispatched(buffer, device, job, x, do_cpu_sync=exact, **how)
+        if after:
+            how |= {"previous_event": buffer.capture(), "allocate_on_comm_stream": True}
+        how |= {"async_with_compute_stream": True, "defer_epilogue": True}
+        given = {
+            "topk_idx": job.topk_idx[rank].to(device),
+            "topk_weights": job.topk_weights[rank].to(device),
+            "num_experts": job.experts,
+            "num_max_tokens_per_rank": MOST,
+            "do_cpu_sync": exact,
+        }
+        event = buffer.dispatch(x, **given, **how)
+        assert isinstance(event, deep_ep.EventOverlap)
+        got = event.wait()
+        assert len(got) == 4 and event.wait() is None
+        want = expected(job, rank, expand, step)
+        check_received((*got, None), job.x, job, rank, want, device, (expand, step, exact))
+        check_handle(got[3], job, rank, want, step, exact)
+        del how["expert_alignment"]
+        again = buffer.dispatch(x, handle=got[3], **how).current_stream_wait()
+        assert again[3] is got[3] and len(again[0]) == len(plain[0])
+
+
+def deferred_combines(buffer: Any, device: str) -> None:
+    """Biases are read by the wait: what is written into them until then counts."""
+    rank, once = buffer.rank_idx, not buffer.allow_multiple_reduction
+    job = make_job(buffer.num_ranks, seed=22)
+    for (expand, step), biased in itertools.product(LAYOUTS, (0, 1, 2)):
+        how = {"do_expand": expand, "expert_alignment": step}
+        got = dispatched(buffer, device, job, job.x[rank].to(device), **how)
+        want = expected(job, rank, expand, step)
+        late = [torch.zeros_like(job.x[rank]).to(device) for _ in range(biased)]
+        event = buffer.combine(
+            made_of(want, rank, got[0]),
+            got[3],
+            topk_weights=got[2],
+            bias=(None, late[0] if late else None, tuple(late))[biased],
+            async_with_compute_stream=True,
+            defer_epilogue=True,
+        )
+        for number, one in enumerate(late, 1):
+            one.fill_(number)
+        y, back = event.wait()
+        biases = [one.cpu() for one in late]
+        one_rounding = expand and (once or biased > 0)
+        same(
+            y,
+            combined(job, rank, job.x, step, expand, biases, one_rounding),
+            device,
+            (step, biased),
+        )
+        ids = job.topk_idx[rank]
+        same(back, torch.where(ids >= 0, job.topk_weights[rank], 0.0), device)
+
+
+EXPERTS, SLOTS = 3, 4
+
+
+def region_of(plan: Any) -> dict[str, Any]:
+    """Tensors of the region of copies, in a plan."""
+    return {
+        "weights": plan.allocate((SLOTS, 16), torch.bfloat16),
+        "scales": plan.allocate((SLOTS, 8), torch.float32),
+        "grads": plan.allocate((SLOTS, 8), torch.float32),
+    }
+
+
+def mapping_of(ranks: int, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, ranks * EXPERTS, (ranks, SLOTS), generator=random, dtype=torch.int32)
+
+
+def of_rank(rank: int, columns: int, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randn(EXPERTS if seed < 3 else SLOTS, columns, generator=random)
+
+
+def copies_of_experts(buffer: Any, device: str, region: dict[str, Any]) -> None:
+    """Weights out, one tensor or several at once; gradients back, added to what is there."""
+    rank, ranks = buffer.rank_idx, buffer.num_ranks
+    for seed in (1, 2, 3):
+        mapping = mapping_of(ranks, seed)
+        weights, scales = of_rank(rank, 16, 1).bfloat16(), of_rank(rank, 8, 2)
+        for tensor in region.values():
+            tensor.fill_(7)
+        given = (mapping.to(device), 0, buffer.capture()) if seed == 2 else (mapping.to(device),)
+        buffer.lb_prefetch_weights(region["scales"], scales.to(device), mapping.to(device)).wait()
+        buffer.lb_prefetch_weights(
+            [region["weights"], region["scales"]], [weights.to(device), scales.to(device)], *given
+        ).wait()
+        for slot, expert in enumerate(mapping[rank].tolist()):
+            for name, columns, number in (("weights", 16, 1), ("scales", 8, 2)):
+                owner, local = divmod(expert, EXPERTS)
+                wanted = torch.full((columns,), 7.0)
+                if expert >= 0:
+                    wanted = of_rank(owner, columns, number)[local]
+                same(region[name][slot], wanted.to(region[name].dtype), device)
+        region["grads"].copy_(of_rank(rank, 8, 3))
+        grads, expected_grads = of_rank(rank, 8, 2).to(device), of_rank(rank, 8, 2)
+        buffer.lb_reduce_grads(region["grads"], grads, *given).wait()
+        for other, row in enumerate(mapping.tolist()):
+            for slot, expert in enumerate(row):
+                if expert >= 0 and expert // EXPERTS == rank:
+                    expected_grads[expert % EXPERTS] += of_rank(other, 8, 3)[slot]
+        same(grads, expected_grads, device)
+    assert buffer.lb_get_theoretical_num_sms() == 0
+
+
+EVERYWHERE = [
     every_dispatch,
     every_combine,
     several_in_flight,
@@ -212,3 +335,7 @@ ALL = [
     sizes,
 ]
 """For every device, and for every buffer that exchanges tokens as V2 does."""
+DEFERRED = [deferred_dispatches, deferred_combines]
+"""Of V2.5."""
+BALANCING = [copies_of_experts]
+"""Of V2.5, with the tensors of `region_of`."""

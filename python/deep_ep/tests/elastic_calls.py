@@ -12,6 +12,7 @@ from throughput_calls import bytes_of, same
 from torch import Tensor
 
 ENDS = ("plain", "async", "after event", "async after event", "on comm stream", "before epilogue")
+LAYOUTS = ((False, 1), (False, 4), (True, 1), (True, 8))  # do_expand, expert_alignment
 MOST = 32  # tokens of a rank
 
 

@@ -19,7 +19,7 @@ ELASTIC: dict[str, Any] = {"kind": deep_ep.ElasticBuffer}
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
 def test_on_cpu(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"), **ELASTIC)
 

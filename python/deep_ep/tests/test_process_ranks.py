@@ -35,9 +35,9 @@ def pool() -> Iterator[Any]:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("kind", ["ElasticBuffer"])
+@pytest.mark.parametrize("kind", ["ElasticBuffer", "EPBuffer"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("body", elastic_bodies.ALL, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", elastic_bodies.EVERYWHERE, ids=lambda body: body.__name__)
 def test_later_buffers_on_gpus(pool: Any, body: Any, size: int, kind: str) -> None:
     pool("cuda", size).run(body, kind=kind)
 

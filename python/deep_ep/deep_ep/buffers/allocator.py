@@ -1,0 +1,58 @@
+"""`BufferAllocator` of DeepEP V2.5: tensors that are planned before there is memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_ep.errors import require
+from deep_ep.sizes import SIZE_STEP, round_up
+
+
+class BufferAllocator:
+    """A plan of tensors, which a buffer makes views of its memory. Each begins at a multiple of
+    `alignment` bytes."""
+
+    def __init__(self) -> None:
+        self.alignment = SIZE_STEP
+        self.allocations: list[tuple[Tensor, int]] = []
+        self.num_bytes = 0
+        self.materialized = False
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """One more tensor: of the meta device until a buffer is made of the plan, then the same
+        object is a view of its memory."""
+        self.require_open("allocate")
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self.allocations.append((tensor, self.num_bytes))
+        self.num_bytes += round_up(tensor.numel() * tensor.element_size(), self.alignment)
+        return tensor
+
+    def materialize(self, storage: Tensor) -> None:
+        """Makes the tensors views of `storage`, num_bytes of u8, dense."""
+        self.require_open("materialize")
+        good = storage.dtype == torch.uint8 and storage.is_contiguous()
+        good = good and storage.shape == (self.num_bytes,)
+        got = f"{storage.dtype} of shape {tuple(storage.shape)}"
+        require(good, "materialize", "storage", got, f"torch.uint8 of shape ({self.num_bytes},)")
+        for tensor, offset in self.allocations:
+            part = storage[offset : offset + tensor.numel() * tensor.element_size()]
+            torch.utils.swap_tensors(tensor, part.view(tensor.dtype).view(tensor.shape))
+        self.materialized = True
+
+    def require_open(self, call: str) -> None:
+        """A plan serves one buffer."""
+        require(not self.materialized, call, "plan", "one that has its memory", "a new plan")
+
+
+def planned_bytes(call: str, name: str, given: Any) -> tuple[BufferAllocator | None, int]:
+    """A plan and its bytes, or None and a number of bytes."""
+    if isinstance(given, BufferAllocator):
+        given.require_open(call)
+        return given, given.num_bytes
+    good = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    require(good, call, name, given, "a BufferAllocator, or a number of bytes")
+    return None, given
