@@ -14,7 +14,7 @@ except ImportError as _error:
         "run `pip install . ./python/deep_ep` in the root of Ferry's sources"
     ) from _error
 
-from deep_ep import utils
+from deep_ep import comm, utils
 from deep_ep._C import (
     get_num_allocation_alignment,
     get_num_rdma_alignment,
@@ -23,16 +23,21 @@ from deep_ep._C import (
 from deep_ep.buffer import Buffer
 from deep_ep.buffers.allocator import BufferAllocator
 from deep_ep.buffers.base import BufferBase
+from deep_ep.buffers.bucket import BucketBuffer, BucketSession
 from deep_ep.buffers.elastic import ElasticBuffer
 from deep_ep.buffers.ep import EPBuffer
+from deep_ep.buffers.pp import PPBuffer
 from deep_ep.config import Config, topk_idx_t
 from deep_ep.ep_handle import EPHandle
 from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
 from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 
 __version__ = "1.2.1"
 
 __all__ = [
+    "BucketBuffer",
+    "BucketSession",
     "Buffer",
     "BufferAllocator",
     "BufferBase",
@@ -42,6 +47,10 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEpConfigInstance",
+    "PPBuffer",
+    "comm",
     "get_logical_domain_size",
     "get_num_allocation_alignment",
     "get_num_rdma_alignment",

@@ -15,6 +15,7 @@ import deep_ep
 import deep_ep._C
 import deep_ep.buffers.elastic
 import deep_ep.buffers.legacy
+import deep_ep.comm
 import deep_ep.utils.envs as envs
 import deep_ep.utils.math as maths
 import deep_ep.utils.semantic as semantic
@@ -103,6 +104,22 @@ def test_what_is_asked_of_a_group() -> None:
         assert deep_ep.get_logical_domain_size(comm, allow_hybrid_mode=False) == (1, 2)
         buffer = deep_ep.ElasticBuffer(comm)
         assert deep_ep.get_physical_domain_size(buffer) == (1, 2)
+        comm.allgather(None)
+
+    run_ranks(2, body)
+
+
+def test_functions_on_buffers() -> None:
+    def body(comm: ThreadComm) -> None:
+        bucket = deep_ep.BucketBuffer(comm, 64)
+        elastic = deep_ep.ElasticBuffer(comm, allow_hybrid_mode=False)
+        for buffer in (bucket, elastic):
+            deep_ep.comm.barrier(buffer)
+            assert deep_ep.comm.get_physical_domain_size(buffer) == (1, 2)
+            assert deep_ep.comm.get_logical_domain_size(buffer) == (1, 2)
+        deep_ep.comm.barrier(bucket, context_idx=0)
+        assert deep_ep.comm.get_logical_domain_size(comm) == (1, 2)
+        assert callable(deep_ep.comm.get_comm_stream)
         comm.allgather(None)
 
     run_ranks(2, body)

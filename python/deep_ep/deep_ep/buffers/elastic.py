@@ -10,14 +10,16 @@ from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require, require_integer
 from deep_ep.event import EventOverlap
 from deep_ep.experts import Experts, Routes, When
+from deep_ep.gathering import Gathering
 from deep_ep.gradients import without_gradients
+from deep_ep.pipeline import PipelineCalls
 from deep_ep.sizes import buffer_bytes
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
 
-class ElasticBuffer(Experts):
-    """R ranks that exchange tokens with experts.
+class ElasticBuffer(Experts, PipelineCalls, Gathering):
+    """R ranks that exchange tokens with experts, send tensors around a ring, and gather tensors.
 
     Making one is collective. All ranks make the same calls in the same order. Tensors lie on the
     GPU, or in CPU memory; the first call with a number of experts makes a group of Ferry there.

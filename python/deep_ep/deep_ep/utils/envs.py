@@ -10,12 +10,12 @@ import torch
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
     """Collective: hosts, or other groups of ranks that share memory, and the ranks of one. group:
     as of an ElasticBuffer; or a buffer, which only answers."""
-    return _domains(group, True)
+    return domain_sizes(group, True)
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
     """Collective: the same; without allow_hybrid_mode one group of all ranks."""
-    return _domains(group, allow_hybrid_mode)
+    return domain_sizes(group, allow_hybrid_mode)
 
 
 def check_nvlink_connections(group: Any) -> None:
@@ -31,7 +31,8 @@ def check_torch_deterministic() -> None:
     )
 
 
-def _domains(group: Any, hybrid: bool) -> tuple[int, int]:
+def domain_sizes(group: Any, hybrid: bool) -> tuple[int, int]:
+    """Of a group, collective; or of a buffer."""
     from deep_ep.buffers.base import bootstrap_of
     from deep_ep.groups import Groups
     from deep_ep.runtime import Runtime

@@ -1,0 +1,44 @@
+"""V2.5's functions on buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deep_ep.utils.envs import domain_sizes
+
+__all__ = ["barrier", "get_comm_stream", "get_logical_domain_size", "get_physical_domain_size"]
+
+
+def barrier(
+    buffer: Any,
+    wait_comm_stream: bool = True,
+    with_cpu_sync: bool = False,
+    sequential: bool = True,
+    context_idx: int | None = None,
+) -> None:
+    """Collective: `buffer.barrier`. context_idx: of a BucketBuffer, which of its groups."""
+    groups = getattr(buffer, "groups", None)
+    if groups is None:
+        buffer.barrier(wait_comm_stream, with_cpu_sync, sequential)
+        return
+    group = None if context_idx is None else groups[context_idx]
+    buffer.barrier(wait_comm_stream, with_cpu_sync, sequential, group=group)
+
+
+def get_comm_stream(buffer: Any) -> Any:
+    """The torch.cuda.Stream of a buffer's asynchronous exchanges."""
+    return buffer.runtime.get_comm_stream()
+
+
+def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
+    """As of `deep_ep.get_physical_domain_size`."""
+    return domain_sizes(group_or_buffer, True)
+
+
+def get_logical_domain_size(
+    group_or_buffer: Any, allow_hybrid_mode: bool | None = None
+) -> tuple[int, int]:
+    """As of `deep_ep.get_logical_domain_size`; None: as the buffer, True of a group."""
+    if allow_hybrid_mode is None:
+        allow_hybrid_mode = getattr(group_or_buffer, "allow_hybrid_mode", True)
+    return domain_sizes(group_or_buffer, allow_hybrid_mode)

@@ -1,0 +1,236 @@
+"""What the calls of HybridEP share: routes to Ferry's, an exchange, what is kept for the answer."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ferry.torch
+from deep_ep import arguments
+from deep_ep.borrowed import tensor_of
+from deep_ep.buffers.base import BufferBase
+from deep_ep.call import with_scales
+from deep_ep.errors import refuse, require, require_integer
+from deep_ep.handles import Exchange
+from deep_ep.hybrid_config import Configurer, HybridEpConfigInstance
+from deep_ep.hybrid_handles import (
+    HybridCall,
+    Kept,
+    config_of,
+    handle_of,
+    indices_to_map,
+    kept_of,
+)
+
+_MOST_SLOTS = 64  # of a route of Ferry
+
+
+class HybridExchange(BufferBase):
+    """The half of a HybridEPBuffer that its four calls share."""
+
+    configurer: Configurer
+    group_size: int
+    local_rank: int
+
+    def _send(
+        self,
+        call: HybridCall,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        given: tuple[Any, ...],
+        handle: tuple[Any, ...] | None,
+    ) -> tuple[Kept, Tensor, Tensor | None, Tensor | None, tuple[Any, ...]]:
+        """What was kept or is kept now, rows, scales, weights of slots, and the handle."""
+        name = call.name
+        arguments.check_rows(name, "hidden", hidden)
+        sent = arguments.carried_rows(hidden)
+        beside = scaling_factor if hidden.element_size() != 1 else None
+        scales = None
+        if scaling_factor is not None and beside is None:
+            scales = arguments.carried_scales(name, hidden, scaling_factor)
+        how: dict[str, Any] = {"scales": scales}
+        if call.alignment > 0:
+            how |= {"order": "expert_major", "alignment": call.alignment}
+        if handle is None:
+            kept, received, config = self._first(call, hidden, sent, given, how)
+            made = handle_of(call, kept, len(hidden), config)
+        else:
+            kept, made = kept_of(name, handle, call.length), handle
+            received = self._again(call, kept, sent, given, handle, how)
+        exchange = kept.exchange
+        x = with_scales(received, hidden.dtype, scaling_factor if beside is None else None)
+        found = x if isinstance(x, tuple) else (x, None)
+        if beside is not None:
+            found = (found[0], _carried_beside(call, exchange, beside, how))
+        return kept, found[0], found[1], received.topk_weights, made
+
+    def _first(
+        self,
+        call: HybridCall,
+        hidden: Tensor,
+        sent: Tensor,
+        given: tuple[Any, ...],
+        how: dict[str, Any],
+    ) -> tuple[Kept, Any, HybridEpConfigInstance]:
+        """A dispatch of new routes."""
+        bits, probs, topk = self._map_of(call, len(hidden), *given)
+        experts = bits.shape[1]
+        local = experts // self.group_size
+        good = experts % self.group_size == 0
+        require(
+            good, call.name, "routing_map", f"{experts} experts", f"a multiple of {self.group_size}"
+        )
+        each = call.experts_per_rank
+        expected = f"{local}, of {experts} experts"
+        require(each in (None, local), call.name, "num_of_experts_per_rank", each, expected)
+        sizes = {
+            "hidden_dim": hidden.shape[1],
+            "tokens": len(hidden),
+            "num_of_experts_per_rank": local,
+            "pad_multiple": call.alignment,
+            "use_fp8": hidden.element_size() == 1,
+        }
+        config: HybridEpConfigInstance = self.configurer.updated(call.name, sizes, {})
+        routes, weights = ferry.torch.routes_of_map(bits, topk, probs)
+        group = self._group_for(experts, hidden.device)
+        received = group.dispatch(
+            sent,
+            topk_idx=routes,
+            topk_weights=weights,
+            max_recv_rows=call.most,
+            num_sms=config.num_of_blocks_dispatch_api,
+            **how,
+        )
+        assert received.plan is not None
+        rows = received.x.shape[0]
+        exchange = Exchange(group, received.plan, 0, rows, worst_case=call.most > 0)
+        per_expert = None
+        if call.alignment > 0:
+            counts = ferry.torch.expert_rows(received.topk_idx, local).long()
+            step = call.alignment
+            per_expert = (counts + (step - 1)).div(step, rounding_mode="floor") * step
+            if not call.non_blocking:
+                per_expert = per_expert.cpu()
+        ids, slots = received.topk_idx, received.slot_rows
+        kept = Kept(exchange, routes, ids, slots, per_expert, max(call.alignment, 1))
+        return kept, received, config
+
+    def _again(
+        self,
+        call: HybridCall,
+        kept: Kept,
+        sent: Tensor,
+        given: tuple[Any, ...],
+        handle: tuple[Any, ...],
+        how: dict[str, Any],
+    ) -> Any:
+        """A dispatch along a handle; probabilities may come with it."""
+        _, weights, _, probs, _ = given
+        exchange, routes = kept.exchange, kept.routes
+        tokens = len(routes)
+        require(
+            len(sent) == tokens,
+            call.name,
+            "hidden",
+            f"{len(sent)} rows",
+            f"{tokens}, as of the handle",
+        )
+        good = call.most in (0, exchange.rows)
+        require(
+            good, call.name, "num_permuted_tokens", call.most, f"{exchange.rows}, as of the handle"
+        )
+        if call.alignment > 1:
+            good = call.alignment == kept.alignment
+            expected = f"{kept.alignment}, as of the handle"
+            require(good, call.name, "pad_multiple", call.alignment, expected)
+        if "alignment" in how:
+            how["alignment"] = kept.alignment
+        require(weights is None, call.name, "topk_weights", "a tensor", "probs beside a handle")
+        if probs is not None:
+            weights = torch.where(routes >= 0, probs.gather(1, routes.clamp(min=0)), 0.0)
+        return exchange.group.dispatch(
+            sent,
+            exchange.plan,
+            topk_weights=weights,
+            max_recv_rows=exchange.max_recv_rows,
+            num_sms=config_of(handle).num_of_blocks_dispatch_api,
+            **how,
+        )
+
+    def _map_of(
+        self,
+        call: HybridCall,
+        tokens: int,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        experts: int | None,
+        probs: Tensor | None,
+        bits: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """The map, its probabilities and the slots of a route, the same on all ranks."""
+        name = call.name
+        if bits is None:
+            if topk_idx is None:
+                refuse(name, "routing_map", "None", "a map, or topk_idx, or a handle")
+            arguments.check_routes(name, topk_idx)
+            count = require_integer(name, "num_of_experts", experts, 1, "needed beside topk_idx")
+            bits, probs = indices_to_map(topk_idx, topk_weights, tokens, count)
+            return bits, probs, topk_idx.shape[1]
+        good = bits.dtype == torch.bool and bits.dim() == 2 and len(bits) == tokens
+        require(
+            good, name, "routing_map", arguments.words(bits), f"torch.bool of shape ({tokens}, E)"
+        )
+        most = min(bits.shape[1], _MOST_SLOTS)
+        if not call.non_blocking:  # else the CPU would wait to see how many bits there are
+            mine = int(bits.sum(1).max()) if tokens > 0 else 0
+            said = self._groups.all_gather(struct.pack("=q", mine))
+            most = max(1, *(struct.unpack("=q", one)[0] for one in said))
+            expected = f"at most {_MOST_SLOTS} experts of a token"
+            require(most <= _MOST_SLOTS, name, "routing_map", most, expected)
+        return bits, probs, most
+
+    def _bring_back(
+        self, name: str, hidden: Tensor, weights: Tensor | None, kept: Kept
+    ) -> tuple[Tensor, Tensor | None]:
+        arguments.check_rows(name, "hidden", hidden)
+        exchange = kept.exchange
+        good = hidden.shape[0] == exchange.rows
+        require(
+            good, name, "hidden", f"{hidden.shape[0]} rows", f"{exchange.rows}, as dispatch gave"
+        )
+        how: dict[str, Any] = {}
+        if kept.slot_rows is not None:
+            how = {"order": "expert_major", "alignment": kept.alignment}
+        sms = self.configurer.blocks.get("num_of_blocks_combine_api", 0)
+        combined = exchange.group.combine(
+            hidden, exchange.plan, topk_weights=weights, num_sms=sms, **how
+        )
+        probs = None
+        if weights is not None:
+            experts, back = exchange.group.experts, combined.topk_weights
+            assert back is not None
+            probs = ferry.torch.probs_of_routes(kept.routes, back, experts)
+        return tensor_of(combined.raw.x), probs
+
+    def _own_columns(self, local: int) -> slice:
+        return slice(self.local_rank * local, (self.local_rank + 1) * local)
+
+
+def _carried_beside(
+    call: HybridCall, exchange: Exchange, scales: Tensor, how: dict[str, Any]
+) -> Tensor:
+    """Scales beside rows of more than one byte, as rows of their own."""
+    good = scales.dim() == 2 and scales.dtype == torch.float32
+    words = arguments.words(scales)
+    require(good, call.name, "scaling_factor", words, "torch.float32 of two dimensions")
+    columns = scales.shape[1]
+    rows = torch.nn.functional.pad(scales, (0, -columns % 4)).contiguous()
+    plain = {name: value for name, value in how.items() if name != "scales"}
+    made = exchange.group.dispatch(
+        rows, exchange.plan, max_recv_rows=exchange.max_recv_rows, **plain
+    )
+    found: Tensor = tensor_of(made.raw.x)[:, :columns].contiguous()
+    return found
