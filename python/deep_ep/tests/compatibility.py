@@ -63,24 +63,30 @@ MACHINES = """
 | --- | --- | --- | --- | --- |
 """
 END = """
-Programs that import `ElasticBuffer` or `HybridEPBuffer` say that these are missing
-([what differs](deep_ep.md#what-differs)).
+"V2" are frameworks that import `ElasticBuffer`, "hybrid" those that import `HybridEPBuffer`
+([V2 and later](deep_ep_v2.md)).
 """
 
 
 def modules() -> tuple[ModuleType, ...]:
     import replay_automodel
     import replay_deepep
+    import replay_deepep_v25
     import replay_lmdeploy
     import replay_megatron
+    import replay_megatron_hybrid
     import replay_sglang
+    import replay_sglang_v2
     import replay_torchtitan
+    import replay_torchtitan_v2
     import replay_vllm
+    import replay_vllm_v2
     import replay_xtuner
 
     serving = (replay_vllm, replay_sglang, replay_lmdeploy)
     training = (replay_megatron, replay_automodel, replay_xtuner, replay_torchtitan)
-    return (*serving, *training, replay_deepep)
+    later = (replay_vllm_v2, replay_sglang_v2, replay_torchtitan_v2, replay_megatron_hybrid)
+    return (*serving, *training, replay_deepep, *later, replay_deepep_v25)
 
 
 def replays() -> list[Callable[[Any, str], None]]:

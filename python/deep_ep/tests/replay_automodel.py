@@ -55,11 +55,10 @@ class Combine(torch.autograd.Function):
 
 
 def train_steps(first: deep_ep.Buffer, device: str) -> None:
-    """Two layers forward, then backward, by events and without; `HybridEPBuffer` is looked for and
-    not found."""
+    """Two layers forward, then backward, by events and without; `HybridEPBuffer` is looked for."""
     comm: ThreadComm = first.group
     where = device_of(first, device)
-    assert not hasattr(deep_ep, "HybridEPBuffer")
+    assert hasattr(deep_ep, "HybridEPBuffer")
     assert deep_ep.Buffer.is_sm90_compiled()  # or more than 8 ranks were refused
     buffers = Buffers(comm)
     for step in range(4):

@@ -18,7 +18,7 @@ FRAMEWORK = Framework(
     "Megatron-LM",
     "core 0.16.1",
     "moe/fused_a2a.py",
-    "the flex dispatcher with `deepep`; not `hybridep`",
+    "the flex dispatcher with `deepep`",
 )
 
 EXPERTS = 8

@@ -20,7 +20,7 @@ FRAMEWORK = Framework(
     "TorchTitan",
     "0.2.2",
     "distributed/deepep/deepep.py",
-    "`deepep`; from 0.3.0 on it imports `ElasticBuffer`",
+    "`deepep`",
 )
 
 EXPERTS, TOKENS = 8, [7, 0, 12, 3]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import replay_deepep
 import replay_megatron
+import replay_megatron_hybrid
 from compatibility import replays
 from rank_buffers import run_buffers
 
@@ -18,7 +19,11 @@ def test_four_ranks(replay: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("replay", replay_megatron.ALL, ids=lambda replay: replay.__name__)
+@pytest.mark.parametrize(
+    "replay",
+    (*replay_megatron.ALL, *replay_megatron_hybrid.ALL),
+    ids=lambda replay: replay.__name__,
+)
 def test_other_numbers_of_ranks(replay: Any, ranks: int) -> None:
     run_buffers(ranks, lambda buffer: replay(buffer, "cpu"), num_nvl_bytes=1 << 20)
 
