@@ -4,8 +4,9 @@
     ferry run -n 4 -- python bench/deep_ep_calls.py --device cuda --tokens 4096 --hidden 7168 \\
         --topk 8 --experts 256
 
-Cached throughput calls and low-latency calls: through `deep_ep.Buffer`, and of the group behind it
-or an exchange like that behind it, in short rounds in turn, in one run, all results as tensors.
+Throughput and low-latency calls: through `deep_ep.Buffer`, `ElasticBuffer` (V2) and `EPBuffer`
+(V2.5), and of the group behind it or an exchange like that behind it, in short rounds in turn, in
+one run, all results as tensors.
 Figures are medians over rounds, in brackets that of the differences of neighbouring rounds. CPU
 time is of the calling thread. The time of a call is a round divided by its calls; on GPUs a round
 ends with a synchronisation. A low-latency combine is timed alone, behind a dispatch of its own that
@@ -136,6 +137,54 @@ def pairs(args: argparse.Namespace, buffer: Any) -> dict[str, tuple[Call, Call, 
     }
 
 
+def later_pairs(args: argparse.Namespace, comm: Comm) -> dict[str, tuple[Call, Call, int]]:
+    """The same of V2 and V2.5: new routes, cached ones, combines; rank-major and expert-major."""
+    torch.manual_seed(comm.Get_rank())
+    x = torch.randn(args.tokens, args.hidden, device=args.device).bfloat16()
+    scores = torch.rand(args.tokens, args.experts, device=args.device)
+    weights, idx = scores.softmax(1).topk(args.topk)
+    found: dict[str, tuple[Call, Call, int]] = {}
+    for kind, name in ((deep_ep.ElasticBuffer, "V2"), (deep_ep.EPBuffer, "V2.5")):
+        buffer = kind(comm, num_max_tokens_per_rank=args.tokens)
+        for expand in (False, True):
+            new = {
+                "topk_idx": idx,
+                "topk_weights": weights,
+                "num_experts": args.experts,
+                "num_sms": args.sms,
+                "do_expand": expand,
+            }
+            rows, _, _, handle, _ = buffer.dispatch(x, **new)
+            exchange, size = handle._exchange, rows.numel() * 2
+            group, plan = exchange.group, exchange.plan
+            how = {"num_sms": args.sms, "order": "expert_major" if expand else "rank_major"}
+            again = {"handle": handle, "num_sms": args.sms, "do_expand": expand}
+
+            def ferrys(group: Any = group, how: Any = how) -> Any:
+                made = group.dispatch(x, topk_idx=idx, topk_weights=weights, **how)
+                return made.x, made.topk_idx, made.topk_weights, made.source_token, made.slot_rows
+
+            title = f"{name} {'expanded ' if expand else ''}"
+            found[f"{title}dispatch"] = (
+                Call(ferrys),
+                Call(lambda buffer=buffer, new=new: buffer.dispatch(x, **new)),
+                size,
+            )
+            found[f"{title}dispatch, cached"] = (
+                Call(lambda group=group, plan=plan, how=how: group.dispatch(x, plan, **how).x),
+                Call(lambda buffer=buffer, again=again: buffer.dispatch(x, **again)),
+                size,
+            )
+            found[f"{title}combine"] = (
+                Call(
+                    lambda group=group, plan=plan, how=how, r=rows: group.combine(r, plan, **how).x
+                ),
+                Call(lambda buffer=buffer, handle=handle, r=rows: buffer.combine(r, handle)),
+                size,
+            )
+    return found
+
+
 def timed(args: argparse.Namespace, what: Call) -> tuple[float, float]:
     """Seconds of a call, and CPU seconds of this thread. With something before it: until it
     returns, and with what two readings of the clocks take."""
@@ -216,7 +265,7 @@ def main() -> None:
     comm = Comm(boot)
     buffer = deep_ep.Buffer(None, 1 << 30, comm=comm, low_latency_mode=True)
     figures: dict[str, dict[str, float]] = {}
-    for name, (ferrys, through, size) in pairs(args, buffer).items():
+    for name, (ferrys, through, size) in (pairs(args, buffer) | later_pairs(args, comm)).items():
         if args.only in name:
             figures[name] = figures_of(measured(args, comm, ferrys, through), size)
     if boot.rank == 0:

@@ -132,10 +132,10 @@ def exchange_of(call: str, handle: Any) -> Exchange:
     return exchange
 
 
-def slots_of(handle: EPHandle) -> tuple[Tensor, Tensor]:
-    """topk_idx and slot_rows of an expert-major dispatch."""
+def arrived_of(handle: EPHandle) -> tuple[Tensor, Tensor | None]:
+    """topk_idx and slot_rows of what the dispatch brought: only to be read."""
     ids, slots, _ = handle._parts
-    assert ids is not None and slots is not None
+    assert ids is not None
     return ids, slots
 
 

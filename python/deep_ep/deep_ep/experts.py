@@ -12,7 +12,7 @@ from deep_ep import arguments
 from deep_ep.borrowed import tensor_of
 from deep_ep.buffers.base import Communicating
 from deep_ep.call import Call, with_scales
-from deep_ep.ep_handle import EPHandle, exchange_of, slots_of, worst_rows
+from deep_ep.ep_handle import EPHandle, arrived_of, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.handles import Exchange
 from deep_ep.sizes import SIZE_STEP, buffer_bytes, theoretical_sms
@@ -185,7 +185,8 @@ class Experts(Communicating):
         if cached is None:
             settings = self._settings(routes, rows, num_sms)
         else:
-            _check_cached(routes, cached, exchange_of(call, cached), rows)
+            exchange = exchange_of(call, cached)
+            _check_cached(routes, cached, rows)
             settings = cached.__dict__
         if routes.topk_weights is not None:
             shape = settings["topk_idx"].shape
@@ -201,7 +202,6 @@ class Experts(Communicating):
         if cached is None:
             exchange, received = self._first(under, sent, routes, settings)
         else:
-            exchange = exchange_of(call, cached)
             received = exchange.group.dispatch(
                 sent,
                 exchange.plan,
@@ -227,7 +227,7 @@ class Experts(Communicating):
             most = self.num_max_tokens_per_rank
         most = require_integer(call, "num_max_tokens_per_rank", most, 0, "0 or more")
         expected = f"at least {len(rows)}, the tokens of this rank"
-        require(most >= len(rows), call, "num_max_tokens_per_rank", most, expected)
+        require(most >= rows.shape[0], call, "num_max_tokens_per_rank", most, expected)
         step = 1 if routes.expert_alignment is None else routes.expert_alignment
         sms = require_integer(call, "num_sms", num_sms, 0, "0 or more")
         return {
@@ -257,7 +257,7 @@ class Experts(Communicating):
         )
         assert received.plan is not None
         captured = sent.is_cuda and torch.cuda.is_current_stream_capturing()
-        rows = received.x.shape[0]
+        rows = received.raw.x.shape[0]
         made = Exchange(group, received.plan, 0, rows, worst_case=not exact, captured=captured)
         return made, received
 
@@ -270,21 +270,26 @@ class Experts(Communicating):
         settings: dict[str, Any],
         sent: tuple[torch.dtype, Tensor | None],
     ) -> Any:
-        ids, slots, expanded = received.topk_idx, received.slot_rows, routes.do_expand
-        weights, found_ids = received.topk_weights, None
-        handle, topk_idx = routes.handle, settings["topk_idx"]
+        handle, topk_idx, raw = routes.handle, settings["topk_idx"], received.raw
+        weights = None if routes.topk_weights is None else tensor_of(raw.topk_weights)
+        found_ids = None
         with call.turn.context():
-            if expanded and weights is not None:
-                weights = ferry.torch.row_weights(weights, ids, slots, exchange.rows)
-            if not expanded:
-                found_ids = ids.to(topk_idx.dtype)
-            if routes.stats is not None:
-                self._count(routes.stats, ids, exchange)
             if handle is None:
+                slots = tensor_of(raw.slot_rows) if routes.do_expand else None
+                ids = tensor_of(raw.topk_idx)
                 if routes.do_handle_copy:
                     settings["topk_idx"] = topk_idx.clone()
-                parts = (ids, slots, received.source_token)
+                parts = (ids, slots, tensor_of(raw.source_token))
                 handle = EPHandle.of(exchange, settings, parts)
+            else:
+                ids, slots = arrived_of(handle)
+            if not routes.do_expand:  # the caller may write to its own
+                found_ids = ids.to(topk_idx.dtype, copy=True)
+            elif weights is not None:
+                assert slots is not None
+                weights = ferry.torch.row_weights(weights, ids, slots, exchange.rows)
+            if routes.stats is not None:
+                self._count(routes.stats, ids, exchange)
         x = with_scales(received, *sent)
         if routes.col_major_scales and sent[1] is not None:
             with call.turn.context():
@@ -362,19 +367,24 @@ class Experts(Communicating):
         require(qps <= most, call, "num_qps", qps, f"0 to {most}, num_allocated_qps")
 
 
-def _check_cached(routes: Routes, handle: EPHandle, exchange: Exchange, rows: Tensor) -> None:
+def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
     """What is given beside a handle says the same."""
-    call = "dispatch"
-    require(routes.topk_idx is None, call, "topk_idx", "a tensor", "None beside a handle")
-    require(not routes.do_cpu_sync, call, "do_cpu_sync", True, "None or False beside a handle")
-    for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment", "do_expand"):
-        given, own = getattr(routes, name), getattr(handle, name)
-        if given is not None:
-            require(given == own, call, name, given, f"{own}, as of the handle")
-    tokens = handle.topk_idx.shape[0]
-    require(len(rows) == tokens, call, "x", f"{len(rows)} rows", f"{tokens}, as of the handle")
-    on, own = rows.device.type, "cpu" if exchange.group.device == "cpu" else "cuda"
-    require(on == own, call, "x", f"a tensor of {on}", f"one of {own}, as of the handle")
+    call, known = "dispatch", handle.__dict__
+    if routes.topk_idx is not None:
+        refuse(call, "topk_idx", "a tensor", "None beside a handle")
+    if routes.do_cpu_sync:
+        refuse(call, "do_cpu_sync", True, "None or False beside a handle")
+    for name, given in (
+        ("num_experts", routes.num_experts),
+        ("num_max_tokens_per_rank", routes.num_max_tokens_per_rank),
+        ("expert_alignment", routes.expert_alignment),
+        ("do_expand", bool(routes.do_expand)),
+    ):
+        if given is not None and given != known[name]:
+            refuse(call, name, given, f"{known[name]}, as of the handle")
+    tokens = known["topk_idx"].shape[0]
+    if rows.shape[0] != tokens:
+        refuse(call, "x", f"{rows.shape[0]} rows", f"{tokens}, as of the handle")
 
 
 def _of_slots(handle: EPHandle, exchange: Exchange, topk_weights: Any) -> Tensor | None:
@@ -385,7 +395,7 @@ def _of_slots(handle: EPHandle, exchange: Exchange, topk_weights: Any) -> Tensor
     good = good and topk_weights.dtype == torch.float32
     wanted = f"torch.float32 of shape ({exchange.rows},), one for each row"
     require(good, "combine", "topk_weights", arguments.words(topk_weights), wanted)
-    return ferry.torch.slot_weights(topk_weights, *slots_of(handle))
+    return ferry.torch.slot_weights(topk_weights, *arrived_of(handle))
 
 
 def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> Tensor:

@@ -105,7 +105,7 @@ class HybridExchange(BufferBase):
             **how,
         )
         assert received.plan is not None
-        rows = received.x.shape[0]
+        rows = received.raw.x.shape[0]
         exchange = Exchange(group, received.plan, 0, rows, worst_case=call.most > 0)
         per_expert = None
         if call.alignment > 0:

@@ -136,6 +136,11 @@ def counted(buffer: Any, device: str) -> None:
         assert stats.tolist() == [5 + times * count for count in want.counts]
         if kept:
             ids.fill_(-1)
+        if not expand:
+            got[1].fill_(-7)  # as vLLM, which makes global ids of them
+            again = buffer.dispatch(x, handle=got[3])
+            same(again[1], want.there.topk_idx, device)
+            again[1].fill_(-7)
         check_handle(got[3], job, rank, expected(job, rank, expand, step), step, True)
     buffer.barrier()
 
