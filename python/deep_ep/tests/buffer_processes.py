@@ -14,7 +14,8 @@ def exchange(boot: Any, where: dict[str, Any], body: Any, arguments: Any, option
     """One body on this rank, with a buffer of this device. kind: the name of its class."""
     comm = ThreadComm(boot)
     kind = getattr(deep_ep, options.pop("kind", "Buffer"))
-    buffer = kind(comm, explicitly_destroy=True, **options)
+    buffer = kind(comm, **options)
+    buffer.explicitly_destroy = True
     try:
         result = body(buffer, "cuda" if where["backend"] == "cuda" else "cpu", *arguments)
         comm.allgather(None)

@@ -299,8 +299,13 @@ def of_rank(rank: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randn(EXPERTS if seed < 3 else SLOTS, columns, generator=random)
 
 
-def copies_of_experts(buffer: Any, device: str, region: dict[str, Any]) -> None:
+def copies_of_experts(first: Any, device: str) -> None:
     """Weights out, one tensor or several at once; gradients back, added to what is there."""
+    torch.zeros(1, device=device)  # the region lies where torch has worked
+    plan = deep_ep.BufferAllocator()
+    region = region_of(plan)
+    buffer = deep_ep.EPBuffer(first.group, lb_allocation_plan_or_num_bytes=plan)
+    assert buffer.num_lb_bytes == plan.num_bytes and plan.materialized
     rank, ranks = buffer.rank_idx, buffer.num_ranks
     for seed in (1, 2, 3):
         mapping = mapping_of(ranks, seed)
@@ -328,6 +333,7 @@ def copies_of_experts(buffer: Any, device: str, region: dict[str, Any]) -> None:
                     expected_grads[expert % EXPERTS] += of_rank(other, 8, 3)[slot]
         same(grads, expected_grads, device)
     assert buffer.lb_get_theoretical_num_sms() == 0
+    first.group.allgather(None)
 
 
 EVERYWHERE = [
@@ -340,7 +346,5 @@ EVERYWHERE = [
     sizes,
 ]
 """For every device, and for every buffer that exchanges tokens as V2 does."""
-DEFERRED = [deferred_dispatches, deferred_combines]
+DEFERRED = [deferred_dispatches, deferred_combines, copies_of_experts]
 """Of V2.5."""
-BALANCING = [copies_of_experts]
-"""Of V2.5, with the tensors of `region_of`."""

@@ -27,22 +27,8 @@ def test_as_an_elastic_buffer(body: Any, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("body", bodies.DEFERRED, ids=lambda body: body.__name__)
-def test_deferred(body: Any, size: int) -> None:
+def test_what_v25_adds(body: Any, size: int) -> None:
     run_buffers(size, lambda buffer: body(buffer, "cpu"), **EP)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("body", bodies.BALANCING, ids=lambda body: body.__name__)
-def test_copies_of_experts(body: Any, size: int) -> None:
-    def one(comm: ThreadComm) -> None:
-        plan = deep_ep.BufferAllocator()
-        region = bodies.region_of(plan)
-        buffer = deep_ep.EPBuffer(comm, lb_allocation_plan_or_num_bytes=plan)
-        assert buffer.num_lb_bytes == plan.num_bytes and plan.materialized
-        body(buffer, "cpu", region)
-        comm.allgather(None)
-
-    run_ranks(size, one)
 
 
 def test_every_argument_of_the_constructor() -> None:

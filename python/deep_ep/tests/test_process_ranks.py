@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import bucket_bodies
 import buffer_bodies
 import elastic_bodies
 import handle_bodies
+import hybrid_bodies
 import low_latency_calls
 import mask_bodies
 import pytest
@@ -53,6 +55,31 @@ def test_on_gpus(pool: Any, body: Any, size: int) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", elastic_bodies.DEFERRED, ids=lambda body: body.__name__)
+def test_what_v25_adds_on_gpus(pool: Any, body: Any, size: int) -> None:
+    pool("cuda", size).run(body, kind="EPBuffer")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", bucket_bodies.ALL, ids=lambda body: body.__name__)
+def test_buckets_on_gpus(pool: Any, body: Any, size: int) -> None:
+    pool("cuda", size).run(body)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("body", hybrid_bodies.ALL, ids=lambda body: body.__name__)
+def test_hybrid_on_gpus(pool: Any, body: Any, size: int) -> None:
+    sizes = {"hidden_dim": hybrid_bodies.HIDDEN, "max_num_of_tokens_per_rank": 32}
+    pool("cuda", size).run(body, kind="HybridEPBuffer", num_local_experts=3, **sizes)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("body", low_latency_calls.ALL, ids=lambda body: body.__name__)
 def test_low_latency_on_gpus(pool: Any, body: Any, size: int) -> None:
     pool("cuda", size).run(body, low_latency_mode=True)
@@ -74,6 +101,8 @@ def test_replays_on_gpus(pool: Any, replay: Any) -> None:
 
 
 def test_process_ranks_in_cpu_memory(pool: Any) -> None:
+    pool("cpu", 8).run(elastic_bodies.several_in_flight, kind="ElasticBuffer")
+    pool("cpu", 8).run(bucket_bodies.every_call)
     pool("cpu", 8).run(bodies.changing_experts)
     pool("cpu", 8).run(low_latency_calls.two_micro_batches_in_flight, low_latency_mode=True)
 
