@@ -124,7 +124,7 @@ def fix() -> int:
     faults = [
         run(BIN / "clang-format", "--style=file", "-i", *sources),
         run(BIN / "ruff", "check", "--fix", "--quiet", "."),
-        run(BIN / "ruff", "format", "--quiet", "."),
+        run(BIN / "ruff", "format", "--preview", "--quiet", "."),
     ]
     print("\n".join(fault for fault in faults if fault), end="")
     return 1 if any(faults) else 0
