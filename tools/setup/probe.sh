@@ -101,6 +101,7 @@ collect_missing() {
   need "CLI11 headers" "libcli11-dev" have_header CLI/CLI.hpp
   need "fmt headers" "libfmt-dev" have_header fmt/format.h
   need "nlohmann-json headers" "nlohmann-json3-dev" have_header nlohmann/json.hpp
+  need "yaml-cpp headers" "libyaml-cpp-dev" have_header yaml-cpp/yaml.h
   if [[ $1 == docs || $1 == test ]]; then
     need "Doxygen" "doxygen" have doxygen
   fi

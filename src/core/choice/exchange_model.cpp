@@ -56,6 +56,12 @@ double ExchangeTime::seconds() const {
          std::max({copy, nvlink_out, nvlink_in, nic_out, nic_in, staging, spine});
 }
 
+Interval predicted_interval(double likely_s, double fast_s, double slow_s) {
+  const double own = likely_s * kModelError;
+  return {std::max(0.0, likely_s - std::hypot(own, likely_s - fast_s)),
+          likely_s + std::hypot(own, slow_s - likely_s)};
+}
+
 const char* ExchangeTime::bottleneck() const {
   const struct {
     double seconds;

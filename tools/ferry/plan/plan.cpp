@@ -1,11 +1,11 @@
-// ferry plan: how long exchanges would take on a cluster that is described, and what they wait for.
+// ferry plan: how long exchanges would take on a cluster that is described, what they wait for, and
+// whether the model fits.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -13,143 +13,198 @@
 #include <vector>
 
 #include "command.hpp"
-#include "ferry/exchange_model.hpp"
+#include "number.hpp"
+#include "plan/predict.hpp"
 
 namespace ferry::cli {
 namespace {
 
 using nlohmann::json;
 
-/// Rates in GB/s of one GPU, times in µs. Fitted: to bench/published/figures.csv
-/// (docs/planning.md).
-const std::map<std::string, const char*> kClusters{
-    {"h800", R"({"host_ranks": 8, "nvlink": 134, "nic": 43.5,
-                 "source": "fitted to DeepEP 1.2.1, EP8 and EP32"})"}};
-
-const std::map<std::string, const char*> kModels{
-    {"deepseek-v3", R"({"hidden": 7168, "experts": 256, "topk": 8, "most_hosts": 4})"},
-    {"qwen3-235b", R"({"hidden": 4096, "experts": 128, "topk": 8})"},
-    {"kimi-k2", R"({"hidden": 7168, "experts": 384, "topk": 8})"},
-    {"gpt-oss-120b", R"({"hidden": 2880, "experts": 128, "topk": 4})"}};
-
 struct PlanOptions {
   std::string cluster = "h800";
   std::string model = "deepseek-v3";
-  std::vector<int> ranks{8, 16, 32, 64, 128, 256};
-  double tokens = 4096;
+  std::string mode = "throughput";
+  std::vector<int> ranks{16, 32, 64, 128, 256};
+  int copies = 1;
+  double tokens = 0;  ///< 0: that of the mode
+  std::vector<int> sms{1, 24};
+  double reserve_gb = 0;
+  std::string tuning;
+  std::string show;
   bool as_json = false;
 };
 
-/// A preset, or a file of the same form.
-json described(const std::string& name, const std::map<std::string, const char*>& presets,
-               const char* option, const std::vector<std::string>& keys) {
-  json found;
-  if (const auto preset = presets.find(name); preset != presets.end()) {
-    found = json::parse(preset->second);
-  } else {
-    std::ifstream in(name);
-    if (!in) {
-      std::string names;
-      for (const auto& [known, text] : presets) names += (names.empty() ? "" : ", ") + known;
-      throw std::runtime_error(
-          fmt::format("{}: {} is no file that can be read, and none of {}", option, name, names));
-    }
-    try {
-      found = json::parse(in, nullptr, true, true);
-    } catch (const json::exception& error) {
-      throw std::runtime_error(fmt::format("{} {}: {}", option, name, error.what()));
-    }
-  }
-  if (!found.is_object()) throw std::runtime_error(fmt::format("{} {}: no object", option, name));
-  for (const auto& [key, value] : found.items()) {
-    if (key == "source") continue;
-    if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
-      throw std::runtime_error(fmt::format("{} {}: unknown key {}; known are {}", option, name, key,
-                                           fmt::join(keys, ", ")));
-    }
-    if (!value.is_number() || value.get<double>() < 0) {
-      throw std::runtime_error(fmt::format("{} {}: {} is {}, expected a number, not below 0",
-                                           option, name, key, value.dump()));
-    }
-  }
-  return found;
+/// What is said of one number of ranks.
+struct Planned {
+  Load load{};
+  Memory memory{};
+  double memory_bytes = 0;
+  double limit_bytes = 0;  ///< 0: not known
+  std::vector<Predicted> calls{};
+
+  bool fits() const { return limit_bytes == 0 || memory_bytes <= limit_bytes; }
+};
+
+Load load_of(const PlanOptions& options, int ranks) {
+  Load load;
+  load.ranks = ranks;
+  load.copies = options.copies;
+  load.latency = options.mode == "latency";
+  load.tokens = options.tokens > 0 ? options.tokens : load.latency ? 128 : 4096;
+  load.fewest_sms = options.sms.front();
+  load.most_sms = options.sms.back();
+  return load;
 }
 
-ExchangeRates rates_of(const json& cluster) {
-  const auto rate = [&](const char* key, const char* other) {
-    const double value = cluster.value(key, cluster.value(other, 0.0));
-    return value > 0 ? value * 1e9 : ExchangeRates::kUnknown;
-  };
-  ExchangeRates rates;
-  rates.latency_s = cluster.value("latency_us", 0.0) * 1e-6;
-  rates.message_s = cluster.value("message_us", 0.0) * 1e-6;
-  rates.copy = rate("copy", "copy");
-  rates.nvlink_out = rate("nvlink_out", "nvlink");
-  rates.nvlink_in = rate("nvlink_in", "nvlink");
-  rates.nic_out = rate("nic_out", "nic");
-  rates.nic_in = rate("nic_in", "nic");
-  rates.staging = rate("staging", "staging");
-  rates.leaf_hosts = cluster.value("leaf_hosts", 0);
-  rates.oversubscription = cluster.value("oversubscription", 1.0);
-  return rates;
-}
-
-json planned(const PlanOptions& options) {
-  const json cluster = described(
-      options.cluster, kClusters, "--cluster",
-      {"host_ranks", "latency_us", "message_us", "copy", "nvlink", "nvlink_out", "nvlink_in", "nic",
-       "nic_out", "nic_in", "staging", "leaf_hosts", "oversubscription"});
-  const json model =
-      described(options.model, kModels, "--model", {"hidden", "experts", "topk", "most_hosts"});
-  const ExchangeRates rates = rates_of(cluster);
-  json rows = json::array();
+std::vector<Planned> planned(const PlanOptions& options, const Described& cluster,
+                             const Described& model) {
+  std::vector<Planned> all;
+  const double experts = model.number("experts", 1) * options.copies;
   for (const int ranks : options.ranks) {
-    if (ranks > model.value("experts", 1)) {
-      throw std::runtime_error(fmt::format("--ranks: {} ranks, but {} has {} experts", ranks,
-                                           options.model, model.value("experts", 1)));
+    if (ranks > experts) {
+      throw std::runtime_error(fmt::format(
+          "--ranks: {} ranks, but {} has {} experts; --copies gives each of them several places",
+          ranks, options.model, experts));
     }
-    for (const bool combine : {false, true}) {
-      ExchangeShape shape;
-      shape.ranks = ranks;
-      shape.host_ranks = std::max(1, cluster.value("host_ranks", 8));
-      shape.tokens = options.tokens;
-      shape.topk = std::max(1, model.value("topk", 8));
-      shape.most_hosts = model.value("most_hosts", 0);
-      const double hidden = model.value("hidden", 0);
-      shape.row_bytes = combine ? hidden * 2 : hidden + hidden / 128 * 4;
-      const ExchangeTime direct = exchange_time(uniform_bytes(shape, rates), rates);
-      shape.hierarchical = true;
-      const ExchangeBytes bytes = uniform_bytes(shape, rates);
-      const ExchangeTime by_rail = exchange_time(bytes, rates);
-      const bool choose = by_rail.seconds() < direct.seconds();
-      rows.push_back({{"ranks", ranks},
-                      {"operation", combine ? "combine bf16" : "dispatch e4m3"},
-                      {"direct_us", direct.seconds() * 1e6},
-                      {"hierarchical_us", by_rail.seconds() * 1e6},
-                      {"crossing", choose ? "hierarchical" : "direct"},
-                      {"bottleneck", (choose ? by_rail : direct).bottleneck()},
-                      {"received_bytes", bytes.copy}});
+    Planned made;
+    made.load = load_of(options, ranks);
+    made.memory = memory_of(cluster, model, made.load);
+    if (options.reserve_gb > 0) made.memory.emplace_back("reserve", options.reserve_gb * 1e9);
+    for (const auto& [name, bytes] : made.memory) made.memory_bytes += bytes;
+    made.limit_bytes = cluster.number("memory_gb", 0) * 1e9;
+    made.calls = predicted(cluster, model, made.load);
+    all.push_back(made);
+  }
+  return all;
+}
+
+const char* crossing_of(const Planned& made, const Predicted& call, const Described& cluster) {
+  if (made.load.ranks <= cluster.number("host_ranks", 8)) return "-";
+  return call.hierarchical ? "hierarchical" : "direct";
+}
+
+json as_json(const std::vector<Planned>& all, const Described& cluster) {
+  json rows = json::array();
+  for (const Planned& made : all) {
+    json memory;
+    for (const auto& [name, bytes] : made.memory) memory[name] = bytes;
+    for (const Predicted& call : made.calls) {
+      rows.push_back({{"ranks", made.load.ranks},
+                      {"call", call.call},
+                      {"dtype", call.dtype},
+                      {"tokens", made.load.tokens},
+                      {"mode", made.load.latency ? "latency" : "throughput"},
+                      {"direct_us", call.direct_s * 1e6},
+                      {"hierarchical_us", call.hierarchical_s * 1e6},
+                      {"us", call.likely_s() * 1e6},
+                      {"low_us", call.seconds.low * 1e6},
+                      {"high_us", call.seconds.high * 1e6},
+                      {"crossing", crossing_of(made, call, cluster)},
+                      {"bottleneck", call.bottleneck},
+                      {"num_sms", call.num_sms},
+                      {"received_bytes", call.received_bytes},
+                      {"memory_bytes", memory},
+                      {"fits", made.fits()}});
     }
   }
   return rows;
 }
 
-int plan(const PlanOptions& options) {
-  const json rows = planned(options);
-  if (options.as_json) {
-    fmt::print("{}\n", rows.dump(2));
+void print_times(const std::vector<Planned>& all, const Described& cluster) {
+  fmt::print("{:>6}  {:<14} {:>8} {:>15}  {:<13} {:<12} {:>4} {:>12}\n", "ranks", "call", "us",
+             "90 % within", "crossing", "waits for", "SMs", "received MB");
+  for (const Planned& made : all) {
+    for (const Predicted& call : made.calls) {
+      fmt::print("{:>6}  {:<14} {:>8.0f} {:>15}  {:<13} {:<12} {:>4} {:>12.1f}\n", made.load.ranks,
+                 call.call + " " + call.dtype, call.likely_s() * 1e6,
+                 fmt::format("{:.0f} - {:.0f}", call.seconds.low * 1e6, call.seconds.high * 1e6),
+                 crossing_of(made, call, cluster), call.bottleneck,
+                 call.num_sms > 0 ? std::to_string(call.num_sms) : "-", call.received_bytes / 1e6);
+    }
+  }
+}
+
+void print_memory(const std::vector<Planned>& all) {
+  fmt::print("\nGB of a GPU:\n");
+  for (const Planned& made : all) {
+    std::vector<std::string> parts;
+    for (const auto& [name, bytes] : made.memory) {
+      parts.push_back(fmt::format("{} {:.1f}", name, bytes / 1e9));
+    }
+    const std::string limit =
+        made.limit_bytes > 0 ? fmt::format(" of {:.0f}", made.limit_bytes / 1e9) : "";
+    fmt::print("{:>6}  {:.1f}{}: {}{}\n", made.load.ranks, made.memory_bytes / 1e9, limit,
+               fmt::join(parts, ", "), made.fits() ? "" : ". DOES NOT FIT");
+  }
+}
+
+/// The settings of what fits.
+void write_tuning(const PlanOptions& options, const std::vector<Planned>& all,
+                  const Described& cluster) {
+  json entries = json::array();
+  for (json& row : as_json(all, cluster)) {
+    if (!row["fits"].get<bool>()) continue;
+    for (const char* key : {"memory_bytes", "fits", "received_bytes"}) row.erase(key);
+    if (row["crossing"] == "-") row["crossing"] = "direct";
+    entries.push_back(row);
+  }
+  const json file{{"format", 1},
+                  {"program", "ferry plan"},
+                  {"cluster", options.cluster},
+                  {"model", options.model},
+                  {"entries", entries}};
+  std::ofstream out(options.tuning);
+  out << file.dump(2) << '\n';
+  if (!out.flush()) {
+    throw std::runtime_error(fmt::format("--tuning: {} cannot be written", options.tuning));
+  }
+}
+
+int show(const std::string& name) {
+  for (const Kind kind : {Kind::cluster, Kind::model}) {
+    const auto found = presets(kind).find(name);
+    if (found == presets(kind).end()) continue;
+    fmt::print("{}", found->second);
     return 0;
   }
-  fmt::print("{:>6}  {:<14} {:>10} {:>16}  {:<13} {:<13} {:>11}\n", "ranks", "operation",
-             "direct us", "hierarchical us", "crossing", "waits for", "received MB");
-  for (const json& row : rows) {
-    fmt::print("{:>6}  {:<14} {:>10.0f} {:>16.0f}  {:<13} {:<13} {:>11.1f}\n",
-               row["ranks"].get<int>(), row["operation"].get<std::string>(),
-               row["direct_us"].get<double>(), row["hierarchical_us"].get<double>(),
-               row["crossing"].get<std::string>(), row["bottleneck"].get<std::string>(),
-               row["received_bytes"].get<double>() / 1e6);
+  throw std::runtime_error(fmt::format("--show: no preset is called {}", name));
+}
+
+/// 1: no number of ranks fits.
+int plan(const PlanOptions& options) {
+  if (!options.show.empty()) return show(options.show);
+  if (options.sms.front() > options.sms.back()) {
+    throw std::runtime_error(fmt::format("--sms: from {} to {}, expected the fewest first",
+                                         options.sms.front(), options.sms.back()));
   }
+  const Described cluster = Described::load(Kind::cluster, options.cluster);
+  const Described model = Described::load(Kind::model, options.model);
+  const std::vector<Planned> all = planned(options, cluster, model);
+  if (options.as_json) {
+    fmt::print("{}\n", as_json(all, cluster).dump(2));
+  } else {
+    print_times(all, cluster);
+    print_memory(all);
+    const std::vector<std::string> assumed = cluster.assumed();
+    if (!assumed.empty()) fmt::print("\nAssumed of the cluster: {}\n", fmt::join(assumed, ", "));
+  }
+  const bool fits = std::any_of(all.begin(), all.end(), [](const auto& p) { return p.fits(); });
+  if (!fits) {
+    const Planned& last = all.back();
+    throw std::runtime_error(fmt::format(
+        "{} does not fit: on {} ranks a GPU would hold {:.1f} GB, but has {:.0f}; "
+        "take more ranks, or fewer --tokens or --copies",
+        options.model, last.load.ranks, last.memory_bytes / 1e9, last.limit_bytes / 1e9));
+  }
+  if (!options.tuning.empty()) write_tuning(options, all, cluster);
   return 0;
+}
+
+std::string names_of(Kind kind) {
+  std::vector<std::string> names;
+  for (const auto& [name, text] : presets(kind)) names.push_back(name);
+  return fmt::format("{}, or a YAML file", fmt::join(names, ", "));
 }
 
 }  // namespace
@@ -158,15 +213,28 @@ void add_plan(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<PlanOptions>();
   CLI::App* command = app.add_subcommand(
       "plan", "Predict how long exchanges take on a cluster, with uniform routes");
-  command->add_option("--cluster", options->cluster,
-                      "h800, or a JSON file: rates of one GPU in GB/s, times in us");
-  command->add_option("--model", options->model,
-                      "deepseek-v3, qwen3-235b, kimi-k2, gpt-oss-120b, or a JSON file");
+  command->add_option("--cluster", options->cluster, names_of(Kind::cluster));
+  command->add_option("--model", options->model, names_of(Kind::model));
+  command->add_option("--mode", options->mode, "throughput or latency")
+      ->check(CLI::IsMember({"throughput", "latency"}));
   command->add_option("--ranks", options->ranks, "Numbers of ranks, with commas between")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber)
+      ->check(whole_number(1, 4096))
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  command->add_option("--tokens", options->tokens, "Tokens of a rank")->check(CLI::PositiveNumber);
+  command->add_option("--copies", options->copies, "Places of each expert")
+      ->check(whole_number(1, 4096));
+  command->add_option("--tokens", options->tokens, "Tokens of a rank; 4096, latency mode 128")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--sms", options->sms, "Fewest and most SMs of a call, as 1,24")
+      ->delimiter(',')
+      ->expected(2)
+      ->check(whole_number(1, 1024));
+  command
+      ->add_option("--reserve-gb", options->reserve_gb,
+                   "Of a GPU's memory, for activations and key-value caches")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--tuning", options->tuning, "Write the settings to this JSON file");
+  command->add_option("--show", options->show, "Print a preset, as the beginning of a file");
   command->add_flag("--json", options->as_json, "Print JSON");
   command->footer("What the prediction is worth: docs/planning.md.");
   command->callback([options, &exit_code] { exit_code = plan(*options); });

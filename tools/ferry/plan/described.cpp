@@ -1,0 +1,189 @@
+#include "plan/described.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace ferry::cli {
+namespace {
+
+const std::vector<std::string> kRateKeys{
+    "latency_us", "message_us", "sm_copy", "nvlink",  "nvlink_out", "nvlink_in",
+    "nic",        "nic_out",    "nic_in",  "staging", "leaf_hosts", "oversubscription"};
+const std::vector<std::string> kOperations{"dispatch", "combine", "latency_dispatch",
+                                           "latency_combine"};
+
+std::vector<std::string> keys_of(Kind kind) {
+  if (kind == Kind::model) {
+    return {"hidden",       "experts",          "topk",           "most_hosts", "moe_layers",
+            "intermediate", "other_parameters", "parameter_bytes"};
+  }
+  std::vector<std::string> keys{"host_ranks", "memory_gb", "sms"};
+  keys.insert(keys.end(), kRateKeys.begin(), kRateKeys.end());
+  return keys;
+}
+
+bool one_of(const std::vector<std::string>& all, const std::string& word) {
+  return std::find(all.begin(), all.end(), word) != all.end();
+}
+
+/// Throws with the place.
+[[noreturn]] void refuse(const std::string& file, const YAML::Node& node, const std::string& what) {
+  throw std::runtime_error(fmt::format("{}, line {}: {}", file, node.Mark().line + 1, what));
+}
+
+double number_in(const std::string& file, const std::string& key, const YAML::Node& node) {
+  double value = 0;
+  const bool read = node.IsScalar() && YAML::convert<double>::decode(node, value);
+  if (!read || !std::isfinite(value) || value < 0) {
+    refuse(file, node,
+           fmt::format("{} is {}, expected a number, not below 0", key,
+                       node.IsScalar() ? node.Scalar() : "a list or map"));
+  }
+  return value;
+}
+
+Value value_in(const std::string& file, const std::string& key, const YAML::Node& node) {
+  Value value;
+  if (!node.IsMap()) {
+    value.value = number_in(file, key, node);
+    value.error = error_of(value.from);
+    return value;
+  }
+  if (!node["value"]) refuse(file, node, key + " has no `value`");
+  value.value = number_in(file, key, node["value"]);
+  if (node["from"]) value.from = node["from"].as<std::string>();
+  if (!one_of({"measured", "published", "assumed"}, value.from)) {
+    refuse(file, node["from"],
+           fmt::format("{} is from {}, expected measured, published or assumed", key, value.from));
+  }
+  value.error = node["error"] ? number_in(file, "error", node["error"]) : error_of(value.from);
+  for (const auto& part : node) {
+    const auto name = part.first.as<std::string>();
+    if (!one_of({"value", "from", "error", "source"}, name)) {
+      refuse(file, part.first,
+             fmt::format("{}: unknown key {}; known are value, from, error, source", key, name));
+    }
+  }
+  return value;
+}
+
+std::map<std::string, Value> values_in(const std::string& file, const YAML::Node& node,
+                                       const std::vector<std::string>& keys,
+                                       const std::vector<std::string>& sections) {
+  if (!node.IsMap()) refuse(file, node, "expected keys and values");
+  std::map<std::string, Value> values;
+  for (const auto& part : node) {
+    const auto key = part.first.as<std::string>();
+    if (key == "source" || one_of(sections, key)) continue;
+    if (!one_of(keys, key)) {
+      refuse(file, part.first,
+             fmt::format("unknown key {}; known are {}", key, fmt::join(keys, ", ")));
+    }
+    if (!values.emplace(key, value_in(file, key, part.second)).second) {
+      refuse(file, part.first, fmt::format("{} is there twice", key));
+    }
+  }
+  return values;
+}
+
+YAML::Node text_of(Kind kind, const std::string& name) {
+  const auto preset = presets(kind).find(name);
+  if (preset != presets(kind).end()) return YAML::Load(std::string(preset->second));
+  try {
+    return YAML::LoadFile(name);
+  } catch (const YAML::BadFile&) {
+    std::vector<std::string> names;
+    for (const auto& [known, text] : presets(kind)) names.push_back(known);
+    throw std::runtime_error(fmt::format("{}: {} is no file that can be read, and none of {}",
+                                         kind == Kind::cluster ? "--cluster" : "--model", name,
+                                         fmt::join(names, ", ")));
+  } catch (const YAML::Exception& error) {
+    throw std::runtime_error(fmt::format("{}: {}", name, error.what()));
+  }
+}
+
+}  // namespace
+
+double error_of(const std::string& from) {
+  return from == "measured" ? 0.05 : from == "published" ? 0.1 : 0.3;
+}
+
+Described Described::load(Kind kind, const std::string& name) {
+  const YAML::Node text = text_of(kind, name);
+  const std::vector<std::string> sections =
+      kind == Kind::cluster ? kOperations : std::vector<std::string>{};
+  Described made;
+  made.name_ = name;
+  made.sections_[""] = values_in(name, text, keys_of(kind), sections);
+  for (const std::string& section : sections) {
+    if (const YAML::Node part = text[section]) {
+      made.sections_[section] = values_in(name, part, kRateKeys, {});
+    }
+  }
+  return made;
+}
+
+const Value* Described::find(const std::string& section, const std::string& key) const {
+  for (const std::string& name : {section, std::string()}) {
+    const auto values = sections_.find(name);
+    if (values == sections_.end()) continue;
+    const auto value = values->second.find(key);
+    if (value != values->second.end()) return &value->second;
+  }
+  return nullptr;
+}
+
+double Described::number(const std::string& section, const std::string& key,
+                         double otherwise) const {
+  const Value* value = find(section, key);
+  return value == nullptr ? otherwise : value->value;
+}
+
+double Described::number(const std::string& key, double otherwise) const {
+  return number("", key, otherwise);
+}
+
+std::vector<std::string> Described::assumed() const {
+  std::vector<std::string> keys;
+  for (const auto& [section, values] : sections_) {
+    for (const auto& [key, value] : values) {
+      if (value.from != "assumed" || value.value == 0 || !one_of(kRateKeys, key)) continue;
+      keys.push_back(section.empty() ? key : section + "." + key);
+    }
+  }
+  return keys;
+}
+
+ExchangeRates rates_of(const Described& cluster, const std::string& operation, int num_sms,
+                       End end) {
+  const double sign = end == End::likely ? 0 : end == End::fast ? 1 : -1;
+  const auto rate = [&](const std::string& key, const std::string& other) {
+    const Value* value = cluster.find(operation, key);
+    if (value == nullptr) value = cluster.find(operation, other);
+    if (value == nullptr || value->value <= 0) return ExchangeRates::kUnknown;
+    return value->value * 1e9 * (1 + sign * std::min(value->error, 0.95));
+  };
+  const auto time = [&](const std::string& key) {
+    const Value* value = cluster.find(operation, key);
+    return value == nullptr ? 0 : value->value * 1e-6 * (1 - sign * std::min(value->error, 1.0));
+  };
+  ExchangeRates rates;
+  rates.latency_s = time("latency_us");
+  rates.message_s = time("message_us");
+  rates.copy = rate("sm_copy", "sm_copy") * num_sms;
+  rates.nvlink_out = rate("nvlink_out", "nvlink");
+  rates.nvlink_in = rate("nvlink_in", "nvlink");
+  rates.nic_out = rate("nic_out", "nic");
+  rates.nic_in = rate("nic_in", "nic");
+  rates.staging = rate("staging", "staging");
+  rates.leaf_hosts = static_cast<int>(cluster.number(operation, "leaf_hosts", 0));
+  rates.oversubscription = cluster.number(operation, "oversubscription", 1);
+  return rates;
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,114 @@
+#include "plan/predict.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ferry/latency.hpp"
+
+namespace ferry::cli {
+namespace {
+
+constexpr double kCombineBytes = 2;  ///< bf16, a channel
+
+/// e4m3 and a scale of four bytes for each 128 channels.
+double dispatch_row_bytes(double hidden) {
+  return hidden + std::ceil(hidden / 128) * 4;
+}
+
+ExchangeShape shape_of(const Described& cluster, const Described& model, const Load& load,
+                       bool combine) {
+  ExchangeShape shape;
+  shape.ranks = load.ranks;
+  shape.host_ranks = std::max(1, static_cast<int>(cluster.number("host_ranks", 8)));
+  shape.tokens = load.tokens;
+  shape.topk = std::max(1, static_cast<int>(model.number("topk", 8)));
+  shape.most_hosts = static_cast<int>(model.number("most_hosts", 0));
+  shape.each_slot = load.latency;
+  const double hidden = model.number("hidden", 0);
+  shape.row_bytes = combine ? hidden * kCombineBytes : dispatch_row_bytes(hidden);
+  return shape;
+}
+
+std::string operation_of(const Load& load, bool combine) {
+  return std::string(load.latency ? "latency_" : "") + (combine ? "combine" : "dispatch");
+}
+
+double seconds(const Described& cluster, const ExchangeShape& shape, const std::string& operation,
+               int num_sms, End end = End::likely) {
+  const ExchangeRates rates = rates_of(cluster, operation, num_sms, end);
+  return exchange_time(uniform_bytes(shape, rates), rates).seconds();
+}
+
+/// The fewest that cost at most 3 % of time.
+int enough_sms(const Described& cluster, const ExchangeShape& shape, const std::string& operation,
+               const Load& load) {
+  constexpr double kWorth = 1.03;
+  if (cluster.find(operation, "sm_copy") == nullptr) return 0;
+  const double best = seconds(cluster, shape, operation, load.most_sms);
+  int sms = load.fewest_sms;
+  while (sms < load.most_sms && seconds(cluster, shape, operation, sms) > best * kWorth) ++sms;
+  return sms;
+}
+
+}  // namespace
+
+std::vector<Predicted> predicted(const Described& cluster, const Described& model,
+                                 const Load& load) {
+  std::vector<Predicted> all;
+  for (const bool combine : {false, true}) {
+    const std::string operation = operation_of(load, combine);
+    ExchangeShape shape = shape_of(cluster, model, load, combine);
+    Predicted made;
+    made.call = combine ? "combine" : "dispatch";
+    made.dtype = combine ? "bf16" : "e4m3";
+    made.direct_s = seconds(cluster, shape, operation, load.most_sms);
+    if (!load.latency) {
+      shape.hierarchical = true;
+      made.hierarchical_s = seconds(cluster, shape, operation, load.most_sms);
+      made.hierarchical = made.hierarchical_s < made.direct_s;
+      shape.hierarchical = made.hierarchical;
+    }
+    made.num_sms = enough_sms(cluster, shape, operation, load);
+    const ExchangeRates rates =
+        rates_of(cluster, operation, made.num_sms > 0 ? made.num_sms : load.most_sms);
+    const ExchangeBytes bytes = uniform_bytes(shape, rates);
+    const ExchangeTime time = exchange_time(bytes, rates);
+    made.bottleneck = time.bottleneck();
+    made.received_bytes = bytes.copy;
+    made.seconds = predicted_interval(
+        time.seconds(), seconds(cluster, shape, operation, load.most_sms, End::fast),
+        seconds(cluster, shape, operation, std::max(1, made.num_sms), End::slow));
+    all.push_back(made);
+  }
+  return all;
+}
+
+Memory memory_of(const Described& cluster, const Described& model, const Load& load) {
+  const double hidden = model.number("hidden", 0), experts = model.number("experts", 1);
+  const double bytes = model.number("parameter_bytes", 2);
+  const double held = std::ceil(experts * load.copies / load.ranks);
+  const double expert = 3 * hidden * model.number("intermediate", 0);
+  Memory memory{{"experts", held * model.number("moe_layers", 0) * expert * bytes},
+                {"other parameters", model.number("other_parameters", 0) * bytes}};
+  if (load.latency) {
+    LatencyConfig config;
+    config.capacity = static_cast<std::int64_t>(load.tokens);
+    config.hidden = static_cast<std::int64_t>(hidden);
+    config.topk = static_cast<int>(model.number("topk", 8));
+    const double host_ranks = std::max(1.0, cluster.number("host_ranks", 8));
+    const auto hint = LatencyExchange::memory_hint(
+        config, static_cast<std::int64_t>(experts) * load.copies, load.ranks, DeviceKind::cuda,
+        static_cast<int>(std::ceil(load.ranks / host_ranks)));
+    memory.emplace_back("latency buffers", static_cast<double>(hint));
+    return memory;
+  }
+  const ExchangeBytes rows = uniform_bytes(shape_of(cluster, model, load, false));
+  memory.emplace_back("received rows", load.tokens * rows.ranks *
+                                           (dispatch_row_bytes(hidden) + kCombineBytes * hidden));
+  if (load.ranks > cluster.number("host_ranks", 8)) {
+    memory.emplace_back("staging", load.tokens * rows.hosts * kCombineBytes * hidden);
+  }
+  return memory;
+}
+
+}  // namespace ferry::cli

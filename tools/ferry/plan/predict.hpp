@@ -1,0 +1,40 @@
+// What `ferry plan` says about a number of ranks.
+#pragma once
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/described.hpp"
+
+namespace ferry::cli {
+
+struct Load {
+  int ranks = 0;
+  int copies = 1;  ///< of each expert
+  double tokens = 4096;
+  bool latency = false;  ///< latency mode
+  int fewest_sms = 1, most_sms = 24;
+};
+
+struct Predicted {
+  std::string call;  ///< dispatch, combine
+  std::string dtype;
+  double direct_s = 0, hierarchical_s = 0;  ///< hierarchical: 0 in latency mode
+  bool hierarchical = false;                ///< the choice
+  int num_sms = 0;                          ///< 0: not known
+  std::string bottleneck;
+  Interval seconds{};  ///< of the choice
+  double received_bytes = 0;
+
+  double likely_s() const { return hierarchical ? hierarchical_s : direct_s; }
+};
+
+std::vector<Predicted> predicted(const Described& cluster, const Described& model,
+                                 const Load& load);
+
+/// What one GPU holds, in bytes, by name.
+using Memory = std::vector<std::pair<std::string, double>>;
+Memory memory_of(const Described& cluster, const Described& model, const Load& load);
+
+}  // namespace ferry::cli
