@@ -12,8 +12,8 @@ namespace ferry::cli {
 namespace {
 
 const std::vector<std::string> kRateKeys{
-    "latency_us", "message_us", "sm_copy", "nvlink",  "nvlink_out", "nvlink_in",
-    "nic",        "nic_out",    "nic_in",  "staging", "leaf_hosts", "oversubscription"};
+    "latency_us", "message_us", "copy",   "sm_copy", "nvlink",     "nvlink_out",      "nvlink_in",
+    "nic",        "nic_out",    "nic_in", "staging", "leaf_hosts", "oversubscription"};
 const std::vector<std::string> kOperations{"dispatch", "combine", "latency_dispatch",
                                            "latency_combine"};
 
@@ -175,7 +175,7 @@ ExchangeRates rates_of(const Described& cluster, const std::string& operation, i
   ExchangeRates rates;
   rates.latency_s = time("latency_us");
   rates.message_s = time("message_us");
-  rates.copy = rate("sm_copy", "sm_copy") * num_sms;
+  rates.copy = std::min(rate("copy", "copy"), rate("sm_copy", "sm_copy") * num_sms);
   rates.nvlink_out = rate("nvlink_out", "nvlink");
   rates.nvlink_in = rate("nvlink_in", "nvlink");
   rates.nic_out = rate("nic_out", "nic");

@@ -1,16 +1,19 @@
-"""ferry plan: the table, files in place of presets, and what is refused. First argument: ferry."""
+"""ferry plan and calibrate: tables, files, presets, what is refused. First argument: ferry."""
 
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import unittest
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "planning.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "planning.md"
+RESULTS = ROOT / "bench" / "results"
 
 
 def plan(*options):
@@ -150,6 +153,8 @@ class Plan(unittest.TestCase):
     def test_the_page_works(self):
         """Files and commands of docs/planning.md."""
         text = PAGE.read_text()
+        for result in RESULTS.glob("?xh200_*.json"):
+            shutil.copy(result, self.folder)
         for name, body in re.findall(r"```yaml\n# (\S+)\n(.*?)```", text, re.DOTALL):
             self.file(body, name)
         commands = [
@@ -169,6 +174,111 @@ class Plan(unittest.TestCase):
                 check=False,
             )
             self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
+
+
+def calibrate(*options):
+    return subprocess.run(
+        [FERRY, "calibrate", *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+class Calibrate(unittest.TestCase):
+    """Rates that are known, and this project's own measurements."""
+
+    def setUp(self):
+        made = tempfile.TemporaryDirectory()
+        self.addCleanup(made.cleanup)
+        self.folder = Path(made.name)
+
+    def bench(self, calls, **settings):
+        """A file as of ferry bench; calls: tokens, SMs, microseconds, bytes copied and sent."""
+        results = [
+            {
+                "name": "dispatch, full, worst case",
+                "dtype": "bf16",
+                "tokens": tokens,
+                "sms": sms,
+                "p50_us": us,
+                "row_bytes": 4096,
+                "logical_bytes": copied * 4,
+                "wire_bytes": sent * 4,
+            }
+            for tokens, sms, us, copied, sent in calls
+        ]
+        known = {"ranks": 4, "routes": "uniform", "topk": 8, "crossing": "automatic"}
+        path = self.folder / "bench.json"
+        path.write_text(
+            json.dumps({"settings": known | settings, "results": results, "machine": {}})
+        )
+        return path
+
+    def test_finds_rates_that_are_known(self):
+        """10 us, 40 GB/s of an SM, 250 GB/s of NVLink."""
+        calls = []
+        for tokens in (1, 64, 512, 4096):
+            for sms in (2, 4, 16):
+                copied, sent = tokens * 40000, tokens * 30000
+                us = 10 + max(copied / 40e3 / sms, sent / 250e3)
+                calls.append((tokens, sms, us, copied, sent))
+        out = self.folder / "made.yaml"
+        done = calibrate(self.bench(calls), "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        values = dict(re.findall(r"  (\w+): {value: ([0-9.e+-]+)", out.read_text()))
+        for key, value in {"latency_us": 10, "sm_copy": 40, "nvlink": 250}.items():
+            self.assertAlmostEqual(float(values[key]) / value, 1, delta=0.01, msg=key)
+        self.assertEqual(done.stdout.count("| fitted |"), 5)
+        self.assertIn("| dispatch | 7 | 7 | 7 |", done.stdout)
+        self.assertEqual(
+            rows("--cluster", str(out), "--ranks", "4", "--model", "qwen3-30b")[0]["num_sms"], 9
+        )
+
+    def test_a_call_that_does_not_fit_is_a_miss(self):
+        calls = [(t, 16, 10 + t, t * 40000, t * 30000) for t in (1, 2, 4, 8, 16, 32, 64, 128)]
+        calls[4] = (16, 16, 200, 16 * 40000, 16 * 30000)
+        done = calibrate(self.bench(calls), "--points", "5")
+        self.assertIn("**miss**", done.stdout)
+
+    def test_links_between_domains_give_the_nic(self):
+        path = self.folder / "net.json"
+        rates = [
+            [0 if a == b else 9e9 if a // 2 == b // 2 else 3e9 for b in range(4)] for a in range(4)
+        ]
+        path.write_text(json.dumps({"ranks": 4, "domains": [0, 0, 1, 1], "bytes_per_s": rates}))
+        out = self.folder / "made.yaml"
+        self.assertEqual(calibrate(path, "--out", out).returncode, 0)
+        self.assertIn("nic: {value: 3, from: measured", out.read_text())
+        self.assertIn("host_ranks: 2", out.read_text())
+
+    def test_refuses(self):
+        path = self.folder / "other.json"
+        path.write_text('{"results": [{}]}')
+        self.assertIn("not of `ferry bench --json`", calibrate(path).stderr)
+        self.assertIn("cannot be read", calibrate(self.folder / "none.json").stderr)
+        calls = self.bench([(1, 1, 5, 4096, 4096)], domain_size=2)
+        self.assertIn("--crossing direct or hierarchical", calibrate(calls).stderr)
+        self.assertIn("nothing to calibrate", calibrate(self.bench([])).stderr)
+
+    def test_the_page_has_what_own_gpus_give(self):
+        names = [
+            f"{n}xh200_{what}.json" for what in ("exchange", "tokens", "latency") for n in "24"
+        ]
+        out = self.folder / "h200.yaml"
+        done = calibrate(*(RESULTS / name for name in names), "--out", out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(done.stdout, PAGE.read_text(), f"the page has another table: {done.stdout}")
+        preset = Path(__file__).parent / "clusters" / "h200.yaml"
+        self.assertEqual(out.read_text(), preset.read_text())
+        held = covered = 0
+        for line in done.stdout.splitlines()[-4:]:
+            cells = [cell.strip() for cell in line.split("|")]
+            held += int(cells[2])
+            covered += int(cells[4])
+            self.assertLessEqual(float(cells[6]), 5, line)
+        self.assertGreaterEqual(covered, 0.9 * held)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,284 @@
+// ferry calibrate: a cluster file from what ferry bench and ferry doctor --net measured.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "command.hpp"
+#include "number.hpp"
+#include "plan/described.hpp"
+#include "plan/fit.hpp"
+
+namespace ferry::cli {
+namespace {
+
+using nlohmann::json;
+
+struct CalibrateOptions {
+  std::vector<std::string> results;
+  std::string out;
+  int points = 5;
+};
+
+/// What `ferry bench` calls the calls that a cluster file describes.
+const std::map<std::string, std::string> kOperationOf{
+    {"dispatch, full, worst case", "dispatch"},
+    {"dispatch, full", "dispatch"},
+    {"combine, registered", "combine"},
+    {"latency dispatch", "latency_dispatch"},
+    {"latency combine, per rank", "latency_combine"}};
+
+struct Measured {
+  std::map<std::string, std::vector<Observation>> calls{};
+  std::vector<double> nic{};  ///< bytes a second, of links between domains
+  int host_ranks = 0;
+  double memory_gb = 0, sms = 0;
+};
+
+/// The bytes of a rank: counted inside a host; across domains, of uniform routes.
+ExchangeBytes bytes_of(const json& result, const json& settings, const std::string& file) {
+  ExchangeBytes bytes;
+  const double ranks = settings.at("ranks");
+  bytes.copy = result.at("logical_bytes").get<double>() / ranks;
+  bytes.nvlink = result.at("wire_bytes").get<double>() / ranks;
+  const int domain = settings.value("domain_size", 0);
+  if (domain == 0 || domain >= ranks) return bytes;
+  const std::string crossing = settings.at("crossing");
+  if (crossing == "automatic" || settings.at("routes") != "uniform") {
+    throw std::runtime_error(fmt::format(
+        "{}: between domains only --routes uniform with --crossing direct or hierarchical says "
+        "what crossed",
+        file));
+  }
+  ExchangeShape shape;
+  shape.ranks = settings.at("ranks");
+  shape.host_ranks = domain;
+  shape.tokens = result.at("tokens");
+  shape.topk = settings.at("topk");
+  shape.row_bytes = result.at("row_bytes");
+  shape.hierarchical = crossing == "hierarchical";
+  return uniform_bytes(shape);
+}
+
+void read_bench(const json& file, const std::string& name, Measured& measured) {
+  const json& settings = file.at("settings");
+  for (const json& result : file.at("results")) {
+    const auto operation = kOperationOf.find(result.at("name").get<std::string>());
+    if (operation == kOperationOf.end() || result.at("logical_bytes") == 0) continue;
+    Observation call;
+    call.operation = operation->second;
+    call.dtype = result.at("dtype");
+    call.ranks = settings.at("ranks");
+    call.tokens = result.at("tokens");
+    call.num_sms = result.at("sms");
+    call.seconds = result.at("p50_us").get<double>() * 1e-6;
+    call.bytes = bytes_of(result, settings, name);
+    if (!(call.seconds > 0)) throw std::runtime_error(name + ": a call that took no time");
+    measured.calls[call.operation].push_back(call);
+  }
+  const int domain = settings.value("domain_size", 0);
+  const int host = domain > 0 ? domain : settings.at("ranks").get<int>();
+  measured.host_ranks = std::max(measured.host_ranks, host);
+  const json gpus = file.at("machine").value("gpus", json::object()).value("all", json::array());
+  if (gpus.empty()) return;
+  measured.memory_gb = std::floor(gpus[0].value("memory_bytes", 0.0) / 1e9);
+  measured.sms = gpus[0].value("multiprocessors", 0);
+}
+
+void read_links(const json& file, Measured& measured) {
+  const std::vector<int> domains = file.at("domains");
+  const json& rates = file.at("bytes_per_s");
+  std::map<int, int> sizes;
+  for (const int domain : domains)
+    measured.host_ranks = std::max(measured.host_ranks, ++sizes[domain]);
+  for (std::size_t a = 0; a < domains.size(); ++a) {
+    for (std::size_t b = 0; b < domains.size(); ++b) {
+      if (domains[a] != domains[b]) measured.nic.push_back(rates.at(a).at(b));
+    }
+  }
+}
+
+Measured read_results(const std::vector<std::string>& files) {
+  Measured measured;
+  for (const std::string& name : files) {
+    std::ifstream in(name);
+    if (!in) throw std::runtime_error(name + ": cannot be read");
+    try {
+      const json file = json::parse(in);
+      if (file.contains("results")) {
+        read_bench(file, name, measured);
+      } else {
+        read_links(file, measured);
+      }
+    } catch (const json::exception& error) {
+      throw std::runtime_error(
+          fmt::format("{}: not of `ferry bench --json` or `ferry doctor --net --json`: {}", name,
+                      error.what()));
+    }
+  }
+  return measured;
+}
+
+/// An operation, fitted, and how well.
+struct Calibrated {
+  std::string operation;
+  FittedRates rates{};
+  std::vector<Observation> calls{};
+  std::vector<bool> fitted{};
+  std::vector<double> errors{};  ///< percent, of each call
+  double worst = 0, median = 0;  ///< of those that were not fitted
+  int held = 0;
+};
+
+Calibrated calibrated(const std::string& operation, const std::vector<Observation>& calls,
+                      int count) {
+  Calibrated made{operation, {}, calls, std::vector<bool>(calls.size()), {}};
+  std::vector<Observation> points;
+  for (const std::size_t i : spread_points(calls, static_cast<std::size_t>(count))) {
+    made.fitted[i] = true;
+    points.push_back(calls[i]);
+  }
+  made.rates = fit(points);
+  std::vector<double> held;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const double predicted = made.rates.time(calls[i]).seconds();
+    const double error = (predicted / calls[i].seconds - 1) * 100;
+    made.errors.push_back(std::abs(error) < 0.05 ? 0
+                                                 : error);  // the sign of a rounding error is none
+    if (!made.fitted[i]) held.push_back(std::abs(made.errors.back()));
+  }
+  made.held = static_cast<int>(held.size());
+  if (held.empty()) return made;
+  std::sort(held.begin(), held.end());
+  made.worst = held.back();
+  made.median = held[held.size() / 2];
+  return made;
+}
+
+constexpr double kAskedPercent =
+    10;  ///< percent of error that is asked of a call that was not fitted
+
+/// Whether it took a time that `ferry plan` would have said it takes.
+bool is_covered(const FittedRates& rates, const Observation& call) {
+  const auto at = [&](double by) {
+    FittedRates other = rates;
+    other.latency_s *= 1 - by;
+    for (double* rate : {&other.copy, &other.nvlink, &other.nic}) *rate *= 1 + by;
+    return other.time(call).seconds();
+  };
+  const double error = error_of("measured");
+  const Interval seconds = predicted_interval(at(0), at(error), at(-error));
+  return call.seconds >= seconds.low && call.seconds <= seconds.high;
+}
+
+void print_calibrated(const std::vector<Calibrated>& all) {
+  fmt::print(
+      "| call | GPUs | dtype | tokens | SMs | measured us | predicted us | error % | waits for | "
+      "|\n"
+      "| --- | --: | --- | --: | --: | --: | --: | --: | --- | --- |\n");
+  for (const Calibrated& one : all) {
+    for (std::size_t i = 0; i < one.calls.size(); ++i) {
+      const Observation& call = one.calls[i];
+      const ExchangeTime time = one.rates.time(call);
+      const char* verdict = one.fitted[i]                             ? "fitted"
+                            : std::abs(one.errors[i]) > kAskedPercent ? "**miss**"
+                                                                      : "";
+      fmt::print("| {} | {} | {} | {} | {} | {:.1f} | {:.1f} | {:+.1f} | {} | {} |\n",
+                 call.operation, call.ranks, call.dtype, call.tokens,
+                 call.num_sms > 0 ? std::to_string(call.num_sms) : "-", call.seconds * 1e6,
+                 time.seconds() * 1e6, one.errors[i], time.bottleneck(), verdict);
+    }
+  }
+  fmt::print(
+      "\n| call | not fitted | within {:.0f} % | within the interval | worst % | median % |\n"
+      "| --- | --: | --: | --: | --: | --: |\n",
+      kAskedPercent);
+  for (const Calibrated& one : all) {
+    int within = 0, covered = 0;
+    for (std::size_t i = 0; i < one.calls.size(); ++i) {
+      if (one.fitted[i]) continue;
+      within += std::abs(one.errors[i]) <= kAskedPercent ? 1 : 0;
+      covered += is_covered(one.rates, one.calls[i]) ? 1 : 0;
+    }
+    fmt::print("| {} | {} | {} | {} | {:.1f} | {:.1f} |\n", one.operation, one.held, within,
+               covered, one.worst, one.median);
+  }
+}
+
+std::string measured_value(const char* key, double value) {
+  return fmt::format("  {}: {{value: {:.4g}, from: measured}}\n", key, value);
+}
+
+std::string cluster_file(const Measured& measured, const std::vector<Calibrated>& all) {
+  std::string text = "# Made by ferry calibrate.\n";
+  text += fmt::format("host_ranks: {}\n", measured.host_ranks);
+  if (measured.memory_gb > 0) {
+    text += fmt::format("memory_gb: {{value: {}, from: measured}}\n", measured.memory_gb);
+  }
+  if (measured.sms > 0) text += fmt::format("sms: {{value: {}, from: measured}}\n", measured.sms);
+  if (!measured.nic.empty()) {
+    std::vector<double> nic = measured.nic;
+    std::nth_element(nic.begin(), nic.begin() + static_cast<std::ptrdiff_t>(nic.size() / 2),
+                     nic.end());
+    text += fmt::format("nic: {{value: {:.4g}, from: measured, source: ferry doctor --net}}\n",
+                        nic[nic.size() / 2] / 1e9);
+  }
+  for (const Calibrated& one : all) {
+    text += one.operation + ":\n" + measured_value("latency_us", one.rates.latency_s * 1e6);
+    const auto rate = [&](const char* key, double value) {
+      if (!std::isinf(value)) text += measured_value(key, value / 1e9);
+    };
+    rate(one.calls.front().num_sms > 0 ? "sm_copy" : "copy", one.rates.copy);
+    rate("nvlink", one.rates.nvlink);
+    rate("nic", one.rates.nic);
+  }
+  return text;
+}
+
+int calibrate(const CalibrateOptions& options) {
+  const Measured measured = read_results(options.results);
+  std::vector<Calibrated> all;
+  for (const auto& [operation, calls] : measured.calls) {
+    all.push_back(calibrated(operation, calls, options.points));
+  }
+  if (all.empty() && measured.nic.empty()) {
+    throw std::runtime_error(
+        "nothing to calibrate with: no dispatch or combine, and no links "
+        "between domains");
+  }
+  print_calibrated(all);
+  if (options.out.empty()) return 0;
+  std::ofstream out(options.out);
+  out << cluster_file(measured, all);
+  if (!out.flush()) {
+    throw std::runtime_error(fmt::format("--out: {} cannot be written", options.out));
+  }
+  return 0;
+}
+
+}  // namespace
+
+void add_calibrate(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<CalibrateOptions>();
+  CLI::App* command = app.add_subcommand(
+      "calibrate", "Make a cluster file from results of ferry bench and ferry doctor --net");
+  command->add_option("results", options->results, "Files of --json")
+      ->required()
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_option("--out", options->out, "Write the cluster file here");
+  command
+      ->add_option("--points", options->points,
+                   "Calls to fit to, of each operation; the others are predicted")
+      ->check(whole_number(3, 1000));
+  command->footer("How the points are chosen: docs/planning.md.");
+  command->callback([options, &exit_code] { exit_code = calibrate(*options); });
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,147 @@
+#include "plan/fit.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+namespace ferry::cli {
+namespace {
+
+/// Logarithms of latency and of the rates of SM copies, NVLink and NIC.
+using Logarithms = std::array<double, 4>;
+constexpr double kNone = std::numeric_limits<double>::infinity();
+
+FittedRates rates_at(const Logarithms& at) {
+  return {std::exp(at[0]), std::exp(at[1]), std::exp(at[2]), std::exp(at[3])};
+}
+
+double squares(const Logarithms& at, const std::vector<Observation>& points) {
+  const FittedRates rates = rates_at(at);
+  double sum = 0;
+  for (const Observation& point : points) {
+    const double off = std::log(rates.time(point).seconds() / point.seconds);
+    sum += off * off;
+  }
+  return sum;
+}
+
+/// Where each rate is as slow as the fastest of the points allows.
+Logarithms start_of(const std::vector<Observation>& points) {
+  Logarithms start{kNone, -kNone, -kNone, -kNone};
+  for (const Observation& point : points) {
+    const auto rate = [&](double bytes) {
+      return bytes > 0 ? std::log(bytes / point.seconds) : -kNone;
+    };
+    start[0] = std::min(start[0], std::log(point.seconds));
+    start[1] = std::max(start[1], rate(point.bytes.copy / std::max(1, point.num_sms)));
+    start[2] = std::max(start[2], rate(point.bytes.nvlink));
+    start[3] = std::max(start[3], rate(point.bytes.nic));
+  }
+  for (double& one : start) one = one == -kNone ? kNone : one;  // nothing to be fitted
+  return start;
+}
+
+/// Steps along each axis, and then on in the same direction; shorter when none helps.
+void search_rates(Logarithms& at, const std::vector<Observation>& points) {
+  double least = squares(at, points);
+  const auto take = [&](const Logarithms& other) {
+    const double found = squares(other, points);
+    if (found >= least) return false;
+    least = found;
+    at = other;
+    return true;
+  };
+  for (double step = 0.3; step > 1e-6;) {
+    const Logarithms before = at;
+    for (std::size_t axis = 0; axis < at.size(); ++axis) {
+      if (std::isinf(at[axis])) continue;
+      for (const double sign : {1.0, -1.0}) {
+        Logarithms other = at;
+        other[axis] += sign * step;
+        if (take(other)) break;
+      }
+    }
+    if (before == at) {
+      step /= 2;
+      continue;
+    }
+    Logarithms further = at;
+    for (std::size_t axis = 0; axis < at.size(); ++axis) {
+      if (!std::isinf(at[axis])) further[axis] += at[axis] - before[axis];
+    }
+    take(further);
+  }
+}
+
+/// How many times, as logarithms.
+double apart(const Observation& a, const Observation& b) {
+  const double copy = std::log(a.bytes.copy / b.bytes.copy);
+  const double sms = std::log(static_cast<double>(std::max(1, a.num_sms)) / std::max(1, b.num_sms));
+  const double sent = std::log((a.bytes.nvlink + a.bytes.nic) / (b.bytes.nvlink + b.bytes.nic));
+  return std::hypot(copy, sent, copy - sms);
+}
+
+}  // namespace
+
+ExchangeRates FittedRates::rates(int num_sms) const {
+  ExchangeRates made;
+  made.latency_s = latency_s;
+  made.copy = copy * std::max(1, num_sms);
+  made.nvlink_out = made.nvlink_in = nvlink;
+  made.nic_out = made.nic_in = nic;
+  return made;
+}
+
+ExchangeTime FittedRates::time(const Observation& call) const {
+  return exchange_time(call.bytes, rates(call.num_sms));
+}
+
+std::vector<std::size_t> spread_points(const std::vector<Observation>& calls, std::size_t count) {
+  std::vector<std::size_t> left(calls.size()), taken;
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  const auto take = [&](const auto& score) {
+    if (taken.size() == count || left.empty()) return;
+    const auto best = std::max_element(left.begin(), left.end(), [&](std::size_t a, std::size_t b) {
+      return score(calls[a]) < score(calls[b]);
+    });
+    taken.push_back(*best);
+    left.erase(best);
+  };
+  take([](const Observation& call) { return std::pair(-call.bytes.copy, call.num_sms); });
+  take([](const Observation& call) { return std::pair(call.bytes.copy, call.num_sms); });
+  take([](const Observation& call) { return std::pair(call.bytes.copy, -call.num_sms); });
+  while (taken.size() < std::min(count, calls.size())) {
+    take([&](const Observation& call) {
+      double nearest = kNone;
+      for (const std::size_t other : taken) nearest = std::min(nearest, apart(call, calls[other]));
+      return nearest;
+    });
+  }
+  return taken;
+}
+
+FittedRates fit(const std::vector<Observation>& points) {
+  Logarithms at = start_of(points);
+  search_rates(at, points);
+  FittedRates made = rates_at(at);
+  // What no point waits for was only kept out of the way.
+  std::array<double*, 3> rates{&made.copy, &made.nvlink, &made.nic};
+  std::array<bool, 3> waited{};
+  for (const Observation& point : points) {
+    const ExchangeTime time = made.time(point);
+    const double longest = std::max({time.copy, time.nvlink_out, time.nic_out});
+    const std::array phases{time.copy, time.nvlink_out, time.nic_out};
+    for (std::size_t i = 0; i < phases.size(); ++i) {
+      waited[i] = waited[i] || phases[i] >= longest * (1 - 1e-9);
+    }
+  }
+  for (std::size_t i = 0; i < rates.size(); ++i) {
+    if (!waited[i]) *rates[i] = ExchangeRates::kUnknown;
+  }
+  return made;
+}
+
+}  // namespace ferry::cli
