@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "ferry/exchange_model.hpp"
+
 namespace ferry {
 namespace {
 
@@ -226,11 +228,19 @@ bool complete(const Forward& forward, const CrossingPlan& crossing, std::size_t 
   return std::equal(tokens.begin(), tokens.end(), forward.filled.begin());
 }
 
-CrossingCost cost_of_rank(std::int64_t out, std::int64_t in, std::int64_t crossings_out,
-                          std::int64_t crossings_in, std::int64_t spread) {
-  return {static_cast<double>(std::max(out, in)),
-          static_cast<double>(std::max(crossings_out, crossings_in)) +
-              static_cast<double>(spread) / kInsideSpeed};
+CrossingCost cost_of_rank(const RankCrossings& rows, const Domains& domains, int rank) {
+  ExchangeRates rates;
+  rates.nic_out = rates.nic_in = 1;
+  rates.nvlink_out = rates.nvlink_in = kInsideSpeed;
+  rates.message_s = kMessageRows;
+  ExchangeBytes direct, hierarchical;
+  direct.nic = static_cast<double>(std::max(rows.out, rows.in));
+  hierarchical.nic = static_cast<double>(std::max(rows.crossings_out, rows.crossings_in));
+  hierarchical.nvlink = static_cast<double>(rows.spread);
+  direct.peers =
+      domains.ranks() - static_cast<double>(domains.members(domains.of(rank)).size());
+  hierarchical.peers = domains.count() - 1;
+  return {exchange_time(direct, rates).seconds(), exchange_time(hierarchical, rates).seconds()};
 }
 
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing) {
@@ -260,9 +270,10 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
   CrossingCost cost;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::size_t r = index(rank);
-    const CrossingCost own = cost_of_rank(out[r], plan.peer_recv_rows[r] - inside[r],
-                                          crossing.first_sum(rank, domains.count()),
-                                          crossing.staging_rows[r], spread[r]);
+    const CrossingCost own = cost_of_rank({out[r], plan.peer_recv_rows[r] - inside[r],
+                                           crossing.first_sum(rank, domains.count()),
+                                           crossing.staging_rows[r], spread[r]},
+                                          domains, rank);
     cost.direct = std::max(cost.direct, own.direct);
     cost.hierarchical = std::max(cost.hierarchical, own.hierarchical);
   }

@@ -89,17 +89,23 @@ bool append_rows(Forward& forward, const ExchangePlan& plan, const CrossingPlan&
 /// Whether all rows of a feeder were appended that it counted for the ranks of this domain.
 bool complete(const Forward& forward, const CrossingPlan& crossing, std::size_t feeder);
 
-/// The cost model: the time of the busiest rank, in rows over the network. A row that is spread
-/// inside a domain costs 1 / kInsideSpeed of one that crosses.
+/// What crosses between domains on one rank, in rows.
+struct RankCrossings {
+  std::int64_t out = 0, in = 0;                      ///< directly
+  std::int64_t crossings_out = 0, crossings_in = 0;  ///< hierarchically
+  std::int64_t spread = 0;                           ///< of these, to ranks of its domain
+};
+
+/// The time of the busiest rank by the exchange model (ferry/exchange_model.hpp), in rows over the
+/// network. Before anything is known of the links, memory or NVLink is taken to carry
+/// kInsideSpeed times what a network does, and a message to cost as much as kMessageRows rows.
 struct CrossingCost {
   double direct = 0;
   double hierarchical = 0;
 };
-inline constexpr double kInsideSpeed = 8;
+inline constexpr double kInsideSpeed = 8, kMessageRows = 1;
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing);
-/// Of one rank: rows that go out and come in directly; its crossings out and in; rows it spreads.
-CrossingCost cost_of_rank(std::int64_t out, std::int64_t in, std::int64_t crossings_out,
-                          std::int64_t crossings_in, std::int64_t spread);
+CrossingCost cost_of_rank(const RankCrossings& rows, const Domains& domains, int rank);
 Crossing chosen_crossing(const Domains& domains, const CrossingCost& cost, Crossing wanted);
 
 }  // namespace ferry

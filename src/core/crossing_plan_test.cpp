@@ -137,17 +137,20 @@ TEST(CrossingPlan, SeesCountsThatCannotBe) {
 
 TEST(CrossingPlan, TheCostModel) {
   const World world = small_world();
-  // Direct: rank 0 sends three rows. Hierarchical: two cross, three are spread.
+  // Direct: rank 0 sends three rows, in two messages. Hierarchical: two cross in one; that three are
+  // spread takes less long.
   const CrossingCost cost = crossing_cost(world.plans[0], world.crossings[0]);
-  EXPECT_EQ(cost.direct, 3.0);
-  EXPECT_EQ(cost.hierarchical, 2.0 + 3.0 / kInsideSpeed);
+  EXPECT_EQ(cost.direct, 3.0 + 2 * kMessageRows);
+  EXPECT_EQ(cost.hierarchical, 2.0 + kMessageRows);
   EXPECT_EQ(world.crossings[0].chosen, Crossing::hierarchical);
-  World single;
-  single.placement = {4, 4};
-  single.domains = Domains::blocks(4, 2);
-  single.routes = {{2, 3}, {}, {}, {}};  // each token to one rank: nothing to save
-  single.make_plans();
-  EXPECT_EQ(single.crossings[0].chosen, Crossing::direct);
+  // Two ranks of one rail send six rows each, half of them to each rank of the third domain.
+  World rail;
+  rail.placement = {6, 6};
+  rail.domains = Domains::blocks(6, 2);
+  rail.routes.resize(6);
+  rail.routes[0] = rail.routes[2] = {4, -1, 4, -1, 4, -1, 5, -1, 5, -1, 5, -1};
+  rail.make_plans();
+  EXPECT_EQ(rail.crossings[0].chosen, Crossing::direct);  // else all twelve come in at one
   for (const CrossingPlan& crossing : world.crossings) {
     EXPECT_EQ(crossing.chosen, Crossing::hierarchical);  // all ranks alike
   }

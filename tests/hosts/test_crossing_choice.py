@@ -1,0 +1,63 @@
+"""What the plan chooses, direct or hierarchical, against what was measured between hosts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from speed import EACH, routes_of
+
+import ferry
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ASKED = 0.05  # of the time of the better crossing
+
+
+def chosen(hosts: int, each: int, topk: int, tokens: int) -> str:
+    """By the real plan, of the routes that were measured; rank 0's is that of all."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    ranks = hosts * each
+    given = argparse.Namespace(what="crossings", tokens=tokens, limit=0)
+    bootstraps = ferry.threads(ranks)
+
+    def one(rank: int) -> str:
+        group = ferry.Group(
+            bootstraps[rank], experts=EACH * ranks, domain_size=each, memory_bytes=1 << 20
+        )
+        with group:
+            routes = np.ascontiguousarray(routes_of(given, rank, ranks, hosts, topk), np.int64)
+            plan = group.plan(routes)
+            group.barrier()
+            return str(plan.crossing())
+
+    with ThreadPoolExecutor(ranks) as pool:
+        (choice,) = set(pool.map(one, range(ranks)))
+    return choice
+
+
+def runs() -> list[tuple[dict[str, Any], dict[str, Any], int]]:
+    found = []
+    for path in sorted(RESULTS.glob("2core_hosts_crossing*.json")):
+        file = json.loads(path.read_text())
+        found += [(run, case, file["tokens"]) for run in file["runs"] for case in run["cases"]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "case", "tokens"),
+    [
+        pytest.param(*one, id=f"{one[0]['hosts']}x{one[0]['ranks']}-{one[0]['mbit']}-{one[1]['topk']}")
+        for one in runs()
+    ],
+)
+def test_the_choice_costs_little(run: dict[str, Any], case: dict[str, Any], tokens: int) -> None:
+    times = {
+        way: case[way]["dispatch_ms"] + case[way]["combine_ms"] for way in ("direct", "hierarchical")
+    }
+    choice = chosen(run["hosts"], run["ranks"], case["topk"], tokens)
+    assert times[choice] <= min(times.values()) * (1 + ASKED), f"{choice}: {times}"
