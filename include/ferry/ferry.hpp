@@ -4,6 +4,7 @@
 #include "ferry/collectives.hpp"
 #include "ferry/dtype.hpp"
 #include "ferry/error.hpp"
+#include "ferry/exchange_flows.hpp"
 #include "ferry/exchange_model.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"

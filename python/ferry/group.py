@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from ferry.arguments import (
 from ferry.errors import Error
 from ferry.handles import register_group
 from ferry.results import ArrayT, Combined, Received
+from ferry.routes import RouteFile
 from ferry.streams import Streams, chosen_gpu, current_handle
 from ferry.tensors import (
     dtype_named,
@@ -140,6 +142,7 @@ class Group:
             gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
         self._gpu = gpu
         self._streams = Streams(gpu)
+        self._routes: RouteFile | None = None
         # Plain attributes: torch.compile reads them without running any code of ours.
         self._local_experts = self._raw.local_experts
         self._handle = register_group(self)
@@ -189,6 +192,22 @@ class Group:
         """The domain of a rank; domains are numbered by their lowest ranks."""
         return self._raw.domain_of(integer("domain_of: rank", rank, 0, self.size - 1))
 
+    def record_routes(self, file: str | Path | None) -> None:
+        """From now on the routes of every `plan` and `dispatch` go to the file whose name is `file`,
+        a dot and the rank, for `ferry plan --routes` and `ferry simulate --routes`; an old file is
+        overwritten. None: no more. Not collective. Routes on a GPU are copied to the CPU, which
+        waits for them and cannot be captured in a graph. `ferry.routes.read_routes` reads a file.
+        """
+        if self._routes is not None:
+            self._routes.close()
+        self._routes = None
+        if file is not None:
+            self._routes = RouteFile(file, self.rank, self.size, self.experts)
+
+    def _record(self, topk_idx: Any) -> None:
+        if self._routes is not None and topk_idx is not None:
+            self._routes.add(topk_idx)
+
     @property
     def destroyed(self) -> bool:
         """True after `destroy`."""
@@ -207,6 +226,7 @@ class Group:
         )
         if place.finish:
             raw.recv_rows()
+        self._record(topk_idx)
         return raw
 
     @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
@@ -281,6 +301,7 @@ class Group:
             integer("dispatch: num_sms", num_sms, 0, INT32_MAX),
             choice("dispatch: crossing", crossing, CROSSINGS),
         )
+        self._record(topk_idx)
         return Received(place.finished(raw), like, out)
 
     @renamed_keywords(sms="num_sms")

@@ -135,7 +135,8 @@ class LatencyExchange:
         masks: bool = False,
     ) -> None:
         self._dtype = dtype_named("LatencyExchange: dtype", dtype)
-        self._streams = instance("LatencyExchange: group", group, Group, "a ferry.Group")._streams
+        self._group = instance("LatencyExchange: group", group, Group, "a ferry.Group")
+        self._streams = self._group._streams
         self._raw = _ferry.LatencyExchange(
             group._raw,
             integer("LatencyExchange: capacity", capacity, 1),
@@ -197,6 +198,7 @@ class LatencyExchange:
             flag(f"{name}: hook", hook),
             place.stream,
         )
+        self._group._record(topk_idx)
         return LatencyReceived(place.finished(raw), like)
 
     @renamed_keywords(waits="wait_ns")

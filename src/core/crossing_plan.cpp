@@ -237,8 +237,7 @@ CrossingCost cost_of_rank(const RankCrossings& rows, const Domains& domains, int
   direct.nic = static_cast<double>(std::max(rows.out, rows.in));
   hierarchical.nic = static_cast<double>(std::max(rows.crossings_out, rows.crossings_in));
   hierarchical.nvlink = static_cast<double>(rows.spread);
-  direct.peers =
-      domains.ranks() - static_cast<double>(domains.members(domains.of(rank)).size());
+  direct.peers = domains.ranks() - static_cast<double>(domains.members(domains.of(rank)).size());
   hierarchical.peers = domains.count() - 1;
   return {exchange_time(direct, rates).seconds(), exchange_time(hierarchical, rates).seconds()};
 }
@@ -270,10 +269,10 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
   CrossingCost cost;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::size_t r = index(rank);
-    const CrossingCost own = cost_of_rank({out[r], plan.peer_recv_rows[r] - inside[r],
-                                           crossing.first_sum(rank, domains.count()),
-                                           crossing.staging_rows[r], spread[r]},
-                                          domains, rank);
+    const CrossingCost own = cost_of_rank(
+        {out[r], plan.peer_recv_rows[r] - inside[r], crossing.first_sum(rank, domains.count()),
+         crossing.staging_rows[r], spread[r]},
+        domains, rank);
     cost.direct = std::max(cost.direct, own.direct);
     cost.hierarchical = std::max(cost.hierarchical, own.hierarchical);
   }

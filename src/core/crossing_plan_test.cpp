@@ -137,8 +137,8 @@ TEST(CrossingPlan, SeesCountsThatCannotBe) {
 
 TEST(CrossingPlan, TheCostModel) {
   const World world = small_world();
-  // Direct: rank 0 sends three rows, in two messages. Hierarchical: two cross in one; that three are
-  // spread takes less long.
+  // Direct: rank 0 sends three rows, in two messages. Hierarchical: two cross in one; that three
+  // are spread takes less long.
   const CrossingCost cost = crossing_cost(world.plans[0], world.crossings[0]);
   EXPECT_EQ(cost.direct, 3.0 + 2 * kMessageRows);
   EXPECT_EQ(cost.hierarchical, 2.0 + kMessageRows);

@@ -147,8 +147,9 @@ CrossingCost PairCounts::own_cost() const {
   for (const int member : crossing_.domains.members(crossing_.domains.of(plan_.rank))) {
     out -= plan_.send_rows(member);
   }
-  return cost_of_rank({out, came_across_, crossing_.offset.back(), crossing_.feeder_row.back(), spread_},
-                      crossing_.domains, plan_.rank);
+  return cost_of_rank(
+      {out, came_across_, crossing_.offset.back(), crossing_.feeder_row.back(), spread_},
+      crossing_.domains, plan_.rank);
 }
 
 std::size_t PairCounts::write_places(int peer, std::byte* out) const {

@@ -51,13 +51,16 @@ def runs() -> list[tuple[dict[str, Any], dict[str, Any], int]]:
 @pytest.mark.parametrize(
     ("run", "case", "tokens"),
     [
-        pytest.param(*one, id=f"{one[0]['hosts']}x{one[0]['ranks']}-{one[0]['mbit']}-{one[1]['topk']}")
+        pytest.param(
+            *one, id=f"{one[0]['hosts']}x{one[0]['ranks']}-{one[0]['mbit']}-{one[1]['topk']}"
+        )
         for one in runs()
     ],
 )
 def test_the_choice_costs_little(run: dict[str, Any], case: dict[str, Any], tokens: int) -> None:
     times = {
-        way: case[way]["dispatch_ms"] + case[way]["combine_ms"] for way in ("direct", "hierarchical")
+        way: case[way]["dispatch_ms"] + case[way]["combine_ms"]
+        for way in ("direct", "hierarchical")
     }
     choice = chosen(run["hosts"], run["ranks"], case["topk"], tokens)
     assert times[choice] <= min(times.values()) * (1 + ASKED), f"{choice}: {times}"

@@ -30,6 +30,7 @@ struct PlanOptions {
   double tokens = 0;  ///< 0: that of the mode
   std::vector<int> sms{1, 24};
   double reserve_gb = 0;
+  std::string routes;
   std::string tuning;
   std::string show;
   bool as_json = false;
@@ -46,19 +47,21 @@ struct Planned {
   bool fits() const { return limit_bytes == 0 || memory_bytes <= limit_bytes; }
 };
 
-Load load_of(const PlanOptions& options, int ranks) {
+Load load_of(const PlanOptions& options, const RecordedRoutes* routes, int ranks) {
   Load load;
   load.ranks = ranks;
   load.copies = options.copies;
   load.latency = options.mode == "latency";
-  load.tokens = options.tokens > 0 ? options.tokens : load.latency ? 128 : 4096;
+  load.routes = routes;
+  const double usual = routes != nullptr ? routes->mean_tokens() : load.latency ? 128 : 4096;
+  load.tokens = options.tokens > 0 ? options.tokens : usual;
   load.fewest_sms = options.sms.front();
   load.most_sms = options.sms.back();
   return load;
 }
 
 std::vector<Planned> planned(const PlanOptions& options, const Described& cluster,
-                             const Described& model) {
+                             const Described& model, const RecordedRoutes* routes) {
   std::vector<Planned> all;
   const double experts = model.number("experts", 1) * options.copies;
   for (const int ranks : options.ranks) {
@@ -68,7 +71,7 @@ std::vector<Planned> planned(const PlanOptions& options, const Described& cluste
           ranks, options.model, experts));
     }
     Planned made;
-    made.load = load_of(options, ranks);
+    made.load = load_of(options, routes, ranks);
     made.memory = memory_of(cluster, model, made.load);
     if (options.reserve_gb > 0) made.memory.emplace_back("reserve", options.reserve_gb * 1e9);
     for (const auto& [name, bytes] : made.memory) made.memory_bytes += bytes;
@@ -171,7 +174,18 @@ int show(const std::string& name) {
   throw std::runtime_error(fmt::format("--show: no preset is called {}", name));
 }
 
-/// 1: no number of ranks fits.
+/// Recorded ones, of this model.
+RecordedRoutes routes_for(const PlanOptions& options, const Described& model) {
+  RecordedRoutes routes = RecordedRoutes::load(options.routes);
+  if (static_cast<double>(routes.experts) != model.number("experts", 1) ||
+      routes.topk != model.number("topk", 8)) {
+    throw std::runtime_error(fmt::format(
+        "--routes: recorded with {} experts and {} slots, but {} has {} and {}", routes.experts,
+        routes.topk, options.model, model.number("experts", 1), model.number("topk", 8)));
+  }
+  return routes;
+}
+
 int plan(const PlanOptions& options) {
   if (!options.show.empty()) return show(options.show);
   if (options.sms.front() > options.sms.back()) {
@@ -180,7 +194,10 @@ int plan(const PlanOptions& options) {
   }
   const Described cluster = Described::load(Kind::cluster, options.cluster);
   const Described model = Described::load(Kind::model, options.model);
-  const std::vector<Planned> all = planned(options, cluster, model);
+  RecordedRoutes recorded;
+  if (!options.routes.empty()) recorded = routes_for(options, model);
+  const std::vector<Planned> all =
+      planned(options, cluster, model, options.routes.empty() ? nullptr : &recorded);
   if (options.as_json) {
     fmt::print("{}\n", as_json(all, cluster).dump(2));
   } else {
@@ -223,7 +240,9 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   command->add_option("--copies", options->copies, "Places of each expert")
       ->check(whole_number(1, 4096));
-  command->add_option("--tokens", options->tokens, "Tokens of a rank; 4096, latency mode 128")
+  command
+      ->add_option("--tokens", options->tokens,
+                   "Tokens of a rank; as recorded, or 4096, latency mode 128")
       ->check(CLI::PositiveNumber);
   command->add_option("--sms", options->sms, "Fewest and most SMs of a call, as 1,24")
       ->delimiter(',')
@@ -233,6 +252,8 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->add_option("--reserve-gb", options->reserve_gb,
                    "Of a GPU's memory, for activations and key-value caches")
       ->check(CLI::NonNegativeNumber);
+  command->add_option("--routes", options->routes,
+                      "What Group.record_routes recorded, in place of uniform routes");
   command->add_option("--tuning", options->tuning, "Write the settings to this JSON file");
   command->add_option("--show", options->show, "Print a preset, as the beginning of a file");
   command->add_flag("--json", options->as_json, "Print JSON");

@@ -15,17 +15,15 @@ double dispatch_row_bytes(double hidden) {
   return hidden + std::ceil(hidden / 128) * 4;
 }
 
-ExchangeShape shape_of(const Described& cluster, const Described& model, const Load& load,
-                       bool combine) {
+/// Of rows of one byte. Ferry sends a row for each rank, in latency mode, too.
+ExchangeShape shape_of(const Described& cluster, const Described& model, const Load& load) {
   ExchangeShape shape;
   shape.ranks = load.ranks;
   shape.host_ranks = std::max(1, static_cast<int>(cluster.number("host_ranks", 8)));
   shape.tokens = load.tokens;
   shape.topk = std::max(1, static_cast<int>(model.number("topk", 8)));
   shape.most_hosts = static_cast<int>(model.number("most_hosts", 0));
-  shape.each_slot = load.latency;
-  const double hidden = model.number("hidden", 0);
-  shape.row_bytes = combine ? hidden * kCombineBytes : dispatch_row_bytes(hidden);
+  shape.row_bytes = 1;
   return shape;
 }
 
@@ -33,20 +31,52 @@ std::string operation_of(const Load& load, bool combine) {
   return std::string(load.latency ? "latency_" : "") + (combine ? "combine" : "dispatch");
 }
 
-double seconds(const Described& cluster, const ExchangeShape& shape, const std::string& operation,
-               int num_sms, End end = End::likely) {
-  const ExchangeRates rates = rates_of(cluster, operation, num_sms, end);
-  return exchange_time(uniform_bytes(shape, rates), rates).seconds();
+/// A row of one byte; of recorded routes the mean of the busiest ranks of the calls.
+ExchangeBytes rows_of(const Described& cluster, const ExchangeShape& shape, const Load& load) {
+  const ExchangeRates rates = rates_of(cluster, "dispatch", load.most_sms);
+  if (load.routes == nullptr) return uniform_bytes(shape, rates);
+  constexpr int kMostCalls = 16;  // spread over all that were recorded
+  const int calls = std::min(kMostCalls, load.routes->count());
+  ExchangeBytes mean;
+  for (int i = 0; i < calls; ++i) {
+    ExchangeFlows flows({.experts = load.routes->experts * load.copies,
+                         .ranks = shape.ranks,
+                         .host_ranks = shape.host_ranks,
+                         .topk = load.routes->topk,
+                         .hierarchical = shape.hierarchical});
+    for (int rank = 0; rank < shape.ranks; ++rank) {
+      flows.add(rank, load.routes->of(rank, i * load.routes->count() / calls, load.copies));
+    }
+    const ExchangeBytes one = flows.busiest(shape.row_bytes, rates);
+    mean.copy += one.copy / calls;
+    mean.nvlink += one.nvlink / calls;
+    mean.nic += one.nic / calls;
+    mean.spine += one.spine / calls;
+    mean.peers = one.peers;
+  }
+  const double times = load.tokens / load.routes->mean_tokens();
+  for (double* bytes : {&mean.copy, &mean.nvlink, &mean.nic, &mean.spine}) *bytes *= times;
+  return mean;
 }
 
-/// The fewest that cost at most 3 % of time.
-int enough_sms(const Described& cluster, const ExchangeShape& shape, const std::string& operation,
+ExchangeBytes of_row(ExchangeBytes rows, double row_bytes) {
+  for (double* bytes : {&rows.copy, &rows.nvlink, &rows.nic, &rows.spine}) *bytes *= row_bytes;
+  return rows;
+}
+
+double seconds(const Described& cluster, const ExchangeBytes& bytes, const std::string& operation,
+               int num_sms, End end = End::likely) {
+  return exchange_time(bytes, rates_of(cluster, operation, num_sms, end)).seconds();
+}
+
+/// The fewest that cost at most 3 % of time; 0: their rate is not known.
+int enough_sms(const Described& cluster, const ExchangeBytes& bytes, const std::string& operation,
                const Load& load) {
   constexpr double kWorth = 1.03;
   if (cluster.find(operation, "sm_copy") == nullptr) return 0;
-  const double best = seconds(cluster, shape, operation, load.most_sms);
+  const double best = seconds(cluster, bytes, operation, load.most_sms);
   int sms = load.fewest_sms;
-  while (sms < load.most_sms && seconds(cluster, shape, operation, sms) > best * kWorth) ++sms;
+  while (sms < load.most_sms && seconds(cluster, bytes, operation, sms) > best * kWorth) ++sms;
   return sms;
 }
 
@@ -54,30 +84,32 @@ int enough_sms(const Described& cluster, const ExchangeShape& shape, const std::
 
 std::vector<Predicted> predicted(const Described& cluster, const Described& model,
                                  const Load& load) {
+  ExchangeShape shape = shape_of(cluster, model, load);
+  const ExchangeBytes direct = rows_of(cluster, shape, load);
+  shape.hierarchical = true;
+  const ExchangeBytes by_rail = load.latency ? direct : rows_of(cluster, shape, load);
+  const double hidden = model.number("hidden", 0);
   std::vector<Predicted> all;
   for (const bool combine : {false, true}) {
     const std::string operation = operation_of(load, combine);
-    ExchangeShape shape = shape_of(cluster, model, load, combine);
+    const double row = combine ? hidden * kCombineBytes : dispatch_row_bytes(hidden);
     Predicted made;
     made.call = combine ? "combine" : "dispatch";
     made.dtype = combine ? "bf16" : "e4m3";
-    made.direct_s = seconds(cluster, shape, operation, load.most_sms);
+    made.direct_s = seconds(cluster, of_row(direct, row), operation, load.most_sms);
     if (!load.latency) {
-      shape.hierarchical = true;
-      made.hierarchical_s = seconds(cluster, shape, operation, load.most_sms);
+      made.hierarchical_s = seconds(cluster, of_row(by_rail, row), operation, load.most_sms);
       made.hierarchical = made.hierarchical_s < made.direct_s;
-      shape.hierarchical = made.hierarchical;
     }
-    made.num_sms = enough_sms(cluster, shape, operation, load);
-    const ExchangeRates rates =
-        rates_of(cluster, operation, made.num_sms > 0 ? made.num_sms : load.most_sms);
-    const ExchangeBytes bytes = uniform_bytes(shape, rates);
-    const ExchangeTime time = exchange_time(bytes, rates);
+    const ExchangeBytes bytes = of_row(made.hierarchical ? by_rail : direct, row);
+    made.num_sms = enough_sms(cluster, bytes, operation, load);
+    const int sms = made.num_sms > 0 ? made.num_sms : load.most_sms;
+    const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms));
     made.bottleneck = time.bottleneck();
     made.received_bytes = bytes.copy;
-    made.seconds = predicted_interval(
-        time.seconds(), seconds(cluster, shape, operation, load.most_sms, End::fast),
-        seconds(cluster, shape, operation, std::max(1, made.num_sms), End::slow));
+    made.seconds =
+        predicted_interval(time.seconds(), seconds(cluster, bytes, operation, sms, End::fast),
+                           seconds(cluster, bytes, operation, sms, End::slow));
     all.push_back(made);
   }
   return all;
@@ -102,7 +134,7 @@ Memory memory_of(const Described& cluster, const Described& model, const Load& l
     memory.emplace_back("latency buffers", static_cast<double>(hint));
     return memory;
   }
-  const ExchangeBytes rows = uniform_bytes(shape_of(cluster, model, load, false));
+  const ExchangeBytes rows = uniform_bytes(shape_of(cluster, model, load));
   memory.emplace_back("received rows", load.tokens * rows.ranks *
                                            (dispatch_row_bytes(hidden) + kCombineBytes * hidden));
   if (load.ranks > cluster.number("host_ranks", 8)) {

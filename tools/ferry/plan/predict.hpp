@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "plan/described.hpp"
+#include "plan/routes.hpp"
 
 namespace ferry::cli {
 
@@ -15,6 +16,7 @@ struct Load {
   double tokens = 4096;
   bool latency = false;  ///< latency mode
   int fewest_sms = 1, most_sms = 24;
+  const RecordedRoutes* routes = nullptr;  ///< null: uniform
 };
 
 struct Predicted {
