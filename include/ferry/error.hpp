@@ -13,7 +13,8 @@ enum class ErrorKind {
   deadline,          ///< a wait reached its deadline
   peer_failed,       ///< a rank died or reported a failure
   peer_left,         ///< a rank destroyed its group while others still exchange
-  evicted,           ///< latency mode: the peers masked this rank and went on; `rejoin`
+  evicted,           ///< the peers went on without this rank: they masked it in latency mode
+                     ///< (`rejoin`), or called `Group::regroup`
   refused,           ///< the bootstrap turned this process away (secret, version, size, rank taken)
   interrupted,       ///< the caller's `on_wait` asked to stop (Ctrl-C)
   destroyed,         ///< use after destroy

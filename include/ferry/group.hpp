@@ -204,8 +204,16 @@ struct TimeStats {
 };
 using TimeUse [[deprecated("now TimeStats")]] = TimeStats;
 
+/// Who is in a group. Ranks keep their numbers for ever; one that is lost leaves a hole.
+struct GroupView {
+  std::uint64_t epoch = 1;   ///< counts the memberships of the group
+  std::vector<int> ranks{};  ///< in this epoch, ascending
+  std::vector<int> lost{};   ///< ranks of the epoch before that are not in this one, ascending
+  friend bool operator==(const GroupView&, const GroupView&) = default;
+};
+
 /// R ranks that exchange tokens. All ranks make the same calls in the same order; for concurrent
-/// exchanges make two groups. A group that failed stays failed: every later call throws.
+/// exchanges make two groups. After a failure every call throws until `regroup`.
 ///
 /// Arithmetic: fp32 accumulation from +0 in ascending rank order, one rounding to nearest even at
 /// the end (across domains: see CombineOptions::crossing). From expert-major rows, each rank first
@@ -269,6 +277,18 @@ class Group {
 
   /// Collective. Returns when every rank has called it.
   void barrier();
+
+  /// Collective among the ranks that are left, after a call threw because a rank died, left or missed
+  /// the deadline: they agree who they are and go on in this group, with the memory that is
+  /// registered. Plans made before are refused, and so are routes to experts of lost ranks; ranks
+  /// keep their numbers, experts and tensors. Waits for each rank that may still come, at most one
+  /// deadline. Throws Error(evicted) on a rank that the others went on without, and
+  /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
+  /// group then stays failed. Throws Error(unsupported) unless the backend is host and all ranks
+  /// share memory (fabric local or shm, one domain, at most 256 ranks).
+  GroupView regroup();
+  /// The newest epoch that this rank knows. Not collective.
+  GroupView view() const;
 
   MemoryStats memory() const;
   /// What memory() says right after creation with this configuration and number of ranks.

@@ -147,6 +147,12 @@ void Group::record_stream(const void* pointer, const Stream& stream) {
 void Group::barrier() {
   live(engine_, "barrier").barrier();
 }
+GroupView Group::regroup() {
+  return call(engine_, "regroup", [](Engine& engine) { return engine.regroup(); });
+}
+GroupView Group::view() const {
+  return live(engine_, "view").view();
+}
 MemoryStats Group::memory() const {
   return live(engine_, "memory").memory();
 }

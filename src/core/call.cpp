@@ -23,12 +23,13 @@ const char* name_of(CallKind kind) {
     case CallKind::all_gather: return "all_gather";
     case CallKind::broadcast: return "broadcast";
     case CallKind::all_to_all: return "all_to_all";
+    case CallKind::regroup: return "regroup";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::all_to_all); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::regroup); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;

@@ -24,6 +24,7 @@ enum class CallKind : std::uint32_t {
   all_gather,
   broadcast,
   all_to_all,
+  regroup,  ///< swaps nothing; for `CallWord`
 };
 
 const char* name_of(CallKind kind);

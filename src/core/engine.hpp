@@ -71,6 +71,9 @@ class Engine {
   virtual bool is_registered(const void* pointer) const = 0;
   virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
+  virtual GroupView view() const;
+  virtual GroupView regroup();
+  virtual std::uint64_t epoch() const { return 1; }
   virtual MemoryStats memory() const = 0;
   virtual TimeStats time() const = 0;
   virtual NetworkStats network() const { return {}; }
@@ -78,6 +81,16 @@ class Engine {
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
 };
+
+inline GroupView Engine::view() const {
+  GroupView all;
+  for (int rank = 0; rank < size(); ++rank) all.ranks.push_back(rank);
+  return all;
+}
+inline GroupView Engine::regroup() {
+  throw Error(ErrorKind::unsupported,
+              "regroup: groups with backend host can, this one has backend cuda; make a new group");
+}
 
 /// Counts of a collective with blocks of any size, [ranks] elements each.
 struct BlockCounts {

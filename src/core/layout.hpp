@@ -26,6 +26,9 @@ struct Carver {
   }
 };
 
+/// What a rank says of the membership (protocol/membership_statement.hpp), at most.
+inline constexpr std::size_t kStatementBytes = 320;
+
 /// One rank's control segment, written by its peers.
 struct ControlLayout {
   std::size_t swap_flags = 0;  ///< [R] lines: generation of source's last message
@@ -35,7 +38,10 @@ struct ControlLayout {
   std::size_t broadcasts = 0;  ///< [R] lines: failure broadcasts
   std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, the call
                                ///< that it is in (core/call.hpp, CallWord), when it last waited
-                               ///< for a transfer
+                               ///< for a transfer, whether it has left
+  std::size_t evicted = 0;     ///< one line: the epoch in which peers went on without the owner
+  std::size_t bell = 0;        ///< one line: raised by peers that have said something new
+  std::size_t statement = 0;   ///< written by the owner (protocol/board.hpp)
   std::size_t mailbox = 0;     ///< [2, R, message_bytes]
   std::size_t message_bytes = 0;
   std::size_t bytes = 0;
@@ -52,6 +58,9 @@ FERRY_FN constexpr ControlLayout make_control_layout(int ranks, std::size_t body
   layout.crossed = carver.take(r * kLineBytes);
   layout.broadcasts = carver.take(r * kLineBytes);
   layout.heartbeat = carver.take(kLineBytes);
+  layout.evicted = carver.take(kLineBytes);
+  layout.bell = carver.take(kLineBytes);
+  layout.statement = carver.take(kLineBytes + 2 * kStatementBytes);
   layout.message_bytes = round_up(body_bytes, kLineBytes);
   layout.mailbox = carver.take(2 * r * layout.message_bytes);
   layout.bytes = round_up(carver.end, 4096);

@@ -28,6 +28,11 @@ PlanState& checked(const Plan& plan, const char* caller, const Engine& engine) {
   if (state.engine.lock().get() != &engine) {
     refuse(caller, "plan", "a plan of another group", "one of this group");
   }
+  if (state.epoch != engine.epoch()) {
+    refuse(caller, "plan", "a plan of epoch " + std::to_string(state.epoch),
+           "one that was made in epoch " + std::to_string(engine.epoch()) +
+               ", since the last regroup of this group");
+  }
   return state;
 }
 

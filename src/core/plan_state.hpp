@@ -73,6 +73,7 @@ class RowLayouts {
 struct PlanState {
   std::weak_ptr<Engine> engine{};
   std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
+  std::uint64_t epoch = 1;   ///< of the group, when the plan was made
   std::int64_t tokens = 0;
   int topk = 0;
   Event ready{};  ///< complete when `exchange` is filled

@@ -27,13 +27,38 @@ std::optional<Region> Arena::allocate(std::size_t bytes) {
     pool.free.erase(piece);
     if (size > need) pool.free[offset + need] = size - need;
     used_ += need;
-    return Region{{pool.segment.id, offset}, pool.segment.data + offset, need};
+    return Region{{pool.segment.id, offset}, pool.segment.data + offset, need, epoch_};
   }
   return std::nullopt;
 }
 
 void Arena::release(const Region& region) {
   std::scoped_lock lock(mutex_);
+  if (region.epoch < trusted_) {
+    held_.push_back(region);
+  } else {
+    free(region);
+  }
+}
+
+void Arena::distrust() {
+  std::scoped_lock lock(mutex_);
+  trusted_ = ++epoch_;
+}
+
+bool Arena::distrusts() const {
+  std::scoped_lock lock(mutex_);
+  return trusted_ != 0;
+}
+
+void Arena::trust() {
+  std::scoped_lock lock(mutex_);
+  trusted_ = 0;
+  for (const Region& region : held_) free(region);
+  held_.clear();
+}
+
+void Arena::free(const Region& region) {
   const auto pool = std::find_if(pools_.begin(), pools_.end(), [&](const Pool& p) {
     return p.segment.id == region.address.segment;
   });

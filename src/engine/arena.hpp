@@ -14,13 +14,17 @@ namespace ferry::engine {
 struct Region {
   fabric::Address address{};
   std::byte* data = nullptr;
-  std::size_t bytes = 0;  ///< rounded up to kRegionAlignment
+  std::size_t bytes = 0;   ///< rounded up to kRegionAlignment
+  std::uint64_t epoch = 0;  ///< of the arena, when it was taken
 };
 
 inline constexpr std::size_t kRegionAlignment = 256;
 
 /// First fit over free pieces of all segments; neighbours that are free are joined. Thread-safe:
 /// tensors are dropped on any thread.
+///
+/// After a failure a peer may still write to any region that was taken before: such regions are
+/// held back when they are released, until `trust` says that nobody does.
 class Arena {
  public:
   void add(const fabric::Segment& segment);
@@ -28,6 +32,13 @@ class Arena {
   /// has an address of its own.
   std::optional<Region> allocate(std::size_t bytes);
   void release(const Region& region);
+
+  /// A call has failed: regions that are taken now are held back from here on.
+  void distrust();
+  /// Whether regions are held back.
+  bool distrusts() const;
+  /// All that wrote to regions of earlier epochs have stopped: those held back are free again.
+  void trust();
 
   /// Where a pointer lies, if `bytes` from it lie inside one segment.
   std::optional<fabric::Address> find(const void* pointer, std::size_t bytes) const;
@@ -39,8 +50,13 @@ class Arena {
     fabric::Segment segment;
     std::map<std::size_t, std::size_t> free;  // offset → bytes
   };
+  void free(const Region& region);  // with mutex_ held
+
   mutable std::mutex mutex_;
   std::vector<Pool> pools_;
+  std::uint64_t epoch_ = 0;
+  std::uint64_t trusted_ = 0;  // regions of earlier epochs are held back
+  std::vector<Region> held_;
   std::size_t used_ = 0;
 };
 

@@ -1,7 +1,10 @@
 #include "engine/channel.hpp"
 
 #include <cstring>
+#include <numeric>
 #include <utility>
+
+#include "fabric/death_watch.hpp"
 
 namespace ferry::engine {
 namespace {
@@ -18,6 +21,12 @@ protocol::SwapLayout swap_layout(int ranks, const ControlLayout& layout) {
           flags_at(ranks, layout.swap_flags)};
 }
 
+std::vector<int> all_ranks(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 }  // namespace
 
 Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
@@ -29,15 +38,18 @@ Channel::Channel(std::shared_ptr<Memory> memory, const GroupConfig& config,
       rank_(memory_->fabric->rank()),
       size_(memory_->fabric->size()),
       reach_(*memory_->fabric),
+      ranks_(all_ranks(size_)),
+      live_(ranks_.size(), 1),
       swap_(swap_layout(size_, layout), rank_, control.data + layout.mailbox,
-            control.data + layout.swap_flags),
-      delivery_(flags_at(size_, layout.delivered), rank_, control.data + layout.delivered),
+            control.data + layout.swap_flags, live_.data()),
+      delivery_(flags_at(size_, layout.delivered), rank_, control.data + layout.delivered,
+                live_.data()),
       loan_(flags_at(size_, layout.done), rank_, control.data + layout.done),
       chunks_(flags_at(size_, layout.crossed), rank_, control.data + layout.crossed),
       chunks_sent_(static_cast<std::size_t>(size_)),
       chunks_taken_(static_cast<std::size_t>(size_)),
       broadcasts_(flags_at(size_, layout.broadcasts), rank_, control.data + layout.broadcasts,
-                  &own_broadcast_),
+                  &own_broadcast_, live_.data()),
       outgoing_(layout.message_bytes) {
   memory_->fabric->set_look_up([this](int peer) { look_up(peer); });
 }
@@ -57,6 +69,7 @@ void Channel::swap(const char* stage, const StepMessage& head, const WriteBody& 
   generation_.store(g, std::memory_order_relaxed);
   for (int i = 0; i < size_; ++i) {
     const int peer = (rank_ + i) % size_;  // each starts elsewhere
+    if (!has(peer)) continue;
     const std::size_t bytes = sizeof(head) + write(peer, outgoing_.data() + sizeof(head));
     swap_.post(reach_, peer, g, outgoing_.data(), round_up(bytes, kLineBytes));
   }
@@ -65,7 +78,7 @@ void Channel::swap(const char* stage, const StepMessage& head, const WriteBody& 
 
 void Channel::await_swap(const char* stage) {
   const Generation g = generation();
-  const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_}, g};
+  const Awaited awaited{{control_.data + layout_.swap_flags, kLineBytes, size_, live_.data()}, g};
   await(stage, awaited, [&](GroupWatch& watch) { return swap_.await(g, watch); });
 }
 
@@ -100,7 +113,7 @@ void Channel::deliver(int peer, std::uint64_t bytes) {
 
 void Channel::await_delivered(const char* stage, int source) {
   const Awaited awaited{
-      {control_.data + layout_.delivered, kLineBytes, size_}, generation(), source};
+      {control_.data + layout_.delivered, kLineBytes, size_, live_.data()}, generation(), source};
   await(stage, awaited, [&](GroupWatch& watch) {
     return source < 0 ? delivery_.await(generation(), watch)
                       : delivery_.await_from(source, generation(), watch);
@@ -133,6 +146,18 @@ void Channel::await_given_back(const char* stage, int reader) {
   await(stage, {flags, generation(), reader}, [&](GroupWatch& watch) {
     return protocol::await_flag(flags[reader], reader, generation(), protocol::kAnyAhead, watch);
   });
+}
+
+void Channel::begin_epoch(const Epoch& epoch) {
+  std::fill(live_.begin(), live_.end(), std::uint8_t{0});
+  for (const int rank : epoch.ranks) live_[static_cast<std::size_t>(rank)] = 1;
+  ranks_ = epoch.ranks;
+  deaths_ = epoch.deaths;
+  generation_.store(epoch.first - 1, std::memory_order_relaxed);
+  // relaxed: broadcasts of the epoch before are of less, whoever reads which.
+  since_.store(epoch.first - 1, std::memory_order_relaxed);
+  std::scoped_lock lock(dead_mutex_);
+  dead_.reset();
 }
 
 }  // namespace ferry::engine

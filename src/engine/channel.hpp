@@ -33,6 +33,14 @@ using protocol::Generation;
 
 class GroupWatch;
 
+/// A membership of the group, as its engine uses it.
+struct Epoch {
+  std::uint64_t number = 1;
+  Generation first = 1;      ///< generation; flags of earlier epochs are less
+  std::vector<int> ranks{};  ///< ascending
+  std::uint64_t deaths = 0;  ///< that the kernel has told of: all of ranks that are not in it
+};
+
 /// The flags that a wait polls, so that a rank that is not awaited may leave or die in peace.
 struct Awaited {
   protocol::FlagArray flags{};
@@ -51,7 +59,11 @@ class Channel {
           const ControlLayout& layout);
 
   int rank() const { return rank_; }
+  /// Seats of the group, holes included.
   int size() const { return size_; }
+  /// The ranks of this epoch, ascending, this one included.
+  const std::vector<int>& ranks() const { return ranks_; }
+  bool has(int peer) const { return live_[static_cast<std::size_t>(peer)] != 0; }
   /// relaxed: read by other threads for their messages and failure broadcasts alone.
   Generation generation() const { return generation_.load(std::memory_order_relaxed); }
   FabricReach& reach() { return reach_; }
@@ -125,6 +137,25 @@ class Channel {
   /// Tells the peers that this rank leaves; later calls throw Error(destroyed).
   void leave();
 
+  // For a change of the membership (regroup.cpp), by the thread whose turn it is.
+
+  /// Calls fail until the next epoch begins, and the peers' waits end.
+  void stop();
+  /// Goes on with these ranks. Nothing of the epoch before counts: no flag, no failure.
+  void begin_epoch(const Epoch& epoch);
+  /// The group has failed; `for_good`: whatever it failed with before.
+  void die(const Error& error, bool for_good = false);
+  /// Throws Error(evicted), which fails the group, when other ranks went on without this one. After
+  /// rows were read in place: what was read before may be of their next epoch.
+  void check_evicted(const char* stage);
+  [[noreturn]] void throw_evicted(const char* stage);
+  /// Whether the peer, of this domain, waits for others now.
+  bool waits(int peer) const;
+  /// Whether the peer has destroyed its group. It says nothing any more.
+  bool left(int peer) const;
+  /// Runs `say` unless this rank has left, and so that it cannot leave meanwhile.
+  bool unless_left(const std::function<void()>& say);
+
   // For an engine whose waits run on a GPU (channel_failure.cpp).
 
   /// The error that the group failed with.
@@ -178,14 +209,21 @@ class Channel {
   /// Of a write that waits for room: throws what a wait would.
   void look_up(int peer);
   [[noreturn]] void raise(const char* stage, const protocol::Status& status,
-                          const std::optional<protocol::FailureBroadcast>& broadcast,
+                          const std::optional<protocol::FailureBroadcast>& heard,
                           std::chrono::nanoseconds waited);
-  void die(const Error& error);
+  /// Failure broadcasts of this epoch.
+  template <class Counts>
+  std::optional<protocol::FailureBroadcast> scan(Counts counts) const {
+    return broadcasts_.scan(counts, since_.load(std::memory_order_relaxed));
+  }
+  /// The epoch in which others went on without this rank; 0: none.
+  std::uint64_t evicted() const;
+  void say_left();
+  protocol::FailureBroadcast broadcast(protocol::FailureBroadcast::Kind kind, int culprit);
   int blame(const Awaited& awaited, int fallback) const;
   int silent(const Awaited& awaited) const;
   /// A word of a rank's own line, or null when its memory is not in this process.
   std::uint64_t* own_word(int peer, std::size_t index) const;
-  bool waits(int peer) const;
   bool fresh(int peer, std::size_t word) const;
   std::optional<CallWord> call_of(int peer) const;
   /// "; rank 1 waits in barrier, this rank in dispatch"; empty when nothing is known.
@@ -200,6 +238,10 @@ class Channel {
   int size_;
   FabricReach reach_;
   std::atomic<Generation> generation_{0};  // written by the thread whose turn it is
+  std::atomic<Generation> since_{0};       // the least that a broadcast of this epoch can have
+  std::vector<int> ranks_;
+  std::vector<std::uint8_t> live_;  // [R]
+  std::uint64_t deaths_ = 0;        // told by the kernel, of ranks that are in no epoch any more
   protocol::Swap<> swap_;
   protocol::Delivery<> delivery_;
   protocol::Loan<> loan_;
@@ -212,6 +254,7 @@ class Channel {
   bool all_throw_ = false;  // of the thread whose turn it is, as the next
   bool survives_ = false;   // the call goes on without ranks that fail
   std::atomic<bool> left_{false};
+  std::mutex leaving_;
   const pid_t owner_pid_ = getpid();
   std::atomic<std::uint64_t> wait_ns_{0};
   mutable std::mutex dead_mutex_;
@@ -249,7 +292,7 @@ class GroupWatch {
   const char* stage_;
   Clock::time_point start_ = Clock::now();
   Clock::time_point last_poll_ = start_;
-  std::uint64_t deaths_ = 0;  // told by the kernel when this last polled
+  std::uint64_t deaths_;  // told by the kernel when this last polled
   WaitNotice long_wait_;
   std::optional<protocol::FailureBroadcast> broadcast_{};
 };

@@ -41,6 +41,7 @@ std::string told(const FailureBroadcast& broadcast, int self) {
     case FailureBroadcast::Kind::kLeft:
       return culprit + " destroyed its group while others still exchange" + by;
     case FailureBroadcast::Kind::kFailed: return culprit + " failed and gave up" + by;
+    case FailureBroadcast::Kind::kStopped: return culprit + " called regroup";
     default: return culprit + " died" + by;
   }
 }
@@ -55,30 +56,56 @@ void Channel::check_usable(const char* call) const {
   if (dead_) {
     throw Error(dead_->kind(),
                 std::string(call) +
-                    ": the group failed earlier and stays failed; make a new one. "
-                    "It failed with: " +
+                    ": the group failed earlier; make a new one, or, where that is "
+                    "possible, call regroup on all ranks that are left. It failed with: " +
                     dead_->what(),
                 dead_->context());
   }
 }
 
-void Channel::die(const Error& error) {
+void Channel::die(const Error& error, bool for_good) {
   std::scoped_lock lock(dead_mutex_);
-  if (!dead_) dead_ = error;
+  if (dead_ && !for_good) return;
+  dead_ = error;
+  memory_->arena.distrust();
 }
 
 void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
   if (left()) return;  // who destroyed the group tells the peers so
-  broadcasts_.raise(reach_, FailureBroadcast::Kind::kFailed, rank_, generation());
+  broadcast(FailureBroadcast::Kind::kFailed, rank_);
   const bool says_where = reason.find(stage) != std::string::npos;
   die(Error(kind, (says_where ? std::string() : std::string(stage) + ": ") + reason,
             {rank_, rank_, stage, generation(), 0, 0}));
 }
 
 void Channel::leave() {
-  if (left_.exchange(true, std::memory_order_acq_rel)) return;
+  {
+    const std::scoped_lock lock(leaving_);
+    if (left_.exchange(true, std::memory_order_acq_rel)) return;
+  }
   if (getpid() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
-  broadcasts_.raise(reach_, FailureBroadcast::Kind::kLeft, rank_, generation());
+  broadcast(FailureBroadcast::Kind::kLeft, rank_);
+  say_left();
+}
+
+FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit) {
+  return broadcasts_.raise(reach_, kind, culprit, generation(),
+                           since_.load(std::memory_order_relaxed));
+}
+
+bool Channel::unless_left(const std::function<void()>& say) {
+  const std::scoped_lock lock(leaving_);
+  if (left()) return false;
+  say();
+  return true;
+}
+
+void Channel::stop() {
+  if (dead()) return;
+  broadcast(FailureBroadcast::Kind::kStopped, rank_);
+  die(Error(ErrorKind::peer_failed,
+            rank_text(rank_) + ": regroup did not end: the group waits for another regroup",
+            {rank_, rank_, "regroup", generation(), 0, 0}));
 }
 
 void Channel::throw_violation(const char* stage, int peer, const std::string& what) {
@@ -103,7 +130,7 @@ std::string Channel::whereabouts(std::initializer_list<int> ranks) const {
 }
 
 void Channel::raise(const char* stage, const Status& status,
-                    const std::optional<FailureBroadcast>& broadcast,
+                    const std::optional<FailureBroadcast>& heard,
                     std::chrono::nanoseconds waited) {
   ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
   const std::string where =
@@ -114,11 +141,12 @@ void Channel::raise(const char* stage, const Status& status,
     case Status::Code::kInterrupted:
       throw Error(ErrorKind::destroyed, where + "the group was destroyed during the exchange",
                   context);
+    case Status::Code::kEvicted: throw_evicted(stage);
     case Status::Code::kDeadline: {
       kind = ErrorKind::deadline;
       context.peer = status.peer;
       const FailureBroadcast spread =
-          broadcasts_.raise(reach_, FailureBroadcast::Kind::kLate, context.peer, generation());
+          broadcast(FailureBroadcast::Kind::kLate, context.peer);
       context.peer = spread.culprit;
       text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")" +
@@ -127,17 +155,17 @@ void Channel::raise(const char* stage, const Status& status,
       break;
     }
     case Status::Code::kPeerFailed:
-      if (broadcast) {
-        kind = kind_of(broadcast->kind);
-        context.peer = broadcast->culprit;
-        text = told(*broadcast, rank_) + ", seen after " + seconds(waited);
-        if (broadcast->kind == FailureBroadcast::Kind::kLate) {
-          text += whereabouts({context.peer, broadcast->reporter, rank_});
+      if (heard) {
+        kind = kind_of(heard->kind);
+        context.peer = heard->culprit;
+        text = told(*heard, rank_) + ", seen after " + seconds(waited);
+        if (heard->kind == FailureBroadcast::Kind::kLate) {
+          text += whereabouts({context.peer, heard->reporter, rank_});
           if (context.peer == rank_) text += ". Was this rank stopped, or kept from the CPU?";
         }
-        broadcasts_.raise(reach_, broadcast->kind, context.peer, generation());
+        broadcast(heard->kind, context.peer);
       } else {
-        broadcasts_.raise(reach_, FailureBroadcast::Kind::kDied, context.peer, generation());
+        broadcast(FailureBroadcast::Kind::kDied, context.peer);
         const bool near = memory_->fabric->pointer(context.peer, kControl) != nullptr;
         text = rank_text(context.peer) +
                (near ? " died: its process has ended"
@@ -147,7 +175,7 @@ void Channel::raise(const char* stage, const Status& status,
       break;
     default:
       kind = ErrorKind::mismatch;
-      broadcasts_.raise(reach_, FailureBroadcast::Kind::kFailed, rank_, generation());
+      broadcast(FailureBroadcast::Kind::kFailed, rank_);
       text = rank_text(context.peer) + " is ahead: this rank was overtaken (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")";
       break;
@@ -167,13 +195,13 @@ std::optional<Error> Channel::poll(const char* stage, const std::function<Genera
                                    const std::function<bool(int)>& awaits) {
   if (auto error = dead()) return error;
   int lost = -1;
-  for (int peer = 0; peer < size_ && lost < 0; ++peer) {
-    if (peer == rank_) continue;
+  for (const int peer : ranks_) {
+    if (peer == rank_ || lost >= 0) continue;
     if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead && awaits(peer)) lost = peer;
   }
   // After looking at the processes, as in GroupWatch.
   bool left_in_peace = false;
-  const auto broadcast = broadcasts_.scan([&](const FailureBroadcast& told) {
+  const auto broadcast = scan([&](const FailureBroadcast& told) {
     if (told.reporter == rank_) return false;
     // Ranks that are not awaited may leave: those that have ended more calls than this rank, and
     // all while none runs here.
@@ -209,7 +237,7 @@ Error Channel::late(const char* stage, int peer, std::uint64_t expected, std::ui
   status.seen = seen;
   // A rank that waits itself is held up by another one.
   if (waits(peer)) {
-    for (int other = 0; other < size_; ++other) {
+    for (const int other : ranks_) {
       if (other == rank_ || own_word(other, 0) == nullptr || waits(other)) continue;
       status.peer = other;
       break;
@@ -225,7 +253,7 @@ Error Channel::late(const char* stage, int peer, std::uint64_t expected, std::ui
 Error Channel::late_transfer(const char* call, int peer, const std::string& what,
                              std::chrono::nanoseconds waited) {
   const FailureBroadcast spread =
-      broadcasts_.raise(reach_, FailureBroadcast::Kind::kLate, peer, generation());
+      broadcast(FailureBroadcast::Kind::kLate, peer);
   const std::string text =
       spread.culprit == peer
           ? rank_text(peer) + " did not " + what + " within " + seconds(waited) +
@@ -235,6 +263,20 @@ Error Channel::late_transfer(const char* call, int peer, const std::string& what
                     {rank_, spread.culprit, call, generation(), 0, 0});
   die(error);
   return error;
+}
+
+void Channel::throw_evicted(const char* stage) {
+  const Error error(ErrorKind::evicted,
+                    rank_text(rank_) + ": " + stage +
+                        ": the other ranks called regroup and went on without this one, which was "
+                        "late or seemed to be; its group cannot be used any more",
+                    {rank_, -1, stage, generation(), 0, 0});
+  die(error, true);
+  throw error;
+}
+
+void Channel::check_evicted(const char* stage) {
+  if (evicted() != 0) throw_evicted(stage);
 }
 
 void Channel::beat(bool waiting) {

@@ -24,8 +24,8 @@ constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500)
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// Of the line in which a rank says how it is: when it last looked up from a wait, its call, and
-/// when it last looked up from a transfer.
-constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2;
+/// when it last looked up from a transfer, whether it has left.
+constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2, kLeftWord = 3;
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -34,7 +34,7 @@ std::uint64_t now_ns() {
 }  // namespace
 
 bool Awaited::missing(int peer) const {
-  if (only >= 0 && peer != only) return false;
+  if ((only >= 0 && peer != only) || !flags.has(peer)) return false;
   // relaxed: only decides whom to look after; the wait itself acquires.
   return flags[peer].load(protocol::order::relaxed) < wanted;
 }
@@ -58,6 +58,23 @@ bool Channel::waits(int peer) const {
 
 bool Channel::transfers(int peer) const {
   return fresh(peer, kTransferWord);
+}
+
+bool Channel::left(int peer) const {
+  std::uint64_t* word = own_word(peer, kLeftWord);
+  // Acquire: what it said before it left is here.
+  return word != nullptr && std::atomic_ref(*word).load(std::memory_order_acquire) != 0;
+}
+
+void Channel::say_left() {
+  // Release: see above.
+  std::atomic_ref(*own_word(rank_, kLeftWord)).store(1, std::memory_order_release);
+}
+
+std::uint64_t Channel::evicted() const {
+  auto* word = reinterpret_cast<std::uint64_t*>(control_.data + layout_.evicted);
+  // Acquire: reads of the peers' rows come before it, or are known to be too late.
+  return std::atomic_ref(*word).load(std::memory_order_acquire);
 }
 
 void Channel::beat_transfers() {
@@ -89,7 +106,7 @@ std::optional<CallWord> Channel::call_of(int peer) const {
 /// It may be awaited by another rank, which is why that one does not come.
 int Channel::silent(const Awaited& awaited) const {
   int first = -1;
-  for (int peer = 0; peer < size_; ++peer) {
+  for (const int peer : ranks_) {
     if (peer == rank_ || own_word(peer, kBeatWord) != nullptr ||
         memory_->fabric->peer_state(peer) != fabric::PeerState::unknown) {
       continue;
@@ -123,7 +140,7 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
 std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
   // This rank may be the one: the others say so as soon as their time is over.
   if (memory_->fabric->cut_off()) return std::min(config_.deadline / 2, kCutOffGrace);
-  const auto left = broadcasts_.scan([&](const FailureBroadcast& told) {
+  const auto left = scan([&](const FailureBroadcast& told) {
     return told.kind == FailureBroadcast::Kind::kLeft && awaited.missing(told.culprit);
   });
   if (left) return {};                  // it is the one
@@ -149,6 +166,7 @@ GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited, const char* sta
     : channel_(channel),
       awaited_(awaited),
       stage_(stage),
+      deaths_(channel.deaths_),
       long_wait_(channel.notice_after_, start_, start_ + channel.config_.deadline) {
   beat(now_ns());
 }
@@ -185,15 +203,8 @@ std::uint64_t GroupWatch::slice_ns() const {
 
 bool Channel::gone(int peer) const {
   if (memory_->fabric->peer_state(peer) == fabric::PeerState::dead) return true;
-  // Outside the domain a failure broadcast overtakes the flags before it: there the deadline must
-  // tell.
-  if (own_word(peer, kBeatWord) == nullptr) return false;
-  return broadcasts_
-      .scan([peer](const FailureBroadcast& told) {
-        return told.kind == FailureBroadcast::Kind::kLeft && told.culprit == peer &&
-               told.reporter == peer;
-      })
-      .has_value();
+  // Outside the domain, where no word is read, the deadline must tell.
+  return left(peer);
 }
 
 /// Outside the domain a failure broadcast overtakes the flags that its reporter raised before it
@@ -239,6 +250,10 @@ Status GroupWatch::poll(bool late) {
     status.code = Status::Code::kInterrupted;
     return status;
   }
+  if (channel_.evicted() != 0) {
+    status.code = Status::Code::kEvicted;
+    return status;
+  }
   int dead = -1;
   for (int peer = 0; peer < channel_.size_ && dead < 0; ++peer) {
     if (peer == channel_.rank_ || !awaited_.missing(peer)) continue;
@@ -247,7 +262,7 @@ Status GroupWatch::poll(bool late) {
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
   const auto broadcast =
-      channel_.broadcasts_.scan([this, late, dead](const FailureBroadcast& told) {
+      channel_.scan([this, late, dead](const FailureBroadcast& told) {
         // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
         // which has failed because of it. "I am late", from the late rank itself, is an echo:
         // believe the rank that waited for it.

@@ -77,8 +77,12 @@ void take_counts(Channel& channel, const GroupConfig& config, const Placement& p
   std::vector<std::int32_t> row(each + crossings), domain_tokens;
   domain_tokens.reserve(static_cast<std::size_t>(channel.size()) * crossings);
   for (int source = 0; source < channel.size(); ++source) {
-    // A copy: what is looked at is what is used.
-    std::memcpy(row.data(), channel.body(source), row.size() * sizeof(std::int32_t));
+    if (channel.has(source)) {
+      // A copy: what is looked at is what is used.
+      std::memcpy(row.data(), channel.body(source), row.size() * sizeof(std::int32_t));
+    } else {
+      std::fill(row.begin(), row.end(), 0);
+    }
     const auto counts = std::span<const std::int32_t>(row).first(each);
     check_counts(channel, source, counts, first_expert);
     all.add(counts);

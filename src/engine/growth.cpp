@@ -50,7 +50,7 @@ void attach(Channel& channel, Memory& memory, const char* stage, int peer) {
 }  // namespace
 
 void check_same_call(Channel& channel, const char* stage, const CallSignature& mine) {
-  for (int peer = 0; peer < channel.size(); ++peer) {
+  for (const int peer : channel.ranks()) {
     const std::string differs = difference(channel.head(peer).call, peer, mine);
     if (!differs.empty()) {
       channel.all_ranks_throw();  // whoever differs from one rank is differed from by all others
@@ -79,10 +79,12 @@ AddedSegments add_segments(Channel& channel, Memory& memory, const Growth& growt
   check_same_call(channel, stage, head.call);
   int poor = -1;
   std::uint64_t missing = 0;
-  for (int peer = 0; peer < channel.size(); ++peer) {
+  added.ids.resize(static_cast<std::size_t>(channel.size()));
+  added.bytes.resize(added.ids.size());
+  for (const int peer : channel.ranks()) {
     const StepMessage theirs = channel.head(peer);
-    added.ids.push_back(theirs.segment);
-    added.bytes.push_back(theirs.handle_bytes == 0 ? 0 : theirs.need_bytes);
+    added.ids[static_cast<std::size_t>(peer)] = theirs.segment;
+    added.bytes[static_cast<std::size_t>(peer)] = theirs.handle_bytes == 0 ? 0 : theirs.need_bytes;
     if (theirs.status == StepStatus::exhausted && poor < 0) {
       poor = peer;
       missing = theirs.need_bytes;

@@ -1,4 +1,4 @@
-// Regions of one call: taken before anything is promised, given back unless peers may still write.
+// Regions of one call, given back when it has ended.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -10,14 +10,12 @@
 
 namespace ferry::engine {
 
-/// Holds regions until they are handed on (`keep`) or the object ends, which gives them back.
-/// After `promise`, a failure loses them instead: a peer may still write there.
+/// Holds regions until they are handed on (`keep`) or the object ends, which gives them back. If the
+/// call failed, the arena holds them back: a peer may still write there.
 class Regions {
  public:
   explicit Regions(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {}
-  ~Regions() {
-    if (!promised_) release_all();
-  }
+  ~Regions() { release_all(); }
   Regions(const Regions&) = delete;
   Regions& operator=(const Regions&) = delete;
 
@@ -40,9 +38,6 @@ class Regions {
     for (std::size_t size : sizes) bytes += size + 2 * kRegionAlignment;
     return bytes;
   }
-  void promise() { promised_ = true; }
-  /// The exchange is over: nobody writes here any more.
-  void settle() { promised_ = false; }
   /// Hands a region to a tensor.
   std::shared_ptr<void> keep(const Region& region) {
     std::erase_if(held_, [&](const Region& held) { return held.data == region.data; });
@@ -56,7 +51,6 @@ class Regions {
  private:
   std::shared_ptr<Memory> memory_;
   std::vector<Region> held_;
-  bool promised_ = false;
 };
 
 }  // namespace ferry::engine

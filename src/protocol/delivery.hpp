@@ -34,8 +34,10 @@ struct AnnounceTraits : DeliveryTraits {
 template <class Traits = DeliveryTraits>
 class Delivery {
  public:
-  FERRY_FN Delivery(const FlagLayout& layout, int self, std::byte* flags)
-      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks} {}
+  /// `live`: [ranks], or null (flags.hpp).
+  FERRY_FN Delivery(const FlagLayout& layout, int self, std::byte* flags,
+                    const std::uint8_t* live = nullptr)
+      : layout_(layout), self_(self), flags_{flags, layout.stride, layout.ranks, live} {}
 
   /// The tag under which all rows of a generation are written.
   FERRY_FN static constexpr std::uint64_t tag(Generation generation) {

@@ -16,10 +16,11 @@ struct FailureBroadcast {
   /// In the order of belief: what is certain wins over what was concluded.
   enum class Kind : std::uint8_t {
     kNone = 0,
-    kLate = 1,    ///< the culprit missed the reporter's deadline
-    kLeft = 2,    ///< the culprit left the group (reporter == culprit)
-    kFailed = 3,  ///< the culprit reports its own failure (reporter == culprit)
-    kDied = 4,    ///< the culprit's process is gone
+    kStopped = 1,  ///< the culprit wants the membership to change (reporter == culprit)
+    kLate = 2,     ///< the culprit missed the reporter's deadline
+    kLeft = 3,     ///< the culprit left the group (reporter == culprit)
+    kFailed = 4,   ///< the culprit reports its own failure (reporter == culprit)
+    kDied = 5,     ///< the culprit's process is gone
   };
 
   Kind kind = Kind::kNone;
@@ -52,6 +53,8 @@ struct FailureBroadcastTraits {
   /// The first failure broadcast of a rank is the one that stays, also when two of its threads
   /// raise one.
   static constexpr bool kFirstWins = true;
+  /// Failure broadcasts of earlier epochs are over.
+  static constexpr bool kEpochs = true;
   FERRY_FN static constexpr int told(int ranks) { return ranks; }
   FERRY_FN static constexpr int scanned(int ranks) { return ranks; }
   FERRY_FN static constexpr bool stronger(const FailureBroadcast& a, const FailureBroadcast& b) {
@@ -66,22 +69,28 @@ class FailureBroadcasts {
  public:
   /// `broadcasts`: this rank's array; `mine`: this rank's own word. Both zeroed, never cleared.
   FERRY_FN FailureBroadcasts(const FlagLayout& layout, int self, std::byte* broadcasts,
-                             std::uint64_t* mine)
+                             std::uint64_t* mine, const std::uint8_t* live = nullptr)
       : layout_(layout),
         self_(self),
-        flags_{broadcasts, layout.stride, layout.ranks},
+        flags_{broadcasts, layout.stride, layout.ranks, live},
         mine_{mine} {}
 
   /// Tells every rank, the own included. Any thread of the rank may call it, any number of times:
-  /// all calls spread the first failure broadcast. Returns the failure broadcast that was spread.
+  /// all calls of one epoch spread its first failure broadcast. Returns the failure broadcast that
+  /// was spread. `since`: the least generation that a broadcast of this epoch can have.
   template <class R>
     requires Reach<R>
   FERRY_FN FailureBroadcast raise(R& reach, FailureBroadcast::Kind kind, int culprit,
-                                  Generation generation) const {
+                                  Generation generation, Generation since = 0) const {
     std::uint64_t word = pack_broadcast(kind, culprit, generation);
     std::uint64_t first = 0;
     // relaxed: the word is the whole message; nothing else is read on the strength of it.
-    if (Traits::kFirstWins && !mine_.compare_exchange(first, word, order::relaxed)) word = first;
+    while (Traits::kFirstWins && !mine_.compare_exchange(first, word, order::relaxed)) {
+      if (!is_over(unpack_broadcast(first, self_), since)) {
+        word = first;
+        break;
+      }
+    }
     for (int peer = 0; peer < Traits::told(layout_.ranks); ++peer) {
       reach.notify(peer, layout_.place(self_), word);
     }
@@ -90,20 +99,21 @@ class FailureBroadcasts {
 
   /// The failure broadcast to believe: the strongest kind, then the lowest reporter. Nothing:
   /// nobody reported.
-  FERRY_FN std::optional<FailureBroadcast> scan() const {
-    return scan([](const FailureBroadcast&) { return true; });
+  FERRY_FN std::optional<FailureBroadcast> scan(Generation since = 0) const {
+    return scan([](const FailureBroadcast&) { return true; }, since);
   }
 
   /// The same among those that `counts` lets pass: one that does not concern this wait must not
   /// hide one that does.
   template <class Counts>
-  FERRY_FN std::optional<FailureBroadcast> scan(Counts counts) const {
+  FERRY_FN std::optional<FailureBroadcast> scan(Counts counts, Generation since = 0) const {
     FailureBroadcast best;
     for (int reporter = 0; reporter < Traits::scanned(flags_.ranks); ++reporter) {
       // relaxed: the word is the whole message; nothing else is read on the strength of it.
       const std::uint64_t word = flags_[reporter].load(order::relaxed);
       if (word == 0) continue;
       const FailureBroadcast broadcast = unpack_broadcast(word, reporter);
+      if (is_over(broadcast, since)) continue;
       if (Traits::stronger(broadcast, best) && counts(broadcast)) best = broadcast;
     }
     if (best.kind == FailureBroadcast::Kind::kNone) return std::nullopt;
@@ -111,6 +121,11 @@ class FailureBroadcasts {
   }
 
  private:
+  /// Of an earlier epoch, or of a rank that is not in this one.
+  FERRY_FN bool is_over(const FailureBroadcast& told, Generation since) const {
+    return Traits::kEpochs && (told.generation < since || !flags_.has(told.reporter));
+  }
+
   FlagLayout layout_;
   int self_;
   FlagArray flags_;

@@ -32,7 +32,9 @@ struct FlagArray {
   std::byte* base = nullptr;
   std::uint64_t stride = kFlagStride;
   int ranks = 0;
+  const std::uint8_t* live = nullptr;  ///< [ranks], 0: a hole, whose flag nobody awaits; null: all
 
+  FERRY_FN bool has(int writer) const { return live == nullptr || live[writer] != 0; }
   FERRY_FN Flag operator[](int writer) const {
     return Flag{
         reinterpret_cast<std::uint64_t*>(base + static_cast<std::uint64_t>(writer) * stride)};
@@ -76,6 +78,7 @@ template <class Traits = AwaitTraits, class W>
 FERRY_FN Status await_all(const FlagArray& flags, std::uint64_t wanted, std::uint64_t depth,
                           W& watch) {
   for (int peer = 0; peer < Traits::awaited(flags.ranks); ++peer) {
+    if (!flags.has(peer)) continue;
     const Status status = await_flag<Traits>(flags[peer], peer, wanted, depth, watch);
     if (!status.ok()) return status;
   }

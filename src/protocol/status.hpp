@@ -21,6 +21,7 @@ struct Status {
     kInterrupted,  ///< the caller asked to stop (Ctrl-C)
     kOvertaken,    ///< `peer` is further ahead than this exchange allows: we missed one
     kMismatch,     ///< something arrived that does not fit what was announced
+    kEvicted,      ///< the other ranks went on without this one
   };
 
   Code code = Code::kOk;

@@ -43,11 +43,13 @@ template <class Traits = SwapTraits>
 class Swap {
  public:
   /// `slots`, `flags`: this rank's own mailbox as memory, zeroed before anyone posts.
-  FERRY_FN Swap(const SwapLayout& layout, int self, std::byte* slots, std::byte* flags)
+  /// `live`: [ranks], or null (flags.hpp): nothing is posted to holes, and nobody waits for them.
+  FERRY_FN Swap(const SwapLayout& layout, int self, std::byte* slots, std::byte* flags,
+                const std::uint8_t* live = nullptr)
       : layout_(layout),
         self_(self),
         slots_(slots),
-        flags_{flags, layout.flags.stride, layout.flags.ranks} {}
+        flags_{flags, layout.flags.stride, layout.flags.ranks, live} {}
 
   FERRY_FN int ranks() const { return flags_.ranks; }
 
@@ -84,6 +86,7 @@ class Swap {
                          std::uint64_t stride, std::uint64_t bytes) const {
     for (int i = 0; i < ranks(); ++i) {
       const int peer = (self_ + i) % ranks();  // each starts elsewhere: no rush on rank 0
+      if (!flags_.has(peer)) continue;
       post(reach, peer, generation,
            static_cast<const std::byte*>(messages) + static_cast<std::uint64_t>(peer) * stride,
            bytes);

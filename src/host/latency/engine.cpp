@@ -112,6 +112,15 @@ RankBytes HostLatency::unmasked() const {
   return all;
 }
 
+void HostLatency::check_epoch(const char* call) const {
+  if (masks_.on() || engine_->epoch() == epoch_) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) + ": the exchange was made in epoch " + std::to_string(epoch_) +
+                  " of the group, which is in epoch " + std::to_string(engine_->epoch()) +
+                  " since a regroup; make a new group, or exchanges with masks",
+              {engine_->rank(), -1, call, generation_, 0, 0});
+}
+
 void HostLatency::check_still_joined(const char* call, Generation generation) const {
   masks_.check_evicted(call);
   if (generation > masks_.base()) return;
@@ -252,6 +261,7 @@ std::size_t latency_memory_hint(const LatencyConfig& config, std::int64_t expert
 
 std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> engine,
                                                  const LatencyConfig& config) {
+  engine->check_whole("LatencyExchange");
   LatencyLayout layout{};
   std::optional<Error> invalid;
   try {

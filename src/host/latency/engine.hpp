@@ -56,6 +56,8 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
     return engine_->enter(call, stream, std::move(run), inside, {}, asks());
   }
   Asks asks() const { return memory_.config.masks ? Asks::existence : Asks::no_failure; }
+  /// Refuses calls after a regroup of the group, of an exchange without masks.
+  void check_epoch(const char* call) const;
   /// Throws Error(evicted) for a result from before a rejoin, and as `LatencyMasks` does.
   void check_still_joined(const char* call, Generation generation) const;
 
@@ -107,6 +109,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
   void send_sums_as_weights_come(const Exchange& exchange, const LatencyCombineCall& call,
                                  const ConstTensorView& rows, const RankBytes& to);
   std::shared_ptr<HostEngine> engine_;
+  std::uint64_t epoch_ = engine_->epoch();  ///< in which it was made
   std::uint32_t number_;  ///< among the group's exchanges, the same on all ranks
   LatencyMemory memory_;
   protocol::Credit<> credit_;

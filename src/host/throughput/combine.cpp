@@ -72,21 +72,19 @@ void CombineJob::run() {
            "one more dispatch, or a new plan");
   }
   check();  // too late to refuse now: the peers are in this call, so it fails the group
-  for (int peer = 0; peer < call_.engine.size(); ++peer) call_.outsiders |= !call_.in_domain(peer);
+  for (const int peer : call_.channel().ranks()) call_.outsiders |= !call_.in_domain(peer);
   const Crossing asked = call_.options.crossing;
   call_.crossing = asked == Crossing::automatic ? call_.plan->crossed : asked;
   if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
   if (call_.hierarchical() && !call_.plan->forwards_known) refuse_crossing();
   agree();
   check_places();
-  regions_.promise();
   if (call_.hierarchical()) {
     combine_domains(call_, memory_, result_);
   } else {
     combine_direct(call_, memory_, result_);
   }
   give_back();
-  regions_.settle();
   regions_.release_all();
 }
 
@@ -184,7 +182,7 @@ void CombineJob::copy_rows() const {
   const std::size_t row_bytes = call_.rows.row_bytes();
   const bool stream = index(from.back()) * row_bytes > kStreamBytes;
   const Kernels& run = kernels();
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : call_.channel().ranks()) {
     const bool read = peer != call_.engine.rank() && call_.in_domain(peer);
     const std::size_t at = index(from[index(peer)]) * row_bytes;
     const std::size_t bytes = index(from[index(peer) + 1]) * row_bytes - at;
@@ -230,7 +228,7 @@ void CombineJob::reduce_slots() const {
 
 void CombineJob::check_places() const {
   const std::size_t row_bytes = call_.rows.row_bytes();
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : call_.channel().ranks()) {
     const StepMessage theirs = call_.channel().head(peer);
     const auto check = [&](std::uint32_t segment, std::uint64_t offset, std::int64_t rows,
                            std::size_t bytes) {
@@ -250,11 +248,11 @@ void CombineJob::check_places() const {
 }
 
 void CombineJob::give_back() const {
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : call_.channel().ranks()) {
     if (call_.in_domain(peer)) call_.channel().give_back(peer);
   }
   // Rows that cross were copied when they were pushed; inside, the readers may still be at it.
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : call_.channel().ranks()) {
     if (call_.in_domain(peer)) call_.channel().await_given_back("combine: readers", peer);
   }
 }

@@ -44,6 +44,11 @@ void DirectCombine::find_rows() {
   const std::size_t row_bytes = call_.rows.row_bytes();
   for (int peer = 0; peer < call_.engine.size(); ++peer) {
     const auto d = static_cast<std::size_t>(peer);
+    if (!channel_.has(peer)) {  // no rows are there
+      row_base_.push_back(nullptr);
+      weight_base_.push_back(nullptr);
+      continue;
+    }
     const StepMessage theirs = channel_.head(peer);
     const auto first = static_cast<std::size_t>(plan_.peer_row[d]);
     const bool own = peer == call_.engine.rank();

@@ -206,7 +206,6 @@ void DispatchJob::run() {
   choose_crossing();
   agree();
   check_grants();
-  regions_.promise();
   DispatchPush push(call_);
   if (!call_.hierarchical()) {
     push.direct();
@@ -218,7 +217,6 @@ void DispatchJob::run() {
       call_.channel().await_delivered("dispatch: rows", member);
     }
   }
-  regions_.settle();
   plan.crossed = call_.crossing;
   finish_routes();
   if (call_.expert_major()) fan_out();
@@ -241,7 +239,7 @@ void DispatchJob::check_grants() const {
   Channel& channel = call_.channel();
   const Domains& domains = call_.engine.topology();
   const int self = call_.engine.rank();
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : channel.ranks()) {
     const StepMessage theirs = channel.head(peer);
     const std::int64_t least = call_.exchange().peer_recv_rows[index(peer)];
     if (theirs.rows < least || theirs.rows > kMaxRows) {

@@ -29,6 +29,7 @@ void DispatchPush::direct() {
   rows();
   for (int i = 0; i < call_.engine.size(); ++i) {
     const int peer = (call_.engine.rank() + i) % call_.engine.size();
+    if (!channel_.has(peer)) continue;
     side(peer);
     channel_.deliver(peer, put_bytes_[static_cast<std::size_t>(peer)]);
   }
@@ -61,7 +62,7 @@ void DispatchPush::rows() {
   const auto ranks = static_cast<std::size_t>(call_.engine.size());
   std::vector<fabric::Address> target(ranks);
   std::vector<std::byte*> base(ranks);
-  for (int peer = 0; peer < call_.engine.size(); ++peer) {
+  for (const int peer : channel_.ranks()) {
     const StepMessage theirs = channel_.head(peer);
     const auto d = static_cast<std::size_t>(peer);
     const auto layout = call_.receive_layout(theirs.rows);

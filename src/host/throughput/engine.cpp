@@ -1,6 +1,7 @@
 #include "host/throughput/engine.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <string>
@@ -46,7 +47,10 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       channel_(memory_, config_, control,
                make_control_layout(memory_->fabric->size(),
                                    message_bytes(config.experts, domains, body_bytes))),
-      control_bytes_(control.bytes) {}
+      control_bytes_(control.bytes),
+      body_bytes_(body_bytes) {
+  view_.ranks = channel_.ranks();
+}
 
 HostEngine::~HostEngine() {
   destroy();
@@ -104,8 +108,10 @@ Plan HostEngine::plan(const ConstTensorView& topk_idx, const PlanOptions& option
 
 Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Call* inside) {
   std::vector<std::int32_t> routes = checked_routes("plan", topk_idx, config_.experts);
+  check_alive(routes, topk_idx.shape[1]);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
+  state->epoch = epoch();
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
@@ -147,7 +153,7 @@ void HostEngine::agree_on_validity(const char* stage, StepMessage head,
     all_ranks_throw();
     throw *invalid;
   }
-  for (int peer = 0; peer < size(); ++peer) {
+  for (const int peer : channel_.ranks()) {
     const StepMessage theirs = channel_.head(peer);
     if (theirs.call.kind != head.call.kind || theirs.status != StepStatus::invalid) continue;
     const std::string_view words(reinterpret_cast<const char*>(channel_.body(peer)),
@@ -169,7 +175,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
     channel_.swap(stage, head);
     engine::check_same_call(channel_, stage, head.call);
     bool room = true;
-    for (int peer = 0; peer < size(); ++peer) {
+    for (const int peer : channel_.ranks()) {
       const StepMessage theirs = channel_.head(peer);
       if (theirs.status == StepStatus::too_many) {
         all_ranks_throw();
@@ -183,11 +189,74 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
       room = room && theirs.status == StepStatus::ok;
     }
     if (room) return;
+    if (regroup_) regroup_->trust_arena();
     const bool grow = head.status == StepStatus::no_room;
     const AddedSegments added =
         add_segments({stage, "rows, columns and max_recv_rows", grow ? head.need_bytes : 0,
                       engine::grown_by(memory_->arena.total_bytes())});
     if (added.mine.bytes > 0) memory_->arena.add(added.mine);
+  }
+}
+
+GroupView HostEngine::view() const {
+  std::scoped_lock lock(view_mutex_);
+  return view_;
+}
+
+GroupView HostEngine::regroup() {
+  if (!engine::Regroup::possible(*memory_)) {
+    throw Error(ErrorKind::unsupported,
+                "regroup: ranks in one domain of at most " +
+                    std::to_string(engine::Regroup::Traits::kSeats) + " can, this group has " +
+                    std::to_string(size()) + " in " + std::to_string(domains_.count()) +
+                    " over " + fabric_name() + "; make a new group",
+                {rank(), -1, "regroup", 0, 0, 0});
+  }
+  enter(
+      "regroup", nullptr,
+      [this] {
+        if (!regroup_) {
+          const std::size_t most = message_bytes(config_.experts, domains_, body_bytes_);
+          regroup_ = std::make_unique<engine::Regroup>(memory_, channel_, config_,
+                                                       make_control_layout(size(), most));
+        }
+        const engine::Epoch next = regroup_->run();
+        plans_ = 0;  // ranks may have failed before and after they counted one
+        std::scoped_lock lock(view_mutex_);
+        GroupView view{next.number, next.ranks, {}};
+        std::set_difference(view_.ranks.begin(), view_.ranks.end(), next.ranks.begin(),
+                            next.ranks.end(), std::back_inserter(view.lost));
+        view_ = view;
+        epoch_.store(view.epoch, std::memory_order_relaxed);
+      },
+      nullptr, {}, Asks::existence);
+  return view();
+}
+
+void HostEngine::check_whole(const char* call) const {
+  const GroupView now = view();
+  if (now.ranks.size() == static_cast<std::size_t>(size())) return;
+  throw Error(ErrorKind::unsupported,
+              std::string(call) + ": not in a group that has lost ranks (" +
+                  spell_ranks(now.ranks) + " of " + std::to_string(size()) +
+                  " are left); make a new group",
+              {rank(), -1, call, 0, 0, 0});
+}
+
+void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const {
+  if (epoch() == 1) return;
+  const GroupView now = view();
+  if (now.ranks.size() == static_cast<std::size_t>(size())) return;
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    if (routes[i] < 0) continue;
+    const int seat = placement_.rank_of(routes[i]);
+    if (std::binary_search(now.ranks.begin(), now.ranks.end(), seat)) continue;
+    const auto slot = static_cast<std::int64_t>(i);
+    refuse("plan",
+           "topk_idx[" + std::to_string(slot / topk) + ", " + std::to_string(slot % topk) + "]",
+           "expert " + std::to_string(routes[i]) + " of rank " + std::to_string(seat) +
+               ", which is not in epoch " + std::to_string(now.epoch) + " of the group",
+           "experts of " + spell_ranks(now.ranks) + ", or -1");
   }
 }
 

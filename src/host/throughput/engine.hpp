@@ -21,6 +21,7 @@
 #include "engine/growth.hpp"
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
+#include "engine/regroup.hpp"
 
 namespace ferry::host {
 
@@ -88,6 +89,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
+  GroupView view() const override;
+  GroupView regroup() override;
   MemoryStats memory() const override;
   TimeStats time() const override;
   NetworkStats network() const override { return memory_->fabric->network_use(); }
@@ -100,6 +103,11 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
   const Placement& placement() const { return placement_; }
   const Domains& topology() const { return domains_; }
+
+  // relaxed: calls of other threads come before or after regroup by the order of turns.
+  std::uint64_t epoch() const override { return epoch_.load(std::memory_order_relaxed); }
+  /// Throws Error(unsupported) when ranks were lost.
+  void check_whole(const char* call) const;
 
   /// A thread is inside a call, before the call has its place in the order. A second thread waits
   /// until the first has its place, so that what a call decides before (plan, buffer) is decided in
@@ -148,6 +156,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
+  /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
+  void check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const;
   void run_work(const char* call, const std::function<void()>& work, Asks asks);
   /// Throws when the group is destroyed or, if asked, dead.
   void check_group(const char* call, Asks asks) const;
@@ -161,6 +171,11 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Placement placement_;
   Channel channel_;
   std::size_t control_bytes_;
+  std::size_t body_bytes_;
+  std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is
+  mutable std::mutex view_mutex_;
+  GroupView view_{};
+  std::atomic<std::uint64_t> epoch_{1};  // of `view_`
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
   std::atomic<std::uint64_t> exchange_ns_{0};

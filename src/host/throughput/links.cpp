@@ -269,6 +269,7 @@ class Probe {
 }  // namespace
 
 Links measure_links(HostEngine& engine) {
+  engine.check_whole(kMeasureLinks);
   Links links;
   engine.enter(kMeasureLinks, nullptr, [&] {
     Probe probe(engine);

@@ -156,6 +156,9 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
   channel_.enter_call({call_named(call), 0});
   try {
     in_words(rank(), call, work);
+    // What peers had sent before they went on without this rank may have sufficed for the call; but
+    // they may have changed rows that it read in place.
+    if (asks == Asks::no_failure) channel_.check_evicted(call);
     channel_.enter_call({});
   } catch (const Error& error) {
     failed(error.what(), error.kind());

@@ -1,0 +1,176 @@
+// A group in shared memory goes on without ranks that left or are late. Ranks are threads; deaths of
+// processes are in tests/reliability.
+#include <atomic>
+#include <latch>
+
+#include "engine/test_groups.hpp"
+
+namespace ferry::host::test {
+
+using namespace engine::test;
+namespace {
+
+GroupConfig elastic(std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.experts = 24;
+  config.memory_bytes = 1 << 16;
+  config.deadline = deadline;
+  return config;
+}
+
+/// Exchanges whose sums are checked; every rank of `ranks` gets rows of every other.
+void exchange(Group& group, const std::vector<int>& ranks, int rounds) {
+  const std::int64_t local = group.experts() / group.size();
+  for (int round = 0; round < rounds; ++round) {
+    for (const int to : ranks) {
+      const Batch batch(group.rank(), 3 + round % 3, 16, to * local);
+      const Plan plan = group.plan(batch.ids());
+      const Received received = group.dispatch(batch.x(), plan);
+      const Combined sums = group.combine(received.x, plan);
+      ASSERT_TRUE(same_rows(sums.x, batch)) << "rank " << group.rank() << ", round " << round;
+    }
+  }
+}
+
+/// Calls until one throws; its error.
+Error until_it_fails(Group& group) {
+  try {
+    for (;;) group.barrier();
+  } catch (const Error& error) {
+    return error;
+  }
+}
+
+TEST(Regroup, GoesOnInTheSameMemoryWithoutARankThatLeft) {
+  with_groups(4, elastic(), [&](Group& group) {
+    exchange(group, {0, 1, 2, 3}, 2);
+    const Tensor kept = group.empty({16}, Dtype::f32);
+    EXPECT_EQ(group.view(), (GroupView{1, {0, 1, 2, 3}, {}}));
+    group.barrier();
+    if (group.rank() == 0) return group.destroy();
+    EXPECT_EQ(until_it_fails(group).peer(), 0);
+    const MemoryStats before = group.memory();
+    EXPECT_EQ(group.regroup(), (GroupView{2, {1, 2, 3}, {0}}));
+    EXPECT_EQ(group.view(), (GroupView{2, {1, 2, 3}, {0}}));
+    EXPECT_EQ(group.size(), 4);
+    EXPECT_TRUE(group.is_registered(kept.data()));
+    exchange(group, {1, 2, 3}, 5);
+    EXPECT_EQ(group.memory().control_bytes, before.control_bytes);
+    EXPECT_EQ(group.memory().arena_bytes, before.arena_bytes);
+    group.barrier();  // before one of them leaves
+  });
+}
+
+TEST(Regroup, RefusesWhatIsOfTheEpochBefore) {
+  with_groups(3, elastic(), [&](Group& group) {
+    const Batch batch(group.rank(), 4, 16, 0);
+    const Plan old = group.plan(batch.ids());
+    const LatencyExchange latency(group, {4, 16, 1, Dtype::f32});
+    group.barrier();
+    if (group.rank() == 2) return group.destroy();
+    until_it_fails(group);
+    expect_error(ErrorKind::peer_left, {"regroup", "rank 2"}, [&] { group.plan(batch.ids()); });
+    group.regroup();
+    expect_error(ErrorKind::invalid_argument, {"plan of epoch 1", "epoch 2"},
+                 [&] { group.dispatch(batch.x(), old); });
+    const Batch lost(group.rank(), 4, 16, 20);
+    expect_error(ErrorKind::invalid_argument,
+                 {"topk_idx[0, 0]", "expert 20 of rank 2", "epoch 2", "ranks 0 and 1"},
+                 [&] { group.plan(lost.ids()); });
+    expect_error(ErrorKind::unsupported, {"LatencyExchange", "ranks 0 and 1 of 3"},
+                 [&] { LatencyExchange(group, {4, 16, 1, Dtype::f32}); });
+    exchange(group, {0, 1}, 2);
+    group.barrier();
+  });
+}
+
+TEST(Regroup, SeveralRanksOneAfterAnotherAndAtOnce) {
+  with_groups(6, elastic(), [&](Group& group) {
+    group.barrier();
+    if (group.rank() == 5 || group.rank() == 0) return group.destroy();
+    until_it_fails(group);
+    GroupView view = group.regroup();
+    // The second may have been seen after the first: then the next call fails.
+    while (view.ranks.size() > 4) {
+      until_it_fails(group);
+      view = group.regroup();
+    }
+    exchange(group, {1, 2, 3, 4}, 2);
+    group.barrier();
+    if (group.rank() == 2) return group.destroy();
+    until_it_fails(group);
+    EXPECT_EQ(group.regroup().ranks, (std::vector<int>{1, 3, 4}));
+    exchange(group, {1, 3, 4}, 2);
+    group.barrier();
+  });
+}
+
+TEST(Regroup, ARankThatIsLateIsEvictedAndHarmsNobody) {
+  std::latch gone_on(2), done(3);
+  with_groups(3, elastic(500ms), [&](Group& group) {
+    const Batch batch(group.rank(), 4, 16, group.rank() == 2 ? 0 : 5);
+    group.barrier();
+    if (group.rank() == 2) {
+      gone_on.wait();
+      expect_error(ErrorKind::evicted, {"rank 2", "went on without"}, [&] { group.barrier(); });
+      expect_error(ErrorKind::evicted, {"rank 2", "went on without"}, [&] { group.regroup(); });
+      expect_error(ErrorKind::evicted, {"went on without"}, [&] { group.plan(batch.ids()); });
+      done.arrive_and_wait();
+      return;
+    }
+    const Error error = until_it_fails(group);
+    EXPECT_EQ(error.kind(), ErrorKind::deadline);
+    EXPECT_EQ(error.peer(), 2);
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2}}));
+    gone_on.count_down();
+    exchange(group, {0, 1}, 20);
+    group.barrier();
+    done.arrive_and_wait();
+    exchange(group, {0, 1}, 20);  // whatever rank 2 has said meanwhile
+    group.barrier();
+  });
+}
+
+TEST(Regroup, HalfOfTheRanksGiveUp) {
+  std::latch done(2);
+  with_groups(2, elastic(300ms), [&](Group& group) {
+    group.barrier();
+    if (group.rank() == 0) {
+      until_it_fails(group);
+      expect_error(ErrorKind::deadline, {"rank 1", "no majority", "epoch 1"},
+                   [&] { group.regroup(); });
+      expect_error(ErrorKind::deadline, {"no majority"}, [&] { group.barrier(); });
+      expect_error(ErrorKind::deadline, {"no majority"}, [&] { group.regroup(); });
+    }
+    done.arrive_and_wait();
+  });
+}
+
+TEST(Regroup, AHealthyGroupLosesNobody) {
+  with_groups(3, elastic(), [&](Group& group) {
+    exchange(group, {0, 1, 2}, 1);
+    if (group.rank() == 1) {
+      EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}}));
+    } else {
+      const Error error = until_it_fails(group);
+      EXPECT_NE(std::string(error.what()).find("rank 1 called regroup"), std::string::npos)
+          << error.what();
+      group.regroup();
+    }
+    exchange(group, {0, 1, 2}, 3);
+    group.barrier();
+  });
+}
+
+TEST(Regroup, IsNotForGroupsOfSeveralDomains) {
+  GroupConfig config = elastic();
+  config.domain_size = 1;
+  with_groups(2, config, [&](Group& group) {
+    expect_error(ErrorKind::unsupported, {"regroup", "one domain", "2 in 2"},
+                 [&] { group.regroup(); });
+    group.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test
