@@ -278,8 +278,8 @@ class Group {
   /// Collective. Returns when every rank has called it.
   void barrier();
 
-  /// Collective among the ranks that are left, after a call threw because a rank died, left or missed
-  /// the deadline: they agree who they are and go on in this group, with the memory that is
+  /// Collective among the ranks that are left, after a call threw because a rank died, left or
+  /// missed the deadline: they agree who they are and go on in this group, with the memory that is
   /// registered. Plans made before are refused, and so are routes to experts of lost ranks; ranks
   /// keep their numbers, experts and tensors. Waits for each rank that may still come, at most one
   /// deadline. Throws Error(evicted) on a rank that the others went on without, and

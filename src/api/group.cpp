@@ -151,7 +151,7 @@ GroupView Group::regroup() {
   return call(engine_, "regroup", [](Engine& engine) { return engine.regroup(); });
 }
 GroupView Group::view() const {
-  return live(engine_, "view").view();
+  return live(engine_, "view").members();
 }
 MemoryStats Group::memory() const {
   return live(engine_, "memory").memory();

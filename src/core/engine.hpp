@@ -71,7 +71,7 @@ class Engine {
   virtual bool is_registered(const void* pointer) const = 0;
   virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
-  virtual GroupView view() const;
+  virtual GroupView members() const;
   virtual GroupView regroup();
   virtual std::uint64_t epoch() const { return 1; }
   virtual MemoryStats memory() const = 0;
@@ -82,7 +82,7 @@ class Engine {
   virtual bool destroyed() const = 0;
 };
 
-inline GroupView Engine::view() const {
+inline GroupView Engine::members() const {
   GroupView all;
   for (int rank = 0; rank < size(); ++rank) all.ranks.push_back(rank);
   return all;

@@ -34,26 +34,26 @@ std::optional<Region> Arena::allocate(std::size_t bytes) {
 
 void Arena::release(const Region& region) {
   std::scoped_lock lock(mutex_);
-  if (region.epoch < trusted_) {
+  if (region.epoch < held_before_) {
     held_.push_back(region);
   } else {
     free(region);
   }
 }
 
-void Arena::distrust() {
+void Arena::hold_back() {
   std::scoped_lock lock(mutex_);
-  trusted_ = ++epoch_;
+  held_before_ = ++epoch_;
 }
 
-bool Arena::distrusts() const {
+bool Arena::holds_back() const {
   std::scoped_lock lock(mutex_);
-  return trusted_ != 0;
+  return held_before_ != 0;
 }
 
-void Arena::trust() {
+void Arena::free_held() {
   std::scoped_lock lock(mutex_);
-  trusted_ = 0;
+  held_before_ = 0;
   for (const Region& region : held_) free(region);
   held_.clear();
 }

@@ -14,7 +14,7 @@ namespace ferry::engine {
 struct Region {
   fabric::Address address{};
   std::byte* data = nullptr;
-  std::size_t bytes = 0;   ///< rounded up to kRegionAlignment
+  std::size_t bytes = 0;    ///< rounded up to kRegionAlignment
   std::uint64_t epoch = 0;  ///< of the arena, when it was taken
 };
 
@@ -24,7 +24,7 @@ inline constexpr std::size_t kRegionAlignment = 256;
 /// tensors are dropped on any thread.
 ///
 /// After a failure a peer may still write to any region that was taken before: such regions are
-/// held back when they are released, until `trust` says that nobody does.
+/// held back when they are released, until `free_held` says that nobody does.
 class Arena {
  public:
   void add(const fabric::Segment& segment);
@@ -34,11 +34,11 @@ class Arena {
   void release(const Region& region);
 
   /// A call has failed: regions that are taken now are held back from here on.
-  void distrust();
+  void hold_back();
   /// Whether regions are held back.
-  bool distrusts() const;
+  bool holds_back() const;
   /// All that wrote to regions of earlier epochs have stopped: those held back are free again.
-  void trust();
+  void free_held();
 
   /// Where a pointer lies, if `bytes` from it lie inside one segment.
   std::optional<fabric::Address> find(const void* pointer, std::size_t bytes) const;
@@ -55,7 +55,7 @@ class Arena {
   mutable std::mutex mutex_;
   std::vector<Pool> pools_;
   std::uint64_t epoch_ = 0;
-  std::uint64_t trusted_ = 0;  // regions of earlier epochs are held back
+  std::uint64_t held_before_ = 0;  // regions of earlier epochs are held back
   std::vector<Region> held_;
   std::size_t used_ = 0;
 };

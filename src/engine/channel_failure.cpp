@@ -67,7 +67,7 @@ void Channel::die(const Error& error, bool for_good) {
   std::scoped_lock lock(dead_mutex_);
   if (dead_ && !for_good) return;
   dead_ = error;
-  memory_->arena.distrust();
+  memory_->arena.hold_back();
 }
 
 void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
@@ -130,8 +130,7 @@ std::string Channel::whereabouts(std::initializer_list<int> ranks) const {
 }
 
 void Channel::raise(const char* stage, const Status& status,
-                    const std::optional<FailureBroadcast>& heard,
-                    std::chrono::nanoseconds waited) {
+                    const std::optional<FailureBroadcast>& heard, std::chrono::nanoseconds waited) {
   ErrorContext context{rank_, status.peer, stage, generation(), status.expected, status.seen};
   const std::string where =
       rank_text(rank_) + ": " + stage + " (generation " + std::to_string(generation()) + "): ";
@@ -145,8 +144,7 @@ void Channel::raise(const char* stage, const Status& status,
     case Status::Code::kDeadline: {
       kind = ErrorKind::deadline;
       context.peer = status.peer;
-      const FailureBroadcast spread =
-          broadcast(FailureBroadcast::Kind::kLate, context.peer);
+      const FailureBroadcast spread = broadcast(FailureBroadcast::Kind::kLate, context.peer);
       context.peer = spread.culprit;
       text = rank_text(context.peer) + " did not come within " + seconds(waited) + " (expected " +
              std::to_string(status.expected) + ", seen " + std::to_string(status.seen) + ")" +
@@ -252,8 +250,7 @@ Error Channel::late(const char* stage, int peer, std::uint64_t expected, std::ui
 
 Error Channel::late_transfer(const char* call, int peer, const std::string& what,
                              std::chrono::nanoseconds waited) {
-  const FailureBroadcast spread =
-      broadcast(FailureBroadcast::Kind::kLate, peer);
+  const FailureBroadcast spread = broadcast(FailureBroadcast::Kind::kLate, peer);
   const std::string text =
       spread.culprit == peer
           ? rank_text(peer) + " did not " + what + " within " + seconds(waited) +

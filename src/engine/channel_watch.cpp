@@ -261,18 +261,16 @@ Status GroupWatch::poll(bool late) {
   }
   // After looking at the processes: a rank that failed because of another has said so before it
   // ended, so its failure broadcast wins over its own death.
-  const auto broadcast =
-      channel_.scan([this, late, dead](const FailureBroadcast& told) {
-        // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
-        // which has failed because of it. "I am late", from the late rank itself, is an echo:
-        // believe the rank that waited for it.
-        if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit)
-          return false;
-        if (told.kind != FailureBroadcast::Kind::kLeft) return true;
-        if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
-        // Of a rank whose connections have ended nothing is under way.
-        return late || told.culprit == dead || !may_be_under_way(told);
-      });
+  const auto broadcast = channel_.scan([this, late, dead](const FailureBroadcast& told) {
+    // "Rank A left" counts only if this rank waits for A, or for the rank that passed it on,
+    // which has failed because of it. "I am late", from the late rank itself, is an echo:
+    // believe the rank that waited for it.
+    if (told.kind == FailureBroadcast::Kind::kLate && told.reporter == told.culprit) return false;
+    if (told.kind != FailureBroadcast::Kind::kLeft) return true;
+    if (!awaited_.missing(told.reporter) && !awaited_.missing(told.culprit)) return false;
+    // Of a rank whose connections have ended nothing is under way.
+    return late || told.culprit == dead || !may_be_under_way(told);
+  });
   if (broadcast) {
     broadcast_ = broadcast;
     status.code = Status::Code::kPeerFailed;

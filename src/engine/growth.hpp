@@ -20,8 +20,9 @@ inline std::size_t grown_by(std::size_t total) {
 /// What `add_segments` yields: this rank's segment (bytes 0: none), and every rank's number for it.
 struct AddedSegments {
   fabric::Segment mine{};
-  std::vector<fabric::SegmentId> ids{};  ///< [ranks], meaningless where nothing was added, and of holes
-  std::vector<std::uint64_t> bytes{};    ///< [ranks]
+  std::vector<fabric::SegmentId>
+      ids{};  ///< [ranks], meaningless where nothing was added, and of holes
+  std::vector<std::uint64_t> bytes{};  ///< [ranks]
 };
 
 /// `bytes` > 0: what this rank needs; it takes `wanted` if they are to be had, else `bytes`.

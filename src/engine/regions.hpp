@@ -10,8 +10,8 @@
 
 namespace ferry::engine {
 
-/// Holds regions until they are handed on (`keep`) or the object ends, which gives them back. If the
-/// call failed, the arena holds them back: a peer may still write there.
+/// Holds regions until they are handed on (`keep`) or the object ends, which gives them back. If
+/// the call failed, the arena holds them back: a peer may still write there.
 class Regions {
  public:
   explicit Regions(std::shared_ptr<Memory> memory) : memory_(std::move(memory)) {}

@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kRegroup = "regroup";
 /// How often processes are looked at without the kernel having told of a death.
-constexpr auto kLookPeriod = std::chrono::milliseconds(20);
+constexpr auto kPollPeriod = std::chrono::milliseconds(20);
 /// A round that has not ended after so long is begun anew.
 constexpr auto kRetryPeriod = std::chrono::milliseconds(250);
 
@@ -68,7 +68,7 @@ Epoch Regroup::run() {
   const std::uint64_t epoch = member_->view().epoch;
   for (;;) {
     const std::uint64_t rung = bell(channel_.rank()).load(protocol::order::acquire);
-    look();
+    poll();
     publish();  // before what follows from it
     while (member_->settle()) publish();
     check_standing();
@@ -85,9 +85,9 @@ void Regroup::begin() {
     member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), 0);
   }
   channel_.stop();
-  patience_ = Clock::now() + config_.deadline;
-  looked_ = {};
-  look();  // what is old already gives no new trust
+  timeout_ = Clock::now() + config_.deadline;
+  polled_ = {};
+  poll();  // what is old already gives no new trust
   member_->stop();
   // Who is late is not waited for again. A death is proven below; others may still come.
   const bool late = failed && failed->kind() == ErrorKind::deadline;
@@ -95,18 +95,17 @@ void Regroup::begin() {
   if (culprit >= 0 && culprit != channel_.rank()) member_->suspect(culprit);
 }
 
-void Regroup::look() {
+void Regroup::poll() {
   const std::uint64_t deaths = fabric::DeathWatch::count();
   const auto now = Clock::now();
-  const bool processes = deaths != deaths_ || now - looked_ >= kLookPeriod;
-  if (processes) looked_ = now;
+  const bool processes = deaths != deaths_ || now - polled_ >= kPollPeriod;
+  if (processes) polled_ = now;
   deaths_ = deaths;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (peer == channel_.rank()) continue;
     // First whether it can say more, then what it has said.
-    const bool ended =
-        channel_.left(peer) ||
-        (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
+    const bool ended = channel_.left(peer) ||
+                       (processes && memory_->fabric->peer_state(peer) == fabric::PeerState::dead);
     hear(peer);
     if (ended) member_->died(peer);
   }
@@ -159,14 +158,15 @@ void Regroup::check_progress() {
   channel_.beat(true);
   if (config_.on_wait) config_.on_wait();
   const auto now = Clock::now();
-  if (now >= patience_) {
-    patience_ = now + config_.deadline;
+  if (now >= timeout_) {
+    timeout_ = now + config_.deadline;
     if (member_->minority()) {
       const Member::Seats gone = member_->statement().suspects;
       const std::string text =
           "rank " + std::to_string(channel_.rank()) + ": regroup: " + names(gone) +
           " cannot be reached but may still run, and the ranks that are left are no majority of "
-          "epoch " + std::to_string(member_->view().epoch) + " (" + names(member_->view().live) +
+          "epoch " +
+          std::to_string(member_->view().epoch) + " (" + names(member_->view().live) +
           "); make a new group";
       give_up(Error(ErrorKind::deadline, text,
                     {channel_.rank(), gone.next(), kRegroup, channel_.generation(), 0, 0}));
@@ -194,9 +194,10 @@ std::string Regroup::names(const Member::Seats& seats) const {
 void Regroup::wait(std::uint64_t rung) {
   if (member_->statement().number != published_) return;
   if (fabric::DeathWatch::count() != deaths_) return;
-  const auto left = std::chrono::nanoseconds(kLookPeriod);
+  const auto left = std::chrono::nanoseconds(kPollPeriod);
   OneSlice watch{static_cast<std::uint64_t>(left.count())};
-  (void)bell(channel_.rank()).wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);
+  (void)bell(channel_.rank())
+      .wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);
 }
 
 Epoch Regroup::go_on() {
@@ -213,17 +214,17 @@ Epoch Regroup::go_on() {
     std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
   }
   channel_.begin_epoch(epoch);
-  trust_arena();
+  free_held();
   return epoch;
 }
 
-void Regroup::trust_arena() const {
-  if (!memory_->arena.distrusts()) return;
+void Regroup::free_held() const {
+  if (!memory_->arena.holds_back()) return;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
     if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return;
   }
-  memory_->arena.trust();
+  memory_->arena.free_held();
 }
 
 }  // namespace ferry::engine

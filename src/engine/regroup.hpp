@@ -31,11 +31,11 @@ class Regroup {
 
   /// Stops, agrees with the ranks that are left, and has the channel go on with them: their epoch.
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
-  /// reach are no quorum; then the group has failed for good. After any other error it may be called
-  /// again.
+  /// reach are no quorum; then the group has failed for good. After any other error it may be
+  /// called again.
   Epoch run();
   /// Regions that were held back are free again if no rank that was lost can still write to them.
-  void trust_arena() const;
+  void free_held() const;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -45,7 +45,7 @@ class Regroup {
   std::byte* control(int peer) const { return memory_->fabric->pointer(peer, Channel::kControl); }
   protocol::Flag bell(int peer) const;
   void begin();
-  void look();
+  void poll();
   void hear(int peer);
   void publish();
   void check_standing();
@@ -61,13 +61,13 @@ class Regroup {
   const GroupConfig& config_;
   ControlLayout layout_;
   std::unique_ptr<Member> member_;
-  std::vector<std::uint64_t> heard_;    // [R]: the number of the text read last
-  std::vector<Said> said_;              // [R]: that text
-  std::uint64_t published_ = 0;         // the statement's number
-  std::uint64_t deaths_ = 0;            // told by the kernel before the last look
-  Clock::time_point looked_{};          // at the processes
-  Clock::time_point heard_at_{};        // when anybody last said something new
-  Clock::time_point patience_{};        // until when silence is no reason to suspect
+  std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
+  std::vector<Said> said_;            // [R]: that text
+  std::uint64_t published_ = 0;       // the statement's number
+  std::uint64_t deaths_ = 0;          // told by the kernel before the last poll
+  Clock::time_point polled_{};        // at the processes
+  Clock::time_point heard_at_{};      // when anybody last said something new
+  Clock::time_point timeout_{};       // until when silence is no reason to suspect
 };
 
 }  // namespace ferry::engine

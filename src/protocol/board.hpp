@@ -1,5 +1,5 @@
-// A board: the newest of what one rank says, in its own memory, where all others read it whole, also
-// when the rank dies while it writes.
+// A board: the newest of what one rank says, in its own memory, where all others read it whole,
+// also when the rank dies while it writes.
 #pragma once
 
 #include <cstddef>

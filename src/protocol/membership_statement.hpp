@@ -1,5 +1,5 @@
-// What the ranks of an elastic group tell each other of who is in it: views and statements. How they
-// agree: membership.hpp.
+// What the ranks of an elastic group tell each other of who is in it: views and statements. How
+// they agree: membership.hpp.
 #pragma once
 
 #include <algorithm>

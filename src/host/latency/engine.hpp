@@ -110,7 +110,7 @@ class HostLatency final : public LatencyEngine, public std::enable_shared_from_t
                                  const ConstTensorView& rows, const RankBytes& to);
   std::shared_ptr<HostEngine> engine_;
   std::uint64_t epoch_ = engine_->epoch();  ///< in which it was made
-  std::uint32_t number_;  ///< among the group's exchanges, the same on all ranks
+  std::uint32_t number_;                    ///< among the group's exchanges, the same on all ranks
   LatencyMemory memory_;
   protocol::Credit<> credit_;
   std::array<protocol::Delivery<>, 2> combined_;

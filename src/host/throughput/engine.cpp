@@ -189,7 +189,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
       room = room && theirs.status == StepStatus::ok;
     }
     if (room) return;
-    if (regroup_) regroup_->trust_arena();
+    if (regroup_) regroup_->free_held();
     const bool grow = head.status == StepStatus::no_room;
     const AddedSegments added =
         add_segments({stage, "rows, columns and max_recv_rows", grow ? head.need_bytes : 0,
@@ -198,7 +198,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
   }
 }
 
-GroupView HostEngine::view() const {
+GroupView HostEngine::members() const {
   std::scoped_lock lock(view_mutex_);
   return view_;
 }
@@ -208,8 +208,8 @@ GroupView HostEngine::regroup() {
     throw Error(ErrorKind::unsupported,
                 "regroup: ranks in one domain of at most " +
                     std::to_string(engine::Regroup::Traits::kSeats) + " can, this group has " +
-                    std::to_string(size()) + " in " + std::to_string(domains_.count()) +
-                    " over " + fabric_name() + "; make a new group",
+                    std::to_string(size()) + " in " + std::to_string(domains_.count()) + " over " +
+                    fabric_name() + "; make a new group",
                 {rank(), -1, "regroup", 0, 0, 0});
   }
   enter(
@@ -230,11 +230,11 @@ GroupView HostEngine::regroup() {
         epoch_.store(view.epoch, std::memory_order_relaxed);
       },
       nullptr, {}, Asks::existence);
-  return view();
+  return members();
 }
 
 void HostEngine::check_whole(const char* call) const {
-  const GroupView now = view();
+  const GroupView now = members();
   if (now.ranks.size() == static_cast<std::size_t>(size())) return;
   throw Error(ErrorKind::unsupported,
               std::string(call) + ": not in a group that has lost ranks (" +
@@ -245,7 +245,7 @@ void HostEngine::check_whole(const char* call) const {
 
 void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const {
   if (epoch() == 1) return;
-  const GroupView now = view();
+  const GroupView now = members();
   if (now.ranks.size() == static_cast<std::size_t>(size())) return;
   for (std::size_t i = 0; i < routes.size(); ++i) {
     if (routes[i] < 0) continue;

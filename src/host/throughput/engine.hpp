@@ -89,7 +89,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
-  GroupView view() const override;
+  GroupView members() const override;
   GroupView regroup() override;
   MemoryStats memory() const override;
   TimeStats time() const override;

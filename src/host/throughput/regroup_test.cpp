@@ -1,5 +1,5 @@
-// A group in shared memory goes on without ranks that left or are late. Ranks are threads; deaths of
-// processes are in tests/reliability.
+// A group in shared memory goes on without ranks that left or are late. Ranks are threads; deaths
+// of processes are in tests/reliability.
 #include <atomic>
 #include <latch>
 

@@ -1,0 +1,75 @@
+// Ranks as processes that exchange in throughput mode without end, checking every row, and go on by
+// `regroup` when others are killed or stopped.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ferry/group.hpp"
+#include "processes.hpp"
+
+namespace ferry::test {
+
+/// Where in a step a rank dies. `anywhere`: the test sends the signal at a random moment; `regroup`:
+/// while the ranks agree about another loss; otherwise the rank does it itself, at that place.
+enum class Stage : int { anywhere, plan, dispatch, combine, after, regroup };
+inline constexpr std::array kStages = {Stage::anywhere, Stage::plan,  Stage::dispatch,
+                                       Stage::combine,  Stage::after, Stage::regroup};
+const char* name_of(Stage stage);
+
+/// Memory that the test and all ranks share.
+struct ElasticBoard {
+  static constexpr int kRanks = 32;
+  static constexpr int kEpochs = 128;
+  struct Rank {
+    std::atomic<int> order{-1};  ///< a Stage at which it does away with itself
+    std::atomic<int> signal{0};  ///< by this signal
+    std::atomic<std::int64_t> steps{0}, epoch{1}, bytes{0};
+    std::atomic<double> lost{0};       ///< when it killed or stopped itself
+    std::atomic<double> failed{0};     ///< when its last call threw
+    std::atomic<double> exchanged{0};  ///< the end of the first step of `epoch`
+    std::atomic<int> evicted{0};
+  };
+  std::array<Rank, kRanks> ranks{};
+  std::array<std::atomic<std::uint64_t>, kEpochs> views{};  ///< bits of ranks, by who came first
+};
+
+/// Of one loss, in milliseconds.
+struct Loss {
+  std::vector<double> detected{};  ///< of each survivor: from the signal to its error
+  double regrouped = 0;            ///< from the last error to the end of the last first step
+};
+
+class ElasticJob {
+ public:
+  ElasticJob(int ranks, std::chrono::nanoseconds deadline);
+  ~ElasticJob();
+  ElasticJob(const ElasticJob&) = delete;
+  ElasticJob& operator=(const ElasticJob&) = delete;
+
+  /// Ranks die or stop together; the others go on. Of `Stage::regroup` the first dies anywhere, the
+  /// rest while the others agree.
+  Loss lose(const std::vector<int>& victims, Stage stage, int signal);
+  /// Ranks that were stopped go on, and must hear that they were evicted.
+  void resume(const std::vector<int>& victims);
+  /// In the group, as far as the test has had them lost.
+  const std::vector<int>& alive() const { return alive_; }
+  /// What was wrong; empty: nothing.
+  std::string wrong() const { return wrong_; }
+
+ private:
+  template <class Ready>
+  void await(const char* what, const Ready& ready);
+  void check_lines();
+  double strike(const std::vector<int>& victims, Stage stage, int signal);
+
+  ElasticBoard* board_;
+  std::optional<Ranks> ranks_{};
+  std::vector<int> alive_{};
+  std::string wrong_{};
+};
+
+}  // namespace ferry::test

@@ -1,0 +1,140 @@
+// Many losses of ranks in throughput mode: how long until the survivors have their error, and from
+// the last error to the first exchange of the next epoch. Prints JSON.
+// elastic_trials [KILLS_OF_EACH_CELL [RANKS [DEADLINE_MS_OF_STOPS]]]
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "elastic_load.hpp"
+
+namespace ferry::test {
+namespace {
+
+/// A cell: who is lost how, again and again.
+struct Cell {
+  const char* name;
+  Stage stage;
+  int at_once;
+  bool rank_0;
+};
+constexpr Cell kCells[] = {{"anywhere", Stage::anywhere, 1, false},
+                           {"rank 0, anywhere", Stage::anywhere, 1, true},
+                           {"before plan", Stage::plan, 1, false},
+                           {"before dispatch", Stage::dispatch, 1, false},
+                           {"before combine", Stage::combine, 1, false},
+                           {"after combine", Stage::after, 1, false},
+                           {"two at once", Stage::anywhere, 2, false},
+                           {"another during regroup", Stage::regroup, 2, false}};
+
+double quantile(std::vector<double> values, double q) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const auto last = static_cast<double>(values.size() - 1);
+  return values[static_cast<std::size_t>(q * last + 0.5)];
+}
+
+void print(const char* key, const std::vector<double>& values, const char* end) {
+  std::printf("\"%s\": {\"p50\": %.2f, \"p99\": %.2f, \"max\": %.2f}%s", key,
+              quantile(values, 0.5), quantile(values, 0.99), quantile(values, 1), end);
+}
+
+class Trials {
+ public:
+  Trials(int ranks, int kills) : ranks_(ranks), kills_(kills) {}
+
+  bool kill(const Cell& cell) {
+    std::vector<double> detected, regrouped;
+    std::optional<ElasticJob> job;
+    int kills = 0;
+    while (kills < kills_) {
+      if (!job || int(job->alive().size()) - cell.at_once < std::max(2, ranks_ / 2) ||
+          (cell.rank_0 && job->alive().front() != 0)) {
+        job.emplace(ranks_, std::chrono::seconds(30));
+      }
+      any_moment();
+      const Loss loss = job->lose(victims(*job, cell), cell.stage, SIGKILL);
+      if (!ok(cell.name, *job)) return false;
+      detected.insert(detected.end(), loss.detected.begin(), loss.detected.end());
+      regrouped.push_back(loss.regrouped);
+      kills += cell.at_once;
+    }
+    report(cell.name, kills, detected, regrouped);
+    return true;
+  }
+
+  bool stop(std::chrono::milliseconds deadline) {
+    std::vector<double> detected, regrouped;
+    const Cell cell{"stopped, anywhere", Stage::anywhere, 1, false};
+    const int stops = std::max(1, kills_ / 10);
+    for (int i = 0; i < stops; ++i) {
+      ElasticJob job(ranks_, deadline);
+      any_moment();
+      const std::vector<int> victim = victims(job, cell);
+      const Loss loss = job.lose(victim, cell.stage, SIGSTOP);
+      if (job.wrong().empty()) job.resume(victim);
+      if (!ok(cell.name, job)) return false;
+      detected.insert(detected.end(), loss.detected.begin(), loss.detected.end());
+      regrouped.push_back(loss.regrouped);
+    }
+    report(cell.name, stops, detected, regrouped);
+    return true;
+  }
+
+ private:
+  void any_moment() {
+    std::this_thread::sleep_for(std::chrono::microseconds(2000 + random_() % 20'000));
+  }
+  std::vector<int> victims(const ElasticJob& job, const Cell& cell) {
+    std::vector<int> ranks = job.alive();
+    if (cell.rank_0) return {0};
+    std::shuffle(ranks.begin(), ranks.end(), random_);
+    ranks.resize(static_cast<std::size_t>(cell.at_once));
+    return ranks;
+  }
+  static bool ok(const char* name, const ElasticJob& job) {
+    if (job.wrong().empty()) return true;
+    std::fprintf(stderr, "%s: %s\n", name, job.wrong().c_str());
+    return false;
+  }
+  void report(const char* name, int lost, const std::vector<double>& detected,
+              const std::vector<double>& regrouped) {
+    std::printf("%s    \"%s\": {\"lost\": %d, ", first_ ? "" : ",\n", name, lost);
+    print("detect_ms", detected, ", ");
+    print("regroup_ms", regrouped, "}");
+    std::fflush(stdout);
+    first_ = false;
+  }
+
+  int ranks_;
+  int kills_;
+  bool first_ = true;
+  std::mt19937 random_{20261126};
+};
+
+int run(int kills, int ranks, std::chrono::milliseconds deadline) {
+  Trials trials(ranks, kills);
+  std::printf("{\"ranks\": %d, \"stop_deadline_ms\": %d, \"cells\": {\n", ranks,
+              int(deadline.count()));
+  for (const Cell& cell : kCells) {
+    if (!trials.kill(cell)) return 1;
+  }
+  if (!trials.stop(deadline)) return 1;
+  std::printf("\n  }\n}\n");
+  return 0;
+}
+
+}  // namespace
+}  // namespace ferry::test
+
+int main(int argc, char** argv) {
+  const auto argument = [&](int i, int otherwise) {
+    return argc > i ? std::atoi(argv[i]) : otherwise;
+  };
+  return ferry::test::run(argument(1, 200), argument(2, 8),
+                          std::chrono::milliseconds(argument(3, 1000)));
+}

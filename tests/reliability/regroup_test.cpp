@@ -1,0 +1,49 @@
+// Throughput mode goes on in the same group when ranks are killed or stopped, at every stage of a
+// step, rank 0 and several at once too. elastic_trials does the same many times.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <thread>
+
+#include "elastic_load.hpp"
+
+namespace ferry::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(Regroup, RanksAreKilledAtEveryStageOneAfterAnother) {
+  ElasticJob job(8, 30s);
+  int victim = 0;
+  for (const Stage stage : {Stage::anywhere, Stage::plan, Stage::dispatch, Stage::combine,
+                            Stage::after}) {
+    job.lose({victim}, stage, SIGKILL);
+    ASSERT_EQ(job.wrong(), "") << name_of(stage);
+    ++victim;
+  }
+  EXPECT_EQ(job.alive().size(), 3u);
+}
+
+TEST(Regroup, SeveralAreKilledAtOnce) {
+  ElasticJob job(8, 30s);
+  job.lose({0, 5, 6}, Stage::anywhere, SIGKILL);
+  ASSERT_EQ(job.wrong(), "");
+  job.lose({2, 1, 3}, Stage::regroup, SIGKILL);
+  ASSERT_EQ(job.wrong(), "");
+  job.lose({7}, Stage::anywhere, SIGKILL);  // one of two
+  ASSERT_EQ(job.wrong(), "");
+}
+
+TEST(Regroup, AStoppedRankIsEvictedAndComesBackLate) {
+  for (const Stage stage : {Stage::anywhere, Stage::dispatch, Stage::combine, Stage::after}) {
+    ElasticJob job(5, 700ms);
+    job.lose({1, 4}, stage, SIGSTOP);
+    ASSERT_EQ(job.wrong(), "") << name_of(stage);
+    job.resume({1, 4});
+    ASSERT_EQ(job.wrong(), "") << name_of(stage);
+  }
+  EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
+}
+
+}  // namespace
+}  // namespace ferry::test
