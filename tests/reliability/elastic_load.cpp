@@ -179,7 +179,7 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline) {
   });
   for (int rank = 0; rank < ranks; ++rank) {
     alive_.push_back(rank);
-    if (const std::string line = ranks_->line(rank, 60); line != "going") wrong_ = line + " at first";
+    if (const std::string line = ranks_->line(rank, 60); line != "going") wrong_ = "at first: " + line;
   }
 }
 
@@ -194,7 +194,7 @@ void ElasticJob::await(const char* what, const Ready& ready) {
   while (wrong_.empty() && !ready()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     check_lines();
-    if (now() > end && wrong_.empty()) wrong_ = std::string("no end of: ") + what;
+    if (now() > end && wrong_.empty()) wrong_.append("no end of: ").append(what);
   }
 }
 
