@@ -209,6 +209,7 @@ struct GroupView {
   std::uint64_t epoch = 1;   ///< counts the memberships of the group
   std::vector<int> ranks{};  ///< in this epoch, ascending
   std::vector<int> lost{};   ///< ranks of the epoch before that are not in this one, ascending
+  std::uint64_t step = 0;    ///< the newest that any rank has committed; 0: none
   friend bool operator==(const GroupView&, const GroupView&) = default;
 };
 
@@ -287,6 +288,10 @@ class Group {
   /// group then stays failed. Throws Error(unsupported) unless the backend is host and all ranks
   /// share memory (fabric local or shm, one domain, at most 256 ranks).
   GroupView regroup();
+  /// Collective. Returns when every rank has called it with this step, so that each has what it needs
+  /// to apply it. Steps grow, from 1. A rank whose call threw learns from `regroup` whether another
+  /// one's returned: then `step` of the view says so, and all apply it.
+  void commit(std::uint64_t step);
   /// The newest epoch that this rank knows. Not collective.
   GroupView view() const;
 

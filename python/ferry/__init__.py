@@ -16,6 +16,7 @@ from ferry import _ferry
 from ferry._ferry import (
     CompressionStats,
     Event,
+    GroupView,
     MemoryStats,
     NetworkStats,
     NicStats,
@@ -93,6 +94,7 @@ __all__ = [
     "EvictedError",
     "ExhaustedError",
     "Group",
+    "GroupView",
     "InvalidArgumentError",
     "LatencyCombined",
     "LatencyExchange",

@@ -76,7 +76,8 @@ class PeerLeftError(Error):
 
 
 class EvictedError(Error):
-    """Latency mode with masks: the peers masked this rank and went on; `LatencyExchange.rejoin`."""
+    """The peers went on without this rank: they masked it in latency mode
+    (`LatencyExchange.rejoin`), or called `Group.regroup`."""
 
     kind = "left behind"
 

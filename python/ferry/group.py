@@ -67,7 +67,7 @@ MOST_MEMORY_BYTES = 64 << 40
 
 class Group:
     """R ranks that exchange tokens. All ranks make the same calls in the same order; concurrent
-    exchanges take two groups. A group that failed stays failed: every later call raises.
+    exchanges take two groups. After a failure every call raises until `regroup`.
 
     Making a group is collective. The arguments must be the same on all ranks, or creation raises
     `MismatchError` naming the rank and the field that differ.
@@ -406,6 +406,29 @@ class Group:
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
         self._raw.barrier()
+
+    def regroup(self) -> _ferry.GroupView:
+        """Collective among the ranks that are left, after a call raised because a rank died, left
+        or missed the deadline: they agree who they are and go on in this group, in the memory that
+        is registered. Plans made before are refused, and so are routes to experts of lost ranks.
+
+        Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
+        rank that the others went on without, and `DeadlineExceededError` when ranks are missing that
+        may still run and the others are no majority; the group then stays failed. Raises
+        `UnsupportedError` unless the backend is host and all ranks share memory (one domain, at
+        most 256 ranks).
+        """
+        return self._raw.regroup()
+
+    def commit(self, step: int) -> None:
+        """Collective. Returns when every rank has called it with this step, so that each has what
+        it needs to apply it. Steps grow, from 1. A rank whose call raised learns from `regroup`
+        whether another one's returned: then `step` of the view says so, and all apply it."""
+        self._raw.commit(integer("commit: step", step, 1, UINT64_MAX))
+
+    def view(self) -> _ferry.GroupView:
+        """Who is in the group, as far as this rank knows. Not collective."""
+        return self._raw.view()
 
     def memory(self) -> _ferry.MemoryStats:
         """Bytes that this rank holds, exact."""

@@ -122,6 +122,12 @@ void bind_enums(nb::module_& m) {
       .value("ue8m0_packed", ScaleFormat::ue8m0_packed);
 }
 
+std::string list_of(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return "[" + text + "]";
+}
+
 void bind_results(nb::module_& m) {
   nb::class_<HeldReceived>(m, "Received")
       .def_prop_ro("x", [](const HeldReceived& r) { return to_python(r->x); })
@@ -159,6 +165,15 @@ void bind_results(nb::module_& m) {
                ", arena_used_bytes=" + std::to_string(u.arena_used_bytes) +
                ", latency_bytes=" + std::to_string(u.latency_bytes) + ")";
       });
+  nb::class_<GroupView>(m, "GroupView", "Who is in a group; ranks keep their numbers for ever.")
+      .def_ro("epoch", &GroupView::epoch, "Counts the memberships of the group, from 1.")
+      .def_ro("ranks", &GroupView::ranks, "In this epoch, ascending.")
+      .def_ro("lost", &GroupView::lost, "Ranks of the epoch before that are not in this one.")
+      .def_ro("step", &GroupView::step, "The newest that any rank has committed; 0: none.")
+      .def("__repr__", [](const GroupView& v) {
+        return "GroupView(epoch=" + std::to_string(v.epoch) + ", ranks=" + list_of(v.ranks) +
+               ", lost=" + list_of(v.lost) + ", step=" + std::to_string(v.step) + ")";
+      });
   nb::class_<TimeStats>(m, "TimeStats", "Nanoseconds that this rank has spent inside exchanges.")
       .def_ro("exchange_ns", &TimeStats::exchange_ns,
               "In plan, dispatch and combine, waits included.")
@@ -181,7 +196,13 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
            nb::arg("bias0").none(), nb::arg("bias1").none(), nb::arg("out").none(),
            nb::arg("stream").none(), nb::arg("num_sms"), nb::arg("crossing"))
       .def("empty", &empty, nb::arg("shape"), nb::arg("dtype"))
-      .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); });
+      .def("barrier", [](const HeldGroup& g) { without_gil([&] { g->barrier(); }); })
+      .def("regroup", [](const HeldGroup& g) { return without_gil([&] { return g->regroup(); }); })
+      .def(
+          "commit",
+          [](const HeldGroup& g, std::uint64_t step) { without_gil([&] { g->commit(step); }); },
+          nb::arg("step"))
+      .def("view", [](const HeldGroup& g) { return g->view(); });
 }
 
 }  // namespace

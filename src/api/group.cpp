@@ -150,6 +150,9 @@ void Group::barrier() {
 GroupView Group::regroup() {
   return call(engine_, "regroup", [](Engine& engine) { return engine.regroup(); });
 }
+void Group::commit(std::uint64_t step) {
+  live(engine_, "commit").commit(step);
+}
 GroupView Group::view() const {
   return live(engine_, "view").members();
 }

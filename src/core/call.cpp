@@ -24,12 +24,13 @@ const char* name_of(CallKind kind) {
     case CallKind::broadcast: return "broadcast";
     case CallKind::all_to_all: return "all_to_all";
     case CallKind::regroup: return "regroup";
+    case CallKind::commit: return "commit";
   }
   return "an unknown call";
 }
 
 CallKind call_named(std::string_view name) {
-  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::regroup); ++i) {
+  for (std::uint32_t i = 1; i <= static_cast<std::uint32_t>(CallKind::commit); ++i) {
     if (name == name_of(static_cast<CallKind>(i))) return static_cast<CallKind>(i);
   }
   return CallKind::none;
@@ -114,6 +115,9 @@ std::string difference(const CallSignature& theirs, int their_rank, const CallSi
   FirstDifference first(their_rank);
   first.of("the call", theirs.kind, mine.kind, [](CallKind kind) { return name_of(kind); });
   if (theirs.kind != mine.kind) return first.words();
+  if (mine.kind == CallKind::commit) {
+    return first.of("step", theirs.commit.step, mine.commit.step, kNumber).words();
+  }
   const bool collective = mine.kind >= CallKind::all_reduce;
   first.of("dtype", theirs.dtype, mine.dtype, kName<Dtype>)
       .of(collective ? "the number of elements" : "hidden", theirs.elements, mine.elements,

@@ -25,6 +25,7 @@ enum class CallKind : std::uint32_t {
   broadcast,
   all_to_all,
   regroup,  ///< swaps nothing; for `CallWord`
+  commit,
 };
 
 const char* name_of(CallKind kind);
@@ -77,6 +78,12 @@ struct CollectiveTerms {
   std::uint64_t shares_hash;  ///< of all_reduce
 };
 
+/// Of Group::commit.
+struct CommitTerms {
+  std::uint64_t step;
+  std::uint64_t reserved[3];
+};
+
 /// Everything about a call that must be the same on all ranks. Trivially copyable, without padding:
 /// it crosses, and kernels compare its words.
 struct CallSignature {
@@ -87,10 +94,12 @@ struct CallSignature {
     ExchangeTerms exchange{};
     LatencyTerms latency;
     CollectiveTerms collective;
+    CommitTerms commit;
   };
 };
 static_assert(sizeof(ExchangeTerms) == 32 && sizeof(LatencyTerms) == 32 &&
-              sizeof(CollectiveTerms) == 32 && sizeof(CallSignature) == 48);
+              sizeof(CollectiveTerms) == 32 && sizeof(CommitTerms) == 32 &&
+              sizeof(CallSignature) == 48);
 
 /// "hidden is 128 on rank 2 but 256 here", for the first field that differs; empty when none does.
 std::string difference(const CallSignature& theirs, int their_rank, const CallSignature& mine);

@@ -38,6 +38,7 @@ struct Epoch {
   std::uint64_t number = 1;
   Generation first = 1;      ///< generation; flags of earlier epochs are less
   std::vector<int> ranks{};  ///< ascending
+  std::uint64_t step = 0;    ///< the newest that any of its ranks has committed
   std::uint64_t deaths = 0;  ///< that the kernel has told of: all of ranks that are not in it
 };
 

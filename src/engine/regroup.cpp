@@ -63,8 +63,8 @@ protocol::Flag Regroup::bell(int peer) const {
   return protocol::Flag{reinterpret_cast<std::uint64_t*>(control(peer) + layout_.bell)};
 }
 
-Epoch Regroup::run() {
-  begin();
+Epoch Regroup::run(std::uint64_t step) {
+  begin(step);
   const std::uint64_t epoch = member_->view().epoch;
   for (;;) {
     const std::uint64_t rung = bell(channel_.rank()).load(protocol::order::acquire);
@@ -78,11 +78,11 @@ Epoch Regroup::run() {
   }
 }
 
-void Regroup::begin() {
+void Regroup::begin(std::uint64_t step) {
   const auto failed = channel_.dead();
   if (failed && member_->standing() == Standing::kMinority) throw *failed;
   if (member_->running()) {
-    member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), 0);
+    member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), step);
   }
   channel_.stop();
   timeout_ = Clock::now() + config_.deadline;
@@ -202,9 +202,10 @@ void Regroup::wait(std::uint64_t rung) {
 
 Epoch Regroup::go_on() {
   channel_.beat(false);
-  Epoch epoch{member_->view().epoch, member_->view().generation, {}, deaths_};
+  const auto& view = member_->view();
+  Epoch epoch{view.epoch, view.generation, {}, view.step, deaths_};
   for (int peer = 0; peer < channel_.size(); ++peer) {
-    if (member_->view().live.has(peer)) {
+    if (view.live.has(peer)) {
       epoch.ranks.push_back(peer);
       continue;
     }

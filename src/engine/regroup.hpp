@@ -33,7 +33,8 @@ class Regroup {
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
   /// reach are no quorum; then the group has failed for good. After any other error it may be
   /// called again.
-  Epoch run();
+  /// `step`: the newest that this rank has committed.
+  Epoch run(std::uint64_t step);
   /// Regions that were held back are free again if no rank that was lost can still write to them.
   void free_held() const;
 
@@ -44,7 +45,7 @@ class Regroup {
   protocol::Board<> board(int peer) const;
   std::byte* control(int peer) const { return memory_->fabric->pointer(peer, Channel::kControl); }
   protocol::Flag bell(int peer) const;
-  void begin();
+  void begin(std::uint64_t step);
   void poll();
   void hear(int peer);
   void publish();

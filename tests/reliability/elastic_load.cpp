@@ -43,6 +43,8 @@ class Load {
           mine_.exchanged = now();
           mine_.epoch = std::int64_t(view_.epoch);
         }
+        group_.commit(step_);
+        ++step_;
         ++mine_.steps;
       } catch (const Error& error) {
         mine_.failed = now();
@@ -62,6 +64,13 @@ class Load {
     if (!board_.views[view.epoch].compare_exchange_strong(none, mine) && none != mine) {
       fail("two views of epoch " + std::to_string(view.epoch));
     }
+    none = 0;
+    if (!board_.steps[view.epoch].compare_exchange_strong(none, view.step + 1) &&
+        none != view.step + 1) {
+      fail("two steps of epoch " + std::to_string(view.epoch));
+    }
+    if (view.step + 1 < step_ || view.step > step_) fail("a step is lost, or was not computed");
+    step_ = view.step + 1;
   }
   [[noreturn]] void fail(const std::string& text) {
     reporter_.line("wrong: rank " + std::to_string(group_.rank()) + ": " + text);
@@ -147,6 +156,7 @@ class Load {
   std::mt19937 random_;
   ElasticBoard::Rank& mine_ = board_.ranks[at(group_.rank())];
   GroupView view_{};
+  std::uint64_t step_ = 1;  // that comes next
   std::vector<std::int64_t> routes_ = std::vector<std::int64_t>(kTokens * kTopk);
   std::vector<float> rows_ = std::vector<float>(kTokens * kHidden);
 };

@@ -34,7 +34,8 @@ struct ElasticBoard {
     std::atomic<int> evicted{0};
   };
   std::array<Rank, kRanks> ranks{};
-  std::array<std::atomic<std::uint64_t>, kEpochs> views{};  ///< bits of ranks, by who came first
+  /// By who came first: bits of ranks; the committed step, plus 1.
+  std::array<std::atomic<std::uint64_t>, kEpochs> views{}, steps{};
 };
 
 /// Of one loss, in milliseconds.

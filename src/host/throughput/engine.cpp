@@ -200,7 +200,25 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
 
 GroupView HostEngine::members() const {
   std::scoped_lock lock(view_mutex_);
-  return view_;
+  GroupView now = view_;
+  now.step = step_.load(std::memory_order_relaxed);
+  return now;
+}
+
+void HostEngine::commit(std::uint64_t step) {
+  // relaxed: calls of other threads come before or after this one by the order of turns.
+  if (const std::uint64_t last = step_.load(std::memory_order_relaxed); step <= last) {
+    refuse("commit", "step", std::to_string(step),
+           "more than " + std::to_string(last) + ", which is committed");
+  }
+  enter("commit", nullptr, [this, step] {
+    StepMessage head;
+    head.call.kind = CallKind::commit;
+    head.call.commit.step = step;
+    channel_.swap("commit", head);
+    engine::check_same_call(channel_, "commit", head.call);
+    step_.store(step, std::memory_order_relaxed);
+  });
 }
 
 GroupView HostEngine::regroup() {
@@ -220,10 +238,11 @@ GroupView HostEngine::regroup() {
           regroup_ = std::make_unique<engine::Regroup>(memory_, channel_, config_,
                                                        make_control_layout(size(), most));
         }
-        const engine::Epoch next = regroup_->run();
+        const engine::Epoch next = regroup_->run(step_.load(std::memory_order_relaxed));
+        step_.store(next.step, std::memory_order_relaxed);
         plans_ = 0;  // ranks may have failed before and after they counted one
         std::scoped_lock lock(view_mutex_);
-        GroupView view{next.number, next.ranks, {}};
+        GroupView view{next.number, next.ranks, {}, next.step};
         std::set_difference(view_.ranks.begin(), view_.ranks.end(), next.ranks.begin(),
                             next.ranks.end(), std::back_inserter(view.lost));
         view_ = view;

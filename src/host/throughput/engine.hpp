@@ -91,6 +91,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void barrier() override;
   GroupView members() const override;
   GroupView regroup() override;
+  void commit(std::uint64_t step) override;
   MemoryStats memory() const override;
   TimeStats time() const override;
   NetworkStats network() const override { return memory_->fabric->network_use(); }
@@ -176,6 +177,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   mutable std::mutex view_mutex_;
   GroupView view_{};
   std::atomic<std::uint64_t> epoch_{1};  // of `view_`
+  std::atomic<std::uint64_t> step_{0};   // committed; set by the thread whose turn it is
   mutable std::mutex latency_mutex_;
   std::vector<fabric::Segment> latency_segments_;
   std::atomic<std::uint64_t> exchange_ns_{0};

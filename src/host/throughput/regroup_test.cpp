@@ -45,13 +45,13 @@ TEST(Regroup, GoesOnInTheSameMemoryWithoutARankThatLeft) {
   with_groups(4, elastic(), [&](Group& group) {
     exchange(group, {0, 1, 2, 3}, 2);
     const Tensor kept = group.empty({16}, Dtype::f32);
-    EXPECT_EQ(group.view(), (GroupView{1, {0, 1, 2, 3}, {}}));
+    EXPECT_EQ(group.view(), (GroupView{1, {0, 1, 2, 3}, {}, 0}));
     group.barrier();
     if (group.rank() == 0) return group.destroy();
     EXPECT_EQ(until_it_fails(group).peer(), 0);
     const MemoryStats before = group.memory();
-    EXPECT_EQ(group.regroup(), (GroupView{2, {1, 2, 3}, {0}}));
-    EXPECT_EQ(group.view(), (GroupView{2, {1, 2, 3}, {0}}));
+    EXPECT_EQ(group.regroup(), (GroupView{2, {1, 2, 3}, {0}, 0}));
+    EXPECT_EQ(group.view(), (GroupView{2, {1, 2, 3}, {0}, 0}));
     EXPECT_EQ(group.size(), 4);
     EXPECT_TRUE(group.is_registered(kept.data()));
     exchange(group, {1, 2, 3}, 5);
@@ -121,7 +121,7 @@ TEST(Regroup, ARankThatIsLateIsEvictedAndHarmsNobody) {
     const Error error = until_it_fails(group);
     EXPECT_EQ(error.kind(), ErrorKind::deadline);
     EXPECT_EQ(error.peer(), 2);
-    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2}}));
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1}, {2}, 0}));
     gone_on.count_down();
     exchange(group, {0, 1}, 20);
     group.barrier();
@@ -150,7 +150,7 @@ TEST(Regroup, AHealthyGroupLosesNobody) {
   with_groups(3, elastic(), [&](Group& group) {
     exchange(group, {0, 1, 2}, 1);
     if (group.rank() == 1) {
-      EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}}));
+      EXPECT_EQ(group.regroup(), (GroupView{2, {0, 1, 2}, {}, 0}));
     } else {
       const Error error = until_it_fails(group);
       EXPECT_NE(std::string(error.what()).find("rank 1 called regroup"), std::string::npos)
@@ -158,6 +158,25 @@ TEST(Regroup, AHealthyGroupLosesNobody) {
       group.regroup();
     }
     exchange(group, {0, 1, 2}, 3);
+    group.barrier();
+  });
+}
+
+TEST(Regroup, TellsTheNewestStepThatAnyRankHasCommitted) {
+  with_groups(3, elastic(), [&](Group& group) {
+    group.commit(1);
+    group.commit(4);
+    EXPECT_EQ(group.view().step, 4u);
+    expect_error(ErrorKind::invalid_argument, {"commit", "step", "more than 4"},
+                 [&] { group.commit(4); });
+    expect_error(ErrorKind::mismatch, {"step is", "on rank"},
+                 [&] { group.commit(group.rank() == 1 ? 5 : 6); });
+    group.barrier();
+    if (group.rank() == 1) return group.destroy();
+    expect_error(ErrorKind::peer_left, {"rank 1"}, [&] { group.commit(7); });
+    EXPECT_EQ(group.regroup().step, 4u);
+    group.commit(7);
+    EXPECT_EQ(group.view().step, 7u);
     group.barrier();
   });
 }
