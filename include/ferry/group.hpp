@@ -288,9 +288,9 @@ class Group {
   /// group then stays failed. Throws Error(unsupported) unless the backend is host and all ranks
   /// share memory (fabric local or shm, one domain, at most 256 ranks).
   GroupView regroup();
-  /// Collective. Returns when every rank has called it with this step, so that each has what it needs
-  /// to apply it. Steps grow, from 1. A rank whose call threw learns from `regroup` whether another
-  /// one's returned: then `step` of the view says so, and all apply it.
+  /// Collective. Returns when every rank has called it with this step, so that each has what it
+  /// needs to apply it. Steps grow, from 1. A rank whose call threw learns from `regroup` whether
+  /// another one's returned: then `step` of the view says so, and all apply it.
   void commit(std::uint64_t step);
   /// The newest epoch that this rank knows. Not collective.
   GroupView view() const;

@@ -413,8 +413,8 @@ class Group:
         is registered. Plans made before are refused, and so are routes to experts of lost ranks.
 
         Waits for each rank that may still come, at most one deadline. Raises `EvictedError` on a
-        rank that the others went on without, and `DeadlineExceededError` when ranks are missing that
-        may still run and the others are no majority; the group then stays failed. Raises
+        rank that the others went on without, and `DeadlineExceededError` when ranks are missing
+        that may still run and the others are no majority; the group then stays failed. Raises
         `UnsupportedError` unless the backend is host and all ranks share memory (one domain, at
         most 256 ranks).
         """

@@ -154,7 +154,7 @@ void Group::commit(std::uint64_t step) {
   live(engine_, "commit").commit(step);
 }
 GroupView Group::view() const {
-  return live(engine_, "view").members();
+  return live(engine_, "view").group_view();
 }
 MemoryStats Group::memory() const {
   return live(engine_, "memory").memory();

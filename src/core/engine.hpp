@@ -71,7 +71,7 @@ class Engine {
   virtual bool is_registered(const void* pointer) const = 0;
   virtual void record_stream(const void* /*pointer*/, const Stream& /*stream*/) {}
   virtual void barrier() = 0;
-  virtual GroupView members() const;
+  virtual GroupView group_view() const;
   virtual GroupView regroup();
   virtual void commit(std::uint64_t step);
   virtual std::uint64_t epoch() const { return 1; }
@@ -83,7 +83,7 @@ class Engine {
   virtual bool destroyed() const = 0;
 };
 
-inline GroupView Engine::members() const {
+inline GroupView Engine::group_view() const {
   GroupView all;
   for (int rank = 0; rank < size(); ++rank) all.ranks.push_back(rank);
   return all;

@@ -108,11 +108,13 @@ Report epochs(const Case& what) {
         expect_payload(swap.message(source, g), payload(source, rank, g + kOfNewEpoch), what.words);
       }
       const auto told = broadcasts.scan(first - 1);
-      if (told && told->kind == Kind::kLate) explorer.fail("a failure of the old epoch is believed");
+      if (told && told->kind == Kind::kLate)
+        explorer.fail("a failure of the old epoch is believed");
     }
     broadcasts.raise(reach, Kind::kFailed, rank, first, first - 1);
     const auto told = broadcasts.scan(first - 1);
-    if (!told || told->kind != Kind::kFailed) explorer.fail("a failure of the new epoch is not heard");
+    if (!told || told->kind != Kind::kFailed)
+      explorer.fail("a failure of the new epoch is not heard");
     return Status{};
   };
   return world.run_without_one(body, [](const auto&) {});

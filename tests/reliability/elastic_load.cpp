@@ -99,7 +99,8 @@ class Load {
       if (registered() != mine_.bytes) fail("regroup registered memory");
       return true;
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::evicted) fail(std::string(failed.what()) + "; " + error.what());
+      if (error.kind() != ErrorKind::evicted)
+        fail(std::string(failed.what()) + "; " + error.what());
       mine_.evicted = 1;
       return false;
     }
@@ -143,10 +144,12 @@ class Load {
   }
   void check_sums(const Tensor& sums) {
     for (std::int64_t t = 0; t < kTokens; ++t) {
-      const bool same = routes_[at(t * 2)] / kExpertsOfRank == routes_[at(t * 2 + 1)] / kExpertsOfRank;
+      const bool same =
+          routes_[at(t * 2)] / kExpertsOfRank == routes_[at(t * 2 + 1)] / kExpertsOfRank;
       const float want = value(group_.rank(), t) * (same ? 1.0F : 2.0F);
       const float* have = sums.as<float>() + t * kHidden;
-      if (std::any_of(have, have + kHidden, [=](float x) { return x != want; })) fail("a wrong sum");
+      if (std::any_of(have, have + kHidden, [=](float x) { return x != want; }))
+        fail("a wrong sum");
     }
   }
 
@@ -182,14 +185,15 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline) {
   board_ = new (shared) ElasticBoard;
   const GroupConfig config{
       .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
-  ranks_.emplace(ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap,
-                                       const Reporter& reporter) {
-    Group group(std::move(bootstrap), config);
-    Load(group, *board_, reporter).run();
-  });
+  ranks_.emplace(
+      ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
+        Group group(std::move(bootstrap), config);
+        Load(group, *board_, reporter).run();
+      });
   for (int rank = 0; rank < ranks; ++rank) {
     alive_.push_back(rank);
-    if (const std::string line = ranks_->line(rank, 60); line != "going") wrong_ = "at first: " + line;
+    if (const std::string line = ranks_->line(rank, 60); line != "going")
+      wrong_ = "at first: " + line;
   }
 }
 
@@ -255,9 +259,8 @@ Loss ElasticJob::lose(const std::vector<int>& victims, Stage stage, int signal) 
     const auto& mine = board_->ranks[at(rank)];
     return board_->views[at(mine.epoch)] == want && mine.exchanged > mine.failed;
   };
-  await("the ranks that are left go on", [&] {
-    return std::all_of(alive_.begin(), alive_.end(), goes_on);
-  });
+  await("the ranks that are left go on",
+        [&] { return std::all_of(alive_.begin(), alive_.end(), goes_on); });
   Loss loss;
   double last = 0, first_step = 0;
   for (const int rank : alive_) {
@@ -279,9 +282,8 @@ void ElasticJob::resume(const std::vector<int>& victims) {
   }
   // And the others are not disturbed.
   for (std::size_t i = 0; i < alive_.size(); ++i) {
-    await("steps after a rank came back late", [&] {
-      return board_->ranks[at(alive_[i])].steps > before[i] + 20;
-    });
+    await("steps after a rank came back late",
+          [&] { return board_->ranks[at(alive_[i])].steps > before[i] + 20; });
   }
 }
 

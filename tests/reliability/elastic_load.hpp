@@ -13,8 +13,9 @@
 
 namespace ferry::test {
 
-/// Where in a step a rank dies. `anywhere`: the test sends the signal at a random moment; `regroup`:
-/// while the ranks agree about another loss; otherwise the rank does it itself, at that place.
+/// Where in a step a rank dies. `anywhere`: the test sends the signal at a random moment;
+/// `regroup`: while the ranks agree about another loss; otherwise the rank does it itself, at that
+/// place.
 enum class Stage : int { anywhere, plan, dispatch, combine, after, regroup };
 inline constexpr std::array kStages = {Stage::anywhere, Stage::plan,  Stage::dispatch,
                                        Stage::combine,  Stage::after, Stage::regroup};

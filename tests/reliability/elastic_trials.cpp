@@ -39,8 +39,8 @@ double quantile(std::vector<double> values, double q) {
 }
 
 void print(const char* key, const std::vector<double>& values, const char* end) {
-  std::printf("\"%s\": {\"p50\": %.2f, \"p99\": %.2f, \"max\": %.2f}%s", key,
-              quantile(values, 0.5), quantile(values, 0.99), quantile(values, 1), end);
+  std::printf("\"%s\": {\"p50\": %.2f, \"p99\": %.2f, \"max\": %.2f}%s", key, quantile(values, 0.5),
+              quantile(values, 0.99), quantile(values, 1), end);
 }
 
 class Trials {

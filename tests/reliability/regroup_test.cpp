@@ -15,8 +15,8 @@ using namespace std::chrono_literals;
 TEST(Regroup, RanksAreKilledAtEveryStageOneAfterAnother) {
   ElasticJob job(8, 30s);
   int victim = 0;
-  for (const Stage stage : {Stage::anywhere, Stage::plan, Stage::dispatch, Stage::combine,
-                            Stage::after}) {
+  for (const Stage stage :
+       {Stage::anywhere, Stage::plan, Stage::dispatch, Stage::combine, Stage::after}) {
     job.lose({victim}, stage, SIGKILL);
     ASSERT_EQ(job.wrong(), "") << name_of(stage);
     ++victim;

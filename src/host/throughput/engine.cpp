@@ -198,7 +198,7 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
   }
 }
 
-GroupView HostEngine::members() const {
+GroupView HostEngine::group_view() const {
   std::scoped_lock lock(view_mutex_);
   GroupView now = view_;
   now.step = step_.load(std::memory_order_relaxed);
@@ -249,11 +249,11 @@ GroupView HostEngine::regroup() {
         epoch_.store(view.epoch, std::memory_order_relaxed);
       },
       nullptr, {}, Asks::existence);
-  return members();
+  return group_view();
 }
 
 void HostEngine::check_whole(const char* call) const {
-  const GroupView now = members();
+  const GroupView now = group_view();
   if (now.ranks.size() == static_cast<std::size_t>(size())) return;
   throw Error(ErrorKind::unsupported,
               std::string(call) + ": not in a group that has lost ranks (" +
@@ -264,7 +264,7 @@ void HostEngine::check_whole(const char* call) const {
 
 void HostEngine::check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const {
   if (epoch() == 1) return;
-  const GroupView now = members();
+  const GroupView now = group_view();
   if (now.ranks.size() == static_cast<std::size_t>(size())) return;
   for (std::size_t i = 0; i < routes.size(); ++i) {
     if (routes[i] < 0) continue;

@@ -89,7 +89,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   Tensor empty(const Extents& shape, Dtype dtype) override;
   bool is_registered(const void* pointer) const override;
   void barrier() override;
-  GroupView members() const override;
+  GroupView group_view() const override;
   GroupView regroup() override;
   void commit(std::uint64_t step) override;
   MemoryStats memory() const override;
