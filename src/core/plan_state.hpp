@@ -73,10 +73,10 @@ class RowLayouts {
 struct PlanState {
   std::weak_ptr<Engine> engine{};
   std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
-  std::uint64_t epoch = 1;   ///< of the group, when the plan was made
   std::int64_t tokens = 0;
   int topk = 0;
-  Event ready{};  ///< complete when `exchange` is filled
+  std::uint32_t epoch = 1;  ///< of the group, when the plan was made; beside topk: takes no room
+  Event ready{};            ///< complete when `exchange` is filled
   ExchangePlan exchange{};
   TensorView rank_rows{};  ///< what Plan::rank_rows shows; no data: `exchange` has it
   ReceivedRoutes routes{};

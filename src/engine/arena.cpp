@@ -8,7 +8,7 @@ namespace ferry::engine {
 
 void Arena::add(const fabric::Segment& segment) {
   std::scoped_lock lock(mutex_);
-  Pool pool{segment, {}};
+  Pool pool{segment, {}, {}};
   pool.free[0] = segment.bytes / kRegionAlignment * kRegionAlignment;
   pools_.push_back(std::move(pool));
 }
@@ -27,54 +27,72 @@ std::optional<Region> Arena::allocate(std::size_t bytes) {
     pool.free.erase(piece);
     if (size > need) pool.free[offset + need] = size - need;
     used_ += need;
-    return Region{{pool.segment.id, offset}, pool.segment.data + offset, need, epoch_};
+    return Region{{pool.segment.id, offset}, pool.segment.data + offset, need};
   }
   return std::nullopt;
 }
 
+Arena::Pool* Arena::pool_of(const Region& region) {
+  const auto pool = std::find_if(pools_.begin(), pools_.end(), [&](const Pool& p) {
+    return p.segment.id == region.address.segment;
+  });
+  return pool == pools_.end() ? nullptr : &*pool;
+}
+
 void Arena::release(const Region& region) {
   std::scoped_lock lock(mutex_);
-  if (region.epoch < held_before_) {
-    held_.push_back(region);
-  } else {
-    free(region);
+  Pool* pool = pool_of(region);
+  if (pool == nullptr) return;
+  if (holds_back_) {
+    const auto after = pool->old.upper_bound(region.address.offset);
+    if (after != pool->old.begin() && std::prev(after)->second > region.address.offset) {
+      held_.push_back(region);
+      return;
+    }
   }
+  free(*pool, region);
 }
 
 void Arena::hold_back() {
   std::scoped_lock lock(mutex_);
-  held_before_ = ++epoch_;
+  holds_back_ = true;
+  for (Pool& pool : pools_) {
+    // All that is not free; what is held back already is among it.
+    pool.old.clear();
+    std::size_t end = 0;
+    for (const auto& [offset, bytes] : pool.free) {
+      if (offset > end) pool.old[end] = offset;
+      end = offset + bytes;
+    }
+    if (pool.segment.bytes > end) pool.old[end] = pool.segment.bytes;
+  }
 }
 
 bool Arena::holds_back() const {
   std::scoped_lock lock(mutex_);
-  return held_before_ != 0;
+  return holds_back_;
 }
 
 void Arena::free_held() {
   std::scoped_lock lock(mutex_);
-  held_before_ = 0;
-  for (const Region& region : held_) free(region);
+  holds_back_ = false;
+  for (const Region& region : held_) free(*pool_of(region), region);
   held_.clear();
 }
 
-void Arena::free(const Region& region) {
-  const auto pool = std::find_if(pools_.begin(), pools_.end(), [&](const Pool& p) {
-    return p.segment.id == region.address.segment;
-  });
-  if (pool == pools_.end()) return;
+void Arena::free(Pool& pool, const Region& region) {
   used_ -= region.bytes;
-  auto at = pool->free.emplace(region.address.offset, region.bytes).first;
+  auto at = pool.free.emplace(region.address.offset, region.bytes).first;
   if (const auto next = std::next(at);
-      next != pool->free.end() && at->first + at->second == next->first) {
+      next != pool.free.end() && at->first + at->second == next->first) {
     at->second += next->second;
-    pool->free.erase(next);
+    pool.free.erase(next);
   }
-  if (at != pool->free.begin()) {
+  if (at != pool.free.begin()) {
     const auto before = std::prev(at);
     if (before->first + before->second == at->first) {
       before->second += at->second;
-      pool->free.erase(at);
+      pool.free.erase(at);
     }
   }
 }

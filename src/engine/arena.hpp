@@ -14,8 +14,7 @@ namespace ferry::engine {
 struct Region {
   fabric::Address address{};
   std::byte* data = nullptr;
-  std::size_t bytes = 0;    ///< rounded up to kRegionAlignment
-  std::uint64_t epoch = 0;  ///< of the arena, when it was taken
+  std::size_t bytes = 0;  ///< rounded up to kRegionAlignment
 };
 
 inline constexpr std::size_t kRegionAlignment = 256;
@@ -37,7 +36,7 @@ class Arena {
   void hold_back();
   /// Whether regions are held back.
   bool holds_back() const;
-  /// All that wrote to regions of earlier epochs have stopped: those held back are free again.
+  /// All that wrote to them have stopped: regions that were held back are free again.
   void free_held();
 
   /// Where a pointer lies, if `bytes` from it lie inside one segment.
@@ -49,13 +48,15 @@ class Arena {
   struct Pool {
     fabric::Segment segment;
     std::map<std::size_t, std::size_t> free;  // offset → bytes
+    std::map<std::size_t, std::size_t> old;   // offset → end: held back when they are released
   };
-  void free(const Region& region);  // with mutex_ held
+  // With mutex_ held.
+  Pool* pool_of(const Region& region);
+  void free(Pool& pool, const Region& region);
 
   mutable std::mutex mutex_;
   std::vector<Pool> pools_;
-  std::uint64_t epoch_ = 0;
-  std::uint64_t held_before_ = 0;  // regions of earlier epochs are held back
+  bool holds_back_ = false;
   std::vector<Region> held_;
   std::size_t used_ = 0;
 };

@@ -64,6 +64,29 @@ TEST(Arena, SizesThatDoNotFitAreNothing) {
   EXPECT_NE(arena.allocate(0)->data, arena.allocate(0)->data);
 }
 
+TEST(Arena, HoldsBackWhatWasTakenBeforeAFailure) {
+  std::vector<std::byte> memory(4 * kRegionAlignment);
+  Arena arena;
+  arena.add(segment(3, memory));
+  const Region before = *arena.allocate(1);
+  const Region both = *arena.allocate(2 * kRegionAlignment);
+  arena.hold_back();
+  EXPECT_TRUE(arena.holds_back());
+  arena.release(before);
+  const Region after = *arena.allocate(1);
+  EXPECT_NE(after.data, before.data);
+  EXPECT_FALSE(arena.allocate(1));
+  arena.hold_back();  // another failure
+  arena.release(after);
+  arena.release(both);
+  EXPECT_FALSE(arena.allocate(1));
+  EXPECT_EQ(arena.used_bytes(), memory.size());
+  arena.free_held();
+  EXPECT_FALSE(arena.holds_back());
+  EXPECT_EQ(arena.used_bytes(), 0u);
+  EXPECT_TRUE(arena.allocate(memory.size()));
+}
+
 TEST(Arena, FindsWholeRangesOnly) {
   std::vector<std::byte> memory(4096);
   Arena arena;

@@ -111,7 +111,7 @@ Plan HostEngine::enter_plan(const ConstTensorView& topk_idx, Stream* stream, Cal
   check_alive(routes, topk_idx.shape[1]);
   auto state = std::make_shared<PlanState>();
   state->engine = weak_from_this();
-  state->epoch = epoch();
+  state->epoch = static_cast<std::uint32_t>(epoch());
   state->tokens = topk_idx.shape[0];
   state->topk = static_cast<int>(topk_idx.shape[1]);
   state->on_wait = config_.on_wait;
