@@ -1,7 +1,8 @@
 // A group in shared memory goes on without ranks that left or are late. Ranks are threads; deaths
 // of processes are in tests/reliability.
-#include <atomic>
+#include <algorithm>
 #include <latch>
+#include <utility>
 
 #include "engine/test_groups.hpp"
 
@@ -127,6 +128,64 @@ TEST(Regroup, ARankThatIsLateIsEvictedAndHarmsNobody) {
     group.barrier();
     done.arrive_and_wait();
     exchange(group, {0, 1}, 20);  // whatever rank 2 has said meanwhile
+    group.barrier();
+  });
+}
+
+/// All the registered memory that is free, as tensors full of `value`.
+std::vector<Tensor> fill_memory(Group& group, float value) {
+  std::vector<Tensor> all;
+  for (std::int64_t rows = 64; rows > 0;) {
+    try {
+      all.push_back(group.empty({rows, 64}, Dtype::f32));
+      std::fill_n(all.back().as<float>(), rows * 64, value);
+    } catch (const Error&) {
+      rows /= 2;
+    }
+  }
+  return all;
+}
+
+bool holds(const Tensor& tensor, float value) {
+  const auto* values = tensor.as<float>();
+  return std::all_of(values, values + tensor.view().rows() * tensor.view().columns(),
+                     [=](float each) { return each == value; });
+}
+
+/// Rank 2 has its grants, sleeps, and writes its rows when the others have gone on.
+TEST(Regroup, RowsThatComeLateAreWrittenNowhereInUse) {
+  std::latch asleep(1), gone_on(2), written(3);
+  const auto bootstraps = thread_bootstrap(3);
+  on_ranks(3, [&](int rank) {
+    GroupConfig config = elastic(500ms);
+    bool sleeps = false;
+    config.on_wait = [&] {
+      if (!std::exchange(sleeps, false)) return;
+      asleep.count_down();
+      gone_on.wait();
+    };
+    Group group(bootstraps[static_cast<std::size_t>(rank)], config);
+    Batch batch(rank, 8, 64, 0);
+    for (std::size_t t = 0; t < batch.routes.size(); ++t) {
+      batch.routes[t] = static_cast<std::int64_t>(t) % 2 * 8;  // to ranks 0 and 1
+    }
+    const Plan plan = group.plan(batch.ids());
+    group.barrier();
+    sleeps = rank == 2;
+    if (rank == 0) asleep.wait();
+    if (rank == 2) {
+      expect_error(ErrorKind::evicted, {"went on without"},
+                   [&] { group.dispatch(batch.x(), plan); });
+      written.arrive_and_wait();
+      return;
+    }
+    expect_error(ErrorKind::deadline, {"rank 2"}, [&] { group.dispatch(batch.x(), plan); });
+    EXPECT_EQ(group.regroup().ranks, (std::vector<int>{0, 1}));
+    const std::vector<Tensor> kept = fill_memory(group, -7);
+    EXPECT_FALSE(kept.empty());
+    gone_on.count_down();
+    written.arrive_and_wait();
+    for (const Tensor& tensor : kept) EXPECT_TRUE(holds(tensor, -7));
     group.barrier();
   });
 }
