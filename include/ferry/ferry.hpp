@@ -6,6 +6,7 @@
 #include "ferry/error.hpp"
 #include "ferry/exchange_flows.hpp"
 #include "ferry/exchange_model.hpp"
+#include "ferry/experts.hpp"
 #include "ferry/group.hpp"
 #include "ferry/latency.hpp"
 #include "ferry/links.hpp"
