@@ -42,6 +42,7 @@ from ferry.errors import (
     WaitInterruptedError,
 )
 from ferry.errors import renamed_class as _renamed_class
+from ferry.experts import ExpertPlacement
 from ferry.group import Group
 from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.results import Combined, Received
@@ -93,6 +94,7 @@ __all__ = [
     "Event",
     "EvictedError",
     "ExhaustedError",
+    "ExpertPlacement",
     "Group",
     "GroupView",
     "InvalidArgumentError",

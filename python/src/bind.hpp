@@ -11,6 +11,7 @@ void bind_stream(nanobind::module_& module);
 void bind_bootstrap(nanobind::module_& module);
 void bind_network(nanobind::module_& module);
 void bind_plan(nanobind::module_& module);
+void bind_experts(nanobind::module_& module);
 void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
 void bind_collectives(nanobind::module_& module);

@@ -1,0 +1,72 @@
+"""Experts that move to the ranks that are left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rank_threads import run_threads
+
+import ferry
+
+
+def test_routes_become_places_of_their_framework() -> None:
+    placement = ferry.ExpertPlacement(experts=5, ranks=3, slots=2)
+    routes = np.array([[0, 4], [-1, 2]], np.int32)
+    places = placement.places(routes, 1)
+    assert isinstance(places, np.ndarray) and places.dtype == np.int64
+    held = [placement.held_by(place // 2)[place % 2] for place in places.reshape(-1) if place >= 0]
+    assert held == [0, 4, 2] and places[1, 0] == -1
+    same = placement.places(torch.from_numpy(routes), 1)
+    assert isinstance(same, torch.Tensor) and same.tolist() == places.tolist()
+    assert repr(placement) == "ferry.ExpertPlacement(5 experts, 3 ranks, 2 slots)"
+
+
+def test_bad_placements_are_refused() -> None:
+    with pytest.raises(ferry.InvalidArgumentError, match="at least 7"):
+        ferry.ExpertPlacement(experts=7, ranks=3, slots=2)
+    placement = ferry.ExpertPlacement(experts=4, ranks=3, slots=2)
+    with pytest.raises(ferry.InvalidArgumentError, match="balance: ranks"):
+        placement.balance([0, 3])
+    with pytest.raises(ferry.InvalidArgumentError, match="3 numbers"):
+        placement.balance([0, 1], [1, 2, 3])
+    with pytest.raises(ferry.InvalidArgumentError, match="expert 4"):
+        placement.places(np.array([[4]]), 0)
+
+
+def test_a_group_goes_on_with_all_experts() -> None:
+    experts, ranks, slots, tokens = 6, 3, 3, 12
+    bootstraps = ferry.threads(ranks)
+
+    def step(group: ferry.Group, placement: ferry.ExpertPlacement) -> None:
+        """Expert e multiplies by e + 1."""
+        routes = np.arange(tokens * 2).reshape(tokens, 2) % experts
+        x = np.full((tokens, 16), group.rank + 1, np.float32)
+        plan = group.plan(placement.places(routes, group.rank))
+        got = group.dispatch(x, plan, order="expert_major", topk_weights=np.ones((tokens, 2), "f4"))
+        held = placement.held_by(group.rank)
+        for slot, expert in enumerate(held):
+            rows = got.x[got.expert_offsets[slot] : got.expert_offsets[slot + 1]]
+            assert expert >= 0 or len(rows) == 0
+            rows *= expert + 1
+        y = group.combine(got.x, plan, order="expert_major").x
+        assert (y == ((group.rank + 1) * (routes + 1).sum(1))[:, None]).all()
+
+    def rank(number: int) -> None:
+        group = ferry.Group(
+            bootstraps[number], experts=ranks * slots, deadline=20, memory_bytes=1 << 20
+        )
+        placement = ferry.ExpertPlacement(experts=experts, ranks=ranks, slots=slots)
+        step(group, placement)
+        group.barrier()
+        if number == 1:
+            group.destroy()
+            return
+        with pytest.raises(ferry.PeerLeftError):
+            step(group, placement)
+        placement.balance(group.regroup().ranks)
+        step(group, placement)
+        group.barrier()
+        group.destroy()
+
+    run_threads(ranks, rank)
