@@ -92,20 +92,18 @@ def run_rank(given: argparse.Namespace) -> None:
                 held_out = trainer.held_out_loss(settings.held_out_windows)
                 used = ranks.compression()
                 dist.barrier()
-            runs.append(
-                {
-                    "seed": seed,
-                    "format": format,
-                    "held_out": held_out,
-                    "last_losses": statistics.mean(losses[-20:]),
-                    "dense_parameters": sum(p.numel() for p in trainer.model.dense_parameters()),
-                    "fallen_back": used.fallen_back,
-                    "spikes": used.spikes,
-                    "relative_error": used.relative_error,
-                    "wire_bytes": used.wire_bytes,
-                    "exact_bytes": used.exact_bytes,
-                }
-            )
+            runs.append({
+                "seed": seed,
+                "format": format,
+                "held_out": held_out,
+                "last_losses": statistics.mean(losses[-20:]),
+                "dense_parameters": sum(p.numel() for p in trainer.model.dense_parameters()),
+                "fallen_back": used.fallen_back,
+                "spikes": used.spikes,
+                "relative_error": used.relative_error,
+                "wire_bytes": used.wire_bytes,
+                "exact_bytes": used.exact_bytes,
+            })
             if dist.get_rank() == 0:
                 print(json.dumps(runs[-1]), flush=True)
     if dist.get_rank() == 0:

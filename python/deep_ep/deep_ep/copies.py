@@ -49,8 +49,8 @@ def remade(call: Call, handle: Sequence[Any], group: ferry.Group, plan: ferry.Pl
             "one whose dispatch had topk_idx and what get_dispatch_layout makes of it",
         )
     exact, rows = plan.recv_rows(), source.shape[0]
-    worst = {"worst_case": rows != exact, "sums": exact}
-    exchange = Exchange(group, plan, handle[1].shape[-1], rows, **worst)
+    channels = handle[1].shape[-1]
+    exchange = Exchange(group, plan, channels, rows, worst_case=rows != exact, sums=exact)
     attach(handle, exchange)
     return exchange
 

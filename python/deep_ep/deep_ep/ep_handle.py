@@ -50,6 +50,8 @@ class EPHandle:
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
+    token_metadata_at_forward: Tensor | None
+    channel_linked_list: Tensor | None
     _exchange: Exchange
     _parts: tuple[Tensor | None, ...]
     _ready: EventHandle | None

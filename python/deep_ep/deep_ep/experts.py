@@ -257,6 +257,7 @@ class Experts(Communicating):
         )
         assert received.plan is not None
         captured = sent.is_cuda and torch.cuda.is_current_stream_capturing()
+        assert received.raw.x is not None
         rows = received.raw.x.shape[0]
         made = Exchange(group, received.plan, 0, rows, worst_case=not exact, captured=captured)
         return made, received
@@ -342,7 +343,7 @@ class Experts(Communicating):
             elif weights is not None:
                 arguments.check_weights(call, weights, exchange.rows, exchange.plan.topk)
             rows = x.float() if apart else x
-        biases = {} if apart else {"bias0": both[0], "bias1": both[1]}
+        biases: dict[str, Any] = {} if apart else {"bias0": both[0], "bias1": both[1]}
         combined = exchange.group.combine(
             rows, exchange.plan, topk_weights=weights, **biases, **how
         )
@@ -395,7 +396,9 @@ def _of_slots(handle: EPHandle, exchange: Exchange, topk_weights: Any) -> Tensor
     good = good and topk_weights.dtype == torch.float32
     wanted = f"torch.float32 of shape ({exchange.rows},), one for each row"
     require(good, "combine", "topk_weights", arguments.words(topk_weights), wanted)
-    return ferry.torch.slot_weights(topk_weights, *arrived_of(handle))
+    ids, slots = arrived_of(handle)
+    assert slots is not None
+    return ferry.torch.slot_weights(topk_weights, ids, slots)
 
 
 def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> Tensor:

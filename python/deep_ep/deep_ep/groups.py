@@ -93,8 +93,8 @@ class Groups:
 
     def memory_bytes(self) -> int:
         """That all groups hold on this rank."""
-        made = (self._base, *self._made.values(), *self._collectives.values())
-        held = (one.memory() for one in made)
+        made: list[ferry.Group | ferry.Collectives] = [self._base, *self._made.values()]
+        held = (one.memory() for one in (*made, *self._collectives.values()))
         return sum(one.control_bytes + one.arena_bytes + one.latency_bytes for one in held)
 
     def all_gather(self, mine: bytes) -> list[bytes]:
@@ -112,8 +112,9 @@ class Groups:
 
     def destroy(self) -> None:
         """Leave all groups; waits for no peer."""
-        for made in (*self._made.values(), *self._collectives.values()):
-            made.destroy()
+        made: list[ferry.Group | ferry.Collectives] = [*self._made.values()]
+        for one in (*made, *self._collectives.values()):
+            one.destroy()
         self._base.destroy()
 
     def _make(

@@ -105,6 +105,7 @@ class HybridExchange(BufferBase):
             **how,
         )
         assert received.plan is not None
+        assert received.raw.x is not None
         rows = received.raw.x.shape[0]
         exchange = Exchange(group, received.plan, 0, rows, worst_case=call.most > 0)
         per_expert = None

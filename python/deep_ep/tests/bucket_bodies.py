@@ -1,4 +1,4 @@
-"""Bodies of tests of `BucketBuffer`: `body(first, device)` on every rank; first: a buffer that knows
+"""Bodies of tests of `BucketBuffer`: `body(first, device)` on every rank, whose first buffer knows
 the ranks."""
 
 from __future__ import annotations

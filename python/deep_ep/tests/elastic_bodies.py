@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from elastic_calls import (
     ENDS,
@@ -25,6 +26,7 @@ from reference import make_job
 from throughput_calls import inputs, on, same
 
 import deep_ep
+from deep_ep.errors import EPException
 
 KINDS = ("bf16", "f32", "fp8", "fp8 column-major", "fp8 packed", "fp8 one scale")
 
@@ -134,8 +136,13 @@ def counted(buffer: Any, device: str) -> None:
         x = job.x[rank].to(device)
         got = dispatched(buffer, device, job, x, **how)
         assert stats.tolist() == [5 + times * count for count in want.counts]
+        del how["cumulative_local_expert_recv_stats"]
         if kept:
             ids.fill_(-1)
+        if kept:
+            how |= {"topk_idx": ids, "do_handle_copy": False}
+            shown = dispatched(buffer, device, job, x, **how)[3].topk_idx
+            assert shown.data_ptr() == ids.data_ptr()
         if not expand:
             got[1].fill_(-7)  # as vLLM, which makes global ids of them
             again = buffer.dispatch(x, handle=got[3])
@@ -203,6 +210,18 @@ def sizes(buffer: Any, device: str) -> None:
         more = buffer.get_theoretical_num_sms(16, 3, nvlink_gbs=900, sm_write_gbs=25)
         assert more > sms
         assert buffer.get_theoretical_num_sms(16, 3, sm_read_gbs=10) > sms
+    with_rdma = buffer.get_theoretical_num_sms(16, 3, rdma_gbs=1000)
+    assert with_rdma == sms  # ranks of one host need no NIC
+    with pytest.raises(EPException, match="num_scaleout_topk: got 2; expected 0"):
+        buffer.get_theoretical_num_sms(16, 3, 2)
+    hint = type(buffer).get_buffer_size_hint
+    plain = hint(buffer.group, 4096, 7168, 8)
+    assert plain % (2 << 20) == 0 and plain >= ranks * 4096 * 7168 * 2
+    assert hint(buffer.group, 4096, 7168, num_topk=8, use_fp8_dispatch=True) < plain
+    more = {"allow_hybrid_mode": False, "allow_multiple_reduction": False}
+    assert hint(buffer.group, 4096, 7168, 8, **more) > plain
+    buffer.print_memory_usage()
+    buffer.barrier(False, True, False)
     most = buffer.num_allocated_qps
     wanted = 4 * 16 + 1 if buffer.allow_hybrid_mode else 4
     assert buffer.get_theoretical_num_qps(4) == min(wanted, most)

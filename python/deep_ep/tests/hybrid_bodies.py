@@ -144,7 +144,11 @@ def rank_major(buffer: Any, device: str) -> None:
             dense[:, own] = arrived(case, rank, case.probs)[:, own]
             same(got[1], dense, device, words)
         again = buffer.dispatch(
-            x, handle=handle, num_dispatched_tokens=len(rows), probs=case.probs[rank].to(device)
+            x,
+            handle=handle,
+            num_dispatched_tokens_tensor=handle[3],
+            num_dispatched_tokens=len(rows),
+            probs=case.probs[rank].to(device),
         )
         same(again[0], rows, device, words)
         same(again[1][:, own].contiguous(), arrived(case, rank, case.probs)[:, own], device, words)
@@ -268,6 +272,12 @@ def refusals(buffer: Any, device: str) -> None:
     got = buffer.dispatch_with_permute(hidden=x, routing_map=bits)
     flat = buffer.dispatch(x, routing_map=bits)
     permute, back = buffer.dispatch_with_permute, buffer.combine_with_unpermute
+    buffer.print_memory_usage()
+    if not buffer.explicitly_destroy:
+        with pytest.raises(AssertionError, match="explicitly_destroy"):
+            buffer.destroy()
+    with pytest.raises(EPException, match="num_dispatched_tokens: got -1"):
+        buffer.dispatch(x, handle=flat[3], num_dispatched_tokens=-1)
     wrong_map, handle, rows = bits.int(), got[4], got[0]
     for call, words in (
         (lambda: permute(hidden=x), "routing_map: got None"),

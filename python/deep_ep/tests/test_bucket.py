@@ -42,11 +42,20 @@ def test_several_groups_share_the_storage() -> None:
     def body(comm: ThreadComm) -> None:
         rank = comm.Get_rank()
         pair = Part(comm, [0, 1] if rank < 2 else [2, 3])
-        buffer = deep_ep.BucketBuffer([comm, pair], 1 << 12, num_gpu_timeout_secs=20)
+        buffer = deep_ep.BucketBuffer([comm, pair], 1 << 12, 3, num_gpu_timeout_secs=20)
         x = buffer.storage[:64].view(torch.float32)
         x.fill_(rank + 1)
         assert buffer.all_reduce(x, group=pair).wait()[0] == (3 if rank < 2 else 7)
         assert buffer.all_reduce(x, group=comm).wait()[0] == 20
+        assert buffer.reduce_scatter(x, group=pair, num_sms=2).wait().tolist() == [40.0] * 8
+        x[:4].fill_(rank)
+        whole = x.view(2, -1)
+        whole[pair.Get_rank()].fill_(rank)
+        gathered = buffer.all_gather(whole[pair.Get_rank()], group=pair).wait()
+        assert gathered.view(2, -1)[:, 0].tolist() == ([0, 1] if rank < 2 else [2, 3])
+        assert buffer.get_theoretical_num_sms("reduce_scatter", group=pair) == 0
+        buffer.print_memory_usage()
+        buffer.barrier(False, True, False, pair)
         assert [buffer.get_context_idx(one) for one in (comm, pair)] == [0, 1]
         assert [one.get_physical_domain_size() for one in buffer.contexts] == [(1, 4), (1, 2)]
         with pytest.raises(EPException, match="group: got None; expected one of the groups"):
@@ -55,6 +64,8 @@ def test_several_groups_share_the_storage() -> None:
             buffer.barrier(group=object())
         with buffer.session():
             buffer.all_reduce(x, group=pair)
+            session = buffer._session
+            assert session is not None and session.allocate((2,), group=pair).shape == (2,)
             with pytest.raises(EPException, match="group: got group 0; expected 1"):
                 buffer.all_reduce(x, group=comm)
         buffer.barrier(group=comm)

@@ -67,12 +67,8 @@ def test_every_argument_of_the_constructor(size: int) -> None:
 
 def test_size_hints() -> None:
     def body(comm: ThreadComm) -> None:
-        hint = deep_ep.ElasticBuffer.get_buffer_size_hint
-        plain = hint(comm, 4096, 7168, 8)
-        assert plain % (2 << 20) == 0 and plain >= 2 * 4096 * 7168 * 2
-        assert hint(comm, 4096, 7168, num_topk=8, use_fp8_dispatch=True) < plain
-        assert hint(comm, 4096, 7168, allow_multiple_reduction=False) > plain
-        assert hint(comm, 0, 0, allow_hybrid_mode=False) == 0
+        plain = deep_ep.ElasticBuffer.get_buffer_size_hint(comm, 4096, 7168, 8)
+        assert deep_ep.ElasticBuffer.get_buffer_size_hint(comm, 0, 0) == 0
         made = deep_ep.ElasticBuffer(comm, None, 0, 4096, 7168, 8)
         assert made.num_bytes == plain
         comm.allgather(None)

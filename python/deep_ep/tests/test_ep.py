@@ -104,6 +104,7 @@ def test_wrong_dispatches(given: dict[str, Any], words: str) -> None:
             buffer.combine(
                 job.x[0], dispatched(buffer, "cpu", job, job.x[0])[3], defer_epilogue=True
             )
+        buffer.barrier(context_idx=0)
         with pytest.raises(EPException, match="context_idx: got 1"):
             buffer.barrier(context_idx=1)
 

@@ -19,7 +19,8 @@ def of_rank(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
 
 def ways(comm: ThreadComm, most: int, inflight: int) -> list[tuple[Any, Any, Any]]:
     """(the buffer, its send, its recv) of both releases."""
-    later = deep_ep.PPBuffer(comm, most, inflight)
+    later = deep_ep.PPBuffer(comm, most, inflight, sl_idx=3)
+    later.print_memory_usage()
     elastic = deep_ep.ElasticBuffer(comm)
     elastic.pp_set_config(most, inflight)
     return [(later, later.send, later.recv), (elastic, elastic.pp_send, elastic.pp_recv)]

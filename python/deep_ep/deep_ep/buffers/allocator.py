@@ -40,7 +40,8 @@ class BufferAllocator:
         require(good, "materialize", "storage", got, f"torch.uint8 of shape ({self.num_bytes},)")
         for tensor, offset in self.allocations:
             part = storage[offset : offset + tensor.numel() * tensor.element_size()]
-            torch.utils.swap_tensors(tensor, part.view(tensor.dtype).view(tensor.shape))
+            view = part.view(tensor.dtype).view(tensor.shape)
+            torch.utils.swap_tensors(tensor, view)  # type: ignore[no-untyped-call]
         self.materialized = True
 
     def require_open(self, call: str) -> None:

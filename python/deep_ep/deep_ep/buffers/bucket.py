@@ -165,7 +165,10 @@ class BucketBuffer(BufferBase):
         require(
             good, call, "comm_precision", "'bf16' on one host", "'fp32': sums do not cross hosts"
         )
-        how = {"format": formats[comm_precision], "num_sms": self._sms(call, num_sms)}
+        how: dict[str, Any] = {
+            "format": formats[comm_precision],
+            "num_sms": self._sms(call, num_sms),
+        }
         if self.storage.is_cuda:
             del how["format"]
 
@@ -248,7 +251,7 @@ class BucketBuffer(BufferBase):
         require(good, call, "srcs", f"strides {tensor.stride()}", "a dense tensor of the storage")
 
     def _inside(self, tensor: Tensor) -> bool:
-        begin = tensor.data_ptr() - self.storage.data_ptr()
+        begin: int = tensor.data_ptr() - self.storage.data_ptr()
         return 0 <= begin < self.num_bytes
 
     def _ranks(self, group: Any) -> ferry.Collectives:

@@ -181,7 +181,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
             allocate_on_comm_stream,
         )
         found: tuple[Any, ...] = self._dispatch(x, routes, num_sms, num_qps, when)
-        return found  # type: ignore[return-value]
+        return found
 
     @without_gradients
     def combine(
@@ -217,7 +217,7 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
         found: tuple[Any, ...] = self._combine(
             x, handle, topk_weights, bias, num_sms, num_qps, when
         )
-        return found  # type: ignore[return-value]
+        return found
 
 
 def size_hint(
