@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -177,10 +178,8 @@ class Experts(Communicating):
         rows, scales = x if isinstance(x, tuple) else (x, None)
         arguments.check_rows(call, "x", rows)
         carried = None if scales is None else arguments.carried_scales(call, rows, scales)
-        expected = "do_expand=True beside it"
-        require(
-            routes.do_expand or not routes.do_zero_padding, call, "do_zero_padding", True, expected
-        )
+        if routes.do_zero_padding and not routes.do_expand:
+            refuse(call, "do_zero_padding", True, "do_expand=True beside it")
         cached = routes.handle
         if cached is None:
             settings = self._settings(routes, rows, num_sms)
@@ -216,26 +215,27 @@ class Experts(Communicating):
         call, ids = "dispatch", routes.topk_idx
         arguments.check_routes(call, ids)
         assert ids is not None
-        require(
-            len(ids) == len(rows), call, "topk_idx", tuple(ids.shape), f"{len(rows)} rows, as x"
-        )
+        tokens, (given, topk) = rows.shape[0], ids.shape
+        if given != tokens:
+            refuse(call, "topk_idx", tuple(ids.shape), f"{tokens} rows, as x")
         if routes.num_experts is None:
             refuse(call, "num_experts", "None", "the number of experts, or a handle")
-        experts = require_integer(call, "num_experts", routes.num_experts, 1, "at least 1")
+        experts = _whole(call, "num_experts", routes.num_experts, 1)
         most = routes.num_max_tokens_per_rank
         if most is None:
             most = self.num_max_tokens_per_rank
-        most = require_integer(call, "num_max_tokens_per_rank", most, 0, "0 or more")
-        expected = f"at least {len(rows)}, the tokens of this rank"
-        require(most >= rows.shape[0], call, "num_max_tokens_per_rank", most, expected)
+        most = _whole(call, "num_max_tokens_per_rank", most, 0)
+        if most < tokens:
+            expected = f"at least {tokens}, the tokens of this rank"
+            refuse(call, "num_max_tokens_per_rank", most, expected)
         step = 1 if routes.expert_alignment is None else routes.expert_alignment
-        sms = require_integer(call, "num_sms", num_sms, 0, "0 or more")
+        sms = _whole(call, "num_sms", num_sms, 0)
         return {
             "do_expand": bool(routes.do_expand),
             "num_experts": experts,
-            "expert_alignment": require_integer(call, "expert_alignment", step, 1, "at least 1"),
+            "expert_alignment": _whole(call, "expert_alignment", step, 1),
             "num_max_tokens_per_rank": most,
-            "num_sms": sms or self._sms_of(experts, min(ids.shape[1], experts)),
+            "num_sms": sms or self._sms_of(experts, min(topk, experts)),
             "topk_idx": ids,
         }
 
@@ -274,7 +274,7 @@ class Experts(Communicating):
         handle, topk_idx, raw = routes.handle, settings["topk_idx"], received.raw
         weights = None if routes.topk_weights is None else tensor_of(raw.topk_weights)
         found_ids = None
-        with call.turn.context():
+        with call.turn.context(*_given(topk_idx, routes.stats)):
             if handle is None:
                 slots = tensor_of(raw.slot_rows) if routes.do_expand else None
                 ids = tensor_of(raw.topk_idx)
@@ -328,7 +328,7 @@ class Experts(Communicating):
             refuse(call, "x", f"{x.shape[0]} rows", f"{exchange.rows}, as dispatch gave")
         both = arguments.biases(call, x, bias)
         self._check_qps(call, num_qps)
-        sms = require_integer(call, "num_sms", num_sms, 0, "0 or more") or handle.num_sms
+        sms = _whole(call, "num_sms", num_sms, 0) or handle.num_sms
         turn = when.turn(call, self.runtime, x.device)
         how: dict[str, Any] = {"stream": turn.stream, "num_sms": sms}
         # Sums that are rounded here cross in f32: those of a rank's experts where only one rounding
@@ -336,7 +336,7 @@ class Experts(Communicating):
         apart = handle.do_expand and not self.allow_multiple_reduction
         apart = apart or (defer and both != (None, None))
         weights = topk_weights
-        with turn.context(x):
+        with turn.context(*_given(x, topk_weights, *(both if apart else ()))):
             if handle.do_expand:
                 how |= {"order": "expert_major", "alignment": handle.expert_alignment}
                 weights = _of_slots(handle, exchange, topk_weights)
@@ -364,8 +364,11 @@ class Experts(Communicating):
 
     def _check_qps(self, call: str, num_qps: int) -> None:
         most = self.num_allocated_qps
-        qps = require_integer(call, "num_qps", num_qps, 0, f"0 to {most}, num_allocated_qps")
-        require(qps <= most, call, "num_qps", qps, f"0 to {most}, num_allocated_qps")
+        if type(num_qps) is int and 0 <= num_qps <= most:
+            return
+        expected = f"0 to {most}, num_allocated_qps"
+        qps = require_integer(call, "num_qps", num_qps, 0, expected)
+        require(qps <= most, call, "num_qps", qps, expected)
 
 
 def _check_cached(routes: Routes, handle: EPHandle, rows: Tensor) -> None:
@@ -401,6 +404,11 @@ def _of_slots(handle: EPHandle, exchange: Exchange, topk_weights: Any) -> Tensor
     return ferry.torch.slot_weights(topk_weights, ids, slots)
 
 
+def _given(*tensors: Tensor | None) -> Iterator[Tensor]:
+    """Those that there are."""
+    return (one for one in tensors if one is not None)
+
+
 def _rounded(sums: Tensor, both: tuple[Tensor | None, Tensor | None], dtype: torch.dtype) -> Tensor:
     """With the biases, in order."""
     for one in both:
@@ -415,3 +423,10 @@ def _column_major(scales: Tensor) -> Tensor:
     step = -(-rows // _SF_STEP) * _SF_STEP
     made = torch.empty_strided((rows, columns), (1, step), dtype=scales.dtype, device=scales.device)
     return made.copy_(scales)
+
+
+def _whole(call: str, name: str, value: Any, least: int) -> int:
+    """An integer of at least that; the words are made where it is none."""
+    if type(value) is int and value >= least:
+        return value
+    return require_integer(call, name, value, least, f"{least} or more")
