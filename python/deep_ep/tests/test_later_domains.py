@@ -1,0 +1,106 @@
+"""V2, V2.5 and HybridEP where ranks are of several domains, as those of several hosts are: virtual
+domains of two ranks, on threads. Rows hold small whole numbers, so sums are exact whatever way a
+row crosses."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import hybrid_bodies
+import pytest
+import replay_deepep_v25
+import replay_megatron_hybrid
+import replay_sglang_v2
+import replay_torchtitan_v2
+import replay_vllm_v2
+import torch
+from elastic_calls import MOST, dispatched
+from rank_buffers import ThreadComm, run_buffers, run_ranks
+from reference import arrived, make_job
+
+import deep_ep
+import ferry
+
+REPLAYS = (
+    *replay_vllm_v2.ALL,
+    *replay_sglang_v2.ALL,
+    *replay_torchtitan_v2.ALL,
+    *replay_megatron_hybrid.ALL,
+    *replay_deepep_v25.ALL,
+)
+
+
+@pytest.fixture(autouse=True)
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Group", "Collectives"):
+        monkeypatch.setattr(ferry, name, partial(getattr(ferry, name), domain_size=2))
+
+
+@pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.__name__)
+def test_replays(replay: Any) -> None:
+    run_buffers(4, lambda buffer: replay(buffer, "cpu"))
+
+
+def test_sizes_and_handles_of_domains() -> None:
+    def body(comm: ThreadComm) -> None:
+        rank = comm.Get_rank()
+        for kind in (deep_ep.ElasticBuffer, deep_ep.EPBuffer):
+            buffer = kind(comm, num_max_tokens_per_rank=MOST)
+            assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (2, 2)
+            assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == (2, 2)
+            assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == divmod(rank, 2)
+            flat = kind(comm, allow_hybrid_mode=False)
+            assert flat.get_physical_domain_size() == (2, 2)
+            assert flat.get_logical_domain_size() == (1, 4)
+            assert flat.num_allocated_qps == 17 and flat.get_theoretical_num_qps(100) == 9
+            some, fewer = (buffer.get_theoretical_num_sms(16, 3, rdma_gbs=one) for one in (400, 40))
+            assert fewer < some  # a slow NIC needs fewer
+            job = make_job(4, seed=17)
+            handle = dispatched(buffer, "cpu", job, job.x[rank])[3]
+            there = arrived(job, rank)
+            per_rank = torch.bincount(there.source, minlength=4)
+            pairs = per_rank.view(2, 2).sum(0).cumsum(0).int()
+            assert torch.equal(handle.psum_num_recv_tokens_per_scaleup_rank, pairs)
+            source = handle.recv_src_metadata[:, 0].long()
+            assert torch.equal(source, there.source * MOST + there.token)
+        comm.allgather(None)
+
+    run_ranks(4, body)
+
+
+def test_probabilities_of_a_domain() -> None:
+    """As many columns as experts of the two ranks of this domain."""
+
+    def body(buffer: Any) -> None:
+        case, rank = hybrid_bodies.make(4, 11), buffer.rank
+        assert (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain) == (2, 2)
+        assert (buffer.node_rank, buffer.local_rank) == divmod(rank, 2)
+        x, bits, probs = case.hidden[rank], case.bits[rank], case.probs[rank]
+        rows, dense, _, handle = buffer.dispatch(x, routing_map=bits, probs=probs)
+        own, local = hybrid_bodies.local_of(case, rank), 3
+        wanted = torch.zeros(len(rows), 2 * local)
+        columns = slice(rank % 2 * local, (rank % 2 + 1) * local)
+        wanted[:, columns] = hybrid_bodies.arrived(case, rank, case.probs)[:, own]
+        assert torch.equal(dense, wanted)
+        assert torch.equal(buffer.combine(rows, dense, handle)[1], probs)
+
+    sizes = {"hidden_dim": 256, "max_num_of_tokens_per_rank": 32, "num_local_experts": 3}
+    run_buffers(4, body, kind=deep_ep.HybridEPBuffer, **sizes)
+
+
+def test_a_bucket_between_domains_in_bf16() -> None:
+    """Sums of small whole numbers are exact in bf16."""
+
+    def body(comm: ThreadComm) -> None:
+        rank = comm.Get_rank()
+        buffer = deep_ep.BucketBuffer(comm, 1 << 14)
+        x = buffer.storage.view(torch.float32)
+        for precision in ("fp32", "bf16"):
+            x.copy_(torch.arange(len(x)) % 8 + rank)
+            part = buffer.reduce_scatter(x, precision).wait()
+            expected = (torch.arange(len(x)) % 8 * 4 + 6).view(4, -1)[rank]
+            assert torch.equal(part, expected.float())
+        comm.allgather(None)
+
+    run_ranks(4, body)
