@@ -129,7 +129,7 @@ class HybridExchange(BufferBase):
         how: dict[str, Any],
     ) -> Any:
         """A dispatch along a handle; probabilities may come with it."""
-        _, weights, _, probs, _ = given
+        probs = _probs_beside(call, kept, *given)
         exchange, routes = kept.exchange, kept.routes
         tokens = len(routes)
         require(
@@ -149,7 +149,7 @@ class HybridExchange(BufferBase):
             require(good, call.name, "pad_multiple", call.alignment, expected)
         if "alignment" in how:
             how["alignment"] = kept.alignment
-        require(weights is None, call.name, "topk_weights", "a tensor", "probs beside a handle")
+        weights = None
         if probs is not None:
             weights = torch.where(routes >= 0, probs.gather(1, routes.clamp(min=0)), 0.0)
         return exchange.group.dispatch(
@@ -173,6 +173,7 @@ class HybridExchange(BufferBase):
     ) -> tuple[Tensor, Tensor | None, int]:
         """The map, its probabilities and the slots of a route, the same on all ranks."""
         name = call.name
+        _check_one_form(name, topk_idx, topk_weights, probs, bits)
         if bits is None:
             if topk_idx is None:
                 refuse(name, "routing_map", "None", "a map, or topk_idx, or a handle")
@@ -185,6 +186,9 @@ class HybridExchange(BufferBase):
             good, name, "routing_map", arguments.words(bits), f"torch.bool of shape ({tokens}, E)"
         )
         most = min(bits.shape[1], _MOST_SLOTS)
+        if call.non_blocking and not bits.is_cuda and bits.numel() > 0:
+            named, expected = int(bits.sum(1).max()), f"at most {_MOST_SLOTS} experts of a token"
+            require(named <= most, name, "routing_map", named, expected)
         if not call.non_blocking:  # else the CPU would wait to see how many bits there are
             mine = int(bits.sum(1).max()) if tokens > 0 else 0
             said = self._groups.all_gather(struct.pack("=q", mine))
@@ -235,3 +239,37 @@ def _carried_beside(
     )
     found: Tensor = tensor_of(made.raw.x)[:, :columns].contiguous()
     return found
+
+
+def _check_one_form(name: str, topk_idx: Any, topk_weights: Any, probs: Any, bits: Any) -> None:
+    """Routes are a map with probabilities, or indices with weights."""
+    if bits is not None:
+        both = topk_idx is not None or topk_weights is not None
+        require(not both, name, "topk_idx, topk_weights", "a tensor", "None beside routing_map")
+    elif topk_idx is not None:
+        require(probs is None, name, "probs", "a tensor", "topk_weights beside topk_idx")
+
+
+def _probs_beside(
+    call: HybridCall,
+    kept: Kept,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    experts: int | None,
+    probs: Tensor | None,
+    bits: Tensor | None,
+) -> Tensor | None:
+    """Probabilities that travel along a handle. Routes that are given again must be its own, which
+    is looked at in CPU memory alone."""
+    _check_one_form(call.name, topk_idx, topk_weights, probs, bits)
+    whole = kept.exchange.group.experts
+    require(experts in (None, whole), call.name, "num_of_experts", experts, f"{whole}, as then")
+    if topk_idx is not None:
+        bits, probs = indices_to_map(topk_idx, topk_weights, len(topk_idx), whole)
+    elif topk_weights is not None:
+        refuse(call.name, "topk_weights", "a tensor", "topk_idx beside it, or probs")
+    if bits is not None and not bits.is_cuda:
+        own, _ = indices_to_map(kept.routes, None, len(kept.routes), whole)
+        expected = "those of the handle"
+        require(torch.equal(bits, own), call.name, "routing_map", "other routes", expected)
+    return probs

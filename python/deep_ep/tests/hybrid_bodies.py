@@ -153,6 +153,11 @@ def rank_major(buffer: Any, device: str) -> None:
         same(again[0], rows, device, words)
         same(again[1][:, own].contiguous(), arrived(case, rank, case.probs)[:, own], device, words)
         assert again[2] is None and again[3] is handle
+        same_way = buffer.dispatch(x, handle=handle, **routes)
+        same(same_way[0], rows, device, words)
+        assert (same_way[1] is None) == (not probs)
+        if probs:
+            same(same_way[1], dense, device, words)
         if one_byte:
             continue
         times = arrived(case, rank, case.bits)[:, own].sum(1, keepdim=True).to(device)
@@ -283,6 +288,22 @@ def refusals(buffer: Any, device: str) -> None:
         (lambda: permute(hidden=x), "routing_map: got None"),
         (lambda: permute(hidden=x, routing_map=wrong_map), r"routing_map: got torch\.int32"),
         (lambda: permute(hidden=x, topk_idx=bits.long()), "num_of_experts: got None"),
+        (
+            lambda: permute(hidden=x, routing_map=bits, topk_idx=bits.long()),
+            "topk_idx, topk_weights: got a tensor; expected None beside routing_map",
+        ),
+        (
+            lambda: permute(hidden=x, topk_idx=bits.long(), probs=bits.float(), num_of_experts=9),
+            "probs: got a tensor; expected topk_weights",
+        ),
+        (
+            lambda: permute(hidden=x, handle=handle, topk_weights=bits.float()),
+            "topk_weights: got a tensor; expected topk_idx",
+        ),
+        (
+            lambda: permute(hidden=x, handle=handle, num_of_experts=77),
+            "num_of_experts: got 77",
+        ),
         (lambda: permute(hidden=x, routing_map=bits, non_blocking=True), "num_permuted_tokens"),
         (
             lambda: permute(hidden=x, routing_map=bits, num_permuted_tokens=5, pad_multiple=4),

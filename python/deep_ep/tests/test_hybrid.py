@@ -12,6 +12,7 @@ from rank_buffers import ThreadComm, run_buffers, run_ranks
 
 import deep_ep
 import ferry
+from deep_ep.errors import EPException
 
 HYBRID: dict[str, Any] = {
     "kind": deep_ep.HybridEPBuffer,
@@ -115,5 +116,20 @@ def test_deprecated_arguments_say_so() -> None:
             buffer.dispatch_with_permute(hidden=x, handle=got[4], num_dispatched_tokens=4)
         with pytest.warns(DeprecationWarning, match="num_dispatched_tokens"):
             buffer.combine_with_unpermute(hidden=got[0], handle=got[4], num_dispatched_tokens=4)
+
+    run_buffers(1, body, **HYBRID)
+
+
+def test_routes_that_are_no_handles() -> None:
+    """Seen in CPU memory: other routes beside a handle; more bits than a route of Ferry holds."""
+
+    def body(buffer: Any) -> None:
+        x, bits = torch.ones(4, 64).bfloat16(), torch.eye(4, 80, dtype=torch.bool)
+        handle = buffer.dispatch_with_permute(hidden=x, routing_map=bits)[4]
+        with pytest.raises(EPException, match="routing_map: got other routes"):
+            buffer.dispatch_with_permute(hidden=x, routing_map=~bits, handle=handle)
+        for how in ({}, {"non_blocking": True, "num_permuted_tokens": 400}):
+            with pytest.raises(EPException, match="routing_map: got 79; expected at most 64"):
+                buffer.dispatch_with_permute(hidden=x, routing_map=~bits, **how)
 
     run_buffers(1, body, **HYBRID)
