@@ -70,8 +70,8 @@ class Gradients:
 
     Args:
         format: of gradients in f32 where they cross between domains: "exact"; "bf16", "f16", or
-            "e4m3" and "e5m2" with a scale for each 128; "auto": chosen in each call by the time that
-            it saves. Inside a domain, and in other dtypes, gradients are not compressed.
+            "e4m3" and "e5m2" with a scale for each 128; "auto": chosen in each call by the time
+            that it saves. Inside a domain, and in other dtypes, gradients are not compressed.
         algorithm: "direct", "hierarchical", "ring" or "tree", as of `Collectives.all_reduce`;
             "automatic": whichever is expected to take the least time. By ring and tree gradients
             are exact.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -26,6 +27,19 @@ constexpr std::size_t kMostWords = 300;
 /// Bytes of the routes of so many rows: tokens, then packed ids.
 std::size_t route_bytes(std::int64_t rows, const PackedRoutes& form) {
   return round_up(index(rows) * (sizeof(std::int32_t) + form.row_bytes()), kLineBytes);
+}
+
+/// Tokens and their ids as they cross.
+std::vector<std::byte> packed(std::span<const std::int32_t> tokens, const RouteCounts& own,
+                              const PackedRoutes& form) {
+  std::vector<std::byte> routes(tokens.size() * (sizeof(std::int32_t) + form.row_bytes()));
+  if (!tokens.empty()) std::memcpy(routes.data(), tokens.data(), tokens.size_bytes());
+  std::byte* to = routes.data() + tokens.size_bytes();
+  for (const std::int32_t token : tokens) {
+    form.pack(own.topk_idx.data() + index(token) * index(form.topk), 1, to);
+    to += form.row_bytes();
+  }
+  return routes;
 }
 
 /// Gathers tables into one place of memory.
@@ -189,14 +203,8 @@ std::vector<CrossedRoutes> DomainEngine::swap_routes(DomainPlan& state, const Cr
     const std::size_t at = place(block.rank, rank());
     channel_.checked(kStage, block.rank, {theirs.staging_segment, theirs.staging_offset},
                      at + route_bytes(block.rows, form));
-    const std::size_t tokens_bytes = index(block.rows) * sizeof(std::int32_t);
-    std::vector<std::byte> routes(tokens_bytes + index(block.rows) * form.row_bytes());
-    if (block.rows > 0) std::memcpy(routes.data(), lists.tokens.data() + row, tokens_bytes);
-    for (std::size_t i = 0; i < index(block.rows); ++i) {
-      const auto* ids =
-          state.exchange.own.topk_idx.data() + index(lists.tokens[row + i]) * index(topk);
-      form.pack(ids, 1, routes.data() + tokens_bytes + i * form.row_bytes());
-    }
+    const std::vector<std::byte> routes =
+        packed(std::span(lists.tokens).subspan(row, index(block.rows)), state.exchange.own, form);
     sent[index(block.rank)] = routes.size();
     channel_.reach().write(block.rank, {theirs.staging_segment, theirs.staging_offset + at},
                            routes.data(), routes.size(), channel_.delivery_tag());
