@@ -108,7 +108,7 @@ TEST(Regroup, SeveralRanksOneAfterAnotherAndAtOnce) {
 
 TEST(Regroup, ARankThatIsLateIsEvictedAndHarmsNobody) {
   std::latch gone_on(2), done(3);
-  with_groups(3, elastic(500ms), [&](Group& group) {
+  with_groups(3, elastic(1s), [&](Group& group) {
     const Batch batch(group.rank(), 4, 16, group.rank() == 2 ? 0 : 5);
     group.barrier();
     if (group.rank() == 2) {
@@ -157,7 +157,7 @@ TEST(Regroup, RowsThatComeLateAreWrittenNowhereInUse) {
   std::latch asleep(1), gone_on(2), written(3);
   const auto bootstraps = thread_bootstrap(3);
   on_ranks(3, [&](int rank) {
-    GroupConfig config = elastic(500ms);
+    GroupConfig config = elastic(1s);
     bool sleeps = false;
     config.on_wait = [&] {
       if (!std::exchange(sleeps, false)) return;
@@ -192,7 +192,7 @@ TEST(Regroup, RowsThatComeLateAreWrittenNowhereInUse) {
 
 TEST(Regroup, HalfOfTheRanksGiveUp) {
   std::latch done(2);
-  with_groups(2, elastic(300ms), [&](Group& group) {
+  with_groups(2, elastic(600ms), [&](Group& group) {
     group.barrier();
     if (group.rank() == 0) {
       until_it_fails(group);
