@@ -57,6 +57,14 @@ class Load {
   std::int64_t registered() const {
     return std::int64_t(group_.memory().control_bytes + group_.memory().arena_bytes);
   }
+  /// No tensor is alive here: all memory is free, unless a rank that was lost may still run.
+  void check_free_memory() const {
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const bool lost = !std::binary_search(view_.ranks.begin(), view_.ranks.end(), rank);
+      if (lost && board_.ranks[at(rank)].signal != SIGKILL) return;
+    }
+    if (group_.memory().arena_used_bytes > 0) fail("memory of the step that failed is not free");
+  }
   void enter(const GroupView& view) {
     view_ = view;
     std::uint64_t none = 0;
@@ -72,7 +80,7 @@ class Load {
     if (view.step + 1 < step_ || view.step > step_) fail("a step is lost, or was not computed");
     step_ = view.step + 1;
   }
-  [[noreturn]] void fail(const std::string& text) {
+  [[noreturn]] void fail(const std::string& text) const {
     reporter_.line("wrong: rank " + std::to_string(group_.rank()) + ": " + text);
     for (;;) pause();
   }
@@ -97,6 +105,7 @@ class Load {
       if (end.joinable()) end.join();
       enter(next);
       if (registered() != mine_.bytes) fail("regroup registered memory");
+      check_free_memory();
       return true;
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::evicted)

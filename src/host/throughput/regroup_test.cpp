@@ -240,6 +240,53 @@ TEST(Regroup, TellsTheNewestStepThatAnyRankHasCommitted) {
   });
 }
 
+TEST(Regroup, CallsOnStreamsThatWereMadeBeforeFailAndLaterOnesDoNot) {
+  with_groups(3, elastic(), [&](Group& group) {
+    Stream stream;
+    const Batch batch(group.rank(), 4, 16, 0);
+    group.barrier();
+    if (group.rank() == 2) return group.destroy();
+    const Plan old = group.plan(batch.ids(), {&stream});
+    DispatchOptions options{.stream = &stream};
+    options.max_recv_rows = 64;
+    expect_error(ErrorKind::peer_left, {"rank 2"},  // now, or from its event
+                 [&] { group.dispatch(batch.x(), old, options).event.wait(); });
+    group.regroup();
+    expect_error(ErrorKind::peer_left, {"rank 2"}, [&] { old.recv_rows(); });
+    const Plan plan = group.plan(batch.ids(), {&stream});
+    const Received received = group.dispatch(batch.x(), plan, options);
+    received.event.wait();
+    EXPECT_EQ(plan.recv_rows(), group.rank() == 0 ? 8 : 0);
+    group.barrier();
+  });
+}
+
+TEST(Regroup, LatencyExchangesWithMasksGoOnBesideIt) {
+  with_groups(3, elastic(), [&](Group& group) {
+    LatencyConfig config{4, 16, 1, Dtype::f32};
+    config.masks = true;
+    LatencyExchange latency(group, config);
+    const Batch batch(group.rank(), 4, 16, 8);  // to rank 1
+    const std::vector<float> ones(4, 1.0F);
+    const auto decode = [&] {
+      const LatencyReceived received = latency.dispatch(batch.x(), batch.ids());
+      const ConstTensorView weights{ones.data(), Dtype::f32, {4, 1}};
+      const LatencyCombineOptions options{.path = CombinePath::per_rank};
+      EXPECT_TRUE(same_rows(latency.combine(received.x, received, weights, options).x, batch));
+    };
+    decode();
+    group.barrier();
+    if (group.rank() == 2) return group.destroy();
+    decode();
+    until_it_fails(group);
+    group.regroup();
+    exchange(group, {0, 1}, 2);
+    decode();
+    EXPECT_EQ(latency.masked(), (std::vector<bool>{false, false, true}));
+    group.barrier();
+  });
+}
+
 TEST(Regroup, IsNotForGroupsOfSeveralDomains) {
   GroupConfig config = elastic();
   config.domain_size = 1;
