@@ -11,14 +11,14 @@ namespace ferry {
 
 class ExpertTable;
 
-/// Logical experts in places. Each rank has `slots` places, each of which is empty or holds a copy of
-/// one expert. A group that is made with `experts` = ranks · slots carries rows to places: slot s of
-/// rank r is what it calls expert r · slots + s. Computed without any exchange: ranks that make the
-/// same calls have the same placement.
+/// Logical experts in places. Each rank has `slots` places, each of which is empty or holds a copy
+/// of one expert. A group that is made with `experts` = ranks · slots carries rows to places: slot
+/// s of rank r is what it calls expert r · slots + s. Computed without any exchange: ranks that
+/// make the same calls have the same placement.
 class ExpertPlacement {
  public:
-  /// Balanced for equal loads, one copy of each expert. Throws Error(invalid_argument) when there are
-  /// fewer places than experts.
+  /// Balanced for equal loads, one copy of each expert. Throws Error(invalid_argument) when there
+  /// are fewer places than experts.
   ExpertPlacement(std::int64_t experts, int ranks, int slots);
   ~ExpertPlacement();
   ExpertPlacement(ExpertPlacement&&) noexcept;
@@ -28,11 +28,12 @@ class ExpertPlacement {
   int ranks() const;
   int slots() const;
 
-  /// Places the experts on these ranks of the group alone (GroupView::ranks), at least `copies` times
-  /// each if the slots suffice; slots that are left go to further copies of the heaviest. What need
-  /// not move stays. `load`: [experts], of each, 0 or more; empty: all equal. By the policy that
-  /// DeepSeek published as EPLB (core/experts/balance.hpp). Throws Error(invalid_argument), and
-  /// changes nothing, when these ranks have fewer places than there are experts.
+  /// Places the experts on these ranks of the group alone (GroupView::ranks), at least `copies`
+  /// times each if the slots suffice; slots that are left go to further copies of the heaviest.
+  /// What need not move stays. `load`: [experts], of each, 0 or more; empty: all equal. By the
+  /// policy that DeepSeek published as EPLB (core/experts/balance.hpp). Throws
+  /// Error(invalid_argument), and changes nothing, when these ranks have fewer places than there
+  /// are experts.
   void balance(std::span<const int> ranks, std::span<const double> load = {}, int copies = 1);
 
   /// [slots]: the experts that the rank holds, −1: none.

@@ -13,8 +13,8 @@ from ferry.tensors import array, view
 class ExpertPlacement:
     """Logical experts in places. Each rank has `slots` places, each of which is empty or holds a
     copy of one expert. A group that is made with experts=ranks * slots carries rows to places: slot
-    s of rank r is what it calls expert r * slots + s. Computed without any exchange: ranks that make
-    the same calls have the same placement.
+    s of rank r is what it calls expert r * slots + s. Computed without any exchange: ranks that
+    make the same calls have the same placement.
 
     It begins balanced for equal loads, with one copy of each expert.
     """
@@ -63,7 +63,7 @@ class ExpertPlacement:
 
     def places(self, topk_idx: Any, rank: int) -> Any:
         """What `Group.plan` takes for routes to experts: topk_idx, i64 or i32 [T, K], with the
-        place of a copy for each expert, i64 [T, K]. rank: the one whose tokens these are; its tokens
+        place of a copy for each expert, i64 [T, K]. rank: the one whose tokens these are; they
         spread over the copies of an expert."""
         raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
         return array(self._raw.places(raw, integer("places: rank", rank, 0, self.ranks - 1)), like)

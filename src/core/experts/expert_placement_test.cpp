@@ -48,9 +48,9 @@ TEST(ExpertPlacement, ExpertsOfALostRankAreTakenInAndTheOthersStay) {
   for (std::size_t expert = 0; expert < 6; ++expert) {
     EXPECT_FALSE(after[expert].empty());
     EXPECT_FALSE(after[expert].contains(0));
-    EXPECT_TRUE(std::ranges::any_of(after[expert],
-                                    [&](int rank) { return before[expert].contains(rank); }))
-        << expert;
+    EXPECT_TRUE(std::ranges::any_of(after[expert], [&](int rank) {
+      return before[expert].contains(rank);
+    })) << expert;
   }
 }
 
