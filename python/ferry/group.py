@@ -193,7 +193,7 @@ class Group:
         return self._raw.domain_of(integer("domain_of: rank", rank, 0, self.size - 1))
 
     def record_routes(self, file: str | Path | None) -> None:
-        """From now on the routes of every `plan` and `dispatch` go to the file whose name is `file`,
+        """From now on the routes of every `plan` and `dispatch` go to a file whose name is `file`,
         a dot and the rank, for `ferry plan --routes` and `ferry simulate --routes`; an old file is
         overwritten. None: no more. Not collective. Routes on a GPU are copied to the CPU, which
         waits for them and cannot be captured in a graph. `ferry.routes.read_routes` reads a file.
