@@ -41,6 +41,8 @@ RankRoutes draw_routes(const FlowShape& shape, const DrawnRoutes& drawn, int ran
 class ExchangeFlows {
  public:
   explicit ExchangeFlows(const FlowShape& shape);
+  /// Where an expert is.
+  int rank_of(std::int64_t expert) const;
   /// Of each rank once. Throws Error(invalid_argument) for an id that is no expert.
   void add(int rank, RankRoutes routes);
 

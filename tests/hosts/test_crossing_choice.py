@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ ASKED = 0.05  # of the time of the better crossing
 
 def chosen(hosts: int, each: int, topk: int, tokens: int) -> str:
     """By the real plan, of the routes that were measured; rank 0's is that of all."""
-    from concurrent.futures import ThreadPoolExecutor
-
     ranks = hosts * each
     given = argparse.Namespace(what="crossings", tokens=tokens, limit=0)
     bootstraps = ferry.threads(ranks)
@@ -48,16 +47,14 @@ def runs() -> list[tuple[dict[str, Any], dict[str, Any], int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("run", "case", "tokens"),
-    [
-        pytest.param(
-            *one, id=f"{one[0]['hosts']}x{one[0]['ranks']}-{one[0]['mbit']}-{one[1]['topk']}"
-        )
-        for one in runs()
-    ],
-)
-def test_the_choice_costs_little(run: dict[str, Any], case: dict[str, Any], tokens: int) -> None:
+def name_of(one: tuple[dict[str, Any], dict[str, Any], int]) -> str:
+    run, case, _ = one
+    return f"{run['hosts']}x{run['ranks']}-{run['mbit']}-{case['topk']}"
+
+
+@pytest.mark.parametrize("one", runs(), ids=name_of)
+def test_the_choice_costs_little(one: tuple[dict[str, Any], dict[str, Any], int]) -> None:
+    run, case, tokens = one
     times = {
         way: case[way]["dispatch_ms"] + case[way]["combine_ms"]
         for way in ("direct", "hierarchical")

@@ -79,6 +79,7 @@ int main(int argc, char** argv) try {
   ferry::cli::add_bench(app, line, exit_code);
   ferry::cli::add_plan(app, exit_code);
   ferry::cli::add_calibrate(app, exit_code);
+  ferry::cli::add_simulate(app, exit_code);
 
   if (const std::string words = complaint(app, line.own); !words.empty()) {
     fmt::print(stderr, "ferry: {}\nRun ferry --help for more information.\n", words);

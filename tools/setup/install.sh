@@ -28,6 +28,7 @@ optional_stage() {
   case $1 in
     "Arm64 cross compiler" | "Arm64 emulator") echo arm64 ;;
     "clang with libFuzzer") echo fuzz ;;
+    "SimGrid headers") echo "(ferry simulate)" ;;
     "libfabric headers" | "fi_info" | "ip") echo network ;;
   esac
 }

@@ -109,6 +109,7 @@ collect_missing() {
     need "GoogleTest" "libgtest-dev" have_header gtest/gtest.h
     need "RapidCheck" "librapidcheck-dev" have_header rapidcheck.h
     need "Google Benchmark" "libbenchmark-dev" have_header benchmark/benchmark.h
+    need "SimGrid headers" "libsimgrid-dev" have_header simgrid/s4u.hpp
     need "ccache" "ccache" have ccache
     need "setarch" "util-linux" have setarch
     need "libfabric headers" "libfabric-dev" have_header rdma/fabric.h

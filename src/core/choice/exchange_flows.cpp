@@ -46,28 +46,38 @@ RankRoutes draw_routes(const FlowShape& shape, const DrawnRoutes& drawn, int ran
   const Placement placement{shape.experts, shape.ranks};
   const int hosts = (shape.ranks + shape.host_ranks - 1) / shape.host_ranks;
   const bool limited = drawn.most_hosts > 0 && drawn.most_hosts < hosts;
-  std::vector<int> order(index(hosts));
+  std::vector<int> order(index(hosts));  // of each token the first few, where it is limited
   std::iota(order.begin(), order.end(), 0);
-  std::vector<bool> may(index(hosts), true);
+  const auto may = [&](std::int32_t id) {
+    const auto end = order.begin() + drawn.most_hosts;
+    return !limited ||
+           std::find(order.begin(), end, placement.rank_of(id) / shape.host_ranks) != end;
+  };
+  // One that is not hot.
+  const auto usual = [&]() -> std::int32_t {
+    if (!limited) {
+      return static_cast<std::int32_t>(drawn.hot + below(random, shape.experts - drawn.hot));
+    }
+    const int head = order[index(below(random, drawn.most_hosts))] * shape.host_ranks;
+    const std::int64_t first = placement.first_expert(head);
+    const std::int64_t end = placement.first_expert(std::min(head + shape.host_ranks, shape.ranks));
+    const auto id = static_cast<std::int32_t>(first + below(random, end - first));
+    return first == end || id < drawn.hot ? -1 : id;
+  };
   const double hot = drawn.hot * drawn.heat;
   const double share = hot / (hot + static_cast<double>(shape.experts - drawn.hot));
   RankRoutes routes;
   routes.reserve(index(drawn.tokens * shape.topk));
   for (std::int64_t token = 0; token < drawn.tokens; ++token) {
-    if (limited) {
-      std::fill(may.begin(), may.end(), false);
-      for (int i = 0; i < drawn.most_hosts; ++i) {
-        std::swap(order[index(i)], order[index(i + below(random, hosts - i))]);
-        may[index(order[index(i)])] = true;
-      }
+    for (int i = 0; limited && i < drawn.most_hosts; ++i) {
+      std::swap(order[index(i)], order[index(i + below(random, hosts - i))]);
     }
     const auto first = static_cast<std::ptrdiff_t>(routes.size());
     // Distinct, while there are enough of them; what cannot be found soon is left out.
     for (int k = 0, tries = 0; k < shape.topk && tries < 1000 * shape.topk; ++tries) {
       const bool is_hot = drawn.hot > 0 && static_cast<double>(random() >> 11) * 0x1p-53 < share;
-      const auto id = static_cast<std::int32_t>(
-          is_hot ? below(random, drawn.hot) : drawn.hot + below(random, shape.experts - drawn.hot));
-      if (limited && !may[index(placement.rank_of(id) / shape.host_ranks)]) continue;
+      const auto id = is_hot ? static_cast<std::int32_t>(below(random, drawn.hot)) : usual();
+      if (id < 0 || (is_hot && !may(id))) continue;
       if (std::find(routes.begin() + first, routes.end(), id) != routes.end()) continue;
       routes.push_back(id);
       ++k;
@@ -90,6 +100,10 @@ ExchangeFlows::ExchangeFlows(const FlowShape& shape) : shape_(shape) {
 
 std::int64_t& ExchangeFlows::at(std::vector<std::int64_t>& matrix, int from, int to) const {
   return matrix[index(from) * (matrix.size() / index(shape_.ranks)) + index(to)];
+}
+
+int ExchangeFlows::rank_of(std::int64_t expert) const {
+  return Placement{shape_.experts, shape_.ranks}.rank_of(expert);
 }
 
 void ExchangeFlows::add(int rank, RankRoutes routes) {

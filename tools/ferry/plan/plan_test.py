@@ -173,7 +173,8 @@ class Plan(unittest.TestCase):
                 timeout=60,
                 check=False,
             )
-            self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
+            if "built without SimGrid" not in done.stderr:
+                self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
 
 
 def calibrate(*options):

@@ -8,13 +8,6 @@
 namespace ferry::cli {
 namespace {
 
-constexpr double kCombineBytes = 2;  ///< bf16, a channel
-
-/// e4m3 and a scale of four bytes for each 128 channels.
-double dispatch_row_bytes(double hidden) {
-  return hidden + std::ceil(hidden / 128) * 4;
-}
-
 /// Of rows of one byte. Ferry sends a row for each rank, in latency mode, too.
 ExchangeShape shape_of(const Described& cluster, const Described& model, const Load& load) {
   ExchangeShape shape;
@@ -82,6 +75,10 @@ int enough_sms(const Described& cluster, const ExchangeBytes& bytes, const std::
 
 }  // namespace
 
+double row_bytes_of(double hidden, bool combine) {
+  return combine ? hidden * 2 : hidden + std::ceil(hidden / 128) * 4;
+}
+
 std::vector<Predicted> predicted(const Described& cluster, const Described& model,
                                  const Load& load) {
   ExchangeShape shape = shape_of(cluster, model, load);
@@ -92,7 +89,7 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
   std::vector<Predicted> all;
   for (const bool combine : {false, true}) {
     const std::string operation = operation_of(load, combine);
-    const double row = combine ? hidden * kCombineBytes : dispatch_row_bytes(hidden);
+    const double row = row_bytes_of(hidden, combine);
     Predicted made;
     made.call = combine ? "combine" : "dispatch";
     made.dtype = combine ? "bf16" : "e4m3";
@@ -135,10 +132,11 @@ Memory memory_of(const Described& cluster, const Described& model, const Load& l
     return memory;
   }
   const ExchangeBytes rows = uniform_bytes(shape_of(cluster, model, load));
-  memory.emplace_back("received rows", load.tokens * rows.ranks *
-                                           (dispatch_row_bytes(hidden) + kCombineBytes * hidden));
+  memory.emplace_back(
+      "received rows",
+      load.tokens * rows.ranks * (row_bytes_of(hidden, false) + row_bytes_of(hidden, true)));
   if (load.ranks > cluster.number("host_ranks", 8)) {
-    memory.emplace_back("staging", load.tokens * rows.hosts * kCombineBytes * hidden);
+    memory.emplace_back("staging", load.tokens * rows.hosts * row_bytes_of(hidden, true));
   }
   return memory;
 }

@@ -32,6 +32,9 @@ struct Predicted {
   double likely_s() const { return hierarchical ? hierarchical_s : direct_s; }
 };
 
+/// Dispatch: e4m3 and a scale of four bytes for each 128 channels; combine: bf16.
+double row_bytes_of(double hidden, bool combine);
+
 std::vector<Predicted> predicted(const Described& cluster, const Described& model,
                                  const Load& load);
 

@@ -1,0 +1,97 @@
+// Simulations in processes of their own.
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "simulate/network.hpp"
+
+namespace ferry::cli {
+namespace {
+
+/// A process that writes what its job returned to a file that only this program knows.
+class Apart {
+ public:
+  explicit Apart(const std::function<std::vector<double>()>& job) : file_(std::tmpfile()) {
+    if (!file_) throw std::system_error(errno, std::generic_category(), "tmpfile");
+    std::fflush(stdout);
+    child_ = fork();
+    if (child_ < 0) throw std::system_error(errno, std::generic_category(), "fork");
+    if (child_ == 0) run_and_exit(job);
+  }
+  Apart(Apart&& other) noexcept
+      : file_(std::move(other.file_)), child_(std::exchange(other.child_, -1)) {}
+  Apart& operator=(Apart&&) = delete;
+  ~Apart() {
+    if (child_ > 0) waitpid(child_, nullptr, 0);
+  }
+
+  std::vector<double> result() {
+    int status = 0;
+    while (waitpid(child_, &status, 0) < 0 && errno == EINTR) {
+    }
+    child_ = -1;
+    std::rewind(file_.get());
+    std::vector<double> values;
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+      for (double value = 0; std::fread(&value, sizeof(value), 1, file_.get()) == 1;) {
+        values.push_back(value);
+      }
+      return values;
+    }
+    std::string words;
+    for (int c = std::fgetc(file_.get()); c != EOF; c = std::fgetc(file_.get())) {
+      words += static_cast<char>(c);
+    }
+    if (words.empty()) words = fmt::format("a simulation ended with status {}", status);
+    throw std::runtime_error(words);
+  }
+
+ private:
+  [[noreturn]] void run_and_exit(const std::function<std::vector<double>()>& job) {
+    int code = 0;
+    try {
+      const std::vector<double> values = job();
+      std::fwrite(values.data(), sizeof(double), values.size(), file_.get());
+    } catch (const std::exception& error) {
+      code = 1;
+      std::fputs(error.what(), file_.get());
+    }
+    std::fflush(file_.get());
+    _exit(code);
+  }
+
+  struct Close {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+  std::unique_ptr<std::FILE, Close> file_;
+  pid_t child_ = -1;
+};
+
+}  // namespace
+
+std::vector<std::vector<double>> run_apart(
+    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once) {
+  std::vector<std::vector<double>> results;
+  std::vector<Apart> running;
+  const auto limit = static_cast<std::size_t>(at_once);
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    if (running.size() - results.size() == limit) {
+      results.push_back(running[results.size()].result());
+    }
+    running.emplace_back(jobs[i]);
+  }
+  while (results.size() < jobs.size()) results.push_back(running[results.size()].result());
+  return results;
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,35 @@
+// Flows that share a network, simulated by SimGrid: at any time each gets its fair share of the
+// links that it crosses. In a process of its own, for a process can simulate once.
+#pragma once
+#include <functional>
+#include <vector>
+
+namespace ferry::cli {
+
+/// Nodes that send and receive through links of their own; `leaf` of them at a time are under one
+/// leaf switch, whose links to and from the spine carry what those of its nodes do, divided by
+/// `oversubscription`.
+struct SimulatedNetwork {
+  std::vector<double> out{}, in{};  ///< bytes a second of each node
+  int leaf = 0;                     ///< 0: all of them
+  double oversubscription = 1;
+};
+
+struct SimulatedFlow {
+  int from = 0, to = 0;
+  double bytes = 0;
+};
+
+/// Whether this command was built with SimGrid.
+bool has_simgrid();
+
+/// When each flow ends, in seconds; all begin at once.
+std::vector<double> simulate_flows(const SimulatedNetwork& network,
+                                   const std::vector<SimulatedFlow>& flows);
+
+/// Runs each of these in a process of its own, so many at once; what they return, in order. Throws
+/// what one of them threw, or that it was killed.
+std::vector<std::vector<double>> run_apart(
+    const std::vector<std::function<std::vector<double>()>>& jobs, int at_once);
+
+}  // namespace ferry::cli

@@ -1,0 +1,17 @@
+#include <stdexcept>
+
+#include "simulate/network.hpp"
+
+namespace ferry::cli {
+
+bool has_simgrid() {
+  return false;
+}
+
+std::vector<double> simulate_flows(const SimulatedNetwork&, const std::vector<SimulatedFlow>&) {
+  throw std::runtime_error(
+      "this command was built without SimGrid; install libsimgrid-dev and build with "
+      "-DFERRY_SIMGRID=ON");
+}
+
+}  // namespace ferry::cli

@@ -1,0 +1,378 @@
+// ferry simulate: exchanges on a cluster that is described, flow by flow, where the closed form of
+// ferry plan sees each rank alone.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "command.hpp"
+#include "number.hpp"
+#include "plan/predict.hpp"
+#include "simulate/network.hpp"
+#include "simulate/timeline.hpp"
+
+namespace ferry::cli {
+namespace {
+
+using nlohmann::json;
+
+struct SimulateOptions {
+  std::string cluster = "h800", model = "deepseek-v3";
+  std::string routes;
+  std::string crossing = "hierarchical";
+  int ranks = 64, copies = 1;
+  double tokens = 0;
+  std::vector<std::string> slow_nics{};  ///< RANK:TIMES
+  double oversubscription = 0;           ///< 0: the cluster's
+  int leaf_hosts = 0;                    ///< 0: the cluster's
+  double dead = 0;                       ///< share of the hosts
+  double skew = 1;                       ///< how often each of an eighth of the experts is drawn
+  std::uint64_t seed = 1;
+  int rails = 0;  ///< 0: all, or the busiest ones where that takes long
+  std::string timeline;
+  bool as_json = false;
+};
+
+/// What is simulated: rows between ranks, and what the links carry.
+struct World {
+  FlowShape shape{};
+  double tokens = 0;
+  std::vector<Flow> flows{};
+  ExchangeBytes row{};        ///< of the busiest rank, rows of a byte
+  std::vector<double> nic{};  ///< [R]: of each rank's NIC, in speeds of the usual
+  std::vector<bool> dead{};   ///< [R]
+};
+
+ExchangeRates rates_with(const Described& cluster, const std::string& call,
+                         const SimulateOptions& options) {
+  ExchangeRates rates = rates_of(cluster, call, 24);
+  if (options.leaf_hosts > 0) rates.leaf_hosts = options.leaf_hosts;
+  if (options.oversubscription > 0) rates.oversubscription = options.oversubscription;
+  if (std::isinf(rates.nic_out) || std::isinf(rates.nic_in) || std::isinf(rates.nvlink_out) ||
+      std::isinf(rates.nvlink_in)) {
+    throw std::runtime_error(fmt::format("--cluster: {} has no rate of NVLink or of the NIC in {}",
+                                         cluster.name(), call));
+  }
+  if (options.oversubscription > 1 && rates.leaf_hosts == 0) {
+    throw std::runtime_error(fmt::format(
+        "--oversubscription: {} says nothing of leaf switches; give --leaf-hosts", cluster.name()));
+  }
+  return rates;
+}
+
+/// Of these ranks, what is usual for the cluster.
+World world_of(const SimulateOptions& options, const Described& cluster, const Described& model) {
+  World world;
+  RecordedRoutes recorded;
+  if (!options.routes.empty()) recorded = RecordedRoutes::load(options.routes);
+  const bool drawn = options.routes.empty();
+  FlowShape& shape = world.shape;
+  shape.experts =
+      (drawn ? static_cast<std::int64_t>(model.number("experts", 1)) : recorded.experts) *
+      options.copies;
+  shape.ranks = options.ranks;
+  shape.host_ranks = std::max(1, static_cast<int>(cluster.number("host_ranks", 8)));
+  shape.topk = drawn ? static_cast<int>(model.number("topk", 8)) : recorded.topk;
+  shape.hierarchical = options.crossing == "hierarchical";
+  if (shape.ranks > shape.experts) {
+    throw std::runtime_error(
+        fmt::format("--ranks: {} ranks, but {} experts; --copies gives each of them several places",
+                    shape.ranks, shape.experts));
+  }
+  world.tokens = !drawn ? recorded.mean_tokens() : options.tokens > 0 ? options.tokens : 4096;
+  DrawnRoutes draw;
+  draw.tokens = static_cast<std::int64_t>(world.tokens);
+  draw.most_hosts = static_cast<int>(model.number("most_hosts", 0));
+  draw.hot = options.skew > 1 ? static_cast<int>(std::max<std::int64_t>(1, shape.experts / 8)) : 0;
+  draw.heat = options.skew;
+  draw.seed = options.seed;
+  const int hosts = (shape.ranks + shape.host_ranks - 1) / shape.host_ranks;
+  const int lost = static_cast<int>(std::lround(hosts * options.dead));
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    // Spread: every so many hosts one is dead.
+    const int host = rank / shape.host_ranks;
+    world.dead.push_back((host + 1) * lost / hosts > host * lost / hosts);
+  }
+  ExchangeFlows flows(shape);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    if (world.dead[static_cast<std::size_t>(rank)]) continue;
+    RankRoutes routes =
+        drawn ? draw_routes(shape, draw, rank) : recorded.of(rank, 0, options.copies);
+    for (std::int32_t& id : routes) {  // nothing goes to the dead
+      if (id >= 0 && world.dead[static_cast<std::size_t>(flows.rank_of(id))]) id = -1;
+    }
+    flows.add(rank, std::move(routes));
+  }
+  world.flows = flows.flows();
+  world.row = flows.busiest(1, rates_with(cluster, "dispatch", options));
+  world.nic.assign(static_cast<std::size_t>(shape.ranks), 1);
+  return world;
+}
+
+void slow_down(World& world, const std::vector<std::string>& slow) {
+  for (const std::string& text : slow) {
+    const auto colon = text.find(':');
+    std::size_t read = 0, times_read = 0;
+    int rank = -1;
+    double times = 0;
+    try {
+      rank = std::stoi(text, &read);
+      if (colon != std::string::npos) times = std::stod(text.substr(colon + 1), &times_read);
+    } catch (const std::exception&) {
+      rank = -1;
+    }
+    const bool fits = colon != std::string::npos && read == colon &&
+                      times_read == text.size() - colon - 1 && rank >= 0 &&
+                      rank < world.shape.ranks && times > 0 && times <= 1;
+    if (!fits) {
+      throw std::runtime_error(fmt::format(
+          "--slow-nic: {}: expected RANK:TIMES, a rank below {} and more than 0, at most 1", text,
+          world.shape.ranks));
+    }
+    world.nic[static_cast<std::size_t>(rank)] = times;
+  }
+}
+
+/// The rails whose NICs carry most, at most so many.
+std::vector<int> busiest_rails(const World& world, int count) {
+  const int host = world.shape.host_ranks;
+  std::vector<double> sent(static_cast<std::size_t>(world.shape.ranks)), got = sent;
+  for (const Flow& flow : world.flows) {
+    if (!flow.network) continue;
+    const auto rows = static_cast<double>(flow.rows);
+    sent[static_cast<std::size_t>(flow.from)] +=
+        rows / world.nic[static_cast<std::size_t>(flow.from)];
+    got[static_cast<std::size_t>(flow.to)] += rows / world.nic[static_cast<std::size_t>(flow.to)];
+  }
+  std::vector<double> most(static_cast<std::size_t>(host));
+  std::vector<int> rails(static_cast<std::size_t>(host));
+  for (std::size_t i = 0; i < rails.size(); ++i) rails[i] = static_cast<int>(i);
+  for (std::size_t rank = 0; rank < sent.size(); ++rank) {
+    double& rail = most[rank % static_cast<std::size_t>(host)];
+    rail = std::max({rail, sent[rank], got[rank]});
+  }
+  std::stable_sort(rails.begin(), rails.end(), [&](int a, int b) {
+    return most[static_cast<std::size_t>(a)] > most[static_cast<std::size_t>(b)];
+  });
+  rails.resize(static_cast<std::size_t>(std::min(count, host)));
+  return rails;
+}
+
+/// Flows of one network, and whose they are.
+struct Part {
+  SimulatedNetwork network{};
+  std::vector<SimulatedFlow> flows{};
+  std::vector<std::size_t> from{};  ///< place in World::flows
+};
+
+/// A combine brings the rows of a dispatch back.
+SimulatedFlow simulated(const Flow& flow, double row_bytes, bool combine) {
+  const double bytes = static_cast<double>(flow.rows) * row_bytes;
+  return combine ? SimulatedFlow{flow.to, flow.from, bytes}
+                 : SimulatedFlow{flow.from, flow.to, bytes};
+}
+
+/// The NICs that rails join: hierarchical, each rail by itself; direct, all of them together.
+std::vector<Part> network_parts(const World& world, const ExchangeRates& rates, double row_bytes,
+                                bool combine, const std::vector<int>& rails) {
+  const int host = world.shape.host_ranks;
+  const bool together = !world.shape.hierarchical;
+  std::vector<Part> parts(together ? 1 : rails.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    for (int rank = 0; rank < world.shape.ranks; ++rank) {
+      if (!together && rank % host != rails[i]) continue;
+      const double share = world.nic[static_cast<std::size_t>(rank)];
+      parts[i].network.out.push_back(rates.nic_out * share);
+      parts[i].network.in.push_back(rates.nic_in * share);
+    }
+    parts[i].network.leaf = rates.leaf_hosts * (together ? host : 1);
+    parts[i].network.oversubscription = rates.oversubscription;
+  }
+  for (std::size_t place = 0; place < world.flows.size(); ++place) {
+    const Flow& flow = world.flows[place];
+    if (!flow.network) continue;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!together && (flow.from % host != rails[i] || flow.to % host != rails[i])) continue;
+      SimulatedFlow made = simulated(flow, row_bytes, combine);
+      if (!together) {
+        made.from /= host;
+        made.to /= host;
+      }
+      parts[i].flows.push_back(made);
+      parts[i].from.push_back(place);
+    }
+  }
+  return parts;
+}
+
+/// NVLink of all hosts.
+Part nvlink_part(const World& world, const ExchangeRates& rates, double row_bytes, bool combine) {
+  Part part;
+  const auto ranks = static_cast<std::size_t>(world.shape.ranks);
+  part.network.out.assign(ranks, rates.nvlink_out);
+  part.network.in.assign(ranks, rates.nvlink_in);
+  for (std::size_t place = 0; place < world.flows.size(); ++place) {
+    if (world.flows[place].network) continue;
+    part.flows.push_back(simulated(world.flows[place], row_bytes, combine));
+    part.from.push_back(place);
+  }
+  return part;
+}
+
+struct Simulated {
+  std::string call;
+  double seconds = 0, closed_s = 0, nic_s = 0, nvlink_s = 0;
+  std::string bottleneck;
+};
+
+/// Ends of flows into a timeline, and the last of them.
+double ended(const World& world, const Part& part, const std::vector<double>& ends, bool combine,
+             Timeline& timeline, double begin) {
+  double last = 0;
+  for (std::size_t i = 0; i < part.from.size(); ++i) {
+    const Flow& flow = world.flows[part.from[i]];
+    const int from = combine ? flow.to : flow.from, to = combine ? flow.from : flow.to;
+    last = std::max(last, ends[i]);
+    timeline.add(from, flow.network ? "NIC out" : "NVLink out", begin, ends[i]);
+    timeline.add(to, flow.network ? "NIC in" : "NVLink in", begin, ends[i]);
+  }
+  return last;
+}
+
+Simulated simulated_call(const World& world, const Described& cluster, const Described& model,
+                         const SimulateOptions& options, const std::vector<int>& rails,
+                         bool combine, Timeline& timeline, double begin) {
+  Simulated made;
+  made.call = combine ? "combine" : "dispatch";
+  const double row = row_bytes_of(model.number("hidden", 0), combine);
+  const ExchangeRates rates = rates_with(cluster, made.call, options);
+  std::vector<Part> parts = network_parts(world, rates, row, combine, rails);
+  parts.push_back(nvlink_part(world, rates, row, combine));
+  std::vector<std::function<std::vector<double>()>> jobs;
+  for (const Part& part : parts) {
+    jobs.emplace_back([&part] { return simulate_flows(part.network, part.flows); });
+  }
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const auto ends = run_apart(jobs, cores);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    double& last = i + 1 == parts.size() ? made.nvlink_s : made.nic_s;
+    last = std::max(last, ended(world, parts[i], ends[i], combine, timeline, begin));
+  }
+  ExchangeBytes bytes = world.row;
+  for (double* one : {&bytes.copy, &bytes.nvlink, &bytes.nic, &bytes.spine}) *one *= row;
+  const ExchangeTime closed = exchange_time(bytes, rates);
+  made.closed_s = closed.seconds();
+  made.bottleneck = closed.bottleneck();
+  made.seconds = closed.latency + closed.messages +
+                 std::max({made.nic_s, made.nvlink_s, closed.copy, closed.staging});
+  return made;
+}
+
+void print_simulated(const std::vector<Simulated>& calls, const World& world,
+                     const std::vector<int>& rails, bool as_json) {
+  if (as_json) {
+    json rows = json::array();
+    for (const Simulated& one : calls) {
+      rows.push_back({{"call", one.call},
+                      {"ranks", world.shape.ranks},
+                      {"flows", world.flows.size()},
+                      {"us", one.seconds * 1e6},
+                      {"closed_form_us", one.closed_s * 1e6},
+                      {"nic_us", one.nic_s * 1e6},
+                      {"nvlink_us", one.nvlink_s * 1e6},
+                      {"bottleneck", one.bottleneck}});
+    }
+    fmt::print("{}\n", rows.dump(2));
+    return;
+  }
+  fmt::print("{} ranks, {} flows", world.shape.ranks, world.flows.size());
+  if (world.shape.hierarchical && static_cast<int>(rails.size()) < world.shape.host_ranks) {
+    fmt::print("; NICs: the {} busiest of {} rails", rails.size(), world.shape.host_ranks);
+  }
+  fmt::print("\n{:<10} {:>10} {:>12} {:>14} {:>10}  {}\n", "call", "us", "by NICs us",
+             "by NVLink us", "closed us", "closed form waits for");
+  for (const Simulated& one : calls) {
+    fmt::print("{:<10} {:>10.0f} {:>12.0f} {:>14.0f} {:>10.0f}  {}\n", one.call, one.seconds * 1e6,
+               one.nic_s * 1e6, one.nvlink_s * 1e6, one.closed_s * 1e6, one.bottleneck);
+  }
+}
+
+int simulate(const SimulateOptions& options) {
+  constexpr std::size_t kManyFlows = 200000;  // more of them take minutes
+  const Described cluster = Described::load(Kind::cluster, options.cluster);
+  const Described model = Described::load(Kind::model, options.model);
+  World world = world_of(options, cluster, model);
+  slow_down(world, options.slow_nics);
+  const bool many = world.flows.size() > kManyFlows;
+  if (many && !world.shape.hierarchical) {
+    throw std::runtime_error(fmt::format(
+        "{} flows are too many to simulate; take fewer --ranks, or --crossing hierarchical, whose "
+        "rails are simulated one by one",
+        world.flows.size()));
+  }
+  const int all = options.rails > 0 ? options.rails : many ? 2 : world.shape.host_ranks;
+  const std::vector<int> rails = busiest_rails(world, all);
+  Timeline timeline;
+  std::vector<Simulated> calls;
+  double begin = 0;
+  for (const bool combine : {false, true}) {
+    calls.push_back(
+        simulated_call(world, cluster, model, options, rails, combine, timeline, begin));
+    begin += calls.back().seconds;
+  }
+  print_simulated(calls, world, rails, options.as_json);
+  if (!options.timeline.empty()) timeline.write(options.timeline);
+  return 0;
+}
+
+}  // namespace
+
+void add_simulate(CLI::App& app, int& exit_code) {
+  auto options = std::make_shared<SimulateOptions>();
+  CLI::App* command =
+      app.add_subcommand("simulate", "Simulate exchanges on a cluster flow by flow, with SimGrid");
+  command->add_option("--cluster", options->cluster, "A preset, or a YAML file: ferry plan --help");
+  command->add_option("--model", options->model, "A preset, or a YAML file: ferry plan --help");
+  command->add_option("--ranks", options->ranks, "How many ranks")->check(whole_number(1, 4096));
+  command->add_option("--copies", options->copies, "Places of each expert")
+      ->check(whole_number(1, 4096));
+  command->add_option("--tokens", options->tokens, "Tokens of a rank; 4096")
+      ->check(whole_number(1, 1 << 20));
+  command->add_option("--crossing", options->crossing, "direct or hierarchical")
+      ->check(CLI::IsMember({"direct", "hierarchical"}));
+  command->add_option("--routes", options->routes,
+                      "What Group.record_routes recorded: its first call");
+  command->add_option("--slow-nic", options->slow_nics, "RANK:TIMES, as 5:0.25; may be repeated")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command
+      ->add_option("--oversubscription", options->oversubscription,
+                   "Of leaf switches, in place of the cluster's")
+      ->check(CLI::Range(1.0, 1000.0));
+  command
+      ->add_option("--leaf-hosts", options->leaf_hosts,
+                   "Hosts under a leaf switch, in place of the cluster's")
+      ->check(whole_number(1, 4096));
+  command->add_option("--dead", options->dead, "Share of the hosts that are dead")
+      ->check(CLI::Range(0.0, 0.9));
+  command
+      ->add_option("--skew", options->skew,
+                   "How many times as often as others an eighth of the experts is named")
+      ->check(CLI::Range(1.0, 1000.0));
+  command->add_option("--seed", options->seed, "Of drawn routes");
+  command->add_option("--rails", options->rails, "How many rails, the busiest first")
+      ->check(whole_number(1, 4096));
+  command->add_option("--timeline", options->timeline, "Write a timeline for ui.perfetto.dev");
+  command->add_flag("--json", options->as_json, "Print JSON");
+  command->callback([options, &exit_code] { exit_code = simulate(*options); });
+}
+
+}  // namespace ferry::cli
