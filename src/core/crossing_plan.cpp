@@ -228,17 +228,14 @@ bool complete(const Forward& forward, const CrossingPlan& crossing, std::size_t 
   return std::equal(tokens.begin(), tokens.end(), forward.filled.begin());
 }
 
-CrossingCost cost_of_rank(const RankCrossings& rows, const Domains& domains, int rank) {
+CrossingCost cost_of_rank(const RankCrossings& rows) {
   ExchangeRates rates;
   rates.nic_out = rates.nic_in = 1;
   rates.nvlink_out = rates.nvlink_in = kInsideSpeed;
-  rates.message_s = kMessageRows;
   ExchangeBytes direct, hierarchical;
   direct.nic = static_cast<double>(std::max(rows.out, rows.in));
   hierarchical.nic = static_cast<double>(std::max(rows.crossings_out, rows.crossings_in));
   hierarchical.nvlink = static_cast<double>(rows.spread);
-  direct.peers = domains.ranks() - static_cast<double>(domains.members(domains.of(rank)).size());
-  hierarchical.peers = domains.count() - 1;
   return {exchange_time(direct, rates).seconds(), exchange_time(hierarchical, rates).seconds()};
 }
 
@@ -271,8 +268,7 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
     const std::size_t r = index(rank);
     const CrossingCost own = cost_of_rank(
         {out[r], plan.peer_recv_rows[r] - inside[r], crossing.first_sum(rank, domains.count()),
-         crossing.staging_rows[r], spread[r]},
-        domains, rank);
+         crossing.staging_rows[r], spread[r]});
     cost.direct = std::max(cost.direct, own.direct);
     cost.hierarchical = std::max(cost.hierarchical, own.hierarchical);
   }

@@ -98,14 +98,15 @@ struct RankCrossings {
 
 /// The time of the busiest rank by the exchange model (ferry/exchange_model.hpp), in rows over the
 /// network. Before anything is known of the links, memory or NVLink is taken to carry
-/// kInsideSpeed times what a network does, and a message to cost as much as kMessageRows rows.
+/// kInsideSpeed times what a network does. Messages are left out: what a hierarchical exchange
+/// saves of them, its second step costs; so where no rows are saved it is direct.
 struct CrossingCost {
   double direct = 0;
   double hierarchical = 0;
 };
-inline constexpr double kInsideSpeed = 8, kMessageRows = 1;
+inline constexpr double kInsideSpeed = 8;
 CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossing);
-CrossingCost cost_of_rank(const RankCrossings& rows, const Domains& domains, int rank);
+CrossingCost cost_of_rank(const RankCrossings& rows);
 Crossing chosen_crossing(const Domains& domains, const CrossingCost& cost, Crossing wanted);
 
 }  // namespace ferry

@@ -148,8 +148,7 @@ CrossingCost PairCounts::own_cost() const {
     out -= plan_.send_rows(member);
   }
   return cost_of_rank(
-      {out, came_across_, crossing_.offset.back(), crossing_.feeder_row.back(), spread_},
-      crossing_.domains, plan_.rank);
+      {out, came_across_, crossing_.offset.back(), crossing_.feeder_row.back(), spread_});
 }
 
 std::size_t PairCounts::write_places(int peer, std::byte* out) const {
