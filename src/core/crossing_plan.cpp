@@ -266,9 +266,9 @@ CrossingCost crossing_cost(const ExchangePlan& plan, const CrossingPlan& crossin
   CrossingCost cost;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::size_t r = index(rank);
-    const CrossingCost own = cost_of_rank(
-        {out[r], plan.peer_recv_rows[r] - inside[r], crossing.first_sum(rank, domains.count()),
-         crossing.staging_rows[r], spread[r]});
+    const CrossingCost own = cost_of_rank({out[r], plan.peer_recv_rows[r] - inside[r],
+                                           crossing.first_sum(rank, domains.count()),
+                                           crossing.staging_rows[r], spread[r]});
     cost.direct = std::max(cost.direct, own.direct);
     cost.hierarchical = std::max(cost.hierarchical, own.hierarchical);
   }
