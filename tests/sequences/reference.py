@@ -129,7 +129,7 @@ def crossing_cost(routing: Routing, domains: list[int]) -> tuple[float, float]:
             out[s] += len(tokens)
             into[forwarder] += len(tokens)
             spread[forwarder] += sent[s, members].sum()
-    return float(direct.max()), float((np.maximum(out, into) + spread / 8).max())
+    return float(direct.max()), float(np.maximum(np.maximum(out, into), spread / 8).max())
 
 
 class LatencyRows:

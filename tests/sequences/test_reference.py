@@ -66,9 +66,11 @@ def test_a_hierarchical_sum_is_rounded_in_each_domain() -> None:
 
 
 def test_the_cost_of_crossing() -> None:
-    """One token for both ranks of the other domain: two rows cross, or one that is spread there."""
+    """One token for all ranks of the other domain: a row for each crosses, or one that is spread."""
     r = Routing([np.array([[2, 3]])] + [np.zeros((0, 2), int)] * 3, 4)
-    assert crossing_cost(r, [0, 0, 1, 1]) == (2.0, 1.0 + 2 / 8)
+    assert crossing_cost(r, [0, 0, 1, 1]) == (2.0, 1.0)
+    many = Routing([np.array([range(1, 17)])] + [np.zeros((0, 16), int)] * 16, 17)
+    assert crossing_cost(many, [0] + [1] * 16) == (16.0, 16 / 8)
 
 
 def test_fma_rounds_once() -> None:
