@@ -146,6 +146,9 @@ class Channel {
   void begin_epoch(const Epoch& epoch);
   /// The group has failed; `for_good`: whatever it failed with before.
   void die(const Error& error, bool for_good = false);
+  /// For good, as no majority is left. Other ranks may still run, and this one may go on elsewhere:
+  /// so it never tells them that it has left, which would let them go on as if it were gone.
+  void give_up(const Error& error);
   /// Throws Error(evicted), which fails the group, when other ranks went on without this one. After
   /// rows were read in place: what was read before may be of their next epoch.
   void check_evicted(const char* stage);
@@ -255,6 +258,7 @@ class Channel {
   bool all_throw_ = false;  // of the thread whose turn it is, as the next
   bool survives_ = false;   // the call goes on without ranks that fail
   std::atomic<bool> left_{false};
+  std::atomic<bool> given_up_ = false;
   std::mutex leaving_;
   const pid_t owner_pid_ = getpid();
   std::atomic<std::uint64_t> wait_ns_{0};

@@ -70,6 +70,11 @@ void Channel::die(const Error& error, bool for_good) {
   memory_->arena.hold_back();
 }
 
+void Channel::give_up(const Error& error) {
+  given_up_.store(true, std::memory_order_relaxed);  // read by this rank alone, in leave()
+  die(error, true);
+}
+
 void Channel::fail(const char* stage, const std::string& reason, ErrorKind kind) {
   if (left()) return;  // who destroyed the group tells the peers so
   broadcast(FailureBroadcast::Kind::kFailed, rank_);
@@ -85,7 +90,7 @@ void Channel::leave() {
   }
   if (getpid() != owner_pid_) return;  // a forked child: its parent is the rank, and stays
   broadcast(FailureBroadcast::Kind::kLeft, rank_);
-  say_left();
+  if (!given_up_.load(std::memory_order_relaxed)) say_left();
 }
 
 FailureBroadcast Channel::broadcast(FailureBroadcast::Kind kind, int culprit) {

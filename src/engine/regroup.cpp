@@ -167,7 +167,7 @@ void Regroup::check_progress() {
           " cannot be reached but may still run, and the ranks that are left are no majority of "
           "epoch " +
           std::to_string(member_->view().epoch) + " (" + names(member_->view().live) +
-          "); make a new group";
+          "); end here, or make a new group once those are known to be dead";
       give_up(Error(ErrorKind::deadline, text,
                     {channel_.rank(), gone.next(), kRegroup, channel_.generation(), 0, 0}));
     }
@@ -181,7 +181,7 @@ void Regroup::check_progress() {
 
 void Regroup::give_up(const Error& error) {
   member_->give_up();
-  channel_.die(error, true);
+  channel_.give_up(error);
   throw error;
 }
 
