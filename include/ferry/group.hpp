@@ -208,7 +208,7 @@ using TimeUse [[deprecated("now TimeStats")]] = TimeStats;
 struct GroupView {
   std::uint64_t epoch = 1;   ///< counts the memberships of the group
   std::vector<int> ranks{};  ///< in this epoch, ascending
-  std::vector<int> lost{};   ///< ranks of the epoch before that are not in this one, ascending
+  std::vector<int> lost{};   ///< the group's other ranks, ascending
   std::uint64_t step = 0;    ///< the newest that any rank has committed; 0: none
   friend bool operator==(const GroupView&, const GroupView&) = default;
 };

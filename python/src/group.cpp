@@ -168,7 +168,7 @@ void bind_results(nb::module_& m) {
   nb::class_<GroupView>(m, "GroupView", "Who is in a group; ranks keep their numbers for ever.")
       .def_ro("epoch", &GroupView::epoch, "Counts the memberships of the group, from 1.")
       .def_ro("ranks", &GroupView::ranks, "In this epoch, ascending.")
-      .def_ro("lost", &GroupView::lost, "Ranks of the epoch before that are not in this one.")
+      .def_ro("lost", &GroupView::lost, "The group's other ranks, ascending.")
       .def_ro("step", &GroupView::step, "The newest that any rank has committed; 0: none.")
       .def("__repr__", [](const GroupView& v) {
         return "GroupView(epoch=" + std::to_string(v.epoch) + ", ranks=" + list_of(v.ranks) +

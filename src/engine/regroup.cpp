@@ -66,13 +66,19 @@ protocol::Flag Regroup::bell(int peer) const {
 Epoch Regroup::run(std::uint64_t step) {
   begin(step);
   const std::uint64_t epoch = member_->view().epoch;
+  std::uint64_t newest = epoch;
   for (;;) {
+    if (channel_.left()) throw_destroyed();
     const std::uint64_t rung = bell(channel_.rank()).load(protocol::order::acquire);
     poll();
     publish();  // before what follows from it
     while (member_->settle()) publish();
     check_standing();
     if (member_->view().epoch > epoch && member_->running()) return go_on();
+    if (member_->view().epoch != newest) {  // another loss: who has not heard of it has time again
+      newest = member_->view().epoch;
+      timeout_ = Clock::now() + config_.deadline;
+    }
     check_progress();
     wait(rung);
   }
@@ -89,10 +95,11 @@ void Regroup::begin(std::uint64_t step) {
   polled_ = {};
   poll();  // what is old already gives no new trust
   member_->stop();
-  // Who is late is not waited for again. A death is proven below; others may still come.
+  // Who is late is not waited for again, unless it is here. A death is proven below; others may
+  // still come.
   const bool late = failed && failed->kind() == ErrorKind::deadline;
   const int culprit = late ? failed->peer() : -1;
-  if (culprit >= 0 && culprit != channel_.rank()) member_->suspect(culprit);
+  if (culprit >= 0 && culprit != channel_.rank() && !stopped(culprit)) member_->suspect(culprit);
 }
 
 void Regroup::poll() {
@@ -126,10 +133,7 @@ void Regroup::publish() {
   if (member_->statement().number == published_) return;
   const auto text = std::bit_cast<std::array<std::uint64_t, kWords>>(member_->statement());
   const bool said = channel_.unless_left([&] { board(channel_.rank()).publish(text.data()); });
-  if (!said) {
-    throw Error(ErrorKind::destroyed, "regroup: the group is destroyed",
-                {channel_.rank(), -1, kRegroup, channel_.generation(), 0, 0});
-  }
+  if (!said) throw_destroyed();
   published_ = member_->statement().number;
   const auto& live = member_->view().live;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
@@ -140,6 +144,11 @@ void Regroup::publish() {
   }
 }
 
+void Regroup::throw_destroyed() const {
+  throw Error(ErrorKind::destroyed, "regroup: the group is destroyed",
+              {channel_.rank(), -1, kRegroup, channel_.generation(), 0, 0});
+}
+
 void Regroup::check_standing() {
   if (member_->standing() == Standing::kEvicted) channel_.throw_evicted(kRegroup);
 }
@@ -148,10 +157,13 @@ void Regroup::suspect_silent() {
   const Member::Seats live = member_->view().live - member_->statement().suspects;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
     if (peer == channel_.rank()) continue;
-    const Said& said = said_[static_cast<std::size_t>(peer)];
-    const bool stopped = said.epoch == member_->view().epoch && said.stopped != 0;
-    if (!stopped || !channel_.waits(peer)) member_->suspect(peer);
+    if (!stopped(peer) || !channel_.waits(peer)) member_->suspect(peer);
   }
+}
+
+bool Regroup::stopped(int peer) const {
+  const Said& said = said_[static_cast<std::size_t>(peer)];
+  return said.epoch == member_->view().epoch && said.stopped != 0;
 }
 
 void Regroup::check_progress() {
@@ -160,8 +172,9 @@ void Regroup::check_progress() {
   const auto now = Clock::now();
   if (now >= timeout_) {
     timeout_ = now + config_.deadline;
+    suspect_silent();
     if (member_->minority()) {
-      const Member::Seats gone = member_->statement().suspects;
+      const Member::Seats gone = may_run();
       const std::string text =
           "rank " + std::to_string(channel_.rank()) + ": regroup: " + names(gone) +
           " cannot be reached but may still run, and the ranks that are left are no majority of "
@@ -171,7 +184,6 @@ void Regroup::check_progress() {
       give_up(Error(ErrorKind::deadline, text,
                     {channel_.rank(), gone.next(), kRegroup, channel_.generation(), 0, 0}));
     }
-    suspect_silent();
   }
   if (now - heard_at_ >= kRetryPeriod) {
     heard_at_ = now;
@@ -183,6 +195,17 @@ void Regroup::give_up(const Error& error) {
   member_->give_up();
   channel_.give_up(error);
   throw error;
+}
+
+Regroup::Member::Seats Regroup::may_run() const {
+  Member::Seats some;
+  const Member::Seats& suspects = member_->statement().suspects;
+  for (int peer = suspects.next(); peer >= 0; peer = suspects.next(peer + 1)) {
+    const bool ended =
+        channel_.left(peer) || memory_->fabric->peer_state(peer) == fabric::PeerState::dead;
+    if (!ended) some.add(peer);
+  }
+  return some;
 }
 
 std::string Regroup::names(const Member::Seats& seats) const {

@@ -52,9 +52,12 @@ class Regroup {
   void check_standing();
   void check_progress();
   void suspect_silent();
+  bool stopped(int peer) const;   ///< it says so, of this epoch
+  Member::Seats may_run() const;  ///< of the suspects
   void wait(std::uint64_t rung);
   Epoch go_on();
   [[noreturn]] void give_up(const Error& error);
+  [[noreturn]] void throw_destroyed() const;
   std::string names(const Member::Seats& seats) const;
 
   std::shared_ptr<Memory> memory_;

@@ -66,7 +66,7 @@ def test_a_hierarchical_sum_is_rounded_in_each_domain() -> None:
 
 
 def test_the_cost_of_crossing() -> None:
-    """One token for all ranks of the other domain: a row for each crosses, or one that is spread."""
+    """One token for all ranks of another domain: a row for each crosses, or one that is spread."""
     r = Routing([np.array([[2, 3]])] + [np.zeros((0, 2), int)] * 3, 4)
     assert crossing_cost(r, [0, 0, 1, 1]) == (2.0, 1.0)
     many = Routing([np.array([range(1, 17)])] + [np.zeros((0, 16), int)] * 16, 17)

@@ -243,8 +243,11 @@ GroupView HostEngine::regroup() {
         plans_ = 0;  // ranks may have failed before and after they counted one
         std::scoped_lock lock(view_mutex_);
         GroupView view{next.number, next.ranks, {}, next.step};
-        std::set_difference(view_.ranks.begin(), view_.ranks.end(), next.ranks.begin(),
-                            next.ranks.end(), std::back_inserter(view.lost));
+        for (int rank = 0; rank < size(); ++rank) {  // the same on all ranks: each may pass epochs
+          if (!std::binary_search(next.ranks.begin(), next.ranks.end(), rank)) {
+            view.lost.push_back(rank);
+          }
+        }
         view_ = view;
         epoch_.store(view.epoch, std::memory_order_relaxed);
       },

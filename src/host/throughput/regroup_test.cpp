@@ -100,7 +100,9 @@ TEST(Regroup, SeveralRanksOneAfterAnotherAndAtOnce) {
     group.barrier();
     if (group.rank() == 2) return group.destroy();
     until_it_fails(group);
-    EXPECT_EQ(group.regroup().ranks, (std::vector<int>{1, 3, 4}));
+    view = group.regroup();
+    EXPECT_EQ(view.ranks, (std::vector<int>{1, 3, 4}));
+    EXPECT_EQ(view.lost, (std::vector<int>{0, 2, 5})) << "in whichever epoch";
     exchange(group, {1, 3, 4}, 2);
     group.barrier();
   });
@@ -187,6 +189,33 @@ TEST(Regroup, RowsThatComeLateAreWrittenNowhereInUse) {
     written.arrive_and_wait();
     for (const Tensor& tensor : kept) EXPECT_TRUE(holds(tensor, -7));
     group.barrier();
+  });
+}
+
+TEST(Regroup, ARankThatWasLateIsBackInTime) {
+  with_groups(4, elastic(1s), [&](Group& group) {
+    group.barrier();
+    // At 1 s the deadline names rank 2, or 3; at 1.2 s rank 2 is there, at 1.6 s rank 3.
+    if (group.rank() == 2) std::this_thread::sleep_for(1200ms);
+    if (group.rank() == 3) std::this_thread::sleep_for(1600ms);
+    until_it_fails(group);
+    EXPECT_EQ(group.regroup().ranks, (std::vector<int>{0, 1, 2, 3}));
+    group.barrier();
+  });
+}
+
+TEST(Regroup, ADestroyedGroupEndsItsRegroup) {
+  with_groups(2, elastic(30s), [&](Group& group) {
+    group.barrier();
+    if (group.rank() == 1) return std::this_thread::sleep_for(600ms);  // in no call
+    std::thread ends([&] {
+      std::this_thread::sleep_for(200ms);
+      group.destroy();
+    });
+    const auto start = std::chrono::steady_clock::now();
+    expect_error(ErrorKind::destroyed, {"regroup", "destroyed"}, [&] { group.regroup(); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 10s) << "not at the deadline";
+    ends.join();
   });
 }
 
