@@ -61,7 +61,9 @@ class Apart {
     int code = 0;
     try {
       const std::vector<double> values = job();
-      std::fwrite(values.data(), sizeof(double), values.size(), file_.get());
+      if (!values.empty()) {
+        std::fwrite(values.data(), sizeof(double), values.size(), file_.get());
+      }
     } catch (const std::exception& error) {
       code = 1;
       std::fputs(error.what(), file_.get());
