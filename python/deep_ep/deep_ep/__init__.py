@@ -6,6 +6,8 @@ docs/deep_ep.md of Ferry says what is the same and what differs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 try:
     from ferry import Group as _Group  # noqa: F401
 except ImportError as _error:
@@ -29,6 +31,7 @@ from deep_ep.buffers.ep import EPBuffer
 from deep_ep.buffers.pp import PPBuffer
 from deep_ep.config import Config, topk_idx_t
 from deep_ep.ep_handle import EPHandle
+from deep_ep.errors import absent as _absent
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
 from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
@@ -59,3 +62,8 @@ __all__ = [
     "topk_idx_t",
     "utils",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise _absent("deep_ep", name)

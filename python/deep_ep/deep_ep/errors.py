@@ -27,6 +27,11 @@ def require_integer(call: str, argument: str, value: Any, least: int | None, exp
     return number
 
 
+def absent(owner: str, name: str) -> AttributeError:
+    """What a `__getattr__` raises."""
+    return AttributeError(f"{owner} has no {name!r}; docs/deep_ep_names.md lists what is here")
+
+
 def refuse_destroyed() -> NoReturn:
     """A call on a Buffer after `destroy`."""
     raise EPException("deep_ep: this Buffer is destroyed; make a new one")

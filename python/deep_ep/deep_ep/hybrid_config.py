@@ -12,7 +12,7 @@ _TOKEN_STEP = 16
 
 @dataclass
 class BufferConfig:
-    """What a buffer was made for; it grows with the calls."""
+    """What a buffer was made for; rows and tokens grow with the calls."""
 
     hidden_dim: int = 0
     max_num_of_tokens_per_rank: int = 0
@@ -101,13 +101,12 @@ class Configurer:
 
     def updated(self, call: str, given: dict[str, Any], further: dict[str, Any]) -> Any:
         """A call's settings: those of `update_template_config`, None where it says nothing, and
-        fields by name. The buffer's own sizes grow with them."""
+        fields by name. The buffer's own rows and tokens grow with them, its experts do not."""
         config, whole = self.get_default_config(), self.buffer_config
         for name in ("hidden_dim", "num_of_experts_per_rank"):
             if given[name] is not None:
-                value = require_integer(call, name, given[name], 1, "at least 1")
-                setattr(config, name, value)
-                setattr(whole, name, max(value, getattr(whole, name)))
+                setattr(config, name, require_integer(call, name, given[name], 1, "at least 1"))
+        whole.hidden_dim = max(config.hidden_dim, whole.hidden_dim)
         tokens = given["tokens"]
         if tokens is not None:
             tokens = require_integer(call, "num_of_tokens_per_rank", tokens, 0, "0 or more")

@@ -20,15 +20,16 @@ __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
 
 class HybridEPBuffer(HybridExchange):
-    """R ranks that exchange tokens with experts, routes being maps of bits.
+    """R ranks that exchange tokens with experts, with routing maps for routes.
 
     Making one is collective. Calls run on the current stream. The permutation to experts and back
     is always part of the exchange, whether a call asks for that or not.
 
     Args:
         group: a process group of torch.distributed, of any backend, or a communicator of mpi4py.
-        hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8: what the buffer is for;
-            calls may have other sizes.
+        hidden_dim, max_num_of_tokens_per_rank, use_fp8: what the buffer is for; calls may have
+            other sizes, and the buffer grows with them.
+        num_local_experts: the experts of a rank, where a call does not say num_of_experts_per_rank.
         num_sms_dispatch_api, num_sms_combine_api: SMs that move rows on GPUs; None: a default.
         num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute: kept in the settings:
             there is no kernel of that kind.
@@ -199,9 +200,10 @@ class HybridEPBuffer(HybridExchange):
         Args:
             hidden, scaling_factor, routing_map, probs, topk_idx, topk_weights, num_of_experts,
                 handle: as of `dispatch`.
-            num_of_experts_per_rank: E / R, if it is given. use_fp8: whether rows are of one byte.
+            num_of_experts_per_rank: E / R; None: num_local_experts. use_fp8: whether rows are of one byte.
             pad_multiple: rows of an expert, with zero rows behind them, are a multiple of it.
-            num_permuted_tokens: how many rows come back, whatever arrives; more are an error.
+            num_permuted_tokens: how many rows come back, whatever arrives; where more would come to
+                a rank, all ranks raise, and nothing is sent.
             non_blocking: the CPU waits for nothing; needs num_permuted_tokens.
 
         Returns [M, H], probabilities f32 [M] (0 for padding) or None, scales or None, the rows of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,14 +80,9 @@ class HybridExchange(BufferBase):
         """A dispatch of new routes."""
         bits, probs, topk = self._map_of(call, len(hidden), *given)
         experts = bits.shape[1]
-        local = experts // self.group_size
-        good = experts % self.group_size == 0
-        require(
-            good, call.name, "routing_map", f"{experts} experts", f"a multiple of {self.group_size}"
+        local = self._experts_per_rank(
+            call, experts, "routing_map" if given[4] is not None else "num_of_experts"
         )
-        each = call.experts_per_rank
-        expected = f"{local}, of {experts} experts"
-        require(each in (None, local), call.name, "num_of_experts_per_rank", each, expected)
         sizes = {
             "hidden_dim": hidden.shape[1],
             "tokens": len(hidden),
@@ -96,14 +93,15 @@ class HybridExchange(BufferBase):
         config: HybridEpConfigInstance = self.configurer.updated(call.name, sizes, {})
         routes, weights = ferry.torch.routes_of_map(bits, topk, probs)
         group = self._group_for(experts, hidden.device)
-        received = group.dispatch(
-            sent,
-            topk_idx=routes,
-            topk_weights=weights,
-            max_recv_rows=call.most,
-            num_sms=config.num_of_blocks_dispatch_api,
-            **how,
-        )
+        with _named_by_callers():
+            received = group.dispatch(
+                sent,
+                topk_idx=routes,
+                topk_weights=weights,
+                max_recv_rows=call.most,
+                num_sms=config.num_of_blocks_dispatch_api,
+                **how,
+            )
         assert received.plan is not None
         assert received.raw.x is not None
         rows = received.raw.x.shape[0]
@@ -118,6 +116,17 @@ class HybridExchange(BufferBase):
         ids, slots = received.topk_idx, received.slot_rows
         kept = Kept(exchange, routes, ids, slots, per_expert, max(call.alignment, 1))
         return kept, received, config
+
+    def _experts_per_rank(self, call: HybridCall, experts: int, argument: str) -> int:
+        """Those of the call, or of the constructor; all ranks together have `experts`."""
+        name, local = "num_local_experts", self.configurer.buffer_config.num_of_experts_per_rank
+        if call.experts_per_rank is not None:
+            name = "num_of_experts_per_rank"
+            local = require_integer(call.name, name, call.experts_per_rank, 1, "at least 1")
+        wanted = local * self.group_size
+        expected = f"{wanted}, {name} = {local} on each of {self.group_size} ranks"
+        require(experts == wanted, call.name, argument, f"{experts} experts", expected)
+        return local
 
     def _again(
         self,
@@ -178,7 +187,12 @@ class HybridExchange(BufferBase):
             if topk_idx is None:
                 refuse(name, "routing_map", "None", "a map, or topk_idx, or a handle")
             arguments.check_routes(name, topk_idx)
-            count = require_integer(name, "num_of_experts", experts, 1, "needed beside topk_idx")
+            count = require_integer(
+                name, "num_of_experts", experts, 1, "at least 1, beside topk_idx"
+            )
+            if not topk_idx.is_cuda and topk_idx.numel() > 0:  # else the CPU would wait for it
+                most = int(topk_idx.max())
+                require(most < count, name, "topk_idx", f"expert {most}", f"less than {count}")
             bits, probs = indices_to_map(topk_idx, topk_weights, tokens, count)
             return bits, probs, topk_idx.shape[1]
         good = bits.dtype == torch.bool and bits.dim() == 2 and len(bits) == tokens
@@ -222,6 +236,17 @@ class HybridExchange(BufferBase):
 
     def _own_columns(self, local: int) -> slice:
         return slice(self.local_rank * local, (self.local_rank + 1) * local)
+
+
+@contextmanager
+def _named_by_callers() -> Iterator[None]:
+    """Ferry's errors name the argument that the caller gave."""
+    try:
+        yield
+    except ferry.ExhaustedError as error:
+        text = str(error).replace("max_recv_rows (or out)", "num_permuted_tokens")
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def _carried_beside(

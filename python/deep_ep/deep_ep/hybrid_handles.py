@@ -1,4 +1,4 @@
-"""Handles of HybridEP, and routes as maps of bits."""
+"""Handles of HybridEP, and routing maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deep_ep.hybrid_config import HybridEpConfigInstance
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The map of bits of routes, bool [T, E], and their probabilities, f32 [T, E] or None.
+    """The routing map of routes, bool [T, E], and their probabilities, f32 [T, E] or None.
 
     topk_idx: [T, K], -1: unused. topk_weights: [T, K] or None.
     """

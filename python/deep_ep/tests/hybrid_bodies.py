@@ -238,7 +238,9 @@ def layers_in_flight(buffer: Any, device: str) -> None:
     cases = [make(ranks, seed, local) for seed, local in ((5, 2), (6, 40), (7, 2))]
     layers = [
         buffer.dispatch_with_permute(
-            hidden=case.hidden[rank].to(device), routing_map=case.bits[rank].to(device)
+            hidden=case.hidden[rank].to(device),
+            routing_map=case.bits[rank].to(device),
+            num_of_experts_per_rank=case.experts // ranks,
         )
         for case in cases
     ]
@@ -262,6 +264,7 @@ def layers_in_flight(buffer: Any, device: str) -> None:
     got = buffer.dispatch_with_permute(
         hidden=wide.hidden[rank].to(device),
         routing_map=wide.bits[rank].to(device),
+        num_of_experts_per_rank=wide.experts // ranks,
         num_permuted_tokens=600,
         non_blocking=True,
     )
@@ -287,7 +290,22 @@ def refusals(buffer: Any, device: str) -> None:
     for call, words in (
         (lambda: permute(hidden=x), "routing_map: got None"),
         (lambda: permute(hidden=x, routing_map=wrong_map), r"routing_map: got torch\.int32"),
-        (lambda: permute(hidden=x, topk_idx=bits.long()), "num_of_experts: got None"),
+        (
+            lambda: permute(hidden=x, topk_idx=bits.long()),
+            "num_of_experts: got None; expected at least 1, beside topk_idx",
+        ),
+        (
+            lambda: permute(hidden=x, routing_map=bits[:, 1:]),
+            rf"routing_map: got {case.experts - 1} experts; expected {case.experts}, num_local_exp",
+        ),
+        (
+            lambda: buffer.dispatch(x, topk_idx=bits.long(), num_of_experts=2 * case.experts),
+            rf"num_of_experts: got {2 * case.experts} experts; expected {case.experts}",
+        ),
+        (
+            lambda: permute(hidden=x, routing_map=bits, num_of_experts_per_rank=0),
+            "num_of_experts_per_rank: got 0; expected at least 1",
+        ),
         (
             lambda: permute(hidden=x, routing_map=bits, topk_idx=bits.long()),
             "topk_idx, topk_weights: got a tensor; expected None beside routing_map",
@@ -312,7 +330,7 @@ def refusals(buffer: Any, device: str) -> None:
         (lambda: permute(hidden=x, routing_map=bits, use_fp8=True), "use_fp8: got True"),
         (
             lambda: permute(hidden=x, routing_map=bits, num_of_experts_per_rank=99),
-            "num_of_experts_per_rank: got 99",
+            f"routing_map: got {case.experts} experts; expected .* num_of_experts_per_rank = 99",
         ),
         (lambda: permute(hidden=x, handle=(1, 2)), "handle: got a tuple; expected"),
         (lambda: permute(hidden=x, handle=flat[3]), "handle: got a tuple"),

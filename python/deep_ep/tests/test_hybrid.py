@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import hybrid_bodies as bodies
@@ -95,21 +96,46 @@ def test_settings() -> None:
 
 
 def test_more_rows_than_there_is_room_for() -> None:
-    """An error on the rank that they come to, instead of rows that are gone."""
+    """An error on all ranks, instead of rows that are gone; the next call works."""
 
     def body(buffer: Any) -> None:
-        x, bits = torch.ones(8, 64).bfloat16(), torch.ones(8, 2, dtype=torch.bool)
-        with pytest.raises(ferry.ExhaustedError):
-            buffer.dispatch_with_permute(
-                hidden=x, routing_map=bits, num_permuted_tokens=15, non_blocking=True
-            )
+        x, bits = torch.ones(8, 64).bfloat16(), torch.ones(8, 6, dtype=torch.bool)
+        send = partial(buffer.dispatch_with_permute, hidden=x, routing_map=bits, non_blocking=True)
+        rows = 47 if buffer.rank == 1 else 48
+        words = "rank 1 would receive 48 rows but gave num_permuted_tokens = 47; nothing was sent"
+        with pytest.raises(ferry.ExhaustedError, match=words) as caught:
+            send(num_permuted_tokens=rows)
+        assert caught.value.peer == 1
+        assert torch.equal(send(num_permuted_tokens=48)[0], torch.ones(48, 64).bfloat16())
 
-    run_buffers(1, body, **HYBRID)
+    run_buffers(2, body, **HYBRID)
+
+
+def test_experts_of_the_constructor() -> None:
+    """A map of other experts is refused where the call does not say how many a rank has, also once
+    another call had more; rows and tokens grow."""
+
+    def body(buffer: Any) -> None:
+        x = torch.ones(64, 2 * bodies.HIDDEN).bfloat16()
+        six, eight = torch.ones(64, 6, dtype=torch.bool), torch.ones(64, 8, dtype=torch.bool)
+        words = "routing_map: got 8 experts; expected 6, num_local_experts = 3 on each of 2 ranks"
+        for _ in range(2):
+            for send in (buffer.dispatch, buffer.dispatch_with_permute):
+                with pytest.raises(EPException, match=words):
+                    send(hidden=x, routing_map=eight)
+            buffer.dispatch_with_permute(hidden=x, routing_map=eight, num_of_experts_per_rank=4)
+        assert len(buffer.dispatch(x, routing_map=six)[0]) == 128
+        assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == 64
+        assert buffer.configurer.buffer_config.hidden_dim == 2 * bodies.HIDDEN
+        with pytest.raises(EPException, match="topk_idx: got expert 6; expected less than 6"):
+            buffer.dispatch(x, topk_idx=torch.full((64, 1), 6), num_of_experts=6)
+
+    run_buffers(2, body, **HYBRID)
 
 
 def test_deprecated_arguments_say_so() -> None:
     def body(buffer: Any) -> None:
-        x, bits = torch.ones(4, 64).bfloat16(), torch.ones(4, 2, dtype=torch.bool)
+        x, bits = torch.ones(4, 64).bfloat16(), torch.ones(4, 3, dtype=torch.bool)
         with pytest.warns(DeprecationWarning, match="use_host_meta"):
             got = buffer.dispatch_with_permute(hidden=x, routing_map=bits, use_host_meta=True)
         with pytest.warns(DeprecationWarning, match="num_dispatched_tokens"):
@@ -125,11 +151,12 @@ def test_routes_that_are_no_handles() -> None:
 
     def body(buffer: Any) -> None:
         x, bits = torch.ones(4, 64).bfloat16(), torch.eye(4, 80, dtype=torch.bool)
-        handle = buffer.dispatch_with_permute(hidden=x, routing_map=bits)[4]
+        send = partial(buffer.dispatch_with_permute, num_of_experts_per_rank=80)
+        handle = send(hidden=x, routing_map=bits)[4]
         with pytest.raises(EPException, match="routing_map: got other routes"):
             buffer.dispatch_with_permute(hidden=x, routing_map=~bits, handle=handle)
         for how in ({}, {"non_blocking": True, "num_permuted_tokens": 400}):
             with pytest.raises(EPException, match="routing_map: got 79; expected at most 64"):
-                buffer.dispatch_with_permute(hidden=x, routing_map=~bits, **how)
+                send(hidden=x, routing_map=~bits, **how)
 
     run_buffers(1, body, **HYBRID)

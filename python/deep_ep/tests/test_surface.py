@@ -303,3 +303,19 @@ def test_local_buffers() -> None:
     for wrong in ({"size": torch.Size((1025,))}, {"offset": 2048}, {"offset": -1}):
         with pytest.raises(AssertionError, match="get_local_buffer_tensor"):
             buffer.get_local_buffer_tensor(torch.int8, **wrong)
+
+
+def test_a_missing_name_points_to_the_list() -> None:
+    words = r"docs/deep_ep_names\.md lists what is"
+    for owner, name in ((deep_ep, "EngramBuffer"), (deep_ep.utils, "gate")):
+        with pytest.raises(AttributeError, match=f"{name}.*{words}"):
+            getattr(owner, name)
+        assert not hasattr(owner, name)
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module("deep_ep.utils.testing")
+
+    def body(buffer: Any) -> None:
+        with pytest.raises(AttributeError, match=f"ElasticBuffer has no 'engram_write'; {words}"):
+            buffer.engram_write(torch.zeros(1))
+
+    run_buffers(1, body, kind=deep_ep.ElasticBuffer)

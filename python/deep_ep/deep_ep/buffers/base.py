@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ferry
 import ferry.torch
-from deep_ep.errors import refuse_destroyed
+from deep_ep.errors import absent, refuse_destroyed
 from deep_ep.event import EventHandle
 from deep_ep.groups import Groups
 from deep_ep.runtime import Runtime
@@ -74,6 +74,11 @@ class BufferBase:
         self.group = group if group is not None else comm
         self._groups = Groups(bootstrap, memory_bytes, deadline)
         self.runtime = Runtime(self._groups.everyone, nvl_bytes, rdma_bytes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(type(self).__name__, name)
 
     def _close(self) -> None:
         """Drops what holds the groups' memory, before they are left."""
