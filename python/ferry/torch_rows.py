@@ -1,5 +1,5 @@
-"""What belongs to slots of routes, as rows of expert-major order have it, and back; routes that are
-maps of bits."""
+"""What belongs to slots of routes, as rows of expert-major order have it, and back; routes of
+routing maps."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def expert_rows(topk_idx: Tensor, experts: int) -> Tensor:
 def routes_of_map(
     routing_map: Tensor, topk: int, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Routes of a map of bits, in ascending expert, and their weights: i64 [T, topk], -1 where a
+    """Routes of a routing map, in ascending expert, and their weights: i64 [T, topk], -1 where a
     token names fewer experts, and f32 [T, topk], 0 there (None without probs).
 
-    routing_map: bool [T, E]. probs: f32 [T, E]. topk: the most bits of a row, the same on all
+    routing_map: bool [T, E]. probs: f32 [T, E]. topk: the most experts of a token, the same on all
     ranks; what a row has beyond it is lost, so the caller makes sure there is none. Nothing waits
     for the GPU.
     """

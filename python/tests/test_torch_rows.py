@@ -1,4 +1,4 @@
-"""Weights of slots as rows have them and back, and routes as maps of bits, beside loops."""
+"""Weights of slots as rows have them and back, and routing maps, beside loops."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_row_at_all() -> None:
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(9, 4), (9, 9), (3, 5)])
-def test_maps_of_bits(experts: int, topk: int) -> None:
+def test_routing_maps(experts: int, topk: int) -> None:
     random = torch.Generator().manual_seed(experts)
     bits = torch.zeros(20, experts, dtype=torch.bool)
     for row in range(1, 20):

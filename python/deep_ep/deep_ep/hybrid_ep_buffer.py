@@ -200,7 +200,8 @@ class HybridEPBuffer(HybridExchange):
         Args:
             hidden, scaling_factor, routing_map, probs, topk_idx, topk_weights, num_of_experts,
                 handle: as of `dispatch`.
-            num_of_experts_per_rank: E / R; None: num_local_experts. use_fp8: whether rows are of one byte.
+            num_of_experts_per_rank: E / R; None: num_local_experts of the constructor.
+            use_fp8: whether rows are of one byte.
             pad_multiple: rows of an expert, with zero rows behind them, are a multiple of it.
             num_permuted_tokens: how many rows come back, whatever arrives; where more would come to
                 a rank, all ranks raise, and nothing is sent.

@@ -150,8 +150,8 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
                 event is for that.
             handle: of an earlier dispatch, to send the same way again; do_expand as then.
             do_handle_copy: the handle keeps a copy of topk_idx. Its exchange needs neither.
-            do_cpu_sync: None: True without a handle. False: results have as many rows as may
-                arrive, and the CPU waits for nothing; what lies behind the last is undefined,
+            do_cpu_sync: None: True without a handle. False: results have the rows of the worst
+                case, and the CPU waits for nothing; what lies behind the last is undefined,
                 topk_idx -1 there.
             do_expand: a row for each slot, in blocks of ascending local expert, weights [rows].
             do_zero_padding: needs do_expand; rows between experts are zero without it, too.
