@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -105,6 +106,13 @@ void read_links(const json& file, Measured& measured) {
   }
 }
 
+/// What is wrong with a file, without the name that the JSON library gives the error.
+std::string reason_of(const json::exception& error) {
+  const std::string text = error.what();
+  const auto end = text.find("] ");
+  return end == std::string::npos ? text : text.substr(end + 2);
+}
+
 Measured read_results(const std::vector<std::string>& files) {
   Measured measured;
   for (const std::string& name : files) {
@@ -114,13 +122,18 @@ Measured read_results(const std::vector<std::string>& files) {
       const json file = json::parse(in);
       if (file.contains("results")) {
         read_bench(file, name, measured);
-      } else {
+      } else if (file.contains("domains")) {
         read_links(file, measured);
+      } else {
+        throw std::runtime_error(fmt::format(
+            "{}: not of `ferry bench --json` or `ferry doctor --net --json`: expected `settings` "
+            "and `results`, or `domains` and `bytes_per_s`",
+            name));
       }
     } catch (const json::exception& error) {
       throw std::runtime_error(
           fmt::format("{}: not of `ferry bench --json` or `ferry doctor --net --json`: {}", name,
-                      error.what()));
+                      reason_of(error)));
     }
   }
   return measured;
@@ -133,9 +146,20 @@ struct Calibrated {
   std::vector<Observation> calls{};
   std::vector<bool> fitted{};
   std::vector<double> errors{};  ///< percent, of each call
+  double error = 0;              ///< relative, of the rates: what the cluster file says
   double worst = 0, median = 0;  ///< of those that were not fitted
   int held = 0;
 };
+
+/// Of nine calls in ten the relative error is at most this, or that of measured values; fitted
+/// calls count, too. In percent, rounded up.
+double error_of_rates(std::vector<double> percent) {
+  for (double& one : percent) one = std::abs(one);
+  std::sort(percent.begin(), percent.end());
+  const std::size_t tenths = (percent.size() * 9 + 9) / 10;
+  const double found = std::ceil(percent[tenths - 1]) / 100;
+  return std::clamp(found, error_of("measured"), 1.0);
+}
 
 Calibrated calibrated(const std::string& operation, const std::vector<Observation>& calls,
                       int count) {
@@ -154,6 +178,7 @@ Calibrated calibrated(const std::string& operation, const std::vector<Observatio
                                                  : error);  // the sign of a rounding error is none
     if (!made.fitted[i]) held.push_back(std::abs(made.errors.back()));
   }
+  made.error = error_of_rates(made.errors);
   made.held = static_cast<int>(held.size());
   if (held.empty()) return made;
   std::sort(held.begin(), held.end());
@@ -166,21 +191,22 @@ constexpr double kAskedPercent =
     10;  ///< percent of error that is asked of a call that was not fitted
 
 /// Whether it took a time that `ferry plan` would have said it takes.
-bool is_covered(const FittedRates& rates, const Observation& call) {
+bool is_covered(const Calibrated& one, const Observation& call) {
+  const FittedRates& rates = one.rates;
   const auto at = [&](double by) {
     FittedRates other = rates;
     other.latency_s *= 1 - by;
-    for (double* rate : {&other.copy, &other.nvlink, &other.nic}) *rate *= 1 + by;
+    const double rates_by = std::clamp(by, -0.95, 0.95);  // as rates_of has it
+    for (double* rate : {&other.copy, &other.nvlink, &other.nic}) *rate *= 1 + rates_by;
     return other.time(call).seconds();
   };
-  const double error = error_of("measured");
-  const Interval seconds = predicted_interval(at(0), at(error), at(-error));
+  const Interval seconds = predicted_interval(at(0), at(one.error), at(-one.error));
   return call.seconds >= seconds.low && call.seconds <= seconds.high;
 }
 
 void print_calibrated(const std::vector<Calibrated>& all) {
   fmt::print(
-      "| call | GPUs | dtype | tokens | SMs | measured us | predicted us | error % | waits for | "
+      "| call | GPUs | dtype | tokens | SMs | measured us | predicted us | error % | bottleneck | "
       "|\n"
       "| --- | --: | --- | --: | --: | --: | --: | --: | --- | --- |\n");
   for (const Calibrated& one : all) {
@@ -205,15 +231,30 @@ void print_calibrated(const std::vector<Calibrated>& all) {
     for (std::size_t i = 0; i < one.calls.size(); ++i) {
       if (one.fitted[i]) continue;
       within += std::abs(one.errors[i]) <= kAskedPercent ? 1 : 0;
-      covered += is_covered(one.rates, one.calls[i]) ? 1 : 0;
+      covered += is_covered(one, one.calls[i]) ? 1 : 0;
     }
     fmt::print("| {} | {} | {} | {} | {:.1f} | {:.1f} |\n", one.operation, one.held, within,
                covered, one.worst, one.median);
   }
 }
 
-std::string measured_value(const char* key, double value) {
-  return fmt::format("  {}: {{value: {:.4g}, from: measured}}\n", key, value);
+std::string fitted_value(const char* key, double value, double error) {
+  const std::string stated =
+      error > error_of("measured") ? fmt::format(", error: {:.2f}", error) : "";
+  return fmt::format("  {}: {{value: {:.4g}, from: measured{}}}\n", key, value, stated);
+}
+
+/// Says which operations have no rate of a NIC, and why.
+void print_missing_nics(const Measured& measured, const std::vector<Calibrated>& all) {
+  if (!measured.nic.empty()) return;
+  for (const Calibrated& one : all) {
+    if (!std::isinf(one.rates.nic)) continue;
+    const bool crossed = std::any_of(one.calls.begin(), one.calls.end(),
+                                     [](const Observation& call) { return call.bytes.nic > 0; });
+    fmt::print(stderr, "No nic was fitted for {}: {}\n", one.operation,
+               crossed ? "no point crosses hosts and waits for it; take more --points"
+                       : "no call crosses hosts; ferry doctor --net --json measures its rate");
+  }
 }
 
 std::string cluster_file(const Measured& measured, const std::vector<Calibrated>& all) {
@@ -231,9 +272,12 @@ std::string cluster_file(const Measured& measured, const std::vector<Calibrated>
                         nic[nic.size() / 2] / 1e9);
   }
   for (const Calibrated& one : all) {
-    text += one.operation + ":\n" + measured_value("latency_us", one.rates.latency_s * 1e6);
+    constexpr double kShortest_us = 1e-3;  // less is where the search ended, not a time
+    const double latency_us = one.rates.latency_s * 1e6;
+    text += one.operation + ":\n";
+    text += fitted_value("latency_us", latency_us < kShortest_us ? 0 : latency_us, one.error);
     const auto rate = [&](const char* key, double value) {
-      if (!std::isinf(value)) text += measured_value(key, value / 1e9);
+      if (!std::isinf(value)) text += fitted_value(key, value / 1e9, one.error);
     };
     rate(one.calls.front().num_sms > 0 ? "sm_copy" : "copy", one.rates.copy);
     rate("nvlink", one.rates.nvlink);
@@ -254,6 +298,7 @@ int calibrate(const CalibrateOptions& options) {
         "between domains");
   }
   print_calibrated(all);
+  print_missing_nics(measured, all);
   if (options.out.empty()) return 0;
   std::ofstream out(options.out);
   out << cluster_file(measured, all);

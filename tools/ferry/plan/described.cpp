@@ -11,6 +11,8 @@
 namespace ferry::cli {
 namespace {
 
+const std::vector<std::string> kRates{"copy", "sm_copy", "nvlink", "nvlink_out", "nvlink_in",
+                                      "nic",  "nic_out", "nic_in", "staging"};
 const std::vector<std::string> kRateKeys{
     "latency_us", "message_us", "copy",   "sm_copy", "nvlink",     "nvlink_out",      "nvlink_in",
     "nic",        "nic_out",    "nic_in", "staging", "leaf_hosts", "oversubscription"};
@@ -36,6 +38,14 @@ bool one_of(const std::vector<std::string>& all, const std::string& word) {
   throw std::runtime_error(fmt::format("{}, line {}: {}", file, node.Mark().line + 1, what));
 }
 
+/// What may stand in a file or a section.
+std::string known_keys(const std::vector<std::string>& keys,
+                       const std::vector<std::string>& sections) {
+  std::string known = fmt::format("known are {}", fmt::join(keys, ", "));
+  if (!sections.empty()) known += fmt::format(", and the sections {}", fmt::join(sections, ", "));
+  return known;
+}
+
 double number_in(const std::string& file, const std::string& key, const YAML::Node& node) {
   double value = 0;
   const bool read = node.IsScalar() && YAML::convert<double>::decode(node, value);
@@ -45,6 +55,28 @@ double number_in(const std::string& file, const std::string& key, const YAML::No
                        node.IsScalar() ? node.Scalar() : "a list or map"));
   }
   return value;
+}
+
+/// Throws at a value that no cluster or model has.
+void check_value(const std::string& file, const std::string& key, const YAML::Node& node,
+                 double value) {
+  constexpr double kMostRate = 1e5, kMostCount = 1e6;
+  if (one_of(kRates, key) && value > kMostRate) {
+    refuse(file, node,
+           fmt::format("{} is {}, expected GB/s, at most {:.0f}: 45 is 45e9 bytes a second", key,
+                       value, kMostRate));
+  }
+  const bool counts = one_of({"host_ranks", "leaf_hosts", "hidden", "experts", "topk"}, key);
+  if (counts && (value < 1 || value > kMostCount || value != std::floor(value))) {
+    refuse(
+        file, node,
+        fmt::format("{} is {}, expected a whole number from 1 to {:.0f}", key, value, kMostCount));
+  }
+  if (key == "oversubscription" && value < 1) {
+    refuse(
+        file, node,
+        fmt::format("{} is {}, expected at least 1: 2 is half the links to the spine", key, value));
+  }
 }
 
 Value value_in(const std::string& file, const std::string& key, const YAML::Node& node) {
@@ -62,6 +94,10 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
            fmt::format("{} is from {}, expected measured, published or assumed", key, value.from));
   }
   value.error = node["error"] ? number_in(file, "error", node["error"]) : error_of(value.from);
+  if (value.error > 1) {
+    refuse(file, node["error"],
+           fmt::format("{}: error is {}, expected a fraction: 0.05 is 5 %", key, value.error));
+  }
   for (const auto& part : node) {
     const auto name = part.first.as<std::string>();
     if (!one_of({"value", "from", "error", "source"}, name)) {
@@ -72,19 +108,24 @@ Value value_in(const std::string& file, const std::string& key, const YAML::Node
   return value;
 }
 
-std::map<std::string, Value> values_in(const std::string& file, const YAML::Node& node,
-                                       const std::vector<std::string>& keys,
+std::map<std::string, Value> values_in(const std::string& file, const std::string& place,
+                                       const YAML::Node& node, const std::vector<std::string>& keys,
                                        const std::vector<std::string>& sections) {
-  if (!node.IsMap()) refuse(file, node, "expected keys and values");
+  if (node.IsNull()) {
+    throw std::runtime_error(
+        fmt::format("{}: nothing in {}; {}", file, place, known_keys(keys, sections)));
+  }
+  if (!node.IsMap()) refuse(file, node, "expected keys and values; " + known_keys(keys, sections));
   std::map<std::string, Value> values;
   for (const auto& part : node) {
     const auto key = part.first.as<std::string>();
     if (key == "source" || one_of(sections, key)) continue;
     if (!one_of(keys, key)) {
-      refuse(file, part.first,
-             fmt::format("unknown key {}; known are {}", key, fmt::join(keys, ", ")));
+      refuse(file, part.first, fmt::format("unknown key {}; {}", key, known_keys(keys, sections)));
     }
-    if (!values.emplace(key, value_in(file, key, part.second)).second) {
+    const Value value = value_in(file, key, part.second);
+    check_value(file, key, part.second, value.value);
+    if (!values.emplace(key, value).second) {
       refuse(file, part.first, fmt::format("{} is there twice", key));
     }
   }
@@ -107,6 +148,27 @@ YAML::Node text_of(Kind kind, const std::string& name) {
   }
 }
 
+/// Throws at values that do not go together.
+void check_together(const Described& made, Kind kind) {
+  if (kind == Kind::model) {
+    const double topk = made.number("topk", 8), experts = made.number("experts", topk);
+    if (topk > experts) {
+      throw std::runtime_error(fmt::format(
+          "{}: topk is {} (8 unless given), more than the {} experts", made.name(), topk, experts));
+    }
+    return;
+  }
+  for (const std::string& operation : kOperations) {
+    if (made.number(operation, "oversubscription", 1) > 1 &&
+        made.find(operation, "leaf_hosts") == nullptr) {
+      throw std::runtime_error(
+          fmt::format("{}: oversubscription for {} without leaf_hosts, the number of hosts under "
+                      "one leaf switch",
+                      made.name(), operation));
+    }
+  }
+}
+
 }  // namespace
 
 double error_of(const std::string& from) {
@@ -119,12 +181,13 @@ Described Described::load(Kind kind, const std::string& name) {
       kind == Kind::cluster ? kOperations : std::vector<std::string>{};
   Described made;
   made.name_ = name;
-  made.sections_[""] = values_in(name, text, keys_of(kind), sections);
+  made.sections_[""] = values_in(name, "the file", text, keys_of(kind), sections);
   for (const std::string& section : sections) {
     if (const YAML::Node part = text[section]) {
-      made.sections_[section] = values_in(name, part, kRateKeys, {});
+      made.sections_[section] = values_in(name, section, part, kRateKeys, {});
     }
   }
+  check_together(made, kind);
   return made;
 }
 

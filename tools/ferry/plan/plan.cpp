@@ -1,4 +1,4 @@
-// ferry plan: how long exchanges would take on a cluster that is described, what they wait for, and
+// ferry plan: how long exchanges would take on a cluster that is described, their bottlenecks, and
 // whether the model fits.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -67,8 +67,8 @@ std::vector<Planned> planned(const PlanOptions& options, const Described& cluste
   for (const int ranks : options.ranks) {
     if (ranks > experts) {
       throw std::runtime_error(fmt::format(
-          "--ranks: {} ranks, but {} has {} experts; --copies gives each of them several places",
-          ranks, options.model, experts));
+          "--ranks: {} ranks, but {} has {} experts; --copies gives each of them replicas", ranks,
+          options.model, experts));
     }
     Planned made;
     made.load = load_of(options, routes, ranks);
@@ -116,7 +116,7 @@ json as_json(const std::vector<Planned>& all, const Described& cluster) {
 
 void print_times(const std::vector<Planned>& all, const Described& cluster) {
   fmt::print("{:>6}  {:<14} {:>8} {:>15}  {:<13} {:<12} {:>4} {:>12}\n", "ranks", "call", "us",
-             "90 % within", "crossing", "waits for", "SMs", "received MB");
+             "90 % within", "crossing", "bottleneck", "SMs", "received MB");
   for (const Planned& made : all) {
     for (const Predicted& call : made.calls) {
       fmt::print("{:>6}  {:<14} {:>8.0f} {:>15}  {:<13} {:<12} {:>4} {:>12.1f}\n", made.load.ranks,
@@ -238,12 +238,12 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->delimiter(',')
       ->check(whole_number(1, 4096))
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  command->add_option("--copies", options->copies, "Places of each expert")
+  command->add_option("--copies", options->copies, "Replicas of each expert")
       ->check(whole_number(1, 4096));
   command
       ->add_option("--tokens", options->tokens,
                    "Tokens of a rank; as recorded, or 4096, latency mode 128")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1, 1 << 30));
   command->add_option("--sms", options->sms, "Fewest and most SMs of a call, as 1,24")
       ->delimiter(',')
       ->expected(2)

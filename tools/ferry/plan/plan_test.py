@@ -57,8 +57,11 @@ class Plan(unittest.TestCase):
             self.assertEqual([row["fits"] for row in made], [True, True], model)
             self.assertIn("hidden:", plan("--show", model).stdout)
         for cluster in presets("clusters"):
+            # h200 was measured on one host.
+            load = ("4", "qwen3-30b") if cluster == "h200" else ("32,64", "deepseek-v3")
             for mode in ("throughput", "latency"):
-                for row in rows("--cluster", cluster, "--ranks", "32,64", "--mode", mode):
+                options = ["--cluster", cluster, "--ranks", load[0], "--model", load[1]]
+                for row in rows(*options, "--mode", mode):
                     self.assertTrue(0 < row["low_us"] < row["us"] < row["high_us"])
         self.assertGreaterEqual(len(presets("clusters")), 3)
 
@@ -146,9 +149,60 @@ class Plan(unittest.TestCase):
             "nic: 3\nnic: 4": "twice",
             "- nic": "expected keys and values",
         }.items():
-            done = plan("--cluster", self.file(text))
-            self.assertEqual(done.returncode, 1, text)
-            self.assertIn(said, done.stderr)
+            self.assert_refused("--cluster", text, said)
+
+    def assert_refused(self, option, text, said):
+        done = plan(option, self.file(text))
+        self.assertEqual(done.returncode, 1, text)
+        self.assertEqual(done.stdout, "", text)
+        self.assertIn(said, done.stderr)
+
+    def test_several_hosts_need_a_nic(self):
+        done = plan("--cluster", "h200", "--ranks", "4,64", "--model", "qwen3-30b")
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn("--ranks 64 spans 16 hosts, but h200 has no nic for dispatch", done.stderr)
+        cluster = self.file("host_ranks: 4\ndispatch: {nic_out: 40}\n")
+        self.assertIn("has no nic for combine", plan("--cluster", cluster, "--ranks", "8").stderr)
+        cluster = self.file("host_ranks: 4\nnic_out: 40\n")
+        self.assertEqual(len(rows("--cluster", cluster, "--ranks", "8")), 2)
+
+    def test_values_that_no_cluster_has(self):
+        whole = "expected a whole number from 1"
+        sections = "and the sections dispatch, combine, latency_dispatch, latency_combine"
+        for text, said in {
+            "nic: 4\nhost_ranks: 0": f"line 2: host_ranks is 0, {whole}",
+            "host_ranks: 7.5": f"host_ranks is 7.5, {whole}",
+            "leaf_hosts: 0": f"leaf_hosts is 0, {whole}",
+            "combine: {leaf_hosts: 2.5}": f"leaf_hosts is 2.5, {whole}",
+            "{leaf_hosts: 4, oversubscription: 0.5}": "oversubscription is 0.5, expected at least",
+            "{nic: 40, oversubscription: 2}": "oversubscription for dispatch without leaf_hosts",
+            "combine: {oversubscription: 2}": "oversubscription for combine without leaf_hosts",
+            "nic: 45e9": "expected GB/s, at most 100000",
+            "dispatch: {nvlink: {value: 3e5}}": "expected GB/s, at most 100000",
+            "nic: {value: 45, error: 5}": "error is 5, expected a fraction: 0.05 is 5 %",
+            "": "nothing in the file; known are host_ranks,",
+            "# no more": sections,
+            "nics: 40": sections,
+            "dispatch:": "nothing in dispatch; known are latency_us,",
+        }.items():
+            self.assert_refused("--cluster", text, said)
+        cluster = "host_ranks: 4\nnic: {value: 1e5, error: 1}\nleaf_hosts: 1\noversubscription: 1"
+        self.assertEqual(plan("--cluster", self.file(cluster), "--ranks", "8").returncode, 0)
+
+    def test_values_that_no_model_has(self):
+        model = "hidden: 64\nexperts: {}\ntopk: {}"
+        for text, said in {
+            model.format(4, 5): "topk is 5 (8 unless given), more than the 4 experts",
+            model.format(4.5, 2): "experts is 4.5, expected a whole number",
+            model.format(4, 0): "topk is 0, expected a whole number",
+            "": "nothing in the file; known are hidden, experts,",
+        }.items():
+            self.assert_refused("--model", text, said)
+        fits = self.file(model.format(4, 4))
+        self.assertEqual(plan("--model", fits, "--ranks", "4").returncode, 0)
+        done = plan("--tokens", "0")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--tokens: 0: must be at least 1", done.stderr)
 
     def test_the_page_works(self):
         """Files and commands of docs/planning.md."""
@@ -243,6 +297,41 @@ class Calibrate(unittest.TestCase):
         done = calibrate(self.bench(calls), "--points", "5")
         self.assertIn("**miss**", done.stdout)
 
+    def test_errors_of_a_fit_that_misses_are_written(self):
+        """Nine of ten calls are within them; the interval of ferry plan has them, too."""
+        calls = [(t, 16, 10 + t, t * 40000, t * 30000) for t in (1, 2, 4, 8, 16, 32, 64, 128)]
+        calls[4] = (16, 16, 50, 16 * 40000, 16 * 30000)
+        out = self.folder / "made.yaml"
+        done = calibrate(self.bench(calls), "--out", out)
+        errors = sorted(
+            abs(float(line.split("|")[8]))
+            for line in done.stdout.splitlines()
+            if line.startswith("| dispatch | 4")
+        )
+        written = re.findall(r"latency_us: .* error: ([0-9.]+)}", out.read_text())
+        self.assertEqual(len(errors), 8)
+        self.assertAlmostEqual(float(written[0]) * 100, errors[7], delta=1)  # of 8 calls, 8
+        self.assertEqual(out.read_text().count(f"error: {written[0]}"), out.read_text().count("{"))
+        self.assertGreater(float(written[0]), 0.05)
+
+    def test_no_latency_is_none(self):
+        calls = [(t, s, t * 40 / s, t * 40000, 3) for t in (64, 512, 4096) for s in (2, 4)]
+        out = self.folder / "made.yaml"
+        self.assertEqual(calibrate(self.bench(calls), "--out", out).returncode, 0)
+        self.assertIn("latency_us: {value: 0, from: measured}", out.read_text())
+
+    def test_says_where_no_nic_was_fitted(self):
+        calls = [(t, 16, 10 + t, t * 40000, t * 30000) for t in (1, 2, 4, 8, 16, 32)]
+        said = calibrate(self.bench(calls)).stderr
+        self.assertIn("No nic was fitted for dispatch: no call crosses hosts", said)
+        across = {"domain_size": 2, "crossing": "hierarchical"}
+        self.assertEqual(calibrate(self.bench(calls, **across)).stderr, "")
+        # Three points: one that carries least, two that carry most; none of them crosses.
+        crossing = self.bench([(64, 16, 100, 9, 9)], **across).rename(self.folder / "across.json")
+        calls = [(t, s, 10 + t, t * 40000, t * 30000) for t in (1, 512, 4096) for s in (8, 16)]
+        said = calibrate(self.bench(calls), crossing, "--points", "3").stderr
+        self.assertIn("no point crosses hosts and waits for it; take more --points", said)
+
     def test_links_between_domains_give_the_nic(self):
         path = self.folder / "net.json"
         rates = [
@@ -258,6 +347,13 @@ class Calibrate(unittest.TestCase):
         path = self.folder / "other.json"
         path.write_text('{"results": [{}]}')
         self.assertIn("not of `ferry bench --json`", calibrate(path).stderr)
+        self.assertNotIn("json.exception", calibrate(path).stderr)
+        path.write_text("no JSON")
+        self.assertIn("not of `ferry bench --json`", calibrate(path).stderr)
+        self.assertNotIn("json.exception", calibrate(path).stderr)
+        tuning = self.folder / "tuning.json"
+        self.assertEqual(plan("--ranks", "64", "--tuning", str(tuning)).returncode, 0)
+        self.assertIn("expected `settings` and `results`, or `domains`", calibrate(tuning).stderr)
         self.assertIn("cannot be read", calibrate(self.folder / "none.json").stderr)
         calls = self.bench([(1, 1, 5, 4096, 4096)], domain_size=2)
         self.assertIn("--crossing direct or hierarchical", calibrate(calls).stderr)

@@ -1,7 +1,10 @@
 #include "plan/predict.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "ferry/latency.hpp"
 
@@ -22,6 +25,16 @@ ExchangeShape shape_of(const Described& cluster, const Described& model, const L
 
 std::string operation_of(const Load& load, bool combine) {
   return std::string(load.latency ? "latency_" : "") + (combine ? "combine" : "dispatch");
+}
+
+/// Several hosts without a rate of the NIC would be predicted as if their network took no time.
+void check_nic(const Described& cluster, const std::string& operation, int ranks) {
+  const double host_ranks = cluster.number("host_ranks", 8);
+  if (ranks <= host_ranks || !std::isinf(rates_of(cluster, operation, 1).nic_out)) return;
+  throw std::runtime_error(fmt::format(
+      "--ranks {} spans {:.0f} hosts, but {} has no nic for {}; add its rate, as `ferry doctor "
+      "--net` measures it",
+      ranks, std::ceil(ranks / host_ranks), cluster.name(), operation));
 }
 
 /// A row of one byte; of recorded routes the mean of the busiest ranks of the calls.
@@ -89,6 +102,7 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
   std::vector<Predicted> all;
   for (const bool combine : {false, true}) {
     const std::string operation = operation_of(load, combine);
+    check_nic(cluster, operation, load.ranks);
     const double row = row_bytes_of(hidden, combine);
     Predicted made;
     made.call = combine ? "combine" : "dispatch";

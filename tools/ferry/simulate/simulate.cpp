@@ -85,7 +85,7 @@ World world_of(const SimulateOptions& options, const Described& cluster, const D
   shape.hierarchical = options.crossing == "hierarchical";
   if (shape.ranks > shape.experts) {
     throw std::runtime_error(
-        fmt::format("--ranks: {} ranks, but {} experts; --copies gives each of them several places",
+        fmt::format("--ranks: {} ranks, but {} experts; --copies gives each of them replicas",
                     shape.ranks, shape.experts));
   }
   world.tokens = !drawn ? recorded.mean_tokens() : options.tokens > 0 ? options.tokens : 4096;
@@ -299,7 +299,7 @@ void print_simulated(const std::vector<Simulated>& calls, const World& world,
     fmt::print("; NICs: the {} busiest of {} rails", rails.size(), world.shape.host_ranks);
   }
   fmt::print("\n{:<10} {:>10} {:>12} {:>14} {:>10}  {}\n", "call", "us", "by NICs us",
-             "by NVLink us", "closed us", "closed form waits for");
+             "by NVLink us", "closed us", "bottleneck of the closed form");
   for (const Simulated& one : calls) {
     fmt::print("{:<10} {:>10.0f} {:>12.0f} {:>14.0f} {:>10.0f}  {}\n", one.call, one.seconds * 1e6,
                one.nic_s * 1e6, one.nvlink_s * 1e6, one.closed_s * 1e6, one.bottleneck);
@@ -343,7 +343,7 @@ void add_simulate(CLI::App& app, int& exit_code) {
   command->add_option("--cluster", options->cluster, "A preset, or a YAML file: ferry plan --help");
   command->add_option("--model", options->model, "A preset, or a YAML file: ferry plan --help");
   command->add_option("--ranks", options->ranks, "How many ranks")->check(whole_number(1, 4096));
-  command->add_option("--copies", options->copies, "Places of each expert")
+  command->add_option("--copies", options->copies, "Replicas of each expert")
       ->check(whole_number(1, 4096));
   command->add_option("--tokens", options->tokens, "Tokens of a rank; 4096")
       ->check(whole_number(1, 1 << 20));
