@@ -243,7 +243,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   command
       ->add_option("--tokens", options->tokens,
                    "Tokens of a rank; as recorded, or 4096, latency mode 128")
-      ->check(whole_number(1, 1 << 30));
+      ->check(whole_number(1, 1 << 20));
   command->add_option("--sms", options->sms, "Fewest and most SMs of a call, as 1,24")
       ->delimiter(',')
       ->expected(2)
