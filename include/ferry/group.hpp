@@ -204,7 +204,7 @@ struct TimeStats {
 };
 using TimeUse [[deprecated("now TimeStats")]] = TimeStats;
 
-/// Who is in a group. Ranks keep their numbers for ever; one that is lost leaves a hole.
+/// Who is in a group. Ranks keep their numbers, also when others are lost.
 struct GroupView {
   std::uint64_t epoch = 1;   ///< counts the memberships of the group
   std::vector<int> ranks{};  ///< in this epoch, ascending

@@ -20,8 +20,8 @@ inline std::size_t grown_by(std::size_t total) {
 /// What `add_segments` yields: this rank's segment (bytes 0: none), and every rank's number for it.
 struct AddedSegments {
   fabric::Segment mine{};
-  std::vector<fabric::SegmentId>
-      ids{};  ///< [ranks], meaningless where nothing was added, and of holes
+  /// [ranks]; meaningless of a rank that is lost, or that added nothing.
+  std::vector<fabric::SegmentId> ids{};
   std::vector<std::uint64_t> bytes{};  ///< [ranks]
 };
 

@@ -16,7 +16,7 @@ from deep_ep.call import Call, with_scales
 from deep_ep.ep_handle import EPHandle, arrived_of, exchange_of, worst_rows
 from deep_ep.errors import refuse, require, require_integer
 from deep_ep.handles import Exchange
-from deep_ep.sizes import SIZE_STEP, buffer_bytes, theoretical_sms
+from deep_ep.sizes import SIZE_STEP, buffer_bytes, size_hint, theoretical_sms
 from deep_ep.streams import Turn, event_of
 
 _MOST_BYTES = 1 << 62
@@ -128,6 +128,26 @@ class Experts(Communicating):
         sms = require_integer("get_theoretical_num_qps", "num_sms", num_sms, 1, "at least 1")
         wanted = sms * 16 + 1 if self.allow_hybrid_mode else min(sms, 9)
         return min(wanted, self.num_allocated_qps)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that a dispatch and its combine take at most, a multiple of 2 MiB; f32 sums without
+        allow_multiple_reduction. Ferry needs none of them at first."""
+        return size_hint(
+            "get_buffer_size_hint",
+            group,
+            (num_max_tokens_per_rank, hidden, num_topk),
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+        )
 
     def _barrier(self, use_comm_stream: bool, with_cpu_sync: bool) -> None:
         """Collective: what ranks had asked for before is done on all of them."""

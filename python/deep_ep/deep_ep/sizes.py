@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from deep_ep.errors import require
+from deep_ep.errors import require, require_integer
 
 SIZE_STEP = 2 << 20
 """Bytes, of which buffer sizes are multiples."""
@@ -53,3 +54,16 @@ def theoretical_sms(
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         sms = min(sms, torch.cuda.get_device_properties().multi_processor_count // 2 * 2)
     return sms
+
+
+def size_hint(
+    call: str, group: Any, sizes: tuple[int, int, int], fp8: bool, multiple_reduction: bool
+) -> int:
+    """sizes: tokens, hidden, top-k."""
+    tokens, hidden, topk = (
+        require_integer(call, name, value, 0, "0 or more")
+        for name, value in zip(("num_max_tokens_per_rank", "hidden", "num_topk"), sizes)
+    )
+    ranks = group.Get_size() if hasattr(group, "Get_size") else group.size()
+    least = buffer_bytes(ranks, tokens, hidden, topk, fp8=fp8)
+    return least if multiple_reduction else buffer_bytes(ranks, tokens, 2 * hidden, topk, fp8=False)

@@ -13,7 +13,6 @@ from deep_ep.experts import Experts, Routes, When
 from deep_ep.gathering import Gathering
 from deep_ep.gradients import without_gradients
 from deep_ep.pipeline import PipelineCalls
-from deep_ep.sizes import buffer_bytes
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
@@ -79,26 +78,6 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
             ),
             num_allocated_qps,
             (num_cpu_timeout_secs, num_gpu_timeout_secs),
-        )
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: Any,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """Bytes that a dispatch and its combine take at most, a multiple of 2 MiB; f32 sums without
-        allow_multiple_reduction. Ferry needs none of them at first."""
-        return size_hint(
-            "get_buffer_size_hint",
-            group,
-            (num_max_tokens_per_rank, hidden, num_topk),
-            use_fp8_dispatch,
-            allow_multiple_reduction,
         )
 
     def barrier(
@@ -218,16 +197,3 @@ class ElasticBuffer(Experts, PipelineCalls, Gathering):
             x, handle, topk_weights, bias, num_sms, num_qps, when
         )
         return found
-
-
-def size_hint(
-    call: str, group: Any, sizes: tuple[int, int, int], fp8: bool, multiple_reduction: bool
-) -> int:
-    """sizes: tokens, hidden, top-k."""
-    tokens, hidden, topk = (
-        require_integer(call, name, value, 0, "0 or more")
-        for name, value in zip(("num_max_tokens_per_rank", "hidden", "num_topk"), sizes)
-    )
-    ranks = group.Get_size() if hasattr(group, "Get_size") else group.size()
-    least = buffer_bytes(ranks, tokens, hidden, topk, fp8=fp8)
-    return least if multiple_reduction else buffer_bytes(ranks, tokens, 2 * hidden, topk, fp8=False)

@@ -10,7 +10,6 @@ from torch import Tensor
 import ferry
 from deep_ep.balancing import Balancing
 from deep_ep.buffers.allocator import BufferAllocator, planned_bytes
-from deep_ep.buffers.elastic import size_hint
 from deep_ep.ep_handle import EPHandle
 from deep_ep.errors import require, require_integer
 from deep_ep.event import EventOverlap
@@ -77,25 +76,6 @@ class EPBuffer(Experts, Balancing):
         self._lb_storage = torch.zeros(region, dtype=torch.uint8, device=device)
         if plan is not None:
             plan.materialize(self._lb_storage)
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: Any,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """As of an `ElasticBuffer`."""
-        return size_hint(
-            "get_buffer_size_hint",
-            group,
-            (num_max_tokens_per_rank, hidden, num_topk),
-            use_fp8_dispatch,
-            allow_multiple_reduction,
-        )
 
     def get_theoretical_num_sms(
         self,

@@ -15,8 +15,8 @@ inline constexpr int kLaneChannels = kBlockChannels / kBlockLanes;
 /// Channels that a warp holds at a time: four blocks.
 inline constexpr int kStepChannels = 32 * kLaneChannels;
 
-/// The largest magnitude of elements of T, packed as they are, under any signs; NaN is left out.
-/// 0: none yet.
+/// The largest magnitudes of elements of T, packed in pairs; their signs mean nothing. NaN is left
+/// out. 0: none yet.
 template <class T>
 struct Peak {
   __device__ __forceinline__ static std::uint32_t add(std::uint32_t peak, std::uint32_t word) {
