@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import random
 import secrets
 import socket
 import subprocess
@@ -13,10 +14,16 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on the loopback address that nobody uses. It is below the ephemeral ports of Linux
+    (from 32768 on): the system gives it to no connection before the store listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def is_rank() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import random
 import secrets
 import socket
 import traceback
@@ -24,9 +25,16 @@ LONGEST_BODY = 150.0  # seconds, for a body that compiles
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on the loopback address that nobody uses. It is below the ephemeral ports of Linux
+    (from 32768 on): the system gives it to no connection before the store listens there."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def exchange(boot: Any, where: dict[str, Any], body: Any, arguments: Any, config: Any) -> Any:

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+from rank_processes import free_port
 
 LIMIT = 1.0  # seconds from the signal to the end of the process
 
@@ -137,14 +138,6 @@ except KeyboardInterrupt:
     raise
 """,
 }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def interrupt(code: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_processes import free_port
 
 import ferry
 
@@ -43,12 +43,6 @@ def exchange(boot):
 
 STARTED: list[int] = []
 """Processes of these tests: other jobs on this machine have objects of their own."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:

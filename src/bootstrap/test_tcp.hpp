@@ -1,4 +1,4 @@
-// Helpers of the TCP store's tests: free ports, raw visitors, what this process holds.
+// Helpers of the TCP store's tests: options, raw visitors, what this process holds.
 #pragma once
 #include <ferry/bootstrap.hpp>
 
@@ -18,27 +18,14 @@
 #include <vector>
 
 #include "bootstrap/socket.hpp"
+#include "bootstrap/test_port.hpp"
 
 namespace ferry::bootstrap {
-
-/// A port that was free a moment ago.
-inline std::uint16_t free_port() {
-  const Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in where{};
-  where.sin_family = AF_INET;
-  where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof where;
-  if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 ||
-      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
-    std::abort();
-  }
-  return ntohs(where.sin_port);
-}
 
 inline TcpOptions fresh_options(int size) {
   TcpOptions options;
   options.size = size;
-  options.port = free_port();
+  options.port = test::free_port();
   options.secret = "a-secret-of-the-tests";
   options.deadline = std::chrono::seconds(30);
   return options;

@@ -8,12 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/test_port.hpp"
 #include "ferry/ferry.hpp"
 
 namespace ferry::test {
-
-/// A port on the loopback address that nobody listens on right now.
-std::uint16_t free_port();
 
 /// Names in /dev/shm of objects that children of this test made.
 std::vector<std::string> shared_memory_names();
