@@ -1,5 +1,5 @@
 # The rule by which a build of the Python package has the CUDA engine, for pip and `make package`
-# alike: where there is an nvcc of CUDA 12.4 or newer (CUDACXX, PATH, /usr/local/cuda), with a GPU or
+# alike: where there is an nvcc of CUDA 12.3 or newer (CUDACXX, PATH, /usr/local/cuda), with a GPU or
 # without. FERRY_CUDA=0 or 1 in the environment says otherwise for this machine, and
 # --config-settings=cmake.define.FERRY_CUDA=ON or OFF for one build by pip.
 # `cmake -P cmake/FerryCudaChoice.cmake` tells what it would be.
@@ -9,8 +9,8 @@ set(reason "no nvcc found; tools/setup/cuda.sh gets one")
 if(ferry_nvcc)
   execute_process(COMMAND ${ferry_nvcc} --version OUTPUT_VARIABLE said ERROR_QUIET)
   string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" found "${said}")
-  set(reason "${ferry_nvcc} is of CUDA '${CMAKE_MATCH_1}', 12.4 is the oldest that serves")
-  if(found AND CMAKE_MATCH_1 VERSION_GREATER_EQUAL 12.4)
+  set(reason "${ferry_nvcc} is of CUDA '${CMAKE_MATCH_1}', 12.3 is the oldest that serves")
+  if(found AND CMAKE_MATCH_1 VERSION_GREATER_EQUAL 12.3)
     set(choice ON)
     set(reason "${ferry_nvcc} is of CUDA ${CMAKE_MATCH_1}")
     if(NOT CMAKE_CUDA_COMPILER)

@@ -171,11 +171,11 @@ def test_all_places_ask_for_the_same_python() -> None:
 @pytest.mark.parametrize(
     ("release", "asked", "with_engine"),
     [
-        ("12.3", None, False),
-        ("12.4", None, True),
+        ("12.2", None, False),
+        ("12.3", None, True),
         ("13.0", None, True),
         ("13.0", "0", False),
-        ("12.3", "1", True),
+        ("12.2", "1", True),
         (None, None, False),
     ],
 )

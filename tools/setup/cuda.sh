@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the path of an nvcc that compiles Ferry, the last line of what it says.
 #
-# The first of: CUDACXX, nvcc in PATH, /usr/local/cuda; of CUDA 12.4 or newer. Where there is none,
+# The first of: CUDACXX, nvcc in PATH, /usr/local/cuda; of CUDA 12.3 or newer. Where there is none,
 # the pinned packages of requirements-cuda.txt from the Python index go into .venv/cuda (about 100 MB
 # to fetch; needs .venv, see venv.sh).
 set -euo pipefail
@@ -14,7 +14,7 @@ release_of() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\
 
 fit() {
   local release
-  release=$(release_of "$1") && [[ -n $release ]] && at_least "$release" 12.4
+  release=$(release_of "$1") && [[ -n $release ]] && at_least "$release" 12.3
 }
 
 for candidate in ${CUDACXX:+"$CUDACXX"} nvcc /usr/local/cuda/bin/nvcc; do

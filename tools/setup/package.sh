@@ -26,7 +26,7 @@ if [[ -n $wants_nvcc ]]; then
   if nvcc=$(tools/setup/cuda.sh | tail -n 1) && [[ -n $nvcc ]]; then
     export CUDACXX=$nvcc
   elif [[ -n ${FERRY_CUDA:-} ]]; then
-    echo "FERRY_CUDA=$FERRY_CUDA, but there is no nvcc of CUDA 12.4 or newer" >&2
+    echo "FERRY_CUDA=$FERRY_CUDA, but there is no nvcc of CUDA 12.3 or newer" >&2
     exit 1
   fi
 fi

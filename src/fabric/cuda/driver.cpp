@@ -28,7 +28,7 @@ void load(const char* name, Call& call, std::string& problem) {
     static_cast<void>(cudaGetLastError());  // it is ours, not the next caller's
   } else if (result != cudaDriverEntryPointSuccess || found == nullptr) {
     problem = std::string("the CUDA driver is too old: it has no ") + name +
-              "; install the driver of CUDA 12.4 or newer";
+              "; install the driver of CUDA 12.3 or newer";
   } else {
     call = reinterpret_cast<Call>(found);
   }

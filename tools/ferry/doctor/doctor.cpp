@@ -68,9 +68,10 @@ Build look_at_build() {
   }
   if (!Group::has_backend(Backend::cuda)) return build;
   build.engines.emplace_back("cuda");
-  std::istringstream kinds(FERRY_CUDA_ARCHITECTURES);  // "80-real,90-real"
+  std::istringstream kinds(FERRY_CUDA_ARCHITECTURES);  // "80-real,100": the latter as PTX, too
   for (std::string kind; std::getline(kinds, kind, ',');) {
-    build.gpus.push_back("sm_" + kind.substr(0, kind.find('-')));
+    const bool only_real = kind.find('-') != std::string::npos;
+    build.gpus.push_back("sm_" + kind.substr(0, kind.find('-')) + (only_real ? "" : " and newer"));
   }
   return build;
 }
