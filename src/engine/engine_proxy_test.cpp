@@ -30,7 +30,7 @@ struct Seat {
   std::unique_ptr<Channel> channel;
   std::vector<CommandSlot> slots = std::vector<CommandSlot>(kSlots);
   struct alignas(128) Line {
-    std::uint64_t word = 0;
+    std::uint64_t word = 0, sleepers = 0;
   };
   Line arrived, taken;
   std::vector<std::byte> out = std::vector<std::byte>(64 * kChunk);

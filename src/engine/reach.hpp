@@ -37,12 +37,7 @@ class FabricReach {
   void publish(int peer, const protocol::Signal& signal) {
     const fabric::SegmentId segment = segment_of(peer, signal.flag);
     if (std::byte* base = fabric_->pointer(peer, segment)) {
-      const protocol::Flag there = flag(base + signal.flag.offset);
-      if (peer == fabric_->rank()) {
-        protocol::publish_in_own_memory(there, signal.value);
-      } else {
-        protocol::publish_in_memory(there, signal.value);
-      }
+      protocol::publish_in_memory(flag(base + signal.flag.offset), signal.value);
     } else {
       fabric_->publish(peer, {segment, signal.flag.offset}, signal.value, signal.bytes,
                        signal.tag ^ tag_space_);

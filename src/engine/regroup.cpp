@@ -139,7 +139,7 @@ void Regroup::publish() {
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
     if (peer == channel_.rank()) continue;
     // Release: who finds the bell rung finds what was said.
-    std::atomic_ref(*bell(peer).word).fetch_add(1, std::memory_order_release);
+    bell(peer).fetch_add(1, protocol::order::release);
     bell(peer).wake();
   }
 }

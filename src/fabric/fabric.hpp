@@ -88,7 +88,7 @@ class Fabric {
   virtual void set_look_up(std::function<void(int peer)> /*look_up*/) {}
   /// Sets a 64-bit flag word of the peer to `value` once all `bytes` that this rank put there with
   /// this tag have landed, then wakes its waiters. For one flag word, values become visible in
-  /// increasing order.
+  /// increasing order. A flag begins a line (protocol/sync.hpp, kFlagStride).
   virtual void publish(int peer, Address flag, std::uint64_t value, std::uint64_t bytes,
                        std::uint64_t tag) = 0;
 

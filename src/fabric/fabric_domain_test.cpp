@@ -44,11 +44,11 @@ TEST(DomainFabric, BothWaysLeadToOneMemory) {
       const int inside = me.rank() ^ 1;
       fabric->pointer(inside, id)[100] = static_cast<std::byte>(me.rank() + 1);
       const std::uint64_t word = 1000 + static_cast<std::uint64_t>(me.rank());
-      fabric->put(other_side(me.rank()), {id, 8}, &word, 8, 1 + id);
+      fabric->put(other_side(me.rank()), {id, 64}, &word, 8, 1 + id);
       fabric->publish(other_side(me.rank()), {id, 0}, 1, 8, 1 + id);
       ASSERT_TRUE(await_flag(mine, 0, 1));
       me.barrier();
-      EXPECT_EQ(flag_value(mine, 8), 1000u + static_cast<unsigned>(other_side(me.rank())));
+      EXPECT_EQ(flag_value(mine, 64), 1000u + static_cast<unsigned>(other_side(me.rank())));
       EXPECT_EQ(mine.data[100], static_cast<std::byte>((me.rank() ^ 1) + 1));
     }
   });
@@ -176,10 +176,10 @@ TEST(DomainFabric, ASegmentThatTheNetworkRefusesDoesNotSpoilTheNext) {
       const Segment mine = me.connect(*fabric, 4096);
       const int peer = 1 - me.rank();
       const std::uint64_t word = 21;
-      fabric->put(peer, {mine.id, 8}, &word, 8, 1);
+      fabric->put(peer, {mine.id, 64}, &word, 8, 1);
       fabric->publish(peer, {mine.id, 0}, 1, 8, 1);
       ASSERT_TRUE(await_flag(mine, 0, 1));
-      EXPECT_EQ(flag_value(mine, 8), 21u);
+      EXPECT_EQ(flag_value(mine, 64), 21u);
       me.barrier();
     });
   }

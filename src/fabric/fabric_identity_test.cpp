@@ -174,12 +174,13 @@ TEST(DeathWatch, EndSleepsOfOtherWords) {
   ProcessWatch watch(name);
   const std::uint64_t before = DeathWatch::count();
   std::atomic<bool> woken{false};
+  alignas(protocol::kFlagStride) std::uint64_t words[2] = {};
   std::thread sleeper([&] {
-    const std::uint64_t word = 0;
-    protocol::futex_wait(&word, 0, 120'000'000'000);
+    protocol::Sleepers<>(protocol::Flag{words}).sleep(0, 120'000'000'000);
     woken = true;
   });
-  EXPECT_TRUE(eventually([&] { return protocol::sleepers > 0; }));
+  const protocol::Flag sleepers{words + 1};
+  EXPECT_TRUE(eventually([&] { return sleepers.load(protocol::order::relaxed) > 0; }));
   kill(child, SIGKILL);
   EXPECT_TRUE(eventually([&] { return woken.load(); }));
   EXPECT_EQ(DeathWatch::count(), before + 1);

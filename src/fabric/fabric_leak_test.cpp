@@ -54,8 +54,8 @@ TEST_P(LeakTest, TwoHundredCyclesLeaveNothing) {
       if (i % 3 != 0) return;  // destroyed without use
       const Segment second = me.connect(*fabric, 100'000);
       const int next = (me.rank() + 1) % 3;
-      fabric->publish(next, {second.id, 8}, 1, 0, 1);
-      EXPECT_TRUE(await_flag(second, 8, 1));
+      fabric->publish(next, {second.id, 64}, 1, 0, 1);
+      EXPECT_TRUE(await_flag(second, 64, 1));
       if (i % 2 == 0) fabric->register_memory(4096);  // never attached, never sealed
     };
     const auto measured = [&me] {  // one after the other: looking takes a descriptor

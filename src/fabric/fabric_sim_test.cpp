@@ -15,12 +15,12 @@ int overtaking_rounds(const SimOptions& options) {
   std::atomic<int> overtaken = 0;
   run_ranks(kSim, 2, [&](Rank& me) {
     const auto fabric = me.make(options);
-    const Segment mine = me.connect(*fabric, 8 * kFlags);
+    const Segment mine = me.connect(*fabric, 64 * kFlags);
     for (int round = 1; round <= kRounds; ++round) {
       me.barrier();
       if (me.rank() == 0) {
         for (std::uint64_t f = 0; f < kFlags; ++f) {
-          fabric->publish(1, {0, 8 * f}, std::uint64_t(round), 0, std::uint64_t(round));
+          fabric->publish(1, {0, 64 * f}, std::uint64_t(round), 0, std::uint64_t(round));
         }
         continue;
       }
@@ -30,7 +30,7 @@ int overtaking_rounds(const SimOptions& options) {
         // From the last to the first: an order that the source kept never shows a gap.
         bool later_is_there = false;
         for (std::uint64_t f = kFlags; f-- > 0;) {
-          const bool there = flag_value(mine, 8 * f) >= std::uint64_t(round);
+          const bool there = flag_value(mine, 64 * f) >= std::uint64_t(round);
           if (!there && later_is_there) seen = true;
           later_is_there = later_is_there || there;
           all = all && there;
@@ -58,10 +58,10 @@ TEST(SimFabric, OneFlagGrowsInOrderAndBehindItsBytes) {
   run_ranks(kSim, 2, [](Rank& me) {
     const auto fabric = me.make({.max_delay_us = 1000});
     constexpr std::uint64_t kValues = 300;
-    const Segment mine = me.connect(*fabric, 8 + 8 * kValues);
+    const Segment mine = me.connect(*fabric, 64 + 8 * kValues);
     if (me.rank() == 0) {
       for (std::uint64_t g = 1; g <= kValues; ++g) {
-        fabric->put(1, {0, 8 * g}, &g, 8, g);
+        fabric->put(1, {0, 56 + 8 * g}, &g, 8, g);
         fabric->publish(1, {0, 0}, g, 8, g);
       }
     } else {
@@ -72,7 +72,7 @@ TEST(SimFabric, OneFlagGrowsInOrderAndBehindItsBytes) {
         EXPECT_GE(seen, last);
         for (; last < seen; ++last) {
           std::uint64_t value = 0;
-          std::memcpy(&value, mine.data + 8 * (last + 1), 8);
+          std::memcpy(&value, mine.data + 64 + 8 * last, 8);
           ASSERT_EQ(value, last + 1);
         }
       }
@@ -115,11 +115,11 @@ TEST(SimFabric, ALinkHasTheRateThatItWasGiven) {
     me.barrier();
     const auto start = Clock::now();
     if (me.rank() > 0) {
-      const auto place = 64 + 20'000 * std::uint64_t(me.rank());
+      const auto place = 192 + 20'000 * std::uint64_t(me.rank());
       fabric->put(0, {0, place}, data.data(), data.size(), 1);
-      fabric->publish(0, {0, 8 * std::uint64_t(me.rank())}, 1, data.size(), 1);
+      fabric->publish(0, {0, 64 * std::uint64_t(me.rank())}, 1, data.size(), 1);
     } else {
-      ASSERT_TRUE(await_flag(mine, 8, 1) && await_flag(mine, 16, 1));
+      ASSERT_TRUE(await_flag(mine, 64, 1) && await_flag(mine, 128, 1));
       EXPECT_GE(Clock::now() - start, 38ms);  // the clock was started a little late
     }
     me.barrier();
@@ -129,17 +129,17 @@ TEST(SimFabric, ALinkHasTheRateThatItWasGiven) {
 TEST(SimFabric, ASmallQueueHoldsBackButLosesNothing) {
   run_ranks(kSim, 3, [](Rank& me) {
     const auto fabric = me.make({.max_delay_us = 100, .queue_bytes = 4096});
-    constexpr std::size_t kBytes = 10'000;  // larger than the queue
-    const Segment mine = me.connect(*fabric, 3 * kBytes + 24);
+    constexpr std::size_t kBytes = 9984;  // larger than the queue
+    const Segment mine = me.connect(*fabric, 3 * (kBytes + 64));
     const auto base = std::size_t(me.rank()) * kBytes;
     for (std::uint64_t g = 1; g <= 10; ++g) {
       const Bytes data(kBytes, static_cast<std::byte>(g + std::uint64_t(me.rank())));
       for (int peer = 0; peer < 3; ++peer) {
         fabric->put(peer, {0, base}, data.data(), kBytes, g);
-        fabric->publish(peer, {0, 3 * kBytes + 8 * std::size_t(me.rank())}, g, kBytes, g);
+        fabric->publish(peer, {0, 3 * kBytes + 64 * std::size_t(me.rank())}, g, kBytes, g);
       }
       for (std::size_t source = 0; source < 3; ++source) {
-        ASSERT_TRUE(await_flag(mine, 3 * kBytes + 8 * source, g));
+        ASSERT_TRUE(await_flag(mine, 3 * kBytes + 64 * source, g));
         for (std::size_t i = 0; i < kBytes; ++i) {
           ASSERT_EQ(mine.data[source * kBytes + i], static_cast<std::byte>(g + source));
         }
@@ -155,10 +155,10 @@ TEST(SimFabric, AFailedRankVanishes) {
     const Segment mine = me.connect(*fabric, 4096);
     const std::uint64_t word = 5;
     if (me.rank() == 1) {
-      fabric->put(0, {0, 64}, &word, 8, 1);
+      fabric->put(0, {0, 128}, &word, 8, 1);
       fabric->publish(0, {0, 0}, 1, 8, 1);  // the last that arrives
-      fabric->publish(0, {0, 8}, 1, 0, 2);
-      fabric->put(2, {0, 64}, &word, 8, 2);
+      fabric->publish(0, {0, 64}, 1, 0, 2);
+      fabric->put(2, {0, 128}, &word, 8, 2);
       fabric->publish(2, {0, 0}, 1, 0, 2);
     }
     if (me.rank() == 0) {
@@ -166,7 +166,7 @@ TEST(SimFabric, AFailedRankVanishes) {
     }
     me.barrier();
     if (me.rank() != 1) {
-      EXPECT_FALSE(await_flag(mine, me.rank() == 0 ? 8 : 0, 1, 30ms));
+      EXPECT_FALSE(await_flag(mine, me.rank() == 0 ? 64 : 0, 1, 30ms));
       EXPECT_EQ(fabric->peer_state(1), PeerState::dead);
       EXPECT_EQ(fabric->peer_state(2 - me.rank()), PeerState::alive);
     } else {
@@ -182,10 +182,10 @@ TEST(SimFabric, AStalledRankLooksAlive) {
     const Segment mine = me.connect(*fabric, 4096);
     if (me.rank() == 0) {
       fabric->publish(1, {0, 0}, 1, 0, 1);
-      fabric->publish(1, {0, 8}, 1, 0, 1);
+      fabric->publish(1, {0, 64}, 1, 0, 1);
     } else {
       EXPECT_TRUE(await_flag(mine, 0, 1));
-      EXPECT_FALSE(await_flag(mine, 8, 1, 30ms));
+      EXPECT_FALSE(await_flag(mine, 64, 1, 30ms));
       EXPECT_EQ(fabric->peer_state(0), PeerState::alive);
     }
     me.barrier();

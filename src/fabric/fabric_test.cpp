@@ -63,8 +63,10 @@ TEST_P(FabricTest, BytesAreThereWhenTheFlagIs) {
   constexpr std::size_t kFlags = kRanks * kGenerations * kRoom;
   run(kRanks, [](Rank& me) {
     const auto fabric = me.make();
-    const Segment mine = me.connect(*fabric, kFlags / 8 * 8 + 8 + 64 * kRanks);
-    const auto flag_of = [](int source) { return kFlags / 8 * 8 + 8 + 64 * std::size_t(source); };
+    const Segment mine = me.connect(*fabric, kFlags / 64 * 64 + 64 + 64 * kRanks);
+    const auto flag_of = [](int source) {
+      return kFlags / 64 * 64 + 64 + 64 * std::size_t(source);
+    };
     std::mt19937 random(kSeed + unsigned(me.rank()));
     for (std::uint64_t g = 1; g <= kGenerations; ++g) {
       for (int peer = 0; peer < kRanks; ++peer) {
@@ -156,10 +158,10 @@ TEST_P(FabricTest, MemoryIsZeroedAlignedAndGrows) {
     for (const Segment& segment : mine) {  // also the oldest one still works
       const auto value = static_cast<std::byte>(segment.id + 1);
       fabric->put(peer, {segment.id, segment.bytes - 1}, &value, 1, 5 + segment.id);
-      fabric->publish(peer, {1, 8 * segment.id}, 1, 1, 5 + segment.id);
+      fabric->publish(peer, {1, 64 * segment.id}, 1, 1, 5 + segment.id);
     }
     for (const Segment& segment : mine) {
-      ASSERT_TRUE(await_flag(mine[1], 8 * segment.id, 1));
+      ASSERT_TRUE(await_flag(mine[1], 64 * segment.id, 1));
       EXPECT_EQ(segment.data[segment.bytes - 1], static_cast<std::byte>(segment.id + 1));
     }
     me.barrier();
@@ -200,8 +202,8 @@ TEST_P(FabricTest, RefusesWhatLiesOutside) {
       expect_error(ErrorKind::invalid_argument, {"publish", word},
                    [&] { fabric->publish(peer, {mine.id, offset}, 1, 0, 1); });
     };
-    no_flag(3996, "8 bytes at offset 3996");
-    no_flag(4, "multiple of 8");
+    no_flag(3996, "16 bytes at offset 3996");
+    no_flag(8, "multiple of 64");
     no_flag(~7ull, "offset");
     expect_error(ErrorKind::exhausted, {"rank " + std::to_string(me.rank())},
                  [&] { fabric->register_memory(~std::size_t{0} - 5); });
@@ -209,10 +211,10 @@ TEST_P(FabricTest, RefusesWhatLiesOutside) {
     for (std::size_t i = 0; i < 4000; ++i) EXPECT_EQ(mine.data[i], std::byte{0}) << i;
     me.barrier();
     // Up to the last byte is fine.
-    fabric->put(peer, {mine.id, 0}, data.data(), 3992, 1);
-    fabric->publish(peer, {mine.id, 3992}, 1, 3992, 1);
-    ASSERT_TRUE(await_flag(mine, 3992, 1));
-    EXPECT_EQ(mine.data[3991], std::byte{0xff});
+    fabric->put(peer, {mine.id, 0}, data.data(), 3968, 1);
+    fabric->publish(peer, {mine.id, 3968}, 1, 3968, 1);
+    ASSERT_TRUE(await_flag(mine, 3968, 1));
+    EXPECT_EQ(mine.data[3967], std::byte{0xff});
     me.barrier();
   });
 }
@@ -272,17 +274,17 @@ TEST_P(FabricTest, OffsetsBeyondFourGibibytes) {
     if (me.rank() == 0) {
       fabric->attach(1, 0, kBytes, handles[1]);
       const std::uint64_t value = 0x1234567890abcdef;
-      fabric->put(1, {0, kBytes - 64}, &value, 8, 1);
-      fabric->publish(1, {0, kBytes - 8}, 9, 8, 1);
+      fabric->put(1, {0, kBytes - 128}, &value, 8, 1);
+      fabric->publish(1, {0, kBytes - 64}, 9, 8, 1);
       expect_error(ErrorKind::invalid_argument, {"leave"},
                    [&] { fabric->put(1, {0, kBytes - 4}, &value, 8, 1); });
     } else {
-      ASSERT_TRUE(await_flag(mine, kBytes - 8, 9));
+      ASSERT_TRUE(await_flag(mine, kBytes - 64, 9));
       std::uint64_t value = 0;
-      std::memcpy(&value, mine.data + kBytes - 64, 8);
+      std::memcpy(&value, mine.data + kBytes - 128, 8);
       EXPECT_EQ(value, 0x1234567890abcdefu);
-      EXPECT_EQ(mine.data[65536 - 8], std::byte{0});  // where 32 bits would have led
-      EXPECT_EQ(mine.data[65536 - 64], std::byte{0});
+      EXPECT_EQ(mine.data[65536 - 64], std::byte{0});  // where 32 bits would have led
+      EXPECT_EQ(mine.data[65536 - 128], std::byte{0});
     }
     me.barrier();
   });
@@ -294,7 +296,7 @@ TEST_P(FabricTest, ARankMayLeaveFirst) {
     const Segment mine = me.connect(*fabric, 4096);
     const std::uint64_t word = 42;
     if (me.rank() == 0) {
-      fabric->put(1, {mine.id, 8}, &word, 8, 1);
+      fabric->put(1, {mine.id, 64}, &word, 8, 1);
       fabric->publish(1, {mine.id, 0}, 1, 8, 1);
       fabric.reset();
       me.barrier();
@@ -303,16 +305,16 @@ TEST_P(FabricTest, ARankMayLeaveFirst) {
     me.barrier();
     if (me.rank() == 1) {  // what it sent before still arrives
       EXPECT_TRUE(await_flag(mine, 0, 1));
-      EXPECT_EQ(flag_value(mine, 8), 42u);
+      EXPECT_EQ(flag_value(mine, 64), 42u);
     }
     const Bytes data(1000, std::byte{3});  // nobody reads it; no fault
     const std::size_t place = 1000 * std::size_t(me.rank());
     fabric->put(0, {mine.id, place}, data.data(), data.size(), 2);
-    fabric->publish(0, {mine.id, 16 * std::size_t(me.rank())}, 1, 1000, 2);
+    fabric->publish(0, {mine.id, 64 * std::size_t(me.rank())}, 1, 1000, 2);
     if (has_pointers()) std::memset(fabric->pointer(0, mine.id) + place, 7, 1000);
     const int other = 3 - me.rank();
-    fabric->publish(other, {mine.id, 24}, 5, 0, 3);
-    EXPECT_TRUE(await_flag(mine, 24, 5));
+    fabric->publish(other, {mine.id, 192}, 5, 0, 3);
+    EXPECT_TRUE(await_flag(mine, 192, 5));
   });
 }
 
@@ -354,14 +356,14 @@ TEST_P(FabricTest, TwoJobsAtOnceDoNotMeet) {
     second->attach(peer, 0, 4096, bs[std::size_t(peer)]);
     const std::uint64_t one = 1;
     const std::uint64_t two = 2;
-    first->put(peer, {0, 8}, &one, 8, 1);
+    first->put(peer, {0, 64}, &one, 8, 1);
     first->publish(peer, {0, 0}, 1, 8, 1);
-    second->put(peer, {0, 8}, &two, 8, 1);
+    second->put(peer, {0, 64}, &two, 8, 1);
     second->publish(peer, {0, 0}, 1, 8, 1);
     ASSERT_TRUE(await_flag(a, 0, 1));
     ASSERT_TRUE(await_flag(b, 0, 1));
-    EXPECT_EQ(flag_value(a, 8), 1u);
-    EXPECT_EQ(flag_value(b, 8), 2u);
+    EXPECT_EQ(flag_value(a, 64), 1u);
+    EXPECT_EQ(flag_value(b, 64), 2u);
     me.barrier();
   });
 }

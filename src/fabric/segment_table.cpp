@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "protocol/sync.hpp"
+
 namespace ferry::fabric {
 namespace {
 
@@ -97,10 +99,11 @@ const SegmentTable::Entry& SegmentTable::checked(int peer, Address to, std::uint
 
 const SegmentTable::Entry& SegmentTable::checked_flag(int peer, Address flag,
                                                       std::string_view call) const {
-  const Entry& entry = checked(peer, flag, sizeof(std::uint64_t), call);
-  if (flag.offset % alignof(std::uint64_t) != 0) {
+  const Entry& entry = checked(peer, flag, protocol::kFlagBytes, call);
+  if (flag.offset % protocol::kFlagStride != 0) {
     refuse(self_, peer, call,
-           "a flag word at offset " + std::to_string(flag.offset) + ", expected a multiple of 8");
+           "a flag word at offset " + std::to_string(flag.offset) + ", expected a multiple of " +
+               std::to_string(protocol::kFlagStride));
   }
   return entry;
 }

@@ -22,9 +22,10 @@ struct Command {
 
 /// A slot of the ring; zero before the first use.
 struct CommandSlot {
-  std::uint64_t number = 0;  ///< of the command, plus 1; written last
+  std::uint64_t number = 0;    ///< of the command, plus 1; written last
+  std::uint64_t sleepers = 0;  ///< the second word of that flag
   Command command{};
-  std::uint64_t unused[2]{};  ///< to a line of its own
+  std::uint64_t unused = 0;  ///< to a line of its own
 };
 static_assert(sizeof(CommandSlot) == 64);
 

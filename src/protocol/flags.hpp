@@ -9,9 +9,6 @@
 
 namespace ferry::protocol {
 
-/// Flags of different ranks lie on lines of their own.
-inline constexpr std::uint64_t kFlagStride = 64;
-
 /// Where an array of flags lies, at the same place in every rank's memory: flag[r] of rank p is
 /// written by rank r alone.
 struct FlagLayout {

@@ -18,10 +18,8 @@ namespace ferry::protocol {
 static_assert(std::endian::native == std::endian::little,
               "the low 32 bits of a flag is taken to be its first four bytes");
 
-/// How many threads of this process sleep on some word.
-inline std::atomic<int> sleepers{0};
-
-/// On which words: for wake_sleepers. A thread that finds no place among them is not woken so.
+/// On which words threads of this process sleep: for wake_sleepers. A thread that finds no place
+/// among them is not woken so.
 inline std::array<std::atomic<const std::uint64_t*>, 64> sleeping{};
 
 /// Sleeps while the low 32 bits of `*word` equal those of `seen`, at most `nanoseconds`. Returns
@@ -31,8 +29,6 @@ inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint6
   timespec slice{};
   slice.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000u);
   slice.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000u);
-  // Before the kernel looks at the word: who changes it then sees that somebody sleeps.
-  sleepers.fetch_add(1);
   std::atomic<const std::uint64_t*>* place = nullptr;
   for (auto& each : sleeping) {
     const std::uint64_t* none = nullptr;
@@ -44,18 +40,11 @@ inline void futex_wait(const std::uint64_t* word, std::uint64_t seen, std::uint6
   // Without FUTEX_PRIVATE_FLAG: the waker may be another process.
   syscall(SYS_futex, word, FUTEX_WAIT, static_cast<std::uint32_t>(seen), &slice, nullptr, 0);
   if (place != nullptr) place->store(nullptr, std::memory_order_relaxed);
-  sleepers.fetch_sub(1);
 }
 
 /// Wakes everyone who sleeps on `word`, in this and in other processes.
 inline void futex_wake(const std::uint64_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-/// The same for a word on which only this process sleeps: no system call if nobody does.
-inline void futex_wake_own(const std::uint64_t* word) {
-  // A write, so that the change of the word comes before the poll.
-  if (sleepers.fetch_add(0) > 0) futex_wake(word);
 }
 
 /// Wakes the threads of this process that sleep in futex_wait, on whatever word: each polls again.

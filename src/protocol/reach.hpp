@@ -79,12 +79,6 @@ FERRY_FN void publish_in_memory(Flag flag, std::uint64_t value) {
   flag.wake();
 }
 
-/// The same for a flag of this rank.
-inline void publish_in_own_memory(Flag flag, std::uint64_t value) {
-  flag.store(value, PublishTraits::kPublish);
-  flag.wake_own();
-}
-
 /// Reaches peers inside the domain: plain writes and a release store. `resolve(peer, place)` gives
 /// the address, in this process, of a place in a peer's memory.
 template <class Resolve, class Traits = PublishTraits>

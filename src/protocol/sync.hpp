@@ -44,6 +44,10 @@ std::uint64_t load(const std::uint64_t* word, protocol::order o);
 void store(std::uint64_t* word, std::uint64_t value, protocol::order o);
 bool compare_exchange(std::uint64_t* word, std::uint64_t& expected, std::uint64_t desired,
                       protocol::order o);
+std::uint64_t fetch_add(std::uint64_t* word, std::uint64_t more, protocol::order o);
+/// As FUTEX_WAIT and FUTEX_WAKE.
+void sleep(const std::uint64_t* word, std::uint64_t seen);
+void wake(const std::uint64_t* word);
 void access(const void* data, std::size_t bytes, bool write);
 
 struct Waited {
@@ -57,8 +61,12 @@ Waited wait(const std::uint64_t* word, Reached reached, const void* context, pro
 
 namespace ferry::protocol {
 
-/// A 64-bit word that another rank can write: 8-byte aligned, alone on its 64-byte line, only ever
-/// growing (a failure broadcast: written once).
+/// A flag is two words, its own and behind it the number of those who sleep on it, and lies on a
+/// line of its own.
+inline constexpr std::uint64_t kFlagBytes = 16, kFlagStride = 64;
+
+/// A 64-bit word that another rank can write: zeroed at first, only ever growing (a failure
+/// broadcast: written once). A flag on which nobody ever sleeps may be a word alone.
 struct Flag {
   std::uint64_t* word;
 
@@ -71,6 +79,9 @@ struct Flag {
   /// Sets `desired` if the word holds `expected`; otherwise loads `expected` and returns false.
   FERRY_FN bool compare_exchange(std::uint64_t& expected, std::uint64_t desired, order o) const;
 
+  /// Adds, and returns the value before.
+  FERRY_FN std::uint64_t fetch_add(std::uint64_t more, order o) const;
+
   /// Waits until `reached(value)` holds: ok, with `seen` = that value, or the first status of
   /// `watch.check()` that is not ok, with `seen` = the last value. A flag that is there wins over a
   /// deadline that passed meanwhile.
@@ -78,10 +89,41 @@ struct Flag {
     requires Watch<W>
   FERRY_FN Status wait_until(Reached reached, W& watch, order o = order::acquire) const;
 
-  /// Wakes those who sleep in `wait_until` on this word, in any process.
+  /// Wakes those who sleep in `wait_until` on this word, in any process. After the word was
+  /// changed.
   FERRY_FN void wake() const;
-  /// Those of this process: of a word in the memory of this rank, on which no other one waits.
-  FERRY_FN void wake_own() const;
+};
+
+/// What sleeping relies on, as parameters, so that the explorer can break it.
+struct SleepTraits {
+  static constexpr order kCount = order::acquire;
+  /// The sleep begins only if the flag still has the value that was seen.
+  static constexpr bool kChecks = true;
+  /// Adds nothing, because a load could come before the store of the flag.
+  FERRY_FN static std::uint64_t sleepers(Flag count) { return count.fetch_add(0, order::release); }
+};
+
+/// Who sleeps on a flag. A wake is a system call, and mostly nobody sleeps: so a sleeper counts
+/// itself in the flag's second word before it sleeps, and who has changed the flag reads that word
+/// before it wakes. Both change the word. If the sleeper does so first, the waker finds it counted;
+/// if it is second, it acquires the flag's new value, and does not sleep. A process that is killed
+/// in its sleep stays counted: later changes of that flag call for a wake in vain.
+template <class Traits = SleepTraits>
+class Sleepers {
+ public:
+  FERRY_FN explicit Sleepers(Flag flag) : flag_(flag), count_{flag.word + 1} {}
+
+  /// Sleeps while the flag is `seen`, at most so long. It may end early: the caller polls again.
+  FERRY_FN void sleep(std::uint64_t seen, std::uint64_t slice_ns) const;
+  /// The same until `reached`, from `seen` on. As Flag::wait_until.
+  template <class Reached, class W>
+    requires Watch<W>
+  FERRY_FN Status sleep_until(Reached reached, W& watch, std::uint64_t seen, order o) const;
+  FERRY_FN void wake() const;
+
+ private:
+  Flag flag_;
+  Flag count_;
 };
 
 /// Plain data in memory that another rank also touches: ordered by flags alone, never by itself.
@@ -104,8 +146,13 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
                                      order o) const {
   return model::compare_exchange(word, expected, desired, o);
 }
-FERRY_FN void Flag::wake() const {}  // the explorer lets a waiter poll whenever the word changed
-FERRY_FN void Flag::wake_own() const {}
+FERRY_FN std::uint64_t Flag::fetch_add(std::uint64_t more, order o) const {
+  return model::fetch_add(word, more, o);
+}
+
+// A wait of the explorer is one step: it may end whenever the word changed. That sleepers are woken
+// then has a model of its own (sleep_model_test.cpp).
+FERRY_FN void Flag::wake() const {}
 
 template <class Reached, class W>
   requires Watch<W>
@@ -126,6 +173,12 @@ namespace detail {
 inline void shared_access(const void* data, std::size_t bytes, bool write) {
   model::access(data, bytes, write);
 }
+inline void sleep_on(const std::uint64_t* word, std::uint64_t seen, std::uint64_t) {
+  model::sleep(word, seen);
+}
+inline void wake_on(const std::uint64_t* word) {
+  model::wake(word);
+}
 }  // namespace detail
 
 #else
@@ -144,6 +197,12 @@ inline void pause() {
 #endif
 }
 inline void shared_access(const void*, std::size_t, bool) {}
+inline void sleep_on(const std::uint64_t* word, std::uint64_t seen, std::uint64_t slice_ns) {
+  futex_wait(word, seen, slice_ns);
+}
+inline void wake_on(const std::uint64_t* word) {
+  futex_wake(word);
+}
 template <class W>
 bool progress(W& watch) {
   if constexpr (requires { watch.progress(); }) return watch.progress();
@@ -163,11 +222,11 @@ FERRY_FN bool Flag::compare_exchange(std::uint64_t& expected, std::uint64_t desi
   return std::atomic_ref<std::uint64_t>(*word).compare_exchange_strong(
       expected, desired, detail::native(o), std::memory_order_relaxed);
 }
-FERRY_FN void Flag::wake() const {
-  futex_wake(word);
+FERRY_FN std::uint64_t Flag::fetch_add(std::uint64_t more, order o) const {
+  return std::atomic_ref<std::uint64_t>(*word).fetch_add(more, detail::native(o));
 }
-FERRY_FN void Flag::wake_own() const {
-  futex_wake_own(word);
+FERRY_FN void Flag::wake() const {
+  Sleepers<>(*this).wake();
 }
 
 template <class Reached, class W>
@@ -193,12 +252,33 @@ FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
     } while (SteadyClock::now() < end);
   }
   if constexpr (requires { watch.hand_over(); }) watch.hand_over();
+  return Sleepers<>(*this).sleep_until(reached, watch, status.seen, o);
+}
+
+#endif
+
+template <class Traits>
+FERRY_FN void Sleepers<Traits>::sleep(std::uint64_t seen, std::uint64_t slice_ns) const {
+  // Acquire: the changes of the flag by wakers that did not find this one counted.
+  count_.fetch_add(1, Traits::kCount);
+  detail::sleep_on(flag_.word, Traits::kChecks ? seen : flag_.load(order::relaxed), slice_ns);
+  // relaxed: who still finds this one counted wakes nobody.
+  count_.fetch_add(~std::uint64_t{0}, order::relaxed);
+}
+
+template <class Traits>
+template <class Reached, class W>
+  requires Watch<W>
+FERRY_FN Status Sleepers<Traits>::sleep_until(Reached reached, W& watch, std::uint64_t seen,
+                                              order o) const {
+  Status status;
+  status.seen = seen;
   for (;;) {
-    futex_wait(word, status.seen, watch.slice_ns());
-    status.seen = load(o);
+    sleep(status.seen, watch.slice_ns());
+    status.seen = flag_.load(o);
     if (reached(status.seen)) return status;
     if (Status verdict = watch.check(); !verdict.ok()) {
-      verdict.seen = load(o);
+      verdict.seen = flag_.load(o);
       if (!reached(verdict.seen)) return verdict;
       status.seen = verdict.seen;
       return status;
@@ -206,7 +286,10 @@ FERRY_FN Status Flag::wait_until(Reached reached, W& watch, order o) const {
   }
 }
 
-#endif
+template <class Traits>
+FERRY_FN void Sleepers<Traits>::wake() const {
+  if (Traits::sleepers(count_) != 0) detail::wake_on(flag_.word);
+}
 
 template <class T>
 FERRY_FN T read(const T* from) {

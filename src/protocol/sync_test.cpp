@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 #include "protocol/failure_broadcast.hpp"
@@ -23,12 +24,12 @@ milliseconds since(steady_clock::time_point start) {
 }
 
 TEST(Wait, DeadlineFiresOnTime) {
-  alignas(64) std::uint64_t word = 3;
+  alignas(64) std::uint64_t word[2] = {3};
   for (const milliseconds timeout : {milliseconds(0), milliseconds(10), milliseconds(120)}) {
     const auto start = steady_clock::now();
     DeadlineWatch watch(timeout);
     const Status status =
-        Flag{&word}.wait_until([](std::uint64_t seen) { return seen >= 4; }, watch);
+        Flag{word}.wait_until([](std::uint64_t seen) { return seen >= 4; }, watch);
     EXPECT_EQ(status.code, Status::Code::kDeadline);
     EXPECT_EQ(status.seen, 3u);
     EXPECT_GE(since(start), timeout);
@@ -38,9 +39,9 @@ TEST(Wait, DeadlineFiresOnTime) {
 }
 
 TEST(Wait, AFlagThatIsThereBeatsADeadline) {
-  alignas(64) std::uint64_t word = 4;
+  alignas(64) std::uint64_t word[2] = {4};
   DeadlineWatch watch(milliseconds(-5));
-  const Status status = Flag{&word}.wait_until([](std::uint64_t seen) { return seen >= 4; }, watch);
+  const Status status = Flag{word}.wait_until([](std::uint64_t seen) { return seen >= 4; }, watch);
   EXPECT_TRUE(status.ok());
   EXPECT_EQ(status.seen, 4u);
 }
@@ -56,8 +57,8 @@ TEST(Wait, SleepsAreCutIntoSlices) {
       return status;
     }
   } watch;
-  alignas(64) std::uint64_t word = 0;
-  const Status status = Flag{&word}.wait_until([](std::uint64_t seen) { return seen > 0; }, watch);
+  alignas(64) std::uint64_t word[2] = {};
+  const Status status = Flag{word}.wait_until([](std::uint64_t seen) { return seen > 0; }, watch);
   EXPECT_EQ(status.code, Status::Code::kInterrupted);
   EXPECT_EQ(watch.checks, 5);
 }
@@ -68,23 +69,23 @@ TEST(Wait, AWatchMayNameThePeer) {
     std::uint64_t slice_ns() { return 1'000'000; }
     Status check() { return {Status::Code::kPeerFailed, 7, 0, 0}; }
   } watch;
-  alignas(64) std::uint64_t word = 0;
-  const Status status = await_flag(Flag{&word}, 2, 5, kAnyAhead, watch);
+  alignas(64) std::uint64_t word[2] = {};
+  const Status status = await_flag(Flag{word}, 2, 5, kAnyAhead, watch);
   EXPECT_EQ(status.code, Status::Code::kPeerFailed);
   EXPECT_EQ(status.peer, 7);
   EXPECT_EQ(status.expected, 5u);
 }
 
 TEST(Wait, StoreAndWakeEndASleep) {
-  alignas(64) std::uint64_t word = 0;
+  alignas(64) std::uint64_t word[2] = {};
   const auto start = steady_clock::now();
   std::thread writer([&] {
     std::this_thread::sleep_for(milliseconds(30));
-    publish_in_memory(Flag{&word}, 1);
+    publish_in_memory(Flag{word}, 1);
   });
   // One long slice: only the wake can end the sleep before it.
   DeadlineWatch watch(std::chrono::seconds(30), 0, 30'000'000'000u);
-  EXPECT_TRUE(Flag{&word}.wait_until([](std::uint64_t seen) { return seen == 1; }, watch).ok());
+  EXPECT_TRUE(Flag{word}.wait_until([](std::uint64_t seen) { return seen == 1; }, watch).ok());
   writer.join();
   EXPECT_LT(since(start), std::chrono::seconds(10));
 }
@@ -113,6 +114,37 @@ TEST(Wait, WakesAcrossProcesses) {
   int code = -1;
   ASSERT_EQ(waitpid(child, &code, 0), child);
   EXPECT_TRUE(WIFEXITED(code) && WEXITSTATUS(code) == 0);
+  EXPECT_LT(since(start), std::chrono::seconds(20));
+  munmap(page, 4096);
+}
+
+/// Its count stays; those who sleep on the flag later are woken as before.
+TEST(Wait, AProcessKilledInItsSleepLosesNoWake) {
+  void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(page, MAP_FAILED);
+  const Flag flag{static_cast<std::uint64_t*>(page)};
+  const Flag sleepers{flag.word + 1};
+  const auto await = [flag](std::uint64_t wanted) {
+    DeadlineWatch watch(std::chrono::seconds(30), 0, 30'000'000'000u);
+    return flag.wait_until([wanted](std::uint64_t seen) { return seen >= wanted; }, watch).ok();
+  };
+  const auto until_asleep = [sleepers](std::uint64_t count) {
+    while (sleepers.load(order::relaxed) != count) std::this_thread::yield();
+  };
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) _exit(await(1) ? 0 : 1);
+  until_asleep(1);
+  kill(child, SIGKILL);
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  const auto start = steady_clock::now();
+  for (std::uint64_t value = 1; value <= 3; ++value) {
+    std::thread sleeper([&] { EXPECT_TRUE(await(value)); });
+    until_asleep(2);
+    publish_in_memory(flag, value);
+    sleeper.join();
+  }
+  EXPECT_EQ(sleepers.load(order::relaxed), 1u);
   EXPECT_LT(since(start), std::chrono::seconds(20));
   munmap(page, 4096);
 }

@@ -83,6 +83,7 @@ void Explorer::run_once() {
     words_[i].stores.clear();
     words_[i].seen.fill(0);
     words_[i].reader = -1;
+    words_[i].futex = Clock{};
     words_[i].used = false;
   }
   for (const std::size_t i : used_granules_) granules_[i] = Granule{};
@@ -104,7 +105,7 @@ void Explorer::run_once() {
   for (auto& strand : strands_) {
     strand->state = State::kReady;
     strand->word = nullptr;
-    strand->quiet = strand->stored = false;
+    strand->quiet = strand->stored = strand->woken = false;
     strand->hash = 1;
     strand->fiber.start([] {
       Explorer& self = current();
@@ -156,7 +157,7 @@ bool Explorer::known(At at) {
         w = mix(w, store.hash);
       }
     }
-    h += mix(w, 7);  // a sum: words come into use in any order
+    h += mix(mix(w, hash_of(words_[i].futex)), 7);  // a sum: words come into use in any order
   }
   if (scenario_->wire != nullptr) h = mix(h, scenario_->wire->hash());
   const auto [it, fresh] = visited_.try_emplace(h, static_cast<std::uint8_t>(preemptions_));
@@ -216,15 +217,19 @@ void Explorer::schedule_point() {
   std::size_t n = 0;
   candidates[n++] = current_;
   for (int t = 0; t < static_cast<int>(strands_.size()); ++t) {
-    const State state = strands_[static_cast<std::size_t>(t)]->state;
-    if (t == current_ || state == State::kDone) continue;
-    if (state == State::kReady || options(t).total() > 0) candidates[n++] = t;
+    if (t != current_ && can_go_on(t)) candidates[n++] = t;
   }
   const int next = candidates[choose(n)];
   if (next == current_) return;
   ++preemptions_;
   if (tracing_) note("-- preempted by rank " + std::to_string(next));
   resume(next);
+}
+
+bool Explorer::can_go_on(int t) {
+  const State state = strands_[static_cast<std::size_t>(t)]->state;
+  if (state == State::kAsleep) return slices_used_ < bounds_.slices;
+  return state == State::kReady || (state == State::kWaiting && options(t).total() > 0);
 }
 
 /// The running fiber waits or is done: somebody else goes on.
@@ -239,25 +244,26 @@ void Explorer::block() {
   for (int t = 0; t < static_cast<int>(strands_.size()); ++t) {
     const State state = strands_[static_cast<std::size_t>(t)]->state;
     if (state == State::kDone) continue;
-    waiting |= state == State::kWaiting;
-    if (state == State::kReady || slices_used_ < bounds_.slices || options(t).total() > 0) {
-      candidates[n++] = t;
-    }
+    waiting |= state != State::kReady;
+    if (slices_used_ < bounds_.slices || can_go_on(t)) candidates[n++] = t;
   }
   if (n == 0 && !waiting) leave();  // all done
   if (n == 0) {
     if (slices_used_ == 0 && !scenario_->silent_rank) {
       failure_ = "deadlock:";
       for (std::size_t t = 0; t < strands_.size(); ++t) {
-        if (strands_[t]->state != State::kWaiting) continue;
-        failure_ += " rank " + std::to_string(t) + " waits on " + where(strands_[t]->word) + ";";
+        const State state = strands_[t]->state;
+        if (state == State::kDone) continue;
+        failure_ += " rank " + std::to_string(t) +
+                    (state == State::kAsleep ? " sleeps on " : " waits on ") +
+                    where(strands_[t]->word) + ";";
       }
       leave();
     }
     // Somebody gave up or never came: time passes, and every slice ends.
     if (++quiet_slices_ > 64) fail("livelock: waits go on although nothing can happen");
     for (int t = 0; t < static_cast<int>(strands_.size()); ++t) {
-      if (strands_[static_cast<std::size_t>(t)]->state == State::kWaiting) candidates[n++] = t;
+      if (strands_[static_cast<std::size_t>(t)]->state != State::kDone) candidates[n++] = t;
     }
     const int next = candidates[choose(n)];
     strands_[static_cast<std::size_t>(next)]->quiet = true;

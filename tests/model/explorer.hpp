@@ -10,6 +10,9 @@
 // newest value, as the standard says). A wait is one step: it takes any visible store that
 // satisfies it. Reads of values that do not satisfy it are left out, since they could only add
 // order. A wait whose newest store no longer satisfies it may also miss the older one that did.
+// A sleep is a futex's: it begins if a visible store has the value told, and ends with a wake of
+// that word. Sleeps and wakes of a word come one after another, and the later ones know what the
+// earlier ones knew; who was woken knows no more than before.
 #pragma once
 
 #include <algorithm>
@@ -113,6 +116,9 @@ class Explorer {
   void store(std::uint64_t* word, std::uint64_t value, protocol::order o);
   bool compare_exchange(std::uint64_t* word, std::uint64_t& expected, std::uint64_t desired,
                         protocol::order o);
+  std::uint64_t fetch_add(std::uint64_t* word, std::uint64_t more, protocol::order o);
+  void sleep(const std::uint64_t* word, std::uint64_t seen);
+  void wake(const std::uint64_t* word);
   Waited wait(const std::uint64_t* word, Reached reached, const void* context, protocol::order o);
   void access(const void* data, std::size_t bytes, bool write);
 
@@ -145,6 +151,7 @@ class Explorer {
     std::vector<Store> stores;
     std::array<std::uint16_t, kMaxActors> seen{};  // newest store that each actor knows
     int reader = -1;                               // the only fiber that loads it; -1: any
+    Clock futex;                                   // what its sleeps and wakes have known
     bool used = false;
   };
   struct Granule {  // 8 bytes of plain data
@@ -153,7 +160,7 @@ class Explorer {
     Clock reads;
     bool used = false;
   };
-  enum class State : std::uint8_t { kReady, kWaiting, kDone };
+  enum class State : std::uint8_t { kReady, kWaiting, kAsleep, kDone };
   struct Strand {
     Fiber fiber;
     State state = State::kReady;
@@ -162,6 +169,7 @@ class Explorer {
     const void* context = nullptr;
     bool stored = false;  // since the last switch: others may have something new to see
     bool quiet = false;   // its slice ended because nothing else could happen
+    bool woken = false;   // from its sleep
     std::uint64_t hash = 0;
   };
   struct Options {
@@ -184,6 +192,8 @@ class Explorer {
   void leave();  // back to the search
   void finish_fiber();
   Options options(int strand);
+  bool can_go_on(int strand);
+  void end_slice();
   std::size_t oldest_visible(const Word& word, int actor) const;
   void take(Word& word, std::size_t index, protocol::order o, const char* verb,
             const std::uint64_t* address);

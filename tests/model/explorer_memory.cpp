@@ -2,6 +2,7 @@
 // accesses, waits.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "explorer.hpp"
 #include "hash.hpp"
@@ -26,6 +27,15 @@ void store(std::uint64_t* word, std::uint64_t value, order o) {
 bool compare_exchange(std::uint64_t* word, std::uint64_t& expected, std::uint64_t desired,
                       order o) {
   return Explorer::current().compare_exchange(word, expected, desired, o);
+}
+std::uint64_t fetch_add(std::uint64_t* word, std::uint64_t more, order o) {
+  return Explorer::current().fetch_add(word, more, o);
+}
+void sleep(const std::uint64_t* word, std::uint64_t seen) {
+  Explorer::current().sleep(word, seen);
+}
+void wake(const std::uint64_t* word) {
+  Explorer::current().wake(word);
 }
 void access(const void* data, std::size_t bytes, bool write) {
   Explorer::current().access(data, bytes, write);
@@ -72,8 +82,10 @@ void Explorer::take(Word& word, std::size_t index, order o, const char* verb,
   const Store& store = word.stores[index];
   word.seen[static_cast<std::size_t>(actor_)] = static_cast<std::uint16_t>(index);
   if (o == order::acquire) clocks_[static_cast<std::size_t>(actor_)].join(store.release);
-  remember(static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(address) - arena_.data()),
-           static_cast<std::uint64_t>(store.actor + 1) << 16 | store.tick);
+  const auto offset =
+      static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(address) - arena_.data());
+  const std::uint64_t writer = static_cast<std::uint64_t>(store.actor + 1) << 16 | store.tick;
+  remember(offset << 32 | writer, store.value);  // the value: an addition's is not its writer's
   if (tracing_) {
     note(std::string(verb) + " " + word_of(o) + " " + where(address) + " = " +
          std::to_string(store.value) +
@@ -146,6 +158,17 @@ bool Explorer::compare_exchange(std::uint64_t* address, std::uint64_t& expected,
   return true;
 }
 
+std::uint64_t Explorer::fetch_add(std::uint64_t* address, std::uint64_t more, order o) {
+  schedule_point();
+  Word& word = word_at(address);
+  const Store replaced = word.stores.back();
+  take(word, word.stores.size() - 1, o, "add to", address);
+  append(address, replaced.value + more, o, replaced.release);
+  stored(word.reader);
+  if (tracing_) note("  now " + std::to_string(replaced.value + more));
+  return replaced.value;
+}
+
 void Explorer::access(const void* data, std::size_t bytes, bool write) {
   if (bytes == 0) return;
   const auto offset = static_cast<std::size_t>(static_cast<const std::byte*>(data) - arena_.data());
@@ -214,17 +237,7 @@ Waited Explorer::wait(const std::uint64_t* address, Reached reached, const void*
     const bool may_slice = slices_used_ < bounds_.slices && (found.total() > 0 || resumed);
     if (strand.quiet || (may_slice && (found.total() == 0 || choose(2) == 1))) {
       remember(strand.quiet ? 3 : 4, reinterpret_cast<std::uintptr_t>(address));
-      if (strand.quiet) {  // so long that every store has become visible
-        for (const std::size_t i : used_words_) {
-          if (!words_[i].stores.empty()) {
-            words_[i].seen[actor] = static_cast<std::uint16_t>(words_[i].stores.size() - 1);
-          }
-        }
-      } else {
-        ++slices_used_;
-      }
-      strand.quiet = false;
-      if (tracing_) note("time slice ends on " + where(address));
+      end_slice();
       return {true, word.stores[word.seen[actor]].value};
     }
     if (found.total() == 0) {
@@ -256,6 +269,58 @@ Waited Explorer::wait(const std::uint64_t* address, Reached reached, const void*
       leave();
     }
   }
+}
+
+/// The running fiber's wait or sleep has taken as long as its time slice.
+void Explorer::end_slice() {
+  Strand& strand = *strands_[static_cast<std::size_t>(current_)];
+  if (strand.quiet) {  // so long that every store has become visible
+    for (const std::size_t i : used_words_) {
+      if (words_[i].stores.empty()) continue;
+      words_[i].seen[static_cast<std::size_t>(current_)] =
+          static_cast<std::uint16_t>(words_[i].stores.size() - 1);
+    }
+  } else {
+    ++slices_used_;
+  }
+  strand.quiet = false;
+  if (tracing_) note("time slice ends on " + where(strand.word));
+}
+
+void Explorer::sleep(const std::uint64_t* address, std::uint64_t seen) {
+  schedule_point();
+  Strand& strand = *strands_[static_cast<std::size_t>(current_)];
+  Clock& clock = clocks_[static_cast<std::size_t>(current_)];
+  Word& word = word_at(address);
+  clock.join(word.futex);
+  const std::size_t oldest = oldest_visible(word, current_);
+  const std::size_t index = word.stores.size() - 1 - choose(word.stores.size() - oldest);
+  take(word, index, order::relaxed, "before a sleep: load", address);
+  if (word.stores[index].value != seen) return;
+  word.futex = clock;
+  strand.word = address;
+  strand.state = State::kAsleep;
+  if (tracing_) note("sleeps on " + where(address));
+  block();
+  const bool woken = std::exchange(strand.woken, false);
+  remember(woken ? 7 : strand.quiet ? 3 : 4, reinterpret_cast<std::uintptr_t>(address));
+  if (!woken) end_slice();
+}
+
+void Explorer::wake(const std::uint64_t* address) {
+  schedule_point();
+  Word& word = word_at(address);
+  Clock& clock = clocks_[static_cast<std::size_t>(current_)];
+  clock.join(word.futex);
+  word.futex = clock;
+  for (auto& strand : strands_) {
+    if (strand->state != State::kAsleep || strand->word != address) continue;
+    strand->state = State::kReady;
+    strand->woken = true;
+  }
+  remember(8, reinterpret_cast<std::uintptr_t>(address));
+  stored(-1);
+  if (tracing_) note("wakes " + where(address));
 }
 
 Clock Explorer::snapshot() {

@@ -146,6 +146,47 @@ TEST(Explorer, ReleaseSequenceGoesOnThroughExchange) {
   EXPECT_TRUE(report.passed && report.complete) << report.failure << report.schedule;
 }
 
+TEST(Explorer, ReleaseSequenceGoesOnThroughAdditions) {
+  for (const bool sound : {true, false}) {
+    const Report report = explore(2, [&](int fiber) {
+      if (fiber == 0) {
+        Flag{word(0)}.store(1, order::relaxed);
+        Flag{word(1)}.fetch_add(1, sound ? order::release : order::relaxed);
+        Flag{word(1)}.fetch_add(1, order::relaxed);
+      } else if (Flag{word(1)}.fetch_add(0, order::acquire) == 2 &&
+                 Flag{word(0)}.load(order::relaxed) == 0) {
+        Explorer::current().fail("did not acquire");
+      }
+    });
+    EXPECT_EQ(report.passed, sound) << report.failure << report.schedule;
+  }
+}
+
+TEST(Explorer, AdditionsReadTheNewest) {
+  std::set<std::uint64_t> sums;
+  const Report report = explore(
+      3, [&](int) { Flag{word(0)}.fetch_add(1, order::relaxed); },
+      [&] { sums.insert(Flag{word(0)}.load(order::relaxed)); });
+  EXPECT_TRUE(report.complete);
+  EXPECT_EQ(sums, (std::set<std::uint64_t>{3}));
+}
+
+/// A wake that comes before the sleep is lost, unless the sleeper reads the word first, as a futex
+/// does.
+TEST(Explorer, SeesLostWakes) {
+  for (const bool stores : {true, false}) {
+    const Report report = explore(2, [&](int fiber) {
+      if (fiber == 1) return model::sleep(word(0), 0);
+      if (stores) Flag{word(0)}.store(1, order::relaxed);
+      model::wake(word(0));
+    });
+    EXPECT_EQ(report.passed, stores) << report.schedule;
+    if (!stores) {
+      EXPECT_EQ(report.failure.find("deadlock: rank 1 sleeps"), 0u) << report.failure;
+    }
+  }
+}
+
 TEST(Explorer, SeesDataRaces) {
   const Report report = explore(2, [&](int) { protocol::write(data(0), std::uint64_t{1}); });
   EXPECT_NE(report.failure.find("data race"), std::string::npos);
@@ -224,7 +265,7 @@ TEST(Explorer, CountsPreemptions) {
 
 // Random small programs: with and without reductions, the same outcomes.
 struct Operation {
-  int kind = 0;  // 0 load, 1 store, 2 compare-exchange, 3 wait
+  int kind = 0;  // 0 load, 1 store, 2 compare-exchange, 3 wait, 4 add, 5 sleep, 6 wake
   int at = 0;
   std::uint64_t value = 0;
   order how = order::relaxed;
@@ -236,7 +277,7 @@ Program random_program(std::mt19937_64& random) {
   Program program;
   for (auto& fiber : program) {
     for (Operation& operation : fiber) {
-      operation.kind = static_cast<int>(random() % 4);
+      operation.kind = static_cast<int>(random() % 7);
       operation.at = static_cast<int>(random() % 2);
       operation.value = 1 + random() % 3;
       const bool strong = random() % 2 == 0;
@@ -254,6 +295,9 @@ std::uint64_t perform(const Operation& operation) {
     case 0: return flag.load(operation.how);
     case 1: flag.store(operation.value, operation.how); return 0;
     case 2: return flag.compare_exchange(expected, operation.value, operation.how) ? 100 : expected;
+    case 4: return flag.fetch_add(operation.value, operation.how);
+    case 5: model::sleep(flag.word, expected); return 0;
+    case 6: model::wake(flag.word); return 0;
     default: {
       const std::uint64_t wanted = operation.value;
       const protocol::Status status =

@@ -59,16 +59,15 @@ void Arrivals::take(int from, const Signal& signal) {
                   [this](int /*source*/, const Signal& arrived) { release(arrived); });
 }
 
-/// Whether its flag is a word of this rank's memory.
+/// Whether its flag lies in this rank's memory.
 bool Arrivals::may_raise(const Message& message) const {
-  return message.flag_offset % sizeof(std::uint64_t) == 0 &&
-         own_bytes(message.flag_segment, message.flag_offset, sizeof(std::uint64_t)) != nullptr;
+  return message.flag_offset % protocol::kFlagStride == 0 &&
+         own_bytes(message.flag_segment, message.flag_offset, protocol::kFlagBytes) != nullptr;
 }
 
 void Arrivals::release(const Signal& signal) {
   std::byte* word = own_bytes(signal.flag.segment, signal.flag.offset, sizeof(std::uint64_t));
-  protocol::publish_in_own_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)},
-                                  signal.value);
+  protocol::publish_in_memory(protocol::Flag{reinterpret_cast<std::uint64_t*>(word)}, signal.value);
 }
 
 /// Null unless all of it lies in a segment of this rank.

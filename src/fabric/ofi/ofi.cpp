@@ -222,7 +222,7 @@ void OfiFabric::publish(int peer, Address flag, std::uint64_t value, std::uint64
 void OfiFabric::release_own(const OwnSignal& signal) {
   std::byte* base = pointer(rank_, signal.flag.segment);
   auto* word = reinterpret_cast<std::uint64_t*>(base + signal.flag.offset);
-  protocol::publish_in_own_memory(protocol::Flag{word}, signal.value);
+  protocol::publish_in_memory(protocol::Flag{word}, signal.value);
 }
 
 PeerState OfiFabric::peer_state(int peer) noexcept {

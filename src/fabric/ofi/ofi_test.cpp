@@ -40,10 +40,10 @@ void expect_the_others_talk(Fabric& fabric, const Segment& mine, int rank) {
 /// Everybody has heard from everybody.
 void attach_peers(Rank& me, Fabric& fabric, const Segment& mine) {
   for (int peer = 0; peer < me.size(); ++peer) {
-    fabric.publish(peer, {mine.id, 512 + 8 * std::uint64_t(me.rank())}, 1, 0, 1);
+    fabric.publish(peer, {mine.id, 512 + 64 * std::uint64_t(me.rank())}, 1, 0, 1);
   }
   for (int peer = 0; peer < me.size(); ++peer) {
-    ASSERT_TRUE(await_flag(mine, 512 + 8 * std::uint64_t(peer), 1));
+    ASSERT_TRUE(await_flag(mine, 512 + 64 * std::uint64_t(peer), 1));
   }
   me.barrier();
 }
@@ -78,7 +78,7 @@ TEST_F(OfiFabric, AStoppedRankIsNotHeardAndComesBack) {
     } else {
       EXPECT_TRUE(eventually([&] { return fabric->peer_state(1) == PeerState::unknown; }, 5s));
       expect_the_others_talk(*fabric, mine, me.rank());
-      fabric->publish(1, {mine.id, 8 * std::size_t(me.rank())}, 3, 0, 6);
+      fabric->publish(1, {mine.id, 64 * std::size_t(me.rank())}, 3, 0, 6);
       if (me.rank() == 2) {
         kill(static_cast<pid_t>(me.board.notes[1]), SIGCONT);
       }
@@ -86,7 +86,7 @@ TEST_F(OfiFabric, AStoppedRankIsNotHeardAndComesBack) {
     }
     if (me.rank() == 1) {
       EXPECT_TRUE(await_flag(mine, 0, 3));
-      EXPECT_TRUE(await_flag(mine, 16, 3));
+      EXPECT_TRUE(await_flag(mine, 128, 3));
     }
     me.barrier();
   });
@@ -125,14 +125,14 @@ TEST_F(OfiFabric, WhatWasPutArrivesAtARankThatPausesWhileThisOneLeaves) {
     attach_peers(me, *fabric, mine);
     if (me.rank() == 1) {
       raise(SIGSTOP);
-      EXPECT_TRUE(await_flag(mine, 8, 2));
+      EXPECT_TRUE(await_flag(mine, 64, 2));
       EXPECT_EQ(mine.data[4096 + kBytes - 1], std::byte{7});
       return;
     }
     const Bytes data(kBytes, std::byte{7});
     std::thread([&] {
       fabric->put(1, {mine.id, 4096}, data.data(), data.size(), 5);
-      fabric->publish(1, {mine.id, 8}, 2, data.size(), 5);
+      fabric->publish(1, {mine.id, 64}, 2, data.size(), 5);
     }).join();
     fabric.reset();
   });
@@ -158,8 +158,8 @@ TEST_F(OfiFabric, AForkedChildThatEndsDoesNotTakeTheConnectionsAlong) {
     }
     me.barrier();
     const int peer = 1 - me.rank();
-    fabric->publish(peer, {mine.id, 8}, 5, 0, 6);
-    EXPECT_TRUE(await_flag(mine, 8, 5));
+    fabric->publish(peer, {mine.id, 64}, 5, 0, 6);
+    EXPECT_TRUE(await_flag(mine, 64, 5));
     EXPECT_EQ(fabric->peer_state(peer), PeerState::alive);
     me.barrier();
   });
@@ -240,7 +240,7 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
       ofi::Message message{.kind = ofi::MessageKind::signal, .source = 1};
       message.sequence = 2;
       message.value = 99;
-      message.flag_offset = 512 + 8;  // whose first value rank 1 has published
+      message.flag_offset = 512 + 64;  // whose first value rank 1 has published
       stranger.send(message);
       message.kind = ofi::MessageKind::bye;
       stranger.send(message);
@@ -250,7 +250,7 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
     }
     me.barrier();
     if (me.rank() == 0) {
-      EXPECT_EQ(flag_value(mine, 512 + 8), 1u);
+      EXPECT_EQ(flag_value(mine, 512 + 64), 1u);
       EXPECT_EQ(flag_value(mine, 0), 0u);
     }
     EXPECT_EQ(fabric->peer_state(1 - me.rank()), PeerState::alive);
@@ -258,8 +258,8 @@ TEST_F(OfiFabric, StrangersAtThePortDoNoHarm) {
     for (std::uint64_t round = 1; round <= 3; ++round) {
       const std::uint64_t at = 4096 + round * (1 << 17);  // the peer may be a round ahead
       fabric->put(1 - me.rank(), {mine.id, at}, data.data(), data.size(), round);
-      fabric->publish(1 - me.rank(), {mine.id, 8}, round, data.size(), round);
-      ASSERT_TRUE(await_flag(mine, 8, round));
+      fabric->publish(1 - me.rank(), {mine.id, 64}, round, data.size(), round);
+      ASSERT_TRUE(await_flag(mine, 64, round));
       EXPECT_EQ(mine.data[at + 99'999], std::byte{5});
     }
     me.barrier();
@@ -293,8 +293,8 @@ TEST_F(OfiFabric, AnEndpointThatIsLinkedWithNobodyBelievesNobody) {
     }
     me.barrier();
     EXPECT_EQ(flag_value(mine, 0), 0u);
-    fabric->publish(1 - me.rank(), {mine.id, 8}, 5, 0, 6);  // nobody said goodbye
-    EXPECT_TRUE(await_flag(mine, 8, 5));
+    fabric->publish(1 - me.rank(), {mine.id, 64}, 5, 0, 6);  // nobody said goodbye
+    EXPECT_TRUE(await_flag(mine, 64, 5));
     me.barrier();
   });
   ranks.expect_success();
@@ -360,10 +360,10 @@ TEST_F(OfiFabric, SeveralEndpointsCarryTheirOwnTags) {
       const std::uint64_t tag = space << 40 | 9;
       const Bytes data(5000, static_cast<std::byte>(space + 1));
       fabric->put(peer, {mine.id, 8192 * (space + 1)}, data.data(), data.size(), tag);
-      fabric->publish(peer, {mine.id, 8 * space}, 1, data.size(), tag);
+      fabric->publish(peer, {mine.id, 64 * space}, 1, data.size(), tag);
     }
     for (std::uint64_t space = 0; space < 5; ++space) {
-      ASSERT_TRUE(await_flag(mine, 8 * space, 1));
+      ASSERT_TRUE(await_flag(mine, 64 * space, 1));
       EXPECT_EQ(mine.data[8192 * (space + 1) + 4999], static_cast<std::byte>(space + 1));
     }
     me.barrier();

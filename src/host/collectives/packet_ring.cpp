@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
-
-#include "protocol/futex.hpp"
 
 namespace ferry::host {
 
@@ -89,29 +86,31 @@ void PacketRing::settle(int peer) {
   if (!news_[p]) return;
   news_[p] = false;
   if (std::byte* theirs = engine_.channel().pointer(peer, base_.address)) {
-    ring(theirs + layout_.bell);
+    ring(bell_at(theirs + layout_.bell));
   }
 }
 
-void PacketRing::ring(std::byte* word) {
-  auto* bell = reinterpret_cast<std::uint64_t*>(word);
+protocol::Flag PacketRing::bell_at(std::byte* line) {
+  return protocol::Flag{reinterpret_cast<std::uint64_t*>(line)};
+}
+
+void PacketRing::ring(protocol::Flag bell) {
   // Release: who sees it sees the flags that were raised before.
-  std::atomic_ref(*bell).fetch_add(1, std::memory_order_release);
-  protocol::futex_wake(bell);
+  bell.fetch_add(1, protocol::order::release);
+  bell.wake();
 }
 
 std::uint64_t PacketRing::bell() const {
-  return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(own(layout_.bell)))
-      .load(std::memory_order_acquire);
+  return bell_at(own(layout_.bell)).load(protocol::order::acquire);
 }
 
 void PacketRing::wake() const {
-  ring(own(layout_.bell));
+  ring(bell_at(own(layout_.bell)));
 }
 
 void PacketRing::sleep(std::uint64_t seen, std::chrono::nanoseconds longest) const {
-  protocol::futex_wait(reinterpret_cast<const std::uint64_t*>(own(layout_.bell)), seen,
-                       static_cast<std::uint64_t>(longest.count()));
+  protocol::Sleepers<>(bell_at(own(layout_.bell)))
+      .sleep(seen, static_cast<std::uint64_t>(longest.count()));
 }
 
 }  // namespace ferry::host

@@ -73,7 +73,8 @@ class PacketRing {
   std::byte* own(std::size_t offset) const { return base_.data + offset; }
   protocol::FlagLayout flags(std::size_t offset) const;
   std::size_t slot(int writer, std::uint64_t number) const;
-  static void ring(std::byte* word);
+  static protocol::Flag bell_at(std::byte* line);
+  static void ring(protocol::Flag bell);
 
   HostEngine& engine_;
   engine::Region base_;

@@ -60,11 +60,11 @@ void exchange(Rank& me, Fabric& fabric, const Segment& mine, std::uint64_t round
     if (peer == me.rank()) continue;
     const Bytes data = bytes_of(me.rank(), peer, round, bytes);
     fabric.put(peer, {mine.id, at(me.rank())}, data.data(), bytes, tag);
-    fabric.publish(peer, {mine.id, 8 * std::uint64_t(me.rank())}, round, bytes, tag);
+    fabric.publish(peer, {mine.id, 64 * std::uint64_t(me.rank())}, round, bytes, tag);
   }
   for (int peer = 0; peer < me.size(); ++peer) {
     if (peer == me.rank()) continue;
-    ASSERT_TRUE(await_flag(mine, 8 * std::uint64_t(peer), round));
+    ASSERT_TRUE(await_flag(mine, 64 * std::uint64_t(peer), round));
     const Bytes expected = bytes_of(peer, me.rank(), round, bytes);
     ASSERT_EQ(std::memcmp(mine.data + at(peer), expected.data(), bytes), 0) << "rank " << peer;
   }
@@ -134,11 +134,11 @@ TEST_F(OfiNics, ScatteredRowsOfSeveralThreadsArriveBehindTheirFlags) {
           const std::uint64_t to = 4096 + (t * kRows + row) * kRow;
           fabric->put(peer, {mine.id, to}, data.data(), kRow, t + 1);
         }
-        fabric->publish(peer, {mine.id, 8 * t}, 1, kRows * kRow, t + 1);
+        fabric->publish(peer, {mine.id, 64 * t}, 1, kRows * kRow, t + 1);
       });
     }
     for (std::size_t t = 0; t < kThreads; ++t) {
-      ASSERT_TRUE(await_flag(mine, 8 * t, 1));
+      ASSERT_TRUE(await_flag(mine, 64 * t, 1));
       for (std::size_t row = 0; row < kRows; ++row) {
         const std::byte* came = mine.data + 4096 + (t * kRows + row) * kRow;
         ASSERT_EQ(came[0], byte_of(peer, me.rank(), t, row));
