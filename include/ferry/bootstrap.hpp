@@ -31,6 +31,12 @@ class Bootstrap {
   /// This machine's address on the way to the other ranks, in numbers; empty: not known, or
   /// loopback. There a rank listens that is not told where (OfiOptions::host).
   virtual std::string own_address() const { return {}; }
+  /// What tells this job from others on this host, also for a process that joins it later: of a TCP
+  /// store its address and port; empty: nothing.
+  virtual std::string job() const { return {}; }
+  /// This process takes the place of a rank that is lost, in a group that runs: there is nobody to
+  /// gather with.
+  virtual bool joins() const { return false; }
 
   /// What the gathers from now on are for, "Group: attach": a rank that waits long says it.
   void set_stage(std::string stage) { stage_ = std::move(stage); }
@@ -54,6 +60,9 @@ struct TcpOptions {
   std::string secret{};    ///< the job's secret; the same on all ranks, not empty
   std::chrono::nanoseconds deadline = std::chrono::seconds(60);
   OnWait on_wait{};
+  /// This process takes the place of a rank that is lost, in groups that run
+  /// (GroupConfig::elastic); it does not look for the store, which need not run any more.
+  bool join = false;
 };
 
 /// Ranks as processes that meet at a TCP store run by rank 0. Throws Error(refused) with the
@@ -62,7 +71,8 @@ std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options);
 
 /// TcpOptions from what `ferry run`, torchrun, srun, Open MPI or MPICH set, and FERRY_SECRET, which
 /// is not needed where the launcher says that all ranks are on one host: there a Unix socket of
-/// this user takes its place. Throws Error(invalid_argument) naming the variable that is missing or
+/// this user takes its place. `join`: FERRY_JOIN is 1, as `ferry run` sets it for a process that takes
+/// the place of another. Throws Error(invalid_argument) naming the variable that is missing or
 /// wrong.
 TcpOptions tcp_options_from_environment();
 

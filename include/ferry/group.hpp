@@ -80,6 +80,10 @@ struct GroupConfig {
   OfiOptions ofi{};  ///< of the ofi fabric; only `provider` and `endpoints` must be the same
   /// What `automatic` means in the options of this group's calls.
   Crossing crossing = Crossing::automatic;
+  /// Not empty: under this name a process that starts later (TcpOptions::join) finds the group and
+  /// takes the place of a rank that is lost. One name for each group of a job. Needs the host
+  /// backend, fabric shm, one domain, at most 256 ranks; latency exchanges are then not to be had.
+  std::string elastic{};
   OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
 };
 
@@ -210,6 +214,7 @@ struct GroupView {
   std::vector<int> ranks{};  ///< in this epoch, ascending
   std::vector<int> lost{};   ///< the group's other ranks, ascending
   std::uint64_t step = 0;    ///< the newest that any rank has committed; 0: none
+  std::vector<int> joined{};  ///< processes that joined since then, ascending: they have no state
   friend bool operator==(const GroupView&, const GroupView&) = default;
 };
 
@@ -224,6 +229,10 @@ class Group {
  public:
   /// Collective. Throws Error(mismatch) when ranks were given different configurations, and on the
   /// others when one rank's is invalid (which throws Error(invalid_argument) there).
+  ///
+  /// With a bootstrap that joins, it waits until the ranks of the group, in `regroup`, have taken
+  /// this process in; `view` then says at which epoch and step. Throws Error(refused) when a process
+  /// that runs has its place.
   Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Group();
   Group(Group&&) noexcept;
@@ -287,11 +296,13 @@ class Group {
   /// Error(deadline) when ranks are missing that may still run and the others are no majority; the
   /// group then stays failed. Throws Error(unsupported) unless the backend is host and all ranks
   /// share memory (fabric local or shm, one domain, at most 256 ranks).
+  /// Takes in processes that wait for places of lost ranks (GroupConfig::elastic).
   GroupView regroup();
   /// Collective. Returns when every rank has called it with this step, so that each has what it
   /// needs to apply it. Steps grow, from 1. A rank whose call threw learns from `regroup` whether
-  /// another one's returned: then `step` of the view says so, and all apply it.
-  void commit(std::uint64_t step);
+  /// another one's returned: then `step` of the view says so, and all apply it. True, on all ranks
+  /// alike, while a process waits for the place of a lost rank: `regroup` takes it in.
+  bool commit(std::uint64_t step);
   /// The newest epoch that this rank knows. Not collective.
   GroupView view() const;
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, integer, refuse, seconds, text
+from ferry.arguments import INT32_MAX, flag, integer, refuse, seconds, text
 
 Bootstrap = _ferry.Bootstrap
 
@@ -29,12 +29,16 @@ def tcp(
     secret: str,
     address: str = "127.0.0.1",
     deadline: float = 60.0,
+    join: bool = False,
 ) -> Bootstrap:
     """Ranks as processes that meet at a TCP store, which rank 0 runs at `address`:`port`.
 
     All ranks give the same size, port and secret (not empty). Blocks for at most `deadline`
     seconds. Raises `RefusedError` with the reason on a wrong secret, another version, another size
     or a rank that is already there, `DeadlineExceededError` when the store does not answer.
+
+    join: this process takes the place of a rank that is lost, in groups that run (`elastic`); it
+        does not look for the store, which need not run any more.
     """
     if text("tcp: secret", secret) == "":
         refuse("tcp: secret", "an empty string", "the job's secret, the same on all ranks")
@@ -46,6 +50,7 @@ def tcp(
         integer("tcp: port", port, 1, 65535),
         secret,
         seconds("tcp: deadline", deadline),
+        flag("tcp: join", join),
     )
 
 
@@ -53,7 +58,8 @@ def from_environment(
     *, rank: int | None = None, size: int | None = None, deadline: float = 60.0
 ) -> Bootstrap:
     """The same from the variables that `ferry run`, torchrun, srun, Open MPI or MPICH set, and
-    FERRY_SECRET, which is not needed where all ranks are on one host.
+    FERRY_SECRET, which is not needed where all ranks are on one host. With FERRY_JOIN=1 this process
+    takes the place of a rank that is lost, as with `tcp(join=True)`.
 
     Args:
         rank, size: instead of the environment's, both or none: for the ranks that are left.

@@ -18,6 +18,7 @@ from ferry.arguments import (
     refuse,
     renamed_keywords,
     seconds,
+    text,
 )
 from ferry.errors import Error
 from ferry.handles import register_group
@@ -89,6 +90,13 @@ class Group:
             them; "ofi": libfabric; "sim" (threads): adversarial, for tests.
         crossing: what "automatic" means in the calls of this group: "automatic" (by a cost model:
             `Plan.crossing`), "direct" or "hierarchical".
+        elastic: under this name a process that starts later finds the group and takes the place of
+            a lost rank, with a bootstrap that `joins`; one name for each group of a job. "": nobody
+            joins. Needs backend "host" and fabric "shm", and excludes latency exchanges.
+
+    With a bootstrap that `joins` creation waits until the ranks have called `regroup`; `view` then
+    says at which epoch and step this process is in. Raises `RefusedError` when a process that runs
+    has its place.
 
     On GPUs every call takes a place in the order of a CUDA stream: `stream` is a torch.cuda.Stream,
     a cudaStream_t as an integer or a ferry.Stream. None is torch's current stream when the call's
@@ -118,6 +126,7 @@ class Group:
         domain_size: int = 0,
         network: str = "automatic",
         crossing: str = "automatic",
+        elastic: str = "",
     ) -> None:
         chosen = choice("Group: backend", backend, BACKENDS)
         if device is not None and chosen != _ferry.Backend.cuda:
@@ -137,6 +146,7 @@ class Group:
             integer("Group: domain_size", domain_size, 0, INT32_MAX),
             choice("Group: network", network, NETWORKS),
             choice("Group: crossing", crossing, CROSSINGS),
+            text("Group: elastic", elastic),
         )
         if gpu == -1:
             gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
@@ -420,11 +430,13 @@ class Group:
         """
         return self._raw.regroup()
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int) -> bool:
         """Collective. Returns when every rank has called it with this step, so that each has what
         it needs to apply it. Steps grow, from 1. A rank whose call raised learns from `regroup`
-        whether another one's returned: then `step` of the view says so, and all apply it."""
-        self._raw.commit(integer("commit: step", step, 1, UINT64_MAX))
+        whether another one's returned: then `step` of the view says so, and all apply it. True, on
+        all ranks alike, while a process waits for the place of a lost rank: `regroup` takes it in.
+        """
+        return self._raw.commit(integer("commit: step", step, 1, UINT64_MAX))
 
     def view(self) -> _ferry.GroupView:
         """Who is in the group, as far as this rank knows. Not collective."""

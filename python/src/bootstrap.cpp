@@ -58,8 +58,9 @@ HeldBootstrap connect(TcpOptions options, double deadline) {
 }
 
 HeldBootstrap tcp(int rank, int size, const std::string& address, std::uint16_t port,
-                  const std::string& secret, double deadline) {
+                  const std::string& secret, double deadline, bool join) {
   TcpOptions options;
+  options.join = join;
   options.rank = rank;
   options.size = size;
   options.address = address;
@@ -109,6 +110,9 @@ void bind_bootstrap(nb::module_& m) {
   nb::class_<HeldBootstrap>(m, "Bootstrap", "How the ranks of a group find each other.")
       .def_prop_ro("rank", [](const HeldBootstrap& b) { return b.get()->rank(); })
       .def_prop_ro("size", [](const HeldBootstrap& b) { return b.get()->size(); })
+      .def_prop_ro(
+          "joins", [](const HeldBootstrap& b) { return b.get()->joins(); },
+          "Whether this process takes the place of a lost rank, in a group that runs.")
       .def("all_gather", &all_gather, nb::arg("mine"), nb::arg("deadline") = 60.0,
            nb::sig("def all_gather(self, mine: bytes, deadline: float = 60.0) -> list[bytes]"),
            "Collective: every rank gets the bytes of all ranks, in rank order.")
@@ -116,12 +120,13 @@ void bind_bootstrap(nb::module_& m) {
   m.def("threads", &threads, nb::arg("ranks"),
         nb::sig("def threads(ranks: int) -> list[Bootstrap]"));
   m.def("tcp", &tcp, nb::arg("rank"), nb::arg("size"), nb::arg("address"), nb::arg("port"),
-        nb::arg("secret"), nb::arg("deadline"));
+        nb::arg("secret"), nb::arg("deadline"), nb::arg("join"));
   m.def(
       "from_environment",
       [](int rank, int size, double deadline) {
         TcpOptions options = tcp_options_from_environment();
-        if (size > 0) options.rank = rank, options.size = size;
+        // Other ranks than the environment's meet at a store of their own.
+        if (size > 0) options.rank = rank, options.size = size, options.join = false;
         return connect(std::move(options), deadline);
       },
       nb::arg("rank"), nb::arg("size"), nb::arg("deadline"));

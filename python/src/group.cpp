@@ -19,7 +19,8 @@ using HeldCombined = Held<Combined>;
 
 GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memory_bytes,
                         FabricKind fabric, Backend backend, int device, std::uint64_t sim_seed,
-                        int domain_size, FabricKind network, Crossing crossing) {
+                        int domain_size, FabricKind network, Crossing crossing,
+                        std::string elastic) {
   GroupConfig config;
   config.experts = experts;
   config.deadline = to_nanoseconds(deadline, "Group: deadline");
@@ -31,6 +32,7 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
   config.domain_size = domain_size;
   config.network = network;
   config.crossing = crossing;
+  config.elastic = std::move(elastic);
   config.on_wait = python_on_wait();
   return config;
 }
@@ -38,9 +40,9 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
 void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
                 double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
                 int device, std::uint64_t sim_seed, int domain_size, FabricKind network,
-                Crossing crossing) {
+                Crossing crossing, const std::string& elastic) {
   GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, device,
-                                   sim_seed, domain_size, network, crossing);
+                                   sim_seed, domain_size, network, crossing, elastic);
   std::shared_ptr<Bootstrap> meeting = bootstrap.get();
   new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
 }
@@ -170,9 +172,18 @@ void bind_results(nb::module_& m) {
       .def_ro("ranks", &GroupView::ranks, "In this epoch, ascending.")
       .def_ro("lost", &GroupView::lost, "The group's other ranks, ascending.")
       .def_ro("step", &GroupView::step, "The newest that any rank has committed; 0: none.")
+      .def_ro("joined", &GroupView::joined,
+              "Processes that joined since that step, ascending: they have no state.")
+      .def(
+          "__eq__",
+          [](const GroupView& a, nb::handle b) {
+            return nb::isinstance<GroupView>(b) && a == nb::cast<const GroupView&>(b);
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](const GroupView& v) {
         return "GroupView(epoch=" + std::to_string(v.epoch) + ", ranks=" + list_of(v.ranks) +
-               ", lost=" + list_of(v.lost) + ", step=" + std::to_string(v.step) + ")";
+               ", lost=" + list_of(v.lost) + ", step=" + std::to_string(v.step) +
+               ", joined=" + list_of(v.joined) + ")";
       });
   nb::class_<TimeStats>(m, "TimeStats", "Nanoseconds that this rank has spent inside exchanges.")
       .def_ro("exchange_ns", &TimeStats::exchange_ns,
@@ -200,7 +211,9 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
       .def("regroup", [](const HeldGroup& g) { return without_gil([&] { return g->regroup(); }); })
       .def(
           "commit",
-          [](const HeldGroup& g, std::uint64_t step) { without_gil([&] { g->commit(step); }); },
+          [](const HeldGroup& g, std::uint64_t step) {
+            return without_gil([&] { return g->commit(step); });
+          },
           nb::arg("step"))
       .def("view", [](const HeldGroup& g) { return g->view(); });
 }
@@ -214,7 +227,8 @@ void bind_group(nb::module_& m) {
   group
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
            nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("device"),
-           nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"), nb::arg("crossing"))
+           nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"), nb::arg("crossing"),
+           nb::arg("elastic"))
       .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
       .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })
       .def_prop_ro("experts", [](const HeldGroup& g) { return g->experts(); })
@@ -247,7 +261,7 @@ void bind_group(nb::module_& m) {
           [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, Backend backend,
              int ranks) {
             return Group::memory_hint(make_config(experts, 60.0, memory_bytes, fabric, backend, -1,
-                                                  1, 0, FabricKind::automatic, Crossing::automatic),
+                                                  1, 0, FabricKind::automatic, Crossing::automatic, {}),
                                       ranks);
           },
           nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"),

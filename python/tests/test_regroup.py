@@ -24,7 +24,7 @@ def test_the_others_go_on_when_a_rank_leaves() -> None:
             group.barrier()
         view = group.regroup()
         assert (view.epoch, view.ranks, view.lost, view.step) == (2, [1, 2], [0], 3)
-        assert repr(group.view()) == "GroupView(epoch=2, ranks=[1, 2], lost=[0], step=3)"
+        assert repr(group.view()) == "GroupView(epoch=2, ranks=[1, 2], lost=[0], step=3, joined=[])"
         with pytest.raises(ferry.InvalidArgumentError, match="a plan of epoch 1"):
             group.dispatch(x, plan)
         with pytest.raises(ferry.InvalidArgumentError, match="expert 0 of rank 0"):

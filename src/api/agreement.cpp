@@ -33,7 +33,8 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
           {"network", std::string(name_of(config.network))},
           {"ofi.provider", config.ofi.provider},
           {"ofi.endpoints", number(config.ofi.endpoints)},
-          {"crossing", std::string(name_of(config.crossing))}};
+          {"crossing", std::string(name_of(config.crossing))},
+          {"elastic", printable(config.elastic, kMostValue)}};
 }
 
 std::string to_text(const std::vector<Field>& fields) {
@@ -42,8 +43,9 @@ std::string to_text(const std::vector<Field>& fields) {
   return text;
 }
 
-/// The first line in which two texts differ, as (name, theirs, rank 0's).
-std::string first_difference(const std::string& theirs, const std::string& zero, int rank) {
+/// The first line in which two texts differ, as (name, rank's, the other's).
+std::string first_difference(const std::string& theirs, const std::string& zero, int rank,
+                             int zero_rank = 0) {
   std::istringstream a(theirs), b(zero);
   std::string x, y;
   while (true) {
@@ -55,7 +57,7 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
       return printable(line.substr(line.find('=') + 1), kMostValue);
     };
     return printable(y.substr(0, y.find('=')), kMostValue) + " is " + value(x) + " on rank " +
-           std::to_string(rank) + " but " + value(y) + " on rank 0";
+           std::to_string(rank) + " but " + value(y) + " on rank " + std::to_string(zero_rank);
   }
   return "rank " + std::to_string(rank) +
          " describes its configuration in another way: it runs "
@@ -64,10 +66,23 @@ std::string first_difference(const std::string& theirs, const std::string& zero,
 
 }  // namespace
 
+std::string config_text(const GroupConfig& config, int ranks) {
+  return to_text(fields_of(config, ranks));
+}
+
+void check_same(const std::string& mine, int rank, const std::string& theirs, int peer) {
+  if (mine == theirs) return;
+  throw Error(ErrorKind::mismatch,
+              "Group: rank " + std::to_string(rank) +
+                  " cannot join: it was given another configuration than the group: " +
+                  first_difference(mine, theirs, rank, peer),
+              {rank, peer, "Group: configuration", 0, 0, 0});
+}
+
 void agree_on(Bootstrap& bootstrap, const GroupConfig& config,
               const std::optional<Error>& invalid) {
   const std::string mine = invalid ? std::string(kInvalid) + printable(invalid->what(), kMostText)
-                                   : to_text(fields_of(config, bootstrap.size()));
+                                   : config_text(config, bootstrap.size());
   // An invalid deadline is no deadline to wait by.
   const auto deadline = invalid ? GroupConfig{}.deadline : config.deadline;
   std::vector<std::vector<std::byte>> all;

@@ -1,6 +1,7 @@
 // All ranks must have been given the same configuration.
 #pragma once
 #include <optional>
+#include <string>
 
 #include "ferry/bootstrap.hpp"
 #include "ferry/group.hpp"
@@ -12,5 +13,10 @@ namespace ferry {
 /// throws this, so that the others need not wait for it: they get Error(mismatch) with its words.
 void agree_on(Bootstrap& bootstrap, const GroupConfig& config,
               const std::optional<Error>& invalid = std::nullopt);
+
+/// What must be the same on all ranks, as text.
+std::string config_text(const GroupConfig& config, int ranks);
+/// Of a process that joins, against a rank of the group. Throws Error(mismatch).
+void check_same(const std::string& mine, int rank, const std::string& theirs, int peer);
 
 }  // namespace ferry

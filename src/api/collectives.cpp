@@ -32,6 +32,9 @@ std::shared_ptr<CollectivesEngine> make_cuda_collectives(Bootstrap& bootstrap,
 
 std::shared_ptr<CollectivesEngine> make_collectives(Bootstrap& bootstrap, GroupConfig config) {
   config.experts = 1;
+  if (!config.elastic.empty()) {
+    refuse("Collectives", "elastic", "a name", "none: make them anew of the ranks that are there");
+  }
   const Inside inside = agree_on_wires(bootstrap, config);
   if (config.backend == Backend::cuda) return make_cuda_collectives(bootstrap, config, inside);
   return host::make_host_collectives(bootstrap, config, inside.domains,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/domain_bootstrap.hpp"
+#include "api/elastic.hpp"
 #include "api/old_options.hpp"
 #include "api/wires.hpp"
 #include "base/process_limits.hpp"
@@ -43,10 +44,12 @@ std::shared_ptr<Engine> make_cuda_group(Bootstrap& bootstrap, const GroupConfig&
 }
 
 std::shared_ptr<Engine> make_group_engine(Bootstrap& bootstrap, GroupConfig config) {
+  if (bootstrap.joins()) return join_group(bootstrap, std::move(config));
   const Inside inside = agree_on_wires(bootstrap, config);
   if (config.backend == Backend::cuda) return make_cuda_group(bootstrap, config, inside);
-  return host::make_host_engine(bootstrap, config, inside.domains,
-                                make_wires(bootstrap, config, inside));
+  auto fabric = make_wires(bootstrap, config, inside);
+  open_lobby(bootstrap, config, inside, *fabric);
+  return host::make_host_engine(bootstrap, config, inside.domains, std::move(fabric));
 }
 
 Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
@@ -150,8 +153,8 @@ void Group::barrier() {
 GroupView Group::regroup() {
   return call(engine_, "regroup", [](Engine& engine) { return engine.regroup(); });
 }
-void Group::commit(std::uint64_t step) {
-  live(engine_, "commit").commit(step);
+bool Group::commit(std::uint64_t step) {
+  return live(engine_, "commit").commit(step);
 }
 GroupView Group::view() const {
   return live(engine_, "view").group_view();

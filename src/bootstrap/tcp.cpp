@@ -186,8 +186,10 @@ TcpBootstrap::~TcpBootstrap() {
 namespace ferry {
 
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options) {
-  return in_words(options.rank, "tcp_bootstrap",
-                  [&] { return std::make_shared<bootstrap::TcpBootstrap>(options); });
+  return in_words(options.rank, "tcp_bootstrap", [&]() -> std::shared_ptr<Bootstrap> {
+    if (options.join) return bootstrap::joining_bootstrap(options);
+    return std::make_shared<bootstrap::TcpBootstrap>(options);
+  });
 }
 
 }  // namespace ferry

@@ -18,6 +18,9 @@
 
 namespace ferry::bootstrap {
 
+/// Throws Error(invalid_argument).
+void check(const TcpOptions& options);
+
 class TcpBootstrap final : public Bootstrap {
  public:
   explicit TcpBootstrap(const TcpOptions& options);
@@ -31,6 +34,7 @@ class TcpBootstrap final : public Bootstrap {
                                                  std::chrono::nanoseconds deadline,
                                                  const OnWait& on_wait) override;
   std::string own_address() const override { return own_address_; }
+  std::string job() const override { return who_.store; }
 
  private:
   void start_store(const TcpOptions& options, Clock::time_point due);
@@ -71,5 +75,8 @@ class TcpBootstrap final : public Bootstrap {
   bool found_ = false;           // one of them met a Ferry store
   std::optional<Error> broken_;  // what every further call throws
 };
+
+/// Of a process that takes the place of a lost rank.
+std::shared_ptr<Bootstrap> joining_bootstrap(const TcpOptions& options);
 
 }  // namespace ferry::bootstrap

@@ -31,6 +31,8 @@ bool may_be_of_an_earlier_job(const std::string& store, RefusalCode why) {
          joined_before.contains(store);
 }
 
+}  // namespace
+
 void check(const TcpOptions& options) {
   const auto refuse = [&](const std::string& what) {
     throw Error(ErrorKind::invalid_argument, "tcp_bootstrap: " + what, {.rank = options.rank});
@@ -50,8 +52,6 @@ void check(const TcpOptions& options) {
     refuse("secret is empty, expected the same random text on all ranks");
   }
 }
-
-}  // namespace
 
 TcpBootstrap::TcpBootstrap(const TcpOptions& options)
     : who_{.rank = options.rank,

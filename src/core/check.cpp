@@ -162,6 +162,14 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "backend", "number " + to_string(static_cast<int>(config.backend)),
            "automatic, host or cuda");
   }
+  constexpr std::size_t kMostName = 64;
+  if (config.elastic.size() > kMostName) {
+    refuse("Group", "elastic", to_string(config.elastic.size()) + " bytes",
+           "a name of at most " + to_string(kMostName) + " bytes");
+  }
+  if (!config.elastic.empty() && config.backend == Backend::cuda) {
+    refuse("Group", "elastic", "a name with backend cuda", "backend host, or no name");
+  }
 }
 
 void check_config(const LatencyConfig& config) {

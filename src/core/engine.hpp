@@ -73,7 +73,7 @@ class Engine {
   virtual void barrier() = 0;
   virtual GroupView group_view() const;
   virtual GroupView regroup();
-  virtual void commit(std::uint64_t step);
+  virtual bool commit(std::uint64_t step);
   virtual std::uint64_t epoch() const { return 1; }
   virtual MemoryStats memory() const = 0;
   virtual TimeStats time() const = 0;
@@ -92,7 +92,7 @@ inline GroupView Engine::regroup() {
   throw Error(ErrorKind::unsupported,
               "regroup: groups with backend host can, this one has backend cuda; make a new group");
 }
-inline void Engine::commit(std::uint64_t /*step*/) {
+inline bool Engine::commit(std::uint64_t /*step*/) {
   throw Error(ErrorKind::unsupported,
               "commit: groups with backend host can, this one has backend cuda; use barrier");
 }

@@ -27,7 +27,7 @@ struct Carver {
 };
 
 /// What a rank says of the membership (protocol/membership_statement.hpp), at most.
-inline constexpr std::size_t kStatementBytes = 320;
+inline constexpr std::size_t kStatementBytes = 512;
 
 /// One rank's control segment, written by its peers.
 struct ControlLayout {
@@ -38,7 +38,7 @@ struct ControlLayout {
   std::size_t broadcasts = 0;  ///< [R] lines: failure broadcasts
   std::size_t heartbeat = 0;   ///< one line, written by the owner: when it last waited, the call
                                ///< that it is in (core/call.hpp, CallWord), when it last waited
-                               ///< for a transfer, whether it has left
+                               ///< for a transfer, whether it has left, at which step it joined
   std::size_t evicted = 0;     ///< one line: the epoch in which peers went on without the owner
   std::size_t bell = 0;        ///< one line: raised by peers that have said something new
   std::size_t statement = 0;   ///< written by the owner (protocol/board.hpp)

@@ -157,6 +157,11 @@ class Channel {
   bool waits(int peer) const;
   /// Whether the peer has destroyed its group. It says nothing any more.
   bool left(int peer) const;
+  /// Of a process that joined: the step that was committed then, plus 1, or kJoining; 0: the group
+  /// was made with it.
+  static constexpr std::uint64_t kJoining = ~std::uint64_t{0};
+  std::uint64_t joined_at(int peer) const;
+  void say_joined(std::uint64_t at);
   /// Runs `say` unless this rank has left, and so that it cannot leave meanwhile.
   bool unless_left(const std::function<void()>& say);
 

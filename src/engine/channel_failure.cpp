@@ -54,11 +54,14 @@ void Channel::check_usable(const char* call) const {
   }
   std::scoped_lock lock(dead_mutex_);
   if (dead_) {
+    const bool for_good =
+        dead_->kind() == ErrorKind::evicted || given_up_.load(std::memory_order_relaxed);
     throw Error(dead_->kind(),
-                std::string(call) +
-                    ": the group failed earlier; make a new one, or, where that is "
-                    "possible, call regroup on all ranks that are left. It failed with: " +
-                    dead_->what(),
+                std::string(call) + ": the group failed earlier" +
+                    (for_good ? ". "
+                              : "; make a new one, or, where that is possible, call regroup on all "
+                                "ranks that are left. ") +
+                    "It failed with: " + dead_->what(),
                 dead_->context());
   }
 }

@@ -24,8 +24,9 @@ constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500)
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
 constexpr auto kGraceSlice = std::chrono::milliseconds(5);
 /// Of the line in which a rank says how it is: when it last looked up from a wait, its call, and
-/// when it last looked up from a transfer, whether it has left.
-constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2, kLeftWord = 3;
+/// when it last looked up from a transfer, whether it has left, at which step it joined.
+constexpr std::size_t kBeatWord = 0, kCallWord = 1, kTransferWord = 2, kLeftWord = 3,
+                      kJoinedWord = 4;
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
@@ -69,6 +70,15 @@ bool Channel::left(int peer) const {
 void Channel::say_left() {
   // Release: see above.
   std::atomic_ref(*own_word(rank_, kLeftWord)).store(1, std::memory_order_release);
+}
+
+std::uint64_t Channel::joined_at(int peer) const {
+  // Acquire: one that has committed since it joined has said so before.
+  return std::atomic_ref(*own_word(peer, kJoinedWord)).load(std::memory_order_acquire);
+}
+
+void Channel::say_joined(std::uint64_t at) {
+  std::atomic_ref(*own_word(rank_, kJoinedWord)).store(at, std::memory_order_release);
 }
 
 std::uint64_t Channel::evicted() const {

@@ -43,45 +43,146 @@ bool Regroup::possible(const Memory& memory) {
 }
 
 Regroup::Regroup(std::shared_ptr<Memory> memory, Channel& channel, const GroupConfig& config,
-                 const ControlLayout& layout)
+                 const ControlLayout& layout, std::uint64_t ticket)
     : memory_(std::move(memory)),
       channel_(channel),
       config_(config),
       layout_(layout),
-      member_(std::make_unique<Member>(Member::founder(channel.rank(), channel.size()))),
+      member_(std::make_unique<Member>(ticket == 0
+                                           ? Member::founder(channel.rank(), channel.size())
+                                           : Member::joiner(channel.rank(), ticket))),
+      seating_(*memory_->fabric, layout),
+      seated_(ticket == 0 ? 1 : 0),
       heard_(static_cast<std::size_t>(channel.size())),
-      said_(heard_.size()) {
-  static_assert(sizeof(Said) % sizeof(std::uint64_t) == 0);
-  static_assert(sizeof(Said) <= kStatementBytes);
-}
-
-protocol::Board<> Regroup::board(int peer) const {
-  return {control(peer) + layout_.statement, kWords};
-}
-
-protocol::Flag Regroup::bell(int peer) const {
-  return protocol::Flag{reinterpret_cast<std::uint64_t*>(control(peer) + layout_.bell)};
-}
+      said_(heard_.size()) {}
 
 Epoch Regroup::run(std::uint64_t step) {
   begin(step);
-  const std::uint64_t epoch = member_->view().epoch;
-  std::uint64_t newest = epoch;
+  return agree(member_->view().epoch);
+}
+
+Epoch Regroup::agree(protocol::Epoch since) {
+  std::uint64_t newest = since;
   for (;;) {
     if (channel_.left()) throw_destroyed();
-    const std::uint64_t rung = bell(channel_.rank()).load(protocol::order::acquire);
+    const std::uint64_t rung = bell().load(protocol::order::acquire);
     poll();
     publish();  // before what follows from it
-    while (member_->settle()) publish();
+    while (member_->settle()) {
+      seat_joiners();
+      publish();
+    }
     check_standing();
-    if (member_->view().epoch > epoch && member_->running()) return go_on();
-    if (member_->view().epoch != newest) {  // another loss: who has not heard of it has time again
+    if (member_->view().epoch != newest) {
+      const Epoch epoch = go_on();
+      if (member_->running()) return epoch;
+      // Another change: others may have gone on, and who has not heard of it has time again.
+      channel_.stop();
       newest = member_->view().epoch;
       timeout_ = Clock::now() + config_.deadline;
     }
     check_progress();
     wait(rung);
   }
+}
+
+void Regroup::look_for_guests() {
+  if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
+  seating_.look();
+  seating_.hear_waiting(*member_);
+}
+
+void Regroup::seat_joiners() {
+  const auto& view = member_->view();
+  if (member_->standing() != Standing::kMember || view.epoch == seated_) return;
+  if (seated_ == 0) {
+    seating_.seat_all(view);
+  } else {
+    for (const protocol::Join& join : view.joins) {
+      if (join.ticket == 0) continue;
+      const auto seat = static_cast<int>(join.seat);
+      seating_.seat(seat, join.ticket);
+      heard_[static_cast<std::size_t>(seat)] = 0;
+      said_[static_cast<std::size_t>(seat)] = {};
+    }
+  }
+  seated_ = view.epoch;
+}
+
+Epoch Regroup::join() {
+  constexpr auto kRingPeriod = std::chrono::milliseconds(100);
+  channel_.say_joined(Channel::kJoining);
+  channel_.die(Error(ErrorKind::peer_failed,
+                     "rank " + std::to_string(channel_.rank()) + ": it has not joined the group yet",
+                     {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));
+  const auto end = Clock::now() + config_.deadline;
+  auto ring_at = Clock::now();
+  for (;;) {
+    if (channel_.left()) throw_destroyed();
+    const std::uint64_t rung = bell().load(protocol::order::acquire);
+    publish();  // before those that hear the bell read it
+    seating_.look();
+    for (const Seating::Guest& guest : seating_.guests()) {
+      member_->hear(guest.visitor.rank, guest.said);
+      if (member_->standing() == Standing::kMember) break;
+    }
+    if (member_->standing() == Standing::kMember) break;
+    check_may_join(end);
+    if (Clock::now() >= ring_at) {
+      seating_.ring_all();
+      ring_at = Clock::now() + kRingPeriod;
+    }
+    channel_.beat(true);
+    if (config_.on_wait) config_.on_wait();
+    wait(rung);
+  }
+  seat_joiners();
+  timeout_ = Clock::now() + config_.deadline;
+  return agree(0);
+}
+
+void Regroup::check_may_join(Clock::time_point end) const {
+  const int self = channel_.rank();
+  const auto refuse = [&](ErrorKind kind, const std::string& text) {
+    throw Error(kind, "rank " + std::to_string(self) + ": cannot join the group: " + text,
+                {self, self, kRegroup, 0, 0, 0});
+  };
+  const Seating::Guest* holder = seating_.holder(self);
+  const Said* newest = seating_.newest();
+  const std::string there =
+      holder == nullptr ? "" : "process " + std::to_string(holder->visitor.pid) + ", ";
+  const bool all = newest == nullptr || newest->epoch == 0;  // the view of epoch 1
+  if (holder != nullptr && (all || newest->view.live.has(self))) {
+    refuse(ErrorKind::refused, "its place is not free: " + there +
+                                   "which runs, has it; a process takes the place of one that has "
+                                   "ended");
+  }
+  if (Clock::now() < end) return;
+  if (newest == nullptr) refuse(ErrorKind::deadline, "all its ranks have ended");
+  refuse(ErrorKind::deadline,
+         holder != nullptr ? there + "which the others went on without, still runs; end it first"
+                           : "its ranks did not call regroup within the deadline; commit returns "
+                             "true on all of them while a process waits");
+}
+
+bool Regroup::one_waits() {
+  if (!seating_.open() || member_->view().live.count() == channel_.size()) return false;
+  const std::uint64_t rung = bell().load(protocol::order::acquire);
+  if (rung == bell_seen_) return one_waits_;
+  bell_seen_ = rung;
+  seating_.look();
+  one_waits_ = seating_.one_waits(*member_);
+  return one_waits_;
+}
+
+std::vector<int> Regroup::joined(const Epoch& epoch) const {
+  std::vector<int> ranks;
+  for (const int rank : epoch.ranks) {
+    // One that has not said yet when it joined has committed nothing since.
+    const std::uint64_t at = channel_.joined_at(rank);
+    if (at == Channel::kJoining || at == epoch.step + 1) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 void Regroup::begin(std::uint64_t step) {
@@ -91,6 +192,9 @@ void Regroup::begin(std::uint64_t step) {
     member_->progressed(std::max(channel_.generation(), member_->view().generation - 1), step);
   }
   channel_.stop();
+  seat_joiners();  // of a call that threw before it could
+  // Not later: a leader that found one then would stop ranks that have gone on.
+  look_for_guests();
   timeout_ = Clock::now() + config_.deadline;
   polled_ = {};
   poll();  // what is old already gives no new trust
@@ -120,27 +224,23 @@ void Regroup::poll() {
 
 void Regroup::hear(int peer) {
   const auto p = static_cast<std::size_t>(peer);
-  const protocol::Board<> theirs = board(peer);
-  if (theirs.number() == heard_[p]) return;
-  std::array<std::uint64_t, kWords> text{};
-  heard_[p] = theirs.read(text.data());
-  said_[p] = std::bit_cast<Said>(text);
+  if (board_of(control(peer), layout_).number() == heard_[p]) return;
+  heard_[p] = read_statement(control(peer), layout_, said_[p]);
   heard_at_ = Clock::now();
   member_->hear(peer, said_[p]);
+  seat_joiners();
 }
 
 void Regroup::publish() {
   if (member_->statement().number == published_) return;
-  const auto text = std::bit_cast<std::array<std::uint64_t, kWords>>(member_->statement());
-  const bool said = channel_.unless_left([&] { board(channel_.rank()).publish(text.data()); });
+  const auto text = std::bit_cast<std::array<std::uint64_t, kStatementWords>>(member_->statement());
+  const bool said = channel_.unless_left(
+      [&] { board_of(control(channel_.rank()), layout_).publish(text.data()); });
   if (!said) throw_destroyed();
   published_ = member_->statement().number;
   const auto& live = member_->view().live;
   for (int peer = live.next(); peer >= 0; peer = live.next(peer + 1)) {
-    if (peer == channel_.rank()) continue;
-    // Release: who finds the bell rung finds what was said.
-    bell(peer).fetch_add(1, protocol::order::release);
-    bell(peer).wake();
+    if (peer != channel_.rank()) ring(control(peer), layout_);
   }
 }
 
@@ -197,7 +297,7 @@ void Regroup::give_up(const Error& error) {
   throw error;
 }
 
-Regroup::Member::Seats Regroup::may_run() const {
+Member::Seats Regroup::may_run() const {
   Member::Seats some;
   const Member::Seats& suspects = member_->statement().suspects;
   for (int peer = suspects.next(); peer >= 0; peer = suspects.next(peer + 1)) {
@@ -219,8 +319,7 @@ void Regroup::wait(std::uint64_t rung) {
   if (fabric::DeathWatch::count() != deaths_) return;
   const auto left = std::chrono::nanoseconds(kPollPeriod);
   OneSlice watch{static_cast<std::uint64_t>(left.count())};
-  (void)bell(channel_.rank())
-      .wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);
+  (void)bell().wait_until([rung](std::uint64_t seen) { return seen != rung; }, watch);
 }
 
 Epoch Regroup::go_on() {
@@ -237,13 +336,15 @@ Epoch Regroup::go_on() {
     // Release, and before this rank changes any memory: who reads it later reads this, too.
     std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
   }
+  if (channel_.joined_at(channel_.rank()) == Channel::kJoining) channel_.say_joined(view.step + 1);
+  bell_seen_ = ~bell().load(protocol::order::relaxed);  // a look at the next chance
   channel_.begin_epoch(epoch);
   free_held();
   return epoch;
 }
 
 void Regroup::free_held() const {
-  if (!memory_->arena.holds_back()) return;
+  if (!memory_->arena.holds_back() || seating_.former_may_write()) return;
   for (int peer = 0; peer < channel_.size(); ++peer) {
     if (channel_.has(peer)) continue;
     if (memory_->fabric->peer_state(peer) != fabric::PeerState::dead) return;

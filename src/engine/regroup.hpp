@@ -8,26 +8,22 @@
 #include <vector>
 
 #include "engine/channel.hpp"
-#include "protocol/board.hpp"
-#include "protocol/membership.hpp"
+#include "engine/seating.hpp"
 
 namespace ferry::engine {
 
 class Regroup {
  public:
-  struct Traits : protocol::MembershipTraits {
-    static constexpr int kSeats = 256;
-    static constexpr int kJoins = 1;
-  };
-  using Member = protocol::Membership<Traits>;
+  using Traits = SeatTraits;
   using Said = Member::Said;
   using Standing = Member::Standing;
 
   /// Whether all ranks of the group can read each other's statements: one domain, and not too many.
   static bool possible(const Memory& memory);
 
+  /// `ticket`: of a process that joins; 0: the group was made with it.
   Regroup(std::shared_ptr<Memory> memory, Channel& channel, const GroupConfig& config,
-          const ControlLayout& layout);
+          const ControlLayout& layout, std::uint64_t ticket = 0);
 
   /// Stops, agrees with the ranks that are left, and has the channel go on with them: their epoch.
   /// Throws Error(evicted) when they went on without this one, and Error(deadline) when those in
@@ -35,17 +31,29 @@ class Regroup {
   /// called again.
   /// `step`: the newest that this rank has committed.
   Epoch run(std::uint64_t step);
+  /// Of a process that joins, once: waits until the ranks take it in, at most one deadline. Throws
+  /// Error(refused) when another process has its seat.
+  Epoch join();
+  /// Whether a process waits that `run` would take in. Of a rank that has been through `run`; costs
+  /// one comparison while none has come.
+  bool one_waits();
+  /// Those of `epoch` that have joined since its step was committed.
+  std::vector<int> joined(const Epoch& epoch) const;
+  /// Whether a seat was ever taken by another process.
+  bool ever_seated() const { return seating_.ever_seated(); }
   /// Regions that were held back are free again if no rank that was lost can still write to them.
   void free_held() const;
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::size_t kWords = sizeof(Said) / sizeof(std::uint64_t);
 
-  protocol::Board<> board(int peer) const;
   std::byte* control(int peer) const { return memory_->fabric->pointer(peer, Channel::kControl); }
-  protocol::Flag bell(int peer) const;
+  protocol::Flag bell() const { return bell_of(control(channel_.rank()), layout_); }
   void begin(std::uint64_t step);
+  Epoch agree(protocol::Epoch since);
+  void look_for_guests();
+  void seat_joiners();
+  void check_may_join(Clock::time_point end) const;
   void poll();
   void hear(int peer);
   void publish();
@@ -65,6 +73,10 @@ class Regroup {
   const GroupConfig& config_;
   ControlLayout layout_;
   std::unique_ptr<Member> member_;
+  Seating seating_;
+  protocol::Epoch seated_;        // who has a seat in this epoch is mapped
+  std::uint64_t bell_seen_ = 0;   // when `one_waits` last looked
+  bool one_waits_ = false;        // then
   std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
   std::vector<Said> said_;            // [R]: that text
   std::uint64_t published_ = 0;       // the statement's number

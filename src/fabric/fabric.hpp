@@ -24,6 +24,7 @@ struct Address {
   std::uint64_t offset = 0;  ///< bytes from the segment's start
 };
 
+class Lobby;
 class Memory;
 
 /// A part of what one write carries.
@@ -110,6 +111,9 @@ class Fabric {
   /// Who called `progress` or `put` has nothing more to do here for now: what is still to be sent
   /// is for the fabric's own thread, which otherwise may take a millisecond to notice.
   virtual void rest() noexcept {}
+
+  /// Where new processes find the ranks; null: they cannot.
+  virtual Lobby* lobby() noexcept { return nullptr; }
 
   /// What left through `put` and `publish` for peers outside the domain.
   virtual NetworkStats network_use() const noexcept { return {}; }

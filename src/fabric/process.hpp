@@ -32,6 +32,8 @@ std::optional<std::uint64_t> start_time_of(std::int64_t pid);
 class ProcessWatch {
  public:
   explicit ProcessWatch(const ProcessName& process);
+  /// Of one that has ended.
+  ProcessWatch() : fixed_(PeerState::dead) {}
   ~ProcessWatch();
   ProcessWatch(ProcessWatch&& other) noexcept;
   ProcessWatch& operator=(ProcessWatch&&) = delete;
@@ -43,7 +45,7 @@ class ProcessWatch {
  private:
   PeerState state_without_pidfd() const noexcept;
 
-  ProcessName process_;
+  ProcessName process_{};
   int pidfd_ = -1;
   std::shared_ptr<DeathWatch> death_watch_{};
   std::atomic<PeerState> fixed_ = PeerState::alive;  // dead or unknown: no need to look

@@ -75,6 +75,16 @@ void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memo
   if (count(rank) < end) slots.count.store(end, std::memory_order_relaxed);
 }
 
+void SegmentTable::clear(int rank) {
+  check_peer(rank, ranks_, self_, "clear");
+  Slots& slots = slots_[std::size_t(rank)];
+  slots.count.store(0, std::memory_order_relaxed);
+  for (auto& slot : slots.entries) {
+    std::unique_ptr<const Entry> entry(slot.exchange(nullptr, std::memory_order_relaxed));
+    if (entry) cleared_.push_back(std::move(entry));
+  }
+}
+
 const SegmentTable::Entry* SegmentTable::find(int rank, SegmentId segment) const noexcept {
   if (rank < 0 || rank >= ranks_ || segment >= kMaxSegments) return nullptr;
   return slots_[std::size_t(rank)].entries[segment].load(std::memory_order_acquire);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "fabric/fabric.hpp"
 #include "fabric/memory.hpp"
@@ -40,6 +41,9 @@ class SegmentTable {
   /// One thread at a time. Throws Error(system) if the segment is there already or its number
   /// cannot be right.
   void add(int rank, SegmentId segment, std::shared_ptr<Memory> memory, std::size_t bytes);
+  /// The rank is another process from now on: its segments are forgotten, but stay mapped, for
+  /// threads that look at them now. One thread at a time.
+  void clear(int rank);
   /// Null if it is not there, or there is no such rank.
   const Entry* find(int rank, SegmentId segment) const noexcept;
   /// Bytes of the segment; 0 if it is not there.
@@ -63,6 +67,7 @@ class SegmentTable {
   int self_;
   int ranks_;
   std::unique_ptr<Slots[]> slots_;  // [ranks]
+  std::vector<std::unique_ptr<const Entry>> cleared_;
 };
 
 /// Throws Error(invalid_argument) unless 0 <= peer < ranks.

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <ferry/error.hpp>
 #include <optional>
+#include <utility>
 
 #include "base/open_files.hpp"
 #include "base/process_limits.hpp"
@@ -114,44 +115,8 @@ int reserve(int fd, std::byte* data, std::size_t bytes) {
   return 0;
 }
 
-}  // namespace
-
-SharedObject create_object(const std::string& name, std::size_t bytes, int rank) {
-  const std::size_t size = whole_pages(bytes, rank);
-  if (const auto free = free_in_dev_shm(); free && size > *free) {
-    throw_failed(rank, size, "no room", ENOSPC);
-  }
-  if (const std::string limit = file_limit_text(size); !limit.empty()) {
-    throw_limited(rank, size, limit);
-  }
-  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  if (fd.get() < 0) throw_failed(rank, size, "shm_open", errno);
-  NameGuard guard(name);
-  // A umask may have taken the owner's bits.
-  if (fchmod(fd.get(), 0600) != 0) throw_failed(rank, size, "fchmod", errno);
-  if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
-    throw_failed(rank, size, "ftruncate", errno);
-  }
-  SharedObject object;
-  object.memory = mapped(fd.get(), size);
-  if (!object.memory) throw_unmapped(rank, size, errno);
-  if (const int error = reserve(fd.get(), object.memory->data(), size); error != 0) {
-    throw_failed(rank, size, "posix_fallocate", error);
-  }
-  struct stat info{};
-  if (fstat(fd.get(), &info) != 0) throw_failed(rank, size, "fstat", errno);
-  object.inode = static_cast<std::uint64_t>(info.st_ino);
-  guard.keep();
-  return object;
-}
-
-std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& attachment,
-                                    std::uint64_t inode, bool populate) {
-  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
-  if (fd.get() < 0) {
-    throw_attach(attachment, "shm_open " + name + ": " + error_text(errno) +
-                                 (errno == ENOENT ? " (sealed, or the rank died or left)" : ""));
-  }
+std::shared_ptr<Memory> checked_mapping(const UniqueDescriptor& fd, const std::string& name,
+                                        const Attachment& attachment, std::uint64_t inode) {
   struct stat info{};
   if (fstat(fd.get(), &info) != 0) {
     throw_attach(attachment, "fstat " + name + ": " + std::strerror(errno));
@@ -170,8 +135,59 @@ std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& a
     throw_attach(attachment, "mmap " + name + ": " + std::strerror(error) +
                                  (error == ENOMEM ? memory_limit_text(size) : std::string()));
   }
-  if (populate) madvise(memory->data(), size, kPopulateWrite);  // only speed
   return memory;
+}
+
+}  // namespace
+
+SharedObject create_object(const std::string& name, std::size_t bytes, int rank) {
+  const std::size_t size = whole_pages(bytes, rank);
+  if (const auto free = free_in_dev_shm(); free && size > *free) {
+    throw_failed(rank, size, "no room", ENOSPC);
+  }
+  if (const std::string limit = file_limit_text(size); !limit.empty()) {
+    throw_limited(rank, size, limit);
+  }
+  UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (fd.get() < 0) throw_failed(rank, size, "shm_open", errno);
+  NameGuard guard(name);
+  // A umask may have taken the owner's bits.
+  if (fchmod(fd.get(), 0600) != 0) throw_failed(rank, size, "fchmod", errno);
+  if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) {
+    throw_failed(rank, size, "ftruncate", errno);
+  }
+  SharedObject object;
+  object.memory = mapped(fd.get(), size);
+  if (!object.memory) throw_unmapped(rank, size, errno);
+  if (const int error = reserve(fd.get(), object.memory->data(), size); error != 0) {
+    throw_failed(rank, size, "posix_fallocate", error);
+  }
+  struct stat info{};
+  if (fstat(fd.get(), &info) != 0) throw_failed(rank, size, "fstat", errno);
+  object.inode = static_cast<std::uint64_t>(info.st_ino);
+  object.descriptor = std::move(fd);
+  guard.keep();
+  return object;
+}
+
+std::shared_ptr<Memory> open_object(const std::string& name, const Attachment& attachment,
+                                    std::uint64_t inode, bool populate) {
+  const UniqueDescriptor fd(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (fd.get() < 0) {
+    throw_attach(attachment, "shm_open " + name + ": " + error_text(errno) +
+                                 (errno == ENOENT ? " (sealed, or the rank died or left)" : ""));
+  }
+  auto memory = checked_mapping(fd, name, attachment, inode);
+  if (populate) madvise(memory->data(), memory->mapped(), kPopulateWrite);  // only speed
+  return memory;
+}
+
+std::shared_ptr<Memory> open_descriptor(std::int64_t pid, int descriptor,
+                                        const Attachment& attachment, std::uint64_t inode) {
+  const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
+  const UniqueDescriptor fd(open(name.c_str(), O_RDWR | O_CLOEXEC));
+  if (fd.get() < 0) throw_attach(attachment, "open " + name + ": " + error_text(errno));
+  return checked_mapping(fd, name, attachment, inode);
 }
 
 }  // namespace ferry::fabric

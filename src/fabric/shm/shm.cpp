@@ -1,15 +1,22 @@
 #include "fabric/shm/shm.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <ferry/error.hpp>
+#include <algorithm>
+#include <atomic>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "fabric/identity.hpp"
+#include "fabric/lobby.hpp"
 #include "fabric/mapped_fabric.hpp"
+#include "fabric/shm/door.hpp"
 #include "fabric/shm/handshake.hpp"
 #include "fabric/shm/names.hpp"
 #include "fabric/shm/object.hpp"
@@ -25,15 +32,17 @@ constexpr SegmentId kMaxNamed = 64;
 /// page tables: with n ranks that would be n² segments, seconds of the creation of a group.
 constexpr std::size_t kPopulatePeers = std::size_t{512} << 20;
 
-class ShmFabric final : public MappedFabric {
+class ShmFabric final : public MappedFabric, public Lobby {
  public:
-  ShmFabric(int rank, const JobKey& key, const std::vector<Identity>& ranks)
+  /// `ranks`: nothing, of one that has ended.
+  ShmFabric(int rank, const JobKey& key, const std::vector<std::optional<ProcessName>>& ranks)
       : MappedFabric(rank, static_cast<int>(ranks.size())),
         key_(key),
         // In handles and for comparison only; the key itself stays in this process.
         job_{siphash(key, ~0ull, 0), siphash(key, ~0ull, 1)},
-        owner_pid_(getpid()) {
-    for (const Identity& identity : ranks) peers_.push_back(Peer{identity.process});
+        owner_pid_(getpid()),
+        peers_(ranks.size()) {
+    for (std::size_t r = 0; r < ranks.size(); ++r) set_peer(static_cast<int>(r), ranks[r]);
   }
   ~ShmFabric() override;
 
@@ -45,23 +54,49 @@ class ShmFabric final : public MappedFabric {
   void forget(int peer) noexcept override;
   PeerState peer_state(int peer) noexcept override;
 
+  Lobby* lobby() noexcept override { return this; }
+  bool is_open() const override { return door_ != nullptr; }
+  void open(const std::string& name, const std::string& text, std::uint64_t ticket) override;
+  void close() noexcept override {
+    if (door_) door_->close();
+  }
+  std::vector<Visitor> visitors() override;
+  void seat(int peer, std::uint64_t ticket) override;
+  void vacate(int peer) override;
+
  private:
   struct Peer {
     explicit Peer(const ProcessName& name) : process(name), watch(name) {}
-    ProcessName process;
-    ProcessWatch watch;
+    Peer() = default;
+    ProcessName process{};
+    ProcessWatch watch{};
   };
 
+  const Peer& peer_at(int peer) const {
+    // Acquire: of one that was replaced meanwhile.
+    return *peers_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
+  }
+  void set_peer(int peer, const std::optional<ProcessName>& process) {
+    all_peers_.push_back(process ? std::make_unique<Peer>(*process) : std::make_unique<Peer>());
+    peers_[static_cast<std::size_t>(peer)].store(all_peers_.back().get(),
+                                                 std::memory_order_release);
+  }
+  void replace(int peer, const std::optional<ProcessName>& process,
+               std::vector<std::shared_ptr<Memory>> memory);
   std::string object_of(int peer, SegmentId segment) const {
-    return object_name(key_, peers_[static_cast<std::size_t>(peer)].process, peer, segment);
+    return object_name(key_, peer_at(peer).process, peer, segment);
   }
   bool in_forked_child() const noexcept { return getpid() != owner_pid_; }
 
   JobKey key_;
   JobKey job_;
   pid_t owner_pid_;
-  std::vector<Peer> peers_;
-  std::set<SegmentId> named_;  // own segments that still have a name
+  std::vector<std::atomic<Peer*>> peers_;
+  std::vector<std::unique_ptr<Peer>> all_peers_;  // former ones, too: another thread may look
+  std::set<SegmentId> named_;                     // own segments that still have a name
+  JobKey door_key_{};
+  std::unique_ptr<OwnDoor> door_{};
+  std::optional<Doors> doors_{};
 };
 
 ShmFabric::~ShmFabric() {
@@ -89,6 +124,7 @@ Segment ShmFabric::register_memory(std::size_t bytes) {
     named_.erase(id);
     throw;
   }
+  if (door_) door_->add(id, bytes, object);
   if (size() == 1) seal(id);  // nobody will attach
   Segment segment{id, object.memory->data(), bytes,
                   to_bytes(SegmentHandle{.way = Wire::shm,
@@ -125,11 +161,100 @@ void ShmFabric::forget(int peer) noexcept {
   for (SegmentId segment = 0; segment < end; ++segment) {
     shm_unlink(object_of(peer, segment).c_str());
   }
+  // One that left has closed its own, and may join again under that name.
+  if (!door_ || peer_state(peer) != PeerState::dead) return;
+  shm_unlink(object_name(door_key_, peer_at(peer).process, peer, 0).c_str());
 }
 
 PeerState ShmFabric::peer_state(int peer) noexcept {
   if (peer < 0 || peer >= size()) return PeerState::unknown;
-  return peers_[static_cast<std::size_t>(peer)].watch.state();
+  return peers_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire)->watch.state();
+}
+
+void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {
+  door_key_ = door_key(name);
+  const std::string own = object_name(door_key_, peer_at(rank()).process, rank(), 0);
+  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_CLOEXEC, 0)); there.get() >= 0) {
+    throw Error(ErrorKind::refused,
+                "rank " + std::to_string(rank()) + ": its place is not free: this process has it, "
+                    "in a group of the same name (elastic): destroy that first",
+                {.rank = rank(), .peer = rank()});
+  }
+  door_ = std::make_unique<OwnDoor>(OwnDoor::What{door_key_, key_, rank(), ticket}, text);
+  doors_.emplace(door_key_, rank(), size());
+}
+
+std::vector<Visitor> ShmFabric::visitors() {
+  std::vector<Visitor> all;
+  for (const auto& door : doors_->look()) {
+    if (door->page().key != key_) continue;  // of another group of that name
+    try {
+      all.push_back({door->rank(), door->page().ticket, door->page().owner.pid, door->text(),
+                     door->control()->data()});
+    } catch (const Error&) {
+      if (!door->ends_soon()) throw;
+    }
+  }
+  return all;
+}
+
+void ShmFabric::seat(int peer, std::uint64_t ticket) {
+  for (const auto& door : doors_->look()) {
+    if (door->rank() != peer || door->page().ticket != ticket || door->page().key != key_) continue;
+    try {
+      std::vector<std::shared_ptr<Memory>> memory{door->control()};
+      for (SegmentId id = 1; id < door->segments(); ++id) memory.push_back(door->map(id));
+      return replace(peer, door->page().owner, std::move(memory));
+    } catch (const Error&) {
+      if (!door->ends_soon()) throw;
+    }
+  }
+  vacate(peer);
+}
+
+void ShmFabric::vacate(int peer) {
+  std::vector<std::shared_ptr<Memory>> memory;
+  for (SegmentId id = 0; id < 2; ++id) {
+    memory.push_back(anonymous_memory(bytes(rank(), id), rank()));
+  }
+  replace(peer, std::nullopt, std::move(memory));
+}
+
+void ShmFabric::replace(int peer, const std::optional<ProcessName>& process,
+                        std::vector<std::shared_ptr<Memory>> memory) {
+  // Of one that has ended the memory is given back, but for what it said (segment 0).
+  for (SegmentId id = 1; id < segments().count(peer) && peer_state(peer) == PeerState::dead; ++id) {
+    if (const auto* old = segments().find(peer, id)) {
+      madvise(old->memory->data(), old->memory->mapped(), MADV_REMOVE);  // only advice
+    }
+  }
+  segments().clear(peer);
+  for (SegmentId id = 0; id < memory.size(); ++id) {
+    const std::size_t mapped = memory[id]->mapped();
+    segments().add(peer, id, std::move(memory[id]), mapped);
+  }
+  set_peer(peer, process);
+}
+
+std::vector<std::optional<ProcessName>> processes_of(const std::vector<Identity>& ranks) {
+  std::vector<std::optional<ProcessName>> all;
+  for (const Identity& identity : ranks) all.emplace_back(identity.process);
+  return all;
+}
+
+/// The key of the group that a lobby's doors belong to.
+JobKey key_behind(const std::vector<std::shared_ptr<Door>>& doors, int rank,
+                  const std::string& name) {
+  for (const auto& door : doors) {
+    if (door->page().key == doors.front()->page().key) continue;
+    throw Error(ErrorKind::mismatch,
+                "Group: two groups on this host are found under " + name + ": one of process " +
+                    std::to_string(doors.front()->page().owner.pid) + ", one of process " +
+                    std::to_string(door->page().owner.pid) +
+                    "; give each another name (elastic), or another port",
+                {.rank = rank, .peer = door->rank()});
+  }
+  return doors.front()->page().key;
 }
 
 }  // namespace
@@ -161,7 +286,31 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& dom
   if (choice.by != Reachable::local && choice.by != Reachable::shm) {
     throw Error(choice.kind, choice.problem, {.rank = rank, .peer = choice.peer});
   }
-  return std::make_unique<ShmFabric>(rank, key, ranks);
+  return std::make_unique<ShmFabric>(rank, key, processes_of(ranks));
+}
+
+std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& name,
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait) {
+  remove_orphans();
+  Doors lobby(door_key(name), rank, size);
+  const auto end = std::chrono::steady_clock::now() + deadline;
+  for (;;) {
+    const auto doors = lobby.look();
+    if (!doors.empty()) {
+      std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
+      ranks[static_cast<std::size_t>(rank)] = this_process();
+      return std::make_unique<ShmFabric>(rank, key_behind(doors, rank, name), ranks);
+    }
+    if (std::chrono::steady_clock::now() >= end) {
+      throw Error(ErrorKind::deadline,
+                  "Group: rank " + std::to_string(rank) + " wants to join, but no rank of " + name +
+                      " runs on this host as this user; did all ranks end, and was the group made "
+                      "with the same elastic and port?",
+                  {.rank = rank});
+    }
+    if (on_wait) on_wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 }  // namespace ferry::fabric

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <ferry/bootstrap.hpp>
 #include <memory>
+#include <string>
 
 #include "core/domains.hpp"
 #include "fabric/fabric.hpp"
@@ -25,5 +26,11 @@ std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, std::chrono::nanos
 std::unique_ptr<Fabric> make_shm_fabric(Bootstrap& bootstrap, const Domains& domains,
                                         std::chrono::nanoseconds deadline,
                                         const OnWait& on_wait = {});
+
+/// Of a process that takes a lost rank's place: not collective. Waits for a rank that is found under
+/// `name` (lobby.hpp); no peer is attached yet, and all count as ended: `seat` and `vacate` follow.
+/// Throws Error(deadline) where there is none.
+std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& name,
+                                        std::chrono::nanoseconds deadline, const OnWait& on_wait);
 
 }  // namespace ferry::fabric

@@ -12,6 +12,7 @@
 #include "base/text.hpp"
 #include "core/check.hpp"
 #include "engine/counts.hpp"
+#include "fabric/lobby.hpp"
 
 namespace ferry::host {
 
@@ -58,6 +59,7 @@ HostEngine::~HostEngine() {
 
 void HostEngine::destroy() {
   channel_.leave();
+  if (auto* lobby = memory_->fabric->lobby()) lobby->close();
 }
 
 Tensor HostEngine::empty(const Extents& shape, Dtype dtype) {
@@ -205,20 +207,57 @@ GroupView HostEngine::group_view() const {
   return now;
 }
 
-void HostEngine::commit(std::uint64_t step) {
-  // relaxed: calls of other threads come before or after this one by the order of turns.
-  if (const std::uint64_t last = step_.load(std::memory_order_relaxed); step <= last) {
-    refuse("commit", "step", std::to_string(step),
-           "more than " + std::to_string(last) + ", which is committed");
-  }
-  enter("commit", nullptr, [this, step] {
+bool HostEngine::commit(std::uint64_t step) {
+  bool one_waits = false;
+  enter("commit", nullptr, [&] {
     StepMessage head;
     head.call.kind = CallKind::commit;
     head.call.commit.step = step;
-    channel_.swap("commit", head);
-    engine::check_same_call(channel_, "commit", head.call);
+    head.rows = regroup_ && regroup_->one_waits() ? 1 : 0;
+    // relaxed: calls of other threads come before or after this one by the order of turns.
+    const std::uint64_t last = step_.load(std::memory_order_relaxed);
+    std::optional<Error> invalid;
+    if (step <= last) {
+      invalid = Error(ErrorKind::invalid_argument,
+                      "commit: step: got " + std::to_string(step) + ", expected more than " +
+                          std::to_string(last) + ", which is committed");
+    }
+    agree_on_validity("commit", head, invalid);
+    for (const int peer : channel_.ranks()) {
+      one_waits = one_waits || channel_.head(peer).rows != 0;
+    }
     step_.store(step, std::memory_order_relaxed);
+    std::scoped_lock lock(view_mutex_);
+    view_.joined.clear();
   });
+  return one_waits;
+}
+
+engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
+  if (!regroup_) {
+    const std::size_t most = message_bytes(config_.experts, domains_, body_bytes_);
+    regroup_ = std::make_unique<engine::Regroup>(memory_, channel_, config_,
+                                                 make_control_layout(size(), most), ticket);
+  }
+  return *regroup_;
+}
+
+void HostEngine::go_on(const engine::Epoch& next) {
+  step_.store(next.step, std::memory_order_relaxed);
+  plans_ = 0;  // ranks may have failed before and after they counted one
+  GroupView view{next.number, next.ranks, {}, next.step, regroup_->joined(next)};
+  for (int rank = 0; rank < size(); ++rank) {  // the same on all ranks: each may pass epochs
+    if (!std::binary_search(next.ranks.begin(), next.ranks.end(), rank)) view.lost.push_back(rank);
+  }
+  std::scoped_lock lock(view_mutex_);
+  view_ = view;
+  epoch_.store(view.epoch, std::memory_order_relaxed);
+}
+
+void HostEngine::join(std::uint64_t ticket) {
+  enter(
+      "regroup", nullptr, [this, ticket] { go_on(membership(ticket).join()); }, nullptr, {},
+      Asks::existence);
 }
 
 GroupView HostEngine::regroup() {
@@ -232,26 +271,8 @@ GroupView HostEngine::regroup() {
   }
   enter(
       "regroup", nullptr,
-      [this] {
-        if (!regroup_) {
-          const std::size_t most = message_bytes(config_.experts, domains_, body_bytes_);
-          regroup_ = std::make_unique<engine::Regroup>(memory_, channel_, config_,
-                                                       make_control_layout(size(), most));
-        }
-        const engine::Epoch next = regroup_->run(step_.load(std::memory_order_relaxed));
-        step_.store(next.step, std::memory_order_relaxed);
-        plans_ = 0;  // ranks may have failed before and after they counted one
-        std::scoped_lock lock(view_mutex_);
-        GroupView view{next.number, next.ranks, {}, next.step};
-        for (int rank = 0; rank < size(); ++rank) {  // the same on all ranks: each may pass epochs
-          if (!std::binary_search(next.ranks.begin(), next.ranks.end(), rank)) {
-            view.lost.push_back(rank);
-          }
-        }
-        view_ = view;
-        epoch_.store(view.epoch, std::memory_order_relaxed);
-      },
-      nullptr, {}, Asks::existence);
+      [this] { go_on(membership().run(step_.load(std::memory_order_relaxed))); }, nullptr, {},
+      Asks::existence);
   return group_view();
 }
 

@@ -49,6 +49,12 @@ std::shared_ptr<HostEngine> make_host_engine(Bootstrap& bootstrap, const GroupCo
                                              std::unique_ptr<fabric::Fabric> fabric,
                                              std::size_t body_bytes = 0);
 
+/// Of a process that takes a lost rank's place: not collective. `fabric`: its lobby is open, with
+/// this ticket. Returns when the ranks have taken it in.
+std::shared_ptr<HostEngine> join_host_engine(const GroupConfig& config,
+                                             std::unique_ptr<fabric::Fabric> fabric,
+                                             std::uint64_t ticket);
+
 /// What MemoryStats is right after creation.
 MemoryStats host_memory_hint(const GroupConfig& config, int ranks);
 
@@ -91,7 +97,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   void barrier() override;
   GroupView group_view() const override;
   GroupView regroup() override;
-  void commit(std::uint64_t step) override;
+  bool commit(std::uint64_t step) override;
   MemoryStats memory() const override;
   TimeStats time() const override;
   NetworkStats network() const override { return memory_->fabric->network_use(); }
@@ -107,6 +113,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
   // relaxed: calls of other threads come before or after regroup by the order of turns.
   std::uint64_t epoch() const override { return epoch_.load(std::memory_order_relaxed); }
+  /// Of a process that takes a lost rank's place, at once after creation: waits until it is in.
+  void join(std::uint64_t ticket);
   /// Throws Error(unsupported) when ranks were lost.
   void check_whole(const char* call) const;
 
@@ -157,6 +165,8 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
 
  private:
   class Turn;
+  engine::Regroup& membership(std::uint64_t ticket = 0);
+  void go_on(const engine::Epoch& next);
   /// Refuses routes to experts of ranks that were lost. `routes`: [T, topk].
   void check_alive(std::span<const std::int32_t> routes, std::int64_t topk) const;
   void run_work(const char* call, const std::function<void()>& work, Asks asks);

@@ -1,0 +1,104 @@
+#include "engine/seating.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <utility>
+
+namespace ferry::engine {
+
+void ring(std::byte* control, const ControlLayout& layout) {
+  const protocol::Flag bell = bell_of(control, layout);
+  // Release: who finds the bell rung finds what was said.
+  bell.fetch_add(1, protocol::order::release);
+  bell.wake();
+}
+
+std::uint64_t read_statement(std::byte* control, const ControlLayout& layout, Member::Said& said) {
+  std::array<std::uint64_t, kStatementWords> text{};
+  const std::uint64_t number = board_of(control, layout).read(text.data());
+  said = std::bit_cast<Member::Said>(text);
+  return number;
+}
+
+void Seating::look() {
+  guests_.clear();
+  for (fabric::Visitor& visitor : lobby_->visitors()) {
+    Guest guest;
+    read_statement(visitor.control, layout_, guest.said);
+    guest.visitor = std::move(visitor);
+    guests_.push_back(std::move(guest));
+  }
+  std::sort(guests_.begin(), guests_.end(), [](const Guest& a, const Guest& b) {
+    return std::pair(a.visitor.rank, a.visitor.ticket) <
+           std::pair(b.visitor.rank, b.visitor.ticket);
+  });
+}
+
+void Seating::hear_waiting(Member& member) const {
+  if (member.standing() != Member::Standing::kMember) return;
+  for (int seat = 0; seat < fabric_.size(); ++seat) {
+    if (member.view().live.has(seat)) continue;
+    const auto first = std::find_if(guests_.begin(), guests_.end(), [&](const Guest& guest) {
+      return guest.visitor.rank == seat && guest.waits();
+    });
+    if (first != guests_.end()) {
+      member.hear(seat, first->said);
+    } else {
+      member.suspect(seat);  // who waited there has gone
+    }
+  }
+}
+
+bool Seating::one_waits(const Member& member) const {
+  return std::any_of(guests_.begin(), guests_.end(), [&](const Guest& guest) {
+    return guest.waits() && !member.view().live.has(guest.visitor.rank) &&
+           !member.quarantined().has(guest.visitor.rank);
+  });
+}
+
+const Seating::Guest* Seating::holder(int seat) const {
+  const Guest* newest = nullptr;
+  for (const Guest& guest : guests_) {
+    if (guest.visitor.rank != seat || !guest.seated()) continue;
+    if (newest == nullptr || guest.said.epoch > newest->said.epoch) newest = &guest;
+  }
+  return newest;
+}
+
+const Member::Said* Seating::newest() const {
+  const Member::Said* newest = nullptr;
+  for (const Guest& guest : guests_) {
+    if (newest == nullptr || guest.said.epoch > newest->epoch) newest = &guest.said;
+  }
+  return newest;
+}
+
+void Seating::ring_all() const {
+  for (const Guest& guest : guests_) ring(guest.visitor.control, layout_);
+}
+
+void Seating::seat(int seat, std::uint64_t ticket) {
+  former_may_write_ =
+      former_may_write_ || fabric_.peer_state(seat) != fabric::PeerState::dead;
+  lobby_->seat(seat, ticket);
+  ever_seated_ = true;
+}
+
+void Seating::seat_all(const Member::View& view) {
+  look();
+  for (int seat = 0; seat < fabric_.size(); ++seat) {
+    if (seat == fabric_.rank()) continue;
+    const Guest* there = holder(seat);
+    const std::uint64_t admitted = view.ticket(seat);  // with this process
+    if (view.live.has(seat) && (admitted != 0 || there != nullptr)) {
+      lobby_->seat(seat, admitted != 0 ? admitted : there->visitor.ticket);
+    } else {
+      lobby_->vacate(seat);
+    }
+  }
+  ever_seated_ = true;
+}
+
+}  // namespace ferry::engine

@@ -1,0 +1,82 @@
+// What the ranks of a group in shared memory say of its membership, where it lies, and which process
+// has which seat: ranks of the group, and processes that wait for the seat of a lost one.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/layout.hpp"
+#include "fabric/fabric.hpp"
+#include "fabric/lobby.hpp"
+#include "protocol/board.hpp"
+#include "protocol/membership.hpp"
+
+namespace ferry::engine {
+
+struct SeatTraits : protocol::MembershipTraits {
+  static constexpr int kSeats = 256;
+  static constexpr int kJoins = 8;
+};
+using Member = protocol::Membership<SeatTraits>;
+inline constexpr std::size_t kStatementWords = sizeof(Member::Said) / sizeof(std::uint64_t);
+static_assert(sizeof(Member::Said) % sizeof(std::uint64_t) == 0);
+static_assert(sizeof(Member::Said) <= kStatementBytes);
+
+/// In the control segment of the rank that speaks.
+inline protocol::Board<> board_of(std::byte* control, const ControlLayout& layout) {
+  return {control + layout.statement, kStatementWords};
+}
+inline protocol::Flag bell_of(std::byte* control, const ControlLayout& layout) {
+  return protocol::Flag{reinterpret_cast<std::uint64_t*>(control + layout.bell)};
+}
+/// Wakes the rank whose control segment this is: there is something new to read.
+void ring(std::byte* control, const ControlLayout& layout);
+/// The number of the statement that was read; 0: none yet.
+std::uint64_t read_statement(std::byte* control, const ControlLayout& layout, Member::Said& said);
+
+class Seating {
+ public:
+  /// Another process, and what it says; epoch 0: it waits for a seat, or nothing was said yet.
+  struct Guest {
+    fabric::Visitor visitor{};
+    Member::Said said{};
+    bool waits() const { return said.epoch == 0 && said.ticket != 0; }
+    /// It has or had a seat.
+    bool seated() const { return visitor.ticket == 0 || said.epoch != 0; }
+  };
+
+  Seating(fabric::Fabric& fabric, const ControlLayout& layout)
+      : fabric_(fabric), lobby_(fabric.lobby()), layout_(layout) {}
+
+  bool open() const { return lobby_ != nullptr && lobby_->is_open(); }
+  /// Looks who shows itself, and reads what it says.
+  void look();
+  const std::vector<Guest>& guests() const { return guests_; }
+  /// Of a rank: hands on what processes say that wait for holes of the view, one for each hole.
+  void hear_waiting(Member& member) const;
+  /// Whether one waits for a hole that nobody may still write from, as far as this rank knows.
+  bool one_waits(const Member& member) const;
+  /// Of a process that joins, and looked at last: the one that has its seat in the newest epoch.
+  const Guest* holder(int seat) const;
+  /// The newest of what they say.
+  const Member::Said* newest() const;
+  void ring_all() const;
+
+  /// From now on the seat is that process.
+  void seat(int seat, std::uint64_t ticket);
+  /// Of a process that has joined: all seats but its own.
+  void seat_all(const Member::View& view);
+  /// Whether a process that had a seat before another may still write.
+  bool former_may_write() const { return former_may_write_; }
+  bool ever_seated() const { return ever_seated_; }
+
+ private:
+  fabric::Fabric& fabric_;
+  fabric::Lobby* lobby_;
+  ControlLayout layout_;
+  std::vector<Guest> guests_{};  // by seat, then ticket
+  bool former_may_write_ = false;
+  bool ever_seated_ = false;
+};
+
+}  // namespace ferry::engine

@@ -1,0 +1,38 @@
+// Where processes that want the places of lost ranks find the group, and it finds them.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ferry::fabric {
+
+/// A process that shows itself: a rank of the group, or one that waits for a place.
+struct Visitor {
+  int rank = -1;                 ///< whose place it has or wants
+  std::uint64_t ticket = 0;      ///< 0: the group was made with it; otherwise no other has the same
+  std::int64_t pid = 0;          ///< for messages
+  std::string text{};            ///< what it was given, where all must be given the same
+  std::byte* control = nullptr;  ///< its segment 0, mapped here
+};
+
+/// Of one thread at a time, like registering and attaching.
+class Lobby {
+ public:
+  virtual ~Lobby() = default;
+  /// Whether `open` was called.
+  virtual bool is_open() const = 0;
+  /// This rank shows itself under `name`; called before it registers memory.
+  virtual void open(const std::string& name, const std::string& text, std::uint64_t ticket) = 0;
+  /// Nobody finds this rank any more. From any thread.
+  virtual void close() noexcept = 0;
+  /// All others that run now. Throws Error(system) where one cannot be looked at.
+  virtual std::vector<Visitor> visitors() = 0;
+  /// From now on `rank` is that process, with all that it has registered. One that has ended: as
+  /// `vacate`. Throws Error(system) where its memory cannot be mapped.
+  virtual void seat(int rank, std::uint64_t ticket) = 0;
+  /// `rank` is a process that has ended: its memory is zeros.
+  virtual void vacate(int rank) = 0;
+};
+
+}  // namespace ferry::fabric

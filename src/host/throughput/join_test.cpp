@@ -1,0 +1,237 @@
+// Processes take the places of ranks that are lost. Ranks are threads, over shm; deaths of processes
+// are in tests/reliability.
+#include <atomic>
+#include <latch>
+#include <memory>
+#include <optional>
+
+#include "engine/test_groups.hpp"
+
+namespace ferry::host::test {
+
+using namespace engine::test;
+namespace {
+
+GroupConfig replaceable(const std::string& name, std::chrono::nanoseconds deadline = 20s) {
+  GroupConfig config;
+  config.experts = 12;
+  config.memory_bytes = 1 << 16;
+  config.deadline = deadline;
+  config.fabric = FabricKind::shm;
+  config.elastic = name + std::to_string(getpid());
+  return config;
+}
+
+class Joins final : public Bootstrap {
+ public:
+  Joins(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  bool joins() const override { return true; }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>, std::chrono::nanoseconds,
+                                                 const OnWait&) override {
+    throw Error(ErrorKind::unsupported, "there is nobody to gather with");
+  }
+
+ private:
+  int rank_;
+  int size_;
+};
+
+Group join(int rank, int size, const GroupConfig& config) {
+  return {std::make_shared<Joins>(rank, size), config};
+}
+
+/// Sums are checked; every rank of `ranks` gets rows of every other.
+void exchange_among(Group& group, const std::vector<int>& ranks, int rounds = 2) {
+  const std::int64_t local = group.experts() / group.size();
+  for (int round = 0; round < rounds; ++round) {
+    for (const int to : ranks) {
+      const Batch batch(group.rank(), 3 + round % 3, 16, to * local);
+      const Plan plan = group.plan(batch.ids());
+      const Received received = group.dispatch(batch.x(), plan);
+      ASSERT_TRUE(same_rows(group.combine(received.x, plan).x, batch))
+          << "rank " << group.rank() << ", round " << round;
+    }
+  }
+}
+
+/// Commits until a process waits; the step.
+std::uint64_t commit_until_one_waits(Group& group, std::uint64_t step) {
+  while (!group.commit(step)) {
+    std::this_thread::sleep_for(1ms);
+    ++step;
+  }
+  return step;
+}
+
+void wait_for_a_loss(Group& group) {
+  EXPECT_ANY_THROW(for (;;) group.barrier());
+}
+
+TEST(Join, AProcessTakesThePlaceOfARankThatLeft) {
+  std::latch left(4);
+  const GroupConfig config = replaceable("one");
+  const auto bootstraps = thread_bootstrap(3);
+  on_ranks(4, [&](int thread) {
+    if (thread == 3) {
+      left.arrive_and_wait();
+      Group group = join(1, 3, config);
+      const GroupView view = group.view();
+      EXPECT_EQ(view.ranks, (std::vector<int>{0, 1, 2}));
+      EXPECT_EQ(view.joined, (std::vector<int>{1}));
+      EXPECT_EQ(view.epoch, 3u);
+      exchange_among(group, {0, 1, 2});
+      group.commit(view.step + 1);
+      EXPECT_EQ(group.view().joined, (std::vector<int>{}));
+      exchange_among(group, {0, 1, 2});
+      group.barrier();
+      return;
+    }
+    Group group(bootstraps[static_cast<std::size_t>(thread)], config);
+    exchange_among(group, {0, 1, 2});
+    EXPECT_FALSE(group.commit(1));
+    if (thread == 1) {
+      group.destroy();
+      left.arrive_and_wait();
+      return;
+    }
+    wait_for_a_loss(group);
+    EXPECT_EQ(group.regroup(), (GroupView{2, {0, 2}, {1}, 1, {}}));
+    exchange_among(group, {0, 2});
+    left.arrive_and_wait();
+    const std::uint64_t step = commit_until_one_waits(group, 2);
+    EXPECT_EQ(group.regroup(), (GroupView{3, {0, 1, 2}, {}, step, {1}}));
+    exchange_among(group, {0, 1, 2});
+    EXPECT_FALSE(group.commit(step + 1));
+    EXPECT_EQ(group.view(), (GroupView{3, {0, 1, 2}, {}, step + 1, {}}));
+    exchange_among(group, {0, 1, 2});
+    group.barrier();
+  });
+}
+
+TEST(Join, SeveralAtOnceAndAllFoundersOneAfterAnother) {
+  constexpr int kRanks = 4;
+  const GroupConfig config = replaceable("all");
+  const auto bootstraps = thread_bootstrap(kRanks);
+  std::latch founders_left(2 * kRanks - 1), done(2 * kRanks - 1);
+  // Ranks 0, 1 and 2 leave at once, and three processes join; then rank 3 leaves, and one joins.
+  on_ranks(2 * kRanks - 1, [&](int thread) {
+    std::optional<Group> group;
+    if (thread < kRanks) {
+      group.emplace(bootstraps[static_cast<std::size_t>(thread)], config);
+      exchange_among(*group, {0, 1, 2, 3}, 1);
+      group->barrier();
+      if (thread != 3) group->destroy();
+      founders_left.arrive_and_wait();
+      if (thread != 3) return done.arrive_and_wait();
+      for (GroupView view = group->view(); view.ranks.size() > 1;) {
+        wait_for_a_loss(*group);
+        view = group->regroup();
+      }
+    } else {
+      founders_left.arrive_and_wait();
+      group.emplace(join(thread - kRanks, kRanks, config));
+    }
+    std::uint64_t step = group->view().step + 1;
+    while (group->view().ranks.size() < kRanks) {
+      try {
+        if (!group->commit(step++)) continue;
+      } catch (const Error&) {  // another called regroup
+      }
+      step = group->regroup().step + 1;
+    }
+    for (int round = 0; round < 3;) {  // a last regroup may be under way
+      try {
+        exchange_among(*group, {0, 1, 2, 3}, 1);
+        ++round;
+        if (round == 3) group->barrier();
+      } catch (const Error& error) {
+        EXPECT_NE(error.kind(), ErrorKind::evicted);
+        round = 0;
+        group->regroup();
+      }
+    }
+    done.arrive_and_wait();
+  });
+}
+
+TEST(Join, APlaceThatIsNotFreeIsRefused) {
+  const GroupConfig config = replaceable("taken");
+  std::latch left(1);
+  with_groups(2, config, [&](Group& group) {
+    group.barrier();
+    if (group.rank() == 0) {
+      expect_error(ErrorKind::refused, {"rank 1", "place is not free", "this process"},
+                   [&] { join(1, 2, config); });
+    }
+    group.barrier();
+    if (group.rank() == 0) return left.wait();
+    group.destroy();
+    GroupConfig other = config;
+    other.experts = 13;
+    expect_error(ErrorKind::mismatch, {"cannot join", "experts is 13 on rank 1 but 12 on rank 0"},
+                 [&] { join(1, 2, other); });
+    other = config;
+    other.memory_bytes *= 2;
+    expect_error(ErrorKind::mismatch, {"memory_bytes is 131072", "65536 on rank 0"},
+                 [&] { join(1, 2, other); });
+    expect_error(ErrorKind::mismatch, {"the number of ranks is 3", "2 on rank 0"},
+                 [&] { join(2, 3, config); });
+    left.count_down();
+  });
+}
+
+TEST(Join, WhoeverCannotJoinIsToldWhy) {
+  GroupConfig config = replaceable("nobody", 100ms);
+  expect_error(ErrorKind::deadline, {"rank 0 wants to join", "no rank of", "nobody"},
+               [&] { join(0, 2, config); });
+  config.elastic.clear();
+  expect_error(ErrorKind::invalid_argument, {"elastic", "name"}, [&] { join(0, 2, config); });
+  config = replaceable("local");
+  config.fabric = FabricKind::local;
+  expect_error(ErrorKind::unsupported, {"elastic", "fabric local", "shm"},
+               [&] { join(0, 2, config); });
+  expect_error(ErrorKind::unsupported, {"elastic", "local", "shm"},
+               [&] { Group(thread_bootstrap(1).front(), config); });
+}
+
+TEST(Join, WaitsUntilTheOthersRegroup) {
+  GroupConfig config = replaceable("late", 700ms);
+  std::latch left(3), refused(1);
+  const auto bootstraps = thread_bootstrap(2);
+  on_ranks(3, [&](int thread) {
+    if (thread == 2) {
+      left.arrive_and_wait();
+      expect_error(ErrorKind::deadline, {"rank 1", "did not call regroup"},
+                   [&] { join(1, 2, config); });
+      refused.count_down();
+      return;
+    }
+    Group group(bootstraps[static_cast<std::size_t>(thread)], config);
+    group.barrier();
+    if (thread == 1) group.destroy();
+    left.arrive_and_wait();
+    refused.wait();
+  });
+}
+
+TEST(Join, AnOldStepIsRefusedOnAllRanksAtOnce) {
+  with_groups(3, replaceable("steps", 30s), [&](Group& group) {
+    group.commit(4);
+    const auto start = Clock::now();
+    if (group.rank() == 1) {
+      expect_error(ErrorKind::invalid_argument, {"commit", "step", "got 4", "more than 4"},
+                   [&] { group.commit(4); });
+    } else {
+      expect_error(ErrorKind::mismatch, {"commit", "rank 1", "more than 4"},
+                   [&] { group.commit(5); });
+    }
+    EXPECT_LT(Clock::now() - start, 10s) << "not at the deadline";
+    group.commit(5);
+    group.barrier();
+  });
+}
+
+}  // namespace
+}  // namespace ferry::host::test
