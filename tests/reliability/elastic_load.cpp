@@ -33,6 +33,7 @@ class Load {
       : group_(group), board_(board), reporter_(reporter), random_(unsigned(group.rank())) {}
 
   void run() {
+    step_ = group_.view().step + 1;
     enter(group_.view());
     mine_.bytes = registered();
     reporter_.line("going");
@@ -43,9 +44,13 @@ class Load {
           mine_.exchanged = now();
           mine_.epoch = std::int64_t(view_.epoch);
         }
-        group_.commit(step_);
+        const bool one_waits = group_.commit(step_);
         ++step_;
         ++mine_.steps;
+        if (one_waits) {
+          enter(group_.regroup());
+          check_joined();
+        }
       } catch (const Error& error) {
         mine_.failed = now();
         if (!regroup(error)) return;
@@ -83,6 +88,13 @@ class Load {
   [[noreturn]] void fail(const std::string& text) const {
     reporter_.line("wrong: rank " + std::to_string(group_.rank()) + ": " + text);
     for (;;) pause();
+  }
+  void check_joined() const {
+    for (const int rank : view_.joined) {
+      if (!std::binary_search(view_.ranks.begin(), view_.ranks.end(), rank)) {
+        fail("a rank joined that is not there");
+      }
+    }
   }
   void die_at(Stage stage) {
     if (mine_.order != int(stage)) return;
@@ -193,7 +205,10 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline) {
   if (shared == MAP_FAILED) throw std::bad_alloc();
   board_ = new (shared) ElasticBoard;
   const GroupConfig config{
-      .experts = ranks * kExpertsOfRank, .deadline = deadline, .memory_bytes = 4 << 20};
+      .experts = ranks * kExpertsOfRank,
+      .deadline = deadline,
+      .memory_bytes = 4 << 20,
+      .elastic = "load"};
   ranks_.emplace(
       ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
         Group group(std::move(bootstrap), config);
@@ -223,7 +238,8 @@ void ElasticJob::await(const char* what, const Ready& ready) {
 
 void ElasticJob::check_lines() {
   for (const int rank : alive_) {
-    if (const std::string line = ranks_->line(rank, 0); !line.empty()) wrong_ = line;
+    const std::string line = ranks_->line(rank, 0);
+    if (!line.empty() && line != "going") wrong_ = line;
   }
 }
 
@@ -280,6 +296,66 @@ Loss ElasticJob::lose(const std::vector<int>& victims, Stage stage, int signal) 
   }
   loss.regrouped = (first_step - last) * 1e3;
   return loss;
+}
+
+void ElasticJob::restart(int rank) {
+  auto& board = board_->ranks[at(rank)];
+  board.order = -1;
+  board.epoch = 0;
+  board.exchanged = 0;
+  board.failed = 0;
+  board.lost = 0;
+  board.evicted = 0;
+  board.signal = SIGKILL;
+  ranks_->restart(rank);
+}
+
+void ElasticJob::await_steps(const char* what) {
+  const std::uint64_t want = bits(alive_);
+  std::vector<std::int64_t> before;
+  for (const int rank : alive_) before.push_back(board_->ranks[at(rank)].steps);
+  await(what, [&] {
+    for (std::size_t i = 0; i < alive_.size(); ++i) {
+      const auto& rank = board_->ranks[at(alive_[i])];
+      if (board_->views[at(rank.epoch)] != want || rank.steps <= before[i] + 10) return false;
+    }
+    return true;
+  });
+}
+
+double ElasticJob::join(const std::vector<int>& ranks) {
+  const double start = now();
+  for (const int rank : ranks) {
+    restart(rank);
+    alive_.push_back(rank);
+  }
+  std::sort(alive_.begin(), alive_.end());
+  const std::uint64_t want = bits(alive_);
+  await("ranks join", [&] {
+    return std::all_of(alive_.begin(), alive_.end(), [&](int rank) {
+      const auto& mine = board_->ranks[at(rank)];
+      return board_->views[at(mine.epoch)] == want && mine.exchanged > start;
+    });
+  });
+  return (now() - start) * 1e3;
+}
+
+void ElasticJob::lose_joiner(int rank, std::chrono::microseconds after) {
+  restart(rank);
+  std::this_thread::sleep_for(after);
+  ranks_->signal(rank, SIGKILL);
+  await_steps("steps after a joiner was killed");
+}
+
+void ElasticJob::lose_beside_joiner(int joiner, int victim, std::chrono::microseconds after) {
+  board_->ranks[at(victim)].signal = SIGKILL;
+  restart(joiner);
+  std::this_thread::sleep_for(after);
+  std::erase(alive_, victim);
+  ranks_->signal(victim, SIGKILL);
+  alive_.push_back(joiner);
+  std::sort(alive_.begin(), alive_.end());
+  await_steps("steps after a rank was killed while a process joined");
 }
 
 void ElasticJob::resume(const std::vector<int>& victims) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -24,7 +25,7 @@ const char* name_of(Stage stage);
 /// Memory that the test and all ranks share.
 struct ElasticBoard {
   static constexpr int kRanks = 32;
-  static constexpr int kEpochs = 128;
+  static constexpr int kEpochs = 4096;
   struct Rank {
     std::atomic<int> order{-1};  ///< a Stage at which it does away with itself
     std::atomic<int> signal{0};  ///< by this signal
@@ -57,6 +58,13 @@ class ElasticJob {
   Loss lose(const std::vector<int>& victims, Stage stage, int signal);
   /// Ranks that were stopped go on, and must hear that they were evicted.
   void resume(const std::vector<int>& victims);
+  /// Processes take the places of lost ranks, at once. In milliseconds: from their start until
+  /// all ranks have gone on with them.
+  double join(const std::vector<int>& ranks);
+  /// A process that joins is killed after so long.
+  void lose_joiner(int rank, std::chrono::microseconds after);
+  /// A rank is killed that long after a process began to join.
+  void lose_beside_joiner(int joiner, int victim, std::chrono::microseconds after);
   /// In the group, as far as the test has had them lost.
   const std::vector<int>& alive() const { return alive_; }
   /// What was wrong; empty: nothing.
@@ -66,6 +74,9 @@ class ElasticJob {
   template <class Ready>
   void await(const char* what, const Ready& ready);
   void check_lines();
+  void restart(int rank);
+  /// All that are alive are in a view of their own, and have made steps in it.
+  void await_steps(const char* what);
   double strike(const std::vector<int>& victims, Stage stage, int signal);
 
   ElasticBoard* board_;

@@ -67,6 +67,42 @@ class Trials {
     return true;
   }
 
+  /// What happens while processes take the places of ranks that were killed.
+  enum class Meanwhile { nothing, two_at_once, joiner_dies, rank_dies };
+
+  bool join(const char* name, Meanwhile meanwhile) {
+    std::vector<double> joined;
+    ElasticJob job(ranks_, std::chrono::seconds(30));
+    int kills = 0;
+    while (kills < kills_) {
+      any_moment();
+      const int lost = meanwhile == Meanwhile::two_at_once ? 2 : 1;
+      const std::vector<int> seats = victims(job, {"", Stage::anywhere, lost, false});
+      job.lose(seats, Stage::anywhere, SIGKILL);
+      kills += lost;
+      any_moment();
+      // Longer than it takes to join, so that it ends at every stage.
+      const std::chrono::microseconds after(random_() % 60'000);
+      std::vector<int> missing = seats;
+      if (job.wrong().empty() && meanwhile == Meanwhile::joiner_dies) {
+        job.lose_joiner(seats.front(), after);
+        ++kills;
+      }
+      if (job.wrong().empty() && meanwhile == Meanwhile::rank_dies) {
+        const int victim = victims(job, {"", Stage::anywhere, 1, false}).front();
+        job.lose_beside_joiner(seats.front(), victim, after);
+        missing = {victim};
+        ++kills;
+      }
+      if (job.wrong().empty()) joined.push_back(job.join(missing));
+      if (!ok(name, job)) return false;
+    }
+    std::printf(",\n    \"%s\": {\"lost\": %d, ", name, kills);
+    print("join_ms", joined, "}");
+    std::fflush(stdout);
+    return true;
+  }
+
   bool stop(std::chrono::milliseconds deadline) {
     std::vector<double> detected, regrouped;
     const Cell cell{"stopped, anywhere", Stage::anywhere, 1, false};
@@ -124,6 +160,12 @@ int run(int kills, int ranks, std::chrono::milliseconds deadline) {
     if (!trials.kill(cell)) return 1;
   }
   if (!trials.stop(deadline)) return 1;
+  using Meanwhile = Trials::Meanwhile;
+  const bool joined = trials.join("a process joins", Meanwhile::nothing) &&
+                      trials.join("two join at once", Meanwhile::two_at_once) &&
+                      trials.join("a joiner is killed", Meanwhile::joiner_dies) &&
+                      trials.join("a rank is killed while one joins", Meanwhile::rank_dies);
+  if (!joined) return 1;
   std::printf("\n  }\n}\n");
   return 0;
 }

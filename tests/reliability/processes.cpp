@@ -44,34 +44,44 @@ void Reporter::line(const std::string& text) const {
   if (write(pipe_, whole.data(), whole.size()) < 0) _exit(3);
 }
 
-Ranks::Ranks(int ranks, const Body& body) : children_(static_cast<std::size_t>(ranks)) {
-  const std::uint16_t port = free_port();
-  for (int rank = 0; rank < ranks; ++rank) {
-    int ends[2];
-    if (pipe(ends) != 0) std::abort();
-    const pid_t pid = fork();
-    if (pid == 0) {
-      close(ends[0]);
-      int code = 0;
-      const Reporter reporter(ends[1]);
-      try {
-        TcpOptions options;
-        options.rank = rank;
-        options.size = ranks;
-        options.port = port;
-        options.secret = "secret of " + std::to_string(port);
-        options.deadline = std::chrono::seconds(30);
-        body(rank, tcp_bootstrap(options), reporter);
-      } catch (const std::exception& error) {
-        reporter.line(std::string("uncaught: ") + error.what());
-        code = 2;
-      }
-      _exit(code);
+Ranks::Ranks(int ranks, const Body& body)
+    : body_(body), port_(free_port()), children_(static_cast<std::size_t>(ranks)) {
+  for (int rank = 0; rank < ranks; ++rank) start(rank, false);
+}
+
+void Ranks::start(int rank, bool join) {
+  int ends[2];
+  if (pipe(ends) != 0) std::abort();
+  const pid_t pid = fork();
+  if (pid == 0) {
+    close(ends[0]);
+    int code = 0;
+    const Reporter reporter(ends[1]);
+    try {
+      TcpOptions options;
+      options.rank = rank;
+      options.size = static_cast<int>(children_.size());
+      options.port = port_;
+      options.secret = "secret of " + std::to_string(port_);
+      options.deadline = std::chrono::seconds(30);
+      options.join = join;
+      body_(rank, tcp_bootstrap(options), reporter);
+    } catch (const std::exception& error) {
+      reporter.line(std::string("uncaught: ") + error.what());
+      code = 2;
     }
-    close(ends[1]);
-    children_so_far().push_back(pid);
-    children_[static_cast<std::size_t>(rank)] = {pid, ends[0], {}, -1};
+    _exit(code);
   }
+  close(ends[1]);
+  children_so_far().push_back(pid);
+  children_[static_cast<std::size_t>(rank)] = {pid, ends[0], {}, -1};
+}
+
+void Ranks::restart(int rank) {
+  Child& child = children_[static_cast<std::size_t>(rank)];
+  if (child.status < 0) waitpid(child.pid, nullptr, 0);
+  close(child.pipe);
+  start(rank, true);
 }
 
 Ranks::~Ranks() {

@@ -38,6 +38,8 @@ class Ranks {
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
+  /// Another process takes the place of a rank that was killed, with a bootstrap that joins.
+  void restart(int rank);
   /// The next line of a rank; empty when it ended or `seconds` passed.
   std::string line(int rank, double seconds);
   void signal(int rank, int number) const;
@@ -51,6 +53,10 @@ class Ranks {
     std::string buffer{};
     int status = -1;
   };
+  void start(int rank, bool join);
+
+  Body body_;
+  std::uint16_t port_;
   std::vector<Child> children_;
 };
 

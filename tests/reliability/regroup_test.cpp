@@ -45,5 +45,25 @@ TEST(Regroup, AStoppedRankIsEvictedAndComesBackLate) {
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 
+TEST(Regroup, ProcessesTakeThePlacesOfRanksThatWereKilled) {
+  ElasticJob job(5, 30s);
+  for (const std::vector<int>& seats : {std::vector<int>{0}, {4}, {0, 2}}) {
+    job.lose(seats, Stage::anywhere, SIGKILL);
+    ASSERT_EQ(job.wrong(), "");
+    job.join(seats);
+    ASSERT_EQ(job.wrong(), "");
+  }
+  job.lose({1}, Stage::dispatch, SIGKILL);
+  for (const auto after : {0us, 3000us, 8000us, 15'000us, 30'000us}) {
+    job.lose_joiner(1, after);
+    ASSERT_EQ(job.wrong(), "") << after.count();
+  }
+  job.lose_beside_joiner(1, 3, 10ms);
+  ASSERT_EQ(job.wrong(), "");
+  job.join({3});
+  ASSERT_EQ(job.wrong(), "");
+  EXPECT_EQ(job.alive().size(), 5u);
+}
+
 }  // namespace
 }  // namespace ferry::test

@@ -21,7 +21,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kKillAfter{2000};         // between SIGTERM and SIGKILL
 constexpr milliseconds kLeftoverTime{500};       // for what a rank left behind to end by itself
 constexpr milliseconds kLeftoverPollPeriod{20};  // between two polls of what was left behind
 constexpr int kBrokenPipeCode = 128 + SIGPIPE;
@@ -92,7 +91,7 @@ int Job::run() {
   }
   finish();
   if (nobody_reads_) return kBrokenPipeCode;
-  return first_failure_ != nullptr ? first_failure_->end->exit_code() : 0;
+  return exit_code();
 }
 
 void Job::take_signals() {
@@ -115,7 +114,8 @@ JobEnvironment Job::one_host() {
   ferry_port_.emplace();
   return {.ranks = options_.ranks,
           .master_port = master_port_->number(),
-          .ferry_port = ferry_port_->number()};
+          .ferry_port = ferry_port_->number(),
+          .elastic = options_.least > 0};
 }
 
 /// Of several hosts each runs the same command, so nothing may be drawn or looked for.
@@ -145,36 +145,38 @@ JobEnvironment Job::one_of_several() {
 }
 
 void Job::start_ranks() {
-  const JobEnvironment environment = options_.hosts.empty() ? one_host() : one_of_several();
-  const std::string secret = job_secret();
-  const int first = environment.host * options_.ranks;
-  for (int r = 0; r < options_.ranks; ++r) {
-    ProcessSpec spec;
-    spec.command = options_.command;
-    spec.environment = environment_of_rank(environment, secret, r);
-    spec.inherit_stdin = r == 0 && stdin_can_be_passed_on();
-    spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
-    Process process;
-    try {
-      process = start_process(spec);
-    } catch (const std::system_error& error) {
-      throw std::runtime_error(fmt::format("rank {} of {}: {}{}", first + r, all_ranks(options_),
-                                           error.what(),
-                                           remedy(error.code().value(), options_.ranks)));
-    }
-    keeper_->watch(process.pid);
-    Rank& rank = ranks_.emplace_back();
-    rank.rank = first + r;
-    rank.pid = process.pid;
-    rank.out = {std::move(process.out), &out_, {}, {rank.rank, {}}};
-    rank.err = {std::move(process.err), &err_, {}, {rank.rank, {}}};
+  environment_ = options_.hosts.empty() ? one_host() : one_of_several();
+  secret_ = job_secret();
+  for (int r = 0; r < options_.ranks; ++r) start_rank(r, false);
+}
+
+void Job::start_rank(int r, bool joins) {
+  const int number = environment_.host * options_.ranks + r;
+  ProcessSpec spec;
+  spec.command = options_.command;
+  spec.environment = environment_of_rank(environment_, secret_, r, joins);
+  spec.inherit_stdin = r == 0 && !joins && stdin_can_be_passed_on();
+  spec.output = r == options_.tty_rank ? Output::inherited : Output::piped;
+  Process process;
+  try {
+    process = start_process(spec);
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(fmt::format("rank {} of {}: {}{}", number, all_ranks(options_),
+                                         error.what(),
+                                         remedy(error.code().value(), options_.ranks)));
   }
+  keeper_->watch(process.pid);
+  Rank& rank = ranks_.emplace_back();
+  rank.rank = number;
+  rank.pid = process.pid;
+  rank.out = {std::move(process.out), &out_, {}, {rank.rank, {}}};
+  rank.err = {std::move(process.err), &err_, {}, {rank.rank, {}}};
 }
 
 void Job::wait_a_while(milliseconds longest) {
   const Clock::time_point now = Clock::now();
   auto until = now + longest;
-  if (first_failure_ != nullptr && !options_.keep_going) {
+  if (ends_group_) {
     if (ending_ == Ending::not_yet) until = std::min(until, failed_at_ + options_.grace);
     if (ending_ == Ending::asked) until = std::min(until, asked_at_ + kKillAfter);
   }
@@ -250,44 +252,6 @@ void Job::see_who_ended() {
   std::stable_partition(failures.begin(), failures.end(),
                         [](const Rank* rank) { return rank->end->signal != 0; });
   for (const Rank* rank : failures) on_failure(*rank);
-}
-
-void Job::on_failure(const Rank& rank) {
-  const bool first = first_failure_ == nullptr;
-  if (first) {
-    first_failure_ = &rank;
-    failed_at_ = Clock::now();
-  }
-  if (!first && !options_.keep_going) return;  // a consequence
-  const bool alone = all_ended();
-  const char* next = alone                 ? ""
-                     : options_.keep_going ? "; the other ranks go on (--keep-going)"
-                                           : "; the other ranks are ended after the grace of ";
-  const std::string grace =
-      alone || options_.keep_going ? "" : fmt::format("{} s", options_.grace.count() / 1000.0);
-  say(fmt::format("rank {} (pid {}) {}{}{}", rank.rank, rank.pid, describe(*rank.end), next,
-                  grace));
-}
-
-void Job::end_group_in_time() {
-  if (first_failure_ == nullptr || options_.keep_going || all_ended()) return;
-  const Clock::time_point now = Clock::now();
-  if (ending_ == Ending::not_yet && now >= failed_at_ + options_.grace) {
-    std::vector<int> left;
-    for (const Rank& rank : ranks_) {
-      if (!rank.end) left.push_back(rank.rank);
-    }
-    say(fmt::format("ending rank{} {}, still running {} s after rank {} failed",
-                    left.size() == 1 ? "" : "s", fmt::join(left, ", "),
-                    options_.grace.count() / 1000.0, first_failure_->rank));
-    signal_all(SIGTERM);
-    signal_all(SIGCONT);  // a stopped process does not see SIGTERM
-    ending_ = Ending::asked;
-    asked_at_ = now;
-  } else if (ending_ == Ending::asked && now >= asked_at_ + kKillAfter) {
-    signal_all(SIGKILL);
-    ending_ = Ending::forced;
-  }
 }
 
 // All ranks have ended. What they left behind gets a moment, then SIGTERM, then SIGKILL.

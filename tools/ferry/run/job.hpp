@@ -19,6 +19,8 @@ struct JobOptions {
   /// All hosts, by their addresses, each of which runs the same command; empty: this one alone.
   std::vector<std::string> hosts{};
   bool keep_going = false;
+  int least = 0;     ///< > 0: an elastic job, which ends when fewer ranks than this are left
+  int restarts = 0;  ///< how many processes may be started for ranks that failed, in all
   std::chrono::milliseconds grace{5000};  ///< between the first failure and SIGTERM for the others
   bool prefix = true;
   int tty_rank = -1;  ///< this rank's output is the launcher's own, unprefixed
@@ -38,6 +40,8 @@ class Job {
 
  private:
   using Clock = std::chrono::steady_clock;
+  /// Between SIGTERM and SIGKILL.
+  static constexpr std::chrono::milliseconds kKillAfter{2000};
 
   struct Stream {
     UniqueFd fd{};
@@ -55,6 +59,7 @@ class Job {
   enum class Ending { not_yet, asked, forced };  // what the launcher did to end the group
 
   void start_ranks();
+  void start_rank(int r, bool joins);
   JobEnvironment one_host();
   JobEnvironment one_of_several();
   void take_signals();
@@ -64,8 +69,13 @@ class Job {
   void on_stop_signal(int signal);
   void on_suspend();
   void see_who_ended();
+  // job_failures.cpp
   void on_failure(const Rank& rank);
+  void on_loss(const Rank& rank);
   void end_group_in_time();
+  int exit_code() const;
+  int ended_well() const;
+  int running() const;
   void finish();
   void reap_all();
   bool all_ended() const;
@@ -81,8 +91,12 @@ class Job {
   std::optional<ReservedPort> master_port_{};  // claimed while the job lives
   std::optional<ReservedPort> ferry_port_{};
   UniqueFd signals_{};
-  std::deque<Rank> ranks_{};
+  JobEnvironment environment_{};
+  std::string secret_{};
+  std::deque<Rank> ranks_{};  // of an elastic job those before, too
+  int restarted_ = 0;
   const Rank* first_failure_ = nullptr;
+  bool ends_group_ = false;  // the others are ended after the grace
   Clock::time_point failed_at_{};
   Clock::time_point asked_at_{};
   Ending ending_ = Ending::not_yet;

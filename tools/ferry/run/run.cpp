@@ -1,10 +1,12 @@
 // `ferry run`: starts a program once for each rank.
 #include <fmt/format.h>
 
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <string_view>
 
 #include "command.hpp"
 #include "number.hpp"
@@ -41,8 +43,13 @@ terminal, read nothing.
 Every rank leads a process group; what is left in it goes when the job ends, also when `ferry run`
 itself is killed. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on once; the second one kills.
 
+With --elastic LEAST:MOST there are MOST ranks, and the others go on when one fails
+(docs/elastic.md). A process takes the place of a rank that failed, --restarts times in all, with
+FERRY_JOIN=1 in its environment. When fewer than LEAST ranks are left, the job ends. A rank that fails
+after another has ended with 0 is not started again.
+
 Exit codes:
-  0        every rank ended with 0
+  0        every rank ended with 0; with --elastic: at least LEAST of them
   c        the first rank to fail exited with c
   128 + s  the first rank to fail was killed by signal s
   127      the program could not be started
@@ -54,7 +61,35 @@ struct RunArguments {
   JobOptions job{};
   double grace_s = 5.0;
   bool no_prefix = false;
+  std::string elastic{};
 };
+
+/// "2:4": the job goes on with at least 2 of 4 ranks.
+void set_elastic(RunArguments& given) {
+  const std::size_t colon = given.elastic.find(':');
+  int least = 0, most = 0;
+  const auto number = [](std::string_view text, int& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size();
+  };
+  const std::string_view text = given.elastic;
+  const bool read = colon != std::string::npos && number(text.substr(0, colon), least) &&
+                    number(text.substr(colon + 1), most);
+  if (!read || least < 1 || most < least || most > kMostRunRanks) {
+    throw CLI::ValidationError(fmt::format(
+        "--elastic: got '{}', expected LEAST:MOST with 1 <= LEAST <= MOST <= {}, as 2:4",
+        given.elastic, kMostRunRanks));
+  }
+  if (given.job.ranks != 0 && given.job.ranks != most) {
+    throw CLI::ValidationError(fmt::format("-n {} beside --elastic {}: leave -n out, or give {}",
+                                           given.job.ranks, given.elastic, most));
+  }
+  if (!given.job.hosts.empty()) {
+    throw CLI::ValidationError("--elastic is for one host, and --hosts names several");
+  }
+  given.job.ranks = most;
+  given.job.least = least;
+}
 
 /// Says in the usage line where the program goes.
 class RunFormatter : public CLI::Formatter {
@@ -101,7 +136,6 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
   run_app->formatter(std::make_shared<RunFormatter>());
   run_app->footer(kFooter);
   run_app->add_option("-n,--ranks", given->job.ranks, "How many ranks")
-      ->required()
       ->type_name("N")
       ->check(whole_number(1, kMostRunRanks).description("1 ... 1024"));
   run_app
@@ -109,6 +143,16 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
                    "Addresses of all hosts, each of which runs this command; -n is then for each")
       ->type_name("A,B,...")
       ->delimiter(',');
+  run_app
+      ->add_option("--elastic", given->elastic,
+                   "MOST ranks; the job goes on while at least LEAST are left")
+      ->type_name("LEAST:MOST");
+  run_app
+      ->add_option("--restarts", given->job.restarts,
+                   "With --elastic: how many processes may take the places of ranks that failed")
+      ->type_name("N")
+      ->check(whole_number(0, 1000000).description("0 ... 1000000"))
+      ->capture_default_str();
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
   run_app
@@ -129,6 +173,12 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
       ->type_name("PORT")
       ->check(whole_number(1, 65535).description("1 ... 65535"));
   run_app->callback([given, &line, run_app, &exit_code] {
+    if (!given->elastic.empty()) {
+      set_elastic(*given);
+    } else if (given->job.restarts > 0) {
+      throw CLI::ValidationError("--restarts is for --elastic LEAST:MOST");
+    }
+    if (given->job.ranks == 0) throw CLI::RequiredError("--ranks");
     given->job.command = program_of(line, *run_app);
     given->job.prefix = !given->no_prefix;
     given->job.grace = std::chrono::milliseconds(std::lround(given->grace_s * 1000));

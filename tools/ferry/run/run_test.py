@@ -116,6 +116,12 @@ class CommandLine(unittest.TestCase):
             (["-n", "2", "true", "--", "true"], "the program comes after --"),
             (["-n", "2", "--tty-rank", "2", "--", "true"], "0 ... 1"),
             (["-n", "2", "--port", "70000", "--", "true"], "65535"),
+            (["--elastic", "2", "--", "true"], "expected LEAST:MOST"),
+            (["--elastic", "3:2", "--", "true"], "1 <= LEAST <= MOST"),
+            (["--elastic", "1:2000", "--", "true"], "MOST <= 1024"),
+            (["-n", "3", "--elastic", "1:2", "--", "true"], "leave -n out, or give 2"),
+            (["--elastic", "1:2", "--hosts", "a,b", "--", "true"], "one host"),
+            (["-n", "2", "--restarts", "1", "--", "true"], "--restarts is for --elastic"),
         ):
             with self.subTest(arguments=arguments):
                 result = ferry_run(*arguments)
@@ -414,6 +420,53 @@ class Failure(unittest.TestCase):
         self.assertIn("rank 0", result.stderr)
         self.assertIn("rank 1", result.stderr)
         self.assertIn("--keep-going", result.stderr)
+
+
+class Elastic(unittest.TestCase):
+    """The ranks are scripts; ranks that join a group are in tests/hosts and docs/elastic.md."""
+
+    def test_a_rank_that_fails_is_started_again(self):
+        script = "echo $RANK $FERRY_JOIN; if [ $RANK$FERRY_JOIN = 10 ]; then kill -9 $$; fi; sleep 0.6"
+        result = ferry_run("--elastic", "2:3", "--restarts", "1", *shell(script))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(
+            sorted(result.stdout.splitlines()), ["[0] 0 0", "[1] 1 0", "[1] 1 1", "[2] 2 0"]
+        )
+        self.assertRegex(
+            result.stderr,
+            r"rank 1 \(pid \d+\) was killed .*; process \d+ takes its place \(restart 1 of 1\)",
+        )
+
+    def test_the_others_go_on_when_restarts_are_used_up(self):
+        script = "if [ $RANK = 0 ]; then exit 7; fi; sleep 0.6; echo on"
+        result = ferry_run("--elastic", "2:3", "--restarts", "2", *shell(script))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(sorted(result.stdout.splitlines()), ["[1] on", "[2] on"])
+        self.assertEqual(result.stderr.count("takes its place"), 2)
+        self.assertIn("all restarts are used up; the other 2 go on", result.stderr)
+
+    def test_too_few_ranks_end_the_job(self):
+        script = "case $RANK in 0) exit 7;; 1) sleep 0.3; exit 8;; *) sleep 60;; esac"
+        begin = time.monotonic()
+        result = ferry_run("--elastic", "2:3", "--grace", "0.1", *shell(script))
+        self.assertLess(time.monotonic() - begin, 30)
+        self.assertEqual(result.returncode, 8)
+        self.assertIn("no restarts were allowed (--restarts); the other 2 go on", result.stderr)
+        self.assertIn("1 of at least 2 ranks are left, which are ended after", result.stderr)
+
+    def test_who_fails_at_the_end_is_not_started_again(self):
+        script = "if [ $RANK = 0 ]; then sleep 0.4; exit 9; fi"
+        result = ferry_run("--elastic", "1:2", "--restarts", "5", *shell(script))
+        self.assertEqual(result.returncode, 0)
+        self.assertNotIn("takes its place", result.stderr)
+        self.assertIn("rank 0", result.stderr)
+
+    def test_a_signal_ends_it(self):
+        with start("--elastic", "1:2", "--restarts", "9", *shell("echo up; sleep 60")) as process:
+            for _ in range(2):
+                process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.wait(LIMIT), 128 + signal.SIGTERM)
 
 
 class Signals(unittest.TestCase):
