@@ -11,6 +11,7 @@
 #include "ferry/latency.hpp"
 #include "ferry/links.hpp"
 #include "ferry/network.hpp"
+#include "ferry/observe.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"

@@ -12,6 +12,7 @@
 #include "ferry/bootstrap.hpp"
 #include "ferry/error.hpp"
 #include "ferry/network.hpp"
+#include "ferry/observe.hpp"
 #include "ferry/old_name.hpp"
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
@@ -313,6 +314,13 @@ class Group {
   NetworkStats network() const;
   /// The NICs that this rank uses, and why; none without the ofi fabric.
   std::vector<NicStats> nics() const;
+  /// Counters of this rank's calls since creation. Not collective. Of the CUDA engine, whose calls
+  /// run on the GPU, failures alone.
+  Metrics metrics() const;
+  /// Records every call and wait of this rank, until `take_trace`, or until there are `most`
+  /// events. Not collective. Throws Error(unsupported) with the CUDA engine.
+  void start_trace(std::size_t most = std::size_t{1} << 16);
+  Trace take_trace();
   /// Whether this build has that backend; the machine may lack its devices all the same.
   static bool has_backend(Backend backend);
   /// Whether this build has that fabric; the machine may lack its library or network all the same.

@@ -1,6 +1,7 @@
 // The public Group: agrees on the configuration, picks fabric and engine, then forwards.
 #include "ferry/group.hpp"
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "api/elastic.hpp"
 #include "api/old_options.hpp"
 #include "api/wires.hpp"
+#include "base/log.hpp"
 #include "base/process_limits.hpp"
 #include "core/check.hpp"
 #include "core/engine.hpp"
@@ -52,6 +54,22 @@ std::shared_ptr<Engine> make_group_engine(Bootstrap& bootstrap, GroupConfig conf
   return host::make_host_engine(bootstrap, config, inside.domains, std::move(fabric));
 }
 
+void log_group(const Engine& engine, std::chrono::nanoseconds took) {
+  const GroupConfig& config = engine.config();
+  const MemoryStats memory = engine.memory();
+  log(LogLevel::info, engine.rank(), "group",
+      {{"size", engine.size()},
+       {"fabric", engine.fabric_name()},
+       {"backend", config.backend == Backend::cuda ? "cuda" : "host"},
+       {"domains", engine.domains()},
+       {"domain", engine.domain_of(engine.rank())},
+       {"experts", config.experts},
+       {"deadline", log_seconds(config.deadline.count())},
+       {"arena_bytes", memory.arena_bytes},
+       {"control_bytes", memory.control_bytes},
+       {"seconds", log_seconds(took.count())}});
+}
+
 Engine& live(const std::shared_ptr<Engine>& engine, const char* call) {
   if (!engine) {
     throw Error(ErrorKind::destroyed, std::string(call) + ": the group was moved from");
@@ -71,8 +89,12 @@ auto call(const std::shared_ptr<Engine>& engine, const char* name, Work work) {
 Group::Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config) {
   if (!bootstrap) refuse("Group", "bootstrap", "null", "a bootstrap");
   check_ranks(bootstrap->size());
+  const auto start = std::chrono::steady_clock::now();
   engine_ = in_words(bootstrap->rank(), "Group",
                      [&] { return make_group_engine(*bootstrap, std::move(config)); });
+  if (logs(LogLevel::info)) {
+    log_group(*engine_, std::chrono::steady_clock::now() - start);
+  }
 }
 
 Group::~Group() {
@@ -174,6 +196,15 @@ MemoryStats Group::memory_hint(const GroupConfig& config, int ranks) {
 }
 TimeStats Group::time() const {
   return live(engine_, "time").time();
+}
+Metrics Group::metrics() const {
+  return live(engine_, "metrics").metrics();
+}
+void Group::start_trace(std::size_t most) {
+  live(engine_, "start_trace").start_trace(most);
+}
+Trace Group::take_trace() {
+  return live(engine_, "take_trace").take_trace();
 }
 NetworkStats Group::network() const {
   return live(engine_, "network").network();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/agreement.hpp"
+#include "base/log.hpp"
 #include "base/wait_notice.hpp"
 #include "core/check.hpp"
 #include "cuda/engine.hpp"
@@ -68,6 +69,20 @@ Inside choose_inside(Bootstrap& bootstrap, const GroupConfig& config) {
               {bootstrap.rank(), choice.peer, "Group: fabric", 0, 0, 0});
 }
 
+/// Of the log: what decided.
+std::string why(const GroupConfig& config, const Inside& inside) {
+  if (config.fabric != FabricKind::automatic) {
+    return "asked for: fabric=" + std::string(name_of(config.fabric));
+  }
+  const std::string hosts = std::to_string(inside.domains.count()) + " hosts";
+  if (inside.hosts) return "ranks on " + hosts + ": shared memory in each, libfabric between them";
+  switch (inside.kind) {
+    case FabricKind::local: return "all ranks are threads of one process";
+    case FabricKind::shm: return "all ranks are processes of one user on one host";
+    default: return "ranks on " + hosts + ", one on each";
+  }
+}
+
 std::unique_ptr<fabric::Fabric> make_sim(Bootstrap& bootstrap, const GroupConfig& config) {
   fabric::SimOptions options;
   options.seed = config.sim_seed;
@@ -102,12 +117,20 @@ Inside agree_on_wires(Bootstrap& bootstrap, GroupConfig& config) {
     check_config(config);
     config.ofi = with_environment(std::move(config.ofi));
     (void)wait_notice_after();
+    read_log_level();
   } catch (const Error& error) {
     invalid = error;
   }
   agree_on(bootstrap, config, invalid);
   bootstrap.set_stage("Group: fabric");
-  return choose_inside(bootstrap, config);
+  Inside inside = choose_inside(bootstrap, config);
+  if (logs(LogLevel::info)) {
+    log(LogLevel::info, bootstrap.rank(), "fabric",
+        {{"fabric", std::string(name_of(inside.kind))},
+         {"domains", inside.domains.count()},
+         {"why", why(config, inside)}});
+  }
+  return inside;
 }
 
 std::unique_ptr<fabric::Fabric> make_wires(Bootstrap& bootstrap, const GroupConfig& config,

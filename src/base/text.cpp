@@ -36,6 +36,12 @@ std::string spell_ranks(std::span<const int> ranks, std::size_t total) {
   return text;
 }
 
+std::string spell_numbers(std::span<const int> numbers) {
+  std::string text;
+  for (const int number : numbers) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
 std::string printable(std::string_view text, std::size_t most) {
   std::string out(text.substr(0, most));
   if (text.size() > most) {

@@ -15,6 +15,9 @@ std::string exact_seconds(std::chrono::nanoseconds time);
 /// ones or runs are named. `total` counts ranks beyond those listed; 0: the list is complete.
 std::string spell_ranks(std::span<const int> ranks, std::size_t total = 0);
 
+/// "0,2,5".
+std::string spell_numbers(std::span<const int> numbers);
+
 /// Text from another rank, fit for a message: one line of at most `most` bytes, without control
 /// characters, cut between characters.
 std::string printable(std::string_view text, std::size_t most);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <ferry/error.hpp>
 #include <string_view>
+#include <vector>
 
 #include "base/text.hpp"
 
@@ -56,17 +57,29 @@ WaitNotice::WaitNotice(std::chrono::nanoseconds after, Clock::time_point start,
   if (after > after.zero()) next_ = start + after;
 }
 
-void WaitNotice::say(int rank, const std::string& what) {
+void WaitNotice::say(int rank, const std::string& what, std::initializer_list<LogField> fields) {
   const auto now = Clock::now();
+  if (logs(LogLevel::warn)) {
+    std::vector<LogField> all{{"seconds", log_seconds((now - start_).count())},
+                              {"left", log_seconds((due_ - now).count())}};
+    all.insert(all.end(), fields);
+    all.emplace_back("what", what);
+    log(LogLevel::warn, rank, "wait", all);
+  } else {
+    write_sentence(rank, what, now);
+  }
+  first_ = false;
+  pause_ = std::min(2 * pause_, kLongestPause);
+  next_ = now + pause_;
+}
+
+void WaitNotice::write_sentence(int rank, const std::string& what, Clock::time_point now) {
   std::string line = "ferry: rank " + std::to_string(rank) + " has waited " +
                      seconds(now - start_) + " " + what + "; " + seconds(due_ - now) + " left";
   if (first_) line += " (FERRY_WAIT_NOTICE=0: no such lines)";
   line += "\n";
   // stderr has no buffer: one write. Whether anybody reads it makes no difference to the wait.
   [[maybe_unused]] const std::size_t written = std::fwrite(line.data(), 1, line.size(), stderr);
-  first_ = false;
-  pause_ = std::min(2 * pause_, kLongestPause);
-  next_ = now + pause_;
 }
 
 }  // namespace ferry

@@ -1,7 +1,10 @@
 // Long waits show life: lines on stderr about who is awaited.
 #pragma once
 #include <chrono>
+#include <initializer_list>
 #include <string>
+
+#include "base/log.hpp"
 
 namespace ferry {
 
@@ -22,9 +25,12 @@ class WaitNotice {
   Clock::time_point next() const { return next_; }
   /// Writes "ferry: rank 2 has waited 10 s `what`; 50 s left" as one line, so that lines of several
   /// ranks do not mix, and goes on to the next time. The first line also says how to have none.
-  void say(int rank, const std::string& what);
+  /// Where there is a log it is an event there instead, with these fields.
+  void say(int rank, const std::string& what, std::initializer_list<LogField> fields = {});
 
  private:
+  void write_sentence(int rank, const std::string& what, Clock::time_point now);
+
   std::chrono::nanoseconds pause_;  // before the next line
   Clock::time_point start_;
   Clock::time_point due_;

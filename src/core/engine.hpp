@@ -79,10 +79,19 @@ class Engine {
   virtual TimeStats time() const = 0;
   virtual NetworkStats network() const { return {}; }
   virtual std::vector<NicStats> nics() const { return {}; }
+  /// Of the CUDA engine, whose calls run on the GPU: nothing but failures.
+  virtual Metrics metrics() const { return {}; }
+  virtual void start_trace(std::size_t most);
+  virtual Trace take_trace() { return {}; }
   virtual void destroy() = 0;
   virtual bool destroyed() const = 0;
 };
 
+inline void Engine::start_trace(std::size_t /*most*/) {
+  throw Error(ErrorKind::unsupported,
+              "start_trace: groups with backend host can, this one has backend cuda; its calls "
+              "have NVTX ranges and record_function");
+}
 inline GroupView Engine::group_view() const {
   GroupView all;
   for (int rank = 0; rank < size(); ++rank) all.ranks.push_back(rank);

@@ -21,6 +21,7 @@
 #include "core/layout.hpp"
 #include "engine/memory.hpp"
 #include "engine/reach.hpp"
+#include "engine/record.hpp"
 #include "ferry/group.hpp"
 #include "protocol/chunks.hpp"
 #include "protocol/delivery.hpp"
@@ -199,9 +200,13 @@ class Channel {
 
   /// Whether a peer will never come again: its process has ended, or it destroyed its group.
   bool gone(int peer) const;
-  void count_wait(std::chrono::nanoseconds waited) {
+  void count_wait(const char* stage, std::chrono::steady_clock::time_point begin,
+                  std::chrono::nanoseconds waited) {
     wait_ns_.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+    record_.waited(stage, begin, waited, generation());
   }
+  Record& record() { return record_; }
+  const Record& record() const { return record_; }
 
   bool left() const { return left_.load(std::memory_order_acquire); }
 
@@ -215,6 +220,8 @@ class Channel {
  private:
   friend class GroupWatch;
   void await_swap(const char* stage);
+  /// As `die`, without telling the log. False: it is dead already.
+  bool mark_dead(const Error& error, bool for_good);
   /// Of a write that waits for room: throws what a wait would.
   void look_up(int peer);
   [[noreturn]] void raise(const char* stage, const protocol::Status& status,
@@ -267,6 +274,7 @@ class Channel {
   std::mutex leaving_;
   const pid_t owner_pid_ = getpid();
   std::atomic<std::uint64_t> wait_ns_{0};
+  Record record_;
   mutable std::mutex dead_mutex_;
   std::optional<Error> dead_{};
 };
@@ -289,6 +297,7 @@ class GroupWatch {
   protocol::Status poll(bool late);
 
   const std::optional<protocol::FailureBroadcast>& broadcast() const { return broadcast_; }
+  std::chrono::steady_clock::time_point start() const { return start_; }
   std::chrono::nanoseconds waited() const { return Clock::now() - start_; }
 
  private:
@@ -321,7 +330,7 @@ void Channel::await(const char* stage, const Awaited& awaited, Wait&& wait) {
     throw;
   }
   const auto waited = watch.waited();
-  count_wait(waited);
+  count_wait(stage, watch.start(), waited);
   if (!status.ok()) raise(stage, status, watch.broadcast(), waited);
 }
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <set>
 
+#include "base/log.hpp"
 #include "engine/channel.hpp"
 
 namespace ferry::engine {
@@ -66,11 +67,25 @@ void Channel::check_usable(const char* call) const {
   }
 }
 
-void Channel::die(const Error& error, bool for_good) {
+bool Channel::mark_dead(const Error& error, bool for_good) {
   std::scoped_lock lock(dead_mutex_);
-  if (dead_ && !for_good) return;
+  if (dead_ && !for_good) return false;
   dead_ = error;
   memory_->arena.hold_back();
+  return true;
+}
+
+void Channel::die(const Error& error, bool for_good) {
+  if (!mark_dead(error, for_good)) return;
+  record_.failed();
+  if (!logs(LogLevel::warn)) return;
+  const ErrorContext& context = error.context();
+  log(LogLevel::warn, rank_, "failure",
+      {{"kind", name_of(error.kind())},
+       {"peer", context.peer},
+       {"stage", context.stage},
+       {"generation", context.generation},
+       {"what", error.what()}});
 }
 
 void Channel::give_up(const Error& error) {
@@ -111,9 +126,10 @@ bool Channel::unless_left(const std::function<void()>& say) {
 void Channel::stop() {
   if (dead()) return;
   broadcast(FailureBroadcast::Kind::kStopped, rank_);
-  die(Error(ErrorKind::peer_failed,
-            rank_text(rank_) + ": regroup did not end: the group waits for another regroup",
-            {rank_, rank_, "regroup", generation(), 0, 0}));
+  mark_dead(Error(ErrorKind::peer_failed,
+                  rank_text(rank_) + ": regroup did not end: the group waits for another regroup",
+                  {rank_, rank_, "regroup", generation(), 0, 0}),
+            false);
 }
 
 void Channel::throw_violation(const char* stage, int peer, const std::string& what) {

@@ -308,9 +308,10 @@ void GroupWatch::say_who_is_missing() {
     if (peer != channel_.rank_ && awaited_.missing(peer)) missing.push_back(peer);
   }
   if (missing.empty()) return;
-  long_wait_.say(channel_.rank_, for_others("", stage_) + ": " + spell_ranks(missing) +
-                                     " did not come yet" +
-                                     channel_.whereabouts({missing.front(), channel_.rank_}));
+  long_wait_.say(channel_.rank_,
+                 for_others("", stage_) + ": " + spell_ranks(missing) + " did not come yet" +
+                     channel_.whereabouts({missing.front(), channel_.rank_}),
+                 {{"stage", stage_}, {"ranks", spell_numbers(missing)}});
 }
 
 }  // namespace ferry::engine

@@ -125,6 +125,7 @@ class DomainEngine final : public Engine, public std::enable_shared_from_this<Do
   std::vector<NicStats> nics() const override { return parts_.memory->fabric->nics(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
+  Metrics metrics() const override { return channel_.record().metrics(); }
 
   // For the calls (dispatch.cpp, combine.cpp).
   CudaEngine& inside() const { return *parts_.inside; }

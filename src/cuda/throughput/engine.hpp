@@ -85,6 +85,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   TimeStats time() const override;
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
+  Metrics metrics() const override { return channel_.record().metrics(); }
 
   // For the jobs of this engine (plan.cpp, dispatch.cpp, combine.cpp) and their events.
   engine::Channel& channel() { return channel_; }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.hpp"
 #include "base/process_limits.hpp"
 #include "fabric/identity.hpp"
 #include "fabric/ofi/handshake.hpp"
@@ -125,6 +126,13 @@ class HandshakeExchange {
     for (const std::size_t i : choose_nics(near_.distances, share, count, most)) {
       nics_.push_back(near_.nics[i]);
       result_.nics.push_back({nics_.back().name, nics_.back().address, why(near_, i, share), 0});
+      if (!logs(LogLevel::info)) continue;
+      const NicStats& nic = result_.nics.back();
+      log(LogLevel::info, rank(), "nic",
+          {{"provider", nics_.back().info->fabric_attr->prov_name},
+           {"name", nic.name},
+           {"address", nic.address},
+           {"why", nic.why}});
     }
   }
 

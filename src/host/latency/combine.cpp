@@ -238,6 +238,7 @@ void HostLatency::sum_rows(const Exchange& exchange, const LatencyCombineCall& c
       await_sources({"latency combine: rows",
                      memory_.flag_array(memory_.line_offset(memory_.layout.combined, g, 0)), g},
                     announced, call.wait_ns);
+  engine_->channel().record().moved(exchange.tokens, memory_.plain_bytes());
   std::array<const void*, kMaxTopk> rows{};
   std::array<float, kMaxTopk> factors{};
   SumRows sum;

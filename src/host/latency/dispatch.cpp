@@ -216,6 +216,8 @@ void HostLatency::receive_rows(Exchange& exchange) {
                     unmasked(), exchange.options.wait_ns);
   if (masks_.on()) leave_out_unsent(exchange);
   receive_result(memory_, exchange);
+  engine_->channel().record().moved(static_cast<std::int64_t>(exchange.arrivals.size()),
+                                    memory_.row_bytes(exchange));
   exchange.lease->mark_received();
   exchange.received.store(true, std::memory_order_release);
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.hpp"
 #include "core/check.hpp"
 #include "host/latency/engine.hpp"
 
@@ -171,6 +172,10 @@ void HostLatency::set_mask(int rank, bool masked) {
     now = generation_;
   }
   masks_.set(rank, masked, now);
+  if (logs(LogLevel::info)) {
+    log(LogLevel::info, engine_->rank(), masked ? "mask" : "unmask",
+        {{"peer", rank}, {"generation", now}, {"why", "set_mask"}});
+  }
 }
 
 void HostLatency::clear_masks() {
@@ -202,6 +207,9 @@ void HostLatency::rejoin() {
         const protocol::Status status = rejoin_.agree(memory_.reach, used, gone, watch, agreed);
         if (!status.ok()) throw_not_rejoined(status);
         start_from(agreed, gone);
+        if (logs(LogLevel::info)) {
+          log(LogLevel::info, engine_->rank(), "rejoin", {{"generation", agreed}});
+        }
       },
       &call);
 }
@@ -304,6 +312,15 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
     engine->add_latency_memory(segments.mine);
     made = std::make_shared<HostLatency>(engine, config, segments, layout);
   });
+  if (logs(LogLevel::info)) {
+    log(LogLevel::info, engine->rank(), "latency_exchange",
+        {{"capacity", config.capacity},
+         {"hidden", config.hidden},
+         {"topk", config.topk},
+         {"dtype", std::string(name_of(config.dtype))},
+         {"masks", config.masks ? "true" : "false"},
+         {"bytes", segments.mine.bytes}});
+  }
   return made;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.hpp"
 #include "fabric/death_watch.hpp"
 
 namespace ferry::host {
@@ -58,12 +59,18 @@ void LatencyMasks::set(int peer, bool masked, Generation now) {
   tell(peer, masked, now);
 }
 
-void LatencyMasks::mask(int peer, Generation now) {
-  std::scoped_lock lock(mutex_);
-  if (masked_[static_cast<std::size_t>(peer)].exchange(true, std::memory_order_relaxed)) return;
-  tell(peer, true, now);
-  // Release: who sees the count sees the mask.
-  std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
+void LatencyMasks::mask(int peer, Generation now, const char* stage, const char* why) {
+  {
+    std::scoped_lock lock(mutex_);
+    if (masked_[static_cast<std::size_t>(peer)].exchange(true, std::memory_order_relaxed)) return;
+    tell(peer, true, now);
+    // Release: who sees the count sees the mask.
+    std::atomic_ref(count_).fetch_add(1, std::memory_order_release);
+  }
+  engine_.channel().record().masked();
+  if (!logs(LogLevel::warn)) return;
+  log(LogLevel::warn, engine_.rank(), "mask",
+      {{"peer", peer}, {"generation", now}, {"stage", stage}, {"why", why}});
 }
 
 void LatencyMasks::beat() {
@@ -97,6 +104,9 @@ void LatencyMasks::check_evicted(const char* call) const {
 
 void LatencyMasks::throw_evicted(const char* call, int peer, std::uint64_t expected,
                                  std::uint64_t seen) const {
+  if (logs(LogLevel::warn)) {
+    log(LogLevel::warn, engine_.rank(), "evicted", {{"call", call}, {"by", peer}});
+  }
   throw Error(ErrorKind::evicted,
               "rank " + std::to_string(engine_.rank()) + ": " + call + ": rank " +
                   std::to_string(peer) +
@@ -109,8 +119,8 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
                          const std::function<void(const RankBytes&)>& came,
                          const std::function<void(int)>& missed) {
   const auto began = Clock::now();
-  const auto give_up = [&](int peer) {
-    mask(peer, now);
+  const auto give_up = [&](int peer, const char* why) {
+    mask(peer, now, wait.stage, why);
     pending[static_cast<std::size_t>(peer)] = 0;
     if (missed) missed(peer);
   };
@@ -121,7 +131,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
         protocol::await_some(wait.flags, wait.wanted, wait.depth, pending, newcomers, watch);
     switch (status.code) {
       case Status::Code::kOk: came(newcomers); break;
-      case Status::Code::kPeerFailed: give_up(status.peer); break;
+      case Status::Code::kPeerFailed: give_up(status.peer, "gone"); break;
       case Status::Code::kDeadline: {
         // A rank that fails while it delivers holds up some ranks and not others: those that it
         // holds up are a call behind, and come when their deadline is over.
@@ -132,7 +142,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
           if (waits_on(peer)) {
             held_up = true;
           } else {
-            give_up(peer);
+            give_up(peer, "deadline");
           }
         }
         if (held_up) extend();
@@ -146,7 +156,7 @@ void LatencyMasks::await(const SourceWait& wait, RankBytes pending, Generation n
       default: throw_evicted(wait.stage, status.peer, wait.wanted, status.seen);
     }
   }
-  engine_.channel().count_wait(Clock::now() - began);
+  engine_.channel().count_wait(wait.stage, began, Clock::now() - began);
 }
 
 Generation LatencyMasks::newest_told() const {

@@ -116,7 +116,7 @@ class LatencyMasks {
     time_.extend();
     heartbeat_.begin_window(time_.begun());
   }
-  void mask(int peer, Generation now);
+  void mask(int peer, Generation now, const char* stage, const char* why);
   void tell(int peer, bool masked, Generation now);  // with mutex_ held
   [[noreturn]] void throw_evicted(const char* call, int peer, std::uint64_t expected,
                                   std::uint64_t seen) const;

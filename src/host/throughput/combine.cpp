@@ -85,6 +85,7 @@ void CombineJob::run() {
     combine_direct(call_, memory_, result_);
   }
   give_back();
+  call_.channel().record().moved(call_.plan->tokens, call_.rows.row_bytes());
   regions_.release_all();
 }
 

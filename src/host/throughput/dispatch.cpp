@@ -217,6 +217,7 @@ void DispatchJob::run() {
       call_.channel().await_delivered("dispatch: rows", member);
     }
   }
+  call_.channel().record().moved(call_.exchange().recv_rows(), call_.row.bytes());
   plan.crossed = call_.crossing;
   finish_routes();
   if (call_.expert_major()) fan_out();

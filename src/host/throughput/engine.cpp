@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/log.hpp"
 #include "base/process_limits.hpp"
 #include "base/text.hpp"
 #include "core/check.hpp"
@@ -196,7 +197,15 @@ void HostEngine::agree(const char* stage, StepMessage& head, const std::function
     const AddedSegments added =
         add_segments({stage, "rows, columns and max_recv_rows", grow ? head.need_bytes : 0,
                       engine::grown_by(memory_->arena.total_bytes())});
-    if (added.mine.bytes > 0) memory_->arena.add(added.mine);
+    if (added.mine.bytes == 0) continue;
+    memory_->arena.add(added.mine);
+    channel_.record().grown();
+    if (logs(LogLevel::info)) {
+      log(LogLevel::info, rank(), "grow",
+          {{"stage", stage},
+           {"bytes", added.mine.bytes},
+           {"arena_bytes", memory_->arena.total_bytes()}});
+    }
   }
 }
 
@@ -252,6 +261,14 @@ void HostEngine::go_on(const engine::Epoch& next) {
   std::scoped_lock lock(view_mutex_);
   view_ = view;
   epoch_.store(view.epoch, std::memory_order_relaxed);
+  if (logs(LogLevel::info)) {
+    log(LogLevel::info, rank(), "regroup",
+        {{"epoch", view.epoch},
+         {"ranks", spell_numbers(view.ranks)},
+         {"lost", spell_numbers(view.lost)},
+         {"joined", spell_numbers(view.joined)},
+         {"step", view.step}});
+  }
 }
 
 void HostEngine::join(std::uint64_t ticket) {

@@ -102,6 +102,9 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   TimeStats time() const override;
   NetworkStats network() const override { return memory_->fabric->network_use(); }
   std::vector<NicStats> nics() const override { return memory_->fabric->nics(); }
+  Metrics metrics() const override { return channel_.record().metrics(); }
+  void start_trace(std::size_t most) override { channel_.record().start_trace(most); }
+  Trace take_trace() override { return channel_.record().take_trace(); }
   void destroy() override;
   bool destroyed() const override { return channel_.left(); }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.hpp"
 #include "base/process_limits.hpp"
 #include "host/throughput/engine.hpp"
 
@@ -139,13 +140,20 @@ Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> 
 
 void HostEngine::run_work(const char* call, const std::function<void()>& work, Asks asks) {
   const auto start = std::chrono::steady_clock::now();
-  const auto count = [&] {
-    exchange_ns_.fetch_add(
-        static_cast<std::uint64_t>((std::chrono::steady_clock::now() - start).count()),
-        std::memory_order_relaxed);
+  const auto count = [&](bool threw) {
+    const auto time = std::chrono::steady_clock::now() - start;
+    exchange_ns_.fetch_add(static_cast<std::uint64_t>(time.count()), std::memory_order_relaxed);
+    channel_.record().called(call, threw, start, time, channel_.generation());
+    if (logs(LogLevel::debug)) {
+      log(LogLevel::debug, rank(), "call",
+          {{"call", call},
+           {"generation", channel_.generation()},
+           {"seconds", log_seconds(time.count())},
+           {"threw", threw ? "true" : "false"}});
+    }
   };
   const auto failed = [&](const char* reason, ErrorKind kind) {
-    count();
+    count(true);
     if (channel_.all_ranks_threw() || asks == Asks::existence) {
       channel_.enter_call({});
     } else {
@@ -170,7 +178,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
     failed("an exception of unknown type", ErrorKind::system);
     throw;
   }
-  count();
+  count(false);
 }
 
 void HostEngine::finish(const char* call, const Event& event) {
