@@ -45,6 +45,8 @@ from ferry.errors import renamed_class as _renamed_class
 from ferry.experts import ExpertPlacement
 from ferry.group import Group
 from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
+from ferry.logs import set_log
+from ferry.metrics import serve_metrics
 from ferry.results import Combined, Received
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ __all__ = [
     "from_environment",
     "from_mpi",
     "has_cuda",
+    "serve_metrics",
+    "set_log",
     "tcp",
     "threads",
 ]

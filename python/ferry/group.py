@@ -22,6 +22,7 @@ from ferry.arguments import (
 )
 from ferry.errors import Error
 from ferry.handles import register_group
+from ferry.metrics import metrics_of, serve_as_environment_says, text_of
 from ferry.results import ArrayT, Combined, Received
 from ferry.routes import RouteFile
 from ferry.streams import Streams, chosen_gpu, current_handle
@@ -31,6 +32,7 @@ from ferry.tensors import (
     optional_view,
     view,
 )
+from ferry.trace import GroupTrace, ranged
 
 FABRICS = {
     "automatic": _ferry.FabricKind.automatic,
@@ -134,6 +136,7 @@ class Group:
         gpu = None
         if chosen == _ferry.Backend.cuda:
             gpu = chosen_gpu(device) if _ferry.has_cuda else -1
+        serve_as_environment_says()
         self._raw = _ferry.Group(
             instance("Group: bootstrap", bootstrap, _ferry.Bootstrap, "a ferry.Bootstrap"),
             integer("Group: experts", experts, 1),
@@ -223,6 +226,7 @@ class Group:
         """True after `destroy`."""
         return self._raw.destroyed
 
+    @ranged("ferry.plan")
     def plan(self, topk_idx: Any, *, stream: Any = None) -> _ferry.Plan:
         """Collective. Counts and swaps: where every row goes and what arrives.
 
@@ -239,6 +243,7 @@ class Group:
         self._record(topk_idx)
         return raw
 
+    @ranged("ferry.dispatch")
     @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
     def dispatch(
         self,
@@ -314,6 +319,7 @@ class Group:
         self._record(topk_idx)
         return Received(place.finished(raw), like, out)
 
+    @ranged("ferry.combine")
     @renamed_keywords(sms="num_sms")
     def combine(
         self,
@@ -413,6 +419,7 @@ class Group:
         raw, _ = self._streams.given("record_stream", stream)
         self._raw.record_stream(integer("record_stream: pointer", pointer, 0, UINT64_MAX), raw)
 
+    @ranged("ferry.barrier")
     def barrier(self) -> None:
         """Collective. Returns when every rank has called it."""
         self._raw.barrier()
@@ -467,6 +474,34 @@ class Group:
     def time(self) -> _ferry.TimeStats:
         """Nanoseconds that this rank has spent inside exchanges since creation."""
         return self._raw.time()
+
+    def metrics(self) -> dict[str, Any]:
+        """What this rank's calls have done since creation. Not collective, and cheap.
+
+        "calls": for each kind "calls" (of one with a hook, both halves), "failed", "rows" (that
+        dispatches received and combines returned), "bytes" of them, "seconds" inside, waits
+        included, "wait_seconds". "waits": for each stage "waits" and "seconds". "failures",
+        "masked", "growths", "network", "memory", and who is in the group: "rank", "size",
+        "ranks", "epoch", "fabric". On GPUs, where calls run beside the CPU, "calls" and "waits"
+        are empty.
+        """
+        return metrics_of(self)
+
+    def metrics_text(self) -> str:
+        """The same as Prometheus reads it, with the package prometheus_client; see also
+        `ferry.serve_metrics`."""
+        return text_of(self)
+
+    def trace(self, file: str | Path, *, most_events: int = 1 << 16) -> GroupTrace:
+        """Collective, a context manager: the calls and waits of all ranks inside the block, on one
+        clock, become a timeline that ui.perfetto.dev shows. Rank 0 (or the lowest that is left)
+        writes it at the end; its `summary` then says who came late.
+
+        file: JSON. After an exception each rank writes what it has to FILE.rankN.
+        most_events: of a rank, 64 bytes each; what finds no room is counted as dropped.
+        Raises `UnsupportedError` on GPUs: use torch.profiler there, whose ranges calls have.
+        """
+        return GroupTrace(self, Path(file), integer("trace: most_events", most_events, 1, 1 << 26))
 
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""

@@ -11,6 +11,7 @@ from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import Result
 from ferry.streams import Place
 from ferry.tensors import Like, dtype_named, optional_view, view
+from ferry.trace import ranged
 
 ArrayT = TypeVar("ArrayT")
 
@@ -77,6 +78,7 @@ class LatencyReceived(Result[ArrayT]):
         """Ferry's own tensors by the same names, which speak DLPack and are made at each access."""
         return self._raw
 
+    @ranged("ferry.latency_dispatch.receive")
     def receive(self) -> None:
         """With `hook=True`: receives; blocks, without a stream, until all rows arrived. Nothing is
         written before, but rank-major rows. A second call raises `InvalidArgumentError`."""
@@ -99,6 +101,7 @@ class LatencyCombined(Result[ArrayT]):
         """As of `LatencyReceived`."""
         return self._raw
 
+    @ranged("ferry.latency_combine.receive")
     def receive(self) -> None:
         """With `hook=True`: receives, as for `LatencyReceived`."""
         self._raw.receive()
@@ -151,6 +154,7 @@ class LatencyExchange:
     def __repr__(self) -> str:
         return f"<ferry.LatencyExchange: {self._words}>"
 
+    @ranged("ferry.latency_dispatch")
     @renamed_keywords(waits="wait_ns")
     def dispatch(
         self,
@@ -201,6 +205,7 @@ class LatencyExchange:
         self._group._record(topk_idx)
         return LatencyReceived(place.finished(raw), like)
 
+    @ranged("ferry.latency_combine")
     @renamed_keywords(waits="wait_ns")
     def combine(
         self,

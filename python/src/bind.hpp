@@ -15,6 +15,6 @@ void bind_experts(nanobind::module_& module);
 void bind_group(nanobind::module_& module);
 void bind_latency(nanobind::module_& module);
 void bind_collectives(nanobind::module_& module);
-void bind_network(nanobind::module_& module);
+void bind_observe(nanobind::module_& module);
 
 }  // namespace ferry::python

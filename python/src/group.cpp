@@ -255,6 +255,11 @@ void bind_group(nb::module_& m) {
           nb::arg("address"), nb::arg("stream"))
       .def("memory", [](const HeldGroup& g) { return g->memory(); })
       .def("time", [](const HeldGroup& g) { return g->time(); })
+      .def("metrics", [](const HeldGroup& g) { return g->metrics(); })
+      .def(
+          "start_trace", [](const HeldGroup& g, std::size_t most) { g->start_trace(most); },
+          nb::arg("most"))
+      .def("take_trace", [](const HeldGroup& g) { return g->take_trace(); })
       .def("destroy", [](const HeldGroup& g) { without_gil([&] { g->destroy(); }); })
       .def_static(
           "memory_hint",

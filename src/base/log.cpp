@@ -1,11 +1,10 @@
 #include "base/log.hpp"
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <ferry/error.hpp>
-#include <memory>
-#include <mutex>
 #include <string_view>
 
 #include "base/text.hpp"
@@ -16,16 +15,12 @@ namespace {
 constexpr const char* kLogVariable = "FERRY_LOG";
 constexpr std::size_t kMostLogged = 600;  // bytes of a value
 
-// Of the process, as stderr is.
-struct Sink {
-  std::mutex mutex{};
-  std::shared_ptr<const LogSink> sink{};
-  bool chosen = false;  // by set_log, so not by the environment
+/// What set_log was given. None is ever freed: a call may use it meanwhile.
+struct Chosen {
+  LogSink sink;
+  const Chosen* before;
 };
-Sink& the_sink() {
-  static Sink sink;
-  return sink;
-}
+std::atomic<const Chosen*> the_chosen{nullptr};  // the last one; of the process, as stderr is
 
 std::string quoted(const std::string& value) {
   const std::string text = printable(value, kMostLogged);
@@ -81,21 +76,22 @@ std::string LogRecord::text() const {
 }
 
 void set_log(LogLevel level, LogSink sink) {
-  Sink& mine = the_sink();
-  const std::scoped_lock lock(mine.mutex);
-  mine.sink = sink ? std::make_shared<const LogSink>(std::move(sink)) : nullptr;
-  mine.chosen = true;
+  const Chosen* before = the_chosen.load(std::memory_order_acquire);
+  auto* const next = new Chosen{std::move(sink), before};
+  // Acquire and release: who finds it finds what is in it, and what came before.
+  while (!the_chosen.compare_exchange_weak(before, next, std::memory_order_acq_rel)) {
+    next->before = before;
+  }
   detail::log_level.store(level, std::memory_order_relaxed);
 }
 
 void read_log_level() {
   const char* value = std::getenv(kLogVariable);
   const std::string_view word = value == nullptr || *value == '\0' ? "off" : value;
-  Sink& mine = the_sink();
-  const std::scoped_lock lock(mine.mutex);
+  const bool chosen = the_chosen.load(std::memory_order_relaxed) != nullptr;
   for (const LogLevel level : {LogLevel::off, LogLevel::warn, LogLevel::info, LogLevel::debug}) {
     if (word != name_of(level)) continue;
-    if (!mine.chosen) detail::log_level.store(level, std::memory_order_relaxed);
+    if (!chosen) detail::log_level.store(level, std::memory_order_relaxed);
     return;
   }
   throw Error(ErrorKind::invalid_argument, "environment variable " + std::string(kLogVariable) +
@@ -113,14 +109,9 @@ void log(LogLevel level, int rank, const char* event, std::span<const LogField> 
   record.rank = rank;
   record.event = event;
   for (const LogField& field : fields) record.fields.emplace_back(field.key, field.value);
-  std::shared_ptr<const LogSink> sink;
-  {
-    Sink& mine = the_sink();
-    const std::scoped_lock lock(mine.mutex);
-    sink = mine.sink;
-  }
-  if (sink) {
-    (*sink)(record);
+  const Chosen* const chosen = the_chosen.load(std::memory_order_acquire);
+  if (chosen != nullptr && chosen->sink) {
+    chosen->sink(record);
   } else {
     write_line(record);
   }
