@@ -26,10 +26,19 @@ void check_peer(int peer, int ranks, int self, std::string_view call) {
 SegmentTable::~SegmentTable() {
   for (int rank = 0; rank < ranks_; ++rank) {
     // relaxed: nobody else uses the table any more.
-    for (const auto& entry : slots_[std::size_t(rank)].entries) {
-      delete entry.load(std::memory_order_relaxed);
+    const Slots& slots = slots_[std::size_t(rank)];
+    for (SegmentId id = 0; id < slots.count.load(std::memory_order_relaxed); ++id) {
+      const Slot* slot = slots.at(id);
+      if (slot != nullptr) delete slot->load(std::memory_order_relaxed);
     }
+    delete[] slots.more.load(std::memory_order_relaxed);
   }
+}
+
+const SegmentTable::Slot* SegmentTable::Slots::at(SegmentId segment) const noexcept {
+  if (segment < kFew) return &few[segment];
+  const Slot* rest = more.load(std::memory_order_acquire);
+  return rest == nullptr ? nullptr : rest + (segment - kFew);
 }
 
 SegmentId SegmentTable::count(int rank) const noexcept {
@@ -69,8 +78,13 @@ void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memo
                 {.rank = self_, .peer = rank});
   }
   Slots& slots = slots_[std::size_t(rank)];
+  if (segment >= Slots::kFew && slots.more.load(std::memory_order_relaxed) == nullptr) {
+    // Release: who finds the places sees that they are empty.
+    slots.more.store(new Slot[kMaxSegments - Slots::kFew](), std::memory_order_release);
+  }
   // Release: who finds the entry sees what it holds.
-  slots.entries[segment].store(new Entry{std::move(memory), bytes}, std::memory_order_release);
+  const_cast<Slot*>(slots.at(segment))
+      ->store(new Entry{std::move(memory), bytes}, std::memory_order_release);
   const SegmentId end = segment + 1;
   if (count(rank) < end) slots.count.store(end, std::memory_order_relaxed);
 }
@@ -87,7 +101,8 @@ void SegmentTable::clear(int rank) {
 
 const SegmentTable::Entry* SegmentTable::find(int rank, SegmentId segment) const noexcept {
   if (rank < 0 || rank >= ranks_ || segment >= kMaxSegments) return nullptr;
-  return slots_[std::size_t(rank)].entries[segment].load(std::memory_order_acquire);
+  const Slot* slot = slots_[std::size_t(rank)].at(segment);
+  return slot == nullptr ? nullptr : slot->load(std::memory_order_acquire);
 }
 
 const SegmentTable::Entry& SegmentTable::checked(int peer, Address to, std::uint64_t bytes,

@@ -59,9 +59,16 @@ class SegmentTable {
   const Entry& checked_flag(int peer, Address flag, std::string_view call) const;
 
  private:
+  using Slot = std::atomic<const Entry*>;
+  /// Of one rank. Most have few segments: a place for each that could be would take 2 KiB for each
+  /// pair of ranks.
   struct Slots {
-    std::array<std::atomic<const Entry*>, kMaxSegments> entries{};
+    static constexpr SegmentId kFew = 4;
+    std::array<Slot, kFew> few{};
+    std::atomic<Slot*> more{nullptr};  // [kMaxSegments - kFew], from when the first is needed
     std::atomic<SegmentId> count{0};
+
+    const Slot* at(SegmentId segment) const noexcept;
   };
 
   int self_;

@@ -1,5 +1,8 @@
 // Groups of more ranks than know all counts (core/pair_counts.hpp): what they exchange, and how
 // much control memory they take.
+#include <fstream>
+#include <string>
+
 #include "core/layout.hpp"
 #include "core/pair_counts.hpp"
 #include "engine/test_groups.hpp"
@@ -9,6 +12,12 @@ namespace ferry::host::test {
 
 using namespace engine::test;
 namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
 
 TEST(ManyRanks, ExchangeOverDomains) {
   constexpr int kRanks = kMatrixRanks + 4, kHidden = 4, kTokens = 3;
@@ -32,6 +41,40 @@ TEST(ManyRanks, ExchangeOverDomains) {
     expect_error(ErrorKind::unsupported, {"260 ranks", "at most 256"},
                  [&] { (void)plan.rank_rows(); });
   });
+}
+
+/// Of the whole process, at its most.
+std::size_t resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    std::size_t kib = 0;
+    if (word == "VmHWM:" && status >> kib) return kib * 1024;
+  }
+  return 0;
+}
+
+// Ranks that are threads of one process. A sanitizer keeps memory of its own for each.
+TEST(ManyRanks, AProcessHolds512) {
+  constexpr int kRanks = 512, kHidden = 64, kTokens = 8;
+  GroupConfig config;
+  config.memory_bytes = 64 << 10;
+  config.deadline = 100s;
+  config.experts = kRanks;
+  config.domain_size = 8;
+  with_groups(kRanks, config, [&](Group& group) {
+    Batch batch(group.rank(), kTokens, kHidden, 0);
+    for (std::size_t t = 0; t < kTokens; ++t) {
+      batch.routes[t] = (group.rank() * 7 + static_cast<int>(t) * 101) % kRanks;
+    }
+    const Received got = group.dispatch(batch.x(), batch.ids());
+    EXPECT_EQ(got.x.rows(), kTokens) << group.rank();
+    EXPECT_TRUE(same_rows(group.combine(got.x, got.plan).x, batch)) << group.rank();
+    group.barrier();
+  });
+  EXPECT_GT(resident_bytes(), 100'000'000u);  // it is the right number
+  if (!kSanitized) {
+    EXPECT_LE(resident_bytes(), 1'000'000'000u);
+  }
 }
 
 TEST(ManyRanks, ControlMemoryGrowsWithRanksAlone) {
