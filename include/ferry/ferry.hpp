@@ -15,4 +15,5 @@
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
+#include "ferry/tuning.hpp"
 #include "ferry/version.hpp"

@@ -17,6 +17,7 @@
 #include "ferry/plan.hpp"
 #include "ferry/stream.hpp"
 #include "ferry/tensor.hpp"
+#include "ferry/tuning.hpp"
 
 namespace ferry {
 
@@ -85,6 +86,12 @@ struct GroupConfig {
   /// takes the place of a rank that is lost. One name for each group of a job. Needs the host
   /// backend, fabric shm, one domain, at most 256 ranks; latency exchanges are then not to be had.
   std::string elastic{};
+  /// Try other settings while calls run, and keep what is faster (`Group::tuning`). Bits do not
+  /// change. Not given: FERRY_TUNING says, and without it no.
+  std::optional<bool> tune{};
+  std::vector<TunedCall> tuning{};  ///< where it starts (load_tuning); empty: the model
+  int fewest_sms = 1;               ///< CUDA: that a tuner may choose
+  int most_sms = 24;
   OnWait on_wait{};  ///< polled in every wait; may throw (Ctrl-C)
 };
 
@@ -312,6 +319,11 @@ class Group {
   static MemoryStats memory_hint(const GroupConfig& config, int ranks);
   TimeStats time() const;
   NetworkStats network() const;
+  /// The settings of calls, and why: of each kind of dispatch and combine that was made. The same
+  /// on all ranks. Empty without `GroupConfig::tune`. On the host engine there is something to
+  /// choose in groups of several domains: the size of chunks, and direct or hierarchical for a
+  /// dispatch.
+  std::vector<TunedCall> tuning() const;
   /// The NICs that this rank uses, and why; none without the ofi fabric.
   std::vector<NicStats> nics() const;
   /// Counters of this rank's calls since creation. Not collective. Of the CUDA engine, whose calls

@@ -68,6 +68,18 @@ DEFAULT_MEMORY_BYTES = 64 << 20
 MOST_MEMORY_BYTES = 64 << 40
 
 
+def tuning_file(value: Any) -> str:
+    if not isinstance(value, (str, Path)):
+        refuse("Group: tuning", describe(value), "None, a bool or the name of a file")
+    return str(value)
+
+
+def pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        refuse("Group: tuning_sms", describe(value), "the fewest and the most, as (1, 24)")
+    return (value[0], value[1])
+
+
 class Group:
     """R ranks that exchange tokens. All ranks make the same calls in the same order; concurrent
     exchanges take two groups. After a failure every call raises until `regroup`.
@@ -95,6 +107,11 @@ class Group:
         elastic: under this name a process that starts later finds the group and takes the place of
             a lost rank, with a bootstrap that `joins`; one name for each group of a job. "": nobody
             joins. Needs backend "host" and fabric "shm", and excludes latency exchanges.
+        tuning: True: try other settings while calls run, and keep what is faster (`tuning`); bits
+            do not change. A file of `ferry plan --tuning` or `ferry bench --tune`: the same,
+            beginning there. None: the environment variable FERRY_TUNING says ("on", "off" or a
+            file), and without it no.
+        tuning_sms: on GPUs the fewest and the most SMs of a call that `tuning` may choose.
 
     With a bootstrap that `joins` creation waits until the ranks have called `regroup`; `view` then
     says at which epoch and step this process is in. Raises `RefusedError` when a process that runs
@@ -129,6 +146,8 @@ class Group:
         network: str = "automatic",
         crossing: str = "automatic",
         elastic: str = "",
+        tuning: bool | str | Path | None = None,
+        tuning_sms: tuple[int, int] = (1, 24),
     ) -> None:
         chosen = choice("Group: backend", backend, BACKENDS)
         if device is not None and chosen != _ferry.Backend.cuda:
@@ -150,6 +169,9 @@ class Group:
             choice("Group: network", network, NETWORKS),
             choice("Group: crossing", crossing, CROSSINGS),
             text("Group: elastic", elastic),
+            tuning if tuning is None or isinstance(tuning, bool) else True,
+            None if tuning is None or isinstance(tuning, bool) else tuning_file(tuning),
+            *(integer("Group: tuning_sms", sms, 1, 1024) for sms in pair(tuning_sms)),
         )
         if gpu == -1:
             gpu = self._raw.empty([1], _ferry.Dtype.u8).gpu
@@ -506,6 +528,12 @@ class Group:
     def network(self) -> _ferry.NetworkStats:
         """What this rank has sent to ranks of other domains since creation."""
         return self._raw.network()
+
+    def tuning(self) -> list[_ferry.TunedCall]:
+        """The settings of calls, and why: of each kind of dispatch and combine that was made. Empty
+        without `tuning`. The same on all ranks. On the host engine there is something to choose in
+        groups of several domains: the size of chunks, and, of a dispatch, the crossing."""
+        return self._raw.tuning()
 
     def nics(self) -> list[_ferry.NicStats]:
         """The NICs that this rank uses, and why; none without the ofi fabric."""

@@ -40,9 +40,14 @@ GroupConfig make_config(std::int64_t experts, double deadline, std::size_t memor
 void make_group(HeldGroup* self, const HeldBootstrap& bootstrap, std::int64_t experts,
                 double deadline, std::size_t memory_bytes, FabricKind fabric, Backend backend,
                 int device, std::uint64_t sim_seed, int domain_size, FabricKind network,
-                Crossing crossing, const std::string& elastic) {
+                Crossing crossing, const std::string& elastic, std::optional<bool> tune,
+                const std::optional<std::string>& tuning, int fewest_sms, int most_sms) {
   GroupConfig config = make_config(experts, deadline, memory_bytes, fabric, backend, device,
                                    sim_seed, domain_size, network, crossing, elastic);
+  config.tune = tune;
+  if (tuning) config.tuning = load_tuning(*tuning);
+  config.fewest_sms = fewest_sms;
+  config.most_sms = most_sms;
   std::shared_ptr<Bootstrap> meeting = bootstrap.get();
   new (self) HeldGroup(without_gil([&] { return Group(std::move(meeting), std::move(config)); }));
 }
@@ -195,6 +200,36 @@ void bind_results(nb::module_& m) {
       });
 }
 
+void bind_tuning(nb::module_& m) {
+  nb::class_<TunedCall>(m, "TunedCall", "Settings of one kind of calls, and why.")
+      .def_ro("call", &TunedCall::call, "\"dispatch\" or \"combine\".")
+      .def_prop_ro("dtype", [](const TunedCall& t) { return std::string(name_of(t.dtype)); })
+      .def_prop_ro(
+          "order",
+          [](const TunedCall& t) {
+            return std::string(t.order == RowOrder::expert_major ? "expert_major" : "rank_major");
+          })
+      .def_ro("hidden", &TunedCall::hidden)
+      .def_ro("ranks", &TunedCall::ranks)
+      .def_ro("tokens", &TunedCall::tokens,
+              "Of the rank that has most: from so many to less than twice as many.")
+      .def_ro("first", &TunedCall::first, "The plan's first dispatch, which brings routes.")
+      .def_prop_ro("crossing", [](const TunedCall& t) { return std::string(name_of(t.crossing)); })
+      .def_ro("chunk_bytes", &TunedCall::chunk_bytes, "That cross as one write; 0: no matter.")
+      .def_ro("num_sms", &TunedCall::num_sms, "On GPUs.")
+      .def_ro("settled", &TunedCall::settled, "Whether the search has ended.")
+      .def_ro("probes", &TunedCall::probes, "Calls that were timed since it began.")
+      .def_ro("seconds", &TunedCall::seconds, "A call takes, on its slowest rank, for `tokens`.")
+      .def_ro("why", &TunedCall::why)
+      .def("__repr__", [](const TunedCall& t) {
+        return "TunedCall(" + t.call + " " + std::string(name_of(t.dtype)) +
+               ", tokens=" + std::to_string(t.tokens) +
+               ", crossing=" + std::string(name_of(t.crossing)) +
+               ", chunk_bytes=" + std::to_string(t.chunk_bytes) +
+               ", num_sms=" + std::to_string(t.num_sms) + ": " + t.why + ")";
+      });
+}
+
 void bind_exchanges(nb::class_<HeldGroup>& group) {
   group.def("plan", &plan, nb::arg("topk_idx"), nb::arg("stream").none())
       .def("dispatch", &dispatch, nb::arg("x"), nb::arg("plan").none(), nb::arg("topk_idx").none(),
@@ -223,12 +258,14 @@ void bind_exchanges(nb::class_<HeldGroup>& group) {
 void bind_group(nb::module_& m) {
   bind_enums(m);
   bind_results(m);
+  bind_tuning(m);
   nb::class_<HeldGroup> group(m, "Group");
   group
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
            nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"), nb::arg("device"),
            nb::arg("sim_seed"), nb::arg("domain_size"), nb::arg("network"), nb::arg("crossing"),
-           nb::arg("elastic"))
+           nb::arg("elastic"), nb::arg("tune").none(), nb::arg("tuning").none(),
+           nb::arg("fewest_sms"), nb::arg("most_sms"))
       .def_prop_ro("rank", [](const HeldGroup& g) { return g->rank(); })
       .def_prop_ro("size", [](const HeldGroup& g) { return g->size(); })
       .def_prop_ro("experts", [](const HeldGroup& g) { return g->experts(); })
@@ -239,6 +276,7 @@ void bind_group(nb::module_& m) {
           nb::arg("rank"))
       .def("network", [](const HeldGroup& g) { return g->network(); })
       .def("nics", [](const HeldGroup& g) { return g->nics(); })
+      .def("tuning", [](const HeldGroup& g) { return g->tuning(); })
       .def_prop_ro("fabric_name", [](const HeldGroup& g) { return g->fabric_name(); })
       .def_prop_ro("destroyed", [](const HeldGroup& g) { return g->destroyed(); })
       .def(

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "api/tuning_file.hpp"
 #include "base/text.hpp"
 #include "ferry/version.hpp"
 
@@ -34,7 +35,8 @@ std::vector<Field> fields_of(const GroupConfig& config, int ranks) {
           {"ofi.provider", config.ofi.provider},
           {"ofi.endpoints", number(config.ofi.endpoints)},
           {"crossing", std::string(name_of(config.crossing))},
-          {"elastic", printable(config.elastic, kMostValue)}};
+          {"elastic", printable(config.elastic, kMostValue)},
+          {"tuning", tuning_text(config)}};
 }
 
 std::string to_text(const std::vector<Field>& fields) {

@@ -209,6 +209,9 @@ Trace Group::take_trace() {
 NetworkStats Group::network() const {
   return live(engine_, "network").network();
 }
+std::vector<TunedCall> Group::tuning() const {
+  return live(engine_, "tuning").tuning();
+}
 std::vector<NicStats> Group::nics() const {
   return live(engine_, "nics").nics();
 }

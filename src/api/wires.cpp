@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/agreement.hpp"
+#include "api/tuning_file.hpp"
 #include "base/log.hpp"
 #include "base/wait_notice.hpp"
 #include "core/check.hpp"
@@ -116,6 +117,7 @@ Inside agree_on_wires(Bootstrap& bootstrap, GroupConfig& config) {
   try {
     check_config(config);
     config.ofi = with_environment(std::move(config.ofi));
+    apply_tuning_environment(config);
     (void)wait_notice_after();
     read_log_level();
   } catch (const Error& error) {

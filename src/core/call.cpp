@@ -86,7 +86,8 @@ void compare(FirstDifference& first, const ExchangeTerms& theirs, const Exchange
       .of("topk_weights", theirs.has_weights, mine.has_weights, kGiven)
       .of("the plan (by the order of making)", theirs.plan_number, mine.plan_number, kNumber)
       .of("crossing", theirs.crossing, mine.crossing, kName<Crossing>)
-      .of("first dispatch of the plan", theirs.carries_routes, mine.carries_routes, kTruth);
+      .of("first dispatch of the plan", theirs.carries_routes, mine.carries_routes, kTruth)
+      .of("the KiB of a chunk", theirs.chunk_kib, mine.chunk_kib, kNumber);
 }
 
 void compare(FirstDifference& first, const LatencyTerms& theirs, const LatencyTerms& mine) {

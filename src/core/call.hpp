@@ -50,7 +50,8 @@ struct ExchangeTerms {
   std::uint32_t topk;
   std::uint16_t order;           ///< a RowOrder
   std::uint16_t crossing;        ///< a Crossing, never automatic; 0 in calls that do not cross
-  std::uint32_t carries_routes;  ///< whether it is the first dispatch of its plan
+  std::uint16_t carries_routes;  ///< whether it is the first dispatch of its plan
+  std::uint16_t chunk_kib;  ///< of what crosses between domains, where a tuner chose it; 0: not
   std::uint32_t has_weights;
   std::uint64_t plan_number;  ///< which plan of the group, by the order of making
 };
@@ -113,7 +114,8 @@ enum class StepStatus : std::uint32_t {
   invalid,    ///< latency: the configuration cannot be; `handle_bytes` of words follow
 };
 
-/// What a rank of a collective saw of the last all_reduce, so that all know in the next call.
+/// What a rank saw of its last all_reduce, or of its last dispatch or combine where those are
+/// tuned, so that all know in the next call.
 struct CallReport {
   float seconds = 0;  ///< of the call, from when the ranks had met; 0: there was none
 };
@@ -133,7 +135,7 @@ struct StepMessage {
   std::uint32_t handle_bytes = 0;  ///< of a segment's handle that follows
   std::int64_t rows = 0;           ///< capacity of the granted region, in rows
   std::uint64_t need_bytes = 0;
-  CallReport report{};  ///< of collectives
+  CallReport report{};  ///< of collectives, and of calls that are tuned
 };
 
 }  // namespace ferry

@@ -155,6 +155,11 @@ void check_config(const GroupConfig& config) {
     refuse("Group", "crossing", "number " + to_string(static_cast<int>(config.crossing)),
            "automatic, direct or hierarchical");
   }
+  if (config.fewest_sms < 1 || config.most_sms < config.fewest_sms || config.most_sms > 1024) {
+    refuse("Group", "fewest_sms and most_sms",
+           to_string(config.fewest_sms) + " and " + to_string(config.most_sms),
+           "1 <= fewest_sms <= most_sms <= 1024");
+  }
   if (config.device < -1) {
     refuse("Group", "device", to_string(config.device), "a CUDA ordinal, or -1: the current one");
   }

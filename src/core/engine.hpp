@@ -78,6 +78,7 @@ class Engine {
   virtual MemoryStats memory() const = 0;
   virtual TimeStats time() const = 0;
   virtual NetworkStats network() const { return {}; }
+  virtual std::vector<TunedCall> tuning() const { return {}; }
   virtual std::vector<NicStats> nics() const { return {}; }
   /// Of the CUDA engine, whose calls run on the GPU: nothing but failures.
   virtual Metrics metrics() const { return {}; }

@@ -143,10 +143,13 @@ FERRY_FN constexpr StagingLayout make_staging_layout(const StagingShape& shape) 
 }
 
 /// Rows that cross as one chunk: about 256 KiB, so that a large exchange has many and a network is
-/// not asked for small ones.
-FERRY_FN constexpr std::int64_t chunk_rows(std::size_t row_bytes) {
-  const std::size_t rows = (std::size_t{256} << 10) / (row_bytes > 0 ? row_bytes : 1);
-  return static_cast<std::int64_t>(rows < 1 ? 1 : rows > 64 ? 64 : rows);
+/// not asked for small ones; of small rows 64. A tuner may choose other sizes.
+inline constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
+FERRY_FN constexpr std::int64_t chunk_rows(std::size_t row_bytes,
+                                           std::size_t chunk_bytes = kChunkBytes) {
+  const std::size_t rows = chunk_bytes / (row_bytes > 0 ? row_bytes : 1);
+  const std::size_t most = chunk_bytes * 64 / kChunkBytes;
+  return static_cast<std::int64_t>(rows < 1 ? 1 : rows > most ? most : rows);
 }
 
 /// A row of a latency combine in flight, in the formats that change it: codes first.

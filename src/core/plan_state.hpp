@@ -74,6 +74,7 @@ struct PlanState {
   std::weak_ptr<Engine> engine{};
   std::uint64_t number = 0;  ///< by the order of making in the group, from 1; set with `exchange`
   std::int64_t tokens = 0;
+  std::int64_t most_tokens = 0;  ///< of any rank; set with `exchange`, host engine
   int topk = 0;
   std::uint32_t epoch = 1;  ///< of the group, when the plan was made; beside topk: takes no room
   Event ready{};            ///< complete when `exchange` is filled
@@ -92,7 +93,7 @@ struct PlanState {
   /// which brings it; touched only by the call whose turn it is.
   std::vector<Forward> forwards{};
   bool forwards_known = false;
-  Crossing crossed = Crossing::direct;  ///< how the last dispatch did
+  Crossing crossed = Crossing::direct;  ///< how the last dispatch did, but for what a tuner chose
 };
 
 /// The state of a plan that may be used: throws Error(invalid_argument) for an empty plan and

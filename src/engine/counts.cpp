@@ -54,6 +54,12 @@ void swap_pair_counts(Channel& channel, const GroupConfig& config, const StepMes
   state.crossing = counts.take_crossing(config.crossing);
 }
 
+std::int64_t most_tokens(Channel& channel) {
+  std::int64_t most = 0;
+  for (const int peer : channel.ranks()) most = std::max(most, channel.head(peer).rows);
+  return std::min(most, kMaxRows);
+}
+
 }  // namespace
 
 std::vector<std::int32_t> counts_message(const RouteCounts& own, const Placement& placement,
@@ -104,14 +110,17 @@ void swap_counts(Channel& channel, const GroupConfig& config, const Placement& p
   StepMessage head;
   head.call.kind = CallKind::plan;
   head.call.exchange.topk = static_cast<std::uint32_t>(own.topk);
+  head.rows = own.tokens;
   if (placement.ranks > kMatrixRanks) {
     PairCounts counts(std::move(own), placement, domains, channel.rank());
     swap_pair_counts(channel, config, head, std::move(counts), state);
+    state.most_tokens = most_tokens(channel);
     return;
   }
   const auto counts = counts_message(own, placement, domains, channel.rank());
   channel.swap(kStage, head, std::as_bytes(std::span(counts)));
   check_same_call(channel, kStage, head.call);
+  state.most_tokens = most_tokens(channel);
   take_counts(channel, config, placement, domains, std::move(own), state);
 }
 

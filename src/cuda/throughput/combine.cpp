@@ -25,7 +25,12 @@ struct CombineCall {
   const std::shared_ptr<CudaPlan> plan;
   const CombineOptions& options;
   const SplitCombine* split = nullptr;  ///< or one call
-  const int num_sms = engine.sms_for(kCombine, options.num_sms);
+  const int num_sms = engine.tuned_sms(kCombine, options.num_sms,
+                                       {.call = CallKind::combine,
+                                        .dtype = rows.dtype,
+                                        .order = options.order,
+                                        .hidden = rows.columns(),
+                                        .tokens_class = tokens_class_of(plan->tokens)});
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }

@@ -36,6 +36,7 @@ CudaEngine::CudaEngine(const GroupConfig& config, Parts parts)
     : config_(config),
       parts_(std::move(parts)),
       placement_{config.experts, parts_.cpu->fabric->size()},
+      settings_(placement_.ranks, config.tuning),
       channel_(parts_.cpu, config_, parts_.cpu_control, cpu_layout(placement_.ranks)),
       segments_(channel_, parts_.cpu_control, cpu_layout(placement_.ranks)) {
   constexpr std::size_t kCalls = 256;  // records of calls in flight or kept by events
@@ -196,6 +197,23 @@ int CudaEngine::sms_for(const char* call, int asked, int by_default) const {
   }
   const int most = std::clamp(parts_.num_sms / parts_.sharing, 1, kMaxBlocks);
   return std::min(asked == 0 ? by_default : asked, most);
+}
+
+int CudaEngine::tuned_sms(const char* call, int asked, const TuningKey& key) const {
+  const TunedCall* given = asked == 0 ? settings_.start_of(key) : nullptr;
+  if (given == nullptr || given->num_sms == 0) return sms_for(call, asked);
+  return sms_for(call, asked, std::clamp(given->num_sms, config_.fewest_sms, config_.most_sms));
+}
+
+std::vector<TunedCall> CudaEngine::tuning() const {
+  std::vector<TunedCall> told;
+  for (TunedCall one : config_.tuning) {
+    if (one.num_sms == 0 || (one.ranks != 0 && one.ranks != size())) continue;
+    one.num_sms = std::clamp(one.num_sms, config_.fewest_sms, config_.most_sms);
+    one.why = "as the file says; nothing is tried on GPUs";
+    told.push_back(one);
+  }
+  return told;
 }
 
 std::optional<std::vector<Held>> CudaEngine::take_registered(Launch& launch,

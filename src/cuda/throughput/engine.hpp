@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/choice/exchange_tuner.hpp"
 #include "core/engine.hpp"
 #include "core/placement.hpp"
 #include "core/plan_state.hpp"
@@ -65,6 +66,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   int rank() const override { return channel_.rank(); }
   int size() const override { return channel_.size(); }
   const GroupConfig& config() const override { return config_; }
+  std::vector<TunedCall> tuning() const override;
   std::string fabric_name() const override { return std::string(parts_.cpu->fabric->name()); }
 
   Plan plan(const ConstTensorView& topk_idx, const PlanOptions& options) override;
@@ -101,6 +103,9 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   const Placement& placement() const { return placement_; }
   /// Checks `asked`; 0: the default. Ranks that share a GPU share its SMs.
   int sms_for(const char* call, int asked, int by_default = 16) const;
+  /// The same of a call that is told apart: the default is what the group's settings have for it.
+  /// Nothing is tried: what a call on a stream takes is not known when the next one is made.
+  int tuned_sms(const char* call, int asked, const TuningKey& key) const;
   bool shares_gpu() const { return parts_.sharing > 1; }
   bool carries_ll128() const { return parts_.carries_ll128; }
   /// For what a call does in this GPU's memory alone: all of this rank's share.
@@ -176,6 +181,7 @@ class CudaEngine final : public Engine, public std::enable_shared_from_this<Cuda
   Parts parts_;
   std::vector<int> members_{};
   Placement placement_;
+  const ExchangeTuner settings_;  // where there are some
   engine::Channel channel_;
   SegmentExchange segments_;
   std::shared_ptr<PinnedPool> failures_;

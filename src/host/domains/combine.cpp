@@ -51,7 +51,7 @@ void DomainCombine::push_sums() {
     const auto rows_at = call_.plan->crossing.first_rows(feeder);
     find_rows([&](int member) { return rows_at[index(call_.engine.topology().index(member))]; });
     const std::int64_t rows = call_.plan->forwards[feeder].rows();
-    const std::int64_t chunk = chunk_rows(call_.rows.row_bytes());
+    const std::int64_t chunk = chunk_rows(call_.rows.row_bytes(), call_.chunk_bytes);
     for (std::int64_t first = 0; first < rows; first += chunk) {
       push_chunk(feeder, first, std::min(rows, first + chunk));
     }

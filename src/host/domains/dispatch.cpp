@@ -84,9 +84,9 @@ void push_hierarchical(const DispatchCall& call, DispatchPush& push, const std::
   const Domains& domains = call.engine.topology();
   const int own = domains.of(call.engine.rank());
   const std::vector<std::int64_t>& offset = call.plan->crossing.offset;
+  const std::int64_t chunk = chunk_rows(call.row.bytes(), call.chunk_bytes);
   Forwarder forwarder(call.engine, *call.plan, call.staging_shape(call.engine.rank()), stage,
-                      push.stream());
-  const std::int64_t chunk = chunk_rows(call.row.bytes());
+                      push.stream(), chunk);
   bool more = true;
   for (std::int64_t first = 0; more; first += chunk) {
     more = false;

@@ -14,13 +14,14 @@ constexpr const char* kRowsToSpread = "dispatch: rows to be spread";
 }  // namespace
 
 Forwarder::Forwarder(HostEngine& engine, PlanState& plan, const StagingShape& shape,
-                     const std::byte* staging, bool stream)
+                     const std::byte* staging, bool stream, std::int64_t chunk)
     : engine_(engine),
       plan_(plan),
       shape_(shape),
       layout_(make_staging_layout(shape)),
       staging_(staging),
       stream_(stream),
+      chunk_(chunk),
       next_(plan.crossing.feeders.size()) {
   const Domains& domains = engine_.topology();
   for (const int member : domains.members(domains.of(engine_.rank()))) {
@@ -78,7 +79,7 @@ void Forwarder::finish() {
 
 void Forwarder::spread(std::size_t feeder) {
   const std::int64_t first = next_[feeder];
-  const std::int64_t end = std::min(rows_of(feeder), first + chunk_rows(shape_.row_bytes));
+  const std::int64_t end = std::min(rows_of(feeder), first + chunk_);
   if (shape_.routes) learn(feeder, first, end);
   for (std::int64_t row = first; row < end; ++row) spread_row(feeder, row);
   next_[feeder] = end;

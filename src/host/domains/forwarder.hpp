@@ -14,9 +14,10 @@ namespace ferry::host {
 /// final places, with scales, weights and routes as their source would have written them.
 class Forwarder {
  public:
-  /// `staging`: this rank's buffer, of `shape`. `stream`: copies go past the caches.
+  /// `staging`: this rank's buffer, of `shape`. `stream`: copies go past the caches. `chunk`: rows
+  /// that come at once.
   Forwarder(HostEngine& engine, PlanState& plan, const StagingShape& shape,
-            const std::byte* staging, bool stream);
+            const std::byte* staging, bool stream, std::int64_t chunk);
 
   /// Spreads the chunks that are here.
   void poll();
@@ -54,6 +55,7 @@ class Forwarder {
   StagingLayout layout_;
   const std::byte* staging_;
   bool stream_;
+  std::int64_t chunk_;
   std::vector<Target> targets_;     // by index inside the domain
   std::vector<std::int64_t> next_;  // by feeder: rows that were spread
 };

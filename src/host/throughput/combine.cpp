@@ -2,6 +2,7 @@
 // in ascending rank order, in combine_direct.cpp or domains/combine.cpp; then the rows go back.
 #include <array>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "core/check.hpp"
@@ -38,6 +39,7 @@ class CombineJob {
   /// What all ranks must have in common.
   StepMessage head() const;
   [[noreturn]] void refuse_crossing();
+  void tune();
   /// Rows that are pushed to this rank, and those that this rank may push to `peer`'s staging
   /// buffer.
   std::size_t staged_rows() const;
@@ -53,6 +55,8 @@ class CombineJob {
   Regions regions_;
   CombineMemory memory_{};
   Combined result_{};
+  std::optional<TuningKey> key_{};  // where there is a tuner
+  CallSettings settings_{};
 };
 
 void CombineJob::check() const {
@@ -77,7 +81,11 @@ void CombineJob::run() {
   call_.crossing = asked == Crossing::automatic ? call_.plan->crossed : asked;
   if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
   if (call_.hierarchical() && !call_.plan->forwards_known) refuse_crossing();
+  if (call_.engine.tuner().on() && call_.engine.domains() > 1) tune();
   agree();
+  if (key_) {
+    call_.engine.tuner().met(call_.channel(), *key_, settings_, call_.plan->most_tokens);
+  }
   check_places();
   if (call_.hierarchical()) {
     combine_domains(call_, memory_, result_);
@@ -87,6 +95,21 @@ void CombineJob::run() {
   give_back();
   call_.channel().record().moved(call_.plan->tokens, call_.rows.row_bytes());
   regions_.release_all();
+  if (key_) call_.engine.tuner().ended();
+}
+
+void CombineJob::tune() {
+  key_ = {CallKind::combine,
+          call_.rows.dtype,
+          call_.options.order,
+          call_.rows.columns(),
+          tokens_class_of(call_.plan->most_tokens),
+          false,
+          call_.crossing,
+          true,
+          false};  // the other crossing has other bits
+  settings_ = call_.engine.tuner().next(*key_);
+  call_.chunk_bytes = index(settings_.chunk_bytes);
 }
 
 /// The same is known of the plan on all ranks, but not all need to have asked for this crossing:
@@ -117,6 +140,8 @@ StepMessage CombineJob::head() const {
   StepMessage head;
   head.call = combine_signature(call_.rows, call_.plan->topk, call_.options, call_.plan->number);
   head.call.exchange.crossing = static_cast<std::uint16_t>(call_.crossing);
+  head.call.exchange.chunk_kib = static_cast<std::uint16_t>(settings_.chunk_bytes >> 10);
+  head.report = call_.engine.tuner().report();
   return head;
 }
 

@@ -18,6 +18,7 @@ struct CombineCall {
   // Known when the call has its turn.
   Crossing crossing = Crossing::direct;
   bool outsiders = false;  ///< some peer is outside the domain
+  std::size_t chunk_bytes = kChunkBytes;
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }

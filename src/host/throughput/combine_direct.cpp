@@ -22,7 +22,9 @@ class DirectCombine {
   void sum_weights();
 
  private:
-  std::int64_t rows_of_chunk() const { return chunk_rows(call_.rows.row_bytes()); }
+  std::int64_t rows_of_chunk() const {
+    return chunk_rows(call_.rows.row_bytes(), call_.chunk_bytes);
+  }
   bool push_rows(std::int64_t first);
   void take_rows();
   void await_rows();

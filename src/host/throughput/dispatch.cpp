@@ -2,6 +2,7 @@
 // has arrived.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,6 +54,7 @@ class DispatchJob {
   std::vector<std::size_t> region_sizes() const;
   void make_tensors();
   void choose_crossing();
+  void tune();
   StepMessage head() const;
   void agree();
   void check_grants() const;
@@ -64,8 +66,11 @@ class DispatchJob {
   DispatchCall call_;
   Regions regions_;
   Received result_{};
-  Tensor landed_{};                 // x in registered memory
-  RowLayouts::Count dispatches_{};  // of this layout
+  Tensor landed_{};                            // x in registered memory
+  RowLayouts::Count dispatches_{};             // of this layout
+  Crossing plan_crossing_ = Crossing::direct;  // without a tuner
+  std::optional<TuningKey> key_{};             // where there is one
+  CallSettings settings_{};
   bool allocated_ = false;
   std::int64_t rank_rows_ = 0;  // of the rank-major region and tensors
   std::int64_t out_rows_ = 0;
@@ -155,7 +160,29 @@ void DispatchJob::choose_crossing() {
   const Crossing asked = call_.options.crossing;
   call_.crossing = asked == Crossing::automatic ? plan.crossing.chosen : asked;
   if (call_.engine.domains() == 1) call_.crossing = Crossing::direct;
+  plan_crossing_ = call_.crossing;
+  if (call_.engine.tuner().on() && call_.engine.domains() > 1) tune();
   call_.carries_forwards = call_.hierarchical() && !plan.forwards_known;
+}
+
+/// Both crossings bring the same rows. But sums come back as the plan's dispatches cross, whose
+/// bits differ, and by what a hierarchical one has brought: so combines keep to `plan_crossing_`,
+/// and what it needs comes first.
+void DispatchJob::tune() {
+  const bool asked = call_.options.crossing != Crossing::automatic ||
+                     call_.engine.config().crossing != Crossing::automatic;
+  key_ = {CallKind::dispatch,
+          call_.row.dtype,
+          call_.options.order,
+          call_.row.columns,
+          tokens_class_of(call_.plan->most_tokens),
+          call_.carries_routes,
+          plan_crossing_,
+          true,
+          !asked && (plan_crossing_ == Crossing::direct || call_.plan->forwards_known)};
+  settings_ = call_.engine.tuner().next(*key_);
+  call_.crossing = settings_.crossing;
+  call_.chunk_bytes = index(settings_.chunk_bytes);
 }
 
 StepMessage DispatchJob::head() const {
@@ -163,6 +190,8 @@ StepMessage DispatchJob::head() const {
   head.call = dispatch_signature(call_.row, call_.plan->topk, call_.options, call_.carries_routes,
                                  call_.plan->number);
   head.call.exchange.crossing = static_cast<std::uint16_t>(call_.crossing);
+  head.call.exchange.chunk_kib = static_cast<std::uint16_t>(settings_.chunk_bytes >> 10);
+  head.report = call_.engine.tuner().report();
   return head;
 }
 
@@ -205,6 +234,7 @@ void DispatchJob::run() {
   call_.carries_routes = !plan.routes_known.load(std::memory_order_acquire);
   choose_crossing();
   agree();
+  if (key_) call_.engine.tuner().met(call_.channel(), *key_, settings_, plan.most_tokens);
   check_grants();
   DispatchPush push(call_);
   if (!call_.hierarchical()) {
@@ -218,13 +248,14 @@ void DispatchJob::run() {
     }
   }
   call_.channel().record().moved(call_.exchange().recv_rows(), call_.row.bytes());
-  plan.crossed = call_.crossing;
+  plan.crossed = plan_crossing_;
   finish_routes();
   if (call_.expert_major()) fan_out();
   if (call_.options.out && landed_.view().bytes() > 0) {
     std::memcpy(call_.options.out->data, landed_.data(), landed_.view().bytes());
   }
   regions_.release_all();
+  if (key_) call_.engine.tuner().ended();
 }
 
 void DispatchJob::run_in_vain() {

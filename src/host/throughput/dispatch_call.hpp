@@ -23,6 +23,7 @@ struct DispatchCall {
   bool carries_routes = !plan->routes_sent.load();
   Crossing crossing = Crossing::direct;
   bool carries_forwards = false;  ///< what a hierarchical dispatch needs to be spread
+  std::size_t chunk_bytes = kChunkBytes;
 
   bool expert_major() const { return options.order == RowOrder::expert_major; }
   bool has_weights() const { return options.topk_weights.has_value(); }

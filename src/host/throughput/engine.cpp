@@ -49,6 +49,7 @@ HostEngine::HostEngine(std::shared_ptr<Memory> memory, const GroupConfig& config
       channel_(memory_, config_, control,
                make_control_layout(memory_->fabric->size(),
                                    message_bytes(config.experts, domains, body_bytes))),
+      tuner_(config_, placement_.ranks),
       control_bytes_(control.bytes),
       body_bytes_(body_bytes) {
   view_.ranks = channel_.ranks();
@@ -253,6 +254,7 @@ engine::Regroup& HostEngine::membership(std::uint64_t ticket) {
 
 void HostEngine::go_on(const engine::Epoch& next) {
   step_.store(next.step, std::memory_order_relaxed);
+  tuner_.forget();
   plans_ = 0;  // ranks may have failed before and after they counted one
   GroupView view{next.number, next.ranks, {}, next.step, regroup_->joined(next)};
   for (int rank = 0; rank < size(); ++rank) {  // the same on all ranks: each may pass epochs

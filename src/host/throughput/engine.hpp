@@ -22,6 +22,7 @@
 #include "engine/memory.hpp"
 #include "engine/regions.hpp"
 #include "engine/regroup.hpp"
+#include "host/throughput/tuning.hpp"
 
 namespace ferry::host {
 
@@ -101,6 +102,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   MemoryStats memory() const override;
   TimeStats time() const override;
   NetworkStats network() const override { return memory_->fabric->network_use(); }
+  std::vector<TunedCall> tuning() const override { return tuner_.tuned(); }
   std::vector<NicStats> nics() const override { return memory_->fabric->nics(); }
   Metrics metrics() const override { return channel_.record().metrics(); }
   void start_trace(std::size_t most) override { channel_.record().start_trace(most); }
@@ -113,6 +115,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   const std::shared_ptr<Memory>& shared_memory() const { return memory_; }
   const Placement& placement() const { return placement_; }
   const Domains& topology() const { return domains_; }
+  CallTuner& tuner() { return tuner_; }
 
   // relaxed: calls of other threads come before or after regroup by the order of turns.
   std::uint64_t epoch() const override { return epoch_.load(std::memory_order_relaxed); }
@@ -184,6 +187,7 @@ class HostEngine final : public Engine, public std::enable_shared_from_this<Host
   std::shared_ptr<Memory> memory_;
   Placement placement_;
   Channel channel_;
+  CallTuner tuner_;
   std::size_t control_bytes_;
   std::size_t body_bytes_;
   std::unique_ptr<engine::Regroup> regroup_{};  // of the thread whose turn it is

@@ -16,6 +16,7 @@
 #include "bench/plot.hpp"
 #include "bench/rank.hpp"
 #include "bench/report.hpp"
+#include "bench/tuning.hpp"
 #include "command.hpp"
 #include "doctor/machine.hpp"
 #include "run/ranks.hpp"
@@ -156,7 +157,10 @@ int bench(BenchArguments& given, const CommandLine& line) {
   for (const BenchSettings& run : runs_of(given)) {
     if (!run_mode(run, results)) return 1;
   }
-  if (!given.json || !given.json_file.empty()) fmt::print("{}", table(s, results));
+  if (!given.json || !given.json_file.empty()) {
+    fmt::print("{}", table(s, results));
+    if (!s.tune.empty()) fmt::print("{}", tuning_table(s.tune));
+  }
   if (!given.json) return 0;
   std::vector<std::string> command = {"ferry"};
   command.insert(command.end(), line.own.begin(), line.own.end());

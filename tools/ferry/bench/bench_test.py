@@ -107,6 +107,32 @@ class Bench(unittest.TestCase):
         table = bench("-n 3 --threads --mode throughput --domain-size 2 --crossing direct")
         self.assertIn("local+copies in domains of 2, crossing direct", table.stdout)
 
+    def test_tune(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "tuning.json"
+            arguments = f"-n 4 --domain-size 2 --mode throughput --tune {file}"
+            result = bench(arguments)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            entries = json.loads(file.read_text())["entries"]
+            calls = [(one["call"], one["first"]) for one in entries]
+            self.assertEqual(calls.count(("combine", False)), 1)
+            self.assertEqual(calls.count(("dispatch", True)), 1)
+            self.assertGreaterEqual(calls.count(("dispatch", False)), 1)
+            for one in entries:
+                self.assertIn(f"{one['chunk_bytes'] // 1024} KiB  {one['why']}", result.stdout)
+                self.assertEqual(one["ranks"], 4)
+                self.assertLessEqual(one["probes"], 30)
+            os.environ["FERRY_TUNING"] = str(file)  # it can be read again
+            try:
+                self.assertEqual(bench("-n 4 --domain-size 2 --mode throughput").returncode, 0)
+                file.write_text("{}")
+                refused = bench("-n 4 --domain-size 2 --mode throughput")
+            finally:
+                del os.environ["FERRY_TUNING"]
+            self.assertEqual(refused.returncode, 1)
+            self.assertIn('"format": 1', refused.stderr)
+        self.assertIn("--domain-size", bench("-n 4 --tune x").stderr)
+
     def test_latency_mode_takes_several_numbers_of_tokens(self):
         found = self.measured("-n 2 --threads --mode latency --token-sweep 1,4 --chain 2")
         self.assertEqual([line["name"] for line in found["results"]], 2 * LATENCY)

@@ -13,7 +13,7 @@
 namespace ferry::cli {
 namespace {
 
-constexpr int kMostBenchRanks = 64;
+constexpr int kMostBenchRanks = 512;
 constexpr int kMostTopk = 64;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 20;
 constexpr std::int64_t kMostHidden = std::int64_t{1} << 24;
@@ -62,7 +62,7 @@ CLI::Option* numbers(CLI::App* app, const char* name, std::vector<T>& values, st
 }
 
 void add_shape_options(CLI::App* app, BenchSettings& s) {
-  number(app, "-n,--ranks", s.ranks, 1, kMostBenchRanks, "How many ranks, 1 ... 64");
+  number(app, "-n,--ranks", s.ranks, 1, kMostBenchRanks, "How many ranks, 1 ... 512");
   number(app, "--tokens", s.tokens, 1, kMostTokens, "Tokens of each rank, throughput mode");
   number(app, "--latency-tokens", s.latency_tokens, 1, kMostTokens,
          "Tokens of each rank, latency mode");
@@ -109,6 +109,11 @@ void add_fabric_options(CLI::App* app, BenchArguments& given) {
                     {"direct", Crossing::direct},
                     {"hierarchical", Crossing::hierarchical}},
                    "How tokens cross from domain to domain in throughput mode")
+      ->needs("--domain-size");
+  app->add_option("--tune", s.tune,
+                  "First find the settings that are fastest between domains; into a JSON file, for "
+                  "FERRY_TUNING")
+      ->type_name("FILE")
       ->needs("--domain-size");
   CLI::Option* threads = app->add_flag("--threads", given.threads, "Ranks as threads");
   app->add_flag("--processes", given.processes, "Ranks as processes (the default)")
@@ -202,6 +207,7 @@ void add_bench_options(CLI::App* app, BenchArguments& given) {
 
 void settle_options(const CLI::App& app, BenchArguments& given) {
   BenchSettings& s = given.settings;
+  refuse_if(!s.tune.empty() && s.mode == BenchMode::latency, "--tune: only with throughput mode");
   s.processes = !given.threads;
   given.json = app.count("--json") > 0;
   refuse_if(!given.plot_file.empty() && given.json_file.empty(),

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -32,6 +33,7 @@ struct BenchSettings {
   int domain_size = 0;  ///< 0: one domain, or the hosts
   FabricKind network = FabricKind::automatic;
   Crossing crossing = Crossing::automatic;
+  std::string tune{};  ///< where tuned settings go; empty: as they are
   bool processes = true;
   int iterations = 30;
   int warmup = 5;
@@ -76,6 +78,7 @@ inline GroupConfig group_config(const BenchSettings& settings) {
   config.domain_size = settings.domain_size;
   config.network = settings.network;
   config.crossing = settings.crossing;
+  if (!settings.tune.empty()) config.tune = true;
   config.sim_seed = settings.seed;
   return config;
 }

@@ -8,6 +8,7 @@
 
 #include "bench/data.hpp"
 #include "bench/rank.hpp"
+#include "bench/tuning.hpp"
 
 namespace ferry::cli {
 namespace {
@@ -105,11 +106,23 @@ void check_combine(const ThroughputBench& e, const Combined& combined) {
   }
 }
 
+/// Collective: until no search goes on, of what the operation calls.
+template <class Operation>
+void tune(Group& group, const Operation& operation) {
+  constexpr int kMostCalls = 100;
+  const auto settled = [&] {  // the same on all ranks
+    const std::vector<TunedCall> calls = group.tuning();
+    return std::all_of(calls.begin(), calls.end(), [](const auto& one) { return one.settled; });
+  };
+  for (int call = 0; call < kMostCalls && (call == 0 || !settled()); ++call) operation();
+}
+
 /// Collective: warm-up, then one sample an iteration, every one after a barrier.
 template <class Operation>
 void measure(const BenchSettings& settings, const BenchBoard& board, BenchCase which, Group& group,
              const Operation& operation) {
   const std::size_t line = board.line_of(which);
+  if (!settings.tune.empty()) tune(group, operation);
   for (int i = -settings.warmup; i < settings.iterations; ++i) {
     group.barrier();
     const double taken = time_of(operation);
@@ -160,6 +173,7 @@ void bench_throughput(const BenchSettings& settings, const BenchBoard& board,
   check_combine(exchange, group.combine(ordinary_view, plan));
 
   measure_all(exchange, board, plan, registered, ordinary_view);
+  if (!settings.tune.empty() && group.rank() == 0) write_tuning(settings.tune, group.tuning());
   group.barrier();  // nobody leaves while another still reads
 }
 

@@ -218,10 +218,15 @@ class Plan(unittest.TestCase):
         ]
         self.assertGreaterEqual(len(commands), 2)
         for command in commands:
+            given = dict(os.environ)
+            while "=" in command[0]:
+                name, _, value = command.pop(0).partition("=")
+                given[name] = value
             self.assertEqual(command[0], "ferry")
             done = subprocess.run(
                 [os.path.abspath(FERRY), *command[1:]],
                 cwd=self.folder,
+                env=given,
                 capture_output=True,
                 text=True,
                 timeout=60,
