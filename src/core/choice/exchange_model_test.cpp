@@ -228,7 +228,7 @@ std::vector<Prediction> predictions() {
 std::string table() {
   std::string text =
       "| series | machine | operation | ranks | unit | measured | predicted | error % | bound % | "
-      "waits for | |\n| --- | --- | --- | --: | --- | --: | --: | --: | --: | --- | --- |\n";
+      "bottleneck | |\n| --- | --- | --- | --: | --- | --: | --: | --: | --: | --- | --- |\n";
   for (const Prediction& made : predictions()) {
     const Figure& figure = made.figure;
     char cells[160];

@@ -1,6 +1,7 @@
 // Flows that share a network, simulated by SimGrid: at any time each gets its fair share of the
 // links that it crosses. In a process of its own, for a process can simulate once.
 #pragma once
+#include <cstddef>
 #include <functional>
 #include <vector>
 
@@ -13,12 +14,29 @@ struct SimulatedNetwork {
   std::vector<double> out{}, in{};  ///< bytes a second of each node
   int leaf = 0;                     ///< 0: all of them
   double oversubscription = 1;
+  /// What each node adds to the links of its leaf; empty: as out, in.
+  std::vector<double> trunk_out{}, trunk_in{};
 };
 
 struct SimulatedFlow {
   int from = 0, to = 0;
   double bytes = 0;
 };
+
+/// Flows of one network, and where what each of some other things (`places`) moves is among them.
+struct SimulatedPart {
+  struct Share {
+    std::size_t place = 0, flow = 0;
+  };
+  SimulatedNetwork network{};
+  std::vector<SimulatedFlow> flows{};
+  std::vector<Share> shares{};
+};
+
+/// The same with so many nodes of a leaf as one, and flows between the same two as one, where there
+/// were many. A node of several takes as long for all that it sends as the one of them that takes
+/// longest by itself, so the whole takes no less than the busiest node does.
+SimulatedPart joined(const SimulatedPart& part, int nodes);
 
 /// Whether this command was built with SimGrid.
 bool has_simgrid();

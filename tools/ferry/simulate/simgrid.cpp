@@ -45,8 +45,9 @@ std::vector<s4u::Host*> make_nodes(const SimulatedNetwork& network) {
     simgrid::kernel::routing::NetPoint* const router = zone->create_router(name + "-switch");
     double up = 0, down = 0;
     for (std::size_t node = first; node < end; ++node) {
-      up += network.out[node] / network.oversubscription;
-      down += network.in[node] / network.oversubscription;
+      const bool own = network.trunk_out.empty();
+      up += (own ? network.out : network.trunk_out)[node] / network.oversubscription;
+      down += (own ? network.in : network.trunk_in)[node] / network.oversubscription;
     }
     const auto* out = spine->create_link(name + "-up", up)->set_latency(0)->seal();
     const auto* in = spine->create_link(name + "-down", down)->set_latency(0)->seal();

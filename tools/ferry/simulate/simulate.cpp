@@ -25,6 +25,8 @@ namespace {
 
 using nlohmann::json;
 
+constexpr int kMostNodes = 64;  // of a rail; hosts whose NVLink is simulated
+
 struct SimulateOptions {
   std::string cluster = "h800", model = "deepseek-v3";
   std::string routes;
@@ -37,7 +39,8 @@ struct SimulateOptions {
   double dead = 0;                       ///< share of the hosts
   double skew = 1;                       ///< how often each of an eighth of the experts is drawn
   std::uint64_t seed = 1;
-  int rails = 0;  ///< 0: all, or the busiest ones where that takes long
+  int rails = 0;         ///< 0: all
+  int hosts_as_one = 0;  ///< 0: so many that kMostNodes are left
   std::string timeline;
   bool as_json = false;
 };
@@ -167,13 +170,6 @@ std::vector<int> busiest_rails(const World& world, int count) {
   return rails;
 }
 
-/// Flows of one network, and whose they are.
-struct Part {
-  SimulatedNetwork network{};
-  std::vector<SimulatedFlow> flows{};
-  std::vector<std::size_t> from{};  ///< place in World::flows
-};
-
 /// A combine brings the rows of a dispatch back.
 SimulatedFlow simulated(const Flow& flow, double row_bytes, bool combine) {
   const double bytes = static_cast<double>(flow.rows) * row_bytes;
@@ -182,11 +178,12 @@ SimulatedFlow simulated(const Flow& flow, double row_bytes, bool combine) {
 }
 
 /// The NICs that rails join: hierarchical, each rail by itself; direct, all of them together.
-std::vector<Part> network_parts(const World& world, const ExchangeRates& rates, double row_bytes,
-                                bool combine, const std::vector<int>& rails) {
+std::vector<SimulatedPart> network_parts(const World& world, const ExchangeRates& rates,
+                                         double row_bytes, bool combine,
+                                         const std::vector<int>& rails) {
   const int host = world.shape.host_ranks;
   const bool together = !world.shape.hierarchical;
-  std::vector<Part> parts(together ? 1 : rails.size());
+  std::vector<SimulatedPart> parts(together ? 1 : rails.size());
   for (std::size_t i = 0; i < parts.size(); ++i) {
     for (int rank = 0; rank < world.shape.ranks; ++rank) {
       if (!together && rank % host != rails[i]) continue;
@@ -207,25 +204,57 @@ std::vector<Part> network_parts(const World& world, const ExchangeRates& rates, 
         made.from /= host;
         made.to /= host;
       }
+      parts[i].shares.push_back({place, parts[i].flows.size()});
       parts[i].flows.push_back(made);
-      parts[i].from.push_back(place);
     }
   }
   return parts;
 }
 
-/// NVLink of all hosts.
-Part nvlink_part(const World& world, const ExchangeRates& rates, double row_bytes, bool combine) {
-  Part part;
+/// The hosts whose busiest rank moves most inside, at most so many: no other host's NVLink matters.
+std::vector<bool> busiest_hosts(const World& world, int count) {
+  const auto ranks = static_cast<std::size_t>(world.shape.ranks);
+  const auto each = static_cast<std::size_t>(world.shape.host_ranks);
+  std::vector<double> out(ranks), in(ranks), most((ranks + each - 1) / each);
+  for (const Flow& flow : world.flows) {
+    if (flow.network) continue;
+    out[static_cast<std::size_t>(flow.from)] += static_cast<double>(flow.rows);
+    in[static_cast<std::size_t>(flow.to)] += static_cast<double>(flow.rows);
+  }
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    most[rank / each] = std::max({most[rank / each], out[rank], in[rank]});
+  }
+  std::vector<double> sorted = most;
+  std::sort(sorted.begin(), sorted.end(), std::greater<>());
+  const auto last = std::min(sorted.size(), static_cast<std::size_t>(count)) - 1;
+  std::vector<bool> busy;
+  for (const double one : most) busy.push_back(one >= sorted[last]);
+  return busy;
+}
+
+SimulatedPart nvlink_part(const World& world, const ExchangeRates& rates, double row_bytes,
+                          bool combine) {
+  SimulatedPart part;
+  const std::vector<bool> busy = busiest_hosts(world, kMostNodes);
   const auto ranks = static_cast<std::size_t>(world.shape.ranks);
   part.network.out.assign(ranks, rates.nvlink_out);
   part.network.in.assign(ranks, rates.nvlink_in);
   for (std::size_t place = 0; place < world.flows.size(); ++place) {
-    if (world.flows[place].network) continue;
-    part.flows.push_back(simulated(world.flows[place], row_bytes, combine));
-    part.from.push_back(place);
+    const Flow& flow = world.flows[place];
+    if (flow.network || !busy[static_cast<std::size_t>(flow.from / world.shape.host_ranks)]) {
+      continue;
+    }
+    part.shares.push_back({place, part.flows.size()});
+    part.flows.push_back(simulated(flow, row_bytes, combine));
   }
   return part;
+}
+
+/// Of a rail; direct crossings are simulated rank by rank.
+int hosts_as_one(const World& world, const SimulateOptions& options) {
+  if (!world.shape.hierarchical) return 1;
+  const int hosts = (world.shape.ranks + world.shape.host_ranks - 1) / world.shape.host_ranks;
+  return options.hosts_as_one > 0 ? options.hosts_as_one : (hosts + kMostNodes - 1) / kMostNodes;
 }
 
 struct Simulated {
@@ -235,15 +264,16 @@ struct Simulated {
 };
 
 /// Ends of flows into a timeline, and the last of them.
-double ended(const World& world, const Part& part, const std::vector<double>& ends, bool combine,
-             Timeline& timeline, double begin) {
+double ended(const World& world, const SimulatedPart& part, const std::vector<double>& ends,
+             bool combine, Timeline& timeline, double begin) {
   double last = 0;
-  for (std::size_t i = 0; i < part.from.size(); ++i) {
-    const Flow& flow = world.flows[part.from[i]];
+  for (const SimulatedPart::Share& share : part.shares) {
+    const Flow& flow = world.flows[share.place];
     const int from = combine ? flow.to : flow.from, to = combine ? flow.from : flow.to;
-    last = std::max(last, ends[i]);
-    timeline.add(from, flow.network ? "NIC out" : "NVLink out", begin, ends[i]);
-    timeline.add(to, flow.network ? "NIC in" : "NVLink in", begin, ends[i]);
+    const double end = ends[share.flow];
+    last = std::max(last, end);
+    timeline.add(from, flow.network ? "NIC out" : "NVLink out", begin, end);
+    timeline.add(to, flow.network ? "NIC in" : "NVLink in", begin, end);
   }
   return last;
 }
@@ -255,10 +285,11 @@ Simulated simulated_call(const World& world, const Described& cluster, const Des
   made.call = combine ? "combine" : "dispatch";
   const double row = row_bytes_of(model.number("hidden", 0), combine);
   const ExchangeRates rates = rates_with(cluster, made.call, options);
-  std::vector<Part> parts = network_parts(world, rates, row, combine, rails);
+  std::vector<SimulatedPart> parts = network_parts(world, rates, row, combine, rails);
+  for (SimulatedPart& part : parts) part = joined(part, hosts_as_one(world, options));
   parts.push_back(nvlink_part(world, rates, row, combine));
   std::vector<std::function<std::vector<double>()>> jobs;
-  for (const Part& part : parts) {
+  for (const SimulatedPart& part : parts) {
     jobs.emplace_back([&part] { return simulate_flows(part.network, part.flows); });
   }
   const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -312,14 +343,13 @@ int simulate(const SimulateOptions& options) {
   const Described model = Described::load(Kind::model, options.model);
   World world = world_of(options, cluster, model);
   slow_down(world, options.slow_nics);
-  const bool many = world.flows.size() > kManyFlows;
-  if (many && !world.shape.hierarchical) {
+  if (world.flows.size() > kManyFlows && !world.shape.hierarchical) {
     throw std::runtime_error(fmt::format(
         "{} flows are too many to simulate; take fewer --ranks, or --crossing hierarchical, whose "
         "rails are simulated one by one",
         world.flows.size()));
   }
-  const int all = options.rails > 0 ? options.rails : many ? 2 : world.shape.host_ranks;
+  const int all = options.rails > 0 ? options.rails : world.shape.host_ranks;
   const std::vector<int> rails = busiest_rails(world, all);
   Timeline timeline;
   std::vector<Simulated> calls;
@@ -368,6 +398,10 @@ void add_simulate(CLI::App& app, int& exit_code) {
                    "How many times as often as others an eighth of the experts is named")
       ->check(CLI::Range(1.0, 1000.0));
   command->add_option("--seed", options->seed, "Of drawn routes");
+  command
+      ->add_option("--hosts-as-one", options->hosts_as_one,
+                   "So many hosts of a leaf switch as one; as many as leave 64")
+      ->check(whole_number(1, 4096));
   command->add_option("--rails", options->rails, "How many rails, the busiest first")
       ->check(whole_number(1, 4096));
   command->add_option("--timeline", options->timeline, "Write a timeline for ui.perfetto.dev");

@@ -47,6 +47,22 @@ class Simulate(unittest.TestCase):
                 with self.subTest(ranks=ranks, crossing=crossing, call=call["call"]):
                     self.assertAlmostEqual(call["us"] / call["closed_form_us"], 1, delta=0.02)
 
+    def test_hosts_as_one_take_as_long(self):
+        for more in ([], ["--slow-nic", "5:0.5"], ["--leaf-hosts", "4", "--oversubscription", "2"]):
+            options = ["--ranks", "64", "--tokens", "1024", *more]
+            alone = self.calls(*options, "--hosts-as-one", "1")
+            joined = self.calls(*options, "--hosts-as-one", "4")
+            for one, other in zip(alone, joined, strict=True):
+                with self.subTest(options=more, call=one["call"]):
+                    self.assertAlmostEqual(other["us"] / one["us"], 1, delta=0.02)
+                    self.assertEqual(other["flows"], one["flows"])
+
+    def test_2048_ranks(self):
+        """Every rail of 512 hosts, 64 of them as 8: 2,000,000 flows as 4096 a rail."""
+        options = ("--ranks", "2048", "--copies", "8", "--tokens", "512")
+        for call in self.calls(*options):
+            self.assertAlmostEqual(call["us"] / call["closed_form_us"], 1, delta=0.02)
+
     def test_a_slow_nic_holds_up_its_ranks(self):
         usual = self.calls("--ranks", "16")
         slow = self.calls("--ranks", "16", "--slow-nic", "5:0.25")
