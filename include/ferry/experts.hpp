@@ -9,6 +9,7 @@
 
 namespace ferry {
 
+class BatchPlanner;
 class ExpertTable;
 
 /// Logical experts in places. Each rank has `slots` places, each of which is empty or holds a copy
@@ -45,6 +46,68 @@ class ExpertPlacement {
 
  private:
   std::unique_ptr<ExpertTable> table_;
+};
+
+/// Copies of busy experts, planned anew for each batch, so that all ranks work on as many rows.
+/// Expert e lives on rank e / (experts / ranks) and never moves; besides, each rank has `slots`
+/// slots for copies of others'. Computed without any exchange, in integers: ranks that make the
+/// same calls have the same plan. For each batch, on all ranks:
+///
+///   1. `counts` of the own routes; an all-gather brings those of all ranks.
+///   2. `invalidate` each rank whose experts have changed since they were copied.
+///   3. `plan` says which copies are needed; weights of `fetches` go to the slots; then `fetched`.
+///   4. `places` of the routes go to Group::plan. The group is made with `experts` = `group_experts()`:
+///      rank r's block begins with its own experts, its slots follow.
+///
+/// Gradients that slots hold belong to the experts of `table`. See docs/balance.md.
+class BatchBalancer {
+ public:
+  /// `experts`: a multiple of `ranks`. `domain_size`: as of GroupConfig.
+  BatchBalancer(std::int64_t experts, int ranks, int slots, int domain_size = 0);
+  ~BatchBalancer();
+  BatchBalancer(BatchBalancer&&) noexcept;
+  BatchBalancer& operator=(BatchBalancer&&) noexcept;
+
+  std::int64_t experts() const { return experts_; }
+  int ranks() const { return ranks_; }
+  int slots() const { return slots_; }
+  /// Places of the group: its experts and all slots.
+  std::int64_t group_experts() const { return experts_ + std::int64_t{ranks_} * slots_; }
+
+  /// i32 [experts]: how many slots of the routes, i64 or i32 [T, K], name each expert.
+  Tensor counts(const ConstTensorView& topk_idx) const;
+  /// The weights of experts that live on this rank have changed: no copy of them is valid.
+  void invalidate(int rank);
+  /// counts: i32 [ranks, experts], in CPU memory, of all ranks in order. The heaviest rank has at
+  /// most 1.02 of the mean load if the planner finds a way (else the least that it finds), with
+  /// few copies to fetch. From here on what the slots of `fetches` held is lost.
+  void plan(const ConstTensorView& counts);
+  /// [ranks, slots]: the expert whose tokens go to each slot in this batch; −1: no tokens do.
+  const std::vector<std::int32_t>& table() const { return table_; }
+  /// The same where the slot does not hold a valid copy yet; else −1.
+  const std::vector<std::int32_t>& fetches() const { return fetches_; }
+  /// The weights of all `fetches` are in their slots, on all ranks.
+  void fetched();
+  /// [ranks]: slots of routes that each rank works on in this batch.
+  std::vector<std::int64_t> load() const;
+  /// What Group::plan takes for routes of `rank` to experts: i64 [T, K]. They must be those that
+  /// were counted. Tokens go home first, then to copies in ascending rank, in ascending order.
+  /// Throws Error(invalid_argument) before `fetched`: no token goes to a copy that may be missing.
+  Tensor places(const ConstTensorView& topk_idx, int rank) const;
+
+ private:
+  std::int64_t place_of(std::int64_t expert) const;
+
+  std::int64_t experts_;
+  int ranks_;
+  int slots_;
+  std::unique_ptr<BatchPlanner> planner_;
+  std::vector<std::int32_t> counts_;   // [ranks, experts]
+  std::vector<std::int32_t> held_;     // [ranks, slots]
+  std::vector<std::int32_t> table_;    // [ranks, slots]
+  std::vector<std::int32_t> fetches_;  // [ranks, slots]
+  bool planned_ = false;
+  bool fetched_ = false;
 };
 
 }  // namespace ferry

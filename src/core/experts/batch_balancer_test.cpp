@@ -1,0 +1,130 @@
+// The public face of the planner: steps in their order, routes to places.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "core/domains.hpp"
+#include "core/test_errors.hpp"
+#include "ferry/experts.hpp"
+
+namespace ferry::test {
+namespace {
+
+constexpr int kRanks = 4, kExperts = 8, kSlots = 2, kTopk = 2, kTokens = 50;
+
+/// Of each rank, [kTokens, kTopk]; half of all name expert 0.
+std::vector<std::vector<std::int64_t>> routes_of_ranks(unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::vector<std::int64_t>> all(kRanks);
+  for (auto& routes : all) {
+    for (int t = 0; t < kTokens; ++t) {
+      routes.push_back(0);
+      routes.push_back(static_cast<std::int64_t>(random() % (kExperts + 1)) - 1);
+    }
+  }
+  return all;
+}
+
+ConstTensorView view_of(const std::vector<std::int64_t>& routes) {
+  return {routes.data(), Dtype::i64, {kTokens, kTopk}};
+}
+
+std::vector<std::int32_t> counts_of(const BatchBalancer& balancer,
+                                    const std::vector<std::vector<std::int64_t>>& all) {
+  std::vector<std::int32_t> counts;
+  for (const auto& routes : all) {
+    const Tensor own = balancer.counts(view_of(routes));
+    counts.insert(counts.end(), own.as<std::int32_t>(), own.as<std::int32_t>() + kExperts);
+  }
+  return counts;
+}
+
+void plan(BatchBalancer& balancer, const std::vector<std::int32_t>& counts) {
+  balancer.plan({counts.data(), Dtype::i32, {kRanks, kExperts}});
+}
+
+TEST(BatchBalancer, TokensGoToCopiesInAscendingOrder) {
+  BatchBalancer balancer(kExperts, kRanks, kSlots);
+  ASSERT_EQ(balancer.group_experts(), kExperts + kRanks * kSlots);
+  const auto all = routes_of_ranks(7);
+  plan(balancer, counts_of(balancer, all));
+  balancer.fetched();
+  std::vector<std::int64_t> load(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const Tensor places = balancer.places(view_of(all[index(rank)]), rank);
+    std::vector<std::int64_t> last(kExperts, -1);
+    for (std::size_t i = 0; i < all[0].size(); ++i) {
+      const std::int64_t expert = all[index(rank)][i], place = places.as<std::int64_t>()[i];
+      ASSERT_EQ(place < 0, expert < 0);
+      if (expert < 0) continue;
+      const std::int64_t at = place / (2 + kSlots), inside = place % (2 + kSlots);
+      ++load[index(at)];
+      const std::int64_t held =
+          inside < 2 ? at * 2 + inside : balancer.table()[index(at * kSlots + inside - 2)];
+      EXPECT_EQ(held, expert) << "rank " << rank << ", slot " << i;
+      // Home first, then copies in ascending rank; never back.
+      const std::int64_t order = inside < 2 ? 0 : 1 + at;
+      EXPECT_GE(order, last[index(expert)]);
+      last[index(expert)] = order;
+    }
+  }
+  EXPECT_EQ(load, balancer.load());
+}
+
+TEST(BatchBalancer, NoTokenGoesToACopyThatMayBeMissing) {
+  BatchBalancer balancer(kExperts, kRanks, kSlots);
+  const auto all = routes_of_ranks(8);
+  const auto counts = counts_of(balancer, all);
+  const auto places = [&] { return balancer.places(view_of(all[0]), 0); };
+  const auto refused = [&] {
+    expect_error(ErrorKind::invalid_argument, {"places", "not fetched"}, places);
+  };
+  expect_error(ErrorKind::invalid_argument, {"places", "the plan", "got none"}, places);
+  plan(balancer, counts);
+  const auto needed = balancer.fetches();
+  EXPECT_EQ(needed, balancer.table());
+  refused();
+  // A fetch that failed: what the slots hold is not known, so the next plan fetches again.
+  plan(balancer, counts);
+  EXPECT_EQ(balancer.fetches(), needed);
+  balancer.fetched();
+  places();
+  plan(balancer, counts);
+  EXPECT_EQ(balancer.fetches(), std::vector<std::int32_t>(kRanks * kSlots, -1));
+  places();
+  // The owner of expert 0 has changed its weights; copies of others stay.
+  balancer.invalidate(0);
+  plan(balancer, counts);
+  for (std::size_t place = 0; place < needed.size(); ++place) {
+    const std::int32_t expert = balancer.table()[place];
+    EXPECT_EQ(balancer.fetches()[place], expert == 0 || expert == 1 ? expert : -1);
+  }
+  refused();
+}
+
+TEST(BatchBalancer, RefusesWhatCannotBe) {
+  const auto wrong = [](const std::vector<std::string>& words, const std::function<void()>& call) {
+    expect_error(ErrorKind::invalid_argument, words, call);
+  };
+  wrong({"experts", "got 9", "a multiple of 4"}, [] { BatchBalancer(9, 4, 1); });
+  wrong({"slots", "got 0"}, [] { BatchBalancer(8, 4, 0); });
+  wrong({"domain_size", "got -1"}, [] { BatchBalancer(8, 4, 1, -1); });
+  BatchBalancer balancer(kExperts, kRanks, kSlots);
+  const auto all = routes_of_ranks(9);
+  auto counts = counts_of(balancer, all);
+  wrong({"counts"}, [&] { balancer.plan({counts.data(), Dtype::i32, {2, kExperts}}); });
+  counts[11] = -3;
+  wrong({"counts", "-3 of rank 1, expert 3"}, [&] { plan(balancer, counts); });
+  counts[11] = 3;
+  plan(balancer, counts_of(balancer, all));
+  balancer.fetched();
+  wrong({"rank", "got 4"}, [&] { balancer.places(view_of(all[0]), 4); });
+  wrong({"rank", "got -1"}, [&] { balancer.invalidate(-1); });
+  wrong({"topk_idx", "as the counts of rank 1 say"},
+        [&] { balancer.places(view_of(all[0]), 1); });
+  const std::int64_t unknown[] = {8, 0};
+  wrong({"topk_idx", "expert 8"}, [&] { balancer.counts({unknown, Dtype::i64, {1, 2}}); });
+}
+
+}  // namespace
+}  // namespace ferry::test

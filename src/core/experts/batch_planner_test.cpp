@@ -1,0 +1,193 @@
+// Plans of batches of any skew, against what every plan must be. How good they are beside an exact
+// solver is in python/tests/test_batch_balancer.py.
+#include "core/experts/batch_planner.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+
+namespace ferry {
+namespace {
+
+constexpr unsigned kBatchSeed = 23;
+
+struct Batch {
+  Placement homes;
+  int slots = 1;
+  std::vector<std::int32_t> counts;  // [ranks, experts]
+  std::int64_t of(int source, std::int64_t expert) const {
+    return counts[index(source * homes.experts + expert)];
+  }
+  std::int64_t total(std::int64_t expert) const {
+    std::int64_t all = 0;
+    for (int source = 0; source < homes.ranks; ++source) all += of(source, expert);
+    return all;
+  }
+  std::vector<std::int64_t> load() const {
+    std::vector<std::int64_t> load(index(homes.ranks));
+    for (std::int64_t e = 0; e < homes.experts; ++e) load[index(homes.rank_of(e))] += total(e);
+    return load;
+  }
+};
+
+/// Expert at place i of a random order has a weight of (i + 1)^−skew; no expert gets more slots of
+/// a source than it has tokens, as routes of different experts.
+Batch skewed(std::mt19937& random, int ranks, int experts, int slots, double skew) {
+  Batch batch{{experts, ranks}, slots, std::vector<std::int32_t>(index(ranks * experts))};
+  std::vector<double> weights(index(experts));
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    weights[i] = std::pow(static_cast<double>(i + 1), -skew);
+  }
+  std::ranges::shuffle(weights, random);
+  std::discrete_distribution<int> draw(weights.begin(), weights.end());
+  constexpr int kTokens = 64, kTopk = 8;
+  for (int source = 0; source < ranks; ++source) {
+    std::int32_t* row = &batch.counts[index(source * experts)];
+    for (int i = 0; i < kTokens * kTopk; ++i) {
+      int expert = draw(random);
+      while (row[expert] == kTokens) expert = (expert + 1) % experts;
+      ++row[expert];
+    }
+  }
+  return batch;
+}
+
+/// Everything that a plan promises but how good it is. Returns how many copies are not held.
+int expect_valid(const BatchPlanner& planner, const Batch& batch,
+                 std::span<const std::int32_t> held) {
+  std::vector<std::int64_t> load = batch.load();
+  std::vector<std::int32_t> away(batch.counts.size());
+  int fetches = 0;
+  for (int place = 0; place < batch.homes.ranks * batch.slots; ++place) {
+    const int rank = place / batch.slots;
+    const std::int32_t expert = planner.table()[index(place)];
+    std::int64_t tokens = 0;
+    for (int source = 0; source < batch.homes.ranks; ++source) {
+      const std::int32_t quota = planner.quota(place, source);
+      EXPECT_GE(quota, 0);
+      tokens += quota;
+      if (expert >= 0) away[index(source * batch.homes.experts + expert)] += quota;
+    }
+    EXPECT_EQ(tokens > 0, expert >= 0) << "place " << place;
+    if (expert < 0) continue;
+    EXPECT_NE(batch.homes.rank_of(expert), rank);
+    for (int other = rank * batch.slots; other < place; ++other) {
+      EXPECT_NE(planner.table()[index(other)], expert) << "twice on rank " << rank;
+    }
+    load[index(batch.homes.rank_of(expert))] -= tokens;
+    load[index(rank)] += tokens;
+    fetches += held[index(place)] != expert ? 1 : 0;
+  }
+  for (std::size_t i = 0; i < away.size(); ++i) EXPECT_LE(away[i], batch.counts[i]);
+  EXPECT_TRUE(std::ranges::equal(load, planner.load()));
+  return fetches;
+}
+
+double over_mean(std::span<const std::int64_t> load) {
+  const std::int64_t all = std::accumulate(load.begin(), load.end(), std::int64_t{0});
+  return static_cast<double>(*std::ranges::max_element(load)) * static_cast<double>(load.size()) /
+         static_cast<double>(all);
+}
+
+std::vector<std::int32_t> nothing(const Batch& batch) {
+  return std::vector<std::int32_t>(index(batch.homes.ranks * batch.slots), -1);
+}
+
+TEST(BatchPlanner, LoadsOfSkewedBatchesAreWithinTwoPercentOfTheMean) {
+  std::mt19937 random(kBatchSeed);
+  for (const auto& [ranks, experts] : {std::pair{4, 64}, {8, 64}, {8, 256}, {16, 128}, {64, 384}}) {
+    for (const int slots : {2, 4}) {
+      for (const double skew : {0.0, 0.5, 1.0, 1.5, 2.0}) {
+        const Batch batch = skewed(random, ranks, experts, slots, skew);
+        BatchPlanner planner(batch.homes, slots, Domains::blocks(ranks, 0));
+        planner.plan(batch.counts, nothing(batch));
+        const int copies = expect_valid(planner, batch, nothing(batch));
+        EXPECT_LE(over_mean(planner.load()), 1.02) << ranks << " ranks, skew " << skew;
+        EXPECT_LE(copies, 2 * ranks) << ranks << " ranks, skew " << skew;
+      }
+    }
+  }
+}
+
+TEST(BatchPlanner, OneHotExpertIsSpreadOverAllRanks) {
+  for (const int slots : {1, 3}) {
+    Batch batch{{64, 16}, slots, std::vector<std::int32_t>(16 * 64, 0)};
+    for (int source = 0; source < 16; ++source) batch.counts[index(source * 64 + 5)] = 100;
+    BatchPlanner planner(batch.homes, slots, Domains::blocks(16, 0));
+    planner.plan(batch.counts, nothing(batch));
+    EXPECT_EQ(expect_valid(planner, batch, nothing(batch)), 15);
+    EXPECT_LE(over_mean(planner.load()), 1.02);
+    // Each rank works on its own tokens.
+    for (int place = 0; place < 16 * slots; ++place) {
+      const int rank = place / slots;
+      if (planner.table()[index(place)] < 0) continue;
+      EXPECT_EQ(planner.quota(place, rank),
+                std::min<std::int64_t>(100, planner.load()[index(rank)]));
+    }
+  }
+}
+
+TEST(BatchPlanner, CopiesThatAreHeldServeAgain) {
+  std::mt19937 random(kBatchSeed);
+  for (int i = 0; i < 20; ++i) {
+    const Batch batch = skewed(random, 8, 64, 2, 1.5);
+    BatchPlanner planner(batch.homes, 2, Domains::blocks(8, 0));
+    planner.plan(batch.counts, nothing(batch));
+    const std::vector<std::int32_t> held(planner.table().begin(), planner.table().end());
+    planner.plan(batch.counts, held);
+    EXPECT_EQ(expect_valid(planner, batch, held), 0);
+    Batch next = batch;  // some hundred slots other than before
+    for (auto& count : next.counts) count += static_cast<int>(random() % 3);
+    planner.plan(next.counts, nothing(next));
+    const int anew = expect_valid(planner, next, nothing(next));
+    planner.plan(next.counts, held);
+    EXPECT_LE(expect_valid(planner, next, held), anew / 2) << "batch " << i;
+    EXPECT_LE(over_mean(planner.load()), 1.02);
+  }
+}
+
+TEST(BatchPlanner, NothingMovesWithoutSkewOrTokens) {
+  Batch batch{{12, 4}, 2, std::vector<std::int32_t>(4 * 12, 7)};
+  BatchPlanner planner(batch.homes, 2, Domains::blocks(4, 0));
+  for (const int each : {7, 0}) {
+    std::ranges::fill(batch.counts, each);
+    planner.plan(batch.counts, nothing(batch));
+    EXPECT_TRUE(std::ranges::all_of(planner.table(), [](auto expert) { return expert < 0; }));
+  }
+}
+
+TEST(BatchPlanner, CopiesLeaveTheirDomainOnlyIfItIsFull) {
+  std::mt19937 random(kBatchSeed);
+  for (int i = 0; i < 20; ++i) {
+    // In each domain of four, rank 0 has too much and the others too little: all are alike.
+    Batch batch = skewed(random, 4, 32, 4, 1.0);
+    Batch both{{64, 8}, 4, std::vector<std::int32_t>(8 * 64)};
+    for (int source = 0; source < 8; ++source) {
+      for (int e = 0; e < 64; ++e) {
+        both.counts[index(source * 64 + e)] = batch.counts[index(source % 4 * 32 + e % 32)];
+      }
+    }
+    BatchPlanner planner(both.homes, 4, Domains::blocks(8, 4));
+    planner.plan(both.counts, nothing(both));
+    expect_valid(planner, both, nothing(both));
+    EXPECT_LE(over_mean(planner.load()), 1.02);
+    for (int place = 0; place < 32; ++place) {
+      const std::int32_t expert = planner.table()[index(place)];
+      if (expert < 0) continue;
+      EXPECT_EQ(both.homes.rank_of(expert) / 4, place / 4 / 4);
+    }
+  }
+  // One domain has everything: copies must cross.
+  Batch hot{{8, 4}, 2, std::vector<std::int32_t>(4 * 8)};
+  for (int source = 0; source < 4; ++source) hot.counts[index(source * 8)] = 100;
+  BatchPlanner planner(hot.homes, 2, Domains::blocks(4, 2));
+  planner.plan(hot.counts, nothing(hot));
+  EXPECT_EQ(expect_valid(planner, hot, nothing(hot)), 3);
+  EXPECT_LE(over_mean(planner.load()), 1.02);
+}
+
+}  // namespace
+}  // namespace ferry
