@@ -42,7 +42,7 @@ from ferry.errors import (
     WaitInterruptedError,
 )
 from ferry.errors import renamed_class as _renamed_class
-from ferry.experts import ExpertPlacement
+from ferry.experts import BatchBalancer, ExpertPlacement
 from ferry.group import Group
 from ferry.latency import LatencyCombined, LatencyExchange, LatencyReceived
 from ferry.logs import set_log
@@ -85,6 +85,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "BatchBalancer",
     "Bootstrap",
     "Choice",
     "Collectives",

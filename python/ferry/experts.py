@@ -72,3 +72,105 @@ class ExpertPlacement:
         return (
             f"ferry.ExpertPlacement({self.experts} experts, {self.ranks} ranks, {self.slots} slots)"
         )
+
+
+class BatchBalancer:
+    """Copies of busy experts, planned anew for each batch, so that all ranks work on as many rows.
+
+    Expert e lives on rank e // (experts // ranks) and never moves; besides, each rank has `slots`
+    slots for copies of others'. Computed without any exchange, in integers: ranks that make the
+    same calls have the same plan. For each batch, on all ranks:
+
+    1. `counts` of the own routes; an all-gather brings those of all ranks.
+    2. `invalidate` each rank whose experts have changed since they were copied.
+    3. `plan` says which copies are needed; the weights of `fetches` go to the slots; `fetched`.
+    4. `places` of the routes go to `Group.plan`. The group is made with `experts=group_experts`:
+       the block of a rank begins with its own experts, its slots follow.
+
+    Gradients that slots hold belong to the experts of `table`. `ferry.torch.ExpertParallel` does
+    all of it with `balance=slots`.
+
+    Args:
+        experts: a multiple of ranks.
+        domain_size: as of `Group`: copies stay inside domains of so many ranks where they can.
+    """
+
+    def __init__(self, *, experts: int, ranks: int, slots: int, domain_size: int = 0) -> None:
+        self._raw = _ferry.BatchBalancer(
+            integer("BatchBalancer: experts", experts, 1, INT32_MAX),
+            integer("BatchBalancer: ranks", ranks, 1, INT32_MAX),
+            integer("BatchBalancer: slots", slots, 1, INT32_MAX),
+            integer("BatchBalancer: domain_size", domain_size, 0, INT32_MAX),
+        )
+
+    @property
+    def experts(self) -> int:
+        """Logical experts."""
+        return self._raw.experts
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self._raw.ranks
+
+    @property
+    def slots(self) -> int:
+        """Slots for copies on each rank."""
+        return self._raw.slots
+
+    @property
+    def group_experts(self) -> int:
+        """Experts of the group: the logical ones and all slots."""
+        return self._raw.group_experts
+
+    @property
+    def table(self) -> list[list[int]]:
+        """[ranks][slots], as `ferry.torch.reduce_experts` takes it: the expert whose tokens go to
+        each slot in this batch; -1: no tokens do."""
+        return self._rows(self._raw.table)
+
+    @property
+    def fetches(self) -> list[list[int]]:
+        """The same, as `ferry.torch.copy_experts` takes it, where the slot does not hold a valid
+        copy yet; else -1."""
+        return self._rows(self._raw.fetches)
+
+    @property
+    def load(self) -> list[int]:
+        """[ranks]: slots of routes that each rank works on in this batch."""
+        return self._raw.load
+
+    def counts(self, topk_idx: Any) -> Any:
+        """i32 [experts]: how many slots of the routes, i64 or i32 [T, K], name each expert."""
+        raw, like = view("counts: topk_idx", topk_idx, expected="i64 or i32")
+        return array(self._raw.counts(raw), like)
+
+    def invalidate(self, rank: int) -> None:
+        """The weights of experts that live on this rank have changed: no copy of them is valid."""
+        self._raw.invalidate(integer("invalidate: rank", rank, 0, self.ranks - 1))
+
+    def plan(self, counts: Any) -> None:
+        """counts: i32 [ranks, experts], of all ranks in order. The heaviest rank has at most 1.02
+        of the mean load if the planner finds a way (else the least that it finds), with few copies
+        to fetch. From here on what the slots of `fetches` held is lost."""
+        self._raw.plan(view("plan: counts", counts, expected="i32")[0])
+
+    def fetched(self) -> None:
+        """The weights of all `fetches` are in their slots, on all ranks."""
+        self._raw.fetched()
+
+    def places(self, topk_idx: Any, rank: int) -> Any:
+        """What `Group.plan` takes for routes of `rank` to experts: i64 [T, K]. They must be those
+        that were counted. Tokens go home first, then to copies in ascending rank, in ascending
+        order. Raises `InvalidArgumentError` before `fetched`: no token goes to a copy that may be
+        missing."""
+        raw, like = view("places: topk_idx", topk_idx, expected="i64 or i32")
+        return array(self._raw.places(raw, integer("places: rank", rank, 0, self.ranks - 1)), like)
+
+    def _rows(self, flat: list[int]) -> list[list[int]]:
+        return [flat[at : at + self.slots] for at in range(0, len(flat), self.slots)]
+
+    def __repr__(self) -> str:
+        return (
+            f"ferry.BatchBalancer({self.experts} experts, {self.ranks} ranks, {self.slots} slots)"
+        )

@@ -26,6 +26,26 @@ void bind_experts(nb::module_& m) {
             return HeldTensor(p.places(topk_idx.read(), rank));
           },
           nb::arg("topk_idx"), nb::arg("rank"));
+  nb::class_<BatchBalancer>(m, "BatchBalancer")
+      .def(nb::init<std::int64_t, int, int, int>(), nb::arg("experts"), nb::arg("ranks"),
+           nb::arg("slots"), nb::arg("domain_size"))
+      .def_prop_ro("experts", &BatchBalancer::experts)
+      .def_prop_ro("ranks", &BatchBalancer::ranks)
+      .def_prop_ro("slots", &BatchBalancer::slots)
+      .def_prop_ro("group_experts", &BatchBalancer::group_experts)
+      .def("counts",
+           [](const BatchBalancer& b, const View& topk_idx) {
+             return HeldTensor(b.counts(topk_idx.read()));
+           })
+      .def("invalidate", &BatchBalancer::invalidate)
+      .def("plan", [](BatchBalancer& b, const View& counts) { b.plan(counts.read()); })
+      .def_prop_ro("table", &BatchBalancer::table)
+      .def_prop_ro("fetches", &BatchBalancer::fetches)
+      .def("fetched", &BatchBalancer::fetched)
+      .def_prop_ro("load", &BatchBalancer::load)
+      .def("places", [](const BatchBalancer& b, const View& topk_idx, int rank) {
+        return HeldTensor(b.places(topk_idx.read(), rank));
+      });
 }
 
 }  // namespace ferry::python
