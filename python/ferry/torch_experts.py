@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ferry.arguments import choice, describe, instance, integer, refuse, renamed_keywords
+from ferry.collectives import Collectives
+from ferry.experts import BatchBalancer
 from ferry.group import FORMATS, Group
 from ferry.handles import find, register
 from ferry.latency import LatencyExchange, LatencyReceived
+from ferry.torch_balance import Copies
 from ferry.torch_exchange import combine, dispatch, planned
 from ferry.torch_rows import row_weights
 from ferry.torch_through_e4m3 import restored  # importing it defines the operator
@@ -46,6 +49,12 @@ class ExpertParallel(nn.Module):
             decode_experts(rows [L, N, H], counts i32 [L]) returns [L, N, H]; of expert e the first
             counts[e] rows matter. With "e4m3" the rows are e4m3 and their scales,
             f32 [L, N, ceil(H/128)], come third. None: `experts`, with all N rows of each.
+        balance: > 0: slots of each rank for copies of busy experts of others, planned for each
+            batch, so that all ranks work on as many rows; on CPUs, without `decode` and
+            max_recv_rows. `group` has experts=E + group.size * balance for E experts, as many on
+            each rank. Parameters of `experts` are [L, ...], an entry for each expert of this rank;
+            it is called a second time for copies, with as many entries as there are slots.
+        collectives: of the same ranks, for weights and gradients of copies.
     """
 
     @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
@@ -60,6 +69,8 @@ class ExpertParallel(nn.Module):
         format: str = "as_is",
         decode_tokens: int = 0,
         decode_experts: Callable[..., Tensor] | None = None,
+        balance: int = 0,
+        collectives: Collectives | None = None,
     ) -> None:
         super().__init__()
         call = "ExpertParallel"
@@ -75,6 +86,12 @@ class ExpertParallel(nn.Module):
         }
         self.decode_tokens = integer(f"{call}: decode_tokens", decode_tokens)
         self.decode_experts = decode_experts
+        self._copies: Copies | None = None
+        if integer(f"{call}: balance", balance) > 0:
+            if decode_tokens > 0 or max_recv_rows > 0:
+                got = f"decode_tokens={decode_tokens}, max_recv_rows={max_recv_rows} with balance"
+                refuse(call, got, "0 of both: copies serve forward alone")
+            self._copies = Copies(group, balance, collectives)
         self._exchanges: dict[tuple[int, int, torch.dtype], LatencyExchange] = {}
         # Of torch_wrapped_experts: whose experts these are; whether their gradients are means; what
         # they are cut by (None: not known), whether that is right, and whether it is wrong.
@@ -91,6 +108,8 @@ class ExpertParallel(nn.Module):
         x: f32, bf16 or f16 [T, H]. topk_idx: i64 or i32 [T, K], -1 = unused. topk_weights: f32
         [T, K].
         """
+        if self._copies is not None:
+            topk_idx = self._copies.places(self.experts, topk_idx)
         plan = planned(self._handle, topk_idx)
         if self.format == "as_is":
             got = dispatch(self.group, plan, x, topk_weights=topk_weights, **self.layout)
@@ -108,7 +127,10 @@ class ExpertParallel(nn.Module):
             )
         assert weights is not None
         assert slots is not None
-        made = self.experts(rows, offsets)
+        if self._copies is None:
+            made = self.experts(rows, offsets)
+        else:
+            made = self._copies.run(self.experts, rows, offsets)
         factors = row_weights(weights, ids, slots, made.shape[0])
         weighted = (made.float() * factors[:, None]).to(x.dtype)
         return combine(self.group, plan, weighted, **self.layout)
@@ -135,6 +157,17 @@ class ExpertParallel(nn.Module):
         given = x.detach(), topk_idx, topk_weights.detach()
         decoded: Tensor = torch.ops.ferry.decode(*given, self._handle)
         return decoded
+
+    @property
+    def balancer(self) -> BatchBalancer | None:
+        """With `balance`: what was planned for the newest batch."""
+        return None if self._copies is None else self._copies.balancer
+
+    def invalidate_copies(self) -> None:
+        """The experts of this rank have changed in a way that torch does not count, as writes
+        through `.data` are: their copies are fetched again."""
+        if self._copies is not None:
+            self._copies.invalidate()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As of every module. What walks through a model comes here, too."""

@@ -1,0 +1,205 @@
+"""ferry.torch.ExpertParallel with copies of busy experts, beside the same layer without."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import signal
+from typing import Any
+
+import balance_bodies as bodies
+import pytest
+import torch
+from rank_processes import free_port
+from rank_threads import run_threads
+
+import ferry
+import ferry.torch as ft
+
+
+def over_mean(load: list[int]) -> float:
+    return max(load) * len(load) / sum(load)
+
+
+@pytest.mark.parametrize("options", [{}, {"alignment": 4}], ids=str)
+@pytest.mark.parametrize("skew", [4, 8])
+def test_training_gives_the_same_bits(skew: int, options: dict[str, Any]) -> None:
+    """All numbers are whole, so sums are exact in any order: results, losses, gradients and weights
+    after each step are those of the layer without copies, bit for bit."""
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank], **options)
+        balancer = pair.balanced.balancer
+        assert balancer is not None
+        for step in range(6):
+            make = torch.Generator().manual_seed(rank)
+            x = torch.randint(-2, 3, (bodies.TOKENS, bodies.HIDDEN), generator=make).float()
+            weights = torch.randint(1, 3, (bodies.TOKENS, bodies.TOPK), generator=make).float()
+            ids = bodies.routes(rank, step, skew / bodies.RANKS)
+            plain = bodies.step(pair.plain, x, ids, weights)
+            balanced = bodies.step(pair.balanced, x, ids, weights)
+            assert len(plain) == len(balanced) == 5
+            for one, other in zip(plain, balanced):
+                assert torch.equal(one, other)
+            assert over_mean(balancer.load) < 1.03  # of 48 slots a rank one is 2 percent
+            for layer in (pair.plain, pair.balanced):
+                with torch.no_grad():  # weights differ in the next step
+                    for parameter in layer.experts.parameters():
+                        parameter += (parameter.grad > 0).float()
+                        parameter.grad = None
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
+def test_losses_of_a_training_in_floats() -> None:
+    """Sums that are rounded in another order. A token goes through some 40 sums a step and as many
+    back; each is off by 2**-24 of itself at most, and so is the loss, 6 steps later."""
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank])
+        losses: list[list[float]] = []
+        for layer in (pair.plain, pair.balanced):
+            with torch.no_grad():
+                for parameter in layer.experts.parameters():
+                    parameter /= 7
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            losses.append([])
+            for step in range(6):
+                make = torch.Generator().manual_seed(rank)
+                x = torch.randn(bodies.TOKENS, bodies.HIDDEN, generator=make)
+                weights = torch.rand(bodies.TOKENS, bodies.TOPK, generator=make)
+                loss = layer(x, bodies.routes(rank, step, 0.5), weights).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        torch.testing.assert_close(losses[0], losses[1], rtol=6 * 80 * 2**-24, atol=0)
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
+def test_copies_are_fetched_only_when_their_experts_have_changed() -> None:
+    """Also where two forwards come before the backwards: each has the weights that it used."""
+    bootstraps = ferry.threads(bodies.RANKS)
+
+    def one(rank: int) -> None:
+        pair = bodies.Pair(bootstraps[rank])
+        layer, balancer = pair.balanced, pair.balanced.balancer
+        assert balancer is not None
+        x = torch.ones(bodies.TOKENS, bodies.HIDDEN)
+        weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+
+        def forward(step: int) -> tuple[int, torch.Tensor]:
+            y = layer(x, bodies.routes(rank, step, 0.5), weights)
+            return sum(e >= 0 for row in balancer.fetches for e in row), y.sum()
+
+        first, y = forward(0)
+        again, _ = forward(0)
+        assert first > 0
+        assert again == 0
+        other, z = forward(3)  # another rank is busy: other copies in the slots
+        assert other > 0
+        y.backward()
+        z.backward()
+        got = [p.grad.clone() for p in layer.experts.parameters()]
+        for step in (0, 3):
+            pair.plain(x, bodies.routes(rank, step, 0.5), weights).sum().backward()
+        for mine, plain in zip(got, pair.plain.experts.parameters()):
+            assert torch.equal(mine, plain.grad)
+        forward(3)
+        if rank == 1:
+            with torch.no_grad():
+                layer.experts.scale += 1
+        changed, _ = forward(3)
+        assert 0 < changed <= sum(e in (2, 3) for row in balancer.table for e in row)
+        if rank == 1:
+            layer.invalidate_copies()
+        told, _ = forward(3)
+        assert told == changed
+        twin = copy.deepcopy(layer)  # collective only when it runs
+        assert torch.equal(
+            twin(x, bodies.routes(rank, 3, 0.5), weights),
+            layer(x, bodies.routes(rank, 3, 0.5), weights),
+        )
+        pair.close()
+
+    run_threads(bodies.RANKS, one)
+
+
+def _rank(rank: int, port: int, victim: int, calls: int, words: Any) -> None:
+    torch.set_num_threads(1)
+    boot = ferry.tcp(rank=rank, size=bodies.RANKS, port=port, secret="of a test", deadline=30)
+    pair = bodies.Pair(boot)
+    layer, balancer = pair.balanced, pair.balanced.balancer
+    assert balancer is not None
+    ids = bodies.routes(rank, 0, 0.5)
+    x = torch.ones(bodies.TOKENS, bodies.HIDDEN)
+    weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+    if rank == victim:
+        bodies.die_in_call(pair.ranks, calls)
+    failed = 0
+    try:
+        y = layer(x, ids, weights)
+        failed = 1
+        y.sum().backward()
+        failed = 2
+    except (ferry.PeerFailedError, ferry.PeerLeftError, ferry.DeadlineExceededError) as error:
+        try:
+            balancer.places(ids, rank)
+            usable = True
+        except ferry.InvalidArgumentError:
+            usable = False
+        words.put((rank, error.peer, failed, usable, len(layer._copies._tensors)))
+
+
+# A layer has two parameters: one call each brings weights, one each takes gradients.
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_rank_dies_while_copies_or_gradients_move(calls: int) -> None:
+    """The others name it, and no copy of which they have a part is used."""
+    victim, port = 3, free_port()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ferry.torch"])
+    words = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, port, victim, calls, words))
+        for rank in range(bodies.RANKS)
+    ]
+    for process in processes:
+        process.start()
+    said = [words.get(timeout=90) for _ in range(bodies.RANKS - 1)]
+    for process in processes:
+        process.join()
+    assert processes[victim].exitcode == -signal.SIGKILL
+    assert sorted(rank for rank, *_ in said) == [r for r in range(bodies.RANKS) if r != victim]
+    for rank, peer, failed, usable, tensors in said:
+        assert peer == victim, f"rank {rank} names {peer}"
+        assert failed == (0 if calls < 3 else 1)
+        assert usable == (calls == 3)
+        assert tensors == (0 if calls < 3 else 2)
+
+
+def test_what_is_refused() -> None:
+    (boot,) = ferry.threads(1)
+    wrong = ferry.InvalidArgumentError
+    with ferry.Collectives(boot) as ranks, ferry.Group(boot, experts=4) as group:
+        experts = bodies.Experts(0)
+
+        def layer(**options: Any) -> ft.ExpertParallel:
+            return ft.ExpertParallel(group, experts, **{"collectives": ranks} | options)
+
+        with pytest.raises(wrong, match=r"collectives: got None"):
+            layer(balance=2, collectives=None)
+        with pytest.raises(wrong, match="decode_tokens=3"):
+            layer(balance=2, decode_tokens=3)
+        with pytest.raises(wrong, match=r"balance: got a group of 4 experts on 1 ranks"):
+            layer(balance=4)
+        x, ids, weights = torch.ones(3, 16), torch.zeros(3, 2).long(), torch.ones(3, 2)
+        with pytest.raises(wrong, match=r"scale of shape \(2, 16\); expected \[3, \.\.\.\]"):
+            layer(balance=1)(x, ids, weights)
+        with pytest.raises(wrong, match=r"scale of torch\.float64"):
+            experts.double()
+            layer(balance=2)(x, ids, weights)
