@@ -56,7 +56,8 @@ class ExpertPlacement {
 ///   1. `counts` of the own routes; an all-gather brings those of all ranks.
 ///   2. `invalidate` each rank whose experts have changed since they were copied.
 ///   3. `plan` says which copies are needed; weights of `fetches` go to the slots; then `fetched`.
-///   4. `places` of the routes go to Group::plan. The group is made with `experts` = `group_experts()`:
+///   4. `places` of the routes go to Group::plan. The group is made with `experts` =
+///   `group_experts()`:
 ///      rank r's block begins with its own experts, its slots follow.
 ///
 /// Gradients that slots hold belong to the experts of `table`. See docs/balance.md.

@@ -33,10 +33,8 @@ void bind_experts(nb::module_& m) {
       .def_prop_ro("ranks", &BatchBalancer::ranks)
       .def_prop_ro("slots", &BatchBalancer::slots)
       .def_prop_ro("group_experts", &BatchBalancer::group_experts)
-      .def("counts",
-           [](const BatchBalancer& b, const View& topk_idx) {
-             return HeldTensor(b.counts(topk_idx.read()));
-           })
+      .def("counts", [](const BatchBalancer& b,
+                        const View& topk_idx) { return HeldTensor(b.counts(topk_idx.read())); })
       .def("invalidate", &BatchBalancer::invalidate)
       .def("plan", [](BatchBalancer& b, const View& counts) { b.plan(counts.read()); })
       .def_prop_ro("table", &BatchBalancer::table)

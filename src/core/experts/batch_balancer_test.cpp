@@ -120,8 +120,7 @@ TEST(BatchBalancer, RefusesWhatCannotBe) {
   balancer.fetched();
   wrong({"rank", "got 4"}, [&] { balancer.places(view_of(all[0]), 4); });
   wrong({"rank", "got -1"}, [&] { balancer.invalidate(-1); });
-  wrong({"topk_idx", "as the counts of rank 1 say"},
-        [&] { balancer.places(view_of(all[0]), 1); });
+  wrong({"topk_idx", "as the counts of rank 1 say"}, [&] { balancer.places(view_of(all[0]), 1); });
   const std::int64_t unknown[] = {8, 0};
   wrong({"topk_idx", "expert 8"}, [&] { balancer.counts({unknown, Dtype::i64, {1, 2}}); });
 }

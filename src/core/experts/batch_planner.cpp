@@ -140,9 +140,9 @@ int BatchPlanner::overloaded(std::int64_t limit, Style& style) const {
   int best = -1;
   for (int rank = 0; rank < ranks_; ++rank) {
     if (now_.load[index(rank)] <= limit) continue;
-    const bool better = best < 0 || (style.random != 0 ? next(style.random) % 2 == 0
-                                                       : now_.load[index(rank)] >
-                                                             now_.load[index(best)]);
+    const bool better =
+        best < 0 || (style.random != 0 ? next(style.random) % 2 == 0
+                                       : now_.load[index(rank)] > now_.load[index(best)]);
     if (better) best = rank;
   }
   return best;
@@ -238,8 +238,7 @@ void BatchPlanner::move(std::int32_t expert, int to, std::int64_t tokens) {
 bool BatchPlanner::relieve_through_others(int rank, std::int64_t limit) {
   const std::int32_t expert = expert_to_move(rank, 0, 0, false);
   if (expert < 0) return false;
-  const std::int64_t wanted =
-      std::min(now_.load[index(rank)] - limit, now_.at_home[index(expert)]);
+  const std::int64_t wanted = std::min(now_.load[index(rank)] - limit, now_.at_home[index(expert)]);
   int best = -1;
   std::int64_t most = 0;
   for (int other = 0; other < ranks_; ++other) {
@@ -319,8 +318,8 @@ void BatchPlanner::level() {
     for (Copy& copy : best_.copies) {
       std::int64_t& home = best_.load[index(homes_.rank_of(copy.expert))];
       std::int64_t& away = best_.load[index(copy.rank)];
-      const std::int64_t tokens = std::clamp((home - away) / 2, 1 - copy.tokens,
-                                             best_.at_home[index(copy.expert)]);
+      const std::int64_t tokens =
+          std::clamp((home - away) / 2, 1 - copy.tokens, best_.at_home[index(copy.expert)]);
       home -= tokens;
       away += tokens;
       copy.tokens += tokens;

@@ -55,8 +55,8 @@ class BatchPlanner {
   };
   /// How a draft is made: which of several good choices.
   struct Style {
-    bool reuse = true;     // begins with the copies that are held
-    bool tight = false;    // gives away the smallest expert that suffices instead of the largest
+    bool reuse = true;   // begins with the copies that are held
+    bool tight = false;  // gives away the smallest expert that suffices instead of the largest
     std::uint32_t random = 0;  // 0: always the first choice
   };
 

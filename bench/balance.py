@@ -1,0 +1,267 @@
+"""A training step when some experts are busy: as it is, with EPLB's fixed copies, and balanced.
+
+    python bench/balance.py [--ranks 8] [--steps 12] [--json FILE]
+    python bench/balance.py --loads FILE      the load of each rank over a training, not timed
+
+Ranks are processes; a row takes `--row-us` in the forward of its expert and twice that in the
+backward, asleep, so that the figures do not depend on how many cores there are. In each step of a
+skewed run a share of all slots names experts of one rank, another one every third step, so that it
+has 4 or 8 times the mean load. Contenders come in turn in each step:
+
+    uniform     routes without skew, no copies: the least that skewed routes could take
+    unbalanced  the skewed routes, no copies
+    static      copies by ferry.ExpertPlacement, once, from the loads of the whole run, which a
+                planner in operation does not know; gradients of copies are not even added up
+    balanced    ExpertParallel(balance=slots): planned for each batch, weights and gradients move
+    no skew     the same with the routes of uniform: what balancing costs where there is nothing to do
+
+A step is the median of the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import job
+
+TOPK = 2
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, the same in the launcher and in every rank."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--local", type=int, default=4, help="experts of a rank")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--row-us", type=float, default=200.0)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--loads", type=Path, help="train, and write the loads there")
+    return parser.parse_args()
+
+
+def experts_of(count: int, args: argparse.Namespace, paced: bool) -> Any:
+    """`count` experts, each a linear layer."""
+    import torch
+    from torch import Tensor, nn
+
+    class Pace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Tensor) -> Tensor:
+            ctx.seconds = len(rows) * args.row_us * 1e-6
+            time.sleep(ctx.seconds)
+            return rows.view_as(rows)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            time.sleep(2 * ctx.seconds)
+            return grad
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = args.hidden
+            self.weight = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+
+        def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+            if paced:
+                rows = Pace.apply(rows)
+            blocks = zip(rows.tensor_split(offsets[1:-1]), self.weight)
+            return torch.cat([block @ weight for block, weight in blocks])
+
+    return Experts()
+
+
+def routes(args: argparse.Namespace, rank: int, step: int, skew: int) -> Any:
+    """Different experts for each token; skew 1: uniform."""
+    import torch
+
+    experts = args.ranks * args.local
+    make = torch.Generator().manual_seed(1000 * step + rank)
+    scores = torch.rand(args.tokens, experts, generator=make)
+    share = (skew - 1) / (args.ranks - 1)  # of tokens that stay on the busy rank
+    busy = step // 3 % args.ranks * args.local
+    chosen = torch.rand(args.tokens, generator=make) < share
+    scores[:, busy : busy + args.local] += chosen[:, None].float()
+    return scores.topk(TOPK).indices
+
+
+class Rank:
+    """The contenders on one rank: a layer and how routes come to it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        import ferry
+        import ferry.torch
+
+        torch.set_num_threads(1)
+        boot = ferry.from_environment()
+        self.args, self.ranks = args, ferry.Collectives(boot)
+        self.rank = self.ranks.rank
+        experts = args.ranks * args.local
+        places = experts + args.ranks * args.slots
+        self.placement = ferry.ExpertPlacement(
+            experts=experts, ranks=args.ranks, slots=args.local + args.slots
+        )
+        groups = [ferry.Group(boot, experts=each) for each in (experts, places, places)]
+        plain, static, balanced = groups
+        self.groups = groups
+        self.plain = ferry.torch.ExpertParallel(plain, experts_of(args.local, args, True))
+        self.static = ferry.torch.ExpertParallel(
+            static, experts_of(args.local + args.slots, args, True)
+        )
+        self.balanced = ferry.torch.ExpertParallel(
+            balanced,
+            experts_of(args.local, args, True),
+            balance=args.slots,
+            collectives=self.ranks,
+        )
+        self.x = torch.randn(args.tokens, args.hidden)
+        self.weights = torch.ones(args.tokens, TOPK)
+
+    def gathered(self, mine: Any) -> Any:
+        import torch
+
+        every = torch.empty(self.ranks.size, *mine.shape, dtype=mine.dtype)
+        self.ranks.all_gather(mine.view(torch.uint8), every.view(torch.uint8))
+        return every
+
+    def place(self, skew: int) -> None:
+        """EPLB's copies, from the loads of the run."""
+        import torch
+
+        load = torch.zeros(self.args.ranks * self.args.local)
+        for step in range(self.args.steps):
+            ids = routes(self.args, self.rank, step, skew).flatten()
+            load += torch.bincount(ids, minlength=len(load))
+        whole = self.gathered(load).sum(0).tolist()
+        self.placement.balance(list(range(self.args.ranks)), whole)
+
+    def step(self, name: str, ids: Any) -> float:
+        """Seconds of a forward, a backward and an update of weights, of the slowest rank."""
+        import torch
+
+        layer = {"static": self.static, "balanced": self.balanced, "no skew": self.balanced}.get(
+            name, self.plain
+        )
+        self.ranks.barrier()
+        start = time.perf_counter()
+        if name == "static":
+            ids = self.placement.places(ids, self.rank)
+        layer(self.x, ids, self.weights).sum().backward()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter -= 1e-6 * parameter.grad
+                parameter.grad = None
+        took = time.perf_counter() - start
+        return self.gathered(torch.tensor([took], dtype=torch.float64)).max().item()
+
+
+def measure(rank: Rank, skew: int) -> dict[str, Any]:
+    """Medians in milliseconds, how they compare with uniform, and what balancing moved."""
+    args = rank.args
+    rank.place(skew)
+    times: dict[str, list[float]] = {}
+    over, fetched = [], []
+    for step in range(args.steps):
+        even, skewed = (routes(args, rank.rank, step, each) for each in (1, skew))
+        for name in ("uniform", "no skew", "unbalanced", "static", "balanced"):
+            ids = even if name in ("uniform", "no skew") else skewed
+            times.setdefault(name, []).append(rank.step(name, ids) * 1e3)
+        balancer = rank.balanced.balancer
+        over.append(max(balancer.load) * args.ranks / sum(balancer.load))
+        fetched.append(sum(expert >= 0 for row in balancer.fetches for expert in row))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "skew": skew,
+        "step_ms": medians,
+        "over_uniform": {name: took / medians["uniform"] for name, took in medians.items()},
+        "heaviest_over_mean": max(over),
+        "copies_fetched": statistics.median(fetched),
+    }
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Loads of all ranks before and after balancing, in each step of a training whose router is
+    left to itself: no loss keeps the experts equally busy."""
+    import torch
+
+    import ferry
+    import ferry.torch
+
+    torch.set_num_threads(1)
+    boot = ferry.from_environment()
+    ranks = ferry.Collectives(boot)
+    experts = args.ranks * args.local
+    group = ferry.Group(boot, experts=experts + args.ranks * args.slots)
+    torch.manual_seed(0)
+    router = torch.nn.Linear(args.hidden, experts)
+    centres = torch.randn(experts, args.hidden)
+    torch.manual_seed(1 + ranks.rank)
+    layer = ferry.torch.ExpertParallel(
+        group, experts_of(args.local, args, False), balance=args.slots, collectives=ranks
+    )
+    optimizer = torch.optim.Adam([*router.parameters(), *layer.parameters()], lr=0.01)
+    before, after, losses = [], [], []
+    for _ in range(args.steps):
+        kinds = torch.randint(0, experts, (args.tokens,))
+        x = centres[kinds] + torch.randn(args.tokens, args.hidden)
+        weights, ids = router(x).softmax(1).topk(TOPK)
+        loss = (layer(x, ids, weights) - x.flip(1)).pow(2).mean() / args.ranks
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in router.parameters():
+            ranks.all_reduce(parameter.grad)
+        optimizer.step()
+        home = torch.bincount(ids.flatten() // args.local, minlength=args.ranks)
+        ranks.all_reduce(home)
+        total = loss.detach().reshape(1)
+        ranks.all_reduce(total)
+        before.append(home.tolist())
+        after.append(layer.balancer.load)
+        losses.append(round(total.item(), 4))
+    ranks.barrier()
+    group.destroy()
+    return {"before": before, "after": after, "losses": losses}
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """What every rank does."""
+    settings = {name: getattr(args, name) for name in ("ranks", "local", "slots", "tokens")}
+    settings |= {"hidden": args.hidden, "steps": args.steps, "topk": TOPK}
+    if args.loads:
+        facts = job.report(settings) | train(args)
+        if os.environ["RANK"] == "0":
+            args.loads.write_text(json.dumps(facts) + "\n")
+        return
+    rank = Rank(args)
+    runs = [measure(rank, skew) for skew in (4, 8)]
+    if rank.rank == 0:
+        for run in runs:
+            print(f"busiest rank {run['skew']} times the mean:")
+            for name, took in run["step_ms"].items():
+                print(f"  {name:10} {took:8.1f} ms a step, {run['over_uniform'][name]:5.2f}")
+        if args.json:
+            facts = job.report(settings | {"row_us": args.row_us}) | {"runs": runs}
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    rank.ranks.barrier()
+    for group in rank.groups:
+        group.destroy()
+
+
+if __name__ == "__main__":
+    parsed = arguments()
+    if job.is_rank():
+        run_rank(parsed)
+    else:
+        sys.exit(job.launch(parsed.ranks))
