@@ -13,7 +13,7 @@ has 4 or 8 times the mean load. Contenders come in turn in each step:
     static      copies by ferry.ExpertPlacement, once, from the loads of the whole run, which a
                 planner in operation does not know; gradients of copies are not even added up
     balanced    ExpertParallel(balance=slots): planned for each batch, weights and gradients move
-    no skew     the same with the routes of uniform: what balancing costs where there is nothing to do
+    no skew     the same with the routes of uniform: what balancing costs where nothing is to do
 
 A step is the median of the slowest rank's time.
 """

@@ -85,6 +85,41 @@ def bars(title: str, unit: str, values: dict[str, float]) -> str:
     return page(title, TOP + row * len(values) + 14, parts)
 
 
+def loads(title: str, panels: dict[str, list[list[int]]]) -> str:
+    """Panels above each other: in each step the load of every rank over the mean, one line a rank.
+    All panels have the same scale."""
+    shares = {
+        name: [[load * len(row) / sum(row) for load in row] for row in rows]
+        for name, rows in panels.items()
+    }
+    top = math.ceil(2 * max(max(row) for rows in shares.values() for row in rows)) / 2
+    left, right, height, gap = LEFT, WIDTH - 30, 150, 40
+    parts, y = [], TOP + 14
+    for name, rows in shares.items():
+        bottom = y + height
+        parts.append(text(left, y - 4, name))
+        for i in range(round(2 * top) + 1):
+            at = bottom - height * i / 2 / top
+            parts += [
+                line(left, at, right, at, "#e3e2e0"),
+                text(left - 6, at + 4, f"{i / 2:g}", "end"),
+            ]
+        step = (right - left) / (len(rows) - 1)
+        for rank in range(len(rows[0])):
+            way = " ".join(
+                f"{left + step * i:.1f},{bottom - height * row[rank] / top:.1f}"
+                for i, row in enumerate(rows)
+            )
+            colour = COLOURS[rank % len(COLOURS)]
+            parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}"/>')
+        y = bottom + gap
+    parts += [
+        text(left, y - gap + 16, "step 0"),
+        text(right, y - gap + 16, f"{len(rows) - 1}", "end"),
+    ]
+    return page(title, y - gap + 26, parts)
+
+
 def timeline(title: str, runs: dict[str, list]) -> str:
     """Of rank 0: a row for each stream of each run, a box for each kernel."""
     names = {"product": COLOURS[4], "dispatch": COLOURS[0], "combine": COLOURS[1]}
@@ -168,6 +203,11 @@ def plots() -> dict[str, str]:
     drawn["overlap_2xh200"] = timeline(
         "Matrix products beside exchanges, 2 × H200, rank 0",
         {label: runs[name][0] for label, name in shown.items()},
+    )
+    found = json.loads((RESULTS / "8ranks_balance_loads.json").read_text(encoding="utf-8"))
+    drawn["balance_loads"] = loads(
+        "Slots of routes that each of 8 ranks works on, over the mean, in a training",
+        {"experts where they live": found["before"], "with copies": found["after"]},
     )
     return drawn
 
