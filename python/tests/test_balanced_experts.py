@@ -92,9 +92,20 @@ def test_copies_are_fetched_only_when_their_experts_have_changed() -> None:
         assert balancer is not None
         x = torch.ones(bodies.TOKENS, bodies.HIDDEN)
         weights = torch.ones(bodies.TOKENS, bodies.TOPK)
+        came, exchange = [0], pair.ranks.all_to_all
+
+        def all_to_all(x: torch.Tensor, out: torch.Tensor, **options: Any) -> Any:
+            came[0] += out.numel() * out.element_size()
+            return exchange(x, out, **options)
+
+        pair.ranks.all_to_all = all_to_all  # type: ignore[method-assign]
 
         def forward(step: int) -> tuple[int, torch.Tensor]:
+            """How many copies moved on all ranks. To this one: one expert's bytes for each."""
+            came[0] = 0
             y = layer(x, bodies.routes(rank, step, 0.5), weights)
+            one = sum(p[0].numel() * p.element_size() for p in layer.experts.parameters())
+            assert came[0] == sum(e >= 0 for e in balancer.fetches[rank]) * one
             return sum(e >= 0 for row in balancer.fetches for e in row), y.sum()
 
         first, y = forward(0)
