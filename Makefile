@@ -97,14 +97,14 @@ demo: package
 	@.venv/bin/python $(DEMO) $(DEMO_ARGS)
 
 test: setup-test
-	@$(PYTHON_VENV) tests/run_all.py --jobs $(JOBS) $(STAGES)
+	@$(PYTHON_VENV) tests/run_all.py $(STAGES)
 
 host: setup-test
 	@cmake --preset host
 	@cmake --build --preset host
 
 conformance: setup-test
-	@$(PYTHON_VENV) tests/run_all.py --jobs $(JOBS) conformance
+	@$(PYTHON_VENV) tests/run_all.py conformance
 
 lint: setup-lint
 	@$(PYTHON_VENV) tools/lint/lint.py

@@ -10,11 +10,13 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "logs"
+JOBS = os.environ.get("JOBS") or str(os.cpu_count() or 2)
 IN_CI = os.environ.get("CI") == "true"
 COMMAND_LIMIT_S = 20 * 60  # in CI; elsewhere a machine may be slow or busy, and nothing is stopped
 
@@ -26,7 +28,8 @@ class Result:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    seconds: float = 0.0
+    build_seconds: float = 0.0
+    test_seconds: float = 0.0
     cpu_seconds: float = 0.0
     words: list[str] = field(default_factory=list)
 
@@ -34,8 +37,10 @@ class Result:
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
-        self.seconds += other.seconds
+        self.build_seconds += other.build_seconds
+        self.test_seconds += other.test_seconds
         self.cpu_seconds += other.cpu_seconds
+        self.words += other.words
 
     def step(self, ok: bool, what: str) -> bool:
         """A step that is no test of its own: it counts only when it fails."""
@@ -46,6 +51,14 @@ class Result:
 
 
 RUNNING: set[subprocess.Popen[str]] = set()
+USED: list[tuple[str, float]] = []  # by each command that has ended: its log, its CPU seconds
+
+
+def stop_all() -> None:
+    """For Ctrl-C, which is seen by one thread alone."""
+    for child in list(RUNNING):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def say(text: str) -> None:
@@ -58,14 +71,26 @@ def at_once(*steps: Callable[[], Result]) -> Result:
     with ThreadPoolExecutor(len(steps)) as pool:
         try:
             for done in [pool.submit(step) for step in steps]:
-                one = done.result()
-                result.add(one)
-                result.words += one.words
-        except BaseException:  # Ctrl-C is seen by this thread alone
-            for child in list(RUNNING):
-                os.killpg(child.pid, signal.SIGKILL)
+                result.add(done.result())
+        except BaseException:
+            stop_all()
             raise
     return result
+
+
+def wait_for(child: subprocess.Popen[str], log: str) -> int:
+    """The exit status; counts what the command and all that it waited for have used."""
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    USED.append((log, usage.ru_utime + usage.ru_stime))
+    return child.returncode
+
+
+def keep_priority(child: subprocess.Popen[str]) -> None:
+    """Sessions may be scheduled as groups, each with a priority of its own: the child's."""
+    with suppress(OSError):
+        own = os.getpriority(os.PRIO_PROCESS, child.pid)
+        Path(f"/proc/{child.pid}/autogroup").write_text(str(own))
 
 
 def run(
@@ -79,7 +104,7 @@ def run(
     terminal. `quiet` shows a line every ten seconds instead, and the end of it when it fails. After
     `limit` seconds CI stops it."""
     words = [str(word) for word in command]
-    say(f"   $ {' '.join(words)}")
+    say(f"{stage:>13} $ {' '.join(words)}")
     log = LOGS / f"{stage}.log"
     last, shown, start = "", time.monotonic(), time.monotonic()
     tail: list[str] = []
@@ -95,11 +120,11 @@ def run(
             errors="replace",
             start_new_session=True,
         )
-
         RUNNING.add(child)
+        keep_priority(child)
 
         def stop() -> None:
-            say(f"   stopped after {limit} s, the limit in CI (CI=true): {words[0]}")
+            say(f"{stage:>13} stopped after {limit} s, the limit in CI (CI=true): {words[0]}")
             os.killpg(child.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit, stop)
@@ -111,11 +136,11 @@ def run(
                 last = line.rstrip()
                 tail = [*tail[-79:], last]
                 if not quiet:
-                    say(f"   {last}")
+                    say(f"{stage:>13} {last}")
                 elif time.monotonic() - shown > 10:
                     shown = time.monotonic()
-                    say(f"   ... {int(shown - start)} s: {last[:90]}")
-            code = child.wait()
+                    say(f"{stage:>13} ... {int(shown - start)} s: {last[:90]}")
+            code = wait_for(child, stage)
         except BaseException:  # Ctrl-C: the child has a session of its own and does not see it
             os.killpg(child.pid, signal.SIGKILL)
             raise
@@ -123,7 +148,7 @@ def run(
             timer.cancel()
             RUNNING.discard(child)
     if code != 0 and quiet:
-        say("\n".join(f"   {line}" for line in tail))
+        say("\n".join(f"{stage:>13} {line}" for line in tail))
     return code == 0
 
 
