@@ -92,9 +92,12 @@ void SegmentTable::add(int rank, SegmentId segment, std::shared_ptr<Memory> memo
 void SegmentTable::clear(int rank) {
   check_peer(rank, ranks_, self_, "clear");
   Slots& slots = slots_[std::size_t(rank)];
-  slots.count.store(0, std::memory_order_relaxed);
-  for (auto& slot : slots.entries) {
-    std::unique_ptr<const Entry> entry(slot.exchange(nullptr, std::memory_order_relaxed));
+  const SegmentId end = slots.count.exchange(0, std::memory_order_relaxed);
+  for (SegmentId id = 0; id < end; ++id) {
+    const Slot* slot = slots.at(id);
+    if (slot == nullptr) continue;
+    std::unique_ptr<const Entry> entry(
+        const_cast<Slot*>(slot)->exchange(nullptr, std::memory_order_relaxed));
     if (entry) cleared_.push_back(std::move(entry));
   }
 }
