@@ -36,7 +36,7 @@ if(NOT FERRY_PCH MATCHES "^(OFF|TESTS|ALL)$")
   message(FATAL_ERROR "FERRY_PCH is '${FERRY_PCH}': it must be OFF, TESTS or ALL")
 endif()
 # Most tests compile longer than they run.
-set(FERRY_TEST_OPTIONS "" CACHE STRING "Options of the compiler for test programs, but for LONG ones")
+set(FERRY_TEST_OPTIONS "" CACHE STRING "Options of the compiler for test programs")
 
 # ferry_make_pch(NAME ADDITIONAL_HEADER...) makes it, with the options of what is to use it: g++ 12
 # fails if the level of optimisation differs.
@@ -103,22 +103,17 @@ function(ferry_limit_test name seconds)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${seconds})
 endfunction()
 
-# A program of GoogleTest, or with NO_GTEST a plain one. LONG: it runs so long that it is optimised as
-# the library is.
+# A program of GoogleTest, or with NO_GTEST a plain one.
 function(ferry_add_test_program name)
-  cmake_parse_arguments(ARG "LONG;NO_GTEST" "" "SOURCES;DEPENDS" ${ARGN})
+  cmake_parse_arguments(ARG "NO_GTEST" "" "SOURCES;DEPENDS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   target_link_libraries(${name} PRIVATE ferry_options ${ARG_DEPENDS})
   if(NOT ARG_NO_GTEST)
     ferry_find_gtest()
     target_link_libraries(${name} PRIVATE GTest::gtest GTest::gtest_main)
+    ferry_use_pch(${name} ferry_test_pch)
   endif()
-  if(NOT ARG_LONG)
-    target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FERRY_TEST_OPTIONS}>)
-    if(NOT ARG_NO_GTEST)
-      ferry_use_pch(${name} ferry_test_pch)
-    endif()
-  endif()
+  target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${FERRY_TEST_OPTIONS}>)
 endfunction()
 
 # Registers a command with CTest: the path of a test program, and its arguments. TIMEOUT: 120 unless
@@ -137,7 +132,7 @@ function(ferry_register_test name)
 endfunction()
 
 # ferry_add_test(number_test SOURCES number_test.cpp DEPENDS ferry_core [LABELS core] [TIMEOUT 60]
-#   [LONG] [NO_GTEST] [COST 100])
+#   [NO_GTEST] [COST 100])
 # A program registered with CTest. Does nothing when tests are off.
 function(ferry_add_test name)
   if(NOT FERRY_TESTS)
