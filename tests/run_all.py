@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from stages import STAGES, CannotRunError
 from steps import IN_CI, LOGS, USED, Result, say, stop_all
 
-LIMIT_S = 20 * 60  # of the whole, on two cores of CI
+LIMIT_S = 30 * 60  # of the whole, on two cores of CI
 ON_DEMAND = ("conformance",)
 BUILD_NICE = 15
 

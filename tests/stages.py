@@ -117,7 +117,6 @@ def build_cuda() -> Result:
     if not has_gpu():
         options.append("-DCMAKE_CUDA_ARCHITECTURES=90-virtual")
         options.append("-DCMAKE_CUDA_FLAGS_RELWITHDEBINFO=-O1 -DNDEBUG -Xcicc -O0")
-        options.append("-DFERRY_TEST_OPTIONS=-O0")
     targets = (
         "ferry_library",
         "src/fabric/cuda/all",
