@@ -18,7 +18,8 @@ constexpr auto kSlice = std::chrono::milliseconds(40);
 /// or busy elsewhere.
 constexpr std::chrono::nanoseconds kFreshBeat = std::chrono::milliseconds(500);
 constexpr std::chrono::nanoseconds kLeastFreshBeat = std::chrono::milliseconds(100);
-/// For news from another domain, where it is seen who waits.
+/// For news from another domain, where it is seen who waits, and from ranks that wait in another
+/// call or for a transfer, whose wait may have begun later.
 constexpr std::chrono::nanoseconds kUnseenGrace = std::chrono::milliseconds(500);
 /// For news of this rank, which seems to be cut off from all by one of its NICs.
 constexpr std::chrono::nanoseconds kCutOffGrace = std::chrono::seconds(1);
@@ -135,7 +136,7 @@ int Channel::blame(const Awaited& awaited, int fallback) const {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     if (own_word(peer, kBeatWord) == nullptr) continue;
     const bool same_call = call_of(peer) == call_of(rank_);
-    if (waits(peer)) {  // those that wait in this call are held up themselves
+    if (waits(peer) || transfers(peer)) {  // those that wait in this call are held up themselves
       if (!same_call && other_call < 0) other_call = peer;
     } else if (!same_call) {
       return peer;
@@ -156,20 +157,24 @@ std::chrono::nanoseconds Channel::grace(const Awaited& awaited) const {
   if (left) return {};                  // it is the one
   if (silent(awaited) >= 0) return {};  // it is the one
   int unseen = 0;
-  bool held_up = false;
+  bool held_up = false, other_call = false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || !awaited.missing(peer)) continue;
     if (own_word(peer, kBeatWord) == nullptr) {
       ++unseen;
-    } else if (waits(peer) && call_of(peer) == call_of(rank_)) {
+    } else if (!waits(peer) && !transfers(peer)) {
+      return {};  // it is the one
+    } else if (call_of(peer) == call_of(rank_)) {
       held_up = true;
     } else {
-      return {};  // it is the one
+      other_call = true;
     }
   }
+  const auto short_grace = std::min<std::chrono::nanoseconds>(config_.deadline / 4, kUnseenGrace);
+  if (other_call) return short_grace;
   if (held_up) return config_.deadline;
   // Even one alone may be held up by a rank that has already sent this one its part.
-  return unseen > 0 ? std::min(config_.deadline / 4, kUnseenGrace) : std::chrono::nanoseconds{};
+  return unseen > 0 ? short_grace : std::chrono::nanoseconds{};
 }
 
 GroupWatch::GroupWatch(Channel& channel, const Awaited& awaited, const char* stage)
