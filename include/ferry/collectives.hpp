@@ -174,7 +174,7 @@ struct CollectiveOptions {
 class Collectives {
  public:
   /// Collective. Of `config`, `experts` and `crossing` do not count; backend: automatic is host.
-  /// `memory_bytes`: for `empty()`; 4 to 13 MiB more are registered for copies, 20 MiB on a GPU.
+  /// `memory_bytes`: for `empty()`; 4 to 25 MiB more are registered for copies, 20 MiB on a GPU.
   Collectives(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Collectives();
   Collectives(Collectives&&) noexcept;

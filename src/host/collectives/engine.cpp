@@ -31,8 +31,9 @@ CollectiveStaging CollectiveStaging::of(const Domains& domains) {
   // So that a round has a unit of elements, of at most 8 bytes, of every rank.
   const std::size_t unit = kShareUnit * sizeof(std::int64_t);
   CollectiveStaging staging;
-  // Inside a domain a window is read while it is in the caches; what crosses is better long.
-  const std::size_t room = std::size_t{domains.count() == 1 ? 512u : 1024u} << 10;
+  // Inside a domain a window is read while it is in the caches; what crosses is better long: each
+  // round costs the ranks of several hosts a few turns on their cores.
+  const std::size_t room = std::size_t{domains.count() == 1 ? 512u : 4096u} << 10;
   staging.window_bytes = std::max(room, static_cast<std::size_t>(domains.ranks()) * unit);
   if (domains.count() == 1) return staging;
   // Partial results of 4 bytes of a window of 2-byte elements, and what the shortest rounds need.

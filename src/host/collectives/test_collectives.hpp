@@ -15,6 +15,7 @@
 #include "core/domains.hpp"
 #include "core/number.hpp"
 #include "engine/test_groups.hpp"
+#include "engine/test_network.hpp"
 
 namespace ferry::host::test {
 
@@ -27,6 +28,7 @@ struct World {
   int domain_size = 0;
   FabricKind fabric = FabricKind::local;
   FabricKind network = FabricKind::automatic;
+  bool brief = false;  ///< for calls of at most kBriefCount elements
 
   GroupConfig config(std::chrono::nanoseconds deadline = 60s) const {
     GroupConfig config;
@@ -55,6 +57,28 @@ constexpr bool kSanitizer = true;  // which makes these tests twenty times as lo
 constexpr bool kSanitizer = false;
 #endif
 
+constexpr std::int64_t kBriefCount = 25'000;
+
+/// The rest of ranks x fabrics x domains.
+inline std::vector<World> brief_worlds() {
+  std::vector<FabricKind> networks{FabricKind::sim};
+  if (has_network()) networks.push_back(FabricKind::ofi);
+  std::vector<World> all;
+  for (const int ranks : {1, 2, 3, 8}) {
+    all.push_back({.ranks = ranks, .fabric = FabricKind::shm, .brief = true});
+  }
+  for (const FabricKind network : networks) {
+    for (const int ranks : {1, 2, 3, 4, 8}) {
+      all.push_back({.ranks = ranks, .fabric = network, .brief = true});
+    }
+    for (const auto& [ranks, size] :
+         std::initializer_list<std::pair<int, int>>{{2, 1}, {3, 2}, {4, 2}, {8, 3}}) {
+      all.push_back({.ranks = ranks, .domain_size = size, .network = network, .brief = true});
+    }
+  }
+  return all;
+}
+
 /// One domain, equal and unequal ones, one for each rank.
 inline std::vector<World> worlds() {
   std::vector<World> all;
@@ -70,6 +94,8 @@ inline std::vector<World> worlds() {
   all.push_back({.ranks = 4, .domain_size = 2, .fabric = FabricKind::shm});
   all.push_back({.ranks = 3, .fabric = FabricKind::sim});
   all.push_back({.ranks = 5, .domain_size = 2, .network = FabricKind::sim});
+  const std::vector<World> more = brief_worlds();
+  all.insert(all.end(), more.begin(), more.end());
   return all;
 }
 
@@ -90,7 +116,7 @@ inline Bytes random_elements(Dtype dtype, std::int64_t count, unsigned seed) {
   std::normal_distribution<float> normal(0.0f, 3.0f);
   for (std::int64_t i = 0; i < count; ++i) {
     std::byte* at = bytes.data() + static_cast<std::size_t>(i) * size_of(dtype);
-    if (dtype == Dtype::i32 || dtype == Dtype::i64 || dtype == Dtype::u8 || dtype == Dtype::e4m3) {
+    if (dtype == Dtype::i32 || dtype == Dtype::i64 || size_of(dtype) == 1) {
       const std::uint64_t bits = (std::uint64_t{random()} << 32) | random();
       std::memcpy(at, &bits, size_of(dtype));
       continue;
