@@ -71,9 +71,9 @@ std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options);
 
 /// TcpOptions from what `ferry run`, torchrun, srun, Open MPI or MPICH set, and FERRY_SECRET, which
 /// is not needed where the launcher says that all ranks are on one host: there a Unix socket of
-/// this user takes its place. `join`: FERRY_JOIN is 1, as `ferry run` sets it for a process that takes
-/// the place of another. Throws Error(invalid_argument) naming the variable that is missing or
-/// wrong.
+/// this user takes its place. `join`: FERRY_JOIN is 1, as `ferry run` sets it for a process that
+/// takes the place of another. Throws Error(invalid_argument) naming the variable that is missing
+/// or wrong.
 TcpOptions tcp_options_from_environment();
 
 /// The caller's own all-gather: a PyTorch process group, mpi4py, anything that is collective.

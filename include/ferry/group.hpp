@@ -218,10 +218,10 @@ using TimeUse [[deprecated("now TimeStats")]] = TimeStats;
 
 /// Who is in a group. Ranks keep their numbers, also when others are lost.
 struct GroupView {
-  std::uint64_t epoch = 1;   ///< counts the memberships of the group
-  std::vector<int> ranks{};  ///< in this epoch, ascending
-  std::vector<int> lost{};   ///< the group's other ranks, ascending
-  std::uint64_t step = 0;    ///< the newest that any rank has committed; 0: none
+  std::uint64_t epoch = 1;    ///< counts the memberships of the group
+  std::vector<int> ranks{};   ///< in this epoch, ascending
+  std::vector<int> lost{};    ///< the group's other ranks, ascending
+  std::uint64_t step = 0;     ///< the newest that any rank has committed; 0: none
   std::vector<int> joined{};  ///< processes that joined since then, ascending: they have no state
   friend bool operator==(const GroupView&, const GroupView&) = default;
 };
@@ -239,8 +239,8 @@ class Group {
   /// others when one rank's is invalid (which throws Error(invalid_argument) there).
   ///
   /// With a bootstrap that joins, it waits until the ranks of the group, in `regroup`, have taken
-  /// this process in; `view` then says at which epoch and step. Throws Error(refused) when a process
-  /// that runs has its place.
+  /// this process in; `view` then says at which epoch and step. Throws Error(refused) when a
+  /// process that runs has its place.
   Group(std::shared_ptr<Bootstrap> bootstrap, GroupConfig config);
   ~Group();
   Group(Group&&) noexcept;

@@ -58,8 +58,8 @@ def from_environment(
     *, rank: int | None = None, size: int | None = None, deadline: float = 60.0
 ) -> Bootstrap:
     """The same from the variables that `ferry run`, torchrun, srun, Open MPI or MPICH set, and
-    FERRY_SECRET, which is not needed where all ranks are on one host. With FERRY_JOIN=1 this process
-    takes the place of a rank that is lost, as with `tcp(join=True)`.
+    FERRY_SECRET, which is not needed where all ranks are on one host. With FERRY_JOIN=1 this
+    process takes the place of a rank that is lost, as with `tcp(join=True)`.
 
     Args:
         rank, size: instead of the environment's, both or none: for the ranks that are left.

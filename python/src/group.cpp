@@ -135,6 +135,27 @@ std::string list_of(const std::vector<int>& ranks) {
   return "[" + text + "]";
 }
 
+void bind_view(nb::module_& m) {
+  nb::class_<GroupView>(m, "GroupView", "Who is in a group; ranks keep their numbers for ever.")
+      .def_ro("epoch", &GroupView::epoch, "Counts the memberships of the group, from 1.")
+      .def_ro("ranks", &GroupView::ranks, "In this epoch, ascending.")
+      .def_ro("lost", &GroupView::lost, "The group's other ranks, ascending.")
+      .def_ro("step", &GroupView::step, "The newest that any rank has committed; 0: none.")
+      .def_ro("joined", &GroupView::joined,
+              "Processes that joined since that step, ascending: they have no state.")
+      .def(
+          "__eq__",
+          [](const GroupView& a, nb::handle b) {
+            return nb::isinstance<GroupView>(b) && a == nb::cast<const GroupView&>(b);
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__repr__", [](const GroupView& v) {
+        return "GroupView(epoch=" + std::to_string(v.epoch) + ", ranks=" + list_of(v.ranks) +
+               ", lost=" + list_of(v.lost) + ", step=" + std::to_string(v.step) +
+               ", joined=" + list_of(v.joined) + ")";
+      });
+}
+
 void bind_results(nb::module_& m) {
   nb::class_<HeldReceived>(m, "Received")
       .def_prop_ro("x", [](const HeldReceived& r) { return to_python(r->x); })
@@ -171,24 +192,6 @@ void bind_results(nb::module_& m) {
                ", arena_bytes=" + std::to_string(u.arena_bytes) +
                ", arena_used_bytes=" + std::to_string(u.arena_used_bytes) +
                ", latency_bytes=" + std::to_string(u.latency_bytes) + ")";
-      });
-  nb::class_<GroupView>(m, "GroupView", "Who is in a group; ranks keep their numbers for ever.")
-      .def_ro("epoch", &GroupView::epoch, "Counts the memberships of the group, from 1.")
-      .def_ro("ranks", &GroupView::ranks, "In this epoch, ascending.")
-      .def_ro("lost", &GroupView::lost, "The group's other ranks, ascending.")
-      .def_ro("step", &GroupView::step, "The newest that any rank has committed; 0: none.")
-      .def_ro("joined", &GroupView::joined,
-              "Processes that joined since that step, ascending: they have no state.")
-      .def(
-          "__eq__",
-          [](const GroupView& a, nb::handle b) {
-            return nb::isinstance<GroupView>(b) && a == nb::cast<const GroupView&>(b);
-          },
-          nb::sig("def __eq__(self, other: object, /) -> bool"))
-      .def("__repr__", [](const GroupView& v) {
-        return "GroupView(epoch=" + std::to_string(v.epoch) + ", ranks=" + list_of(v.ranks) +
-               ", lost=" + list_of(v.lost) + ", step=" + std::to_string(v.step) +
-               ", joined=" + list_of(v.joined) + ")";
       });
   nb::class_<TimeStats>(m, "TimeStats", "Nanoseconds that this rank has spent inside exchanges.")
       .def_ro("exchange_ns", &TimeStats::exchange_ns,
@@ -259,6 +262,7 @@ void bind_group(nb::module_& m) {
   bind_enums(m);
   bind_results(m);
   bind_tuning(m);
+  bind_view(m);
   nb::class_<HeldGroup> group(m, "Group");
   group
       .def("__init__", &make_group, nb::arg("bootstrap"), nb::arg("experts"), nb::arg("deadline"),
@@ -303,9 +307,10 @@ void bind_group(nb::module_& m) {
           "memory_hint",
           [](std::int64_t experts, std::size_t memory_bytes, FabricKind fabric, Backend backend,
              int ranks) {
-            return Group::memory_hint(make_config(experts, 60.0, memory_bytes, fabric, backend, -1,
-                                                  1, 0, FabricKind::automatic, Crossing::automatic, {}),
-                                      ranks);
+            return Group::memory_hint(
+                make_config(experts, 60.0, memory_bytes, fabric, backend, -1, 1, 0,
+                            FabricKind::automatic, Crossing::automatic, {}),
+                ranks);
           },
           nb::arg("experts"), nb::arg("memory_bytes"), nb::arg("fabric"), nb::arg("backend"),
           nb::arg("ranks"));

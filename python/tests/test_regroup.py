@@ -25,6 +25,8 @@ def test_the_others_go_on_when_a_rank_leaves() -> None:
         view = group.regroup()
         assert (view.epoch, view.ranks, view.lost, view.step) == (2, [1, 2], [0], 3)
         assert repr(group.view()) == "GroupView(epoch=2, ranks=[1, 2], lost=[0], step=3, joined=[])"
+        assert group.view() == view
+        assert view != "a view"
         with pytest.raises(ferry.InvalidArgumentError, match="a plan of epoch 1"):
             group.dispatch(x, plan)
         with pytest.raises(ferry.InvalidArgumentError, match="expert 0 of rank 0"):
@@ -34,7 +36,7 @@ def test_the_others_go_on_when_a_rank_leaves() -> None:
         plan = group.plan(np.tile([2, 5], (4, 1)))
         got = group.dispatch(x, plan)
         assert (group.combine(got.x, plan).x == 2).all()
-        group.commit(4)
+        assert group.commit(4) is False
         assert group.view().step == 4
         group.barrier()
         group.destroy()

@@ -21,8 +21,8 @@ std::string lobby_name(const Bootstrap& bootstrap, const GroupConfig& config) {
 
 [[noreturn]] void throw_unsupported(const Bootstrap& bootstrap, const std::string& got) {
   throw Error(ErrorKind::unsupported,
-              "Group: elastic: got " + got +
-"; expected at most " + std::to_string(engine::SeatTraits::kSeats) +
+              "Group: elastic: got " + got + "; expected at most " +
+                  std::to_string(engine::SeatTraits::kSeats) +
                   " ranks as processes of one host and one domain (fabric shm), backend host",
               {bootstrap.rank(), -1, "Group: elastic", 0, 0, 0});
 }

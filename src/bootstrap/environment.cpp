@@ -18,7 +18,8 @@
 //                      Unix socket of this user, and the address is not used. Its name holds the
 //                      launcher's name for the job (TORCHELASTIC_RUN_ID, SLURM_JOB_ID and
 //                      SLURM_STEP_ID, PMIX_NAMESPACE, PMI_JOBID), where there is one
-//   FERRY_JOIN         1: this process takes the place of a rank that has ended (`ferry run` sets it)
+//   FERRY_JOIN         1: this process takes the place of a rank that has ended (`ferry run` sets
+//   it)
 #include <ferry/bootstrap.hpp>
 #include <ferry/error.hpp>
 

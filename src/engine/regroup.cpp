@@ -48,9 +48,8 @@ Regroup::Regroup(std::shared_ptr<Memory> memory, Channel& channel, const GroupCo
       channel_(channel),
       config_(config),
       layout_(layout),
-      member_(std::make_unique<Member>(ticket == 0
-                                           ? Member::founder(channel.rank(), channel.size())
-                                           : Member::joiner(channel.rank(), ticket))),
+      member_(std::make_unique<Member>(ticket == 0 ? Member::founder(channel.rank(), channel.size())
+                                                   : Member::joiner(channel.rank(), ticket))),
       seating_(*memory_->fabric, layout),
       seated_(ticket == 0 ? 1 : 0),
       heard_(static_cast<std::size_t>(channel.size())),
@@ -86,9 +85,9 @@ Epoch Regroup::agree(protocol::Epoch since) {
   }
 }
 
-void Regroup::look_for_guests() {
+void Regroup::hear_guests() {
   if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
-  seating_.look();
+  seating_.update();
   seating_.hear_waiting(*member_);
 }
 
@@ -112,16 +111,17 @@ void Regroup::seat_joiners() {
 Epoch Regroup::join() {
   constexpr auto kRingPeriod = std::chrono::milliseconds(100);
   channel_.say_joined(Channel::kJoining);
-  channel_.die(Error(ErrorKind::peer_failed,
-                     "rank " + std::to_string(channel_.rank()) + ": it has not joined the group yet",
-                     {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));
+  channel_.die(
+      Error(ErrorKind::peer_failed,
+            "rank " + std::to_string(channel_.rank()) + ": it has not joined the group yet",
+            {channel_.rank(), channel_.rank(), kRegroup, 0, 0, 0}));
   const auto end = Clock::now() + config_.deadline;
   auto ring_at = Clock::now();
   for (;;) {
     if (channel_.left()) throw_destroyed();
     const std::uint64_t rung = bell().load(protocol::order::acquire);
     publish();  // before those that hear the bell read it
-    seating_.look();
+    seating_.update();
     for (const Seating::Guest& guest : seating_.guests()) {
       member_->hear(guest.visitor.rank, guest.said);
       if (member_->standing() == Standing::kMember) break;
@@ -170,7 +170,7 @@ bool Regroup::one_waits() {
   const std::uint64_t rung = bell().load(protocol::order::acquire);
   if (rung == bell_seen_) return one_waits_;
   bell_seen_ = rung;
-  seating_.look();
+  seating_.update();
   one_waits_ = seating_.one_waits(*member_);
   return one_waits_;
 }
@@ -194,7 +194,7 @@ void Regroup::begin(std::uint64_t step) {
   channel_.stop();
   seat_joiners();  // of a call that threw before it could
   // Not later: a leader that found one then would stop ranks that have gone on.
-  look_for_guests();
+  hear_guests();
   timeout_ = Clock::now() + config_.deadline;
   polled_ = {};
   poll();  // what is old already gives no new trust
@@ -337,7 +337,7 @@ Epoch Regroup::go_on() {
     std::atomic_ref(*word).store(epoch.number, std::memory_order_release);
   }
   if (channel_.joined_at(channel_.rank()) == Channel::kJoining) channel_.say_joined(view.step + 1);
-  bell_seen_ = ~bell().load(protocol::order::relaxed);  // a look at the next chance
+  bell_seen_ = ~bell().load(protocol::order::relaxed);  // `one_waits` reads anew
   channel_.begin_epoch(epoch);
   free_held();
   return epoch;

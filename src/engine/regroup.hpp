@@ -51,7 +51,7 @@ class Regroup {
   protocol::Flag bell() const { return bell_of(control(channel_.rank()), layout_); }
   void begin(std::uint64_t step);
   Epoch agree(protocol::Epoch since);
-  void look_for_guests();
+  void hear_guests();
   void seat_joiners();
   void check_may_join(Clock::time_point end) const;
   void poll();
@@ -74,9 +74,9 @@ class Regroup {
   ControlLayout layout_;
   std::unique_ptr<Member> member_;
   Seating seating_;
-  protocol::Epoch seated_;        // who has a seat in this epoch is mapped
-  std::uint64_t bell_seen_ = 0;   // when `one_waits` last looked
-  bool one_waits_ = false;        // then
+  protocol::Epoch seated_;            // who has a seat in this epoch is mapped
+  std::uint64_t bell_seen_ = 0;       // when `one_waits` last looked
+  bool one_waits_ = false;            // then
   std::vector<std::uint64_t> heard_;  // [R]: the number of the text read last
   std::vector<Said> said_;            // [R]: that text
   std::uint64_t published_ = 0;       // the statement's number

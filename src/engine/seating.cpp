@@ -22,7 +22,7 @@ std::uint64_t read_statement(std::byte* control, const ControlLayout& layout, Me
   return number;
 }
 
-void Seating::look() {
+void Seating::update() {
   guests_.clear();
   for (fabric::Visitor& visitor : lobby_->visitors()) {
     Guest guest;
@@ -80,14 +80,13 @@ void Seating::ring_all() const {
 }
 
 void Seating::seat(int seat, std::uint64_t ticket) {
-  former_may_write_ =
-      former_may_write_ || fabric_.peer_state(seat) != fabric::PeerState::dead;
+  former_may_write_ = former_may_write_ || fabric_.peer_state(seat) != fabric::PeerState::dead;
   lobby_->seat(seat, ticket);
   ever_seated_ = true;
 }
 
 void Seating::seat_all(const Member::View& view) {
-  look();
+  update();
   for (int seat = 0; seat < fabric_.size(); ++seat) {
     if (seat == fabric_.rank()) continue;
     const Guest* there = holder(seat);

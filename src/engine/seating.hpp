@@ -1,5 +1,5 @@
-// What the ranks of a group in shared memory say of its membership, where it lies, and which process
-// has which seat: ranks of the group, and processes that wait for the seat of a lost one.
+// What the ranks of a group in shared memory say of its membership, where it lies, and which
+// process has which seat: ranks of the group, and processes that wait for the seat of a lost one.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -50,7 +50,7 @@ class Seating {
 
   bool open() const { return lobby_ != nullptr && lobby_->is_open(); }
   /// Looks who shows itself, and reads what it says.
-  void look();
+  void update();
   const std::vector<Guest>& guests() const { return guests_; }
   /// Of a rank: hands on what processes say that wait for holes of the view, one for each hole.
   void hear_waiting(Member& member) const;

@@ -4,6 +4,7 @@ Every fenced block marked `python` or `cpp` is run: Python as a program, C++ com
 fresh install and run. An HTML comment on the line before the fence says otherwise:
 
     <!-- test: ranks=4 -->        run under `ferry run -n 4 --`
+    <!-- test: elastic=2:4 -->    run under `ferry run --elastic 2:4 --restarts 3 --`
     <!-- test: continue -->       goes on from the block before it (Python)
     <!-- test: needs=mpi4py -->   skipped where this Python module is missing
     <!-- test: compile -->        compile only
@@ -49,6 +50,10 @@ class Block:
         return int(found[1]) if found else 0
 
     @property
+    def elastic(self) -> str:
+        return self.mark.removeprefix("elastic=") if self.mark.startswith("elastic=") else ""
+
+    @property
     def needs(self) -> str:
         return self.mark.removeprefix("needs=") if self.mark.startswith("needs=") else ""
 
@@ -64,7 +69,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
         line = text.count("\n", 0, found.start()) + 1
         indent = len(found["indent"])
         code = "".join(row[indent:] or "\n" for row in found["body"].splitlines(keepends=True))
-        if not re.fullmatch(r"|compile|continue|ranks=\d+|needs=\w+|skip: .+", mark):
+        known = r"|compile|continue|ranks=\d+|elastic=\d+:\d+|needs=\w+|skip: .+"
+        if not re.fullmatch(known, mark):
             raise ValueError(f"{page}:{line}: unknown mark '{mark}'")
         if mark == "continue":
             last = blocks.pop()
@@ -108,10 +114,12 @@ def run(command: list[str], where: Path) -> str:
 
 
 def under_ferry(block: Block, command: list[str]) -> list[str]:
-    if not block.ranks:
+    if not block.ranks and not block.elastic:
         return command
     ferry = shutil.which("ferry", path=PLACES)
     assert ferry, "the command `ferry` is not built: make package"
+    if block.elastic:
+        return [ferry, "run", "--elastic", block.elastic, "--restarts", "3", "--", *command]
     return [ferry, "run", "-n", str(block.ranks), "--", *command]
 
 

@@ -204,11 +204,10 @@ ElasticJob::ElasticJob(int ranks, std::chrono::nanoseconds deadline) {
                       MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) throw std::bad_alloc();
   board_ = new (shared) ElasticBoard;
-  const GroupConfig config{
-      .experts = ranks * kExpertsOfRank,
-      .deadline = deadline,
-      .memory_bytes = 4 << 20,
-      .elastic = "load"};
+  const GroupConfig config{.experts = ranks * kExpertsOfRank,
+                           .deadline = deadline,
+                           .memory_bytes = 4 << 20,
+                           .elastic = "load"};
   ranks_.emplace(
       ranks, [this, config](int, std::shared_ptr<Bootstrap> bootstrap, const Reporter& reporter) {
         Group group(std::move(bootstrap), config);

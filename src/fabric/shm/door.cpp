@@ -118,7 +118,7 @@ const std::shared_ptr<Memory>& Door::control() {
 
 Doors::Doors(const JobKey& key, int self, int ranks) : key_(key), self_(self), ranks_(ranks) {}
 
-std::vector<std::shared_ptr<Door>> Doors::look() {
+std::vector<std::shared_ptr<Door>> Doors::list() {
   const ProcessName self = this_process();
   std::vector<std::string> digits;
   for (int rank = 0; rank < ranks_; ++rank) {
@@ -141,7 +141,9 @@ std::vector<std::shared_ptr<Door>> Doors::look() {
     const int rank = static_cast<int>(at - digits.begin());
     if (rank == self_ && owner->pid == self.pid) continue;
     // A closed one may have been made anew by the same process.
-    const auto same = [&](const auto& known) { return known.first == name && !known.second->closed(); };
+    const auto same = [&](const auto& known) {
+      return known.first == name && !known.second->closed();
+    };
     const auto known = std::find_if(known_.begin(), known_.end(), same);
     auto door = known != known_.end() ? known->second : open("/" + name, rank);
     if (!door) continue;

@@ -102,7 +102,7 @@ class Doors {
  public:
   Doors(const JobKey& key, int self, int ranks);
   /// Those that are open now, `self` left out.
-  std::vector<std::shared_ptr<Door>> look();
+  std::vector<std::shared_ptr<Door>> list();
 
  private:
   std::shared_ptr<Door> open(const std::string& name, int rank) const;

@@ -4,9 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <ferry/error.hpp>
 #include <algorithm>
 #include <atomic>
+#include <ferry/error.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -174,9 +174,11 @@ PeerState ShmFabric::peer_state(int peer) noexcept {
 void ShmFabric::open(const std::string& name, const std::string& text, std::uint64_t ticket) {
   door_key_ = door_key(name);
   const std::string own = object_name(door_key_, peer_at(rank()).process, rank(), 0);
-  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_CLOEXEC, 0)); there.get() >= 0) {
+  if (const UniqueDescriptor there(shm_open(own.c_str(), O_RDONLY | O_CLOEXEC, 0));
+      there.get() >= 0) {
     throw Error(ErrorKind::refused,
-                "rank " + std::to_string(rank()) + ": its place is not free: this process has it, "
+                "rank " + std::to_string(rank()) +
+                    ": its place is not free: this process has it, "
                     "in a group of the same name (elastic): destroy that first",
                 {.rank = rank(), .peer = rank()});
   }
@@ -186,7 +188,7 @@ void ShmFabric::open(const std::string& name, const std::string& text, std::uint
 
 std::vector<Visitor> ShmFabric::visitors() {
   std::vector<Visitor> all;
-  for (const auto& door : doors_->look()) {
+  for (const auto& door : doors_->list()) {
     if (door->page().key != key_) continue;  // of another group of that name
     try {
       all.push_back({door->rank(), door->page().ticket, door->page().owner.pid, door->text(),
@@ -199,7 +201,7 @@ std::vector<Visitor> ShmFabric::visitors() {
 }
 
 void ShmFabric::seat(int peer, std::uint64_t ticket) {
-  for (const auto& door : doors_->look()) {
+  for (const auto& door : doors_->list()) {
     if (door->rank() != peer || door->page().ticket != ticket || door->page().key != key_) continue;
     try {
       std::vector<std::shared_ptr<Memory>> memory{door->control()};
@@ -295,7 +297,7 @@ std::unique_ptr<Fabric> join_shm_fabric(int rank, int size, const std::string& n
   Doors lobby(door_key(name), rank, size);
   const auto end = std::chrono::steady_clock::now() + deadline;
   for (;;) {
-    const auto doors = lobby.look();
+    const auto doors = lobby.list();
     if (!doors.empty()) {
       std::vector<std::optional<ProcessName>> ranks(static_cast<std::size_t>(size));
       ranks[static_cast<std::size_t>(rank)] = this_process();

@@ -271,10 +271,11 @@ std::shared_ptr<LatencyEngine> make_host_latency(std::shared_ptr<HostEngine> eng
                                                  const LatencyConfig& config) {
   engine->check_whole("LatencyExchange");
   if (!engine->config().elastic.empty()) {
-    throw Error(ErrorKind::unsupported,
-                "LatencyExchange: not in a group whose lost ranks are replaced (elastic); make it in "
-                "a group of its own",
-                {engine->rank(), -1, "LatencyExchange", 0, 0, 0});
+    throw Error(
+        ErrorKind::unsupported,
+        "LatencyExchange: not in a group whose lost ranks are replaced (elastic); make it in "
+        "a group of its own",
+        {engine->rank(), -1, "LatencyExchange", 0, 0, 0});
   }
   LatencyLayout layout{};
   std::optional<Error> invalid;

@@ -1,5 +1,5 @@
-// Processes take the places of ranks that are lost. Ranks are threads, over shm; deaths of processes
-// are in tests/reliability.
+// Processes take the places of ranks that are lost. Ranks are threads, over shm; deaths of
+// processes are in tests/reliability.
 #include <atomic>
 #include <latch>
 #include <memory>
@@ -28,8 +28,8 @@ class Joins final : public Bootstrap {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool joins() const override { return true; }
-  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>, std::chrono::nanoseconds,
-                                                 const OnWait&) override {
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte>,
+                                                 std::chrono::nanoseconds, const OnWait&) override {
     throw Error(ErrorKind::unsupported, "there is nobody to gather with");
   }
 

@@ -44,8 +44,8 @@ struct JobEnvironment {
 /// "NAME=value" strings for one rank: this process's environment with RANK, LOCAL_RANK,
 /// WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, FERRY_PORT and `secret`, unless empty,
 /// as FERRY_SECRET set; of several hosts FERRY_HOST, with several ranks OMP_NUM_THREADS=1, unless
-/// they are already there; of an elastic job FERRY_JOIN, 1 if `joins`: the process takes the place of
-/// one that has ended. `rank`: of this host, from 0.
+/// they are already there; of an elastic job FERRY_JOIN, 1 if `joins`: the process takes the place
+/// of one that has ended. `rank`: of this host, from 0.
 std::vector<std::string> environment_of_rank(const JobEnvironment& job, const std::string& secret,
                                              int rank, bool joins = false);
 

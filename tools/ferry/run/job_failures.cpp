@@ -1,5 +1,5 @@
-// What `ferry run` does about ranks that fail: it ends the others, lets them go on, or, in an elastic
-// job, starts processes that take their places.
+// What `ferry run` does about ranks that fail: it ends the others, lets them go on, or, in an
+// elastic job, starts processes that take their places.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -12,8 +12,8 @@
 namespace ferry::cli {
 
 int Job::running() const {
-  return static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(),
-                                        [](const Rank& rank) { return !rank.end; }));
+  return static_cast<int>(
+      std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return !rank.end; }));
 }
 
 int Job::ended_well() const {
@@ -71,8 +71,8 @@ void Job::end_group_in_time() {
 void Job::on_loss(const Rank& rank) {
   if (first_failure_ == nullptr) first_failure_ = &rank;
   if (ends_group_ || stop_requested_) return;  // a consequence
-  const std::string lost = fmt::format("rank {} (pid {}) {}", rank.rank, rank.pid,
-                                       describe(*rank.end));
+  const std::string lost =
+      fmt::format("rank {} (pid {}) {}", rank.rank, rank.pid, describe(*rank.end));
   const int left = running();
   // Who has ended well has left the group: those that still run are about to.
   const bool over = left == 0 || ended_well() > 0;

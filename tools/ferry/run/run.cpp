@@ -64,6 +64,19 @@ struct RunArguments {
   std::string elastic{};
 };
 
+void add_elastic(CLI::App& run_app, RunArguments& given) {
+  run_app
+      .add_option("--elastic", given.elastic,
+                  "MOST ranks; the job goes on while at least LEAST are left")
+      ->type_name("LEAST:MOST");
+  run_app
+      .add_option("--restarts", given.job.restarts,
+                  "With --elastic: how many processes may take the places of ranks that failed")
+      ->type_name("N")
+      ->check(whole_number(0, 1000000).description("0 ... 1000000"))
+      ->capture_default_str();
+}
+
 /// "2:4": the job goes on with at least 2 of 4 ranks.
 void set_elastic(RunArguments& given) {
   const std::size_t colon = given.elastic.find(':');
@@ -143,16 +156,7 @@ void add_run(CLI::App& app, const CommandLine& line, int& exit_code) {
                    "Addresses of all hosts, each of which runs this command; -n is then for each")
       ->type_name("A,B,...")
       ->delimiter(',');
-  run_app
-      ->add_option("--elastic", given->elastic,
-                   "MOST ranks; the job goes on while at least LEAST are left")
-      ->type_name("LEAST:MOST");
-  run_app
-      ->add_option("--restarts", given->job.restarts,
-                   "With --elastic: how many processes may take the places of ranks that failed")
-      ->type_name("N")
-      ->check(whole_number(0, 1000000).description("0 ... 1000000"))
-      ->capture_default_str();
+  add_elastic(*run_app, *given);
   run_app->add_flag("--keep-going", given->job.keep_going,
                     "Let the other ranks go on when one fails");
   run_app

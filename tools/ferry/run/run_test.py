@@ -426,7 +426,9 @@ class Elastic(unittest.TestCase):
     """The ranks are scripts; ranks that join a group are in tests/hosts and docs/elastic.md."""
 
     def test_a_rank_that_fails_is_started_again(self):
-        script = "echo $RANK $FERRY_JOIN; if [ $RANK$FERRY_JOIN = 10 ]; then kill -9 $$; fi; sleep 0.6"
+        script = (
+            "echo $RANK $FERRY_JOIN; if [ $RANK$FERRY_JOIN = 10 ]; then kill -9 $$; fi; sleep 0.6"
+        )
         result = ferry_run("--elastic", "2:3", "--restarts", "1", *shell(script))
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(

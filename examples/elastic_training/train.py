@@ -1,0 +1,154 @@
+"""Trains a small layer of experts on ranks that may be killed at any time.
+
+    ferry run --elastic 2:4 --restarts 3 -- python examples/elastic_training/train.py
+
+Kill a rank (`kill -9`, or --kill RANK:STEP): the others go on within milliseconds, and the process
+that takes its place gets its experts from ranks that hold copies of them. The losses are those of
+a run in which nobody dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+
+import numpy as np
+
+import ferry
+
+EXPERTS, SLOTS, TOKENS, HIDDEN, RATE = 8, 6, 256, 64, 0.05
+LOSSES = (ferry.PeerFailedError, ferry.PeerLeftError, ferry.DeadlineExceededError)
+
+
+class Trainer:
+    """One rank: its experts' weights, and what it exchanges them with."""
+
+    def __init__(self, deadline: float) -> None:
+        self.boot = ferry.from_environment(deadline=deadline)
+        self.deadline = deadline
+        self.group = ferry.Group(
+            self.boot, experts=self.boot.size * SLOTS, deadline=deadline, elastic="experts"
+        )
+        self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.boot.size, slots=SLOTS)
+        self.sums: ferry.Collectives | None = None
+        self.step = self.group.view().step  # that the weights are of
+        self.weights: dict[int, np.ndarray] = {}
+        self.pending: np.ndarray | None = None
+        if not self.boot.joins:  # everybody begins with the same
+            first = np.random.default_rng(1).normal(size=(EXPERTS, HIDDEN))
+            self.weights = {expert: first[expert] for expert in range(EXPERTS)}
+
+    def settle(self, view: ferry.GroupView) -> None:
+        """After a change: applies what was committed, and fetches the experts that are new here."""
+        if self.pending is not None and view.step > self.step:
+            self.apply()
+        self.pending = None
+        self.step = view.step
+        # Collectives have no regroup: those of each epoch meet at a port of their own.
+        self.sums = ferry.Collectives(
+            ferry.tcp(
+                rank=view.ranks.index(self.group.rank),
+                size=len(view.ranks),
+                port=int(os.environ["FERRY_PORT"]) + view.epoch,
+                secret=os.environ["FERRY_SECRET"],
+                deadline=self.deadline,
+            ),
+            deadline=self.deadline,
+            memory_bytes=1 << 20,
+        )
+        has = np.array([expert in self.weights for expert in range(EXPERTS)], np.int32)
+        all_have = np.empty((len(view.ranks), EXPERTS), np.int32)
+        self.sums.all_gather(has, all_have)
+        self.placement = ferry.ExpertPlacement(experts=EXPERTS, ranks=self.group.size, slots=SLOTS)
+        self.placement.balance(view.ranks, copies=2)
+        held = [set(self.placement.held_by(rank)) - {-1} for rank in view.ranks]
+        for expert in range(EXPERTS):
+            holders = np.flatnonzero(all_have[:, expert])
+            if len(holders) == 0:
+                raise SystemExit(f"all copies of expert {expert} are lost: start from a checkpoint")
+            for place, wants in enumerate(held):
+                if expert in wants and not all_have[place, expert]:
+                    self.hand_over(expert, int(holders[0]), place)
+        mine = held[self.sums.rank]
+        self.weights = {expert: self.weights[expert] for expert in sorted(mine)}
+
+    def hand_over(self, expert: int, source: int, target: int) -> None:
+        if self.sums.rank == source:
+            self.sums.send(self.weights[expert], target)
+        elif self.sums.rank == target:
+            self.weights[expert] = np.empty(HIDDEN)
+            self.sums.recv(self.weights[expert], source)
+
+    def gradients(self, step: int) -> float:
+        """The loss; leaves the gradients of all experts in `pending`."""
+        view = self.group.view()
+        random = np.random.default_rng(step)
+        x = random.normal(size=(TOKENS, HIDDEN)).astype(np.float32)
+        routes = random.integers(0, EXPERTS, (TOKENS, 1))
+        share = np.array_split(np.arange(TOKENS), len(view.ranks))[self.sums.rank]
+        x, routes = x[share], routes[share]
+        plan = self.group.plan(self.placement.places(routes, self.group.rank))
+        got = self.group.dispatch(x, plan)
+        experts = np.array(self.placement.held_by(self.group.rank))[got.topk_idx[:, 0]]
+        y = np.empty(got.x.shape, np.float64)
+        for expert in set(experts.tolist()):
+            rows = experts == expert
+            y[rows] = np.tanh(got.x[rows] * self.weights[expert])
+        out = self.group.combine(y.astype(np.float32), plan).x
+        error = out - np.sin(x)
+        back = self.group.dispatch(2 * error / TOKENS, plan).x.astype(np.float64)
+        slopes = back * (1 - y * y) * got.x
+        sums = np.zeros(EXPERTS * HIDDEN + 1)
+        for expert in set(experts.tolist()):
+            sums[expert * HIDDEN : (expert + 1) * HIDDEN] = slopes[experts == expert].sum(axis=0)
+        sums[-1] = (error.astype(np.float64) ** 2).sum() / TOKENS
+        self.sums.all_reduce(sums)  # all copies of an expert take the same step
+        self.pending = sums[:-1].reshape(EXPERTS, HIDDEN)
+        return float(sums[-1])
+
+    def apply(self) -> None:
+        for expert, weight in self.weights.items():
+            self.weights[expert] = weight - RATE * self.pending[expert]
+        self.pending = None
+        self.step += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=0.0, help="that a step takes at least")
+    parser.add_argument("--deadline", type=float, default=20.0)
+    parser.add_argument("--kill", action="append", default=[], metavar="RANK:STEP")
+    given = parser.parse_args()
+    trainer = Trainer(given.deadline)
+    losses: dict[int, float] = {}
+    view = trainer.group.view()
+    changed = True
+    while changed or trainer.step < given.steps:
+        try:
+            if changed:
+                trainer.settle(view)
+                changed = False
+                continue
+            step = trainer.step + 1
+            if f"{trainer.group.rank}:{step}" in given.kill and not trainer.boot.joins:
+                os.kill(os.getpid(), signal.SIGKILL)
+            losses[step] = trainer.gradients(step)
+            time.sleep(given.seconds)
+            one_waits = trainer.group.commit(step)
+            trainer.apply()
+            if trainer.group.rank == view.ranks[0]:
+                print(f"step {step} ranks {len(view.ranks)} loss {losses[step]!r}", flush=True)
+            if one_waits and step < given.steps:
+                view, changed = trainer.group.regroup(), True
+        except LOSSES as loss:
+            print(f"rank {trainer.group.rank}: {loss}", flush=True)
+            view, changed = trainer.group.regroup(), True
+            print(f"rank {trainer.group.rank}: {view}", flush=True)
+    trainer.group.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A training under `ferry run --elastic` with ranks that are killed, against an undisturbed one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples" / "elastic_training" / "train.py"
+STEPS = 60
+LINE = re.compile(r"\[(\d+)\] step (\d+) ranks (\d+) loss (\S+)")
+
+
+def train(*arguments: str) -> tuple[dict[int, float], list[int], str]:
+    """The losses by step, the ranks after each line, and what the launcher said."""
+    ferry = shutil.which("ferry", path=str(Path(sys.executable).parent))
+    if ferry is None:
+        pytest.skip("the command `ferry` is not installed: make package")
+    command = [ferry, "run", "--elastic", "2:4", "--restarts", "4", "--", sys.executable]
+    done = subprocess.run(
+        [*command, str(PROGRAM), "--steps", str(STEPS), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses: dict[int, float] = {}
+    ranks: list[int] = []
+    for _, step, count, loss in LINE.findall(done.stdout):
+        losses[int(step)] = float(loss)
+        ranks.append(int(count))
+    return losses, ranks, done.stdout + done.stderr
+
+
+def test_the_losses_are_those_of_a_run_in_which_nobody_dies() -> None:
+    undisturbed, ranks, _ = train()
+    assert sorted(undisturbed) == list(range(1, STEPS + 1))
+    assert set(ranks) == {4}
+    losses, ranks, said = train("--seconds", "0.03", "--kill", "0:10", "--kill", "2:30")
+    assert said.count("takes its place") == 2, said
+    assert 3 in ranks, said
+    assert ranks[-1] == 4, said
+    # A rank that died may have been the one that had the last word about a step.
+    assert len(losses) >= STEPS - 2, said
+    for step, loss in losses.items():
+        assert loss == pytest.approx(undisturbed[step], rel=1e-12), step
