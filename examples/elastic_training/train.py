@@ -76,10 +76,10 @@ class Trainer:
 
     def hand_over(self, expert: int, source: int, target: int) -> None:
         if self.sums.rank == source:
-            self.sums.send(self.weights[expert], target)
+            self.sums.send(self.weights[expert].view(np.int64), target)
         elif self.sums.rank == target:
             self.weights[expert] = np.empty(HIDDEN)
-            self.sums.recv(self.weights[expert], source)
+            self.sums.recv(self.weights[expert].view(np.int64), source)
 
     def gradients(self, step: int) -> float:
         """The loss; leaves the gradients of all experts in `pending`."""
@@ -104,7 +104,9 @@ class Trainer:
         for expert in set(experts.tolist()):
             sums[expert * HIDDEN : (expert + 1) * HIDDEN] = slopes[experts == expert].sum(axis=0)
         sums[-1] = (error.astype(np.float64) ** 2).sum() / TOKENS
-        self.sums.all_reduce(sums)  # all copies of an expert take the same step
+        of_all = np.empty((len(view.ranks), sums.size))
+        self.sums.all_gather(sums.view(np.int64), of_all.view(np.int64))  # as bits
+        sums = of_all.sum(axis=0)  # in f64, so all copies of an expert take the same step
         self.pending = sums[:-1].reshape(EXPERTS, HIDDEN)
         return float(sums[-1])
 
@@ -119,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=0.0, help="that a step takes at least")
+    parser.add_argument("--until-whole", action="store_true", help="then on, until all are back")
     parser.add_argument("--deadline", type=float, default=20.0)
     parser.add_argument("--kill", action="append", default=[], metavar="RANK:STEP")
     given = parser.parse_args()
@@ -126,7 +129,12 @@ def main() -> None:
     losses: dict[int, float] = {}
     view = trainer.group.view()
     changed = True
-    while changed or trainer.step < given.steps:
+
+    def more() -> bool:  # the same on all ranks
+        missing = len(view.ranks) < trainer.group.size
+        return trainer.step < given.steps or (given.until_whole and missing)
+
+    while changed or more():
         try:
             if changed:
                 trainer.settle(view)
@@ -141,12 +149,13 @@ def main() -> None:
             trainer.apply()
             if trainer.group.rank == view.ranks[0]:
                 print(f"step {step} ranks {len(view.ranks)} loss {losses[step]!r}", flush=True)
-            if one_waits and step < given.steps:
+            if one_waits and more():
                 view, changed = trainer.group.regroup(), True
         except LOSSES as loss:
             print(f"rank {trainer.group.rank}: {loss}", flush=True)
             view, changed = trainer.group.regroup(), True
             print(f"rank {trainer.group.rank}: {view}", flush=True)
+    print(f"rank {trainer.group.rank}: ends at step {trainer.step}, ranks {view.ranks}", flush=True)
     trainer.group.barrier()
 
 

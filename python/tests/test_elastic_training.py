@@ -42,11 +42,12 @@ def test_the_losses_are_those_of_a_run_in_which_nobody_dies() -> None:
     undisturbed, ranks, _ = train()
     assert sorted(undisturbed) == list(range(1, STEPS + 1))
     assert set(ranks) == {4}
-    losses, ranks, said = train("--seconds", "0.03", "--kill", "0:10", "--kill", "2:30")
+    losses, ranks, said = train("--until-whole", "--kill", "0:10", "--kill", "2:30")
     assert said.count("takes its place") == 2, said
     assert 3 in ranks, said
-    assert ranks[-1] == 4, said
+    assert said.count("ranks [0, 1, 2, 3]") == 4, said  # at the end, of each
     # A rank that died may have been the one that had the last word about a step.
-    assert len(losses) >= STEPS - 2, said
-    for step, loss in losses.items():
-        assert loss == pytest.approx(undisturbed[step], rel=1e-12), step
+    common = losses.keys() & undisturbed.keys()
+    assert len(common) >= STEPS - 2, said
+    for step in common:
+        assert losses[step] == pytest.approx(undisturbed[step], rel=1e-12), step

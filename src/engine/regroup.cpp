@@ -87,8 +87,7 @@ Epoch Regroup::agree(protocol::Epoch since) {
 
 void Regroup::hear_guests() {
   if (!seating_.open() || member_->view().live.count() == channel_.size()) return;
-  seating_.update();
-  seating_.hear_waiting(*member_);
+  if (seating_.try_update()) seating_.hear_waiting(*member_);
 }
 
 void Regroup::seat_joiners() {
@@ -170,8 +169,7 @@ bool Regroup::one_waits() {
   const std::uint64_t rung = bell().load(protocol::order::acquire);
   if (rung == bell_seen_) return one_waits_;
   bell_seen_ = rung;
-  seating_.update();
-  one_waits_ = seating_.one_waits(*member_);
+  one_waits_ = seating_.try_update() && seating_.one_waits(*member_);
   return one_waits_;
 }
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <exception>
 #include <utility>
 
 namespace ferry::engine {
@@ -34,6 +35,13 @@ void Seating::update() {
     return std::pair(a.visitor.rank, a.visitor.ticket) <
            std::pair(b.visitor.rank, b.visitor.ticket);
   });
+}
+
+bool Seating::try_update() noexcept try {
+  update();
+  return true;
+} catch (const std::exception&) {
+  return false;
 }
 
 void Seating::hear_waiting(Member& member) const {

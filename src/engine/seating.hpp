@@ -51,6 +51,8 @@ class Seating {
   bool open() const { return lobby_ != nullptr && lobby_->is_open(); }
   /// Looks who shows itself, and reads what it says.
   void update();
+  /// The same, of a rank: it goes on as if nobody waited where that fails (too many open files).
+  bool try_update() noexcept;
   const std::vector<Guest>& guests() const { return guests_; }
   /// Of a rank: hands on what processes say that wait for holes of the view, one for each hole.
   void hear_waiting(Member& member) const;
