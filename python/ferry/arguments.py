@@ -28,20 +28,26 @@ def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
-            for old, new in names.items():
-                if old not in keywords:
-                    continue
-                call_name = f"{function.__qualname__}()"
-                if new in keywords:
-                    raise TypeError(f"{call_name} got {new} and its old name, {old}")
-                message = f"{call_name}: {old} is deprecated; use {new}"
-                warnings.warn(message, DeprecationWarning, stacklevel=2)
-                keywords[new] = keywords.pop(old)
+            if not names.keys().isdisjoint(keywords):
+                take_new_names(f"{function.__qualname__}()", names, keywords)
             return function(*args, **keywords)
 
         return call
 
     return decorate
+
+
+def take_new_names(call: str, names: dict[str, str], keywords: dict[str, Any]) -> None:
+    """The old names among `keywords` of the call become the new ones, with a warning to who has
+    called the decorated function."""
+    for old, new in names.items():
+        if old not in keywords:
+            continue
+        if new in keywords:
+            raise TypeError(f"{call} got {new} and its old name, {old}")
+        message = f"{call}: {old} is deprecated; use {new}"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        keywords[new] = keywords.pop(old)
 
 
 def describe(value: object) -> str:

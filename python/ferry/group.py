@@ -16,7 +16,6 @@ from ferry.arguments import (
     instance,
     integer,
     refuse,
-    renamed_keywords,
     seconds,
     text,
 )
@@ -265,8 +264,7 @@ class Group:
         self._record(topk_idx)
         return raw
 
-    @ranged("ferry.dispatch")
-    @renamed_keywords(sms="num_sms", worst_case_rows="max_recv_rows")
+    @ranged("ferry.dispatch", sms="num_sms", worst_case_rows="max_recv_rows")
     def dispatch(
         self,
         x: ArrayT,
@@ -341,8 +339,7 @@ class Group:
         self._record(topk_idx)
         return Received(place.finished(raw), like, out)
 
-    @ranged("ferry.combine")
-    @renamed_keywords(sms="num_sms")
+    @ranged("ferry.combine", sms="num_sms")
     def combine(
         self,
         rows: ArrayT,

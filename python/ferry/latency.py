@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ferry import _ferry
-from ferry.arguments import INT32_MAX, choice, flag, instance, integer, renamed_keywords
+from ferry.arguments import INT32_MAX, choice, flag, instance, integer
 from ferry.group import FORMATS, ORDERS, ROUTE_DTYPES, SCALE_FORMATS, Group
 from ferry.results import Result
 from ferry.streams import Place
@@ -154,8 +154,7 @@ class LatencyExchange:
     def __repr__(self) -> str:
         return f"<ferry.LatencyExchange: {self._words}>"
 
-    @ranged("ferry.latency_dispatch")
-    @renamed_keywords(waits="wait_ns")
+    @ranged("ferry.latency_dispatch", waits="wait_ns")
     def dispatch(
         self,
         x: ArrayT,
@@ -205,8 +204,7 @@ class LatencyExchange:
         self._group._record(topk_idx)
         return LatencyReceived(place.finished(raw), like)
 
-    @ranged("ferry.latency_combine")
-    @renamed_keywords(waits="wait_ns")
+    @ranged("ferry.latency_combine", waits="wait_ns")
     def combine(
         self,
         rows: ArrayT,

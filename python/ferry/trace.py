@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 # json, statistics and zlib are imported where they are used: `import ferry` does without.
+from ferry.arguments import take_new_names
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,13 +25,16 @@ _NVTX = os.environ.get("FERRY_NVTX", "") not in ("", "0")
 Stamps = list[tuple[int, int]]
 
 
-def ranged(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def ranged(name: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """For calls: while torch's profiler runs they are ranges of this name (`record_function`, and
-    with `emit_nvtx` NVTX), and with FERRY_NVTX=1 NVTX ranges always."""
+    with `emit_nvtx` NVTX), and with FERRY_NVTX=1 NVTX ranges always. `names`: as in
+    `renamed_keywords`, here so that a call goes through one function and not two."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
+            if names and not names.keys().isdisjoint(keywords):
+                take_new_names(f"{function.__qualname__}()", names, keywords)
             profiler: Any = sys.modules.get("torch.autograd.profiler")
             if profiler is not None and profiler._is_profiler_enabled:
                 with profiler.record_function(name):

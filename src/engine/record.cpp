@@ -7,9 +7,9 @@
 
 namespace ferry::engine {
 
-void Record::called(const char* call, bool failed, Clock::time_point begin,
+void Record::called(CallKind what, const char* call, bool failed, Clock::time_point begin,
                     std::chrono::nanoseconds time, std::uint64_t generation) {
-  Call& kind = calls_[static_cast<std::size_t>(call_named(call))];
+  Call& kind = calls_[static_cast<std::size_t>(what)];
   add(kind.calls, 1);
   if (failed) add(kind.failed, 1);
   add(kind.ns, static_cast<std::uint64_t>(time.count()));

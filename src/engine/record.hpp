@@ -21,8 +21,8 @@ class Record {
   using Clock = std::chrono::steady_clock;
 
   /// Of a call, begun at `begin`; its rows are those of `moved` since the call before ended.
-  void called(const char* call, bool failed, Clock::time_point begin, std::chrono::nanoseconds time,
-              std::uint64_t generation);
+  void called(CallKind kind, const char* call, bool failed, Clock::time_point begin,
+              std::chrono::nanoseconds time, std::uint64_t generation);
   void moved(std::int64_t rows, std::size_t row_bytes);
   void waited(const char* stage, Clock::time_point begin, std::chrono::nanoseconds time,
               std::uint64_t generation);

@@ -139,11 +139,12 @@ Event HostEngine::enter(const char* call, Stream* stream, std::function<void()> 
 }
 
 void HostEngine::run_work(const char* call, const std::function<void()>& work, Asks asks) {
+  const CallKind kind = call_named(call);
   const auto start = std::chrono::steady_clock::now();
   const auto count = [&](bool threw) {
     const auto time = std::chrono::steady_clock::now() - start;
     exchange_ns_.fetch_add(static_cast<std::uint64_t>(time.count()), std::memory_order_relaxed);
-    channel_.record().called(call, threw, start, time, channel_.generation());
+    channel_.record().called(kind, call, threw, start, time, channel_.generation());
     if (logs(LogLevel::debug)) {
       log(LogLevel::debug, rank(), "call",
           {{"call", call},
@@ -161,7 +162,7 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
     }
   };
   channel_.all_ranks_threw();
-  channel_.enter_call({call_named(call), 0});
+  channel_.enter_call({kind, 0});
   try {
     in_words(rank(), call, work);
     // What peers had sent before they went on without this rank may have sufficed for the call; but

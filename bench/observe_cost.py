@@ -1,0 +1,123 @@
+"""What watching a group costs: CPU time of a decode round, in pairs.
+
+    observe_cost.py [--base PYTHON] [--pairs 100] [--rounds 100]
+
+A round is a latency dispatch and combine of 16 tokens of 4096 channels, top-4 of 8 experts, on one
+rank: no round holds a wait, so it is as short as it gets, and the shares as large. Both sides of
+a pair take turns in one process, or with `--base` in two, so that both meet the same load.
+`--base`: the interpreter of an environment with another Ferry, such as one without metrics.
+Prints for each way to watch the median over pairs of (CPU time with) / (CPU time without) - 1, the
+quartiles, and the same of the blocks that the machine disturbed least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+RANK = """
+import sys, time
+import numpy as np
+import ferry
+rounds = int(sys.argv[1])
+group = ferry.Group(ferry.threads(1)[0], experts=8)
+latency = ferry.LatencyExchange(group, capacity=16, hidden=4096, topk=4, dtype="f16")
+x = np.ones((16, 4096), np.float16)
+routes = np.tile(np.arange(4), (16, 1))
+weights = np.full((16, 4), 0.25, np.float32)
+def run():
+    for _ in range(rounds):
+        sent = latency.dispatch(x, routes)
+        latency.combine(sent.x, sent, weights)
+        del sent
+run()
+for line in sys.stdin:
+    how = line.strip()
+    if how == "trace":
+        group._raw.start_trace(1 << 16)
+    elif how == "log":
+        ferry.set_log("info")
+    begin = time.process_time()
+    run()
+    print((time.process_time() - begin) / rounds * 1e6, flush=True)
+    if how == "trace":
+        group._raw.take_trace()
+    elif how == "log":
+        ferry.set_log("off")
+"""
+
+
+class Rank:
+    """A process that makes rounds when asked."""
+
+    def __init__(self, python: str, rounds: int) -> None:
+        self._process = subprocess.Popen(
+            [python, "-c", RANK, str(rounds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def round_us(self, how: str) -> float:
+        """Microseconds of CPU time of a round, watched like this."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{how}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(
+    python: str, base: str, how: str, options: argparse.Namespace
+) -> list[tuple[float, float]]:
+    """(without, with). Processes are started anew now and then: each has a pace of its own."""
+    pairs = []
+    for _ in range(options.processes):
+        way = Rank(python, options.rounds)
+        without = way if base == python else Rank(base, options.rounds)
+        for number in range(options.pairs // options.processes):
+            if number % 2 == 0:
+                plain = without.round_us("")
+                pairs.append((plain, way.round_us(how)))
+            else:
+                watched = way.round_us(how)
+                pairs.append((without.round_us(""), watched))
+        without.end()
+        if way is not without:
+            way.end()
+    return pairs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--base", help="an interpreter with another Ferry")
+    parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--processes", type=int, default=10)
+    options = parser.parse_args()
+    here = sys.executable
+    ways = {"nothing": (here, ""), "log": (here, "log"), "trace": (here, "trace")}
+    if options.base:
+        ways["against the base"] = (options.base, "")
+    for name, (base, how) in ways.items():
+        pairs = measure(here, base, how, options)
+        shares = [100 * (watched / plain - 1) for plain, watched in pairs]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        plain, watched = (statistics.quantiles(side, n=10)[0] for side in zip(*pairs))
+        print(
+            f"{name:16} {statistics.median(plain for plain, _ in pairs):6.1f} us a round, "
+            f"{middle:+.2f} % ({low:+.2f} to {high:+.2f}); "
+            f"quietest tenth {plain:.1f} us, {100 * (watched / plain - 1):+.2f} %",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
