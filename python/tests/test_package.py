@@ -215,11 +215,13 @@ def test_pip_brings_the_command_ferry() -> None:
     assert given == {"build-dir", "CMAKE_CUDA_ARCHITECTURES"}
     if Path(ferry.__file__).parents[1].name not in ("site-packages", "dist-packages"):
         return  # of a build folder
-    files = importlib.metadata.files("ferry") or []
+    files = importlib.metadata.files("ferry-moe") or []
     (command,) = [Path(str(file.locate())) for file in files if file.name == "ferry"]
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"ferry {ferry.__version__}\n"
-    assert importlib.metadata.version("ferry") == ferry.__version__
+    module = [sys.executable, "-m", "ferry", "--version"]
+    assert subprocess.run(module, stdout=subprocess.PIPE, text=True, check=True).stdout == done.stdout
+    assert importlib.metadata.version("ferry-moe") == ferry.__version__
 
 
 def test_the_version_is_that_of_the_header() -> None:

@@ -63,6 +63,8 @@ show_steps() {
 # What an earlier configuration found or was told does not hold any more; objects stay.
 rm -f .venv/.ferry-package build/python/CMakeCache.txt
 echo "$engine (FERRY_CUDA=0 or 1 decides)"
+# The distribution once had the name `ferry`: pip would mix the files of the two.
+.venv/bin/python -m pip uninstall --quiet --yes ferry 2>/dev/null || true
 echo 'building the Python package and the command line into .venv'
 if ! .venv/bin/python -m pip install --verbose --disable-pip-version-check --no-build-isolation \
   --no-deps --force-reinstall --config-settings=build-dir=build/python \
