@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 
+#include "base/log.hpp"
 #include "base/test_stderr.hpp"
 #include "bootstrap/test_ranks.hpp"
 #include "bootstrap/test_tcp.hpp"
@@ -67,6 +68,24 @@ TEST_F(WaitNotice, SaysThatRank0sStoreIsNotThere) {
     tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 30s);
   }));
   EXPECT_TRUE(said) << err.text();
+}
+
+TEST_F(WaitNotice, IsAnEventOfTheLogWhichNeverHasTheSecret) {
+  ::setenv("FERRY_LOG", "debug", 1);
+  const Stderr err;
+  const TcpOptions base = fresh_options(2);
+  std::atomic<bool> said{false};
+  expect_none(run_ranks(2, [&](int r) {
+    if (r == 1) said = err.comes("level=warn rank=0 event=wait seconds=0.");
+    tcp_bootstrap(as_rank(base, r))->all_gather(bytes_of("x"), 30s);
+  }));
+  ::unsetenv("FERRY_LOG");
+  read_log_level();
+  const std::string text = err.text();
+  EXPECT_TRUE(said) << text;
+  EXPECT_NE(text.find("rank=1 event=bootstrap size=2 store=127.0.0.1:"), std::string::npos) << text;
+  EXPECT_EQ(text.find(base.secret), std::string::npos) << text;
+  EXPECT_EQ(text.find("has waited"), std::string::npos) << text;
 }
 
 TEST_F(WaitNotice, IsSilentWhenToldSo) {

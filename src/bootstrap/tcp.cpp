@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/log.hpp"
 #include "base/process_limits.hpp"
 
 namespace ferry::bootstrap {
@@ -186,10 +187,17 @@ TcpBootstrap::~TcpBootstrap() {
 namespace ferry {
 
 std::shared_ptr<Bootstrap> tcp_bootstrap(const TcpOptions& options) {
-  return in_words(options.rank, "tcp_bootstrap", [&]() -> std::shared_ptr<Bootstrap> {
+  read_log_level();
+  auto made = in_words(options.rank, "tcp_bootstrap", [&]() -> std::shared_ptr<Bootstrap> {
     if (options.join) return bootstrap::joining_bootstrap(options);
     return std::make_shared<bootstrap::TcpBootstrap>(options);
   });
+  if (logs(LogLevel::info)) {
+    const std::string store = bootstrap::StoreAddress{options.address, options.port}.text();
+    log(LogLevel::info, options.rank, "bootstrap",
+        {{"size", options.size}, {"store", store}, {"joins", int{options.join}}});
+  }
+  return made;
 }
 
 }  // namespace ferry

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/log.hpp"
 #include "base/text.hpp"
 #include "base/wait_notice.hpp"
 #include "bootstrap/wait.hpp"
@@ -201,6 +202,7 @@ class ThreadBootstrap final : public Bootstrap {
 }  // namespace
 
 std::vector<std::shared_ptr<Bootstrap>> thread_bootstrap(int ranks) {
+  read_log_level();
   if (ranks < 1) {
     throw Error(ErrorKind::invalid_argument,
                 "thread_bootstrap: ranks is " + std::to_string(ranks) + ", expected at least 1");
