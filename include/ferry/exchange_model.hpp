@@ -1,7 +1,9 @@
 // How long a dispatch or combine takes: a closed form of what each rank copies, sends over NVLink
 // and sends over its NIC, and which of them it waits for. Pure.
 #pragma once
+#include <array>
 #include <limits>
+#include <utility>
 
 namespace ferry {
 
@@ -53,6 +55,8 @@ struct ExchangeTime {
   double copy = 0, nvlink_out = 0, nvlink_in = 0, nic_out = 0, nic_in = 0, staging = 0, spine = 0;
 
   double seconds() const;
+  /// All of them by name, in the order of the page.
+  std::array<std::pair<const char*, double>, 9> phases() const;
   /// The longest: "SM copies", "NVLink in", "NIC out", "messages", …
   const char* bottleneck() const;
 };

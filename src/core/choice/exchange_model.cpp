@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 
 namespace ferry {
 namespace {
@@ -62,16 +61,23 @@ Interval predicted_interval(double likely_s, double fast_s, double slow_s) {
           likely_s + std::hypot(own, slow_s - likely_s)};
 }
 
+std::array<std::pair<const char*, double>, 9> ExchangeTime::phases() const {
+  return {{{"latency", latency},
+           {"messages", messages},
+           {"SM copies", copy},
+           {"NVLink out", nvlink_out},
+           {"NVLink in", nvlink_in},
+           {"NIC out", nic_out},
+           {"NIC in", nic_in},
+           {"PCIe staging", staging},
+           {"spine", spine}}};
+}
+
 const char* ExchangeTime::bottleneck() const {
-  const struct {
-    double seconds;
-    const char* name;
-  } phases[] = {{latency, "latency"},       {messages, "messages"},    {copy, "SM copies"},
-                {nvlink_out, "NVLink out"}, {nvlink_in, "NVLink in"},  {nic_out, "NIC out"},
-                {nic_in, "NIC in"},         {staging, "PCIe staging"}, {spine, "spine"}};
-  return std::max_element(std::begin(phases), std::end(phases),
-                          [](const auto& a, const auto& b) { return a.seconds < b.seconds; })
-      ->name;
+  const auto all = phases();
+  return std::max_element(all.begin(), all.end(),
+                          [](const auto& a, const auto& b) { return a.second < b.second; })
+      ->first;
 }
 
 }  // namespace ferry

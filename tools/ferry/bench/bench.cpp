@@ -171,7 +171,7 @@ int bench(BenchArguments& given, const CommandLine& line) {
   }
   if (!write_file(given.json_file, json)) return 1;
   if (given.plot_file.empty()) return 0;
-  return draw_plot(given.json_file, given.plot_file) ? 0 : 1;
+  return draw_plot(kExchangePlot, given.json_file, given.plot_file) ? 0 : 1;
 }
 
 }  // namespace

@@ -211,7 +211,7 @@ class Bench(unittest.TestCase):
             ("--tokens 0", "--tokens: 0: must be at least 1\n"),
             ("--tokens 99999999999999999999", "must be at most 1048576\n"),
             ("--tokens ten", "--tokens: 'ten': must be a whole number\n"),
-            ("--ranks 65", "--ranks: 65: must be at most 64\n"),
+            ("--ranks 513", "--ranks: 513: must be at most 512\n"),
             ("--seed -1", "--seed: -1: must be at least 0\n"),
             ("--threads --processes", "--processes"),
             ("--fabric local", "add --threads"),

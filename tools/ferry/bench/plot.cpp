@@ -7,6 +7,9 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 
 namespace ferry::cli {
 namespace {
@@ -39,10 +42,24 @@ int run_python(std::string_view program, const std::string& json, const std::str
 
 }  // namespace
 
-bool draw_plot(const std::string& json_file, const std::string& image) {
-  const int code = run_python(kPlotProgram, json_file, image);
-  if (code != 0) fmt::print(stderr, "ferry bench: python3 with matplotlib drew no plot\n");
+bool draw_plot(std::string_view program, const std::string& json_file, const std::string& image) {
+  const int code = run_python(program, json_file, image);
+  if (code != 0) fmt::print(stderr, "ferry: python3 with matplotlib drew no plot\n");
   return code == 0;
+}
+
+bool draw_text(std::string_view program, const std::string& json, const std::string& image) {
+  std::string file = (std::filesystem::temp_directory_path() / "ferry-XXXXXX").string();
+  const int opened = mkstemp(file.data());
+  if (opened < 0) {
+    fmt::print(stderr, "ferry: no file can be made in {}\n", file);
+    return false;
+  }
+  close(opened);
+  std::ofstream(file) << json;
+  const bool drawn = draw_plot(program, file, image);
+  std::filesystem::remove(file);
+  return drawn;
 }
 
 }  // namespace ferry::cli

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/plot.hpp"
 #include "command.hpp"
 #include "number.hpp"
 #include "plan/predict.hpp"
@@ -32,6 +33,7 @@ struct PlanOptions {
   double reserve_gb = 0;
   std::string routes;
   std::string tuning;
+  std::string plot;
   std::string show;
   bool as_json = false;
 };
@@ -87,6 +89,12 @@ const char* crossing_of(const Planned& made, const Predicted& call, const Descri
   return call.hierarchical ? "hierarchical" : "direct";
 }
 
+json phases_us(const ExchangeTime& time) {
+  json phases;
+  for (const auto& [name, seconds] : time.phases()) phases[name] = seconds * 1e6;
+  return phases;
+}
+
 json as_json(const std::vector<Planned>& all, const Described& cluster) {
   json rows = json::array();
   for (const Planned& made : all) {
@@ -105,6 +113,7 @@ json as_json(const std::vector<Planned>& all, const Described& cluster) {
                       {"high_us", call.seconds.high * 1e6},
                       {"crossing", crossing_of(made, call, cluster)},
                       {"bottleneck", call.bottleneck},
+                      {"phases_us", phases_us(call.phases)},
                       {"num_sms", call.num_sms},
                       {"received_bytes", call.received_bytes},
                       {"memory_bytes", memory},
@@ -148,7 +157,7 @@ void write_tuning(const PlanOptions& options, const std::vector<Planned>& all,
   json entries = json::array();
   for (json& row : as_json(all, cluster)) {
     if (!row["fits"].get<bool>()) continue;
-    for (const char* key : {"memory_bytes", "fits", "received_bytes"}) row.erase(key);
+    for (const char* key : {"memory_bytes", "fits", "received_bytes", "phases_us"}) row.erase(key);
     if (row["crossing"] == "-") row["crossing"] = "direct";
     entries.push_back(row);
   }
@@ -215,7 +224,10 @@ int plan(const PlanOptions& options) {
         options.model, last.load.ranks, last.memory_bytes / 1e9, last.limit_bytes / 1e9));
   }
   if (!options.tuning.empty()) write_tuning(options, all, cluster);
-  return 0;
+  if (options.plot.empty()) return 0;
+  const json plotted{
+      {"cluster", options.cluster}, {"model", options.model}, {"entries", as_json(all, cluster)}};
+  return draw_text(kPlanPlot, plotted.dump(), options.plot) ? 0 : 1;
 }
 
 std::string names_of(Kind kind) {
@@ -255,6 +267,11 @@ void add_plan(CLI::App& app, int& exit_code) {
   command->add_option("--routes", options->routes,
                       "What Group.record_routes recorded, in place of uniform routes");
   command->add_option("--tuning", options->tuning, "Write the settings to this JSON file");
+  command
+      ->add_option(
+          "--plot", options->plot,
+          "Draw times with their intervals, and how busy links are (python3 with matplotlib)")
+      ->type_name("FILE");
   command->add_option("--show", options->show, "Print a preset, as the beginning of a file");
   command->add_flag("--json", options->as_json, "Print JSON");
   command->footer("What the prediction is worth: docs/planning.md.");

@@ -204,6 +204,35 @@ class Plan(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("--tokens: 0: must be at least 1", done.stderr)
 
+    def test_plot(self):
+        """What is given to python3, which stands for the one with matplotlib."""
+        python = self.folder / "bin" / "python3"
+        python.parent.mkdir()
+        python.write_text('#!/bin/sh\ncat > program.py\ncp "$2" given.json\necho "$4" > "$4"\n')
+        python.chmod(0o755)
+        command = [os.path.abspath(FERRY), "plan", "--ranks", "8,32", "--plot", "plan.svg"]
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual((self.folder / "plan.svg").read_text(), "plan.svg\n")
+        program = (self.folder / "program.py").read_text()
+        self.assertEqual(program.strip(), (ROOT / "bench" / "plot_plan.py").read_text().strip())
+        given = json.loads((self.folder / "given.json").read_text())
+        self.assertEqual([entry["ranks"] for entry in given["entries"]], [8, 8, 32, 32])
+        for entry in given["entries"]:
+            phases = entry["phases_us"]
+            self.assertEqual(phases[entry["bottleneck"]], max(phases.values()))
+            parts = [us for name, us in phases.items() if name not in ("latency", "messages")]
+            total = phases["latency"] + phases["messages"] + max(parts)
+            self.assertAlmostEqual(total / entry["us"], 1, delta=0.04)  # fewer SMs than the most
+            self.assertLessEqual(entry["low_us"], entry["us"])
+
     def test_the_page_works(self):
         """Files and commands of docs/planning.md."""
         text = PAGE.read_text()
@@ -232,7 +261,8 @@ class Plan(unittest.TestCase):
                 timeout=60,
                 check=False,
             )
-            if "built without SimGrid" not in done.stderr:
+            missing = ("built without SimGrid", "drew no plot")
+            if not any(one in done.stderr for one in missing):
                 self.assertEqual(done.returncode, 0, f"{command}\n{done.stderr}")
 
 

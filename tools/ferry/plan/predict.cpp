@@ -117,6 +117,7 @@ std::vector<Predicted> predicted(const Described& cluster, const Described& mode
     const int sms = made.num_sms > 0 ? made.num_sms : load.most_sms;
     const ExchangeTime time = exchange_time(bytes, rates_of(cluster, operation, sms));
     made.bottleneck = time.bottleneck();
+    made.phases = time;
     made.received_bytes = bytes.copy;
     made.seconds =
         predicted_interval(time.seconds(), seconds(cluster, bytes, operation, sms, End::fast),

@@ -26,7 +26,8 @@ struct Predicted {
   bool hierarchical = false;                ///< the choice
   int num_sms = 0;                          ///< 0: not known
   std::string bottleneck;
-  Interval seconds{};  ///< of the choice
+  ExchangeTime phases{};  ///< of the choice
+  Interval seconds{};     ///< of the choice
   double received_bytes = 0;
 
   double likely_s() const { return hierarchical ? hierarchical_s : direct_s; }
