@@ -38,12 +38,14 @@ std::string why_of(const TuningSearch& search, bool from_file) {
            std::to_string(TuningSearch::kMostProbes) + " calls timed" + times;
   }
   if (search.probes() == 0) return from_file ? "as the file says" : "nothing to choose from";
-  const double percent = std::round((1 - search.gain()) * 100);
+  const double gain = search.gain();
+  const double percent = std::round((1 - gain) * 100);
   const std::string start = from_file ? "what the file says" : "what the model says";
-  const std::string gain =
-      percent >= 1 ? std::to_string(static_cast<int>(percent)) + " % less time than " + start
-                   : "no neighbour was faster than " + start + " by more than 3 %";
-  return gain + ", after " + std::to_string(search.probes()) + " calls" + times;
+  const std::string found =
+      gain == 0      ? "better than its neighbours"
+      : percent >= 1 ? std::to_string(static_cast<int>(percent)) + " % less time than " + start
+                     : "no neighbour was faster than " + start + " by more than 3 %";
+  return found + ", after " + std::to_string(search.probes()) + " calls" + times;
 }
 
 }  // namespace

@@ -242,6 +242,25 @@ TEST(ExchangeTuner, KeepsToTheBoundsOfSms) {
   EXPECT_TRUE(tuner.tuned().front().settled);
 }
 
+TEST(ExchangeTuner, SaysWhy) {
+  ExchangeTuner tuner(8);
+  const TuningKey key = key_of(CallKind::combine, false);
+  const auto run = [&](int calls, std::int64_t fastest) {
+    for (int call = 0; call < calls; ++call) {
+      const CallSettings settings = tuner.next(key);
+      const double away = static_cast<double>(settings.chunk_bytes) / static_cast<double>(fastest);
+      tuner.observe(key, settings, 4096, away > 1 ? away : 1 / away);
+    }
+    return tuner.tuned().front().why;
+  };
+  EXPECT_NE(run(3, 1 << 20).find("searching: 2 of at most 30"), std::string::npos);
+  EXPECT_NE(run(40, 1 << 20).find("75 % less time than what the model"), std::string::npos);
+  // From the other end of the grid; where the model would begin was not timed again.
+  const std::string again = run(200, 2 << 20);
+  EXPECT_EQ(again.rfind("better than its neighbours", 0), 0u) << again;
+  EXPECT_NE(again.find("begun again, as times had shifted"), std::string::npos) << again;
+}
+
 // A kind of calls has between n and 2n tokens: that more take longer is no other time.
 TEST(ExchangeTuner, TokensOfAKindMayDiffer) {
   ExchangeTuner tuner(8);

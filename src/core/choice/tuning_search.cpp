@@ -53,7 +53,7 @@ double TuningSearch::seconds() const {
 double TuningSearch::gain() const {
   const Measured* start = find(grid_.start);
   const double before = start == nullptr ? 0 : middle(start->seconds);
-  return before > 0 && seconds() > 0 ? seconds() / before : 1;
+  return before > 0 ? seconds() / before : 0;
 }
 
 bool TuningSearch::enough(const Measured& at) const {

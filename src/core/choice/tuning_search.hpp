@@ -38,7 +38,7 @@ class TuningSearch {
   int restarts() const { return restarts_; }
   /// What calls at `best` take, in the middle; 0: not known yet.
   double seconds() const;
-  /// How much of the time at the start `best` takes; 1: as much, or not known yet.
+  /// How much of the time at the start `best` takes; 0: the start was not timed since it began.
   double gain() const;
 
  private:
