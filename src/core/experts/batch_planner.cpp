@@ -130,7 +130,7 @@ void BatchPlanner::draft(std::int64_t limit, Style style) {
     if (rank < 0) break;
     const std::int64_t excess = now_.load[index(rank)] - limit;
     stuck = push(rank, excess, limit, -1) == 0 && !relieve(rank, limit, style) &&
-            !relieve_through_others(rank, limit);
+            !relieve_through_others(rank, limit, 1);
   }
   finish();
 }
@@ -176,6 +176,10 @@ bool BatchPlanner::relieve(int rank, std::int64_t limit, Style& style) {
   const std::int64_t wanted = std::min(excess, now_.at_home[index(expert)]);
   const int to = receiver(expert, wanted, limit, style);
   if (to < 0) return false;
+  if (limit - now_.load[index(to)] < wanted && full_rank_has_room(wanted, limit) &&
+      relieve_through_others(rank, limit, wanted)) {
+    return true;
+  }
   move(expert, to, std::min(wanted, limit - now_.load[index(to)]));
   return true;
 }
@@ -234,8 +238,17 @@ void BatchPlanner::move(std::int32_t expert, int to, std::int64_t tokens) {
   --now_.free[index(to)];
 }
 
-/// A rank without room takes a copy, and gives away as much over the copies that there are.
-bool BatchPlanner::relieve_through_others(int rank, std::int64_t limit) {
+/// Whether a rank without a free slot has room for so many tokens.
+bool BatchPlanner::full_rank_has_room(std::int64_t wanted, std::int64_t limit) const {
+  for (std::size_t rank = 0; rank < now_.load.size(); ++rank) {
+    if (now_.free[rank] == 0 && limit - now_.load[rank] >= wanted) return true;
+  }
+  return false;
+}
+
+/// A rank without room takes a copy, and gives away as much over the copies that there are: at
+/// least so many tokens, or nothing is done.
+bool BatchPlanner::relieve_through_others(int rank, std::int64_t limit, std::int64_t least) {
   const std::int32_t expert = expert_to_move(rank, 0, 0, false);
   if (expert < 0) return false;
   const std::int64_t wanted = std::min(now_.load[index(rank)] - limit, now_.at_home[index(expert)]);
@@ -248,7 +261,7 @@ bool BatchPlanner::relieve_through_others(int rank, std::int64_t limit) {
     best = other;
     most = tokens;
   }
-  if (best < 0) return false;
+  if (best < 0 || most < least) return false;
   move(expert, best, push(best, most, limit, rank));
   return true;
 }

@@ -74,7 +74,8 @@ class BatchPlanner {
   bool relieve(int rank, std::int64_t limit, Style& style);
   std::int32_t expert_to_move(int rank, std::int64_t excess, std::int64_t room, bool tight) const;
   int receiver(std::int32_t expert, std::int64_t wanted, std::int64_t limit, Style& style) const;
-  bool relieve_through_others(int rank, std::int64_t limit);
+  bool full_rank_has_room(std::int64_t wanted, std::int64_t limit) const;
+  bool relieve_through_others(int rank, std::int64_t limit, std::int64_t least);
   int find_room(int from, std::int64_t wanted, std::int64_t limit, int avoid);
   std::int64_t push(int from, std::int64_t wanted, std::int64_t limit, int avoid);
   int copy_at(std::int32_t expert, int rank) const;
