@@ -53,7 +53,7 @@ class Copies:
         """The experts of this rank have changed though torch did not see it."""
         self._seen = []
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def places(self, experts: nn.Module, topk_idx: Tensor) -> Tensor:
         """Collective. Plans a batch, fetches the copies that it needs, and returns its routes."""
@@ -72,7 +72,7 @@ class Copies:
         self._fetch(parameters)
         return torch.as_tensor(balancer.places(topk_idx.contiguous(), self.ranks.rank))
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, experts: nn.Module, rows: Tensor, offsets: Tensor) -> Tensor:
         """What the experts make of rows for themselves and for the copies on this rank."""
         table = self.balancer.table
@@ -112,7 +112,7 @@ class Copies:
         balancer.fetched()
 
     def _parameters(self, experts: nn.Module) -> dict[str, Tensor]:
-        found = dict(experts.named_parameters())
+        found: dict[str, Tensor] = dict(experts.named_parameters())
         for name, tensor in found.items():
             if tensor.dim() == 0 or len(tensor) != self.local:
                 got = f"{name} of shape {tuple(tensor.shape)}"

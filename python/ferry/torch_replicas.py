@@ -29,7 +29,8 @@ def copy_experts(ranks: Collectives, experts: Tensor, replicas: Tensor, table: T
         refuse("copy_experts: replicas", got, f"{source.shape[1]}, as of experts")
     routes = _Routes("copy_experts", ranks, len(source), len(slots), table)
     came = routes.swap(source[routes.out], slots.new_empty(len(routes.back), slots.shape[1]), 1)
-    slots[routes.back] = came
+    if routes.back:  # else torch counts a write to tensors that a backward may still need
+        slots[routes.back] = came
 
 
 def reduce_experts(ranks: Collectives, replicas: Tensor, experts: Tensor, table: Table) -> None:
