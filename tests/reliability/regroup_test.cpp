@@ -42,6 +42,11 @@ TEST(Regroup, AStoppedRankIsEvictedAndComesBackLate) {
     job.resume({1, 4});
     ASSERT_EQ(job.wrong(), "") << name_of(stage);
   }
+  // What a job leaves of which no rank survived goes when the user's next group is made.
+  GroupConfig config;
+  config.experts = 1;
+  config.fabric = FabricKind::shm;
+  const Group next(thread_bootstrap(1).front(), config);
   EXPECT_EQ(shared_memory_names(), std::vector<std::string>{});
 }
 
