@@ -220,7 +220,7 @@ def test_pip_brings_the_command_ferry() -> None:
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"ferry {ferry.__version__}\n"
     module = [sys.executable, "-m", "ferry", "--version"]
-    assert subprocess.run(module, stdout=subprocess.PIPE, text=True, check=True).stdout == done.stdout
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == done.stdout
     assert importlib.metadata.version("ferry-moe") == ferry.__version__
 
 

@@ -18,7 +18,10 @@ SUFFIXES = {".cpp", ".hpp", ".cu", ".cuh", ".inc", ".in", ".py", ".pyi", ".sh", 
 # What is dated, or speaks of the words themselves.
 SKIPPED = ("bench/results/", "docs/experiments/", "docs/glossary.md", "CHANGELOG.md", "tools/lint/")
 # Lines that keep an old public name for a release.
-OLD = r"deprecated|renamed_|old_options|OldName|sms is now|_RENAMED|python/ferry/(errors|__init__)"
+OLD = (
+    r"deprecated|renamed_|@ranged|old_options|OldName|sms is now|_RENAMED"
+    r"|python/ferry/(errors|__init__)"
+)
 
 # The word to use; below it patterns of whole words that it replaces. "in": only in these paths;
 # "but": not in such lines ("path: text"), OLD for the pattern above.
