@@ -102,6 +102,31 @@ TEST(BatchBalancer, NoTokenGoesToACopyThatMayBeMissing) {
   refused();
 }
 
+TEST(BatchBalancer, AFetchThatFailedLosesWhatTheSlotHeld) {
+  BatchBalancer balancer(kExperts, kRanks, kSlots);
+  const auto busy = [&](int expert) {  // the only one, for all ranks
+    std::vector<std::int32_t> counts(kRanks * kExperts);
+    for (int rank = 0; rank < kRanks; ++rank) counts[index(rank * kExperts + expert)] = 100;
+    plan(balancer, counts);
+  };
+  for (const int expert : {0, 4}) {  // both slots of rank 1 are full
+    busy(expert);
+    balancer.fetched();
+  }
+  busy(6);  // its weights do not arrive
+  const auto lost = balancer.fetches();
+  int again = 0;
+  for (const int expert : {0, 4}) {
+    busy(expert);
+    for (std::size_t place = 0; place < lost.size(); ++place) {
+      if (lost[place] < 0 || balancer.table()[place] < 0) continue;
+      EXPECT_EQ(balancer.fetches()[place], expert) << "place " << place;
+      ++again;
+    }
+  }
+  EXPECT_GT(again, 0);
+}
+
 TEST(BatchBalancer, RefusesWhatCannotBe) {
   const auto wrong = [](const std::vector<std::string>& words, const std::function<void()>& call) {
     expect_error(ErrorKind::invalid_argument, words, call);
