@@ -153,12 +153,12 @@ void HostEngine::run_work(const char* call, const std::function<void()>& work, A
            {"threw", threw ? "true" : "false"}});
     }
   };
-  const auto failed = [&](const char* reason, ErrorKind kind) {
+  const auto failed = [&](const char* reason, ErrorKind why) {
     count(true);
     if (channel_.all_ranks_threw() || asks == Asks::existence) {
       channel_.enter_call({});
     } else {
-      channel_.fail(call, reason, kind);
+      channel_.fail(call, reason, why);
     }
   };
   channel_.all_ranks_threw();
